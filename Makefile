@@ -1,0 +1,95 @@
+# Every target does the set-up it needs: a virtual environment in $(VENV), the build, the run.
+#
+#   make demo       a small real model generates text for a dozen requests at once
+#   make test       C++ and Python tests
+#   make bench      CPU benchmarks -> benchmarks/results/
+#   make bench-gpu  GPU benchmarks -> benchmarks/results/
+#   make lint       ruff, mypy, clang-format, and whether README.md is up to date
+#   make digest     hash of the sources that a result file must carry
+#   make clean      remove what the above made
+#
+# Variables
+#   PYTHON  a version (3.12) or a path; default: python3 if supported, else one that is (find_python.sh)
+#   VENV    where the environment goes
+#   JAX     a requirement that narrows jax, e.g. make test VENV=.venv-old JAX='jax==0.10.0'
+#   PY      an interpreter that has jax_attn and its dependencies already: no set-up at all
+VENV ?= .venv
+JAX ?= jax
+ARGS ?=  # more arguments for the demo, pytest or the benchmarks
+
+.PHONY: demo test bench bench-gpu lint digest clean
+
+ifdef PY
+ready :=
+else
+PY := $(VENV)/bin/python
+ready := $(VENV)/ready.stamp
+dev_ready := $(VENV)/dev.stamp
+cuda_ready := $(VENV)/cuda.stamp
+# Much of a test is XLA compiling, on one core.
+pytest_workers := -n auto --maxprocesses 4 --dist worksteal
+endif
+PIP = $(PY) -m pip --disable-pip-version-check --no-input
+build_dir := build/$(subst /,-,$(VENV))
+headers := build/ffi_headers
+# Without build isolation objects survive from one build to the next, and only what changed is compiled.
+INSTALL = $(PIP) install --quiet --no-build-isolation \
+  --config-settings=build-dir=$(build_dir) \
+  --config-settings=cmake.define.JAX_ATTN_TESTS=ON \
+  --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
+  --editable
+sources := $(shell find csrc tests/csrc -type f 2>/dev/null) build_tools/CMakeLists.txt \
+  build_tools/embed_sources.py
+
+demo: $(ready)
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(ready)
+	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure)
+	$(PY) -m pytest $(pytest_workers) $(ARGS)
+
+bench: $(ready)
+	$(PY) -m benchmarks.bench_cpu $(ARGS)
+
+bench-gpu: $(ready) $(cuda_ready)
+	$(PY) -m benchmarks.bench_gpu $(ARGS)
+
+lint: $(ready) $(dev_ready)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' \
+	  | xargs $(dir $(PY))clang-format --dry-run -Werror
+	$(PY) build_tools/readme_tables.py --check
+
+digest:
+	@python=$$(build_tools/find_python.sh $(PYTHON)) && $$python benchmarks/digest.py
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/tools.stamp: pyproject.toml
+	@echo "== environment in $(VENV)"
+	test -x $(VENV)/bin/python || { python=$$(build_tools/find_python.sh $(PYTHON)) && \
+	  { $$python -m venv $(VENV) || { $$python -m venv --clear --without-pip $(VENV) && \
+	    $$python -m pip --python $(VENV)/bin/python install --quiet pip; }; }; }
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install --quiet --group build
+	touch $@
+
+$(headers)/ready.stamp: pyproject.toml build_tools/ffi_headers.py | $(VENV)/tools.stamp
+	$(PY) build_tools/ffi_headers.py $(headers)
+	touch $@
+
+$(VENV)/ready.stamp: $(VENV)/tools.stamp $(headers)/ready.stamp $(sources)
+	@echo "== jax_attn into $(VENV)"
+	$(INSTALL) '.[models,test]' '$(JAX)'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/ready.stamp
+	$(INSTALL) '.[dev]' '$(JAX)'
+	touch $@
+
+$(VENV)/cuda.stamp: $(VENV)/ready.stamp
+	$(INSTALL) '.[cuda13]' '$(JAX)'
+	touch $@

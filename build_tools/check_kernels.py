@@ -1,0 +1,218 @@
+"""Compiles the built-in CUDA kernels with pip's NVRTC, without a GPU, and bounds what they use.
+
+    python build_tools/check_kernels.py [sm_80 sm_90a sm_100a sm_120a] [--only TEXT]
+
+Sources and options are the ones that a process would compile at run time. Every field of a
+specialisation takes each of its values somewhere in the list below; the product would take hours.
+Prints a table and fails if a kernel
+
+  - spills registers, or uses the stack at all (its frame is not 0 bytes), unless SPILLS says why;
+  - does not fit its CTAs on a multiprocessor as select/cuda.cc launches them (registers, shared
+    memory).
+
+Compile times are printed, not bounded: they are those of this machine and of its other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax_attn as ja
+from jax_attn import _core
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+
+# Shared memory of a multiprocessor and of one CTA, KB (CUDA programming guide, table of compute
+# capabilities). A CTA takes 1 KB of the former beside its own.
+SMEM_KB = {80: (164, 163), 86: (100, 99), 89: (100, 99), 90: (228, 227), 100: (228, 227)} | {
+    103: (228, 227),
+    120: (100, 99),
+    121: (100, 99),
+}
+REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
+
+# Kernel name (as printed, without its architecture) -> why its spills are accepted.
+SPILLS: dict[str, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one kernel asks of a multiprocessor."""
+
+    registers: int  # a thread
+    stack: int  # bytes a thread; spilled registers live there
+    smem: int  # bytes a CTA
+    num_threads: int
+
+
+def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
+    """A covering set: dtypes, head dims, groups, page sizes, masks and schedules."""
+
+    def spec(
+        dims: int | tuple[int, int], group: int, page_size: int | None, **options: Any
+    ) -> ja.AttentionSpec:
+        head_dim_qk, head_dim_vo = dims if isinstance(dims, tuple) else (dims, dims)
+        return ja.AttentionSpec(
+            num_qo_heads=2 * group,
+            num_kv_heads=2,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            page_size=page_size,
+            target=target,
+            max_kv_tokens=4096 if page_size is None else None,
+            max_kv_pages=None if page_size is None else 4096,
+            **options,
+        )
+
+    # The common cases: llama-like decode and prefill, paged and ragged.
+    for page_size in (None, 1, 16):
+        yield spec(128, 4, page_size)
+    yield spec(128, 1, None, causal=False)
+    yield spec(128, 8, 16, dtype="float16")
+    yield spec(128, 4, 16, schedule="fixed_split", kv_split=1024)
+    # Head dims, each with other groups, pages and masks.
+    yield spec(64, 1, 16)
+    yield spec(64, 8, None, causal=False, dtype="float16")
+    yield spec(72, 5, 5, window_left=100)
+    yield spec(80, 16, 1)
+    yield spec(96, 4, 5, logits_soft_cap=30.0)
+    yield spec(112, 7, 48, window_left=64, window_right=8, causal=False)
+    yield spec(128, 16, 5, window_left=4096, logits_soft_cap=50.0)
+    yield spec((192, 128), 1, None)
+    yield spec((192, 128), 16, 16, dtype="float16")
+    yield spec((64, 256), 4, 1)
+    yield spec(192, 4, 16)
+    yield spec(256, 2, 16, logits_soft_cap=50.0, window_left=4096)
+    yield spec(256, 8, None, causal=False)
+    yield spec(256, 4, 1, schedule="fixed_split", kv_split=1024)
+    # f32 has a kernel of its own.
+    yield spec(64, 1, None, dtype="float32", causal=False)
+    yield spec(128, 4, 16, dtype="float32", window_left=100, logits_soft_cap=30.0)
+    yield spec((192, 128), 5, 5, dtype="float32")
+    yield spec(256, 16, 1, dtype="float32")
+
+
+def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
+    """Sources, with the CTAs of a multiprocessor that launches count on (0: as many as fit)."""
+    for spec in attention_specs(target):
+        num_sms = spec.problem.spec["num_processors"]
+        yield _core.attention_source(spec.problem), spec.kernel_config["num_ctas"] // num_sms
+    arch = int(target.removeprefix("sm_"))
+    yield _core.append_source(arch), 0
+    for dtype in range(3):
+        yield _core.merge_source(arch, dtype), 0
+
+
+# --- reading cubins ---
+
+
+def read_usage(cubin: bytes, entry: str) -> Usage:
+    """From the sections of a cubin (ELF64): registers, frame, shared memory of kernel `entry`."""
+    (table_at,) = struct.unpack_from("<Q", cubin, 40)
+    entry_bytes, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, table_at + i * entry_bytes) for i in range(count)
+    ]
+
+    def text(section: int, at: int) -> str:
+        start = headers[section][4] + at
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    sections = {text(names_at, header[0]): i for i, header in enumerate(headers)}
+
+    def contents(section: int) -> bytes:
+        return cubin[headers[section][4] : headers[section][4] + headers[section][5]]
+
+    symtab = sections[".symtab"]
+    symbols = {}
+    for at in range(headers[symtab][4], headers[symtab][4] + headers[symtab][5], 24):
+        name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", cubin, at)
+        symbols[text(headers[symtab][6], name)] = (section, value)
+
+    def initial_value(symbol: str) -> int:
+        section, value = symbols[symbol]
+        return struct.unpack_from("<i", contents(section), value)[0]
+
+    # .nv.info: records (format, attribute, size or value); those of format 4 are followed by
+    # `size` bytes, here (symbol index, value) for the kernel and for each function it calls.
+    info = contents(sections[".nv.info"])
+    values: dict[int, list[int]] = {}
+    at = 0
+    while at < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        if form == 4 and size == 8:
+            values.setdefault(attribute, []).append(struct.unpack_from("<II", info, at + 4)[1])
+        at += 4 + (size if form == 4 else 0)
+    return Usage(
+        registers=max(values[0x2F]),  # EIATTR_REGCOUNT
+        stack=max(values[0x11]),  # EIATTR_FRAME_SIZE
+        # All of it is dynamic: section .nv.shared holds only the kilobyte that each CTA reserves.
+        smem=initial_value(f"{entry}_smem_bytes"),
+        num_threads=initial_value(f"{entry}_num_threads"),
+    )
+
+
+# --- bounds ---
+
+
+def faults(usage: Usage, arch: int, num_ctas: int) -> list[str]:
+    """What does not fit. num_ctas: CTAs that must share a multiprocessor."""
+    sm_kb, cta_kb = SMEM_KB[arch]
+    warp_registers = -(-usage.registers * 32 // 256) * 256
+    found = []
+    if usage.stack:
+        found.append(f"{usage.stack} bytes of stack")
+    if usage.smem > cta_kb * 1024:
+        found.append(f"{usage.smem} bytes of shared memory, {cta_kb} KB are the limit")
+    if num_ctas * (usage.smem + 1024) > sm_kb * 1024:
+        found.append(
+            f"{usage.smem} bytes of shared memory do not fit {num_ctas} CTAs in {sm_kb} KB"
+        )
+    if max(1, num_ctas) * warp_registers * (usage.num_threads // 32) > REGISTERS:
+        found.append(f"{usage.registers} registers do not fit {max(1, num_ctas)} CTAs")
+    return found
+
+
+def check(target: str, only: str) -> int:
+    """Prints a line for every kernel of an architecture; returns how many fail."""
+    failures = 0
+    for source, num_ctas in kernels(target):
+        if only not in source.name:
+            continue
+        start = time.perf_counter()
+        cubin, _ = source.compile()
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        usage = read_usage(cubin, source.entry)
+        found = faults(usage, int(target.removeprefix("sm_")), num_ctas)
+        reason = SPILLS.get(source.name.replace(f"-{source.name.split('-')[1]}", "", 1))
+        if reason is not None:
+            found = [fault for fault in found if not fault.endswith("of stack")]
+        failures += bool(found)
+        print(
+            f"{source.name:<62} {usage.registers:>4} {usage.stack:>6} {usage.smem:>7}"
+            f" {num_ctas or '':>4} {milliseconds:>6.0f} ms"
+            f"  {'; '.join(found) or (f'accepted: {reason}' if reason else 'ok')}",
+            flush=True,
+        )
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("archs", nargs="*", default=ARCHS, metavar="ARCH", help="default: all")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    arguments = parser.parse_args()
+    print(f"{'kernel':<62} regs  stack    smem CTAs   compile")
+    failures = sum(check(arch.rstrip("a"), arguments.only) for arch in arguments.archs)
+    print(f"{failures} kernels fail" if failures else "all kernels fit, none spills")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

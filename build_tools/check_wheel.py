@@ -1,0 +1,34 @@
+"""Check a wheel before anyone installs it: check_wheel.py WHEEL.
+
+It must be small, hold the package and nothing else, and carry the stable-ABI tag.
+"""
+
+import sys
+import zipfile
+from pathlib import Path
+
+MAX_BYTES = 5_000_000
+ALLOWED = ("jax_attn/", "jax_attn-")  # the package and its dist-info
+NEEDED = ("jax_attn/__init__.py", "jax_attn/_core.abi3.so", "jax_attn/py.typed")
+
+
+def problems(wheel: Path) -> list[str]:
+    found = []
+    if "-cp312-abi3-" not in wheel.name:
+        found.append(f"its tag is not cp312-abi3: {wheel.name}")
+    if wheel.stat().st_size > MAX_BYTES:
+        found.append(f"{wheel.stat().st_size} bytes, more than {MAX_BYTES}")
+    names = zipfile.ZipFile(wheel).namelist()
+    found += [f"holds {name}" for name in names if not name.startswith(ALLOWED)]
+    found += [f"lacks {name}" for name in NEEDED if name not in names]
+    found += [f"holds a weight file {name}" for name in names if name.endswith(".safetensors")]
+    return found
+
+
+if __name__ == "__main__":
+    wheel = Path(sys.argv[1])
+    found = problems(wheel)
+    for problem in found:
+        print(f"{wheel.name}: {problem}", file=sys.stderr)
+    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {len(found)} problems")
+    sys.exit(bool(found))

@@ -1,0 +1,31 @@
+"""Unpack XLA's FFI headers of the oldest supported jaxlib: ffi_headers.py DESTINATION.
+
+The version is the one pinned in pyproject.toml, which pip's isolated builds use too. The Makefile
+builds without isolation, so that objects survive from one build to the next, and takes its headers
+from DESTINATION/jaxlib/include.
+"""
+
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+
+def main(destination: Path) -> None:
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    requires = tomllib.loads(pyproject.read_text())["build-system"]["requires"]
+    pin = next(requirement for requirement in requires if requirement.startswith("jaxlib"))
+    with tempfile.TemporaryDirectory() as downloads:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", downloads]
+        subprocess.run([*pip, pin], check=True)
+        (wheel,) = Path(downloads).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            headers = [n for n in archive.namelist() if n.startswith("jaxlib/include/xla/ffi/")]
+            archive.extractall(destination, headers)
+    print(f"{pin}: {len(headers)} headers in {destination}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
