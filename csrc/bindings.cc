@@ -1,0 +1,195 @@
+// Python bindings: registrations, the planner's entry, kernel and cache controls. No logic.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/dispatch.h"
+#include "ffi/handlers.h"
+#include "jit/kernels.h"
+#include "plan/plan.h"
+#include "select/select.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+namespace jax_attn {
+namespace {
+
+using Int32Array = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int32Buffer = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void ThrowIfError(const Status& status) {
+  if (!status.ok()) throw std::invalid_argument(status.message);
+}
+
+// jit/ refuses because of what is or is not installed, not because of the caller's arguments.
+void ThrowIfUnavailable(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message);
+}
+
+template <typename Struct>
+void FromDict(const nb::dict& dict, Struct* out) {
+  VisitFields(*out, [&](const char* name, auto& field) {
+    if (dict.contains(name)) field = nb::cast<std::decay_t<decltype(field)>>(dict[name]);
+  });
+}
+
+template <typename Struct>
+nb::dict ToDict(Struct value) {
+  nb::dict dict;
+  VisitFields(value, [&](const char* name, auto& field) { dict[name] = field; });
+  return dict;
+}
+
+// Fields named in `overrides` win over what select/ chose.
+AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
+  AttentionProblem problem;
+  FromDict(spec, &problem.spec);
+  problem.config = SelectAttention(problem.spec);
+  FromDict(overrides, &problem.config);
+  FillCapacities(&problem);
+  return problem;
+}
+
+void PlanInto(const AttentionProblem& problem, Int32Array qo_indptr, Int32Array kv_lens,
+              Int32Array kv_indptr, Int32Array page_indices, std::optional<Int32Array> q_offsets,
+              Int32Buffer buffer) {
+  PlanInputs inputs;
+  inputs.qo_indptr = qo_indptr.data();
+  inputs.kv_lens = kv_lens.data();
+  inputs.kv_indptr = kv_indptr.data();
+  inputs.page_indices = page_indices.data();
+  inputs.q_offsets = q_offsets ? q_offsets->data() : nullptr;
+  inputs.batch_size = static_cast<int64_t>(kv_lens.shape(0));
+  inputs.num_page_indices = static_cast<int64_t>(page_indices.shape(0));
+  ThrowIfError(Plan(problem, inputs, buffer.data()));
+}
+
+nb::dict LayoutDict(const AttentionProblem& problem) {
+  const PlanLayout l = MakePlanLayout(problem);
+  nb::dict dict;
+  dict["header"] = l.header;
+  dict["queue_indptr"] = l.queue_indptr;
+  dict["qo_indptr"] = l.qo_indptr;
+  dict["kv_lens"] = l.kv_lens;
+  dict["kv_indptr"] = l.kv_indptr;
+  dict["merge_groups"] = l.merge_groups;
+  dict["items"] = l.items;
+  dict["page_indices"] = l.page_indices;
+  dict["num_words"] = l.num_words;
+  return dict;
+}
+
+nb::list Registrations() {
+  nb::list list;
+  auto capsule = [](XLA_FFI_Handler* handler) {
+    return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+  };
+  for (const auto* targets : {&kPlanTargets, &kAttentionTargets, &kAppendTargets, &kMergeTargets}) {
+    for (const Target& target : *targets) {
+      nb::dict stages;
+      if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
+      if (target.initialize) stages["initialize"] = capsule(target.initialize);
+      stages["execute"] = capsule(target.execute);
+      list.append(nb::make_tuple(target.name, target.platform, stages));
+    }
+  }
+  return list;
+}
+
+nb::dict InfoDict(const KernelInfo& info) {
+  static constexpr const char* kOrigins[] = {"memory", "disk", "compiled"};
+  nb::dict dict;
+  dict["name"] = info.name;
+  dict["cache_path"] = info.cache_path;
+  dict["origin"] = kOrigins[static_cast<int>(info.origin)];
+  dict["milliseconds"] = info.milliseconds;
+  dict["cubin_bytes"] = info.cubin_bytes;
+  dict["smem_bytes"] = info.smem_bytes;
+  dict["num_threads"] = info.num_threads;
+  return dict;
+}
+
+nb::dict StatsDict() {
+  const JitStats stats = GetJitStats();
+  nb::dict dict;
+  dict["compiled"] = stats.compiled;
+  dict["disk_hits"] = stats.disk_hits;
+  dict["memory_hits"] = stats.memory_hits;
+  dict["corrupt"] = stats.corrupt;
+  dict["compile_ms"] = stats.compile_ms;
+  dict["loaded"] = stats.loaded;
+  dict["attention_launches"] = stats.attention_launches;
+  dict["append_launches"] = stats.append_launches;
+  dict["merge_launches"] = stats.merge_launches;
+  return dict;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def("registrations", &Registrations);
+
+  nb::class_<AttentionProblem>(m, "Problem")
+      .def("__init__",
+           [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides) {
+             new (self) AttentionProblem(MakeProblem(spec, overrides));
+           })
+      .def_prop_ro("spec", [](const AttentionProblem& p) { return ToDict(p.spec); })
+      .def_prop_ro("config", [](const AttentionProblem& p) { return ToDict(p.config); })
+      .def_prop_ro("layout", &LayoutDict)
+      .def_prop_ro("words", &EncodeProblem)
+      .def_prop_ro("workspace_words",
+                   [](const AttentionProblem& p) { return MakeWorkspaceLayout(p).num_words; })
+      .def("plan", &PlanInto, nb::arg("qo_indptr"), nb::arg("kv_lens"), nb::arg("kv_indptr"),
+           nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("buffer"));
+
+  m.def("cpu_isa", &CpuIsa);
+  m.def("supported_cpu_isas", &SupportedCpuIsas);
+  m.def("set_cpu_isa", [](const std::string& name) { ThrowIfError(SetCpuIsa(name)); });
+
+  m.def("set_jit_paths",
+        [](std::vector<std::string> nvrtc, std::vector<std::string> driver, std::string cache_dir) {
+          SetJitPaths({std::move(nvrtc), std::move(driver), std::move(cache_dir)});
+        });
+  m.def("prepare_attention", [](const AttentionProblem& problem) {
+    KernelInfo info;
+    ThrowIfUnavailable(PrepareAttention(problem, &info));
+    return InfoDict(info);
+  });
+  m.def("prepare_append", [](int64_t arch) {
+    KernelInfo info;
+    ThrowIfUnavailable(PrepareAppend({arch}, &info));
+    return InfoDict(info);
+  });
+  m.def("prepare_merge", [](int64_t arch, int64_t dtype) {
+    KernelInfo info;
+    ThrowIfUnavailable(PrepareMerge({arch, dtype}, &info));
+    return InfoDict(info);
+  });
+  m.def("jit_stats", &StatsDict);
+
+  nb::class_<KernelSource>(m, "KernelSource")
+      .def_ro("name", &KernelSource::name)
+      .def_ro("entry", &KernelSource::entry)
+      .def_ro("text", &KernelSource::text)
+      .def_ro("options", &KernelSource::options)
+      .def("compile", [](const KernelSource& source) {
+        std::string cubin, log;
+        ThrowIfUnavailable(CompileKernelSource(source, &cubin, &log));
+        return nb::make_tuple(nb::bytes(cubin.data(), cubin.size()), log);
+      });
+  m.def("attention_source", &AttentionKernelSource);
+  m.def("append_source", [](int64_t arch) { return AppendKernelSource({arch}); });
+  m.def("merge_source",
+        [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
+}
+
+}  // namespace jax_attn

@@ -1,0 +1,38 @@
+// Partial attention states of work items. Internal linkage: see kernels.h.
+#pragma once
+
+#include "cpu/decode_pass.h"
+#include "cpu/kernels.h"
+#include "cpu/prefill_pass.h"
+
+namespace jax_attn {
+namespace {
+
+template <class Isa, typename T>
+struct Attend {
+  static size_t ScratchBytes(const AttentionParams& params, const CpuGeometry& g) {
+    const size_t decode = Buffers<Isa, T, true>(params, g, nullptr).bytes;
+    const size_t prefill = Buffers<Isa, T, false>(params, g, nullptr).bytes;
+    return decode > prefill ? decode : prefill;
+  }
+
+  // items[0, num_items): the same rows and span, consecutive kv heads.
+  static void Run(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
+                  i64 num_items, void* scratch) {
+    const i64 rows = i64{items[0].qo_len} * params.group_size;
+    if (rows == 0) return;
+    const bool low = rows <= kMaxLowRows;
+    const i64 heads_per_pass = low ? kMaxLowPassRows / rows : 1;
+    for (i64 i = 0; i < num_items; i += heads_per_pass) {
+      const i64 heads = Min(heads_per_pass, num_items - i);
+      if (low) {
+        DecodePass<Isa, T>(params, g, items + i, heads, scratch).Run();
+      } else {
+        PrefillPass<Isa, T>(params, g, items + i, heads, scratch).Run();
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace jax_attn

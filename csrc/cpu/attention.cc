@@ -1,0 +1,146 @@
+#include "cpu/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "cpu/kernels.h"
+
+namespace jax_attn {
+namespace {
+
+// Items a kernel call may take together: enough for every kv head count in use, small on the stack.
+constexpr int64_t kMaxRun = 64;
+
+// Grows, never shrinks; one per pool thread, so that a call allocates nothing after the first.
+class Scratch {
+ public:
+  void* Get(size_t bytes) {
+    if (bytes > size_) {
+      data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
+      size_ = bytes;
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<char, Free> data_;
+  size_t size_ = 0;
+};
+
+void* ThreadScratch(size_t bytes) {
+  static thread_local Scratch scratch;
+  return scratch.Get(bytes);
+}
+
+// Items from `items` on that a kernel call takes together: the same rows and span, consecutive
+// heads.
+int64_t RunLength(const WorkItem* items, int64_t max_items, int64_t group_size) {
+  const WorkItem& a = items[0];
+  if (a.qo_len * group_size > kMaxLowRows) return 1;
+  int64_t n = 1;
+  for (; n < std::min(max_items, kMaxRun); ++n) {
+    const WorkItem& b = items[n];
+    const bool same = b.kv_head == a.kv_head + n && b.qo_begin == a.qo_begin &&
+                      b.qo_len == a.qo_len && b.kv_begin == a.kv_begin && b.kv_end == a.kv_end &&
+                      b.kv_base == a.kv_base && b.q_pos == a.q_pos;
+    if (!same) break;
+  }
+  return n;
+}
+
+// Counts an arrival at the item's merge group and folds it if it was the last one.
+void Arrive(const CpuTypeKernels& kernels, const AttentionParams& p, const WorkItem& item) {
+  if (item.merge_idx < 0) return;
+  const MergeGroup& group = p.merge_groups[item.merge_idx];
+  // acq_rel: our partial is visible to whoever folds, and all partials to us if it is us.
+  const i32 arrived = __atomic_fetch_add(&p.merge_counters[item.merge_idx], 1, __ATOMIC_ACQ_REL);
+  if (arrived + 1 == group.num_partials) kernels.merge_group(p, group);
+}
+
+// The plan's queues, from which threads take runs of items: first those of a queue of their own,
+// then what is left in the others. So a thread that comes late or is slow holds nobody up, and the
+// plan needs no more queues than threads.
+class Queues {
+ public:
+  Queues(const CpuTypeKernels& kernels, const AttentionParams& params, const CpuGeometry& geometry)
+      : kernels_(kernels),
+        p_(params),
+        geometry_(geometry),
+        num_queues_(params.header->num_items > 0 ? params.num_ctas : 0),
+        next_(new std::atomic<i32>[num_queues_]) {
+    for (int64_t q = 0; q < num_queues_; ++q) next_[q] = params.queue_indptr[q];
+  }
+
+  int64_t num_queues() const { return num_queues_; }
+
+  // Runs items until none is left to take, beginning with queue `first`.
+  void Drain(int64_t first) {
+    void* scratch = ThreadScratch(kernels_.scratch_bytes(p_, geometry_));
+    for (int64_t i = 0; i < num_queues_; ++i) {
+      const int64_t queue = (first + i) % num_queues_;
+      i32 begin;
+      while (const int64_t run = Take(queue, &begin)) {
+        kernels_.attend(p_, geometry_, p_.items + begin, run, scratch);
+        for (int64_t j = 0; j < run; ++j) Arrive(kernels_, p_, p_.items[begin + j]);
+      }
+    }
+  }
+
+ private:
+  // Takes the next run of the queue; 0 if it is empty.
+  int64_t Take(int64_t queue, i32* begin) {
+    *begin = next_[queue].load(std::memory_order_relaxed);
+    for (;;) {
+      const int64_t left = p_.queue_indptr[queue + 1] - *begin;
+      if (left <= 0) return 0;
+      const int64_t run = RunLength(p_.items + *begin, left, p_.group_size);
+      if (next_[queue].compare_exchange_weak(*begin, static_cast<i32>(*begin + run),
+                                             std::memory_order_relaxed)) {
+        return run;
+      }
+    }
+  }
+
+  const CpuTypeKernels& kernels_;
+  const AttentionParams& p_;
+  const CpuGeometry& geometry_;
+  const int64_t num_queues_;
+  const std::unique_ptr<std::atomic<i32>[]> next_;  // first item not taken
+};
+
+// Rows beyond the live tokens: o = 0, lse = -inf.
+void FillPadding(const AttentionParams& p, int64_t dtype) {
+  const int64_t begin = int64_t{p.header->nnz_qo} * p.num_qo_heads;
+  const int64_t end = int64_t{p.max_qo_tokens} * p.num_qo_heads;
+  const int64_t row_bytes = p.head_dim_vo * ElementBytes(dtype);
+  std::memset(static_cast<char*>(p.o) + begin * row_bytes, 0, (end - begin) * row_bytes);
+  std::fill(p.lse + begin, p.lse + end, -std::numeric_limits<float>::infinity());
+}
+
+}  // namespace
+
+void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
+  const int64_t dtype = problem.spec.dtype;
+  const CpuTypeKernels& kernels = *ActiveKernels().types[dtype];
+  CpuGeometry geometry{};
+  geometry.tile_kv = problem.config.tile_kv;
+  for (int64_t i = 0; i < problem.config.num_tiles; ++i) {
+    geometry.max_rows = std::max<i64>(geometry.max_rows, problem.config.tile_q[i]);
+  }
+  std::fill_n(params.merge_counters, params.header->num_merge_groups, 0);
+  Queues queues(kernels, params, geometry);
+  // The queues, then the padding rows.
+  ParallelFor(pool, queues.num_queues() + 1, [&](int64_t i) {
+    if (i == queues.num_queues()) return FillPadding(params, dtype);
+    queues.Drain(i);
+  });
+}
+
+}  // namespace jax_attn

@@ -1,0 +1,86 @@
+#include "cpu/dispatch.h"
+
+#include <atomic>
+
+#include "cpu/kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace jax_attn {
+namespace {
+
+#if defined(__x86_64__)
+// CPUID leaves and the register state the operating system saves.
+struct X86Features {
+  bool avx2 = false, avx512 = false, avx512_bf16 = false;
+
+  X86Features() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const bool fma = c >> 12 & 1, osxsave = c >> 27 & 1, f16c = c >> 29 & 1;
+    if (!osxsave) return;
+    unsigned xcr0, high;
+    __asm__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+    const bool ymm_saved = (xcr0 & 0x06) == 0x06, zmm_saved = (xcr0 & 0xe6) == 0xe6;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx2 = ymm_saved && fma && f16c && (b >> 5 & 1);
+    const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+    avx512 = avx2 && zmm_saved && f && dq && bw && vl;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+    avx512_bf16 = avx512 && (a >> 5 & 1);
+  }
+};
+#endif
+
+// What this machine runs, best last.
+std::vector<const CpuKernels*> SupportedKernels() {
+  std::vector<const CpuKernels*> kernels = {&kKernelsBaseline};
+#if defined(__x86_64__)
+  const X86Features features;
+  if (features.avx2) kernels.push_back(&kKernelsAvx2);
+  if (features.avx512) kernels.push_back(&kKernelsAvx512);
+  if (features.avx512_bf16) kernels.push_back(&kKernelsAvx512Bf16);
+#elif defined(__aarch64__)
+  kernels.push_back(&kKernelsNeon);
+#endif
+  return kernels;
+}
+
+std::atomic<const CpuKernels*>& Active() {
+  static std::atomic<const CpuKernels*> active{SupportedKernels().back()};
+  return active;
+}
+
+}  // namespace
+
+const CpuKernels& ActiveKernels() { return *Active().load(std::memory_order_acquire); }
+
+std::vector<std::string> SupportedCpuIsas() {
+  std::vector<std::string> names;
+  for (const CpuKernels* kernels : SupportedKernels()) names.push_back(kernels->name);
+  return names;
+}
+
+std::string CpuIsa() { return ActiveKernels().name; }
+
+Status SetCpuIsa(const std::string& name) {
+  std::string supported;
+  const std::vector<const CpuKernels*> all = SupportedKernels();
+  for (const CpuKernels* kernels : all) {
+    if (name == kernels->name) {
+      Active().store(kernels, std::memory_order_release);
+      return Status::Ok();
+    }
+    supported += std::string(supported.empty() ? "" : ", ") + kernels->name;
+  }
+  if (name.empty()) {
+    Active().store(all.back(), std::memory_order_release);
+    return Status::Ok();
+  }
+  return Status::Error("cpu isa: expected one of " + supported + " on this machine, got " + name +
+                       ".");
+}
+
+}  // namespace jax_attn

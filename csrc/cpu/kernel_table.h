@@ -1,0 +1,31 @@
+// Makes the tables of an instruction set. Internal linkage: see kernels.h.
+#pragma once
+
+#include "cpu/attend.h"
+#include "cpu/fold.h"
+#include "cpu/kernels.h"
+
+namespace jax_attn {
+namespace {
+
+// Everything is constexpr, so that loading the library runs no code of this instruction set.
+template <class Isa, typename T>
+constexpr CpuTypeKernels MakeTypeKernels() {
+  CpuTypeKernels kernels{};
+  kernels.scratch_bytes = Attend<Isa, T>::ScratchBytes;
+  kernels.attend = Attend<Isa, T>::Run;
+  kernels.merge_group = MergeGroupRows<Isa, T>;
+  kernels.merge_rows = MergeStateRows<Isa, T>;
+  return kernels;
+}
+
+template <class Isa, typename T>
+constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T>();
+
+template <class Isa>
+constexpr CpuKernels MakeKernels(const char* name) {
+  return {name, {&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>}};
+}
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,60 @@
+// The seam between the drivers (attention.cc, merge.cc) and the kernels of one instruction set.
+//
+// A kernels_<isa>.cc is compiled with that instruction set's flags and exports one table. So that
+// no function compiled with them can be linked into code that runs elsewhere, these files include
+// no C++ standard header, and everything they define is a template on their Isa struct.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "params.h"
+
+namespace jax_attn {
+
+// What the kernels know of a problem besides AttentionParams.
+struct CpuGeometry {
+  i64 max_rows;  // rows of the tallest query tile
+  i64 tile_kv;   // kv tokens of an online softmax step, which starts at a multiple of it
+};
+
+// Up to so many rows (decode) packing and memory outweigh arithmetic: the kernels take all kv heads
+// of the same rows and span together.
+inline constexpr i64 kMaxLowRows = 16;
+
+// The kernels for one element type.
+struct CpuTypeKernels {
+  // Bytes of scratch Attend wants, 64-byte aligned, per thread.
+  size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
+
+  // Computes items[0, num_items), which differ in kv_head, partial_row and merge_idx alone and have
+  // consecutive kv heads. Direct items write o and lse; the others partial_o and partial_states.
+  void (*attend)(const AttentionParams& p, const CpuGeometry& g, const WorkItem* items,
+                 i64 num_items, void* scratch);
+
+  // Folds the complete merge group into o and lse.
+  void (*merge_group)(const AttentionParams& p, const MergeGroup& group);
+
+  // Rows [begin, end) of a merge call.
+  void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
+};
+
+struct CpuKernels {
+  const char* name;
+  const CpuTypeKernels* types[3];  // by DType of spec.h: bf16, f16, f32
+};
+
+extern const CpuKernels kKernelsBaseline;
+#if defined(__x86_64__)
+extern const CpuTypeKernels kAvx512F16, kAvx512F32;  // shared by the two tables with AVX-512
+extern const CpuKernels kKernelsAvx2;
+extern const CpuKernels kKernelsAvx512;
+extern const CpuKernels kKernelsAvx512Bf16;
+#elif defined(__aarch64__)
+extern const CpuKernels kKernelsNeon;
+#endif
+
+// The table in use (dispatch.h).
+const CpuKernels& ActiveKernels();
+
+}  // namespace jax_attn

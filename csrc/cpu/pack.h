@@ -1,0 +1,220 @@
+// Keys and values from their rows into panels of the formats of gemm.h. Internal linkage:
+// kernels.h.
+//
+// Rows of one head lie num_kv_heads rows apart, often a multiple of 4096 bytes, where they compete
+// for the same few lines of the first cache: so each is read once, line by line, and used from a
+// panel.
+#pragma once
+
+#include "cpu/gemm.h"
+
+namespace jax_attn {
+namespace {
+
+// Panel formats by the type of keys and values. kLow: few rows multiply a panel, so it is cheapest
+// to leave bf16 as it is; for many rows it is converted once.
+template <class Isa, typename T>
+constexpr bool kUsesDot = Isa::kBf16Dot && IsBf16<T>;
+template <class Isa, typename T, bool kLow>
+constexpr Format kKeyFormat = kUsesDot<Isa, T>    ? Format::kDot
+                              : IsBf16<T> && kLow ? Format::kDepthPairs
+                                                  : Format::kF32;
+template <class Isa, typename T, bool kLow>
+constexpr Format kValueFormat = kUsesDot<Isa, T>    ? Format::kDot
+                                : IsBf16<T> && kLow ? Format::kColumnPairs
+                                                    : Format::kF32;
+
+// Depths (head dims of keys, tokens of values) a step of a panel holds.
+constexpr i64 StepDepth(Format format) {
+  return format == Format::kDot || format == Format::kDepthPairs ? 2 : 1;
+}
+// 32-bit lanes of a row of a for so many depths.
+constexpr i64 Lanes(Format format, i64 depth) { return format == Format::kDot ? depth / 2 : depth; }
+
+template <class Isa, Format kFormat>
+constexpr i64 PanelBytes(i64 depth) {
+  return CeilDiv(depth, StepDepth(kFormat)) * kStepBytes<Isa, kFormat>;
+}
+
+// Puts the columns of c, a row of whole panels, in their order.
+template <class Isa, Format kFormat>
+void OrderColumns(float* c, i64 columns) {
+  if constexpr (kFormat == Format::kColumnPairs) {
+    for (i64 i = 0; i < columns; i += 2 * Isa::kWidth) {
+      typename Isa::Vec first, second;
+      Isa::Interleave(Isa::Load(c + i), Isa::Load(c + i + Isa::kWidth), &first, &second);
+      Isa::Store(c + i, first);
+      Isa::Store(c + i + Isa::kWidth, second);
+    }
+  }
+}
+
+// The rows of one head in a block: token t's row starts at rows[t] + offset.
+struct HeadRows {
+  const char* const* rows;
+  i64 offset;
+
+  const char* Row(i64 t) const { return rows[t] + offset; }
+};
+
+// Fetches rows into the second cache line by line, in the order in which they lie in memory, as
+// many bytes a step as the step multiplies: memory never waits for arithmetic, nor arithmetic for
+// memory.
+struct RowFetch {
+  const char* line = nullptr;
+  const char* row_end = nullptr;
+  const char* const* next_row = nullptr;
+  const char* const* rows_end = nullptr;
+  i64 row_bytes = 0;
+
+  // From now on: the first row_bytes of rows[begin, end).
+  void Start(const char* const* rows, i64 begin, i64 end, i64 bytes) {
+    next_row = rows + begin + 1;
+    rows_end = rows + end;
+    row_bytes = bytes;
+    line = rows[begin];
+    row_end = line + row_bytes;
+  }
+
+  template <i64 kBytes>
+  JAX_ATTN_INLINE void Step(i64 k) {
+    if constexpr (kBytes >= kCacheLine) {
+      JAX_ATTN_UNROLL
+      for (i64 i = 0; i < kBytes; i += kCacheLine) Line();
+    } else {
+      if (k % (kCacheLine / kBytes) == 0) Line();
+    }
+  }
+
+  // The next line; the last one again when all are fetched.
+  JAX_ATTN_INLINE void Line() {
+    __builtin_prefetch(line, 0, 2);
+    line += kCacheLine;
+    if (line >= row_end) {
+      if (next_row < rows_end) {
+        line = *next_row++;
+        row_end = line + row_bytes;
+      } else {
+        line -= kCacheLine;
+      }
+    }
+  }
+};
+
+// A panel of keys: columns are the tokens [first, first + kPanel), depth is head_dim.
+template <class Isa, Format kFormat, typename T>
+JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel) {
+  using Vec = typename Isa::Vec;
+  constexpr int kWidth = Isa::kWidth;
+  constexpr bool kMove =
+      sizeof(T) == 4 || IsBf16<T>;  // as 32-bit lanes; others are converted first
+  constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // a lane becomes two
+  constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T);
+  const i64 lanes = head_dim * static_cast<i64>(sizeof(T)) / kLaneBytes;
+  for (int v = 0; v < Isa::kVecs; ++v) {
+    const char* rows[kWidth];
+    for (int t = 0; t < kWidth; ++t) rows[t] = keys.Row(first + v * kWidth + t);
+    float* out = reinterpret_cast<float*>(panel) + v * kWidth;
+    Vec column[kWidth];
+    const auto load = [&](i64 lane, int n) __attribute__((always_inline)) {
+      if constexpr (kMove) {
+        Isa::TransposeLoad(rows, lane * kLaneBytes, n, column);
+      } else {
+        JAX_ATTN_UNROLL
+        for (int t = 0; t < kWidth; ++t) {
+          column[t] = Isa::LoadFirst(reinterpret_cast<const T*>(rows[t]) + lane, n);
+        }
+        Isa::Transpose(column);
+      }
+    };
+    const auto store = [&](int i) __attribute__((always_inline)) {
+      if constexpr (kSplit) {
+        Isa::Store(out + 2 * i * kPanel<Isa>, Isa::PairLow(column[i]));
+        Isa::Store(out + (2 * i + 1) * kPanel<Isa>, Isa::PairHigh(column[i]));
+      } else {
+        Isa::Store(out + i * kPanel<Isa>, column[i]);
+      }
+    };
+    i64 lane = 0;
+    for (; lane + kWidth <= lanes; lane += kWidth, out += (kSplit ? 2 : 1) * kWidth * kPanel<Isa>) {
+      load(lane, kWidth);
+      JAX_ATTN_UNROLL
+      for (int i = 0; i < kWidth; ++i) store(i);
+    }
+    if (lane < lanes) {
+      load(lane, static_cast<int>(lanes - lane));
+      for (int i = 0; i < lanes - lane; ++i) store(i);
+    }
+  }
+}
+
+// Panels of values: columns are head dims, zeros beyond head_dim; depth are the tokens [begin,
+// end), in steps from that of token `first` on. Of a pair of tokens at the border the outer one is
+// 0.
+template <class Isa, Format kFormat, typename T>
+JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i64 end, i64 head_dim,
+                                i64 panel_bytes, char* panels) {
+  using Vec = typename Isa::Vec;
+  constexpr i64 kStep = StepDepth(kFormat);
+  // bf16 in the order of columns moves as 32-bit lanes, two columns each.
+  constexpr bool kMove = kFormat == Format::kColumnPairs;
+  constexpr int kColumns = kMove ? 2 * Isa::kWidth : Isa::kWidth;  // of a vector
+  const i64 whole = head_dim / kPanel<Isa>;
+  for (i64 t = begin / kStep * kStep; t < end; t += kStep) {
+    const T* row = reinterpret_cast<const T*>(values.Row(t));
+    const T* next = reinterpret_cast<const T*>(values.Row(t + kStep - 1));
+    char* out = panels + (t - first) / kStep * kStepBytes<Isa, kFormat>;
+    // Columns [column, column + n) as a vector.
+    const auto load = [&](i64 column, int n) __attribute__((always_inline)) {
+      if constexpr (kFormat == Format::kDot) {
+        Vec x = Isa::PairRows(row + column, next + column, n);
+        if (t < begin) x = Isa::MaskLanes(x, 0xffff0000);
+        if (t + 1 >= end) x = Isa::MaskLanes(x, 0x0000ffff);
+        return x;
+      } else if constexpr (kMove) {
+        return Isa::LoadLanes(row + column, n / 2);
+      } else {
+        return Isa::LoadFirst(row + column, n);
+      }
+    };
+    for (i64 j = 0; j < whole; ++j, out += panel_bytes) {
+      JAX_ATTN_UNROLL
+      for (int at = 0; at < kPanel<Isa>; at += kColumns) {
+        Isa::Store(reinterpret_cast<float*>(out) + at / kColumns * Isa::kWidth,
+                   load(j * kPanel<Isa> + at, kColumns));
+      }
+    }
+    for (i64 column = whole * kPanel<Isa>; column < RoundUp(head_dim, kPanel<Isa>);
+         column += kColumns) {
+      const i64 n = Min(kColumns, head_dim - column);
+      Isa::Store(
+          reinterpret_cast<float*>(out) + (column - whole * kPanel<Isa>) / kColumns * Isa::kWidth,
+          n > 0 ? load(column, static_cast<int>(n)) : Isa::Zero());
+    }
+  }
+}
+
+// Whether the first `steps` steps of the panels hold neither NaN nor inf, so that 0 times them is
+// 0.
+template <class Isa, Format kFormat>
+bool AllFinite(const char* panels, i64 panel_bytes, i64 num_panels, i64 steps) {
+  using Vec = typename Isa::Vec;
+  constexpr i64 kLanes = kStepBytes<Isa, kFormat> / 4;
+  Vec sum = Isa::Zero();
+  for (i64 j = 0; j < num_panels; ++j) {
+    const float* panel = reinterpret_cast<const float*>(panels + j * panel_bytes);
+    for (i64 i = 0; i < steps * kLanes; i += Isa::kWidth) {
+      const Vec x = Isa::Load(panel + i);
+      if constexpr (kFormat == Format::kF32) {
+        sum = Isa::Fma(x, Isa::Zero(), sum);
+      } else {
+        sum = Isa::Fma(Isa::PairLow(x), Isa::Zero(), sum);
+        sum = Isa::Fma(Isa::PairHigh(x), Isa::Zero(), sum);
+      }
+    }
+  }
+  return !Isa::AnyNan(sum);
+}
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,357 @@
+// What decode and prefill have in common: buffers, visibility, softmax steps, results. Internal
+// linkage: see kernels.h.
+//
+// Both walk over kv in blocks of tile_kv that start at absolute multiples of it, take one online
+// softmax step a block, and add products in the order of kv positions. What a row does not see adds
+// exact zeros or nothing. So the bits of a row depend on its own span alone: not on the rows and
+// heads beside it, nor on the height of the tile.
+#pragma once
+
+#include "cpu/fold.h"
+#include "cpu/kernels.h"
+#include "cpu/pack.h"
+#include "cpu/softmax.h"
+
+namespace jax_attn {
+namespace {
+
+// Where each token of a block has its key and value of the run's first kv head. Entries outside the
+// block's valid tokens repeat a valid one, so that whole panels can be loaded.
+struct BlockRows {
+  const char** k;
+  const char** v;
+};
+
+// Rows of scores a pass keeps at once, and of a whole pass of decode.
+constexpr i64 kScoreRows = 128, kMaxLowPassRows = 256;
+
+// One thread's buffers. On a null scratch it only counts their bytes.
+template <class Isa, typename T, bool kLow>
+struct Buffers {
+  static constexpr Format kKeys = kKeyFormat<Isa, T, kLow>, kValues = kValueFormat<Isa, T, kLow>;
+
+  float* q;          // [rows, q_lanes]
+  float* o;          // [rows, o_columns]
+  RowState* states;  // [rows]
+  i32* tokens;       // [rows] query token of each row of an item
+  float* s;          // [score_rows, tile_kv] scores; then probabilities, unless they are pairs
+  float* p;          // [score_rows, p_lanes]
+  float* alpha;      // [score_rows]
+  char* k_panels;    // [tile_kv / kPanel, k_panel_bytes]
+  char* v_panels;    // [o_columns / kPanel, v_panel_bytes]
+  BlockRows blocks[2];
+  i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
+  size_t bytes = 0;
+
+  Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
+      : q_lanes(Lanes(kKeys, params.head_dim_qk)),
+        p_lanes(Lanes(kValues, g.tile_kv)),
+        o_columns(RoundUp(params.head_dim_vo, kPanel<Isa>)),
+        k_panel_bytes(PanelBytes<Isa, kKeys>(params.head_dim_qk)),
+        // One line more than the panel: panels a power of two apart would share cache sets.
+        v_panel_bytes(PanelBytes<Isa, kValues>(g.tile_kv) + kCacheLine),
+        tile_kv(g.tile_kv) {
+    const i64 rows = kLow ? kMaxLowPassRows : g.max_rows;
+    const i64 score_rows = kLow ? kMaxLowPassRows : kScoreRows;
+    char* base = static_cast<char*>(scratch);
+    q = Take<float>(base, rows * q_lanes);
+    o = Take<float>(base, rows * o_columns);
+    states = Take<RowState>(base, rows);
+    tokens = Take<i32>(base, rows);
+    s = Take<float>(base, score_rows * tile_kv);
+    p = kUsesDot<Isa, T> ? Take<float>(base, score_rows * p_lanes) : s;
+    alpha = Take<float>(base, score_rows);
+    k_panels = Take<char>(base, tile_kv / kPanel<Isa> * k_panel_bytes);
+    v_panels = Take<char>(base, o_columns / kPanel<Isa> * v_panel_bytes);
+    for (BlockRows& block : blocks) {
+      block.k = Take<const char*>(base, tile_kv);
+      block.v = Take<const char*>(base, tile_kv);
+    }
+  }
+
+ private:
+  template <typename U>
+  U* Take(char* base, i64 count) {
+    U* at = reinterpret_cast<U*>(base + bytes);
+    bytes += static_cast<size_t>(RoundUp(count * static_cast<i64>(sizeof(U)), kCacheLine));
+    return at;
+  }
+};
+
+// What a pass over some items of the same rows and span needs. kLow: decode, see decode_pass.h.
+template <class Isa, typename T, bool kLow>
+class PassBase {
+ public:
+  PassBase(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
+           i64 num_heads, void* scratch)
+      : params_(params),
+        items_(items),
+        item_(items[0]),
+        num_heads_(num_heads),
+        rows_(i64{items[0].qo_len} * params.group_size),
+        rule_(MakeLogitRule(params.sm_scale, params.logits_soft_cap)),
+        buf_(params, g, scratch) {}
+
+ protected:
+  static constexpr Format kKeys = kKeyFormat<Isa, T, kLow>, kValues = kValueFormat<Isa, T, kLow>;
+  static constexpr bool kPairs = kUsesDot<Isa, T>;
+  static constexpr i64 kUnit = kPanel<Isa>;         // tokens of a panel of keys
+  static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
+  static constexpr i64 kBytes = sizeof(T);
+
+  // ---- q, and the states' initial values
+
+  void LoadQueries() {
+    const i64 group = params_.group_size, dim = params_.head_dim_qk;
+    for (i64 r = 0, token = 0; token < item_.qo_len; ++token) {
+      for (i64 g = 0; g < group; ++g) buf_.tokens[r++] = static_cast<i32>(token);
+    }
+    for (i64 h = 0; h < num_heads_; ++h) {
+      for (i64 r = 0; r < rows_; ++r) {
+        const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
+        LoadQuery((item_.qo_begin + token) * params_.num_qo_heads + head,
+                  buf_.q + (h * rows_ + r) * buf_.q_lanes);
+      }
+    }
+    for (i64 r = 0; r < num_heads_ * rows_; ++r) {
+      buf_.states[r] = {kNegInf, 0.0f};
+      for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth)
+        Isa::Store(buf_.o + r * buf_.o_columns + d, Isa::Zero());
+    }
+  }
+
+  void LoadQuery(i64 row, float* to) const {
+    const i64 dim = params_.head_dim_qk;
+    const T* from = static_cast<const T*>(params_.q) + row * dim;
+    FetchRowAhead(from, params_.num_qo_heads, dim);
+    for (i64 d = 0; d < dim; d += Isa::kWidth) {
+      const int n = static_cast<int>(Min(Isa::kWidth, dim - d));
+      const auto x = Isa::Mul(Isa::LoadFirst(from + d, n), Isa::Set(rule_.q_sign));
+      if constexpr (kPairs) {
+        Isa::StoreFirst(reinterpret_cast<Bf16*>(to) + d, x, n);
+      } else {
+        Isa::StoreFirst(to + d, x, n);
+      }
+    }
+  }
+
+  // ---- blocks and what is visible of them
+
+  // Calls fn(start, block, next block) for every block of the span; after the last, next is the
+  // block.
+  template <typename Fn>
+  void ForBlocks(Fn&& fn) {
+    if (item_.kv_begin >= item_.kv_end) return;
+    BlockRows block = buf_.blocks[0], next = buf_.blocks[1];
+    i64 start = item_.kv_begin / buf_.tile_kv * buf_.tile_kv;
+    FindRows(start, ValidTokens(start), block);
+    for (; start < item_.kv_end; start += buf_.tile_kv) {
+      const i64 next_start = start + buf_.tile_kv;
+      const bool last = next_start >= item_.kv_end;
+      if (!last) FindRows(next_start, ValidTokens(next_start), next);
+      fn(start, block, last ? block : next);
+      const BlockRows swap = block;
+      block = next;
+      next = swap;
+    }
+  }
+
+  // Calls fn(first row, rows, what any of them sees) for tiles of at most max_rows of rows [begin,
+  // end) that see anything of the block. Tiles differ by one row at most.
+  template <typename Fn>
+  void ForRowTiles(i64 begin, i64 end, i64 max_rows, i64 start, Range valid, Fn&& fn) const {
+    const i64 tiles = CeilDiv(end - begin, max_rows);
+    const i64 low = (end - begin) / tiles, higher = end - begin - tiles * low;
+    for (i64 i = 0, r = begin; i < tiles; ++i) {
+      const i64 n = low + (i < higher);
+      const Range seen = VisibleToAny(r, r + n - 1, start, valid);
+      if (seen.begin < seen.end) fn(r, n, seen);
+      r += n;
+    }
+  }
+
+  i64 KeyHeadBytes() const { return params_.head_dim_qk * kBytes; }
+  i64 ValueHeadBytes() const { return params_.head_dim_vo * kBytes; }
+
+  // Valid tokens of the block that starts at position `start`.
+  Range ValidTokens(i64 start) const {
+    return {Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
+  }
+
+  // What the query token sees of `valid`, a range relative to `start`; possibly empty.
+  Range VisibleTo(i64 token, i64 start, Range valid) const {
+    const i64 position = item_.q_pos + token - start;
+    Range range = valid;
+    if (params_.window_left >= 0) range.begin = Max(range.begin, position - params_.window_left);
+    if (params_.window_right >= 0) range.end = Min(range.end, position + params_.window_right + 1);
+    return range;
+  }
+
+  // What any row of [first, last] sees; windows move to the right with the token.
+  Range VisibleToAny(i64 first, i64 last, i64 start, Range valid) const {
+    return {VisibleTo(buf_.tokens[first], start, valid).begin,
+            VisibleTo(buf_.tokens[last], start, valid).end};
+  }
+
+  // Whether some row of the item does not see some token of `valid`.
+  bool IsMixed(i64 start, Range valid) const {
+    return VisibleTo(item_.qo_len - 1, start, valid).begin > valid.begin ||
+           VisibleTo(0, start, valid).end < valid.end;
+  }
+
+  void FindRows(i64 start, Range valid, const BlockRows& block) const {
+    const i64 page_size = params_.page_size;
+    const i64 k_row_bytes = params_.num_kv_heads * KeyHeadBytes(),
+              v_row_bytes = params_.num_kv_heads * ValueHeadBytes();
+    const char* k = static_cast<const char*>(params_.k) + item_.kv_head * KeyHeadBytes();
+    const char* v = static_cast<const char*>(params_.v) + item_.kv_head * ValueHeadBytes();
+    if (page_size == 0) {
+      for (i64 t = valid.begin; t < valid.end; ++t) {
+        const i64 row = item_.kv_base + start + t;
+        block.k[t] = k + row * k_row_bytes;
+        block.v[t] = v + row * v_row_bytes;
+      }
+    } else {
+      const i64 first_page = params_.layer ? *params_.layer * params_.num_pages : 0;
+      i64 page = (start + valid.begin) / page_size, slot = (start + valid.begin) % page_size;
+      for (i64 t = valid.begin; t < valid.end; ++page, slot = 0) {
+        i64 row = (first_page + params_.page_indices[item_.kv_base + page]) * page_size + slot;
+        const i64 page_end = Min(valid.end, t + page_size - slot);
+        for (; t < page_end; ++t, ++row) {
+          block.k[t] = k + row * k_row_bytes;
+          block.v[t] = v + row * v_row_bytes;
+        }
+      }
+    }
+    const auto repeat = [&](i64 begin, i64 end) {
+      for (i64 t = begin; t < end; ++t) {
+        block.k[t] = block.k[valid.begin];
+        block.v[t] = block.v[valid.begin];
+      }
+    };
+    repeat(0, valid.begin);
+    repeat(valid.end, buf_.tile_kv);
+  }
+
+  // ---- softmax
+
+  // Scores of rows [first, first + n) of head h, which are rows [score_row, ...) of the buffer, to
+  // probabilities; `seen` covers what any of them sees.
+  void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen) {
+    const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
+    Range visible[kMaxTileRows];
+    for (i64 r = 0; r < n; ++r) visible[r] = VisibleTo(buf_.tokens[first + r], start, valid);
+    float* s = buf_.s + score_row * buf_.tile_kv;
+    RowState* states = buf_.states + h * rows_ + first;
+    float* alpha = buf_.alpha + score_row;
+    if constexpr (kPairs) {
+      SoftmaxTile<Isa>(rule_, n, begin, end, visible, s, buf_.tile_kv,
+                       reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes), 2 * buf_.p_lanes,
+                       states, alpha);
+    } else {
+      SoftmaxTile<Isa>(rule_, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv, states,
+                       alpha);
+    }
+  }
+
+  // ---- values
+
+  PanelSource<Isa, kValues> PackedValues() const { return {buf_.v_panels, buf_.v_panel_bytes}; }
+
+  // A register tile: rows [row, row + n) of o and [score_row, ...) of p, which see `seen` of the
+  // block.
+  struct RowTile {
+    i64 row, score_row, n;
+    Range seen;
+  };
+
+  // o = alpha o + p v for a row tile, the tokens of a unit, and panels [panel, panel + panels) of a
+  // source that starts at token `first`. alpha takes part once, with the first token seen.
+  template <class Source, class Fetch>
+  void AddValues(const RowTile& tile, i64 first, Range tokens, Source source, i64 panel, i64 panels,
+                 Fetch& ahead) {
+    const Range seen = tile.seen;
+    const i64 begin = Max(seen.begin, tokens.begin), end = Min(seen.end, tokens.end);
+    if (begin >= end) return;
+    const i64 step = begin / kStep, steps = CeilDiv(end, kStep) - step;
+    source.Skip(step - first / kStep);
+    GemmRows<Isa>(tile.n, buf_.p + tile.score_row * buf_.p_lanes + step, buf_.p_lanes, source,
+                  panel, panels, steps, Onto::kOld,
+                  seen.begin >= tokens.begin ? buf_.alpha + tile.score_row : nullptr,
+                  buf_.o + tile.row * buf_.o_columns + panel * kUnit, buf_.o_columns, ahead);
+  }
+
+  bool ValuesAreFinite(i64 first, Range tokens) const {
+    const i64 skip = (tokens.begin - first) / kStep;
+    return AllFinite<Isa, kValues>(buf_.v_panels + skip * kStepBytes<Isa, kValues>,
+                                   buf_.v_panel_bytes, buf_.o_columns / kUnit,
+                                   CeilDiv(tokens.end, kStep) - tokens.begin / kStep);
+  }
+
+  // The same for one row where a value that some rows do not see is not finite, so that even 0
+  // times it counts: the row multiplies what it sees and nothing else, in the same order.
+  template <class Fetch>
+  void AddVisibleValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
+    const i64 panels = buf_.o_columns / kUnit;
+    if constexpr (kPairs) {
+      AddVisiblePairs(row, first, tokens, panels, ahead);
+    } else {
+      AddValues(row, first, tokens, PackedValues(), 0, panels, ahead);
+    }
+  }
+
+  // Pair by pair, because of a pair at the border of `seen` the outer token must not count.
+  template <class Fetch>
+  void AddVisiblePairs(const RowTile& row, i64 first, Range tokens, i64 panels, Fetch& ahead) {
+    const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
+    for (i64 t = begin / 2 * 2; t < end; t += 2) {
+      const uint32_t mask = (t < begin ? 0 : 0x0000ffff) | (t + 1 < end ? 0xffff0000 : 0);
+      for (i64 j = 0; j < panels; ++j) {
+        const float* from = reinterpret_cast<const float*>(
+            buf_.v_panels + j * buf_.v_panel_bytes + (t - first) / 2 * kStepBytes<Isa, kValues>);
+        alignas(64) float step[kPanel<Isa>];
+        for (int v = 0; v < Isa::kVecs; ++v) {
+          Isa::Store(step + v * Isa::kWidth,
+                     Isa::MaskLanes(Isa::Load(from + v * Isa::kWidth), mask));
+        }
+        const bool rescale = row.seen.begin >= tokens.begin && t <= begin;
+        GemmRows<Isa>(1, buf_.p + row.score_row * buf_.p_lanes + t / 2, buf_.p_lanes,
+                      PanelSource<Isa, kValues>{reinterpret_cast<const char*>(step), 0}, 0, 1, 1,
+                      Onto::kOld, rescale ? buf_.alpha + row.score_row : nullptr,
+                      buf_.o + row.row * buf_.o_columns + j * kUnit, buf_.o_columns, ahead);
+      }
+    }
+  }
+
+  // ---- results
+
+  void StoreStates() {
+    const i64 group = params_.group_size, dim = params_.head_dim_vo;
+    for (i64 h = 0; h < num_heads_; ++h) {
+      const WorkItem& item = items_[h];
+      for (i64 r = 0; r < rows_; ++r) {
+        const i64 at = h * rows_ + r;
+        float* o = buf_.o + at * buf_.o_columns;
+        OrderColumns<Isa, kValues>(o, buf_.o_columns);
+        if (item.partial_row < 0) {
+          const i64 token = buf_.tokens[r], head = item.kv_head * group + (r - token * group);
+          StoreRow<Isa, T>(params_, item.qo_begin + token, head, buf_.states[at], o);
+        } else {
+          params_.partial_states[item.partial_row + r] = buf_.states[at];
+          StoreScaled<Isa>(1.0f, o, dim, params_.partial_o + (i64{item.partial_row} + r) * dim);
+        }
+      }
+    }
+  }
+
+  const AttentionParams& params_;
+  const WorkItem* items_;
+  const WorkItem item_;  // what the items have in common, and the first kv head
+  const i64 num_heads_;
+  const i64 rows_;  // of one item
+  const LogitRule rule_;
+  Buffers<Isa, T, kLow> buf_;
+};
+
+}  // namespace
+}  // namespace jax_attn

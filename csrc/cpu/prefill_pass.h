@@ -1,0 +1,104 @@
+// Items of more than kMaxLowRows rows. Internal linkage: see kernels.h.
+//
+// Arithmetic is the limit. A block of keys and values is packed once and stays in the second cache
+// while the rows of the item pass by, kScoreRows at a time, so that their scores stay there too.
+#pragma once
+
+#include "cpu/pass_base.h"
+
+namespace jax_attn {
+namespace {
+
+template <class Isa, typename T>
+class PrefillPass : PassBase<Isa, T, false> {
+  using Base = PassBase<Isa, T, false>;
+  using Base::buf_, Base::params_, Base::rows_;
+  using Base::kKeys, Base::kValues, Base::kUnit;
+  using RowTile = typename Base::RowTile;
+
+ public:
+  using Base::Base;
+
+  void Run() {
+    this->LoadQueries();
+    this->ForBlocks([&](i64 start, const BlockRows& block, const BlockRows& next) {
+      AddBlock(start, block, next);
+    });
+    this->StoreStates();
+  }
+
+ private:
+  void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
+    const Range valid = this->ValidTokens(start);
+    const HeadRows keys{block.k, 0}, values{block.v, 0};
+    for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
+      PackKeyPanel<Isa, kKeys, T>(keys, u * kUnit, params_.head_dim_qk,
+                                  buf_.k_panels + u * buf_.k_panel_bytes);
+    }
+    PackValues<Isa, kValues, T>(values, 0, valid.begin, valid.end, params_.head_dim_vo,
+                                buf_.v_panel_bytes, buf_.v_panels);
+    const bool finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
+    // The next block's rows, a few lines with every register tile.
+    fetch_.Start(next.k, 0, buf_.tile_kv, this->KeyHeadBytes());
+    fetch_values_.Start(next.v, 0, buf_.tile_kv, this->ValueHeadBytes());
+    this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
+      MultiplyKeys(begin, begin + n, start, valid, seen);
+      ForTiles(begin, begin + n, start, valid, [&](const RowTile& tile) {
+        this->Softmax(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen);
+      });
+      MultiplyValues(begin, begin + n, start, valid, finite);
+    });
+  }
+
+  // Calls fn(tile) for the register tiles of rows [begin, end), whose scores start at row 0.
+  template <typename Fn>
+  void ForTiles(i64 begin, i64 end, i64 start, Range valid, Fn&& fn,
+                i64 max_rows = Isa::kRows) const {
+    this->ForRowTiles(begin, end, max_rows, start, valid,
+                      [&](i64 r, i64 n, Range seen) { fn(RowTile{r, r - begin, n, seen}); });
+  }
+
+  // s = q k for the panels that hold what the rows see.
+  void MultiplyKeys(i64 begin, i64 end, i64 start, Range valid, Range seen) {
+    const PanelSource<Isa, kKeys> panels{buf_.k_panels, buf_.k_panel_bytes};
+    NoFetch none;
+    for (i64 u = seen.begin / kUnit; u < CeilDiv(seen.end, kUnit); ++u) {
+      ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
+        if (tile.seen.begin >= (u + 1) * kUnit || tile.seen.end <= u * kUnit) return;
+        FetchLines(&fetch_);
+        GemmRows<Isa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panels, u, 1,
+                      params_.head_dim_qk / StepDepth(kKeys), Onto::kZero, nullptr,
+                      buf_.s + tile.score_row * buf_.tile_kv + u * kUnit, buf_.tile_kv, none);
+      });
+    }
+  }
+
+  // o = alpha o + p v.
+  void MultiplyValues(i64 begin, i64 end, i64 start, Range valid, bool finite) {
+    NoFetch none;
+    if (!finite) {
+      ForTiles(
+          begin, end, start, valid,
+          [&](const RowTile& row) { this->AddVisibleValues(row, 0, valid, none); }, 1);
+      return;
+    }
+    for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
+      ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
+        FetchLines(&fetch_values_);
+        this->AddValues(tile, 0, valid, this->PackedValues(), j, 1, none);
+      });
+    }
+  }
+
+  void FetchLines(RowFetch* fetch) const {
+    for (int i = 0; i < kLinesPerTile; ++i) fetch->Line();
+  }
+
+  // A block of 128 tokens has 1024 lines of f32 keys of 128 dims, and 176 register tiles a
+  // kScoreRows.
+  static constexpr int kLinesPerTile = 4;
+  RowFetch fetch_, fetch_values_;
+};
+
+}  // namespace
+}  // namespace jax_attn

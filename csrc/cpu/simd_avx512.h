@@ -1,0 +1,191 @@
+// Sixteen f32 lanes: AVX-512 F, BW, DQ, VL; and the same with AVX512-BF16's pair products.
+// The vocabulary is documented in simd_baseline.h.
+#pragma once
+
+// GCC 12's own header initialises undefined vectors with themselves and then warns about it
+// wherever they are inlined (GCC bug 105593), so for the rest of the file that includes this one.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include <immintrin.h>
+
+#include "cpu/simd_types.h"
+
+namespace jax_attn {
+namespace {
+
+struct Avx512 {
+  using Vec = __m512;
+  static constexpr int kWidth = 16;
+  static constexpr int kRows = 12;  // 24 accumulators, 2 of b, 1 of a: 27 of 32 registers
+  static constexpr int kVecs = 2;
+  static constexpr bool kBf16Dot = false;
+
+  static Vec Zero() { return _mm512_setzero_ps(); }
+  static Vec Set(float x) { return _mm512_set1_ps(x); }
+  static Vec Broadcast(const void* p) {
+    float x;
+    memcpy(&x, p, 4);
+    return _mm512_set1_ps(x);
+  }
+
+  static Vec Load(const float* p) { return _mm512_loadu_ps(p); }
+  static Vec Load(const Bf16* p) {
+    return Widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Vec Load(const F16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Vec LoadFirst(const float* p, int n) { return _mm512_maskz_loadu_ps(First16(n), p); }
+  static Vec LoadFirst(const Bf16* p, int n) {
+    return Widen(_mm256_maskz_loadu_epi16(First16(n), p));
+  }
+  static Vec LoadFirst(const F16* p, int n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(First16(n), p));
+  }
+
+  static void Store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+  static void Store(Bf16* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), Narrow(v));
+  }
+  static void Store(F16* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), NarrowF16(v));
+  }
+  static void StoreFirst(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, First16(n), v); }
+  static void StoreFirst(Bf16* p, Vec v, int n) {
+    _mm256_mask_storeu_epi16(p, First16(n), Narrow(v));
+  }
+  static void StoreFirst(F16* p, Vec v, int n) {
+    _mm256_mask_storeu_epi16(p, First16(n), NarrowF16(v));
+  }
+
+  static Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec Sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static Vec Mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec Div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  static Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec Max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static Vec Abs(Vec a) { return _mm512_abs_ps(a); }
+  static Vec CopySign(Vec x, Vec s) {
+    const Vec sign = _mm512_set1_ps(-0.0f);
+    return _mm512_or_ps(_mm512_andnot_ps(sign, x), _mm512_and_ps(sign, s));
+  }
+  static Vec SelectLess(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+  }
+
+  static Vec Round(Vec x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static Vec ScaleByPow2(Vec y, Vec n) { return _mm512_scalef_ps(y, n); }
+
+  static Vec KeepLanes(Vec x, int lo, int hi) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 above = _mm512_cmp_epi32_mask(lane, _mm512_set1_epi32(lo), _MM_CMPINT_NLT);
+    const __mmask16 inside =
+        _mm512_mask_cmp_epi32_mask(above, lane, _mm512_set1_epi32(hi), _MM_CMPINT_LT);
+    return _mm512_mask_blend_ps(inside, _mm512_set1_ps(kNegInf), x);
+  }
+
+  static float First(Vec v) { return _mm512_cvtss_f32(v); }
+  static float ReduceAdd(Vec v) { return _mm512_reduce_add_ps(v); }
+  static float ReduceMax(Vec v) { return _mm512_reduce_max_ps(v); }
+  static bool AnyNan(Vec v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
+
+  static void TransposeLoad(const char* const* rows, ptrdiff_t offset, int n, Vec* out) {
+    const __mmask16 mask = First16(n);
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 16; ++i) out[i] = _mm512_maskz_loadu_ps(mask, rows[i] + offset);
+    Transpose(out);
+  }
+  static Vec LoadLanes(const void* p, int n) { return _mm512_maskz_loadu_ps(First16(n), p); }
+  static void Interleave(Vec a, Vec b, Vec* first, Vec* second) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    *first = _mm512_permutex2var_ps(a, low, b);
+    *second = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+  }
+  static Vec PairLow(Vec pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+  }
+  static Vec PairHigh(Vec pairs) {
+    return _mm512_and_ps(pairs,
+                         _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  // Doubles the width of what is in place in each of four steps: 32, 64, 128, 256 bits.
+  static void Transpose(Vec* r) {
+    Vec t[16];
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    // r[4 i + j]: lane j of every 128-bit part, of rows 4 i to 4 i + 3.
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 16; i += 4) {
+      r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    // Parts 0 and 1, parts 2 and 3, of rows 0 to 7 and of rows 8 to 15.
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 16; i += 8) {
+      JAX_ATTN_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        t[i + j] = _mm512_shuffle_f32x4(r[i + j], r[i + 4 + j], 0x88);      // parts 0, 2
+        t[i + 4 + j] = _mm512_shuffle_f32x4(r[i + j], r[i + 4 + j], 0xdd);  // parts 1, 3
+      }
+    }
+    JAX_ATTN_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      r[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);            // part 0: columns 0 to 3
+      r[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);        // part 2: columns 8 to 11
+      r[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);   // part 1
+      r[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);  // part 3
+    }
+  }
+
+ private:
+  static __mmask16 First16(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+  static Vec Widen(__m256i half) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static __m256i Narrow(Vec v) {
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+  }
+  static __m256i NarrowF16(Vec v) {
+    return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Avx512Bf16 : Avx512 {
+  static constexpr bool kBf16Dot = true;
+
+  // acc + a.low * b.low + a.high * b.high in f32; subnormal inputs count as 0.
+  static Vec DotBf16(Vec a, Vec b, Vec acc) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+  }
+  static Vec MaskLanes(Vec x, uint32_t mask) {
+    return _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(mask))));
+  }
+  // Lane i: a[i] in the low half, b[i] in the high half, for i < n; 0 beyond.
+  static Vec PairRows(const Bf16* a, const Bf16* b, int n) {
+    const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, a));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,90 @@
+// Storage types of the kernels and their scalar conversions. Internal linkage: see kernels.h.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "params.h"
+
+// Loops over a register tile must unroll completely, or its accumulators live in memory.
+#if defined(__clang__)
+#define JAX_ATTN_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define JAX_ATTN_UNROLL _Pragma("GCC unroll 64")
+#endif
+
+#define JAX_ATTN_INLINE inline __attribute__((always_inline))
+// Kernels stay functions of their own: their registers are allocated for their loops alone.
+#define JAX_ATTN_KERNEL __attribute__((noinline))
+
+namespace jax_attn {
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+template <typename T>
+constexpr bool IsBf16 = false;
+template <>
+constexpr bool IsBf16<Bf16> = true;
+
+constexpr i64 kCacheLine = 64;
+constexpr float kNegInf = -__builtin_inff();
+constexpr float kLog2e = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits
+
+constexpr i64 Min(i64 a, i64 b) { return a < b ? a : b; }
+constexpr i64 Max(i64 a, i64 b) { return a > b ? a : b; }
+constexpr i64 CeilDiv(i64 a, i64 b) { return (a + b - 1) / b; }
+constexpr i64 RoundUp(i64 a, i64 b) { return CeilDiv(a, b) * b; }
+
+inline uint32_t BitsOf(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+inline float FromBits(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+inline float ToF32(float x) { return x; }
+inline float ToF32(Bf16 x) { return FromBits(uint32_t{x.bits} << 16); }
+inline float ToF32(F16 x) {
+  const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, rest = x.bits & 0x7fffu;
+  if (rest >= 0x7c00) return FromBits(sign | 0x7f800000 | rest << 13);  // inf, NaN
+  if (rest < 0x0400) return FromBits(sign | BitsOf(static_cast<float>(rest) * 0x1p-24f));
+  return FromBits(sign | ((rest << 13) + 0x38000000));
+}
+
+// Round to nearest even; NaN stays NaN.
+inline Bf16 ToBf16(float x) {
+  const uint32_t u = BitsOf(x);
+  if ((u & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(u >> 16 | 0x40)};
+  return {static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16)};
+}
+inline F16 ToF16(float x) {
+  const uint32_t u = BitsOf(x), magnitude = u & 0x7fffffff;
+  const uint32_t sign = u >> 16 & 0x8000;
+  uint32_t rest;
+  if (magnitude > 0x7f800000) {
+    rest = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {  // rounds to 2^16 or more
+    rest = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // subnormal: adding 2^-1 leaves 24 fraction bits, rounded
+    rest = BitsOf(FromBits(magnitude) + 0.5f) - 0x3f000000;
+  } else {
+    rest = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  }
+  return {static_cast<uint16_t>(sign | rest)};
+}
+
+}  // namespace
+}  // namespace jax_attn

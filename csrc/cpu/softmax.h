@@ -1,0 +1,106 @@
+// One online softmax step of one row. Internal linkage: see kernels.h.
+#pragma once
+
+#include "cpu/simd_math.h"
+
+namespace jax_attn {
+namespace {
+
+// How scores become base-2 logits.
+struct LogitRule {
+  float q_sign;      // q is multiplied by it when loaded, so that scale_log2 is positive
+  float scale_log2;  // base-2 logit = scale_log2 * score
+  float cap_log2;    // with a cap: cap_log2 * tanh(cap_in * score); 0: none
+  float cap_in;
+};
+
+inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
+  LogitRule rule{};
+  const float magnitude = sm_scale < 0 ? -sm_scale : sm_scale;
+  rule.q_sign = sm_scale > 0 ? 1.0f : sm_scale < 0 ? -1.0f : 0.0f;
+  rule.scale_log2 = magnitude > 0 ? magnitude * kLog2e : 1.0f;
+  if (logits_soft_cap > 0) {
+    rule.cap_log2 = logits_soft_cap * kLog2e;
+    rule.cap_in = magnitude > 0 ? magnitude / logits_soft_cap : 1.0f;
+    rule.scale_log2 = 1.0f;
+  }
+  return rule;
+}
+
+// Columns [begin, end) that a row sees; begin >= end: none.
+struct Range {
+  i64 begin, end;
+};
+
+// Soft cap, mask and maximum of one row's scores s[begin, end); returns the new running maximum.
+template <class Isa>
+JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,
+                                float old_max, float* s) {
+  using Vec = typename Isa::Vec;
+  constexpr i64 kWidth = Isa::kWidth;
+  if (rule.cap_log2 != 0) {
+    for (i64 j = begin; j < end; j += kWidth) {
+      const Vec x = Tanh<Isa>(Isa::Mul(Isa::Set(rule.cap_in), Isa::Load(s + j)));
+      Isa::Store(s + j, Isa::Mul(Isa::Set(rule.cap_log2), x));
+    }
+  }
+  if (seen.begin > begin || seen.end < end) {
+    const auto mask = [&](i64 j) __attribute__((always_inline)) {
+      const int lo = static_cast<int>(seen.begin - j), hi = static_cast<int>(seen.end - j);
+      Isa::Store(s + j, Isa::KeepLanes(Isa::Load(s + j), lo, hi));
+    };
+    for (i64 j = begin; j < Min(end, seen.begin); j += kWidth) mask(j);
+    for (i64 j = Max(begin, seen.end / kWidth * kWidth); j < end; j += kWidth) mask(j);
+  }
+  Vec max = Isa::Set(kNegInf);
+  for (i64 j = begin; j < end; j += kWidth) max = Isa::Max(max, Isa::Load(s + j));
+  const float block_max = Isa::ReduceMax(max) * rule.scale_log2;
+  return block_max > old_max ? block_max : old_max;
+}
+
+// p[begin, end) = 2^(scale_log2 * s - base); returns their sum.
+template <class Isa, typename P>
+JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 end, const float* s,
+                                   P* p) {
+  using Vec = typename Isa::Vec;
+  Vec sum = Isa::Zero();
+  const Vec scale = Isa::Set(scale_log2), minus_base = Isa::Set(-base);
+  for (i64 j = begin; j < end; j += Isa::kWidth) {
+    const Vec pj = Exp2<Isa>(Isa::Fma(Isa::Load(s + j), scale, minus_base));
+    sum = Isa::Add(sum, pj);
+    Isa::Store(p + j, pj);
+  }
+  return Isa::ReduceAdd(sum);
+}
+
+// One online softmax step of n <= kMaxTileRows rows. Replaces the scores in columns [begin, end) by
+// probabilities at p (p = s allowed); those of masked columns are 0. alpha: what rescales the sums
+// of the blocks before. begin and end are multiples of kWidth. The rows go through each phase
+// together, so that their latencies overlap.
+constexpr int kMaxTileRows = 16;
+
+template <class Isa, typename P>
+JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, i64 n, i64 begin, i64 end,
+                                 const Range* seen, float* s, i64 lds, P* p, i64 ldp,
+                                 RowState* states, float* alpha) {
+  alignas(64) float fall[kMaxTileRows] = {};  // old maximum - new one
+  float base[kMaxTileRows];
+  for (i64 r = 0; r < n; ++r) {
+    const float old_max = states[r].max_log2;
+    const float max = MaskedMax<Isa>(rule, begin, end, seen[r], old_max, s + r * lds);
+    states[r].max_log2 = max;
+    // -inf: no visible key so far. As 0, or -inf - -inf would be NaN.
+    base[r] = max == kNegInf ? 0.0f : max;
+    fall[r] = old_max - base[r];
+  }
+  for (i64 r = 0; r < n; r += Isa::kWidth) Isa::Store(fall + r, Exp2<Isa>(Isa::Load(fall + r)));
+  for (i64 r = 0; r < n; ++r) {
+    const float sum =
+        Exponentials<Isa>(rule.scale_log2, base[r], begin, end, s + r * lds, p + r * ldp);
+    states[r].sum = states[r].sum * fall[r] + sum;
+    alpha[r] = fall[r];
+  }
+}
+
+}  // namespace
+}  // namespace jax_attn

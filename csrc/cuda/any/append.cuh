@@ -1,0 +1,69 @@
+// Copies the rows of k_new and v_new to their places in the page pools.
+#pragma once
+
+#include "cuda/common/math.cuh"
+
+namespace jax_attn {
+
+// The request of query token `token`: the last r with qo_indptr[r] <= token, found by a whole warp
+// in steps of 32 requests. Requests without tokens are passed over.
+__device__ __forceinline__ int FindRequest(const i32* qo_indptr, int batch_size, int token) {
+  const int lane = threadIdx.x % kWarpSize;
+  int first = 0, count = batch_size;  // it is in [first, first + count)
+  while (count > 1) {
+    const int stride = CeilDiv(count, kWarpSize);
+    const int probe = lane * stride;
+    const bool not_after = probe < count && LoadConstant(qo_indptr + first + probe) <= token;
+    const int step = (__popc(__ballot_sync(kFullWarp, not_after)) - 1) * stride;
+    first += step;
+    count = Min(stride, count - step);
+  }
+  return first;
+}
+
+template <class Traits>
+struct AppendBody {
+  static constexpr int kNumThreads = 256;
+  static constexpr int kSmemBytes = 0;
+  static constexpr int kMinCtasPerSm = 5;  // 48 registers are enough for four vectors under way
+
+  // A warp copies one row: even tasks k, odd tasks v of token task / 2.
+  __device__ __forceinline__ static void Run(const AppendParams& p) {
+    const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
+    const int batch_size = LoadConstant(&p.header->batch_size);
+    const i64 num_tasks = 2ll * LoadConstant(&p.header->nnz_qo);
+    const i64 layer = p.layer != nullptr ? LoadConstant(p.layer) : 0;
+    for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
+         task < num_tasks; task += num_warps) {
+      const int token = static_cast<int>(task / 2);
+      const bool is_v = task % 2 != 0;
+      const int request = FindRequest(p.qo_indptr, batch_size, token);
+      const int pos =
+          LoadConstant(p.kv_lens + request) - LoadConstant(p.qo_indptr + request + 1) + token;
+      if (pos < 0) continue;
+      const i64 page_at =
+          static_cast<i64>(LoadConstant(p.page_indptr + request)) + pos / p.page_size;
+      const i64 page = layer * p.num_pages + LoadConstant(p.page_indices + page_at);
+      const i64 row = page * p.page_size + pos % p.page_size;
+      if (is_v) {
+        CopyRow(p.v_pages, row, p.v_new, token, p.v_row_bytes);
+      } else {
+        CopyRow(p.k_pages, row, p.k_new, token, p.k_row_bytes);
+      }
+    }
+  }
+
+  // Rows are whole 16-byte vectors, because head dims are multiples of 8.
+  __device__ __forceinline__ static void CopyRow(void* pool, i64 row, const void* fresh, i64 token,
+                                                 i64 row_bytes) {
+    const char* from = static_cast<const char*>(fresh) + token * row_bytes;
+    char* to = static_cast<char*>(pool) + row * row_bytes;
+    const int num_vectors = static_cast<int>(row_bytes / 16);
+#pragma unroll 4
+    for (int i = threadIdx.x % kWarpSize; i < num_vectors; i += kWarpSize) {
+      *reinterpret_cast<uint4*>(to + i * 16) = LoadConstant16(from + i * 16);
+    }
+  }
+};
+
+}  // namespace jax_attn

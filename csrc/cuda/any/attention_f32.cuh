@@ -1,0 +1,228 @@
+// Attention in plain FFMA, for f32 inputs: tensor cores would round them to 10 bits. Simple on
+// purpose; it reads the same plan and writes the same states as the fast kernel.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/partials.cuh"
+#include "cuda/common/variant.cuh"
+
+namespace jax_attn {
+
+// Eight threads share a row: each computes every eighth logit of a step, and every eighth group of
+// four columns of o.
+template <class Traits>
+struct AttentionF32Body {
+  // --- shape ---
+
+  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  static constexpr int kNumThreads = Traits::kNumWarps * kWarpSize;
+  static constexpr int kRowThreads = 8;
+  static constexpr int kRows = Traits::kTileQ0;
+  static constexpr int kStep = Traits::kTileKv;  // kv tokens
+  static constexpr int kStages = Traits::kNumStages;
+  static constexpr int kGroupSize = Traits::kGroupSize;
+  static constexpr int kQkDim = Traits::kHeadDimQk, kVoDim = Traits::kHeadDimVo;
+  static constexpr int kLogits = kStep / kRowThreads;                // of a thread
+  static constexpr int kVectors = CeilDiv(kVoDim, 4 * kRowThreads);  // of o, of a thread
+  static_assert(Traits::kNumTiles == 1 && kRows * kRowThreads == kNumThreads, "a row, 8 threads");
+  static_assert(kStep % kRowThreads == 0 && kRows >= kGroupSize, "whole logits, whole tokens");
+
+  // Rows are 4 floats longer than their data, so that eight of them start in different banks.
+  struct alignas(16) Shared {
+    float q[kRows][kQkDim + 4];
+    float k[kStages][kStep][kQkDim + 4];
+    float v[kStages][kStep][kVoDim + 4];
+    float p[kRows][kStep];  // probabilities; kUnseen where the row does not see the token
+    MergeScratch<kRows> scratch;
+  };
+  static constexpr float kUnseen = -1.0f;
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static constexpr int kMinCtasPerSm = kSmemBytes <= CtaSmemBudget(Traits::kArch, 2) ? 2 : 1;
+
+  __device__ __forceinline__ static void Run(const AttentionParams& p) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    Shared& shared = *reinterpret_cast<Shared*>(smem);
+    const KvPools pools = FindPools<Traits, sizeof(float)>(p);
+    for (int item = LoadConstant(p.queue_indptr + blockIdx.x); item < QueueEnd(p); ++item) {
+      RunItem(p, pools, p.items[item], shared);
+    }
+    BlankPaddingRows<Traits, sizeof(float)>(p);
+  }
+
+  // --- load ---
+
+  __device__ static void LoadQ(const AttentionParams& p, const WorkItem& item, Shared& shared) {
+    const RowMap<kGroupSize> map(p, item.qo_begin, item.kv_head);
+    for (int i = threadIdx.x; i < kRows * kQkDim; i += kNumThreads) {
+      const int row = i / kQkDim, column = i % kQkDim;
+      const bool live = row < item.qo_len * kGroupSize;
+      shared.q[row][column] =
+          live ? static_cast<const float*>(p.q)[map.Index(row) * kQkDim + column] : 0.0f;
+    }
+  }
+
+  // Starts the copies of the step at `pos`. Tokens outside of the item's span become zeros.
+  template <int kDim>
+  __device__ static void LoadRows(const AttentionParams& p, const WorkItem& item, const char* pool,
+                                  int pos, float (&rows)[kStep][kDim + 4]) {
+    constexpr int kChunks = kDim / 4;
+    const i64 row_bytes = static_cast<i64>(p.num_kv_heads) * kDim * sizeof(float);
+    for (int i = threadIdx.x; i < kStep * kChunks; i += kNumThreads) {
+      const int token = pos + i / kChunks, chunk = i % kChunks;
+      const bool in_span = token >= item.kv_begin && token < item.kv_end;
+      const char* from = pool;
+      if (in_span) {
+        u32 row;
+        if constexpr (Traits::kPageSize > 0) {
+          const i32 page = LoadPage<Traits::kPageSize>(p, item.kv_base, token);
+          row = PoolRow<Traits::kPageSize>(page, token);
+        } else {
+          row = static_cast<u32>(item.kv_base) + token;
+        }
+        from += row * row_bytes + (item.kv_head * kChunks + chunk) * 16;
+      }
+      CopyAsync16(SharedAddress(&rows[i / kChunks][chunk * 4]), from, in_span);
+    }
+  }
+
+  // --- one item ---
+
+  __device__ static void RunItem(const AttentionParams& p, const KvPools& pools,
+                                 const WorkItem& item, Shared& shared) {
+    const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
+    const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin, item.kv_end, item.q_pos,
+                                                  row / kGroupSize, row / kGroupSize);
+    const int first = item.kv_begin / kStep * kStep;
+    const int num_steps = item.kv_begin < item.kv_end ? CeilDiv(item.kv_end - first, kStep) : 0;
+    const auto load = [&](int step) {
+      if (step < num_steps) {
+        LoadRows<kQkDim>(p, item, pools.k, first + step * kStep, shared.k[step % kStages]);
+        LoadRows<kVoDim>(p, item, pools.v, first + step * kStep, shared.v[step % kStages]);
+      }
+      CommitCopies();
+    };
+
+    float max_log2 = -Infinity(), sum = 0.0f;
+    float4 o[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) o[i] = make_float4(0, 0, 0, 0);
+    LoadQ(p, item, shared);
+    for (int step = 0; step < kStages - 1; ++step) load(step);
+#pragma unroll 1
+    for (int step = 0; step < num_steps; ++step) {
+      load(step + kStages - 1);
+      WaitCopies<kStages - 1>();
+      __syncthreads();
+      float s[kLogits];
+      MultiplyQk(shared, step % kStages, row, part, s);
+      Softmax(p, span, first + step * kStep + part, s, &max_log2, &sum, o, shared.p[row] + part);
+      __syncwarp();  // the threads of a row are of one warp
+      MultiplyPv(shared, step % kStages, row, part, o);
+      __syncthreads();
+    }
+    Finish(p, item, row, part, max_log2, sum, o);
+    if (item.merge_idx >= 0) ArriveAndMerge<Traits>(p, item.merge_idx, shared.scratch);
+    __syncthreads();  // the next item's q takes the place of this one's
+  }
+
+  // --- qk ---
+
+  __device__ static void MultiplyQk(const Shared& shared, int stage, int row, int part,
+                                    float (&s)[kLogits]) {
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) s[i] = 0.0f;
+#pragma unroll 4
+    for (int d = 0; d < kQkDim; d += 4) {
+      const float4 q = *reinterpret_cast<const float4*>(&shared.q[row][d]);
+#pragma unroll
+      for (int i = 0; i < kLogits; ++i) {
+        const float4 k =
+            *reinterpret_cast<const float4*>(&shared.k[stage][part + i * kRowThreads][d]);
+        s[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, s[i]))));
+      }
+    }
+  }
+
+  // --- softmax ---
+
+  // pos: kv position of s[0]; s[i] is kRowThreads further each. p: where its probability goes.
+  __device__ static void Softmax(const AttentionParams& params, const VisibleSpan& span, int pos,
+                                 float (&s)[kLogits], float* max_log2, float* sum,
+                                 float4 (&o)[kVectors], float* p) {
+    const Variant variant(params);
+    // The product with the scale is rounded once, after the subtraction: logits may be large. A
+    // scale that is not positive would turn the maximum around, so it is applied at once.
+    const float log2_scale = params.sm_scale * kLog2E;
+    const bool applied = Variant::kTransformsLogits || !(log2_scale > 0.0f);
+    const float scale = applied ? 1.0f : log2_scale;
+    float new_max = *max_log2;
+    bool seen[kLogits];
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+      const int at = pos + i * kRowThreads;
+      seen[i] = at >= span.any_begin && at < span.any_end;
+      if (applied) s[i] = Variant::kTransformsLogits ? variant.Logit(s[i]) : s[i] * log2_scale;
+      if (seen[i]) new_max = fmaxf(new_max, s[i] * scale);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kRowThreads; mask *= 2) {
+      new_max = fmaxf(new_max, __shfl_xor_sync(kFullWarp, new_max, mask));
+    }
+    const float factor = Exp2(*max_log2 - FiniteMax(new_max));
+    *max_log2 = new_max;
+    *sum *= factor;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      o[i] = make_float4(o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor);
+    }
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+      const float probability = Exp2(fmaf(s[i], scale, -FiniteMax(new_max)));
+      if (seen[i]) *sum += probability;
+      p[i * kRowThreads] = seen[i] ? probability : kUnseen;
+    }
+  }
+
+  // --- pv ---
+
+  __device__ static void MultiplyPv(const Shared& shared, int stage, int row, int part,
+                                    float4 (&o)[kVectors]) {
+#pragma unroll 2
+    for (int token = 0; token < kStep; ++token) {
+      const float p = shared.p[row][token];
+      if (p == kUnseen) continue;  // not 0 * v: the value may be NaN
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int column = 4 * (part + i * kRowThreads);
+        if (column < kVoDim) {
+          Accumulate(o[i], p, *reinterpret_cast<const float4*>(&shared.v[stage][token][column]));
+        }
+      }
+    }
+  }
+
+  // --- finish ---
+
+  __device__ static void Finish(const AttentionParams& p, const WorkItem& item, int row, int part,
+                                float max_log2, float sum, const float4 (&o)[kVectors]) {
+#pragma unroll
+    for (int mask = 1; mask < kRowThreads; mask *= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, mask);
+    }
+    if (row >= item.qo_len * kGroupSize) return;
+    const RowMap<kGroupSize> map(p, item.qo_begin, item.kv_head);
+    const bool final = item.partial_row < 0;
+    const i64 at = final ? map.Index(row) : item.partial_row + row;
+    float* to = (final ? static_cast<float*>(p.o) : p.partial_o) + at * kVoDim;
+    const float o_scale = WriteState(p, final, at, map.QoHead(row), part == 0, {max_log2, sum});
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int column = 4 * (part + i * kRowThreads);
+      float4 x = make_float4(0, 0, 0, 0);
+      Accumulate(x, o_scale, o[i]);
+      if (column < kVoDim) Store4<kElementF32>(to, column, x);
+    }
+  }
+};
+
+}  // namespace jax_attn

@@ -1,0 +1,62 @@
+// Constants and small functions of one thread or one warp.
+#pragma once
+
+#include "cuda/common/ptx.cuh"
+
+namespace jax_attn {
+
+inline constexpr float kLog2E = 1.44269504088896341f;
+inline constexpr float kLn2 = 0.69314718055994531f;
+inline constexpr int kWarpSize = 32;
+inline constexpr u32 kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ float Infinity() { return __int_as_float(0x7f800000); }
+
+constexpr __host__ __device__ int Min(int a, int b) { return a < b ? a : b; }
+constexpr __host__ __device__ int Max(int a, int b) { return a > b ? a : b; }
+constexpr __host__ __device__ int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+constexpr __host__ __device__ int Clamp(i64 x, int low, int high) {
+  return x < low ? low : x > high ? high : static_cast<int>(x);
+}
+
+template <bool kFirst, class A, class B>
+struct Choose {
+  using Type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
+
+// Largest power of two that divides x, but no more than `limit`.
+constexpr __host__ __device__ int PowerOfTwoDivisor(int x, int limit) {
+  int p = 1;
+  while (x % (2 * p) == 0 && 2 * p <= limit) p *= 2;
+  return p;
+}
+
+// Over the four lanes that hold one row of an mma.sync accumulator.
+__device__ __forceinline__ float QuadMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+__device__ __forceinline__ float QuadSum(float x) {
+  x += __shfl_xor_sync(kFullWarp, x, 1);
+  return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+__device__ __forceinline__ float WarpMax(float x) {
+#pragma unroll 1
+  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, mask));
+  return x;
+}
+__device__ __forceinline__ float WarpSum(float x) {
+#pragma unroll 1
+  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+  return x;
+}
+
+// A maximum of -inf means that no key was seen; 0 in its place keeps -inf - (-inf) out of exp2.
+__device__ __forceinline__ float FiniteMax(float max) { return max == -Infinity() ? 0.0f : max; }
+
+}  // namespace jax_attn

@@ -1,0 +1,166 @@
+// One function a PTX instruction. Everything else in csrc/cuda is CUDA C++ without headers, which a
+// host compiler understands, too: tests/csrc/cuda_emulation.h takes the place of this file there,
+// hence a guard with a name.
+#ifndef JAX_ATTN_CUDA_COMMON_PTX_CUH_
+#define JAX_ATTN_CUDA_COMMON_PTX_CUH_
+
+#include "params.h"
+
+namespace jax_attn {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+__device__ __forceinline__ u32 SharedAddress(const void* shared) {
+  return static_cast<u32>(__cvta_generic_to_shared(shared));
+}
+
+// x, which the compiler takes for a new value at every call: what is derived from it is computed
+// where it is used, instead of being kept in registers that a loop needs.
+__device__ __forceinline__ int Anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// --- asynchronous copies ---
+
+// Copies 16 bytes past L1, or writes 16 zero bytes and reads nothing when `valid` is false.
+__device__ __forceinline__ void CopyAsync16(u32 shared, const void* global, bool valid) {
+  const u32 bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// Closes the group of this thread's copies since the last commit; it may be empty.
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's latest groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- matrix fragments ---
+
+// Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 and
+// receives, of each matrix, elements 2 * (l % 4) and the next of row l / 4.
+__device__ __forceinline__ void LoadMatrix4(u32 (&r)[4], u32 shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
+}
+
+// The same with each matrix transposed.
+__device__ __forceinline__ void LoadMatrix4Transposed(u32 (&r)[4], u32 shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
+}
+
+// c[16, 8] += a[16, 16] * b[16, 8]. With g = lane / 4 and t = lane % 4, c holds elements (g, 2t),
+// (g, 2t + 1), (g + 8, 2t) and (g + 8, 2t + 1).
+__device__ __forceinline__ void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void MmaF16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// --- conversions and arithmetic ---
+
+__device__ __forceinline__ u32 PackBf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ u32 PackF16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ float F16ToFloat(u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+__device__ __forceinline__ u32 FmaBf16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ u32 FmaF16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ float Exp2(float x) {  // relative error 2^-22; 0 for -inf
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float Log2(float x) {  // error 2^-22, relative or absolute; -inf for 0
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float Reciprocal(float x) {  // 1 ulp
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- global memory ---
+
+// Reads of what nothing writes during the kernel.
+__device__ __forceinline__ i32 LoadConstant(const i32* global) {
+  i32 x;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
+}
+__device__ __forceinline__ uint4 LoadConstant16(const void* global) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global));
+  return v;
+}
+
+// Reads past L1, which is not coherent: of what other CTAs wrote during this launch.
+__device__ __forceinline__ RowState LoadCoherent(const RowState* global) {
+  RowState x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.max_log2), "=f"(x.sum) : "l"(global));
+  return x;
+}
+__device__ __forceinline__ float4 LoadCoherent16(const float* global) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(global));
+  return v;
+}
+
+// Adds to a counter of the whole device and returns what it was. What this thread wrote, or saw
+// written, before is visible to whoever sees the sum.
+__device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {
+  i32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(x)
+               : "memory");
+  return before;
+}
+
+}  // namespace jax_attn
+
+#endif  // JAX_ATTN_CUDA_COMMON_PTX_CUH_

@@ -1,0 +1,131 @@
+// What every attention kernel does with a plan: read records of its queue, find rows of the kv
+// pool, and blank the padding rows of the results.
+#pragma once
+
+#include "cuda/common/math.cuh"
+
+namespace jax_attn {
+
+// One work item of the plan. A field is read from L1 whenever it is needed, which costs less than
+// the registers that would hold it; Prefetch brings the record there ahead of its use.
+class ItemRecord {
+ public:
+  __device__ __forceinline__ ItemRecord(const AttentionParams& p, int index)
+      : item_(p.items + Anew(index)) {}
+
+  __device__ int qo_begin() const { return LoadConstant(&item_->qo_begin); }
+  __device__ int qo_len() const { return LoadConstant(&item_->qo_len); }
+  __device__ int kv_head() const { return LoadConstant(&item_->kv_head); }
+  __device__ int tile() const { return LoadConstant(&item_->tile); }
+  __device__ int kv_begin() const { return LoadConstant(&item_->kv_begin); }
+  __device__ int kv_end() const { return LoadConstant(&item_->kv_end); }
+  __device__ int kv_base() const { return LoadConstant(&item_->kv_base); }
+  __device__ int q_pos() const { return LoadConstant(&item_->q_pos); }
+  __device__ int partial_row() const { return LoadConstant(&item_->partial_row); }
+  __device__ int merge_idx() const { return LoadConstant(&item_->merge_idx); }
+  __device__ void Prefetch() const { LoadConstant(&item_->tile); }
+
+ private:
+  const WorkItem* item_;
+};
+
+// One past the last item of this CTA's queue.
+__device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
+  return LoadConstant(p.queue_indptr + blockIdx.x + 1);
+}
+
+// Where the result rows of an item are.
+template <int kGroupSize>
+struct RowMap {
+  int qo_begin;
+  int first_qo_head;  // of the kv head's group
+  int num_qo_heads;
+
+  __device__ RowMap(const AttentionParams& p, int qo_begin, int kv_head)
+      : qo_begin(qo_begin), first_qo_head(kv_head * kGroupSize), num_qo_heads(p.num_qo_heads) {}
+
+  __device__ int QoHead(int row) const { return first_qo_head + row % kGroupSize; }
+  // Index into [max_qo_tokens, num_qo_heads] of row `row` of the item.
+  __device__ i64 Index(int row) const {
+    return static_cast<i64>(qo_begin + row / kGroupSize) * num_qo_heads + QoHead(row);
+  }
+};
+
+// The kv positions that the rows of an item, or of a part of it, may see.
+struct VisibleSpan {
+  int any_begin, any_end;  // outside of it no row sees anything
+  int all_begin, all_end;  // inside of it every row sees everything
+};
+
+// Span of the rows of tokens [first_token, last_token] of an item. Positions are below 2^30, which
+// the planner checks, so that sums of two stay in range.
+template <class Traits>
+__device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, int kv_begin,
+                                                    int kv_end, int q_pos, int first_token,
+                                                    int last_token) {
+  constexpr int kFar = 1 << 30;
+  VisibleSpan span = {kv_begin, kv_end, kv_begin, kv_end};
+  if constexpr (Traits::kHasWindowLeft) {
+    const int left = q_pos - Min(p.window_left, kFar);
+    span.any_begin = Max(left + first_token, kv_begin);
+    span.all_begin = Max(left + last_token, kv_begin);
+  }
+  if constexpr (Traits::kHasWindowRight) {
+    const int right = q_pos + Min(p.window_right, kFar - 1) + 1;
+    span.any_end = Min(right + last_token, kv_end);
+    span.all_end = Min(right + first_token, kv_end);
+  }
+  return span;
+}
+
+inline constexpr u32 kNoRow = 0xffffffffu;
+
+// The page of position `pos` of the request whose pages start at page_indices[kv_base].
+template <int kPageSize>
+__device__ __forceinline__ i32 LoadPage(const AttentionParams& p, int kv_base, int pos) {
+  return LoadConstant(p.page_indices +
+                      (kv_base + static_cast<i64>(static_cast<u32>(pos) / kPageSize)));
+}
+
+// Row of the kv pool (of one layer) of position `pos`, which lies in page `page`. A pool has fewer
+// than 2^32 - 1 rows a layer, which the host checks; bytes are counted in 64 bits.
+template <int kPageSize>
+__device__ __forceinline__ u32 PoolRow(i32 page, int pos) {
+  return static_cast<u32>(page) * kPageSize + static_cast<u32>(pos) % kPageSize;
+}
+
+// k and v of the layer that this call reads, row 0, head 0.
+struct KvPools {
+  const char *k, *v;
+};
+
+template <class Traits, int kElementBytes>
+__device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {
+  KvPools pools = {static_cast<const char*>(p.k), static_cast<const char*>(p.v)};
+  if (Traits::kPageSize > 0 && p.layer != nullptr) {
+    const i64 rows_times_heads =
+        LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * p.num_kv_heads);
+    pools.k += rows_times_heads * (Traits::kHeadDimQk * kElementBytes);
+    pools.v += rows_times_heads * (Traits::kHeadDimVo * kElementBytes);
+  }
+  return pools;
+}
+
+// o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by the whole grid.
+template <class Traits, int kElementBytes>
+__device__ __forceinline__ void BlankPaddingRows(const AttentionParams& p) {
+  const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+  const i64 begin = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) * p.num_qo_heads;
+  const i64 end = static_cast<i64>(p.max_qo_tokens) * p.num_qo_heads;
+#pragma unroll 1
+  for (i64 i = begin + first; i < end; i += step) p.lse[i] = -Infinity();
+  constexpr int kVectors = Traits::kHeadDimVo * kElementBytes / 16;  // head dims are multiples of 8
+  uint4* o = static_cast<uint4*>(p.o);
+#pragma unroll 1
+  for (i64 i = begin * kVectors + first; i < end * kVectors; i += step) {
+    o[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+}  // namespace jax_attn

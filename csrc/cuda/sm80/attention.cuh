@@ -1,0 +1,935 @@
+// Attention on tensor cores, for every architecture from sm_80 on: mma.sync, ldmatrix, cp.async.
+//
+// A persistent CTA executes the work items of its queue. Each item names its tile height, and the
+// kernel holds one TilePath a height. There are two arrangements of the warps:
+//   split kv (up to 32 rows)  every warp has all rows and its own 16 tokens of each kv step. A warp
+//                             loads exactly the tokens that it multiplies, so the main loop has no
+//                             CTA barrier; the warps' states are combined at the end of the item.
+//   split q (64 rows and up)  every warp has its own 16 or 32 rows and all tokens of the step,
+//   which
+//                             the warps load together.
+//
+// kv steps start at absolute multiples of the step, so that a row meets the same steps in any chunk
+// or batch and its bits depend on neither. What a step holds beyond the item's span is zero-filled,
+// never read, and masked.
+//
+// K and V rows run through one ring of slots, alternating, kSlots - 1 loads ahead of the arithmetic
+// and across the borders of items: while one item is finished, the next one's rows are on their
+// way.
+#pragma once
+
+#include "cuda/any/attention_f32.cuh"
+#include "cuda/common/budget.cuh"
+#include "cuda/common/partials.cuh"
+#include "cuda/common/variant.cuh"
+
+namespace jax_attn {
+
+// Rows of 16-bit elements in shared memory. head_dim is padded with zeros to a multiple of 16, and
+// the row to an odd number of 16-byte chunks, which keeps ldmatrix and the copies free of bank
+// conflicts while every address is a base plus a constant.
+template <int kHeadDim>
+struct RowLayout {
+  static constexpr int kPadded = CeilDiv(kHeadDim, 16) * 16;
+  static constexpr int kChunks = kPadded / 8;        // of 16 bytes, copied
+  static constexpr int kLiveChunks = kHeadDim / 8;   // of those, with data
+  static constexpr int kPitch = 16 * (kChunks | 1);  // bytes
+};
+
+// What a warp knows of its rows after the kv tokens it has seen. Registers follow the accumulators
+// of mma.sync: index h is row 8h + lane / 4 of 16-row tile mt; o[mt][j][2h + c] is column 8j + 2 *
+// (lane % 4) + c of that row.
+template <int kMTiles, int kOTiles>
+struct TileState {
+  float max_log2[kMTiles][2];  // reference of the exponents; may lag the maximum, see UpdateMax
+  float sum[kMTiles][2];       // over this lane's columns only, until the end of the item
+  float o[kMTiles][kOTiles][4];
+
+  __device__ __forceinline__ void Reset() {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        max_log2[mt][h] = -Infinity();
+        sum[mt][h] = 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) o[mt][j][c] = 0.0f;
+      }
+    }
+  }
+
+  // Multiplies what is there by 2^(old reference - new reference).
+  __device__ __forceinline__ void Rescale(const float (&new_max)[kMTiles][2]) {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = Exp2(max_log2[mt][h] - FiniteMax(new_max[mt][h]));
+        max_log2[mt][h] = new_max[mt][h];
+        sum[mt][h] *= factor;
+#pragma unroll
+        for (int j = 0; j < kOTiles; ++j) {
+          o[mt][j][2 * h] *= factor;
+          o[mt][j][2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+};
+
+// kBudget: bytes of shared memory that the path may use.
+template <class Traits, int kTile, int kBudget>
+class TilePath {
+ public:
+  // --- shape ---
+
+  using E = Element<Traits::kDtype>;
+  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Qk = RowLayout<Traits::kHeadDimQk>;
+  using Vo = RowLayout<Traits::kHeadDimVo>;
+
+  static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
+                                : kTile == 1 ? Traits::kTileQ1
+                                             : Traits::kTileQ2;
+  static constexpr int kGroupSize = Traits::kGroupSize;
+  static constexpr int kPageSize = Traits::kPageSize;
+  static constexpr int kWarps = Traits::kNumWarps;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr bool kSplitKv = kTileQ <= 32;
+  static constexpr int kWarpRows = kSplitKv ? kTileQ : kTileQ / kWarps;
+  static constexpr int kMTiles = kWarpRows / 16;
+  static constexpr int kStep = kSplitKv ? 16 * kWarps : Traits::kTileKv;  // kv tokens
+  static constexpr int kWarpTokens = kSplitKv ? 16 : kStep;  // of a step, that a warp multiplies
+  static constexpr int kSlice = kStep / kWarps;              // of a step, that a warp loads
+  static constexpr int kSTiles = kWarpTokens / 8;
+  static constexpr int kOTiles = Vo::kPadded / 8;
+  static constexpr int kQkSteps = Qk::kPadded / 16;
+  // Split kv: one q for all steps of the item, unless o needs the registers.
+  static constexpr bool kQInRegisters = kSplitKv && kMTiles * kQkSteps <= 8;
+  static_assert(kWarpRows % 16 == 0 && kWarpRows > 0, "whole 16-row tiles a warp");
+  static_assert(kSlice >= 8 && kSlice <= kWarpSize, "one lane finds the row of one token");
+  static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
+
+  // Some rows of a step may see a token that others do not.
+  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
+
+  static constexpr int kMaxPitch = Max(Qk::kPitch, Vo::kPitch);
+  static constexpr int kSlotBytes = kStep * kMaxPitch;
+  static constexpr int kQBytes = kTileQ * Qk::kPitch;
+  static constexpr int kQVectors = CeilDiv(kTileQ * Qk::kChunks, kThreads);  // a thread
+
+  // Split kv: the states of the warps, exchanged kColumns columns at a time.
+  template <int kExchangeColumns>
+  struct ExchangeOf {
+    float o[kWarps][kTileQ][kExchangeColumns + 8];  // + 8: rows start in different banks
+    float max_log2[kWarps][kTileQ];
+    float sum[kWarps][kTileQ];
+  };
+  struct NoExchange {};
+
+  struct Small {
+    KvPools pools;
+    VisibleSpan spans[kWarps];  // StepSpan of the item; registers are short in the main loop
+    MergeScratch<kTileQ> merge;
+  };
+  static constexpr int kRingBudget = kBudget - kQBytes - static_cast<int>(sizeof(Small)) - 16;
+  // Split q has a larger q and no exchange; it takes the slots that fit. Beyond 4 nothing is
+  // gained, 2 is the least that overlaps loads and arithmetic.
+  static constexpr int kSlots =
+      kSplitKv ? Traits::kNumStages : Clamp(kRingBudget / kSlotBytes, 2, 4);
+  static_assert(kSlots >= 2, "a slot is refilled while the next one is read");
+  // All columns at once if there is room.
+  static constexpr int kRoomForColumns =
+      (kRingBudget - kSlots * kSlotBytes) / (kWarps * kTileQ * 4) - 8 - 2;
+  static constexpr int kColumns = kRoomForColumns >= Vo::kPadded ? Vo::kPadded
+                                  : kRoomForColumns >= 128       ? 128
+                                  : kRoomForColumns >= 64        ? 64
+                                  : kRoomForColumns >= 32        ? 32
+                                                                 : 16;
+  using Exchange = typename Choose<kSplitKv, ExchangeOf<kColumns>, NoExchange>::Type;
+
+  struct alignas(16) Shared {
+    Small small;
+    alignas(16) unsigned char q[kQBytes];
+    unsigned char ring[kSlots * kSlotBytes];
+    Exchange exchange;
+  };
+
+  // Executes the items of the queue from `first` on, up to the first one of another tile height.
+  // Returns the first item not executed.
+  __device__ __forceinline__ static int Run(const AttentionParams& p, unsigned char* smem,
+                                            int first) {
+    TilePath path(p, *reinterpret_cast<Shared*>(smem), first);
+    State state;
+    state.Reset();  // registers without a first value would be live before this path, too
+    for (;; ++path.index_) {
+      const bool mine = path.index_ < QueueEnd(p) && path.Item().tile() == kTile;
+      if (mine) path.LoadQ();
+      if (path.index_ > first) path.Finish(path.index_ - 1, state);
+      if (!mine) break;
+      path.RunSteps(path.index_ == first, state);
+    }
+    WaitCopies<0>();
+    __syncthreads();  // the path that comes next lays out shared memory anew
+    return path.index_;
+  }
+
+ private:
+  using State = TileState<kMTiles, kOTiles>;
+  using Logits = float[kMTiles][kSTiles][4];                // accumulators
+  using Probabilities = u32[kMTiles][kWarpTokens / 16][4];  // operand a of the second product
+  using QFragments = u32[kQInRegisters ? kMTiles : 1][kQInRegisters ? kQkSteps : 1][4];
+
+  __device__ __forceinline__ TilePath(const AttentionParams& p, Shared& shared, int first)
+      : p_(p),
+        shared_(shared),
+        thread_(Anew(threadIdx.x)),
+        index_(first),
+        loader_(p, shared.small.pools, thread_, first),
+        read_slot_(SharedAddress(shared.ring) +
+                   (4 * kSlots - 2 * kWarmUpSteps) % kSlots * kSlotBytes),
+        q_vectors_{} {
+    if (thread_ == 0) shared.small.pools = FindPools<Traits, E::kBytes>(p);
+    __syncthreads();
+  }
+
+  __device__ int Lane() const { return thread_ % kWarpSize; }
+  __device__ int Warp() const { return thread_ / kWarpSize; }
+  __device__ int FirstRow() const { return kSplitKv ? 0 : Warp() * kWarpRows; }  // of this warp
+
+  // Ends the life of what was derived from the thread index, rows and addresses above all, lest it
+  // be kept in registers through a phase that does not use it.
+  __device__ __forceinline__ void ForgetThread() {
+    thread_ = Anew(thread_);
+    loader_.set_thread(thread_);
+  }
+
+  // Split kv shares nothing between warps in the main loop.
+  __device__ static void SyncReaders() {
+    if constexpr (kSplitKv) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // --- load kv ---
+
+  // Runs through the kv steps of the queue ahead of the arithmetic. Page ids are requested one step
+  // before the rows they lead to.
+  class KvLoader {
+   public:
+    __device__ __forceinline__ KvLoader(const AttentionParams& p, const KvPools& pools, int thread,
+                                        int first)
+        : p_(p),
+          pools_(pools),
+          thread_(thread),
+          index_(first - 1),
+          pos_(kNone),
+          page_(0),
+          v_row_(0),
+          v_slice_(0) {}
+
+    // K rows of the next step, of this warp's slice, into `slot`. The first call loads nothing: it
+    // only finds the first step.
+    __device__ __forceinline__ void LoadK(u32 slot) {
+      v_slice_ = 0;
+      if (pos_ != kNone) {
+        FindSlice();
+        CopySlice<Traits::kHeadDimQk>(slot, pools_.k);
+        pos_ += kStep;
+        if (pos_ >= EndOfSteps(ItemRecord(p_, index_))) pos_ = kNone;
+      }
+      if (pos_ == kNone) NextItem();
+      if (pos_ != kNone) RequestPages();
+    }
+
+    __device__ __forceinline__ void set_thread(int thread) { thread_ = thread; }
+
+    // V rows of the step whose K rows were loaded last.
+    __device__ __forceinline__ void LoadV(u32 slot) {
+      if (v_slice_ != 0) CopySlice<Traits::kHeadDimVo>(slot, pools_.v);
+    }
+
+   private:
+    static constexpr int kNone = 0x7fffffff;
+
+    // Slices start at multiples of their length, so they do not cross pages of this size.
+    static constexpr bool kContiguous = kPageSize % kSlice == 0;
+
+    __device__ int Lane() const { return thread_ % kWarpSize; }
+    __device__ int Warp() const { return thread_ / kWarpSize; }
+
+    __device__ __forceinline__ void NextItem() {
+      const int next = index_ + 1;
+      if (next >= QueueEnd(p_) || ItemRecord(p_, next).tile() != kTile) return;
+      index_ = next;
+      pos_ = FirstStep(ItemRecord(p_, next));
+      if (next + 1 < QueueEnd(p_)) ItemRecord(p_, next + 1).Prefetch();
+    }
+
+    // kv position of the slice's token 0, or of this lane's token.
+    __device__ __forceinline__ int Position() const {
+      return pos_ + Warp() * kSlice + (kContiguous ? 0 : Lane());
+    }
+
+    __device__ __forceinline__ bool InSpan(const ItemRecord& item) const {
+      constexpr int kTokens = kContiguous ? kSlice : 1;
+      return (kContiguous || Lane() < kSlice) &&
+             Max(Position(), item.kv_begin()) < Min(Position() + kTokens, item.kv_end());
+    }
+
+    __device__ __forceinline__ void RequestPages() {
+      if constexpr (kPageSize > 0) {
+        const ItemRecord item(p_, index_);
+        page_ = 0;
+        if (InSpan(item)) page_ = LoadPage<kPageSize>(p_, item.kv_base(), Position());
+      }
+    }
+
+    // Fills v_row_ and v_slice_ for the step at pos_.
+    __device__ __forceinline__ void FindSlice() {
+      const ItemRecord item(p_, index_);
+      if constexpr (kPageSize > 0) {
+        v_row_ = PoolRow<kPageSize>(page_, Position());
+      } else {
+        v_row_ = static_cast<u32>(item.kv_base()) + Position();
+      }
+      v_slice_ = 1u << 31 | static_cast<u32>(item.kv_head()) << 16;
+      if constexpr (kContiguous) {
+        v_slice_ |= Clamp(item.kv_begin() - Position(), 0, kSlice) << 8;
+        v_slice_ |= Clamp(item.kv_end() - Position(), 0, kSlice);
+      } else if (!InSpan(item)) {
+        v_row_ = kNoRow;
+      }
+    }
+
+    template <int kHeadDim>
+    __device__ __forceinline__ void CopySlice(u32 slot, const char* pool) const {
+      using Layout = RowLayout<kHeadDim>;
+      constexpr int kRowBytes = kHeadDim * E::kBytes;
+      // Neighbouring lanes copy neighbouring chunks of a row, up to 256 bytes.
+      constexpr int kWidth = PowerOfTwoDivisor(Layout::kChunks, 16);
+      constexpr int kRowsPerCopy = kWarpSize / kWidth;
+      const int lane_row = Lane() / kWidth, lane_chunk = Lane() % kWidth;
+      // Split kv: the slice of a warp is its own, whatever the pitch of K and V rows.
+      const u32 to = slot + Warp() * (kSlice * (kSplitKv ? kMaxPitch : Layout::kPitch)) +
+                     lane_row * Layout::kPitch + lane_chunk * 16;
+      const int kv_head = v_slice_ >> 16 & 0x7fff;
+      const int begin = v_slice_ >> 8 & 0xff, end = v_slice_ & 0xff;
+      const u32 pitch = static_cast<u32>(p_.num_kv_heads) * kRowBytes;
+      const char* head = pool + (kv_head * kRowBytes + lane_chunk * 16);
+      const char* from = head + static_cast<u64>(v_row_ + lane_row) * pitch;
+#pragma unroll
+      for (int r = 0; r < kSlice; r += kRowsPerCopy) {
+        bool in_span;
+        if constexpr (kContiguous) {
+          in_span = r + lane_row >= begin && r + lane_row < end;
+          if (r > 0) from += static_cast<u64>(pitch) * kRowsPerCopy;
+        } else {
+          const u32 row = __shfl_sync(kFullWarp, v_row_, r + lane_row);
+          in_span = row != kNoRow;
+          from = head + static_cast<u64>(row) * pitch;
+        }
+        const bool in_slice = kRowsPerCopy <= kSlice || lane_row < kSlice;
+#pragma unroll
+        for (int c = 0; c < Layout::kChunks; c += kWidth) {
+          const bool live =
+              Layout::kChunks == Layout::kLiveChunks || c + lane_chunk < Layout::kLiveChunks;
+          // The address of a copy that reads nothing still is one of the pool.
+          const bool valid = in_span && live;
+          if (in_slice) {
+            CopyAsync16(to + r * Layout::kPitch + c * 16, valid ? from + c * 16 : head, valid);
+          }
+        }
+      }
+    }
+
+    const AttentionParams& p_;
+    const KvPools& pools_;
+    int thread_;
+    int index_;  // item of the next step
+    int pos_;    // kv position of the next step, kNone at the end of the items of this path
+    i32 page_;   // page of the slice of the next step, or, in lane l, of its token l
+    // The slice whose K rows were loaded last. Contiguous: v_row_ is the pool row of token 0, and
+    // tokens [begin, end) are in the item's span; else it is, in lane l, that of token l or kNoRow.
+    u32 v_row_;
+    u32 v_slice_;  // 1 << 31 | kv_head << 16 | begin << 8 | end; 0: there is none
+  };
+
+  // Load number n goes to slot n % kSlots; even ones are K. The slot before the one that is read is
+  // free, so the load that is due at a K read has the parity of kSlots - 1. The pipeline fills by
+  // steps without arithmetic before the first one; the loads that come due before number 0, one
+  // call of LoadK and what surrounds it, load nothing.
+  static constexpr bool kLoadsKAtK = kSlots % 2 == 1;
+  static constexpr int kNullLoads = kLoadsKAtK ? 2 : 3;
+  static constexpr int kWarmUpSteps = (kNullLoads + kSlots - 1) / 2;
+
+  __device__ __forceinline__ u32 NextSlot(u32 slot) const {
+    const u32 ring = SharedAddress(shared_.ring);
+    return slot == ring + (kSlots - 1) * kSlotBytes ? ring : slot + kSlotBytes;
+  }
+  __device__ __forceinline__ u32 PreviousSlot(u32 slot) const {
+    const u32 ring = SharedAddress(shared_.ring);
+    return slot == ring ? ring + (kSlots - 1) * kSlotBytes : slot - kSlotBytes;
+  }
+
+  // Makes the load that is due readable, if there is one, and starts the load that its predecessor
+  // made room for.
+  template <bool kAtK>
+  __device__ __forceinline__ void NextLoad(bool due) {
+    if (due) WaitCopies<kSlots - 2>();
+    SyncReaders();
+    if constexpr (kAtK == kLoadsKAtK) {
+      loader_.LoadK(PreviousSlot(read_slot_));
+    } else {
+      loader_.LoadV(PreviousSlot(read_slot_));
+    }
+    CommitCopies();
+  }
+
+  // --- load q ---
+
+  // q of the item that comes next. Split kv: into registers, ReceiveQ follows. Split q: a group of
+  // asynchronous copies.
+  __device__ __forceinline__ void LoadQ() {
+    const ItemRecord item = Item();
+    const int num_rows = item.qo_len() * kGroupSize;
+    const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int thread = Anew(threadIdx.x);
+#pragma unroll(kSplitKv ? kQVectors : 1)
+    for (int i = 0; i < kQVectors; ++i) {
+      const int at = thread + i * kThreads;
+      const int row = at / Qk::kChunks, chunk = at % Qk::kChunks;
+      const bool in_tile = kTileQ * Qk::kChunks % kThreads == 0 || row < kTileQ;
+      const bool live = row < num_rows && chunk < Qk::kLiveChunks;
+      const u16* from = static_cast<const u16*>(p_.q);
+      if (live) from += map.Index(row) * Traits::kHeadDimQk + chunk * 8;
+      if constexpr (kSplitKv) {
+        q_vectors_[i] = make_uint4(0, 0, 0, 0);
+        if (live) q_vectors_[i] = LoadConstant16(from);
+      } else {
+        const u32 to = SharedAddress(shared_.q) + row * Qk::kPitch + chunk * 16;
+        if (in_tile) CopyAsync16(to, from, live);
+      }
+    }
+    if constexpr (!kSplitKv) CommitCopies();
+  }
+
+  // Makes q of the item that begins readable.
+  __device__ __forceinline__ void ReceiveQ(QFragments& q_fragments) {
+    if constexpr (kSplitKv) {
+#pragma unroll
+      for (int i = 0; i < kQVectors; ++i) {
+        const int at = thread_ + i * kThreads;
+        const int row = at / Qk::kChunks, chunk = at % Qk::kChunks;
+        if (kTileQ * Qk::kChunks % kThreads == 0 || row < kTileQ) {
+          *reinterpret_cast<uint4*>(shared_.q + row * Qk::kPitch + chunk * 16) = q_vectors_[i];
+        }
+      }
+      __syncthreads();
+      if constexpr (kQInRegisters) {
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+          for (int kk = 0; kk < kQkSteps; ++kk) LoadQFragment(q_fragments[mt][kk], mt, kk);
+        }
+      }
+    } else {
+      WaitCopies<0>();  // q came with the latest group; the barrier before the K rows does the rest
+    }
+  }
+
+  // Row and chunk of a 16 x 16 block that this lane addresses for LoadMatrix4: of q, as operand a,
+  // and of V, transposed, as operand b ...
+  __device__ u32 RowMajorOffset(int pitch) const {
+    return (Lane() % 16) * pitch + (Lane() / 16) * 16;
+  }
+  // ... and of K as operand b, whose 8 x 8 matrices come in the order of the k dimension first.
+  __device__ u32 KMajorOffset(int pitch) const {
+    return (Lane() % 8 + Lane() / 16 * 8) * pitch + (Lane() / 8 % 2) * 16;
+  }
+
+  // Where the tokens that a warp multiplies start within a slot.
+  __device__ u32 WarpSliceOffset() const { return kSplitKv ? Warp() * (kSlice * kMaxPitch) : 0; }
+
+  __device__ __forceinline__ void LoadQFragment(u32 (&a)[4], int mt, int kk) const {
+    const u32 q = SharedAddress(shared_.q) + FirstRow() * Qk::kPitch + RowMajorOffset(Qk::kPitch);
+    LoadMatrix4(a, q + mt * 16 * Qk::kPitch + kk * 32);
+  }
+
+  // --- one item ---
+
+  __device__ __forceinline__ ItemRecord Item() const { return ItemRecord(p_, index_); }
+
+  // Steps [FirstStep, EndOfSteps) in strides of kStep. An item without a span has one step.
+  __device__ static int FirstStep(const ItemRecord& item) {
+    return item.kv_begin() / kStep * kStep;
+  }
+  __device__ static int EndOfSteps(const ItemRecord& item) {
+    return Max(item.kv_end(), item.kv_begin() + 1);
+  }
+
+  __device__ __forceinline__ void RunSteps(bool warm_up, State& state) {
+    ForgetThread();
+    state.Reset();
+    QFragments q_fragments = {};
+    // Positions are relative to the first step here.
+    __syncwarp();
+    if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
+    __syncwarp();
+    const int end_of_steps = EndOfSteps(Item()) - FirstStep(Item());
+#pragma unroll 1
+    for (int pos = warm_up ? -kWarmUpSteps * kStep : 0; pos < end_of_steps; pos += kStep) {
+      const VisibleSpan span = shared_.small.spans[Warp()];
+      const int begin = pos + (kSplitKv ? Warp() * kWarpTokens : 0);
+      const int end = begin + kWarpTokens;
+      const bool seen = begin < span.any_end && end > span.any_begin;
+      const bool seen_by_all = begin >= span.all_begin && end <= span.all_end;
+
+      if (pos == 0) ReceiveQ(q_fragments);
+      NextLoad<true>(pos >= 0);
+      Probabilities p = {};
+      if (seen) {
+        Logits s;
+        MultiplyQk(q_fragments, s);
+        TransformLogits(s);
+        if (!seen_by_all) Mask(FirstStep(Item()) + begin, s);
+        UpdateMax(s, state);
+        Exponentiate(s, state, p);
+      }
+      read_slot_ = NextSlot(read_slot_);
+
+      NextLoad<false>(pos >= 0);
+      if constexpr (kRowsMayDiffer) {
+        if (!seen_by_all && pos >= 0 && Item().qo_len() > 1) {
+          MendNanValues(FirstStep(Item()) + begin, seen, state);
+        }
+      }
+      if (seen) MultiplyPv(p, state);
+      read_slot_ = NextSlot(read_slot_);
+    }
+  }
+
+  // What the rows of this warp may see, relative to the first step. "All" means the rows of all
+  // warps, which must agree on it in MendNanValues.
+  __device__ __forceinline__ VisibleSpan StepSpan() const {
+    const ItemRecord item = Item();
+    const int num_rows = item.qo_len() * kGroupSize;
+    const int kv_begin = item.kv_begin(), kv_end = item.kv_end(), q_pos = item.q_pos();
+    const int last_row = Min(num_rows, FirstRow() + kWarpRows) - 1;
+    const VisibleSpan warp = SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos,
+                                                  FirstRow() / kGroupSize, last_row / kGroupSize);
+    const VisibleSpan tile =
+        SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos, 0, item.qo_len() - 1);
+    const int first_step = FirstStep(item);
+    VisibleSpan span = {warp.any_begin - first_step, warp.any_end - first_step,
+                        tile.all_begin - first_step, tile.all_end - first_step};
+    if (FirstRow() >= num_rows) span.any_end = -kStep * kWarmUpSteps;  // no rows, nothing seen
+    return span;
+  }
+
+  // --- qk ---
+
+  __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Logits& s) const {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int j = 0; j < kSTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[mt][j][c] = 0.0f;
+      }
+    }
+    const u32 k = read_slot_ + WarpSliceOffset() + KMajorOffset(Qk::kPitch);
+#pragma unroll
+    for (int kk = 0; kk < kQkSteps; ++kk) {
+      u32 a[kMTiles][4];
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+        if constexpr (kQInRegisters) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) a[mt][c] = q_fragments[mt][kk][c];
+        } else {
+          LoadQFragment(a[mt], mt, kk);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kSTiles; j += 2) {
+        u32 b[4];
+        LoadMatrix4(b, k + j * 8 * Qk::kPitch + kk * 32);
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+          E::Mma(s[mt][j], a[mt], b[0], b[1]);
+          E::Mma(s[mt][j + 1], a[mt], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // --- logits and mask ---
+
+  // After it, s * LogitScale() is the logit in log2 units.
+  __device__ __forceinline__ void TransformLogits(Logits& s) const {
+    const Variant variant(p_);
+    if (!Variant::kTransformsLogits && p_.sm_scale > 0.0f) return;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int j = 0; j < kSTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          float& x = s[mt][j][c];
+          // A scale that is not positive would turn the maximum around, so it is applied at once.
+          x = Variant::kTransformsLogits ? variant.Logit(x) : x * (p_.sm_scale * kLog2E);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float LogitScale() const {
+    return Variant::kTransformsLogits || !(p_.sm_scale > 0.0f) ? 1.0f : p_.sm_scale * kLog2E;
+  }
+
+  // Visible kv positions of a row of the item.
+  __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
+    const int token = row / kGroupSize;
+    return SpanOfTokens<Traits>(p_, Item().kv_begin(), Item().kv_end(), Item().q_pos(), token,
+                                token);
+  }
+
+  // Sets what a row does not see to -inf. `begin`: kv position of the warp's first column.
+  __device__ __forceinline__ void Mask(int begin, Logits& s) const {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const VisibleSpan span = SpanOfRow(FirstRow() + mt * 16 + h * 8 + Lane() / 4);
+        const int column = begin + 2 * (Lane() % 4);
+        const int low = span.any_begin - column, high = span.any_end - column;
+#pragma unroll
+        for (int j = 0; j < kSTiles; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (8 * j + c < low || 8 * j + c >= high) s[mt][j][2 * h + c] = -Infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // --- softmax ---
+
+  // The reference of a row's exponents follows its maximum only when that has grown by more than a
+  // factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
+  // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
+  // neighbours; for rows that keep their reference the factor is exactly 1.
+  __device__ __forceinline__ void UpdateMax(const Logits& s, State& state) const {
+    constexpr float kSlack = 8.0f;
+    const float scale = LogitScale();
+    float new_max[kMTiles][2];
+    bool grows = false;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float step_max = fmaxf(s[mt][0][2 * h], s[mt][0][2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < kSTiles; ++j) {
+          step_max = fmaxf(step_max, fmaxf(s[mt][j][2 * h], s[mt][j][2 * h + 1]));
+        }
+        step_max = QuadMax(step_max) * scale;
+        // False if both are -inf, where the difference is NaN.
+        const bool row_grows = step_max - state.max_log2[mt][h] > kSlack;
+        new_max[mt][h] = row_grows ? step_max : state.max_log2[mt][h];
+        grows |= row_grows;
+      }
+    }
+    if (__any_sync(kFullWarp, grows)) state.Rescale(new_max);
+  }
+
+  // p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
+  // tiles, packed, are operand a of the second product as they are.
+  __device__ __forceinline__ void Exponentiate(const Logits& s, State& state,
+                                               Probabilities& p) const {
+    const float scale = LogitScale();
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float reference = FiniteMax(state.max_log2[mt][h]);
+#pragma unroll
+        for (int j = 0; j < kSTiles; ++j) {
+          const float left = Exp2(fmaf(s[mt][j][2 * h], scale, -reference));
+          const float right = Exp2(fmaf(s[mt][j][2 * h + 1], scale, -reference));
+          state.sum[mt][h] += left;
+          state.sum[mt][h] += right;
+          p[mt][j / 2][j % 2 * 2 + h] = E::Pack(left, right);
+        }
+      }
+    }
+  }
+
+  // --- pv ---
+
+  __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
+    const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
+#pragma unroll
+    for (int kk = 0; kk < kWarpTokens / 16; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kOTiles; j += 2) {
+        u32 b[4];
+        LoadMatrix4Transposed(b, v + kk * 16 * Vo::kPitch + j * 16);
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+          E::Mma(state.o[mt][j], p[mt][kk], b[0], b[1]);
+          E::Mma(state.o[mt][j + 1], p[mt][kk], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // In a step that some rows see more of than others, a NaN among the values must reach the rows
+  // that see it and no other, but 0 * NaN is NaN. If there is one (every warp looks at the tokens
+  // it loaded), the rows that see it get their NaN here, and the value becomes 0.
+  __device__ __forceinline__ void MendNanValues(int begin, bool seen, State& state) {
+    unsigned char* step =
+        shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) + WarpSliceOffset();
+    unsigned char* slice = kSplitKv ? step : step + Warp() * (kSlice * Vo::kPitch);
+    constexpr int kVectors = kSlice * Vo::kChunks;
+    u32 not_finite = 0;
+#pragma unroll 2
+    for (int i = Lane(); i < kVectors; i += kWarpSize) {
+      const uint4 x = *reinterpret_cast<const uint4*>(slice + i / Vo::kChunks * Vo::kPitch +
+                                                      i % Vo::kChunks * 16);
+      not_finite = E::FmaX2(x.x, 0, not_finite);  // 0 * x is NaN unless x is finite
+      not_finite = E::FmaX2(x.y, 0, not_finite);
+      not_finite = E::FmaX2(x.z, 0, not_finite);
+      not_finite = E::FmaX2(x.w, 0, not_finite);
+    }
+    const bool found = (not_finite & 0x7fff7fff) != 0;
+    const bool mend = kSplitKv ? __any_sync(kFullWarp, found) : __syncthreads_or(found);
+    if (!mend) return;
+
+    if (seen) MarkNanRows(begin, step, state);
+    SyncReaders();
+#pragma unroll 1
+    for (int i = Lane(); i < kVectors * 8; i += kWarpSize) {
+      u16* x = reinterpret_cast<u16*>(slice + i / (Vo::kChunks * 8) * Vo::kPitch) +
+               i % (Vo::kChunks * 8);
+      if (E::IsNan(*x)) *x = 0;
+    }
+    SyncReaders();
+  }
+
+  __device__ __forceinline__ void MarkNanRows(int begin, const unsigned char* step,
+                                              State& state) const {
+#pragma unroll 1
+    for (int token = 0; token < kWarpTokens; ++token) {
+      bool sees[kMTiles][2];
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const VisibleSpan span = SpanOfRow(FirstRow() + mt * 16 + h * 8 + Lane() / 4);
+          sees[mt][h] = begin + token >= span.any_begin && begin + token < span.any_end;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) {
+        const u32 x =
+            *reinterpret_cast<const u32*>(step + token * Vo::kPitch + j * 16 + Lane() % 4 * 4);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const bool is_nan = E::IsNan(c % 2 == 0 ? x : x >> 16);
+#pragma unroll
+          for (int mt = 0; mt < kMTiles; ++mt) {
+            if (is_nan && sees[mt][c / 2]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
+          }
+        }
+      }
+    }
+  }
+
+  // --- finish ---
+
+  __device__ __forceinline__ void Finish(int index, State& state) {
+    ForgetThread();
+    const ItemRecord item(p_, index);
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) state.sum[mt][h] = QuadSum(state.sum[mt][h]);
+    }
+    if constexpr (kSplitKv) {
+      WriteCombined(item, state);
+    } else {
+      WriteRows(item, state);
+    }
+    const int merge_idx = item.merge_idx();
+    if (merge_idx >= 0) ArriveAndMerge<Traits>(p_, merge_idx, shared_.small.merge);
+  }
+
+  // Split q: every warp has the complete state of its rows. A row's four lanes store 16 or 32
+  // neighbouring bytes at a time; o is small beside what was read for it.
+  __device__ __forceinline__ void WriteRows(const ItemRecord& item, State& state) const {
+    const int num_rows = item.qo_len() * kGroupSize;
+    const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int partial_row = item.partial_row();
+    const bool final = partial_row < 0;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
+        if (row >= num_rows) continue;
+        const i64 at = final ? map.Index(row) : partial_row + row;
+        const float o_scale = WriteState(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
+                                         {state.max_log2[mt][h], state.sum[mt][h]});
+        const i64 first = at * Traits::kHeadDimVo + 2 * (Lane() % 4);
+        float* partial = p_.partial_o + first;
+        u16* o = static_cast<u16*>(p_.o) + first;
+#pragma unroll
+        for (int j = 0; j < Vo::kLiveChunks; ++j) {
+          const float left = state.o[mt][j][2 * h] * o_scale;
+          const float right = state.o[mt][j][2 * h + 1] * o_scale;
+          if (final) {
+            *reinterpret_cast<u32*>(o + 8 * j) = E::Pack(left, right);
+          } else {
+            *reinterpret_cast<float2*>(partial + 8 * j) = make_float2(left, right);
+          }
+        }
+      }
+    }
+  }
+
+  // Split kv: the states of the warps become one, in the order of the warps. kRowThreads threads
+  // write a row.
+  __device__ __forceinline__ void WriteCombined(const ItemRecord& item, const State& state) {
+    constexpr int kRowThreads = kThreads / kTileQ;
+    Exchange& exchange = shared_.exchange;
+    const int row = thread_ / kRowThreads, part = thread_ % kRowThreads;
+    float weights[kWarps];
+#pragma unroll
+    for (int first = 0; first < Vo::kPadded; first += kColumns) {
+      if (first > 0) __syncthreads();
+      PutState(first, state);
+      __syncthreads();
+      if (row >= item.qo_len() * kGroupSize) continue;
+
+      const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+      const int partial_row = item.partial_row();
+      const bool final = partial_row < 0;
+      const i64 at = final ? map.Index(row) : partial_row + row;
+      const RowState all = CombineRow(row, weights);
+      const float o_scale =
+          WriteState(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
+#pragma unroll 1
+      for (int c = 4 * part; c < Min(kColumns, Traits::kHeadDimVo - first); c += 4 * kRowThreads) {
+        float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+          Accumulate(o, weights[w], *reinterpret_cast<const float4*>(&exchange.o[w][row][c]));
+        }
+        Scale(o, o_scale);
+        if (final) {
+          Store4<Traits::kDtype>(p_.o, at * Traits::kHeadDimVo + first + c, o);
+        } else {
+          Store4<kElementF32>(p_.partial_o, at * Traits::kHeadDimVo + first + c, o);
+        }
+      }
+    }
+  }
+
+  // This warp's state, columns [first, first + kColumns), for the others to read.
+  __device__ __forceinline__ void PutState(int first, const State& state) {
+    Exchange& exchange = shared_.exchange;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = mt * 16 + h * 8 + Lane() / 4;
+        if (first == 0 && Lane() % 4 == 0) {
+          exchange.max_log2[Warp()][row] = state.max_log2[mt][h];
+          exchange.sum[Warp()][row] = state.sum[mt][h];
+        }
+#pragma unroll
+        for (int j = 0; j < Min(kColumns / 8, kOTiles); ++j) {
+          if (first / 8 + j >= kOTiles) continue;
+          *reinterpret_cast<float2*>(&exchange.o[Warp()][row][8 * j + 2 * (Lane() % 4)]) =
+              make_float2(state.o[mt][first / 8 + j][2 * h], state.o[mt][first / 8 + j][2 * h + 1]);
+        }
+      }
+    }
+  }
+
+  // Weights of the warps' states of a row, and their sum.
+  __device__ __forceinline__ RowState CombineRow(int row, float (&weights)[kWarps]) const {
+    const Exchange& exchange = shared_.exchange;
+    float max_log2 = exchange.max_log2[0][row];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) max_log2 = fmaxf(max_log2, exchange.max_log2[w][row]);
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      weights[w] = StateWeight(exchange.max_log2[w][row], max_log2);
+      sum = fmaf(weights[w], exchange.sum[w][row], sum);
+    }
+    return {max_log2, sum};
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  int thread_;  // threadIdx.x, unknown to be so to the code of the other paths
+  int index_;   // item whose steps run or come next
+  KvLoader loader_;
+  u32 read_slot_;
+  uint4 q_vectors_[kSplitKv ? kQVectors : 1];
+};
+
+// The kernel of a specialisation: every tile height it may meet.
+template <class Traits, bool kTensorCores = Traits::kDtype != kElementF32>
+struct AttentionBody {
+  static constexpr int kNumThreads = Traits::kNumWarps * kWarpSize;
+
+  template <int kTile, int kBudget>
+  using PathOf = TilePath<Traits, Min(kTile, Traits::kNumTiles - 1), kBudget>;
+  template <int kBudget>
+  static constexpr int SmemBytes() {
+    return Max(Max(sizeof(typename PathOf<0, kBudget>::Shared),
+                   sizeof(typename PathOf<1, kBudget>::Shared)),
+               sizeof(typename PathOf<2, kBudget>::Shared));
+  }
+  // Two CTAs share a multiprocessor if they fit: one computes while the other waits, and 128
+  // threads may use all 255 registers. select/cuda.cc launches as many.
+  static constexpr int kHalf = CtaSmemBudget(Traits::kArch, 2);
+  static constexpr int kMinCtasPerSm = SmemBytes<kHalf>() <= kHalf ? 2 : 1;
+  static constexpr int kBudget = CtaSmemBudget(Traits::kArch, kMinCtasPerSm);
+  static constexpr int kSmemBytes = SmemBytes<kBudget>();
+  template <int kTile>
+  using Path = PathOf<kTile, kBudget>;
+
+  __device__ __forceinline__ static void Run(const AttentionParams& p) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    LoadConstant(&p.header->nnz_qo);  // for later, so that it is near by then
+    int item = LoadConstant(p.queue_indptr + blockIdx.x);
+    while (item < QueueEnd(p)) {
+      const int tile = Traits::kNumTiles == 1 ? 0 : LoadConstant(&p.items[item].tile);
+      if (tile == 0) {
+        item = Path<0>::Run(p, smem, item);
+      } else if (Traits::kNumTiles == 2 || tile == 1) {
+        item = Path<1>::Run(p, smem, item);
+      } else {
+        item = Path<2>::Run(p, smem, item);
+      }
+    }
+    BlankPaddingRows<Traits, 2>(p);
+  }
+};
+
+template <class Traits>
+struct AttentionBody<Traits, false> : AttentionF32Body<Traits> {};
+
+}  // namespace jax_attn

@@ -1,0 +1,159 @@
+// jax_attn_append_kv: unpack, check, launch, return. Results alias the page operands.
+#include "cpu/append.h"
+
+#include <utility>
+
+#include "ffi/checks.h"
+#include "ffi/cpu_task_pool.h"
+#include "ffi/handlers.h"
+#include "jit/kernels.h"
+#include "plan/plan.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr char kOp[] = "append_kv";
+
+struct AppendBuffers {
+  ffi::AnyBuffer k_pages, v_pages, k_new, v_new, plan, layer;
+  ffi::AnyBuffer k_out, v_out;
+};
+
+Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
+  const AttentionSpec& spec = problem.spec;
+  const ffi::DataType type = ToDataType(spec.dtype);
+  const auto dims = b.k_pages.dimensions();
+  if (!spec.paged() || dims.size() != 5) {
+    return Status::Error("append_kv: k_pages: expected a paged cache of rank 5, got rank " +
+                         std::to_string(dims.size()) + ".");
+  }
+  auto check_pages = [&](const char* name, const ffi::AnyBuffer& pages, int64_t head_dim) {
+    return CheckBuffer(kOp, name, pages, type,
+                       {dims[0], dims[1], spec.page_size, spec.num_kv_heads, head_dim});
+  };
+  Status s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
+  if (s.ok()) s = check_pages("v_pages", b.v_pages, spec.head_dim_vo);
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "k_new", b.k_new, type,
+                    {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_qk});
+  }
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "v_new", b.v_new, type,
+                    {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_vo});
+  }
+  if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {MakePlanLayout(problem).num_words});
+  if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
+  if (s.ok() && (b.k_out.untyped_data() != b.k_pages.untyped_data() ||
+                 b.v_out.untyped_data() != b.v_pages.untyped_data())) {
+    s = Status::Error("append_kv: k_pages, v_pages: expected results that alias them, got copies.");
+  }
+  return s;
+}
+
+AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b) {
+  const AttentionSpec& spec = problem.spec;
+  const PlanLayout layout = MakePlanLayout(problem);
+  const auto* plan = static_cast<const int32_t*>(b.plan.untyped_data());
+  const int64_t head_bytes = spec.num_kv_heads * ElementBytes(spec.dtype);
+  AppendParams p = {};
+  p.k_pages = b.k_out.untyped_data();
+  p.v_pages = b.v_out.untyped_data();
+  p.k_new = b.k_new.untyped_data();
+  p.v_new = b.v_new.untyped_data();
+  p.layer = static_cast<const int32_t*>(b.layer.untyped_data());
+  p.header = reinterpret_cast<const PlanHeader*>(plan + layout.header);
+  p.qo_indptr = plan + layout.qo_indptr;
+  p.kv_lens = plan + layout.kv_lens;
+  p.page_indptr = plan + layout.kv_indptr;
+  p.page_indices = plan + layout.page_indices;
+  p.num_pages = b.k_pages.dimensions()[1];
+  p.k_row_bytes = head_bytes * spec.head_dim_qk;
+  p.v_row_bytes = head_bytes * spec.head_dim_vo;
+  p.page_size = static_cast<i32>(spec.page_size);
+  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  return p;
+}
+
+Status Unpack(ffi::Span<const int64_t> words, const AppendBuffers& buffers,
+              AttentionProblem* problem, AppendParams* params) {
+  if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
+  if (Status s = Check(*problem, buffers); !s.ok()) return s;
+  *params = MakeParams(*problem, buffers);
+  return Status::Ok();
+}
+
+ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
+                      ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer plan,
+                      ffi::AnyBuffer layer, ffi::Result<ffi::AnyBuffer> k_out,
+                      ffi::Result<ffi::AnyBuffer> v_out, ffi::Span<const int64_t> words) {
+  AttentionProblem problem;
+  AppendParams params;
+  Status s = Unpack(words, {k_pages, v_pages, k_new, v_new, plan, layer, *k_out, *v_out}, &problem,
+                    &params);
+  if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
+  if (s.ok()) s = CheckLayer(kOp, *params.layer, k_pages.dimensions()[0]);
+  if (!s.ok()) return ToFfi(s);
+  XlaTaskPool task_pool(pool);
+  AppendCpu(params, task_pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
+  AttentionProblem problem;
+  Status s = ReadProblem(kOp, words, &problem);
+  return ToFfi(s.ok() ? PrepareAppend({problem.spec.arch}) : s);
+}
+
+ffi::Error InitializeCuda(int32_t device_ordinal, ffi::Span<const int64_t> words) {
+  AttentionProblem problem;
+  Status s = ReadProblem(kOp, words, &problem);
+  return ToFfi(s.ok() ? LoadAppend({problem.spec.arch}, device_ordinal) : s);
+}
+
+ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer k_pages,
+                       ffi::AnyBuffer v_pages, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new,
+                       ffi::AnyBuffer plan, ffi::AnyBuffer layer, ffi::Result<ffi::AnyBuffer> k_out,
+                       ffi::Result<ffi::AnyBuffer> v_out, ffi::Span<const int64_t> words) {
+  AttentionProblem problem;
+  AppendParams params;
+  Status s = Unpack(words, {k_pages, v_pages, k_new, v_new, plan, layer, *k_out, *v_out}, &problem,
+                    &params);
+  return ToFfi(s.ok() ? LaunchAppend({problem.spec.arch}, params, stream, device_ordinal) : s);
+}
+
+template <typename Binding>
+auto BindCall(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()  // k_pages
+      .template Arg<ffi::AnyBuffer>()  // v_pages
+      .template Arg<ffi::AnyBuffer>()  // k_new
+      .template Arg<ffi::AnyBuffer>()  // v_new
+      .template Arg<ffi::AnyBuffer>()  // plan
+      .template Arg<ffi::AnyBuffer>()  // layer
+      .template Ret<ffi::AnyBuffer>()  // k_pages
+      .template Ret<ffi::AnyBuffer>()  // v_pages
+      .template Attr<ffi::Span<const int64_t>>("problem");
+}
+
+XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
+                       ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem"));
+
+XLA_FFI_DEFINE_HANDLER(
+    kInitializeCuda, InitializeCuda,
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attr<ffi::Span<const int64_t>>("problem"));
+
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCuda, ExecuteCuda,
+    BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+const std::vector<Target> kAppendTargets = {
+    {"jax_attn_append_kv", "cpu", nullptr, nullptr, kExecuteCpu},
+    {"jax_attn_append_kv", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
+};
+
+}  // namespace jax_attn

@@ -1,0 +1,193 @@
+// jax_attn_attention: unpack, check, launch, return.
+#include "cpu/attention.h"
+
+#include <optional>
+#include <utility>
+
+#include "ffi/checks.h"
+#include "ffi/cpu_task_pool.h"
+#include "ffi/handlers.h"
+#include "jit/kernels.h"
+#include "plan/plan.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr char kOp[] = "attention";
+
+struct AttentionBuffers {
+  ffi::AnyBuffer q, k, v, plan, layer;
+  std::optional<ffi::AnyBuffer> sinks;
+  ffi::AnyBuffer o, lse, workspace;
+};
+
+// k and v: [num_layers, num_pages, page_size, num_kv_heads, head_dim] or ragged [max_kv_tokens,
+// ...].
+Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
+               int64_t head_dim, int64_t num_layers, int64_t num_pages) {
+  const ffi::DataType type = ToDataType(spec.dtype);
+  if (!spec.paged()) {
+    return CheckBuffer(kOp, name, kv, type, {spec.max_kv_tokens, spec.num_kv_heads, head_dim});
+  }
+  return CheckBuffer(kOp, name, kv, type,
+                     {num_layers, num_pages, spec.page_size, spec.num_kv_heads, head_dim});
+}
+
+Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
+  const AttentionSpec& spec = problem.spec;
+  const ffi::DataType type = ToDataType(spec.dtype);
+  const auto kv_dims = b.k.dimensions();
+  const int64_t num_layers = kv_dims.size() == 5 ? kv_dims[0] : 1;
+  const int64_t num_pages = kv_dims.size() == 5 ? kv_dims[1] : 1;
+  const int64_t plan_words = MakePlanLayout(problem).num_words;
+  const int64_t workspace_words = MakeWorkspaceLayout(problem).num_words;
+  Status s =
+      CheckBuffer(kOp, "q", b.q, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
+  if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, num_layers, num_pages);
+  if (s.ok()) s = CheckKv(spec, "v", b.v, spec.head_dim_vo, num_layers, num_pages);
+  if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {plan_words});
+  if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
+  if (s.ok() && b.sinks) s = CheckBuffer(kOp, "sinks", *b.sinks, ffi::F32, {spec.num_qo_heads});
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "o", b.o, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo});
+  }
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "lse", b.lse, ffi::F32, {spec.max_qo_tokens, spec.num_qo_heads});
+  }
+  if (s.ok()) s = CheckBuffer(kOp, "workspace", b.workspace, ffi::S32, {workspace_words});
+  return s;
+}
+
+AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffers& b) {
+  const AttentionSpec& spec = problem.spec;
+  const PlanLayout plan = MakePlanLayout(problem);
+  const WorkspaceLayout workspace = MakeWorkspaceLayout(problem);
+  const auto* plan_words = static_cast<const int32_t*>(b.plan.untyped_data());
+  auto* workspace_words = static_cast<int32_t*>(b.workspace.untyped_data());
+  AttentionParams p = {};
+  p.q = b.q.untyped_data();
+  p.k = b.k.untyped_data();
+  p.v = b.v.untyped_data();
+  p.sinks = b.sinks ? static_cast<const float*>(b.sinks->untyped_data()) : nullptr;
+  p.layer = spec.paged() ? static_cast<const int32_t*>(b.layer.untyped_data()) : nullptr;
+  p.header = reinterpret_cast<const PlanHeader*>(plan_words + plan.header);
+  p.queue_indptr = plan_words + plan.queue_indptr;
+  p.items = reinterpret_cast<const WorkItem*>(plan_words + plan.items);
+  p.merge_groups = reinterpret_cast<const MergeGroup*>(plan_words + plan.merge_groups);
+  p.page_indices = plan_words + plan.page_indices;
+  p.o = b.o.untyped_data();
+  p.lse = static_cast<float*>(b.lse.untyped_data());
+  p.merge_counters = workspace_words + workspace.merge_counters;
+  p.partial_states = reinterpret_cast<RowState*>(workspace_words + workspace.partial_states);
+  p.partial_o = reinterpret_cast<float*>(workspace_words + workspace.partial_o);
+  p.num_pages = spec.paged() ? b.k.dimensions()[1] : 1;
+  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.num_ctas = static_cast<i32>(problem.config.num_ctas);
+  p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
+  p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
+  p.group_size = static_cast<i32>(spec.group_size());
+  p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
+  p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
+  p.page_size = static_cast<i32>(spec.page_size);
+  p.window_left = static_cast<i32>(spec.window_left);
+  p.window_right = static_cast<i32>(spec.window_right);
+  p.sm_scale = static_cast<float>(spec.sm_scale);
+  p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
+  return p;
+}
+
+// Everything between XLA's call and the launch that both platforms share.
+Status Unpack(ffi::Span<const int64_t> words, const AttentionBuffers& buffers,
+              AttentionProblem* problem, AttentionParams* params) {
+  if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
+  if (Status s = Check(*problem, buffers); !s.ok()) return s;
+  *params = MakeParams(*problem, buffers);
+  return Status::Ok();
+}
+
+ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                      ffi::AnyBuffer plan, ffi::AnyBuffer layer,
+                      std::optional<ffi::AnyBuffer> sinks, ffi::Result<ffi::AnyBuffer> o,
+                      ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace,
+                      ffi::Span<const int64_t> words, bool poison) {
+  AttentionProblem problem;
+  AttentionParams params;
+  const AttentionBuffers buffers{q, k, v, plan, layer, sinks, *o, *lse, *workspace};
+  Status s = Unpack(words, buffers, &problem, &params);
+  if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
+  if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, k.dimensions()[0]);
+  if (!s.ok()) return ToFfi(s);
+  if (poison) PoisonOnHost({*o, *lse, *workspace});
+  XlaTaskPool task_pool(pool);
+  AttentionCpu(problem, params, task_pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool) {
+  AttentionProblem problem;
+  Status s = ReadProblem(kOp, words, &problem);
+  return ToFfi(s.ok() ? PrepareAttention(problem) : s);
+}
+
+ffi::Error InitializeCuda(int32_t device_ordinal, ffi::Span<const int64_t> words, bool) {
+  AttentionProblem problem;
+  Status s = ReadProblem(kOp, words, &problem);
+  return ToFfi(s.ok() ? LoadAttention(problem, device_ordinal) : s);
+}
+
+ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer q,
+                       ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer plan,
+                       ffi::AnyBuffer layer, std::optional<ffi::AnyBuffer> sinks,
+                       ffi::Result<ffi::AnyBuffer> o, ffi::Result<ffi::AnyBuffer> lse,
+                       ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
+                       bool poison) {
+  AttentionProblem problem;
+  AttentionParams params;
+  const AttentionBuffers buffers{q, k, v, plan, layer, sinks, *o, *lse, *workspace};
+  Status s = Unpack(words, buffers, &problem, &params);
+  if (s.ok() && poison) s = PoisonOnDevice({*o, *lse, *workspace}, stream);
+  return ToFfi(s.ok() ? LaunchAttention(problem, params, stream, device_ordinal) : s);
+}
+
+// The operands, results and attributes of one call, after the contexts of a platform.
+template <typename Binding>
+auto BindCall(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()          // q
+      .template Arg<ffi::AnyBuffer>()          // k
+      .template Arg<ffi::AnyBuffer>()          // v
+      .template Arg<ffi::AnyBuffer>()          // plan
+      .template Arg<ffi::AnyBuffer>()          // layer
+      .template OptionalArg<ffi::AnyBuffer>()  // sinks
+      .template Ret<ffi::AnyBuffer>()          // o
+      .template Ret<ffi::AnyBuffer>()          // lse
+      .template Ret<ffi::AnyBuffer>()          // workspace
+      .template Attr<ffi::Span<const int64_t>>("problem")
+      .template Attr<bool>("poison");
+}
+
+XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateCuda, InstantiateCuda,
+    ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem").Attr<bool>("poison"));
+
+XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attr<ffi::Span<const int64_t>>("problem")
+                           .Attr<bool>("poison"));
+
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCuda, ExecuteCuda,
+    BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+const std::vector<Target> kAttentionTargets = {
+    {"jax_attn_attention", "cpu", nullptr, nullptr, kExecuteCpu},
+    {"jax_attn_attention", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
+};
+
+}  // namespace jax_attn

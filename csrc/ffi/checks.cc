@@ -1,0 +1,104 @@
+#include "ffi/checks.h"
+
+#include <cstring>
+#include <sstream>
+
+#include "jit/kernels.h"
+
+namespace jax_attn {
+namespace {
+
+const char* TypeName(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::BF16:
+      return "bfloat16";
+    case ffi::DataType::F16:
+      return "float16";
+    case ffi::DataType::F32:
+      return "float32";
+    case ffi::DataType::S32:
+      return "int32";
+    default:
+      return "another type";
+  }
+}
+
+template <typename Dims>
+std::string Shape(ffi::DataType type, const Dims& dims) {
+  std::ostringstream text;
+  text << TypeName(type) << "[";
+  const char* separator = "";
+  for (int64_t dim : dims) {
+    text << separator << dim;
+    separator = ", ";
+  }
+  text << "]";
+  return text.str();
+}
+
+}  // namespace
+
+ffi::Error ToFfi(const Status& status) {
+  return status.ok() ? ffi::Error::Success() : ffi::Error::InvalidArgument(status.message);
+}
+
+Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
+                   ffi::DataType type, std::initializer_list<int64_t> dims) {
+  const auto got = buffer.dimensions();
+  bool same = buffer.element_type() == type && got.size() == dims.size();
+  size_t i = 0;
+  for (auto dim = dims.begin(); same && dim != dims.end(); ++dim) same = got[i++] == *dim;
+  if (same) return Status::Ok();
+  return Status::Error(std::string(op) + ": " + argument + ": expected " + Shape(type, dims) +
+                       ", got " + Shape(buffer.element_type(), got) + ".");
+}
+
+ffi::DataType ToDataType(int64_t dtype) {
+  return dtype == kBF16  ? ffi::DataType::BF16
+         : dtype == kF16 ? ffi::DataType::F16
+                         : ffi::DataType::F32;
+}
+
+Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {
+  if (DecodeProblem(words.begin(), words.size(), problem)) return Status::Ok();
+  return Status::Error(
+      std::string(op) +
+      ": attribute problem: expected the words of this jax_attn version, got those "
+      "of another; export or compile the function again.");
+}
+
+Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
+                       int64_t num_pages) {
+  const std::string prefix = std::string(op) + ": plan: ";
+  if (header.magic != kPlanMagic || header.version != kPlanVersion) {
+    return Status::Error(prefix + "expected a buffer made by jax_attn.plan, got something else.");
+  }
+  if (problem.spec.paged() && header.max_page_id >= num_pages) {
+    return Status::Error(prefix + "expected page ids below the pool's " +
+                         std::to_string(num_pages) + " pages, got " +
+                         std::to_string(header.max_page_id) + ".");
+  }
+  return Status::Ok();
+}
+
+Status CheckLayer(const char* op, int32_t layer, int64_t num_layers) {
+  if (layer >= 0 && layer < num_layers) return Status::Ok();
+  return Status::Error(std::string(op) + ": layer: expected an index in [0, " +
+                       std::to_string(num_layers) + "), got " + std::to_string(layer) + ".");
+}
+
+void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results) {
+  for (const ffi::AnyBuffer& result : results) {
+    std::memset(result.untyped_data(), 0xFF, result.size_bytes());
+  }
+}
+
+Status PoisonOnDevice(std::initializer_list<ffi::AnyBuffer> results, CUstream_st* stream) {
+  for (const ffi::AnyBuffer& result : results) {
+    Status s = FillBytes(result.untyped_data(), 0xFF, result.size_bytes(), stream);
+    if (!s.ok()) return s;
+  }
+  return Status::Ok();
+}
+
+}  // namespace jax_attn

@@ -1,0 +1,41 @@
+// What every handler checks, in one place. Python has checked the same at trace time with
+// friendlier words; these checks guard executables that were exported, edited or built by another
+// version.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "spec.h"
+#include "status.h"
+#include "xla/ffi/api/ffi.h"
+
+struct CUstream_st;
+
+namespace jax_attn {
+
+namespace ffi = xla::ffi;
+
+ffi::Error ToFfi(const Status& status);
+
+// "op: argument: expected <type>[<dims>], got ..." unless the buffer has exactly this type and
+// shape.
+Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
+                   ffi::DataType type, std::initializer_list<int64_t> dims);
+
+ffi::DataType ToDataType(int64_t dtype);
+
+// The "problem" attribute of every attention and append call.
+Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem);
+
+// The next two read data, so only CPU handlers call them; JAX_ATTN_CHECK=1 does it on any device.
+Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
+                       int64_t num_pages);
+Status CheckLayer(const char* op, int32_t layer, int64_t num_layers);
+
+// Fills results with 0xFF, NaN as floats, so that a test sees whatever a kernel leaves unwritten.
+void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results);
+Status PoisonOnDevice(std::initializer_list<ffi::AnyBuffer> results, CUstream_st* stream);
+
+}  // namespace jax_attn

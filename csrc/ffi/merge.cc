@@ -1,0 +1,108 @@
+// jax_attn_merge_states: unpack, check, launch, return.
+#include "cpu/merge.h"
+
+#include <utility>
+
+#include "ffi/checks.h"
+#include "ffi/cpu_task_pool.h"
+#include "ffi/handlers.h"
+#include "jit/kernels.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr char kOp[] = "merge_states";
+
+struct MergeBuffers {
+  ffi::AnyBuffer o_parts,
+      lse_parts;  // [num_states, nnz_qo, num_heads, head_dim_vo], [num_states, ...]
+  ffi::AnyBuffer o, lse;
+};
+
+Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
+  const auto dims = b.o_parts.dimensions();
+  if (dims.size() != 4) {
+    return Status::Error("merge_states: o_parts: expected rank 4, got rank " +
+                         std::to_string(dims.size()) + ".");
+  }
+  const ffi::DataType type = ToDataType(dtype);
+  Status s = CheckBuffer(kOp, "o_parts", b.o_parts, type, {dims[0], dims[1], dims[2], dims[3]});
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "lse_parts", b.lse_parts, ffi::F32, {dims[0], dims[1], dims[2]});
+  }
+  if (s.ok()) s = CheckBuffer(kOp, "o", b.o, type, {dims[1], dims[2], dims[3]});
+  if (s.ok()) s = CheckBuffer(kOp, "lse", b.lse, ffi::F32, {dims[1], dims[2]});
+  if (!s.ok()) return s;
+  p->o_parts = b.o_parts.untyped_data();
+  p->lse_parts = static_cast<const float*>(b.lse_parts.untyped_data());
+  p->o = b.o.untyped_data();
+  p->lse = static_cast<float*>(b.lse.untyped_data());
+  p->num_rows = dims[1] * dims[2];
+  p->num_states = static_cast<i32>(dims[0]);
+  p->head_dim_vo = static_cast<i32>(dims[3]);
+  return Status::Ok();
+}
+
+ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer o_parts, ffi::AnyBuffer lse_parts,
+                      ffi::Result<ffi::AnyBuffer> o, ffi::Result<ffi::AnyBuffer> lse,
+                      int64_t /*arch*/, int64_t dtype, bool poison) {
+  MergeParams params = {};
+  if (Status s = Unpack(dtype, {o_parts, lse_parts, *o, *lse}, &params); !s.ok()) return ToFfi(s);
+  if (poison) PoisonOnHost({*o, *lse});
+  XlaTaskPool task_pool(pool);
+  MergeCpu(dtype, params, task_pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error InstantiateCuda(int64_t arch, int64_t dtype, bool) {
+  return ToFfi(PrepareMerge({arch, dtype}));
+}
+
+ffi::Error InitializeCuda(int32_t device_ordinal, int64_t arch, int64_t dtype, bool) {
+  return ToFfi(LoadMerge({arch, dtype}, device_ordinal));
+}
+
+ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer o_parts,
+                       ffi::AnyBuffer lse_parts, ffi::Result<ffi::AnyBuffer> o,
+                       ffi::Result<ffi::AnyBuffer> lse, int64_t arch, int64_t dtype, bool poison) {
+  MergeParams params = {};
+  Status s = Unpack(dtype, {o_parts, lse_parts, *o, *lse}, &params);
+  if (s.ok() && poison) s = PoisonOnDevice({*o, *lse}, stream);
+  return ToFfi(s.ok() ? LaunchMerge({arch, dtype}, params, stream, device_ordinal) : s);
+}
+
+template <typename Binding>
+auto BindAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<int64_t>("arch")
+      .template Attr<int64_t>("dtype")
+      .template Attr<bool>("poison");
+}
+
+template <typename Binding>
+auto BindCall(Binding binding) {
+  return BindAttributes(std::move(binding)
+                            .template Arg<ffi::AnyBuffer>()    // o_parts
+                            .template Arg<ffi::AnyBuffer>()    // lse_parts
+                            .template Ret<ffi::AnyBuffer>()    // o
+                            .template Ret<ffi::AnyBuffer>());  // lse
+}
+
+XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
+                       BindAttributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
+                       BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCuda, ExecuteCuda,
+    BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+const std::vector<Target> kMergeTargets = {
+    {"jax_attn_merge_states", "cpu", nullptr, nullptr, kExecuteCpu},
+    {"jax_attn_merge_states", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
+};
+
+}  // namespace jax_attn

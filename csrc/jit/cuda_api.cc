@@ -1,0 +1,159 @@
+#include "jit/cuda_api.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+#include <utility>
+
+namespace jax_attn {
+namespace {
+
+struct Libraries {
+  std::mutex mutex;
+  std::vector<std::string> nvrtc_candidates;
+  std::vector<std::string> driver_candidates;
+  const CudaDriver* driver = nullptr;
+  const Nvrtc* nvrtc = nullptr;
+};
+Libraries& GetLibraries() {
+  static auto& libraries = *new Libraries;  // never destroyed: handlers may outlive static objects
+  return libraries;
+}
+
+// The first candidate that opens, a copy already in the process first. `tried` collects reasons.
+void* Open(const std::vector<std::string>& sonames, const std::vector<std::string>& candidates,
+           std::string* tried) {
+  for (const std::string& name : sonames) {
+    if (void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_NOLOAD)) return handle;
+  }
+  for (const std::string& name : candidates) {
+    if (void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
+    const char* reason = dlerror();
+    *tried += (tried->empty() ? "" : "; ") + std::string(reason ? reason : name);
+  }
+  return nullptr;
+}
+
+template <typename Function>
+Status Resolve(void* handle, const char* symbol, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(handle, symbol));
+  if (function != nullptr) return Status::Ok();
+  return Status::Error(std::string("the loaded CUDA library has no function ") + symbol +
+                       "; CUDA 12.0 or later is needed");
+}
+
+Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
+  std::string tried;
+  void* handle = Open({}, candidates, &tried);
+  if (handle == nullptr) {
+    return Status::Error("CUDA kernels need the NVIDIA driver, and it was not found (" + tried +
+                         "): install the driver (580 or later for CUDA 13) or run on the CPU with "
+                         "JAX_PLATFORMS=cpu");
+  }
+  const Status statuses[] = {
+      Resolve(handle, "cuInit", d->cuInit),
+      Resolve(handle, "cuDriverGetVersion", d->cuDriverGetVersion),
+      Resolve(handle, "cuGetErrorName", d->cuGetErrorName),
+      Resolve(handle, "cuGetErrorString", d->cuGetErrorString),
+      Resolve(handle, "cuDeviceGet", d->cuDeviceGet),
+      Resolve(handle, "cuDeviceGetAttribute", d->cuDeviceGetAttribute),
+      Resolve(handle, "cuDevicePrimaryCtxRetain", d->cuDevicePrimaryCtxRetain),
+      Resolve(handle, "cuCtxGetCurrent", d->cuCtxGetCurrent),
+      Resolve(handle, "cuCtxPushCurrent_v2", d->cuCtxPushCurrent),
+      Resolve(handle, "cuCtxPopCurrent_v2", d->cuCtxPopCurrent),
+      Resolve(handle, "cuStreamGetCtx", d->cuStreamGetCtx),
+      Resolve(handle, "cuModuleLoadData", d->cuModuleLoadData),
+      Resolve(handle, "cuModuleGetFunction", d->cuModuleGetFunction),
+      Resolve(handle, "cuFuncSetAttribute", d->cuFuncSetAttribute),
+      Resolve(handle, "cuMemsetD8Async", d->cuMemsetD8Async),
+      Resolve(handle, "cuMemsetD32Async", d->cuMemsetD32Async),
+      Resolve(handle, "cuLaunchKernel", d->cuLaunchKernel),
+  };
+  for (const Status& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  (void)Resolve(handle, "cuFuncLoad", d->cuFuncLoad);
+  const CUresult error = d->cuInit(0);
+  if (error == CUDA_SUCCESS) return Status::Ok();
+  return Status::Error("CUDA kernels need a working NVIDIA GPU: " + d->Describe("cuInit", error));
+}
+
+Status OpenNvrtc(const std::vector<std::string>& candidates, Nvrtc* n) {
+  std::string tried;
+  void* handle = Open({"libnvrtc.so.13", "libnvrtc.so.12"}, candidates, &tried);
+  if (handle == nullptr) {
+    return Status::Error("CUDA kernels are compiled by NVRTC, and it was not found (" + tried +
+                         "): pip install 'jax-attn[cuda13]', or set CUDA_HOME to a CUDA toolkit");
+  }
+  const Status statuses[] = {
+      Resolve(handle, "nvrtcVersion", n->nvrtcVersion),
+      Resolve(handle, "nvrtcGetErrorString", n->nvrtcGetErrorString),
+      Resolve(handle, "nvrtcGetNumSupportedArchs", n->nvrtcGetNumSupportedArchs),
+      Resolve(handle, "nvrtcGetSupportedArchs", n->nvrtcGetSupportedArchs),
+      Resolve(handle, "nvrtcCreateProgram", n->nvrtcCreateProgram),
+      Resolve(handle, "nvrtcDestroyProgram", n->nvrtcDestroyProgram),
+      Resolve(handle, "nvrtcCompileProgram", n->nvrtcCompileProgram),
+      Resolve(handle, "nvrtcGetCUBINSize", n->nvrtcGetCUBINSize),
+      Resolve(handle, "nvrtcGetCUBIN", n->nvrtcGetCUBIN),
+      Resolve(handle, "nvrtcGetProgramLogSize", n->nvrtcGetProgramLogSize),
+      Resolve(handle, "nvrtcGetProgramLog", n->nvrtcGetProgramLog),
+  };
+  for (const Status& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  int major = 0, minor = 0;
+  const nvrtcResult error = n->nvrtcVersion(&major, &minor);
+  if (error != NVRTC_SUCCESS) {
+    return Status::Error(std::string("nvrtcVersion: ") + n->nvrtcGetErrorString(error));
+  }
+  n->version = std::to_string(major) + "." + std::to_string(minor);
+  return Status::Ok();
+}
+
+// Opens `Library` once. Never closed.
+template <typename Library, typename OpenFunction>
+Status GetOnce(const Library*& slot, OpenFunction open, const std::vector<std::string>& candidates,
+               const Library** library) {
+  if (slot == nullptr) {
+    Library opened{};
+    if (Status status = open(candidates, &opened); !status.ok()) return status;
+    slot = new Library(std::move(opened));
+  }
+  *library = slot;
+  return Status::Ok();
+}
+
+}  // namespace
+
+std::string CudaDriver::Describe(const char* call, CUresult error) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (cuGetErrorName(error, &name) != CUDA_SUCCESS || name == nullptr) name = "unknown error";
+  if (cuGetErrorString(error, &text) != CUDA_SUCCESS || text == nullptr) text = "no description";
+  return std::string(call) + ": " + name + " (" + text + ")";
+}
+
+void SetCudaLibraries(std::vector<std::string> nvrtc, std::vector<std::string> driver) {
+  Libraries& libraries = GetLibraries();
+  std::lock_guard<std::mutex> lock(libraries.mutex);
+  libraries.nvrtc_candidates = std::move(nvrtc);
+  libraries.driver_candidates = std::move(driver);
+}
+
+Status GetCudaDriver(const CudaDriver** driver) {
+  Libraries& libraries = GetLibraries();
+  std::lock_guard<std::mutex> lock(libraries.mutex);
+  std::vector<std::string> candidates = libraries.driver_candidates;
+  if (candidates.empty()) candidates = {"libcuda.so.1"};
+  return GetOnce(libraries.driver, OpenDriver, candidates, driver);
+}
+
+Status GetNvrtc(const Nvrtc** nvrtc) {
+  Libraries& libraries = GetLibraries();
+  std::lock_guard<std::mutex> lock(libraries.mutex);
+  std::vector<std::string> candidates = libraries.nvrtc_candidates;
+  if (candidates.empty()) candidates = {"libnvrtc.so.13", "libnvrtc.so.12"};
+  return GetOnce(libraries.nvrtc, OpenNvrtc, candidates, nvrtc);
+}
+
+}  // namespace jax_attn

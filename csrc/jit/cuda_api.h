@@ -1,0 +1,93 @@
+// The few types, values and functions of the CUDA driver and of NVRTC that this library uses,
+// declared by hand and found at run time, so that one build serves machines with and without CUDA.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace jax_attn {
+
+// cuda.h. Names and values are CUDA's.
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = struct CUctx_st*;
+using CUmodule = struct CUmod_st*;
+using CUfunction = struct CUfunc_st*;
+using CUstream = struct CUstream_st*;
+
+inline constexpr CUresult CUDA_SUCCESS = 0;
+
+inline constexpr int CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16;
+inline constexpr int CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75;
+inline constexpr int CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76;
+inline constexpr int CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97;
+
+inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
+inline constexpr int CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;
+
+struct CudaDriver {
+  CUresult (*cuInit)(unsigned int flags);
+  CUresult (*cuDriverGetVersion)(int* version);
+  CUresult (*cuGetErrorName)(CUresult error, const char** name);
+  CUresult (*cuGetErrorString)(CUresult error, const char** text);
+  CUresult (*cuDeviceGet)(CUdevice* device, int ordinal);
+  CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
+  CUresult (*cuDevicePrimaryCtxRetain)(CUcontext* context, CUdevice device);
+  CUresult (*cuCtxGetCurrent)(CUcontext* context);
+  CUresult (*cuCtxPushCurrent)(CUcontext context);
+  CUresult (*cuCtxPopCurrent)(CUcontext* context);
+  CUresult (*cuStreamGetCtx)(CUstream stream, CUcontext* context);
+  CUresult (*cuModuleLoadData)(CUmodule* module, const void* image);
+  CUresult (*cuModuleGetFunction)(CUfunction* function, CUmodule module, const char* name);
+  CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
+  CUresult (*cuFuncLoad)(CUfunction function);  // null before driver 12.4
+  CUresult (*cuMemsetD8Async)(CUdeviceptr address, unsigned char value, size_t count,
+                              CUstream stream);
+  CUresult (*cuMemsetD32Async)(CUdeviceptr address, unsigned int value, size_t count,
+                               CUstream stream);
+  CUresult (*cuLaunchKernel)(CUfunction function, unsigned int grid_x, unsigned int grid_y,
+                             unsigned int grid_z, unsigned int block_x, unsigned int block_y,
+                             unsigned int block_z, unsigned int shared_bytes, CUstream stream,
+                             void** params, void** extra);
+
+  // "cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE (device kernel image is invalid)".
+  std::string Describe(const char* call, CUresult error) const;
+};
+
+// nvrtc.h.
+using nvrtcResult = int;
+using nvrtcProgram = struct _nvrtcProgram*;
+inline constexpr nvrtcResult NVRTC_SUCCESS = 0;
+
+struct Nvrtc {
+  nvrtcResult (*nvrtcVersion)(int* major, int* minor);
+  const char* (*nvrtcGetErrorString)(nvrtcResult result);
+  nvrtcResult (*nvrtcGetNumSupportedArchs)(int* num_archs);
+  nvrtcResult (*nvrtcGetSupportedArchs)(int* archs);
+  nvrtcResult (*nvrtcCreateProgram)(nvrtcProgram* program, const char* text, const char* name,
+                                    int num_headers, const char* const* headers,
+                                    const char* const* include_names);
+  nvrtcResult (*nvrtcDestroyProgram)(nvrtcProgram* program);
+  nvrtcResult (*nvrtcCompileProgram)(nvrtcProgram program, int num_options,
+                                     const char* const* options);
+  nvrtcResult (*nvrtcGetCUBINSize)(nvrtcProgram program, size_t* size);
+  nvrtcResult (*nvrtcGetCUBIN)(nvrtcProgram program, char* cubin);
+  nvrtcResult (*nvrtcGetProgramLogSize)(nvrtcProgram program, size_t* size);
+  nvrtcResult (*nvrtcGetProgramLog)(nvrtcProgram program, char* log);
+
+  std::string version;  // "13.5"
+};
+
+// Libraries to try, in order. Ignored for a library that is already in use.
+void SetCudaLibraries(std::vector<std::string> nvrtc, std::vector<std::string> driver);
+
+// Opened and checked on first use; a failure is not remembered, so installing or configuring the
+// library in a running process helps. The driver comes back initialised (cuInit).
+Status GetCudaDriver(const CudaDriver** driver);
+Status GetNvrtc(const Nvrtc** nvrtc);
+
+}  // namespace jax_attn

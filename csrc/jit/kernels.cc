@@ -1,0 +1,243 @@
+#include "jit/kernels.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "jit/compiler.h"
+#include "jit/cuda_api.h"
+#include "jit/registry.h"
+
+namespace jax_attn {
+namespace {
+
+// Append and merge move memory: threads enough for all of it, but no more than a few waves of the
+// device; the kernels walk the rest in strides of the grid.
+constexpr int64_t kCtasPerSm = 8;
+constexpr int64_t kWarpSize = 32;        // append: a warp copies one row of k or of v
+constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes
+
+std::atomic<int64_t> attention_launches{0};
+std::atomic<int64_t> append_launches{0};
+std::atomic<int64_t> merge_launches{0};
+
+// Makes `context` current for its scope, at no cost if it is already (XLA's usual case).
+class ScopedContext {
+ public:
+  ScopedContext(const CudaDriver& driver, CUcontext context) : driver_(driver) {
+    CUcontext current = nullptr;
+    driver.cuCtxGetCurrent(&current);
+    pushed_ = current != context && driver.cuCtxPushCurrent(context) == CUDA_SUCCESS;
+  }
+  ~ScopedContext() {
+    CUcontext popped = nullptr;
+    if (pushed_) driver_.cuCtxPopCurrent(&popped);
+  }
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  bool pushed_;
+};
+
+struct Launch {
+  int64_t num_ctas = 0;
+  i32* zero_words = nullptr;  // set to 0 on the stream before the kernel runs
+  int64_t num_zero_words = 0;
+};
+
+template <typename Params>
+Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& launch,
+                    const Params& params, void* stream) {
+  const CudaDriver& d = *kernel.driver;
+  const ScopedContext context(d, kernel.context);
+  auto* cu_stream = static_cast<CUstream>(stream);
+  if (launch.num_zero_words > 0) {
+    if (CUresult r = d.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(launch.zero_words), 0,
+                                        static_cast<size_t>(launch.num_zero_words), cu_stream)) {
+      return Status::Error(std::string(op) + ": " + d.Describe("cuMemsetD32Async", r));
+    }
+  }
+  void* arguments[] = {const_cast<Params*>(&params)};  // the driver copies it before it returns
+  if (CUresult r = d.cuLaunchKernel(kernel.function, static_cast<unsigned>(launch.num_ctas), 1, 1,
+                                    kernel.num_threads, 1, 1, kernel.smem_bytes, cu_stream,
+                                    arguments, nullptr)) {
+    return Status::Error(std::string(op) + ": " + d.Describe("cuLaunchKernel", r));
+  }
+  return Status::Ok();
+}
+
+Status NotLoaded(const char* op, int device_ordinal) {
+  return Status::Error(std::string(op) + ": its kernel is not loaded on device " +
+                       std::to_string(device_ordinal) +
+                       "; the handler's initialize stage did not run there");
+}
+
+// Already loaded: one lookup. Otherwise Prepare (again) and load.
+template <typename KernelSpec>
+Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
+  const KernelKey key = MakeKey(kernel);
+  if (FindLoadedKernel(key, device_ordinal) != nullptr) return Status::Ok();
+  Status status = PrepareKernel(key, [&] { return MakeSource(kernel); }, nullptr);
+  return status.ok() ? LoadKernel(key, device_ordinal) : status;
+}
+
+int64_t GridFor(int64_t work, int64_t work_per_cta, const LoadedKernel& kernel) {
+  return std::clamp<int64_t>((work + work_per_cta - 1) / work_per_cta, 1,
+                             kCtasPerSm * kernel.num_sms);
+}
+
+// Replaces arch 0 by the capability of device 0, which is asked once.
+template <typename KernelSpec>
+Status ResolveArch(KernelSpec* kernel) {
+  static std::atomic<int> device_arch{0};
+  if (kernel->arch != 0) return Status::Ok();
+  if (device_arch == 0) {
+    int compute_capability = 0, num_sms = 0;
+    if (Status s = QueryDevice(0, &compute_capability, &num_sms); !s.ok()) return s;
+    device_arch = compute_capability;
+  }
+  kernel->arch = device_arch;
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status PrepareAttention(const AttentionProblem& problem, KernelInfo* info) {
+  const AttentionKernel kernel = MakeAttentionKernel(problem);
+  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+}
+
+Status LoadAttention(const AttentionProblem& problem, int device_ordinal) {
+  return LoadSpec(MakeAttentionKernel(problem), device_ordinal);
+}
+
+Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& params, void* stream,
+                       int device_ordinal) {
+  attention_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* kernel =
+      FindLoadedKernel(MakeKey(MakeAttentionKernel(problem)), device_ordinal);
+  if (kernel == nullptr) return NotLoaded("attention", device_ordinal);
+  Launch launch;
+  launch.num_ctas = problem.config.num_ctas;
+  if (problem.config.max_partial_rows > 0) {
+    launch.zero_words = params.merge_counters;
+    launch.num_zero_words = problem.config.max_merge_groups;
+  }
+  return LaunchLoaded("attention", *kernel, launch, params, stream);
+}
+
+Status PrepareAppend(const AppendKernel& unresolved, KernelInfo* info) {
+  AppendKernel kernel = unresolved;
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+}
+
+Status LoadAppend(const AppendKernel& unresolved, int device_ordinal) {
+  AppendKernel kernel = unresolved;
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  return LoadSpec(kernel, device_ordinal);
+}
+
+Status LaunchAppend(const AppendKernel& unresolved, const AppendParams& params, void* stream,
+                    int device_ordinal) {
+  append_launches.fetch_add(1, std::memory_order_relaxed);
+  AppendKernel spec = unresolved;
+  if (Status s = ResolveArch(&spec); !s.ok()) return s;
+  const LoadedKernel* kernel = FindLoadedKernel(MakeKey(spec), device_ordinal);
+  if (kernel == nullptr) return NotLoaded("append_kv", device_ordinal);
+  if (params.max_qo_tokens == 0) return Status::Ok();
+  Launch launch;
+  launch.num_ctas =
+      GridFor(int64_t{2} * params.max_qo_tokens, kernel->num_threads / kWarpSize, *kernel);
+  return LaunchLoaded("append_kv", *kernel, launch, params, stream);
+}
+
+Status PrepareMerge(const MergeKernel& unresolved, KernelInfo* info) {
+  MergeKernel kernel = unresolved;
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+}
+
+Status LoadMerge(const MergeKernel& unresolved, int device_ordinal) {
+  MergeKernel kernel = unresolved;
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  return LoadSpec(kernel, device_ordinal);
+}
+
+Status LaunchMerge(const MergeKernel& unresolved, const MergeParams& params, void* stream,
+                   int device_ordinal) {
+  merge_launches.fetch_add(1, std::memory_order_relaxed);
+  MergeKernel spec = unresolved;
+  if (Status s = ResolveArch(&spec); !s.ok()) return s;
+  const LoadedKernel* kernel = FindLoadedKernel(MakeKey(spec), device_ordinal);
+  if (kernel == nullptr) return NotLoaded("merge_states", device_ordinal);
+  if (params.num_rows == 0) return Status::Ok();
+  Launch launch;
+  launch.num_ctas = GridFor(params.num_rows * params.head_dim_vo * ElementBytes(spec.dtype),
+                            kBytesPerThread * kernel->num_threads, *kernel);
+  return LaunchLoaded("merge_states", *kernel, launch, params, stream);
+}
+
+Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream) {
+  const CudaDriver* d = nullptr;
+  if (Status s = GetCudaDriver(&d); !s.ok()) return s;
+  auto* cu_stream = static_cast<CUstream>(stream);
+  CUcontext stream_context = nullptr;
+  if (CUresult r = d->cuStreamGetCtx(cu_stream, &stream_context)) {
+    return Status::Error(d->Describe("cuStreamGetCtx", r));
+  }
+  const ScopedContext context(*d, stream_context);
+  if (num_bytes == 0) return Status::Ok();
+  const CUresult r =
+      d->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), value, num_bytes, cu_stream);
+  if (r != CUDA_SUCCESS) return Status::Error(d->Describe("cuMemsetD8Async", r));
+  return Status::Ok();
+}
+
+void SetJitPaths(const JitPaths& paths) {
+  SetCudaLibraries(paths.nvrtc, paths.driver);
+  SetCacheDir(paths.cache_dir);
+}
+
+Status QueryDevice(int ordinal, int* compute_capability, int* num_sms) {
+  const CudaDriver* d = nullptr;
+  if (Status s = GetCudaDriver(&d); !s.ok()) return s;
+  CUdevice device = 0;
+  if (CUresult r = d->cuDeviceGet(&device, ordinal)) {
+    return Status::Error("device " + std::to_string(ordinal) + ": " +
+                         d->Describe("cuDeviceGet", r));
+  }
+  int major = 0, minor = 0;
+  CUresult r =
+      d->cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+  if (r == CUDA_SUCCESS) {
+    r = d->cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+  }
+  if (r == CUDA_SUCCESS) {
+    r = d->cuDeviceGetAttribute(num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+  }
+  if (r != CUDA_SUCCESS) return Status::Error(d->Describe("cuDeviceGetAttribute", r));
+  *compute_capability = 10 * major + minor;
+  return Status::Ok();
+}
+
+KernelSource AttentionKernelSource(const AttentionProblem& problem) {
+  return MakeSource(MakeAttentionKernel(problem));
+}
+KernelSource AppendKernelSource(const AppendKernel& kernel) { return MakeSource(kernel); }
+KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(kernel); }
+
+Status CompileKernelSource(const KernelSource& source, std::string* cubin, std::string* log) {
+  return Compile(source, cubin, log);
+}
+
+JitStats GetJitStats() {
+  JitStats stats = GetRegistryStats();
+  stats.attention_launches = attention_launches.load(std::memory_order_relaxed);
+  stats.append_launches = append_launches.load(std::memory_order_relaxed);
+  stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
+  return stats;
+}
+
+}  // namespace jax_attn

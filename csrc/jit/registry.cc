@@ -1,0 +1,284 @@
+#include "jit/registry.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "jit/compiler.h"
+#include "jit/cubin.h"
+#include "jit/disk_cache.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr size_t kHashDigitsInName = 20;
+
+// One specialisation. `mutex` makes a second Prepare or Load of it wait for the first.
+struct Kernel {
+  std::mutex mutex;
+  std::string entry;
+  std::string cubin;  // empty: not prepared
+  KernelInfo info;
+};
+
+struct DeviceKey {
+  KernelKey kernel;
+  int device;
+  bool operator==(const DeviceKey& other) const {
+    return device == other.device && kernel == other.kernel;
+  }
+};
+
+struct KeyHash {
+  size_t operator()(const KernelKey& key) const {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15;
+    return hash ^ (hash >> 32);
+  }
+  size_t operator()(const DeviceKey& key) const { return (*this)(key.kernel) + key.device; }
+};
+
+struct Registry {
+  std::shared_mutex mutex;  // guards the maps and cache_dir; never held during a compile or a load
+  std::unordered_map<KernelKey, std::unique_ptr<Kernel>, KeyHash> kernels;
+  std::unordered_map<DeviceKey, std::unique_ptr<const LoadedKernel>, KeyHash> loaded;
+  std::string cache_dir;
+  bool cache_trouble_told = false;
+
+  std::mutex stats_mutex;
+  JitStats stats;
+};
+Registry& GetRegistry() {
+  static auto& registry = *new Registry;  // never destroyed: handlers may outlive static objects
+  return registry;
+}
+
+template <typename Update>
+void UpdateStats(Update update) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.stats_mutex);
+  update(registry.stats);
+}
+
+// An unusable cache folder costs time in every process but no result, so it is told once.
+void TellCacheTrouble(const std::string& reason) {
+  Registry& registry = GetRegistry();
+  std::unique_lock<std::shared_mutex> lock(registry.mutex);
+  if (std::exchange(registry.cache_trouble_told, true)) return;
+  std::fprintf(
+      stderr,
+      "jax_attn: compiled kernels are kept in memory only: %s. Set JAX_ATTN_CACHE_DIR to a "
+      "folder that can be written.\n",
+      reason.c_str());
+}
+
+Kernel* FindOrAddKernel(const KernelKey& key) {
+  Registry& registry = GetRegistry();
+  std::unique_lock<std::shared_mutex> lock(registry.mutex);
+  std::unique_ptr<Kernel>& slot = registry.kernels[key];
+  if (slot == nullptr) slot = std::make_unique<Kernel>();
+  return slot.get();
+}
+
+Kernel* FindKernel(const KernelKey& key) {
+  Registry& registry = GetRegistry();
+  std::shared_lock<std::shared_mutex> lock(registry.mutex);
+  const auto it = registry.kernels.find(key);
+  return it == registry.kernels.end() ? nullptr : it->second.get();
+}
+
+// Compiles and publishes. A cache that cannot be written is told, not returned.
+Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelInfo* info) {
+  const auto start = std::chrono::steady_clock::now();
+  std::string log;
+  if (Status status = Compile(source, &entry->cubin, &log); !status.ok()) return status;
+  const std::chrono::duration<double, std::milli> elapsed =
+      std::chrono::steady_clock::now() - start;
+  entry->compile_ms = elapsed.count();
+  UpdateStats([&](JitStats& stats) {
+    ++stats.compiled;
+    stats.compile_ms += elapsed.count();
+  });
+  info->origin = KernelOrigin::kCompiled;
+  if (info->cache_path.empty()) return Status::Ok();
+  entry->source = source.text;
+  for (const std::string& option : source.options) entry->options += option + " ";
+  if (Status status = WriteCacheEntry(info->cache_path, *entry); !status.ok()) {
+    TellCacheTrouble(status.message);
+    info->cache_path.clear();
+  }
+  return Status::Ok();
+}
+
+// Fills `cubin` and `info` from the disk cache or by a compile.
+Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* info) {
+  std::string hash;
+  if (Status status = CacheKey(source, &hash); !status.ok()) return status;
+  info->name = source.name + "-" + hash.substr(0, kHashDigitsInName);
+  {
+    Registry& registry = GetRegistry();
+    std::shared_lock<std::shared_mutex> lock(registry.mutex);
+    if (!registry.cache_dir.empty()) info->cache_path = registry.cache_dir + "/" + info->name;
+  }
+  CacheEntry entry;
+  CacheLookup lookup = CacheLookup::kMiss;
+  if (!info->cache_path.empty()) lookup = ReadCacheEntry(info->cache_path, &entry);
+  if (lookup == CacheLookup::kHit) {
+    info->origin = KernelOrigin::kDisk;
+    UpdateStats([](JitStats& stats) { ++stats.disk_hits; });
+  } else {
+    if (lookup == CacheLookup::kCorrupt) UpdateStats([](JitStats& stats) { ++stats.corrupt; });
+    if (Status status = CompileAndPublish(source, &entry, info); !status.ok()) return status;
+  }
+  *cubin = std::move(entry.cubin);
+  return Status::Ok();
+}
+
+// What the kernel says about its own launch.
+Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, KernelInfo* info) {
+  int smem_bytes = 0, num_threads = 0;
+  if (Status s = ReadCubinInt(cubin, entry + "_smem_bytes", &smem_bytes); !s.ok()) return s;
+  if (Status s = ReadCubinInt(cubin, entry + "_num_threads", &num_threads); !s.ok()) return s;
+  info->cubin_bytes = static_cast<int64_t>(cubin.size());
+  info->smem_bytes = smem_bytes;
+  info->num_threads = num_threads;
+  return Status::Ok();
+}
+
+// Loads `kernel` into the current context of `device`.
+Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
+  const CudaDriver& d = *loaded->driver;
+  auto error = [&](const char* call, CUresult result) {
+    int version = 0;
+    d.cuDriverGetVersion(&version);
+    return Status::Error("cannot load " + kernel.info.name + ": " + d.Describe(call, result) +
+                         "; the driver supports CUDA " + std::to_string(version / 1000) + "." +
+                         std::to_string(version % 1000 / 10));
+  };
+  int smem_limit = 0;
+  d.cuDeviceGetAttribute(&smem_limit, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+                         device);
+  d.cuDeviceGetAttribute(&loaded->num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+  if (kernel.info.smem_bytes > smem_limit) {
+    return Status::Error("cannot load " + kernel.info.name + ": it needs " +
+                         std::to_string(kernel.info.smem_bytes) +
+                         " bytes of shared memory, the device has " + std::to_string(smem_limit));
+  }
+  CUmodule module = nullptr;
+  if (CUresult r = d.cuModuleLoadData(&module, kernel.cubin.data())) {
+    return error("cuModuleLoadData", r);
+  }
+  if (CUresult r = d.cuModuleGetFunction(&loaded->function, module, kernel.entry.c_str())) {
+    return error("cuModuleGetFunction", r);
+  }
+  // Under lazy loading the code would reach the device at the first launch, which may be captured.
+  if (d.cuFuncLoad != nullptr) {
+    if (CUresult r = d.cuFuncLoad(loaded->function)) return error("cuFuncLoad", r);
+  }
+  const auto set = [&](int attribute, int64_t value) {
+    return d.cuFuncSetAttribute(loaded->function, attribute, static_cast<int>(value));
+  };
+  CUresult r = set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.info.smem_bytes);
+  // A kernel that uses shared memory was sized to fill a multiprocessor with its CTAs.
+  if (r == CUDA_SUCCESS && kernel.info.smem_bytes > 0) {
+    r = set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
+  }
+  if (r != CUDA_SUCCESS) return error("cuFuncSetAttribute", r);
+  loaded->smem_bytes = static_cast<unsigned>(kernel.info.smem_bytes);
+  loaded->num_threads = static_cast<unsigned>(kernel.info.num_threads);
+  return Status::Ok();
+}
+
+Status LoadOnDevice(const Kernel& kernel, int device_ordinal, LoadedKernel* loaded) {
+  if (Status status = GetCudaDriver(&loaded->driver); !status.ok()) return status;
+  const CudaDriver& d = *loaded->driver;
+  CUdevice device = 0;
+  if (CUresult r = d.cuDeviceGet(&device, device_ordinal)) {
+    return Status::Error("device " + std::to_string(device_ordinal) + ": " +
+                         d.Describe("cuDeviceGet", r));
+  }
+  if (CUresult r = d.cuDevicePrimaryCtxRetain(&loaded->context, device)) {
+    return Status::Error(d.Describe("cuDevicePrimaryCtxRetain", r));
+  }
+  if (CUresult r = d.cuCtxPushCurrent(loaded->context)) {
+    return Status::Error(d.Describe("cuCtxPushCurrent", r));
+  }
+  const Status status = LoadHere(kernel, device, loaded);
+  CUcontext popped = nullptr;
+  d.cuCtxPopCurrent(&popped);
+  return status;
+}
+
+}  // namespace
+
+void SetCacheDir(const std::string& cache_dir) {
+  Registry& registry = GetRegistry();
+  std::unique_lock<std::shared_mutex> lock(registry.mutex);
+  registry.cache_dir = cache_dir;
+  registry.cache_trouble_told = false;
+}
+
+Status PrepareKernel(const KernelKey& key, const std::function<KernelSource()>& make_source,
+                     KernelInfo* info) {
+  const auto start = std::chrono::steady_clock::now();
+  Kernel* kernel = FindOrAddKernel(key);
+  std::lock_guard<std::mutex> lock(kernel->mutex);
+  if (kernel->cubin.empty()) {
+    const KernelSource source = make_source();
+    std::string cubin;
+    KernelInfo fresh;
+    if (Status s = ObtainCubin(source, &cubin, &fresh); !s.ok()) return s;
+    if (Status s = ReadLaunchNumbers(cubin, source.entry, &fresh); !s.ok()) return s;
+    kernel->entry = source.entry;
+    kernel->info = fresh;
+    kernel->cubin = std::move(cubin);
+    if (info != nullptr) *info = fresh;
+  } else {
+    UpdateStats([](JitStats& stats) { ++stats.memory_hits; });
+    if (info != nullptr) {
+      *info = kernel->info;
+      info->origin = KernelOrigin::kMemory;
+    }
+  }
+  if (info != nullptr) {
+    const std::chrono::duration<double, std::milli> elapsed =
+        std::chrono::steady_clock::now() - start;
+    info->milliseconds = elapsed.count();
+  }
+  return Status::Ok();
+}
+
+Status LoadKernel(const KernelKey& key, int device_ordinal) {
+  Kernel* kernel = FindKernel(key);
+  if (kernel == nullptr) return Status::Error("LoadKernel: the kernel was not prepared");
+  std::lock_guard<std::mutex> kernel_lock(kernel->mutex);
+  if (kernel->cubin.empty()) return Status::Error("LoadKernel: the kernel was not prepared");
+  if (FindLoadedKernel(key, device_ordinal) != nullptr) return Status::Ok();
+  auto loaded = std::make_unique<LoadedKernel>();
+  if (Status s = LoadOnDevice(*kernel, device_ordinal, loaded.get()); !s.ok()) return s;
+  Registry& registry = GetRegistry();
+  std::unique_lock<std::shared_mutex> lock(registry.mutex);
+  registry.loaded[{key, device_ordinal}] = std::move(loaded);
+  UpdateStats([](JitStats& stats) { ++stats.loaded; });
+  return Status::Ok();
+}
+
+const LoadedKernel* FindLoadedKernel(const KernelKey& key, int device_ordinal) {
+  Registry& registry = GetRegistry();
+  std::shared_lock<std::shared_mutex> lock(registry.mutex);
+  const auto it = registry.loaded.find({key, device_ordinal});
+  return it == registry.loaded.end() ? nullptr : it->second.get();
+}
+
+JitStats GetRegistryStats() {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.stats_mutex);
+  return registry.stats;
+}
+
+}  // namespace jax_attn

@@ -1,0 +1,150 @@
+// Plain arguments of every kernel, and the records of a plan.
+//
+// Read by host C++ and by NVRTC alike, so this file includes nothing and uses only built-in types.
+// Every pointer has its shape beside it; the words are those of README.md, "Words".
+// Indices are int32 in storage. Addresses are computed in 64 bits.
+#pragma once
+
+namespace jax_attn {
+
+using i32 = int;
+using i64 = long long;
+
+inline constexpr i32 kPlanMagic = 0x6a61706c;  // "japl"
+inline constexpr i32 kPlanVersion = 1;
+inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
+
+// Live counts of one plan. Everything in the buffer beyond them is padding that nobody reads.
+struct PlanHeader {
+  i32 magic;
+  i32 version;
+  i32 batch_size;
+  i32 nnz_qo;  // live query tokens; rows [nnz_qo, max_qo_tokens) of o, lse are padding
+  i32 num_items;
+  i32 num_merge_groups;
+  i32 num_partial_rows;
+  i32 nnz_kv;       // paged: live entries of page_indices; ragged: live rows of k, v
+  i32 max_page_id;  // largest entry of page_indices, -1 if there is none
+  i32 reserved[7];
+};
+static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
+
+// One partial attention state: (qo_len query tokens) x (one kv head) x (kv span [kv_begin,
+// kv_end)).
+//
+// Rows of the item: row = token * group_size + g, for token in [0, qo_len), g in [0, group_size);
+// it reads q[qo_begin + token, kv_head * group_size + g]. Query token `token` sits at kv position
+// q_pos + token and sees position j of the span iff
+//     q_pos + token - window_left <= j <= q_pos + token + window_right   (-1: unlimited on that
+//     side).
+// An empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop steps
+// lie at absolute multiples of tile_kv, whatever kv_begin is, so that a row meets its keys in the
+// same groups in any tile; slots outside the span are not read.
+struct WorkItem {
+  i32 qo_begin;  // first query token, a row of q
+  i32 qo_len;    // query tokens, qo_len * group_size <= tile_q[tile]
+  i32 kv_head;
+  i32 tile;      // index into KernelConfig.tile_q
+  i32 kv_begin;  // kv positions, already clipped to what any row of the tile can see
+  i32 kv_end;
+  i32 kv_base;      // paged: index into page_indices of position 0's page; ragged: row of k, v of
+                    // position 0
+  i32 q_pos;        // kv position of query token 0 of the item; may be negative
+  i32 partial_row;  // first row of its state in the workspace; -1: final, writes o and lse itself
+  i32 merge_idx;    // its merge group, -1: none
+  i32 request;      // for describe() and tests; kernels do not read it
+  i32 reserved;
+};
+static_assert(sizeof(WorkItem) == 48, "a work item is three 16-byte loads");
+
+// What softmax knows of a row after some keys: their base-2 logits sum up to sum * 2^max_log2 once
+// exponentiated. (-inf, 0): no key. max_log2 is a reference near the maximum, exact or a little
+// below it; logits of any size keep their differences, which the logarithm of the sum in f32 would
+// not.
+struct RowState {
+  float max_log2;
+  float sum;
+};
+
+// Rows whose state was split over num_partials items of the same rows and kv head. Partial i is at
+// rows [partial_row + i * rows, ... + rows) with rows = qo_len * group_size, in kv order. Whoever
+// completes the group last folds the partials in that order, so the bits do not depend on who it
+// is.
+struct MergeGroup {
+  i32 partial_row;
+  i32 num_partials;
+  i32 qo_begin;
+  i32 qo_len;
+  i32 kv_head;
+  i32 reserved[3];
+};
+static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
+
+// Operands, results, plan sections and workspace of one attention call.
+struct AttentionParams {
+  const void* q;       // [max_qo_tokens, num_qo_heads, head_dim_qk]
+  const void* k;       // paged: [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk]
+  const void* v;       //   ... head_dim_vo]; ragged: [max_kv_tokens, num_kv_heads, head_dim_*]
+  const float* sinks;  // [num_qo_heads] natural-log units, or null
+  const i32* layer;    // [1] index of the layer in k, v; null: 0
+
+  const PlanHeader* header;  // [1]
+  const i32*
+      queue_indptr;       // [num_ctas + 1] items of queue c: [queue_indptr[c], queue_indptr[c + 1])
+  const WorkItem* items;  // [max_items]
+  const MergeGroup* merge_groups;  // [max_merge_groups]
+  const i32* page_indices;         // [max_kv_pages]; not read when ragged
+
+  void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
+  float* lse;  // [max_qo_tokens, num_qo_heads] natural log
+
+  i32* merge_counters;       // [max_merge_groups] arrivals; zero at entry
+  RowState* partial_states;  // [max_partial_rows]
+  float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
+
+  i64 num_pages;  // pages a layer (1 when ragged): layer stride = num_pages * page_size * row
+  i32 max_qo_tokens;
+  i32 num_ctas;
+  i32 num_qo_heads;
+  i32 num_kv_heads;
+  i32 group_size;  // num_qo_heads / num_kv_heads
+  i32 head_dim_qk;
+  i32 head_dim_vo;
+  i32 page_size;          // 0: ragged
+  i32 window_left;        // -1: unlimited
+  i32 window_right;       // -1: unlimited; causal is 0
+  float sm_scale;         // logits = sm_scale * (q . k)
+  float logits_soft_cap;  // 0: off; else logits = cap * tanh(logits / cap), before masks
+};
+
+// k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
+struct AppendParams {
+  void* k_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk], in place
+  void* v_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_vo], in place
+  const void* k_new;  // [max_qo_tokens, num_kv_heads, head_dim_qk]
+  const void* v_new;  // [max_qo_tokens, num_kv_heads, head_dim_vo]
+  const i32* layer;   // [1] or null: 0
+  const PlanHeader* header;
+  const i32* qo_indptr;     // [max_batch + 1]
+  const i32* kv_lens;       // [max_batch]
+  const i32* page_indptr;   // [max_batch + 1]
+  const i32* page_indices;  // [max_kv_pages]
+  i64 num_pages;
+  i64 k_row_bytes;  // num_kv_heads * head_dim_qk * element size
+  i64 v_row_bytes;
+  i32 page_size;
+  i32 max_qo_tokens;
+};
+
+// o = sum_i exp(lse_i - lse) * o_i with lse = log sum_i exp(lse_i); (0, -inf) is the identity.
+struct MergeParams {
+  const void* o_parts;     // [num_states, num_rows, head_dim_vo]
+  const float* lse_parts;  // [num_states, num_rows] natural log
+  void* o;                 // [num_rows, head_dim_vo]
+  float* lse;              // [num_rows]
+  i64 num_rows;            // tokens * heads
+  i32 num_states;
+  i32 head_dim_vo;
+};
+
+}  // namespace jax_attn

@@ -1,0 +1,85 @@
+#include <algorithm>
+
+#include "plan/plan.h"
+#include "plan/schedule.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr int64_t kHeaderWords = sizeof(PlanHeader) / 4;
+constexpr int64_t kItemWords = sizeof(WorkItem) / 4;
+constexpr int64_t kMergeGroupWords = sizeof(MergeGroup) / 4;
+
+// Sections start at multiples of 64 bytes: records are read by 16-byte loads.
+int64_t Align(int64_t words) { return (words + 15) / 16 * 16; }
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+PlanLayout MakePlanLayout(const AttentionProblem& problem) {
+  const AttentionSpec& spec = problem.spec;
+  const KernelConfig& config = problem.config;
+  PlanLayout layout;
+  int64_t end = 0;
+  auto section = [&end](int64_t num_words) {
+    const int64_t begin = end;
+    end = Align(end + num_words);
+    return begin;
+  };
+  layout.header = section(kHeaderWords);
+  layout.queue_indptr = section(config.num_ctas + 1);
+  layout.qo_indptr = section(spec.max_batch + 1);
+  layout.kv_lens = section(spec.max_batch);
+  layout.kv_indptr = section(spec.max_batch + 1);
+  layout.merge_groups = section(config.max_merge_groups * kMergeGroupWords);
+  layout.items = section(config.max_items * kItemWords);
+  layout.page_indices = section(spec.max_kv_pages);
+  layout.num_words = end;
+  return layout;
+}
+
+WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem) {
+  const KernelConfig& config = problem.config;
+  WorkspaceLayout layout;
+  layout.merge_counters = 0;
+  layout.partial_states = Align(config.max_merge_groups);
+  layout.partial_o = Align(layout.partial_states + 2 * config.max_partial_rows);
+  layout.num_words = Align(layout.partial_o + config.max_partial_rows * problem.spec.head_dim_vo);
+  layout.num_words = std::max<int64_t>(layout.num_words, 16);  // XLA buffers are never empty
+  return layout;
+}
+
+void FillCapacities(AttentionProblem* problem) {
+  const AttentionSpec& spec = problem->spec;
+  KernelConfig& config = problem->config;
+  const int64_t largest_tile = config.tile_q[config.num_tiles - 1];
+  const int64_t tokens_per_tile = largest_tile / spec.group_size();
+  // A request ends in at most one tile that is not full.
+  const int64_t max_tiles =
+      std::min(spec.max_qo_tokens, spec.max_batch + spec.max_qo_tokens / tokens_per_tile);
+  int64_t max_chunks = 0;  // items beyond one a tile and head
+  int64_t max_partial_rows = 0;
+  if (spec.schedule == kBalanced) {
+    max_chunks = MaxBalancedPartials(config);
+    max_partial_rows = max_chunks * largest_tile;
+  } else if (spec.schedule == kFixedSplit) {
+    // Chunks follow from lengths alone. Enough for every kv token being read by one query tile of
+    // one token, i.e. for any decode batch; prefill batches may need more and are refused by name.
+    const int64_t kv_tokens =
+        spec.paged() ? spec.max_kv_pages * spec.page_size : spec.max_kv_tokens;
+    const int64_t chunks = CeilDiv(kv_tokens, spec.kv_split) + spec.max_batch;
+    max_chunks = chunks * spec.num_kv_heads;
+    max_partial_rows = std::max(chunks * spec.num_qo_heads, 2 * config.num_ctas * largest_tile);
+  }
+  if (config.max_items == 0) config.max_items = max_tiles * spec.num_kv_heads + max_chunks;
+  // A merge group has at least two items; with kBalanced at most every other chunk starts one.
+  config.max_merge_groups = std::min(config.max_items / 2, max_tiles * spec.num_kv_heads);
+  if (spec.schedule == kBalanced) {
+    config.max_merge_groups = std::min(config.max_merge_groups, max_chunks / 2 + 1);
+  }
+  if (spec.schedule == kNoSplit) config.max_merge_groups = 0;
+  if (config.max_partial_rows == 0) config.max_partial_rows = max_partial_rows;
+}
+
+}  // namespace jax_attn

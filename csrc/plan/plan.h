@@ -1,0 +1,56 @@
+// The planner: lengths and page tables in, a list of work in one int32 buffer out.
+//
+// Pure C++: no CUDA, no XLA, no policy of its own beyond the numbers in KernelConfig.
+#pragma once
+
+#include <cstdint>
+
+#include "spec.h"
+#include "status.h"
+
+namespace jax_attn {
+
+// Where the sections of a plan buffer start, in int32 words. Depends on capacities alone.
+struct PlanLayout {
+  int64_t header = 0;        // PlanHeader
+  int64_t queue_indptr = 0;  // [num_ctas + 1]
+  int64_t qo_indptr = 0;     // [max_batch + 1]
+  int64_t kv_lens = 0;       // [max_batch]
+  int64_t kv_indptr = 0;     // [max_batch + 1] pages (page_indptr) or, ragged, first rows
+  int64_t merge_groups = 0;  // MergeGroup [max_merge_groups]
+  int64_t items = 0;         // WorkItem [max_items]
+  int64_t page_indices = 0;  // [max_kv_pages]
+  int64_t num_words = 0;
+};
+PlanLayout MakePlanLayout(const AttentionProblem& problem);
+
+// Sizes of the workspace of one attention call, in 4-byte words.
+struct WorkspaceLayout {
+  int64_t merge_counters = 0;  // i32 [max_merge_groups]
+  int64_t partial_states = 0;  // RowState [max_partial_rows]
+  int64_t partial_o = 0;       // f32 [max_partial_rows, head_dim_vo]
+  int64_t num_words = 0;
+};
+WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);
+
+// Capacities that hold any batch within max_batch, max_qo_tokens (and for kFixedSplit any decode
+// batch within the kv capacity); a nonzero value set by the user is kept.
+void FillCapacities(AttentionProblem* problem);
+
+// Host data of one batch. Lengths are checked by Plan, not before.
+struct PlanInputs {
+  const int32_t* qo_indptr = nullptr;     // [batch_size + 1] tokens
+  const int32_t* kv_lens = nullptr;       // [batch_size] tokens, the new ones included
+  const int32_t* kv_indptr = nullptr;     // [batch_size + 1] pages; ragged: [batch_size] first rows
+  const int32_t* page_indices = nullptr;  // [num_page_indices]
+  const int32_t* q_offsets = nullptr;     // [batch_size] kv position of the first query token, or
+                                          // null: kv_len - qo_len
+  int64_t batch_size = 0;
+  int64_t num_page_indices = 0;
+};
+
+// Writes the plan into buffer[0, layout.num_words). On error the buffer's contents are unspecified
+// and the message names the argument, what was expected and what was got.
+Status Plan(const AttentionProblem& problem, const PlanInputs& inputs, int32_t* buffer);
+
+}  // namespace jax_attn

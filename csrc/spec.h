@@ -1,0 +1,127 @@
+// The static description of an attention problem and of the kernel chosen for it.
+//
+// Both travel from Python to the planner (nanobind) and to the handlers (one int64 FFI attribute),
+// so an executable restored in a fresh process finds or rebuilds its kernel from its own
+// attributes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "params.h"
+
+namespace jax_attn {
+
+enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
+enum Schedule : int64_t { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2 };
+
+inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
+
+// What the user asked for. Units: tokens unless said.
+struct AttentionSpec {
+  int64_t num_qo_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim_qk = 0;
+  int64_t head_dim_vo = 0;
+  int64_t dtype = kBF16;
+  int64_t window_left = -1;   // -1: unlimited
+  int64_t window_right = -1;  // -1: unlimited; causal is 0
+  double logits_soft_cap = 0.0;
+  double sm_scale = 0.0;
+  int64_t page_size = 0;  // 0: ragged
+  int64_t max_batch = 0;
+  int64_t max_qo_tokens = 0;
+  int64_t max_kv_pages = 0;   // paged: capacity of page_indices
+  int64_t max_kv_tokens = 0;  // ragged: rows of k, v
+  int64_t num_pages = -1;  // pages of one layer's pool; -1: not told, ids are only checked for sign
+  int64_t schedule = kBalanced;
+  int64_t kv_split = 0;        // kFixedSplit: tokens a chunk
+  int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
+  int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
+
+  int64_t group_size() const { return num_qo_heads / num_kv_heads; }
+  bool paged() const { return page_size > 0; }
+  bool causal() const { return window_right == 0; }
+};
+
+// What select/ chose: the shape of the launch and the numbers the planner schedules by.
+struct KernelConfig {
+  int64_t num_tiles = 1;                  // entries of tile_q in use, ascending
+  int64_t tile_q[kMaxTiles] = {0, 0, 0};  // rows of a query tile (tokens * group_size)
+  int64_t tile_kv = 0;                    // kv tokens a main-loop step
+  int64_t num_warps = 0;                  // CUDA only
+  int64_t num_stages = 0;                 // CUDA only: depth of the kv pipeline
+  int64_t num_ctas = 0;                   // queues of the plan = grid of the launch
+  int64_t heads_per_unit = 1;  // kv heads of one tile the planner keeps together in a queue
+  int64_t min_chunk = 0;       // shortest kv chunk worth a split, tokens
+  int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
+  int64_t split_cost = 0;      // more for an item whose state goes through the workspace, likewise
+  int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0] has 16
+  int64_t max_items = 0;                   // capacities of the plan's sections
+  int64_t max_merge_groups = 0;
+  int64_t max_partial_rows = 0;
+};
+
+// One place that names every field: dictionaries, attribute words and error messages all come from
+// it.
+template <typename Visitor>
+void VisitFields(AttentionSpec& s, Visitor&& visit) {
+  visit("num_qo_heads", s.num_qo_heads);
+  visit("num_kv_heads", s.num_kv_heads);
+  visit("head_dim_qk", s.head_dim_qk);
+  visit("head_dim_vo", s.head_dim_vo);
+  visit("dtype", s.dtype);
+  visit("window_left", s.window_left);
+  visit("window_right", s.window_right);
+  visit("logits_soft_cap", s.logits_soft_cap);
+  visit("sm_scale", s.sm_scale);
+  visit("page_size", s.page_size);
+  visit("max_batch", s.max_batch);
+  visit("max_qo_tokens", s.max_qo_tokens);
+  visit("max_kv_pages", s.max_kv_pages);
+  visit("max_kv_tokens", s.max_kv_tokens);
+  visit("num_pages", s.num_pages);
+  visit("schedule", s.schedule);
+  visit("kv_split", s.kv_split);
+  visit("arch", s.arch);
+  visit("num_processors", s.num_processors);
+}
+
+template <typename Visitor>
+void VisitFields(KernelConfig& c, Visitor&& visit) {
+  visit("num_tiles", c.num_tiles);
+  visit("tile_q_0", c.tile_q[0]);
+  visit("tile_q_1", c.tile_q[1]);
+  visit("tile_q_2", c.tile_q[2]);
+  visit("tile_kv", c.tile_kv);
+  visit("num_warps", c.num_warps);
+  visit("num_stages", c.num_stages);
+  visit("num_ctas", c.num_ctas);
+  visit("heads_per_unit", c.heads_per_unit);
+  visit("min_chunk", c.min_chunk);
+  visit("item_cost", c.item_cost);
+  visit("split_cost", c.split_cost);
+  visit("kv_cost_0", c.kv_cost[0]);
+  visit("kv_cost_1", c.kv_cost[1]);
+  visit("kv_cost_2", c.kv_cost[2]);
+  visit("max_items", c.max_items);
+  visit("max_merge_groups", c.max_merge_groups);
+  visit("max_partial_rows", c.max_partial_rows);
+}
+
+// A problem and its kernel: all that a handler or the planner must know besides the data.
+struct AttentionProblem {
+  AttentionSpec spec;
+  KernelConfig config;
+};
+
+inline constexpr int64_t kProblemVersion = 2;
+
+// Words of the FFI attribute "problem": version, then every field in VisitFields order.
+std::vector<int64_t> EncodeProblem(AttentionProblem problem);
+
+// False if the words were written by another version of this library.
+bool DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem);
+
+}  // namespace jax_attn

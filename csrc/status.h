@@ -1,0 +1,17 @@
+// Errors are values: one sentence that says op, argument, expected and got; empty means fine.
+#pragma once
+
+#include <string>
+#include <utility>
+
+namespace jax_attn {
+
+struct [[nodiscard]] Status {
+  std::string message;
+
+  static Status Ok() { return {}; }
+  static Status Error(std::string message) { return {std::move(message)}; }
+  bool ok() const { return message.empty(); }
+};
+
+}  // namespace jax_attn

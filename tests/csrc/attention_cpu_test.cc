@@ -1,0 +1,735 @@
+// CPU kernels against a double-precision reference, on every instruction set of this machine.
+//
+// Plans are written here, by hand: tiles and kv chunks at random, so that the kernels are tested
+// for every list of work and not for the lists of one planner. Whatever the contract says may hold
+// anything is poisoned: unused slots and pages, page ids, workspace, outputs.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/append.h"
+#include "cpu/attention.h"
+#include "cpu/dispatch.h"
+#include "cpu/merge.h"
+#include "cpu/task_pool.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int32_t kPoisonId = 2147480000;
+
+int g_failures = 0;
+
+#define CHECK(condition, ...)                                           \
+  do {                                                                  \
+    if (!(condition)) {                                                 \
+      std::printf("FAILED %s:%d %s: ", __FILE__, __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                         \
+      std::printf("\n");                                                \
+      if (++g_failures > 20) std::exit(1);                              \
+    }                                                                   \
+  } while (0)
+
+// Pool threads start late on purpose and may start after the call has returned.
+class ThreadPool final : public TaskPool {
+ public:
+  explicit ThreadPool(int n) {
+    for (int i = 0; i < n; ++i) threads_.emplace_back([this] { Work(); });
+  }
+  ~ThreadPool() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& t : threads_) t.join();
+  }
+  int num_threads() const override { return static_cast<int>(threads_.size()) + 1; }
+  void Schedule(std::function<void()> task) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    wake_.notify_one();
+  }
+
+ private:
+  void Work() {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return stop_ || !tasks_.empty(); });
+        if (tasks_.empty()) return;
+        task = std::move(tasks_.front());
+        tasks_.erase(tasks_.begin());
+      }
+      task();
+    }
+  }
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<std::function<void()>> tasks_;
+  bool stop_ = false;
+};
+
+// ---- storage types
+
+float Bits(uint32_t u) {
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+uint32_t Bits(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+}
+
+double HalfValue(uint16_t h) {
+  const int exponent = h >> 10 & 31, mantissa = h & 1023;
+  const double sign = h >> 15 ? -1 : 1;
+  if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
+  if (exponent == 0) return sign * std::ldexp(mantissa, -24);
+  return sign * std::ldexp(1024 + mantissa, exponent - 25);
+}
+
+// An array of a storage type.
+struct Array {
+  int64_t dtype = kF32;
+  std::vector<char> bytes;
+  Array(int64_t dtype, int64_t n) : dtype(dtype), bytes(n * ElementBytes(dtype)) {}
+
+  double Get(int64_t i) const {
+    if (dtype == kF32) {
+      float x;
+      std::memcpy(&x, &bytes[i * 4], 4);
+      return x;
+    }
+    uint16_t h;
+    std::memcpy(&h, &bytes[i * 2], 2);
+    return dtype == kBF16 ? Bits(uint32_t{h} << 16) : HalfValue(h);
+  }
+  // Nearest representable value, by search for f16: slow and obviously right.
+  void Set(int64_t i, float x) {
+    if (dtype == kF32) {
+      std::memcpy(&bytes[i * 4], &x, 4);
+      return;
+    }
+    uint16_t h;
+    if (dtype == kBF16) {
+      const uint32_t u = Bits(x);
+      h = x != x ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    } else if (x != x) {
+      h = 0x7e00;
+    } else {
+      uint32_t low = 0, high = 0x7c00;
+      while (high - low > 1) {
+        const uint32_t mid = (low + high) / 2;
+        (HalfValue(static_cast<uint16_t>(mid)) <= std::fabs(x) ? low : high) = mid;
+      }
+      const double down = std::fabs(x) - HalfValue(low), up = HalfValue(high) - std::fabs(x);
+      h = static_cast<uint16_t>((down < up || (down == up && low % 2 == 0) ? low : high) |
+                                (x < 0 ? 0x8000 : 0));
+    }
+    std::memcpy(&bytes[i * 2], &h, 2);
+  }
+};
+
+// ---- a problem with its data
+
+struct Request {
+  int qo_len, kv_len;
+};
+
+struct Case {
+  std::string name;
+  int num_qo_heads = 8, num_kv_heads = 2, dqk = 64, dvo = 64;
+  int64_t dtype = kF32;
+  int page_size = 16;  // 0: ragged
+  int window_left = -1, window_right = 0;
+  float soft_cap = 0, sm_scale = 0;  // 0: 1 / sqrt(dqk)
+  bool sinks = false;
+  int num_layers = 1;
+  int padding_tokens = 3;
+  float k_magnitude = 1;
+  std::vector<Request> requests;
+  int split = 0;  // kv chunk; 0: random chunks; -1: none
+  int tile_q0 = 16, tile_q1 = 128;
+  int max_tile_tokens = 1 << 30;  // cuts tiles shorter than they could be
+};
+
+struct Problem {
+  const Case c;
+  AttentionProblem problem;
+  int64_t nnz_qo = 0, max_qo = 0, num_pages = 1, layer_idx;
+  std::vector<int32_t> qo_indptr{0}, kv_lens, kv_base, page_indptr{0}, page_indices;
+  Array q, k, v;
+  std::vector<float> sinks;
+  std::vector<int32_t> layer;
+  std::vector<int64_t> slots;  // [request] flattened: row of k, v of each position
+  std::vector<int64_t> slot_begin;
+
+  explicit Problem(const Case& c, uint32_t seed = 1)
+      : c(c), q(c.dtype, 0), k(c.dtype, 0), v(c.dtype, 0) {
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    AttentionSpec& s = problem.spec;
+    s.num_qo_heads = c.num_qo_heads;
+    s.num_kv_heads = c.num_kv_heads;
+    s.head_dim_qk = c.dqk;
+    s.head_dim_vo = c.dvo;
+    s.dtype = c.dtype;
+    problem.config.num_tiles = 2;
+    problem.config.tile_q[0] = c.tile_q0;
+    problem.config.tile_q[1] = c.tile_q1;
+    problem.config.tile_kv = 64;
+
+    int64_t tokens = 0, pages = 0;
+    for (const Request& r : c.requests) {
+      nnz_qo += r.qo_len;
+      qo_indptr.push_back(static_cast<int32_t>(nnz_qo));
+      kv_lens.push_back(r.kv_len);
+      if (c.page_size) {
+        kv_base.push_back(static_cast<int32_t>(page_indices.size()));
+        const int n = (r.kv_len + c.page_size - 1) / c.page_size;
+        for (int i = 0; i < n; ++i) page_indices.push_back(static_cast<int32_t>(pages++));
+        page_indptr.push_back(static_cast<int32_t>(page_indices.size()));
+      } else {
+        kv_base.push_back(static_cast<int32_t>(tokens + 2));  // two unused rows between requests
+      }
+      tokens += r.kv_len + 2;
+    }
+    std::shuffle(page_indices.begin(), page_indices.end(), rng);
+    for (int32_t& page : page_indices) page += 1;  // page 0 belongs to nobody
+    num_pages = c.page_size ? pages + 2 : 1;
+    max_qo = nnz_qo + c.padding_tokens;
+    layer_idx = c.num_layers - 1;
+    layer = {static_cast<int32_t>(layer_idx)};
+
+    const int64_t rows = c.page_size ? c.num_layers * num_pages * c.page_size : tokens + 4;
+    q = Array(c.dtype, max_qo * c.num_qo_heads * c.dqk);
+    k = Array(c.dtype, rows * c.num_kv_heads * c.dqk);
+    v = Array(c.dtype, rows * c.num_kv_heads * c.dvo);
+    for (int64_t i = 0; i < max_qo * c.num_qo_heads * c.dqk; ++i) {
+      q.Set(i, i < nnz_qo * c.num_qo_heads * c.dqk ? normal(rng) : kNan);
+    }
+    for (int64_t i = 0; i < rows * c.num_kv_heads * c.dqk; ++i) k.Set(i, kNan);
+    for (int64_t i = 0; i < rows * c.num_kv_heads * c.dvo; ++i) v.Set(i, kNan);
+    for (size_t r = 0; r < c.requests.size(); ++r) {
+      slot_begin.push_back(slots.size());
+      for (int j = 0; j < c.requests[r].kv_len; ++j) {
+        int64_t row = kv_base[r] + j;
+        if (c.page_size) {
+          const int64_t page = page_indices[kv_base[r] + j / c.page_size];
+          row = (layer_idx * num_pages + page) * c.page_size + j % c.page_size;
+        }
+        slots.push_back(row);
+        for (int64_t i = row * c.num_kv_heads * c.dqk; i < (row + 1) * c.num_kv_heads * c.dqk;
+             ++i) {
+          k.Set(i, normal(rng) * c.k_magnitude);
+        }
+        for (int64_t i = row * c.num_kv_heads * c.dvo; i < (row + 1) * c.num_kv_heads * c.dvo;
+             ++i) {
+          v.Set(i, normal(rng));
+        }
+      }
+    }
+    for (int i = 0; i < 5; ++i) page_indices.push_back(kPoisonId);
+    for (int h = 0; h < c.num_qo_heads; ++h) sinks.push_back(normal(rng));
+  }
+
+  float scale() const {
+    return c.sm_scale != 0 ? c.sm_scale : 1.0f / std::sqrt(static_cast<float>(c.dqk));
+  }
+};
+
+struct Output {
+  Array o;
+  std::vector<float> lse;
+};
+
+// ---- reference: softmax over the visible keys, in double
+
+Output Reference(const Problem& p) {
+  const Case& c = p.c;
+  const int group = c.num_qo_heads / c.num_kv_heads;
+  Output out{Array(kF32, p.max_qo * c.num_qo_heads * c.dvo),
+             std::vector<float>(p.max_qo * c.num_qo_heads, -kInf)};
+  for (size_t r = 0; r < c.requests.size(); ++r) {
+    for (int i = 0; i < c.requests[r].qo_len; ++i) {
+      const int pos = c.requests[r].kv_len - c.requests[r].qo_len + i;
+      for (int h = 0; h < c.num_qo_heads; ++h) {
+        const int64_t row = (p.qo_indptr[r] + i) * int64_t{c.num_qo_heads} + h;
+        std::vector<double> logits;
+        std::vector<int64_t> seen;
+        double max = -INFINITY;
+        for (int j = 0; j < c.requests[r].kv_len; ++j) {
+          if (c.window_left >= 0 && j < pos - c.window_left) continue;
+          if (c.window_right >= 0 && j > pos + c.window_right) continue;
+          const int64_t slot = p.slots[p.slot_begin[r] + j] * c.num_kv_heads + h / group;
+          double s = 0;
+          for (int d = 0; d < c.dqk; ++d) s += p.q.Get(row * c.dqk + d) * p.k.Get(slot * c.dqk + d);
+          s *= p.scale();
+          if (c.soft_cap > 0) s = c.soft_cap * std::tanh(s / c.soft_cap);
+          logits.push_back(s);
+          seen.push_back(slot);
+          max = std::fmax(max, s);
+        }
+        if (logits.empty()) continue;
+        if (c.sinks) max = std::fmax(max, p.sinks[h]);
+        double sum = c.sinks ? std::exp(p.sinks[h] - max) : 0;
+        std::vector<double> o(c.dvo);
+        for (size_t j = 0; j < logits.size(); ++j) {
+          const double w = std::exp(logits[j] - max);
+          sum += w;
+          for (int d = 0; d < c.dvo; ++d) o[d] += w * p.v.Get(seen[j] * c.dvo + d);
+        }
+        for (int d = 0; d < c.dvo; ++d) out.o.Set(row * c.dvo + d, static_cast<float>(o[d] / sum));
+        out.lse[row] = static_cast<float>(max + std::log(sum));
+      }
+    }
+  }
+  return out;
+}
+
+// ---- a plan at random, and a run of it
+
+struct PlanData {
+  PlanHeader header{};
+  std::vector<int32_t> queue_indptr{0};
+  std::vector<WorkItem> items;
+  std::vector<MergeGroup> groups;
+};
+
+PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
+  std::mt19937 rng(seed);
+  const Case& c = p.c;
+  const int group = c.num_qo_heads / c.num_kv_heads;
+  PlanData plan;
+  // Units of consecutive heads of one span stay together, as heads_per_unit asks.
+  std::vector<std::vector<WorkItem>> units;
+  int32_t partial_rows = 0;
+  for (size_t r = 0; r < c.requests.size(); ++r) {
+    const Request& request = c.requests[r];
+    for (int token = 0; token < request.qo_len;) {
+      const int left = request.qo_len - token;
+      const int tile = left * group <= c.tile_q0 ? 0 : 1;
+      const int height = (tile == 0 ? c.tile_q0 : c.tile_q1) / group;
+      const int n = std::min(std::min(left, height), c.max_tile_tokens);
+      const int pos = request.kv_len - request.qo_len + token;
+      int begin = c.window_left >= 0 ? std::max(0, pos - c.window_left) : 0;
+      int end = c.window_right >= 0 ? std::min(request.kv_len, pos + n - 1 + c.window_right + 1)
+                                    : request.kv_len;
+      begin = std::max(0, std::min(begin, request.kv_len));
+      end = std::max(begin, end);
+      std::vector<int> cuts{begin};
+      while (c.split >= 0 && cuts.back() < end) {
+        const int chunk =
+            c.split ? c.split - cuts.back() % c.split : 1 + static_cast<int>(rng() % 200);
+        if (cuts.back() + chunk >= end) break;
+        cuts.push_back(cuts.back() + chunk);
+      }
+      cuts.push_back(end);
+      const int num_chunks = static_cast<int>(cuts.size()) - 1, rows = n * group;
+      const int32_t group_base = static_cast<int32_t>(plan.groups.size()),
+                    partial_base = partial_rows;
+      if (num_chunks > 1) {
+        for (int h = 0; h < c.num_kv_heads; ++h) {
+          plan.groups.push_back(
+              {partial_base + h * rows * num_chunks, num_chunks, p.qo_indptr[r] + token, n, h, {}});
+        }
+        partial_rows += c.num_kv_heads * rows * num_chunks;
+      }
+      for (int i = 0; i < num_chunks; ++i) {
+        std::vector<WorkItem> unit;
+        for (int h = 0; h < c.num_kv_heads; ++h) {
+          WorkItem item{
+              p.qo_indptr[r] + token, n, h, tile, cuts[i], cuts[i + 1], p.kv_base[r], pos, -1, -1,
+              static_cast<int>(r),    0};
+          if (num_chunks > 1) {
+            item.partial_row = partial_base + (h * num_chunks + i) * rows;
+            item.merge_idx = group_base + h;
+          }
+          unit.push_back(item);
+        }
+        units.push_back(unit);
+      }
+      token += n;
+    }
+  }
+  std::shuffle(units.begin(), units.end(), rng);
+  for (int q = 0; q < num_ctas; ++q) {
+    for (size_t u = q; u < units.size(); u += num_ctas) {
+      plan.items.insert(plan.items.end(), units[u].begin(), units[u].end());
+    }
+    plan.queue_indptr.push_back(static_cast<int32_t>(plan.items.size()));
+  }
+  plan.header.magic = kPlanMagic;
+  plan.header.batch_size = static_cast<i32>(c.requests.size());
+  plan.header.nnz_qo = static_cast<i32>(p.nnz_qo);
+  plan.header.num_items = static_cast<i32>(plan.items.size());
+  plan.header.num_merge_groups = static_cast<i32>(plan.groups.size());
+  plan.header.num_partial_rows = partial_rows;
+  return plan;
+}
+
+Output Run(const Problem& p, const PlanData& plan, TaskPool& pool) {
+  const Case& c = p.c;
+  Output out{Array(c.dtype, p.max_qo * c.num_qo_heads * c.dvo),
+             std::vector<float>(p.max_qo * c.num_qo_heads, kNan)};
+  for (int64_t i = 0; i < p.max_qo * c.num_qo_heads * c.dvo; ++i) out.o.Set(i, kNan);
+  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo});
+  std::vector<RowState> partial_states(plan.header.num_partial_rows);
+  std::vector<i32> counters(plan.groups.size(), -1);
+  std::memset(partial_o.data(), 0xff, partial_o.size() * 4);
+  std::memset(partial_states.data(), 0xff, partial_states.size() * sizeof(RowState));
+  AttentionParams a{};
+  a.q = p.q.bytes.data();
+  a.k = p.k.bytes.data();
+  a.v = p.v.bytes.data();
+  a.sinks = c.sinks ? p.sinks.data() : nullptr;
+  a.layer = p.layer_idx ? p.layer.data() : nullptr;
+  a.header = &plan.header;
+  a.queue_indptr = plan.queue_indptr.data();
+  a.items = plan.items.data();
+  a.merge_groups = plan.groups.data();
+  a.page_indices = p.page_indices.data();
+  a.o = out.o.bytes.data();
+  a.lse = out.lse.data();
+  a.merge_counters = counters.data();
+  a.partial_states = partial_states.data();
+  a.partial_o = partial_o.data();
+  a.num_pages = p.num_pages;
+  a.max_qo_tokens = static_cast<i32>(p.max_qo);
+  a.num_ctas = static_cast<i32>(plan.queue_indptr.size() - 1);
+  a.num_qo_heads = c.num_qo_heads;
+  a.num_kv_heads = c.num_kv_heads;
+  a.group_size = c.num_qo_heads / c.num_kv_heads;
+  a.head_dim_qk = c.dqk;
+  a.head_dim_vo = c.dvo;
+  a.page_size = c.page_size;
+  a.window_left = c.window_left;
+  a.window_right = c.window_right;
+  a.sm_scale = p.scale();
+  a.logits_soft_cap = c.soft_cap;
+  AttentionCpu(p.problem, a, pool);
+  return out;
+}
+
+bool SameBits(const Output& a, const Output& b) {
+  return a.o.bytes == b.o.bytes && std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * 4) == 0;
+}
+
+void Compare(const Problem& p, const Output& got, const Output& want, const char* what) {
+  // bf16 and f16: rounding of o, and for bf16 of the probabilities where the instruction set
+  // multiplies bf16 pairs. f32: sums of up to 8191 products.
+  const double rel = p.c.dtype == kF32 ? 1e-5 : p.c.dtype == kBF16 ? 8e-3 : 1e-3;
+  // Large keys: the rounding of a logit is absolute in its exponential.
+  const double logit_error = p.c.k_magnitude > 1 ? 2e-6 * p.c.k_magnitude : 0;
+  const double abs = (p.c.dtype == kF32 ? 2e-6 : p.c.dtype == kBF16 ? 4e-3 : 2e-4) + logit_error;
+  const int64_t dvo = p.c.dvo;
+  for (size_t row = 0; row < want.lse.size(); ++row) {
+    const float x = got.lse[row], y = want.lse[row];
+    const bool same = x == y || std::fabs(x - y) <= 1e-4 + logit_error + 1e-6 * std::fabs(y) ||
+                      (x != x && y != y);
+    CHECK(same, "%s %s lse row %zu head %zu: got %g want %g", p.c.name.c_str(), what,
+          row / p.c.num_qo_heads, row % p.c.num_qo_heads, x, y);
+    if (!same) return;
+    for (int64_t d = 0; d < dvo; ++d) {
+      const double a = got.o.Get(row * dvo + d), b = want.o.Get(row * dvo + d);
+      const bool close = (a != a && b != b) || std::fabs(a - b) <= abs + rel * std::fabs(b);
+      CHECK(close, "%s %s o row %zu head %zu d %lld: got %g want %g", p.c.name.c_str(), what,
+            row / p.c.num_qo_heads, row % p.c.num_qo_heads, static_cast<long long>(d), a, b);
+      if (!close) return;
+    }
+  }
+}
+
+void TestCase(const Case& c, TaskPool& threads) {
+  InlinePool inline_pool;
+  const Problem p(c);
+  const Output want = Reference(p);
+  for (const std::string& isa : SupportedCpuIsas()) {
+    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+    const PlanData plan = RandomPlan(p, 5, 7);
+    const Output got = Run(p, plan, inline_pool);
+    Compare(p, got, want, isa.c_str());
+    for (int i = 0; i < 3; ++i) {
+      CHECK(SameBits(got, Run(p, plan, threads)), "%s %s: bits depend on the threads",
+            c.name.c_str(), isa.c_str());
+    }
+  }
+}
+
+// The bits of a request must not depend on tiles or neighbours once chunk borders are fixed.
+void TestInvariance(Case c, TaskPool& threads) {
+  for (const std::string& isa : SupportedCpuIsas()) {
+    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+    c.split = 96;
+    c.max_tile_tokens = 1 << 30;
+    const Problem tall(c);
+    const Output want = Run(tall, RandomPlan(tall, 3, 1), threads);
+    for (int tokens : {1, 2, 3, 7}) {
+      c.max_tile_tokens = tokens;
+      const Problem low(c);
+      CHECK(SameBits(want, Run(low, RandomPlan(low, 4, tokens), threads)),
+            "%s %s: tiles of %d tokens differ", c.name.c_str(), isa.c_str(), tokens);
+    }
+    c.max_tile_tokens = 1 << 30;
+    c.split = -1;  // one chunk and its merge with identities are the same
+  }
+}
+
+// A NaN or inf in one visible key or value reaches the rows that see it, and no other bit changes.
+void TestPoisonedToken(const Case& c, TaskPool& threads) {
+  for (const std::string& isa : SupportedCpuIsas()) {
+    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+    Problem p(c);
+    const PlanData plan = RandomPlan(p, 3, 5);
+    const Output clean = Run(p, plan, threads);
+    const int group = c.num_qo_heads / c.num_kv_heads;
+    for (int in_v = 0; in_v < 2; ++in_v) {
+      for (float poison : {kNan, kInf}) {
+        if (!in_v && poison == kInf) continue;
+        const int j = c.requests[0].kv_len - 5;
+        Problem bad(c);
+        const int dim = in_v ? c.dvo : c.dqk;
+        (in_v ? bad.v : bad.k).Set((bad.slots[j] * c.num_kv_heads + 1) * dim + 3, poison);
+        const Output got = Run(bad, plan, threads);
+        for (int i = 0; i < c.requests[0].qo_len; ++i) {
+          const int pos = c.requests[0].kv_len - c.requests[0].qo_len + i;
+          for (int h = 0; h < c.num_qo_heads; ++h) {
+            const bool sees =
+                h / group == 1 && pos >= j && (c.window_left < 0 || pos - c.window_left <= j);
+            const int64_t row = int64_t{i} * c.num_qo_heads + h;
+            const double o = got.o.Get(row * c.dvo + 3);
+            if (sees) {
+              CHECK(!std::isfinite(o) && (in_v || got.lse[row] != got.lse[row]),
+                    "%s %s: token %d head %d lost a NaN", c.name.c_str(), isa.c_str(), i, h);
+            } else {
+              const int64_t bytes = c.dvo * ElementBytes(c.dtype);
+              CHECK(!std::memcmp(&got.o.bytes[row * bytes], &clean.o.bytes[row * bytes], bytes) &&
+                        Bits(got.lse[row]) == Bits(clean.lse[row]),
+                    "%s %s: token %d head %d changed by a token it does not see", c.name.c_str(),
+                    isa.c_str(), i, h);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void TestAppend(TaskPool& threads) {
+  Case c;
+  c.dtype = kBF16;
+  c.num_layers = 2;
+  c.dqk = 40;
+  c.dvo = 24;
+  c.page_size = 3;
+  c.requests = {{2, 5}, {0, 4}, {7, 7}, {1, 1}, {0, 0}, {3, 100}};
+  Problem p(c);
+  const int64_t k_bytes = c.num_kv_heads * c.dqk * 2, v_bytes = c.num_kv_heads * c.dvo * 2;
+  std::vector<char> k_new(p.max_qo * k_bytes), v_new(p.max_qo * v_bytes);
+  std::mt19937 rng(3);
+  for (char& x : k_new) x = static_cast<char>(rng());
+  for (char& x : v_new) x = static_cast<char>(rng());
+  std::vector<char> k = p.k.bytes, v = p.v.bytes;
+  for (size_t r = 0; r < c.requests.size(); ++r) {
+    const Request& request = c.requests[r];
+    for (int i = 0; i < request.qo_len; ++i) {
+      const int64_t slot = p.slots[p.slot_begin[r] + request.kv_len - request.qo_len + i];
+      std::memcpy(&k[slot * k_bytes], &k_new[(p.qo_indptr[r] + i) * k_bytes], k_bytes);
+      std::memcpy(&v[slot * v_bytes], &v_new[(p.qo_indptr[r] + i) * v_bytes], v_bytes);
+    }
+  }
+  PlanHeader header{};
+  header.batch_size = static_cast<i32>(c.requests.size());
+  header.nnz_qo = static_cast<i32>(p.nnz_qo);
+  AppendParams a{};
+  a.k_pages = p.k.bytes.data();
+  a.v_pages = p.v.bytes.data();
+  a.k_new = k_new.data();
+  a.v_new = v_new.data();
+  a.layer = p.layer.data();
+  a.header = &header;
+  a.qo_indptr = p.qo_indptr.data();
+  a.kv_lens = p.kv_lens.data();
+  a.page_indptr = p.page_indptr.data();
+  a.page_indices = p.page_indices.data();
+  a.num_pages = p.num_pages;
+  a.k_row_bytes = k_bytes;
+  a.v_row_bytes = v_bytes;
+  a.page_size = c.page_size;
+  a.max_qo_tokens = static_cast<i32>(p.max_qo);
+  AppendCpu(a, threads);
+  CHECK(p.k.bytes == k && p.v.bytes == v, "append wrote the wrong rows");
+}
+
+void TestMerge(TaskPool& threads) {
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  for (const std::string& isa : SupportedCpuIsas()) {
+    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+    for (int64_t dtype : {kBF16, kF16, kF32}) {
+      for (int dim : {8, 72, 128, 512}) {
+        for (int states : {1, 2, 5}) {
+          const int64_t rows = 333;
+          Array parts(dtype, states * rows * dim), o(dtype, rows * dim);
+          std::vector<float> lse_parts(states * rows), lse(rows, kNan);
+          for (int64_t i = 0; i < states * rows; ++i) {
+            lse_parts[i] = rng() % 3 == 0 ? -kInf : 20 * normal(rng);
+            // The o of an identity is never read.
+            for (int d = 0; d < dim; ++d)
+              parts.Set(i * dim + d, lse_parts[i] == -kInf ? kNan : normal(rng));
+          }
+          MergeParams m{
+              parts.bytes.data(), lse_parts.data(), o.bytes.data(), lse.data(), rows, states, dim};
+          MergeCpu(dtype, m, threads);
+          for (int64_t r = 0; r < rows; ++r) {
+            double max = -INFINITY, sum = 0;
+            for (int i = 0; i < states; ++i) max = std::fmax(max, lse_parts[i * rows + r]);
+            for (int i = 0; i < states; ++i)
+              sum += max == -INFINITY ? 0 : std::exp(lse_parts[i * rows + r] - max);
+            const float want_lse = sum == 0 ? -kInf : static_cast<float>(max + std::log(sum));
+            CHECK(lse[r] == want_lse || std::fabs(lse[r] - want_lse) < 1e-4,
+                  "merge lse row %lld: %g want %g", static_cast<long long>(r), lse[r], want_lse);
+            for (int d = 0; d < dim; ++d) {
+              double want = 0;
+              for (int i = 0; i < states; ++i) {
+                const float l = lse_parts[i * rows + r];
+                if (l != -kInf)
+                  want += std::exp(l - max) / sum * parts.Get((i * rows + r) * dim + d);
+              }
+              const double tolerance = dtype == kF32 ? 1e-5 : dtype == kF16 ? 2e-3 : 1.6e-2;
+              CHECK(std::fabs(o.Get(r * dim + d) - want) < tolerance,
+                    "merge o row %lld d %d: %g want %g", static_cast<long long>(r), d,
+                    o.Get(r * dim + d), want);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void TestParallelFor(TaskPool& threads) {
+  for (int64_t n : {0, 1, 2, 3, 100}) {
+    for (int round = 0; round < 50; ++round) {
+      std::vector<std::atomic<int>> counts(n);
+      ParallelFor(threads, n, [&](int64_t i) { counts[i]++; });
+      for (auto& count : counts) CHECK(count == 1, "index run %d times", count.load());
+    }
+  }
+  // Nested on a pool with fewer threads than calls: nobody may wait for a task that has not
+  // started.
+  ParallelFor(threads, 40, [&](int64_t) {
+    std::atomic<int> sum{0};
+    ParallelFor(threads, 40, [&](int64_t i) { sum += static_cast<int>(i); });
+    CHECK(sum == 780, "sum %d", sum.load());
+  });
+}
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  const auto add = [&](const char* name, auto&& edit) {
+    Case c;
+    c.name = name;
+    c.requests = {{1, 1},   {0, 33}, {37, 97}, {1, 200},  {2, 17},
+                  {17, 16}, {5, 0},  {65, 65}, {129, 150}};
+    edit(c);
+    for (int64_t dtype : {kF32, kBF16, kF16}) {
+      c.dtype = dtype;
+      cases.push_back(c);
+      cases.back().name += dtype == kF32 ? "/f32" : dtype == kBF16 ? "/bf16" : "/f16";
+    }
+  };
+  add("causal", [](Case&) {});
+  add("full", [](Case& c) { c.window_right = -1; });
+  add("window", [](Case& c) { c.window_left = 20, c.window_right = 7; });
+  add("window_left0", [](Case& c) { c.window_left = 0; });
+  add("cap_sinks", [](Case& c) { c.soft_cap = 5, c.sinks = true; });
+  add("sinks_no_split", [](Case& c) { c.sinks = true, c.split = -1; });
+  add("ragged", [](Case& c) { c.page_size = 0; });
+  add("layers", [](Case& c) { c.num_layers = 3, c.page_size = 7; });
+  add("negative_scale", [](Case& c) { c.sm_scale = -0.2f; });
+  add("scale0", [](Case& c) { c.sm_scale = 1e-30f; });
+  add("large_logits", [](Case& c) { c.k_magnitude = 3e3f, c.sm_scale = 1.0f; });
+  add("empty", [](Case& c) { c.requests = {}; });
+  add("empty_kv", [](Case& c) { c.requests = {{3, 0}, {1, 0}}, c.sinks = true; });
+  add("no_padding", [](Case& c) { c.padding_tokens = 0; });
+  for (int page_size : {1, 3, 5, 48, 64}) {
+    add("page", [&](Case& c) { c.page_size = page_size, c.name += std::to_string(page_size); });
+  }
+  for (int group : {1, 2, 3, 5, 6, 7, 8, 11, 13, 16}) {
+    add("group", [&](Case& c) {
+      c.num_kv_heads = 3, c.num_qo_heads = 3 * group, c.name += std::to_string(group);
+      c.requests = {{1, 97}, {3, 130}, {23, 23}, {1, 1}};
+    });
+  }
+  const int dims[][2] = {{8, 8},     {16, 40},   {72, 24},   {80, 80},   {96, 96},
+                         {112, 120}, {128, 128}, {192, 128}, {256, 256}, {576, 512}};
+  for (const auto& d : dims) {
+    add("dim", [&](Case& c) {
+      c.dqk = d[0], c.dvo = d[1], c.name += std::to_string(d[0]) + "x" + std::to_string(d[1]);
+      c.requests = {{1, 99}, {21, 70}, {4, 131}};
+    });
+  }
+  add("every_kv_len", [](Case& c) {
+    c.requests.clear(), c.dqk = c.dvo = 16, c.num_qo_heads = 2, c.num_kv_heads = 1;
+    for (int n = 1; n <= 2 * 128 + 1; ++n) c.requests.push_back({1 + n % 3, n});
+  });
+  add("long", [](Case& c) {
+    c.requests = {{1, 8191}, {7, 1025}, {577, 1023}}, c.dqk = c.dvo = 32, c.num_qo_heads = 2,
+    c.num_kv_heads = 1;
+  });
+  return cases;
+}
+
+}  // namespace
+
+int TestMain() {
+  ThreadPool threads(3);
+  TestParallelFor(threads);
+  TestAppend(threads);
+  TestMerge(threads);
+  for (const Case& c : Cases()) TestCase(c, threads);
+  for (int64_t dtype : {kF32, kBF16, kF16}) {
+    Case c;
+    c.dtype = dtype;
+    c.requests = {{64, 300}, {1, 97}, {40, 40}, {1, 250}, {9, 500}};
+    c.name = "invariance";
+    c.sinks = true;
+    TestInvariance(c, threads);
+    c.window_left = 100;
+    c.dqk = 72, c.dvo = 40;
+    TestInvariance(c, threads);
+    c.requests = {{40, 170}};
+    c.name = "poisoned_token";
+    for (int tokens : {100, 3}) {
+      c.max_tile_tokens = tokens;
+      TestPoisonedToken(c, threads);
+    }
+  }
+  std::printf("%s; instruction sets:", g_failures ? "FAILED" : "ok");
+  for (const std::string& isa : SupportedCpuIsas()) std::printf(" %s", isa.c_str());
+  std::printf("\n");
+  return g_failures ? 1 : 0;
+}
+
+}  // namespace jax_attn
+
+int main() { return jax_attn::TestMain(); }

@@ -1,0 +1,383 @@
+// Runs the device code of csrc/cuda on the host: every thread of a CTA is a fiber, instructions of
+// a whole warp meet at barriers, and asynchronous copies arrive as late as they may.
+//
+// Stands in for cuda/common/ptx.cuh and for what a CUDA compiler declares; include it first. What
+// it finds that a GPU may not: a copy that was not waited for, a slot that was refilled while it
+// was still read, shared memory that was never written (all of them read as NaN), barriers that
+// part of a warp or CTA does not reach (abort). Warps run in random order. What it cannot find:
+// wrong PTX, and races between lanes of a warp that lie within one stretch without collectives.
+#pragma once
+#define JAX_ATTN_CUDA_COMMON_PTX_CUH_
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "params.h"
+
+#define __device__
+#define __host__
+#define __shared__
+#define __forceinline__ inline
+#define __noinline__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <typename To, typename From>
+To EmulationBits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as many bits");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+inline float __uint_as_float(unsigned x) { return EmulationBits<float>(x); }
+inline float __int_as_float(int x) { return EmulationBits<float>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+namespace jax_attn {
+
+alignas(128) inline unsigned char smem[228 * 1024];  // the kernels' extern __shared__
+
+namespace emulation {
+
+[[noreturn]] inline void Fail(const char* what) {
+  std::printf("FAILED emulation: %s\n", what);
+  std::abort();
+}
+
+struct Index {
+  int x;
+};
+
+struct Copy {
+  unsigned char* to;
+  const void* from;
+  bool valid;
+};
+
+enum class Waits { kNot, kForWarp, kForCta };
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Index thread;
+  bool done;
+  Waits waits;
+  const char* where;     // the barrier it waits at
+  uint32_t exchange[6];  // what collectives hand around
+  std::vector<std::vector<Copy>> groups;
+  std::vector<Copy> open_group;
+};
+
+class Machine {
+ public:
+  // Runs `kernel` on every thread of every CTA, CTAs one after another in random order.
+  void Launch(int num_ctas, int num_threads, unsigned seed, std::function<void()> kernel) {
+    random_.seed(seed);
+    kernel_ = std::move(kernel);
+    grid_dim = {num_ctas};
+    block_dim = {num_threads};
+    while (fibers_.size() < static_cast<size_t>(num_threads)) fibers_.emplace_back(new Fiber);
+    std::vector<int> ctas(num_ctas);
+    std::iota(ctas.begin(), ctas.end(), 0);
+    std::shuffle(ctas.begin(), ctas.end(), random_);
+    for (int cta : ctas) RunCta(cta);
+  }
+
+  Fiber& current() { return *current_; }
+  Fiber& thread(int i) { return *fibers_[i]; }
+  Fiber& lane(int i) { return *fibers_[current_->thread.x / 32 * 32 + i]; }
+
+  void Wait(Waits waits, const char* where) {
+    current_->waits = waits;
+    current_->where = where;
+    swapcontext(&current_->context, &scheduler_);
+  }
+
+  Index block, block_dim, grid_dim;
+
+ private:
+  static constexpr size_t kStackBytes = 256 * 1024;
+
+  static void Entry();
+
+  void RunCta(int cta) {
+    block = {cta};
+    std::memset(smem, 0xff, sizeof(smem));
+    for (int i = 0; i < block_dim.x; ++i) {
+      Fiber& f = *fibers_[i];
+      f.thread = {i};
+      f.done = false;
+      f.waits = Waits::kNot;
+      f.groups.clear();
+      f.open_group.clear();
+      if (!f.stack) f.stack.reset(new char[kStackBytes]);
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.get();
+      f.context.uc_stack.ss_size = kStackBytes;
+      f.context.uc_link = &scheduler_;
+      makecontext(&f.context, &Machine::Entry, 0);
+    }
+    while (RunSomeWarp() || ReleaseCta()) {
+    }
+  }
+
+  // A random warp among those that can run, until its lanes wait. False if all wait for the CTA.
+  bool RunSomeWarp() {
+    std::vector<int> ready;
+    for (int i = 0; i < block_dim.x; ++i) {
+      if (!fibers_[i]->done && fibers_[i]->waits == Waits::kNot) ready.push_back(i);
+    }
+    if (ready.empty()) return false;
+    const int warp = ready[random_() % ready.size()] / 32;
+    std::shuffle(ready.begin(), ready.end(), random_);
+    for (int i : ready) {
+      if (i / 32 != warp) continue;
+      current_ = fibers_[i].get();
+      swapcontext(&scheduler_, &current_->context);
+    }
+    ReleaseWarp(warp);
+    return true;
+  }
+
+  void ReleaseWarp(int warp) {
+    const auto waits = [&](int lane) { return fibers_[warp * 32 + lane]->waits; };
+    const auto where = [&](int lane) { return fibers_[warp * 32 + lane]->where; };
+    int num_waiting = 0, last = 0;
+    for (int i = 0; i < 32; ++i) {
+      if (fibers_[warp * 32 + i]->done || waits(i) != Waits::kForWarp) continue;
+      ++num_waiting;
+      last = i;
+    }
+    if (num_waiting == 0) return;
+    if (num_waiting != 32) Fail("part of a warp reaches a collective");
+    for (int i = 0; i < 32; ++i) {
+      if (where(i) != where(last)) Fail("lanes of a warp meet at different collectives");
+      fibers_[warp * 32 + i]->waits = Waits::kNot;
+    }
+  }
+
+  bool ReleaseCta() {
+    int num_done = 0;
+    for (int i = 0; i < block_dim.x; ++i) num_done += fibers_[i]->done;
+    if (num_done == block_dim.x) return false;
+    if (num_done > 0) Fail("part of a CTA reaches a barrier");
+    for (int i = 0; i < block_dim.x; ++i) {
+      if (fibers_[i]->where != fibers_[0]->where) Fail("threads of a CTA at different barriers");
+      fibers_[i]->waits = Waits::kNot;
+    }
+    return true;
+  }
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  Fiber* current_ = nullptr;
+  ucontext_t scheduler_;
+  std::function<void()> kernel_;
+  std::mt19937 random_;
+};
+inline Machine machine;
+
+inline void Machine::Entry() {
+  machine.kernel_();
+  machine.current_->done = true;
+}
+
+inline void WarpBarrier(const char* where) { machine.Wait(Waits::kForWarp, where); }
+
+// Hands `value` to the warp; read(lane) sees what lane handed in.
+template <typename Read>
+auto Collective(const char* where, uint32_t value, Read read) {
+  machine.current().exchange[0] = value;
+  WarpBarrier(where);
+  const auto result = read([](int lane) { return machine.lane(lane).exchange[0]; });
+  WarpBarrier(where);
+  return result;
+}
+
+}  // namespace emulation
+}  // namespace jax_attn
+
+#define threadIdx (::jax_attn::emulation::machine.current().thread)
+#define blockIdx (::jax_attn::emulation::machine.block)
+#define blockDim (::jax_attn::emulation::machine.block_dim)
+#define gridDim (::jax_attn::emulation::machine.grid_dim)
+
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return EmulationBits<T>(jax_attn::emulation::Collective("shfl", EmulationBits<uint32_t>(x),
+                                                          [&](auto of) { return of(lane & 31); }));
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  const int lane = (threadIdx.x % 32) ^ mask;
+  return EmulationBits<T>(jax_attn::emulation::Collective("shfl.xor", EmulationBits<uint32_t>(x),
+                                                          [&](auto of) { return of(lane); }));
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  return jax_attn::emulation::Collective("ballot", x, [](auto of) {
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= of(i) << i;
+    return bits;
+  });
+}
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline void __syncwarp() { jax_attn::emulation::WarpBarrier("syncwarp"); }
+inline void __syncthreads() {
+  jax_attn::emulation::machine.Wait(jax_attn::emulation::Waits::kForCta, "syncthreads");
+}
+inline int __syncthreads_or(int x) {
+  auto& machine = jax_attn::emulation::machine;
+  machine.current().exchange[0] = x != 0;
+  machine.Wait(jax_attn::emulation::Waits::kForCta, "syncthreads_or");
+  uint32_t any = 0;
+  for (int i = 0; i < machine.block_dim.x; ++i) any |= machine.thread(i).exchange[0];
+  machine.Wait(jax_attn::emulation::Waits::kForCta, "syncthreads_or, end");
+  return static_cast<int>(any);
+}
+
+// --- cuda/common/ptx.cuh ---
+
+namespace jax_attn {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+inline u32 SharedAddress(const void* shared) {
+  return static_cast<u32>(static_cast<const unsigned char*>(shared) - smem);
+}
+inline int Anew(int x) { return x; }
+
+inline void CopyAsync16(u32 shared, const void* global, bool valid) {
+  if (shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    emulation::Fail("misaligned copy");
+  }
+  std::memset(smem + shared, 0xff, 16);  // until it is waited for
+  emulation::machine.current().open_group.push_back({smem + shared, global, valid});
+}
+inline void CommitCopies() {
+  emulation::Fiber& f = emulation::machine.current();
+  f.groups.push_back(std::move(f.open_group));
+  f.open_group.clear();
+}
+template <int kPending>
+void WaitCopies() {
+  auto& groups = emulation::machine.current().groups;
+  while (groups.size() > kPending) {
+    for (const emulation::Copy& c : groups.front()) {
+      if (c.valid) {
+        std::memcpy(c.to, c.from, 16);
+      } else {
+        std::memset(c.to, 0, 16);
+      }
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+inline void LoadMatrix4(u32 (&r)[4], u32 shared, bool transposed) {
+  const int lane = threadIdx.x % 32;
+  emulation::Collective("ldmatrix", shared, [&](auto address_of) {
+    for (int m = 0; m < 4; ++m) {
+      r[m] = 0;
+      for (int e = 0; e < 2; ++e) {
+        const int along = 2 * (lane % 4) + e, across = lane / 4;
+        const int row = transposed ? along : across, column = transposed ? across : along;
+        u16 x;
+        std::memcpy(&x, smem + address_of(m * 8 + row) + column * 2, sizeof(x));
+        r[m] |= static_cast<u32>(x) << (16 * e);
+      }
+    }
+    return 0;
+  });
+}
+inline void LoadMatrix4(u32 (&r)[4], u32 shared) { LoadMatrix4(r, shared, false); }
+inline void LoadMatrix4Transposed(u32 (&r)[4], u32 shared) { LoadMatrix4(r, shared, true); }
+
+inline float Bf16ToFloat(u32 bits) { return __uint_as_float(bits << 16); }
+inline u32 FloatToBf16(float x) {
+  const u32 bits = EmulationBits<u32>(x);
+  if (std::isnan(x)) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 PackBf16(float low, float high) { return FloatToBf16(low) | FloatToBf16(high) << 16; }
+inline u32 FmaBf16x2(u32 a, u32 b, u32 c) {
+  const auto half = [](u32 x, int i) { return Bf16ToFloat(x >> (16 * i) & 0xffff); };
+  return PackBf16(half(a, 0) * half(b, 0) + half(c, 0), half(a, 1) * half(b, 1) + half(c, 1));
+}
+inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  auto& machine = emulation::machine;
+  const int lane = threadIdx.x % 32;
+  uint32_t* mine = machine.current().exchange;
+  std::copy_n(a, 4, mine);
+  mine[4] = b0;
+  mine[5] = b1;
+  emulation::WarpBarrier("mma");
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int holder = k % 8 / 2, half = 16 * (k % 2);
+      const u32 x = machine.lane(row % 8 * 4 + holder).exchange[row / 8 + 2 * (k / 8)];
+      const u32 y = machine.lane(column * 4 + holder).exchange[4 + k / 8];
+      c[i] += Bf16ToFloat(x >> half & 0xffff) * Bf16ToFloat(y >> half & 0xffff);
+    }
+  }
+  emulation::WarpBarrier("mma");
+}
+
+// f16 differs from bf16 in conversions alone; tests run bf16.
+inline void MmaF16(float (&)[4], const u32 (&)[4], u32, u32) { emulation::Fail("no f16 here"); }
+inline u32 PackF16(float, float) { emulation::Fail("no f16 here"); }
+inline float F16ToFloat(u16) { emulation::Fail("no f16 here"); }
+inline u32 FmaF16x2(u32, u32, u32) { emulation::Fail("no f16 here"); }
+
+using std::fmaf;
+using std::fmaxf;
+inline float Exp2(float x) { return std::exp2(x); }
+inline float Log2(float x) { return std::log2(x); }
+inline float Reciprocal(float x) { return 1.0f / x; }
+
+inline i32 LoadConstant(const i32* global) { return *global; }
+template <typename T>
+T EmulationLoad16(const void* global) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::Fail("misaligned 16-byte load");
+  T x;
+  std::memcpy(&x, global, sizeof(x));
+  return x;
+}
+inline uint4 LoadConstant16(const void* global) { return EmulationLoad16<uint4>(global); }
+inline RowState LoadCoherent(const RowState* global) { return *global; }
+inline float4 LoadCoherent16(const float* global) { return EmulationLoad16<float4>(global); }
+inline i32 AddAcquireRelease(i32* counter, i32 x) {
+  const i32 before = *counter;
+  *counter += x;
+  return before;
+}
+
+}  // namespace jax_attn
