@@ -1,0 +1,108 @@
+"""The boundary to csrc/: registration, and the only calls of jax.ffi.ffi_call."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from jax_attn import _core, config
+from jax_attn.spec import AttentionSpec
+
+
+def _runtime_ffi_version() -> tuple[int, int]:
+    header = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def _register() -> None:
+    """Registers every target, or refuses: a target that XLA rejects would take the backend down."""
+    runtime = _runtime_ffi_version()
+    if _core.ffi_api_version > runtime:
+        raise ImportError(
+            f"jax_attn was built with XLA FFI API {_core.ffi_api_version}, jaxlib"
+            f" {jaxlib.__version__} has {runtime}: rebuild jax_attn, or upgrade jaxlib."
+        )
+    for name, platform, stages in _core.registrations():
+        jax.ffi.register_ffi_target(name, stages, platform=platform)
+
+
+_register()
+if config.cpu_isa:
+    _core.set_cpu_isa(config.cpu_isa)
+
+
+def plan(
+    qo_indptr: jax.Array,
+    kv_lens: jax.Array,
+    kv_indptr: jax.Array,
+    page_indices: jax.Array,
+    q_offsets: jax.Array,
+    spec: AttentionSpec,
+) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32)
+    call = jax.ffi.ffi_call("jax_attn_plan", shape)
+    return call(qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, problem=spec.problem_words)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    sinks: jax.Array | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    call = jax.ffi.ffi_call(
+        "jax_attn_attention",
+        (
+            jax.ShapeDtypeStruct(spec.o_shape, q.dtype),
+            jax.ShapeDtypeStruct(spec.o_shape[:2], jnp.float32),
+            jax.ShapeDtypeStruct((spec.workspace_words,), jnp.int32),
+        ),
+    )
+    operands = (q, k, v, plan_buffer, layer) + (() if sinks is None else (sinks,))
+    o, lse, _ = call(*operands, problem=spec.problem_words, poison=config.poison)
+    return o, lse
+
+
+def append_kv(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k_new: jax.Array,
+    v_new: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    call = jax.ffi.ffi_call(
+        "jax_attn_append_kv",
+        (
+            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
+        ),
+        input_output_aliases={0: 0, 1: 1},
+    )
+    k_pages, v_pages = call(
+        k_pages, v_pages, k_new, v_new, plan_buffer, layer, problem=spec.problem_words
+    )
+    return k_pages, v_pages
+
+
+def merge_states(
+    o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
+) -> tuple[jax.Array, jax.Array]:
+    call = jax.ffi.ffi_call(
+        "jax_attn_merge_states",
+        (
+            jax.ShapeDtypeStruct(o_parts.shape[1:], o_parts.dtype),
+            jax.ShapeDtypeStruct(lse_parts.shape[1:], jnp.float32),
+        ),
+    )
+    o, lse = call(o_parts, lse_parts, arch=arch, dtype=dtype, poison=config.poison)
+    return o, lse

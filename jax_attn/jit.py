@@ -1,0 +1,84 @@
+"""CUDA kernels from Python: where NVRTC and the kernel cache are, and filling that cache ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from jax_attn import _core, config
+from jax_attn.spec import AttentionSpec, dtype_code, parse_target
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel that is ready in the cache."""
+
+    name: str  # readable: operation, architecture, dtype, tiles; ends in the hash of the cache key
+    origin: str  # "compiled" now, read from "disk", or already in "memory"
+    milliseconds: float  # this call's share: a compile, or a read
+    cache_path: str  # folder with kernel.cubin and its source kernel.cu; "": not kept on disk
+    cubin_bytes: int
+    smem_bytes: int  # dynamic shared memory of a launch
+    num_threads: int  # of a CTA
+
+
+def precompile(
+    specs: AttentionSpec | Iterable[AttentionSpec], arch: str | None = None
+) -> list[CompiledKernel]:
+    """Compiles every CUDA kernel the specs need into the cache, so that no later process waits.
+
+    Needs NVRTC (pip install 'jax-attn[cuda13]') but neither GPU nor driver: run it while building a
+    container, with JAX_ATTN_CACHE_DIR inside the image. The cache is keyed by NVRTC's version too,
+    so use the one that the image will run with.
+
+    Args:
+        specs: one spec or several. Attention, append (paged specs) and merge kernels are compiled.
+        arch: "sm_90" and the like, instead of each spec's own target.
+
+    Returns what is in the cache now, each kernel once.
+
+    Raises ValueError for a spec whose target is not CUDA, RuntimeError if NVRTC is missing.
+    """
+    if isinstance(specs, AttentionSpec):
+        specs = [specs]
+    kernels: dict[str, CompiledKernel] = {}
+    for spec in specs:
+        for kernel in _prepare(spec if arch is None else dataclasses.replace(spec, target=arch)):
+            kernels.setdefault(kernel.name, kernel)
+    return list(kernels.values())
+
+
+def _prepare(spec: AttentionSpec) -> Iterator[CompiledKernel]:
+    arch, _ = parse_target(spec.target)
+    if arch == 0:
+        raise ValueError(
+            f"precompile: target: expected a CUDA target, got {spec.target!r}; without a GPU, say"
+            ' which one to compile for: precompile(specs, arch="sm_90").'
+        )
+    yield CompiledKernel(**_core.prepare_attention(spec.problem))
+    if spec.is_paged:
+        yield CompiledKernel(**_core.prepare_append(arch))
+    yield CompiledKernel(**_core.prepare_merge(arch, dtype_code(spec.dtype)))
+
+
+def nvrtc_candidates() -> list[str]:
+    """Where libnvrtc may be, best first; a copy already in the process goes before all of them."""
+    folders: list[pathlib.Path] = []
+    for package in ("nvidia.cu13", "nvidia.cuda_nvrtc"):  # wheels of CUDA 13 and 12
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        if found is not None and found.submodule_search_locations is not None:
+            folders += [pathlib.Path(path) / "lib" for path in found.submodule_search_locations]
+    for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if toolkit:
+            folders += [pathlib.Path(toolkit) / "lib64", pathlib.Path(toolkit) / "lib"]
+    names = ("libnvrtc.so.13", "libnvrtc.so.12")
+    return [str(folder / name) for folder in folders for name in names] + list(names)
+
+
+_core.set_jit_paths(nvrtc_candidates(), [], config.cache_dir)

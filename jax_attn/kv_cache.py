@@ -1,0 +1,51 @@
+"""The paged kv cache: appending new keys and values in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn import ffi
+from jax_attn.operands import as_stacked, check_array, check_data, layer_operand, refuse_vmap
+from jax_attn.plan import AttentionPlan
+
+
+def append_kv(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k_new: jax.Array,
+    v_new: jax.Array,
+    plan: AttentionPlan,
+    *,
+    layer: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the batch's new keys and values into their pages, in place.
+
+    Query token i of a request goes to position kv_len - qo_len + i: kv_lens of the plan include the
+    new tokens. In place means: under jit with k_pages and v_pages donated (or as loop carries), XLA
+    makes no copy; attention must then take the arrays returned here, never the old ones.
+
+    k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading
+        [num_layers] and `layer`. Models pass the stacked cache: slicing it makes XLA copy.
+    v_pages: the same with head_dim_vo.
+    k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond the plan's tokens are not read.
+    v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
+    layer: int or i32 scalar, which may be traced; None for an unstacked cache.
+
+    Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
+    """
+    spec = plan.spec
+    if not spec.is_paged:
+        raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
+    k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
+    k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
+    v_new = check_array("append_kv", "v_new", v_new, v_shape, spec.dtype)
+    k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
+    layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
+    check_data("append_kv", plan, layer_index, k_stacked.shape)
+    k_stacked, v_stacked = refuse_vmap("append_kv", ffi.append_kv)(
+        k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, spec
+    )
+    return k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)

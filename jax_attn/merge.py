@@ -1,0 +1,110 @@
+"""Merging attention states (o, lse) over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn import ffi
+from jax_attn.spec import default_target, dtype_code, parse_target
+
+
+def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merges attention states of the same queries over disjoint keys.
+
+    lse = log sum_i exp(lse_i),  o = sum_i exp(lse_i - lse) * o_i: the state over the union of the
+    keys (Flash-Decoding; FlashInfer, arXiv 2501.01005, section 2.2). (0, -inf) is the identity, and
+    merging only identities gives the identity. Differentiable in both arguments and results, and
+    vmap works.
+
+    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo a multiple of 8.
+    lse_parts: [num_states, n, num_heads], f32, natural log.
+
+    Returns o: [n, num_heads, head_dim_vo] in o_parts' dtype; lse: [n, num_heads], f32, natural log.
+    Raises ValueError for shapes or dtypes that do not fit.
+    """
+    o_parts, lse_parts = jnp.asarray(o_parts), jnp.asarray(lse_parts)
+    if o_parts.ndim != 4 or o_parts.shape[0] == 0:
+        raise ValueError(
+            "merge_states: o_parts: expected [num_states >= 1, n, num_heads, head_dim_vo], got"
+            f" {list(o_parts.shape)}."
+        )
+    if lse_parts.shape != o_parts.shape[:-1] or lse_parts.dtype != jnp.float32:
+        raise ValueError(
+            f"merge_states: lse_parts: expected float32{list(o_parts.shape[:-1])}, got"
+            f" {lse_parts.dtype}{list(lse_parts.shape)}."
+        )
+    dtype_code(o_parts.dtype)
+    if o_parts.shape[-1] % 8:
+        raise NotImplementedError(
+            "merge_states: head_dim_vo: multiples of 8 are supported, got"
+            f" {o_parts.shape[-1]}; pad o with zeros."
+        )
+    return _merge_states(o_parts, lse_parts)
+
+
+def merge_state(
+    o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Merges two attention states: merge_states of the pair.
+
+    o_a, o_b: [n, num_heads, head_dim_vo], of one dtype.
+    lse_a, lse_b: [n, num_heads], f32, natural log.
+    """
+    for name, a, b in (("o_b", o_a, o_b), ("lse_b", lse_a, lse_b)):
+        a, b = jnp.asarray(a), jnp.asarray(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(
+                f"merge_state: {name}: expected {a.dtype}{list(a.shape)} as in the first state, got"
+                f" {b.dtype}{list(b.shape)}."
+            )
+    return merge_states(jnp.stack([o_a, o_b]), jnp.stack([lse_a, lse_b]))
+
+
+@jax.custom_batching.custom_vmap
+def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    arch, _ = parse_target(default_target())
+    return ffi.merge_states(o_parts, lse_parts, arch, dtype_code(o_parts.dtype))
+
+
+@_fold.def_vmap
+def _fold_batch(axis_size, in_batched, o_parts, lse_parts):
+    """Rows are independent: a mapped axis joins n."""
+
+    def join(array, batched):  # [axis_size, num_states, n, ...] -> [num_states, axis_size * n, ...]
+        if not batched:
+            array = jnp.broadcast_to(array, (axis_size, *array.shape))
+        num_states, n = array.shape[1:3]
+        return array.swapaxes(0, 1).reshape(num_states, axis_size * n, *array.shape[3:])
+
+    def split(array):
+        return array.reshape(axis_size, array.shape[0] // axis_size, *array.shape[1:])
+
+    o, lse = _fold(join(o_parts, in_batched[0]), join(lse_parts, in_batched[1]))
+    return (split(o), split(lse)), (True, True)
+
+
+@jax.custom_vjp
+def _merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _fold(o_parts, lse_parts)
+
+
+def _merge_forward(o_parts, lse_parts):
+    o, lse = _merge_states(o_parts, lse_parts)
+    return (o, lse), (o_parts, lse_parts, lse)
+
+
+def _merge_backward(saved, gradients):
+    o_parts, lse_parts, lse = saved
+    d_o, d_lse = gradients
+    # An empty row has no weights: exp(-inf - -inf) must not be formed.
+    finite_lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    weights = jnp.exp(lse_parts - finite_lse)  # [num_states, n, num_heads]
+    d_o = d_o.astype(jnp.float32)
+    dots = jnp.sum(jnp.where(weights[..., None] > 0, o_parts, 0).astype(jnp.float32) * d_o, axis=-1)
+    # d o / d lse_i = w_i (o_i - o), with o = sum_j w_j o_j in f32 rather than its rounded value.
+    d_lse_parts = weights * (dots - jnp.sum(weights * dots, axis=0) + d_lse)
+    return (weights[..., None] * d_o).astype(o_parts.dtype), d_lse_parts
+
+
+_merge_states.defvjp(_merge_forward, _merge_backward)

@@ -1,0 +1,1 @@
+"""Models in plain JAX on jax_attn's public operations."""

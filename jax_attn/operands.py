@@ -1,0 +1,117 @@
+"""What attention and append_kv ask of their operands, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn import config
+from jax_attn.plan import AttentionPlan
+from jax_attn.spec import AttentionSpec
+
+
+def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """`array` as a jax.Array if it has this shape and dtype; else a ValueError says what to do."""
+    array = jnp.asarray(array)
+    if array.shape != shape or array.dtype != dtype:
+        advice = ""
+        if array.dtype == dtype and array.shape[1:] == shape[1:]:
+            advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
+        raise ValueError(
+            f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
+            f" {array.dtype}{list(array.shape)}.{advice}"
+        )
+    return array
+
+
+def as_stacked(
+    op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The paged cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], no copy."""
+    k_pages, v_pages = jnp.asarray(k_pages), jnp.asarray(v_pages)
+    rank = 4 if layer is None else 5
+    if k_pages.ndim != rank:
+        raise ValueError(
+            f"{op}: k_pages: expected [num_pages, page_size, num_kv_heads, head_dim_qk]"
+            f" {'with layer=None' if layer is None else 'with a leading [num_layers]'}, got rank"
+            f" {k_pages.ndim}; pass layer for a stacked cache, and only for one."
+        )
+    num_pages = k_pages.shape[-4] if spec.num_pages is None else spec.num_pages
+    assert spec.page_size is not None
+    k_shape, v_shape = spec.kv_shapes(*k_pages.shape[:-4], num_pages, spec.page_size)
+    k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype)
+    v_pages = check_array(op, "v_pages", v_pages, v_shape, spec.dtype)
+    if num_pages * spec.page_size >= 2**32 - 1:  # kernels number the rows of a layer in 32 bits
+        raise NotImplementedError(
+            f"{op}: k_pages: up to 2^32 - 2 token slots a layer are supported, got"
+            f" {num_pages * spec.page_size}."
+        )
+    if layer is None:
+        k_pages, v_pages = k_pages[None], v_pages[None]
+    return k_pages, v_pages
+
+
+def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
+    """The layer index as an i32 scalar; one known now is checked now."""
+    if layer is None:
+        return jnp.int32(0)
+    if not isinstance(layer, jax.core.Tracer):
+        if np.ndim(layer) or not 0 <= int(layer) < num_layers:
+            raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+    layer = jnp.asarray(layer)
+    if layer.shape or layer.dtype.kind not in "iu":
+        raise ValueError(
+            f"{op}: layer: expected an integer scalar, got {layer.dtype}{list(layer.shape)}."
+        )
+    return layer.astype(jnp.int32)
+
+
+def check_data(
+    op: str, plan: AttentionPlan, layer: jax.Array, pages_shape: tuple[int, ...]
+) -> None:
+    """JAX_ATTN_CHECK=1: looks at the data of plan and layer, wherever they live, at run time."""
+    if not config.check:
+        return
+    num_layers, num_pages = pages_shape[:2] if plan.spec.is_paged else (1, 1)
+
+    def check(buffer: np.ndarray, layer: np.ndarray) -> None:
+        on_host = AttentionPlan(np.asarray(buffer), plan.spec)
+        header = on_host.header()
+        if header["magic"] != 0x6A61706C:
+            raise ValueError(f"{op}: plan: expected a buffer made by jax_attn.plan.")
+        if plan.spec.is_paged and header["max_page_id"] >= num_pages:
+            raise ValueError(
+                f"{op}: plan: expected page ids below the pool's {num_pages} pages, got"
+                f" {header['max_page_id']}."
+            )
+        if not 0 <= int(layer) < num_layers:
+            raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+
+    jax.debug.callback(check, plan.buffer, layer)
+
+
+def refuse_vmap(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(*arrays, spec)`, except that vmap gets a sentence instead of a batched kernel."""
+
+    def wrapped(*args: Any) -> Any:
+        *arrays, spec = args
+        present = [a for a in arrays if a is not None]
+
+        @jax.custom_batching.custom_vmap
+        def flat(*operands: jax.Array) -> Any:
+            rest = iter(operands)
+            return call(*(None if a is None else next(rest) for a in arrays), spec)
+
+        @flat.def_vmap
+        def rule(axis_size: int, in_batched: Any, *operands: Any) -> Any:
+            raise NotImplementedError(
+                f"{op}: vmap: not supported; put the batch into the plan, one request per element."
+            )
+
+        return flat(*present)
+
+    return wrapped

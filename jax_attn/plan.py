@@ -1,0 +1,206 @@
+"""The plan: a schedule as one int32 buffer that compiled functions take as an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn import ffi
+from jax_attn.spec import AttentionSpec
+
+# Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
+_HEADER_FIELDS = (
+    "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
+    "num_partial_rows", "nnz_kv", "max_page_id",
+)  # fmt: skip
+_ITEM = np.dtype([(name, np.int32) for name in (
+    "qo_begin", "qo_len", "kv_head", "tile", "kv_begin", "kv_end", "kv_base", "q_pos",
+    "partial_row", "merge_idx", "request", "reserved",
+)])  # fmt: skip
+_MERGE_GROUP = np.dtype([(name, np.int32) for name in (
+    "partial_row", "num_partials", "qo_begin", "qo_len", "kv_head",
+    "reserved_0", "reserved_1", "reserved_2",
+)])  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """A batch's schedule. Pass it to a jitted function like any array: contents never recompile.
+
+    buffer: [spec.plan_words], i32. The only pytree leaf; its shape depends on capacities alone.
+    spec: static. A plan cannot disagree with the kernel it is run with.
+
+    The methods read the buffer on the host, so they need a concrete plan, not one inside jit.
+    """
+
+    buffer: Any
+    spec: AttentionSpec = dataclasses.field(metadata={"static": True})
+
+    def _section(self, name: str, num_words: int) -> np.ndarray:
+        begin = self.spec.layout[name]
+        return np.asarray(self.buffer)[begin : begin + num_words]
+
+    def header(self) -> dict[str, int]:
+        """Live counts: batch_size, nnz_qo, num_items, num_merge_groups, num_partial_rows, ..."""
+        words = self._section("header", len(_HEADER_FIELDS))
+        return dict(zip(_HEADER_FIELDS, words.tolist(), strict=True))
+
+    def queue_indptr(self) -> np.ndarray:
+        """[num_ctas + 1]. Items of queue c: items()[queue_indptr[c] : queue_indptr[c + 1]]."""
+        return self._section("queue_indptr", self.spec.kernel_config["num_ctas"] + 1)
+
+    def items(self) -> np.ndarray:
+        """[num_items], structured. Fields of WorkItem in csrc/params.h."""
+        num_words = self.header()["num_items"] * _ITEM.itemsize // 4
+        return self._section("items", num_words).view(_ITEM)
+
+    def merge_groups(self) -> np.ndarray:
+        """[num_merge_groups], structured. Fields of MergeGroup in csrc/params.h."""
+        num_words = self.header()["num_merge_groups"] * _MERGE_GROUP.itemsize // 4
+        return self._section("merge_groups", num_words).view(_MERGE_GROUP)
+
+    def queue_costs(self) -> np.ndarray:
+        """[num_ctas]. Predicted load of each queue, in kv tokens of the smallest query tile."""
+        config, items = self.spec.kernel_config, self.items()
+        kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)])
+        kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
+        costs = config["item_cost"] + kv_tokens * kv_cost[items["tile"]] / kv_cost[0]
+        ends = np.concatenate([[0], np.cumsum(costs)])
+        indptr = self.queue_indptr()
+        return ends[indptr[1:]] - ends[indptr[:-1]]
+
+    def describe(self) -> str:
+        """What the schedule does, in words: items, queues, imbalance, splits, workspace."""
+        spec, config = self.spec, self.spec.kernel_config
+        header, items = self.header(), self.items()
+        lengths = np.diff(self.queue_indptr())
+        costs = self.queue_costs()
+        mean = costs.mean() if costs.size else 0.0
+        tiles = [config[f"tile_q_{i}"] for i in range(config["num_tiles"])]
+        per_tile = np.bincount(items["tile"], minlength=len(tiles))
+        kv_tokens = items["kv_end"] - items["kv_begin"]
+        groups = self.merge_groups()
+        storage = f"pages of {spec.page_size}" if spec.is_paged else "ragged kv"
+        lines = [
+            f"plan: {spec.schedule} for {spec.target}, {header['batch_size']} requests,"
+            f" {header['nnz_qo']} query tokens, {spec.num_qo_heads}/{spec.num_kv_heads} heads,"
+            f" {storage}",
+            f"  items          {header['num_items']} of {config['max_items']}: "
+            + ", ".join(f"{n} of {rows} rows" for n, rows in zip(per_tile, tiles, strict=True)),
+            f"  kv span        {_range(kv_tokens)} tokens an item, {int(kv_tokens.sum())} in all",
+            f"  queues         {len(lengths)}, {_range(lengths)} items each,"
+            f" {int((lengths == 0).sum())} empty",
+            f"  imbalance      {costs.max() / mean if mean else 1.0:.3f}"
+            " (predicted load of the fullest queue / mean)",
+            f"  split tiles    {len(groups)} row groups in {int(groups['num_partials'].sum())}"
+            f" partial states, {header['num_partial_rows']} of {config['max_partial_rows']} rows",
+            f"  plan           {4 * spec.plan_words} bytes",
+            f"  workspace      {4 * spec.workspace_words} bytes",
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    spec: AttentionSpec,
+    qo_indptr: Any,
+    kv_lens: Any,
+    page_indptr: Any = None,
+    page_indices: Any = None,
+    *,
+    kv_indptr: Any = None,
+    q_offsets: Any = None,
+) -> AttentionPlan:
+    """Schedules one batch: on the host, or inside a compiled function for traced arrays.
+
+    qo_indptr: [batch_size + 1], i32. Query tokens of request r are rows
+        [qo_indptr[r], qo_indptr[r + 1]) of q. A request may have none.
+    kv_lens: [batch_size], i32, tokens. Keys of each request, the new ones included; 0 is legal.
+    page_indptr: [batch_size + 1], i32, pages (paged). Offsets into page_indices; a request may own
+        more pages than kv_len needs.
+    page_indices: [>= page_indptr[-1]], i32 (paged). Page ids; only the first
+        ceil(kv_len / page_size) of a request are read, the rest may hold anything.
+    kv_indptr: [batch_size + 1], i32, tokens (ragged). Rows of k and v of each request; None: the
+        requests lie back to back, cumsum(kv_lens).
+    q_offsets: [batch_size], i32. kv position of each request's first query token; None:
+        kv_len - qo_len, as in decode and chunked prefill. Positions stay within (-2^30, 2^30).
+
+    Returns a plan. Made of host arrays its buffer is a host array: hand it to a jitted function as
+    it is, or device_put it once when many functions use it. Made of traced arrays (CPU only so far)
+    it has the same bits, so that a whole decode loop, planning included, is one executable.
+
+    Raises ValueError that names argument, expected and got (and the capacity to raise) before
+    anything runs. For traced arrays the same sentence comes at run time, as the exception that JAX
+    makes of a failing custom call (JaxRuntimeError or ValueError).
+    NotImplementedError for traced arrays on CUDA.
+    """
+    given = _given(page_indptr=page_indptr, page_indices=page_indices, kv_indptr=kv_indptr)
+    if spec.is_paged:
+        if given != "page_indptr, page_indices":
+            raise ValueError(
+                "plan: page_indptr, page_indices: expected both, and no kv_indptr, for a spec with"
+                f" page_size={spec.page_size}, got {given}."
+            )
+    elif page_indptr is not None or page_indices is not None:
+        raise ValueError(
+            "plan: page_indptr, page_indices: expected none for a spec with page_size=None, got"
+            f" {given}."
+        )
+    starts = ("page_indptr", page_indptr) if spec.is_paged else ("kv_indptr", kv_indptr)
+    arguments = (qo_indptr, kv_lens, starts[1], page_indices, q_offsets)
+    traced = any(isinstance(a, jax.core.Tracer) for a in arguments)
+    xp = jnp if traced else np
+    lens = _int32(xp, "kv_lens", kv_lens)
+    qo = _int32(xp, "qo_indptr", qo_indptr, len(lens) + 1)
+    if starts[1] is None:
+        # int64 on the host: a sum that does not fit int32 must be refused, not wrapped.
+        total = np.cumsum(lens, dtype=np.int64) if xp is np else jnp.cumsum(lens)
+        starts = ("kv_indptr", xp.concatenate([xp.zeros(1, total.dtype), total]))
+    indptr = _int32(xp, *starts, len(lens) + 1)
+    pages = _int32(xp, "page_indices", () if page_indices is None else page_indices)
+    offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
+    if not traced:
+        buffer = np.zeros(spec.plan_words, np.int32)
+        spec.problem.plan(qo, lens, indptr, pages, offsets, buffer)
+        return AttentionPlan(buffer, spec)
+    if spec.target != "cpu":
+        raise NotImplementedError(
+            f"plan: traced arrays: supported on cpu, got target {spec.target!r}; call jax_attn.plan"
+            " outside jit and pass the plan in."
+        )
+    if offsets is None:
+        offsets = lens - jnp.diff(qo)
+    return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, spec), spec)
+
+
+def _given(**arguments: Any) -> str:
+    return ", ".join(name for name, value in arguments.items() if value is not None) or "none"
+
+
+def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
+    """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
+    array = xp.asarray(value)
+    if array.size == 0 and array.dtype.kind == "f":  # of an empty list
+        array = array.astype(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"plan: {name}: expected a 1-d integer array, got {array.dtype}{list(array.shape)}."
+        )
+    if length is not None and len(array) != length:
+        raise ValueError(
+            f"plan: {name}: expected {length} entries for a batch of"
+            f" {length - (name != 'q_offsets')}, got {len(array)}."
+        )
+    if xp is np and array.dtype != np.int32 and array.size:
+        for extreme in (array.max(), array.min()):
+            if not -(2**31) <= extreme < 2**31:
+                raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
+    return array.astype(np.int32) if xp is jnp else np.ascontiguousarray(array, np.int32)
+
+
+def _range(values: np.ndarray) -> str:
+    return f"{values.min()}..{values.max()}" if values.size else "0..0"

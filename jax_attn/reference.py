@@ -1,0 +1,330 @@
+"""The oracle: every operation of this library in its simplest form, dense, request by request.
+
+Written to be read and to be right; never fast. The same lines run on numpy and on jax arrays, and
+the precision follows the inputs: float64 arrays (numpy, or jax with x64) give the float64 truth;
+bf16 and f16 arrays give what a plain implementation in that dtype gives (float32 logits and
+softmax, probabilities and results rounded to the dtype).
+
+Lengths and page tables are host arrays (numpy), as `jax_attn.plan` takes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from .plan import AttentionSpec
+
+Array = Any  # numpy.ndarray | jax.Array
+
+__all__ = [
+    "append_kv",
+    "attention",
+    "attention_dense",
+    "dot_product_attention",
+    "merge_state",
+    "merge_states",
+    "visible_keys",
+]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    page_indptr: np.ndarray | None = None,
+    page_indices: np.ndarray | None = None,
+    *,
+    spec: AttentionSpec,
+    kv_indptr: np.ndarray | None = None,
+    q_offsets: np.ndarray | None = None,
+    layer: int | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attention of a batch of requests over a paged or ragged kv.
+
+    Args:
+      q: [max_qo_tokens, num_qo_heads, head_dim_qk]. Request r has the rows
+        [qo_indptr[r], qo_indptr[r + 1]).
+      k: [num_pages, page_size, num_kv_heads, head_dim_qk], or ragged [max_kv_tokens, num_kv_heads,
+        head_dim_qk]; with `layer`, a leading [num_layers].
+      v: as k, with head_dim_vo.
+      qo_indptr: [batch_size + 1] tokens.
+      kv_lens: [batch_size] tokens, the new ones included.
+      page_indptr: [batch_size + 1] pages; None if ragged.
+      page_indices: [>= page_indptr[-1]] pages; None if ragged.
+      spec: windows, soft cap and scale are read from it.
+      kv_indptr: ragged only, [>= batch_size] first row of each request; None: cumsum of kv_lens.
+      q_offsets: [batch_size] kv position of each first query token; None: kv_len - qo_len.
+      sinks: [num_qo_heads] an extra logit per head with value 0, natural-log units; counted once.
+
+    Returns:
+      o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q. 0 where no key is visible and in
+        the padding.
+      lse: [max_qo_tokens, num_qo_heads], float32 (float64 if q is), natural log of the sum over
+        visible keys (and the sink) of exp(logit). -inf where no key is visible, even with sinks.
+    """
+    if layer is not None:
+        k, v = k[layer], v[layer]
+    if kv_indptr is None:
+        kv_indptr = np.concatenate([[0], np.cumsum(kv_lens)])
+    os, lses = [], []
+    for r, kv_len in enumerate(np.asarray(kv_lens)):
+        q_r = q[qo_indptr[r] : qo_indptr[r + 1]]
+        if page_indices is not None and page_indptr is not None:
+            num_pages = -(-kv_len // k.shape[1])  # a request may own pages it does not use yet
+            pages = page_indices[page_indptr[r] : page_indptr[r] + num_pages]
+            k_r = k[pages].reshape(-1, *k.shape[2:])[:kv_len]
+            v_r = v[pages].reshape(-1, *v.shape[2:])[:kv_len]
+        else:
+            k_r = k[kv_indptr[r] : kv_indptr[r] + kv_len]
+            v_r = v[kv_indptr[r] : kv_indptr[r] + kv_len]
+        q_offset = kv_len - len(q_r) if q_offsets is None else q_offsets[r]
+        visible = visible_keys(
+            len(q_r), kv_len, q_offset, spec.window_left, 0 if spec.causal else spec.window_right
+        )
+        o_r, lse_r = attention_dense(
+            q_r,
+            k_r,
+            v_r,
+            visible,
+            sm_scale=spec.sm_scale,
+            logits_soft_cap=spec.logits_soft_cap,
+            sinks=sinks,
+        )
+        os.append(o_r)
+        lses.append(lse_r)
+    xp = _namespace(q)
+    padding = q.shape[0] - sum(len(o_r) for o_r in os)
+    os.append(xp.zeros((padding, q.shape[1], v.shape[-1]), q.dtype))
+    lses.append(xp.full((padding, q.shape[1]), -np.inf, _compute_dtype(q)))
+    return xp.concatenate(os), xp.concatenate(lses)
+
+
+def visible_keys(
+    qo_len: int, kv_len: int, q_offset: int, window_left: int = -1, window_right: int = -1
+) -> np.ndarray:
+    """[qo_len, kv_len] bool: does query token i, at kv position q_offset + i, see key j?"""
+    pos = q_offset + np.arange(qo_len)[:, None]
+    j = np.arange(kv_len)[None, :]
+    visible = np.ones((qo_len, kv_len), bool)
+    if window_left >= 0:
+        visible &= j >= pos - window_left
+    if window_right >= 0:
+        visible &= j <= pos + window_right
+    return visible
+
+
+def attention_dense(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attention of one request: softmax(logits of the visible keys) @ v.
+
+    Args:
+      q: [qo_len, num_qo_heads, head_dim_qk].
+      k: [kv_len, num_kv_heads, head_dim_qk].
+      v: [kv_len, num_kv_heads, head_dim_vo].
+      visible: bool, broadcastable to [num_qo_heads, qo_len, kv_len].
+      bias: added to the logits after the scale, before the masks; broadcasts as `visible` does.
+      sinks: [num_qo_heads].
+
+    Returns:
+      o: [qo_len, num_qo_heads, head_dim_vo] and lse: [qo_len, num_qo_heads], as in `attention`.
+    """
+    xp = _namespace(q)
+    dtype = _compute_dtype(q)
+    group_size = q.shape[1] // k.shape[1]
+    if sm_scale is None:
+        sm_scale = q.shape[-1] ** -0.5
+
+    q_h = q.astype(dtype).swapaxes(0, 1)  # [num_qo_heads, qo_len, head_dim_qk]
+    k_h = xp.repeat(k.astype(dtype).swapaxes(0, 1), group_size, axis=0)
+    v_h = xp.repeat(v.astype(dtype).swapaxes(0, 1), group_size, axis=0)
+    logits = dtype.type(sm_scale) * (q_h @ k_h.swapaxes(1, 2))  # [num_qo_heads, qo_len, kv_len]
+    if logits_soft_cap:
+        logits = logits_soft_cap * xp.tanh(logits / logits_soft_cap)
+    if bias is not None:
+        logits = logits + bias.astype(dtype)
+    visible = xp.broadcast_to(visible, logits.shape)
+    logits = xp.where(visible, logits, -np.inf)
+    sees_a_key = visible.any(axis=-1)
+
+    logits_max = logits.max(axis=-1, initial=-np.inf)
+    if sinks is not None:
+        sinks = sinks.astype(dtype)[:, None]
+        logits_max = xp.maximum(logits_max, sinks)
+    logits_max = xp.where(sees_a_key, logits_max, 0)
+    exp_logits = xp.exp(logits - logits_max[..., None])
+    total = exp_logits.sum(axis=-1)
+    if sinks is not None:
+        total = total + xp.exp(sinks - logits_max)
+    total = xp.where(sees_a_key, total, 1)
+    lse = xp.where(sees_a_key, logits_max + xp.log(total), -np.inf)
+
+    # 0 * NaN is NaN: a NaN value must reach the rows that see it and no other.
+    nan_v = xp.isnan(v_h)
+    probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)
+    o = probs @ xp.where(nan_v, 0, v_h)
+    o = xp.where(visible.astype(dtype) @ nan_v.astype(dtype) > 0, np.nan, o)
+    return o.swapaxes(0, 1).astype(q.dtype), lse.swapaxes(0, 1)
+
+
+def append_kv(
+    k_pages: Array,
+    v_pages: Array,
+    k_new: Array,
+    v_new: Array,
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    page_indptr: np.ndarray,
+    page_indices: np.ndarray,
+    *,
+    layer: int | None = None,
+) -> tuple[Array, Array]:
+    """The pages with the batch's new tokens in: token i of a request at kv_len - qo_len + i.
+
+    Args:
+      k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk]; with `layer`, a leading
+        [num_layers].
+      v_pages: as k_pages, with head_dim_vo.
+      k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond qo_indptr[-1] are not read.
+      v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
+      qo_indptr, kv_lens, page_indptr, page_indices: as in `attention`.
+    """
+    page_size = k_pages.shape[-3]
+    pages, slots = [], []
+    for r, kv_len in enumerate(np.asarray(kv_lens)):
+        pos = np.arange(kv_len - (qo_indptr[r + 1] - qo_indptr[r]), kv_len)
+        pages.append(np.asarray(page_indices)[page_indptr[r] + pos // page_size])
+        slots.append(pos % page_size)
+    at: tuple[Any, ...] = (
+        np.concatenate([[], *pages]).astype(int),
+        np.concatenate([[], *slots]).astype(int),
+    )
+    if layer is not None:
+        at = (layer, *at)
+    nnz_qo = qo_indptr[-1]
+    k_pages = jnp.asarray(k_pages).at[at].set(k_new[:nnz_qo])
+    v_pages = jnp.asarray(v_pages).at[at].set(v_new[:nnz_qo])
+    return k_pages, v_pages
+
+
+def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """The state of the union of two disjoint key sets.
+
+    Args:
+      o_a, o_b: [n, num_heads, head_dim].
+      lse_a, lse_b: [n, num_heads] natural log; (0, -inf) is the identity.
+    """
+    xp = _namespace(o_a)
+    return merge_states(xp.stack([o_a, o_b]), xp.stack([lse_a, lse_b]))
+
+
+def merge_states(o_parts: Array, lse_parts: Array) -> tuple[Array, Array]:
+    """o = sum_i exp(lse_i - lse) * o_i with lse = log sum_i exp(lse_i).
+
+    Args:
+      o_parts: [num_states, n, num_heads, head_dim].
+      lse_parts: [num_states, n, num_heads] natural log; (0, -inf) is the identity.
+
+    Returns:
+      o: [n, num_heads, head_dim], dtype of o_parts; lse: [n, num_heads].
+    """
+    xp = _namespace(o_parts)
+    lse_parts = lse_parts.astype(_compute_dtype(o_parts))
+    lse_max = lse_parts.max(axis=0, initial=-np.inf)
+    empty = lse_max == -np.inf
+    # Empty rows are given harmless numbers before exp and log, so that gradients stay finite too.
+    lse_parts = xp.where(empty, 0, lse_parts)
+    lse_max = xp.where(empty, 0, lse_max)
+    weights = xp.exp(lse_parts - lse_max)
+    total = xp.where(empty, 1, weights.sum(axis=0))
+    o = (weights[..., None] * o_parts.astype(weights.dtype)).sum(axis=0) / total[..., None]
+    o = xp.where(empty[..., None], 0, o)
+    lse = xp.where(empty, -np.inf, lse_max + xp.log(total))
+    return o.astype(o_parts.dtype), lse
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+) -> Array:
+    """`jax.nn.dot_product_attention`, but a row which sees no key is 0, not a mean of values.
+
+    Args:
+      query: [B, T, N, H] or [T, N, H].
+      key: [B, S, K, H] or [S, K, H].
+      value: [B, S, K, Hv] or [S, K, Hv].
+      bias, mask: [B or 1, N or 1, T or 1, S or 1].
+      is_causal: query i sees keys [0, i], whatever T and S are (top-left aligned).
+      query_seq_lengths: [B]; queries beyond it give 0.
+      key_value_seq_lengths: [B]; keys beyond it are not seen.
+      local_window_size: (left, right), or one number for both: i sees [i - left, i + right].
+    """
+    if query.ndim == 3:
+        lead = lambda x: None if x is None else x.reshape(1, *x.shape)  # noqa: E731
+        return dot_product_attention(
+            lead(query),
+            lead(key),
+            lead(value),
+            bias if bias is None or bias.ndim == 4 else lead(bias),
+            mask if mask is None or mask.ndim == 4 else lead(mask),
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+        )[0]
+    if local_window_size is None:
+        window = (-1, -1)
+    elif isinstance(local_window_size, int):
+        window = (local_window_size, local_window_size)
+    else:
+        window = local_window_size
+    qo_len, kv_len = query.shape[1], key.shape[1]
+    os = []
+    for b in range(query.shape[0]):
+        visible = visible_keys(qo_len, kv_len, 0, *window)
+        if is_causal:
+            visible = visible & visible_keys(qo_len, kv_len, 0, -1, 0)
+        if query_seq_lengths is not None:
+            visible = visible & (np.arange(qo_len)[:, None] < query_seq_lengths[b])
+        if key_value_seq_lengths is not None:
+            visible = visible & (np.arange(kv_len)[None, :] < key_value_seq_lengths[b])
+        if mask is not None:
+            visible = visible & mask[b % mask.shape[0]]
+        bias_b = None if bias is None else bias[b % bias.shape[0]]
+        o, _ = attention_dense(query[b], key[b], value[b], visible, sm_scale=scale, bias=bias_b)
+        os.append(o)
+    return _namespace(query).stack(os)
+
+
+def _namespace(x: Array) -> Any:
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _compute_dtype(x: Array) -> np.dtype:
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)

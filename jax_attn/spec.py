@@ -1,0 +1,305 @@
+"""What attention to run: the static half of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jax_attn import _core, config
+
+_DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
+_SCHEDULES = ("balanced", "fixed_split", "no_split")  # order of Schedule
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """A family of batches that one compiled kernel and one set of buffers serve.
+
+    Everything here is static: it selects the kernel or fixes a shape. Lengths and page tables are
+    data and live in the plan, so new ones never recompile. Lengths are in tokens.
+
+    Heads and types
+        num_qo_heads, num_kv_heads: group size num_qo_heads / num_kv_heads in 1..16.
+        head_dim_qk, head_dim_vo: multiples of 8 up to 256; head_dim_vo defaults to head_dim_qk.
+        dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
+    Logits
+        sm_scale: logits = sm_scale * (q . k); None: 1 / sqrt(head_dim_qk).
+        logits_soft_cap: c > 0: logits = c * tanh(logits / c), before masks; 0: off.
+        causal: a query token sees no later position; the same as window_right=0. Query token i of
+            a request sits at position kv_len - qo_len + i.
+        window_left, window_right: a query token at position p sees positions
+            [p - window_left, p + window_right]; -1: unlimited on that side.
+    Storage
+        page_size: tokens a page; None: k and v are ragged arrays instead of a paged cache.
+        num_pages: pages of one layer's pool, so that the planner refuses ids beyond it. None: ids
+            are checked for sign by the planner and against the pool where attention runs on CPU.
+    Capacities, which fix shapes and never change a result's bits
+        max_batch: requests. max_qo_tokens: query tokens, exactly the rows of q and o.
+        max_kv_pages: entries of page_indices (paged). max_kv_tokens: rows of k and v (ragged).
+        max_items, max_partial_rows: sections of the plan and workspace. None: enough for any batch
+            (fixed_split: any decode batch); the planner names them when they are short.
+    Schedule
+        schedule: "balanced" (FlashInfer, arXiv 2501.01005, Algorithm 1; where that leaves queues
+            uneven, the contiguous ranges of LeanAttention, arXiv 2405.10480), "fixed_split" (chunks
+            of kv_split tokens: a request's bits do not depend on the batch it is in) or "no_split".
+        kv_split: chunk length for fixed_split.
+        target: "cpu" or "sm_90" and the like; None: what jax.default_backend() is now.
+        num_ctas: queues of the plan, the grid of the launch; None: from the device.
+
+    Raises ValueError for an argument out of range, NotImplementedError for a legal one that no
+    kernel supports.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float | None = None
+    page_size: int | None = 16
+    num_pages: int | None = None
+    max_batch: int = 256
+    max_qo_tokens: int = 4096
+    max_kv_pages: int | None = None
+    max_kv_tokens: int | None = None
+    max_items: int | None = None
+    max_partial_rows: int | None = None
+    schedule: Literal["balanced", "fixed_split", "no_split"] = "balanced"
+    kv_split: int | None = None
+    target: str | None = None
+    num_ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        def settle(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        settle("dtype", _dtype_name(self.dtype))
+        for name in ("num_qo_heads", "num_kv_heads", "max_batch", "max_qo_tokens"):
+            _require_int(name, getattr(self, name), 1)
+        if self.num_qo_heads % self.num_kv_heads:
+            _refuse(
+                "num_qo_heads", f"a multiple of num_kv_heads={self.num_kv_heads}", self.num_qo_heads
+            )
+        if self.group_size > 16:
+            raise NotImplementedError(
+                "AttentionSpec: num_qo_heads / num_kv_heads: 1 to 16 are supported, got"
+                f" {self.group_size}."
+            )
+        if self.head_dim_vo is None:
+            settle("head_dim_vo", self.head_dim_qk)
+        for name in ("head_dim_qk", "head_dim_vo"):
+            head_dim = getattr(self, name)
+            _require_int(name, head_dim, 1)
+            if head_dim % 8 or head_dim > 256:
+                raise NotImplementedError(
+                    f"AttentionSpec: {name}: multiples of 8 up to 256 are supported, got"
+                    f" {head_dim}; pad q, k, v with zeros."
+                )
+        for name in ("window_left", "window_right"):
+            _require_int(name, getattr(self, name), -1)
+        if self.causal and self.window_right > 0:
+            _refuse("window_right", "-1 or 0 with causal=True", self.window_right)
+        if self.window_right == 0:
+            settle("causal", True)
+        if not (np.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
+            _refuse("logits_soft_cap", "a finite number >= 0", self.logits_soft_cap)
+        if self.sm_scale is None:
+            settle("sm_scale", float(self.head_dim_qk) ** -0.5)
+        elif not np.isfinite(self.sm_scale):
+            _refuse("sm_scale", "a finite number", self.sm_scale)
+        self._settle_storage(settle)
+        if self.schedule not in _SCHEDULES:
+            _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
+        settle("target", self.target or default_target())
+        parse_target(self.target)  # refuses what it does not know
+        for name in ("num_ctas", "max_items", "max_partial_rows"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 1)
+        if self.schedule == "fixed_split":
+            settle("kv_split", 1024 if self.kv_split is None else self.kv_split)
+            _require_int("kv_split", self.kv_split, 1)
+            tile_kv = self.kernel_config["tile_kv"]
+            if self.kv_split is not None and self.kv_split % tile_kv:
+                _refuse("kv_split", f"a multiple of the kernel's tile_kv={tile_kv}", self.kv_split)
+        elif self.kv_split is not None:
+            _refuse("kv_split", "None unless schedule='fixed_split'", self.kv_split)
+
+    def _settle_storage(self, settle: Any) -> None:
+        """Exactly the capacities that the storage has: pages or tokens."""
+        if self.page_size is None:
+            if self.max_kv_tokens is None:
+                _refuse("max_kv_tokens", "the rows of k and v with page_size=None", None)
+            for name in ("max_kv_pages", "num_pages"):
+                if getattr(self, name) is not None:
+                    _refuse(name, "None with page_size=None", getattr(self, name))
+            _require_int("max_kv_tokens", self.max_kv_tokens, 0)
+            return
+        _require_int("page_size", self.page_size, 1)
+        if self.max_kv_tokens is not None:
+            _refuse(
+                "max_kv_tokens", "None for a paged cache; give max_kv_pages", self.max_kv_tokens
+            )
+        if self.max_kv_pages is None:
+            _refuse("max_kv_pages", "the capacity of page_indices, in pages", None)
+        _require_int("max_kv_pages", self.max_kv_pages, 0)
+        if self.num_pages is not None:
+            _require_int("num_pages", self.num_pages, 0)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_size is not None
+
+    @property
+    def value_dim(self) -> int:
+        """head_dim_vo, which __post_init__ has settled."""
+        assert self.head_dim_vo is not None
+        return self.head_dim_vo
+
+    @property
+    def q_shape(self) -> tuple[int, int, int]:
+        return self.max_qo_tokens, self.num_qo_heads, self.head_dim_qk
+
+    @property
+    def o_shape(self) -> tuple[int, int, int]:
+        return self.max_qo_tokens, self.num_qo_heads, self.value_dim
+
+    def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of k and v, or of their pages, under leading dimensions."""
+        rows = (*lead, self.num_kv_heads)
+        return (*rows, self.head_dim_qk), (*rows, self.value_dim)
+
+    @functools.cached_property
+    def problem(self) -> _core.Problem:
+        """The spec as csrc/ sees it, with the kernel configuration that select/ chose."""
+        overrides = {
+            name: getattr(self, name)
+            for name in ("num_ctas", "max_items", "max_partial_rows")
+            if getattr(self, name) is not None
+        }
+        arch, num_processors = parse_target(self.target)
+        spec = {
+            "num_qo_heads": self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim_qk": self.head_dim_qk,
+            "head_dim_vo": self.head_dim_vo,
+            "dtype": _DTYPES.index(self.dtype),
+            "window_left": self.window_left,
+            "window_right": 0 if self.causal else self.window_right,
+            "logits_soft_cap": self.logits_soft_cap,
+            "sm_scale": self.sm_scale,
+            "page_size": self.page_size or 0,
+            "max_batch": self.max_batch,
+            "max_qo_tokens": self.max_qo_tokens,
+            "max_kv_pages": self.max_kv_pages or 0,
+            "max_kv_tokens": self.max_kv_tokens or 0,
+            "num_pages": -1 if self.num_pages is None else self.num_pages,
+            "schedule": _SCHEDULES.index(self.schedule),
+            "kv_split": self.kv_split or 0,
+            "arch": arch,
+            "num_processors": num_processors,
+        }
+        problem = _core.Problem(spec, overrides)
+        if config.print_config:
+            print(f"jax_attn: {self}\n  -> {problem.config}")
+        return problem
+
+    @functools.cached_property
+    def problem_words(self) -> np.ndarray:
+        """int64 words of the FFI attribute that carries spec and configuration."""
+        return np.asarray(self.problem.words, np.int64)
+
+    @functools.cached_property
+    def kernel_config(self) -> dict[str, int]:
+        """Tile sizes, queues, costs and capacities of the chosen kernel (csrc/spec.h)."""
+        return self.problem.config
+
+    @functools.cached_property
+    def layout(self) -> dict[str, int]:
+        """First int32 word of each section of the plan buffer."""
+        return self.problem.layout
+
+    @property
+    def plan_words(self) -> int:
+        """int32 words of a plan buffer."""
+        return self.layout["num_words"]
+
+    @functools.cached_property
+    def workspace_words(self) -> int:
+        """4-byte words of the workspace of one attention call."""
+        return self.problem.workspace_words
+
+
+def default_target() -> str:
+    """The target of jax.default_backend(): "cpu" or "sm_<compute capability>"."""
+    backend = jax.default_backend()
+    if backend == "cpu":
+        return "cpu"
+    if backend == "gpu":
+        return "sm_" + jax.local_devices()[0].compute_capability.replace(".", "")
+    raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
+
+
+# Multiprocessors of the part that serves most of each architecture, for kernels compiled ahead on a
+# machine without it: A100, A10/3090 class, L40/4090 class, H100/H200, B200, RTX 50.
+_NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
+
+
+@functools.cache
+def parse_target(target: str) -> tuple[int, int]:
+    """(compute capability or 0 for cpu, processors) of "cpu", "sm_90" or "sm_90:132"."""
+    if target == "cpu":
+        has_affinity = hasattr(os, "sched_getaffinity")
+        return 0, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    name, _, count = target.partition(":")
+    arch = name.removeprefix("sm_").rstrip("a")
+    if not (name.startswith("sm_") and arch.isdigit() and (count.isdigit() or not count)):
+        _refuse("target", '"cpu", "sm_90" or "sm_90:132" (multiprocessors)', target)
+    if int(arch) < 80:
+        raise NotImplementedError(
+            f"AttentionSpec: target: sm_80 and later are supported, got {target}."
+        )
+    if count:
+        return int(arch), int(count)
+    if jax.default_backend() == "gpu" and default_target() == f"sm_{arch}":
+        return int(arch), jax.local_devices()[0].core_count
+    return int(arch), _NUM_SMS.get(int(arch), 132)
+
+
+def dtype_code(dtype: Any) -> int:
+    """The DType of csrc/spec.h. Raises NotImplementedError for any other dtype."""
+    return _DTYPES.index(_dtype_name(dtype))
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = jax.numpy.dtype(dtype).name
+    if name not in _DTYPES:
+        raise NotImplementedError(
+            f"AttentionSpec: dtype: {', '.join(_DTYPES)} are supported, got {name}."
+        )
+    return name
+
+
+def _require_int(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        _refuse(name, "an integer", value)
+    if not minimum <= value <= _MAX_INT32:
+        _refuse(name, f"an integer in [{minimum}, 2^31)", value)
+
+
+def _refuse(name: str, expected: str, got: Any) -> None:
+    raise ValueError(f"AttentionSpec: {name}: expected {expected}, got {got!r}.")
