@@ -1,0 +1,523 @@
+"""The one list of attention cases, shared by every backend, and how a case becomes poisoned arrays.
+
+A case is data: lengths, heads, masks, schedule. `build` turns it into numpy arrays in which
+everything that must not matter (unused slots and pages, padding rows, the tail of page_indices) is
+NaN or 2147480000; `expected` computes the float64 truth and the error bound of each output row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn import reference
+
+POISON_ID = 2147480000
+
+# Lengths that mix everything a server may see in one step: decodes, chunked prefills, a prefill
+# from nothing, a request without new tokens, one without any token, and more queries than keys.
+MIXED_QO = (1, 0, 17, 1, 64, 5, 130, 1, 3)
+MIXED_KV = (33, 16, 17, 0, 129, 2, 300, 1025, 700)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    qo_lens: tuple[int, ...] = MIXED_QO
+    kv_lens: tuple[int, ...] = MIXED_KV
+    num_qo_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim_qk: int = 64
+    head_dim_vo: int | None = None
+    dtype: str = "float32"
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float | None = None
+    page_size: int | None = 16
+    schedule: str = "balanced"
+    kv_split: int | None = None
+    num_ctas: int | None = None
+    num_layers: int | None = None  # stacked paged cache; the case reads the last layer
+    sinks: bool = False
+    q_offsets: tuple[int, ...] | None = None
+    contents: tuple[str, ...] = ("normal", "count")  # see _contents
+    repeats: int = 2  # runs whose bits must be equal
+
+    def spec_fields(self) -> dict[str, Any]:
+        """Arguments of AttentionSpec, with capacities a little larger than the batch needs."""
+        names = (
+            "num_qo_heads num_kv_heads head_dim_qk head_dim_vo dtype causal window_left "
+            "window_right logits_soft_cap sm_scale page_size schedule kv_split num_ctas"
+        )
+        fields = {name: getattr(self, name) for name in names.split()}
+        fields["max_batch"] = len(self.kv_lens) + 2
+        fields["max_qo_tokens"] = sum(self.qo_lens) + 3
+        if self.page_size is None:
+            fields["max_kv_tokens"] = sum(self.kv_lens) + len(self.kv_lens) + 4
+        else:
+            pages = sum(-(-n // self.page_size) for n in self.kv_lens)
+            fields["max_kv_pages"] = pages + len(self.kv_lens) + 5
+        if self.schedule == "fixed_split":  # by default it has room for decodes only
+            chunks = [
+                (-(-kv_len // self.kv_split) + 1) * qo_len
+                for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)
+            ]
+            fields["max_items"] = (sum(chunks) + 1) * self.num_kv_heads
+            fields["max_partial_rows"] = (sum(chunks) + 1) * self.num_qo_heads
+        return fields
+
+
+@dataclass
+class Lengths:
+    """Host arrays of one batch, as jax_attn.plan takes them."""
+
+    qo_indptr: np.ndarray  # [batch_size + 1] i32
+    kv_lens: np.ndarray  # [batch_size] i32
+    page_indptr: np.ndarray | None  # [batch_size + 1] i32
+    page_indices: np.ndarray | None  # [max_kv_pages] i32, the tail poisoned
+    kv_indptr: np.ndarray | None  # ragged: [batch_size + 1] i32, with a gap row after each request
+    q_offsets: np.ndarray | None
+
+    def plan_arguments(self) -> dict[str, np.ndarray]:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass
+class Batch:
+    lengths: Lengths
+    q: np.ndarray  # [max_qo_tokens, num_qo_heads, head_dim_qk], padding rows NaN
+    k: np.ndarray  # pages or ragged rows, everything unused NaN
+    v: np.ndarray
+    sinks: np.ndarray | None  # [num_qo_heads] f32
+    layer: int | None
+    # The same numbers request by request, for tests that need to know where one came from.
+    k_rows: list[np.ndarray]  # [kv_len, num_kv_heads, head_dim_qk]
+    v_rows: list[np.ndarray]
+
+
+def make_lengths(case: Case, rng: np.random.Generator) -> tuple[Lengths, int]:
+    """The host arrays and the number of pages (paged) or rows (ragged) the pool must have."""
+    fields = case.spec_fields()
+    kv_lens = np.array(case.kv_lens, np.int32)
+    qo_indptr = _indptr(case.qo_lens)
+    q_offsets = None if case.q_offsets is None else np.array(case.q_offsets, np.int32)
+    if case.page_size is None:
+        kv_indptr = _indptr(kv_lens + 1)
+        lengths = Lengths(qo_indptr, kv_lens, None, None, kv_indptr, q_offsets)
+        return lengths, fields["max_kv_tokens"]
+    used = -(-kv_lens // case.page_size)
+    # Some requests own a page they do not use yet: its id is read by nobody.
+    reserved = (np.arange(len(kv_lens)) % 3 == 1).astype(np.int32)
+    page_indptr = _indptr(used + reserved)
+    num_pages = int(used.sum()) + 3
+    ids = rng.permutation(num_pages).astype(np.int32)
+    page_indices = np.full(fields["max_kv_pages"], POISON_ID, np.int32)
+    taken = 0
+    for r, n in enumerate(used):
+        page_indices[page_indptr[r] : page_indptr[r] + n] = ids[taken : taken + n]
+        taken += n
+    return Lengths(qo_indptr, kv_lens, page_indptr, page_indices, None, q_offsets), num_pages
+
+
+def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
+    """Arrays of a case, poisoned wherever nothing may be read."""
+    rng = np.random.default_rng([seed, sum(case.kv_lens), case.head_dim_qk])
+    lengths, pool = make_lengths(case, rng)
+    dtype = jnp.dtype(case.dtype)
+    d_qk, d_vo = case.head_dim_qk, case.head_dim_vo or case.head_dim_qk
+    nnz_qo, nnz_kv = sum(case.qo_lens), sum(case.kv_lens)
+    q_live = np.empty((nnz_qo, case.num_qo_heads, d_qk))
+    k_live = np.empty((nnz_kv, case.num_kv_heads, d_qk))
+    v_live = np.empty((nnz_kv, case.num_kv_heads, d_vo))
+    positions = np.concatenate([[], *(np.arange(n) for n in case.kv_lens)]).astype(int)
+    _contents(content, rng, positions, q_live, k_live, v_live)
+
+    q = np.full((case.spec_fields()["max_qo_tokens"], case.num_qo_heads, d_qk), np.nan, dtype)
+    q[:nnz_qo] = q_live
+    shape = (pool,) if case.page_size is None else (pool, case.page_size)
+    k = np.full((*shape, *k_live.shape[1:]), np.nan, dtype)
+    v = np.full((*shape, *v_live.shape[1:]), np.nan, dtype)
+    places = kv_places(lengths, case.page_size)
+    k[places], v[places] = k_live, v_live
+    if case.num_layers is not None:
+        k = np.stack([np.full_like(k, np.nan)] * (case.num_layers - 1) + [k])
+        v = np.stack([np.full_like(v, np.nan)] * (case.num_layers - 1) + [v])
+    sinks = rng.normal(size=case.num_qo_heads).astype(np.float32) if case.sinks else None
+    layer = None if case.num_layers is None else case.num_layers - 1
+    borders = np.cumsum(case.kv_lens)[:-1]
+    rows = (
+        np.split(x.astype(dtype), borders) if len(case.kv_lens) else [] for x in (k_live, v_live)
+    )
+    return Batch(lengths, q, k, v, sinks, layer, *rows)
+
+
+def kv_places(lengths: Lengths, page_size: int | None) -> tuple[np.ndarray, ...]:
+    """Where each kv token of the batch lives: (page, slot) arrays, or (row,) if ragged."""
+    rows, pages, slots = [], [], []
+    for r, n in enumerate(lengths.kv_lens):
+        pos = np.arange(n)
+        if page_size is None:
+            rows.append(lengths.kv_indptr[r] + pos)
+        else:
+            pages.append(lengths.page_indices[lengths.page_indptr[r] + pos // page_size])
+            slots.append(pos % page_size)
+    parts = (rows,) if page_size is None else (pages, slots)
+    return tuple(np.concatenate([[], *part]).astype(int) for part in parts)
+
+
+def _contents(name, rng, positions, q, k, v):
+    """Fills q [nnz_qo, ...], k and v [nnz_kv, ...]; positions: [nnz_kv] kv position of each row.
+
+    normal  logits and values of the size a model has.
+    peaky   a few keys take all the weight.
+    count   every logit is 0 and value j is the one-hot row of j mod head_dim_vo: o counts the
+            visible keys of each residue and lse is the log of their number, so one key too many,
+            too few or counted twice shows, wherever it is.
+    rising  logits grow with the position: every step of an online softmax rescales.
+    falling the first keys take all the weight.
+    huge    visible logits near -5e5 whose differences are exact (with sm_scale 1).
+    """
+    rng.standard_normal(out=q)
+    rng.standard_normal(out=k)
+    rng.standard_normal(out=v)
+    if name == "peaky":
+        q *= 4
+    elif name == "count":
+        q[:] = 0
+        v[:] = 0
+        v[np.arange(len(v)), :, positions % v.shape[-1]] = 1
+    elif name in ("rising", "falling"):
+        # In the last dimension, so that a dot product meets its one large term last.
+        q[..., -1] = np.sqrt(q.shape[-1])
+        k[..., -1] = (0.02 if name == "rising" else -0.02) * positions[:, None]
+    elif name == "huge":
+        q[:] = k[:] = 0
+        q[..., 0], k[..., 0] = 512, -1024
+        q[..., 1], k[..., 1] = 1, rng.integers(-2, 3, size=k.shape[:-1])
+    elif name != "normal":
+        raise ValueError(name)
+
+
+@functools.lru_cache(maxsize=8)
+def built(case: Case, content: str) -> Batch:
+    return build(case, content)
+
+
+@dataclass
+class Expected:
+    o: np.ndarray  # [max_qo_tokens, num_qo_heads, head_dim_vo] f64
+    lse: np.ndarray  # [max_qo_tokens, num_qo_heads] f64
+    o_bound: np.ndarray  # [max_qo_tokens, num_qo_heads] largest error allowed in a row
+    lse_bound: np.ndarray  # [max_qo_tokens, num_qo_heads]
+
+
+@functools.lru_cache(maxsize=8)
+def expected(case: Case, content: str) -> Expected:
+    return expect(case, built(case, content))
+
+
+def expect(case: Case, batch: Batch) -> Expected:
+    spec = SimpleNamespace(
+        causal=case.causal,
+        window_left=case.window_left,
+        window_right=case.window_right,
+        logits_soft_cap=case.logits_soft_cap,
+        sm_scale=case.sm_scale,
+    )
+
+    def run(*qkv):
+        return reference.attention(
+            *qkv,
+            **batch.lengths.plan_arguments(),
+            spec=spec,
+            layer=batch.layer,
+            sinks=batch.sinks,
+        )
+
+    o, lse = run(*(x.astype(np.float64) for x in (batch.q, batch.k, batch.v)))
+    plain_o, _ = run(batch.q, batch.k, batch.v)
+    return Expected(o, lse, o_bound(o, plain_o, case.dtype), lse_bound(lse, case.dtype))
+
+
+def o_bound(o: np.ndarray, plain_o: np.ndarray, dtype: str) -> np.ndarray:
+    """Per row: twice the error of the plain implementation in the same dtype, and an ulp."""
+    plain_error = np.abs(plain_o.astype(np.float64) - o).max(axis=-1)
+    ulp = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
+    return 2 * plain_error + ulp * np.abs(o).max(axis=-1) + 1e-30
+
+
+def lse_bound(lse: np.ndarray, dtype: str) -> np.ndarray:
+    """1e-3, for f32 inputs 1e-5; and what float32 can hold of a large lse."""
+    size = np.where(np.isfinite(lse), np.abs(lse), 0)
+    return (1e-5 if dtype == "float32" else 1e-3) + size * 2.0**-21
+
+
+def _indptr(lens) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+
+
+# ---- the list ------------------------------------------------------------------------------------
+
+SCHEDULES = (
+    ("balanced", None),
+    ("fixed_split", 128),
+    ("no_split", None),
+)
+DTYPES = ("float32", "bfloat16", "float16")
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+MASKS = {
+    "causal": {"causal": True},
+    "full": {"causal": False},
+    "left0": {"causal": True, "window_left": 0},
+    "left1": {"causal": True, "window_left": 1},
+    "left15": {"causal": True, "window_left": 15},
+    "left16": {"causal": True, "window_left": 16},
+    "left100": {"causal": True, "window_left": 100},
+    "left63_full": {"causal": False, "window_left": 63},
+    "right0": {"causal": False, "window_right": 0},
+    "right1": {"causal": False, "window_right": 1},
+    "right64": {"causal": False, "window_right": 64},
+    "both": {"causal": False, "window_left": 17, "window_right": 5},
+    "both_long": {"causal": False, "window_left": 128, "window_right": 65},
+    "cap": {"logits_soft_cap": 2.0},
+    "cap_full_window": {"causal": False, "logits_soft_cap": 30.0, "window_left": 40},
+    "scale": {"sm_scale": 0.31},
+    "huge_window": {"causal": False, "window_left": 2**31 - 1, "window_right": 2**31 - 1},
+}
+
+
+def _lengths_cases():
+    # Every kv_len in 1 .. 2 * tile + 1 once (tiles are at most 128 keys), as decodes.
+    every = tuple(range(1, 258))
+    for dtype in DTYPES:
+        for schedule, split in SCHEDULES:
+            yield Case(
+                f"every_kv_len-{schedule}-{SHORT[dtype]}",
+                qo_lens=(1,) * 257,
+                kv_lens=every,
+                dtype=dtype,
+                schedule=schedule,
+                kv_split=split,
+                page_size=7,
+            )
+        # As short prefills, whose rows end inside and across tiles.
+        yield Case(
+            f"every_kv_len_5_queries-{SHORT[dtype]}",
+            qo_lens=(5,) * 131,
+            kv_lens=tuple(range(1, 132)),
+            dtype=dtype,
+            head_dim_qk=24,
+        )
+    qo = (0, 1, 2, 7, 17, 37, 63, 64, 65, 127, 128, 129, 0)
+    for name, extra in (("from_nothing", 0), ("after_1", 1), ("after_96", 96), ("short_kv", -5)):
+        for dtype in DTYPES:
+            yield Case(
+                f"qo_lens_{name}-{SHORT[dtype]}",
+                qo_lens=qo,
+                kv_lens=tuple(max(0, n + extra) for n in qo),
+                dtype=dtype,
+                contents=("normal", "count", "rising", "falling"),
+            )
+    yield Case("prefill_577", (577,), (577,), dtype="bfloat16", head_dim_qk=128)
+    yield Case("prefill_577_of_1023", (577, 1), (1023, 1023), page_size=48)
+    yield Case("kv_lens", (1,) * 11, (0, 1, 15, 16, 17, 33, 96, 97, 1023, 1025, 8191))
+    yield Case("kv_lens_3_queries", (3,) * 11, (0, 1, 15, 16, 17, 33, 96, 97, 1023, 1025, 2047))
+    yield Case("kv_lens_full", (7,) * 8, (0, 1, 15, 16, 17, 33, 96, 1025), causal=False)
+    for batch_size, qo_len in ((0, 0), (1, 1), (1, 33), (3, 1), (3, 2), (157, 1), (157, 2)):
+        kv_lens = tuple((37 * r) % 211 for r in range(batch_size))
+        yield Case(f"batch_{batch_size}x{qo_len}", (qo_len,) * batch_size, kv_lens)
+    yield Case("no_queries", (0, 0, 0), (5, 0, 77))
+    yield Case("no_keys", (3, 1, 40), (0, 0, 0), contents=("normal",))
+    yield Case("no_keys_sinks", (3, 1, 40), (0, 0, 0), sinks=True, contents=("normal",))
+    yield Case("zeros_everywhere", (0, 1, 0, 0, 9, 0), (0, 0, 0, 5, 30, 0))
+
+
+def _shape_cases():
+    for page_size in (1, 3, 5, 7, 16, 48, 64):
+        for dtype in ("float32", "bfloat16"):
+            yield Case(f"page_size_{page_size}-{SHORT[dtype]}", page_size=page_size, dtype=dtype)
+    for group in range(1, 17):
+        dtype = DTYPES[group % 3]
+        yield Case(
+            f"group_{group}-{SHORT[dtype]}",
+            num_qo_heads=2 * group,
+            num_kv_heads=2,
+            head_dim_qk=32,
+            dtype=dtype,
+            contents=("normal", "count") if group % 3 == 0 else ("normal", "rising"),
+        )
+    for num_kv_heads, group in ((1, 1), (1, 5), (3, 1), (5, 7), (8, 4), (16, 1)):
+        yield Case(
+            f"heads_{num_kv_heads}x{group}",
+            num_qo_heads=num_kv_heads * group,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=16,
+        )
+    head_dims = [(d, d) for d in (8, 24, 64, 80, 96, 112, 128, 192, 256)]
+    head_dims += [(192, 128), (64, 128), (128, 64), (8, 256), (256, 8), (24, 80), (72, 104)]
+    for i, (d_qk, d_vo) in enumerate(head_dims):
+        for dtype in ("float32", DTYPES[1 + i % 2]):
+            yield Case(
+                f"head_dim_{d_qk}_{d_vo}-{SHORT[dtype]}",
+                head_dim_qk=d_qk,
+                head_dim_vo=d_vo,
+                dtype=dtype,
+            )
+    for dtype in DTYPES:
+        yield Case(f"stacked-{SHORT[dtype]}", num_layers=3, dtype=dtype, page_size=5)
+    yield Case("stacked_one_layer", num_layers=1)
+
+
+def _mask_cases():
+    contents = ("normal", "count", "peaky")
+    for name, mask in MASKS.items():
+        for dtype in ("float32", "bfloat16"):
+            yield Case(f"mask_{name}-{SHORT[dtype]}", **mask, dtype=dtype, contents=contents)
+        yield Case(f"mask_{name}-ragged", **mask, page_size=None, contents=contents)
+        yield Case(f"mask_{name}-sinks", **mask, sinks=True, contents=contents)
+        yield Case(
+            f"mask_{name}-fixed_split",
+            **mask,
+            schedule="fixed_split",
+            kv_split=128,
+            sinks=name in ("causal", "both"),
+        )
+    offsets = (0, 16, -3, 0, 65, 40, 170, -2, 2000)
+    for name in ("causal", "both", "left16", "right64", "left63_full"):
+        yield Case(f"q_offsets_{name}", **MASKS[name], q_offsets=offsets)
+        yield Case(f"q_offsets_{name}-f16", **MASKS[name], q_offsets=offsets, dtype="float16")
+    # Windows that lie wholly outside the kv of some rows: those rows see nothing.
+    yield Case(
+        "window_outside",
+        qo_lens=(4, 4, 70, 4),
+        kv_lens=(20, 20, 20, 300),
+        q_offsets=(-10, 18, -30, 500),
+        causal=False,
+        window_left=3,
+        window_right=3,
+        sinks=True,
+    )
+    for page_size in (16, None):
+        where = "paged" if page_size else "ragged"
+        yield Case(
+            f"huge_logits_{where}",
+            qo_lens=(1, 33, 130),
+            kv_lens=(130, 60, 200),
+            page_size=page_size,
+            sm_scale=1.0,
+            schedule="no_split",  # split states meet in f32 lse, whose ulp is 0.03 there
+            contents=("huge",),
+        )
+        yield Case(
+            f"huge_logits_{where}-bf16",
+            qo_lens=(1, 33, 130),
+            kv_lens=(130, 60, 200),
+            page_size=page_size,
+            sm_scale=1.0,
+            dtype="bfloat16",
+            schedule="no_split",
+            contents=("huge",),
+        )
+
+
+def _schedule_cases():
+    contents = ("normal", "count", "rising", "falling")
+    for schedule, split in (*SCHEDULES, ("fixed_split", 256), ("fixed_split", 384)):
+        for num_ctas in (None, 1, 3, 33):
+            yield Case(
+                f"schedule_{schedule}_{split or ''}_ctas_{num_ctas}",
+                qo_lens=(1, 1, 40, 1, 0, 2, 140),
+                kv_lens=(4100, 17, 1300, 0, 64, 2047, 1500),
+                num_qo_heads=5,
+                num_kv_heads=1,
+                schedule=schedule,
+                kv_split=split,
+                num_ctas=num_ctas,
+                page_size=3,
+                repeats=10 if num_ctas == 33 else 2,
+                contents=contents if num_ctas in (None, 33) else ("count",),
+            )
+    for dtype in ("bfloat16", "float16"):
+        yield Case(
+            f"one_long_request-{SHORT[dtype]}",
+            (1,),
+            (8191,),
+            num_qo_heads=8,
+            num_kv_heads=2,
+            head_dim_qk=128,
+            dtype=dtype,
+            repeats=10,
+        )
+    yield Case("one_long_request_sinks", (2,), (8191,), sinks=True, contents=contents)
+    yield Case("one_long_request_window", (3,), (8191,), window_left=4000, contents=contents)
+    yield Case("one_long_request_ragged", (3,), (5000,), page_size=None, contents=contents)
+    yield Case(
+        "long_and_many_short",
+        (1,) * 40,
+        (8191,) + tuple(3 * r for r in range(39)),
+        num_qo_heads=7,
+        num_kv_heads=1,
+        head_dim_qk=80,
+        dtype="bfloat16",
+    )
+
+
+def random_case(seed: int) -> Case:
+    """Any combination of features and lengths; the list above holds the ones chosen by thought."""
+    rng = np.random.default_rng([seed, 20251121])
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    def length(largest):
+        return int(pick(0, 1, rng.integers(1, 20), rng.integers(0, largest), 64, 128, 129))
+
+    batch_size = int(rng.integers(0, 9))
+    group, num_kv_heads = int(rng.integers(1, 17)), int(pick(1, 1, 2, 3, 4))
+    if group * num_kv_heads > 24:
+        num_kv_heads = 1
+    right = int(pick(-1, -1, 1, 33, 200))
+    schedule, split = SCHEDULES[rng.integers(3)]
+    page_size = pick(None, 1, 2, 7, 16, 16, 33, 128)
+    return Case(
+        f"seed_{seed}",
+        qo_lens=tuple(length(150) for _ in range(batch_size)),
+        kv_lens=tuple(length(int(pick(300, 300, 2500))) for _ in range(batch_size)),
+        num_qo_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=8 * int(rng.integers(1, 17)),
+        head_dim_vo=8 * int(rng.integers(1, 17)),
+        dtype=pick(*DTYPES),
+        causal=bool(right == -1 and rng.random() < 0.6),
+        window_left=int(pick(-1, -1, 0, 5, 64, 100, 700)),
+        window_right=right,
+        logits_soft_cap=float(pick(0, 0, 3.0, 50.0)),
+        sm_scale=pick(None, None, 0.2, -0.1),
+        page_size=page_size,
+        schedule=schedule,
+        kv_split=split,
+        num_ctas=pick(None, None, 1, 5, 40),
+        num_layers=None if page_size is None else pick(None, 2),
+        sinks=bool(rng.random() < 0.3),
+        q_offsets=pick(None, tuple(int(x) for x in rng.integers(-20, 400, batch_size))),
+        contents=(pick("normal", "count", "peaky"), pick("rising", "falling", "count")),
+    )
+
+
+CASES: tuple[Case, ...] = (
+    *_lengths_cases(),
+    *_shape_cases(),
+    *_mask_cases(),
+    *_schedule_cases(),
+)
+assert len({case.name for case in CASES}) == len(CASES)

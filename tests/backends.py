@@ -1,0 +1,52 @@
+"""Where a test runs: every CPU instruction set this machine has, and the GPU if there is one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import pytest
+
+import jax_attn as ja
+from jax_attn import _core
+
+
+@dataclass(frozen=True)
+class Backend:
+    platform: str  # "cpu" or "gpu"
+    isa: str = ""  # CPU instruction set; "": the best one
+
+    @property
+    def device(self) -> jax.Device:
+        return jax.local_devices(backend=self.platform)[0]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls inside run here."""
+        _core.set_cpu_isa(self.isa)
+        try:
+            with jax.default_device(self.device):
+                yield
+        finally:
+            _core.set_cpu_isa("")
+
+    def spec(self, **fields: Any) -> ja.AttentionSpec:
+        target = "cpu" if self.platform == "cpu" else None
+        return ja.AttentionSpec(**fields, target=target)
+
+
+_CUDA = pytest.param(Backend("gpu"), id="cuda", marks=pytest.mark.cuda)
+
+# Every kernel there is. The test's `backend` argument is active when it runs.
+on_every_backend = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(Backend("cpu", isa), id=isa) for isa in _core.supported_cpu_isas()] + [_CUDA],
+    indirect=True,
+)
+# For what does not depend on the instruction set.
+on_every_platform = pytest.mark.parametrize(
+    "backend", [pytest.param(Backend("cpu"), id="cpu"), _CUDA], indirect=True
+)

@@ -1,0 +1,402 @@
+"""Bad input is refused before anything runs, in one sentence: op, argument, expected, got.
+
+A table: what is called, the exact exception type, and words the sentence must hold.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends import on_every_platform
+
+import jax_attn as ja
+from jax_attn import config
+
+FIELDS = {
+    "num_qo_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim_qk": 64,
+    "dtype": "float32",
+    "page_size": 16,
+    "max_batch": 3,
+    "max_qo_tokens": 8,
+    "max_kv_pages": 10,
+    "target": "cpu",
+}
+RAGGED = {"page_size": None, "max_kv_pages": None, "max_kv_tokens": 30}
+
+
+def check(call, exception, *words):
+    with pytest.raises(Exception) as caught:
+        call()
+    assert type(caught.value) is exception, repr(caught.value)
+    message = str(caught.value)
+    for word in words:
+        assert word in message, f"{word!r} is not in: {message}"
+
+
+def table(*rows):
+    return pytest.mark.parametrize("row", [pytest.param(row[1:], id=row[0]) for row in rows])
+
+
+# ---- AttentionSpec -------------------------------------------------------------------------------
+
+_EG = ("expected", "got")
+
+
+@table(
+    ("heads_ratio", {"num_qo_heads": 5}, ValueError, "num_qo_heads", "num_kv_heads", *_EG, "5"),
+    ("no_heads", {"num_qo_heads": 0}, ValueError, "num_qo_heads", *_EG),
+    ("negative_kv_heads", {"num_kv_heads": -2}, ValueError, "num_kv_heads", *_EG),
+    ("group", {"num_qo_heads": 34}, NotImplementedError, "num_qo_heads", "16", "17"),
+    ("head_dim", {"head_dim_qk": 20}, NotImplementedError, "head_dim_qk", "8", "256", "20"),
+    ("head_dim_mla", {"head_dim_qk": 576, "head_dim_vo": 512}, NotImplementedError, "576", "256"),
+    ("head_dim_vo", {"head_dim_vo": 264}, NotImplementedError, "head_dim_vo", "256", "264"),
+    ("head_dim_0", {"head_dim_qk": 0}, ValueError, "head_dim_qk", *_EG),
+    ("head_dim_float", {"head_dim_qk": 64.0}, ValueError, "head_dim_qk", "integer", "64.0"),
+    ("f64", {"dtype": "float64"}, NotImplementedError, "dtype", "bfloat16", "float64"),
+    ("int8", {"dtype": "int8"}, NotImplementedError, "dtype", "bfloat16", "int8"),
+    ("window_left", {"window_left": -2}, ValueError, "window_left", *_EG, "-2"),
+    ("window_right", {"window_right": 3}, ValueError, "window_right", "causal", *_EG, "3"),
+    ("cap", {"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap", *_EG),
+    ("cap_nan", {"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap", *_EG),
+    ("scale", {"sm_scale": float("inf")}, ValueError, "sm_scale", *_EG),
+    ("page_size", {"page_size": 0}, ValueError, "page_size", *_EG, "0"),
+    ("page_size_bool", {"page_size": True}, ValueError, "page_size", *_EG),
+    ("no_pages", {"max_kv_pages": None}, ValueError, "max_kv_pages", *_EG),
+    ("tokens_of_pages", {"max_kv_tokens": 5}, ValueError, "max_kv_tokens", "max_kv_pages"),
+    ("no_tokens", RAGGED | {"max_kv_tokens": None}, ValueError, "max_kv_tokens", *_EG),
+    ("pages_of_ragged", RAGGED | {"max_kv_pages": 4}, ValueError, "max_kv_pages", *_EG),
+    ("batch", {"max_batch": 0}, ValueError, "max_batch", *_EG),
+    ("too_large", {"max_qo_tokens": 2**31}, ValueError, "max_qo_tokens", *_EG),
+    ("num_pages", {"num_pages": -1}, ValueError, "num_pages", *_EG),
+    ("schedule", {"schedule": "best"}, ValueError, "schedule", "balanced", "'best'"),
+    ("split", {"kv_split": 128}, ValueError, "kv_split", "fixed_split", "128"),
+    ("split_0", {"schedule": "fixed_split", "kv_split": 0}, ValueError, "kv_split", *_EG),
+    ("split_odd", {"schedule": "fixed_split", "kv_split": 100}, ValueError, "kv_split", "tile_kv"),
+    ("target", {"target": "tpu"}, ValueError, "target", "cpu", "sm_90", "tpu"),
+    ("old_gpu", {"target": "sm_70"}, NotImplementedError, "target", "sm_80", "sm_70"),
+    ("ctas", {"num_ctas": 0}, ValueError, "num_ctas", *_EG),
+)
+def test_spec(row):
+    changed, exception, *words = row
+    check(lambda: ja.AttentionSpec(**(FIELDS | changed)), exception, "AttentionSpec", *words)
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+BATCH = {
+    "qo_indptr": [0, 1, 4],
+    "kv_lens": [20, 17],
+    "page_indptr": [0, 2, 4],
+    "page_indices": [0, 1, 2, 3],
+}
+
+
+@table(
+    ("decreasing", {"qo_indptr": [0, 3, 2]}, "qo_indptr[2]", *_EG, "2"),
+    ("not_from_0", {"qo_indptr": [1, 2, 4]}, "qo_indptr[0]", *_EG, "1"),
+    ("negative", {"qo_indptr": [-1, 2, 4]}, "qo_indptr[0]", *_EG, "-1"),
+    ("short", {"qo_indptr": [0, 4]}, "qo_indptr", *_EG, "3", "2"),
+    ("empty", {"qo_indptr": []}, "qo_indptr", *_EG),
+    ("rank", {"qo_indptr": [[0, 1, 4]]}, "qo_indptr", "1-d", *_EG),
+    ("float", {"kv_lens": [20.0, 17.0]}, "kv_lens", "integer", *_EG, "float"),
+    ("bool", {"kv_lens": [True, False]}, "kv_lens", "integer", *_EG, "bool"),
+    ("negative_len", {"kv_lens": [20, -1]}, "kv_lens[1]", *_EG, "-1"),
+    ("int64", {"kv_lens": [20, 2**31]}, "kv_lens", *_EG, "2147483648"),
+    ("too_few_pages", {"kv_lens": [20, 33]}, "request 1", "3 pages", "33", *_EG, "2"),
+    ("longest", {"kv_lens": [2**31 - 1, 3]}, "kv_lens[0]", *_EG),
+    ("pages_decrease", {"page_indptr": [0, 4, 2]}, "page_indptr[2]", *_EG),
+    ("pages_short", {"page_indices": [0, 1, 2]}, "page_indices", *_EG, "4", "3"),
+    ("negative_page", {"page_indices": [0, 1, -5, 3]}, "page_indices[2]", "request 1", *_EG, "-5"),
+    ("no_table", {"page_indptr": None}, "page_indptr", *_EG),
+    ("two_tables", {"kv_indptr": [0, 1, 2]}, "kv_indptr", *_EG),
+    (
+        "max_batch",
+        {"qo_indptr": [0] * 5, "kv_lens": [0] * 4, "page_indptr": [0] * 5},
+        *("max_batch", *_EG, "3", "4", "raise"),
+    ),
+    ("max_qo_tokens", {"qo_indptr": [0, 1, 9]}, "max_qo_tokens", *_EG, "8", "9", "raise"),
+    (
+        "max_kv_pages",
+        {"page_indptr": [0, 2, 11], "page_indices": list(range(11))},
+        *("max_kv_pages", *_EG, "10", "11", "raise"),
+    ),
+    ("offsets", {"q_offsets": [1]}, "q_offsets", *_EG, "2", "1"),
+    ("offset_overflow", {"q_offsets": [0, 2**31 - 1]}, "q_offsets[1]", *_EG),
+)
+def test_plan(row):
+    changed, *words = row
+    spec = ja.AttentionSpec(**FIELDS)
+    check(lambda: ja.plan(spec, **(BATCH | changed)), ValueError, "plan", *words)
+
+
+def test_plan_knows_the_pool_if_the_spec_does():
+    spec = ja.AttentionSpec(**FIELDS, num_pages=4)
+    ja.plan(spec, **BATCH)
+    bad = BATCH | {"page_indices": [0, 4, 2, 3]}
+    check(lambda: ja.plan(spec, **bad), ValueError, "page_indices[1]", "request 0", "4)", *_EG)
+
+
+@table(
+    ("table", {"page_indptr": [0, 1, 2], "page_indices": [0, 1]}, "page_indptr", "page_size=None"),
+    ("rows", {"kv_indptr": [0, 19, 37]}, "kv_lens[0]", *_EG, "19", "20"),
+    ("decreasing", {"kv_indptr": [5, 0, 37]}, "kv_indptr[1]", *_EG),
+    ("capacity", {"kv_lens": [20, 18]}, "max_kv_tokens", *_EG, "37", "38", "raise"),
+    ("overflow", {"kv_lens": [2**30, 2**30]}, "kv_indptr", *_EG),
+)
+def test_ragged_plan(row):
+    changed, *words = row
+    spec = ja.AttentionSpec(**(FIELDS | RAGGED | {"max_kv_tokens": 37}))
+    batch = {"qo_indptr": [0, 1, 4], "kv_lens": [20, 17]}
+    check(lambda: ja.plan(spec, **(batch | changed)), ValueError, "plan", *words)
+
+
+def test_fixed_split_names_the_capacity_that_a_prefill_needs():
+    """The default holds any decode batch; a prefill is told what to raise, until it fits."""
+    fields = FIELDS | {"schedule": "fixed_split", "kv_split": 128, "max_qo_tokens": 400}
+    fields |= {"max_kv_pages": 40, "num_qo_heads": 16}
+    batch = [0, 400], [600], [0, 38], list(range(38))
+    for _ in range(5):
+        try:
+            plan = ja.plan(ja.AttentionSpec(**fields), *batch)
+            break
+        except ValueError as error:
+            named = [n for n in ("max_items", "max_partial_rows") if f"raise {n}" in str(error)]
+            assert len(named) == 1, error
+            assert "expected at most" in str(error)
+            fields[named[0]] = int(str(error).split("got ")[1].split(";")[0])
+    else:
+        pytest.fail("still refused after raising what it named")
+    assert len(plan.merge_groups()) > 0
+
+
+# ---- attention and append ------------------------------------------------------------------------
+
+
+def operands(backend, **changed):
+    spec = backend.spec(**{n: x for n, x in FIELDS.items() if n != "target"})
+    given = {
+        "q": jnp.ones((8, 4, 64)),
+        "k": jnp.ones((2, 9, 16, 2, 64)),
+        "v": jnp.ones((2, 9, 16, 2, 64)),
+        "plan": ja.plan(spec, **BATCH),
+        "layer": 1,
+    }
+    return given | changed
+
+
+_ones = functools.partial(np.ones, dtype=np.float32)
+_CACHE = (2, 9, 16, 2, 64)
+
+
+@table(
+    ("q_rows", {"q": _ones((4, 4, 64))}, "q", "[8, 4, 64]", *_EG, "[4, 4, 64]"),
+    ("q_heads", {"q": _ones((8, 2, 64))}, "q", *_EG),
+    ("q_dtype", {"q": np.ones((8, 4, 64), np.float16)}, "q", "float32", *_EG, "float16"),
+    ("k_rank", {"k": _ones(_CACHE[1:])}, "k", *_EG, "layer"),
+    ("k_no_layer", {"layer": None}, "k", *_EG, "layer"),
+    ("k_page_size", {"k": _ones((2, 9, 8, 2, 64))}, "k", *_EG),
+    ("k_heads", {"k": _ones((2, 9, 16, 4, 64))}, "k", *_EG),
+    ("k_dtype", {"k": np.ones(_CACHE, np.float16)}, "k", "float32", *_EG, "float16"),
+    ("v_pages", {"v": _ones((2, 8, 16, 2, 64))}, "v", *_EG),
+    ("v_layers", {"v": _ones((3, 9, 16, 2, 64))}, "v", *_EG),
+    ("v_dim", {"v": _ones((2, 9, 16, 2, 32))}, "v", *_EG),
+    ("layer_high", {"layer": 2}, "layer", "[0, 2)", *_EG, "2"),
+    ("layer_negative", {"layer": -1}, "layer", *_EG, "-1"),
+    ("layer_float", {"layer": 1.0}, "layer", "integer", *_EG),
+    ("layer_array", {"layer": np.array([0, 1])}, "layer", *_EG),
+    ("sinks_shape", {"sinks": _ones(2)}, "sinks", "[4]", *_EG, "[2]"),
+    ("sinks_dtype", {"sinks": np.ones(4, np.float16)}, "sinks", "float32", *_EG),
+)
+@on_every_platform
+def test_attention(row, backend):
+    changed, *words = row
+    call = functools.partial(ja.attention, **operands(backend, **changed))
+    check(call, ValueError, "attention", *words)
+    check(jax.jit(call), ValueError, "attention", *words)  # also at trace time
+
+
+@on_every_platform
+def test_attention_wants_a_plan(backend):
+    given = operands(backend)
+    given["plan"] = given["plan"].buffer
+    with pytest.raises((TypeError, ValueError, AttributeError), match="plan|spec"):
+        ja.attention(**given)
+
+
+@on_every_platform
+def test_a_pool_of_another_size_than_the_spec_says(backend):
+    given = operands(backend)
+    spec = dataclasses.replace(given["plan"].spec, num_pages=20)
+    given["plan"] = ja.plan(spec, **BATCH)
+    check(lambda: ja.attention(**given), ValueError, "attention", "k", "20", *_EG)
+
+
+@on_every_platform
+def test_ragged_attention(backend):
+    fields = {n: x for n, x in (FIELDS | RAGGED).items() if n != "target"}
+    plan = ja.plan(backend.spec(**fields), [0, 2], [9])
+    q, k = _ones((8, 4, 64)), _ones((30, 2, 64))
+    ja.attention(q, k, k, plan)
+    check(lambda: ja.attention(q, k, k, plan, layer=0), ValueError, "attention", "layer", *_EG)
+    check(
+        lambda: ja.attention(q, k[:9], k, plan), ValueError, "attention", "k", "[30, 2, 64]", *_EG
+    )
+    check(lambda: ja.append_kv(k, k, k, k, plan), ValueError, "append_kv", "page", *_EG)
+
+
+@table(
+    ("k_new_rows", {"k_new": _ones((4, 2, 64))}, "k_new", *_EG),
+    ("v_new_dim", {"v_new": _ones((8, 2, 32))}, "v_new", *_EG),
+    ("v_new_dtype", {"v_new": np.ones((8, 2, 64), np.float16)}, "v_new", *_EG),
+    ("k_pages", {"k_pages": _ones((2, 9, 8, 2, 64))}, "k_pages", *_EG),
+    ("rank", {"k_pages": _ones(_CACHE[1:])}, "k_pages", "layer", *_EG),
+    ("v_pages", {"v_pages": _ones((2, 8, 16, 2, 64))}, "v_pages", *_EG),
+    ("layer", {"layer": 2}, "layer", "[0, 2)", *_EG),
+)
+@on_every_platform
+def test_append(row, backend):
+    changed, *words = row
+    given = operands(backend)
+    given = {
+        "k_pages": given["k"],
+        "v_pages": given["v"],
+        "k_new": _ones((8, 2, 64)),
+        "v_new": _ones((8, 2, 64)),
+        "plan": given["plan"],
+        "layer": 1,
+    } | changed
+    check(lambda: ja.append_kv(**given), ValueError, "append_kv", *words)
+
+
+# Data that only a run sees: refused by the CPU handlers always, with the words of a value error.
+
+
+def run_time(call, *words):
+    """XLA turns an error of a handler into one of these, depending on where it ran."""
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
+        jax.block_until_ready(call())
+    for word in ("INVALID_ARGUMENT", *words):
+        assert word in str(caught.value)
+
+
+CPU = pytest.mark.parametrize("op", ["attention", "append_kv"])
+
+
+def call_of(op, plan, layer=1, num_pages=9):
+    k, v = jnp.ones((2, num_pages, 16, 2, 64)), jnp.ones((2, num_pages, 16, 2, 64))
+    q, new = jnp.ones((8, 4, 64)), jnp.ones((8, 2, 64))
+    if op == "attention":
+        call = jax.jit(lambda plan, layer: ja.attention(q, k, v, plan, layer=layer))
+    else:
+        call = jax.jit(lambda plan, layer: ja.append_kv(k, v, new, new, plan, layer=layer))
+    return lambda: call(plan, jnp.int32(layer))
+
+
+@CPU
+def test_traced_layer_out_of_range(op):
+    plan = ja.plan(ja.AttentionSpec(**FIELDS), **BATCH)
+    for layer in (2, -1, 2**31 - 1):
+        run_time(call_of(op, plan, layer), op, "layer", "[0, 2)", str(layer))
+
+
+@CPU
+def test_page_ids_beyond_the_pool(op):
+    plan = ja.plan(ja.AttentionSpec(**FIELDS), **(BATCH | {"page_indices": [0, 1, 2, 9]}))
+    run_time(call_of(op, plan), op, "page", "9")
+
+
+@CPU
+def test_a_buffer_that_is_no_plan(op):
+    plan = ja.plan(ja.AttentionSpec(**FIELDS), **BATCH)
+    for content in (0, -1, 12345):
+        bad = dataclasses.replace(plan, buffer=np.full_like(plan.buffer, content))
+        run_time(call_of(op, bad), op, "plan")
+
+
+@on_every_platform
+@CPU
+def test_check_looks_at_data_on_every_device(op, backend, monkeypatch):
+    """JAX_ATTN_CHECK=1, for platforms whose handlers never read device data."""
+    monkeypatch.setattr(config, "check", True)
+    spec = backend.spec(**{n: x for n, x in FIELDS.items() if n != "target"})
+    good = ja.plan(spec, **BATCH)
+    jax.block_until_ready(call_of(op, good)())
+    bad_pages = ja.plan(spec, **(BATCH | {"page_indices": [0, 1, 2, 9]}))
+    no_plan = dataclasses.replace(good, buffer=np.zeros_like(good.buffer))
+    for call, word in (
+        (call_of(op, good, layer=2), "layer"),
+        (call_of(op, bad_pages), "page"),
+        (call_of(op, no_plan), "plan"),
+    ):
+        with pytest.raises(Exception, match=f"{op}.*{word}"):
+            jax.block_until_ready(call())
+            jax.effects_barrier()
+
+
+def test_a_traced_plan_refuses_at_run_time():
+    spec = ja.AttentionSpec(**FIELDS)
+    plan = jax.jit(lambda *lengths: ja.plan(spec, *lengths).buffer)
+    arrays = {name: np.array(x, np.int32) for name, x in BATCH.items()}
+    plan(*arrays.values())
+    for changed, words in (
+        ({"qo_indptr": [0, 3, 2]}, ("qo_indptr[2]",)),
+        ({"kv_lens": [20, 33]}, ("request 1",)),
+        ({"qo_indptr": [0, 1, 9]}, ("max_qo_tokens",)),
+    ):
+        bad = arrays | {name: np.array(x, np.int32) for name, x in changed.items()}
+        run_time(functools.partial(plan, *bad.values()), "plan", *words)
+
+
+# ---- merge ---------------------------------------------------------------------------------------
+
+
+@table(
+    ("rank", (_ones((3, 2, 8)), _ones((3, 2))), ValueError, "o_parts", *_EG),
+    ("none", (_ones((0, 3, 2, 8)), _ones((0, 3, 2))), ValueError, "o_parts", *_EG),
+    ("lse", (_ones((2, 3, 2, 8)), _ones((2, 3, 4))), ValueError, "lse_parts", *_EG),
+    (
+        "lse_dtype",
+        (_ones((2, 3, 2, 8)), np.ones((2, 3, 2), np.float16)),
+        *(ValueError, "lse_parts", "float32", *_EG),
+    ),
+    ("int", (np.ones((2, 3, 2, 8), np.int32), _ones((2, 3, 2))), NotImplementedError, "int32"),
+)
+def test_merge_states(row):
+    arguments, exception, *words = row
+    check(lambda: ja.merge_states(*arguments), exception, *words)
+
+
+def test_merge_state_of_unlike_states():
+    o, lse = _ones((3, 2, 8)), _ones((3, 2))
+    check(lambda: ja.merge_state(o, lse, o[:1], lse[:1]), ValueError, "merge_state", "o_b", *_EG)
+    check(lambda: ja.merge_state(o, lse, o, lse[:1]), ValueError, "merge_state", "lse_b", *_EG)
+    half = o.astype(np.float16)
+    check(lambda: ja.merge_state(o, lse, half, lse), ValueError, "merge_state", "o_b", *_EG)
+
+
+# ---- environment ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name,value", [("JAX_ATTN_CHECK", "yes"), ("JAX_ATTN_POISON", "2"), ("JAX_ATTN_CPU_ISA", "mmx")]
+)
+def test_environment(name, value):
+    import os
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax_attn"],
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError") and value in last

@@ -1,0 +1,261 @@
+"""The kernel cache and precompile with the real NVRTC, no GPU; the rest is in csrc/jit_test.cc."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_attn as ja
+from jax_attn import _core, config, jit
+
+ARCH = 90
+SPEC = ja.AttentionSpec(
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim_qk=72,  # that no other test compiles
+    max_batch=4,
+    max_qo_tokens=16,
+    max_kv_pages=32,
+    target="sm_90",
+)
+
+# A process of its own, with nothing but the extension: prepares one kernel, prints what came of it.
+CHILD = """
+import importlib.util, json, sys
+extension, nvrtc, cache_dir = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location("jax_attn._core", extension)
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+core.set_jit_paths(nvrtc, [], cache_dir)
+sys.stdin.readline()  # so that several processes can start at once
+result = [core.prepare_merge(90, 0) for _ in range(2)][0]
+print(json.dumps([result, core.jit_stats()]))
+"""
+
+
+def start(cache_dir: str, nvrtc: list[str] | None = None) -> subprocess.Popen[str]:
+    arguments = [_core.__file__, jit.nvrtc_candidates() if nvrtc is None else nvrtc, cache_dir]
+    command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[dict, dict, str]:
+    """(what prepare_merge returned first, jit_stats, stderr)"""
+    out, err = process.communicate("go\n", timeout=120)
+    assert process.returncode == 0, err
+    result, stats = json.loads(out)
+    return result, stats, err
+
+
+def entries(cache_dir: pathlib.Path) -> list[pathlib.Path]:
+    """Everything in the cache, temporary folders too."""
+    return sorted(cache_dir.iterdir())
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> None:
+    try:
+        _core.append_source(ARCH).compile()
+    except RuntimeError as error:
+        if "pip install" not in str(error):
+            raise
+        pytest.skip("NVRTC is not installed")
+
+
+@pytest.fixture
+def cache_dir(tmp_path: pathlib.Path, nvrtc: None) -> pathlib.Path:
+    return tmp_path / "not" / "there" / "yet"
+
+
+def test_second_process_reads_what_the_first_compiled(cache_dir):
+    first, stats, err = finish(start(str(cache_dir)))
+    assert first["origin"] == "compiled" and err == ""
+    assert stats["compiled"] == 1 and stats["memory_hits"] == 1 and stats["disk_hits"] == 0
+    assert stats["compile_ms"] > 0
+
+    second, stats, _ = finish(start(str(cache_dir)))
+    assert second["origin"] == "disk"
+    assert stats["compiled"] == 0 and stats["disk_hits"] == 1
+    assert second["milliseconds"] < first["milliseconds"]
+
+    [entry] = entries(cache_dir)
+    assert entry.name.startswith("merge-sm_90a-bf16-")
+    assert str(entry) == first["cache_path"] == second["cache_path"]
+    source = _core.merge_source(ARCH, 0)
+    assert (entry / "kernel.cu").read_text() == source.text
+    cubin, _ = source.compile()
+    assert (entry / "kernel.cubin").read_bytes() == cubin  # NVRTC is deterministic
+    assert first["num_threads"] % 32 == 0 and first["num_threads"] > 0
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no_meta", "empty_folder"])
+def test_damaged_entry_is_rebuilt(cache_dir, damage):
+    finish(start(str(cache_dir)))
+    [entry] = entries(cache_dir)
+    cubin = (entry / "kernel.cubin").read_bytes()
+    if damage == "truncate":
+        (entry / "kernel.cubin").write_bytes(cubin[:-7])
+    elif damage == "flip":
+        (entry / "kernel.cubin").write_bytes(cubin[:-1] + bytes([cubin[-1] ^ 1]))
+    elif damage == "no_meta":
+        (entry / "meta").unlink()
+    else:
+        for file in entry.iterdir():
+            file.unlink()
+    result, stats, err = finish(start(str(cache_dir)))
+    assert result["origin"] == "compiled" and stats["corrupt"] == 1 and err == ""
+    assert entries(cache_dir) == [entry]
+    assert (entry / "kernel.cubin").read_bytes() == cubin
+    assert finish(start(str(cache_dir)))[0]["origin"] == "disk"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_racing_processes_all_succeed(cache_dir, damaged):
+    if damaged:
+        finish(start(str(cache_dir)))
+        (entries(cache_dir)[0] / "kernel.cubin").write_bytes(b"")
+    processes = [start(str(cache_dir)) for _ in range(4)]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        result, _, err = finish(process)
+        assert result["origin"] in ("compiled", "disk") and err == ""
+    assert len(entries(cache_dir)) == 1
+    assert finish(start(str(cache_dir)))[0]["origin"] == "disk"
+
+
+def test_unwritable_folder_keeps_kernels_in_memory(tmp_path, nvrtc):
+    (tmp_path / "file").write_text("not a folder")
+    result, stats, err = finish(start(str(tmp_path / "file" / "cache")))
+    assert result["origin"] == "compiled" and result["cache_path"] == ""
+    assert stats["memory_hits"] == 1
+    assert err.count("kept in memory only") == 1 and "JAX_ATTN_CACHE_DIR" in err
+
+
+def test_no_cache_folder(nvrtc):
+    result, _, err = finish(start(""))
+    assert result["origin"] == "compiled" and result["cache_path"] == "" and err == ""
+
+
+def test_missing_nvrtc_says_what_to_install(tmp_path):
+    process = start(str(tmp_path), nvrtc=["/nonexistent/libnvrtc.so.13"])
+    _, err = process.communicate("go\n", timeout=60)
+    assert "RuntimeError" in err and "pip install 'jax-attn[cuda13]'" in err
+    assert "/nonexistent/libnvrtc.so.13" in err
+
+
+@pytest.fixture
+def cache_dir_here(cache_dir: pathlib.Path):
+    _core.set_jit_paths(jit.nvrtc_candidates(), [], str(cache_dir))
+    yield cache_dir
+    _core.set_jit_paths(jit.nvrtc_candidates(), [], config.cache_dir)
+
+
+def test_precompile_without_gpu(cache_dir_here):
+    kernels = ja.precompile([SPEC, SPEC])
+    assert [kernel.name.split("-")[:2] for kernel in kernels] == [
+        ["attention", "sm_90a"],
+        ["append", "sm_90a"],
+        ["merge", "sm_90a"],
+    ]
+    attention = kernels[0]  # the others may be known from other tests of this process
+    assert attention.origin == "compiled" and attention.milliseconds > 0
+    assert pathlib.Path(attention.cache_path, "kernel.cu").exists()
+    assert pathlib.Path(attention.cache_path) in entries(cache_dir_here)
+    assert all(kernel.origin == "memory" for kernel in ja.precompile(SPEC))
+    [other, *_] = ja.precompile(SPEC, arch="sm_80")
+    assert other.name.startswith("attention-sm_80-") and other.origin == "compiled"
+
+
+def test_precompile_refuses_a_cpu_target():
+    spec = ja.AttentionSpec(
+        num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, max_kv_pages=32, target="cpu"
+    )
+    with pytest.raises(ValueError, match=r'expected a CUDA target, got \'cpu\'.*arch="sm_90"'):
+        ja.precompile(spec)
+
+
+def test_toolkit_of_the_environment_is_searched(monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/opt/some_cuda")
+    candidates = jit.nvrtc_candidates()
+    assert "/opt/some_cuda/lib64/libnvrtc.so.13" in candidates
+    assert candidates[-2:] == ["libnvrtc.so.13", "libnvrtc.so.12"]  # the loader's own search, last
+
+
+# --- on a GPU: what only a real driver can show ---
+
+NUM_CALLS = 8  # in one jit; XLA captures runs of 5 and more
+
+
+@jax.jit
+def chained_calls(q, k_pages, v_pages, plan):
+    for _ in range(NUM_CALLS):
+        q = ja.attention(q, k_pages, v_pages, plan)
+    return q
+
+
+def decode_operands(device: jax.Device) -> tuple:
+    """(q, k_pages, v_pages, plan) of a decode batch of long and short requests, on the device."""
+    target = "cpu" if device.platform == "cpu" else None
+    spec = ja.AttentionSpec(
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim_qk=64,
+        max_batch=4,
+        max_qo_tokens=4,
+        max_kv_pages=1024,
+        target=target,
+    )
+    kv_lens = np.array([9000, 17, 1, 400], np.int32)
+    page_indptr = np.concatenate([[0], np.cumsum(-(-kv_lens // 16))]).astype(np.int32)
+    num_pages = int(page_indptr[-1])
+    plan = ja.plan(spec, np.arange(5, dtype=np.int32), kv_lens, page_indptr, np.arange(num_pages))
+    rng = np.random.default_rng(0)
+    shapes = [(4, 8, 64), (num_pages, 16, 2, 64), (num_pages, 16, 2, 64)]
+    arrays = [rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in shapes]
+    return jax.device_put((*arrays, plan), device)
+
+
+def gpus() -> list[jax.Device]:
+    try:
+        return jax.local_devices(backend="gpu")
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {str(error).splitlines()[0]}")
+
+
+@pytest.mark.cuda
+def test_replays_do_not_enter_execute():
+    """XLA captures the calls: the handler's host code runs for a trace, not for a replay."""
+    q, *rest = decode_operands(gpus()[0])
+
+    def launches_of(num_steps: int) -> int:
+        before = _core.jit_stats()["attention_launches"]
+        for _ in range(num_steps):
+            chained_calls(q, *rest).block_until_ready()
+        return _core.jit_stats()["attention_launches"] - before
+
+    assert launches_of(5) >= NUM_CALLS  # the counter counts
+    assert launches_of(50) < 50 * NUM_CALLS / 10  # nearly all of 50 steps are replays
+
+
+@pytest.mark.cuda
+def test_every_device_runs_its_own_copy():
+    devices = gpus()
+    if len(devices) < 2:
+        pytest.skip("one GPU only")
+    loaded = _core.jit_stats()["loaded"]
+    operands = [decode_operands(device) for device in devices]
+    results = [chained_calls(*each) for each in operands]  # all in flight at once
+    assert [result.devices() for result in results] == [{device} for device in devices]
+    for result in results[1:]:
+        np.testing.assert_array_equal(np.asarray(result), np.asarray(results[0]))
+    assert _core.jit_stats()["loaded"] > loaded

@@ -1,0 +1,342 @@
+"""What every plan must be, whoever wrote it: complete, consistent, balanced."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from attention_cases import SCHEDULES, Case, make_lengths
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jax_attn as ja
+from jax_attn import reference
+
+TARGETS = ("cpu", "sm_80:108", "sm_90:132")
+
+
+def make_plan(case, target="cpu", **more):
+    lengths, _ = make_lengths(case, np.random.default_rng(0))
+    spec = ja.AttentionSpec(**(case.spec_fields() | more), target=target)
+    return ja.plan(spec, **lengths.plan_arguments())
+
+
+# ---- random batches ------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    """Small enough to count every (row, position) pair, odd enough to meet every border."""
+    schedule, split = draw(st.sampled_from((*SCHEDULES, ("fixed_split", 512))))
+    request = st.tuples(
+        st.one_of(st.integers(0, 3), st.integers(0, 90)),
+        st.one_of(st.integers(0, 20), st.integers(0, 700)),
+    )
+    requests = draw(st.lists(request, max_size=9))
+    if draw(st.booleans()):
+        requests.append((draw(st.integers(1, 4)), draw(st.integers(2000, 6000))))
+    requests = draw(st.permutations(requests))
+    causal = draw(st.booleans())
+    window_left = draw(st.sampled_from((-1, -1, 0, 1, 63, 64, 65, 300)))
+    window_right = -1 if causal else draw(st.sampled_from((-1, -1, 1, 40)))
+    offsets = None
+    if draw(st.booleans()):
+        offsets = tuple(draw(st.integers(-50, 800)) for _ in requests)
+    num_kv_heads, group = draw(st.sampled_from(((1, 1), (2, 2), (1, 16), (8, 4), (3, 5), (2, 7))))
+    return Case(
+        "random",
+        qo_lens=tuple(qo_len for qo_len, _ in requests),
+        kv_lens=tuple(kv_len for _, kv_len in requests),
+        num_qo_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        page_size=draw(st.sampled_from((None, 1, 7, 16))),
+        schedule=schedule,
+        kv_split=split,
+        num_ctas=draw(st.sampled_from((None, 1, 2, 13, 132))),
+        q_offsets=offsets,
+    )
+
+
+random_cases = given(case=cases(), target=st.sampled_from(TARGETS))
+few_examples = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+@few_examples
+@random_cases
+def test_every_visible_pair_is_in_exactly_one_item(case, target):
+    plan = make_plan(case, target)
+    qo_indptr = np.concatenate([[0], np.cumsum(case.qo_lens)]).astype(int)
+    items = plan.items()
+    for r, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
+        q_offset = kv_len - qo_len if case.q_offsets is None else case.q_offsets[r]
+        covered = np.zeros((case.num_kv_heads, qo_len, kv_len), np.int32)
+        written = np.zeros((case.num_kv_heads, qo_len), np.int32)
+        for item in items[items["request"] == r]:
+            token = item["qo_begin"] - qo_indptr[r]
+            assert 0 <= token and item["qo_len"] > 0 and token + item["qo_len"] <= qo_len
+            assert item["q_pos"] == q_offset + token
+            assert 0 <= item["kv_begin"] <= item["kv_end"] <= kv_len
+            rows = slice(token, token + item["qo_len"])
+            covered[item["kv_head"], rows, item["kv_begin"] : item["kv_end"]] += 1
+            written[item["kv_head"], rows] += item["partial_row"] < 0
+        visible = reference.visible_keys(
+            qo_len, kv_len, q_offset, case.window_left, 0 if case.causal else case.window_right
+        )
+        assert (covered <= 1).all()
+        assert (covered >= visible).all()
+        # Rows are final or split, never both; the split ones are checked by the next test.
+        assert (written <= 1).all()
+    assert set(items["request"]) <= set(range(len(case.qo_lens)))
+
+
+@few_examples
+@random_cases
+def test_merge_groups_are_complete_ordered_and_apart(case, target):
+    plan = make_plan(case, target)
+    config, header = plan.spec.kernel_config, plan.header()
+    items, groups = plan.items(), plan.merge_groups()
+    group_size = case.num_qo_heads // case.num_kv_heads
+    row_owner = np.full(header["num_partial_rows"], -1)
+    for g, group in enumerate(groups):
+        members = items[items["merge_idx"] == g]
+        rows = group["qo_len"] * group_size
+        assert len(members) == group["num_partials"] >= 2
+        for name in ("qo_begin", "qo_len", "kv_head"):
+            assert (members[name] == group[name]).all()
+        members = np.sort(members, order="kv_begin")
+        assert (members["kv_end"][:-1] == members["kv_begin"][1:]).all()  # in kv order, no gap
+        np.testing.assert_array_equal(
+            members["partial_row"], group["partial_row"] + rows * np.arange(len(members))
+        )
+        span = slice(group["partial_row"], group["partial_row"] + rows * len(members))
+        assert span.stop <= header["num_partial_rows"] <= config["max_partial_rows"]
+        assert (row_owner[span] == -1).all()
+        row_owner[span] = g
+    assert (row_owner >= 0).all()
+    alone = items[items["merge_idx"] < 0]
+    assert (alone["partial_row"] == -1).all()
+    assert (items["merge_idx"] < len(groups)).all()
+    # Every (token, head) has one writer: a final item or a merge group.
+    writers = np.zeros((sum(case.qo_lens), case.num_kv_heads), int)
+    for record in (*alone, *groups):
+        writers[record["qo_begin"] : record["qo_begin"] + record["qo_len"], record["kv_head"]] += 1
+    assert (writers == 1).all()
+
+
+@few_examples
+@random_cases
+def test_items_fit_their_tiles_and_the_queues_hold_them_all(case, target):
+    plan = make_plan(case, target)
+    config, header, items = plan.spec.kernel_config, plan.header(), plan.items()
+    tile_rows = np.array([config[f"tile_q_{i}"] for i in range(config["num_tiles"])])
+    group_size = case.num_qo_heads // case.num_kv_heads
+    assert ((items["tile"] >= 0) & (items["tile"] < config["num_tiles"])).all()
+    assert (items["qo_len"] * group_size <= tile_rows[items["tile"]]).all()
+    assert ((items["kv_head"] >= 0) & (items["kv_head"] < case.num_kv_heads)).all()
+    indptr = plan.queue_indptr()
+    assert len(indptr) == config["num_ctas"] + 1
+    assert indptr[0] == 0 and indptr[-1] == len(items) == header["num_items"]
+    assert (np.diff(indptr) >= 0).all()
+    assert header["num_items"] <= config["max_items"]
+    assert header["num_merge_groups"] <= config["max_merge_groups"]
+    assert header["batch_size"] == len(case.qo_lens) and header["nnz_qo"] == sum(case.qo_lens)
+    starts = make_lengths(case, np.random.default_rng(0))[0]
+    starts = starts.kv_indptr if case.page_size is None else starts.page_indptr
+    np.testing.assert_array_equal(items["kv_base"], starts[items["request"]])
+
+
+@few_examples
+@random_cases
+def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
+    """Heaviest first to the least loaded: no queue exceeds the mean by more than one unit of work.
+
+    A unit is what goes to a queue at once: an item for heads_per_unit kv heads. Queues and heads
+    fall into equal partitions, which all get the same schedule, so the mean of all is that of each.
+    """
+    plan = make_plan(case, target)
+    config, items = plan.spec.kernel_config, plan.items()
+    if not len(items):
+        return
+    costs = plan.queue_costs()
+    kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)]) / config["kv_cost_0"]
+    kv_tokens = items["kv_end"].astype(int) - items["kv_begin"]
+    item_costs = config["item_cost"] + kv_tokens * kv_cost[items["tile"]]
+    assert np.isclose(costs.sum(), item_costs.sum())
+    largest_unit = item_costs.max() * config["heads_per_unit"]
+    assert costs.max() <= costs.mean() + largest_unit * (1 + 1e-9)
+
+
+@few_examples
+@random_cases
+def test_planned_work_does_not_depend_on_capacities(case, target):
+    plan = make_plan(case, target)
+    fields = case.spec_fields()
+    larger = {n: x + 1000 for n, x in fields.items() if n.startswith("max_") and x is not None}
+    again = make_plan(case, target, **larger)
+    assert again.spec.plan_words > plan.spec.plan_words
+    assert again.header() == plan.header()
+    np.testing.assert_array_equal(again.queue_indptr(), plan.queue_indptr())
+    np.testing.assert_array_equal(again.items(), plan.items())
+    np.testing.assert_array_equal(again.merge_groups(), plan.merge_groups())
+
+
+def test_balanced_work_does_not_depend_on_capacities():
+    """A few long requests, where the planner chooses among several cuts."""
+    for target in TARGETS:
+        for num_ctas in (8, 13, 132):
+            for n in (4, 6, 9, 11):
+                case = Case("", (1,) * n, (23000,) + (20000,) * (n - 1), num_ctas=num_ctas)
+                plan = make_plan(case, target, max_batch=n, max_qo_tokens=n)
+                again = make_plan(case, target, max_batch=n + 1000, max_qo_tokens=n + 1000)
+                np.testing.assert_array_equal(again.queue_indptr(), plan.queue_indptr())
+                np.testing.assert_array_equal(again.items(), plan.items())
+
+
+@few_examples
+@random_cases
+def test_planning_again_gives_the_same_bits(case, target):
+    first, *others = (make_plan(case, target).buffer for _ in range(3))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+@few_examples
+@random_cases
+def test_fixed_split_borders_depend_on_the_request_alone(case, target):
+    case = dataclasses.replace(case, schedule="fixed_split", kv_split=case.kv_split or 128)
+    plan = make_plan(case, target)
+    items = plan.items()
+    names = ["qo_len", "kv_head", "tile", "kv_begin", "kv_end", "q_pos"]
+    for r in range(len(case.qo_lens)):
+        one = {
+            name: (getattr(case, name)[r],) if getattr(case, name) is not None else None
+            for name in ("qo_lens", "kv_lens", "q_offsets")
+        }
+        alone = make_plan(dataclasses.replace(case, **one, num_ctas=3), target).items()
+        mine = items[items["request"] == r]
+        np.testing.assert_array_equal(np.sort(mine[names]), np.sort(alone[names]))
+        inner = mine["kv_end"][(mine["merge_idx"] >= 0)]
+        assert np.isin(inner % case.kv_split, (0, *(mine["kv_end"] % case.kv_split))).all()
+
+
+# ---- chosen batches ------------------------------------------------------------------------------
+
+
+def test_a_split_happens_where_it_should():
+    """Guards the tests above against plans that never split."""
+    long = Case("", (1, 1), (8000, 100), num_ctas=16)
+    assert len(make_plan(long).merge_groups()) > 0
+    assert len(make_plan(dataclasses.replace(long, schedule="no_split")).merge_groups()) == 0
+    fixed = make_plan(dataclasses.replace(long, schedule="fixed_split", kv_split=1024))
+    spans = np.unique(fixed.items()[["request", "kv_begin", "kv_end"]])
+    want = [(0, b, min(b + 1024, 8000)) for b in range(0, 8000, 1024)] + [(1, 0, 100)]
+    assert [tuple(int(x) for x in span) for span in spans] == want
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_balanced_spreads_one_long_request_over_all_queues(target):
+    plan = make_plan(Case("", (1,), (100_000,), num_kv_heads=1, num_qo_heads=4), target)
+    lengths = np.diff(plan.queue_indptr())
+    assert (lengths == 0).mean() <= 0.05  # chunks are whole kv tiles
+    costs = plan.queue_costs()
+    assert costs.max() <= 1.35 * costs.mean()
+
+
+def test_empty_batches_have_no_items():
+    for case in (Case("", (), ()), Case("", (0, 0), (5, 0))):
+        for schedule, split in SCHEDULES:
+            plan = make_plan(dataclasses.replace(case, schedule=schedule, kv_split=split))
+            assert len(plan.items()) == 0 and not plan.queue_indptr().any()
+
+
+def test_rows_that_see_nothing_still_have_a_writer():
+    plan = make_plan(Case("", (3, 2, 1), (0, 1, 0)))
+    items = plan.items()
+    assert sorted(set(items["request"])) == [0, 1, 2]
+    empty = items[items["request"] != 1]
+    assert (empty["kv_begin"] == empty["kv_end"]).all()
+
+
+def test_the_largest_batch_fits_the_default_capacities():
+    """Balanced and no_split must plan anything within max_batch, max_qo_tokens and max_kv_pages."""
+    rng = np.random.default_rng(0)
+    for target in TARGETS:
+        for schedule in ("balanced", "no_split"):
+            for num_kv_heads, group in ((1, 1), (8, 4), (2, 16), (3, 7)):
+                spec = ja.AttentionSpec(
+                    num_qo_heads=num_kv_heads * group,
+                    num_kv_heads=num_kv_heads,
+                    head_dim_qk=64,
+                    max_batch=64,
+                    max_qo_tokens=512,
+                    max_kv_pages=4096,
+                    schedule=schedule,
+                    target=target,
+                )
+                for _ in range(20):
+                    batch_size = rng.integers(1, 65)
+                    cuts = np.sort(rng.integers(0, 513, batch_size - 1))
+                    qo_indptr = np.concatenate([[0], cuts, [512]])
+                    pages = np.sort(rng.integers(0, 4097, batch_size - 1))
+                    page_indptr = np.concatenate([[0], pages, [4096]])
+                    kv_lens = 16 * np.diff(page_indptr)
+                    plan = ja.plan(spec, qo_indptr, kv_lens, page_indptr, np.arange(4096))
+                    assert plan.header()["nnz_qo"] == 512
+
+
+def test_tail_and_reserved_pages_are_not_looked_at():
+    """Same words, whatever lies in entries of page_indices that hold no token."""
+    fields = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim_qk": 64, "num_pages": 10}
+    spec = ja.AttentionSpec(**fields, max_batch=4, max_qo_tokens=4, max_kv_pages=12)
+    qo_indptr, kv_lens, page_indptr = [0, 1, 2], [17, 16], [0, 3, 4]
+    plans = [
+        ja.plan(spec, qo_indptr, kv_lens, page_indptr, [3, 4, unused, 9, *tail])
+        for unused, tail in ((0, []), (2147480000, [2147480000] * 8), (-7, [-1] * 300))
+    ]
+    assert all(p.header() == plans[0].header() for p in plans)
+    assert all((p.items() == plans[0].items()).all() for p in plans)
+    assert plans[0].header()["max_page_id"] == 9
+
+
+def test_a_plan_is_a_pytree_of_one_leaf():
+    import jax
+
+    plan = make_plan(Case("", (1,), (5,)))
+    leaves, tree = jax.tree.flatten(plan)
+    assert len(leaves) == 1 and leaves[0].dtype == np.int32
+    assert leaves[0].shape == (plan.spec.plan_words,)
+    assert jax.tree.unflatten(tree, leaves).spec is plan.spec
+    hash(tree)
+
+
+def test_describe_names_what_the_schedule_does():
+    plan = make_plan(Case("", (1, 40), (5000, 60), num_ctas=8))
+    text = plan.describe()
+    for word in ("items", "queue", "imbalance", "split", "workspace", "bytes"):
+        assert word in text
+    assert str(len(plan.items())) in text and str(len(plan.merge_groups())) in text
+
+
+def test_inputs_may_be_any_integer_array():
+    import jax.numpy as jnp
+
+    spec = ja.AttentionSpec(4, 2, 64, max_batch=4, max_qo_tokens=8, max_kv_pages=8)
+    arguments = [0, 2, 3], [20, 7], [0, 2, 3], [5, 1, 0]
+    want = ja.plan(spec, *arguments).buffer
+    for convert in (np.array, jnp.array, lambda x: np.array(x, np.uint16), tuple):
+        np.testing.assert_array_equal(ja.plan(spec, *map(convert, arguments)).buffer, want)
+    strided = (np.repeat(x, 2)[::2] for x in arguments)
+    np.testing.assert_array_equal(ja.plan(spec, *strided).buffer, want)
+
+
+def test_the_bits_of_the_specs_do_not_alias():
+    """Specs are static jit arguments: equal ones must hash alike, different ones differ."""
+    fields = Case("", (1,), (5,)).spec_fields()
+    assert ja.AttentionSpec(**fields) == ja.AttentionSpec(**fields)
+    assert hash(ja.AttentionSpec(**fields)) == hash(ja.AttentionSpec(**fields))
+    for name, value in (("max_batch", 99), ("sm_scale", 0.5), ("causal", False)):
+        assert ja.AttentionSpec(**(fields | {name: value})) != ja.AttentionSpec(**fields)

@@ -1,0 +1,277 @@
+"""The operations under JAX's transformations: each works, or refuses in one sentence."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case, build
+from backends import on_every_platform
+from checking import assert_same_bits
+
+import jax_attn as ja
+
+CASE = Case("", (1, 17, 5), (300, 17, 40), num_layers=2)
+
+
+def prepare(backend, case=CASE):
+    batch = build(case)
+    plan = ja.plan(backend.spec(**case.spec_fields()), **batch.lengths.plan_arguments())
+    return plan, batch
+
+
+@on_every_platform
+def test_jit_and_eager_give_the_same_bits(backend):
+    plan, b = prepare(backend)
+    eager = ja.attention(b.q, b.k, b.v, plan, layer=1)
+    jitted = jax.jit(ja.attention)(b.q, b.k, b.v, plan, layer=1)
+    assert_same_bits("o", eager, jitted)
+
+
+@on_every_platform
+def test_ahead_of_time_compilation(backend):
+    plan, b = prepare(backend)
+    compiled = jax.jit(ja.attention).lower(b.q, b.k, b.v, plan, layer=jnp.int32(1)).compile()
+    assert_same_bits(
+        "o",
+        compiled(b.q, b.k, b.v, plan, layer=jnp.int32(1)),
+        ja.attention(b.q, b.k, b.v, plan, layer=1),
+    )
+
+
+@on_every_platform
+def test_scan_over_layers(backend):
+    plan, b = prepare(backend)
+    k, v = (np.nan_to_num(x) for x in (b.k, b.v))
+    k[0], v[0] = k[1][::-1], v[1][::-1]
+
+    def body(total, layer):
+        return total + ja.attention(b.q, k, v, plan, layer=layer), None
+
+    o, _ = jax.jit(lambda: jax.lax.scan(body, jnp.zeros(b.q.shape), jnp.arange(2)))()
+    want = ja.attention(b.q, k, v, plan, layer=0) + ja.attention(b.q, k, v, plan, layer=1)
+    assert_same_bits("o", o, want)
+
+
+@on_every_platform
+def test_while_loop(backend):
+    plan, b = prepare(backend)
+
+    def loop(q):
+        def body(state):
+            i, q = state
+            return i + 1, ja.attention(q, b.k, b.v, plan, layer=1)
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, q))[1]
+
+    want = b.q
+    for _ in range(3):
+        want = ja.attention(want, b.k, b.v, plan, layer=1)
+    assert_same_bits("o", jax.jit(loop)(b.q), want)
+
+
+def test_eval_shape_needs_no_data():
+    spec = ja.AttentionSpec(
+        8, 2, 64, 32, max_batch=9, max_qo_tokens=11, max_kv_pages=40, target="sm_90"
+    )
+    shape = jax.ShapeDtypeStruct
+    plan = ja.AttentionPlan(shape((spec.plan_words,), jnp.int32), spec)
+    pages = [shape((3, 50, 16, 2, d), jnp.bfloat16) for d in (64, 32)]
+    new = [shape((11, 2, d), jnp.bfloat16) for d in (64, 32)]
+    q = shape((11, 8, 64), jnp.bfloat16)
+
+    def step(pages, new, q, plan, layer):
+        pages = ja.append_kv(*pages, *new, plan, layer=layer)
+        return pages, ja.attention(q, *pages, plan, layer=layer, return_lse=True)
+
+    got_pages, (o, lse) = jax.eval_shape(step, pages, new, q, plan, shape((), jnp.int32))
+    assert [p.shape for p in got_pages] == [p.shape for p in pages]
+    assert (o.shape, o.dtype) == ((11, 8, 32), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((11, 8), jnp.float32)
+    o, lse = jax.eval_shape(
+        ja.merge_states, shape((4, 3, 2, 8), jnp.float16), shape((4, 3, 2), jnp.float32)
+    )
+    assert (o.shape, o.dtype, lse.shape, lse.dtype) == ((3, 2, 8), jnp.float16, (3, 2), jnp.float32)
+
+
+CACHED = textwrap.dedent(
+    """
+    import sys
+    import jax, jax.numpy as jnp, numpy as np
+    import jax.monitoring
+    import jax_attn as ja
+
+    hits = []
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
+    spec = ja.AttentionSpec(4, 2, 64, dtype="float32", max_batch=2, max_qo_tokens=4, max_kv_pages=4)
+    plan = ja.plan(spec, [0, 3], [40], [0, 3], [2, 0, 1])
+    q = jnp.linspace(-1, 1, 4 * 4 * 64).reshape(4, 4, 64)
+    pages = jnp.sin(jnp.arange(3 * 16 * 2 * 64.0)).reshape(3, 16, 2, 64)
+    attend = jax.jit(lambda *arguments: ja.attention(*arguments, return_lse=True))
+    del hits[:]
+    o, lse = attend(q, pages, pages, plan)
+    print(len(hits), np.asarray(o[:3]).tobytes().hex())
+    """
+)
+
+
+def test_an_executable_from_the_persistent_cache_runs_in_a_fresh_process(tmp_path):
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-c", CACHED]
+    outputs = [
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True)
+        for _ in range(2)
+    ]
+    (first_hits, first_o), (second_hits, second_o) = (x.stdout.split() for x in outputs)
+    assert first_hits == "0" and second_hits == "1"
+    assert second_o == first_o
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+
+@on_every_platform
+@pytest.mark.parametrize("op", ["attention", "append_kv", "merge_states"])
+def test_vmap_works_or_refuses_in_one_sentence(op, backend):
+    plan, b = prepare(backend)
+    if op == "attention":
+        call, x = lambda q: ja.attention(q, b.k, b.v, plan, layer=1), np.stack([b.q, b.q + 1])
+    elif op == "append_kv":
+        new = np.ones((len(b.q), 2, 64), np.float32)
+        call, x = lambda n: ja.append_kv(b.k, b.v, n, n, plan, layer=1), np.stack([new, 2 * new])
+    else:
+        rng = np.random.default_rng(0)
+        lse = rng.normal(size=(3, 5, 2)).astype(np.float32)
+        call, x = (
+            lambda o: ja.merge_states(o, lse),
+            rng.normal(size=(2, 3, 5, 2, 8)).astype(np.float32),
+        )
+    try:
+        got = jax.vmap(call)(x)
+    except NotImplementedError as error:
+        assert op in str(error) and "vmap" in str(error)
+        return
+    for i in range(2):
+        for a, want in zip(jax.tree.leaves(got), jax.tree.leaves(call(x[i])), strict=True):
+            assert_same_bits(op, a[i], want)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@on_every_platform
+def test_attention_refuses_gradients_clearly(backend):
+    plan, b = prepare(backend)
+    with pytest.raises((NotImplementedError, ValueError, TypeError)) as caught:
+        jax.grad(lambda q: ja.attention(q, b.k, b.v, plan, layer=1).sum())(b.q)
+    assert "attention" in str(caught.value)
+
+
+@on_every_platform
+def test_merge_under_checkpoint_and_grad(backend):
+    rng = np.random.default_rng(0)
+    o, lse = (
+        rng.normal(size=(2, 5, 2, 8)).astype(np.float32),
+        rng.normal(size=(2, 5, 2)).astype(np.float32),
+    )
+
+    def loss(o, lse):
+        merged, merged_lse = ja.merge_states(o, lse)
+        return jnp.sum(merged**2) + jnp.sum(merged_lse)
+
+    want = jax.grad(loss, argnums=(0, 1))(o, lse)
+    got = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))(o, lse)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+# ---- sharding ------------------------------------------------------------------------------------
+
+SHARDED = textwrap.dedent(
+    """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    import jax_attn as ja
+
+    assert len(jax.devices()) == 2
+    auto = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((2,), ("heads",), **auto)
+    fields = dict(head_dim_qk=64, dtype="float32", max_batch=4, max_qo_tokens=40, max_kv_pages=200)
+    batch = [0, 1, 34, 35], [1500, 60, 300], [0, 94, 98, 117], np.arange(117)
+    whole = ja.plan(ja.AttentionSpec(8, 4, **fields), *batch)
+    half = ja.plan(ja.AttentionSpec(4, 2, **fields), *batch)
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(40, 8, 64)).astype(np.float32)
+    new = rng.normal(size=(40, 4, 64)).astype(np.float32)
+    k, v = (rng.normal(size=(2, 600, 16, 4, 64)).astype(np.float32) for _ in "kv")
+
+    def step(k, v, q, new, plan):
+        k, v = ja.append_kv(k, v, new, new, plan, layer=1)
+        return k, v, *ja.attention(q, k, v, plan, layer=1, return_lse=True)
+
+    want = jax.jit(step)(k, v, q, new, whole)
+    rows, pages = P(None, "heads"), P(None, None, None, "heads")
+    sharded = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(pages, pages, rows, rows, P()),
+                      out_specs=(pages, pages, rows, rows), check_vma=CHECK_VMA),
+        donate_argnums=(0, 1))
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    arguments = put(k, pages), put(v, pages), put(q, rows), put(new, rows), put(half, P())
+    compiled = sharded.lower(*arguments).compile()
+    text = compiled.as_text()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in text, collective
+    assert compiled.memory_analysis().temp_size_in_bytes < k.nbytes / 4
+    got = sharded(*arguments)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    # kv spans over the mesh: each device attends to its own rows, the states merge by collectives.
+    kv_mesh = jax.make_mesh((2,), ("kv",), **auto)
+    ragged = ja.AttentionSpec(4, 2, causal=False, page_size=None, head_dim_qk=64, dtype="float32",
+                              max_batch=1, max_qo_tokens=3, max_kv_tokens=64)
+    everything = ja.AttentionSpec(4, 2, causal=False, page_size=None, head_dim_qk=64,
+                                  dtype="float32", max_batch=1, max_qo_tokens=3, max_kv_tokens=128)
+    q = rng.normal(size=(3, 4, 64)).astype(np.float32)
+    k, v = (rng.normal(size=(128, 2, 64)).astype(np.float32) for _ in "kv")
+    part = ja.plan(ragged, [0, 3], [64])
+
+    def attend(q, k, v, plan):
+        o, lse = ja.attention(q, k, v, plan, return_lse=True)
+        return ja.merge_states(jax.lax.all_gather(o, "kv"), jax.lax.all_gather(lse, "kv"))
+
+    parallel = jax.jit(jax.shard_map(attend, mesh=kv_mesh, in_specs=(P(), P("kv"), P("kv"), P()),
+                                     out_specs=P(), check_vma=False))
+    o, lse = parallel(q, k, v, part)
+    want_o, want_lse = ja.attention(q, k, v, ja.plan(everything, [0, 3], [128]), return_lse=True)
+    np.testing.assert_allclose(o, want_o, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+    print("done")
+    """
+)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_heads_and_over_kv(check_vma):
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED.replace("CHECK_VMA", str(check_vma))],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr[-4000:]
