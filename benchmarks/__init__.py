@@ -1,0 +1,1 @@
+"""Benchmarks: `make bench` (CPU) and `make bench-gpu`; results in results/<device>.json."""

@@ -1,0 +1,221 @@
+"""CPU kernels beside jax.nn and, where torch is installed, torch SDPA: `make bench`.
+
+Everything in one process and one run, in turns (ours, jax.nn, torch, ours, ...), so that a machine
+whose speed drifts treats all alike. Prefill is dense, decode is paged with pages of 16 for us and
+dense for the peers, which have no pages. Writes benchmarks/results/cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from benchmarks.digest import sources_digest
+
+try:
+    import torch
+except ImportError:  # a peer, not a dependency
+    torch = None
+
+RESULT = Path(__file__).with_name("results") / "cpu.json"
+PAGE_SIZE = 16
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decode
+PREFILL_HEADS = 8
+
+
+def wall_us(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - begin)
+
+
+def medians_us(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Runs all in turns until the time is over, at least 5 rounds."""
+    for run in runs.values():
+        run()
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    begin = time.perf_counter()
+    while len(next(iter(samples.values()))) < 5 or time.perf_counter() - begin < seconds:
+        for name, run in runs.items():
+            samples[name].append(wall_us(run))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def read_bytes_per_us() -> float:
+    """Read-only stream: one thread a core, each over memory of its own, larger than the caches."""
+    threads = [np.ones(48 << 20, np.float32) for _ in range(len_processors())]
+
+    def run() -> None:
+        workers = [threading.Thread(target=np.dot, args=(x, x)) for x in threads]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    us = min(wall_us(run) for _ in range(8))
+    return sum(x.nbytes for x in threads) / us
+
+
+def matmul_flops_per_us(dtype: str) -> float:
+    n = 2048
+    x = jax.random.normal(jax.random.key(0), (n, n), dtype)
+    multiply = jax.jit(jnp.matmul)
+    multiply(x, x).block_until_ready()
+    return 2 * n**3 / min(wall_us(lambda: multiply(x, x).block_until_ready()) for _ in range(5))
+
+
+def len_processors() -> int:
+    return ja.AttentionSpec(1, 1, 8, page_size=None, max_kv_tokens=1, target="cpu").problem.spec[
+        "num_processors"
+    ]
+
+
+def torch_attention(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], Any]:
+    """q, k, v: [batch, tokens, heads, head_dim]."""
+    dtype = torch.bfloat16 if q.dtype == jnp.bfloat16 else torch.float32
+    to = [torch.tensor(np.asarray(a, np.float32)).to(dtype).transpose(1, 2) for a in (q, k, v)]
+    to = [a.contiguous() for a in to]
+    gqa = to[0].shape[1] != to[1].shape[1]
+
+    def run() -> Any:
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(
+                *to, is_causal=causal, enable_gqa=gqa
+            )
+
+    return run
+
+
+def jax_attention(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], Any]:
+    attend = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal))
+    return lambda: attend(q, k, v).block_until_ready()
+
+
+def with_torch(runs: dict[str, Callable[[], Any]], *operands: Any) -> dict[str, Callable[[], Any]]:
+    return runs | ({"torch SDPA": torch_attention(*operands)} if torch else {})
+
+
+def prefill(dtype: str, length: int, causal: bool) -> tuple[str, dict[str, Any], float, float]:
+    keys = jax.random.split(jax.random.key(1), 3)
+    shape = (1, length, PREFILL_HEADS, HEAD_DIM)
+    q, k, v = (jax.random.normal(key, shape, dtype) for key in keys)
+    ours = jax.jit(lambda q, k, v: ja.dot_product_attention(q, k, v, is_causal=causal))
+    runs = {
+        "ours": lambda: ours(q, k, v).block_until_ready(),
+        "jax.nn": jax_attention(q, k, v, causal),
+    }
+    flops = 4 * length**2 * PREFILL_HEADS * HEAD_DIM / (2 if causal else 1)
+    name = f"cpu/prefill/1x{length}/8/d128/{dtype}/{'causal' if causal else 'full'}"
+    return name, with_torch(runs, q, k, v, causal), 4 * q.nbytes, flops
+
+
+def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], float, float]:
+    keys = jax.random.split(jax.random.key(2), 3)
+    q = jax.random.normal(keys[0], (batch, NUM_QO_HEADS, HEAD_DIM), dtype)
+    pages = batch * length // PAGE_SIZE
+    pool = (pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    k, v = (jax.random.normal(key, pool, dtype) for key in keys[1:])
+    spec = ja.AttentionSpec(
+        NUM_QO_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        max_batch=batch,
+        max_qo_tokens=batch,
+        max_kv_pages=pages,
+        target="cpu",
+    )
+    plan = ja.plan(
+        spec,
+        np.arange(batch + 1),
+        np.full(batch, length),
+        np.arange(batch + 1) * (length // PAGE_SIZE),
+        np.random.default_rng(0).permutation(pages),
+    )
+    ours = jax.jit(ja.attention)
+    dense_q = q[:, None]
+    dense_k, dense_v = (a.reshape(batch, length, NUM_KV_HEADS, HEAD_DIM) for a in (k, v))
+    runs = {
+        "ours": lambda: ours(q, k, v, plan).block_until_ready(),
+        "jax.nn": jax_attention(dense_q, dense_k, dense_v, False),
+    }
+    flops = 4 * batch * length * NUM_QO_HEADS * HEAD_DIM
+    name = f"cpu/decode/{batch}x{length}/32-8/d128/{dtype}/page16"
+    return name, with_torch(runs, dense_q, dense_k, dense_v, False), k.nbytes + v.nbytes, flops
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=4.0, help="a workload, all peers together")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+
+    read = read_bytes_per_us()
+    matmul = {dtype: matmul_flops_per_us(dtype) for dtype in ("float32", "bfloat16")}
+    print(
+        f"isa {ja._core.cpu_isa()}, {len_processors()} threads, read {read / 1e3:.1f} GB/s, matmul"
+    )
+    print({dtype: f"{rate / 1e3:.0f} GFLOP/s" for dtype, rate in matmul.items()})
+    rows = []
+    workloads = [
+        (make, dtype, *shape)
+        for dtype in ("float32", "bfloat16")
+        for make, shapes in (
+            (decode, [(1, 16384), (8, 2048)]),
+            (prefill, [(512, True), (2048, True), (2048, False)]),
+        )
+        for shape in shapes
+    ]
+    for make, dtype, *shape in workloads:
+        name, runs, num_bytes, flops = make(dtype, *shape)
+        us = medians_us(runs, arguments.seconds)
+        ours = us.pop("ours")
+        floor = max(num_bytes / read, flops / matmul["float32"] if make is prefill else 0)
+        rows.append(
+            {
+                "workload": name,
+                "median_us": round(ours, 1),
+                "floor_us": round(floor, 1),
+                "gbps": round(num_bytes / ours / 1e3, 2),
+                "tflops": round(flops / ours / 1e6, 4),
+                "peers": {peer: round(value, 1) for peer, value in us.items()},
+            }
+        )
+        best = min(us.values())
+        print(
+            f"{name:48s} {ours:9.0f} us  {num_bytes / ours / 1e3:6.1f} GB/s"
+            f" {flops / ours / 1e3:7.1f} GFLOP/s  floor {floor:8.0f}  peers {us}"
+            f"  best peer / ours {best / ours:.2f}",
+            flush=True,
+        )
+    result = {
+        "device": f"cpu: {platform.machine()}, {ja._core.cpu_isa()}, {len_processors()} threads",
+        "driver": "torch " + torch.__version__ if torch else "",
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        "sources_digest": sources_digest(),
+        "read_gbps": round(read / 1e3, 1),
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

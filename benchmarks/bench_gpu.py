@@ -1,0 +1,325 @@
+"""GPU benchmarks: ours beside its peers and the device's own ceilings, in one run.
+
+    python -m benchmarks.bench_gpu            every workload, peers, -> results/<device>.json
+    python -m benchmarks.bench_gpu --quick    six workloads, no peers, no file: for tuning
+
+How a time is taken: timing.py. What a chain is made of: ops.py. What was expected: NOTES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+QUICK = (
+    "decode/64x4096",
+    "decode/128x2048",
+    "decode/64xzipf",
+    "decode/8x1024",
+    "mixed/128x1@2048+4x512@4096",
+    "prefill/4x4096/16/d128/causal",
+)
+PEERS = {  # in the order they are measured: the fastest ones before the budget ends
+    "flashinfer": "flashinfer_attention",
+    "torch": "torch_attention",
+    "jax": "jax_attention",
+}
+SHRINK = 64  # --tiny
+MAX_ERROR = 1e-2  # bf16 against float32, norms over a few rows
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_gpu",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="six workloads, no peers, no result file; < 60 s")
+    add("--select", default="", help='workload ids, comma separated; "decode/*" is a prefix')
+    add(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE,...",
+        help="fields of AttentionSpec or of the kernel configuration to override; may be repeated:"
+        " each variant is measured on the same data, as workload#variant. '' is the default one",
+    )
+    add("--peers", default=None, help="comma separated peers, or none; default: all (quick: none)")
+    add("--steps", action=argparse.BooleanOptionalAction, help="decode steps (default: not quick)")
+    add("--compile-for", default=None, help="measure compile times for this target, e.g. sm_90")
+    add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare with f32")
+    add("--budget", type=float, default=540, help="seconds after which nothing new starts")
+    add("--out", type=Path, default=None, help="result file instead of results/<device>.json")
+    add("--tiny", action="store_true", help="lengths / 64: tries the script on any machine")
+    add("--platform", choices=("cpu", "gpu"), default=None, help="what jax runs on")
+    return parser.parse_args()
+
+
+ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
+if ARGUMENTS is not None:
+    # Before jax is imported: memory is shared with the peers' processes, and kernels come from an
+    # empty cache, so that a run measures what a fresh machine does.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if ARGUMENTS.platform == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    _cache = tempfile.TemporaryDirectory(prefix="jax_attn_bench_")
+    os.environ["JAX_ATTN_CACHE_DIR"] = _cache.name
+
+import jax  # noqa: E402
+
+from benchmarks import compile_time, decode_step, ops, report, timing, workloads  # noqa: E402
+from benchmarks.report import Ceilings, Row, log  # noqa: E402
+from jax_attn import _core  # noqa: E402
+
+
+class Bench:
+    """One run. Rows gather in `rows`; anything that fails is named in `failures` and skipped."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+        self.missing_peers: list[str] = []
+        self.ceilings = Ceilings(ops.NOMINAL.bytes_per_us, ops.NOMINAL.flops_per_us)
+        self.data: ops.AttentionData | None = None
+        self.build_log = tempfile.TemporaryFile("w+")
+        self.variants = [ops.parse_variant(text) for text in arguments.variant or [""]]
+        select = [name for name in arguments.select.split(",") if name]
+        quick = QUICK if arguments.quick and not select else ()
+        self.workloads = workloads.load(select or quick, shrink=SHRINK if arguments.tiny else 1)
+        peers = arguments.peers
+        if peers is None:
+            peers = "" if arguments.quick else ",".join(PEERS)
+        self.peers = [name for name in peers.split(",") if name and name != "none"]
+        if unknown := set(self.peers) - PEERS.keys():
+            raise SystemExit(f"--peers: {sorted(unknown)}: known are {sorted(PEERS)}")
+
+    def run(self) -> None:
+        a = self.arguments
+        kind = jax.devices()[0].device_kind
+        log(f"{kind}, driver {report.driver_version()}, jax {jax.__version__}")
+        if not a.quick or a.compile_for:
+            self.guard("compile times", self.compile_times)
+        build = self.start_build()
+        self.guard("ceilings", self.measure_ceilings)
+        steps = not a.quick if a.steps is None else a.steps
+        for workload in self.workloads:
+            if report.elapsed_s() > a.budget:
+                self.fail("budget", f"{a.budget} s are over before {workload.id}")
+                break
+            if workload.kind == "step" and not steps:
+                continue
+            variants = self.variants if workload.kind in workloads.ATTENTION_KINDS else [{}]
+            for variant in variants:
+                self.guard(workload.id, lambda w=workload, v=variant: self.measure(w, v))
+        log(f"kernels: {_core.jit_stats()}")
+        self.guard("peers", lambda: self.collect_peers(build))
+
+    def guard(self, name: str, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.fail(name, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+    def fail(self, name: str, message: str) -> None:
+        self.failures.append(f"{name}: {message}")
+        log(f"FAILED {name}: {message}")
+
+    def miss(self, peer: str, message: str) -> None:
+        """A peer that is not installed or not done is no failure of ours."""
+        self.missing_peers.append(f"{peer}: {message}")
+        log(f"MISSING {peer}: {message}")
+
+    # ---- parts ---------------------------------------------------------------------------------
+
+    def compile_times(self) -> None:
+        target = self.arguments.compile_for or (None if ops.on_gpu() else "")
+        if target == "":
+            return
+        chosen = [w for w in self.workloads if w.kind in workloads.ATTENTION_KINDS]
+        specs = {ops.make_spec(w, {}, target=target) for w in chosen}
+        kernels, second = compile_time.measure(list(specs), Path(os.environ["JAX_ATTN_CACHE_DIR"]))
+        for kernel in kernels:
+            more = {
+                "origin": kernel["origin"],
+                "cubin_bytes": kernel["cubin_bytes"],
+                "compiled_in_second_process": second["compiled"],
+            }
+            row = Row(f"compile/{kernel['name']}", 1e3 * kernel["milliseconds"], more=more)
+            self.rows.append(row)
+            log(f"{row.workload}: {kernel['milliseconds']:.0f} ms, {kernel['origin']}")
+        log(f"second process: {second['compiled']} compiled, {second['disk_hits']} from disk")
+
+    def measure_ceilings(self) -> None:
+        self.ceilings, rows = ops.measure_ceilings()
+        self.rows += rows
+        log(
+            f"ceilings: read {self.ceilings.bytes_per_us / 1e6:.2f} TB/s,"
+            f" bf16 matmul {self.ceilings.flops_per_us / 1e6:.0f} TFLOP/s"
+        )
+
+    def measure(self, workload: workloads.Workload, variant: dict[str, Any]) -> None:
+        if workload.kind == "merge":
+            chain = timing.time_chain(ops.merge_chain(workload), 8 if ops.on_gpu() else 2)
+            self.add(workload, variant, chain.us, spread_us=round(chain.spread, 2))
+            return
+        spec = ops.make_spec(workload, variant)
+        plan = ops.make_plan(workload, spec)
+        if workload.kind == "append":
+            chain = timing.time_chain(ops.append_chain(workload, spec, plan), self.append_calls())
+            self.add(workload, variant, chain.us, spread_us=round(chain.spread, 2))
+        elif workload.kind == "step":
+            layer_us = self.layer_us(workload)
+            for row in decode_step.bench_step(workload, spec, plan, layer_us):
+                self.rows.append(row)
+        else:
+            self.measure_attention(workload, variant, spec, plan)
+
+    def measure_attention(
+        self, workload: workloads.Workload, variant: dict[str, Any], spec: Any, plan: Any
+    ) -> None:
+        data = self.data_of(workload)
+        make_chain = ops.attention_chain(data, spec, plan)
+        once = make_chain(1)
+        more: dict[str, Any] = {}
+        if self.arguments.check:
+            more["error"] = float(f"{ops.relative_error(data, _first(once())):.2e}")
+        chain = timing.time_chain(make_chain, ops.attention_chain_length(workload))
+        more["spread_us"] = round(chain.spread, 2)
+        more["single_call_us"] = round(timing.median_us(once), 1)
+        more["plan_host_us"] = round(
+            timing.median_us(lambda: ops.make_plan(workload, spec).buffer), 1
+        )
+        if not more.get("error", 0) < MAX_ERROR:
+            self.fail(workload.id, f"wrong result: relative error {more['error']}")
+        self.add(workload, variant, chain.us, **more)
+
+    def data_of(self, workload: workloads.Workload) -> ops.AttentionData:
+        """Kept while one workload's variants are measured."""
+        if self.data is None or self.data.workload != workload:
+            self.data = None  # frees the last one's gigabytes first
+            self.data = ops.make_data(workload)
+        return self.data
+
+    def append_calls(self) -> int:
+        return 32 if ops.on_gpu() else 2
+
+    def layer_us(self, workload: workloads.Workload) -> float | None:
+        """Attention plus append of one layer, each from a chain of its own."""
+        spec = ops.make_spec(workload, {})
+        plan = ops.make_plan(workload, spec)
+        num_calls = 32 if ops.on_gpu() else 2
+        attention = ops.attention_chain(ops.make_data(workload), spec, plan)
+        append = ops.append_chain(workload, spec, plan)
+        attention_us = timing.time_chain(attention, num_calls).us
+        append_us = timing.time_chain(append, num_calls).us
+        log(f"{workload.id}: attention {attention_us:.2f} us, append {append_us:.2f} us a layer")
+        return attention_us + append_us
+
+    def add(self, workload: workloads.Workload, variant: dict[str, Any], us: float, **more: Any):
+        row = report.workload_row(workload, us, **more)
+        if variant:
+            row.workload += "#" + ",".join(f"{k}={v}" for k, v in variant.items())
+        self.rows.append(row)
+        rate = f"{row.bytes / us / 1e3:.0f} GB/s" + (
+            f", {row.flops / us / 1e6:.0f} TFLOP/s" if row.flops > us * 1e6 else ""
+        )
+        log(f"{row.workload}: {us:.2f} us, floor {row.floor_us(self.ceilings):.1f}, {rate}, {more}")
+
+    # ---- peers ---------------------------------------------------------------------------------
+
+    def start_build(self) -> subprocess.Popen[Any] | None:
+        """FlashInfer's nvcc runs while ours are measured; the GPU is not touched by it."""
+        if "flashinfer" not in self.peers or not ops.on_gpu():
+            return None
+        return _start_peer("flashinfer", ["--build-only"], self.build_log)
+
+    def collect_peers(self, build: subprocess.Popen[Any] | None) -> None:
+        """Each peer alone on the device, in a process of its own."""
+        self.data = None
+        names = ",".join(workload.id for workload in self.workloads)
+        for name in self.peers:
+            left = self.arguments.budget - report.elapsed_s()
+            if name == "flashinfer" and build is not None:
+                try:
+                    build.wait(max(left - 30, 1))
+                except subprocess.TimeoutExpired:
+                    build.kill()
+                self.build_log.seek(0)
+                log(f"{name} build: " + " ".join(self.build_log.read().split())[-600:])
+                left = self.arguments.budget - report.elapsed_s()
+            if left < 20 or (build is not None and build.poll()):
+                self.miss(name, "no time left" if left < 20 else "its modules did not build")
+                continue
+            options = ["--select", names, "--budget", f"{left - 15:.0f}"]
+            if self.arguments.tiny:
+                options += ["--shrink", str(SHRINK)]
+            self.read_peer(name, _start_peer(name, options), left)
+        read = [row for row in self.rows if row.workload == "ceiling/read"]
+        if read and read[0].peers:  # the floors are those of the fastest reader
+            best_us = min(read[0].median_us, *read[0].peers.values())
+            self.ceilings.bytes_per_us = read[0].bytes / best_us
+
+    def read_peer(self, name: str, process: subprocess.Popen[Any], timeout_s: float) -> None:
+        timer = threading.Timer(max(timeout_s, 1), process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            found = json.loads(line) if line.startswith("{") else {"note": line.strip()[:300]}
+            log(
+                f"{name}: "
+                + ", ".join(f"{v:.1f} us" if k == "us" else str(v) for k, v in found.items())
+            )
+            for row in self.rows:
+                if "us" in found and row.workload.split("#")[0] == found["workload"]:
+                    row.peers[found["peer"]] = found["us"]
+        timer.cancel()
+        if process.wait():
+            self.miss(name, f"ended with {process.returncode}")
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> int:
+        a = self.arguments
+        path = a.out or report.RESULTS / f"{report.device_name()}.json"
+        if a.out or not (a.quick or a.tiny or a.select or a.variant):
+            more = {"failures": self.failures, "missing_peers": self.missing_peers}
+            report.write(path, self.rows, self.ceilings, **more)
+            log(f"wrote {path}")
+        print(report.table(self.rows, self.ceilings))
+        for failure in self.failures:
+            print(f"FAILED {failure}")
+        sys.stdout.flush()
+        return 1 if self.failures else 0
+
+
+def _start_peer(name: str, options: list[str], output: Any = None) -> subprocess.Popen[Any]:
+    command = [sys.executable, "-m", f"benchmarks.peers.{PEERS[name]}", *options]
+    pipe = subprocess.PIPE if output is None else output
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, bufsize=1)
+
+
+def _first(o: Any) -> Any:
+    return o[0] if isinstance(o, list) else o
+
+
+def main(arguments: argparse.Namespace) -> int:
+    bench = Bench(arguments)
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        bench.fail("interrupted", "rows so far follow")
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    assert ARGUMENTS is not None
+    sys.exit(main(ARGUMENTS))

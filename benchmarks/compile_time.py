@@ -1,0 +1,57 @@
+"""Cold compile times: NVRTC on every kernel the given specs need, in a process of its own.
+
+    python -m benchmarks.compile_time SPECS.json
+
+SPECS.json: a list of AttentionSpec fields. Prints one JSON object a kernel. No GPU is touched; the
+cache is the one in JAX_ATTN_CACHE_DIR, so a second run with the same folder must compile nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def measure(specs: list[Any], cache_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Compiles into an empty cache_dir, then asks a second process for the same.
+
+    Returns (the kernels as the first process saw them, jit_stats of the second).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "specs.json"
+        path.write_text(json.dumps([_arguments(spec) for spec in specs]))
+        first, second = (_run(path, cache_dir) for _ in range(2))
+    return first[:-1], second[-1]
+
+
+def _arguments(spec: Any) -> dict[str, Any]:
+    return dataclasses.asdict(spec)
+
+
+def _run(path: Path, cache_dir: Path) -> list[dict[str, Any]]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ATTN_CACHE_DIR": str(cache_dir)}
+    command = [sys.executable, "-m", "benchmarks.compile_time", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    if done.returncode:
+        raise RuntimeError(f"compile_time: {done.stderr.strip()[-500:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    import jax_attn as ja
+    from jax_attn import _core
+
+    specs = [ja.AttentionSpec(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())]
+    for kernel in ja.precompile(specs):
+        print(json.dumps(dataclasses.asdict(kernel)), flush=True)
+    print(json.dumps(_core.jit_stats()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Our operations and the device's ceilings as chains that timing.time_chain can time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from benchmarks import timing
+from benchmarks.report import Ceilings, Row
+from benchmarks.workloads import READ_BYTES, Workload
+from jax_attn import _core
+
+# Data sets that take turns must outgrow the last-level cache several times (60 MB on an H200), or
+# repeated calls would read that instead of memory.
+ROTATE_BYTES = 256 << 20
+NOMINAL = Ceilings(bytes_per_us=4e6, flops_per_us=3e8)  # only to choose the length of a chain
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def uncaptured() -> dict[str, Any] | None:
+    """Compiler options that keep calls ordinary launches on one stream, in program order."""
+    return {"xla_gpu_enable_command_buffer": ""} if on_gpu() else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _normal(shape: tuple[int, ...], num: int, seed: int) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), num)
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+
+
+def normal(shape: tuple[int, ...], num: int = 1, seed: int = 0) -> list[jax.Array]:
+    """`num` arrays of fresh random bf16 on the device. rbg: gigabytes in milliseconds."""
+    return list(_normal(tuple(shape), num, seed))
+
+
+# ---- specs -------------------------------------------------------------------------------------
+
+
+def parse_variant(text: str) -> dict[str, Any]:
+    """ "num_ctas=132,num_stages=4,schedule=no_split" -> a dict; integers where they parse."""
+    pairs = [item.split("=", 1) for item in text.split(",") if item]
+    return {k: int(v) if v.lstrip("-").isdigit() else v for k, v in pairs}
+
+
+def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = None):
+    """The spec that exactly holds the batch.
+
+    variant: fields of AttentionSpec, or of KernelConfig (csrc/spec.h) for tuning.
+    """
+    fields = {f.name for f in dataclasses.fields(ja.AttentionSpec)}
+    of_spec = {name: value for name, value in variant.items() if name in fields}
+    of_kernel = {name: value for name, value in variant.items() if name not in fields}
+    if workload.page_size is None:
+        storage: dict[str, Any] = {"max_kv_tokens": sum(workload.kv_lens)}
+    else:
+        storage = {"max_kv_pages": workload.num_pages, "num_pages": workload.num_pages}
+    arguments = {
+        "num_qo_heads": workload.num_qo_heads,
+        "num_kv_heads": workload.num_kv_heads,
+        "head_dim_qk": workload.head_dim,
+        "causal": workload.causal,
+        "page_size": workload.page_size,
+        "max_batch": workload.batch_size,
+        "max_qo_tokens": workload.nnz_qo,
+        "target": target,
+        **storage,
+        **of_spec,
+    }
+    spec = ja.AttentionSpec(**arguments)
+    if of_kernel:
+        # Tuning only: the configuration is chosen by csrc/select and has no public override.
+        problem = spec.problem
+        unknown = of_kernel.keys() - problem.config.keys()
+        if unknown:
+            raise SystemExit(f"--variant: {sorted(unknown)}: known are {sorted(problem.config)}")
+        settled = {n: getattr(spec, n) for n in ("num_ctas", "max_items", "max_partial_rows")}
+        of_kernel |= {name: value for name, value in settled.items() if value is not None}
+        spec.__dict__["problem"] = _core.Problem(problem.spec, of_kernel)
+    return spec
+
+
+def make_plan(workload: Workload, spec: Any) -> Any:
+    if workload.page_size is None:
+        return ja.plan(spec, workload.qo_indptr, workload.kv_lens)
+    return ja.plan(
+        spec,
+        workload.qo_indptr,
+        workload.kv_lens,
+        workload.page_indptr,
+        workload.page_indices(),
+    )
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class AttentionData:
+    """Inputs of one workload; sets take turns.
+
+    paged: k, v [num_sets, num_pages, page_size, num_kv_heads, head_dim], the set is the layer.
+    ragged: lists of num_sets arrays [nnz_kv, num_kv_heads, head_dim].
+    """
+
+    workload: Workload
+    q: jax.Array
+    k: Any
+    v: Any
+    num_sets: int
+
+    def kv(self, index: int) -> tuple[Any, Any, int | None]:
+        """k, v and layer of call `index`."""
+        index %= self.num_sets
+        if self.workload.page_size is None:
+            return self.k[index], self.v[index], None
+        return self.k, self.v, index
+
+
+def make_data(workload: Workload) -> AttentionData:
+    w = workload
+    num_sets = max(2, min(64, -(-ROTATE_BYTES // max(w.kv_bytes, 1)))) if on_gpu() else 2
+    (q,) = normal((w.nnz_qo, w.num_qo_heads, w.head_dim))
+    row = (w.num_kv_heads, w.head_dim)
+    if w.page_size is None:
+        k = normal((sum(w.kv_lens), *row), num_sets, seed=1)
+        v = normal((sum(w.kv_lens), *row), num_sets, seed=2)
+    else:
+        k, v = normal((num_sets, w.num_pages, w.page_size, *row), 2, seed=1)
+    return AttentionData(w, q, k, v, num_sets)
+
+
+def attention_once(data: AttentionData, spec: Any, plan: Any) -> Callable[[], jax.Array]:
+    """A function of no arguments: one jitted call."""
+    return attention_chain(data, spec, plan)(1)
+
+
+def attention_chain(
+    data: AttentionData, spec: Any, plan: Any
+) -> Callable[[int], Callable[[], Any]]:
+    """Chains of attention calls, nothing but those calls in the executable.
+
+    Decode: each call's o is the next one's q, a true dependency, so the calls may be captured in
+    one CUDA graph and still run one after the other. Otherwise values matter (o shrinks toward the
+    mean of v, and the tensor cores run cooler on that), so every call gets the same q; every o is a
+    result, the plan is a new operand for each so that no two calls are the same expression, and
+    the calls stay ordinary launches of one stream.
+    """
+    linked = data.workload.kind == "decode"
+    buffer = jax.device_put(plan.buffer)
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        def linked_calls(q: Any, k: Any, v: Any, plans: Any) -> Any:
+            operands = dataclasses.replace(data, k=k, v=v)
+            for i in range(num_calls):
+                q = _attend(q, operands.kv(i), dataclasses.replace(plan, buffer=plans[0]))
+            return q
+
+        def separate_calls(q: Any, k: Any, v: Any, plans: Any) -> Any:
+            operands = dataclasses.replace(data, k=k, v=v)
+            return [
+                _attend(q, operands.kv(i), dataclasses.replace(plan, buffer=plans[i]))
+                for i in range(num_calls)
+            ]
+
+        if linked:
+            run = jax.jit(linked_calls)
+        else:
+            run = jax.jit(separate_calls, compiler_options=uncaptured())
+        plans = [buffer] * (1 if linked else num_calls)
+        return lambda: run(data.q, data.k, data.v, plans)
+
+    return make_chain
+
+
+def _attend(q: Any, kv: tuple[Any, Any, int | None], plan: Any) -> Any:
+    k, v, layer = kv
+    return ja.attention(q, k, v, plan, layer=layer)
+
+
+def attention_chain_length(workload: Workload) -> int:
+    if not on_gpu():
+        return 2
+    expected = workload.floor_us(NOMINAL.bytes_per_us, NOMINAL.flops_per_us) + 5
+    if workload.kind == "decode":
+        return timing.chain_length(expected, 8, 48)
+    return timing.chain_length(expected, 2, 16)
+
+
+def relative_error(data: AttentionData, o: jax.Array) -> float:
+    """‖o - exact‖ / ‖exact‖ over a few query rows, computed in float32 from the same inputs.
+
+    Rows: the first and last token of the longest request, the last token of the first and of the
+    last request. o: of set 0.
+    """
+    w = data.workload
+    longest = int(np.argmax(w.kv_lens))
+    samples = [(longest, w.qo_lens[longest] - 1)]
+    if w.kv_lens[longest] <= 131072:
+        last = w.batch_size - 1
+        samples += [(longest, 0), (0, w.qo_lens[0] - 1), (last, w.qo_lens[last] - 1)]
+    samples = sorted(set(samples))
+    width = max(w.kv_lens)
+    rows = np.zeros((len(samples), width), np.int32)  # of k and v, one row a token
+    visible = np.zeros(len(samples), np.int32)
+    tokens = np.zeros(len(samples), np.int32)
+    for s, (request, token) in enumerate(samples):
+        kv_len, qo_len = w.kv_lens[request], w.qo_lens[request]
+        position = np.arange(kv_len)
+        if w.page_size is None:
+            rows[s, :kv_len] = w.kv_indptr[request] + position
+        else:
+            pages = w.page_indices()[w.page_indptr[request] + position // w.page_size]
+            rows[s, :kv_len] = pages.astype(np.int64) * w.page_size + position % w.page_size
+        visible[s] = kv_len - qo_len + token + 1 if w.causal else kv_len
+        tokens[s] = w.qo_indptr[request] + token
+    k, v, layer = data.kv(0)
+    if layer is not None:
+        k, v = k[layer], v[layer]
+    exact = _exact_rows(data.q[tokens], k, v, rows, visible)
+    difference = o[tokens].astype(jnp.float32) - exact
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))
+
+
+@functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if on_gpu() else None)
+def _exact_rows(q: Any, k: Any, v: Any, rows: Any, visible: Any) -> Any:
+    """q: [num_samples, num_qo_heads, head_dim]; rows: [num_samples, width], of k and v."""
+    num_samples, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k.shape[-2]
+    k, v = (a.reshape(-1, num_kv_heads, head_dim)[rows].astype(jnp.float32) for a in (k, v))
+    q = q.astype(jnp.float32).reshape(num_samples, num_kv_heads, -1, head_dim)
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("shgd,skhd->shgk", q, k, precision=highest) * head_dim**-0.5
+    seen = jnp.arange(rows.shape[1]) < visible[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf))
+    o = jnp.einsum("shgk,skhd->shgd", weights, v, precision=highest)
+    return o.reshape(num_samples, num_qo_heads, head_dim)
+
+
+# ---- append and merge --------------------------------------------------------------------------
+
+
+def append_chain(workload: Workload, spec: Any, plan: Any) -> Callable[[int], Callable[[], Any]]:
+    """Appends to layer after layer of one donated cache. (spec and plan may be a step's.)"""
+    w = workload
+    num_layers = max(2, min(64, -(-ROTATE_BYTES // w.bytes))) if on_gpu() else 2
+    row = (w.num_kv_heads, w.head_dim)
+    pool = (num_layers, w.num_pages, w.page_size, *row)
+    while num_layers > 2 and np.prod(pool) * 4 > 4 << 30:  # bytes of k and v
+        num_layers //= 2
+        pool = (num_layers, *pool[1:])
+    cache = normal(pool, 2, seed=1)
+    k_new, v_new = normal((w.nnz_qo, *row), 2, seed=2)
+    buffer = jax.device_put(plan.buffer)
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def run(k: Any, v: Any, k_new: Any, v_new: Any, buffer: Any) -> Any:
+            on_device = dataclasses.replace(plan, buffer=buffer)
+            for i in range(num_calls):
+                k, v = ja.append_kv(k, v, k_new, v_new, on_device, layer=i % num_layers)
+            return k, v
+
+        def call() -> Any:
+            cache[:] = run(*cache, k_new, v_new, buffer)
+            return cache
+
+        return call
+
+    return make_chain
+
+
+def merge_chain(workload: Workload) -> Callable[[int], Callable[[], Any]]:
+    """Merges of distinct states: ordinary launches, every result kept."""
+    w = workload
+    rows = (w.num_states, w.nnz_qo, w.num_qo_heads)
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        o_parts = normal((*rows, w.head_dim), num_calls, seed=1)
+        lse_parts = [a.astype(jnp.float32) for a in normal(rows, num_calls, seed=2)]
+        run = jax.jit(
+            lambda o, lse: [ja.merge_states(a, b) for a, b in zip(o, lse, strict=True)],
+            compiler_options=uncaptured(),
+        )
+        return lambda: run(o_parts, lse_parts)
+
+    return make_chain
+
+
+# ---- ceilings ----------------------------------------------------------------------------------
+
+
+def measure_ceilings() -> tuple[Ceilings, list[Row]]:
+    """Read-only bandwidth (the best of a few XLA reductions) and an 8192^3 bf16 product."""
+    width = 1 << 16
+    num_rows, size = (READ_BYTES // (2 * width), 8192) if on_gpu() else (32, 512)
+    (data,) = normal((num_rows, width))
+    num_bytes = data.nbytes
+    forms = {
+        "xla_sum": lambda a: jnp.sum(a, dtype=jnp.float32),
+        "xla_row_max": lambda a: jnp.max(a, axis=1),
+        "xla_xor": lambda a: jax.lax.reduce(
+            jax.lax.bitcast_convert_type(a.reshape(-1, 2), jnp.uint32),
+            np.uint32(0),
+            jax.lax.bitwise_xor,
+            (0,),
+        ),
+    }
+    read_us = {}
+    for name, form in forms.items():
+        run = jax.jit(form)
+        read_us[name] = _in_flight_us(functools.partial(run, data), 8)
+    del data
+    best = min(read_us, key=read_us.__getitem__)
+
+    a, b = normal((size, size), 2)
+    b = (b / np.sqrt(size)).astype(jnp.bfloat16)
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        @jax.jit
+        def run(a: Any, b: Any) -> Any:
+            for _ in range(num_calls):
+                a = a @ b
+            return a
+
+        return lambda: run(a, b)
+
+    matmul = timing.time_chain(make_chain, 4)
+    flops = 2.0 * size**3
+    rows = [
+        Row(
+            "ceiling/read",
+            read_us[best],
+            bytes=num_bytes,
+            min_bytes=num_bytes,
+            more={"best": best, **{f"{n}_us": round(us, 1) for n, us in read_us.items()}},
+        ),
+        Row("ceiling/matmul", matmul.us, flops=flops),
+    ]
+    return Ceilings(num_bytes / read_us[best], flops / matmul.us), rows
+
+
+def _in_flight_us(run: Callable[[], Any], num_runs: int) -> float:
+    """Device time of one run, from n and 2n of them dispatched without waiting."""
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        return lambda: [run() for _ in range(num_calls)]
+
+    return timing.time_chain(make_chain, num_runs).us

@@ -1,0 +1,199 @@
+"""FlashInfer: its decode, prefill (fa2, fa3) and persistent wrappers, append and merge.
+
+head_dim 128 bf16 only: each further one is minutes of nvcc. --build-only compiles the modules (all
+of them in one ninja run) and measures nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers.harness import Peer, expected_us, graph_us, num_sets
+from benchmarks.workloads import Workload
+
+BF16, INT32 = torch.bfloat16, torch.int32
+HEAD_DIM = 128
+
+
+def main() -> None:
+    peer = Peer(build_only="compile the modules, measure nothing", no_fa3="leave fa3 out")
+    import flashinfer
+
+    fa3 = not peer.arguments.no_fa3
+    peer.report(note=f"flashinfer {flashinfer.__version__}")
+    begin = time.perf_counter()
+    build(fa3)
+    peer.report(note=f"flashinfer: modules ready in {time.perf_counter() - begin:.0f} s")
+    if peer.arguments.build_only:
+        return
+    prefills = ["fa2", "fa3"] if fa3 else ["fa2"]
+    for workload in peer.workloads("decode", "mixed", "prefill", "append", "merge"):
+        if workload.head_dim != HEAD_DIM:
+            continue
+        for name, make in candidates(workload, prefills).items():
+            peer.measure(workload.id, f"flashinfer {name}", lambda w=workload, m=make: _time(w, m))
+            torch.cuda.empty_cache()
+
+
+def build(fa3: bool) -> None:
+    """Every module that the wrappers below will ask for, in one parallel ninja run."""
+    from flashinfer import jit
+    from flashinfer.jit.attention import gen_batch_attention_module
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.page import gen_page_module
+
+    types = (BF16, BF16, BF16, INT32, HEAD_DIM, HEAD_DIM, 0)
+    specs = [
+        jit.gen_batch_prefill_module("fa2", *types, False, False, False),
+        jit.gen_batch_decode_module(*types, False, False),
+        gen_batch_attention_module(*types, False, False),
+        gen_page_module(),
+        gen_cascade_module(),
+    ]
+    if fa3:
+        specs.append(jit.gen_batch_prefill_module("fa3", *types, False, False, False))
+    jit.build_jit_specs(specs, verbose=False)
+
+
+def candidates(workload: Workload, prefills: list[str]) -> dict[str, Callable[[Workload], Any]]:
+    if workload.kind == "append":
+        return {"append": make_append}
+    if workload.kind == "merge":
+        return {"merge": make_merge}
+    if workload.kind == "decode":
+        return {
+            "decode": lambda w: make_decode(w, tensor_cores=False),
+            "decode tc": lambda w: make_decode(w, tensor_cores=True),
+            "persistent": make_persistent,
+        }
+    wrap = make_ragged if workload.page_size is None else make_paged
+    makers = {name: lambda w, n=name: wrap(w, n) for name in prefills}
+    return makers if workload.page_size is None else {**makers, "persistent": make_persistent}
+
+
+def _time(workload: Workload, make: Callable[[Workload], Callable[[int], Any]]) -> float:
+    return graph_us(make(workload), expected_us(workload))
+
+
+# Each maker plans once and returns run(i) over data set i.
+
+
+def make_decode(w: Workload, *, tensor_cores: bool) -> Callable[[int], Any]:
+    import flashinfer
+
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(), "NHD", use_tensor_cores=tensor_cores
+    )
+    wrapper.plan(
+        *_pages(w), w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size,
+        q_data_type=BF16, kv_data_type=BF16,
+    )  # fmt: skip
+    q, o, caches = _query(w), _query(w), _caches(w)
+    return lambda i: wrapper.run(q, next(caches), out=o)
+
+
+def make_paged(w: Workload, backend: str) -> Callable[[int], Any]:
+    import flashinfer
+
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+    wrapper.plan(
+        _ints(w.qo_indptr), *_pages(w), w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size,
+        causal=w.causal, q_data_type=BF16, kv_data_type=BF16,
+    )  # fmt: skip
+    q, o, caches = _query(w), _query(w), _caches(w)
+    return lambda i: wrapper.run(q, next(caches), out=o)
+
+
+def make_ragged(w: Workload, backend: str) -> Callable[[int], Any]:
+    import flashinfer
+
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+    wrapper.plan(
+        _ints(w.qo_indptr), _ints(w.kv_indptr), w.num_qo_heads, w.num_kv_heads, w.head_dim,
+        causal=w.causal, q_data_type=BF16, kv_data_type=BF16,
+    )  # fmt: skip
+    shape = (sum(w.kv_lens), w.num_kv_heads, w.head_dim)
+    sets = itertools.cycle([(_normal(*shape), _normal(*shape)) for _ in range(2)])
+    q, o = _query(w), _query(w)
+    return lambda i: wrapper.run(q, *next(sets), out=o)
+
+
+def make_persistent(w: Workload) -> Callable[[int], Any]:
+    import flashinfer
+
+    wrapper = flashinfer.BatchAttention(kv_layout="NHD")
+    indptr, indices, _ = _pages(w)
+    wrapper.plan(
+        _ints(w.qo_indptr), indptr, indices, _ints(w.kv_lens), w.num_qo_heads, w.num_kv_heads,
+        w.head_dim, w.head_dim, w.page_size,
+        causal=w.causal, q_data_type=BF16, kv_data_type=BF16,
+    )  # fmt: skip
+    q, o, caches = _query(w), _query(w), _caches(w)
+    lse = torch.empty(w.nnz_qo, w.num_qo_heads, dtype=torch.float32, device="cuda")
+    return lambda i: wrapper.run(q, next(caches), out=o, lse=lse)
+
+
+def make_append(w: Workload) -> Callable[[int], Any]:
+    import flashinfer
+
+    indptr, indices, last_page_len = _pages(w)
+    request = np.repeat(np.arange(w.batch_size), w.qo_lens)
+    position = np.concatenate(
+        [np.arange(kv - qo, kv) for qo, kv in zip(w.qo_lens, w.kv_lens, strict=True)]
+    )
+    request, position = _ints(request), _ints(position)
+    k_new, v_new = (_normal(w.nnz_qo, w.num_kv_heads, w.head_dim) for _ in range(2))
+    caches = _caches(w)
+    return lambda i: flashinfer.append_paged_kv_cache(
+        k_new, v_new, request, position, next(caches), indices, indptr, last_page_len
+    )
+
+
+def make_merge(w: Workload) -> Callable[[int], Any]:
+    import flashinfer
+
+    shape = (w.nnz_qo, w.num_states, w.num_qo_heads)
+    sets = [
+        (_normal(*shape, w.head_dim), torch.randn(*shape, device="cuda"))
+        for _ in range(1 + (512 << 20) // w.bytes)
+    ]
+    return lambda i: flashinfer.merge_states(*sets[i % len(sets)])
+
+
+def _workspace() -> torch.Tensor:
+    return torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+
+
+def _ints(values: Any) -> torch.Tensor:
+    return torch.tensor(np.asarray(values, np.int32), device="cuda")
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=BF16, device="cuda")
+
+
+def _query(w: Workload) -> torch.Tensor:
+    return _normal(w.nnz_qo, w.num_qo_heads, w.head_dim)
+
+
+def _pages(w: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(page_indptr, page_indices, tokens in each last page)."""
+    assert w.page_size is not None
+    last = [(n - 1) % w.page_size + 1 for n in w.kv_lens]
+    return _ints(w.page_indptr), _ints(w.page_indices()), _ints(last)
+
+
+def _caches(w: Workload) -> Any:
+    """Endless turns of (k_pages, v_pages)."""
+    shape = (w.num_pages, w.page_size, w.num_kv_heads, w.head_dim)
+    return itertools.cycle([(_normal(*shape), _normal(*shape)) for _ in range(num_sets(w))])
+
+
+if __name__ == "__main__":
+    main()

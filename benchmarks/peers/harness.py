@@ -1,0 +1,97 @@
+"""What the peers share: arguments, output, and timing of torch code by CUDA graphs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.workloads import Workload, load
+
+ROTATE_BYTES = 256 << 20  # as in ops.py: data sets that take turns outgrow the cache
+TARGET_US = 4000
+
+
+class Peer:
+    """One process: the workloads it was asked for, and what it prints."""
+
+    def __init__(self, **flags: str) -> None:
+        """flags: name of a further on/off option -> its help."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--select", default="", help="workload ids, comma separated")
+        parser.add_argument("--shrink", type=int, default=1, help="divides all lengths")
+        parser.add_argument("--budget", type=float, default=300, help="seconds for measuring")
+        for name, text in flags.items():
+            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+        self.arguments = parser.parse_args()
+        self._begin = time.perf_counter()
+
+    def workloads(self, *kinds: str) -> list[Workload]:
+        select = [name for name in self.arguments.select.split(",") if name]
+        return load(select, kinds, self.arguments.shrink)
+
+    def report(self, **fields: Any) -> None:
+        print(json.dumps(fields), flush=True)
+
+    def measure(self, workload: str, peer: str, time_us: Callable[[], float]) -> None:
+        """A peer that cannot do a workload costs a line, not the run."""
+        if time.perf_counter() - self._begin > self.arguments.budget:
+            self.report(workload=workload, peer=peer, error="no time left")
+            return
+        try:
+            self.report(workload=workload, peer=peer, us=time_us())
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self.report(workload=workload, peer=peer, error=text)
+
+
+def num_sets(workload: Workload) -> int:
+    return max(2, min(64, -(-ROTATE_BYTES // max(workload.kv_bytes, 1))))
+
+
+def graph_us(run: Callable[[int], Any], expected_us: float) -> float:
+    """Device time of run(i), the i-th of a CUDA graph's calls, i choosing its data set.
+
+    The same difference as ours: a graph of n calls and one of 2n, so that what a launch of a graph
+    costs cancels. Medians of several replays, timed by events.
+    """
+    import torch
+
+    num_calls = max(2, min(32, round(TARGET_US / max(expected_us, 1.0))))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs = []
+    with torch.cuda.stream(stream):
+        run(0)  # warm: modules load, workspaces grow
+        run(1)
+        torch.cuda.synchronize()
+        for count in (num_calls, 2 * num_calls):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for i in range(count):
+                    run(i)
+            graphs.append(graph)
+
+    def replay_us(graph: Any) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return 1e3 * begin.elapsed_time(end)
+
+    for _ in range(3):
+        replay_us(graphs[0]), replay_us(graphs[1])
+    differences = []
+    for _ in range(15):
+        short_us = replay_us(graphs[0])
+        differences.append((replay_us(graphs[1]) - short_us) / num_calls)
+    return statistics.median(differences)
+
+
+def expected_us(workload: Workload) -> float:
+    """Roughly, to choose the length of a chain."""
+    return workload.floor_us(4e6, 4e8) + 5

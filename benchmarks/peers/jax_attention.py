@@ -1,0 +1,91 @@
+"""JAX's own: jax.nn.dot_product_attention through cuDNN, and Pallas's Mosaic GPU attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from benchmarks import ops, timing
+from benchmarks.peers.harness import Peer, expected_us, num_sets
+from benchmarks.workloads import Workload
+
+
+def main() -> None:
+    peer = Peer()
+    peer.report(note=f"jax {jax.__version__}")
+    for workload in peer.workloads("prefill", "decode"):
+        w = workload
+        dense = len(set(w.kv_lens)) == 1 and len(set(w.qo_lens)) == 1
+        if not dense or w.qo_lens[0] not in (1, w.kv_lens[0]):
+            continue
+        if w.kind == "decode":
+            if w.page_size == 16:
+                peer.measure(w.id, "jax.nn cudnn dense", lambda w=w: dense_us(w, cudnn))
+        elif w.page_size is None:
+            peer.measure(w.id, "jax.nn cudnn", lambda w=w: dense_us(w, cudnn))
+            peer.measure(w.id, "pallas mosaic gpu", lambda w=w: dense_us(w, mosaic))
+
+
+def cudnn(workload: Workload) -> Callable[..., Any]:
+    causal = workload.causal and workload.qo_lens[0] > 1
+    implementation = "cudnn" if ops.on_gpu() else "xla"
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, implementation=implementation
+        )
+
+    return attend
+
+
+def mosaic(workload: Workload) -> Callable[..., Any]:
+    """block_kv as large as shared memory lets it be, as that file's own benchmark chooses it."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    block_kv = {64: 256, 128: 128, 256: 64}[workload.head_dim]
+    config = attention_mgpu.TuningConfig(
+        block_q=64,  # of each of two warpgroups
+        block_kv=block_kv,
+        max_concurrent_steps=2,
+        causal=workload.causal,
+    )
+    return lambda q, k, v: attention_mgpu.attention(q, k, v, config)
+
+
+def dense_us(workload: Workload, make: Callable[[Workload], Callable[..., Any]]) -> float:
+    """Chains as ops.attention_chain makes them: linked for decode, else distinct queries."""
+    w = workload
+    attend = make(w)
+    kv_shape = (w.batch_size, w.kv_lens[0], w.num_kv_heads, w.head_dim)
+    q_shape = (w.batch_size, w.qo_lens[0], w.num_qo_heads, w.head_dim)
+    sets = num_sets(w) if w.kind == "decode" and ops.on_gpu() else 2
+    k, v = ops.normal(kv_shape, sets, seed=1), ops.normal(kv_shape, sets, seed=2)
+    shortest, longest = (8, 32) if w.kind == "decode" else (2, 8)
+    num_calls = timing.chain_length(expected_us(w), shortest, longest) if ops.on_gpu() else 2
+    q = ops.normal(q_shape, 1 if w.kind == "decode" else 2 * num_calls)
+
+    def linked(count: int) -> Callable[[], Any]:
+        @jax.jit
+        def run(q: Any, k: Any, v: Any) -> Any:
+            o = q[0]
+            for i in range(count):
+                o = attend(o, k[i % sets], v[i % sets])
+            return o
+
+        return lambda: run(q, k, v)
+
+    def separate(count: int) -> Callable[[], Any]:
+        @functools.partial(jax.jit, compiler_options=ops.uncaptured())
+        def run(q: Any, k: Any, v: Any) -> Any:
+            return [attend(q[i], k[i % sets], v[i % sets]) for i in range(count)]
+
+        return lambda: run(q[:count], k, v)
+
+    return timing.time_chain(linked if w.kind == "decode" else separate, num_calls).us
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""PyTorch: SDPA through cuDNN and through its flash kernels, dense batches; and its ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.peers.harness import Peer, expected_us, graph_us, num_sets
+from benchmarks.workloads import READ_BYTES, Workload
+
+BACKENDS = {
+    "torch cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+}
+
+
+def main() -> None:
+    peer = Peer()
+    peer.report(note=f"torch {torch.__version__}, cudnn {torch.backends.cudnn.version()}")
+    ceilings(peer)
+    for workload in peer.workloads("prefill", "decode"):
+        dense = len(set(workload.kv_lens)) == 1 and len(set(workload.qo_lens)) == 1
+        # Bottom-right causal with fewer queries than keys is not SDPA's is_causal.
+        if not dense or workload.qo_lens[0] not in (1, workload.kv_lens[0]):
+            continue
+        if workload.page_size is not None and workload.kind == "prefill":
+            continue
+        for name, backend in BACKENDS.items():
+            if name == "torch flash" and workload.kind == "decode":
+                continue
+            label = f"{name} dense" if workload.kind == "decode" else name
+            peer.measure(workload.id, label, lambda w=workload, b=backend: sdpa_us(w, b))
+        torch.cuda.empty_cache()
+
+
+def sdpa_us(workload: Workload, backend: SDPBackend) -> float:
+    w = workload
+    sets = [
+        [
+            torch.randn(
+                w.batch_size, lens[0], heads, w.head_dim, dtype=torch.bfloat16, device="cuda"
+            ).transpose(1, 2)
+            for lens, heads in (
+                (w.qo_lens, w.num_qo_heads),
+                (w.kv_lens, w.num_kv_heads),
+                (w.kv_lens, w.num_kv_heads),
+            )
+        ]
+        for _ in range(num_sets(w))
+    ]
+    gqa = {"enable_gqa": True} if w.num_qo_heads != w.num_kv_heads else {}
+    causal = w.causal and w.qo_lens[0] > 1
+
+    def run(i: int) -> Any:
+        q, k, v = sets[i % len(sets)]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **gqa)
+
+    with sdpa_kernel(backend):
+        return graph_us(run, expected_us(w))
+
+
+def ceilings(peer: Peer) -> None:
+    """Read bandwidth by a plain kernel and by torch's sum, and a bf16 product through cuBLAS."""
+    data = torch.empty(READ_BYTES // 4, dtype=torch.int32, device="cuda").random_()
+    halves = data.view(torch.bfloat16)
+    matrices = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    runs: dict[tuple[str, str], Callable[[], Callable[[int], Any]]] = {
+        ("ceiling/read", "torch sum"): lambda: lambda i: halves.sum(dtype=torch.float32),
+        ("ceiling/read", "read kernel"): lambda: read_kernel(data),
+        ("ceiling/matmul", "torch"): lambda: lambda i: torch.mm(*matrices),
+    }
+    for (workload, name), make in runs.items():
+        peer.measure(workload, name, lambda m=make: graph_us(m(), 1000))
+
+
+def read_kernel(data: torch.Tensor) -> Callable[[int], Any]:
+    """Reads all of `data`, 16 bytes a load, eight loads in flight a thread."""
+    import cupy
+
+    source = r"""
+    extern "C" __global__ void read(const uint4* __restrict__ in, unsigned* out, long n) {
+      const long stride = (long)gridDim.x * blockDim.x;
+      long i = (long)blockIdx.x * blockDim.x + threadIdx.x;
+      unsigned sum = 0;
+      for (; i + 7 * stride < n; i += 8 * stride) {
+        uint4 r[8];
+    #pragma unroll
+        for (int j = 0; j < 8; ++j) r[j] = __ldcs(in + i + j * stride);
+    #pragma unroll
+        for (int j = 0; j < 8; ++j) sum ^= r[j].x ^ r[j].y ^ r[j].z ^ r[j].w;
+      }
+      if (sum == 0x12345678u) out[0] = sum;
+    }"""
+    kernel = cupy.RawKernel(source, "read")
+    words = torch.zeros(1, dtype=torch.int32, device="cuda")
+    threads, num_vectors = 512, data.numel() // 4
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count * 4
+
+    def run(i: int) -> None:
+        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        arguments = (data.data_ptr(), words.data_ptr(), num_vectors)
+        kernel((blocks,), (threads,), arguments, stream=stream)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Result rows, the table on stdout and the file in results/."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.digest import sources_digest
+from benchmarks.workloads import Workload
+
+RESULTS = Path(__file__).with_name("results")
+_BEGIN = time.perf_counter()
+
+
+def log(message: str) -> None:
+    print(f"[{time.perf_counter() - _BEGIN:6.1f} s] {message}", flush=True)
+
+
+def elapsed_s() -> float:
+    return time.perf_counter() - _BEGIN
+
+
+@dataclasses.dataclass
+class Ceilings:
+    """What this device did in this run: bytes and floating-point operations a microsecond."""
+
+    bytes_per_us: float
+    flops_per_us: float
+
+
+@dataclasses.dataclass
+class Row:
+    """One measured thing. `more`: fields beyond the format's, with the unit in the name."""
+
+    workload: str
+    median_us: float
+    bytes: float = 0  # of the rate: K and V alone for attention, as the field counts
+    flops: float = 0
+    min_bytes: float = 0  # of the floor: every input read once, every output written once
+    peers: dict[str, float] = dataclasses.field(default_factory=dict)
+    anchor_us: float | None = None
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def floor_us(self, ceilings: Ceilings) -> float | None:
+        """None: there is nothing to move or to multiply, as in a compilation."""
+        us = max(self.min_bytes / ceilings.bytes_per_us, self.flops / ceilings.flops_per_us)
+        return us or None
+
+    def to_json(self, ceilings: Ceilings) -> dict[str, Any]:
+        floor_us = self.floor_us(ceilings)
+        return {
+            "workload": self.workload,
+            "median_us": round(self.median_us, 2),
+            "floor_us": None if floor_us is None else round(floor_us, 2),
+            "gbps": round(self.bytes / self.median_us / 1e3, 1),
+            "tflops": round(self.flops / self.median_us / 1e6, 1),
+            "peers": {name: round(us, 2) for name, us in self.peers.items()},
+            **self.more,
+        }
+
+
+def workload_row(workload: Workload, us: float, **more: Any) -> Row:
+    return Row(
+        workload=workload.id,
+        median_us=us,
+        bytes=workload.kv_bytes or workload.bytes,
+        flops=workload.flops,
+        min_bytes=workload.bytes,
+        anchor_us=workload.anchor_us,
+        more=more,
+    )
+
+
+def table(rows: list[Row], ceilings: Ceilings) -> str:
+    """One line a row: ours, the floor, their ratio, the rate, the best peer of this run."""
+    head = ("workload", "ours us", "floor", "% floor", "GB/s", "TFLOP/s", "best peer", "peer/ours")
+    lines = [head]
+    for row in rows:
+        us, floor = row.median_us, row.floor_us(ceilings)
+        peer, peer_us = min(row.peers.items(), key=lambda p: p[1], default=("", None))
+        if peer_us is None and row.anchor_us is not None:
+            peer, peer_us = "(anchor)", row.anchor_us
+        lines.append(
+            (
+                row.workload,
+                f"{us:.1f}",
+                "" if floor is None else f"{floor:.1f}",
+                "" if floor is None else f"{100 * floor / us:.0f}",
+                f"{row.bytes / us / 1e3:.0f}" if row.bytes else "",
+                f"{row.flops / us / 1e6:.0f}" if row.flops > 1e6 * us else "",
+                "" if peer_us is None else f"{peer_us:.1f} {peer}",
+                "" if peer_us is None else f"{peer_us / us:.2f}",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i in (0, 6) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def device_name() -> str:
+    """`NVIDIA H200` -> `h200`."""
+    kind = jax.local_devices()[0].device_kind.lower()
+    return kind.removeprefix("nvidia ").replace(" ", "-")
+
+
+def driver_version() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def write(path: Path, rows: list[Row], ceilings: Ceilings, **more: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {
+        "device": device_name(),
+        "driver": driver_version(),
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "sources_digest": sources_digest(),
+        **more,
+    }
+    fields = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
+    lines = ",\n".join("  " + json.dumps(row.to_json(ceilings)) for row in rows)
+    path.write_text("{\n" + ",\n".join(fields) + ',\n "rows": [\n' + lines + "\n ]\n}\n")

@@ -1,0 +1,168 @@
+"""The canonical workloads: what is in workloads.json, with lengths drawn and floors counted.
+
+No jax and no torch here: ours and every peer draw the same batch from the same file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PATH = Path(__file__).with_name("workloads.json")
+ATTENTION_KINDS = ("decode", "mixed", "prefill")
+READ_BYTES = 30 << 27  # of the read ceiling: 67 times an H200's cache, fewer than 2^31 bf16
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One batch. Lengths are in tokens, one entry a request."""
+
+    id: str
+    kind: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int | None  # None: ragged k, v
+    causal: bool
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    anchor_us: float | None  # best peer on another H200, another day; None: unknown
+    num_states: int = 0  # merge
+    num_layers: int = 0  # step
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.kv_lens)
+
+    @property
+    def nnz_qo(self) -> int:
+        return sum(self.qo_lens)
+
+    @property
+    def qo_indptr(self) -> np.ndarray:
+        """[batch_size + 1], i32."""
+        return np.concatenate([[0], np.cumsum(self.qo_lens)]).astype(np.int32)
+
+    @property
+    def kv_indptr(self) -> np.ndarray:
+        """[batch_size + 1], i32, tokens."""
+        return np.concatenate([[0], np.cumsum(self.kv_lens)]).astype(np.int32)
+
+    @property
+    def page_indptr(self) -> np.ndarray:
+        """[batch_size + 1], i32, pages."""
+        assert self.page_size is not None
+        pages = [-(-n // self.page_size) for n in self.kv_lens]
+        return np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a pool that just holds the batch."""
+        return int(self.page_indptr[-1])
+
+    def page_indices(self) -> np.ndarray:
+        """[num_pages], i32: the pool in random order, as a pool is after some hours of serving."""
+        return np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V, each read once."""
+        return sum(self.kv_lens) * self.num_kv_heads * self.head_dim * 2 * 2
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes to move: each input read once, each output written once."""
+        token = self.head_dim * 2
+        if self.kind == "append":
+            return self.nnz_qo * self.num_kv_heads * token * 2 * 2
+        if self.kind == "merge":
+            return self.nnz_qo * self.num_qo_heads * (token + 4) * (self.num_states + 1)
+        return self.kv_bytes + 2 * self.nnz_qo * self.num_qo_heads * token
+
+    @property
+    def flops(self) -> int:
+        """2 * (QK and PV) over the visible (query, key) pairs."""
+        if self.kind not in ATTENTION_KINDS:
+            return 0
+        pairs = 0
+        for qo, kv in zip(self.qo_lens, self.kv_lens, strict=True):
+            pairs += qo * kv - (qo * (qo - 1) // 2 if self.causal else 0)
+        return 4 * pairs * self.num_qo_heads * self.head_dim
+
+    def floor_us(self, bytes_per_us: float, flops_per_us: float) -> float:
+        """No version runs faster than this on a device that does so much in a microsecond."""
+        return max(self.bytes / bytes_per_us, self.flops / flops_per_us)
+
+
+def load(select: Iterable[str] = (), kinds: Iterable[str] = (), shrink: int = 1) -> list[Workload]:
+    """Workloads whose id matches one of `select` and whose kind is one of `kinds`; empty: all.
+
+    select: ids, or prefixes that end in "*".
+    shrink: divides lengths and tokens, for trying the scripts on a machine without the device.
+    """
+    select, kinds = list(select), list(kinds)
+
+    def wanted(entry: dict[str, Any]) -> bool:
+        if kinds and entry["kind"] not in kinds:
+            return False
+        return not select or any(_matches(entry["id"], pattern) for pattern in select)
+
+    supported = (*ATTENTION_KINDS, "append", "merge", "step")
+    entries = json.loads(PATH.read_text())["workloads"]
+    for pattern in select:
+        if not any(_matches(entry["id"], pattern) for entry in entries):
+            raise SystemExit(f"--select: no workload {pattern!r} in {PATH.name}")
+    return [_make(e, shrink) for e in entries if e["kind"] in supported and wanted(e)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def _make(entry: dict[str, Any], shrink: int) -> Workload:
+    if entry["kind"] == "merge":
+        qo_lens, kv_lens = [entry["num_tokens"]], [0]
+    else:
+        qo_lens, kv_lens = _lengths(entry)
+    if shrink > 1:
+        qo_lens = [max(1, n // shrink) for n in qo_lens]
+        kv_lens = [max(q, n // shrink) for q, n in zip(qo_lens, kv_lens, strict=True)]
+    workload = Workload(
+        id=entry["id"],
+        kind=entry["kind"],
+        num_qo_heads=entry["num_qo_heads"],
+        num_kv_heads=entry.get("num_kv_heads", entry["num_qo_heads"]),
+        head_dim=entry["head_dim"],
+        page_size=entry.get("page_size"),
+        causal=entry.get("causal", True),
+        qo_lens=tuple(qo_lens),
+        kv_lens=tuple(kv_lens),
+        anchor_us=entry.get("h200_best_peer_us"),
+        num_states=entry.get("num_states", 0),
+        num_layers=entry.get("num_layers", 0),
+    )
+    if "h200_best_peer_tflops" in entry and shrink == 1:
+        anchor_us = workload.flops / entry["h200_best_peer_tflops"] / 1e6
+        workload = dataclasses.replace(workload, anchor_us=round(anchor_us, 1))
+    return workload
+
+
+def _lengths(entry: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """(qo_lens, kv_lens); the distributions are those that workloads.json describes."""
+    requests = entry["requests"]
+    if isinstance(requests, list):
+        qo_lens = [r["qo_len"] for r in requests for _ in range(r["count"])]
+        kv_lens = [r["kv_len"] for r in requests for _ in range(r["count"])]
+        return qo_lens, kv_lens
+    batch, rng = requests["batch"], np.random.default_rng(0)
+    if requests["distribution"] == "uniform":
+        kv_lens = rng.integers(512, 1537, batch).tolist()
+    else:
+        z = np.minimum(rng.zipf(1.5, batch), 200)
+        kv_lens = np.maximum(16, (z / z.mean() * 1024).astype(int)).tolist()
+    return (kv_lens if entry["kind"] == "prefill" else [1] * batch), kv_lens

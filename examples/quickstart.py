@@ -1,0 +1,55 @@
+"""Attend over a paged kv cache inside your own jitted function."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+
+# Heads, dtype, page size, and how large a batch may get: whatever fixes a shape or picks a kernel.
+spec = ja.AttentionSpec(
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim_qk=64,
+    dtype="bfloat16",
+    page_size=16,
+    max_batch=4,
+    max_qo_tokens=64,
+    max_kv_pages=32,
+)
+
+
+@partial(jax.jit, donate_argnames=("k_pages", "v_pages"))
+def step(q, k_new, v_new, k_pages, v_pages, plan):
+    k_pages, v_pages = ja.append_kv(k_pages, v_pages, k_new, v_new, plan)  # in place
+    o, lse = ja.attention(q, k_pages, v_pages, plan, return_lse=True)
+    return o, lse, k_pages, v_pages
+
+
+keys = jax.random.split(jax.random.key(0), 5)
+q = jax.random.normal(keys[0], (64, 8, 64), jnp.bfloat16)  # [max_qo_tokens, heads, head_dim]
+k_new, v_new = jax.random.normal(keys[1], (2, 64, 2, 64), jnp.bfloat16)
+k_pages, v_pages = jax.random.normal(keys[2], (2, 100, 16, 2, 64), jnp.bfloat16)  # a pool of 100
+
+# One batch: a prompt of 37 tokens, 5 more tokens of a prompt that has 20 cached, one decode at 91.
+qo_indptr = np.array(
+    [0, 37, 42, 43]
+)  # tokens of request r are rows [qo_indptr[r], qo_indptr[r + 1])
+kv_lens = np.array([37, 25, 91])  # the new tokens included
+page_indptr = np.array([0, 3, 5, 11])  # pages of request r are page_indices[page_indptr[r] : ...]
+page_indices = np.array([7, 3, 99, 12, 40, 1, 2, 50, 51, 60, 8])
+plan = ja.plan(spec, qo_indptr, kv_lens, page_indptr, page_indices)
+print(plan.describe())
+o, lse, k_pages, v_pages = step(q, k_new, v_new, k_pages, v_pages, plan)
+
+batch = (qo_indptr, kv_lens, page_indptr, page_indices)
+expected, _ = ja.reference.attention(q, k_pages, v_pages, *batch, spec=spec)
+np.testing.assert_allclose(np.float32(o), np.float32(expected), atol=2e-2)
+
+# Another batch is other data for the same executable: a decode, and the first token of a request.
+plan = ja.plan(spec, np.array([0, 1, 2]), np.array([38, 1]), np.array([0, 3, 4]), page_indices[:4])
+o, lse, k_pages, v_pages = step(q, k_new, v_new, k_pages, v_pages, plan)
+assert step._cache_size() == 1, "new lengths must not compile anything"
+print("o", o.shape, o.dtype, "lse of the two tokens", lse[:2, 0])
