@@ -134,6 +134,9 @@ nb::dict StatsDict() {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  // Specs live in JAX's caches of compiled functions until the process ends.
+  nb::set_leak_warnings(false);
+
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("registrations", &Registrations);
 

@@ -1,5 +1,13 @@
 """Attention for LLM serving and training in JAX: plan on the host, run inside jit."""
 
+from importlib.util import find_spec
+
+if find_spec("jax_attn._core") is None:
+    raise ImportError(
+        "jax_attn: the compiled module jax_attn._core is missing: this is a source folder"
+        f" ({__path__[0]}); install it with `pip install -e .`, or start Python elsewhere."
+    )
+
 from jax_attn import reference
 from jax_attn.attention import attention, dot_product_attention
 from jax_attn.jit import precompile

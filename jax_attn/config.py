@@ -6,6 +6,7 @@ JAX_ATTN_PRINT_CONFIG=1  print the kernel configuration chosen for each new Atte
 JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; default ~/.cache/jax_attn; empty: none
 JAX_ATTN_CPU_ISA         instruction set of the CPU kernels: baseline, avx2, avx512, avx512_bf16 or
                          neon; default: the best the machine has
+CUDA_HOME, CUDA_PATH     a CUDA toolkit, searched for NVRTC after the wheels of pip
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ cache_dir: str = os.environ.get(
     "JAX_ATTN_CACHE_DIR",
     str(pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jax_attn"),
 )
+cuda_toolkits: list[str] = [
+    *filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))),
+    "/usr/local/cuda",
+]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -74,9 +73,8 @@ def nvrtc_candidates() -> list[str]:
             continue
         if found is not None and found.submodule_search_locations is not None:
             folders += [pathlib.Path(path) / "lib" for path in found.submodule_search_locations]
-    for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if toolkit:
-            folders += [pathlib.Path(toolkit) / "lib64", pathlib.Path(toolkit) / "lib"]
+    for toolkit in config.cuda_toolkits:
+        folders += [pathlib.Path(toolkit) / "lib64", pathlib.Path(toolkit) / "lib"]
     names = ("libnvrtc.so.13", "libnvrtc.so.12")
     return [str(folder / name) for folder in folders for name in names] + list(names)
 
