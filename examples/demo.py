@@ -6,9 +6,9 @@ A step takes the tokens that the running requests do not have in the cache yet: 
 that decodes, a chunk of a prompt that is being read. All of them share one call of attention per
 layer. Requests arrive while others run, and use the pages of a prefix that another has computed.
 
-In the end the logits are computed again by `llama.reference_forward` (dense attention, one sequence
-at a time). The exit code is 1 if they differ by more than the tolerance, or if anything was
-compiled after the warm-up.
+In the end the logits are computed again by `models.reference_forward` (dense attention, one
+sequence at a time). The exit code is 1 if they differ by more than the tolerance, or if anything
+was compiled after the warm-up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn.models import llama
+from jax_attn import models
 
 HERE = Path(__file__).resolve().parent
 
@@ -133,7 +133,7 @@ class PagePool:
         return np.array(request.tokens[: (idx + 1) * self.page_size], np.int32).tobytes()
 
 
-def read_requests(model: llama.Model, max_new_tokens: int) -> list[Request]:
+def read_requests(model: models.Model, max_new_tokens: int) -> list[Request]:
     requests = []
     for name, num_lines, arrival in PROMPTS:
         lines = (HERE / "prompts" / f"{name}.py.txt").read_text(encoding="utf-8").split("\n")
@@ -156,13 +156,16 @@ def read_requests(model: llama.Model, max_new_tokens: int) -> list[Request]:
 class Engine:
     """The model, its cache, and one step of any batch."""
 
-    def __init__(self, model: llama.Model, args: argparse.Namespace, dtype: str):
+    def __init__(self, model: models.Model, args: argparse.Namespace, dtype: str):
         config = model.config
         self.config, self.params = config, model.params
         self.max_new_tokens = args.max_new_tokens
-        # Two sizes of the same step: decoding alone need not pay for the padding of a chunk.
-        self.specs = [
-            llama.attention_spec(
+        # Two sizes of the same step: decoding alone need not pay for the padding of a chunk. And of
+        # each a spec for every kind of layer: some models attend to a window in every other layer.
+        self.sizes = [args.max_batch, args.max_batch + args.chunk]  # max_qo_tokens
+        self.max_batch, self.page_size = args.max_batch, args.page_size
+        self.specs = {
+            max_qo_tokens: models.attention_specs(
                 config,
                 dtype=dtype,
                 page_size=args.page_size,
@@ -170,15 +173,16 @@ class Engine:
                 max_qo_tokens=max_qo_tokens,
                 max_kv_pages=args.max_batch * -(-config.max_positions // args.page_size),
             )
-            for max_qo_tokens in (args.max_batch, args.max_batch + args.chunk)
-        ]
-        self.k_pages, self.v_pages = llama.init_pages(config, self.specs[0], args.num_pages)
+            for max_qo_tokens in self.sizes
+        }
+        specs = self.specs[self.sizes[0]]
+        self.k_pages, self.v_pages = models.init_pages(config, specs, args.num_pages)
         self.plan_seconds: list[float] = []
         self.step_seconds: list[tuple[int, float]] = []  # max_qo_tokens, seconds
 
-        def step(params, tokens, positions, k_pages, v_pages, plan, logit_rows, step_idx):
-            logits, k_pages, v_pages = llama.forward(
-                params, config, tokens, positions, k_pages, v_pages, plan, logit_rows
+        def step(params, tokens, positions, k_pages, v_pages, plans, logit_rows, step_idx):
+            logits, k_pages, v_pages = models.forward(
+                params, config, tokens, positions, k_pages, v_pages, plans, logit_rows
             )
             sampled = jnp.argmax(logits, axis=-1)
             if args.temperature > 0:
@@ -187,8 +191,8 @@ class Engine:
             return sampled, logits, k_pages, v_pages
 
         self._step = jax.jit(step, donate_argnames=("k_pages", "v_pages"))
-        for spec in self.specs:  # an empty batch is legal, and compiles everything
-            self._run([], spec)
+        for size in self.sizes:  # an empty batch is legal, and compiles everything
+            self._run([], size)
         self.plan_seconds, self.step_seconds = [], []
 
     def run(self, batch: list[tuple[Request, int]]) -> None:
@@ -197,8 +201,8 @@ class Engine:
         A request that has none left afterwards gets a new token.
         """
         num_tokens = sum(n for _, n in batch)
-        spec = next(spec for spec in self.specs if num_tokens <= spec.max_qo_tokens)
-        sampled, logits = self._run(batch, spec)
+        size = next(size for size in self.sizes if num_tokens <= size)
+        sampled, logits = self._run(batch, size)
         for row, (request, n) in enumerate(batch):
             request.kv_len += n
             if request.num_pending:
@@ -210,13 +214,13 @@ class Engine:
                 token in self.config.eos_tokens or len(request.generated) == self.max_new_tokens
             )
 
-    def _run(self, batch: list[tuple[Request, int]], spec: ja.AttentionSpec):
+    def _run(self, batch: list[tuple[Request, int]], size: int):
         """Returns sampled [max_batch], logits [max_batch, vocab_size]; void past the batch."""
-        tokens, positions = np.zeros([2, spec.max_qo_tokens], np.int32)
-        logit_rows = np.zeros(spec.max_batch, np.int32)
+        tokens, positions = np.zeros([2, size], np.int32)
+        logit_rows = np.zeros(self.max_batch, np.int32)
         qo_lens = np.array([n for _, n in batch], np.int32)
         kv_lens = np.array([request.kv_len + n for request, n in batch], np.int32)
-        num_pages = -(-kv_lens // spec.page_size)
+        num_pages = -(-kv_lens // self.page_size)
         page_indices = [
             page for (r, _), n in zip(batch, num_pages, strict=True) for page in r.pages[:n]
         ]
@@ -228,7 +232,8 @@ class Engine:
             logit_rows[row] = rows.stop - 1
 
         begin = time.perf_counter()
-        plan = ja.plan(spec, qo_indptr, kv_lens, page_indptr, np.array(page_indices, np.int32))
+        lengths_and_pages = (qo_indptr, kv_lens, page_indptr, np.array(page_indices, np.int32))
+        plans = tuple(ja.plan(spec, *lengths_and_pages) for spec in self.specs[size])
         planned = time.perf_counter()
         sampled, logits, self.k_pages, self.v_pages = self._step(
             self.params,
@@ -236,13 +241,13 @@ class Engine:
             positions,
             self.k_pages,
             self.v_pages,
-            plan,
+            plans,
             logit_rows,
             np.int32(len(self.plan_seconds)),
         )
         sampled, logits = np.asarray(sampled), np.asarray(logits)
         self.plan_seconds.append(planned - begin)
-        self.step_seconds.append((spec.max_qo_tokens, time.perf_counter() - planned))
+        self.step_seconds.append((size, time.perf_counter() - planned))
         return sampled, logits
 
 
@@ -250,7 +255,7 @@ def serve(engine: Engine, pool: PagePool, requests: list[Request], screen: Scree
     """The main loop: admit, schedule, run, retire."""
     waiting = sorted(requests, key=lambda request: request.arrival)
     running: list[Request] = []
-    max_batch, max_tokens = engine.specs[-1].max_batch, engine.specs[-1].max_qo_tokens
+    max_batch, max_tokens = engine.max_batch, engine.sizes[-1]
     for step_idx in itertools.count():
         while waiting and waiting[0].arrival <= step_idx and len(running) < max_batch:
             if not pool.admit(waiting[0], waiting[0].num_prompt + engine.max_new_tokens):
@@ -354,9 +359,9 @@ class Screen:
 # ---- afterwards --------------------------------------------------------------------------------
 
 
-def largest_difference(model: llama.Model, requests: list[Request]) -> float:
+def largest_difference(model: models.Model, requests: list[Request]) -> float:
     """Between the logits that the tokens were sampled from and those of the reference path."""
-    reference = jax.jit(llama.reference_forward, static_argnames="config")
+    reference = jax.jit(models.reference_forward, static_argnames="config")
     largest = 0.0
     for request in requests:
         # Powers of two spare compilations; what follows the tokens does not matter to them.
@@ -383,12 +388,12 @@ def print_summary(engine: Engine, pool: PagePool, requests: list[Request], secon
         f"{num_reused} prompt tokens reused\n"
         f"per step   plan {1e6 * statistics.median(engine.plan_seconds):.0f} us (median)"
     )
-    for spec, kind in zip(engine.specs, ("decode only", "with prompt chunks"), strict=True):
-        times = [s for size, s in engine.step_seconds if size == spec.max_qo_tokens]
+    for size, kind in zip(engine.sizes, ("decode only", "with prompt chunks"), strict=True):
+        times = [seconds for n, seconds in engine.step_seconds if n == size]
         if times:
             print(
                 f"           step {1e3 * statistics.median(times):.2f} ms (median), {kind}: "
-                f"{len(times)} steps of {spec.max_qo_tokens} rows"
+                f"{len(times)} steps of {size} rows"
             )
     print(
         f"           rest {1e6 * rest / num_steps:.0f} us (mean): scheduling, texts, terminal\n"
@@ -431,8 +436,8 @@ def main() -> int:
     args = parse_args()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
-        model = llama.load(args.model, dtype)
-    except llama.ModelDirectoryError as error:
+        model = models.load(args.model, dtype)
+    except models.ModelDirectoryError as error:
         sys.exit(f"demo: {error}")
     requests = read_requests(model, args.max_new_tokens)
     pool = PagePool(args.num_pages, args.page_size)

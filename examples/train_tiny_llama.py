@@ -12,7 +12,7 @@ The text is split by file: the hash of a file's relative path decides whether it
 held out, so neither the tokenizer nor the model ever sees a held-out file. The result is a Hugging
 Face directory: config.json, model.safetensors (bf16), tokenizer.json, and metrics.json with what
 was measured. The training is plain JAX on jax.nn.dot_product_attention, which is differentiable;
-jax_attn/models/llama.py is what runs the result.
+jax_attn.models is what runs the result.
 """
 
 from __future__ import annotations

@@ -1,1 +1,49 @@
-"""Models in plain JAX on jax_attn's public operations."""
+"""Decoder models in plain JAX on jax_attn's public operations, from Hugging Face directories.
+
+    config, params, tokenizer = models.load("models/tiny-llama-stdlib", dtype="float32")
+    specs = models.attention_specs(
+        config, dtype="float32", max_batch=8, max_qo_tokens=64, max_kv_pages=512
+    )
+    k_pages, v_pages = models.init_pages(config, specs, num_pages=512)
+    step = jax.jit(models.forward, static_argnames="config", donate_argnames=("k_pages", "v_pages"))
+
+    batch = (qo_indptr, kv_lens, page_indptr, page_indices)
+    plans = tuple(jax_attn.plan(spec, *batch) for spec in specs)
+    logits, k_pages, v_pages = step(
+        params, config, tokens, positions, k_pages, v_pages, plans, logit_rows
+    )
+
+`forward` runs any mix of prefill, chunked prefill and decode over a paged cache, and
+`reference_forward` one sequence with dense attention, to check it against. families.py says which
+models there are and what of them is refused.
+
+Loading needs the packages of the extra `models`: pip install 'jax_attn[models]'.
+"""
+
+from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.decoder import attention_specs, forward, init_pages, reference_forward
+from jax_attn.models.directory import ModelDirectoryError
+from jax_attn.models.families import load_config, parse_config
+from jax_attn.models.loading import Model, load
+from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
+from jax_attn.models.weights import Params, load_params, random_params
+
+__all__ = [
+    "LayerKind",
+    "LinearScaling",
+    "Llama3Scaling",
+    "Model",
+    "ModelConfig",
+    "ModelDirectoryError",
+    "Params",
+    "Rope",
+    "attention_specs",
+    "forward",
+    "init_pages",
+    "load",
+    "load_config",
+    "load_params",
+    "parse_config",
+    "random_params",
+    "reference_forward",
+]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jax_attn as ja
-from jax_attn.models import llama
+from jax_attn import models
+from jax_attn.models import weights
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
@@ -43,9 +44,9 @@ LLAMA3 = {
 }
 
 
-def random_tensors(config: llama.LlamaConfig, dtype=np.float32, seed=0) -> dict[str, np.ndarray]:
+def random_tensors(config: models.ModelConfig, dtype=np.float32, seed=0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    shapes = llama._tensor_shapes(config)
+    shapes = weights.file_shapes(config)
     return {
         name: (rng.normal(len(shape) == 1, 0.2, shape)).astype(dtype)
         for name, shape in shapes.items()
@@ -56,7 +57,7 @@ def random_tensors(config: llama.LlamaConfig, dtype=np.float32, seed=0) -> dict[
 def small_dir(tmp_path: Path) -> Path:
     """A directory that loads, for tests to damage."""
     write_json(tmp_path / "config.json", SMALL)
-    config = llama.load_config(tmp_path)
+    config = models.load_config(tmp_path)
     safetensors_numpy.save_file(random_tensors(config), tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").write_bytes((SHIPPED / "tokenizer.json").read_bytes())
     return tmp_path
@@ -70,18 +71,18 @@ def write_json(path: Path, value: object) -> None:
 
 
 def test_agrees_with_transformers_sharded_untied_llama3():
-    config = llama.load_config(SHARDED)
-    assert config.rope_scaling == llama.RopeScaling(4.0, 1.0, 4.0, 64)
+    config = models.load_config(SHARDED)
+    assert config.layers[0].rope.scaling == models.Llama3Scaling(4.0, 1.0, 4.0, 64)
     assert not config.tie_embeddings
-    params = llama.load_params(SHARDED, config, "float32")
+    params = models.load_params(SHARDED, config, "float32")
     expected = np.load(SHARDED / "expected.npz")
-    logits = llama.reference_forward(params, config, expected["tokens"])
+    logits = models.reference_forward(params, config, expected["tokens"])
     np.testing.assert_allclose(logits[::10], expected["logits"], rtol=0, atol=2e-5)
 
 
 def test_agrees_with_transformers_shipped_model():
     """Greedy continuation by transformers 5.17, in f32."""
-    model = llama.load(SHIPPED, "float32")
+    model = models.load(SHIPPED, "float32")
     prompt = 'import os\n\n\ndef main(argv):\n    """Return the name of the file."""\n    for'
     tokens = [0, *model.tokenizer.encode(prompt).ids]
     continuation = (
@@ -90,31 +91,33 @@ def test_agrees_with_transformers_shipped_model():
         "sys.argv[0]\n\n    if not sys.argv:\n        return sys.argv[1]\n\n    if"
     )
     tokens += model.tokenizer.encode(continuation).ids
-    greedy = llama.reference_forward(model.params, model.config, np.array(tokens)).argmax(-1)
+    greedy = models.reference_forward(model.params, model.config, np.array(tokens)).argmax(-1)
     num_new = len(model.tokenizer.encode(continuation).ids)
     assert model.tokenizer.decode(greedy[-num_new - 1 : -1]) == continuation
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, jnp.bfloat16])
 def test_dtypes_of_files(small_dir, dtype):
-    config = llama.load_config(small_dir)
+    config = models.load_config(small_dir)
     tensors = random_tensors(config, dtype)
     safetensors_numpy.save_file(tensors, small_dir / "model.safetensors")
-    params = llama.load(small_dir, "float32").params
+    params = models.load(small_dir, "float32").params
     assert {w.dtype for w in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     layer_1 = tensors["model.layers.1.self_attn.k_proj.weight"].astype(np.float32)
-    np.testing.assert_array_equal(params["layers"]["k"][1], layer_1.T)
+    q_size = config.num_qo_heads * config.head_dim
+    k = params["layers"]["qkv"][1][:, q_size : q_size + config.num_kv_heads * config.head_dim]
+    np.testing.assert_array_equal(k, layer_1.T)
 
 
 def test_tied_head_is_the_embedding(small_dir):
     write_json(small_dir / "config.json", SMALL | {"tie_word_embeddings": True})
-    params = llama.load(small_dir).params  # the file's lm_head.weight is passed over
+    params = models.load(small_dir).params  # the file's lm_head.weight is passed over
     assert "head" not in params
-    config = llama.load_config(small_dir)
+    config = models.load_config(small_dir)
     untied = dataclasses.replace(config, tie_embeddings=False)
     np.testing.assert_array_equal(
-        llama.reference_forward(params, config, np.arange(9)),
-        llama.reference_forward(params | {"head": params["embed"].T}, untied, np.arange(9)),
+        models.reference_forward(params, config, np.arange(9)),
+        models.reference_forward(params | {"head": params["embed"].T}, untied, np.arange(9)),
     )
 
 
@@ -122,9 +125,10 @@ def test_config_defaults(tmp_path):
     """What old Llama configs leave out."""
     left_out = {"num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings"}
     write_json(tmp_path / "config.json", {k: v for k, v in SMALL.items() if k not in left_out})
-    config = llama.load_config(tmp_path)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (6, 4, 10000.0)
-    assert not config.tie_embeddings and config.rope_scaling is None and config.eos_tokens == ()
+    config = models.load_config(tmp_path)
+    assert (config.num_kv_heads, config.head_dim) == (6, 4)
+    assert set(config.layers) == {models.LayerKind(models.Rope(10000.0))}
+    assert not config.tie_embeddings and config.eos_tokens == ()
 
 
 def edit_config(**changes):
@@ -139,7 +143,7 @@ def edit_config(**changes):
 
 def edit_tensors(edit):
     def edit_file(path: Path) -> None:
-        tensors = random_tensors(llama.load_config(path))
+        tensors = random_tensors(models.load_config(path))
         edit(tensors)
         safetensors_numpy.save_file(tensors, path / "model.safetensors")
 
@@ -164,7 +168,7 @@ MISFITS = {
     ),
     "missing key": (edit_config(hidden_size=...), "key 'hidden_size' is missing"),
     "other model": (edit_config(model_type="gpt2"), "model_type: expected 'llama', got 'gpt2'"),
-    "attention bias": (edit_config(attention_bias=True), "attention_bias: expected False"),
+    "mlp bias": (edit_config(mlp_bias=True), "mlp_bias: expected False"),
     "activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
     "quantized": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected"),
     "heads": (
@@ -173,7 +177,7 @@ MISFITS = {
     ),
     "rope type": (
         edit_config(rope_scaling={"type": "yarn", "factor": 2.0}),
-        "rope_type: expected 'default' or 'llama3', got 'yarn'",
+        "rope_type: expected 'default', 'linear' or 'llama3', got 'yarn'",
     ),
     "rope key": (
         edit_config(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
@@ -191,7 +195,7 @@ MISFITS = {
     "missing tensor": (edit_tensors(lambda t: t.pop(KEY)), f"tensor '{KEY}' is missing"),
     "extra tensor": (
         edit_tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(96)})),
-        "tensor 'model.layers.0.self_attn.q_proj.bias' is no part of a Llama with this config",
+        "tensor 'model.layers.0.self_attn.q_proj.bias' is no part of a llama model",
     ),
     "shape": (
         edit_tensors(lambda t: t.update({KEY: np.zeros([40, 23], np.float32)})),
@@ -214,11 +218,11 @@ MISFITS = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_misfits_are_refused_in_one_sentence(small_dir, name):
-    llama.load(small_dir)
+    models.load(small_dir)
     edit, message = MISFITS[name]
     edit(small_dir)
-    with pytest.raises(llama.ModelDirectoryError) as error:
-        llama.load(small_dir)
+    with pytest.raises(models.ModelDirectoryError) as error:
+        models.load(small_dir)
     assert message in str(error.value)
     assert str(small_dir) in str(error.value) and "\n" not in str(error.value)
 
@@ -242,24 +246,25 @@ def test_rope_frequencies_formula(tmp_path, rope):
                 smooth = (original / wavelength - low) / (high - low)
                 frequency *= (1 - smooth) / rope["factor"] + smooth
         expected.append(frequency)
-    frequencies = llama.rope_frequencies(llama.load_config(tmp_path))
+    frequencies = models.load_config(tmp_path).layers[0].rope.frequencies(128)
     np.testing.assert_allclose(frequencies, expected, rtol=1e-12)
 
 
 # ---- the paged forward pass --------------------------------------------------------------------
 
 
-def run_in_chunks(params, config, spec, sequences, rng) -> list[np.ndarray]:
+def run_in_chunks(params, config, specs, sequences, rng) -> list[np.ndarray]:
     """Logits of every token, by random chunks of random requests a step, in scattered pages.
 
     The cache and the padding start as poison: NaN pages, void tokens and positions.
     """
-    step = jax.jit(llama.forward, static_argnames="config", donate_argnames=("k_pages", "v_pages"))
+    step = jax.jit(models.forward, static_argnames="config", donate_argnames=("k_pages", "v_pages"))
+    spec = specs[0]
     max_pages = [-(-len(sequence) // spec.page_size) for sequence in sequences]
     num_pages = sum(max_pages) + 3
     ids = rng.permutation(num_pages)[: sum(max_pages)]
     pages = np.split(ids, np.cumsum(max_pages)[:-1])
-    k_pages, v_pages = (x + np.nan for x in llama.init_pages(config, spec, num_pages))
+    k_pages, v_pages = (x + np.nan for x in models.init_pages(config, specs, num_pages))
     done = [0] * len(sequences)
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     while any(n < len(sequence) for n, sequence in zip(done, sequences, strict=True)):
@@ -283,10 +288,11 @@ def run_in_chunks(params, config, spec, sequences, rng) -> list[np.ndarray]:
             tokens[rows] = sequences[r][done[r] : done[r] + n]
             positions[rows] = np.arange(done[r], done[r] + n)
         page_indptr = np.append(0, np.cumsum(num_pages_each))
-        plan = ja.plan(spec, qo_indptr, kv_lens, page_indptr, page_indices.astype(np.int32))
+        batch_arrays = (qo_indptr, kv_lens, page_indptr, page_indices.astype(np.int32))
+        plans = tuple(ja.plan(spec, *batch_arrays) for spec in specs)
         all_rows = np.arange(spec.max_qo_tokens, dtype=np.int32)
         step_logits, k_pages, v_pages = step(
-            params, config, tokens, positions, k_pages, v_pages, plan, all_rows
+            params, config, tokens, positions, k_pages, v_pages, plans, all_rows
         )
         for i, (r, n) in enumerate(batch):
             logits[r].append(np.asarray(step_logits[qo_indptr[i] : qo_indptr[i + 1]]))
@@ -307,13 +313,13 @@ def run_in_chunks(params, config, spec, sequences, rng) -> list[np.ndarray]:
 )
 def test_chunks_equal_reference(tmp_path, page_size, changes):
     write_json(tmp_path / "config.json", SMALL | changes)
-    config = llama.load_config(tmp_path)
+    config = models.load_config(tmp_path)
     tensors = random_tensors(config, seed=page_size)
     safetensors_numpy.save_file(tensors, tmp_path / "model.safetensors")
-    params = llama.load_params(tmp_path, config, "float32")
+    params = models.load_params(tmp_path, config, "float32")
     rng = np.random.default_rng(page_size)
     sequences = [rng.integers(0, config.vocab_size, n) for n in (1, 17, 63, 130)]
-    spec = llama.attention_spec(
+    specs = models.attention_specs(
         config,
         dtype="float32",
         page_size=page_size,
@@ -321,43 +327,43 @@ def test_chunks_equal_reference(tmp_path, page_size, changes):
         max_qo_tokens=48,
         max_kv_pages=300,
     )
-    got = run_in_chunks(params, config, spec, sequences, rng)
+    got = run_in_chunks(params, config, specs, sequences, rng)
     for sequence, logits in zip(sequences, got, strict=True):
-        expected = llama.reference_forward(params, config, sequence)
+        expected = models.reference_forward(params, config, sequence)
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-3), ("bfloat16", 0.5)])
 def test_shipped_model_chunks_equal_reference(dtype, atol):
-    model = llama.load(SHIPPED, dtype)
-    text = Path(llama.__file__).read_text()
+    model = models.load(SHIPPED, dtype)
+    text = Path(weights.__file__).read_text()
     ids = [0, *model.tokenizer.encode(text).ids]
     sequences = [np.array(ids[:n]) for n in (3, 40, 233)]
-    spec = llama.attention_spec(
+    specs = models.attention_specs(
         model.config, dtype=dtype, page_size=16, max_batch=3, max_qo_tokens=64, max_kv_pages=64
     )
     rng = np.random.default_rng(0)
-    got = run_in_chunks(model.params, model.config, spec, sequences, rng)
+    got = run_in_chunks(model.params, model.config, specs, sequences, rng)
     for sequence, logits in zip(sequences, got, strict=True):
-        expected = llama.reference_forward(model.params, model.config, sequence)
+        expected = models.reference_forward(model.params, model.config, sequence)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=atol)
 
 
 def test_cache_is_written_in_place(tmp_path):
     """A scan over the layers, and no copy of anything as large as a layer's cache."""
     write_json(tmp_path / "config.json", SMALL)
-    config = llama.load_config(tmp_path)
+    config = models.load_config(tmp_path)
     safetensors_numpy.save_file(random_tensors(config), tmp_path / "model.safetensors")
-    params = llama.load_params(tmp_path, config, "float32")
-    spec = llama.attention_spec(
+    params = models.load_params(tmp_path, config, "float32")
+    specs = models.attention_specs(
         config, dtype="float32", page_size=16, max_batch=2, max_qo_tokens=8, max_kv_pages=16
     )
-    k_pages, v_pages = llama.init_pages(config, spec, num_pages=4096)
-    plan = ja.plan(spec, [0, 1], [20], [0, 2], [5, 9])
+    k_pages, v_pages = models.init_pages(config, specs, num_pages=4096)
+    plans = tuple(ja.plan(spec, [0, 1], [20], [0, 2], [5, 9]) for spec in specs)
     zeros = np.zeros(8, np.int32)
     compiled = (
-        jax.jit(llama.forward, static_argnames="config", donate_argnames=("k_pages", "v_pages"))
-        .lower(params, config, zeros, zeros, k_pages, v_pages, plan, zeros[:2])
+        jax.jit(models.forward, static_argnames="config", donate_argnames=("k_pages", "v_pages"))
+        .lower(params, config, zeros, zeros, k_pages, v_pages, plans, zeros[:2])
         .compile()
     )
     layer_bytes = k_pages.nbytes // config.num_layers

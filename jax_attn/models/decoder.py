@@ -1,0 +1,207 @@
+"""The decoder of all families: a paged forward pass, and a dense one to check it against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+import jax_attn as ja
+from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.rope import rotate
+from jax_attn.models.weights import Params
+
+Angles = tuple[jax.Array, jax.Array]
+Carry = TypeVar("Carry")
+
+
+def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
+    """The attention of each of config.kinds; `kwargs` are capacities and the like of AttentionSpec.
+
+    One batch needs a plan for each of them, all made of the same lengths and page table.
+    """
+    return tuple(
+        ja.AttentionSpec(
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim_qk=config.head_dim,
+            sm_scale=config.sm_scale,
+            logits_soft_cap=config.attention_soft_cap,
+            window_left=-1 if kind.window is None else kind.window - 1,
+            **kwargs,
+        )
+        for kind in config.kinds
+    )
+
+
+def init_pages(
+    config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
+) -> tuple[jax.Array, jax.Array]:
+    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros."""
+    (page_size, dtype) = specs[0].page_size, specs[0].dtype
+    assert page_size is not None
+    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    logit_rows: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One step of a batch: appends the tokens to the cache, and attends over it.
+
+    Args:
+      params: as `load` gives them; their dtype must be that of the plans.
+      config: static.
+      tokens: [max_qo_tokens] i32. Packed, request after request, as the plan's qo_indptr says; what
+        stands in the padding is ignored.
+      positions: [max_qo_tokens] i32. Of each token in its sequence: kv_len - qo_len + i.
+      k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim]. Written in
+        place where they are donated.
+      plans: of the batch, one for each of `attention_specs`.
+      logit_rows: [n] i32. The tokens to compute logits for, usually the last of each request.
+
+    Returns:
+      logits: [n, vocab_size] f32.
+      k_pages, v_pages: with the new tokens.
+    """
+    if len(plans) != len(config.kinds):
+        raise ValueError(f"forward: plans: expected {len(config.kinds)}, got {len(plans)}.")
+    plan_of = dict(zip(config.kinds, plans, strict=True))
+
+    def layer(carry, idx, kind):
+        x, k_pages, v_pages = carry
+
+        # The stacked cache and an index, never a slice: slicing it would make XLA copy it.
+        def attend(q, k, v):
+            # What is appended depends on lengths and pages alone, so that any plan will do.
+            pages = ja.append_kv(k_pages, v_pages, k, v, plans[0], layer=idx)
+            return ja.attention(q, *pages, plan_of[kind], layer=idx), pages
+
+        x, pages = _layer(x, _weights_of(params, idx), config, angles[kind], attend)
+        return x, *pages
+
+    angles = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
+    carry = (_embed(tokens, params, config), k_pages, v_pages)
+    x, k_pages, v_pages = _fold_layers(layer, carry, config.layers)
+    return _logits(x[logit_rows], params, config), k_pages, v_pages
+
+
+def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """Logits [len, vocab_size] f32 of one sequence tokens [len] i32, by dense attention."""
+    positions = jnp.arange(tokens.shape[0])
+
+    def layer(x, idx, kind):
+        distance = positions[:, None] - positions
+        visible = distance >= 0
+        if kind.window is not None:
+            visible &= distance < kind.window
+
+        def attend(q, k, v):
+            group_size = config.num_qo_heads // config.num_kv_heads
+            k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
+            scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
+            scores = _soft_cap(config.sm_scale * scores, config.attention_soft_cap)
+            weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(v.dtype)
+            return jnp.einsum("hqk,khd->qhd", weights, v), None
+
+        return _layer(x, _weights_of(params, idx), config, angles[kind], attend)[0]
+
+    angles = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
+    x = _fold_layers(layer, _embed(tokens, params, config), config.layers)
+    return _logits(x, params, config)
+
+
+def _fold_layers(
+    layer: Callable[[Carry, Any, LayerKind], Carry], carry: Carry, kinds: tuple[LayerKind, ...]
+) -> Carry:
+    """carry = layer(carry, idx, kind) for each layer.
+
+    As a scan over the period of `kinds`, which keeps each kind static without a branch on the
+    device; the layers of a last, incomplete period follow one by one.
+    """
+    period = next(
+        n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]
+    )
+
+    def one_period(carry, first):
+        for i, kind in enumerate(kinds[:period]):
+            carry = layer(carry, first + i, kind)
+        return carry, None
+
+    num_whole = len(kinds) // period
+    carry, _ = jax.lax.scan(one_period, carry, period * jnp.arange(num_whole))
+    for idx in range(num_whole * period, len(kinds)):
+        carry = layer(carry, idx, kinds[idx])
+    return carry
+
+
+def _weights_of(params: Params, idx: Any) -> Params:
+    return {
+        name: jax.lax.dynamic_index_in_dim(weight, idx, keepdims=False)
+        for name, weight in params["layers"].items()
+    }
+
+
+def _layer(
+    x: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    angles: Angles,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+) -> tuple[jax.Array, Any]:
+    """x: [n, hidden] -> x, state, where attend(q, k, v) -> o [n, num_qo_heads, head_dim], state."""
+
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        return _rms_norm(x, weights[name], config)
+
+    qkv = norm(x, "attention_norm") @ weights["qkv"]
+    if config.qkv_bias:
+        qkv += weights["qkv_bias"]
+    heads = qkv.reshape(len(x), -1, config.head_dim)
+    q, k, v = jnp.split(heads, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
+    if config.qk_norm:
+        q, k = norm(q, "q_norm"), norm(k, "k_norm")
+    o, state = attend(rotate(q, angles), rotate(k, angles), v)
+    h = o.reshape(len(x), -1) @ weights["o"]
+    if config.o_bias:
+        h += weights["o_bias"]
+    x = x + (norm(h, "attention_post_norm") if config.post_norms else h)
+
+    gate, up = jnp.split(norm(x, "mlp_norm") @ weights["gate_up"], 2, axis=-1)
+    h = (_ACTIVATIONS[config.activation](gate) * up) @ weights["down"]
+    return x + (norm(h, "mlp_post_norm") if config.post_norms else h), state
+
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form
+
+
+def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
+    x = params["embed"][tokens]
+    return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
+
+
+def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
+    x = _rms_norm(x, params["final_norm"], config)
+    head = params["embed"].T if config.tie_embeddings else params["head"]
+    logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
+    return _soft_cap(logits, config.logit_soft_cap)
+
+
+def _soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    scale = config.norm_offset + weight.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(variance + config.rms_norm_eps) * scale).astype(x.dtype)

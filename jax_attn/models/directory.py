@@ -1,0 +1,28 @@
+"""Files of a model directory, and the error that says what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class ModelDirectoryError(ValueError):
+    """A model directory that does not fit: which file, what was expected, what is there."""
+
+
+def existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ModelDirectoryError(f"{path}: no such file")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelDirectoryError."""
+    try:
+        value = json.loads(existing(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelDirectoryError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelDirectoryError(f"{path}: expected an object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,41 @@
+"""A model from a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_attn.models.config import ModelConfig
+from jax_attn.models.directory import ModelDirectoryError, existing
+from jax_attn.models.families import load_config
+from jax_attn.models.weights import Params, load_params
+
+
+class Model(NamedTuple):
+    config: ModelConfig
+    params: Params
+    tokenizer: Any  # tokenizers.Tokenizer
+
+
+def load(directory: str | Path, dtype: jax.typing.DTypeLike = "bfloat16") -> Model:
+    """Loads a Hugging Face directory; config.json's model_type says of which family.
+
+    Args:
+      directory: config.json, tokenizer.json, and model.safetensors or the shards that
+        model.safetensors.index.json names. Weights may be bf16, f16 or f32.
+      dtype: of the weights in memory, and so of the activations.
+
+    Raises:
+      ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
+    """
+    from tokenizers import Tokenizer
+
+    config = load_config(directory)
+    path = existing(Path(directory) / "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelDirectoryError(f"{path}: not a tokenizer: {error}") from error
+    return Model(config, load_params(directory, config, dtype), tokenizer)
