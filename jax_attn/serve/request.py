@@ -1,0 +1,143 @@
+"""What a client asked for, and the state of one stream of tokens. Plain data."""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax_attn.serve.prefix_cache import Node
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end of sequence, a stop token, a stop string, or the end of the grammar
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+
+
+class Status(enum.StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one sequence. Neutral values switch a feature off.
+
+    logprobs: number of likeliest alternatives to report for each token; 0: the chosen token only.
+    grammar: llguidance grammar text.
+
+    Raises:
+      ValueError: a value outside its range; the message begins with the field's name.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        def expect(name: str, what: str, holds: bool) -> None:
+            if not holds:
+                raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
+
+        def finite(value: float) -> bool:
+            return math.isfinite(value)
+
+        expect("max_tokens", "at least 1", self.max_tokens >= 1)
+        expect("min_tokens", "0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens)
+        expect(
+            "temperature",
+            "a finite number >= 0",
+            finite(self.temperature) and self.temperature >= 0,
+        )
+        expect("top_k", "at least 0", self.top_k >= 0)
+        expect("top_p", "a number in (0, 1]", 0 < self.top_p <= 1)
+        expect("min_p", "a number in [0, 1]", 0 <= self.min_p <= 1)
+        expect(
+            "repetition_penalty",
+            "a finite number > 0",
+            finite(self.repetition_penalty) and self.repetition_penalty > 0,
+        )
+        expect("presence_penalty", "a finite number", finite(self.presence_penalty))
+        expect("frequency_penalty", "a finite number", finite(self.frequency_penalty))
+        expect("logprobs", "None or at least 0", self.logprobs is None or self.logprobs >= 0)
+        expect("stop", "strings that are not empty", all(self.stop))
+        expect("logit_bias", "finite numbers", all(finite(bias) for _, bias in self.logit_bias))
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One stream of tokens. n > 1 makes n sequences of one request.
+
+    They share the pages of the prompt through the prefix cache, as any two sequences do.
+    Everything from `status` on is written by the scheduler alone.
+    """
+
+    id: str
+    request_id: str
+    tokens: list[int]  # the prompt, then the output known to the host; only ever extended
+    num_prompt: int
+    params: SamplingParams
+    namespace: str = ""  # only sequences of one namespace share pages
+    priority: int = 0  # lower first
+    deadline: float | None = None  # seconds on the clock that `schedule` is given
+    arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
+
+    status: Status = field(default=Status.WAITING, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    slot: int = field(default=-1, init=False)  # row of device state while RUNNING
+    pages: list[int] = field(default_factory=list, init=False)  # of the kv cache, in order
+    num_computed: int = field(default=0, init=False)  # tokens whose kv is written, or launched
+    num_cached: int = field(
+        default=0, init=False
+    )  # of the prompt, found cached when first admitted
+    num_in_flight: int = field(
+        default=0, init=False
+    )  # launched samples that the host does not know
+
+    node: Node | None = field(default=None, init=False)  # the lock on pages[:num_shared]
+    num_shared: int = field(default=0, init=False)  # leading pages that the prefix cache owns
+    order: int = field(default=-1, init=False)  # of arrival
+    num_preempted: int = field(default=0, init=False)  # times
+    num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
+    _packed: bytearray = field(default_factory=bytearray, init=False)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known to the host."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to put through the model before the next sample, in-flight ones included.
+
+        1 while decoding; 0 when nothing is left but to learn the last token of max_tokens.
+        """
+        last = self.num_prompt + self.params.max_tokens - 1  # this token is never fed back
+        return min(len(self.tokens) + self.num_in_flight, last) - self.num_computed
+
+    def key(self, num_tokens: int) -> bytes:
+        """The first tokens as the prefix cache wants them: 4 bytes each."""
+        num_packed = len(self._packed) // 4
+        if num_packed < num_tokens:
+            self._packed += array("i", self.tokens[num_packed:]).tobytes()
+        return bytes(memoryview(self._packed)[: 4 * num_tokens])
