@@ -1,0 +1,160 @@
+"""Small models of every family, with weights that any machine can make again.
+
+tests/data/model_logits.npz holds what transformers computes for them (make_model_logits.py).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_attn.models.config import ModelConfig
+from jax_attn.models.families import load_config
+from jax_attn.models.weights import file_shapes
+
+LOGITS = Path(__file__).resolve().parent / "data" / "model_logits.npz"
+NUM_TOKENS = 44
+LOGITS_EVERY = 6  # rows of the logits that LOGITS holds
+
+_COMMON = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "sliding_window": 7}
+
+# config.json of each, mostly as transformers 5 writes it; "4" marks the keys of transformers 4.
+# Soft caps and windows are small: what they do must show within NUM_TOKENS.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
+    "llama bias tied, llama3 rope": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "llama mha, linear rope": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "mistral window": {"model_type": "mistral", "sliding_window": 7, "rope_theta": 10000.0},
+    "mistral mqa": {
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen2 tied": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "sliding_window": 7,
+        "use_sliding_window": False,
+    },
+    "qwen2 windows above": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_theta": 10000.0,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_theta": 1e6},
+    "qwen3 bias, layer_types": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_theta": 10000.0,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        **_GEMMA,
+        "num_hidden_layers": 5,
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma2 no caps, bias": {
+        "model_type": "gemma2",
+        **_GEMMA,
+        "num_hidden_layers": 2,
+        "attention_bias": True,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_GEMMA,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 24,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma3 of transformers 4": {
+        "model_type": "gemma3_text",
+        **_GEMMA,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 16,
+        "sliding_window_pattern": 2,
+        "final_logit_softcapping": 6.0,
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 50.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+}
+CONFIGS = {name: _COMMON | config for name, config in CONFIGS.items()}
+
+
+def tokens() -> np.ndarray:
+    return np.random.RandomState(0).randint(0, _COMMON["vocab_size"], NUM_TOKENS)
+
+
+def random_tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """All tensors of the files. The legacy generator: its numbers never change."""
+    tensors = {}
+    for name, shape in file_shapes(config).items():
+        normal = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+        is_norm = name.endswith("norm.weight")
+        tensors[name] = ((1 - config.norm_offset if is_norm else 0) + 0.3 * normal).astype(dtype)
+    return tensors
+
+
+def write(directory: Path, raw: dict[str, Any], dtype: Any = np.float32) -> ModelConfig:
+    """Writes config.json and model.safetensors; returns what the former says."""
+    from safetensors.numpy import save_file
+
+    (directory / "config.json").write_text(json.dumps(raw))
+    config = load_config(directory)
+    save_file(random_tensors(config, dtype), directory / "model.safetensors")
+    return config
