@@ -62,12 +62,16 @@ class Inserted(NamedTuple):
 
 
 class NodeView(NamedTuple):
-    """A node for the live view. The root has id 0, no parent and no pages."""
+    """A node for the live view. The root has id 0, no parent and no pages.
+
+    holders, locks: locks on the node itself; those and the locks on all below it.
+    """
 
     id: int
     parent: int | None
     namespace: str
     num_pages: int
+    holders: int
     locks: int
     last_access: int
 
@@ -188,9 +192,8 @@ class RadixCache:
         while stack:
             namespace, node = stack.pop()
             parent = node.parent.serial if node.parent else None
-            yield NodeView(
-                node.serial, parent, namespace, len(node.pages), node.locks, node.last_access
-            )
+            counts = len(node.pages), node.holders, node.locks
+            yield NodeView(node.serial, parent, namespace, *counts, node.last_access)
             for child_key, child in node.children.items():
                 stack.append((child_key[0] if isinstance(child_key, tuple) else namespace, child))
 

@@ -1,12 +1,31 @@
-"""What the next step computes: admission, token budget, preemption, deadlines. Pure Python."""
+"""What the next step computes: admission, token budget, preemption, deadlines. Pure Python.
+
+One step mixes a token of every running decode with chunks of prompts, in one call of attention.
+Steps run on the device in the order in which they were launched, and the host schedules the next
+one before it knows what the last one sampled. Two rules follow:
+
+- A page may be shared, or freed and given away, as soon as the step that writes it is launched.
+- The token that a running sequence continues with may be known to the device only. The sequence is
+  scheduled as if it were known, but cached only as far as the host knows its tokens.
+
+Cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
+while another computes pages that it could share, such as its sibling of n > 1.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from jax_attn.serve.pages import PageAllocator
-from jax_attn.serve.prefix_cache import RadixCache
-from jax_attn.serve.request import FinishReason, Sequence
+from jax_attn.serve.prefix_cache import Node, RadixCache
+from jax_attn.serve.request import FinishReason, Sequence, Status
+
+# Waiting sequences, from the head of the queue, that are looked up in the prefix cache for a step:
+# a lookup takes some microseconds, and the queue may hold thousands.
+_LOOKUPS = 128
 
 
 class QueueFull(Exception):
@@ -15,15 +34,34 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """Capacities of a step, and policy.
+
+    Raises:
+      ValueError: a capacity below 1, or max_step_tokens too small for all decodes.
+    """
+
     page_size: int
     num_pages: int
     max_running: int  # sequences that run at once; slots 0 .. max_running - 1
     max_step_tokens: int  # query tokens of a step
     prefill_chunk: int  # of them, prompt tokens (of all sequences) in a step that also decodes
-    max_waiting: int  # sequences that have never run
+    max_waiting: int  # sequences; the preempted count, but are never refused
     max_kv_pages_step: int  # entries of a step's page table, shared pages counted for each sequence
     starvation_steps: int = 16  # a sequence overtaken in that many steps is overtaken no more
     prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "page_size", "num_pages", "max_running", "max_step_tokens", "prefill_chunk",
+            "max_waiting", "max_kv_pages_step", "starvation_steps",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"max_step_tokens: expected at least max_running {self.max_running}, so that every "
+                f"decode fits in a step, got {self.max_step_tokens}"
+            )
 
 
 @dataclass(slots=True)
@@ -40,48 +78,159 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    entries: list[ScheduledSequence]
+    entries: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # of the entries, new in their slots
     preempted: list[Sequence] = field(default_factory=list)  # lost their slots and pages
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges, and totals since the start. Pages that are neither free nor cached are private."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_evictable_pages: int
+    num_admissions: int  # re-admissions after a preemption not included
+    num_preemptions: int
+    num_prompt_tokens: int  # of the sequences admitted
+    num_prompt_tokens_cached: int  # of them, found in the prefix cache
+
+
 class Scheduler:
-    """Owns the pages, the prefix cache, and every sequence from `add` to `finish`."""
+    """Owns the pages, the prefix cache, and every sequence from `add` to `finish`.
+
+    Deterministic: the same calls with the same clock give the same steps. Sequences are ordered by
+    priority, then by arrival; priorities are strict. One thread at a time.
+    """
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
         self.cache = RadixCache(self.allocator, config.page_size)
+        self._seqs: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # ordered by _waiting_rank
+        self._running: list[Sequence] = []  # ordered by _rank
+        self._num_table_pages = 0  # sum of len(seq.pages) over the running
+        self._free_slots = list(range(config.max_running))  # a heap
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; finished ones linger
+        self._arrivals = itertools.count()
+        self._num_admissions = 0
+        self._num_preemptions = 0
+        self._num_prompt_tokens = 0
+        self._num_prompt_tokens_cached = 0
 
     @property
     def waiting(self) -> list[Sequence]:
-        """In order of priority and arrival."""
-        raise NotImplementedError
+        """By priority; the preempted before those that have never run; by arrival."""
+        return list(self._waiting)
 
     @property
     def running(self) -> list[Sequence]:
-        """In order of priority and arrival."""
-        raise NotImplementedError
+        """By priority, then by arrival."""
+        return list(self._running)
 
     @property
     def max_sequence_tokens(self) -> int:
         """Prompt and max_tokens together, at most."""
-        raise NotImplementedError
+        return self.config.page_size * min(self.config.num_pages, self.config.max_kv_pages_step)
+
+    # ---- what happens to a sequence ----
 
     def add(self, *seqs: Sequence) -> None:
-        """Takes sequences in, all or none (give the n of a request together).
+        """Takes new sequences in, all or none (give the n of a request together).
 
         Raises:
           QueueFull: there is no room for all of them.
           ValueError: a sequence that could never run (no prompt, longer than max_sequence_tokens),
             or an id in use.
         """
-        raise NotImplementedError
+        for seq in seqs:
+            num_tokens = seq.num_prompt + seq.params.max_tokens
+            if not 1 <= seq.num_prompt == len(seq.tokens):
+                raise ValueError(f"{seq.id}: tokens: expected a prompt, got {len(seq.tokens)}")
+            if num_tokens > self.max_sequence_tokens:
+                raise ValueError(
+                    f"{seq.id}: prompt and max_tokens: expected at most {self.max_sequence_tokens} "
+                    f"tokens together, got {num_tokens}"
+                )
+        if len(self._seqs.keys() | {seq.id for seq in seqs}) < len(self._seqs) + len(seqs):
+            raise ValueError(f"{[seq.id for seq in seqs]}: expected ids that are not in use")
+        if len(self._waiting) + len(seqs) > self.config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} of {self.config.max_waiting} are waiting")
+        for seq in seqs:
+            seq.order = next(self._arrivals)
+            self._seqs[seq.id] = seq
+            insort(self._waiting, seq, key=_waiting_rank)
+            if seq.deadline is not None:
+                heapq.heappush(self._deadlines, (seq.deadline, seq.order, seq))
 
     def abort(self, seq_id: str) -> Sequence | None:
         """Finishes a sequence in any state; None if there is none of that id (any more)."""
-        raise NotImplementedError
+        seq = self._seqs.get(seq_id)
+        if seq is not None:
+            self.finish(seq, FinishReason.ABORT)
+        return seq
+
+    def append(self, seq: Sequence, tokens: list[int], num_sampled: int = 1) -> None:
+        """The host knows the next tokens: a sample, forced ones, or a sample and what it forces.
+
+        num_sampled: samples in flight that are settled by this: tokens[0], and any launched behind
+          it, which are void. Forced tokens after a sample void those: settle all of them here, and
+          ignore them when they arrive.
+
+        Of a sequence that is finished by now, tokens are ignored.
+
+        Raises:
+          ValueError: more samples than are in flight, or tokens that leave nothing to go on with.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        num_in_flight = seq.num_in_flight - num_sampled
+        if num_sampled < 0 or num_in_flight < 0:
+            raise ValueError(
+                f"{seq.id}: num_sampled: expected 0 to {seq.num_in_flight}, got {num_sampled}"
+            )
+        if num_in_flight and len(tokens) > num_sampled:
+            raise ValueError(
+                f"{seq.id}: tokens: expected at most {num_sampled} in front of a sample in flight, "
+                f"got {len(tokens)}"
+            )
+        num_computed = seq.num_computed
+        if num_sampled > 1:  # what followed from a void sample does not count
+            num_computed = min(num_computed, len(seq.tokens) + 1)
+        if len(seq.tokens) + len(tokens) + num_in_flight <= num_computed:
+            raise ValueError(
+                f"{seq.id}: tokens: expected one that is not computed yet, got {len(tokens)} for "
+                f"{num_sampled} samples"
+            )
+        seq.tokens += tokens
+        seq.num_computed, seq.num_in_flight = num_computed, num_in_flight
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR.
+
+        What is in flight for it may still write its private pages: that is before anything that is
+        launched from now on, so before anyone else uses them. After a failed step, whose pages hold
+        anything, finish all that run and empty the cache by `cache.evict(cache.num_cached)`.
+
+        Raises:
+          ValueError: the sequence was never added.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        if self._seqs.get(seq.id) is not seq:
+            raise ValueError(f"{seq.id}: finish: expected a sequence that was added")
+        if seq.status is Status.RUNNING:
+            self._release(seq, keep=reason is not FinishReason.ERROR)
+        else:
+            self._leave_queue(seq)
+        del self._seqs[seq.id]
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+
+    # ---- the step ----
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to do or report until something changes.
@@ -90,27 +239,301 @@ class Scheduler:
         be followed by `launched` once the device has it, before the next `schedule`; a step that is
         never launched is simply scheduled again.
         """
-        raise NotImplementedError
+        step = StepPlan()
+        self._expire(now, step)
+        self._secure_pages(step)
+        num_left, num_prefill_left = self._schedule_running(step)
+        # Whoever was just preempted must not come back, nor be replaced, while others lack pages.
+        if not step.preempted:
+            self._admit(step, min(num_left, num_prefill_left))
+        return step if step.entries or step.preempted or step.expired else None
 
     def launched(self, step: StepPlan) -> None:
         """The device will run `step`, after all steps launched before."""
-        raise NotImplementedError
+        for entry in step.entries:
+            seq = entry.seq
+            if seq.status is not Status.RUNNING:
+                continue  # aborted since; its pages went to nobody yet
+            was_prompt = seq.num_computed < seq.num_prompt
+            seq.num_computed += entry.num_tokens
+            seq.num_in_flight += entry.samples
+            if was_prompt:
+                self._share(seq, min(seq.num_computed, seq.num_prompt) // self.config.page_size)
 
-    def append(self, seq: Sequence, tokens: list[int], num_sampled: int = 1) -> None:
-        """The host knows the next tokens: a sample, forced ones, or a sample and what it forces.
+    def _expire(self, now: float, step: StepPlan) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.status is not Status.FINISHED:
+                self.finish(seq, FinishReason.DEADLINE)
+                step.expired.append(seq)
+        if len(self._deadlines) > 2 * len(self._seqs) + 64:  # mostly of finished sequences
+            self._deadlines = [d for d in self._deadlines if d[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
 
-        num_sampled: samples in flight that are settled by this, known or not to be used. Forced
-          tokens after a sample void one already launched behind it: settle both here, and ignore
-          the second when it arrives.
+    def _secure_pages(self, step: StepPlan) -> None:
+        """Gives the running pages for their pending tokens, preempting from the youngest."""
+        page_size = self.config.page_size
+        for seq in list(self._running):
+            if seq.status is not Status.RUNNING:
+                break  # preempted for one before it, and so are all that follow
+            num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
+            if num_new <= 0:
+                continue
+            while not self._grow(seq, num_new):
+                youngest = self._running[-1]
+                self._preempt(youngest)
+                step.preempted.append(youngest)
+                if youngest is seq:
+                    return
 
-        Of a sequence that is finished by now, tokens are ignored.
+    def _schedule_running(self, step: StepPlan) -> tuple[int, int]:
+        """Schedules the running. Returns what is left of the step's and of the prefill's tokens."""
+        num_left = self.config.max_step_tokens
+        forced: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for seq in self._running:
+            num_pending = seq.num_pending
+            if num_pending == 1 and seq.num_computed >= seq.num_prompt:
+                step.entries.append(ScheduledSequence(seq, 1, True))
+                num_left -= 1
+            elif num_pending:
+                (forced if seq.num_computed >= seq.num_prompt else prefills).append(seq)
+        # Several tokens of a sequence that decodes (forced, or output lost to a preemption) are
+        # somebody waiting in the middle of a text: before prompts.
+        for seq in forced:
+            num_left -= self._schedule_chunk(step, seq, num_left)
+        num_prefill_left = self.config.prefill_chunk if step.entries else num_left
+        for seq in prefills:
+            num_tokens = self._schedule_chunk(step, seq, min(num_left, num_prefill_left))
+            num_left -= num_tokens
+            num_prefill_left -= num_tokens
+        return num_left, num_prefill_left
+
+    def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
+        num_pending = seq.num_pending
+        num_tokens = min(num_pending, max_tokens)
+        if num_tokens:
+            step.entries.append(ScheduledSequence(seq, num_tokens, num_tokens == num_pending))
+        return num_tokens
+
+    # ---- admission ----
+
+    def _admit(self, step: StepPlan, num_left: int) -> None:
+        """Lets waiting sequences in while slots, tokens and pages last."""
+        if not (self._waiting and self._free_slots and num_left):
+            return
+        prefilling = [seq for seq in self._running if seq.num_computed < seq.num_prompt]
+        for seq, num_cached_pages, may_be_overtaken in self._candidates():
+            if not (self._free_slots and num_left):
+                break
+            if may_be_overtaken and self._gains_by_waiting(seq, num_cached_pages, prefilling):
+                continue
+            if seq.num_in_flight or not self._enter(seq, num_cached_pages):
+                if may_be_overtaken:
+                    continue
+                break
+            num_left -= self._schedule_chunk(step, seq, num_left)
+            step.admitted.append(seq)
+            prefilling.append(seq)
+        if step.admitted:
+            last_rank = max(map(_rank, step.admitted))
+            for seq in self._waiting:
+                seq.num_overtaken += _rank(seq) < last_rank
+
+    def _candidates(self) -> list[tuple[Sequence, int, bool]]:
+        """(sequence, its cached pages, whether others may overtake it) in the order to admit.
+
+        In each priority: the preempted and the starved in the order of arrival, then by longest
+        cached prefix.
         """
-        raise NotImplementedError
+        ranked = []
+        for seq in self._waiting[:_LOOKUPS]:
+            num_cached_pages = self.cache.peek(seq.namespace, self._lookup_key(seq))
+            may_be_overtaken = not (
+                seq.num_preempted or seq.num_overtaken >= self.config.starvation_steps
+            )
+            rank = (
+                seq.priority,
+                may_be_overtaken,
+                -num_cached_pages if may_be_overtaken else 0,
+                seq.order,
+            )
+            ranked.append((rank, seq, num_cached_pages))
+        ranked.sort(key=lambda item: item[0])
+        return [(seq, num_cached_pages, rank[1]) for rank, seq, num_cached_pages in ranked]
 
-    def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR."""
-        raise NotImplementedError
+    def _lookup_key(self, seq: Sequence) -> bytes:
+        """The tokens that may come from the cache: full pages, and never the last token, whose
+        logits are wanted."""
+        if not self.config.prefix_cache:
+            return b""
+        page_size = self.config.page_size
+        return seq.key((len(seq.tokens) - 1) // page_size * page_size)
+
+    def _gains_by_waiting(
+        self, seq: Sequence, num_cached_pages: int, prefilling: list[Sequence]
+    ) -> bool:
+        """Whether one of `prefilling` is about to compute the page that `seq` would begin with."""
+        end = (num_cached_pages + 1) * self.config.page_size
+        key = self._lookup_key(seq)[: 4 * end]
+        return len(key) == 4 * end and any(
+            other.namespace == seq.namespace and other.num_prompt >= end and other.key(end) == key
+            for other in prefilling
+        )
+
+    def _enter(self, seq: Sequence, num_cached_pages: int) -> bool:
+        """Gives `seq` a slot, its cached prefix, and pages for the rest of its tokens, if it can.
+
+        A page for each of the running and a hundredth of the pool stay in reserve: they can all go
+        on for page_size steps before one is preempted, so no two sequences preempt in turns.
+        """
+        config = self.config
+        num_pages = -(-len(seq.tokens) // config.page_size)
+        num_reserved = len(self._running) + 1 + config.num_pages // 100 if self._running else 0
+        if self._num_table_pages + num_pages + num_reserved > config.max_kv_pages_step:
+            return False
+        if num_pages - num_cached_pages + num_reserved > self._num_available:
+            return False
+        match = self.cache.match(seq.namespace, self._lookup_key(seq))
+        self.cache.lock(match.node)
+        if num_pages - len(match.pages) + num_reserved > self._num_available:
+            self.cache.unlock(match.node)
+            return False
+
+        self._leave_queue(seq)
+        seq.node, seq.num_shared = match.node, len(match.pages)
+        seq.pages, seq.num_computed = match.pages, match.num_tokens
+        self._num_table_pages += len(seq.pages)
+        grown = self._grow(seq, num_pages - len(seq.pages))
+        assert grown
+        seq.slot = heapq.heappop(self._free_slots)
+        seq.status = Status.RUNNING
+        insort(self._running, seq, key=_rank)
+        if not seq.num_preempted:
+            seq.num_cached = match.num_tokens
+            self._num_admissions += 1
+            self._num_prompt_tokens += seq.num_prompt
+            self._num_prompt_tokens_cached += seq.num_cached
+        return True
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        del self._waiting[bisect_left(self._waiting, _waiting_rank(seq), key=_waiting_rank)]
+
+    # ---- pages ----
+
+    @property
+    def _num_available(self) -> int:
+        return self.allocator.num_free + self.cache.num_evictable
+
+    def _grow(self, seq: Sequence, num_pages: int) -> bool:
+        """Appends pages to a sequence, or none if they are not to be had."""
+        if self._num_table_pages + num_pages > self.config.max_kv_pages_step:
+            return False
+        if num_pages > self._num_available:
+            return False
+        self.cache.evict(num_pages - self.allocator.num_free)
+        pages = self.allocator.allocate(num_pages)
+        assert pages is not None
+        seq.pages += pages
+        self._num_table_pages += num_pages
+        return True
+
+    def _share(self, seq: Sequence, num_pages: int) -> None:
+        """Hands the first pages of `seq`, all of them full, to the cache, and locks them there.
+
+        Where the cache has the same tokens already, `seq` goes on with the cache's pages.
+        """
+        if num_pages <= seq.num_shared or not self.config.prefix_cache:
+            return
+        assert seq.node is not None
+        key = seq.key(num_pages * self.config.page_size)
+        inserted = self.cache.insert(seq.namespace, key, seq.pages[:num_pages])
+        self.cache.lock(inserted.node)
+        self.cache.unlock(seq.node)
+        self.allocator.free(inserted.duplicates)
+        seq.pages[:num_pages] = inserted.pages
+        seq.node, seq.num_shared = inserted.node, num_pages
+
+    def _release(self, seq: Sequence, keep: bool) -> None:
+        """Takes slot and pages from a running sequence; `keep`: full pages go to the cache."""
+        if keep:
+            num_known = min(seq.num_computed, len(seq.tokens))
+            self._share(seq, num_known // self.config.page_size)
+        assert seq.node is not None
+        self.cache.unlock(seq.node)
+        self.allocator.free(seq.pages[seq.num_shared :])
+        del self._running[bisect_left(self._running, _rank(seq), key=_rank)]
+        self._num_table_pages -= len(seq.pages)
+        heapq.heappush(self._free_slots, seq.slot)
+        seq.pages, seq.node, seq.num_shared, seq.num_computed, seq.slot = [], None, 0, 0, -1
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the queue without pages; prompt and output will be computed again.
+
+        A sample in flight stays in flight: the sequence waits at least until its token is known.
+        """
+        self._release(seq, keep=True)
+        seq.status = Status.WAITING
+        seq.num_preempted += 1
+        self._num_preemptions += 1
+        insort(self._waiting, seq, key=_waiting_rank)
+
+    # ---- looking in from outside ----
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_free_pages=self.allocator.num_free,
+            num_cached_pages=self.cache.num_cached,
+            num_evictable_pages=self.cache.num_evictable,
+            num_admissions=self._num_admissions,
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens_cached=self._num_prompt_tokens_cached,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, lock, slot and counter is accounted for."""
-        raise NotImplementedError
+        self.allocator.check_integrity()
+        self.cache.check_integrity()
+        holders: dict[int, int] = {}
+        private: list[int] = []
+        for seq in self._running:
+            assert seq.status is Status.RUNNING and self._seqs[seq.id] is seq, seq.id
+            assert seq.node is not None, f"{seq.id}: no lock"
+            holders[seq.node.serial] = holders.get(seq.node.serial, 0) + 1
+            shared: list[int] = []
+            node: Node | None = seq.node
+            while node is not None:
+                shared[:0] = node.pages
+                node = node.parent
+            assert shared == seq.pages[: seq.num_shared], f"{seq.id}: shared pages"
+            private += seq.pages[seq.num_shared :]
+            num_computed = len(seq.pages) * self.config.page_size
+            assert 0 <= seq.num_computed <= num_computed, f"{seq.id}: computed beyond its pages"
+        assert len(set(private)) == len(private), "a private page has two owners"
+        assert all(map(self.allocator.is_allocated, private)), "a private page is free"
+        num_owned = self.allocator.num_free + self.cache.num_cached + len(private)
+        assert num_owned == self.config.num_pages, f"{num_owned} of {self.config.num_pages} pages"
+        for view in self.cache.walk():
+            num_holders = holders.get(view.id, 0)
+            assert view.holders == num_holders, f"node {view.id}: {view.holders} != {num_holders}"
+        for seq in self._waiting:
+            assert seq.status is Status.WAITING and self._seqs[seq.id] is seq, seq.id
+            assert not seq.pages and seq.node is None and seq.num_computed == 0, seq.id
+        assert len(self._seqs) == len(self._waiting) + len(self._running)
+        assert self._waiting == sorted(self._waiting, key=_waiting_rank)
+        assert self._running == sorted(self._running, key=_rank)
+        slots = self._free_slots + [seq.slot for seq in self._running]
+        assert sorted(slots) == list(range(self.config.max_running)), "slots"
+        assert self._num_table_pages == sum(len(seq.pages) for seq in self._running)
+        assert self._num_table_pages <= self.config.max_kv_pages_step
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.priority, seq.order
+
+
+def _waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
+    return seq.priority, not seq.num_preempted, seq.order
