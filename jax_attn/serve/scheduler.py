@@ -322,33 +322,34 @@ class Scheduler:
         """Lets waiting sequences in while slots, tokens and pages last."""
         if not (self._waiting and self._free_slots and num_left):
             return
-        prefilling = [seq for seq in self._running if seq.num_computed < seq.num_prompt]
-        for seq, num_cached_pages, may_be_overtaken in self._candidates():
+        coming = [self._coming(seq) for seq in self._running if seq.num_computed < seq.num_prompt]
+        for seq, key, num_cached_pages, may_be_overtaken in self._candidates():
             if not (self._free_slots and num_left):
                 break
-            if may_be_overtaken and self._gains_by_waiting(seq, num_cached_pages, prefilling):
+            if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
                 continue
-            if seq.num_in_flight or not self._enter(seq, num_cached_pages):
+            if seq.num_in_flight or not self._enter(seq, key, num_cached_pages):
                 if may_be_overtaken:
                     continue
                 break
             num_left -= self._schedule_chunk(step, seq, num_left)
             step.admitted.append(seq)
-            prefilling.append(seq)
+            coming.append(self._coming(seq))
         if step.admitted:
             last_rank = max(map(_rank, step.admitted))
             for seq in self._waiting:
                 seq.num_overtaken += _rank(seq) < last_rank
 
-    def _candidates(self) -> list[tuple[Sequence, int, bool]]:
-        """(sequence, its cached pages, whether others may overtake it) in the order to admit.
+    def _candidates(self) -> list[tuple[Sequence, bytes, int, bool]]:
+        """(sequence, lookup key, its cached pages, whether others may overtake it), in order.
 
         In each priority: the preempted and the starved in the order of arrival, then by longest
         cached prefix.
         """
         ranked = []
         for seq in self._waiting[:_LOOKUPS]:
-            num_cached_pages = self.cache.peek(seq.namespace, self._lookup_key(seq))
+            key = self._lookup_key(seq)
+            num_cached_pages = self.cache.peek(seq.namespace, key)
             may_be_overtaken = not (
                 seq.num_preempted or seq.num_overtaken >= self.config.starvation_steps
             )
@@ -358,9 +359,9 @@ class Scheduler:
                 -num_cached_pages if may_be_overtaken else 0,
                 seq.order,
             )
-            ranked.append((rank, seq, num_cached_pages))
+            ranked.append((rank, (seq, key, num_cached_pages, may_be_overtaken)))
         ranked.sort(key=lambda item: item[0])
-        return [(seq, num_cached_pages, rank[1]) for rank, seq, num_cached_pages in ranked]
+        return [candidate for _, candidate in ranked]
 
     def _lookup_key(self, seq: Sequence) -> bytes:
         """The tokens that may come from the cache: full pages, and never the last token, whose
@@ -370,18 +371,23 @@ class Scheduler:
         page_size = self.config.page_size
         return seq.key((len(seq.tokens) - 1) // page_size * page_size)
 
+    def _coming(self, seq: Sequence) -> tuple[str, bytes]:
+        """The namespace and the tokens that the cache gets from `seq` while it reads its prompt."""
+        return seq.namespace, seq.key(seq.num_prompt)
+
     def _gains_by_waiting(
-        self, seq: Sequence, num_cached_pages: int, prefilling: list[Sequence]
+        self, seq: Sequence, key: bytes, num_cached_pages: int, coming: list[tuple[str, bytes]]
     ) -> bool:
-        """Whether one of `prefilling` is about to compute the page that `seq` would begin with."""
-        end = (num_cached_pages + 1) * self.config.page_size
-        key = self._lookup_key(seq)[: 4 * end]
-        return len(key) == 4 * end and any(
-            other.namespace == seq.namespace and other.num_prompt >= end and other.key(end) == key
-            for other in prefilling
+        """Whether the page that `seq` would begin with is about to be computed for another."""
+        end = 4 * (num_cached_pages + 1) * self.config.page_size
+        if end > len(key) or not coming:
+            return False
+        head = key[:end]
+        return any(
+            namespace == seq.namespace and prompt.startswith(head) for namespace, prompt in coming
         )
 
-    def _enter(self, seq: Sequence, num_cached_pages: int) -> bool:
+    def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
         """Gives `seq` a slot, its cached prefix, and pages for the rest of its tokens, if it can.
 
         A page for each of the running and a hundredth of the pool stay in reserve: they can all go
@@ -394,7 +400,7 @@ class Scheduler:
             return False
         if num_pages - num_cached_pages + num_reserved > self._num_available:
             return False
-        match = self.cache.match(seq.namespace, self._lookup_key(seq))
+        match = self.cache.match(seq.namespace, key)
         self.cache.lock(match.node)
         if num_pages - len(match.pages) + num_reserved > self._num_available:
             self.cache.unlock(match.node)
