@@ -1,0 +1,157 @@
+"""python -m jax_attn.serve: loads a model directory and serves it until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import uvicorn
+
+from jax_attn import models
+from jax_attn.models.config import ModelConfig
+from jax_attn.serve import auth
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.engine import EngineConfig
+from jax_attn.serve.server import ServerConfig, create_app
+
+log = logging.getLogger("jax_attn.serve")
+
+_BUNDLED_MODEL = Path("models") / "tiny-llama-stdlib"
+_MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
+_BACKLOG = 2048
+_KV_SHARE = 0.85  # of the free memory; the rest is for activations and logits
+
+
+class _Uvicorn(uvicorn.Server):
+    """Drains at the first signal, gives up at the second, and exits with 0 after either."""
+
+    def __init__(self, config: uvicorn.Config, on_drain: Callable[[], None]):
+        super().__init__(config)
+        self._on_drain = on_drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Without super(), which would raise the signal again after the drain.
+        self._on_drain()
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        keys = auth.read_keys(args.api_key_file) if args.api_key_file else ()
+        log.info("loading %s", args.model)
+        model = models.load(args.model, dtype=args.dtype)
+        engine = AsyncEngine(model, _engine_config(model, args))
+        config = ServerConfig(
+            model_directory=args.model,
+            model_name=args.model_name or args.model.resolve().name,
+            api_keys=keys,
+            check_host=auth.is_loopback(args.host) and not keys,
+        )
+        app = create_app(engine, model, config)
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"jax_attn.serve: {error}", file=sys.stderr)
+        return 1
+    if not keys and not auth.is_loopback(args.host):
+        log.warning("anyone who can reach %s can use this server; see --api-key-file", args.host)
+    server = _Uvicorn(
+        uvicorn.Config(
+            app,
+            host=args.host,
+            port=args.port,
+            backlog=_BACKLOG,
+            http="h11",  # the one whose limit on headers can be set
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=args.drain_seconds,
+        ),
+        on_drain=app.state.server.drain,
+    )
+    asyncio.run(server.serve())
+    return 0 if server.started else 1
+
+
+def _engine_config(model: models.Model, args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        num_pages=args.num_pages or _default_num_pages(model.config, args),
+        page_size=args.page_size,
+        max_running=args.max_running,
+        max_step_tokens=args.max_step_tokens,
+        max_waiting=args.max_waiting,
+        prefix_cache=args.prefix_cache,
+        batch_invariant=args.batch_invariant,
+    )
+
+
+def _default_num_pages(config: ModelConfig, args: argparse.Namespace) -> int:
+    """What the device's free memory holds or, on CPU, all running sequences at full length."""
+    pages_each = -(-config.max_positions // args.page_size)
+    wanted = args.max_running * pages_each
+    memory = jax.devices()[0].memory_stats()
+    if not memory:  # the host's memory belongs to others too
+        return wanted
+    bytes_each = (
+        2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
+    ) * jnp.dtype(args.dtype).itemsize
+    free = memory["bytes_limit"] - memory["bytes_in_use"]
+    return max(pages_each, int(free * _KV_SHARE) // bytes_each)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jax_attn.serve", description=__doc__)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    model = _bundled_model()
+    add("--model", type=Path, default=model, help="Hugging Face directory (the bundled model)")
+    add("--model-name", help="as clients call it (the directory's name)")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=_non_negative, default=8000, help="0: any that is free (%(default)s)")
+    add("--api-key-file", type=Path, help="a key a line; every route but /health then needs one")
+    add("--num-pages", type=_positive, help="of the kv cache (what the device's memory holds)")
+    add("--page-size", type=_positive, default=16, help="tokens of a page (%(default)s)")
+    add("--max-running", type=_positive, default=32, help="sequences at once (%(default)s)")
+    add("--max-step-tokens", type=_positive, default=512, help="tokens of a step (%(default)s)")
+    add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
+    add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
+    add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
+    add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
+    args = parser.parse_args(argv)
+    args.dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return args
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
+
+
+def _non_negative(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"expected at least 0, got {text}")
+    return int(text)
+
+
+def _bundled_model() -> Path:
+    """In a checkout, wherever the command runs; an installed package has no model with it."""
+    checkout = Path(__file__).resolve().parents[2]
+    return checkout / _BUNDLED_MODEL if (checkout / _BUNDLED_MODEL).is_dir() else _BUNDLED_MODEL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Chat templates: from messages to the text that a model was trained to continue.
+
+They are Jinja files of the model directory, run as transformers runs them: in a sandbox without
+access to attributes that begin with an underscore or to anything that changes its arguments.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+
+class ChatTemplateError(ValueError):
+    """The template does not compile, refuses the messages, or fails on them."""
+
+
+class ChatTemplate:
+    """A compiled template, or none: `render` then says so."""
+
+    def __init__(self, source: str | None, variables: Mapping[str, Any]):
+        """`variables` are those that templates expect beside the messages, such as bos_token."""
+        self._variables = dict(variables)
+        self._template = None if source is None else _compile(source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The text up to where the assistant's answer begins.
+
+        Raises:
+          ChatTemplateError: see there.
+        """
+        if self._template is None:
+            raise ChatTemplateError(
+                "the model directory has no chat template (chat_template.jinja, or chat_template "
+                "in tokenizer_config.json); use /v1/completions"
+            )
+        try:
+            return self._template.render(
+                **{
+                    "add_generation_prompt": True,
+                    "tools": None,
+                    "documents": None,
+                    **self._variables,
+                    **variables,
+                    "messages": messages,
+                }
+            )
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # a template can fail in any way that an expression can
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+
+def load(directory: str | Path) -> ChatTemplate:
+    """Reads chat_template.jinja or, without it, chat_template of tokenizer_config.json.
+
+    Raises:
+      ChatTemplateError: the template does not compile.
+    """
+    config = tokenizer_config(directory)
+    file = Path(directory) / "chat_template.jinja"
+    source: Any = config.get("chat_template")
+    if file.is_file():
+        source = file.read_text(encoding="utf-8")
+    elif isinstance(source, list):  # several, each with a name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    variables = {
+        # A special token is its text, or an object that holds the text.
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, (str, dict))
+    }
+    return ChatTemplate(source, variables)
+
+
+def tokenizer_config(directory: str | Path) -> dict[str, Any]:
+    """tokenizer_config.json, or {} where there is none."""
+    path = Path(directory) / "tokenizer_config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"the chat template does not compile: {error}") from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what to train on; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
+    # Jinja's own escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
+
+
+def _raise(message: str) -> NoReturn:
+    raise ChatTemplateError(f"the chat template refuses these messages: {message}")

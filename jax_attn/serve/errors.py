@@ -1,0 +1,95 @@
+"""Errors of the HTTP API: one exception class, and how each failure is worded for the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.responses import Response
+
+_MAX_PATH_CHARS = 200  # a path can hold keys that the client made up
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """What every failing route answers, in the shape that OpenAI's clients know."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """A request that is answered with `status` and OpenAI's error JSON; `param` names the field."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = (
+            {} if retry_after is None else {"Retry-After": str(retry_after)}
+        )
+
+    def body(self) -> ErrorResponse:
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return ErrorResponse(
+            error=ErrorBody(message=str(self), type=kind, param=self.param, code=self.code)
+        )
+
+    def response(self) -> Response:
+        body = self.body().model_dump_json()
+        return Response(body, self.status, self.headers, media_type="application/json")
+
+
+def bad_field(param: str, message: str) -> ApiError:
+    """400 for a field that passed the schema but does not fit this server or model."""
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def from_validation(error: ValidationError, body: Any) -> ApiError:
+    """400 for the first thing that pydantic found wrong; `body` is the parsed JSON, if it was."""
+    errors = error.errors(include_url=False, include_input=False)
+    # Where a field can be several things, pydantic says why it is none of them; the deepest reason
+    # belongs to the one that was meant.
+    errors = [entry for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(errors, key=lambda entry: len(entry["loc"]))
+    # A rule about several fields has no location, and is named after the field to change.
+    param = _path(first, body) or (first["type"] if _is_ours(first["type"]) else None)
+    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
+    message = "unknown field" if code == "unknown_field" else first["msg"]
+    return ApiError(400, f"{param or 'body'}: {message}", param=param, code=code)
+
+
+def _is_ours(kind: str) -> bool:
+    return kind in ("stream_options", "grammar", "echo", "top_logprobs", "max_tokens", "prompt")
+
+
+def _path(error: ErrorDetails, body: Any) -> str | None:
+    """`messages[0].content`: pydantic's location, less the tags that it adds for unions."""
+    path = ""
+    location = error["loc"]
+    for depth, step in enumerate(location, 1):
+        is_missing = error["type"] == "missing" and depth == len(location)
+        if isinstance(step, int):
+            path += f"[{step}]"
+            body = body[step] if isinstance(body, list) and step < len(body) else None
+        elif isinstance(body, dict) and (step in body or is_missing):
+            path += f".{step}" if path else step
+            body = body.get(step)
+    return path[:_MAX_PATH_CHARS] or None

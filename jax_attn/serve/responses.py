@@ -1,0 +1,329 @@
+"""From the engine's events to OpenAI's answers, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from jax_attn.serve import schemas
+from jax_attn.serve.async_engine import EngineStopped
+from jax_attn.serve.errors import ApiError
+from jax_attn.serve.metrics import Metrics
+from jax_attn.serve.prepare import Prepared
+from jax_attn.serve.request import FinishReason
+from jax_attn.serve.scheduler import QueueFull
+
+_RETRY_AFTER_SECONDS = 1
+
+TokenText = Callable[[int], bytes]
+"""The exact bytes of a token, which need not be whole characters."""
+
+
+@dataclass
+class _Choice:
+    """What one sequence has produced so far."""
+
+    text: str = ""
+    num_tokens: int = 0
+    num_cached: int = 0
+    last_event: float = 0.0  # time.monotonic()
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Style(Protocol):
+    """One of OpenAI's two shapes of an answer."""
+
+    def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
+        """An event with the news of one choice."""
+
+    def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
+
+    def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel: ...
+
+
+class CompletionStyle:
+    def __init__(self, prepared: Prepared, with_logprobs: bool, token_text: TokenText):
+        self._head: dict[str, Any] = _head(prepared)
+        self._echoes = [echo for echo in prepared.echoes for _ in range(prepared.num_choices)]
+        self._with_logprobs, self._token_text = with_logprobs, token_text
+        self._offsets = [0] * len(self._echoes)
+        self._started = [False] * len(self._echoes)
+
+    def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
+        if not self._started[index]:
+            self._started[index] = True
+            text = self._echoes[index] + text
+        choice = schemas.CompletionChoice(
+            index=index, text=text, logprobs=self._logprobs(index, logprobs), finish_reason=finish
+        )
+        return schemas.Completion(**self._head, choices=[choice])
+
+    def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
+        return schemas.Completion(**self._head, choices=[], usage=usage)
+
+    def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel:
+        return schemas.Completion(
+            **self._head,
+            choices=[
+                schemas.CompletionChoice(
+                    index=index,
+                    text=self._echoes[index] + choice.text,
+                    logprobs=self._logprobs(index, choice.logprobs),
+                    finish_reason=choice.finish_reason,
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage,
+        )
+
+    def _logprobs(self, index: int, logprobs: list[Any]) -> schemas.CompletionLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        tokens = [self._text(entry.token) for entry in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        return schemas.CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[entry.logprob for entry in logprobs],
+            top_logprobs=[{self._text(t): p for t, p in entry.top} for entry in logprobs],
+            text_offset=offsets,
+        )
+
+    def _text(self, token: int) -> str:
+        """Where a token is part of a character, its bytes, as OpenAI writes them."""
+        raw = self._token_text(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class ChatStyle:
+    def __init__(self, prepared: Prepared, with_logprobs: bool, token_text: TokenText):
+        self._head: dict[str, Any] = _head(prepared)
+        self._with_logprobs, self._token_text = with_logprobs, token_text
+        self._started = [False] * len(prepared.sequences)
+
+    def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
+        role: Any = None if self._started[index] else "assistant"
+        self._started[index] = True
+        choice = schemas.ChatChunkChoice(
+            index=index,
+            delta=schemas.Delta(role=role, content=text),
+            logprobs=self._logprobs(logprobs),
+            finish_reason=finish,
+        )
+        return schemas.ChatCompletionChunk(**self._head, choices=[choice])
+
+    def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
+        return schemas.ChatCompletionChunk(**self._head, choices=[], usage=usage)
+
+    def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel:
+        return schemas.ChatCompletion(
+            **self._head,
+            choices=[
+                schemas.ChatChoice(
+                    index=index,
+                    message=schemas.AssistantMessage(content=choice.text),
+                    logprobs=self._logprobs(choice.logprobs),
+                    finish_reason=choice.finish_reason,
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage,
+        )
+
+    def _logprobs(self, logprobs: list[Any]) -> schemas.ChatLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        return schemas.ChatLogprobs(
+            content=[
+                schemas.TokenLogprob(
+                    **self._token(entry.token, entry.logprob),
+                    top_logprobs=[
+                        schemas.TopLogprob(**self._token(token, logprob))
+                        for token, logprob in entry.top
+                    ],
+                )
+                for entry in logprobs
+            ]
+        )
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._token_text(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def _head(prepared: Prepared) -> dict[str, Any]:
+    return {"id": prepared.id, "created": int(time.time()), "model": prepared.model}
+
+
+class GenerationResponse:
+    """Runs a prepared request on the engine and answers it: an ASGI application.
+
+    The answer begins with the first token, so that a full queue is still a plain 429. When the
+    client goes away, the engine's iterator is closed, which aborts its sequences.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        prepared: Prepared,
+        style: Style,
+        metrics: Metrics,
+        *,
+        stream: bool,
+        include_usage: bool,
+    ):
+        self._engine, self._prepared, self._style = engine, prepared, style
+        self._metrics, self._stream, self._include_usage = metrics, stream, include_usage
+        self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
+        self._choices = [_Choice() for _ in prepared.sequences]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self._respond_in_events if self._stream else self._respond_whole
+        work = asyncio.create_task(respond(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cut_off = not work.done()
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._account(work, cut_off)
+        if not cut_off:
+            work.result()
+
+    # ---- one answer ----------------------------------------------------------------------------
+
+    async def _respond_whole(self, send: Send) -> None:
+        async for _ in self._events():
+            pass
+        body = self._style.whole(self._choices, self._usage())
+        await _start(send, "application/json")
+        await send({"type": "http.response.body", "body": body.model_dump_json().encode()})
+
+    # ---- server-sent events --------------------------------------------------------------------
+
+    async def _respond_in_events(self, send: Send) -> None:
+        started = False
+        try:
+            async for event in self._events():
+                if not started:
+                    await _start(send, "text/event-stream")
+                    started = True
+                finish = None if event.finish_reason is None else str(event.finish_reason)
+                logprobs = event.logprobs or []
+                if event.text or logprobs or finish:
+                    index = self._index[event.seq_id]
+                    await _send_event(send, self._style.chunk(index, event.text, logprobs, finish))
+        except ApiError as error:
+            if not started:
+                raise
+            await _send_event(send, error.body())
+        else:
+            if self._include_usage:
+                await _send_event(send, self._style.usage_chunk(self._usage()))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    # ---- events --------------------------------------------------------------------------------
+
+    async def _events(self) -> AsyncIterator[Any]:
+        """The engine's events, after they have been counted.
+
+        Raises:
+          ApiError: the queue is full, the engine stops, or a sequence failed.
+        """
+        async with contextlib.aclosing(self._engine.generate(self._prepared.sequences)) as events:
+            try:
+                async for event in events:
+                    self._count(event)
+                    yield event
+            except QueueFull:
+                raise ApiError(
+                    429,
+                    "the queue is full; try again later",
+                    code="queue_full",
+                    retry_after=_RETRY_AFTER_SECONDS,
+                ) from None
+            except EngineStopped:
+                raise ApiError(503, "the server is shutting down", code="draining") from None
+
+    def _count(self, event: Any) -> None:
+        if event.finish_reason == FinishReason.ERROR:
+            raise ApiError(500, event.error or "the request failed", code="engine_error")
+        if event.finish_reason == FinishReason.ABORT:
+            raise ApiError(503, "the server is shutting down", code="draining")
+        choice = self._choices[self._index[event.seq_id]]
+        now = time.monotonic()
+        if event.tokens:
+            if choice.num_tokens == 0:
+                self._metrics.ttft.observe(now - self._prepared.arrival)
+            else:
+                each = (now - choice.last_event) / len(event.tokens)
+                for _ in event.tokens:
+                    self._metrics.inter_token.observe(each)
+            choice.last_event = now
+            choice.num_tokens += len(event.tokens)
+        if event.num_cached_tokens is not None:
+            choice.num_cached = event.num_cached_tokens
+        choice.text += event.text
+        choice.logprobs += event.logprobs or []
+        if event.finish_reason is not None:
+            choice.finish_reason = str(event.finish_reason)
+
+    def _usage(self) -> schemas.Usage:
+        n = self._prepared.num_choices
+        prompt = sum(len(tokens) for tokens in self._prepared.prompts)
+        output = sum(choice.num_tokens for choice in self._choices)
+        # The prompt counts once for all its choices, and all but the first find it cached.
+        cached = sum(
+            min(choice.num_cached for choice in self._choices[first : first + n])
+            for first in range(0, len(self._choices), n)
+        )
+        return schemas.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
+        )
+
+    def _account(self, work: asyncio.Task, cut_off: bool) -> None:
+        self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
+        reasons = {choice.finish_reason for choice in self._choices}
+        if cut_off:
+            outcome = "disconnected"
+        elif isinstance(error := work.exception(), ApiError) and error.status == 429:
+            outcome = "rejected"
+        elif error is not None or None in reasons:
+            outcome = "failed"
+        else:
+            outcome = "deadline" if FinishReason.DEADLINE in reasons else "completed"
+        self._metrics.count(outcome)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone; its body has been read by now."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start(send: Send, content_type: str) -> None:
+    headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_event(send: Send, event: BaseModel) -> None:
+    body = b"data: " + event.model_dump_json().encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,408 @@
+"""The bodies of the HTTP API: OpenAI's fields, this server's own, and the caps on all of them.
+
+Requests are strict: a string is not a number, and an unknown field is an error that names it. A
+field that is null counts as absent. What a description below calls "not supported" is accepted
+only where it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+# Caps that are the same for every model. Those on length and on the queue come from the engine.
+MAX_CHOICES = 64  # n, and the sequences of a request: prompts x n
+MAX_PROMPTS = 64
+MAX_MESSAGES = 2048
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
+MAX_DEADLINE_SECONDS = 86400
+
+
+def _refuse(value: Any) -> None:
+    if value not in (None, False, [], {}, "", "none", "auto"):
+        raise PydanticCustomError("unsupported", "not supported by this server")
+
+
+# "Asks for nothing" is null, false, empty, "none" or "auto".
+Unsupported: TypeAlias = Annotated[
+    None, BeforeValidator(_refuse), WithJsonSchema({"type": "null", "description": "not supported"})
+]
+# Fields that cannot change the answer; clients send them to OpenAI for its own book-keeping.
+Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
+TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            return {key: value for key, value in body.items() if value is not None}
+        return body
+
+
+class StreamOptions(_Request):
+    include_usage: bool = False
+    include_obfuscation: Ignored
+
+
+class JsonSchemaFormat(_Request):
+    name: Annotated[str, Field(max_length=64)] = "schema"
+    description: Ignored
+    # "schema" would hide a method of BaseModel.
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: Ignored  # the output always follows the schema
+
+
+class ResponseFormat(_Request):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | SkipJsonSchema[None] = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "response_format", "json_schema belongs to type 'json_schema', and is needed there"
+            )
+        return self
+
+
+class _Sampling(_Request):
+    """What completions and chat completions have in common."""
+
+    model: str | SkipJsonSchema[None] = Field(None, description="as /v1/models names it")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt")
+    stream: bool = False
+    stream_options: StreamOptions | SkipJsonSchema[None] = None
+    max_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | SkipJsonSchema[None] = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="same seed, same text; whatever the load if the server runs batch-invariant",
+    )
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] = []
+    logit_bias: Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+            Annotated[float, Field(ge=-100, le=100)],
+        ],
+        Field(max_length=MAX_LOGIT_BIAS, description="token id -> what is added to its logit"),
+    ] = {}
+    response_format: ResponseFormat | SkipJsonSchema[None] = None
+
+    # This server's own. With the openai client: extra_body={"top_k": 40}.
+    top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: off")
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    min_tokens: int = Field(0, ge=0, description="no end of text and no stop before so many")
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
+    json_schema: dict[str, Any] | bool | SkipJsonSchema[None] = Field(
+        None, description="the output is JSON that fits this schema (vLLM: guided_json)"
+    )
+    regex: str | SkipJsonSchema[None] = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="the output matches this (vLLM: guided_regex)",
+    )
+    grammar: str | SkipJsonSchema[None] = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="the output follows this Lark grammar (vLLM: guided_grammar)",
+    )
+    priority: int = Field(0, ge=-1000, le=1000, description="lower runs first")
+    deadline: float | SkipJsonSchema[None] = Field(
+        None,
+        gt=0,
+        le=MAX_DEADLINE_SECONDS,
+        description="seconds from arrival; then the output ends, finish_reason 'deadline'",
+    )
+    cache_salt: str = Field(
+        "",
+        max_length=256,
+        description="cached prefixes are shared only between requests with the same salt",
+    )
+
+    user: Ignored
+    metadata: Ignored
+    store: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+
+    @model_validator(mode="after")
+    def _fields_that_go_together(self) -> _Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+        formats = [self.json_schema is not None, self.regex is not None, self.grammar is not None]
+        formats.append(self.response_format is not None and self.response_format.type != "text")
+        if sum(formats) > 1:
+            raise PydanticCustomError(
+                "grammar", "only one of response_format, json_schema, regex and grammar"
+            )
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    if not isinstance(prompt, list):
+        return "text" if isinstance(prompt, str) else None
+    if prompt and isinstance(prompt[0], int):
+        return "tokens"
+    return "token lists" if prompt and isinstance(prompt[0], list) else "texts"
+
+
+# By its first element, so that an error is about what was meant.
+Prompt: TypeAlias = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[TokenId], Tag("tokens"), Field(min_length=1)]
+    | Annotated[list[str], Tag("texts"), Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1)]],
+        Tag("token lists"),
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="expected a text, a list of tokens, or a list of either",
+    ),
+]
+
+
+class CompletionRequest(_Sampling):
+    prompt: Prompt = Field(description="a text or its tokens, or a list of either")
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = Field(False, description="the prompt precedes the text; not with logprobs")
+    best_of: Unsupported = None
+    suffix: Unsupported = None
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError("echo", "echo with logprobs is not supported")
+        return self
+
+
+class TextPart(_Request):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Request):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Ignored
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    refusal: Ignored
+    annotations: Ignored
+
+
+class ChatCompletionRequest(_Sampling):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | SkipJsonSchema[None] = Field(
+        None, ge=1, description="default: what the context leaves"
+    )
+    max_completion_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="more variables for the model's template, such as enable_thinking"
+    )
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    parallel_tool_calls: Ignored
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _chat_fields_that_go_together(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise PydanticCustomError(
+                "max_tokens", "only one of max_tokens and max_completion_tokens"
+            )
+        return self
+
+
+class TokenizeRequest(_Request):
+    """Either a text, or messages as the chat template writes them."""
+
+    model: str | SkipJsonSchema[None] = None
+    prompt: str | SkipJsonSchema[None] = None
+    messages: list[Message] | SkipJsonSchema[None] = Field(
+        None, min_length=1, max_length=MAX_MESSAGES
+    )
+    add_special_tokens: bool = Field(True, description="of prompt; templates write their own")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "exactly one of prompt and messages is needed")
+        return self
+
+
+class DetokenizeRequest(_Request):
+    model: str | SkipJsonSchema[None] = None
+    tokens: list[TokenId]
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(BaseModel):
+    """The whole answer, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jax_attn"
+    max_model_len: int = Field(description="tokens, prompt and output together")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: Literal["ok", "compiling", "draining", "failed"]

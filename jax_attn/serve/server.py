@@ -1,0 +1,328 @@
+"""The HTTP application: routes, middleware, errors. `create_app` makes it for one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jax_attn.serve import openapi, schemas
+from jax_attn.serve.auth import Authenticate, LoopbackHost
+from jax_attn.serve.errors import ApiError, from_validation
+from jax_attn.serve.metrics import Metrics
+from jax_attn.serve.prepare import Prepared, Preparer
+from jax_attn.serve.responses import ChatStyle, CompletionStyle, GenerationResponse, Style
+from jax_attn.serve.token_bytes import TokenBytes
+
+log = logging.getLogger("jax_attn.serve")
+
+_PAGE = Path(__file__).parent / "static" / "index.html"
+_RETRY_AFTER_SECONDS = 5
+_TREE_TOKENS = 32  # of each node, in the live view
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    model_directory: Path
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
+    max_body_bytes: int = 4 << 20
+    body_timeout: float = 30.0  # seconds for a client to send its body
+
+
+def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
+    """The application, as ASGI. It starts the engine, and at the end stops it.
+
+    Args:
+      engine: an AsyncEngine, not started.
+      model: as `jax_attn.models.load` gives it.
+
+    Raises:
+      chat.ChatTemplateError: the directory's template does not compile.
+    """
+    server = _Server(engine, model, config)
+    middleware = []
+    if config.check_host:
+        middleware.append(Middleware(LoopbackHost))
+    if config.api_keys:
+        middleware.append(Middleware(Authenticate, keys=config.api_keys, open_paths=["/health"]))
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
+            Route("/tokenize", server.tokenize, methods=["POST"]),
+            Route("/detokenize", server.detokenize, methods=["POST"]),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics_text),
+            Route("/debug/state", server.debug_state),
+            Route("/openapi.json", server.openapi),
+            Route("/", server.page),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            ApiError: server.on_api_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_bug,
+        },
+        lifespan=server.lifespan,
+    )
+    app.state.server = server
+    return app
+
+
+class _Server:
+    def __init__(self, engine: Any, model: Any, config: ServerConfig):
+        self._engine, self._config = engine, config
+        self._metrics = Metrics(engine)
+        self._prepare = Preparer(model, engine, config.model_directory, config.model_name)
+        self._token_bytes = TokenBytes(model.tokenizer)
+        self._created = int(time.time())
+        self._description = json.dumps(openapi.describe()).encode()
+        self._page, self._page_policy = _read_page()
+        self._draining = False
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.start()
+        yield
+        # By now every connection is closed, so what still runs has nobody who waits for it.
+        await self._engine.stop(drain=False)
+
+    def drain(self) -> None:
+        """From now on requests are refused; those that run go on."""
+        self._draining = True
+
+    # ---- generation ----------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> GenerationResponse:
+        self._need_ready()
+        body = await self._body(request, schemas.CompletionRequest)
+        prepared = await asyncio.to_thread(self._prepare.completion, body, _tenant(request))
+        style = CompletionStyle(prepared, body.logprobs is not None, self._token_bytes)
+        return self._generate(body, prepared, style)
+
+    async def chat_completions(self, request: Request) -> GenerationResponse:
+        self._need_ready()
+        body = await self._body(request, schemas.ChatCompletionRequest)
+        prepared = await asyncio.to_thread(self._prepare.chat, body, _tenant(request))
+        return self._generate(body, prepared, ChatStyle(prepared, body.logprobs, self._token_bytes))
+
+    def _generate(
+        self, body: schemas._Sampling, prepared: Prepared, style: Style
+    ) -> GenerationResponse:
+        options = body.stream_options
+        return GenerationResponse(
+            self._engine,
+            prepared,
+            style,
+            self._metrics,
+            stream=body.stream,
+            include_usage=options is not None and options.include_usage,
+        )
+
+    def _need_ready(self) -> None:
+        status = self._status()
+        if status != "ok":
+            raise ApiError(
+                503,
+                f"the server does not take requests: {status}",
+                code=status,
+                retry_after=_RETRY_AFTER_SECONDS,
+            )
+
+    def _status(self) -> Any:
+        if self._engine.failure is not None:
+            return "failed"
+        if self._draining:
+            return "draining"
+        return "ok" if self._engine.ready else "compiling"
+
+    # ---- the model -----------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        return _json(schemas.ModelList(data=[self._card()]))
+
+    async def model(self, request: Request) -> Response:
+        self._prepare.check_model(request.path_params["name"])
+        return _json(self._card())
+
+    def _card(self) -> schemas.ModelCard:
+        return schemas.ModelCard(
+            id=self._prepare.name,
+            created=self._created,
+            max_model_len=self._prepare.max_model_len,
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, schemas.TokenizeRequest)
+        self._prepare.check_model(body.model)
+        if body.messages is not None:
+            tokens = await asyncio.to_thread(self._prepare.encode_messages, body.messages, {})
+        else:
+            prompt = body.prompt or ""
+            tokens = await asyncio.to_thread(self._prepare.encode, prompt, body.add_special_tokens)
+        return _json(
+            schemas.TokenizeResponse(
+                tokens=tokens, count=len(tokens), max_model_len=self._prepare.max_model_len
+            )
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, schemas.DetokenizeRequest)
+        self._prepare.check_model(body.model)
+        text = await asyncio.to_thread(self._prepare.decode, body.tokens)
+        return _json(schemas.DetokenizeResponse(prompt=text))
+
+    # ---- the server itself ---------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        status = self._status()
+        return _json(schemas.Health(status=status), 200 if status == "ok" else 503)
+
+    async def metrics_text(self, request: Request) -> Response:
+        return Response(self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
+
+    async def debug_state(self, request: Request) -> Response:
+        """The engine's snapshot. Texts in the prefix tree are shown to their own tenant only."""
+        state = {"status": self._status(), "model": self._prepare.name}
+        if self._engine.ready:
+            mine = _tenant(request)
+            state |= self._engine.snapshot() | {"stats": self._engine.stats()}
+            state["tree"] = [self._node(node, mine) for node in state["tree"]]
+            state["requests"] = [
+                {**_without(entry, "namespace"), "mine": entry["namespace"] == mine}
+                for entry in state["requests"]
+            ]
+        return Response(json.dumps(state), media_type="application/json", headers=_NO_STORE)
+
+    def _node(self, node: dict[str, Any], mine: str) -> dict[str, Any]:
+        tokens = node["tokens"]
+        shown = {**_without(node, "tokens", "namespace"), "num_tokens": len(tokens)}
+        if node["namespace"] == mine:
+            shown["text"] = self._prepare.decode(tokens[:_TREE_TOKENS])
+        return shown
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._description, media_type="application/json")
+
+    async def page(self, request: Request) -> Response:
+        headers = {"Content-Security-Policy": self._page_policy, **_NO_STORE}
+        return Response(self._page, media_type="text/html", headers=headers)
+
+    # ---- bodies and errors ---------------------------------------------------------------------
+
+    async def _body(self, request: Request, model: type[Body]) -> Body:
+        """Reads and checks a JSON body, and gives up on one that is too long or too slow.
+
+        Raises:
+          ApiError: 400, 408, 413 or 415.
+        """
+        # Other types could be sent by any web page that the user visits, without asking first.
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
+        try:
+            async with asyncio.timeout(self._config.body_timeout):
+                raw = await self._read(request)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
+            ) from None
+        try:
+            return model.model_validate_json(raw)
+        except ValidationError as error:
+            try:
+                parsed = json.loads(raw)
+            except (ValueError, RecursionError):
+                parsed = None
+            raise from_validation(error, parsed) from None
+
+    async def _read(self, request: Request) -> bytes:
+        limit = self._config.max_body_bytes
+        too_long = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_long
+        raw = bytearray()
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > limit:
+                raise too_long
+        return bytes(raw)
+
+    async def on_api_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if error.status in (400, 413, 415) and request.url.path.startswith("/v1/"):
+            self._metrics.count("invalid")
+        return error.response()
+
+
+_NO_STORE = {"Cache-Control": "no-store"}
+
+
+def _without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in keys}
+
+
+def _tenant(request: Request) -> str:
+    return getattr(request.state, "tenant", "")
+
+
+def _json(body: BaseModel, status: int = 200) -> Response:
+    return Response(body.model_dump_json(), status, _NO_STORE, media_type="application/json")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or another method."""
+    assert isinstance(error, HTTPException)
+    api_error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    api_error.headers.update(error.headers or {})
+    return api_error.response()
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # in the middle of its body; nobody reads this
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Starlette logs the exception; the client learns nothing of it."""
+    return ApiError(500, "internal error", code="internal_error").response()
+
+
+def _read_page() -> tuple[bytes, str]:
+    """The web page, and a policy under which it can run its own script and style, and no other."""
+    page = _PAGE.read_bytes()
+
+    def hashes(tag: str) -> str:
+        parts = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(part).digest()).decode() for part in parts]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return page, (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )

@@ -1,0 +1,43 @@
+"""The exact bytes of each token, for log-probabilities: a token need not be whole characters."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+
+class TokenBytes:
+    """token_bytes(token) of one tokenizer: byte-level BPE, or SentencePiece with byte fallback."""
+
+    def __init__(self, tokenizer: Any):
+        """tokenizer: a tokenizers.Tokenizer."""
+        self._tokenizer = tokenizer
+        description = json.loads(tokenizer.to_str())
+        self._is_byte_level = '"ByteLevel"' in json.dumps(description["decoder"])
+        self._added = {entry["id"]: entry["content"] for entry in description["added_tokens"]}
+
+    def __call__(self, token: int) -> bytes:
+        """Of a token beyond the tokenizer's own (padding of a model's vocabulary): none."""
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[character] for character in text)
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
+            return bytes([int(match[1], 16)])
+        return text.replace("\u2581", " ").encode()
+
+
+def _byte_of() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table |= {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return table
+
+
+_BYTE_OF = _byte_of()

@@ -1,0 +1,232 @@
+"""AsyncEngine's interface without a model: deterministic tokens, delays, limits and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from tokenizers import Tokenizer
+
+from jax_attn.serve.grammar import Grammars
+from jax_attn.serve.request import FinishReason
+from jax_attn.serve.scheduler import QueueFull
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
+
+
+@dataclass
+class TokenLogprob:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class TokenEvent:
+    seq_id: str
+    tokens: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class FakeModel:
+    tokenizer: Tokenizer
+    config: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            vocab_size=4096, bos_token=0, eos_tokens=(0,), max_positions=2048
+        )
+    )
+
+
+def fake_model() -> FakeModel:
+    return FakeModel(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+
+
+class FakeEngine:
+    """Every sequence gets tokens of its prompt and seed, one each `delay` seconds.
+
+    A prompt that ends with one of the texts in `failures` fails after two tokens.
+    """
+
+    FAIL = "please fail"
+
+    def __init__(self, tokenizer: Tokenizer, *, delay: float = 0.0, max_waiting: int = 32):
+        self.tokenizer = tokenizer
+        self.delay = delay
+        self.limits = SimpleNamespace(max_model_len=256, max_running=8, max_waiting=max_waiting)
+        self.ready = False
+        self.failure: BaseException | None = None
+        self.started = self.stopped = False
+        self.live: dict[str, int] = {}  # sequence -> tokens produced
+        self.aborted: dict[str, int] = {}
+        self.submitted: list = []
+        self._grammars = Grammars(tokenizer, 4096, (0,))
+        self._fail_tokens = tokenizer.encode(self.FAIL).ids
+        self._words = [
+            token
+            for token in range(300, 4096)
+            if tokenizer.decode([token]).strip().isalpha() and tokenizer.decode([token]).isascii()
+        ]
+
+    def start(self) -> None:
+        self.started = True
+        self.ready = True
+
+    async def stop(self, drain: bool) -> None:
+        self.stopped = True
+
+    def check_grammar(self, text: str) -> None:
+        self._grammars.matcher(text)
+
+    async def generate(self, seqs):
+        if len(self.live) + len(seqs) > self.limits.max_waiting:
+            raise QueueFull("full")
+        self.submitted += seqs
+        self.live |= {seq.id: 0 for seq in seqs}
+        queue: asyncio.Queue = asyncio.Queue()
+        workers = [asyncio.create_task(self._run(seq, queue)) for seq in seqs]
+        left = len(seqs)
+        try:
+            while left:
+                event = await queue.get()
+                left -= event.finish_reason is not None
+                yield event
+        finally:
+            for worker in workers:
+                worker.cancel()
+            for seq in seqs:
+                if seq.id in self.live:
+                    self.aborted[seq.id] = self.live.pop(seq.id)
+
+    async def _run(self, seq, queue: asyncio.Queue) -> None:
+        params = seq.params
+        rng = random.Random(f"{seq.tokens}{params.seed}")
+        num_fail = len(self._fail_tokens)
+        text = ""
+        for step in range(params.max_tokens):
+            await asyncio.sleep(self.delay)
+            token = rng.choice(self._words)
+            event = TokenEvent(seq.id, [token], self.tokenizer.decode([token]))
+            if step == 0:
+                event.num_cached_tokens = 16 if seq.num_prompt > 16 else 0
+            if params.logprobs is not None:
+                top = tuple((token + i, -0.5 - i) for i in range(params.logprobs))
+                event.logprobs = [TokenLogprob(token, -0.5, top)]
+            text += event.text
+            self.live[seq.id] += 1
+            if step + 1 == params.max_tokens:
+                event.finish_reason = FinishReason.LENGTH
+            if seq.deadline is not None and time.monotonic() > seq.deadline:
+                event.finish_reason = FinishReason.DEADLINE
+            if any(stop in text for stop in params.stop):
+                event.finish_reason = FinishReason.STOP
+            if (
+                step == 2
+                and seq.tokens[seq.num_prompt - num_fail : seq.num_prompt] == self._fail_tokens
+            ):
+                event = TokenEvent(
+                    seq.id, [], "", finish_reason=FinishReason.ERROR, error="asked to fail"
+                )
+            if event.finish_reason is not None:
+                del self.live[seq.id]
+            queue.put_nowait(event)
+            if event.finish_reason is not None:
+                return
+
+    def stats(self) -> dict:
+        return {
+            "waiting": 2,
+            "running": len(self.live),
+            "pages_free": 40,
+            "pages_cached": 14,
+            "pages_used": 10,
+            "pages_total": 64,
+            "prompt_tokens": 1000,
+            "prefix_hit_tokens": 400,
+            "generated_tokens": 300,
+            "preemptions": 1,
+            "steps": 250,
+            "jump_forward_tokens": 7,
+            "step_seconds": {"schedule": 0.1, "plan": 0.2, "dispatch": 0.3, "wait": 1.4},
+        }
+
+    @functools.cache  # noqa: B019  # as the real engine, it gives everybody the same one
+    def snapshot(self) -> dict:
+        encode = lambda text: self.tokenizer.encode(text).ids  # noqa: E731
+        return {
+            "step": {
+                "number": 250,
+                "bucket": "64 tokens x 8",
+                "num_tokens": 35,
+                "entries": [
+                    {"id": "cmpl-1-0", "num_tokens": 1, "samples": True},
+                    {"id": "cmpl-1-1", "num_tokens": 1, "samples": True},
+                    {"id": "chatcmpl-2-0", "num_tokens": 33, "samples": False},
+                ],
+            },
+            "requests": [
+                {
+                    "id": name,
+                    "status": status,
+                    "namespace": "",
+                    "num_prompt": 40,
+                    "num_output": 12,
+                    "num_cached": 16,
+                    "num_computed": 51,
+                    "num_pages": 4,
+                    "priority": 0,
+                    "age": 1.25,
+                }
+                for name, status in [
+                    ("cmpl-1-0", "running"),
+                    ("cmpl-1-1", "running"),
+                    ("chatcmpl-2-0", "running"),
+                    ("cmpl-3-0", "waiting"),
+                    ("cmpl-3-1", "waiting"),
+                ]
+            ],
+            "pages": {
+                "page_size": 16,
+                "total": 64,
+                "states": "u" * 10 + "l" * 4 + "c" * 10 + "f" * 40,
+            },
+            "tree": [
+                {
+                    "namespace": "",
+                    "parent": None,
+                    "tokens": encode("import os"),
+                    "locks": 2,
+                    "num_pages": 2,
+                },
+                {
+                    "namespace": "",
+                    "parent": 0,
+                    "tokens": encode("class Server:"),
+                    "locks": 1,
+                    "num_pages": 1,
+                },
+                {
+                    "namespace": "",
+                    "parent": 0,
+                    "tokens": encode("def main():"),
+                    "locks": 1,
+                    "num_pages": 1,
+                },
+                {
+                    "namespace": "key1",
+                    "parent": None,
+                    "tokens": encode("secret"),
+                    "locks": 0,
+                    "num_pages": 3,
+                },
+            ],
+        }

@@ -1,0 +1,603 @@
+"""The HTTP server, with a fake engine behind it: routes, limits, errors, streams, disconnects."""
+
+import base64
+import json
+import logging
+import socket
+import time
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+
+from fake_engine import FakeEngine, fake_model
+from live_server import eventually, post_bytes, serving
+
+from jax_attn.serve import auth, schemas
+from jax_attn.serve.prepare import namespace
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"prompt": "import os", "max_tokens": 4}
+HELLO_CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def slow_server():
+    """20 ms a token, and room for two sequences."""
+    with serving(FakeEngine(fake_model().tokenizer, delay=0.02, max_waiting=2)) as server:
+        yield server
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_completion(server):
+    answer = server.post(COMPLETIONS, HELLO | {"seed": 1})
+    assert answer.status == 200
+    body = answer.json
+    assert body["object"] == "text_completion" and body["model"] == "tiny"
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length"]
+    seq = server.engine.submitted[-1]
+    assert seq.tokens[0] == 0 and seq.params.max_tokens == 4
+    assert body["usage"] == {
+        "prompt_tokens": seq.num_prompt,
+        "completion_tokens": 4,
+        "total_tokens": seq.num_prompt + 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    again = server.post(COMPLETIONS, HELLO | {"seed": 1}).json
+    assert again["choices"] == body["choices"] and again["id"] != body["id"]
+
+
+def test_stream_adds_up_to_the_whole(server):
+    body = HELLO | {"seed": 2, "n": 3, "logprobs": 2, "stream_options": {"include_usage": True}}
+    *chunks, done = server.events(COMPLETIONS, body)
+    assert done == "[DONE]"
+    *chunks, last = map(json.loads, chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+    del body["stream_options"]
+    whole = server.post(COMPLETIONS, body).json
+    for choice in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert sum((c["logprobs"][key] for c in mine), []) == choice["logprobs"][key]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert len({choice["text"] for choice in whole["choices"]}) == 3  # seeds differ
+
+
+def test_no_usage_unless_asked(server):
+    *chunks, _ = server.events(COMPLETIONS, HELLO)
+    assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
+
+
+def test_chat_stream(server):
+    *chunks, done = server.events(CHAT, HELLO_CHAT)
+    assert done == "[DONE]"
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert all(delta["role"] is None for delta in deltas[1:])
+    assert json.loads(chunks[0])["object"] == "chat.completion.chunk"
+
+
+def test_chat_uses_the_template(server):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    answer = server.post(CHAT, {"messages": messages})
+    assert answer.status == 200
+    seq = server.engine.submitted[-1]
+    text = server.engine.tokenizer.decode(seq.tokens, skip_special_tokens=False)
+    assert text == "<|endoftext|># Be brief.\n# a\n# b\n"
+    # By default, all that the context leaves.
+    assert seq.params.max_tokens == server.engine.limits.max_model_len - seq.num_prompt
+
+
+def test_chat_logprobs(server):
+    answer = server.post(CHAT, HELLO_CHAT | {"logprobs": True, "top_logprobs": 2}).json
+    choice = answer["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [2] * 4
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == choice["message"]["content"]
+
+
+def test_many_prompts(server):
+    ids = server.engine.tokenizer.encode("class A:").ids
+    answer = server.post(COMPLETIONS, {"prompt": [ids, [1, 2, 3]], "n": 2, "echo": True}).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    starts = [choice["text"].startswith("class A:") for choice in answer["choices"]]
+    assert starts == [True, True, False, False]
+    assert answer["usage"]["prompt_tokens"] == len(ids) + 3  # once for both choices
+    assert answer["usage"]["completion_tokens"] == 4 * 16
+
+
+def test_cached_tokens(server):
+    answer = server.post(COMPLETIONS, {"prompt": [[5] * 40, [6] * 4], "n": 2}).json
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_sampling_fields_arrive(server):
+    body = HELLO | {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "seed": -7,
+        "stop": "xyz",
+        "stop_token_ids": [9],
+        "logit_bias": {"17": -100},
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "priority": 3,
+        "deadline": 60,
+        "user": "ignored",
+        "suffix": None,
+        "best_of": None,
+    }
+    assert server.post(COMPLETIONS, body).status == 200
+    seq = server.engine.submitted[-1]
+    params = seq.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
+    assert params.repetition_penalty == 1.1
+    assert (params.presence_penalty, params.frequency_penalty) == (0.2, 0.3)
+    assert params.seed % 2**64 == -7 % 2**64
+    assert params.stop == ("xyz",) and params.stop_token_ids == (9,)
+    assert params.logit_bias == ((17, -100.0),) and params.ignore_eos and params.min_tokens == 2
+    assert seq.priority == 3 and abs(seq.deadline - seq.arrival - 60) < 1e-6
+
+
+def test_deadline(slow_server):
+    answer = slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 200, "deadline": 0.1}).json
+    assert answer["choices"][0]["finish_reason"] == "deadline"
+    assert 0 < answer["usage"]["completion_tokens"] < 100
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"json_schema": {"type": "integer"}},
+        {"json_schema": True},
+        {"regex": "[a-z]+"},
+        {"grammar": 'start: "a" | "b"'},
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": True, "schema": {"type": "array"}},
+            }
+        },
+    ],
+    ids=lambda field: "-".join(field),
+)
+def test_grammars(server, field):
+    assert server.post(CHAT, HELLO_CHAT | field).status == 200
+    assert server.engine.submitted[-1].params.grammar
+
+
+def test_text_format_is_no_grammar(server):
+    assert server.post(CHAT, HELLO_CHAT | {"response_format": {"type": "text"}}).status == 200
+    assert server.engine.submitted[-1].params.grammar is None
+
+
+def test_cache_salt_and_namespace(server):
+    for salt in ("", "a", "b"):
+        assert server.post(COMPLETIONS, HELLO | {"cache_salt": salt}).status == 200
+    names = [seq.namespace for seq in server.engine.submitted[-3:]]
+    assert names[0] == "" and len(set(names)) == 3
+    # No salt of one tenant can spell another tenant's name.
+    assert namespace("key1", "x") != namespace("", "key1/x") != namespace("key1", "")
+
+
+def test_tokenize_round_trip(server):
+    text = "def f():\n    return 'é'"
+    answer = server.post("/tokenize", {"prompt": text}).json
+    assert answer["tokens"][0] == 0 and answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 256
+    plain = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json
+    assert plain["tokens"] == answer["tokens"][1:]
+    assert server.post("/detokenize", {"tokens": plain["tokens"]}).json == {"prompt": text}
+    chat = server.post("/tokenize", {"messages": HELLO_CHAT["messages"]}).json
+    assert (
+        server.post("/detokenize", {"tokens": chat["tokens"]}).json["prompt"].endswith("# hello\n")
+    )
+
+
+def test_models(server):
+    listed = server.get("/v1/models").json
+    assert [card["id"] for card in listed["data"]] == ["tiny"]
+    assert server.get("/v1/models/tiny").json == listed["data"][0]
+    assert server.get("/v1/models/other").status == 404
+
+
+def test_metrics(server):
+    server.post(COMPLETIONS, HELLO)
+    server.post(COMPLETIONS, {"prompt": 5})
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = dict(
+        line.rsplit(" ", 1) for line in answer.body.decode().splitlines() if line[0] != "#"
+    )
+    assert lines['jax_attn_pages{state="cached"}'] == "14.0"
+    assert lines["jax_attn_prefix_hit_tokens_total"] == "400.0"
+    assert lines["jax_attn_preemptions_total"] == "1.0"
+    assert lines['jax_attn_step_seconds_total{phase="wait"}'] == "1.4"
+    assert float(lines['jax_attn_requests_total{outcome="completed"}']) >= 1
+    assert float(lines['jax_attn_requests_total{outcome="invalid"}']) >= 1
+    first = float(lines["jax_attn_time_to_first_token_seconds_count"])
+    assert 1 <= first < float(lines["jax_attn_inter_token_latency_seconds_count"])
+
+
+def test_openapi_describes_every_route(server):
+    description = server.get("/openapi.json").json
+    routes = {route.path.replace("{name:path}", "{model}") for route in server.app.routes}
+    assert set(description["paths"]) == routes
+    text = json.dumps(description)
+    for name in text.split("#/components/schemas/")[1:]:
+        assert name.split('"')[0] in description["components"]["schemas"]
+
+
+def test_page_allows_its_own_script_only(server):
+    answer = server.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert policy.count("sha256-") == 2
+    assert b"http://" not in answer.body and b"https://" not in answer.body
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+LONG = schemas.MAX_GRAMMAR_CHARS + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [5000]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [-1]]}, "prompt[1][0]"),
+        (COMPLETIONS, {"prompt": [1] * 256}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": "4"}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 255}, "max_tokens"),
+        (COMPLETIONS, {"min_tokens": 5}, "min_tokens"),
+        (COMPLETIONS, {"n": 0}, "n"),
+        (COMPLETIONS, {"n": 65}, "n"),
+        (COMPLETIONS, {"n": 33}, "n"),  # more than the queue can hold
+        (COMPLETIONS, {"n": True}, "n"),
+        (COMPLETIONS, {"temperature": -1}, "temperature"),
+        (COMPLETIONS, {"top_p": 0}, "top_p"),
+        (COMPLETIONS, {"stop": ["a"] * 17}, "stop"),
+        (COMPLETIONS, {"stop": "a" * 257}, "stop"),
+        (COMPLETIONS, {"stop": ["a", ""]}, "stop[1]"),
+        (COMPLETIONS, {"stop_token_ids": [4096]}, "stop_token_ids"),
+        (COMPLETIONS, {"logit_bias": {"4096": 1}}, "logit_bias"),
+        (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias.x"),
+        (COMPLETIONS, {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 1, "echo": True}, "echo"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"no_such_field": 1}, "no_such_field"),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (COMPLETIONS, {"regex": "("}, "regex"),
+        (COMPLETIONS, {"regex": "a" * LONG}, "regex"),
+        (COMPLETIONS, {"grammar": "start: nothing"}, "grammar"),
+        (COMPLETIONS, {"json_schema": {"type": "no such type"}}, "json_schema"),
+        (COMPLETIONS, {"json_schema": {"enum": ["a" * LONG]}}, "json_schema"),
+        (COMPLETIONS, {"json_schema": {}, "regex": "a"}, "grammar"),
+        (COMPLETIONS, {"response_format": {"type": "json_schema"}}, "response_format"),
+        (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (COMPLETIONS, {"cache_salt": "a" * 257}, "cache_salt"),
+        (COMPLETIONS, {"deadline": 0}, "deadline"),
+        (COMPLETIONS, {"seed": 2**63}, "seed"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ("/tokenize", {"messages": HELLO_CHAT["messages"]}, "prompt"),  # beside prompt
+        ("/detokenize", {"tokens": [4096]}, "tokens"),
+    ],
+)
+def test_400_names_the_field(server, path, change, param):
+    base = {COMPLETIONS: HELLO, CHAT: HELLO_CHAT, "/tokenize": {"prompt": "a"}}.get(path, {})
+    num_before = len(server.engine.submitted)
+    answer = server.post(path, base | change)
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == param, answer.error
+    assert answer.error["type"] == "invalid_request_error"
+    assert param.split("[")[0].split(".")[0] in answer.error["message"]
+    assert len(answer.body) < 1000
+    assert len(server.engine.submitted) == num_before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000, b'{"n":' * 9999],
+    ids=repr,
+)
+def test_400_for_what_is_no_object(server, body):
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status == 400 and answer.error["message"]
+
+
+def test_neutral_values_of_unsupported_fields(server):
+    neutral = {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True}
+    assert server.post(CHAT, HELLO_CHAT | neutral).status == 200
+
+
+def test_404(server):
+    answer = server.post(COMPLETIONS, HELLO | {"model": "gpt-4"})
+    assert answer.status == 404 and answer.error["code"] == "model_not_found"
+    assert answer.error["param"] == "model"
+    assert server.get("/v2/models").error["type"] == "not_found_error"
+    assert server.get(COMPLETIONS).status == 405
+
+
+def test_415_keeps_web_pages_of_others_out(server):
+    answer = server.post(COMPLETIONS, json.dumps(HELLO).encode(), Content_Type="text/plain")
+    assert answer.status == 415
+
+
+def test_no_chat_template(tmp_path):
+    with serving(directory=tmp_path) as server:
+        answer = server.post(CHAT, HELLO_CHAT)
+        assert answer.status == 400 and "chat template" in answer.error["message"]
+        assert answer.error["param"] == "messages"
+
+
+def test_413_before_and_while_reading():
+    with serving(max_body_bytes=1000) as server:
+        assert server.post(COMPLETIONS, {"prompt": "a" * 900}).status == 200
+        answer = server.post(COMPLETIONS, {"prompt": "a" * 1100})
+        assert answer.status == 413 and answer.error["code"] == "body_too_large"
+        # Without a length, and never ending: the answer comes while the body is still sent.
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
+        connection = server.connect(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        with connection:
+            for _ in range(11):
+                connection.sendall(b"64\r\n" + b"[" * 100 + b"\r\n")
+            assert b" 413 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_408_for_a_body_that_does_not_come():
+    with serving(body_timeout=0.2) as server:
+        raw = post_bytes(COMPLETIONS, HELLO)
+        with server.connect(raw[:-5]) as connection:
+            assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_header_cap(server):
+    with server.connect(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20000) as connection:
+        assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_429_when_the_queue_is_full(slow_server):
+    with slow_server.connect(post_bytes(COMPLETIONS, HELLO | {"n": 2, "max_tokens": 200})):
+        eventually(lambda: len(slow_server.engine.live) == 2)
+        for stream in (False, True):
+            answer = slow_server.post(COMPLETIONS, HELLO | {"stream": stream})
+            assert answer.status == 429 and answer.error["code"] == "queue_full"
+            assert int(answer.headers["retry-after"]) >= 1
+    eventually(lambda: not slow_server.engine.live)
+    assert slow_server.post(COMPLETIONS, HELLO).status == 200
+    assert b'requests_total{outcome="rejected"} 2.0' in slow_server.get("/metrics").body
+
+
+def test_503_until_ready_while_draining_and_after_a_failure():
+    with serving() as server:
+        for change, status in [
+            (lambda: setattr(server.engine, "ready", False), "compiling"),
+            (lambda: server.app.state.server.drain(), "draining"),
+            (lambda: setattr(server.engine, "failure", RuntimeError("x")), "failed"),
+        ]:
+            assert server.get("/health").status == (200 if status == "compiling" else 503)
+            change()
+            health = server.get("/health")
+            assert health.status == 503 and health.json == {"status": status}
+            answer = server.post(COMPLETIONS, HELLO)
+            assert answer.status == 503 and answer.headers["retry-after"]
+            assert server.get("/metrics").status == 200
+            assert server.get("/debug/state").json["status"] == status
+
+
+def test_a_failing_request_fails_alone(server):
+    body = HELLO | {"prompt": FakeEngine.FAIL, "max_tokens": 9}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status == 500 and answer.error["message"] == "asked to fail"
+    *_, error, done = server.events(COMPLETIONS, body)
+    assert json.loads(error)["error"]["message"] == "asked to fail" and done == "[DONE]"
+    assert not server.engine.live
+    assert server.post(COMPLETIONS, HELLO).status == 200
+
+
+def test_a_bug_is_500_without_its_text(server, monkeypatch, caplog):
+    def explode(*args):
+        raise RuntimeError("the secret is 42")
+
+    monkeypatch.setattr(server.engine, "generate", explode)
+    caplog.set_level(logging.CRITICAL, "uvicorn.error")
+    answer = server.post(COMPLETIONS, HELLO)
+    assert answer.status == 500 and b"42" not in answer.body
+
+
+# ---- disconnects -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_disconnect_aborts_at_once(slow_server, path, stream):
+    base = HELLO if path == COMPLETIONS else HELLO_CHAT
+    body = base | {"n": 2, "max_tokens": 200, "stream": stream}
+    engine = slow_server.engine
+    connection = slow_server.connect(post_bytes(path, body))
+    eventually(lambda: len(engine.live) == 2 and min(engine.live.values()) >= 3)
+    at_close = max(engine.live.values())
+    connection.close()
+    eventually(lambda: not engine.live)
+    # "Within one step", and one more for the thread that closes the socket.
+    assert len(engine.aborted) == 2 and max(engine.aborted.values()) <= at_close + 2
+    eventually(
+        lambda: b'requests_total{outcome="disconnected"} 1.0' in slow_server.get("/metrics").body
+    )
+
+
+def test_disconnect_in_the_body(server):
+    with server.connect(post_bytes(COMPLETIONS, HELLO)[:-5]):
+        pass
+    assert server.post(COMPLETIONS, HELLO).status == 200
+
+
+def test_a_client_that_does_not_read_stops_nobody(slow_server):
+    with slow_server.connect(post_bytes(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 30})):
+        begin = time.monotonic()
+        assert slow_server.post(COMPLETIONS, HELLO).status == 200
+        assert time.monotonic() - begin < 2
+
+
+# ---- keys and hosts ----------------------------------------------------------------------------
+
+KEYS = ("a-key-of-one-tenant", "another-tenants-key")
+
+
+@pytest.fixture(scope="module")
+def locked_server():
+    with serving(api_keys=KEYS) as server:
+        yield server
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_every_route_but_health_needs_a_key(locked_server):
+    for route in locked_server.app.routes:
+        for path in (route.path, route.path + "/"):
+            for method in sorted(route.methods | {"OPTIONS", "PUT"}):
+                answer = locked_server.request(method, path)
+                expected = path == "/health"
+                assert (answer.status != 401) == expected, (method, path)
+    assert locked_server.get("/nothing/here").status == 401
+    assert locked_server.get("//health").status == 401
+    assert locked_server.get("/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": KEYS[0]},
+        bearer(""),
+        bearer(KEYS[0][:-1]),
+        bearer(KEYS[0] + "x"),
+        bearer(KEYS[0].upper()),
+        bearer(" ".join(KEYS)),
+        {"Authorization": "Basic " + base64.b64encode(KEYS[0].encode()).decode()},
+        {"Authorization": "Basic !"},
+        {"Authorization": "Bearer \xe9"},
+    ],
+    ids=str,
+)
+def test_wrong_keys(locked_server, headers):
+    answer = locked_server.get("/v1/models", **headers)
+    assert answer.status == 401 and answer.error["type"] == "authentication_error"
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_right_keys(locked_server):
+    basic = "Basic " + base64.b64encode(b"anyone:" + KEYS[1].encode()).decode()
+    for headers in (bearer(KEYS[0]), bearer(KEYS[1]), {"Authorization": basic}):
+        assert locked_server.get("/v1/models", **headers).status == 200
+    assert locked_server.get("/").headers["www-authenticate"].startswith("Basic")
+
+
+def test_a_key_is_a_namespace(locked_server):
+    for key in KEYS:
+        assert locked_server.post(COMPLETIONS, HELLO, **bearer(key)).status == 200
+    assert [seq.namespace for seq in locked_server.engine.submitted[-2:]] == ["key0", "key1"]
+
+
+def test_texts_of_the_tree_are_for_their_tenant(locked_server, server):
+    for key, texts in [(KEYS[0], []), (KEYS[1], ["secret"])]:
+        state = locked_server.get("/debug/state", **bearer(key)).json
+        assert [node["text"] for node in state["tree"] if "text" in node] == texts
+        assert "namespace" not in json.dumps(state)
+    assert len([node for node in server.get("/debug/state").json["tree"] if "text" in node]) == 3
+
+
+def test_the_body_of_a_stranger_is_not_read(locked_server):
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+    with locked_server.connect(head.encode()) as connection:
+        assert b" 401 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_compare_is_constant_time_and_complete(monkeypatch):
+    """Every key is compared, in full, by the function made for it, whichever matches."""
+    compared = []
+
+    def compare(a, b):
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    middleware = auth.Authenticate(None, KEYS, ())
+    for key in (*KEYS, "neither"):
+        compared.clear()
+        middleware._tenant(key.encode())
+        assert len(compared) == len(KEYS)
+        assert {len(side) for pair in compared for side in pair} == {32}
+
+
+def test_host_of_others():
+    with serving(check_host=True) as server:
+        for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+            assert server.get("/health", Host=host).status == 200
+        for host in ("evil.example", "localhost.evil.example:8000", "[::2]", ""):
+            assert server.get("/v1/models", Host=host).status == 403
+
+
+def test_key_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"# tenants\n\n{KEYS[0]}\n  {KEYS[1]}\n")
+    assert auth.read_keys(path) == KEYS
+    for text in ("", "# only a comment\n", "short\n", "with a space in the middle\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="keys"):
+            auth.read_keys(path)
+
+
+def test_pipelined_and_broken_http(server):
+    for raw in (b"\x00\x01\r\n\r\n", b"GET\r\n\r\n"):
+        with server.connect(raw) as connection:
+            assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]
+    with server.connect(post_bytes(COMPLETIONS, HELLO) * 2) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.count(b"HTTP/1.1 200") in (0, 1, 2)
+    assert server.get("/health").status == 200
