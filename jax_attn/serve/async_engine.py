@@ -1,0 +1,241 @@
+"""The engine for asyncio: a thread that steps it, and an iterator of events for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from jax_attn import models
+from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.events import StepStats, TokenEvent
+from jax_attn.serve.request import FinishReason, Sequence
+
+log = logging.getLogger("jax_attn.serve")
+
+_MAX_FAILURES = 3  # steps in a row that raise: then it is not the request's fault
+
+
+class EngineStopped(RuntimeError):
+    """The engine does not run: not started, stopped, or failed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_model_len: int  # prompt and output tokens of a sequence
+    max_running: int
+    max_waiting: int
+
+
+@dataclass(slots=True, eq=False)
+class _Subscriber:
+    """Where the events of a call of `generate` go."""
+
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[list[TokenEvent]]
+
+
+class AsyncEngine:
+    """Runs an Engine in a thread of its own, which alone touches it.
+
+    A request that fails ends with an event of its own. A step that raises ends what was running,
+    and the engine goes on; after several in a row it gives up: `failure`, and no more `ready`.
+    """
+
+    def __init__(self, model: models.Model, config: EngineConfig):
+        self._engine = Engine(model, config)
+        self.limits = Limits(
+            self._engine.max_sequence_tokens, config.max_running, config.max_waiting
+        )
+        self.failure: BaseException | None = None
+        self.on_step: Callable[[StepStats], None] | None = None
+        """Called from the engine's thread after each step."""
+        self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake, as are:
+        self._accepts = True
+        self._stopping = self._draining = False
+        self._subscribers: dict[str, _Subscriber] = {}  # of the engine's thread
+        self._num_failures = 0
+        self._is_warm = self._has_ended = False
+        self._stats, self._snapshot = self._engine.stats(), self._engine.snapshot()
+        self._wants_snapshot = False
+
+    # ---- for asyncio ---------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Compiled, and taking requests."""
+        return self._is_warm and self._accepts and self.failure is None
+
+    def start(self) -> None:
+        """Starts the thread and returns; requests wait until it has compiled."""
+        self._thread.start()
+
+    async def stop(self, drain: bool) -> None:
+        """Ends the thread. drain: once all requests are done; else they are aborted."""
+        with self._wake:
+            self._accepts = False
+            self._draining, self._stopping = drain, True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Compiles it into the cache, from any thread. Raises GrammarError."""
+        self._engine.grammars.matcher(grammar)
+
+    async def generate(self, seqs: Seq[Sequence]) -> AsyncIterator[TokenEvent]:
+        """The events of the sequences, interleaved, until each has had its finish_reason.
+
+        Closing or cancelling the iterator aborts what is left, before the next step.
+
+        Raises:
+          QueueFull, ValueError: as Engine.submit, at the first event.
+          EngineStopped.
+        """
+        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue())
+        submitted: Future[None] = Future()
+        left = {seq.id for seq in seqs}
+        try:
+            self._command(lambda: self._submit(seqs, subscriber, submitted))
+            await asyncio.wrap_future(submitted)
+            while left:
+                for event in await subscriber.events.get():
+                    if event.finish_reason is not None:
+                        left.discard(event.seq_id)
+                    yield event
+        finally:
+            refused = submitted.done() and not submitted.cancelled() and submitted.exception()
+            if left and not refused:
+                self._command(lambda: self._abort(left), must=False)
+
+    def stats(self) -> dict[str, Any]:
+        """See Engine.stats; as of the last step."""
+        return self._stats
+
+    def snapshot(self) -> dict[str, Any]:
+        """See Engine.snapshot; as of the last call while steps run, else of the last step."""
+        self._wants_snapshot = True
+        return self._snapshot
+
+    def _command(self, command: Callable[[], None], must: bool = True) -> None:
+        """Has the thread run `command` before its next step. Raises EngineStopped if it must."""
+        with self._wake:
+            if not self._accepts and must:
+                raise EngineStopped("The engine does not run.")
+            self._commands.append(command)
+            self._wake.notify()
+
+    # ---- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._engine.warm_up()
+            self._is_warm = True
+            while self._turn():
+                pass
+        except BaseException as error:
+            log.exception("the engine has stopped")
+            self.failure = error
+        with self._wake:
+            self._accepts = False
+        self._end()
+
+    def _turn(self) -> bool:
+        """Commands, then a step. False: it is time to stop."""
+        with self._wake:
+            while not (self._commands or self._engine.has_work or self._stopping):
+                self._publish(at_rest=True)
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        if self._stopping and not (self._draining and self._engine.has_work):
+            return False
+        if self._engine.has_work:
+            self._step()
+        return True
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+            self._num_failures = 0
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures >= _MAX_FAILURES:
+                raise
+            log.exception("a step failed; what was running ends with an error")
+            events = self._engine.recover(f"The engine failed: {type(error).__name__}.")
+        self._deliver(events)
+        self._publish()
+        if self.on_step is not None:
+            self.on_step(self._engine.step_stats)
+
+    def _submit(
+        self, seqs: Seq[Sequence], subscriber: _Subscriber, submitted: Future[None]
+    ) -> None:
+        if not submitted.set_running_or_notify_cancel():
+            return  # the client went before it came to this
+        try:
+            if self._has_ended:
+                raise EngineStopped("The engine does not run.")
+            self._engine.submit(seqs)
+        except Exception as error:
+            submitted.set_exception(error)
+            return
+        self._subscribers |= {seq.id: subscriber for seq in seqs}
+        submitted.set_result(None)
+
+    def _abort(self, seq_ids: set[str]) -> None:
+        for seq_id in seq_ids:
+            self._subscribers.pop(seq_id, None)
+            self._engine.abort(seq_id)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """To each subscriber its events, and to each event loop one call."""
+        loops: dict[asyncio.AbstractEventLoop, dict[_Subscriber, list[TokenEvent]]] = {}
+        for event in events:
+            subscriber = self._subscribers.get(event.seq_id)
+            if subscriber is None:
+                continue  # aborted
+            loops.setdefault(subscriber.loop, {}).setdefault(subscriber, []).append(event)
+            if event.finish_reason is not None:
+                del self._subscribers[event.seq_id]
+        for loop, batches in loops.items():
+            try:
+                loop.call_soon_threadsafe(_put, batches)
+            except RuntimeError:  # the loop is closed, and with it whoever would have read
+                for events in batches.values():
+                    self._abort({event.seq_id for event in events})
+
+    def _publish(self, at_rest: bool = False) -> None:
+        self._stats = self._engine.stats()
+        if at_rest or self._wants_snapshot:
+            self._wants_snapshot = False
+            self._snapshot = self._engine.snapshot()
+
+    def _end(self) -> None:
+        """Tells everybody who still waits."""
+        self._has_ended = True
+        for command in self._commands:
+            command()
+        reason, message = FinishReason.ABORT, None
+        if self.failure is not None:
+            reason, message = FinishReason.ERROR, "The engine failed."
+        left = list(self._subscribers)
+        self._deliver([TokenEvent(id, finish_reason=reason, error=message) for id in left])
+        if self.failure is None:
+            self._abort(set(left))
+            self._publish(at_rest=True)
+
+
+def _put(batches: dict[_Subscriber, list[TokenEvent]]) -> None:
+    for subscriber, events in batches.items():
+        subscriber.events.put_nowait(events)

@@ -1,0 +1,95 @@
+"""The static shapes of a step: compiled once, and the smallest that fits serves a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from jax_attn import models
+from jax_attn.serve.sampling import Rows
+from jax_attn.serve.scheduler import ScheduledSequence
+
+
+class Bucket(NamedTuple):
+    """Capacities of one compiled forward pass."""
+
+    num_tokens: int
+    num_rows: int  # sequences, and rows of logits
+    specs: tuple[ja.AttentionSpec, ...]
+    rows: Rows
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_tokens} tokens x {self.num_rows} sequences"
+
+
+class Batch(NamedTuple):
+    """The arguments of a forward pass, on the host and never written again: XLA may alias them.
+
+    inputs: [3, num_tokens] i32. Token, or slot whose newest token it is (else -1), and position.
+    logit_rows: [num_rows] i32. The last token of each sequence.
+    plans: one for each spec of the bucket.
+    """
+
+    inputs: np.ndarray
+    logit_rows: np.ndarray
+    plans: tuple[ja.AttentionPlan, ...]
+
+
+def sizes(max_running: int, max_step_tokens: int) -> list[tuple[int, int]]:
+    """(tokens, sequences) of the buckets, ascending.
+
+    Decodes alone, one token a sequence, in steps of four: their time is that of reading the
+    weights, whatever the padding. Then steps with prompts, in steps of two: there padding costs.
+    """
+    decodes = [n for n in (8, 32, 128, 512, 2048) if n < max_running] + [max_running]
+    tokens = [64 << i for i in range(20)]
+    prompts = [n for n in tokens if max_running < n < max_step_tokens]
+    if max_step_tokens > max_running:
+        prompts.append(max_step_tokens)
+    return [(n, n) for n in decodes] + [(n, max_running) for n in prompts]
+
+
+def make_batch(bucket: Bucket, entries: Sequence[ScheduledSequence]) -> Batch:
+    """What `forward` computes for the entries, in their order."""
+    inputs = np.zeros((3, bucket.num_tokens), np.int32)
+    inputs[1] = -1
+    logit_rows = np.zeros(bucket.num_rows, np.int32)
+    page_size = bucket.specs[0].page_size
+    assert page_size is not None
+    qo_indptr, kv_lens, page_indptr, page_indices = [0], [], [0], []
+    for row, entry in enumerate(entries):
+        seq, begin = entry.seq, qo_indptr[-1]
+        end, kv_len = begin + entry.num_tokens, seq.num_computed + entry.num_tokens
+        known = seq.tokens[seq.num_computed : kv_len]
+        inputs[0, begin : begin + len(known)] = known
+        inputs[1, begin + len(known) : end] = seq.slot  # one token at most
+        inputs[2, begin:end] = range(seq.num_computed, kv_len)
+        logit_rows[row] = end - 1
+        qo_indptr.append(end)
+        kv_lens.append(kv_len)
+        page_indices += seq.pages[: -(-kv_len // page_size)]
+        page_indptr.append(len(page_indices))
+    batch = [np.array(x, np.int32) for x in (qo_indptr, kv_lens, page_indptr, page_indices)]
+    return Batch(inputs, logit_rows, tuple(ja.plan(spec, *batch) for spec in bucket.specs))
+
+
+def make_forward(config: models.ModelConfig) -> Callable[..., Any]:
+    """The jitted (params, inputs, last_tokens, k_pages, v_pages, plans, logit_rows) -> logits, ...
+
+    See `Batch` and `models.forward`; the pages are donated.
+    """
+
+    def forward(params, inputs, last_tokens, k_pages, v_pages, plans, logit_rows):
+        tokens, slots, positions = inputs
+        tokens = jnp.where(slots < 0, tokens, last_tokens[slots])
+        return models.forward(
+            params, config, tokens, positions, k_pages, v_pages, plans, logit_rows
+        )
+
+    return jax.jit(forward, donate_argnames=("k_pages", "v_pages"))

@@ -1,0 +1,398 @@
+"""The engine: from sequences to tokens, one step of the device at a time.
+
+    engine = Engine(model, EngineConfig(num_pages=1024))
+    engine.warm_up()
+    engine.submit([Sequence(...), ...])
+    while engine.has_work:
+        for event in engine.step():
+            ...
+
+Step n + 1 is scheduled, planned and dispatched before the tokens of step n are known: a decode
+takes its token from the device's memory. While the device computes its logits, the host reads step
+n, and only then dispatches the sampling of step n + 1, with the masks that step n made possible.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_attn import models
+from jax_attn.serve import live_view, sampling
+from jax_attn.serve.detokenizer import Detokenizer
+from jax_attn.serve.device import Device
+from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
+from jax_attn.serve.grammar import GrammarError, Grammars, Matcher
+from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Capacities. The engine's dtype is that of the model's weights."""
+
+    num_pages: int  # of the kv cache
+    page_size: int = 16  # tokens
+    max_running: int = 32  # sequences that run at once
+    max_step_tokens: int = 512  # query tokens of a step
+    prefill_chunk: int | None = None  # of them, prompt tokens beside decodes; None: all there is
+    max_waiting: int = 1024  # sequences in the queue
+    max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
+    starvation_steps: int = 16  # see SchedulerConfig
+    prefix_cache: bool = True
+    batch_invariant: bool = False  # the same bits for a sequence, whatever runs beside it
+    jump_forward: bool = True  # tokens that a grammar forces are appended without a step
+    max_grammars: int = 128  # compiled grammars kept
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_step_tokens:
+            raise ValueError(
+                "EngineConfig: max_running: expected 1 to max_step_tokens = "
+                f"{self.max_step_tokens}, got {self.max_running}."
+            )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the engine keeps of a sequence, beside what the scheduler does."""
+
+    seq: Sequence
+    detokenizer: Detokenizer
+    matcher: Matcher | None
+    jumps: bool  # forced tokens are appended without being sampled
+    slot_is_set: bool = False  # the device has its counts and biases
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step whose forward pass the device has, and in the end its sampling too."""
+
+    logits: jax.Array
+    rows: sampling.Rows
+    seqs: dict[int, Sequence]  # row of the logits -> who samples from it
+    sampled: sampling.Sampled | None = None
+
+
+class Engine:
+    """Of one thread, but for `grammars`."""
+
+    def __init__(self, model: models.Model, config: EngineConfig):
+        self.model, self.config = model, config
+        self.grammars = Grammars(
+            model.tokenizer,
+            model.config.vocab_size,
+            model.config.eos_tokens,
+            max_entries=config.max_grammars,
+        )
+        capacities = _capacities(config, model.config.max_positions)
+        self.scheduler = Scheduler(capacities)
+        self.device = Device(model, capacities, config.batch_invariant)
+        self._streams: dict[str, _Stream] = {}
+        self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
+        self._pending: _Launched | None = None
+        self._last_plan: StepPlan | None = None
+        self.step_stats = StepStats(0)
+        self._totals = dict.fromkeys(("steps", "generated_tokens", "jump_forward_tokens"), 0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+        """See Device.warm_up."""
+        return self.device.warm_up(progress)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and max_tokens together, at most."""
+        return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
+
+    def submit(self, seqs: Seq[Sequence]) -> None:
+        """Queues the sequences, all or none.
+
+        Raises:
+          QueueFull: try again later.
+          ValueError: a sequence that cannot run, in one sentence; GrammarError is one.
+        """
+        streams = [self._make_stream(seq) for seq in seqs]
+        self.scheduler.add(*seqs)
+        self._streams |= {stream.seq.id: stream for stream in streams}
+
+    def abort(self, seq_id: str) -> None:
+        """Ends a sequence; its last event comes with the next `step`. Unknown ids are ignored."""
+        if (seq := self.scheduler.abort(seq_id)) is not None:
+            self._close(seq)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._streams or self._events or self._pending)
+
+    def _make_stream(self, seq: Sequence) -> _Stream:
+        params, config = seq.params, self.model.config
+        num_tokens = seq.num_prompt + params.max_tokens
+        if num_tokens > config.max_positions:
+            raise ValueError(
+                f"max_tokens: expected prompt and output within the model's {config.max_positions} "
+                f"tokens, got {seq.num_prompt} + {params.max_tokens}."
+            )
+        if (params.logprobs or 0) > sampling.MAX_LOGPROBS:
+            raise ValueError(
+                f"logprobs: expected at most {sampling.MAX_LOGPROBS}, got {params.logprobs}."
+            )
+        if len(params.logit_bias) > sampling.MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
+                f"{len(params.logit_bias)}."
+            )
+        biased = [token for token, _ in params.logit_bias]
+        for name, tokens in (("prompt", seq.tokens), ("logit_bias", biased)):
+            if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
+                raise ValueError(
+                    f"{name}: expected tokens in [0, {config.vocab_size}), got {bad[0]}."
+                )
+        matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        # Forced tokens have no logprobs, as the model is not asked about them.
+        jumps = self.config.jump_forward and params.logprobs is None
+        return _Stream(seq, Detokenizer(self.model.tokenizer, params.stop), matcher, jumps)
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Launches the next step, and tells what became of the one before."""
+        self.step_stats = StepStats(self.step_stats.index + 1)
+        with self._phase("schedule"):
+            plan = self.scheduler.schedule(time.monotonic())
+        before, self._pending = self._pending, None
+        if plan is not None:
+            self._pending = self._launch(plan)
+        if before is not None:
+            self._retire(before)
+        if self._pending is not None:
+            self._sample(self._pending)
+        return self._take_events()
+
+    def _launch(self, plan: StepPlan) -> _Launched | None:
+        """Gives the device the forward pass of a step, if there is one."""
+        self._last_plan, stats = plan, self.step_stats
+        for seq in plan.expired:
+            self._close(seq)
+        for seq in plan.admitted:
+            self._streams[seq.id].slot_is_set = False
+        stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
+        if not plan.entries:
+            return None
+        with self._phase("plan"):
+            bucket, batch = self.device.plan(plan.entries)
+        with self._phase("dispatch"):
+            logits = self.device.forward(batch)
+        self.scheduler.launched(plan)
+        stats.bucket, stats.num_sequences = bucket.name, len(plan.entries)
+        stats.num_tokens = sum(entry.num_tokens for entry in plan.entries)
+        stats.num_decodes = sum(entry.num_tokens == 1 for entry in plan.entries)
+        self._totals["steps"] += 1
+        seqs = {row: entry.seq for row, entry in enumerate(plan.entries) if entry.samples}
+        return _Launched(logits, bucket.rows, seqs)
+
+    def _retire(self, launched: _Launched) -> None:
+        """Waits for the tokens of a step and appends them to their sequences."""
+        if launched.sampled is None:
+            return
+        with self._phase("wait"):
+            sampled: sampling.Sampled = jax.device_get(launched.sampled)
+        with self._phase("retire"):
+            for row, seq in launched.seqs.items():
+                if seq.status is not Status.FINISHED:
+                    self.step_stats.num_sampled += 1
+                    self._take_sample(self._streams[seq.id], sampled, row)
+
+    def _sample(self, launched: _Launched) -> None:
+        """Gives the device the sampling of a step, for all that still want their token."""
+        with self._phase("retire"):
+            launched.rows.clear()
+            for row, seq in list(launched.seqs.items()):
+                if seq.status is Status.FINISHED or not self._fill_row(launched.rows, row, seq):
+                    del launched.seqs[row]
+        if launched.seqs:
+            with self._phase("dispatch"):
+                launched.sampled = self.device.sample(launched.logits, launched.rows)
+
+    def _fill_row(self, rows: sampling.Rows, row: int, seq: Sequence) -> bool:
+        """How to sample for `seq`. False: it wants no token, as some are forced or it failed."""
+        stream, params = self._streams[seq.id], seq.params
+        if stream.matcher is not None:
+            try:
+                if stream.jumps and (forced := stream.matcher.take_forced()):
+                    self._take_forced(stream, forced)
+                    return False
+                stream.matcher.fill_mask(rows.row_mask(row))
+            except GrammarError as error:
+                self._fail(seq, str(error))
+                return False
+        elif seq.num_output < params.min_tokens:
+            sampling.forbid(rows.row_mask(row), self._stop_tokens(params))
+        if sampling.keeps_state(params) and not stream.slot_is_set:
+            self.device.set_slot(seq.slot, params, seq.tokens, seq.num_prompt)
+            stream.slot_is_set = True
+        rows.set(row, params, seq.slot, seq.num_output)
+        return True
+
+    # ---- what becomes of tokens ----------------------------------------------------------------
+
+    def _take_sample(self, stream: _Stream, sampled: sampling.Sampled, row: int) -> None:
+        token = int(sampled.tokens[row])
+        if token < 0:
+            self._fail(stream.seq, "The model's logits are not numbers.")
+            return
+        try:
+            if stream.matcher is not None:
+                stream.matcher.advance(token)
+        except GrammarError as error:
+            self._fail(stream.seq, str(error))
+            return
+        if (num_top := stream.seq.params.logprobs) is not None:
+            event = self._event(stream.seq)
+            event.logprobs = [*(event.logprobs or ()), _logprob(sampled, row, num_top)]
+        self._append(stream, [token])
+
+    def _take_forced(self, stream: _Stream, tokens: list[int]) -> None:
+        self.step_stats.num_forced += len(tokens)
+        self._totals["jump_forward_tokens"] += len(tokens)
+        stream.slot_is_set = False  # the device's counts lack these tokens
+        self._append(stream, tokens)
+
+    def _append(self, stream: _Stream, tokens: list[int]) -> None:
+        """The next tokens of a sequence, for a sample that was launched: up to where it ends."""
+        seq, event = stream.seq, self._event(stream.seq)
+        if not seq.num_output:
+            event.num_cached_tokens = seq.num_cached
+        reason = None
+        for i, token in enumerate(tokens):
+            reason = self._push(stream, token, seq.num_output + i + 1, event)
+            if reason is not None:
+                tokens = tokens[: i + 1]
+                break
+        if reason is None and stream.matcher is not None and stream.matcher.is_stopped:
+            reason = FinishReason.STOP
+        event.tokens += tokens
+        self._totals["generated_tokens"] += len(tokens)
+        self.scheduler.append(seq, tokens)
+        if reason is not None:
+            self.scheduler.finish(seq, reason)
+            self._close(seq)
+
+    def _push(
+        self, stream: _Stream, token: int, num_output: int, event: TokenEvent
+    ) -> FinishReason | None:
+        """Adds a token's text to the event; why the sequence ends with it, if it does."""
+        params = stream.seq.params
+        may_stop = num_output > params.min_tokens or stream.matcher is not None
+        if may_stop and token in self._stop_tokens(params, bool(stream.matcher)):
+            return FinishReason.STOP  # and no text
+        event.text += stream.detokenizer.push(token, may_stop=num_output >= params.min_tokens)
+        if stream.detokenizer.stopped:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= params.max_tokens else None
+
+    def _stop_tokens(self, params: SamplingParams, eos: bool = False) -> tuple[int, ...]:
+        with_eos = eos or not params.ignore_eos
+        return params.stop_token_ids + (self.model.config.eos_tokens if with_eos else ())
+
+    def _fail(self, seq: Sequence, message: str) -> None:
+        self._event(seq).error = message
+        self.scheduler.finish(seq, FinishReason.ERROR)
+        self._close(seq)
+
+    def _close(self, seq: Sequence) -> None:
+        """The last event of a sequence that the scheduler has finished."""
+        event = self._event(seq)
+        event.finish_reason = seq.finish_reason
+        event.text += self._streams.pop(seq.id).detokenizer.flush()
+
+    def _event(self, seq: Sequence) -> TokenEvent:
+        return self._events.setdefault(seq.id, TokenEvent(seq.id))
+
+    def _take_events(self) -> list[TokenEvent]:
+        events, self._events = list(self._events.values()), {}
+        return events
+
+    # ---- failures ------------------------------------------------------------------------------
+
+    def recover(self, message: str) -> list[TokenEvent]:
+        """After an exception in `step`: ends what was running with 'error', and starts afresh.
+
+        The cache's contents may be lost with the step, so the prefix cache is emptied; the queue
+        stays. Returns the last events.
+        """
+        self._pending = self._last_plan = None
+        for seq in self.scheduler.running:
+            self._fail(seq, message)
+        for stream in list(self._streams.values()):
+            if stream.seq.status is Status.FINISHED:  # which the step had no time to tell
+                self._close(stream.seq)
+        cache = self.scheduler.cache
+        cache.evict(cache.num_cached)
+        self.device.reset()
+        return self._take_events()
+
+    # ---- numbers -------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers: gauges, totals since the start, and seconds of the thread by phase."""
+        core = self.scheduler.stats()
+        num_kept = core.num_free_pages + core.num_cached_pages
+        return {
+            "waiting": core.num_waiting,
+            "running": core.num_running,
+            "pages_total": self.config.num_pages,
+            "pages_free": core.num_free_pages,
+            "pages_cached": core.num_cached_pages,
+            "pages_used": self.config.num_pages - num_kept,
+            "prompt_tokens": core.num_prompt_tokens,
+            "prefix_hit_tokens": core.num_prompt_tokens_cached,
+            "preemptions": core.num_preemptions,
+            **self._totals,
+            "step_seconds": dict(self._seconds),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """See live_view."""
+        return live_view.snapshot(self.scheduler, self.step_stats, self._last_plan)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self.step_stats.seconds[name] += seconds
+        self._seconds[name] += seconds
+
+
+def _capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
+    pages_each = -(-max_positions // config.page_size)
+    # Shared pages count once for each sequence, so it may be more than there are.
+    enough = min(config.max_running * pages_each, 4 * config.num_pages)
+    return SchedulerConfig(
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        prefill_chunk=config.prefill_chunk or config.max_step_tokens,
+        max_waiting=config.max_waiting,
+        max_kv_pages_step=config.max_kv_pages_step or enough,
+        starvation_steps=config.starvation_steps,
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def _logprob(sampled: sampling.Sampled, row: int, num_top: int) -> TokenLogprob:
+    assert sampled.logprobs is not None
+    assert sampled.top_tokens is not None and sampled.top_logprobs is not None
+    tokens, logprobs = sampled.top_tokens[row, :num_top], sampled.top_logprobs[row, :num_top]
+    top = tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+    return TokenLogprob(int(sampled.tokens[row]), float(sampled.logprobs[row]), top)

@@ -1,0 +1,51 @@
+"""What the engine tells: news of sequences, and the numbers of its steps. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jax_attn.serve.request import FinishReason
+
+PHASES = ("schedule", "plan", "dispatch", "wait", "retire")
+
+
+class TokenLogprob(NamedTuple):
+    """Natural logarithms of probabilities under the model's own logits."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob), the likeliest first
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """News of one sequence since its last event."""
+
+    seq_id: str
+    tokens: list[int] = field(default_factory=list)  # the one that ends the text included
+    text: str = ""  # what may be shown by now: whole characters, nothing of a stop string
+    logprobs: list[TokenLogprob] | None = None  # of each of `tokens`, if asked for
+    finish_reason: FinishReason | None = None  # this is the last event
+    num_cached_tokens: int | None = None  # of the prompt; in the first event that has tokens
+    error: str | None = None  # a sentence, with finish_reason 'error'
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One call of Engine.step.
+
+    seconds: of the engine's thread, in each of PHASES. "wait" is for the device, and the device
+      works during all others; "retire" holds everything between the tokens and their events.
+    """
+
+    index: int
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    bucket: str = ""  # "": nothing was launched
+    num_tokens: int = 0  # query tokens launched
+    num_sequences: int = 0  # that they belong to
+    num_decodes: int = 0  # of these, those with one token
+    num_sampled: int = 0  # tokens known by now of the step launched before
+    num_forced: int = 0  # tokens that grammars forced
+    num_admitted: int = 0
+    num_preempted: int = 0

@@ -1,0 +1,153 @@
+"""Constrained decoding with llguidance: compiled grammars, token masks, forced tokens.
+
+A grammar is text: one of `from_json_schema`, `from_regex`, `from_lark`. `Grammars.matcher` compiles
+it, or copies what it compiled before, and the `Matcher` follows one sequence through it.
+
+Forced tokens are those that the grammar leaves no choice about. llguidance gives the tokens of the
+forced text as the tokenizer would have cut it, up to the first that what follows might cut
+otherwise; from there on the mask decides, and allows every token that begins with what is forced.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+MAX_GRAMMAR_CHARS = 100_000
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message is one sentence for whoever wrote it."""
+
+
+def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
+    """The grammar of a JSON Schema; True: of any JSON value. No white space between the tokens."""
+    if not isinstance(schema, str):
+        schema = json.dumps({} if schema is True else schema)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False}
+        )
+    except ValueError as error:
+        raise GrammarError(f"JSON schema: {_one_line(str(error))}.") from error
+
+
+def from_regex(pattern: str) -> str:
+    """The grammar of a text that matches all of the regular expression (Rust's syntax)."""
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def from_lark(grammar: str) -> str:
+    """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the text."""
+    return llguidance.LLMatcher.grammar_from_lark(grammar)
+
+
+# verbose_errors would put the whole parser state in the sentence.
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer, the least recently used forgotten. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_tokens: Sequence[int],
+        max_entries: int = 128,
+        max_chars: int = 4_000_000,
+    ):
+        """tokenizer: tokenizers.Tokenizer. vocab_size: of the model, whose logits may be wider.
+
+        max_entries, max_chars: of the cache, the latter in characters of grammar text.
+        """
+        if not eos_tokens:
+            raise ValueError("eos_tokens: expected at least one, to end a text with, got none.")
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens)
+        )
+        self._max_entries, self._max_chars = max_entries, max_chars
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_compiled = 0
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """At the beginning of `grammar`. Raises GrammarError."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)  # without the lock: it may take a second
+            with self._lock:
+                self._compiled[grammar] = compiled
+                self._shrink()
+        return Matcher(compiled.deep_copy())
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(
+                f"grammar: expected at most {MAX_GRAMMAR_CHARS} characters, got {len(grammar)}."
+            )
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise GrammarError(f"grammar: {_one_line(matcher.get_error())}.")
+        self.num_compiled += 1
+        return matcher
+
+    def _shrink(self) -> None:
+        num_chars = sum(map(len, self._compiled))
+        while len(self._compiled) > self._max_entries or num_chars > self._max_chars:
+            grammar, _ = self._compiled.popitem(last=False)
+            num_chars -= len(grammar)
+
+
+class Matcher:
+    """One sequence's place in its grammar. Raises GrammarError where the grammar gets stuck."""
+
+    def __init__(self, matcher: llguidance.LLMatcher):
+        self._matcher = matcher
+
+    @property
+    def is_stopped(self) -> bool:
+        """The text is complete: nothing may follow."""
+        return self._matcher.is_stopped()
+
+    def advance(self, token: int) -> None:
+        """Appends a token, which the last mask must have allowed."""
+        if not self._matcher.consume_token(token):
+            self._refuse()
+
+    def take_forced(self) -> list[int]:
+        """The tokens that must follow, already appended. Empty: there is a choice."""
+        tokens = self._matcher.compute_ff_tokens()
+        if tokens and not self._matcher.consume_tokens(tokens):
+            self._refuse()
+        return tokens
+
+    def fill_mask(self, row_mask: np.ndarray) -> None:
+        """Writes a bit for each token that may follow, lowest first. row_mask: [words] i32."""
+        if not (row_mask.flags.c_contiguous and row_mask.dtype == np.int32):
+            raise ValueError("fill_mask: row_mask: expected a contiguous row of int32.")
+        self._matcher.unsafe_compute_mask_ptr(row_mask.ctypes.data, row_mask.nbytes)
+        if self._matcher.is_error():
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise GrammarError(f"grammar: {_one_line(self._matcher.get_error())}.")
+
+
+def _one_line(message: str) -> str:
+    """llguidance's message without the quotations on its further lines."""
+    lines = message.strip().split("\n")
+    reason = next((line[7:] for line in lines[1:] if line.startswith("error: ")), "")
+    return f"{lines[0].rstrip('.:')}: {reason}" if reason else lines[0].rstrip(".:")

@@ -1,0 +1,75 @@
+"""A picture of the engine for people to look at: requests, pages, prefix tree, the last step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from jax_attn.serve.events import StepStats
+from jax_attn.serve.scheduler import Scheduler, StepPlan
+
+_MAX_SHOWN = 500  # of the queue, and of the tree
+
+
+def snapshot(scheduler: Scheduler, stats: StepStats, plan: StepPlan | None) -> dict[str, Any]:
+    """JSON-able. plan: of the last step."""
+    now = time.monotonic()
+    return {
+        "step": {
+            "number": stats.index,
+            "bucket": stats.bucket,
+            "num_tokens": stats.num_tokens,
+            "entries": [
+                {"id": entry.seq.id, "num_tokens": entry.num_tokens, "samples": entry.samples}
+                for entry in (plan.entries if plan else ())
+            ],
+        },
+        "requests": [
+            {
+                "id": seq.id,
+                "status": str(seq.status),
+                "namespace": seq.namespace,
+                "num_prompt": seq.num_prompt,
+                "num_output": seq.num_output,
+                "num_cached": seq.num_cached,
+                "num_computed": seq.num_computed,
+                "num_pages": len(seq.pages),
+                "priority": seq.priority,
+                "age": now - seq.arrival,
+            }
+            for seq in [*scheduler.running, *scheduler.waiting[:_MAX_SHOWN]]
+        ],
+        "pages": {
+            "page_size": scheduler.config.page_size,
+            "total": scheduler.config.num_pages,
+            "states": _page_states(scheduler),
+        },
+        "tree": _tree(scheduler),
+    }
+
+
+def _page_states(scheduler: Scheduler) -> str:
+    """A letter a page: f free, c cached, l cached and locked by a running sequence, u private."""
+    is_allocated = scheduler.allocator.is_allocated
+    states = ["c" if is_allocated(page) else "f" for page in range(scheduler.config.num_pages)]
+    for seq in scheduler.running:
+        for i, page in enumerate(seq.pages):
+            states[page] = "l" if i < seq.num_shared else "u"
+    return "".join(states)
+
+
+def _tree(scheduler: Scheduler) -> list[dict[str, Any]]:
+    """Nodes, parents first; a parent is an index into the list. The root has no pages."""
+    nodes = list(itertools.islice(scheduler.cache.walk(), _MAX_SHOWN))
+    index = {node.id: i for i, node in enumerate(nodes)}
+    return [
+        {
+            "namespace": node.namespace,
+            "parent": None if node.parent is None else index[node.parent],
+            "tokens": [],
+            "locks": node.locks,
+            "num_pages": node.num_pages,
+        }
+        for node in nodes
+    ]

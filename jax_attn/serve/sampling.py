@@ -1,0 +1,289 @@
+"""Sampling on the device: one jitted function from logits to tokens, with static shapes.
+
+    state = init_state(max_running, vocab_size)
+    state = set_slot(state, slot, *slot_arrays(params, tokens, num_prompt, vocab_size))
+    rows = Rows(max_batch, max_running, vocab_size)
+    rows.set(row, params, slot, position)                        # a sequence of this step
+    state, sampled = sample(state, logits, rows.ints, rows.floats, rows.mask, kind=rows.kind)
+
+A token depends on its logits, its parameters, its seed and its position in the output, and on no
+other row and no slot. The order of operations: logit bias, penalties, mask, temperature, top-k,
+top-p of what that leaves, min-p. Tokens of equal logits stay or go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn.serve.request import SamplingParams
+
+MAX_LOGPROBS = 20  # the most alternatives a request may ask for
+MAX_LOGIT_BIAS = 300  # entries a sequence, the limit of OpenAI's API
+
+# In SamplerState.counts: set where the token stands in the prompt. Lower bits count the output.
+_IN_PROMPT = 1 << 30
+
+Kind = Literal["greedy", "temperature", "full"]
+"""What the rows of a step need; the dearest of them picks the executable."""
+
+KINDS: tuple[Kind, ...] = ("greedy", "temperature", "full")
+
+
+class SamplerState(NamedTuple):
+    """What the device knows of each slot. Donated to `sample` and `set_slot`, updated in place.
+
+    last_tokens: [max_running] i32. The newest token, where the next forward pass reads it.
+    counts: [max_running, vocab] i32. How often a token is in the output, and _IN_PROMPT.
+    bias_tokens, bias_values: [max_running, MAX_LOGIT_BIAS] i32, f32. Padding is token `vocab`.
+    Only last_tokens is kept up for a slot whose sequence never asked for kind "full".
+    """
+
+    last_tokens: jax.Array
+    counts: jax.Array
+    bias_tokens: jax.Array
+    bias_values: jax.Array
+
+
+class Sampled(NamedTuple):
+    """One row for each row of the logits. All but `tokens` are None unless kind is "full".
+
+    tokens: [rows] i32. -1 where the logits hold NaN.
+    logprobs: [rows] f32. Of `tokens`, under the softmax of the model's own logits.
+    top_tokens, top_logprobs: [rows, MAX_LOGPROBS] i32, f32. The likeliest first.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array | None = None
+    top_tokens: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
+def init_state(max_running: int, vocab_size: int) -> SamplerState:
+    return SamplerState(
+        last_tokens=jnp.zeros(max_running, jnp.int32),
+        counts=jnp.zeros((max_running, vocab_size), jnp.int32),
+        bias_tokens=jnp.full((max_running, MAX_LOGIT_BIAS), vocab_size, jnp.int32),
+        bias_values=jnp.zeros((max_running, MAX_LOGIT_BIAS), jnp.float32),
+    )
+
+
+# ---- the host's side ---------------------------------------------------------------------------
+
+
+def kind_of(params: SamplingParams) -> Kind:
+    """The cheapest kind that serves `params`."""
+    if params.logprobs is not None or keeps_state(params):
+        return "full"
+    if params.temperature <= 0:
+        return "greedy"
+    filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return "full" if filtered else "temperature"
+
+
+def keeps_state(params: SamplingParams) -> bool:
+    """Whether the sequence needs `set_slot` before it is sampled in a slot."""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
+    return bool(params.logit_bias) or any(penalties)
+
+
+def slot_arrays(
+    params: SamplingParams, tokens: Sequence[int], num_prompt: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """counts [vocab], bias_tokens, bias_values [MAX_LOGIT_BIAS]: what `set_slot` puts in a slot.
+
+    tokens: prompt, then output. Raises ValueError for more than MAX_LOGIT_BIAS biases.
+    """
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise ValueError(
+            f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, got {len(params.logit_bias)}."
+        )
+    counts = np.bincount(tokens[num_prompt:], minlength=vocab_size).astype(np.int32)
+    counts[tokens[:num_prompt]] |= _IN_PROMPT
+    bias_tokens = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
+    bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    for i, (token, value) in enumerate(params.logit_bias):
+        bias_tokens[i], bias_values[i] = token, value
+    return counts, bias_tokens, bias_values
+
+
+class Rows:
+    """What `sample` takes for the rows of one step, in buffers that are filled again and again.
+
+    ints: [rows, 5] i32. Slot (max_running: the result is dropped), top_k, seed (two), position.
+    floats: [rows, 6] f32. Temperature, top_p, min_p; repetition, presence, frequency penalty.
+    mask: [rows, ceil(vocab / 32)] i32, a bit a token, lowest first; 0 forbids the token.
+
+    XLA may read them until the tokens sampled with them are known: not before then `clear()`.
+    """
+
+    def __init__(self, max_rows: int, max_running: int, vocab_size: int):
+        self._max_running = max_running
+        self.ints = np.zeros((max_rows, 5), np.int32)
+        self.floats = np.zeros((max_rows, 6), np.float32)
+        self._mask = np.full((max_rows, -(-vocab_size // 32)), -1, np.int32)
+        self._allow_all = jnp.full(self._mask.shape, -1, jnp.int32)  # stays on the device
+        self._has_mask = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes every row void: greedy, unmasked, its result dropped."""
+        self.ints[:] = (self._max_running, 0, 0, 0, 0)
+        self.floats[:] = (0, 1, 0, 1, 0, 0)
+        self.kind: Kind = "greedy"
+        if self._has_mask:
+            self._mask[:] = -1
+            self._has_mask = False
+
+    def set(self, row: int, params: SamplingParams, slot: int, position: int) -> None:
+        """The row samples output token number `position` of the sequence in `slot`."""
+        seed = params.seed % 2**64
+        self.ints[row, :2] = slot, params.top_k
+        self.ints[row, 2:4] = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
+        self.ints[row, 4] = position
+        self.floats[row] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self.kind = max(self.kind, kind_of(params), key=KINDS.index)
+
+    def row_mask(self, row: int) -> np.ndarray:
+        """[ceil(vocab / 32)] i32: the mask of the row, to be written. At first all ones."""
+        self._has_mask = True
+        return self._mask[row]
+
+    @property
+    def mask(self) -> np.ndarray | jax.Array:
+        return self._mask if self._has_mask else self._allow_all
+
+
+def forbid(row_mask: np.ndarray, tokens: Sequence[int]) -> None:
+    """Clears the bits of `tokens` in a mask [ceil(vocab / 32)] i32."""
+    for token in tokens:
+        row_mask[token // 32] &= ~np.array(1 << token % 32, np.uint32).view(np.int32)
+
+
+# ---- the device's side -------------------------------------------------------------------------
+
+
+@partial(jax.jit, donate_argnames="state")
+def set_slot(state: SamplerState, slot, counts, bias_tokens, bias_values) -> SamplerState:
+    """Puts `slot_arrays` of a sequence in its slot."""
+    return state._replace(
+        counts=state.counts.at[slot].set(counts),
+        bias_tokens=state.bias_tokens.at[slot].set(bias_tokens),
+        bias_values=state.bias_values.at[slot].set(bias_values),
+    )
+
+
+@partial(jax.jit, donate_argnames="state", static_argnames="kind")
+def sample(
+    state: SamplerState, logits: jax.Array, ints, floats, mask, *, kind: Kind
+) -> tuple[SamplerState, Sampled]:
+    """Samples a token from each row of logits [rows, vocab] f32; the rest as `Rows` says.
+
+    Returns the state with the tokens counted and in last_tokens[slot], and what was sampled.
+    """
+    slot, top_k, seed, position = ints[:, 0], ints[:, 1], ints[:, 2:4], ints[:, 4]
+    temperature, top_p, min_p = (floats[:, i, None] for i in range(3))
+    scores = logits
+    if kind == "full":
+        scores = _penalized(state, slot, scores, *(floats[:, i, None] for i in range(3, 6)))
+    scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
+    tokens = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    if kind != "greedy":
+        # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
+        scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / jnp.where(
+            temperature > 0, temperature, 1
+        )
+        if kind == "full":
+            scaled = _filtered(scaled, top_k, top_p, min_p)
+        noisy = scaled + _noise(seed, position, logits.shape[1])
+        drawn = jnp.argmax(noisy, axis=1).astype(jnp.int32)
+        tokens = jnp.where(temperature[:, 0] > 0, drawn, tokens)
+    tokens = jnp.where(jnp.isnan(jnp.max(logits, axis=1)), -1, tokens)
+
+    state = state._replace(last_tokens=state.last_tokens.at[slot].set(tokens, mode="drop"))
+    if kind != "full":
+        return state, Sampled(tokens)
+    state = state._replace(counts=state.counts.at[slot, tokens].add(1, mode="drop"))
+    logprobs = jax.nn.log_softmax(logits, axis=1)
+    top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    return state, Sampled(tokens, chosen, top_tokens.astype(jnp.int32), top_logprobs)
+
+
+def _penalized(state: SamplerState, slot, scores, repetition, presence, frequency) -> jax.Array:
+    """Bias, then HF's repetition penalty, then OpenAI's two. Neutral values change no bit."""
+    at = {"mode": "fill", "fill_value": 0}
+    bias_tokens, bias_values = (
+        x.at[slot].get(**at) for x in (state.bias_tokens, state.bias_values)
+    )
+    rows = jnp.arange(len(slot))[:, None]
+    scores = scores.at[rows, bias_tokens].add(bias_values, mode="drop")
+    counts = state.counts.at[slot].get(**at)
+    repeated = jnp.where(scores > 0, scores / repetition, scores * repetition)
+    scores = jnp.where(counts > 0, repeated, scores)
+    in_output = (counts & ~_IN_PROMPT).astype(jnp.float32)
+    return scores - frequency * in_output - presence * (in_output > 0)
+
+
+def _unpack(mask: jax.Array, vocab_size: int) -> jax.Array:
+    """[rows, words] i32 -> [rows, vocab] bool."""
+    bits = (mask[:, :, None] >> jnp.arange(32)) & 1
+    return bits.reshape(len(mask), -1)[:, :vocab_size] == 1
+
+
+def _filtered(scaled: jax.Array, top_k, top_p, min_p) -> jax.Array:
+    """-inf for the tokens that top-k, top-p or min-p remove. scaled: [rows, vocab], maximum 0."""
+    order = _sortable(scaled)
+    vocab_size = scaled.shape[1]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)[:, None]
+    keep = order >= _threshold(order, jnp.ones_like(scaled), wanted.astype(jnp.float32))
+    weights = jnp.where(keep, jnp.exp(scaled), 0)
+    mass = jnp.where(top_p < 1, top_p * jnp.sum(weights, axis=1, keepdims=True), 0)
+    # Without top-p any threshold will do, but one that keeps nothing.
+    keep &= (order >= _threshold(order, weights, mass)) | (top_p >= 1)
+    keep &= jnp.exp(scaled) >= min_p  # relative to the likeliest token, whose exp is 1
+    return jnp.where(keep, scaled, -jnp.inf)
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """u32 in the order of the floats x."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits ^ ((bits >> 31) | -(2**31)), jnp.uint32)
+
+
+def _threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """[rows, 1] u32: the largest t such that the weights of order >= t sum to at least `wanted`.
+
+    A radix select, 32 sums of a row: for top-k (weights of one) and top-p (probabilities) alike,
+    and far cheaper than the sort of a whole vocabulary that they are often made of.
+    """
+
+    def add_bit(i, t):
+        candidate = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        total = jnp.sum(jnp.where(order >= candidate, weights, 0), axis=1, keepdims=True)
+        return jnp.where(total >= wanted, candidate, t)
+
+    return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros((len(order), 1), jnp.uint32))
+
+
+def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
+    """[rows, vocab] f32: Gumbel noise of (seed, position) alone; argmax of logits + it samples."""
+
+    def row(seed, position):
+        words = jax.lax.bitcast_convert_type(seed, jnp.uint32)
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+
+    return jax.vmap(row)(seed, position)
