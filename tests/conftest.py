@@ -8,17 +8,21 @@ import pytest
 
 from jax_attn import config
 
+ON_REQUEST = {"big": "needs many GB of memory", "slow": "takes a minute or more"}
+
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "big: needs many GB of memory (run with `pytest -m big`)")
+    for name, why in ON_REQUEST.items():
+        config.addinivalue_line("markers", f"{name}: {why} (run with `pytest -m {name}`)")
 
 
 def pytest_collection_modifyitems(config, items):
-    if "big" in (config.option.markexpr or ""):
-        return
-    for item in items:
-        if item.get_closest_marker("big"):
-            item.add_marker(pytest.mark.skip(reason="needs many GB; run with -m big"))
+    for name, why in ON_REQUEST.items():
+        if name in (config.option.markexpr or ""):
+            continue
+        for item in items:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
 
 
 @pytest.fixture(autouse=True, scope="session")
