@@ -143,7 +143,8 @@ def test_counts_grow_with_the_output():
     p = params(temperature=0, frequency_penalty=1.0, presence_penalty=0.25)
     logits = np.random.default_rng(2).normal(0, 1, VOCAB).astype(np.float32)
     tokens = list(HISTORY)
-    batch = Batch({2: {"logits": logits, "params": p, "slot": 7, "tokens": tokens, "num_prompt": 4}})
+    row = {"logits": logits, "params": p, "slot": 7, "tokens": tokens, "num_prompt": 4}
+    batch = Batch({2: row})
     for position in range(30):
         expected = probabilities(logits, p, tokens, 4).argmax()
         batch.rows.ints[2, 4] = position
@@ -176,7 +177,9 @@ def test_a_row_depends_on_nothing_but_itself():
 def test_kinds_agree():
     """A greedy or plain row gets the same token from the dearer executables."""
     logits = np.random.default_rng(4).normal(0, 1, VOCAB).astype(np.float32)
-    plain = {i: {"logits": logits, "params": params(seed=i), "position": 7 * i} for i in range(ROWS)}
+    plain = {
+        i: {"logits": logits, "params": params(seed=i), "position": 7 * i} for i in range(ROWS)
+    }
     for position in range(50):
         batches = [Batch(plain) for _ in range(2)]
         for batch in batches:
@@ -204,7 +207,8 @@ def test_seeds_and_positions_matter():
 def test_ties_at_the_border_stay():
     logits = np.full(VOCAB, -5, np.float32)
     logits[[3, 9, 40]] = 1.0
-    batch = Batch({i: {"logits": logits, "params": params(top_k=2, "seed": i)} for i in range(ROWS)})
+    rows = {i: {"logits": logits, "params": params(top_k=2, seed=i)} for i in range(ROWS)}
+    batch = Batch(rows)
     seen = set()
     for position in range(20):
         batch.rows.ints[:, 4] = position
