@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import uvicorn
 
 from jax_attn import models
-from jax_attn.models.config import ModelConfig
 from jax_attn.serve import auth
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.engine import EngineConfig
@@ -97,7 +96,7 @@ def _engine_config(model: models.Model, args: argparse.Namespace) -> EngineConfi
     )
 
 
-def _default_num_pages(config: ModelConfig, args: argparse.Namespace) -> int:
+def _default_num_pages(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """What the device's free memory holds or, on CPU, all running sequences at full length."""
     pages_each = -(-config.max_positions // args.page_size)
     wanted = args.max_running * pages_each

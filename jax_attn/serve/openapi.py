@@ -37,7 +37,7 @@ _OTHER_GETS = [
     ("/debug/state", "What the live view shows", "application/json"),
     ("/openapi.json", "This description", "application/json"),
 ]
-_EVENTS = {
+_EVENTS: dict[str, type[BaseModel]] = {
     "/v1/completions": schemas.Completion,
     "/v1/chat/completions": schemas.ChatCompletionChunk,
 }
@@ -58,9 +58,9 @@ def describe() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, summary, request, answer in _POSTS:
         content = _json(answer)
-        if path in _EVENTS:
+        if event := _EVENTS.get(path):
             content["text/event-stream"] = {
-                "schema": _ref(_EVENTS[path]),
+                "schema": _ref(event),
                 "x-note": "with stream: true; one event a chunk, then `data: [DONE]`",
             }
         paths[path] = {
