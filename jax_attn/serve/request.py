@@ -119,7 +119,7 @@ class Sequence:
     order: int = field(default=-1, init=False)  # of arrival
     num_preempted: int = field(default=0, init=False)  # times
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
-    _packed: bytearray = field(init=False)
+    _packed: bytearray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Here, so that whoever makes the request spends the time (20 ns a token), not the engine.
