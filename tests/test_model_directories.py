@@ -1,0 +1,280 @@
+"""Hugging Face directories: what is read from them, and how those that do not fit are refused."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import model_cases
+import numpy as np
+import pytest
+
+from jax_attn import models
+from jax_attn.models.weights import file_shapes
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+pytest.importorskip("tokenizers")
+
+SHIPPED = Path(__file__).resolve().parent.parent / "models" / "tiny-llama-stdlib"
+LLAMA = model_cases.CONFIGS["llama"]
+LLAMA3_ROPE = model_cases.CONFIGS["llama bias tied, llama3 rope"]["rope_parameters"]
+
+
+@pytest.fixture
+def llama_dir(tmp_path: Path) -> Path:
+    """A directory that loads, for tests to damage."""
+    model_cases.write(tmp_path, LLAMA)
+    (tmp_path / "tokenizer.json").write_bytes((SHIPPED / "tokenizer.json").read_bytes())
+    return tmp_path
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, jnp.bfloat16])
+def test_dtypes_of_files(llama_dir, dtype):
+    config = model_cases.write(llama_dir, LLAMA, dtype)
+    params = models.load(llama_dir, "float32").params
+    assert {w.dtype for w in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    k_proj = model_cases.random_tensors(config, dtype)["model.layers.1.self_attn.k_proj.weight"]
+    q_size = config.num_qo_heads * config.head_dim
+    k = params["layers"]["qkv"][1][:, q_size : q_size + config.num_kv_heads * config.head_dim]
+    np.testing.assert_array_equal(k, k_proj.astype(np.float32).T)
+
+
+def test_tied_head_is_the_embedding(llama_dir):
+    write_json(llama_dir / "config.json", LLAMA | {"tie_word_embeddings": True})
+    params = models.load(llama_dir, "float32").params  # the file's lm_head.weight is passed over
+    assert "head" not in params
+    config = models.load_config(llama_dir)
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    np.testing.assert_array_equal(
+        models.reference_forward(params, config, np.arange(9)),
+        models.reference_forward(params | {"head": params["embed"].T}, untied, np.arange(9)),
+    )
+
+
+def test_missing_keys_have_the_defaults_of_transformers():
+    left_out = {"num_key_value_heads", "rope_theta", "tie_word_embeddings"}
+    config = models.parse_config({k: v for k, v in LLAMA.items() if k not in left_out})
+    assert (config.num_kv_heads, config.head_dim) == (4, 8)
+    assert config.kinds == (models.LayerKind(models.Rope(10000.0)),)
+    assert not config.tie_embeddings and config.bos_token is None and config.eos_tokens == ()
+
+    mistral = models.parse_config(LLAMA | {"model_type": "mistral"})
+    assert [kind.window for kind in mistral.kinds] == [4096]
+
+    gemma = LLAMA | {"model_type": "gemma2", "sliding_window": 7, "tie_word_embeddings": None}
+    del gemma["tie_word_embeddings"], gemma["rope_theta"]
+    config = models.parse_config(gemma)
+    assert (config.head_dim, config.sm_scale, config.embedding_scale) == (256, 1 / 16, 32**0.5)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert config.tie_embeddings and [kind.window for kind in config.layers] == [7, None, 7]
+
+    config = models.parse_config(gemma | {"model_type": "gemma3_text", "num_hidden_layers": 8})
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (0.0, 0.0)
+    local, full = config.kinds
+    assert local == models.LayerKind(models.Rope(1e4), 7) and full.rope == models.Rope(1e6)
+    assert [i for i, kind in enumerate(config.layers) if kind == full] == [5]
+
+
+def test_end_of_turn_tokens_come_from_generation_config(llama_dir):
+    write_json(llama_dir / "config.json", LLAMA | {"bos_token_id": 1, "eos_token_id": 2})
+    assert models.load_config(llama_dir).eos_tokens == (2,)
+    write_json(llama_dir / "generation_config.json", {"eos_token_id": [7, 2]})
+    config = models.load_config(llama_dir)
+    assert config.bos_token == 1 and config.eos_tokens == (2, 7)
+
+
+# ---- misfits -----------------------------------------------------------------------------------
+
+
+def edit_config(**changes):
+    """An edit that sets keys of config.json, and drops those set to `...`."""
+
+    def edit(path: Path) -> None:
+        config = {k: v for k, v in (LLAMA | changes).items() if v is not ...}
+        write_json(path / "config.json", config)
+
+    return edit
+
+
+def edit_tensors(edit):
+    def edit_file(path: Path) -> None:
+        tensors = model_cases.random_tensors(models.load_config(path))
+        edit(tensors)
+        safetensors_numpy.save_file(tensors, path / "model.safetensors")
+
+    return edit_file
+
+
+def lose_shard(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    weight_map = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    write_json(path / "model.safetensors.index.json", weight_map)
+
+
+def only_pickled(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+KEY = "model.layers.2.mlp.up_proj.weight"
+GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 7}
+MISFITS = {
+    "no config": (
+        lambda path: (path / "config.json").unlink(),
+        "config.json: no such file",
+    ),
+    "config is not JSON": (
+        lambda path: (path / "config.json").write_text("{"),
+        "config.json: not JSON",
+    ),
+    "missing key": (edit_config(hidden_size=...), "key 'hidden_size' is missing"),
+    "no model type": (edit_config(model_type=...), "key 'model_type' is missing"),
+    "mixture of experts": (
+        edit_config(model_type="mixtral"),
+        "model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'gemma2' or 'gemma3_text', "
+        "got 'mixtral'",
+    ),
+    "not a number": (edit_config(vocab_size="48"), "vocab_size: expected a number > 0, got '48'"),
+    "not an integer": (
+        edit_config(num_hidden_layers=2.5),
+        "num_hidden_layers: expected an integer, got 2.5",
+    ),
+    "not a flag": (
+        edit_config(tie_word_embeddings="no"),
+        "tie_word_embeddings: expected False or True, got 'no'",
+    ),
+    "mlp bias": (edit_config(mlp_bias=True), "mlp_bias: expected False, got True"),
+    "activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
+    "quantized": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected"),
+    "heads": (
+        edit_config(num_key_value_heads=3),
+        "num_attention_heads: expected a multiple of num_key_value_heads 3, got 4",
+    ),
+    "rope type": (
+        edit_config(rope_scaling={"type": "yarn", "factor": 2.0}),
+        "rope_type: expected 'default', 'linear' or 'llama3', got 'yarn'",
+    ),
+    "rope key": (
+        edit_config(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
+        "rope_scaling: key 'low_freq_factor' is missing",
+    ),
+    "rope number": (
+        edit_config(rope_scaling={"rope_type": "linear", "factor": 0}),
+        "rope_scaling: factor: expected a number > 0, got 0",
+    ),
+    "partial rope": (
+        edit_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "rope_scaling: key 'partial_rotary_factor' is not supported with 'default'",
+    ),
+    "window of a Llama": (edit_config(sliding_window=7), "sliding_window: expected None, got 7"),
+    "no window": (
+        edit_config(model_type="gemma2"),
+        "key 'sliding_window' is missing",
+    ),
+    "layer types": (
+        edit_config(**GEMMA3, layer_types=["full_attention"] * 2),
+        "layer_types: expected 3 entries, got 2",
+    ),
+    "layer type": (
+        edit_config(**GEMMA3, layer_types=["chunked_attention"] * 3),
+        "layer_types: expected 'full_attention' or 'sliding_attention', got 'chunked_attention'",
+    ),
+    "windows that are off": (
+        edit_config(model_type="qwen3", layer_types=["sliding_attention"] * 3),
+        "layer_types: expected 'full_attention', got 'sliding_attention'",
+    ),
+    "bidirectional": (
+        edit_config(**GEMMA3, use_bidirectional_attention=True),
+        "use_bidirectional_attention: expected False or None, got True",
+    ),
+    "soft cap of Gemma 3": (
+        edit_config(**GEMMA3, attn_logit_softcapping=50.0),
+        "attn_logit_softcapping: expected None, got 50.0",
+    ),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        "neither model.safetensors nor model.safetensors.index.json is there",
+    ),
+    "pickled weights": (
+        only_pickled,
+        "neither model.safetensors nor model.safetensors.index.json is there",
+    ),
+    "lost shard": (lose_shard, "model-00001-of-00002.safetensors: no such file"),
+    "not safetensors": (
+        lambda path: (path / "model.safetensors").write_bytes(b"\x80\x02}q\x00."),
+        "model.safetensors: not a safetensors file",
+    ),
+    "missing tensor": (edit_tensors(lambda t: t.pop(KEY)), f"tensor '{KEY}' is missing"),
+    "extra tensor": (
+        edit_tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(32)})),
+        "tensor 'model.layers.0.self_attn.q_proj.bias' is no part of a llama model",
+    ),
+    "shape": (
+        edit_tensors(lambda t: t.update({KEY: np.zeros([40, 23], np.float32)})),
+        f"tensor '{KEY}': expected shape (40, 32), got (40, 23)",
+    ),
+    "dtype": (
+        edit_tensors(lambda t: t.update({KEY: np.zeros([40, 32], np.int8)})),
+        f"tensor '{KEY}': expected dtype BF16, F16 or F32, got I8",
+    ),
+    "no tokenizer": (
+        lambda path: (path / "tokenizer.json").unlink(),
+        "tokenizer.json: no such file",
+    ),
+    "not a tokenizer": (
+        lambda path: (path / "tokenizer.json").write_text("{}"),
+        "tokenizer.json: not a tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_refused_in_one_sentence(llama_dir, name):
+    models.load(llama_dir)
+    edit, message = MISFITS[name]
+    edit(llama_dir)
+    with pytest.raises(models.ModelDirectoryError) as error:
+        models.load(llama_dir)
+    assert message in str(error.value)
+    assert str(llama_dir) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_tensor_is_needed(tmp_path):
+    """Of the family with the most of them; what is left out is named."""
+    config = model_cases.write(tmp_path, model_cases.CONFIGS["gemma3"])
+    for name in file_shapes(config):
+        tensors = model_cases.random_tensors(config)
+        del tensors[name]
+        safetensors_numpy.save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(models.ModelDirectoryError, match=name):
+            models.load_params(tmp_path, config)
+
+
+# ---- RoPE --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, LLAMA3_ROPE, LLAMA3_ROPE | {"factor": 32.0, "low_freq_factor": 2.0}]
+)
+def test_rope_frequencies_formula(scaling):
+    """One frequency at a time, by wavelength, as the Llama 3.1 model card tells it."""
+    config = models.parse_config(LLAMA | {"rope_parameters": scaling | {"rope_theta": 10000.0}})
+    expected = []
+    for i in range(64):
+        frequency = 1 / 10000.0 ** (2 * i / 128)
+        if scaling:
+            wavelength = 2 * math.pi / frequency
+            original = scaling["original_max_position_embeddings"]
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            if wavelength > original / low:
+                frequency /= scaling["factor"]
+            elif wavelength > original / high:
+                smooth = (original / wavelength - low) / (high - low)
+                frequency *= (1 - smooth) / scaling["factor"] + smooth
+        expected.append(frequency)
+    np.testing.assert_allclose(config.kinds[0].rope.frequencies(128), expected, rtol=1e-12)
