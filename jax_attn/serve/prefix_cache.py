@@ -272,7 +272,7 @@ class RadixCache:
     def _split(self, node: Node, num_pages: int) -> Node:
         """The node that ends after the first `num_pages` of `node`: itself, or a new one above it.
 
-        `node` keeps its end, which is what its locks are on.
+        `node` keeps its end, which is what its locks are on. The new one is about to be accessed.
         """
         if num_pages == len(node.pages):
             return node
@@ -281,7 +281,6 @@ class RadixCache:
         assert parent is not None
         upper = self._make_node(node.child_key, node.key[:border], node.pages[:num_pages])
         upper.locks = node.locks
-        upper.last_access = node.last_access
         self._link(parent, upper)
         node.key, node.pages = node.key[border:], node.pages[num_pages:]
         node.child_key = node.key[: self._page_bytes]

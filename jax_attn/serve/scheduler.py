@@ -213,8 +213,11 @@ class Scheduler:
         """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR.
 
         What is in flight for it may still write its private pages: that is before anything that is
-        launched from now on, so before anyone else uses them. After a failed step, whose pages hold
-        anything, finish all that run and empty the cache by `cache.evict(cache.num_cached)`.
+        launched from now on, so before anyone else uses them.
+
+        After a failed step, whose pages hold anything and whose samples never come: finish all that
+        run, settle what the waiting have in flight (`append(seq, [], seq.num_in_flight)`: it is
+        sampled again), and empty the cache by `cache.evict(cache.num_cached)`.
 
         Raises:
           ValueError: the sequence was never added.

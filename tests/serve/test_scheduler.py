@@ -483,6 +483,26 @@ def test_a_preempted_sequence_can_end_by_its_late_token():
     scheduler.check_integrity()
 
 
+def test_a_preempted_sequence_whose_late_token_is_lost_samples_again():
+    """After a failed step, as the engine recovers."""
+    scheduler = Scheduler(config(num_pages=8, max_running=2))
+    old, young = (sequence(f"{i}", range(10 * i, 10 * i + 8), max_tokens=20) for i in range(2))
+    scheduler.add(old, young)
+    while not (step := scheduler.schedule(0)).preempted:
+        scheduler.launched(step)
+        for entry in step.entries:
+            if entry.seq.num_in_flight == 2:
+                scheduler.append(entry.seq, [7])
+    num_tokens = len(young.tokens)
+    scheduler.finish(old, FinishReason.ERROR)
+    scheduler.append(young, [], num_sampled=young.num_in_flight)
+    scheduler.cache.evict(scheduler.cache.num_cached)
+    scheduler.check_integrity()
+    assert scheduled(scheduler.schedule(0)) == {"1": num_tokens}
+    scheduler.abort("1")
+    assert_drained(scheduler)
+
+
 def test_admission_leaves_pages_for_the_running_to_grow():
     scheduler = Scheduler(config(num_pages=20, max_step_tokens=100))
     scheduler.add(*[sequence(f"{i}", range(9 * i, 9 * i + 9), max_tokens=30) for i in range(8)])
