@@ -83,7 +83,7 @@ $(headers)/ready.stamp: pyproject.toml build_tools/ffi_headers.py | $(VENV)/tool
 
 $(VENV)/ready.stamp: $(VENV)/tools.stamp $(headers)/ready.stamp $(sources)
 	@echo "== jax_attn into $(VENV)"
-	$(INSTALL) '.[models,test]' '$(JAX)'
+	$(INSTALL) '.[serve,test]' '$(JAX)'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/ready.stamp

@@ -9,7 +9,12 @@ from pathlib import Path
 
 MAX_BYTES = 5_000_000
 ALLOWED = ("jax_attn/", "jax_attn-")  # the package and its dist-info
-NEEDED = ("jax_attn/__init__.py", "jax_attn/_core.abi3.so", "jax_attn/py.typed")
+NEEDED = (
+    "jax_attn/__init__.py",
+    "jax_attn/_core.abi3.so",
+    "jax_attn/py.typed",
+    "jax_attn/serve/static/index.html",
+)
 
 
 def problems(wheel: Path) -> list[str]:
