@@ -187,7 +187,7 @@ SHAPES = [(1, 12), (2, 12), (3, 24), (16, 40)]  # page_size, num_pages
 
 @pytest.mark.parametrize("page_size, num_pages", SHAPES)
 def test_random_operations_against_the_oracle(page_size, num_pages):
-    Machine(1, page_size, num_pages).run(50_000)
+    Machine(1, page_size, num_pages).run(30_000)
 
 
 @pytest.mark.slow

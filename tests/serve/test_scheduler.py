@@ -383,6 +383,28 @@ def test_a_shared_prefix_is_computed_once_and_no_longer_waited_for():
     assert b.num_cached == 24
 
 
+@pytest.mark.parametrize("max_running", [64, 8])
+def test_the_hit_rate_of_a_shared_system_prompt_is_the_ideal_one(max_running):
+    """64 requests at once: 2,048 tokens are computed by the first alone, however many may run."""
+    scheduler = Scheduler(
+        config(
+            page_size=16,
+            num_pages=2000,
+            max_running=max_running,
+            max_step_tokens=1024,
+            prefill_chunk=512,
+            max_kv_pages_step=20_000,
+        )
+    )
+    system = list(range(2048))
+    for i in range(64):
+        scheduler.add(sequence(f"{i}", [*system, *range(10_000 * (i + 1), 10_000 * (i + 1) + 50)]))
+    while scheduler.waiting or scheduler.running:
+        advance(scheduler)
+    assert scheduler.stats().num_prompt_tokens_cached == 63 * 2048
+    assert_drained(scheduler)
+
+
 def test_nobody_waits_for_another_namespace_or_without_a_cache():
     prompt = range(9)
     scheduler = Scheduler(config())
