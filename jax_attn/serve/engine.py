@@ -169,6 +169,7 @@ class Engine:
         with self._phase("schedule"):
             plan = self.scheduler.schedule(time.monotonic())
         before, self._pending = self._pending, None
+        self._last_plan = plan
         if plan is not None:
             self._pending = self._launch(plan)
         if before is not None:
@@ -179,7 +180,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> _Launched | None:
         """Gives the device the forward pass of a step, if there is one."""
-        self._last_plan, stats = plan, self.step_stats
+        stats = self.step_stats
         for seq in plan.expired:
             self._close(seq)
         for seq in plan.admitted:

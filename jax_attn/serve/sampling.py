@@ -210,7 +210,7 @@ def sample(
         noisy = scaled + _noise(seed, position, logits.shape[1])
         drawn = jnp.argmax(noisy, axis=1).astype(jnp.int32)
         tokens = jnp.where(temperature[:, 0] > 0, drawn, tokens)
-    tokens = jnp.where(jnp.isnan(jnp.max(logits, axis=1)), -1, tokens)
+    tokens = jnp.where(jnp.any(jnp.isnan(logits), axis=1), -1, tokens)
 
     state = state._replace(last_tokens=state.last_tokens.at[slot].set(tokens, mode="drop"))
     if kind != "full":

@@ -191,6 +191,15 @@ def test_kinds_agree():
         assert int(Batch(greedy).sample(kind).tokens[0]) == logits.argmax()
 
 
+def test_a_repeated_token_of_negative_score_falls():
+    """Division would raise it."""
+    logits = np.full(VOCAB, -1.0, np.float32)
+    logits[5], logits[6] = -0.9, -0.95
+    row = {"logits": logits, "params": params(temperature=0, repetition_penalty=1.5)}
+    tokens = Batch({0: row | {"tokens": [5], "num_prompt": 1}}).sample().tokens
+    assert int(tokens[0]) == 6
+
+
 def test_seeds_and_positions_matter():
     logits = np.zeros(VOCAB, np.float32)
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1, -1, 12345678901234567890]
@@ -238,13 +247,14 @@ def test_logprobs():
         np.testing.assert_allclose(sampled.top_logprobs[i], expected[order], atol=1e-5)
 
 
-def test_void_rows_and_nan():
+@pytest.mark.parametrize("kind", sampling.KINDS)
+def test_void_rows_and_nan(kind):
     """A void row changes no slot; NaN logits give -1 and harm no neighbour."""
     logits = np.random.default_rng(7).normal(0, 1, VOCAB).astype(np.float32)
     bad = np.where(np.arange(VOCAB) == 9, np.nan, logits)
-    p = params(temperature=0, repetition_penalty=1.0001)
+    p = params(temperature=0)
     batch = Batch({1: {"logits": logits, "params": p}, 4: {"logits": bad, "params": p}})
-    sampled = batch.sample()
+    sampled = batch.sample(kind)
     assert int(sampled.tokens[4]) == -1
     assert int(sampled.tokens[1]) == logits.argmax()
     expected = np.zeros(SLOTS, np.int32)

@@ -1,0 +1,632 @@
+"""The engine on the bundled model: whatever happens around a sequence, its tokens are the same.
+
+The oracle is the model's dense reference path, one sequence at a time, on the very tokens that the
+engine chose: each must be the one that the reference would have chosen there.
+"""
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_attn import models
+from jax_attn.serve import grammar
+from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
+from jax_attn.serve.scheduler import QueueFull
+
+DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
+CONFIG = EngineConfig(num_pages=36, page_size=8, max_running=8, max_step_tokens=40)
+
+ids = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.load(DIRECTORY, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def device(model):
+    engine = Engine(model, CONFIG)
+    engine.warm_up()
+    return engine.device
+
+
+@pytest.fixture(scope="module")
+def invariant_device(model):
+    engine = Engine(model, dataclasses.replace(CONFIG, batch_invariant=True))
+    engine.warm_up()
+    return engine.device
+
+
+@pytest.fixture
+def make_engine(model, device):
+    """Engines of any policy on the one device that is compiled."""
+
+    def make(**changes) -> Engine:
+        engine = Engine(model, dataclasses.replace(CONFIG, **changes))
+        engine.device = device
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def logits_of(model):
+    """tokens -> [len(tokens), vocab], by the reference path."""
+    forward = jax.jit(lambda tokens: models.reference_forward(model.params, model.config, tokens))
+
+    def run(tokens):
+        padded = np.zeros(256, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(forward(padded))[: len(tokens)]
+
+    return run
+
+
+TEXT = (Path(__file__).parents[2] / "examples" / "prompts" / "ast.py.txt").read_text("utf-8")
+
+
+def prompt(model, begin: int, length: int) -> list[int]:
+    return [0, *model.tokenizer.encode(TEXT).ids[begin : begin + length - 1]]
+
+
+def sequence(tokens: list[int], **kwargs) -> Sequence:
+    fields = {k: kwargs.pop(k) for k in ("deadline", "priority", "namespace") if k in kwargs}
+    params = SamplingParams(**{"max_tokens": 24, "temperature": 0} | kwargs)
+    name = f"s{next(ids)}"
+    return Sequence(name, name, list(tokens), len(tokens), params, **fields)
+
+
+class Result:
+    """What the events of a sequence said."""
+
+    def __init__(self):
+        self.tokens, self.text, self.logprobs = [], "", []
+        self.reason = self.error = self.num_cached = None
+
+    def add(self, event):
+        assert self.reason is None, "an event after the last"
+        self.tokens += event.tokens
+        self.text += event.text
+        self.logprobs += event.logprobs or []
+        self.reason, self.error = event.finish_reason, event.error
+        if event.num_cached_tokens is not None:
+            assert self.num_cached is None
+            self.num_cached = event.num_cached_tokens
+
+
+def run(engine: Engine, *seqs: Sequence, each_step=None) -> list[Result]:
+    """Steps until all is done, checking the engine's books on the way."""
+    results = {seq.id: Result() for seq in seqs}
+    num_compiles = engine.device.num_compiles_after_warm_up
+    engine.submit(seqs)
+    while engine.has_work:
+        for event in engine.step():
+            results[event.seq_id].add(event)
+        engine.scheduler.check_integrity()
+        if each_step is not None:
+            each_step()
+    check_drained(engine)
+    assert engine.device.num_compiles_after_warm_up == num_compiles
+    for seq in seqs:
+        if results[seq.id].reason is not FinishReason.ERROR:
+            assert seq.tokens[seq.num_prompt :] == results[seq.id].tokens
+    return list(results.values())
+
+
+def check_drained(engine: Engine) -> None:
+    engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert stats["running"] == stats["waiting"] == stats["pages_used"] == 0
+    assert stats["pages_free"] + stats["pages_cached"] == CONFIG.num_pages
+
+
+def check_greedy(logits_of, seq: Sequence, adjust=None) -> None:
+    """adjust(scores, output so far): what penalties make of the logits."""
+    logits = logits_of(seq.tokens)
+    for i in range(seq.num_prompt, len(seq.tokens)):
+        scores = logits[i - 1]
+        if adjust is not None:
+            scores = adjust(scores.copy(), seq.tokens[seq.num_prompt : i])
+        assert scores[seq.tokens[i]] >= scores.max() - 1e-3, (i, seq.num_prompt)
+
+
+# ---- greedy text, whatever happens around it ---------------------------------------------------
+
+
+def workload(model, seed: int) -> list[Sequence]:
+    """Prompts of all lengths, many of them with a beginning in common."""
+    rng = random.Random(seed)
+    seqs = []
+    for _ in range(24):
+        begin = rng.choice([0, 0, 0, 300, rng.randrange(1000)])
+        tokens = prompt(model, begin, rng.choice([1, 2, 7, 8, 9, 16, 33, rng.randrange(1, 90)]))
+        seqs.append(
+            sequence(tokens, max_tokens=rng.randrange(1, 110), ignore_eos=rng.random() < 0.5)
+        )
+    return seqs
+
+
+@pytest.fixture(scope="module")
+def alone(model, device, logits_of):
+    """The tokens of each sequence of workload(0), run one after the other."""
+    engine = Engine(model, CONFIG)
+    engine.device = device
+    out = []
+    for seq in workload(model, 0):
+        run(engine, seq)
+        check_greedy(logits_of, seq)
+        out.append(seq.tokens)
+    return out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk": 3},
+        {"prefill_chunk": 17, "starvation_steps": 1},
+        {"prefix_cache": False},
+        {"max_kv_pages_step": 40, "prefill_chunk": 8},
+    ],
+    ids=str,
+)
+def test_any_company(model, make_engine, alone, changes):
+    """Random arrivals, aborts, a pool too small for all, chunks, prefix hits: the same tokens."""
+    engine = make_engine(**changes)
+    rng = random.Random(str(changes))
+    seqs = workload(model, 0)
+    extra = workload(model, 1)  # these are aborted sooner or later
+    todo = [(rng.randrange(30), seq) for seq in seqs + extra]
+    aborts = {rng.randrange(5, 200): seq.id for seq in extra}
+    results = {seq.id: Result() for seq in seqs + extra}
+    num_compiles = engine.device.num_compiles_after_warm_up
+    for step in itertools.count():
+        engine.submit([seq for when, seq in todo if when == step])
+        if step in aborts:
+            engine.abort(aborts[step])
+        for event in engine.step():
+            results[event.seq_id].add(event)
+        engine.scheduler.check_integrity()
+        if step >= 200 and not engine.has_work:
+            break
+    check_drained(engine)
+    assert engine.device.num_compiles_after_warm_up == num_compiles
+    for seq, tokens in zip(seqs, alone, strict=True):
+        assert seq.tokens == tokens
+        output = tokens[seq.num_prompt :]
+        assert results[seq.id].tokens == output
+        text = model.tokenizer.decode(output)
+        assert results[seq.id].text == text
+        reason = FinishReason.STOP if output[-1] == 0 else FinishReason.LENGTH
+        if seq.params.ignore_eos:
+            reason = FinishReason.LENGTH
+        assert results[seq.id].reason is reason
+    stats = engine.stats()
+    assert stats["preemptions"] > 3
+    assert (stats["prefix_hit_tokens"] > 100) == (changes.get("prefix_cache") is not False)
+    assert {r.reason for r in results.values()} >= {FinishReason.ABORT, FinishReason.LENGTH}
+
+
+def test_penalties_through_preemption(model, make_engine, logits_of):
+    """The counts on the device are rebuilt where a sequence moves to another slot."""
+    engine = make_engine()
+    seqs = [
+        sequence(
+            prompt(model, 40 * i, 60),
+            max_tokens=50,
+            frequency_penalty=0.7,
+            presence_penalty=0.4,
+            repetition_penalty=1.3,
+            logit_bias=((100 + i, 3.0),),
+            ignore_eos=True,
+        )
+        for i in range(8)
+    ]
+    run(engine, *seqs)
+    assert engine.stats()["preemptions"] > 0
+    for i, seq in enumerate(seqs):
+
+        def adjust(scores, output, seq=seq, i=i):
+            scores[100 + i] += 3.0
+            seen = sorted({*seq.tokens[: seq.num_prompt], *output})
+            x = scores[seen]
+            scores[seen] = np.where(x > 0, x / 1.3, x * 1.3)
+            for token in set(output):
+                scores[token] -= 0.7 * output.count(token) + 0.4
+            return scores
+
+        check_greedy(logits_of, seq, adjust)
+
+
+def test_logprobs(model, make_engine, logits_of):
+    """Of the raw logits, and one entry for each token, in any company."""
+    seqs = [
+        sequence(prompt(model, 0, 30), max_tokens=20, logprobs=4, temperature=0.9, seed=3),
+        sequence(prompt(model, 9, 12), max_tokens=20, temperature=0.9),
+        sequence(prompt(model, 3, 21), max_tokens=9, logprobs=0),
+    ]
+    results = run(make_engine(), *seqs)
+    assert results[1].logprobs == []
+    for seq, result in ((seqs[0], results[0]), (seqs[2], results[2])):
+        expected = np.asarray(jax.nn.log_softmax(logits_of(seq.tokens)))[seq.num_prompt - 1 :]
+        assert [entry.token for entry in result.logprobs] == result.tokens
+        for entry, row in zip(result.logprobs, expected, strict=False):
+            assert abs(entry.logprob - row[entry.token]) < 1e-3
+            assert len(entry.top) == seq.params.logprobs
+            for (_, logprob), best in zip(entry.top, sorted(row)[::-1], strict=False):
+                assert abs(logprob - best) < 1e-3
+
+
+# ---- sampling ----------------------------------------------------------------------------------
+
+
+def test_batch_invariant(model, invariant_device):
+    """Same seed, same bits, logprobs too: whoever runs beside, whatever is chunked or cached."""
+
+    def engine(**changes):
+        made = Engine(model, dataclasses.replace(CONFIG, batch_invariant=True, **changes))
+        made.device = invariant_device
+        return made
+
+    def seqs():
+        return [
+            sequence(
+                prompt(model, 50 * i, 20 + 13 * i),
+                max_tokens=30,
+                temperature=1.0,
+                top_p=0.95 if i % 2 else 1.0,
+                seed=i,
+                logprobs=2,
+                ignore_eos=True,
+            )
+            for i in range(6)
+        ]
+
+    made = engine()
+    expected = [run(made, seq)[0] for seq in seqs()]
+    for changes in ({}, {"prefill_chunk": 5}, {"prefix_cache": False}):
+        made = engine(**changes)
+        others = [
+            sequence(prompt(model, 7 * i, 10 + i), max_tokens=35, seed=99 + i, temperature=2.0)
+            for i in range(5)
+        ]
+        mixed = seqs()
+        order = [*others[:3], *mixed, *others[3:]]
+        got = dict(zip([seq.id for seq in order], run(made, *order), strict=True))
+        for seq, one in zip(mixed, expected, strict=True):
+            assert got[seq.id].tokens == one.tokens
+            assert got[seq.id].logprobs == one.logprobs  # floats, bit for bit
+
+
+def test_n_share_the_prompt(model, make_engine):
+    engine = make_engine()
+    tokens = prompt(model, 0, 50)
+    seqs = [sequence(tokens, seed=i, temperature=1.0, max_tokens=12) for i in range(5)]
+    results = run(engine, *seqs)
+    assert len({tuple(r.tokens) for r in results}) > 1
+    assert sorted(r.num_cached for r in results) == [0, 48, 48, 48, 48]
+
+
+def test_min_tokens_and_ignore_eos(model, make_engine):
+    engine = make_engine()
+    tokens, bias = prompt(model, 0, 9), ((0, 50.0),)
+    at_once, later, never = (
+        sequence(tokens, logit_bias=bias, max_tokens=10, **kwargs)
+        for kwargs in ({}, {"min_tokens": 4}, {"ignore_eos": True})
+    )
+    results = run(engine, at_once, later, never)
+    assert results[0].tokens == [0] and results[0].text == ""
+    assert results[1].tokens[4:] == [0] and 0 not in results[1].tokens[:4]
+    assert results[2].tokens == [0] * 10
+    reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    assert [r.reason for r in results] == reasons
+
+
+def test_stops(model, make_engine):
+    engine = make_engine()
+    tokens = prompt(model, 0, 40)
+    (free,) = run(engine, sequence(tokens, max_tokens=30))
+    stop = free.text[7:12]
+    stopped, by_token = run(
+        engine,
+        sequence(tokens, max_tokens=30, stop=(stop,)),
+        sequence(tokens, max_tokens=30, stop_token_ids=(free.tokens[6],)),
+    )
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.tokens == free.tokens[: len(stopped.tokens)] and len(stopped.tokens) < 30
+    first = free.tokens.index(free.tokens[6])
+    assert by_token.tokens == free.tokens[: first + 1]
+    assert by_token.text == model.tokenizer.decode(free.tokens[:first])
+    assert stopped.reason is by_token.reason is FinishReason.STOP
+
+
+# ---- grammars ----------------------------------------------------------------------------------
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "full_name_of_the_person": {"type": "string", "maxLength": 12},
+        "unit_of_measurement": {"const": "kilograms of feathers"},
+        "weight": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+    },
+    "required": ["full_name_of_the_person", "unit_of_measurement", "weight", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema(model, make_engine):
+    """Sampled hot, in a pool that preempts, with and without penalties: always valid."""
+    engine = make_engine()
+    text = grammar.from_json_schema(PERSON)
+    seqs = [
+        sequence(
+            prompt(model, 10 * i, 40 + i),
+            grammar=text,
+            max_tokens=120,
+            temperature=1.5,
+            seed=i,
+            presence_penalty=0.5 * (i % 2),
+        )
+        for i in range(12)
+    ]
+    results = run(engine, *seqs)
+    assert engine.stats()["preemptions"] > 0
+    for result in results:
+        assert result.reason is FinishReason.STOP
+        value = json.loads(result.text)
+        assert list(value) == PERSON["required"]
+        assert len(value["full_name_of_the_person"]) <= 12 and 0 <= value["weight"] <= 999
+        assert value["unit_of_measurement"] == "kilograms of feathers"
+        assert len(value["tags"]) <= 3 and set(value["tags"]) <= {"red", "green"}
+
+
+def test_jump_forward_saves_steps(model, make_engine):
+    """A text without choices: the same with and without, in a fraction of the steps."""
+    pattern = r"def forced_by_the_grammar\(arguments\): return None # and nothing else"
+    expected = pattern.replace("\\", "")
+    steps, tokens = {}, {}
+    for jump in (True, False):
+        engine = make_engine(jump_forward=jump)
+        seq = sequence(prompt(model, 0, 20), grammar=grammar.from_regex(pattern), max_tokens=60)
+        (result,) = run(engine, seq)
+        assert (result.text, result.reason) == (expected, FinishReason.STOP)
+        steps[jump], tokens[jump] = engine.stats()["steps"], len(result.tokens)
+        forced = engine.stats()["jump_forward_tokens"]
+        assert forced > 0.7 * tokens[jump] if jump else forced == 0
+    assert steps[True] < tokens[True] / 2 <= steps[False]
+
+
+def test_jump_forward_amid_choices(model, make_engine, logits_of):
+    """Chosen tokens are the reference's choice among the allowed ones, forced ones in its cache."""
+    pattern = r"(alpha|beta|gamma) is chosen by the model and (red|green|blue) as well\."
+    seqs = [
+        sequence(
+            prompt(model, 30 * i, 25 + i),
+            grammar=grammar.from_regex(pattern),
+            max_tokens=60,
+            frequency_penalty=0.3,
+        )
+        for i in range(6)
+    ]
+    engine = make_engine()
+    results = run(engine, *seqs)
+    assert engine.stats()["jump_forward_tokens"] > 6 * 5
+    for seq, result in zip(seqs, results, strict=True):
+        assert re.fullmatch(pattern, result.text)
+        matcher = engine.grammars.matcher(seq.params.grammar)
+        logits, words = logits_of(seq.tokens), -(-model.config.vocab_size // 32)
+        for i, token in enumerate(result.tokens):
+            mask = np.zeros(words, np.int32)
+            matcher.fill_mask(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
+            scores = logits[seq.num_prompt + i - 1].copy()
+            for other in set(result.tokens[:i]):
+                scores[other] -= 0.3 * result.tokens[:i].count(other)
+            forced = engine.grammars.matcher(seq.params.grammar)
+            for t in result.tokens[:i]:
+                forced.advance(t)
+            if not forced.take_forced():
+                assert scores[token] >= scores[allowed].max() - 1e-3
+            matcher.advance(token)
+
+
+def test_grammar_with_logprobs_is_not_jumped(model, make_engine):
+    engine = make_engine()
+    seq = sequence(
+        prompt(model, 0, 20), grammar=grammar.from_regex("abc abc abc"), logprobs=1, max_tokens=30
+    )
+    (result,) = run(engine, seq)
+    assert result.text == "abc abc abc" and len(result.logprobs) == len(result.tokens)
+
+
+def test_length_cuts_forced_tokens(model, make_engine):
+    seq = sequence(
+        prompt(model, 0, 20), grammar=grammar.from_regex("import os, sys, re, json"), max_tokens=3
+    )
+    (result,) = run(make_engine(), seq)
+    assert len(result.tokens) == 3 and result.reason is FinishReason.LENGTH
+
+
+# ---- refusals and failures ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_tokens": 5000}, "max_tokens: expected prompt and output within"),
+        ({"logprobs": 21}, "logprobs: expected at most 20"),
+        ({"logit_bias": tuple((i, 1.0) for i in range(301))}, "logit_bias: expected at most 300"),
+        ({"logit_bias": ((4096, 1.0),)}, "logit_bias: expected tokens in"),
+        ({"grammar": grammar.from_regex("(")}, "grammar: .*unclosed group"),
+    ],
+)
+def test_refused(model, make_engine, kwargs, message):
+    """With all of its request, and without a trace."""
+    engine = make_engine()
+    good, bad = sequence([0, 5]), sequence([0, 5], **kwargs)
+    with pytest.raises(ValueError, match=message):
+        engine.submit([good, bad])
+    assert not engine.has_work
+    with pytest.raises(ValueError, match="prompt: expected tokens in"):
+        engine.submit([sequence([0, -1])])
+    check_drained(engine)
+
+
+def test_queue_full(make_engine):
+    engine = make_engine(max_waiting=3)
+    seqs = [sequence([0, i]) for i in range(4)]
+    with pytest.raises(QueueFull):
+        engine.submit(seqs)
+    assert not engine.has_work
+    run(engine, *seqs[:3])
+
+
+def test_deadline(model, make_engine):
+    engine = make_engine()
+    seqs = [sequence(prompt(model, 0, 10), max_tokens=20, deadline=d) for d in (0.0, None)]
+    late, fine = run(engine, *seqs)
+    assert (late.reason, late.tokens) == (FinishReason.DEADLINE, [])
+    assert fine.reason is FinishReason.LENGTH
+
+
+def test_abort_is_told_with_the_next_step(model, make_engine):
+    engine = make_engine()
+    seqs = [sequence(prompt(model, 0, 30), max_tokens=50, ignore_eos=True) for _ in range(3)]
+    engine.submit(seqs)
+    for _ in range(4):
+        engine.step()
+    engine.abort(seqs[1].id)
+    engine.abort("nobody")
+    assert seqs[1].pages == []
+    events = {event.seq_id: event for event in engine.step()}
+    assert events[seqs[1].id].finish_reason is FinishReason.ABORT
+    for seq in seqs:
+        engine.abort(seq.id)
+    assert {event.finish_reason for event in engine.step()} == {FinishReason.ABORT}
+    assert not engine.has_work
+    check_drained(engine)
+
+
+def test_a_step_that_raises(model, make_engine, logits_of, monkeypatch):
+    """What ran ends with an error, what waited runs, and nothing of the lost cache is used."""
+    engine = make_engine()
+    tokens = prompt(model, 0, 40)
+    run(engine, sequence(tokens))  # leaves its pages in the cache
+    seqs = [sequence(tokens, max_tokens=30) for _ in range(12)]
+    results = {seq.id: Result() for seq in seqs}
+    engine.submit(seqs)
+    for _ in range(5):
+        for event in engine.step():
+            results[event.seq_id].add(event)
+
+    def fail(batch):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.device, "forward", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    for event in engine.recover("The engine failed."):
+        results[event.seq_id].add(event)
+    assert engine.stats()["pages_free"] == CONFIG.num_pages
+    while engine.has_work:
+        for event in engine.step():
+            results[event.seq_id].add(event)
+    failed = [r for r in results.values() if r.reason is FinishReason.ERROR]
+    assert len(failed) == 8 and all(r.error == "The engine failed." for r in failed)
+    for seq in seqs:
+        if results[seq.id].reason is not FinishReason.ERROR:
+            assert len(results[seq.id].tokens) == 30
+            check_greedy(logits_of, seq)
+    check_drained(engine)
+
+
+def test_nan_logits_end_one_sequence(model, make_engine, logits_of, monkeypatch):
+    engine = make_engine()
+    seqs = [sequence(prompt(model, 20 * i, 20), max_tokens=20, ignore_eos=True) for i in range(3)]
+    forward, num_calls = engine.device.forward, itertools.count()
+
+    def poisoned(batch):
+        logits = forward(batch)
+        if next(num_calls) == 6:
+            host = np.asarray(logits).copy()
+            host[1] = np.nan
+            return jax.device_put(host)
+        return logits
+
+    monkeypatch.setattr(engine.device, "forward", poisoned)
+    results = run(engine, *seqs)
+    assert results[1].reason is FinishReason.ERROR and "not numbers" in results[1].error
+    for i in (0, 2):
+        assert results[i].reason is FinishReason.LENGTH
+        check_greedy(logits_of, seqs[i])
+
+
+# ---- the step ----------------------------------------------------------------------------------
+
+
+def test_the_next_step_is_launched_before_tokens_are_read(model, make_engine, monkeypatch):
+    engine, calls = make_engine(), []
+
+    def note(owner, name, label):
+        call = getattr(owner, name)
+
+        def noted(*args):
+            calls.append(label)
+            return call(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(engine.device, "forward", "forward")
+    note(engine.device, "sample", "sample")
+    note(jax, "device_get", "read")
+    run(engine, sequence(prompt(model, 0, 9), max_tokens=5, ignore_eos=True))
+    assert calls == ["forward", "sample"] + ["forward", "read", "sample"] * 4 + ["read"]
+
+
+def test_nothing_is_computed_in_vain(model, make_engine):
+    """A sequence that ends by its length is not scheduled once more."""
+    engine = make_engine()
+    run(engine, sequence(prompt(model, 0, 16), max_tokens=7, ignore_eos=True))
+    assert engine.stats()["steps"] == 7
+
+
+def test_stats_and_snapshot(model, make_engine):
+    engine = make_engine()
+    seqs = [
+        sequence(prompt(model, 0, 50), max_tokens=10, namespace=name) for name in ("a", "a", "b")
+    ]
+    sampled, snapshots = [], []
+
+    def each_step():
+        stats = engine.step_stats
+        sampled.append(stats.num_sampled)
+        snapshots.append(json.loads(json.dumps(engine.snapshot())))
+        assert all(seconds >= 0 for seconds in stats.seconds.values())
+        assert stats.num_tokens <= CONFIG.max_step_tokens
+
+    results = run(engine, *seqs, each_step=each_step)
+    stats = engine.stats()
+    num_tokens = sum(len(r.tokens) for r in results)
+    assert sum(sampled) == stats["generated_tokens"] == num_tokens
+    assert stats["prompt_tokens"] == 150 and stats["prefix_hit_tokens"] == 48
+    assert stats["steps"] == sum(bool(s["step"]["entries"]) for s in snapshots)
+    states = snapshots[0]["pages"]["states"]
+    assert len(states) == CONFIG.num_pages and set(states) <= set("fclu")
+    assert snapshots[0]["requests"][0]["status"] == "running"
+    assert {node["namespace"] for node in snapshots[-1]["tree"]} >= {"a", "b"}
+
+
+def test_warm_up_lists_what_it_compiles(device):
+    names = [bucket.name for bucket in device.buckets]
+    assert names == ["8 tokens x 8 sequences", "40 tokens x 8 sequences"]
