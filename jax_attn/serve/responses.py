@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scheduler import QueueFull
 
 _RETRY_AFTER_SECONDS = 1
+_MARK = "the text goes here"
 
 TokenText = Callable[[int], bytes]
 """The exact bytes of a token, which need not be whole characters."""
@@ -32,6 +34,7 @@ class _Choice:
 
     text: str = ""
     num_tokens: int = 0
+    has_begun: bool = False  # its first chunk is sent
     num_cached: int = 0
     last_event: float = 0.0  # time.monotonic()
     logprobs: list[Any] = field(default_factory=list)
@@ -189,6 +192,7 @@ class GenerationResponse:
         self._metrics, self._stream, self._include_usage = metrics, stream, include_usage
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
         self._choices = [_Choice() for _ in prepared.sequences]
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._respond_in_events if self._stream else self._respond_whole
@@ -227,15 +231,27 @@ class GenerationResponse:
                 logprobs = event.logprobs or []
                 if event.text or logprobs or finish:
                     index = self._index[event.seq_id]
-                    await _send_event(send, self._style.chunk(index, event.text, logprobs, finish))
+                    await _send_event(send, self._chunk(index, event.text, logprobs, finish))
         except ApiError as error:
             if not started:
                 raise
-            await _send_event(send, error.body())
+            await _send_event(send, error.body().model_dump_json().encode())
         else:
             if self._include_usage:
-                await _send_event(send, self._style.usage_chunk(self._usage()))
+                chunk = self._style.usage_chunk(self._usage())
+                await _send_event(send, chunk.model_dump_json().encode())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> bytes:
+        """All but the first and the last chunk of a choice differ in their text alone."""
+        if logprobs or finish or not self._choices[index].has_begun:
+            self._choices[index].has_begun = True
+            return self._style.chunk(index, text, logprobs, finish).model_dump_json().encode()
+        if (around := self._around_text.get(index)) is None:
+            chunk = self._style.chunk(index, _MARK, logprobs, finish).model_dump_json().encode()
+            before, after = chunk.split(json.dumps(_MARK).encode())
+            around = self._around_text[index] = (before, after)
+        return json.dumps(text).encode().join(around)
 
     # ---- events --------------------------------------------------------------------------------
 
@@ -324,6 +340,6 @@ async def _start(send: Send, content_type: str) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _send_event(send: Send, event: BaseModel) -> None:
-    body = b"data: " + event.model_dump_json().encode() + b"\n\n"
+async def _send_event(send: Send, event: bytes) -> None:
+    body = b"data: %b\n\n" % event
     await send({"type": "http.response.body", "body": body, "more_body": True})
