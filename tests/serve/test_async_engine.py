@@ -1,0 +1,340 @@
+"""The engine's thread, from asyncio: streams, cancellation, drain, failures."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jax_attn import models
+from jax_attn.serve import grammar
+from jax_attn.serve.async_engine import AsyncEngine, EngineStopped
+from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
+from jax_attn.serve.scheduler import QueueFull
+
+DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
+CONFIG = EngineConfig(
+    num_pages=64, page_size=8, max_running=8, max_step_tokens=8, max_waiting=50, max_grammars=2
+)
+
+ids = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.load(DIRECTORY, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def device(model):
+    engine = Engine(model, CONFIG)
+    engine.warm_up()
+    return engine.device
+
+
+@pytest.fixture
+def engine(model, device):
+    """Not started; on the device that is warm already."""
+    made = AsyncEngine(model, CONFIG)
+    made._engine.device = device
+    return made
+
+
+def sequence(**kwargs) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 20, "temperature": 0, "ignore_eos": True} | kwargs)
+    name = f"s{next(ids)}"
+    tokens = [0, 593, 633, 199, 593]
+    return Sequence(name, name, tokens, 5, params, arrival=time.monotonic())
+
+
+@contextlib.asynccontextmanager
+async def running(engine: AsyncEngine, drain: bool = True):
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop(drain)
+    assert not engine._thread.is_alive()
+    if engine.failure is None:
+        check_drained(engine)
+
+
+def check_drained(engine: AsyncEngine) -> None:
+    stats = engine.stats()
+    assert stats["running"] == stats["waiting"] == stats["pages_used"] == 0
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"] == CONFIG.num_pages
+    engine._engine.scheduler.check_integrity()
+    assert not engine._subscribers
+
+
+async def collect(engine: AsyncEngine, *seqs: Sequence) -> dict[str, tuple[list[int], str]]:
+    tokens: dict[str, list[int]] = {seq.id: [] for seq in seqs}
+    reasons = {}
+    async for event in engine.generate(seqs):
+        assert event.seq_id not in reasons
+        tokens[event.seq_id] += event.tokens
+        if event.finish_reason is not None:
+            reasons[event.seq_id] = event.finish_reason
+    return {seq.id: (tokens[seq.id], reasons[seq.id]) for seq in seqs}
+
+
+def test_streams(engine):
+    """Each caller gets the events of its own sequences, token by token."""
+    steps = []
+    engine.on_step = steps.append
+
+    async def main():
+        async with running(engine):
+            (alone,) = (await collect(engine, sequence())).values()
+            results = await asyncio.gather(
+                *(collect(engine, *(sequence() for _ in range(1 + i % 3))) for i in range(9))
+            )
+            for result in results:
+                assert all(one == alone for one in result.values())
+            assert len(alone[0]) == 20 and alone[1] is FinishReason.LENGTH
+            num_events = 0
+            async for _ in engine.generate([sequence()]):
+                num_events += 1
+            assert num_events >= 20
+
+    asyncio.run(main())
+    assert sum(stats.num_sampled for stats in steps) == 20 * (1 + 18 + 1)
+
+
+def test_ready_only_when_compiled(engine, monkeypatch):
+    may_compile = threading.Event()
+    warm_up = engine._engine.warm_up
+    monkeypatch.setattr(engine._engine, "warm_up", lambda: may_compile.wait(10) and warm_up())
+
+    async def main():
+        assert not engine.ready
+        async with running(engine):
+            assert not engine.ready
+            request = asyncio.create_task(collect(engine, sequence()))  # waits for it
+            await asyncio.sleep(0.05)
+            assert not engine.ready and not request.done()
+            may_compile.set()
+            await request
+            assert engine.ready
+        assert not engine.ready
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_client_that_leaves(engine, how):
+    """Its sequences end before another step has begun; the others' do not notice."""
+
+    async def main():
+        async with running(engine):
+            stay = asyncio.create_task(collect(engine, sequence(max_tokens=200)))
+            leaving = [sequence(max_tokens=400) for _ in range(3)]
+            events = engine.generate(leaving)
+            async for event in events:
+                if len(event.tokens) and leaving[0].num_output > 3:
+                    break
+            if how == "close":
+                await events.aclose()
+            else:
+                task = asyncio.create_task(anext(events))
+                await asyncio.sleep(0)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await task
+                await events.aclose()
+            num_output = leaving[0].num_output
+            result = await stay
+            assert len(next(iter(result.values()))[0]) == 200
+            assert all(seq.finish_reason is FinishReason.ABORT for seq in leaving)
+            assert leaving[0].num_output <= num_output + 2
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_at_once(engine):
+    """Before the thread has even seen the request."""
+
+    async def main():
+        async with running(engine):
+            for _ in range(20):
+                task = asyncio.create_task(collect(engine, sequence(max_tokens=400)))
+                await asyncio.sleep(0)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await collect(engine, sequence())
+            assert engine.stats()["generated_tokens"] < 400
+
+    asyncio.run(main())
+
+
+def test_refusals(engine):
+    """All of a request or nothing, as an exception and not as events; the engine goes on."""
+
+    async def main():
+        async with running(engine):
+            with pytest.raises(ValueError, match="max_tokens"):
+                await collect(engine, sequence(), sequence(max_tokens=5000))
+            with pytest.raises(grammar.GrammarError, match="unclosed group"):
+                await collect(engine, sequence(grammar=grammar.from_regex("(")))
+            with pytest.raises(grammar.GrammarError):
+                engine.check_grammar(grammar.from_regex("("))
+            engine.check_grammar(grammar.from_regex("(a)"))
+            with pytest.raises(QueueFull):
+                await collect(engine, *(sequence() for _ in range(51)))
+            await collect(engine, sequence())
+
+    asyncio.run(main())
+
+
+def test_overload(engine):
+    """Ten times what fits: some are refused at once, and who was accepted is served."""
+
+    async def main():
+        async with running(engine):
+
+            async def client():
+                try:
+                    return await collect(engine, sequence(max_tokens=3))
+                except QueueFull:
+                    return None
+
+            results = await asyncio.gather(*(client() for _ in range(500)))
+            served = [result for result in results if result is not None]
+            assert 50 <= len(served) < 500
+            for result in served:
+                assert [len(tokens) for tokens, _ in result.values()] == [3]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_stop(engine, drain):
+    async def main():
+        engine.start()
+        seqs = [sequence(max_tokens=60) for _ in range(20)]
+        tasks = [asyncio.create_task(collect(engine, seq)) for seq in seqs]
+        while not seqs[0].num_output:
+            await asyncio.sleep(0.001)
+        await engine.stop(drain)
+        results = [next(iter(result.values())) for result in await asyncio.gather(*tasks)]
+        if drain:
+            assert {(len(tokens), reason) for tokens, reason in results} == {
+                (60, FinishReason.LENGTH)
+            }
+        else:
+            assert {reason for _, reason in results} == {FinishReason.ABORT}
+        with pytest.raises(EngineStopped):
+            await collect(engine, sequence())
+
+    asyncio.run(main())
+    check_drained(engine)
+
+
+def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
+    """With an error of its own; the engine goes on."""
+    forward, broken = engine._engine.device.forward, threading.Event()
+
+    def fail_once(batch):
+        if broken.is_set():
+            broken.clear()
+            raise RuntimeError("something about the device")
+        return forward(batch)
+
+    monkeypatch.setattr(engine._engine.device, "forward", fail_once)
+
+    async def main():
+        async with running(engine):
+            events = []
+            async for event in engine.generate([sequence(max_tokens=200)]):
+                events.append(event)
+                if len(events) == 5:
+                    broken.set()
+            assert events[-1].finish_reason is FinishReason.ERROR
+            assert events[-1].error == "The engine failed: RuntimeError."
+            assert engine.ready
+            ((tokens, _),) = (await collect(engine, sequence())).values()
+            assert len(tokens) == 20
+
+    asyncio.run(main())
+
+
+def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
+    def fail(batch):
+        raise RuntimeError("the device is gone")
+
+    async def main():
+        async with running(engine):
+            await collect(engine, sequence())
+            monkeypatch.setattr(engine._engine.device, "forward", fail)
+            results = await asyncio.gather(
+                *(collect(engine, sequence()) for _ in range(30)), return_exceptions=True
+            )
+            assert not engine.ready and "gone" in str(engine.failure)
+            for result in results:
+                ((tokens, reason),) = result.values()
+                assert (tokens, reason) == ([], FinishReason.ERROR)
+            with pytest.raises(EngineStopped):
+                await collect(engine, sequence())
+
+    asyncio.run(main())
+
+
+def test_a_warm_up_that_raises(engine, monkeypatch):
+    def fail():
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine._engine, "warm_up", fail)
+
+    async def main():
+        async with running(engine):
+            with pytest.raises(EngineStopped):
+                await collect(engine, sequence())
+            assert not engine.ready and "no memory" in str(engine.failure)
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_that_is_gone(engine):
+    """Its requests are aborted, and nobody else is disturbed."""
+    engine.start()
+
+    async def begin():
+        async for _ in engine.generate([sequence(max_tokens=500)]):
+            return  # and the loop is closed without the iterator being closed
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+
+    async def main():
+        await collect(engine, sequence())
+        await engine.stop(drain=True)
+
+    asyncio.run(main())
+    check_drained(engine)
+
+
+def test_snapshot(engine):
+    async def main():
+        async with running(engine):
+            assert engine.snapshot()["requests"] == []
+            seen = []
+            async for _ in engine.generate([sequence(max_tokens=40) for _ in range(2)]):
+                seen.append(json.loads(json.dumps(engine.snapshot())))
+            assert max(len(snapshot["requests"]) for snapshot in seen) == 2
+            assert any(len(snapshot["step"]["entries"]) == 2 for snapshot in seen)
+        assert engine.snapshot()["requests"] == []
+        assert set(engine.snapshot()["pages"]["states"]) == {"f", "c"}
+
+    asyncio.run(main())
+
+
+def test_limits(engine):
+    assert engine.limits.max_model_len == 64 * 8  # the pool is less than the model's context
+    assert (engine.limits.max_running, engine.limits.max_waiting) == (8, 50)
