@@ -78,6 +78,19 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
   return Status::Error("CUDA kernels need a working NVIDIA GPU: " + d->Describe("cuInit", error));
 }
 
+// NVRTC opens its table of built-ins by name alone, and the wheel of CUDA 13.0 does not tell the
+// linker to look beside NVRTC itself. Opened from there first, it is found in the process.
+void OpenNvrtcBuiltins(void* nvrtc_version, int major, int minor) {
+  Dl_info info;
+  if (dladdr(nvrtc_version, &info) == 0 || info.dli_fname == nullptr) return;
+  const std::string path = info.dli_fname;
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return;
+  const std::string name =
+      "libnvrtc-builtins.so." + std::to_string(major) + "." + std::to_string(minor);
+  dlopen((path.substr(0, slash + 1) + name).c_str(), RTLD_NOW | RTLD_GLOBAL);
+}
+
 Status OpenNvrtc(const std::vector<std::string>& candidates, Nvrtc* n) {
   std::string tried;
   void* handle = Open({"libnvrtc.so.13", "libnvrtc.so.12"}, candidates, &tried);
@@ -106,6 +119,7 @@ Status OpenNvrtc(const std::vector<std::string>& candidates, Nvrtc* n) {
   if (error != NVRTC_SUCCESS) {
     return Status::Error(std::string("nvrtcVersion: ") + n->nvrtcGetErrorString(error));
   }
+  OpenNvrtcBuiltins(reinterpret_cast<void*>(n->nvrtcVersion), major, minor);
   n->version = std::to_string(major) + "." + std::to_string(minor);
   return Status::Ok();
 }
