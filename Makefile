@@ -1,6 +1,7 @@
 # Every target does the set-up it needs: a virtual environment in $(VENV), the build, the run.
 #
 #   make demo       a small real model generates text for a dozen requests at once
+#   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
 #   make test       C++ and Python tests
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
@@ -15,9 +16,9 @@
 #   PY      an interpreter that has jax_attn and its dependencies already: no set-up at all
 VENV ?= .venv
 JAX ?= jax
-ARGS ?=  # more arguments for the demo, pytest or the benchmarks
+ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
-.PHONY: demo test bench bench-gpu lint digest clean
+.PHONY: demo serve test bench bench-gpu lint digest clean
 
 ifdef PY
 ready :=
@@ -43,6 +44,9 @@ sources := $(shell find csrc tests/csrc -type f 2>/dev/null) build_tools/CMakeLi
 
 demo: $(ready)
 	$(PY) examples/demo.py $(ARGS)
+
+serve: $(ready)
+	$(PY) -m jax_attn.serve $(ARGS)
 
 test: $(ready)
 	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure)

@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             lifespan="on",
             access_log=False,
             server_header=False,
+            headers=[("X-Content-Type-Options", "nosniff")],
             proxy_headers=False,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=args.drain_seconds,

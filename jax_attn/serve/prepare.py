@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,12 @@ from typing import Any
 from jax_attn.serve import chat, grammar, schemas
 from jax_attn.serve.errors import ApiError, bad_field
 from jax_attn.serve.request import SamplingParams, Sequence
+
+
+@dataclass(frozen=True)
+class Caller:
+    tenant: str  # whose key it is; "" without keys
+    arrival: float  # of the request, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Preparer:
         add_bos = chat.tokenizer_config(directory).get("add_bos_token", False)
         self._bos = model.config.bos_token if add_bos else None
 
-    def completion(self, body: schemas.CompletionRequest, tenant: str) -> Prepared:
+    def completion(self, body: schemas.CompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
         self.check_model(body.model)
         prompt = body.prompt
@@ -63,10 +68,10 @@ class Preparer:
             echoes = [p if isinstance(p, str) else self.decode(p) for p in prompt]  # type: ignore[arg-type]
         params = self._params(body, body.logprobs)
         return self._prepared(
-            "cmpl", body, prompts, echoes, "prompt", body.max_tokens, params, tenant
+            "cmpl", body, prompts, echoes, "prompt", body.max_tokens, params, caller
         )
 
-    def chat(self, body: schemas.ChatCompletionRequest, tenant: str) -> Prepared:
+    def chat(self, body: schemas.ChatCompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
         self.check_model(body.model)
         prompt = self.encode_messages(body.messages, body.chat_template_kwargs)
@@ -74,7 +79,7 @@ class Preparer:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = self._params(body, logprobs)
         return self._prepared(
-            "chatcmpl", body, [prompt], [""], "messages", max_tokens, params, tenant
+            "chatcmpl", body, [prompt], [""], "messages", max_tokens, params, caller
         )
 
     def check_model(self, name: str | None) -> None:
@@ -165,14 +170,13 @@ class Preparer:
         field: str,
         max_tokens: int | None,
         params: dict[str, Any],
-        tenant: str,
+        caller: Caller,
     ) -> Prepared:
         most = min(self._max_waiting, schemas.MAX_CHOICES)
         if len(prompts) * body.n > most:
             raise bad_field(
                 "n", f"{len(prompts)} prompts x n = {body.n} are more than {most} sequences"
             )
-        arrival = time.monotonic()
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         sequences: list[Sequence] = []
@@ -204,13 +208,13 @@ class Preparer:
                         params=SamplingParams(
                             max_tokens=max_tokens or room, seed=_seed(seed, choice), **params
                         ),
-                        namespace=namespace(tenant, body.cache_salt),
+                        namespace=namespace(caller.tenant, body.cache_salt),
                         priority=body.priority,
-                        deadline=None if body.deadline is None else arrival + body.deadline,
-                        arrival=arrival,
+                        deadline=None if body.deadline is None else caller.arrival + body.deadline,
+                        arrival=caller.arrival,
                     )
                 )
-        return Prepared(request_id, self.name, prompts, echoes, sequences, arrival)
+        return Prepared(request_id, self.name, prompts, echoes, sequences, caller.arrival)
 
 
 def namespace(tenant: str, salt: str) -> str:

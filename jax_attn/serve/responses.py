@@ -215,7 +215,7 @@ class GenerationResponse:
         async for _ in self._events():
             pass
         body = self._style.whole(self._choices, self._usage())
-        await _start(send, "application/json")
+        await self._start(send, "application/json")
         await send({"type": "http.response.body", "body": body.model_dump_json().encode()})
 
     # ---- server-sent events --------------------------------------------------------------------
@@ -225,7 +225,7 @@ class GenerationResponse:
         try:
             async for event in self._events():
                 if not started:
-                    await _start(send, "text/event-stream")
+                    await self._start(send, "text/event-stream")
                     started = True
                 finish = None if event.finish_reason is None else str(event.finish_reason)
                 logprobs = event.logprobs or []
@@ -252,6 +252,14 @@ class GenerationResponse:
             before, after = chunk.split(json.dumps(_MARK).encode())
             around = self._around_text[index] = (before, after)
         return json.dumps(text).encode().join(around)
+
+    async def _start(self, send: Send, content_type: str) -> None:
+        headers = [
+            (b"content-type", content_type.encode()),
+            (b"cache-control", b"no-store"),
+            (b"x-request-id", self._prepared.id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     # ---- events --------------------------------------------------------------------------------
 
@@ -333,11 +341,6 @@ async def _disconnected(receive: Receive) -> None:
     """Returns when the client has gone; its body has been read by now."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _start(send: Send, content_type: str) -> None:
-    headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _send_event(send: Send, event: bytes) -> None:

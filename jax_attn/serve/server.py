@@ -27,7 +27,7 @@ from jax_attn.serve import openapi, schemas
 from jax_attn.serve.auth import Authenticate, LoopbackHost
 from jax_attn.serve.errors import ApiError, from_validation
 from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import Prepared, Preparer
+from jax_attn.serve.prepare import Caller, Prepared, Preparer
 from jax_attn.serve.responses import ChatStyle, CompletionStyle, GenerationResponse, Style
 from jax_attn.serve.token_bytes import TokenBytes
 
@@ -119,15 +119,17 @@ class _Server:
 
     async def completions(self, request: Request) -> GenerationResponse:
         self._need_ready()
+        caller = Caller(_tenant(request), time.monotonic())
         body = await self._body(request, schemas.CompletionRequest)
-        prepared = await asyncio.to_thread(self._prepare.completion, body, _tenant(request))
+        prepared = await asyncio.to_thread(self._prepare.completion, body, caller)
         style = CompletionStyle(prepared, body.logprobs is not None, self._token_bytes)
         return self._generate(body, prepared, style)
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
         self._need_ready()
+        caller = Caller(_tenant(request), time.monotonic())
         body = await self._body(request, schemas.ChatCompletionRequest)
-        prepared = await asyncio.to_thread(self._prepare.chat, body, _tenant(request))
+        prepared = await asyncio.to_thread(self._prepare.chat, body, caller)
         return self._generate(body, prepared, ChatStyle(prepared, body.logprobs, self._token_bytes))
 
     def _generate(

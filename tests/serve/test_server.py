@@ -43,6 +43,7 @@ def test_completion(server):
     assert answer.status == 200
     body = answer.json
     assert body["object"] == "text_completion" and body["model"] == "tiny"
+    assert answer.headers["x-request-id"] == body["id"]
     assert [choice["finish_reason"] for choice in body["choices"]] == ["length"]
     seq = server.engine.submitted[-1]
     assert seq.tokens[0] == 0 and seq.params.max_tokens == 4
