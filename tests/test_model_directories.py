@@ -89,6 +89,190 @@ def test_end_of_turn_tokens_come_from_generation_config(llama_dir):
     assert config.bos_token == 1 and config.eos_tokens == (2, 7)
 
 
+# What of a config.json on the hub has a meaning here, and how many numbers the weights are.
+PUBLISHED = {
+    "Llama 3.1 8B": (
+        8_030_261_248,
+        {
+            "model_type": "llama",
+            "attention_bias": False,
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 128256,
+        },
+    ),
+    "Mistral 7B": (
+        7_241_732_096,
+        {
+            "model_type": "mistral",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        },
+    ),
+    "Qwen2.5 7B": (
+        7_615_616_512,
+        {
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+    ),
+    "Qwen3 0.6B": (
+        596_049_920,
+        {
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Gemma 2 2B": (
+        2_614_341_888,
+        {
+            "model_type": "gemma2",
+            "attention_bias": False,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "vocab_size": 256000,
+        },
+    ),
+    "Gemma 3 1B": (
+        999_885_952,
+        {
+            "model_type": "gemma3_text",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+    ),
+    "Gemma 3 4B, its text model": (
+        3_880_263_168,
+        {
+            "model_type": "gemma3",
+            "eos_token_id": [1, 106],
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name):
+    num_weights, raw = PUBLISHED[name]
+    config = models.parse_config(raw)
+    assert sum(math.prod(shape) for shape in file_shapes(config).values()) == num_weights
+    specs = models.attention_specs(config, max_batch=64, max_qo_tokens=64, max_kv_pages=4096)
+    assert len(specs) == (2 if "gemma" in config.family else 1)
+    assert specs[0].head_dim_qk == config.head_dim
+
+
+def test_text_model_of_a_gemma3_with_images(tmp_path):
+    text = model_cases.CONFIGS["gemma3 of transformers 4"]
+    images = {"model_type": "gemma3", "eos_token_id": [1, 106], "vision_config": {"num_layers": 9}}
+    write_json(tmp_path / "config.json", images | {"text_config": text})
+    config = models.load_config(tmp_path)
+    assert config.eos_tokens == (1, 106)
+    tensors = model_cases.random_tensors(config)
+    in_file = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    in_file["vision_tower.head.probe"] = in_file["multi_modal_projector.x"] = np.zeros(3)
+    safetensors_numpy.save_file(in_file, tmp_path / "model.safetensors")
+    params = models.load_params(tmp_path, config, "float32")
+    logits = models.reference_forward(params, config, model_cases.tokens())
+    expected = np.load(model_cases.LOGITS)["gemma3 of transformers 4"]
+    np.testing.assert_allclose(logits[:: model_cases.LOGITS_EVERY], expected, atol=1e-4)
+
+
 # ---- misfits -----------------------------------------------------------------------------------
 
 
@@ -136,8 +320,8 @@ MISFITS = {
     "no model type": (edit_config(model_type=...), "key 'model_type' is missing"),
     "mixture of experts": (
         edit_config(model_type="mixtral"),
-        "model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'gemma2' or 'gemma3_text', "
-        "got 'mixtral'",
+        "model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text' or "
+        "'gemma3', got 'mixtral'",
     ),
     "not a number": (edit_config(vocab_size="48"), "vocab_size: expected a number > 0, got '48'"),
     "not an integer": (

@@ -43,6 +43,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_soft_cap: float = 0.0  # 0: none
     logit_soft_cap: float = 0.0
+    tensor_prefix: str = ""  # of the names in the files
 
     @property
     def num_layers(self) -> int:

@@ -152,6 +152,27 @@ def _gemma3(keys: _Keys) -> ModelConfig:
     )
 
 
+def _gemma3_with_images(keys: _Keys) -> ModelConfig:
+    """The text model; images are not for here."""
+    text = keys.need("text_config")
+    if not isinstance(text, dict):
+        raise keys.error(f"text_config: expected an object, got {text!r}")
+    # On the hub it has only what differs from the defaults.
+    defaults = {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+    }
+    common = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
+    outer = {key: keys.raw[key] for key in common if keys.get(key) is not None}
+    config = _gemma3(_Keys(defaults | text | outer, f"{keys.path}: text_config"))
+    return dataclasses.replace(config, tensor_prefix="language_model.")
+
+
 _FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -159,6 +180,7 @@ _FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
     "qwen3": _qwen3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma3": _gemma3_with_images,
 }
 
 

@@ -21,6 +21,8 @@ are one: qkv is q, k and v, gate_up is gate and up, side by side."""
 
 Shape: TypeAlias = tuple[int, ...]
 
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+
 
 def layer_tensors(config: ModelConfig) -> dict[str, dict[str, Shape]]:
     """For each weight of a layer the tensors it is made of, side by side, as torch shapes them.
@@ -54,7 +56,7 @@ def layer_tensors(config: ModelConfig) -> dict[str, dict[str, Shape]]:
 
 
 def file_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that belongs in the files, as torch shapes it."""
+    """Every tensor that belongs in the files, as torch shapes it; names are without prefix."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -80,10 +82,11 @@ def load_params(
     shapes = file_shapes(config)
     tensors: dict[str, np.ndarray] = {}
     for path in _weight_files(directory):
-        tensors |= _read_tensors(path, shapes, config.family)
+        tensors |= _read_tensors(path, shapes, config)
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise ModelDirectoryError(
-            f"{directory}: tensor '{missing[0]}' is missing, with {len(missing) - 1} more"
+            f"{directory}: tensor '{config.tensor_prefix}{missing[0]}' is missing, with "
+            f"{len(missing) - 1} more"
         )
 
     def side_by_side(names: list[str]) -> np.ndarray:
@@ -156,7 +159,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _read_tensors(
-    path: Path, shapes: dict[str, Shape], family: str
+    path: Path, shapes: dict[str, Shape], config: ModelConfig
 ) -> Iterable[tuple[str, np.ndarray]]:
     """The tensors of one file, each checked against `shapes`."""
     from safetensors import SafetensorError, safe_open
@@ -166,24 +169,29 @@ def _read_tensors(
     except SafetensorError as error:
         raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
     with file:
-        for name in file.keys():
-            # Old exports carry the RoPE table; tied ones may carry the head a second time.
-            if name.endswith("rotary_emb.inv_freq") or (
-                name == "lm_head.weight" and name not in shapes
-            ):
+        for full_name in file.keys():
+            name = full_name.removeprefix(config.tensor_prefix)
+            if name not in shapes and _is_passed_over(name, config):
                 continue
+            where = f"{path}: tensor '{full_name}'"
             if name not in shapes:
                 raise ModelDirectoryError(
-                    f"{path}: tensor '{name}' is no part of a {family} model with this config"
+                    f"{where} is no part of a {config.family} model with this config"
                 )
-            header = file.get_slice(name)
+            header = file.get_slice(full_name)
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if shape != shapes[name]:
-                raise ModelDirectoryError(
-                    f"{path}: tensor '{name}': expected shape {shapes[name]}, got {shape}"
-                )
+                raise ModelDirectoryError(f"{where}: expected shape {shapes[name]}, got {shape}")
             if dtype not in ("BF16", "F16", "F32"):
-                raise ModelDirectoryError(
-                    f"{path}: tensor '{name}': expected dtype BF16, F16 or F32, got {dtype}"
-                )
-            yield name, file.get_tensor(name)
+                raise ModelDirectoryError(f"{where}: expected dtype BF16, F16 or F32, got {dtype}")
+            yield name, file.get_tensor(full_name)
+
+
+def _is_passed_over(name: str, config: ModelConfig) -> bool:
+    """Old exports carry the RoPE table, tied ones the head a second time, and some an image encoder
+    beside the text model."""
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or (name == "lm_head.weight" and config.tie_embeddings)
+        or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
+    )
