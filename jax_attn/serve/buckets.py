@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import jax_attn as ja
 from jax_attn import models
 from jax_attn.serve.sampling import Rows
-from jax_attn.serve.scheduler import ScheduledSequence
+from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
 
 
 class Bucket(NamedTuple):
@@ -53,6 +54,58 @@ def sizes(max_running: int, max_step_tokens: int) -> list[tuple[int, int]]:
     if max_step_tokens > max_running:
         prompts.append(max_step_tokens)
     return [(n, n) for n in decodes] + [(n, max_running) for n in prompts]
+
+
+def balanced_specs(
+    config: models.ModelConfig,
+    dtype: str,
+    capacities: SchedulerConfig,
+    num_tokens: int,
+    num_rows: int,
+    **kwargs: Any,
+) -> tuple[ja.AttentionSpec, ...]:
+    """The attention of a bucket; `kwargs` are fields of AttentionSpec."""
+    pages_each = -(-config.max_positions // capacities.page_size)
+    return models.attention_specs(
+        config,
+        dtype=dtype,
+        page_size=capacities.page_size,
+        num_pages=capacities.num_pages,
+        max_batch=num_rows,
+        max_qo_tokens=num_tokens,
+        max_kv_pages=min(num_rows * pages_each, capacities.max_kv_pages_step),
+        **kwargs,
+    )
+
+
+def invariant_specs(
+    config: models.ModelConfig,
+    dtype: str,
+    capacities: SchedulerConfig,
+    num_tokens: int,
+    num_rows: int,
+) -> tuple[ja.AttentionSpec, ...]:
+    """Attention whose bits depend on the sequence alone.
+
+    Four chunks of the longest sequence: enough to share a long decode between processors, and few
+    enough that partial states of a whole step of long prompts have room.
+    """
+    longest = min(config.max_positions, capacities.page_size * capacities.num_pages)
+    kv_split = _SPLIT_STEP * max(1, -(-longest // (4 * _SPLIT_STEP)))
+    num_chunks = -(-longest // kv_split)
+    make = partial(balanced_specs, config, dtype, capacities, num_tokens, num_rows)
+    kernel = make(schedule="fixed_split", kv_split=kv_split)[0].kernel_config
+    group_size = config.num_qo_heads // config.num_kv_heads
+    num_tiles = num_rows + num_tokens * group_size // kernel["tile_q_0"]
+    return make(
+        schedule="fixed_split",
+        kv_split=kv_split,
+        max_items=max(2, num_tiles * config.num_kv_heads * num_chunks),
+        max_partial_rows=num_tokens * config.num_qo_heads * num_chunks,
+    )
+
+
+_SPLIT_STEP = 1024  # tokens, a multiple of every kernel's tile_kv
 
 
 def make_batch(bucket: Bucket, entries: Sequence[ScheduledSequence]) -> Batch:

@@ -27,26 +27,18 @@ class Device:
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens)
         if batch_invariant:
-            # One shape for all: XLA may sum a matmul otherwise where it has other rows.
+            # One shape for all: the order in which XLA adds up a row of a matmul depends on how
+            # many rows there are, if on nothing else of them.
             sizes = sizes[-1:]
-        pages_each = -(-model.config.max_positions // capacities.page_size)
+        dtype = str(model.params["embed"].dtype)
+        make_specs = buckets.invariant_specs if batch_invariant else buckets.balanced_specs
         self.buckets = [
             Bucket(
-                num_tokens,
-                num_rows,
-                models.attention_specs(
-                    model.config,
-                    dtype=str(model.params["embed"].dtype),
-                    page_size=capacities.page_size,
-                    num_pages=capacities.num_pages,
-                    max_batch=num_rows,
-                    max_qo_tokens=num_tokens,
-                    max_kv_pages=min(num_rows * pages_each, capacities.max_kv_pages_step),
-                    schedule="fixed_split" if batch_invariant else "balanced",
-                ),
-                sampling.Rows(num_rows, capacities.max_running, model.config.vocab_size),
+                *size,
+                make_specs(model.config, dtype, capacities, *size),
+                sampling.Rows(size[1], capacities.max_running, model.config.vocab_size),
             )
-            for num_tokens, num_rows in sizes
+            for size in sizes
         ]
         self._forward = buckets.make_forward(model.config)
         self._num_compiles_warm: int | None = None

@@ -19,10 +19,11 @@ from jax_attn import models
 from jax_attn.serve import grammar
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
-from jax_attn.serve.scheduler import QueueFull
+from jax_attn.serve.scheduler import QueueFull, ScheduledSequence
 
 DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 CONFIG = EngineConfig(num_pages=36, page_size=8, max_running=8, max_step_tokens=40)
+INVARIANT = dataclasses.replace(CONFIG, num_pages=240, batch_invariant=True)  # longer than a split
 
 ids = itertools.count()
 
@@ -41,7 +42,7 @@ def device(model):
 
 @pytest.fixture(scope="module")
 def invariant_device(model):
-    engine = Engine(model, dataclasses.replace(CONFIG, batch_invariant=True))
+    engine = Engine(model, INVARIANT)
     engine.warm_up()
     return engine.device
 
@@ -126,7 +127,7 @@ def check_drained(engine: Engine) -> None:
     engine.scheduler.check_integrity()
     stats = engine.stats()
     assert stats["running"] == stats["waiting"] == stats["pages_used"] == 0
-    assert stats["pages_free"] + stats["pages_cached"] == CONFIG.num_pages
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
 
 
 def check_greedy(logits_of, seq: Sequence, adjust=None) -> None:
@@ -273,15 +274,15 @@ def test_batch_invariant(model, invariant_device):
     """Same seed, same bits, logprobs too: whoever runs beside, whatever is chunked or cached."""
 
     def engine(**changes):
-        made = Engine(model, dataclasses.replace(CONFIG, batch_invariant=True, **changes))
+        made = Engine(model, dataclasses.replace(INVARIANT, **changes))
         made.device = invariant_device
         return made
 
     def seqs():
         return [
             sequence(
-                prompt(model, 50 * i, 20 + 13 * i),
-                max_tokens=30,
+                prompt(model, 50 * i, 1015 if i == 5 else 20 + 13 * i),
+                max_tokens=25,
                 temperature=1.0,
                 top_p=0.95 if i % 2 else 1.0,
                 seed=i,
@@ -630,3 +631,24 @@ def test_stats_and_snapshot(model, make_engine):
 def test_warm_up_lists_what_it_compiles(device):
     names = [bucket.name for bucket in device.buckets]
     assert names == ["8 tokens x 8 sequences", "40 tokens x 8 sequences"]
+
+
+def test_batch_invariant_plans_hold_any_batch(model):
+    """Long prompts in chunks among long decodes: the splits fit the capacities that were chosen."""
+    config = dataclasses.replace(
+        CONFIG, num_pages=2100, max_running=8, max_step_tokens=256, batch_invariant=True
+    )
+    engine = Engine(model, config)
+    (bucket,) = engine.device.buckets
+    assert bucket.specs[0].schedule == "fixed_split"
+    longest = model.config.max_positions
+    for num_decodes, num_prompts in ((8, 0), (7, 1), (4, 4), (0, 1), (0, 8)):
+        entries = []
+        for i in range(num_decodes + num_prompts):
+            seq = sequence([5] * longest)
+            seq.pages = list(range(longest // CONFIG.page_size))
+            n = 1 if i < num_decodes else (256 - num_decodes) // num_prompts
+            seq.num_computed = longest - n
+            entries.append(ScheduledSequence(seq, n, True))
+        plan = engine.device.plan(entries)[1].plans[0]
+        assert plan.header()["num_partial_rows"] > 0
