@@ -375,12 +375,14 @@ def test_413_before_and_while_reading():
         assert server.post(COMPLETIONS, {"prompt": "a" * 900}).status == 200
         answer = server.post(COMPLETIONS, {"prompt": "a" * 1100})
         assert answer.status == 413 and answer.error["code"] == "body_too_large"
-        # Without a length, and never ending: the answer comes while the body is still sent.
+        # The length alone is enough.
         head = (
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         )
-        connection = server.connect(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-        with connection:
+        with server.connect(f"{head}Content-Length: 1001\r\n\r\n".encode()) as connection:
+            assert b" 413 " in connection.recv(1000).split(b"\r\n")[0]
+        # Without a length, and never ending: the answer comes while the body is still sent.
+        with server.connect(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode()) as connection:
             for _ in range(11):
                 connection.sendall(b"64\r\n" + b"[" * 100 + b"\r\n")
             assert b" 413 " in connection.recv(1000).split(b"\r\n")[0]
