@@ -246,8 +246,7 @@ class Scheduler:
         self._expire(now, step)
         self._secure_pages(step)
         num_left, num_prefill_left = self._schedule_running(step)
-        # Whoever was just preempted must not come back, nor be replaced, while others lack pages.
-        if not step.preempted:
+        if not step.preempted:  # nobody goes out and in again within a step
             self._admit(step, min(num_left, num_prefill_left))
         return step if step.entries or step.preempted or step.expired else None
 
@@ -393,8 +392,9 @@ class Scheduler:
     def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
         """Gives `seq` a slot, its cached prefix, and pages for the rest of its tokens, if it can.
 
-        A page for each of the running and a hundredth of the pool stay in reserve: they can all go
-        on for page_size steps before one is preempted, so no two sequences preempt in turns.
+        A page for each of the running and a hundredth of the pool stay in reserve: all can go on
+        for page_size steps before one is preempted, and whoever gave its pages to others has to
+        wait until others give theirs back. So no two sequences preempt each other in turns.
         """
         config = self.config
         num_pages = -(-len(seq.tokens) // config.page_size)

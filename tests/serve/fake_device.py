@@ -140,6 +140,7 @@ class FakeDevice:
         assert sum(entry.num_tokens for entry in step.entries) <= config.max_step_tokens
         assert sum(len(seq.pages) for seq in seqs) <= config.max_kv_pages_step
         assert set(step.admitted) <= set(seqs), "admitted into nothing"
+        assert not set(step.admitted) & set(step.preempted), "out and in again"
         decodes = {seq.id for seq in seqs if seq.num_computed >= seq.num_prompt}
         decodes -= {seq.id for seq in step.admitted}
         prefill = sum(e.num_tokens for e in step.entries if e.seq.id not in decodes)

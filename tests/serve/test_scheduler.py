@@ -457,6 +457,21 @@ def test_the_youngest_is_preempted_and_comes_back_first():
     while not admitted:
         admitted = advance(scheduler).admitted
     assert admitted[0] is seqs[2]
+    assert seqs[2].num_computed > 8  # it found pages of its own again,
+    assert seqs[2].num_cached == 0  # which is no hit of its prompt
+    assert scheduler.stats().num_prompt_tokens_cached == 0
+
+
+def test_the_preempted_wait_before_those_that_never_ran():
+    scheduler = Scheduler(config(num_pages=12, max_running=2))
+    scheduler.add(sequence("seed", range(100, 112), max_tokens=1))
+    advance(scheduler)
+    old, early = sequence("old", range(8), max_tokens=30), sequence("early", range(50, 58))
+    late = sequence("late", range(100, 112), max_tokens=20)
+    scheduler.add(old, early, late)
+    assert list(scheduled(advance(scheduler))) == ["late", "old"]  # by what is cached
+    assert run_until_preempted(scheduler).preempted == [late]
+    assert scheduler.waiting == [late, early]
 
 
 def test_the_lowest_priority_is_preempted():
