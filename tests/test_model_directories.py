@@ -252,9 +252,12 @@ def test_published_models(name):
     num_weights, raw = PUBLISHED[name]
     config = models.parse_config(raw)
     assert sum(math.prod(shape) for shape in file_shapes(config).values()) == num_weights
-    specs = models.attention_specs(config, max_batch=64, max_qo_tokens=64, max_kv_pages=4096)
-    assert len(specs) == (2 if "gemma" in config.family else 1)
-    assert specs[0].head_dim_qk == config.head_dim
+    for target in ("cpu", "sm_90:132"):
+        specs = models.attention_specs(
+            config, max_batch=64, max_qo_tokens=64, max_kv_pages=4096, target=target
+        )
+        assert len(specs) == (2 if "gemma" in config.family else 1)
+        assert all(spec.kernel_config for spec in specs)
 
 
 def test_text_model_of_a_gemma3_with_images(tmp_path):

@@ -291,6 +291,23 @@ def test_cache_is_written_in_place(name):
     assert not [line for line in copies if shape in line]
 
 
+@every_model
+def test_types_of_16_bits(name):
+    """Activations stay in them (a scan would not have it otherwise); logits are f32."""
+    config = models.parse_config(model_cases.CONFIGS[name])
+    for dtype in ("bfloat16", "float16"):
+        make = functools.partial(models.random_params, config, dtype=dtype)
+        params = jax.eval_shape(make, jax.random.key(0))
+        specs = small_specs(config, dtype=dtype)
+        pages = models.init_pages(config, specs, num_pages=3)
+        plans = tuple(ja.plan(spec, [0, 1], [1], [0, 1], [2]) for spec in specs)
+        rows = np.zeros(specs[0].max_qo_tokens, np.int32)
+        forward = jax.jit(models.forward, static_argnames="config")
+        out = jax.eval_shape(forward, params, config, rows, rows, *pages, plans, rows[:2])
+        assert [x.dtype for x in out] == [jnp.float32, dtype, dtype]
+        assert out[0].shape == (2, config.vocab_size)
+
+
 def test_plans_of_another_model_are_refused():
     config = models.parse_config(model_cases.CONFIGS["gemma2"])
     with pytest.raises(ValueError, match="forward: plans: expected 2, got 1"):
