@@ -199,7 +199,6 @@ def sample(
     if kind == "full":
         scores = _penalized(state, slot, scores, *(floats[:, i, None] for i in range(3, 6)))
     scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
-    tokens = jnp.argmax(scores, axis=1).astype(jnp.int32)
     if kind != "greedy":
         # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
         scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / jnp.where(
@@ -208,8 +207,8 @@ def sample(
         if kind == "full":
             scaled = _filtered(scaled, top_k, top_p, min_p)
         noisy = scaled + _noise(seed, position, logits.shape[1])
-        drawn = jnp.argmax(noisy, axis=1).astype(jnp.int32)
-        tokens = jnp.where(temperature[:, 0] > 0, drawn, tokens)
+        scores = jnp.where(temperature > 0, noisy, scores)
+    tokens = _argmax(scores)
     tokens = jnp.where(jnp.any(jnp.isnan(logits), axis=1), -1, tokens)
 
     state = state._replace(last_tokens=state.last_tokens.at[slot].set(tokens, mode="drop"))
@@ -220,6 +219,14 @@ def sample(
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
     return state, Sampled(tokens, chosen, top_tokens.astype(jnp.int32), top_logprobs)
+
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    """[rows] i32, the first of equals. As two plain reductions: XLA's own argmax takes four times
+    as long on a CPU."""
+    best = jnp.max(scores, axis=1, keepdims=True)
+    tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    return jnp.min(jnp.where(scores == best, tokens, scores.shape[1] - 1), axis=1)
 
 
 def _penalized(state: SamplerState, slot, scores, repetition, presence, frequency) -> jax.Array:

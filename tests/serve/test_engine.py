@@ -308,6 +308,12 @@ def test_batch_invariant(model, invariant_device):
             assert got[seq.id].logprobs == one.logprobs  # floats, bit for bit
 
 
+def test_every_token_has_noise_of_its_own(model, make_engine):
+    """So hot that the model has no say: hardly a token comes twice, and none because of another."""
+    (result,) = run(make_engine(), sequence([0, 5], temperature=1e6, max_tokens=40))
+    assert len(set(result.tokens)) > 35 or result.reason is FinishReason.STOP
+
+
 def test_n_share_the_prompt(model, make_engine):
     engine = make_engine()
     tokens = prompt(model, 0, 50)
@@ -409,13 +415,13 @@ def test_jump_forward_saves_steps(model, make_engine):
 
 def test_jump_forward_amid_choices(model, make_engine, logits_of):
     """Chosen tokens are the reference's choice among the allowed ones, forced ones in its cache."""
-    pattern = r"(alpha|beta|gamma) is chosen by the model and (red|green|blue) as well\."
+    pattern = r"(alpha|beta|gamma) is red red red red red red now (red|green|blue) as well\."
     seqs = [
         sequence(
             prompt(model, 30 * i, 25 + i),
             grammar=grammar.from_regex(pattern),
             max_tokens=60,
-            frequency_penalty=0.3,
+            frequency_penalty=1.0,
         )
         for i in range(6)
     ]
@@ -432,7 +438,7 @@ def test_jump_forward_amid_choices(model, make_engine, logits_of):
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
             scores = logits[seq.num_prompt + i - 1].copy()
             for other in set(result.tokens[:i]):
-                scores[other] -= 0.3 * result.tokens[:i].count(other)
+                scores[other] -= 1.0 * result.tokens[:i].count(other)
             forced = engine.grammars.matcher(seq.params.grammar)
             for t in result.tokens[:i]:
                 forced.advance(t)
