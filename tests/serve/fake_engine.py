@@ -30,7 +30,7 @@ class TokenLogprob:
 class TokenEvent:
     seq_id: str
     tokens: list[int]
-    text: str
+    text: str = ""
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
@@ -52,9 +52,9 @@ def fake_model() -> FakeModel:
 
 
 class FakeEngine:
-    """Every sequence gets tokens of its prompt and seed, one each `delay` seconds.
+    """Every sequence gets tokens by its prompt and seed, a step each `delay` seconds.
 
-    A prompt that ends with one of the texts in `failures` fails after two tokens.
+    A prompt that ends with FAIL fails in its third step.
     """
 
     FAIL = "please fail"
@@ -66,7 +66,7 @@ class FakeEngine:
         self.ready = False
         self.failure: BaseException | None = None
         self.started = self.stopped = False
-        self.live: dict[str, int] = {}  # sequence -> tokens produced
+        self.live: dict[str, int] = {}  # sequence -> steps so far
         self.aborted: dict[str, int] = {}
         self.submitted: list = []
         self._grammars = Grammars(tokenizer, 4096, (0,))
@@ -108,39 +108,45 @@ class FakeEngine:
                     self.aborted[seq.id] = self.live.pop(seq.id)
 
     async def _run(self, seq, queue: asyncio.Queue) -> None:
-        params = seq.params
-        rng = random.Random(f"{seq.tokens}{params.seed}")
-        num_fail = len(self._fail_tokens)
-        text = ""
-        for step in range(params.max_tokens):
+        rng = random.Random(f"{seq.tokens}{seq.params.seed}")
+        fails = seq.tokens[: seq.num_prompt][-len(self._fail_tokens) :] == self._fail_tokens
+        text, held, num_left, step = "", "", seq.params.max_tokens, 0
+        while num_left:
             await asyncio.sleep(self.delay)
-            token = rng.choice(self._words)
-            event = TokenEvent(seq.id, [token], self.tokenizer.decode([token]))
+            # Some steps have two tokens, as after a jump; some hold text back, for stop strings.
+            tokens = rng.choices(self._words, k=2 if step % 4 == 2 and num_left > 1 else 1)
+            num_left -= len(tokens)
+            new = self.tokenizer.decode(tokens)
+            text, held = text + new, held + new
+            reason = self._reason(seq, text, num_left)
+            event = TokenEvent(seq.id, tokens, finish_reason=reason)
+            if step % 4 != 3 or reason:
+                event.text, held = held, ""
             if step == 0:
                 event.num_cached_tokens = 16 if seq.num_prompt > 16 else 0
-            if params.logprobs is not None:
-                top = tuple((token + i, -0.5 - i) for i in range(params.logprobs))
-                event.logprobs = [TokenLogprob(token, -0.5, top)]
-            text += event.text
-            self.live[seq.id] += 1
-            if step + 1 == params.max_tokens:
-                event.finish_reason = FinishReason.LENGTH
-            if seq.deadline is not None and time.monotonic() > seq.deadline:
-                event.finish_reason = FinishReason.DEADLINE
-            if any(stop in text for stop in params.stop):
-                event.finish_reason = FinishReason.STOP
-            if (
-                step == 2
-                and seq.tokens[seq.num_prompt - num_fail : seq.num_prompt] == self._fail_tokens
-            ):
+            if (num_top := seq.params.logprobs) is not None:
+                event.logprobs = [
+                    TokenLogprob(token, -0.5, tuple((token + i, -0.5 - i) for i in range(num_top)))
+                    for token in tokens
+                ]
+            if fails and step == 2:
                 event = TokenEvent(
-                    seq.id, [], "", finish_reason=FinishReason.ERROR, error="asked to fail"
+                    seq.id, [], finish_reason=FinishReason.ERROR, error="asked to fail"
                 )
+            self.live[seq.id] += 1
+            step += 1
             if event.finish_reason is not None:
                 del self.live[seq.id]
             queue.put_nowait(event)
             if event.finish_reason is not None:
                 return
+
+    def _reason(self, seq, text: str, num_left: int) -> FinishReason | None:
+        if any(stop in text for stop in seq.params.stop):
+            return FinishReason.STOP
+        if seq.deadline is not None and time.monotonic() > seq.deadline:
+            return FinishReason.DEADLINE
+        return None if num_left else FinishReason.LENGTH
 
     def stats(self) -> dict:
         return {

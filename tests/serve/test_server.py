@@ -162,7 +162,7 @@ def test_sampling_fields_arrive(server):
 def test_deadline(slow_server):
     answer = slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 200, "deadline": 0.1}).json
     assert answer["choices"][0]["finish_reason"] == "deadline"
-    assert 0 < answer["usage"]["completion_tokens"] < 100
+    assert 0 < answer["usage"]["completion_tokens"] < 150
 
 
 @pytest.mark.parametrize(
