@@ -10,6 +10,7 @@ from jax_attn.serve.events import StepStats
 from jax_attn.serve.scheduler import Scheduler, StepPlan
 
 _MAX_SHOWN = 500  # of the queue, and of the tree
+_MAX_TOKENS = 64  # of a node, the first
 
 
 def snapshot(scheduler: Scheduler, stats: StepStats, plan: StepPlan | None) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _tree(scheduler: Scheduler) -> list[dict[str, Any]]:
         {
             "namespace": node.namespace,
             "parent": None if node.parent is None else index[node.parent],
-            "tokens": [],
+            "tokens": memoryview(node.key).cast("i")[:_MAX_TOKENS].tolist(),
             "locks": node.locks,
             "num_pages": node.num_pages,
         }

@@ -74,6 +74,7 @@ class NodeView(NamedTuple):
     holders: int
     locks: int
     last_access: int
+    key: bytes  # the packed tokens of its pages
 
 
 class RadixCache:
@@ -193,7 +194,7 @@ class RadixCache:
             namespace, node = stack.pop()
             parent = node.parent.serial if node.parent else None
             counts = len(node.pages), node.holders, node.locks
-            yield NodeView(node.serial, parent, namespace, *counts, node.last_access)
+            yield NodeView(node.serial, parent, namespace, *counts, node.last_access, node.key)
             for child_key, child in node.children.items():
                 stack.append((child_key[0] if isinstance(child_key, tuple) else namespace, child))
 

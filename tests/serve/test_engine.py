@@ -632,6 +632,8 @@ def test_stats_and_snapshot(model, make_engine):
     assert len(states) == CONFIG.num_pages and set(states) <= set("fclu")
     assert snapshots[0]["requests"][0]["status"] == "running"
     assert {node["namespace"] for node in snapshots[-1]["tree"]} >= {"a", "b"}
+    shown = [node["tokens"] for node in snapshots[-1]["tree"]]
+    assert any(tokens[:8] == seqs[0].tokens[:8] for tokens in shown)
 
 
 def test_warm_up_lists_what_it_compiles(device):
