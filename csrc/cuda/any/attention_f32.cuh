@@ -33,7 +33,7 @@ struct AttentionF32Body {
     float k[kStages][kStep][kQkDim + 4];
     float v[kStages][kStep][kVoDim + 4];
     float p[kRows][kStep];  // probabilities; kUnseen where the row does not see the token
-    MergeScratch<kRows> scratch;
+    int last_to_arrive;
   };
   static constexpr float kUnseen = -1.0f;
   static constexpr int kSmemBytes = sizeof(Shared);
@@ -121,7 +121,7 @@ struct AttentionF32Body {
       __syncthreads();
     }
     Finish(p, item, row, part, max_log2, sum, o);
-    if (item.merge_idx >= 0) ArriveAndMerge<Traits>(p, item.merge_idx, shared.scratch);
+    if (item.merge_idx >= 0) ArriveAndMerge<Traits>(p, item.merge_idx, &shared.last_to_arrive);
     __syncthreads();  // the next item's q takes the place of this one's
   }
 

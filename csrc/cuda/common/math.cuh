@@ -45,17 +45,6 @@ __device__ __forceinline__ float QuadSum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-__device__ __forceinline__ float WarpMax(float x) {
-#pragma unroll 1
-  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, mask));
-  return x;
-}
-__device__ __forceinline__ float WarpSum(float x) {
-#pragma unroll 1
-  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
-  return x;
-}
-
 // A maximum of -inf means that no key was seen; 0 in its place keeps -inf - (-inf) out of exp2.
 __device__ __forceinline__ float FiniteMax(float max) { return max == -Infinity() ? 0.0f : max; }
 

@@ -48,24 +48,6 @@ __device__ __forceinline__ float StateWeight(float state_max_log2, float max_log
   return Exp2(state_max_log2 - FiniteMax(max_log2));
 }
 
-// The sum of many states of one row, by one warp in an order that depends on num_states alone.
-// load(i) gives state i.
-template <typename Load>
-__device__ __forceinline__ RowState FoldStates(int num_states, Load load) {
-  const int lane = threadIdx.x % kWarpSize;
-  float max_log2 = -Infinity();
-#pragma unroll 1
-  for (int i = lane; i < num_states; i += kWarpSize) max_log2 = fmaxf(max_log2, load(i).max_log2);
-  max_log2 = WarpMax(max_log2);
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int i = lane; i < num_states; i += kWarpSize) {
-    const RowState state = load(i);
-    sum = fmaf(StateWeight(state.max_log2, max_log2), state.sum, sum);
-  }
-  return {max_log2, WarpSum(sum)};
-}
-
 __device__ __forceinline__ void Scale(float4& x, float factor) {
   x.x *= factor;
   x.y *= factor;

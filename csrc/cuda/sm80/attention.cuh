@@ -133,7 +133,7 @@ class TilePath {
   struct Small {
     KvPools pools;
     VisibleSpan spans[kWarps];  // StepSpan of the item; registers are short in the main loop
-    MergeScratch<kTileQ> merge;
+    int last_to_arrive;
   };
   static constexpr int kRingBudget = kBudget - kQBytes - static_cast<int>(sizeof(Small)) - 16;
   // Split q has a larger q and no exchange; it takes the slots that fit. Beyond 4 nothing is
@@ -769,7 +769,7 @@ class TilePath {
       WriteRows(item, state);
     }
     const int merge_idx = item.merge_idx();
-    if (merge_idx >= 0) ArriveAndMerge<Traits>(p_, merge_idx, shared_.small.merge);
+    if (merge_idx >= 0) ArriveAndMerge<Traits>(p_, merge_idx, &shared_.small.last_to_arrive);
   }
 
   // Split q: every warp has the complete state of its rows. A row's four lanes store 16 or 32
@@ -913,7 +913,9 @@ struct AttentionBody {
 
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
-    LoadConstant(&p.header->nnz_qo);  // for later, so that it is near by then
+    // For later, so that they are near by then.
+    LoadConstant(&p.header->nnz_qo);
+    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
     int item = LoadConstant(p.queue_indptr + blockIdx.x);
     while (item < QueueEnd(p)) {
       const int tile = Traits::kNumTiles == 1 ? 0 : LoadConstant(&p.items[item].tile);
