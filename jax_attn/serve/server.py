@@ -221,10 +221,9 @@ class _Server:
         return Response(json.dumps(state), media_type="application/json", headers=_NO_STORE)
 
     def _node(self, node: dict[str, Any], mine: str) -> dict[str, Any]:
-        tokens = node["tokens"]
-        shown = {**_without(node, "tokens", "namespace"), "num_tokens": len(tokens)}
+        shown = _without(node, "tokens", "namespace")
         if node["namespace"] == mine:
-            shown["text"] = self._prepare.decode(tokens[:_TREE_TOKENS])
+            shown["text"] = self._prepare.decode(node["tokens"][:_TREE_TOKENS])
         return shown
 
     async def openapi(self, request: Request) -> Response:
