@@ -159,6 +159,15 @@ def test_sampling_fields_arrive(server):
     assert seq.priority == 3 and abs(seq.deadline - seq.arrival - 60) < 1e-6
 
 
+def test_null_is_absent(server):
+    for path, model, base in [
+        (COMPLETIONS, schemas.CompletionRequest, HELLO),
+        (CHAT, schemas.ChatCompletionRequest, HELLO_CHAT),
+    ]:
+        names = [field.alias or name for name, field in model.model_fields.items()]
+        assert server.post(path, dict.fromkeys(names) | base).status == 200
+
+
 def test_deadline(slow_server):
     answer = slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 200, "deadline": 0.1}).json
     assert answer["choices"][0]["finish_reason"] == "deadline"
