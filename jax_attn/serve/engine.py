@@ -333,6 +333,9 @@ class Engine:
         self._pending = self._last_plan = None
         for seq in self.scheduler.running:
             self._fail(seq, message)
+        for seq in self.scheduler.waiting:
+            # A token in flight when it was preempted will not come, but be sampled again.
+            self.scheduler.append(seq, [], num_sampled=seq.num_in_flight)
         for stream in list(self._streams.values()):
             if stream.seq.status is Status.FINISHED:  # which the step had no time to tell
                 self._close(stream.seq)

@@ -41,7 +41,7 @@ class SamplerState(NamedTuple):
     last_tokens: [max_running] i32. The newest token, where the next forward pass reads it.
     counts: [max_running, vocab] i32. How often a token is in the output, and _IN_PROMPT.
     bias_tokens, bias_values: [max_running, MAX_LOGIT_BIAS] i32, f32. Padding is token `vocab`.
-    Only last_tokens is kept up for a slot whose sequence never asked for kind "full".
+    All but last_tokens belong to the last sequence in the slot that `keeps_state`.
     """
 
     last_tokens: jax.Array
@@ -115,7 +115,8 @@ def slot_arrays(
 class Rows:
     """What `sample` takes for the rows of one step, in buffers that are filled again and again.
 
-    ints: [rows, 5] i32. Slot (max_running: the result is dropped), top_k, seed (two), position.
+    ints: [rows, 6] i32. Slot (max_running: the result is dropped), top_k, seed (two), position,
+        and the slot again where its counts and biases are this sequence's (else max_running).
     floats: [rows, 6] f32. Temperature, top_p, min_p; repetition, presence, frequency penalty.
     mask: [rows, ceil(vocab / 32)] i32, a bit a token, lowest first; 0 forbids the token.
 
@@ -124,7 +125,7 @@ class Rows:
 
     def __init__(self, max_rows: int, max_running: int, vocab_size: int):
         self._max_running = max_running
-        self.ints = np.zeros((max_rows, 5), np.int32)
+        self.ints = np.zeros((max_rows, 6), np.int32)
         self.floats = np.zeros((max_rows, 6), np.float32)
         self._mask = np.full((max_rows, -(-vocab_size // 32)), -1, np.int32)
         self._allow_all = jnp.full(self._mask.shape, -1, jnp.int32)  # stays on the device
@@ -133,7 +134,7 @@ class Rows:
 
     def clear(self) -> None:
         """Makes every row void: greedy, unmasked, its result dropped."""
-        self.ints[:] = (self._max_running, 0, 0, 0, 0)
+        self.ints[:] = (self._max_running, 0, 0, 0, 0, self._max_running)
         self.floats[:] = (0, 1, 0, 1, 0, 0)
         self.kind: Kind = "greedy"
         if self._has_mask:
@@ -146,6 +147,7 @@ class Rows:
         self.ints[row, :2] = slot, params.top_k
         self.ints[row, 2:4] = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
         self.ints[row, 4] = position
+        self.ints[row, 5] = slot if keeps_state(params) else self._max_running
         self.floats[row] = (
             params.temperature,
             params.top_p,
@@ -193,11 +195,13 @@ def sample(
 
     Returns the state with the tokens counted and in last_tokens[slot], and what was sampled.
     """
-    slot, top_k, seed, position = ints[:, 0], ints[:, 1], ints[:, 2:4], ints[:, 4]
+    slot, top_k, seed, position, state_slot = (
+        ints[:, 0], ints[:, 1], ints[:, 2:4], ints[:, 4], ints[:, 5]
+    )  # fmt: skip
     temperature, top_p, min_p = (floats[:, i, None] for i in range(3))
     scores = logits
     if kind == "full":
-        scores = _penalized(state, slot, scores, *(floats[:, i, None] for i in range(3, 6)))
+        scores = _penalized(state, state_slot, scores, *(floats[:, i, None] for i in range(3, 6)))
     scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
     if kind != "greedy":
         # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
@@ -214,7 +218,7 @@ def sample(
     state = state._replace(last_tokens=state.last_tokens.at[slot].set(tokens, mode="drop"))
     if kind != "full":
         return state, Sampled(tokens)
-    state = state._replace(counts=state.counts.at[slot, tokens].add(1, mode="drop"))
+    state = state._replace(counts=state.counts.at[state_slot, tokens].add(1, mode="drop"))
     logprobs = jax.nn.log_softmax(logits, axis=1)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]

@@ -558,6 +558,45 @@ def test_a_step_that_raises(model, make_engine, logits_of, monkeypatch):
     check_drained(engine)
 
 
+def test_a_step_that_raises_with_a_preempted_sequence_in_flight(
+    model, make_engine, logits_of, monkeypatch
+):
+    """Its token is lost with the step, and is sampled again."""
+    engine = make_engine()
+    seqs = [
+        sequence(prompt(model, 40 * i, 60), max_tokens=60, ignore_eos=True, temperature=i % 2)
+        for i in range(8)
+    ]
+    expected = [
+        run(engine, dataclasses.replace(seq, id="x", tokens=list(seq.tokens)))[0] for seq in seqs
+    ]
+    forward, victims = engine.device.forward, []
+
+    def fail(batch):
+        if not victims:
+            victims.extend(seq for seq in engine.scheduler.waiting if seq.num_in_flight)
+            if victims:
+                raise RuntimeError
+        return forward(batch)
+
+    monkeypatch.setattr(engine.device, "forward", fail)
+    results = {seq.id: Result() for seq in seqs}
+    engine.submit(seqs)
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except RuntimeError:
+            events = engine.recover("failed")
+        for event in events:
+            results[event.seq_id].add(event)
+    assert victims
+    for seq, one in zip(seqs, expected, strict=True):
+        if results[seq.id].reason is not FinishReason.ERROR:
+            assert results[seq.id].tokens == one.tokens
+    assert all(results[seq.id].reason is FinishReason.LENGTH for seq in victims)
+    check_drained(engine)
+
+
 def test_nan_logits_end_one_sequence(model, make_engine, logits_of, monkeypatch):
     engine = make_engine()
     seqs = [sequence(prompt(model, 20 * i, 20), max_tokens=20, ignore_eos=True) for i in range(3)]

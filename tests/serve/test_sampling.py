@@ -263,6 +263,17 @@ def test_void_rows_and_nan(kind):
     assert int((batch.state.counts[np.array([0, 2, 3, 5, 6, 7, 8])] != 0).sum()) == 0
 
 
+def test_what_a_slot_held_before_is_forgotten():
+    """Biases and counts of a sequence that left do not reach the next one in its slot."""
+    logits = np.random.default_rng(8).normal(0, 1, VOCAB).astype(np.float32)
+    old = params(logit_bias=((3, 50.0),), frequency_penalty=1.0)
+    batch = Batch({0: {"logits": logits, "params": old, "slot": 4, "tokens": [7] * 9}})
+    assert int(batch.sample().tokens[0]) == 3
+    batch.rows.clear()
+    batch.rows.set(0, params(top_k=1), 4, 0)
+    assert int(batch.sample().tokens[0]) == logits.argmax()
+
+
 def test_rows_are_cleared():
     rows = sampling.Rows(ROWS, SLOTS, VOCAB)
     rows.set(0, params(top_k=3), 2, 5)
