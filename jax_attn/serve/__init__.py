@@ -4,12 +4,16 @@
 
 | module | holds |
 | --- | --- |
-| `request` | what a client asked for, and the state of one stream of tokens |
+| `request`, `events` | one stream of tokens, as asked for and as answered; plain data |
 | `pages`, `prefix_cache` | who owns a page of the kv cache; which pages hold which tokens |
-| `scheduler` | what the next step computes; admission, preemption, deadlines |
-| `engine`, `sampling`, `grammar`, `detokenizer` | the step on the device, and what becomes of it |
-| `async_engine` | the thread that runs the engine, for asyncio |
-| `server`, `schemas`, `chat`, `metrics` | HTTP |
+| `scheduler` | what the next step computes: admission, preemption, deadlines |
+| `engine` | the step: admit, schedule, plan, forward, sample, retire |
+| `device`, `buckets`, `sampling` | its half on the device, in static shapes |
+| `grammar`, `detokenizer` | constrained decoding; from tokens to text |
+| `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |
+| `server`, `schemas`, `prepare`, `responses`, `chat`, `token_bytes` | requests and answers, HTTP |
+| `auth`, `errors`, `openapi`, `metrics` | what every route has in common |
 
-`request`, `pages`, `prefix_cache` and `scheduler` are pure Python and do not import jax.
+Arrows only go down: HTTP knows `async_engine`, the engine knows the scheduler, and `request`,
+`pages`, `prefix_cache` and `scheduler` are pure Python that does not import jax.
 """

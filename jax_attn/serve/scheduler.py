@@ -339,7 +339,7 @@ class Scheduler:
             coming.append(self._coming(seq))
         if step.admitted:
             last_rank = max(map(_rank, step.admitted))
-            for seq in self._waiting:
+            for seq in self._waiting[:_LOOKUPS]:  # nobody overtakes from further back
                 seq.num_overtaken += _rank(seq) < last_rank
 
     def _candidates(self) -> list[tuple[Sequence, bytes, int, bool]]:

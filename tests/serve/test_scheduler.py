@@ -125,11 +125,9 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_token_is_computed_once_in_order_over_the_right_pages(system, depth, forces):
+def simulate(system: str, depth: int, forces: bool, seeds) -> None:
     totals = {"preemptions": 0, "cached": 0, "reasons": set()}
-    for seed in range(3):
+    for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
         _, seqs = Traffic(seed).run(scheduler, depth, forces)
         for seq in seqs:
@@ -148,6 +146,19 @@ def test_every_token_is_computed_once_in_order_over_the_right_pages(system, dept
     assert totals["reasons"] == set(FinishReason) - {FinishReason.ERROR}
     assert totals["preemptions"] > 0 or system in ("roomy", "one at a time")
     assert (totals["cached"] > 0) == (system != "no prefix cache")
+
+
+@pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_token_is_computed_once_in_order_over_the_right_pages(system, depth, forces):
+    simulate(system, depth, forces, range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_same_for_longer(system, depth, forces):
+    simulate(system, depth, forces, range(3, 20))
 
 
 @pytest.mark.parametrize("system", ["roomy", "tight"])
