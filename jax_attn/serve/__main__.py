@@ -12,7 +12,11 @@ from types import FrameType
 
 import jax
 import jax.numpy as jnp
-import uvicorn
+
+try:
+    import uvicorn
+except ModuleNotFoundError:
+    sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
 from jax_attn import models
 from jax_attn.serve import auth
