@@ -343,11 +343,13 @@ def test_stops(model, make_engine):
     tokens = prompt(model, 0, 40)
     (free,) = run(engine, sequence(tokens, max_tokens=30))
     stop = free.text[7:12]
-    stopped, by_token = run(
+    stopped, by_token, nearly = run(
         engine,
         sequence(tokens, max_tokens=30, stop=(stop,)),
         sequence(tokens, max_tokens=30, stop_token_ids=(free.tokens[6],)),
+        sequence(tokens, max_tokens=30, stop=(free.text[-3:] + "\0",)),
     )
+    assert nearly.text == free.text  # what was held back comes in the end
     assert stopped.text == free.text[: free.text.index(stop)]
     assert stopped.tokens == free.tokens[: len(stopped.tokens)] and len(stopped.tokens) < 30
     first = free.tokens.index(free.tokens[6])
