@@ -30,6 +30,8 @@ _BUNDLED_MODEL = Path("models") / "tiny-llama-stdlib"
 _MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
 _BACKLOG = 2048
 _KV_SHARE = 0.85  # of the free memory; the rest is for activations and logits
+_CPU_BYTES = 2 << 30
+_MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
 
 
 class _Uvicorn(uvicorn.Server):
@@ -102,17 +104,18 @@ def _engine_config(model: models.Model, args: argparse.Namespace) -> EngineConfi
 
 
 def _default_num_pages(config: models.ModelConfig, args: argparse.Namespace) -> int:
-    """What the device's free memory holds or, on CPU, all running sequences at full length."""
+    """What the device's free memory holds; on CPU, whose memory others need too, far less."""
     pages_each = -(-config.max_positions // args.page_size)
-    wanted = args.max_running * pages_each
-    memory = jax.devices()[0].memory_stats()
-    if not memory:  # the host's memory belongs to others too
-        return wanted
+    num_running = args.max_running * pages_each
     bytes_each = (
         2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
     ) * jnp.dtype(args.dtype).itemsize
-    free = memory["bytes_limit"] - memory["bytes_in_use"]
-    return max(pages_each, int(free * _KV_SHARE) // bytes_each)
+    if memory := jax.devices()[0].memory_stats():
+        budget = int(_KV_SHARE * (memory["bytes_limit"] - memory["bytes_in_use"]))
+        most = _MAX_CACHE * num_running
+    else:
+        budget, most = _CPU_BYTES, num_running
+    return max(pages_each, min(budget // bytes_each, most))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
