@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
-from jax_attn.serve.events import StepStats, TokenEvent
+from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.request import FinishReason, Sequence
 
 log = logging.getLogger("jax_attn.serve")
@@ -54,8 +54,6 @@ class AsyncEngine:
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )
         self.failure: BaseException | None = None
-        self.on_step: Callable[[StepStats], None] | None = None
-        """Called from the engine's thread after each step."""
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake, as are:
@@ -175,8 +173,6 @@ class AsyncEngine:
             events = self._engine.recover(f"The engine failed: {type(error).__name__}.")
         self._deliver(events)
         self._publish()
-        if self.on_step is not None:
-            self.on_step(self._engine.step_stats)
 
     def _submit(
         self, seqs: Seq[Sequence], subscriber: _Subscriber, submitted: Future[None]

@@ -152,10 +152,11 @@ class Engine:
             )
         biased = [token for token, _ in params.logit_bias]
         for name, tokens in (("prompt", seq.tokens), ("logit_bias", biased)):
-            if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
-                raise ValueError(
-                    f"{name}: expected tokens in [0, {config.vocab_size}), got {bad[0]}."
-                )
+            for extreme in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= extreme < config.vocab_size:
+                    raise ValueError(
+                        f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}."
+                    )
         matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
         # Forced tokens have no logprobs, as the model is not asked about them.
         jumps = self.config.jump_forward and params.logprobs is None
