@@ -31,8 +31,12 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._template = None if source is None else _compile(source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The text up to where the assistant's answer begins.
+
+        variables: more of them, for this rendering; none of them replaces the messages.
 
         Raises:
           ChatTemplateError: see there.
@@ -44,12 +48,12 @@ class ChatTemplate:
             )
         try:
             return self._template.render(
-                **{
+                {
                     "add_generation_prompt": True,
                     "tools": None,
                     "documents": None,
                     **self._variables,
-                    **variables,
+                    **(variables or {}),
                     "messages": messages,
                 }
             )

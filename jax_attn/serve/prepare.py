@@ -101,7 +101,7 @@ class Preparer:
         self, messages: list[schemas.Message], variables: dict[str, Any]
     ) -> list[int]:
         try:
-            text = self._template.render([_plain(message) for message in messages], **variables)
+            text = self._template.render([_plain(message) for message in messages], variables)
         except chat.ChatTemplateError as error:
             raise bad_field("messages", str(error)) from None
         return self._tokenizer.encode(text, add_special_tokens=False).ids

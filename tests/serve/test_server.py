@@ -103,6 +103,13 @@ def test_chat_uses_the_template(server):
     assert seq.params.max_tokens == server.engine.limits.max_model_len - seq.num_prompt
 
 
+def test_variables_for_the_template(server):
+    more = {"messages": [], "self": 1, "enable_thinking": False, "": None}
+    assert server.post(CHAT, HELLO_CHAT | {"chat_template_kwargs": more}).status == 200
+    seq = server.engine.submitted[-1]
+    assert "hello" in server.engine.tokenizer.decode(seq.tokens)
+
+
 def test_chat_logprobs(server):
     answer = server.post(CHAT, HELLO_CHAT | {"logprobs": True, "top_logprobs": 2}).json
     choice = answer["choices"][0]
