@@ -85,10 +85,11 @@ def values(schema: dict) -> st.SearchStrategy:
             )
         case {"type": "object", "patternProperties": patterns}:
             ((pattern, inner),) = patterns.items()
-            keys = st.from_regex(pattern, fullmatch=True)
-            return st.dictionaries(keys, values(inner), max_size=4)
+            return st.dictionaries(
+                st.from_regex(pattern, fullmatch=True), values(inner), max_size=4
+            )
         case {"type": "object"}:
-            return st.dictionaries(st.text(max_size=8), json_values, max_size=4)
+            return st.dictionaries(keys, json_values, max_size=4)
     assert schema.keys() <= known, f"the strategy does not know {schema}"
     return json_values
 
@@ -111,11 +112,13 @@ def floats(schema: dict) -> st.SearchStrategy:
     )
 
 
+# Of any object; and those that mean something to Python, to templates and to JSON Schema.
+keys = st.text(max_size=8) | st.sampled_from(
+    ["self", "messages", "bos_token", "type", "$ref", "properties", "items", "anyOf", "pattern"]
+)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),
     max_leaves=10,
 )
 
