@@ -281,6 +281,9 @@ inline void CopyAsync16(u32 shared, const void* global, bool valid) {
   std::memset(smem + shared, 0xff, 16);  // until it is waited for
   emulation::machine.current().open_group.push_back({smem + shared, global, valid});
 }
+inline void CopyAsync16Once(u32 shared, const void* global, bool valid) {
+  CopyAsync16(shared, global, valid);
+}
 inline void CommitCopies() {
   emulation::Fiber& f = emulation::machine.current();
   f.groups.push_back(std::move(f.open_group));

@@ -33,6 +33,17 @@ __device__ __forceinline__ void CopyAsync16(u32 shared, const void* global, bool
                : "memory");
 }
 
+// The same for data that nobody else is going to read: it leaves L2 before anything else does.
+__device__ __forceinline__ void CopyAsync16Once(u32 shared, const void* global, bool valid) {
+  const u32 bytes = valid ? 16 : 0;
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+      "l"(global), "r"(bytes), "l"(policy)
+      : "memory");
+}
+
 // Closes the group of this thread's copies since the last commit; it may be empty.
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

