@@ -89,16 +89,21 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
     return spec
 
 
-def make_plan(workload: Workload, spec: Any) -> Any:
+def plan_arguments(workload: Workload) -> tuple[Any, ...]:
+    lengths = workload.qo_indptr, workload.kv_lens
     if workload.page_size is None:
-        return ja.plan(spec, workload.qo_indptr, workload.kv_lens)
-    return ja.plan(
-        spec,
-        workload.qo_indptr,
-        workload.kv_lens,
-        workload.page_indptr,
-        workload.page_indices(),
-    )
+        return lengths
+    return *lengths, workload.page_indptr, workload.page_indices()
+
+
+def make_plan(workload: Workload, spec: Any) -> Any:
+    return ja.plan(spec, *plan_arguments(workload))
+
+
+def plan_us(workload: Workload, spec: Any) -> float:
+    """Median time of jax_attn.plan on the host, given arrays; its Python included."""
+    arguments = plan_arguments(workload)
+    return timing.median_us(lambda: ja.plan(spec, *arguments).buffer, repeats=101)
 
 
 # ---- attention ---------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def load(select: Iterable[str] = (), kinds: Iterable[str] = (), shrink: int = 1)
             return False
         return not select or any(_matches(entry["id"], pattern) for pattern in select)
 
-    supported = (*ATTENTION_KINDS, "append", "merge", "step")
+    supported = (*ATTENTION_KINDS, "append", "merge", "step", "plan")
     entries = json.loads(PATH.read_text())["workloads"]
     for pattern in select:
         if not any(_matches(entry["id"], pattern) for entry in entries):
