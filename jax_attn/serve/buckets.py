@@ -110,24 +110,31 @@ _SPLIT_STEP = 1024  # tokens, a multiple of every kernel's tile_kv
 
 def make_batch(bucket: Bucket, entries: Sequence[ScheduledSequence]) -> Batch:
     """What `forward` computes for the entries, in their order."""
-    inputs = np.zeros((3, bucket.num_tokens), np.int32)
-    inputs[1] = -1
-    logit_rows = np.zeros(bucket.num_rows, np.int32)
     page_size = bucket.specs[0].page_size
     assert page_size is not None
+    tokens: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
     qo_indptr, kv_lens, page_indptr, page_indices = [0], [], [0], []
-    for row, entry in enumerate(entries):
-        seq, begin = entry.seq, qo_indptr[-1]
-        end, kv_len = begin + entry.num_tokens, seq.num_computed + entry.num_tokens
-        known = seq.tokens[seq.num_computed : kv_len]
-        inputs[0, begin : begin + len(known)] = known
-        inputs[1, begin + len(known) : end] = seq.slot  # one token at most
-        inputs[2, begin:end] = range(seq.num_computed, kv_len)
-        logit_rows[row] = end - 1
-        qo_indptr.append(end)
-        kv_lens.append(kv_len)
-        page_indices += seq.pages[: -(-kv_len // page_size)]
+    for entry in entries:
+        seq, begin, num_tokens = entry.seq, entry.seq.num_computed, entry.num_tokens
+        end = begin + num_tokens
+        known = seq.tokens[begin:end]
+        tokens += known
+        slots += [-1] * len(known)
+        if len(known) < num_tokens:  # by one, the sample in flight
+            tokens.append(0)
+            slots.append(seq.slot)
+        positions += range(begin, end)
+        qo_indptr.append(len(tokens))
+        kv_lens.append(end)
+        page_indices += seq.pages[: -(-end // page_size)]
         page_indptr.append(len(page_indices))
+    inputs = np.zeros((3, bucket.num_tokens), np.int32)
+    inputs[1] = -1
+    inputs[:, : len(tokens)] = tokens, slots, positions
+    logit_rows = np.zeros(bucket.num_rows, np.int32)
+    logit_rows[: len(entries)] = np.array(qo_indptr[1:], np.int32) - 1
     batch = [np.array(x, np.int32) for x in (qo_indptr, kv_lens, page_indptr, page_indices)]
     return Batch(inputs, logit_rows, tuple(ja.plan(spec, *batch) for spec in bucket.specs))
 

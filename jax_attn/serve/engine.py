@@ -29,13 +29,19 @@ from jax_attn.serve.detokenizer import Detokenizer
 from jax_attn.serve.device import Device
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import GrammarError, Grammars, Matcher
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve.request import FinishReason, Sequence, Status
 from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Capacities. The engine's dtype is that of the model's weights."""
+    """Capacities and policy. The engine's dtype is that of the model's weights.
+
+    batch_invariant: the logits of a sequence, and so its text for a seed, have the same bits
+      whatever runs beside it, and however it is chunked, cached or preempted. That holds between
+      engines of one config on one kind of device. Its price: each step is padded to
+      max_step_tokens, so choose that small.
+    """
 
     num_pages: int  # of the kv cache
     page_size: int = 16  # tokens
@@ -46,7 +52,7 @@ class EngineConfig:
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     starvation_steps: int = 16  # see SchedulerConfig
     prefix_cache: bool = True
-    batch_invariant: bool = False  # the same bits for a sequence, whatever runs beside it
+    batch_invariant: bool = False
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
     max_grammars: int = 128  # compiled grammars kept
 
@@ -66,6 +72,8 @@ class _Stream:
     detokenizer: Detokenizer
     matcher: Matcher | None
     jumps: bool  # forced tokens are appended without being sampled
+    row: sampling.RowParams
+    stop_tokens: frozenset[int]
     slot_is_set: bool = False  # the device has its counts and biases
 
 
@@ -160,7 +168,16 @@ class Engine:
         matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
         # Forced tokens have no logprobs, as the model is not asked about them.
         jumps = self.config.jump_forward and params.logprobs is None
-        return _Stream(seq, Detokenizer(self.model.tokenizer, params.stop), matcher, jumps)
+        ends_at_eos = matcher is not None or not params.ignore_eos
+        stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
+        return _Stream(
+            seq,
+            Detokenizer(self.model.tokenizer, params.stop),
+            matcher,
+            jumps,
+            sampling.row_params(params),
+            frozenset(stop_tokens),
+        )
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -237,11 +254,11 @@ class Engine:
                 self._fail(seq, str(error))
                 return False
         elif seq.num_output < params.min_tokens:
-            sampling.forbid(rows.row_mask(row), self._stop_tokens(params))
-        if sampling.keeps_state(params) and not stream.slot_is_set:
+            sampling.forbid(rows.row_mask(row), stream.stop_tokens)
+        if stream.row.keeps_state and not stream.slot_is_set:
             self.device.set_slot(seq.slot, params, seq.tokens, seq.num_prompt)
             stream.slot_is_set = True
-        rows.set(row, params, seq.slot, seq.num_output)
+        rows.set(row, stream.row, seq.slot, seq.num_output)
         return True
 
     # ---- what becomes of tokens ----------------------------------------------------------------
@@ -294,16 +311,12 @@ class Engine:
         """Adds a token's text to the event; why the sequence ends with it, if it does."""
         params = stream.seq.params
         may_stop = num_output > params.min_tokens or stream.matcher is not None
-        if may_stop and token in self._stop_tokens(params, bool(stream.matcher)):
+        if may_stop and token in stream.stop_tokens:
             return FinishReason.STOP  # and no text
         event.text += stream.detokenizer.push(token, may_stop=num_output >= params.min_tokens)
         if stream.detokenizer.stopped:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_output >= params.max_tokens else None
-
-    def _stop_tokens(self, params: SamplingParams, eos: bool = False) -> tuple[int, ...]:
-        with_eos = eos or not params.ignore_eos
-        return params.stop_token_ids + (self.model.config.eos_tokens if with_eos else ())
 
     def _fail(self, seq: Sequence, message: str) -> None:
         self._event(seq).error = message

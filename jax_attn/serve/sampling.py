@@ -3,7 +3,7 @@
     state = init_state(max_running, vocab_size)
     state = set_slot(state, slot, *slot_arrays(params, tokens, num_prompt, vocab_size))
     rows = Rows(max_batch, max_running, vocab_size)
-    rows.set(row, params, slot, position)                        # a sequence of this step
+    rows.set(row, row_params(params), slot, position)            # a sequence of this step
     state, sampled = sample(state, logits, rows.ints, rows.floats, rows.mask, kind=rows.kind)
 
 A token depends on its logits, its parameters, its seed and its position in the output, and on no
@@ -13,7 +13,7 @@ top-p of what that leaves, min-p. Tokens of equal logits stay or go together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -86,6 +86,34 @@ def kind_of(params: SamplingParams) -> Kind:
     return "full" if filtered else "temperature"
 
 
+class RowParams(NamedTuple):
+    """What `Rows.set` needs of a sequence's parameters; the same in all its steps."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+    kind: Kind
+    keeps_state: bool
+
+
+def row_params(params: SamplingParams) -> RowParams:
+    seed = params.seed % 2**64
+    words = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
+    floats = (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+    return RowParams(
+        np.array([0, params.top_k, *words, 0, 0], np.int32),
+        np.array(floats, np.float32),
+        kind_of(params),
+        keeps_state(params),
+    )
+
+
 def keeps_state(params: SamplingParams) -> bool:
     """Whether the sequence needs `set_slot` before it is sampled in a slot."""
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
@@ -141,22 +169,15 @@ class Rows:
             self._mask[:] = -1
             self._has_mask = False
 
-    def set(self, row: int, params: SamplingParams, slot: int, position: int) -> None:
+    def set(self, row: int, params: RowParams, slot: int, position: int) -> None:
         """The row samples output token number `position` of the sequence in `slot`."""
-        seed = params.seed % 2**64
-        self.ints[row, :2] = slot, params.top_k
-        self.ints[row, 2:4] = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
-        self.ints[row, 4] = position
-        self.ints[row, 5] = slot if keeps_state(params) else self._max_running
-        self.floats[row] = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        self.kind = max(self.kind, kind_of(params), key=KINDS.index)
+        ints = self.ints[row]
+        ints[:] = params.ints
+        ints[0], ints[4] = slot, position
+        ints[5] = slot if params.keeps_state else self._max_running
+        self.floats[row] = params.floats
+        if params.kind != self.kind:
+            self.kind = max(self.kind, params.kind, key=KINDS.index)
 
     def row_mask(self, row: int) -> np.ndarray:
         """[ceil(vocab / 32)] i32: the mask of the row, to be written. At first all ones."""
@@ -168,7 +189,7 @@ class Rows:
         return self._mask if self._has_mask else self._allow_all
 
 
-def forbid(row_mask: np.ndarray, tokens: Sequence[int]) -> None:
+def forbid(row_mask: np.ndarray, tokens: Iterable[int]) -> None:
     """Clears the bits of `tokens` in a mask [ceil(vocab / 32)] i32."""
     for token in tokens:
         row_mask[token // 32] &= ~np.array(1 << token % 32, np.uint32).view(np.int32)

@@ -466,6 +466,26 @@ def test_length_cuts_forced_tokens(model, make_engine):
     assert len(result.tokens) == 3 and result.reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("where", ["fill_mask", "advance", "take_forced"])
+def test_a_grammar_that_gets_stuck(model, make_engine, logits_of, monkeypatch, where):
+    """Ends its own sequence, and no other."""
+    engine = make_engine()
+    text = grammar.from_regex("[a-z]{3} (and so on|and on)+ [0-9]{9}")
+    seqs = [sequence(prompt(model, 0, 20), grammar=text, max_tokens=40), sequence([0, 593, 633])]
+    call, num_calls = getattr(grammar.Matcher, where), itertools.count()
+
+    def stuck(*args):
+        if next(num_calls) == 3:
+            raise grammar.GrammarError("grammar: too complex.")
+        return call(*args)
+
+    monkeypatch.setattr(grammar.Matcher, where, stuck)
+    results = run(engine, *seqs)
+    assert (results[0].reason, results[0].error) == (FinishReason.ERROR, "grammar: too complex.")
+    assert results[1].reason is FinishReason.LENGTH
+    check_greedy(logits_of, seqs[1])
+
+
 # ---- refusals and failures ---------------------------------------------------------------------
 
 

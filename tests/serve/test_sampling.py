@@ -53,7 +53,7 @@ class Batch:
         for i, row in rows.items():
             p, slot = row["params"], row.get("slot", i)
             self.logits[i] = row["logits"]
-            self.rows.set(i, p, slot, row.get("position", 0))
+            self.rows.set(i, sampling.row_params(p), slot, row.get("position", 0))
             if sampling.keeps_state(p):
                 arrays = sampling.slot_arrays(
                     p, row.get("tokens", ()), row.get("num_prompt", 0), VOCAB
@@ -270,13 +270,13 @@ def test_what_a_slot_held_before_is_forgotten():
     batch = Batch({0: {"logits": logits, "params": old, "slot": 4, "tokens": [7] * 9}})
     assert int(batch.sample().tokens[0]) == 3
     batch.rows.clear()
-    batch.rows.set(0, params(top_k=1), 4, 0)
+    batch.rows.set(0, sampling.row_params(params(top_k=1)), 4, 0)
     assert int(batch.sample().tokens[0]) == logits.argmax()
 
 
 def test_rows_are_cleared():
     rows = sampling.Rows(ROWS, SLOTS, VOCAB)
-    rows.set(0, params(top_k=3), 2, 5)
+    rows.set(0, sampling.row_params(params(top_k=3)), 2, 5)
     sampling.forbid(rows.row_mask(0), [0, 31, 63, 82])
     assert rows.kind == "full" and int(rows.mask[0, 0]) == 0x7FFFFFFE
     rows.clear()
