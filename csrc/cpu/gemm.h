@@ -107,7 +107,6 @@ constexpr int kPanelsAtOnce = kRows * 4 <= Isa::kRows   ? 4
 // What a register tile does besides: Step<bytes>() is called once a step, which reads so many
 // bytes. The kernels use it to spread prefetches evenly over the arithmetic.
 struct NoFetch {
-  void Start(const char* const*, i64, i64, i64) {}
   template <i64 kBytes>
   void Step(i64) {}
 };

@@ -57,9 +57,10 @@ struct HeadRows {
   const char* Row(i64 t) const { return rows[t] + offset; }
 };
 
-// Fetches rows into the second cache line by line, in the order in which they lie in memory, as
-// many bytes a step as the step multiplies: memory never waits for arithmetic, nor arithmetic for
-// memory.
+// Fetches rows line by line, in the order in which they lie in memory, as many bytes a step as the
+// step multiplies: memory never waits for arithmetic, nor arithmetic for memory. kCache: into the
+// first cache or the second.
+template <int kCache>
 struct RowFetch {
   const char* line = nullptr;
   const char* row_end = nullptr;
@@ -67,12 +68,12 @@ struct RowFetch {
   const char* const* rows_end = nullptr;
   i64 row_bytes = 0;
 
-  // From now on: the first row_bytes of rows[begin, end).
-  void Start(const char* const* rows, i64 begin, i64 end, i64 bytes) {
-    next_row = rows + begin + 1;
-    rows_end = rows + end;
+  // From now on: the first `bytes` of rows[0, num_rows).
+  void Start(const char* const* rows, i64 num_rows, i64 bytes) {
+    next_row = rows + 1;
+    rows_end = rows + num_rows;
     row_bytes = bytes;
-    line = rows[begin];
+    line = rows[0];
     row_end = line + row_bytes;
   }
 
@@ -88,7 +89,7 @@ struct RowFetch {
 
   // The next line; the last one again when all are fetched.
   JAX_ATTN_INLINE void Line() {
-    __builtin_prefetch(line, 0, 2);
+    __builtin_prefetch(line, 0, 4 - kCache);
     line += kCacheLine;
     if (line >= row_end) {
       if (next_row < rows_end) {

@@ -102,7 +102,7 @@ class PassBase {
   // ---- q, and the states' initial values
 
   void LoadQueries() {
-    const i64 group = params_.group_size, dim = params_.head_dim_qk;
+    const i64 group = params_.group_size;
     for (i64 r = 0, token = 0; token < item_.qo_len; ++token) {
       for (i64 g = 0; g < group; ++g) buf_.tokens[r++] = static_cast<i32>(token);
     }

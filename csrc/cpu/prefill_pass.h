@@ -39,8 +39,8 @@ class PrefillPass : PassBase<Isa, T, false> {
                                 buf_.v_panel_bytes, buf_.v_panels);
     const bool finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
     // The next block's rows, a few lines with every register tile.
-    fetch_.Start(next.k, 0, buf_.tile_kv, this->KeyHeadBytes());
-    fetch_values_.Start(next.v, 0, buf_.tile_kv, this->ValueHeadBytes());
+    fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
+    fetch_values_.Start(next.v, buf_.tile_kv, this->ValueHeadBytes());
     this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
       MultiplyKeys(begin, begin + n, start, valid, seen);
       ForTiles(begin, begin + n, start, valid, [&](const RowTile& tile) {
@@ -90,14 +90,14 @@ class PrefillPass : PassBase<Isa, T, false> {
     }
   }
 
-  void FetchLines(RowFetch* fetch) const {
+  void FetchLines(RowFetch<2>* fetch) const {
     for (int i = 0; i < kLinesPerTile; ++i) fetch->Line();
   }
 
   // A block of 128 tokens has 1024 lines of f32 keys of 128 dims, and 176 register tiles a
   // kScoreRows.
   static constexpr int kLinesPerTile = 4;
-  RowFetch fetch_, fetch_values_;
+  RowFetch<2> fetch_, fetch_values_;
 };
 
 }  // namespace
