@@ -1,8 +1,11 @@
 """CPU kernels beside jax.nn and, where torch is installed, torch SDPA: `make bench`.
 
 Everything in one process and one run, in turns (ours, jax.nn, torch, ours, ...), so that a machine
-whose speed drifts treats all alike. Prefill is dense, decode is paged with pages of 16 for us and
-dense for the peers, which have no pages. Writes benchmarks/results/cpu.json.
+whose speed drifts treats all alike. Between two turns the process rests until the threads of the one
+before have stopped spinning, and then empties the caches, so that nobody runs beside another's
+threads and nobody finds his operands in the last-level cache: floors are of memory. Prefill is
+dense, decode is paged with pages of 16 for us and dense for the peers, which have no pages. Writes
+benchmarks/results/cpu.json.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ RESULT = Path(__file__).with_name("results") / "cpu.json"
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decode
 PREFILL_HEADS = 8
+REST_S = 0.02  # OpenMP and XLA threads spin for some milliseconds before they sleep
+CACHE_BYTES = 96 << 20  # more than a last-level cache holds
 
 
 def wall_us(run: Callable[[], Any]) -> float:
@@ -42,15 +47,23 @@ def wall_us(run: Callable[[], Any]) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
+def settle(other: np.ndarray) -> None:
+    """Lets other threads fall asleep and fills the caches with `other`."""
+    time.sleep(REST_S)
+    other.max()
+
+
 def medians_us(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Runs all in turns until the time is over, at least 5 rounds."""
     for run in runs.values():
         run()
         run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    other = np.ones(CACHE_BYTES // 4, np.float32)
     begin = time.perf_counter()
     while len(next(iter(samples.values()))) < 5 or time.perf_counter() - begin < seconds:
         for name, run in runs.items():
+            settle(other)
             samples[name].append(wall_us(run))
     return {name: statistics.median(values) for name, values in samples.items()}
 
