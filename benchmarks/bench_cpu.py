@@ -1,9 +1,9 @@
 """CPU kernels beside jax.nn and, where torch is installed, torch SDPA: `make bench`.
 
 Everything in one process and one run, in turns (ours, jax.nn, torch, ours, ...), so that a machine
-whose speed drifts treats all alike. Between two turns the process rests until the threads of the one
-before have stopped spinning, and then empties the caches, so that nobody runs beside another's
-threads and nobody finds his operands in the last-level cache: floors are of memory. Prefill is
+whose speed drifts treats all alike. Between two turns the process rests until the threads of the
+one before have stopped spinning, and then empties the caches: nobody runs beside another's threads,
+and nobody finds his operands in the last-level cache, because floors are of memory. Prefill is
 dense, decode is paged with pages of 16 for us and dense for the peers, which have no pages. Writes
 benchmarks/results/cpu.json.
 """
