@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from tokenizers import Tokenizer
 
+from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.grammar import Grammars
 from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scheduler import QueueFull
@@ -66,6 +67,7 @@ class FakeEngine:
         self.ready = False
         self.failure: BaseException | None = None
         self.started = self.stopped = False
+        self.aborts = False  # what runs, at its next step
         self.live: dict[str, int] = {}  # sequence -> steps so far
         self.aborted: dict[str, int] = {}
         self.submitted: list = []
@@ -88,6 +90,8 @@ class FakeEngine:
         self._grammars.matcher(text)
 
     async def generate(self, seqs):
+        if self.stopped:
+            raise EngineStopped("The engine does not run.")
         if len(self.live) + len(seqs) > self.limits.max_waiting:
             raise QueueFull("full")
         self.submitted += seqs
@@ -122,6 +126,8 @@ class FakeEngine:
             event = TokenEvent(seq.id, tokens, finish_reason=reason)
             if step % 4 != 3 or reason:
                 event.text, held = held, ""
+            if reason == FinishReason.STOP:
+                event.text = ""  # all that was left is the stop string
             if step == 0:
                 event.num_cached_tokens = 16 if seq.num_prompt > 16 else 0
             if (num_top := seq.params.logprobs) is not None:
@@ -142,6 +148,8 @@ class FakeEngine:
                 return
 
     def _reason(self, seq, text: str, num_left: int) -> FinishReason | None:
+        if self.aborts:
+            return FinishReason.ABORT
         if any(stop in text for stop in seq.params.stop):
             return FinishReason.STOP
         if seq.deadline is not None and time.monotonic() > seq.deadline:

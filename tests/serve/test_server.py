@@ -58,11 +58,12 @@ def test_completion(server):
 
 
 def test_stream_adds_up_to_the_whole(server):
-    body = HELLO | {"seed": 2, "n": 3, "logprobs": 2, "stream_options": {"include_usage": True}}
+    body = HELLO | {"max_tokens": 9, "seed": 2, "n": 3, "logprobs": 2}
+    body["stream_options"] = {"include_usage": True}
     *chunks, done = server.events(COMPLETIONS, body)
     assert done == "[DONE]"
     *chunks, last = map(json.loads, chunks)
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 27
     del body["stream_options"]
     whole = server.post(COMPLETIONS, body).json
     for choice in whole["choices"]:
@@ -73,6 +74,17 @@ def test_stream_adds_up_to_the_whole(server):
             assert sum((c["logprobs"][key] for c in mine), []) == choice["logprobs"][key]
     assert all(chunk["usage"] is None for chunk in chunks)
     assert len({choice["text"] for choice in whole["choices"]}) == 3  # seeds differ
+
+
+def test_stop_string(server):
+    whole = server.post(COMPLETIONS, HELLO | {"seed": 3}).json["choices"][0]["text"]
+    stop = {"seed": 3, "max_tokens": 50, "stop": [whole[-4:]]}
+    answer = server.post(COMPLETIONS, HELLO | stop).json["choices"][0]
+    assert answer["finish_reason"] == "stop" and whole.startswith(answer["text"])
+    *chunks, _ = server.events(COMPLETIONS, HELLO | stop)
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == answer["text"]
+    assert choices[-1]["finish_reason"] == "stop"
 
 
 def test_no_usage_unless_asked(server):
@@ -213,6 +225,7 @@ def test_cache_salt_and_namespace(server):
         assert server.post(COMPLETIONS, HELLO | {"cache_salt": salt}).status == 200
     names = [seq.namespace for seq in server.engine.submitted[-3:]]
     assert names[0] == "" and len(set(names)) == 3
+    assert namespace("key0", "x") != namespace("key1", "x")
     # No salt of one tenant can spell another tenant's name.
     assert namespace("key1", "x") != namespace("", "key1/x") != namespace("key1", "")
 
@@ -453,6 +466,23 @@ def test_a_failing_request_fails_alone(server):
     assert json.loads(error)["error"]["message"] == "asked to fail" and done == "[DONE]"
     assert not server.engine.live
     assert server.post(COMPLETIONS, HELLO).status == 200
+
+
+def test_the_engine_stops_at_work(slow_server):
+    """The drain takes too long: what still runs is told so, and what comes now as well."""
+    with slow_server.connect(
+        post_bytes(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 200})
+    ) as connection:
+        eventually(lambda: min(slow_server.engine.live.values(), default=0) >= 2)
+        slow_server.engine.aborts = True
+        received = b""
+        while b"[DONE]" not in received:
+            received += connection.recv(65536)
+    assert b'"code":"draining"' in received
+    answer = slow_server.post(COMPLETIONS, HELLO)
+    assert answer.status == 503 and answer.error["code"] == "draining"
+    slow_server.engine.stopped = True
+    assert slow_server.post(COMPLETIONS, HELLO).status == 503
 
 
 def test_a_bug_is_500_without_its_text(server, monkeypatch, caplog):
