@@ -10,6 +10,7 @@ otherwise; from there on the mask decides, and allows every token that begins wi
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections import OrderedDict
@@ -69,8 +70,11 @@ class Grammars:
         """
         if not eos_tokens:
             raise ValueError("eos_tokens: expected at least one, to end a text with, got none.")
+        plain = copy.deepcopy(tokenizer)  # forced text must not be cut or padded
+        plain.no_truncation()
+        plain.no_padding()
         self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens)
+            plain.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens)
         )
         self._max_entries, self._max_chars = max_entries, max_chars
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()

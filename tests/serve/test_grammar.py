@@ -108,6 +108,17 @@ def test_a_forced_text_needs_no_choice(grammars, tokenizer):
     assert tokenizer.decode(forced + rest) == text
 
 
+def test_truncation_does_not_reach_forced_text(grammars, tokenizer):
+    """Some directories' tokenizer.json asks for it, for prompts."""
+    short = Tokenizer.from_str(tokenizer.to_str())
+    short.enable_truncation(3)
+    short.enable_padding(length=50)
+    text = grammar.from_regex("import collections, itertools, json")
+    forced = Grammars(short, VOCAB, [0]).matcher(text).take_forced()
+    assert forced == grammars.matcher(text).take_forced() and len(forced) > 3
+    assert short.truncation is not None
+
+
 def test_token_boundaries(grammars, tokenizer):
     """Where text is forced but not its tokens, the mask offers every token that begins with it."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
