@@ -12,11 +12,17 @@
 namespace jax_attn {
 namespace {
 
+// Panels of at most 16 keys, for short units.
+template <class Isa>
+struct ShortPanels : Isa {
+  static constexpr int kVecs = Isa::kWidth < 16 ? Isa::kVecs : 1;
+};
+
 template <class Isa, typename T>
 class DecodePass : PassBase<Isa, T, true> {
   using Base = PassBase<Isa, T, true>;
   using Base::buf_, Base::item_, Base::num_heads_, Base::params_, Base::rows_;
-  using Base::kKeys, Base::kValues, Base::kUnit, Base::kStep;
+  using Base::kBytes, Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
   using RowTile = typename Base::RowTile;
 
  public:
@@ -31,11 +37,14 @@ class DecodePass : PassBase<Isa, T, true> {
   }
 
  private:
-  // Tokens of a unit, whose heads follow each other: of keys whole panels, of values fewer. On a
-  // Zen 5 core with f32 units of 8 values read 48 GB/s, of 32 40 GB/s.
-  static constexpr i64 kKeyTokens = 32, kValueTokens = 8;
+  // Tokens of a unit, whose heads follow each other: few, so that reads follow memory, and enough
+  // for a whole panel of keys and not to load and store o too often. On two Zen 5 cores twice as
+  // many f32 values a unit cost 7 %; half as many save 7 %, but cost 12 % with AVX2.
+  static constexpr i64 kKeyTokens = 64 / kBytes, kValueTokens = 16 / kBytes;
   static constexpr i64 kTokensAhead = kKeyTokens;
-  static_assert(kKeyTokens % kUnit == 0 && kValueTokens % kStep == 0);
+  using KeyIsa = ShortPanels<Isa>;
+  static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
+  static_assert(kKeyTokens % kKeyPanel == 0 && kValueTokens % kStep == 0);
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
@@ -71,7 +80,8 @@ class DecodePass : PassBase<Isa, T, true> {
 
   // All heads of the unit kTokensAhead after that at `first`, of `rows` or else of what follows.
   void StartFetch(const char* const* rows, i64 head_bytes, const char* const* then,
-                  i64 then_head_bytes, i64 first, i64 tokens, Range valid, RowFetch<1>* fetch) const {
+                  i64 then_head_bytes, i64 first, i64 tokens, Range valid,
+                  RowFetch<1>* fetch) const {
     const i64 at = first + kTokensAhead;
     if (at < valid.end) {
       fetch->Start(rows + at, tokens, num_heads_ * head_bytes);
@@ -88,23 +98,18 @@ class DecodePass : PassBase<Isa, T, true> {
     });
   }
 
-  // s = q k for the panels that hold `tokens`, as many panels at once as the register tile takes.
+  // s = q k for the panels that hold `tokens`.
   void MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const HeadRows& keys,
                     RowFetch<1>& fetch) {
-    const i64 at_once = rows_ * 4 <= Isa::kRows ? 4 : rows_ * 2 <= Isa::kRows ? 2 : 1;
-    const PanelSource<Isa, kKeys> panels{buf_.k_panels, buf_.k_panel_bytes};
-    const i64 end = CeilDiv(tokens.end, kUnit);
-    for (i64 u = tokens.begin / kUnit; u < end; u += at_once) {
-      const i64 n = Min(at_once, end - u);
-      for (i64 j = 0; j < n; ++j) {
-        PackKeyPanel<Isa, kKeys, T>(keys, (u + j) * kUnit, params_.head_dim_qk,
-                                    buf_.k_panels + j * buf_.k_panel_bytes);
-      }
+    const PanelSource<KeyIsa, kKeys> panel{buf_.k_panels, 0};
+    for (i64 u = tokens.begin / kKeyPanel; u < CeilDiv(tokens.end, kKeyPanel); ++u) {
+      PackKeyPanel<KeyIsa, kKeys, T>(keys, u * kKeyPanel, params_.head_dim_qk, buf_.k_panels);
       ForTiles(h, start, valid, [&](const RowTile& tile) {
-        if (tile.seen.begin >= (u + n) * kUnit || tile.seen.end <= u * kUnit) return;
-        GemmRows<Isa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panels, 0, n,
-                      params_.head_dim_qk / StepDepth(kKeys), Onto::kZero, nullptr,
-                      buf_.s + tile.score_row * buf_.tile_kv + u * kUnit, buf_.tile_kv, fetch);
+        if (tile.seen.begin >= (u + 1) * kKeyPanel || tile.seen.end <= u * kKeyPanel) return;
+        GemmRows<KeyIsa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panel, 0, 1,
+                         params_.head_dim_qk / StepDepth(kKeys), Onto::kZero, nullptr,
+                         buf_.s + tile.score_row * buf_.tile_kv + u * kKeyPanel, buf_.tile_kv,
+                         fetch);
       });
     }
   }
