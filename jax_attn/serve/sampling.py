@@ -29,10 +29,11 @@ MAX_LOGIT_BIAS = 300  # entries a sequence, the limit of OpenAI's API
 # In SamplerState.counts: set where the token stands in the prompt. Lower bits count the output.
 _IN_PROMPT = 1 << 30
 
-Kind = Literal["greedy", "temperature", "full"]
-"""What the rows of a step need; the dearest of them picks the executable."""
+Kind = Literal["greedy", "temperature", "filtered", "full"]
+"""What the rows of a step need; the dearest of them picks the executable. "filtered" adds top-k,
+top-p and min-p, "full" bias, penalties and logprobs."""
 
-KINDS: tuple[Kind, ...] = ("greedy", "temperature", "full")
+KINDS: tuple[Kind, ...] = ("greedy", "temperature", "filtered", "full")
 
 
 class SamplerState(NamedTuple):
@@ -83,7 +84,7 @@ def kind_of(params: SamplingParams) -> Kind:
     if params.temperature <= 0:
         return "greedy"
     filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    return "full" if filtered else "temperature"
+    return "filtered" if filtered else "temperature"
 
 
 class RowParams(NamedTuple):
@@ -229,7 +230,7 @@ def sample(
         scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / jnp.where(
             temperature > 0, temperature, 1
         )
-        if kind == "full":
+        if kind != "temperature":
             scaled = _filtered(scaled, top_k, top_p, min_p)
         noisy = scaled + _noise(seed, position, logits.shape[1])
         scores = jnp.where(temperature > 0, noisy, scores)

@@ -102,6 +102,7 @@ def test_streams(engine):
             async for _ in engine.generate([sequence()]):
                 num_events += 1
             assert num_events >= 20
+            assert not engine._subscribers  # nothing is kept of those that are done
 
     asyncio.run(main())
     assert engine.stats()["generated_tokens"] == 20 * (1 + 18 + 1)

@@ -175,7 +175,7 @@ def test_a_row_depends_on_nothing_but_itself():
 
 
 def test_kinds_agree():
-    """A greedy or plain row gets the same token from the dearer executables."""
+    """A row gets the same token from the dearer executables."""
     logits = np.random.default_rng(4).normal(0, 1, VOCAB).astype(np.float32)
     plain = {
         i: {"logits": logits, "params": params(seed=i), "position": 7 * i} for i in range(ROWS)
@@ -186,6 +186,12 @@ def test_kinds_agree():
             batch.rows.ints[:, 4] += position
         assert batches[0].rows.kind == "temperature"
         np.testing.assert_array_equal(batches[0].sample().tokens, batches[1].sample("full").tokens)
+    for p in (params(top_p=0.8, seed=2), params(top_k=9, min_p=0.01, seed=3)):
+        filtered = {i: {"logits": logits, "params": p, "position": i} for i in range(ROWS)}
+        assert Batch(filtered).rows.kind == "filtered"
+        np.testing.assert_array_equal(
+            Batch(filtered).sample().tokens, Batch(filtered).sample("full").tokens
+        )
     greedy = {0: {"logits": logits, "params": params(temperature=0)}}
     for kind in sampling.KINDS:
         assert int(Batch(greedy).sample(kind).tokens[0]) == logits.argmax()
@@ -278,7 +284,7 @@ def test_rows_are_cleared():
     rows = sampling.Rows(ROWS, SLOTS, VOCAB)
     rows.set(0, sampling.row_params(params(top_k=3)), 2, 5)
     sampling.forbid(rows.row_mask(0), [0, 31, 63, 82])
-    assert rows.kind == "full" and int(rows.mask[0, 0]) == 0x7FFFFFFE
+    assert rows.kind == "filtered" and int(rows.mask[0, 0]) == 0x7FFFFFFE
     rows.clear()
     assert rows.kind == "greedy" and (rows.ints[:, 0] == SLOTS).all() and (rows.mask == -1).all()
     assert (rows.row_mask(0) == -1).all()
