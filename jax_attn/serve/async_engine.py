@@ -26,6 +26,10 @@ class EngineStopped(RuntimeError):
     """The engine does not run: not started, stopped, or failed."""
 
 
+class _Stopped(Exception):
+    """Leaves the warm-up."""
+
+
 @dataclass(frozen=True)
 class Limits:
     max_model_len: int  # prompt and output tokens of a sequence
@@ -135,16 +139,23 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self._engine.warm_up()
+            self._engine.warm_up(self._check_stop)
             self._is_warm = True
             while self._turn():
                 pass
+        except _Stopped:
+            pass
         except BaseException as error:
             log.exception("the engine has stopped")
             self.failure = error
         with self._wake:
             self._accepts = False
         self._end()
+
+    def _check_stop(self, *progress: object) -> None:
+        """Ends a warm-up between two executables; a large model takes minutes for all."""
+        if self._stopping and not self._draining:
+            raise _Stopped
 
     def _turn(self) -> bool:
         """Commands, then a step. False: it is time to stop."""

@@ -111,7 +111,9 @@ def test_streams(engine):
 def test_ready_only_when_compiled(engine, monkeypatch):
     may_compile = threading.Event()
     warm_up = engine._engine.warm_up
-    monkeypatch.setattr(engine._engine, "warm_up", lambda: may_compile.wait(10) and warm_up())
+    monkeypatch.setattr(
+        engine._engine, "warm_up", lambda progress: may_compile.wait(10) and warm_up(progress)
+    )
 
     async def main():
         assert not engine.ready
@@ -126,6 +128,30 @@ def test_ready_only_when_compiled(engine, monkeypatch):
         assert not engine.ready
 
     asyncio.run(main())
+
+
+def test_stop_while_compiling(engine, monkeypatch):
+    """Not after the last executable, but after the one at hand."""
+    compiled = []
+
+    def warm_up(progress):
+        for i in range(1000):
+            progress(i, 1000, "something")
+            time.sleep(0.01)
+            compiled.append(i)
+
+    monkeypatch.setattr(engine._engine, "warm_up", warm_up)
+
+    async def main():
+        engine.start()
+        request = asyncio.create_task(collect(engine, sequence()))
+        await asyncio.sleep(0.05)
+        await engine.stop(drain=False)
+        with pytest.raises(EngineStopped):
+            await request
+
+    asyncio.run(main())
+    assert len(compiled) < 100 and engine.failure is None and not engine.ready
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -288,7 +314,7 @@ def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
 
 
 def test_a_warm_up_that_raises(engine, monkeypatch):
-    def fail():
+    def fail(progress):
         while not engine._commands:  # a request that waits for it
             time.sleep(0.001)
         raise RuntimeError("no memory")
@@ -307,20 +333,18 @@ def test_a_warm_up_that_raises(engine, monkeypatch):
 def test_an_event_loop_that_is_gone(engine):
     """Its requests are aborted, and nobody else is disturbed."""
     engine.start()
-
-    async def begin():
-        async for _ in engine.generate([sequence(max_tokens=500)]):
-            return  # and the loop is closed without the iterator being closed
-
+    seq = sequence(max_tokens=500)
+    events = engine.generate([seq])
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(begin())
-    loop.close()
+    loop.run_until_complete(anext(events))
+    loop.close()  # and nobody closes the iterator
 
     async def main():
         await collect(engine, sequence())
         await engine.stop(drain=True)
 
     asyncio.run(main())
+    assert seq.finish_reason is FinishReason.ABORT
     check_drained(engine)
 
 
