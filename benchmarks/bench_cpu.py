@@ -1,10 +1,10 @@
 """CPU kernels beside jax.nn and, where torch is installed, torch SDPA: `make bench`.
 
 Everything in one process and one run, in turns (ours, jax.nn, torch, ours, ...), so that a machine
-whose speed drifts treats all alike. Between two turns the process rests until the threads of the
-one before have stopped spinning, and then empties the caches: nobody runs beside another's threads,
-and nobody finds his operands in the last-level cache, because floors are of memory. Prefill is
-dense, decode is paged with pages of 16 for us and dense for the peers, which have no pages. Writes
+whose speed drifts treats all alike. Before each timed call the process rests until the threads of
+the peer before have stopped spinning, makes the same call once, because idle cores take up to a
+millisecond to wake, and empties the caches, because floors are of memory. Prefill is dense, decode
+is paged with pages of 16 for us and dense for the peers, which have no pages. Writes
 benchmarks/results/cpu.json.
 """
 
@@ -47,12 +47,6 @@ def wall_us(run: Callable[[], Any]) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
-def settle(other: np.ndarray) -> None:
-    """Lets other threads fall asleep and fills the caches with `other`."""
-    time.sleep(REST_S)
-    other.max()
-
-
 def medians_us(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Runs all in turns until the time is over, at least 5 rounds."""
     for run in runs.values():
@@ -63,7 +57,9 @@ def medians_us(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, 
     begin = time.perf_counter()
     while len(next(iter(samples.values()))) < 5 or time.perf_counter() - begin < seconds:
         for name, run in runs.items():
-            settle(other)
+            time.sleep(REST_S)
+            run()
+            other.max()
             samples[name].append(wall_us(run))
     return {name: statistics.median(values) for name, values in samples.items()}
 
