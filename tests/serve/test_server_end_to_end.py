@@ -326,6 +326,15 @@ def test_sigterm_drains(tmp_path):
             client.models.list()
 
 
+def test_sigterm_while_compiling(tmp_path):
+    server = Server(tmp_path, "--model", str(model_directory()))
+    with contextlib.closing(server):
+        assert server.get("/health")[0] == 503
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(START_SECONDS) == 0, server.log()
+        assert "100%" not in server.log()  # it did not compile to the end first
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
