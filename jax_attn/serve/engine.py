@@ -290,17 +290,15 @@ class Engine:
         seq, event = stream.seq, self._event(stream.seq)
         if not seq.num_output:
             event.num_cached_tokens = seq.num_cached
-        reason = None
-        for i, token in enumerate(tokens):
-            reason = self._push(stream, token, seq.num_output + i + 1, event)
-            if reason is not None:
-                tokens = tokens[: i + 1]
-                break
-        if reason is None and stream.matcher is not None and stream.matcher.is_stopped:
-            reason = FinishReason.STOP
-        event.tokens += tokens
-        self._totals["generated_tokens"] += len(tokens)
-        self.scheduler.append(seq, tokens)
+        reason, num_taken = None, 0
+        while reason is None and num_taken < len(tokens):
+            token, num_taken = tokens[num_taken], num_taken + 1
+            reason = self._push(stream, token, seq.num_output + num_taken, event)
+        if num_taken == len(tokens) and stream.matcher is not None and stream.matcher.is_stopped:
+            reason = FinishReason.STOP  # complete, if with the last token that was left
+        event.tokens += tokens[:num_taken]
+        self._totals["generated_tokens"] += num_taken
+        self.scheduler.append(seq, tokens[:num_taken])
         if reason is not None:
             self.scheduler.finish(seq, reason)
             self._close(seq)

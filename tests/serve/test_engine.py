@@ -458,12 +458,25 @@ def test_grammar_with_logprobs_is_not_jumped(model, make_engine):
     assert result.text == "abc abc abc" and len(result.logprobs) == len(result.tokens)
 
 
-def test_length_cuts_forced_tokens(model, make_engine):
-    seq = sequence(
-        prompt(model, 0, 20), grammar=grammar.from_regex("import os, sys, re, json"), max_tokens=3
-    )
-    (result,) = run(make_engine(), seq)
-    assert len(result.tokens) == 3 and result.reason is FinishReason.LENGTH
+@pytest.mark.parametrize("jump", [True, False])
+def test_length_cuts_forced_tokens(model, make_engine, jump):
+    """A text that is complete with its last token has not been cut."""
+    engine = make_engine(jump_forward=jump)
+
+    def text(max_tokens):
+        return sequence(
+            prompt(model, 0, 20),
+            grammar=grammar.from_regex("import os, sys, re, json"),
+            max_tokens=max_tokens,
+        )
+
+    (cut,) = run(engine, text(3))
+    assert len(cut.tokens) == 3 and cut.reason is FinishReason.LENGTH
+    (whole,) = run(engine, text(50))
+    for shortage, reason in ((0, FinishReason.STOP), (1, FinishReason.LENGTH)):
+        (result,) = run(engine, text(len(whole.tokens) - shortage))
+        assert result.tokens == whole.tokens[: len(whole.tokens) - shortage]
+        assert result.reason is reason
 
 
 @pytest.mark.parametrize("where", ["fill_mask", "advance", "take_forced"])
