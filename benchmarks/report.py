@@ -46,10 +46,13 @@ class Row:
     min_bytes: float = 0  # of the floor: every input read once, every output written once
     peers: dict[str, float] = dataclasses.field(default_factory=dict)
     anchor_us: float | None = None
+    parts_floor_us: float | None = None  # of a row that is a sequence of parts: their floors' sum
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def floor_us(self, ceilings: Ceilings) -> float | None:
         """None: there is nothing to move or to multiply, as in a compilation."""
+        if self.parts_floor_us is not None:
+            return self.parts_floor_us
         us = max(self.min_bytes / ceilings.bytes_per_us, self.flops / ceilings.flops_per_us)
         return us or None
 

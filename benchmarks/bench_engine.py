@@ -1,0 +1,505 @@
+"""The serving engine alone, in process, on random weights of known shapes: no files, no HTTP.
+
+    python -m benchmarks.bench_engine                      -> results/<device>-engine.json
+    python -m benchmarks.bench_engine --tiny --out FILE    tries the script on any machine
+
+A step's floor is that of its own sequences: weights and their keys and values once through memory,
+or its matrix products, at the ceilings of the same run. Steps overlap, so the time of one is that
+from when the host has the tokens of the step before to when it has its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import device_trace, ops, report, shapes
+from benchmarks.report import Ceilings, Row, log
+from jax_attn.models import Model
+from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.events import PHASES
+from jax_attn.serve.request import SamplingParams, Sequence
+from jax_attn.serve.scheduler import Scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How much of everything. `tiny` is for trying the script."""
+
+    num_running: int  # of the decode and the shared prefix
+    max_step_tokens: int
+    context: int  # of the decode
+    shared_prefix: int
+    own_prompt: int  # behind it
+    num_requests: int  # of the throughput
+    lengths: tuple[int, int]  # of its prompts and outputs, uniform between
+    decodes: tuple[int, ...]  # sequences of its buckets, as it ends with few
+    num_traced: int  # steps
+
+    @property
+    def num_measured(self) -> int:
+        """Decode steps; their mean context is `context`."""
+        return self.context // 8
+
+
+FULL = Load(64, 8192, 1024, 2048, 128, 256, (100, 1024), (32, 128, 256), 16)
+TINY = Load(8, 256, 64, 64, 16, 12, (4, 40), (8, 12), 4)
+NUM_PAGES = {"llama-3.1-8b": 10240, "qwen3-0.6b": 12288}  # 22 GB each; the tiny ones take less
+PAGE_SIZE = 16
+
+_compile_seconds: list[float] = []
+
+
+def _count_compiles(event: str, seconds: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compile_seconds.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compiles)
+
+
+class Step:
+    """What one step computed, and how long it took."""
+
+    def __init__(self, entries: Iterable[Any]):
+        self.qo_lens = [entry.num_tokens for entry in entries]
+        self.kv_lens = [entry.seq.num_computed + entry.num_tokens for entry in entries]
+        self.us = 0.0
+
+    @property
+    def is_decode(self) -> bool:
+        return max(self.qo_lens) == 1
+
+
+class Driver:
+    """An engine whose steps are recorded. `keep` are the (tokens, sequences) of its buckets: each
+    costs seconds of compilation."""
+
+    def __init__(self, model: Model, config: EngineConfig, keep: set[tuple[int, int]]):
+        self.model, self.engine = model, Engine(model, config)
+        device = self.engine.device
+        device.buckets = [b for b in device.buckets if (b.num_tokens, b.num_rows) in keep]
+        self._plan = device.plan
+        device.plan = self._recorded_plan  # type: ignore[method-assign]
+        self._planned: list[Step] = []
+        self._ids = itertools.count()
+        self.weight_bytes = shapes.weight_bytes(model)
+        self.kv_token_bytes = shapes.kv_token_bytes(model)
+
+    def _recorded_plan(self, entries: Any) -> Any:
+        self._planned.append(Step(entries))
+        return self._plan(entries)
+
+    def compile(self) -> None:
+        """By requests that visit every bucket: what nobody uses here is not compiled."""
+        device = self.engine.device
+        for num_rows in {bucket.num_rows for bucket in device.buckets}:
+            self.submit([self.prompt(2) for _ in range(num_rows)], 3)
+            self.run()
+        self.restart()
+
+    def restart(self, prefix_cache: bool = True) -> None:
+        """A scheduler that knows nothing, on the same device."""
+        assert not self.engine.has_work
+        config = dataclasses.replace(self.engine.scheduler.config, prefix_cache=prefix_cache)
+        self.engine.scheduler = Scheduler(config)
+
+    def prompt(self, length: int) -> list[int]:
+        seed = next(self._ids)
+        vocab = self.model.config.vocab_size
+        return np.random.default_rng(seed).integers(2, vocab, length).tolist()
+
+    def submit(
+        self, prompts: list[list[int]], max_tokens: int | list[int], temperature: float = 0.0
+    ) -> None:
+        each = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        self.engine.submit(
+            [
+                Sequence(
+                    id=(name := f"{next(self._ids)}"),
+                    request_id=name,
+                    tokens=prompt,
+                    num_prompt=len(prompt),
+                    params=SamplingParams(
+                        max_tokens=n, temperature=temperature, seed=int(name), ignore_eos=True
+                    ),
+                )
+                for prompt, n in zip(prompts, each, strict=True)
+            ]
+        )
+
+    def run(self, num_steps: int | None = None) -> list[Step]:
+        """Until nothing is left, or so many steps are done and the next is launched."""
+        steps: list[Step] = []
+        last = time.perf_counter()
+        while self.engine.has_work and (num_steps is None or len(steps) <= num_steps):
+            self._planned.clear()
+            self.engine.step()
+            now = time.perf_counter()
+            if steps and not steps[-1].us:  # this call has waited for what the last one launched
+                steps[-1].us = 1e6 * (now - last)
+            last = now
+            steps += self._planned
+        return [step for step in steps if step.us]
+
+    def mean_ttft_us(self, prompts: list[list[int]]) -> float:
+        """From when all of them are submitted to the first token of each."""
+        first: dict[str, float] = {}
+        begin = time.perf_counter()
+        self.submit(prompts, 8)
+        while self.engine.has_work:
+            events = self.engine.step()
+            now = time.perf_counter()
+            for event in events:
+                first.setdefault(event.seq_id, now)
+        return 1e6 * (statistics.mean(first.values()) - begin)
+
+    def abort_all(self) -> None:
+        for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
+            self.engine.abort(seq.id)
+        self.run()
+
+    def recover(self) -> None:
+        """After whatever went wrong in the middle of a step or between two."""
+        self.engine.recover("The benchmark failed.")
+        self.abort_all()
+        self.restart()
+
+    # ---- floors --------------------------------------------------------------------------------
+
+    def num_bytes(self, step: Step) -> float:
+        """The cache is read up to each sequence's length, and its new tokens are written."""
+        tokens = sum(step.kv_lens) + sum(step.qo_lens)
+        return self.weight_bytes + self.kv_token_bytes * tokens
+
+    def flops(self, step: Step) -> float:
+        return shapes.step_flops(self.model, step.qo_lens, step.kv_lens)
+
+    def floor_us(self, step: Step, ceilings: Ceilings) -> float:
+        bytes_us = self.num_bytes(step) / ceilings.bytes_per_us
+        return max(bytes_us, self.flops(step) / ceilings.flops_per_us)
+
+
+class Bench:
+    """One run. Rows gather in `rows`; anything that fails is named in `failures` and skipped."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.load = TINY if arguments.tiny else FULL
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+        self.drivers: dict[str, Driver] = {}
+        self.ceilings = Ceilings(ops.NOMINAL.bytes_per_us, ops.NOMINAL.flops_per_us)
+        self.path = arguments.out or report.RESULTS / f"{report.device_name()}-engine.json"
+
+    def run(self) -> None:
+        log(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+        self.guard("ceilings", self.measure_ceilings)
+        for shape in self.arguments.shapes.split(","):
+            self.guard(f"{shape}, setup", lambda s=shape: self.make_driver(s))
+            if (driver := self.drivers.get(shape)) is None:
+                continue
+            for part in self.parts_of(shape):
+                self.guard(f"{shape}, {part.__name__}", lambda: part(shape, driver))  # noqa: B023
+        for shape, driver in self.drivers.items():
+            self.guard(f"{shape}, variant", lambda: self.variant(shape, driver))  # noqa: B023
+
+    def parts_of(self, shape: str) -> list[Callable[[str, Driver], None]]:
+        if shape == "qwen3-0.6b":
+            return [self.throughput]
+        return [self.decode, self.prefill, self.shared_prefix]
+
+    def guard(self, name: str, action: Callable[[], Any]) -> None:
+        if report.elapsed_s() > self.arguments.budget:
+            self.fail(name, f"{self.arguments.budget} s are over")
+            return
+        try:
+            action()
+        except Exception as error:
+            self.fail(name, f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+            for driver in self.drivers.values():
+                driver.recover()
+        self.write()
+
+    def fail(self, name: str, message: str) -> None:
+        self.failures.append(f"{name}: {message}")
+        log(f"FAILED {name}: {message}")
+
+    def write(self) -> None:
+        """After every part: what a run that is cut short has measured is kept."""
+        if self.rows:
+            report.write(self.path, self.rows, self.ceilings, failures=self.failures)
+
+    def measure_ceilings(self) -> None:
+        self.ceilings, rows = ops.measure_ceilings()
+        self.rows += rows
+        log(
+            f"ceilings: read {self.ceilings.bytes_per_us / 1e6:.2f} TB/s,"
+            f" bf16 matmul {self.ceilings.flops_per_us / 1e6:.0f} TFLOP/s"
+        )
+
+    # ---- parts ---------------------------------------------------------------------------------
+
+    def make_driver(self, shape: str) -> None:
+        load = self.load
+        decodes = set(load.decodes) if shape == "qwen3-0.6b" else {load.num_running}
+        num_running = max(decodes)
+        model = shapes.make_model(shape, self.arguments.tiny, "bfloat16")
+        log(f"{shape}: {shapes.weight_bytes(model) / 1e9:.2f} GB of weights")
+        config = EngineConfig(
+            num_pages=NUM_PAGES[shape],
+            page_size=PAGE_SIZE,
+            max_running=num_running,
+            max_step_tokens=load.max_step_tokens,
+        )
+        keep = {(n, n) for n in decodes} | {(load.max_step_tokens, num_running)}
+        driver = Driver(model, config, keep)
+        before = len(_compile_seconds)
+        driver.compile()
+        seconds = _compile_seconds[before:]
+        log(f"{shape}: {len(seconds)} compilations, {sum(seconds):.1f} s of XLA")
+        self.drivers[shape] = driver
+
+    def decode(self, shape: str, driver: Driver) -> None:
+        load = self.load
+        name = f"serve/{shape}/decode/{load.num_running}x{load.context}"
+        self.measure_decode(name, driver, load.num_running, load.context, traced=True)
+        name += "/sampled"
+        self.measure_decode(name, driver, load.num_running, load.context, temperature=1.0)
+
+    def measure_decode(
+        self,
+        name: str,
+        driver: Driver,
+        num_running: int,
+        context: int,
+        temperature: float = 0.0,
+        traced: bool = False,
+    ) -> None:
+        """Steps in which all decode, around that context. temperature 0: greedy."""
+        load, engine = self.load, driver.engine
+        length = context - load.num_measured // 2 - 8
+        num_tokens = load.num_measured + 2 * load.num_traced + 64
+        driver.submit([driver.prompt(length) for _ in range(num_running)], num_tokens, temperature)
+        driver.run(-(-num_running * length // load.max_step_tokens) + 4)
+        num_compiles, before = len(_compile_seconds), engine.stats()
+        steps = driver.run(load.num_measured)
+        after = engine.stats()
+        assert all(step.is_decode and len(step.qo_lens) == num_running for step in steps)
+        us = statistics.median(step.us for step in steps)
+        num_bytes = statistics.mean(map(driver.num_bytes, steps))
+        row = Row(
+            name,
+            us,
+            bytes=num_bytes,
+            min_bytes=num_bytes,
+            flops=driver.flops(steps[len(steps) // 2]),
+            more={
+                "tokens_per_s": round(1e6 * num_running / us),
+                "p99_step_us": round(float(np.quantile([step.us for step in steps], 0.99)), 1),
+                "mean_context": round(statistics.mean(steps[len(steps) // 2].kv_lens)),
+                "compilations": len(_compile_seconds) - num_compiles,
+                "host_us": _phases_us(before, after),
+            },
+        )
+        ratio = us / (row.floor_us(self.ceilings) or us)
+        row.more["ratio_to_floor"] = round(ratio, 3)
+        self.rows.append(row)
+        log(f"{name}: {us:.0f} us a step, {ratio:.2f} x floor, {row.more}")
+        if traced:
+            self.guard(f"{name}, trace", lambda: self.trace(row, driver, us))
+        driver.abort_all()
+        driver.restart()
+
+    def trace(self, row: Row, driver: Driver, step_us: float | None) -> None:
+        """step_us: of a step without the profiler, to say what the device idles then."""
+        summary = device_trace.record(lambda: driver.run(self.load.num_traced), "jit_forward")
+        if summary is None:
+            log(f"{row.workload}: no GPU in the trace")
+            return
+        log(f"{row.workload}, traced: {summary.describe()}")
+        n = summary.num_steps
+        row.more |= {
+            "traced_step_us": round(summary.span / n, 1),
+            "busy_us": round(summary.busy / n, 1),
+            "idle_between_percent": round(100 * summary.idle_between / summary.span, 2),
+            "idle_within_percent": round(100 * summary.idle_within / summary.span, 2),
+            "kernels_us": {
+                name[:120]: [round(count / n, 2), round(total / n, 1)]
+                for name, count, total in summary.kernels[:16]
+            },
+        }
+        if step_us is not None:
+            idle = 1 - summary.busy / n / step_us
+            row.more["idle_percent_without_profiler"] = round(100 * idle, 2)
+            log(f"{row.workload}: idle {100 * idle:.1f} % of a step without the profiler")
+
+    def prefill(self, shape: str, driver: Driver) -> None:
+        """Steps that are nothing but prompts: of one request, and of eight."""
+        num_tokens = self.load.max_step_tokens
+        for num_prompts in (8, 1):
+            length = num_tokens // num_prompts
+            name = f"serve/{shape}/prefill/{num_prompts}x{length}"
+            driver.submit([driver.prompt(length) for _ in range(12 * num_prompts)], 1)
+            steps = [step for step in driver.run() if sum(step.qo_lens) == num_tokens][2:]
+            us = statistics.median(step.us for step in steps)
+            middle = steps[len(steps) // 2]
+            flops, num_bytes = driver.flops(middle), driver.num_bytes(middle)
+            share = flops / us / self.ceilings.flops_per_us
+            more = {
+                "tokens_per_s": round(1e6 * num_tokens / us),
+                "percent_of_matmul_ceiling": round(100 * share, 1),
+            }
+            row = Row(name, us, bytes=num_bytes, min_bytes=num_bytes, flops=flops, more=more)
+            self.rows.append(row)
+            log(f"{name}: {us:.0f} us, {flops / us / 1e6:.0f} TFLOP/s, {more}")
+            driver.restart()
+            if num_prompts == 8:
+                driver.submit([driver.prompt(length) for _ in range(6 * num_prompts)], 1)
+                self.guard(f"{name}, trace", lambda r=row, t=us: self.trace(r, driver, t))
+                driver.abort_all()
+                driver.restart()
+
+    def shared_prefix(self, shape: str, driver: Driver) -> None:
+        """Mean time to first token with the prefix cache, and without it as the peer."""
+        load = self.load
+        shared = driver.prompt(load.shared_prefix)
+        ttft_us: dict[bool, float] = {}
+        for prefix_cache in (False, True):
+            driver.restart(prefix_cache)
+            prompts = [shared + driver.prompt(load.own_prompt) for _ in range(load.num_running)]
+            ttft_us[prefix_cache] = driver.mean_ttft_us(prompts)
+        stats = driver.engine.stats()
+        total = stats["prompt_tokens"]
+        ideal = 1 - (load.shared_prefix + load.num_running * load.own_prompt) / total
+        hit = stats["prefix_hit_tokens"] / total
+        more = {"hit_rate": round(hit, 4), "ideal": round(ideal, 4)}
+        more["hit_rate_over_ideal"] = round(hit / ideal, 4)
+        name = f"serve/{shape}/ttft/{load.num_running}x{load.shared_prefix}+{load.own_prompt}"
+        peers = {"without prefix cache": ttft_us[False]}
+        self.rows.append(Row(name, ttft_us[True], peers=peers, more=more))
+        log(f"{name}: mean {ttft_us[True]:.0f} us, without {ttft_us[False]:.0f} us, {more}")
+        driver.restart()
+
+    def throughput(self, shape: str, driver: Driver) -> None:
+        load = self.load
+        generator = np.random.default_rng(0)
+        low, high = load.lengths
+        lengths = generator.integers(low, high + 1, (2, load.num_requests))
+        prompts = [driver.prompt(int(n)) for n in lengths[0]]
+        driver.submit(prompts, lengths[1].tolist())
+        num_compiles, before = len(_compile_seconds), driver.engine.stats()
+        begin = time.perf_counter()
+        steps = driver.run()
+        us = 1e6 * (time.perf_counter() - begin)
+        after = driver.engine.stats()
+        num_output = int(lengths[1].sum())
+        assert after["generated_tokens"] - before["generated_tokens"] == num_output
+        floor_us = sum(driver.floor_us(step, self.ceilings) for step in steps)
+        row = Row(
+            f"serve/{shape}/throughput/{load.num_requests}x{low}..{high}",
+            us,
+            bytes=sum(map(driver.num_bytes, steps)),
+            flops=sum(map(driver.flops, steps)),
+            parts_floor_us=floor_us,
+            more={
+                "output_tokens_per_s": round(1e6 * num_output / us),
+                "prompt_tokens": int(lengths[0].sum()),
+                "output_tokens": num_output,
+                "steps": len(steps),
+                "percent_of_roof": round(100 * floor_us / us, 1),
+                "median_decode_us": round(statistics.median(s.us for s in steps if s.is_decode)),
+                "preemptions": after["preemptions"] - before["preemptions"],
+                "compilations": len(_compile_seconds) - num_compiles,
+                "host_us": _phases_us(before, after),
+            },
+        )
+        self.rows.append(row)
+        log(f"{row.workload}: {us / 1e6:.2f} s, roof {floor_us / 1e6:.2f} s, {row.more}")
+        driver.restart()
+        context = load.context // 2
+        name = f"serve/{shape}/decode/{load.num_requests}x{context}"
+        self.measure_decode(name, driver, load.num_requests, context, traced=True)
+
+    def variant(self, shape: str, driver: Driver) -> None:
+        """Whether XLA reads the stacked weights where they are when it is asked to."""
+        device, num_running = driver.engine.device, driver.engine.config.max_running
+        scanned = device._forward
+        options = {"xla_gpu_enable_dynamic_slice_fusion": True} if ops.on_gpu() else None
+        donated = ("k_pages", "v_pages")
+        fused = jax.jit(scanned.__wrapped__, donate_argnames=donated, compiler_options=options)
+
+        def forward(params: Any, inputs: Any, *rest: Any) -> Any:
+            """Prompts, which are not measured, need not be compiled again."""
+            is_decode = inputs.shape[1] == num_running
+            return (fused if is_decode else scanned)(params, inputs, *rest)
+
+        device._forward = forward
+        context = self.load.context // (1 if num_running == self.load.num_running else 2)
+        name = f"serve/{shape}/decode/{num_running}x{context}#dynamic_slice_fusion"
+        try:
+            self.measure_decode(name, driver, num_running, context, traced=True)
+        finally:
+            device._forward = scanned
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> int:
+        self.write()
+        log(f"wrote {self.path}")
+        print(report.table(self.rows, self.ceilings))
+        for failure in self.failures:
+            print(f"FAILED {failure}")
+        sys.stdout.flush()
+        return 1 if self.failures else 0
+
+
+def _phases_us(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """Of the engine's thread, a step. "wait": for the device."""
+    num_steps = max(1, after["steps"] - before["steps"])
+    seconds = {p: after["step_seconds"][p] - before["step_seconds"][p] for p in PHASES}
+    return {phase: round(1e6 * s / num_steps, 1) for phase, s in seconds.items()}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_engine",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shapes", default=",".join(shapes.SHAPES), help="comma separated: %(default)s")
+    add("--budget", type=float, default=540, help="seconds after which nothing new starts")
+    add("--out", type=Path, help="result file instead of results/<device>-engine.json")
+    add("--tiny", action="store_true", help="tiny models and loads: tries the script")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.shapes.split(",")) - shapes.SHAPES.keys():
+        parser.error(f"--shapes: {sorted(unknown)}: known are {sorted(shapes.SHAPES)}")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    # Weights, two caches and NVRTC's kernels: nearly all of the memory, taken once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    bench = Bench(arguments)
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        bench.fail("interrupted", "rows so far follow")
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

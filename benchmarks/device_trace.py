@@ -1,0 +1,127 @@
+"""What a GPU did while the profiler looked: how long it was busy, with which kernels, and the gaps.
+
+XLA runs without command buffers while a profiler looks, so every kernel shows by itself, and the
+gaps between the kernels of one executable are wider than they are otherwise.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+# Copies between host and device run beside the kernels. A device that does only that is idle.
+_HOST_COPIES = ("MemcpyH2D", "MemcpyD2H", "Memcpy HtoD", "Memcpy DtoH")
+
+
+class Event(NamedTuple):
+    begin_us: float
+    end_us: float
+    name: str
+    module: str  # the executable it belongs to; "": not known
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Microseconds, over the `num_steps` steps between the first and the last begin of one.
+
+    busy + idle_within + idle_between = span. idle_between: from an executable to the next one.
+    """
+
+    num_steps: int
+    span: float
+    busy: float
+    idle_within: float
+    idle_between: float
+    kernels: tuple[tuple[str, int, float], ...]  # name, count, total; the dearest first
+
+    def describe(self) -> str:
+        n = self.num_steps
+        lines = [
+            f"{n} steps of {self.span / n:.0f} us: busy {self.busy / n:.0f}, idle within"
+            f" executables {self.idle_within / n:.0f}, between them {self.idle_between / n:.0f}"
+        ]
+        lines += [
+            f"{total / n:9.1f} us a step, {count / n:7.1f} x {total / count:8.2f} us  {name[:90]}"
+            for name, count, total in self.kernels[:24]
+        ]
+        return "\n    ".join(lines)
+
+
+def record(run: Callable[[], Any], first_module: str) -> Summary | None:
+    """Runs under the profiler. first_module: a step begins with this executable (jit_forward).
+
+    None: there is no GPU in the trace.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        events = device_events(jax.profiler.ProfileData.from_file(path))
+    return summarize(events, first_module) if events else None
+
+
+def device_events(profile: Any) -> list[Event]:
+    """The work of the first GPU, by begin."""
+    events = []
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU:0"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                if event.name.startswith(_HOST_COPIES):
+                    continue
+                module = next((str(v) for k, v in event.stats if k == "hlo_module"), "")
+                begin = event.start_ns / 1e3
+                events.append(Event(begin, begin + event.duration_ns / 1e3, event.name, module))
+    return sorted(events)
+
+
+def summarize(events: list[Event], first_module: str) -> Summary:
+    """Without module names in the trace, all of it counts as one step."""
+    events = _with_modules(events)
+    begins = [
+        event.begin_us
+        for before, event in zip([None, *events], events, strict=False)
+        if event.module.startswith(first_module)
+        and (before is None or before.module != event.module)
+    ]
+    # The first steps are those of a profiler that wakes up.
+    begins = begins[min(2, max(0, len(begins) - 2)) :]
+    if len(begins) >= 2:
+        events = [event for event in events if begins[0] <= event.begin_us < begins[-1]]
+        end, num_steps = begins[-1], len(begins) - 1
+    else:
+        end, num_steps = max(event.end_us for event in events), 1
+    busy = within = between = 0.0
+    now, module = events[0].begin_us, events[0].module
+    totals: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        totals[event.name].append(event.end_us - event.begin_us)
+        gap = max(0.0, event.begin_us - now)
+        if event.module == module:
+            within += gap
+        else:
+            between += gap
+        busy += max(0.0, event.end_us - max(now, event.begin_us))
+        now, module = max(now, event.end_us), event.module
+    between += max(0.0, end - now)
+    ranked = sorted(totals.items(), key=lambda item: -sum(item[1]))
+    kernels = tuple((name, len(times), sum(times)) for name, times in ranked)
+    return Summary(num_steps, end - events[0].begin_us, busy, within, between, kernels)
+
+
+def _with_modules(events: list[Event]) -> list[Event]:
+    """Fills and the like have no module: they belong to the one before."""
+    named, module = [], ""
+    for event in events:
+        module = event.module or module
+        named.append(event._replace(module=module))
+    return named

@@ -1,0 +1,117 @@
+"""Models of known shapes with random weights, for measuring the server without any file.
+
+A shape is the object of a config.json. The tokenizer has a text for each token of the vocabulary,
+so that the host does what it would do for a real model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+from jax_attn import models
+from jax_attn.models import Model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "eos_token_id": 128001,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 151645,
+    },
+}
+_TINY = {  # of any shape: for trying a script
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": 1,
+}
+
+
+def make_model(shape: str, tiny: bool, dtype: str) -> Model:
+    """Weights are made on the device. rbg: gigabytes in milliseconds."""
+    config = models.parse_config(SHAPES[shape] | (_TINY if tiny else {}))
+    params = models.random_params(config, jax.random.key(0, impl="rbg"), dtype)
+    return Model(config, jax.block_until_ready(params), make_tokenizer(config.vocab_size))
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level: the 256 bytes, then words of three to five letters. It never merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ("".join(w) for n in (3, 4, 5) for w in itertools.product("aeinorst", repeat=n))
+    longer = (f"{word}{i}" for i in itertools.count() for word in ("Ġthe", "Ġof", "Ġand"))
+    texts = itertools.chain(alphabet, words, longer)
+    vocab = {text: i for i, text in enumerate(itertools.islice(texts, vocab_size))}
+    tokenizer = Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+# ---- what a step cannot do without -------------------------------------------------------------
+
+
+def weight_bytes(model: Model) -> int:
+    """Read by a step, whatever its size: all but an embedding that is no head, too."""
+    leaves = dict(model.params)
+    if not model.config.tie_embeddings:
+        del leaves["embed"]  # a row a token
+    return sum(x.nbytes for x in jax.tree.leaves(leaves))
+
+
+def kv_token_bytes(model: Model) -> int:
+    """Of one token in the cache, all layers."""
+    c = model.config
+    itemsize = model.params["embed"].dtype.itemsize
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
+
+
+def step_flops(model: Model, qo_lens: list[int], kv_lens: list[int]) -> float:
+    """Matrix products of a step and causal attention; kv_lens include the new tokens. Logits are
+    of one row a sequence."""
+    c = model.config
+    matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim == 3)
+    per_token, per_row = 2.0 * matrices, 2.0 * c.hidden_size * c.vocab_size
+    pairs = sum(
+        qo * kv - qo * (qo - 1) / 2 for qo, kv in zip(qo_lens, kv_lens, strict=True)
+    )  # of a query and a key that it sees
+    attention = 4.0 * c.num_layers * c.num_qo_heads * c.head_dim * pairs
+    return per_token * sum(qo_lens) + per_row * len(qo_lens) + attention
