@@ -200,7 +200,13 @@ def forbid(row_mask: np.ndarray, tokens: Iterable[int]) -> None:
 
 
 @partial(jax.jit, donate_argnames="state")
-def set_slot(state: SamplerState, slot, counts, bias_tokens, bias_values) -> SamplerState:
+def set_slot(
+    state: SamplerState,
+    slot: jax.Array,
+    counts: jax.Array,
+    bias_tokens: jax.Array,
+    bias_values: jax.Array,
+) -> SamplerState:
     """Puts `slot_arrays` of a sequence in its slot."""
     return state._replace(
         counts=state.counts.at[slot].set(counts),
@@ -211,7 +217,13 @@ def set_slot(state: SamplerState, slot, counts, bias_tokens, bias_values) -> Sam
 
 @partial(jax.jit, donate_argnames="state", static_argnames="kind")
 def sample(
-    state: SamplerState, logits: jax.Array, ints, floats, mask, *, kind: Kind
+    state: SamplerState,
+    logits: jax.Array,
+    ints: jax.Array,
+    floats: jax.Array,
+    mask: jax.Array,
+    *,
+    kind: Kind,
 ) -> tuple[SamplerState, Sampled]:
     """Samples a token from each row of logits [rows, vocab] f32; the rest as `Rows` says.
 
@@ -255,15 +267,23 @@ def _argmax(scores: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(scores == best, tokens, scores.shape[1] - 1), axis=1)
 
 
-def _penalized(state: SamplerState, slot, scores, repetition, presence, frequency) -> jax.Array:
+def _penalized(
+    state: SamplerState,
+    slot: jax.Array,
+    scores: jax.Array,
+    repetition: jax.Array,
+    presence: jax.Array,
+    frequency: jax.Array,
+) -> jax.Array:
     """Bias, then HF's repetition penalty, then OpenAI's two. Neutral values change no bit."""
-    at = {"mode": "fill", "fill_value": 0}
-    bias_tokens, bias_values = (
-        x.at[slot].get(**at) for x in (state.bias_tokens, state.bias_values)
-    )
+
+    def of_slot(x: jax.Array) -> jax.Array:
+        return x.at[slot].get(mode="fill", fill_value=0)
+
+    bias_tokens, bias_values = of_slot(state.bias_tokens), of_slot(state.bias_values)
     rows = jnp.arange(len(slot))[:, None]
     scores = scores.at[rows, bias_tokens].add(bias_values, mode="drop")
-    counts = state.counts.at[slot].get(**at)
+    counts = of_slot(state.counts)
     repeated = jnp.where(scores > 0, scores / repetition, scores * repetition)
     scores = jnp.where(counts > 0, repeated, scores)
     in_output = (counts & ~_IN_PROMPT).astype(jnp.float32)
@@ -276,7 +296,7 @@ def _unpack(mask: jax.Array, vocab_size: int) -> jax.Array:
     return bits.reshape(len(mask), -1)[:, :vocab_size] == 1
 
 
-def _filtered(scaled: jax.Array, top_k, top_p, min_p) -> jax.Array:
+def _filtered(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
     """-inf for the tokens that top-k, top-p or min-p remove. scaled: [rows, vocab], maximum 0."""
     order = _sortable(scaled)
     vocab_size = scaled.shape[1]
