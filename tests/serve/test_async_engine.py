@@ -405,7 +405,7 @@ def test_soak(model, device):
             counts[type(error).__name__] += 1
 
     async def main():
-        made = AsyncEngine(model, dataclasses.replace(CONFIG, num_pages=20))
+        made = AsyncEngine(model, dataclasses.replace(CONFIG, num_pages=16))
         made._engine.device = device
         counts: collections.Counter[str] = collections.Counter()
         memory = []
@@ -424,7 +424,7 @@ def test_soak(model, device):
     assert sum(counts.values()) == 20_000
     assert counts["left"] > 2000 and counts["ValueError"] > 500 and counts["GrammarError"] > 200
     assert counts[FinishReason.ERROR] == counts[FinishReason.ABORT] == 0
-    assert stats["preemptions"] > 100
+    assert stats["preemptions"] > 50
     assert device.num_compiles_after_warm_up == 0
     assert memory[-1] < memory[4] + 30, memory
 
