@@ -1,0 +1,289 @@
+"""The whole server under abuse: disconnects, nonsense, preemption, ten times too many requests.
+
+The engine is the real one, on a small random model, behind HTTP. In the end nothing may be left of
+what came: no page held, no lock, no stream, no memory.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import gc
+import json
+import random
+from pathlib import Path
+
+import jax
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+
+from live_server import eventually, serving
+from tokenizers import Tokenizer
+
+from jax_attn import models
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.engine import Engine, EngineConfig
+
+DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
+# Three that run need more pages than there are: sequences have up to 14 each.
+CONFIG = EngineConfig(
+    num_pages=28, page_size=4, max_running=12, max_step_tokens=32, max_waiting=100
+)
+OVERLOADED = dataclasses.replace(CONFIG, max_waiting=10)
+NUM_CLIENTS = 32
+MAX_GROWTH = 24 << 20  # bytes of the process, server and clients, from a tenth of the soak on
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = dataclasses.replace(
+        models.load_config(DIRECTORY), hidden_size=32, intermediate_size=64, num_qo_heads=2,
+        num_kv_heads=1, head_dim=16, sm_scale=0.25,
+    )  # fmt: skip
+    config = dataclasses.replace(config, layers=config.layers[:1])
+    params = models.random_params(config, jax.random.key(0), "float32")
+    return models.Model(config, params, Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")))
+
+
+@pytest.fixture(scope="module")
+def device(model):
+    engine = Engine(model, CONFIG)
+    engine.warm_up()
+    return engine.device
+
+
+@contextlib.contextmanager
+def serving_real(model, device, config):
+    engine = AsyncEngine(model, config)
+    engine._engine.device = device
+    with serving(engine) as server:
+        eventually(lambda: engine.ready)
+        yield server, engine
+        eventually(lambda: is_at_rest(engine))
+        check_nothing_is_left(engine)
+
+
+def is_at_rest(engine: AsyncEngine) -> bool:
+    stats = engine.stats()
+    return not (stats["waiting"] or stats["running"] or engine._engine.has_work)
+
+
+def check_nothing_is_left(engine: AsyncEngine) -> None:
+    inner, stats = engine._engine, engine.stats()
+    assert engine.ready and engine.failure is None
+    inner.scheduler.check_integrity()
+    assert stats["pages_used"] == 0
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+    assert not any(view.locks for view in inner.scheduler.cache.walk())
+    assert not inner._streams and not engine._subscribers
+    inner.scheduler.cache.evict(stats["pages_cached"])
+    assert inner.scheduler.allocator.num_free == stats["pages_total"]
+    assert inner.device.num_compiles_after_warm_up == 0
+
+
+# ---- clients -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Answer:
+    status: int
+    headers: bytes
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+async def ask(port: int, body: dict | bytes, leave_after: int | None = None) -> Answer | None:
+    """leave_after: events of the stream after which the client goes. None is for those that go."""
+    if isinstance(body, dict):
+        body = json.dumps(body).encode()
+    # One request a connection, so that the end of it is the end of the answer.
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head.encode() + body)
+        if leave_after is not None:
+            await writer.drain()
+            seen = 0
+            while seen < leave_after and (line := await reader.readline()):
+                seen += line.startswith(b"data: ")
+            return None
+        top, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+        top = top.lower()
+        chunked = b"transfer-encoding: chunked" in top
+        return Answer(int(top.split()[1]), top, joined(rest) if chunked else rest)
+    finally:
+        writer.close()
+
+
+def joined(raw: bytes) -> bytes:
+    """A body without the framing of chunked encoding."""
+    body = b""
+    while raw:
+        size, _, raw = raw.partition(b"\r\n")
+        body += raw[: int(size, 16)]
+        raw = raw[int(size, 16) + 2 :]
+    return body
+
+
+def valid_request(rng: random.Random) -> dict:
+    """Prompts of few beginnings, so that they share pages; up to 54 tokens in all."""
+    prompt = [1 + rng.randrange(3)] * rng.randrange(1, 12) + [rng.randrange(4096)] * rng.randrange(
+        4
+    )
+    body = {"prompt": prompt, "max_tokens": rng.randrange(1, 41), "ignore_eos": True}
+    body |= {"n": rng.choice((1, 1, 1, 2)), "temperature": rng.choice((0, 1)), "seed": 1}
+    if rng.random() < 0.05:
+        body |= {"regex": "[a-d]{3}", "ignore_eos": False, "max_tokens": 19}
+    if rng.random() < 0.1:
+        body |= {"presence_penalty": 1, "logit_bias": {"7": 2}}
+    if rng.random() < 0.1:
+        body["cache_salt"] = str(rng.randrange(3))
+    return body
+
+
+def invalid_request(rng: random.Random) -> dict | bytes:
+    return rng.choice(
+        [
+            b"{",
+            b"[1, 2",
+            b'"' + b"x" * 5000,
+            {},
+            {"prompt": []},
+            {"prompt": "a", "max_tokens": -1},
+            {"prompt": "a", "max_tokens": 10**9},
+            {"prompt": [10**7]},
+            {"prompt": "a", "n": 1000},
+            {"prompt": "a", "temperature": "hot"},
+            {"prompt": "a", "json_schema": {"type": "no such"}},
+            {"prompt": "a", "regex": "("},
+            {"prompt": "a", "no_such_field": 1},
+            {"prompt": "a " * 3000},
+        ]
+    )
+
+
+def check_answer(body: dict, answer: Answer) -> None:
+    assert answer.status == 200, answer
+    if body.get("stream"):
+        events = [line[6:] for line in answer.body.splitlines() if line.startswith(b"data: ")]
+        assert events.pop() == b"[DONE]"
+        chunks = [json.loads(event) for event in events]
+        usage = chunks.pop()["usage"]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    else:
+        whole = json.loads(answer.body)
+        usage, reasons = whole["usage"], [choice["finish_reason"] for choice in whole["choices"]]
+    assert len(reasons) == body["n"]
+    assert usage["prompt_tokens"] == len(body["prompt"])
+    if "regex" not in body:
+        assert set(reasons) == {"length"}
+        assert usage["completion_tokens"] == body["n"] * body["max_tokens"]
+
+
+async def soak(port: int, num_requests: int, at_tenth) -> collections.Counter:
+    """at_tenth(i) is called while nobody asks, after each tenth of the requests."""
+    rng = random.Random(0)
+    outcomes: collections.Counter = collections.Counter()
+
+    async def one(seed: int) -> None:
+        rng = random.Random(seed)
+        kind = rng.random()
+        if kind < 0.05:
+            answer = await ask(port, invalid_request(rng))
+            assert answer.status == 400, answer
+            outcomes["invalid"] += 1
+            return
+        body = valid_request(rng)
+        if kind < 0.25:
+            await ask(port, body | {"stream": True}, leave_after=rng.randrange(4))
+            outcomes["left"] += 1
+            return
+        if rng.random() < 0.5:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        check_answer(body, await ask(port, body))
+        outcomes["answered"] += 1
+
+    async def client(seeds) -> None:
+        for seed in seeds:  # one iterator for all clients
+            await one(seed)
+
+    for i in range(10):
+        seeds = iter([rng.randrange(1 << 60) for _ in range(num_requests // 10)])
+        await asyncio.gather(*(client(seeds) for _ in range(NUM_CLIENTS)))
+        at_tenth(i)
+    return outcomes
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize(
+    "num_requests",
+    [400, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_soak(model, device, num_requests, capsys):
+    memory = []
+    with serving_real(model, device, CONFIG) as (server, engine):
+
+        def at_tenth(i):
+            eventually(lambda: is_at_rest(engine))
+            engine._engine.scheduler.check_integrity()
+            memory.append(resident_bytes())
+
+        outcomes = asyncio.run(soak(server.port, num_requests, at_tenth))
+        stats = engine.stats()
+        metrics = server.get("/metrics").body.decode()
+    with capsys.disabled():
+        print(f"\n{dict(outcomes)}, {stats['preemptions']} preemptions, {stats['steps']} steps")
+        print("resident MB after each tenth:", [round(m / 1e6, 1) for m in memory])
+    assert outcomes.total() == num_requests
+    assert 0.03 < outcomes["invalid"] / num_requests < 0.08
+    assert 0.15 < outcomes["left"] / num_requests < 0.25
+    assert stats["preemptions"] > num_requests / 200
+    assert stats["prefix_hit_tokens"] > 0 and stats["jump_forward_tokens"] >= 0
+    assert f'outcome="invalid"}} {outcomes["invalid"]:.1f}' in metrics
+    assert max(memory[1:]) - memory[0] < MAX_GROWTH
+
+
+def test_overload(model, device):
+    """Ten times what may run and wait at once: each is refused at once, or answered in full."""
+    most = OVERLOADED.max_waiting
+    most_waiting = 0
+    body = {"prompt": [5] * 8, "max_tokens": 16, "ignore_eos": True, "n": 1}
+
+    async def overload(port: int, engine: AsyncEngine) -> list[Answer]:
+        nonlocal most_waiting
+        num_requests = 10 * (OVERLOADED.max_running + most)
+        tasks = [asyncio.create_task(ask(port, body)) for _ in range(num_requests)]
+        while not all(task.done() for task in tasks):
+            most_waiting = max(most_waiting, engine.stats()["waiting"])
+            await asyncio.sleep(0.001)
+        return [task.result() for task in tasks]
+
+    with serving_real(model, device, OVERLOADED) as (server, engine):
+        answers = asyncio.run(overload(server.port, engine))
+        stats, metrics = engine.stats(), server.get("/metrics").body.decode()
+        # And when it is over, all is as before.
+        check_answer(body, asyncio.run(ask(server.port, body)))
+    accepted = [answer for answer in answers if answer.status == 200]
+    refused = [answer for answer in answers if answer.status == 429]
+    assert len(accepted) + len(refused) == len(answers)
+    assert len(accepted) >= most and len(refused) > 0
+    assert 0 < most_waiting <= most
+    for answer in accepted:
+        check_answer(body, answer)
+    assert all(b"\r\nretry-after: " in answer.headers for answer in refused)
+    assert f'outcome="completed"}} {len(accepted):.1f}' in metrics
+    assert f'outcome="rejected"}} {len(refused):.1f}' in metrics
+    assert stats["generated_tokens"] == 16 * len(accepted)
