@@ -5,6 +5,7 @@
 #   make test       C++ and Python tests
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
+#   make bench-serve  the server over HTTP -> benchmarks/results/
 #   make lint       ruff, mypy, clang-format, and whether README.md is up to date
 #   make digest     hash of the sources that a result file must carry
 #   make clean      remove what the above made
@@ -18,7 +19,7 @@ VENV ?= .venv
 JAX ?= jax
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
-.PHONY: demo serve test bench bench-gpu lint digest clean
+.PHONY: demo serve test bench bench-gpu bench-serve lint digest clean
 
 ifdef PY
 ready :=
@@ -57,6 +58,9 @@ bench: $(ready)
 
 bench-gpu: $(ready) $(cuda_ready)
 	$(PY) -m benchmarks.bench_gpu $(ARGS)
+
+bench-serve: $(ready)
+	$(PY) -m benchmarks.bench_serve $(ARGS)
 
 lint: $(ready) $(dev_ready)
 	$(PY) -m ruff check .

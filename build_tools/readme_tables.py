@@ -1,6 +1,7 @@
 """Rewrites the marked blocks of README.md from what they quote: readme_tables.py [--check].
 
     <!-- begin: results -->     benchmarks/results/*.json: every measured number in README
+    <!-- begin: serving -->     of them, *-engine.json and *-serve.json
     <!-- begin: quickstart -->  examples/quickstart.py, which CI runs
 
 --check changes nothing and fails if a block differs from its source.
@@ -39,8 +40,85 @@ def quickstart() -> str:
 
 
 def results() -> str:
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in files)
+    names = set(ROOT.glob("benchmarks/results/*.json")) - set(serving_files())
+    return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in sorted(names))
+
+
+def serving_files() -> list[Path]:
+    """The engine's files, then the servers'."""
+    folder = ROOT / "benchmarks" / "results"
+    return [*sorted(folder.glob("*-engine.json")), *sorted(folder.glob("*-serve.json"))]
+
+
+def serving() -> str:
+    parts = []
+    for path in serving_files():
+        result = json.loads(path.read_text())
+        lines = engine_lines if path.stem.endswith("-engine") else http_lines
+        parts.append("\n".join([heading(result, path.name), "", *lines(result["rows"])]))
+    return "\n\n".join(parts)
+
+
+def heading(result: dict, name: str) -> str:
+    return (
+        f"**{result['device']}**, jax {result['jax']}, {result['date']},"
+        f" sources {result['sources_digest']}, from `benchmarks/results/{name}`:"
+    )
+
+
+def engine_lines(rows: list[dict]) -> list[str]:
+    """Rows of bench_engine.py: a step, a whole load, or a mean time to first token."""
+    lines = [
+        "| workload | ms | floor, ms | tokens/s | TFLOP/s | device idle, % | beside it, ms |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        if row["workload"].startswith("serve/") and "#" not in row["workload"]:
+            tokens = row.get("output_tokens_per_s", row.get("tokens_per_s"))
+            cells = [
+                row["workload"].removeprefix("serve/"),
+                milliseconds(row["median_us"]),
+                milliseconds(row.get("floor_us")),
+                f"{tokens:.0f}" if tokens else "",
+                number(row.get("tflops")),
+                number(row.get("idle_percent_without_profiler")),
+                ", ".join(f"{milliseconds(us)} {peer}" for peer, us in row["peers"].items()),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def http_lines(rows: list[dict]) -> list[str]:
+    """Rows of bench_serve.py."""
+    lines = [
+        "| workload | tokens/s | first token, P50 and P99, ms | between tokens, P50 and P99, ms"
+        " | beside it |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        beside = [
+            f"{peer}: {1e6 / us:.0f} tokens/s"
+            if "tokens_per_s" in row
+            else f"{peer}: {milliseconds(us)} ms"
+            for peer, us in row["peers"].items()
+        ]
+        mean = f"{row['ttft_mean_ms']:.1f} (mean)" if "ttft_mean_ms" in row else ""
+        hits = f"prefix hits {row['hit_rate']:.3f} of {row['ideal']:.3f}" if mean else ""
+        if "requests_per_s" in row:
+            beside.insert(0, f"{row['requests_per_s']:.1f} requests/s")
+        cells = [
+            row["workload"].removeprefix("http/"),
+            f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "",
+            mean or f"{row['ttft_p50_ms']:.1f}, {row['ttft_p99_ms']:.1f}",
+            "" if mean else f"{row['inter_token_p50_ms']:.1f}, {row['inter_token_p99_ms']:.1f}",
+            "; ".join([*beside, hits] if hits else beside),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def milliseconds(us: float | None) -> str:
+    return f"{us / 1e3:.2f}" if us else ""
 
 
 def table(result: dict, name: str) -> str:
@@ -53,8 +131,7 @@ def table(result: dict, name: str) -> str:
     shown = [row for row in rows if row["workload"] in SHOWN]
     return "\n".join(
         [
-            f"**{result['device']}**, jax {result['jax']}, {result['date']},"
-            f" sources {result['sources_digest']}, from `benchmarks/results/{name}`:",
+            heading(result, name),
             "",
             *table_lines(shown),
             "",
@@ -92,7 +169,8 @@ def number(value: float | None) -> str:
 
 
 def rewritten(text: str) -> str:
-    for name, content in {"results": results(), "quickstart": quickstart()}.items():
+    contents = {"results": results(), "serving": serving(), "quickstart": quickstart()}
+    for name, content in contents.items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         text, found = pattern.subn(lambda _, block=f"{begin}\n{content}\n{end}": block, text)
