@@ -185,7 +185,7 @@ def test_precompile_refuses_a_cpu_target():
 
 
 def test_toolkit_of_the_environment_is_searched(monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", "/opt/some_cuda")
+    monkeypatch.setattr(config, "cuda_toolkits", ["/opt/some_cuda"])
     candidates = jit.nvrtc_candidates()
     assert "/opt/some_cuda/lib64/libnvrtc.so.13" in candidates
     assert candidates[-2:] == ["libnvrtc.so.13", "libnvrtc.so.12"]  # the loader's own search, last
