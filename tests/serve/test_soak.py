@@ -232,7 +232,7 @@ def resident_bytes() -> int:
     "num_requests",
     [400, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
-def test_soak(model, device, num_requests, capsys):
+def test_soak(model, device, num_requests):
     memory = []
     with serving_real(model, device, CONFIG) as (server, engine):
 
@@ -244,9 +244,8 @@ def test_soak(model, device, num_requests, capsys):
         outcomes = asyncio.run(soak(server.port, num_requests, at_tenth))
         stats = engine.stats()
         metrics = server.get("/metrics").body.decode()
-    with capsys.disabled():
-        print(f"\n{dict(outcomes)}, {stats['preemptions']} preemptions, {stats['steps']} steps")
-        print("resident MB after each tenth:", [round(m / 1e6, 1) for m in memory])
+    print(f"{dict(outcomes)}, {stats['preemptions']} preemptions, {stats['steps']} steps")
+    print("resident MB after each tenth:", [round(m / 1e6, 1) for m in memory])
     assert outcomes.total() == num_requests
     assert 0.03 < outcomes["invalid"] / num_requests < 0.08
     assert 0.15 < outcomes["left"] / num_requests < 0.25
@@ -280,7 +279,8 @@ def test_overload(model, device):
     refused = [answer for answer in answers if answer.status == 429]
     assert len(accepted) + len(refused) == len(answers)
     assert len(accepted) >= most and len(refused) > 0
-    assert 0 < most_waiting <= most
+    # Those that were preempted wait, too, and are never refused.
+    assert 0 < most_waiting <= most + OVERLOADED.max_running
     for answer in accepted:
         check_answer(body, answer)
     assert all(b"\r\nretry-after: " in answer.headers for answer in refused)
