@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-llama-stdlib"  # what a server has that gets no --model
 RAMP = 0.2  # share of a loop's time that is not counted
 PEER = "jax.nn, padded caches"
+SMALL_STEP = 48  # tokens; must hold a token of all that run
 
 
 @dataclasses.dataclass
@@ -124,6 +125,9 @@ class Bench:
             return
         with running_server(*a.server) as client:
             self.measure(client)
+        # Small steps: whoever decodes waits less for the prompts of others.
+        with running_server(*a.server, "--max-step-tokens", str(SMALL_STEP)) as client:
+            self.loops(client, a.clients[-1:], f"/steps-of-{SMALL_STEP}")
         with running_server(*a.server, "--no-prefix-cache") as client:
             without = self.measure_prefix(client)
         shared = next(row for row in self.rows if "/shared-prefix/" in row.workload)
@@ -131,29 +135,32 @@ class Bench:
         log(f"{shared.workload}: mean TTFT without the cache {without['ttft_mean_ms']} ms")
 
     def measure(self, client: Client) -> None:
-        a = self.arguments
         self.model = json.loads(client.get("/v1/models"))["data"][0]["id"]
         log(f"{self.model} at {client.url}")
+        self.loops(client, self.arguments.clients)
+        self.measure_prefix(client, add=True)
+
+    def loops(self, client: Client, nums_clients: list[int], suffix: str = "") -> None:
+        a = self.arguments
         requests = Requests(self.text(client), a.prompt, tuple(a.output), random.Random(0))
         asyncio.run(closed_loop(client, requests, 2, 2))  # connections, imports, caches
         rate = 0.0
-        for num_clients in a.clients:
+        for num_clients in nums_clients:
             answers, tokens_per_s, rate = asyncio.run(
                 closed_loop(client, requests, num_clients, a.seconds)
             )
-            row = self.add(f"closed/{num_clients}", 1e6 / tokens_per_s, answers)
+            row = self.add(f"closed/{num_clients}{suffix}", 1e6 / tokens_per_s, answers)
             row.more["tokens_per_s"] = round(tokens_per_s, 1)
             row.more["requests_per_s"] = round(rate, 3)
-            if not a.url:
+            if not (a.url or suffix):
                 self.measure_peer(row, num_clients)
             log(f"{row.workload}: {row.more} {row.peers}")
         for share in a.shares:
             answers = asyncio.run(open_loop(client, requests, share * rate, a.seconds * 2))
             gaps = [gap for answer in answers for gap in answer.gaps]
-            row = self.add(f"open/{share:g}", 1e6 * float(np.median(gaps)), answers)
+            row = self.add(f"open/{share:g}{suffix}", 1e6 * float(np.median(gaps)), answers)
             row.more["requests_per_s"] = round(share * rate, 3)
             log(f"{row.workload}: {row.more}")
-        self.measure_prefix(client, add=True)
 
     def text(self, client: Client) -> list[int]:
         files = sorted((ROOT / "examples" / "prompts").glob("*.txt"))
