@@ -40,23 +40,28 @@ class DecodePass : PassBase<Isa, T, true> {
   // Tokens of a unit, whose heads follow each other: few, so that reads follow memory, and enough
   // for a whole panel of keys and not to load and store o too often. On two Zen 5 cores twice as
   // many f32 values a unit cost 7 %; half as many save 7 %, but cost 12 % with AVX2.
-  static constexpr i64 kKeyTokens = 64 / kBytes, kValueTokens = 16 / kBytes;
+  static constexpr i64 kKeyTokens = Buffers<Isa, T, true>::kKeyTokens, kValueTokens = 16 / kBytes;
   static constexpr i64 kTokensAhead = kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
+  // Keys are read twice, from their rows and from panels.
+  using KeyFetch = RowFetch<1, 2>;
+  using ValueFetch = RowFetch<1>;
+  static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
+  // Rows of a head whose keys are multiplied together with those of the next head.
+  static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
   static_assert(kKeyTokens % kKeyPanel == 0 && kValueTokens % kStep == 0);
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
     const i64 k_bytes = this->KeyHeadBytes(), v_bytes = this->ValueHeadBytes();
-    RowFetch<1> fetch;
+    KeyFetch key_fetch;
+    ValueFetch value_fetch;
     for (i64 first = valid.begin / kKeyTokens * kKeyTokens; first < valid.end;
          first += kKeyTokens) {
-      StartFetch(block.k, k_bytes, block.v, v_bytes, first, kKeyTokens, valid, &fetch);
-      for (i64 h = 0; h < num_heads_; ++h) {
-        const HeadRows keys{block.k, h * k_bytes};
-        MultiplyKeys(h, start, valid, Unit(first, kKeyTokens, valid), keys, fetch);
-      }
+      StartFetch(block.k, k_bytes, block.v, v_bytes, first, kKeyTokens, valid, &key_fetch);
+      const Range tokens = Unit(first, kKeyTokens, valid);
+      for (i64 h = 0; h < num_heads_;) h += MultiplyKeys(h, start, valid, tokens, block, key_fetch);
     }
     for (i64 h = 0; h < num_heads_; ++h) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
@@ -65,10 +70,10 @@ class DecodePass : PassBase<Isa, T, true> {
     }
     for (i64 first = valid.begin / kValueTokens * kValueTokens; first < valid.end;
          first += kValueTokens) {
-      StartFetch(block.v, v_bytes, next.k, k_bytes, first, kValueTokens, valid, &fetch);
+      StartFetch(block.v, v_bytes, next.k, k_bytes, first, kValueTokens, valid, &value_fetch);
       for (i64 h = 0; h < num_heads_; ++h) {
         const HeadRows values{block.v, h * v_bytes};
-        MultiplyValues(h, start, valid, first, values, fetch);
+        MultiplyValues(h, start, valid, first, values, value_fetch);
       }
     }
   }
@@ -79,9 +84,9 @@ class DecodePass : PassBase<Isa, T, true> {
   }
 
   // All heads of the unit kTokensAhead after that at `first`, of `rows` or else of what follows.
+  template <class Fetch>
   void StartFetch(const char* const* rows, i64 head_bytes, const char* const* then,
-                  i64 then_head_bytes, i64 first, i64 tokens, Range valid,
-                  RowFetch<1>* fetch) const {
+                  i64 then_head_bytes, i64 first, i64 tokens, Range valid, Fetch* fetch) const {
     const i64 at = first + kTokensAhead;
     if (at < valid.end) {
       fetch->Start(rows + at, tokens, num_heads_ * head_bytes);
@@ -98,25 +103,44 @@ class DecodePass : PassBase<Isa, T, true> {
     });
   }
 
-  // s = q k for the panels that hold `tokens`.
-  void MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const HeadRows& keys,
-                    RowFetch<1>& fetch) {
-    const PanelSource<KeyIsa, kKeys> panel{buf_.k_panels, 0};
-    for (i64 u = tokens.begin / kKeyPanel; u < CeilDiv(tokens.end, kKeyPanel); ++u) {
-      PackKeyPanel<KeyIsa, kKeys, T>(keys, u * kKeyPanel, params_.head_dim_qk, buf_.k_panels);
-      ForTiles(h, start, valid, [&](const RowTile& tile) {
-        if (tile.seen.begin >= (u + 1) * kKeyPanel || tile.seen.end <= u * kKeyPanel) return;
-        GemmRows<KeyIsa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panel, 0, 1,
-                         params_.head_dim_qk / StepDepth(kKeys), Onto::kZero, nullptr,
-                         buf_.s + tile.score_row * buf_.tile_kv + u * kKeyPanel, buf_.tile_kv,
-                         fetch);
-      });
+  // s = q k for the panels that hold `tokens`, of head h and perhaps the next; returns how many
+  // heads.
+  i64 MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const BlockRows& block,
+                   KeyFetch& fetch) {
+    const i64 begin = tokens.begin / kKeyPanel, end = CeilDiv(tokens.end, kKeyPanel);
+    const i64 panel_bytes = PanelBytes<KeyIsa, kKeys>(params_.head_dim_qk);
+    const i64 steps = params_.head_dim_qk / StepDepth(kKeys);
+    const PanelSource<KeyIsa, kKeys> panels{buf_.k_panels, panel_bytes};
+    const i64 heads =
+        end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_ ? 2 : 1;
+    char* panel = buf_.k_panels;
+    for (i64 i = 0; i < heads; ++i) {
+      const HeadRows keys{block.k, (h + i) * this->KeyHeadBytes()};
+      for (i64 u = begin; u < end; ++u, panel += panel_bytes) {
+        PackKeyPanel<KeyIsa, kKeys, T>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
+      }
     }
+    ForTiles(h, start, valid, [&](const RowTile& tile) {
+      const i64 first = Max(begin, tile.seen.begin / kKeyPanel);
+      const i64 num = Min(end, CeilDiv(tile.seen.end, kKeyPanel)) - first;
+      if (num <= 0) return;
+      const float* q = buf_.q + tile.row * buf_.q_lanes;
+      float* s = buf_.s + tile.score_row * buf_.tile_kv + first * kKeyPanel;
+      if (heads == 2) {
+        GemmTwoSets<KeyIsa, kKeyPanels, kMaxPairRows>(
+            tile.n, q, buf_.q_lanes, panels, steps, Onto::kZero,
+            buf_.s + tile.score_row * buf_.tile_kv + begin * kKeyPanel, buf_.tile_kv, fetch);
+      } else {
+        GemmRows<KeyIsa>(tile.n, q, buf_.q_lanes, panels, first - begin, num, steps, Onto::kZero,
+                         nullptr, s, buf_.tile_kv, fetch);
+      }
+    });
+    return heads;
   }
 
   // o = alpha o + p v for the unit that starts at token `first`.
   void MultiplyValues(i64 h, i64 start, Range valid, i64 first, const HeadRows& values,
-                      RowFetch<1>& fetch) {
+                      ValueFetch& fetch) {
     const Range tokens = Unit(first, kValueTokens, valid);
     const i64 panels = buf_.o_columns / kUnit;
     const bool mixed = this->IsMixed(start, valid);

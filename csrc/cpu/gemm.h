@@ -80,12 +80,17 @@ struct RowSource {
   JAX_ATTN_INLINE void Load(i64 k, i64 j, Vec* x) const {
     const i64 column = j * kPanel<Isa>;
     const T* row = reinterpret_cast<const T*>(rows[kDot ? 2 * k : k] + offset) + column;
+    if constexpr (kDot) {
+      const T* next = reinterpret_cast<const T*>(rows[2 * k + 1] + offset) + column;
+      JAX_ATTN_UNROLL
+      for (int v = 0; v < Isa::kVecs; v += 2) {
+        Isa::PairRows(row + v * Isa::kWidth, next + v * Isa::kWidth, x + v);
+      }
+      return;
+    }
     JAX_ATTN_UNROLL
     for (int v = 0; v < Isa::kVecs; ++v) {
-      if constexpr (kDot) {
-        const T* next = reinterpret_cast<const T*>(rows[2 * k + 1] + offset) + column;
-        x[v] = Isa::PairRows(row + v * Isa::kWidth, next + v * Isa::kWidth, Isa::kWidth);
-      } else if constexpr (IsBf16<T>) {
+      if constexpr (IsBf16<T>) {
         const Vec pairs = Isa::LoadLanes(row + v / 2 * 2 * Isa::kWidth, Isa::kWidth);
         x[v] = v % 2 == 0 ? Isa::PairLow(pairs) : Isa::PairHigh(pairs);
       } else {
@@ -112,18 +117,24 @@ struct NoFetch {
 };
 
 // c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b where scale is not null, for
-// the panels from `panel` on. lda, ldc: f32 lanes between rows.
-template <class Isa, int kRows, int kPanels, class Source, class Fetch>
+// the panels from `panel` on. lda, ldc: f32 lanes between rows. kSets: the panels are so many sets
+// of equal size, and each has kRows rows of a and of c of its own, right after those of the set
+// before it.
+template <class Isa, int kRows, int kPanels, int kSets = 1, class Source, class Fetch>
 JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 panel, i64 steps,
                               Onto onto, const float* scale, float* c, i64 ldc, Fetch& fetch) {
   using Vec = typename Isa::Vec;
   constexpr int kWidth = Isa::kWidth, kVecs = kPanels * Isa::kVecs;
+  constexpr int kSetVecs = kVecs / kSets;
+  const auto element = [&](int r, int v) __attribute__((always_inline)) {
+    return c + (v / kSetVecs * kRows + r) * ldc + v % kSetVecs * kWidth;
+  };
   Vec acc[kRows][kVecs];
   JAX_ATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     JAX_ATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      acc[r][v] = onto == Onto::kOld ? Isa::Load(c + r * ldc + v * kWidth) : Isa::Zero();
+      acc[r][v] = onto == Onto::kOld ? Isa::Load(element(r, v)) : Isa::Zero();
       if (scale) acc[r][v] = Isa::Mul(Isa::Set(scale[r]), acc[r][v]);
     }
   }
@@ -131,9 +142,10 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
   const auto multiply = [&](const Vec* x, i64 at) __attribute__((always_inline)) {
     JAX_ATTN_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const Vec ar = Isa::Broadcast(a + r * lda + at);
+      Vec ar;
       JAX_ATTN_UNROLL
       for (int v = 0; v < kVecs; ++v) {
+        if (v % kSetVecs == 0) ar = Isa::Broadcast(a + (v / kSetVecs * kRows + r) * lda + at);
         if constexpr (Source::kDot) {
           acc[r][v] = Isa::DotBf16(ar, x[v], acc[r][v]);
         } else {
@@ -162,7 +174,7 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
   JAX_ATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     JAX_ATTN_UNROLL
-    for (int v = 0; v < kVecs; ++v) Isa::Store(c + r * ldc + v * kWidth, acc[r][v]);
+    for (int v = 0; v < kVecs; ++v) Isa::Store(element(r, v), acc[r][v]);
   }
 }
 
@@ -183,6 +195,19 @@ void GemmRows(i64 rows, const float* a, i64 lda, const Source& b, i64 panel, i64
     for (; panel < end; ++panel, c += kPanel<Isa>) {
       GemmTile<Isa, kRows, 1>(a, lda, b, panel, steps, onto, scale, c, ldc, fetch);
     }
+  }
+}
+
+// kPanels panels each for two sets of 1 to kMaxRows rows, the second right after the first: where
+// rows and panels are few, one set has too few chains.
+template <class Isa, int kPanels, int kMaxRows, class Source, class Fetch>
+void GemmTwoSets(i64 rows, const float* a, i64 lda, const Source& b, i64 steps, Onto onto, float* c,
+                 i64 ldc, Fetch& fetch) {
+  if constexpr (kMaxRows > 0) {
+    if (rows != kMaxRows) {
+      return GemmTwoSets<Isa, kPanels, kMaxRows - 1>(rows, a, lda, b, steps, onto, c, ldc, fetch);
+    }
+    GemmTile<Isa, kMaxRows, 2 * kPanels, 2>(a, lda, b, 0, steps, onto, nullptr, c, ldc, fetch);
   }
 }
 

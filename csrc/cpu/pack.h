@@ -58,9 +58,9 @@ struct HeadRows {
 };
 
 // Fetches rows line by line, in the order in which they lie in memory, as many bytes a step as the
-// step multiplies: memory never waits for arithmetic, nor arithmetic for memory. kCache: into the
-// first cache or the second.
-template <int kCache>
+// step reads, or a kShare-th of that: memory never waits for arithmetic, nor arithmetic for memory.
+// kCache: into the first cache or the second.
+template <int kCache, int kShare = 1>
 struct RowFetch {
   const char* line = nullptr;
   const char* row_end = nullptr;
@@ -77,8 +77,9 @@ struct RowFetch {
     row_end = line + row_bytes;
   }
 
-  template <i64 kBytes>
+  template <i64 kStepBytes>
   JAX_ATTN_INLINE void Step(i64 k) {
+    constexpr i64 kBytes = kStepBytes / kShare;
     if constexpr (kBytes >= kCacheLine) {
       JAX_ATTN_UNROLL
       for (i64 i = 0; i < kBytes; i += kCacheLine) Line();
@@ -103,8 +104,10 @@ struct RowFetch {
 };
 
 // A panel of keys: columns are the tokens [first, first + kPanel), depth is head_dim.
-template <class Isa, Format kFormat, typename T>
-JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel) {
+template <class Isa, Format kFormat, typename T, class Fetch>
+JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel,
+                                  Fetch& fetch) {
+  Fetch ahead = fetch;  // in registers
   using Vec = typename Isa::Vec;
   constexpr int kWidth = Isa::kWidth;
   constexpr bool kMove =
@@ -140,13 +143,17 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
     for (; lane + kWidth <= lanes; lane += kWidth, out += (kSplit ? 2 : 1) * kWidth * kPanel<Isa>) {
       load(lane, kWidth);
       JAX_ATTN_UNROLL
-      for (int i = 0; i < kWidth; ++i) store(i);
+      for (int i = 0; i < kWidth; ++i) {
+        store(i);
+        ahead.template Step<kWidth * kLaneBytes>(lane + i);
+      }
     }
     if (lane < lanes) {
       load(lane, static_cast<int>(lanes - lane));
       for (int i = 0; i < lanes - lane; ++i) store(i);
     }
   }
+  fetch = ahead;
 }
 
 // Panels of values: columns are head dims, zeros beyond head_dim; depth are the tokens [begin,

@@ -29,6 +29,8 @@ constexpr i64 kScoreRows = 128, kMaxLowPassRows = 256;
 template <class Isa, typename T, bool kLow>
 struct Buffers {
   static constexpr Format kKeys = kKeyFormat<Isa, T, kLow>, kValues = kValueFormat<Isa, T, kLow>;
+  // Decode's keys packed at once: of this many tokens of two heads.
+  static constexpr i64 kKeyTokens = 64 / static_cast<i64>(sizeof(T));
 
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
@@ -37,7 +39,7 @@ struct Buffers {
   float* s;          // [score_rows, tile_kv] scores; then probabilities, unless they are pairs
   float* p;          // [score_rows, p_lanes]
   float* alpha;      // [score_rows]
-  char* k_panels;    // [tile_kv / kPanel, k_panel_bytes]; decode: [k_panel_bytes]
+  char* k_panels;    // [tile_kv / kPanel, k_panel_bytes]; decode: panels of 2 kKeyTokens
   char* v_panels;    // [o_columns / kPanel, v_panel_bytes]
   BlockRows blocks[2];
   i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
@@ -61,7 +63,8 @@ struct Buffers {
     s = Take<float>(base, score_rows * tile_kv);
     p = kUsesDot<Isa, T> ? Take<float>(base, score_rows * p_lanes) : s;
     alpha = Take<float>(base, score_rows);
-    k_panels = Take<char>(base, (kLow ? 1 : tile_kv / kPanel<Isa>)*k_panel_bytes);
+    k_panels =
+        Take<char>(base, CeilDiv(kLow ? 2 * kKeyTokens : tile_kv, kPanel<Isa>) * k_panel_bytes);
     v_panels = Take<char>(base, o_columns / kPanel<Isa> * v_panel_bytes);
     for (BlockRows& block : blocks) {
       block.k = Take<const char*>(base, tile_kv);

@@ -31,9 +31,10 @@ class PrefillPass : PassBase<Isa, T, false> {
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
     const HeadRows keys{block.k, 0}, values{block.v, 0};
+    NoFetch no_fetch;
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
       PackKeyPanel<Isa, kKeys, T>(keys, u * kUnit, params_.head_dim_qk,
-                                  buf_.k_panels + u * buf_.k_panel_bytes);
+                                  buf_.k_panels + u * buf_.k_panel_bytes, no_fetch);
     }
     PackValues<Isa, kValues, T>(values, 0, valid.begin, valid.end, params_.head_dim_vo,
                                 buf_.v_panel_bytes, buf_.v_panels);

@@ -184,6 +184,16 @@ struct Avx512Bf16 : Avx512 {
     const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
   }
+  // The same for 2 * kWidth lanes, in two vectors.
+  static void PairRows(const Bf16* a, const Bf16* b, Vec* x) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i low = _mm512_or_si512(_mm512_or_si512(lane, _mm512_slli_epi32(lane, 16)),
+                                        _mm512_set1_epi32(32 << 16));
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i u = _mm512_loadu_si512(a), w = _mm512_loadu_si512(b);
+    x[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(u, low, w));
+    x[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(u, high, w));
+  }
 };
 #endif
 
