@@ -6,6 +6,7 @@ so that the host does what it would do for a real model.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -67,10 +68,30 @@ _TINY = {  # of any shape: for trying a script
 
 
 def make_model(shape: str, tiny: bool, dtype: str) -> Model:
-    """Weights are made on the device. rbg: gigabytes in milliseconds."""
     config = models.parse_config(SHAPES[shape] | (_TINY if tiny else {}))
-    params = models.random_params(config, jax.random.key(0, impl="rbg"), dtype)
-    return Model(config, jax.block_until_ready(params), make_tokenizer(config.vocab_size))
+    key = jax.random.key(0, impl="rbg")  # gigabytes in milliseconds
+    abstract = jax.eval_shape(lambda: models.random_params(config, key, dtype))
+    leaves, tree = jax.tree.flatten_with_path(abstract)
+    keys = jax.random.split(key, len(leaves))
+    made = [
+        _random(k, leaf.shape, dtype, mean=float(path[-1].key.endswith("norm")))
+        for k, (path, leaf) in zip(keys, leaves, strict=True)
+    ]
+    params = jax.block_until_ready(jax.tree.unflatten(tree, made))
+    return Model(config, params, make_tokenizer(config.vocab_size))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, mean: float) -> jax.Array:
+    """A layer at a time: all layers of a matrix may be more than 2**31 numbers, and the random bits
+    they are made of take several times their memory."""
+
+    def make(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return (mean + shape[0] ** -0.5 * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+    if len(shape) < 3:
+        return make(key, shape)
+    return jax.lax.map(lambda k: make(k, shape[1:]), jax.random.split(key, shape[0]))
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
