@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
@@ -215,11 +216,15 @@ class Bench:
 
     def finish(self) -> int:
         a = self.arguments
-        path = a.out or report.RESULTS / f"{report.device_name()}-serve.json"
+        # Only now, when a server that was started here has given the device back.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        device = report.device_name()
+        path = a.out or report.RESULTS / f"{device}-serve.json"
         report.write(
             path,
             self.rows,
             Ceilings(1, 1),  # nothing here has a floor
+            device=f"{device}, {os.cpu_count()} processors",
             failures=self.failures,
             prompt_tokens=a.prompt,
             output_tokens=a.output,
