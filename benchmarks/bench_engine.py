@@ -44,7 +44,6 @@ class Load:
     own_prompt: int  # behind it
     num_requests: int  # of the throughput
     lengths: tuple[int, int]  # of its prompts and outputs, uniform between
-    decodes: tuple[int, ...]  # sequences of its buckets, as it ends with few
     num_traced: int  # steps
 
     @property
@@ -53,20 +52,10 @@ class Load:
         return self.context // 8
 
 
-FULL = Load(64, 8192, 1024, 2048, 128, 256, (100, 1024), (32, 128, 256), 16)
-TINY = Load(8, 256, 64, 64, 16, 12, (4, 40), (8, 12), 4)
+FULL = Load(64, 8192, 1024, 2048, 128, 256, (100, 1024), 16)
+TINY = Load(8, 256, 64, 64, 16, 12, (4, 40), 4)
 NUM_PAGES = {"llama-3.1-8b": 10240, "qwen3-0.6b": 12288}  # 22 GB each; the tiny ones take less
 PAGE_SIZE = 16
-
-_compile_seconds: list[float] = []
-
-
-def _count_compiles(event: str, seconds: float, **_: Any) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compile_seconds.append(seconds)
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_compiles)
 
 
 class Step:
@@ -83,13 +72,13 @@ class Step:
 
 
 class Driver:
-    """An engine whose steps are recorded. `keep` are the (tokens, sequences) of its buckets: each
-    costs seconds of compilation."""
+    """An engine, compiled, whose steps are recorded."""
 
-    def __init__(self, model: Model, config: EngineConfig, keep: set[tuple[int, int]]):
+    def __init__(self, model: Model, config: EngineConfig):
         self.model, self.engine = model, Engine(model, config)
-        device = self.engine.device
-        device.buckets = [b for b in device.buckets if (b.num_tokens, b.num_rows) in keep]
+        begin, device = time.perf_counter(), self.engine.device
+        num_executables = len(self.engine.warm_up())
+        log(f"{num_executables} executables in {time.perf_counter() - begin:.1f} s")
         self._plan = device.plan
         device.plan = self._recorded_plan  # type: ignore[method-assign]
         self._planned: list[Step] = []
@@ -101,13 +90,10 @@ class Driver:
         self._planned.append(Step(entries))
         return self._plan(entries)
 
-    def compile(self) -> None:
-        """By requests that visit every bucket: what nobody uses here is not compiled."""
-        device = self.engine.device
-        for num_rows in {bucket.num_rows for bucket in device.buckets}:
-            self.submit([self.prompt(2) for _ in range(num_rows)], 3)
-            self.run()
-        self.restart()
+    @property
+    def num_compiles(self) -> int:
+        """Since the engine was warm."""
+        return self.engine.device.num_compiles_after_warm_up
 
     def restart(self, prefix_cache: bool = True) -> None:
         """A scheduler that knows nothing, on the same device."""
@@ -253,8 +239,7 @@ class Bench:
 
     def make_driver(self, shape: str) -> None:
         load = self.load
-        decodes = set(load.decodes) if shape == "qwen3-0.6b" else {load.num_running}
-        num_running = max(decodes)
+        num_running = load.num_requests if shape == "qwen3-0.6b" else load.num_running
         model = shapes.make_model(shape, self.arguments.tiny, "bfloat16")
         log(f"{shape}: {shapes.weight_bytes(model) / 1e9:.2f} GB of weights")
         config = EngineConfig(
@@ -263,13 +248,7 @@ class Bench:
             max_running=num_running,
             max_step_tokens=load.max_step_tokens,
         )
-        keep = {(n, n) for n in decodes} | {(load.max_step_tokens, num_running)}
-        driver = Driver(model, config, keep)
-        before = len(_compile_seconds)
-        driver.compile()
-        seconds = _compile_seconds[before:]
-        log(f"{shape}: {len(seconds)} compilations, {sum(seconds):.1f} s of XLA")
-        self.drivers[shape] = driver
+        self.drivers[shape] = Driver(model, config)
 
     def decode(self, shape: str, driver: Driver) -> None:
         load = self.load
@@ -293,7 +272,7 @@ class Bench:
         num_tokens = load.num_measured + 2 * load.num_traced + 64
         driver.submit([driver.prompt(length) for _ in range(num_running)], num_tokens, temperature)
         driver.run(-(-num_running * length // load.max_step_tokens) + 4)
-        num_compiles, before = len(_compile_seconds), engine.stats()
+        num_compiles, before = driver.num_compiles, engine.stats()
         steps = driver.run(load.num_measured)
         after = engine.stats()
         assert all(step.is_decode and len(step.qo_lens) == num_running for step in steps)
@@ -309,7 +288,7 @@ class Bench:
                 "tokens_per_s": round(1e6 * num_running / us),
                 "p99_step_us": round(float(np.quantile([step.us for step in steps], 0.99)), 1),
                 "mean_context": round(statistics.mean(steps[len(steps) // 2].kv_lens)),
-                "compilations": len(_compile_seconds) - num_compiles,
+                "compilations": driver.num_compiles - num_compiles,
                 "host_us": _phases_us(before, after),
             },
         )
@@ -341,7 +320,8 @@ class Bench:
             },
         }
         if step_us is not None:
-            idle = 1 - summary.busy / n / step_us
+            # Below 0 where kernels are faster by command buffers, without the profiler.
+            idle = max(0.0, 1 - summary.busy / n / step_us)
             row.more["idle_percent_without_profiler"] = round(100 * idle, 2)
             log(f"{row.workload}: idle {100 * idle:.1f} % of a step without the profiler")
 
@@ -399,7 +379,7 @@ class Bench:
         lengths = generator.integers(low, high + 1, (2, load.num_requests))
         prompts = [driver.prompt(int(n)) for n in lengths[0]]
         driver.submit(prompts, lengths[1].tolist())
-        num_compiles, before = len(_compile_seconds), driver.engine.stats()
+        num_compiles, before = driver.num_compiles, driver.engine.stats()
         begin = time.perf_counter()
         steps = driver.run()
         us = 1e6 * (time.perf_counter() - begin)
@@ -421,7 +401,7 @@ class Bench:
                 "percent_of_roof": round(100 * floor_us / us, 1),
                 "median_decode_us": round(statistics.median(s.us for s in steps if s.is_decode)),
                 "preemptions": after["preemptions"] - before["preemptions"],
-                "compilations": len(_compile_seconds) - num_compiles,
+                "compilations": driver.num_compiles - num_compiles,
                 "host_us": _phases_us(before, after),
             },
         )
@@ -433,12 +413,19 @@ class Bench:
         self.measure_decode(name, driver, load.num_requests, context, traced=True)
 
     def variant(self, shape: str, driver: Driver) -> None:
-        """Whether XLA reads the stacked weights where they are when it is asked to."""
+        """Whether XLA reads the stacked weights where they are: cuBLAS can, as a part of a dynamic
+        slice fusion. Of its own choice XLA copies each layer's, for its Triton matmuls."""
         device, num_running = driver.engine.device, driver.engine.config.max_running
         scanned = device._forward
-        options = {"xla_gpu_enable_dynamic_slice_fusion": True} if ops.on_gpu() else None
-        donated = ("k_pages", "v_pages")
-        fused = jax.jit(scanned.__wrapped__, donate_argnames=donated, compiler_options=options)
+        options = {
+            "xla_gpu_enable_triton_gemm": False,
+            "xla_gpu_enable_dynamic_slice_fusion": True,
+        }
+        fused = jax.jit(
+            scanned.__wrapped__,
+            donate_argnames=("k_pages", "v_pages"),
+            compiler_options=options if ops.on_gpu() else None,
+        )
 
         def forward(params: Any, inputs: Any, *rest: Any) -> Any:
             """Prompts, which are not measured, need not be compiled again."""
@@ -447,7 +434,7 @@ class Bench:
 
         device._forward = forward
         context = self.load.context // (1 if num_running == self.load.num_running else 2)
-        name = f"serve/{shape}/decode/{num_running}x{context}#dynamic_slice_fusion"
+        name = f"serve/{shape}/decode/{num_running}x{context}#cublas"
         try:
             self.measure_decode(name, driver, num_running, context, traced=True)
         finally:

@@ -75,13 +75,14 @@ def engine_lines(rows: list[dict]) -> list[str]:
     for row in rows:
         if row["workload"].startswith("serve/") and "#" not in row["workload"]:
             tokens = row.get("output_tokens_per_s", row.get("tokens_per_s"))
+            idle = row.get("idle_percent_without_profiler")
             cells = [
                 row["workload"].removeprefix("serve/"),
                 milliseconds(row["median_us"]),
                 milliseconds(row.get("floor_us")),
                 f"{tokens:.0f}" if tokens else "",
                 number(row.get("tflops")),
-                number(row.get("idle_percent_without_profiler")),
+                "" if idle is None else f"{max(0.0, idle):.1f}",
                 ", ".join(f"{milliseconds(us)} {peer}" for peer, us in row["peers"].items()),
             ]
             lines.append(f"| {' | '.join(cells)} |")
