@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-llama-stdlib"  # what a server has that gets no --model
 RAMP = 0.2  # share of a loop's time that is not counted
 PEER = "jax.nn, padded caches"
-SMALL_STEP = 48  # tokens; must hold a token of all that run
+WHOLE_STEP = 512  # tokens of prompts beside decodes: all that a step of the server has
 
 
 @dataclasses.dataclass
@@ -126,9 +126,9 @@ class Bench:
             return
         with running_server(*a.server) as client:
             self.measure(client)
-        # Small steps: whoever decodes waits less for the prompts of others.
-        with running_server(*a.server, "--max-step-tokens", str(SMALL_STEP)) as client:
-            self.loops(client, a.clients[-1:], f"/steps-of-{SMALL_STEP}")
+        # Prompts as fast as they go: whoever decodes waits for those of others.
+        with running_server(*a.server, "--prefill-chunk", str(WHOLE_STEP)) as client:
+            self.loops(client, a.clients[-1:], "/whole-prompts")
         with running_server(*a.server, "--no-prefix-cache") as client:
             without = self.measure_prefix(client)
         shared = next(row for row in self.rows if "/shared-prefix/" in row.workload)
