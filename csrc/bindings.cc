@@ -80,6 +80,8 @@ nb::dict LayoutDict(const AttentionProblem& problem) {
   dict["kv_lens"] = l.kv_lens;
   dict["kv_indptr"] = l.kv_indptr;
   dict["merge_groups"] = l.merge_groups;
+  dict["partial_rows"] = l.partial_rows;
+  dict["qo_indices"] = l.qo_indices;
   dict["items"] = l.items;
   dict["page_indices"] = l.page_indices;
   dict["num_words"] = l.num_words;

@@ -11,7 +11,7 @@ using i32 = int;
 using i64 = long long;
 
 inline constexpr i32 kPlanMagic = 0x6a61706c;  // "japl"
-inline constexpr i32 kPlanVersion = 1;
+inline constexpr i32 kPlanVersion = 2;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
 
 // Live counts of one plan. Everything in the buffer beyond them is padding that nobody reads.
@@ -23,9 +23,11 @@ struct PlanHeader {
   i32 num_items;
   i32 num_merge_groups;
   i32 num_partial_rows;
-  i32 nnz_kv;       // paged: live entries of page_indices; ragged: live rows of k, v
-  i32 max_page_id;  // largest entry of page_indices, -1 if there is none
-  i32 reserved[7];
+  i32 nnz_kv;             // paged: live entries of page_indices; ragged: live rows of k, v
+  i32 max_page_id;        // largest entry of page_indices, -1 if there is none
+  i32 num_partials;       // live entries of partial_rows
+  i32 num_shared_tokens;  // live entries of qo_indices
+  i32 reserved[5];
 };
 static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 
@@ -37,11 +39,13 @@ static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 // q_pos + token and sees position j of the span iff
 //     q_pos + token - window_left <= j <= q_pos + token + window_right   (-1: unlimited on that
 //     side).
+// An item of at least two merge groups is shared: its token t is q row qo_indices[qo_begin + t], of
+// any request, and every row sees the whole span; q_pos is such that the inequality says so, too.
 // An empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop steps
 // lie at absolute multiples of tile_kv, whatever kv_begin is, so that a row meets its keys in the
 // same groups in any tile; slots outside the span are not read.
 struct WorkItem {
-  i32 qo_begin;  // first query token, a row of q
+  i32 qo_begin;  // first query token: a row of q; shared: an index into qo_indices
   i32 qo_len;    // query tokens, qo_len * group_size <= tile_q[tile]
   i32 kv_head;
   i32 tile;      // index into KernelConfig.tile_q
@@ -51,9 +55,10 @@ struct WorkItem {
                     // position 0
   i32 q_pos;        // kv position of query token 0 of the item; may be negative
   i32 partial_row;  // first row of its state in the workspace; -1: final, writes o and lse itself
-  i32 merge_idx;    // its merge group, -1: none
-  i32 request;      // for describe() and tests; kernels do not read it
-  i32 reserved;
+  i32 merge_idx;    // its first merge group, -1: none
+  i32 request;      // of its first token; for describe() and tests, kernels do not read it
+  i32 num_groups;   // merge groups [merge_idx, merge_idx + num_groups) cover its tokens in order;
+                    // 0: final
 };
 static_assert(sizeof(WorkItem) == 48, "a work item is three 16-byte loads");
 
@@ -66,16 +71,16 @@ struct RowState {
   float sum;
 };
 
-// Rows whose state was split over num_partials items of the same rows and kv head. Partial i is at
-// rows [partial_row + i * rows, ... + rows) with rows = qo_len * group_size, in kv order. Whoever
-// completes the group last folds the partials in that order, so the bits do not depend on who it
-// is.
+// Consecutive query tokens of one request and one kv head, whose state was split over num_partials
+// items. Partial i is at rows [first, first + qo_len * group_size) of the workspace with first =
+// partial_rows[partials_begin + i], in kv order. Whoever completes the group last folds the
+// partials in that order, so the bits do not depend on who it is.
 struct MergeGroup {
-  i32 partial_row;
-  i32 num_partials;
-  i32 qo_begin;
+  i32 qo_begin;  // a row of q
   i32 qo_len;
   i32 kv_head;
+  i32 num_partials;
+  i32 partials_begin;
   i32 reserved[3];
 };
 static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
@@ -93,6 +98,8 @@ struct AttentionParams {
       queue_indptr;       // [num_ctas + 1] items of queue c: [queue_indptr[c], queue_indptr[c + 1])
   const WorkItem* items;  // [max_items]
   const MergeGroup* merge_groups;  // [max_merge_groups]
+  const i32* partial_rows;         // [max_partials]
+  const i32* qo_indices;           // [max_shared_tokens]
   const i32* page_indices;         // [max_kv_pages]; not read when ragged
 
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]

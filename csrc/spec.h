@@ -60,6 +60,8 @@ struct KernelConfig {
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0] has 16
   int64_t max_items = 0;                   // capacities of the plan's sections
   int64_t max_merge_groups = 0;
+  int64_t max_partials = 0;
+  int64_t max_shared_tokens = 0;
   int64_t max_partial_rows = 0;
 };
 
@@ -107,6 +109,8 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
   visit("kv_cost_2", c.kv_cost[2]);
   visit("max_items", c.max_items);
   visit("max_merge_groups", c.max_merge_groups);
+  visit("max_partials", c.max_partials);
+  visit("max_shared_tokens", c.max_shared_tokens);
   visit("max_partial_rows", c.max_partial_rows);
 }
 
@@ -116,7 +120,7 @@ struct AttentionProblem {
   KernelConfig config;
 };
 
-inline constexpr int64_t kProblemVersion = 2;
+inline constexpr int64_t kProblemVersion = 3;
 
 // Words of the FFI attribute "problem": version, then every field in VisitFields order.
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);

@@ -15,14 +15,14 @@ from jax_attn.spec import AttentionSpec
 # Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
 _HEADER_FIELDS = (
     "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
-    "num_partial_rows", "nnz_kv", "max_page_id",
+    "num_partial_rows", "nnz_kv", "max_page_id", "num_partials", "num_shared_tokens",
 )  # fmt: skip
 _ITEM = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "tile", "kv_begin", "kv_end", "kv_base", "q_pos",
-    "partial_row", "merge_idx", "request", "reserved",
+    "partial_row", "merge_idx", "request", "num_groups",
 )])  # fmt: skip
 _MERGE_GROUP = np.dtype([(name, np.int32) for name in (
-    "partial_row", "num_partials", "qo_begin", "qo_len", "kv_head",
+    "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
     "reserved_0", "reserved_1", "reserved_2",
 )])  # fmt: skip
 
@@ -63,6 +63,15 @@ class AttentionPlan:
         """[num_merge_groups], structured. Fields of MergeGroup in csrc/params.h."""
         num_words = self.header()["num_merge_groups"] * _MERGE_GROUP.itemsize // 4
         return self._section("merge_groups", num_words).view(_MERGE_GROUP)
+
+    def partial_rows(self) -> np.ndarray:
+        """[num_partials]. Group g's partials start at workspace rows
+        partial_rows()[g.partials_begin : g.partials_begin + g.num_partials], in kv order."""
+        return self._section("partial_rows", self.header()["num_partials"])
+
+    def qo_indices(self) -> np.ndarray:
+        """[num_shared_tokens]. Rows of q of the tokens of shared items, those of num_groups > 1."""
+        return self._section("qo_indices", self.header()["num_shared_tokens"])
 
     def queue_costs(self) -> np.ndarray:
         """[num_ctas]. Predicted load of each queue, in kv tokens of the smallest query tile."""

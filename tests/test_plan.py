@@ -98,7 +98,7 @@ def test_every_visible_pair_is_in_exactly_one_item(case, target):
 def test_merge_groups_are_complete_ordered_and_apart(case, target):
     plan = make_plan(case, target)
     config, header = plan.spec.kernel_config, plan.header()
-    items, groups = plan.items(), plan.merge_groups()
+    items, groups, partial_rows = plan.items(), plan.merge_groups(), plan.partial_rows()
     group_size = case.num_qo_heads // case.num_kv_heads
     row_owner = np.full(header["num_partial_rows"], -1)
     for g, group in enumerate(groups):
@@ -109,16 +109,18 @@ def test_merge_groups_are_complete_ordered_and_apart(case, target):
             assert (members[name] == group[name]).all()
         members = np.sort(members, order="kv_begin")
         assert (members["kv_end"][:-1] == members["kv_begin"][1:]).all()  # in kv order, no gap
-        np.testing.assert_array_equal(
-            members["partial_row"], group["partial_row"] + rows * np.arange(len(members))
-        )
-        span = slice(group["partial_row"], group["partial_row"] + rows * len(members))
-        assert span.stop <= header["num_partial_rows"] <= config["max_partial_rows"]
-        assert (row_owner[span] == -1).all()
-        row_owner[span] = g
+        partials = slice(group["partials_begin"], group["partials_begin"] + len(members))
+        np.testing.assert_array_equal(members["partial_row"], partial_rows[partials])
+        for first in partial_rows[partials]:
+            assert (row_owner[first : first + rows] == -1).all()
+            row_owner[first : first + rows] = g
     assert (row_owner >= 0).all()
+    assert header["num_partial_rows"] <= config["max_partial_rows"]
+    assert header["num_partials"] == groups["num_partials"].sum() <= config["max_partials"]
+    assert header["num_shared_tokens"] == 0
     alone = items[items["merge_idx"] < 0]
-    assert (alone["partial_row"] == -1).all()
+    assert (alone["partial_row"] == -1).all() and (alone["num_groups"] == 0).all()
+    assert (items["num_groups"][items["merge_idx"] >= 0] == 1).all()
     assert (items["merge_idx"] < len(groups)).all()
     # Every (token, head) has one writer: a final item or a merge group.
     writers = np.zeros((sum(case.qo_lens), case.num_kv_heads), int)

@@ -49,19 +49,21 @@ int64_t RunLength(const WorkItem* items, int64_t max_items, int64_t group_size) 
     const WorkItem& b = items[n];
     const bool same = b.kv_head == a.kv_head + n && b.qo_begin == a.qo_begin &&
                       b.qo_len == a.qo_len && b.kv_begin == a.kv_begin && b.kv_end == a.kv_end &&
-                      b.kv_base == a.kv_base && b.q_pos == a.q_pos;
+                      b.kv_base == a.kv_base && b.q_pos == a.q_pos &&
+                      (b.num_groups > 1) == (a.num_groups > 1);
     if (!same) break;
   }
   return n;
 }
 
-// Counts an arrival at the item's merge group and folds it if it was the last one.
+// Counts an arrival at each of the item's merge groups and folds those that it completes.
 void Arrive(const CpuTypeKernels& kernels, const AttentionParams& p, const WorkItem& item) {
-  if (item.merge_idx < 0) return;
-  const MergeGroup& group = p.merge_groups[item.merge_idx];
-  // acq_rel: our partial is visible to whoever folds, and all partials to us if it is us.
-  const i32 arrived = __atomic_fetch_add(&p.merge_counters[item.merge_idx], 1, __ATOMIC_ACQ_REL);
-  if (arrived + 1 == group.num_partials) kernels.merge_group(p, group);
+  for (i32 i = item.merge_idx; i < item.merge_idx + item.num_groups; ++i) {
+    const MergeGroup& group = p.merge_groups[i];
+    // acq_rel: our partial is visible to whoever folds, and all partials to us if it is us.
+    const i32 arrived = __atomic_fetch_add(&p.merge_counters[i], 1, __ATOMIC_ACQ_REL);
+    if (arrived + 1 == group.num_partials) kernels.merge_group(p, group);
+  }
 }
 
 // The plan's queues, from which threads take runs of items: first those of a queue of their own,

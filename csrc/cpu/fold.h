@@ -68,22 +68,23 @@ void AddScaled(float weight, const T* part, i64 n, float* o) {
   }
 }
 
-// Folds the states of one row's items in order into o, not normalised.
+// Folds the states of row `row` of a group's items in order into o, not normalised.
 template <class Isa>
-RowState FoldPartials(const RowState* states, const float* parts, i64 num_parts, i64 stride,
-                      i64 head_dim, float* o) {
+RowState FoldPartials(const AttentionParams& params, const MergeGroup& group, i64 row, float* o) {
+  const i32* first_rows = params.partial_rows + group.partials_begin;
+  const i64 dim = params.head_dim_vo;
   RowState all = {kNegInf, 0.0f};
-  for (i64 i = 0; i < num_parts; ++i) {
-    const float max = states[i * stride].max_log2;
+  for (i64 i = 0; i < group.num_partials; ++i) {
+    const float max = params.partial_states[first_rows[i] + row].max_log2;
     all.max_log2 = max > all.max_log2 ? max : all.max_log2;
   }
-  for (i64 d = 0; d < head_dim; ++d) o[d] = 0;
-  for (i64 i = 0; i < num_parts; ++i) {
-    const RowState state = states[i * stride];
+  for (i64 d = 0; d < dim; ++d) o[d] = 0;
+  for (i64 i = 0; i < group.num_partials; ++i) {
+    const RowState state = params.partial_states[first_rows[i] + row];
     if (state.sum == 0) continue;
     const float weight = exp2f(state.max_log2 - all.max_log2);
     all.sum += weight * state.sum;
-    AddScaled<Isa>(weight, parts + i * stride * head_dim, head_dim, o);
+    AddScaled<Isa>(weight, params.partial_o + (first_rows[i] + row) * dim, dim, o);
   }
   return all;
 }
@@ -94,12 +95,9 @@ constexpr i64 kMaxHeadDim = 1024;
 template <class Isa, typename T>
 void MergeGroupRows(const AttentionParams& params, const MergeGroup& group) {
   alignas(64) float o[kMaxHeadDim];
-  const i64 rows = i64{group.qo_len} * params.group_size, dim = params.head_dim_vo;
+  const i64 rows = i64{group.qo_len} * params.group_size;
   for (i64 r = 0; r < rows; ++r) {
-    const i64 first = i64{group.partial_row} + r;
-    const RowState state =
-        FoldPartials<Isa>(params.partial_states + first, params.partial_o + first * dim,
-                          group.num_partials, rows, dim, o);
+    const RowState state = FoldPartials<Isa>(params, group, r, o);
     StoreRow<Isa, T>(params, group.qo_begin + r / params.group_size,
                      group.kv_head * params.group_size + r % params.group_size, state, o);
   }

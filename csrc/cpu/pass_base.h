@@ -112,7 +112,7 @@ class PassBase {
     for (i64 h = 0; h < num_heads_; ++h) {
       for (i64 r = 0; r < rows_; ++r) {
         const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
-        LoadQuery((item_.qo_begin + token) * params_.num_qo_heads + head,
+        LoadQuery(QueryRow(token) * params_.num_qo_heads + head,
                   buf_.q + (h * rows_ + r) * buf_.q_lanes);
       }
     }
@@ -121,6 +121,12 @@ class PassBase {
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth)
         Isa::Store(buf_.o + r * buf_.o_columns + d, Isa::Zero());
     }
+  }
+
+  // The row of q of a token of the item.
+  i64 QueryRow(i64 token) const {
+    return item_.num_groups > 1 ? params_.qo_indices[item_.qo_begin + token]
+                                : item_.qo_begin + token;
   }
 
   void LoadQuery(i64 row, float* to) const {

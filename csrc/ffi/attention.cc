@@ -74,6 +74,8 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   p.queue_indptr = plan_words + plan.queue_indptr;
   p.items = reinterpret_cast<const WorkItem*>(plan_words + plan.items);
   p.merge_groups = reinterpret_cast<const MergeGroup*>(plan_words + plan.merge_groups);
+  p.partial_rows = plan_words + plan.partial_rows;
+  p.qo_indices = plan_words + plan.qo_indices;
   p.page_indices = plan_words + plan.page_indices;
   p.o = b.o.untyped_data();
   p.lse = static_cast<float*>(b.lse.untyped_data());

@@ -33,6 +33,8 @@ PlanLayout MakePlanLayout(const AttentionProblem& problem) {
   layout.kv_lens = section(spec.max_batch);
   layout.kv_indptr = section(spec.max_batch + 1);
   layout.merge_groups = section(config.max_merge_groups * kMergeGroupWords);
+  layout.partial_rows = section(config.max_partials);
+  layout.qo_indices = section(config.max_shared_tokens);
   layout.items = section(config.max_items * kItemWords);
   layout.page_indices = section(spec.max_kv_pages);
   layout.num_words = end;
@@ -78,7 +80,8 @@ void FillCapacities(AttentionProblem* problem) {
   if (spec.schedule == kBalanced) {
     config.max_merge_groups = std::min(config.max_merge_groups, max_chunks / 2 + 1);
   }
-  if (spec.schedule == kNoSplit) config.max_merge_groups = 0;
+  config.max_partials = spec.schedule == kBalanced ? max_chunks : config.max_items;
+  if (spec.schedule == kNoSplit) config.max_merge_groups = config.max_partials = 0;
   if (config.max_partial_rows == 0) config.max_partial_rows = max_partial_rows;
 }
 

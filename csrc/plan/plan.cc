@@ -191,9 +191,11 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buff
   out.queue_indptr = buffer + layout.queue_indptr;
   out.items = reinterpret_cast<WorkItem*>(buffer + layout.items);
   out.merge_groups = reinterpret_cast<MergeGroup*>(buffer + layout.merge_groups);
+  out.partial_rows = buffer + layout.partial_rows;
   if (Status s = WriteSchedule(problem, tiles, &out); !s.ok()) return s;
   header.num_items = out.num_items;
   header.num_merge_groups = out.num_merge_groups;
+  header.num_partials = out.num_partials;
   header.num_partial_rows = out.num_partial_rows;
 
   std::memcpy(buffer + layout.header, &header, sizeof(header));

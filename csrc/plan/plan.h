@@ -18,6 +18,8 @@ struct PlanLayout {
   int64_t kv_lens = 0;       // [max_batch]
   int64_t kv_indptr = 0;     // [max_batch + 1] pages (page_indptr) or, ragged, first rows
   int64_t merge_groups = 0;  // MergeGroup [max_merge_groups]
+  int64_t partial_rows = 0;  // [max_partials]
+  int64_t qo_indices = 0;    // [max_shared_tokens]
   int64_t items = 0;         // WorkItem [max_items]
   int64_t page_indices = 0;  // [max_kv_pages]
   int64_t num_words = 0;

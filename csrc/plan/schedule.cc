@@ -186,6 +186,9 @@ Status CheckCapacities(const KernelConfig& config, const Assignment& a) {
   if (a.num_merge_groups > config.max_merge_groups) {  // half of the items at most
     return RefuseCapacity("merge groups", "max_items", config.max_items, 2 * a.num_merge_groups);
   }
+  if (a.num_partials > config.max_partials) {
+    return RefuseCapacity("partial states", "max_items", config.max_items, a.num_partials);
+  }
   if (a.num_partial_rows > config.max_partial_rows) {
     return RefuseCapacity("rows of partial states", "max_partial_rows", config.max_partial_rows,
                           a.num_partial_rows);
@@ -206,19 +209,16 @@ void NumberPartials(const AttentionProblem& problem, const std::vector<QueryTile
     const QueryTile& t = tiles[c.tile_idx];
     const int32_t rows = t.qo_len * static_cast<int32_t>(problem.spec.group_size());
     if (c.split == 0) {
-      for (int64_t h = 0; h < heads; ++h) {
-        out->merge_groups[out->num_merge_groups + h] = {
-            static_cast<i32>(out->num_partial_rows + h * rows * c.num_splits),
-            c.num_splits,
-            t.qo_begin,
-            t.qo_len,
-            static_cast<i32>(h),
-            {0, 0, 0}};
-      }
       (*partial_base)[i] = out->num_partial_rows;
       (*group_base)[i] = out->num_merge_groups;
-      out->num_merge_groups += static_cast<int32_t>(heads);
-      out->num_partial_rows += static_cast<int32_t>(heads * rows * c.num_splits);
+      for (int64_t h = 0; h < heads; ++h) {
+        out->merge_groups[out->num_merge_groups++] = {
+            t.qo_begin, t.qo_len, static_cast<i32>(h), c.num_splits, out->num_partials, {0, 0, 0}};
+        for (int32_t s = 0; s < c.num_splits; ++s) {
+          out->partial_rows[out->num_partials++] = out->num_partial_rows;
+          out->num_partial_rows += rows;
+        }
+      }
     } else {
       (*partial_base)[i] = (*partial_base)[i - 1] + rows;  // chunks of a tile are consecutive
       (*group_base)[i] = (*group_base)[i - 1];
@@ -278,7 +278,7 @@ void WriteItems(const AttentionProblem& problem, const std::vector<QueryTile>& t
                    split ? partial_base[chunk_idx] + head * rows * c.num_splits : -1,
                    split ? group_base[chunk_idx] + head : -1,
                    t.request,
-                   0};
+                   split ? 1 : 0};
         }
       }
     }

@@ -54,8 +54,10 @@ struct ScheduleOutput {
   int32_t* queue_indptr;     // [num_ctas + 1]
   WorkItem* items;           // [max_items]
   MergeGroup* merge_groups;  // [max_merge_groups]
+  int32_t* partial_rows;     // [max_partials]
   int32_t num_items = 0;
   int32_t num_merge_groups = 0;
+  int32_t num_partials = 0;
   int32_t num_partial_rows = 0;
 };
 

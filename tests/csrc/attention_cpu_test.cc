@@ -312,6 +312,7 @@ struct PlanData {
   std::vector<int32_t> queue_indptr{0};
   std::vector<WorkItem> items;
   std::vector<MergeGroup> groups;
+  std::vector<int32_t> partial_rows;
 };
 
 PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
@@ -348,8 +349,11 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
                     partial_base = partial_rows;
       if (num_chunks > 1) {
         for (int h = 0; h < c.num_kv_heads; ++h) {
-          plan.groups.push_back(
-              {partial_base + h * rows * num_chunks, num_chunks, p.qo_indptr[r] + token, n, h, {}});
+          const auto partials_begin = static_cast<int32_t>(plan.partial_rows.size());
+          plan.groups.push_back({p.qo_indptr[r] + token, n, h, num_chunks, partials_begin, {}});
+          for (int i = 0; i < num_chunks; ++i) {
+            plan.partial_rows.push_back(partial_base + (h * num_chunks + i) * rows);
+          }
         }
         partial_rows += c.num_kv_heads * rows * num_chunks;
       }
@@ -362,6 +366,7 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
           if (num_chunks > 1) {
             item.partial_row = partial_base + (h * num_chunks + i) * rows;
             item.merge_idx = group_base + h;
+            item.num_groups = 1;
           }
           unit.push_back(item);
         }
@@ -406,6 +411,7 @@ Output Run(const Problem& p, const PlanData& plan, TaskPool& pool) {
   a.queue_indptr = plan.queue_indptr.data();
   a.items = plan.items.data();
   a.merge_groups = plan.groups.data();
+  a.partial_rows = plan.partial_rows.data();
   a.page_indices = p.page_indices.data();
   a.o = out.o.bytes.data();
   a.lse = out.lse.data();

@@ -215,6 +215,8 @@ void RunCase(const Case& c, unsigned seed) {
   p.queue_indptr = plan.data() + layout.queue_indptr;
   p.items = reinterpret_cast<const WorkItem*>(plan.data() + layout.items);
   p.merge_groups = reinterpret_cast<const MergeGroup*>(plan.data() + layout.merge_groups);
+  p.partial_rows = plan.data() + layout.partial_rows;
+  p.qo_indices = plan.data() + layout.qo_indices;
   p.page_indices = plan.data() + layout.page_indices;
   p.num_pages = b.num_pages;
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);

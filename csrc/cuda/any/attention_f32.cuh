@@ -33,7 +33,7 @@ struct AttentionF32Body {
     float k[kStages][kStep][kQkDim + 4];
     float v[kStages][kStep][kVoDim + 4];
     float p[kRows][kStep];  // probabilities; kUnseen where the row does not see the token
-    int last_to_arrive;
+    MergeScratch merge;
   };
   static constexpr float kUnseen = -1.0f;
   static constexpr int kSmemBytes = sizeof(Shared);
@@ -52,12 +52,12 @@ struct AttentionF32Body {
   // --- load ---
 
   __device__ static void LoadQ(const AttentionParams& p, const WorkItem& item, Shared& shared) {
-    const RowMap<kGroupSize> map(p, item.qo_begin, item.kv_head);
+    const QueryRows<kGroupSize> rows(p, item.qo_begin, item.kv_head, item.num_groups);
     for (int i = threadIdx.x; i < kRows * kQkDim; i += kNumThreads) {
       const int row = i / kQkDim, column = i % kQkDim;
       const bool live = row < item.qo_len * kGroupSize;
       shared.q[row][column] =
-          live ? static_cast<const float*>(p.q)[map.Index(row) * kQkDim + column] : 0.0f;
+          live ? static_cast<const float*>(p.q)[rows.Index(row) * kQkDim + column] : 0.0f;
     }
   }
 
@@ -121,7 +121,9 @@ struct AttentionF32Body {
       __syncthreads();
     }
     Finish(p, item, row, part, max_log2, sum, o);
-    if (item.merge_idx >= 0) ArriveAndMerge<Traits>(p, item.merge_idx, &shared.last_to_arrive);
+    if (item.num_groups > 0) {
+      ArriveAndMerge<Traits>(p, item.merge_idx, item.num_groups, shared.merge);
+    }
     __syncthreads();  // the next item's q takes the place of this one's
   }
 

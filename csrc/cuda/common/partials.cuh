@@ -8,11 +8,22 @@
 
 namespace jax_attn {
 
+// What a CTA keeps of the merge groups of an item that it just finished, in shared memory.
+struct MergeScratch {
+  static constexpr int kMaxGroups = 128;  // of an item: a tile has up to 128 rows
+  static constexpr int kMaxKept = 32;     // partials
+  MergeGroup group;                       // the item's first
+  i32 partial_rows[kMaxKept];             // of it
+  u32 completed[kMaxGroups / kWarpSize];  // a bit each: we came last
+};
+
 // Folds one group by the whole CTA. A thread takes four columns of a row, and with them the states
 // of the row, kBatch at a time: all of a batch is under way before the first of it is used. Not
 // inlined: one copy serves all tile heights.
+// partial_rows: [group.num_partials].
 template <class Traits>
-__device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const MergeGroup& group) {
+__device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const MergeGroup& group,
+                                            const i32* partial_rows) {
   constexpr int kDim = Traits::kHeadDimVo, kVectors = kDim / 4, kBatch = 8;
   const int num_rows = group.qo_len * Traits::kGroupSize;
   const int num_partials = group.num_partials;
@@ -20,7 +31,6 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_rows * kVectors; e += blockDim.x) {
     const int row = e / kVectors, column = 4 * (e % kVectors);
-    const i64 first_row = static_cast<i64>(group.partial_row) + row;
     RowState all = {-Infinity(), 0.0f};
     float4 o = make_float4(0, 0, 0, 0);
 #pragma unroll 1
@@ -30,7 +40,7 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         // Beyond the last partial: the last one again, with weight 0.
-        const i64 at = first_row + static_cast<i64>(Min(first + i, num_partials - 1)) * num_rows;
+        const i64 at = static_cast<i64>(partial_rows[Min(first + i, num_partials - 1)]) + row;
         states[i] = LoadCoherent(p.partial_states + at);
         x[i] = LoadCoherent16(p.partial_o + at * kDim + column);
       }
@@ -54,21 +64,67 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
   }
 }
 
-// Called by the whole CTA after it wrote the state of an item of group `merge_idx`.
-// last_to_arrive: shared memory.
+// Brings the record of an item's first merge group near, ahead of ArriveAndMerge.
+__device__ __forceinline__ void PrefetchMergeGroup(const AttentionParams& p, int merge_idx) {
+  if (merge_idx >= 0) LoadConstant(&p.merge_groups[merge_idx].num_partials);
+}
+
+// Called by the whole CTA after it wrote the state of an item of groups [merge_idx, merge_idx +
+// num_groups). scratch: shared memory.
 template <class Traits>
 __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int merge_idx,
-                                               int* last_to_arrive) {
-  const MergeGroup& group = p.merge_groups[merge_idx];
-  // One thread arrives for all: the barrier before it makes their writes part of what it releases,
-  // the barrier after it makes what it acquired theirs. The others wait for no fence, and neither
-  // do their loads for the next item.
+                                               int num_groups, MergeScratch& scratch) {
+  static_assert(Max(Traits::kTileQ0, Max(Traits::kTileQ1, Traits::kTileQ2)) / Traits::kGroupSize <=
+                    MergeScratch::kMaxGroups,
+                "a group has at least one token");
+  static_assert(Traits::kNumWarps >= 2, "the second warp keeps what the first will need");
+  const int thread = threadIdx.x;
+  const MergeGroup* groups = p.merge_groups + merge_idx;
+  // One thread a group arrives for all: the barrier before it makes their writes part of what it
+  // releases, the barrier after it makes what it acquired theirs. The others wait for no fence, and
+  // neither do their loads for the next item. An arrival takes a trip to L2 and more; meanwhile the
+  // second warp brings what a fold begins with.
   __syncthreads();
-  if (threadIdx.x == 0) {
-    *last_to_arrive = AddAcquireRelease(p.merge_counters + merge_idx, 1) == group.num_partials - 1;
+  if (thread / kWarpSize != 1 || num_groups > 1) {
+    const int warp_begin = thread / kWarpSize * kWarpSize;
+#pragma unroll 1
+    for (int first = warp_begin; first < num_groups; first += blockDim.x) {
+      const int i = first + thread - warp_begin;
+      bool last = false;
+      if (i < num_groups) {
+        const int num_partials = LoadConstant(&groups[i].num_partials);
+        last = AddAcquireRelease(p.merge_counters + merge_idx + i, 1) == num_partials - 1;
+      }
+      const u32 completed = __ballot_sync(kFullWarp, last);
+      if (thread == warp_begin) scratch.completed[first / kWarpSize] = completed;
+    }
+  } else {
+    constexpr int kWords = sizeof(MergeGroup) / sizeof(i32);
+    const int lane = thread % kWarpSize;
+    const int num_partials = LoadConstant(&groups->num_partials);
+    const i32* partial_rows = p.partial_rows + LoadConstant(&groups->partials_begin);
+    if (lane < kWords) {
+      reinterpret_cast<i32*>(&scratch.group)[lane] =
+          LoadConstant(reinterpret_cast<const i32*>(groups) + lane);
+    }
+    if (lane < Min(num_partials, MergeScratch::kMaxKept)) {
+      scratch.partial_rows[lane] = LoadConstant(partial_rows + lane);
+    }
   }
   __syncthreads();
-  if (*last_to_arrive) FoldMergeGroup<Traits>(p, group);
+  if (num_groups == 1) {
+    if (scratch.completed[0] == 0) return;
+    const bool kept = scratch.group.num_partials <= MergeScratch::kMaxKept;
+    FoldMergeGroup<Traits>(
+        p, scratch.group,
+        kept ? scratch.partial_rows : p.partial_rows + scratch.group.partials_begin);
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < num_groups; ++i) {
+    if ((scratch.completed[i / kWarpSize] >> i % kWarpSize & 1) == 0) continue;
+    FoldMergeGroup<Traits>(p, groups[i], p.partial_rows + groups[i].partials_begin);
+  }
 }
 
 }  // namespace jax_attn

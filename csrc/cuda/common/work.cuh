@@ -23,6 +23,7 @@ class ItemRecord {
   __device__ int q_pos() const { return LoadConstant(&item_->q_pos); }
   __device__ int partial_row() const { return LoadConstant(&item_->partial_row); }
   __device__ int merge_idx() const { return LoadConstant(&item_->merge_idx); }
+  __device__ int num_groups() const { return LoadConstant(&item_->num_groups); }
   __device__ void Prefetch() const { LoadConstant(&item_->tile); }
 
  private:
@@ -34,7 +35,7 @@ __device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
   return LoadConstant(p.queue_indptr + blockIdx.x + 1);
 }
 
-// Where the result rows of an item are.
+// Where the result rows of an item, which is not shared, or of a merge group are.
 template <int kGroupSize>
 struct RowMap {
   int qo_begin;
@@ -48,6 +49,23 @@ struct RowMap {
   // Index into [max_qo_tokens, num_qo_heads] of row `row` of the item.
   __device__ i64 Index(int row) const {
     return static_cast<i64>(qo_begin + row / kGroupSize) * num_qo_heads + QoHead(row);
+  }
+};
+
+// Where the rows of an item are in q.
+template <int kGroupSize>
+struct QueryRows {
+  const i32* qo_indices;  // of the item's tokens; null: they are consecutive
+  RowMap<kGroupSize> map;
+
+  __device__ QueryRows(const AttentionParams& p, int qo_begin, int kv_head, int num_groups)
+      : qo_indices(num_groups > 1 ? p.qo_indices + qo_begin : nullptr), map(p, qo_begin, kv_head) {}
+
+  // Index into [max_qo_tokens, num_qo_heads] of row `row` of the item.
+  __device__ i64 Index(int row) const {
+    if (qo_indices == nullptr) return map.Index(row);
+    const i64 token = LoadConstant(qo_indices + row / kGroupSize);
+    return token * map.num_qo_heads + map.QoHead(row);
   }
 };
 

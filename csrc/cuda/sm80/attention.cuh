@@ -133,7 +133,7 @@ class TilePath {
   struct Small {
     KvPools pools;
     VisibleSpan spans[kWarps];  // StepSpan of the item; registers are short in the main loop
-    int last_to_arrive;
+    MergeScratch merge;
   };
   static constexpr int kRingBudget = kBudget - kQBytes - static_cast<int>(sizeof(Small)) - 16;
   // Split q has a larger q and no exchange; it takes the slots that fit. Beyond 4 nothing is
@@ -406,7 +406,7 @@ class TilePath {
   __device__ __forceinline__ void LoadQ() {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
-    const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const QueryRows<kGroupSize> rows(p_, item.qo_begin(), item.kv_head(), item.num_groups());
     const int thread = Anew(threadIdx.x);
 #pragma unroll(kSplitKv ? kQVectors : 1)
     for (int i = 0; i < kQVectors; ++i) {
@@ -415,7 +415,7 @@ class TilePath {
       const bool in_tile = kTileQ * Qk::kChunks % kThreads == 0 || row < kTileQ;
       const bool live = row < num_rows && chunk < Qk::kLiveChunks;
       const u16* from = static_cast<const u16*>(p_.q);
-      if (live) from += map.Index(row) * Traits::kHeadDimQk + chunk * 8;
+      if (live) from += rows.Index(row) * Traits::kHeadDimQk + chunk * 8;
       if constexpr (kSplitKv) {
         q_vectors_[i] = make_uint4(0, 0, 0, 0);
         if (live) q_vectors_[i] = LoadConstant16(from);
@@ -489,6 +489,7 @@ class TilePath {
     __syncwarp();
     if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
     __syncwarp();
+    PrefetchMergeGroup(p_, Item().merge_idx());
     const int end_of_steps = EndOfSteps(Item()) - FirstStep(Item());
 #pragma unroll 1
     for (int pos = warm_up ? -kWarmUpSteps * kStep : 0; pos < end_of_steps; pos += kStep) {
@@ -776,8 +777,10 @@ class TilePath {
     } else {
       WriteRows(item, state);
     }
-    const int merge_idx = item.merge_idx();
-    if (merge_idx >= 0) ArriveAndMerge<Traits>(p_, merge_idx, &shared_.small.last_to_arrive);
+    const int num_groups = item.num_groups();
+    if (num_groups > 0) {
+      ArriveAndMerge<Traits>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+    }
   }
 
   // Split q: every warp has the complete state of its rows. A row's four lanes store 16 or 32
