@@ -1,11 +1,12 @@
 // Runs the device code of csrc/cuda on the host: every thread of a CTA is a fiber, instructions of
 // a whole warp meet at barriers, and asynchronous copies arrive as late as they may.
 //
-// Stands in for cuda/common/ptx.cuh and for what a CUDA compiler declares; include it first. What
-// it finds that a GPU may not: a copy that was not waited for, a slot that was refilled while it
-// was still read, shared memory that was never written (all of them read as NaN), barriers that
-// part of a warp or CTA does not reach (abort). Warps run in random order. What it cannot find:
-// wrong PTX, and races between lanes of a warp that lie within one stretch without collectives.
+// Stands in for cuda/common/ptx.cuh and for what a CUDA compiler declares; include it first, and
+// cuda_emulation_sm90.h after it for code of sm_90a. What it finds that a GPU may not: a copy that
+// was not waited for, a slot that was refilled while it was still read, shared memory that was
+// never written (all of them read as NaN), barriers that part of a warp or CTA does not reach
+// (abort, with what every warp waits for). Warps run in random order. What it cannot find: wrong
+// PTX, and races between lanes of a warp that lie within one stretch without collectives.
 #pragma once
 #define JAX_ATTN_CUDA_COMMON_PTX_CUH_
 
@@ -13,6 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +23,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "params.h"
@@ -62,12 +65,27 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 namespace jax_attn {
 
-alignas(128) inline unsigned char smem[228 * 1024];  // the kernels' extern __shared__
+alignas(1024) inline unsigned char smem[228 * 1024];  // the kernels' extern __shared__
 
 namespace emulation {
 
-[[noreturn]] inline void Fail(const char* what) {
-  std::printf("FAILED emulation: %s\n", what);
+// Shared memory as the asynchronous proxy sees it (wgmma, bulk copies): what a thread writes gets
+// there by fence.proxy.async alone.
+inline unsigned char async_smem[sizeof(smem)];
+
+inline std::string Text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+inline std::string Text(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof(text), format, arguments);
+  va_end(arguments);
+  return text;
+}
+
+[[noreturn]] inline void Fail(const std::string& what) {
+  std::printf("FAILED emulation: %s\n", what.c_str());
+  std::fflush(stdout);
   std::abort();
 }
 
@@ -75,13 +93,22 @@ struct Index {
   int x;
 };
 
+// 16 bytes on their way to shared memory.
 struct Copy {
   unsigned char* to;
   const void* from;
   bool valid;
+
+  void Land() const {
+    if (valid) {
+      std::memcpy(to, from, 16);
+    } else {
+      std::memset(to, 0, 16);
+    }
+  }
 };
 
-enum class Waits { kNot, kForWarp, kForCta };
+enum class Waits { kNot, kForWarp, kForCta, kForEvent };
 
 struct Fiber {
   ucontext_t context;
@@ -89,10 +116,26 @@ struct Fiber {
   Index thread;
   bool done;
   Waits waits;
-  const char* where;     // the barrier it waits at
-  uint32_t exchange[6];  // what collectives hand around
+  const char* where;                   // the barrier it waits at
+  std::function<bool()> happened;      // the event it waits for,
+  std::function<std::string()> event;  // in words
+  uint32_t exchange[8];                // what collectives hand around
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open_group;
+};
+
+// State of an architecture beyond threads and shared memory.
+class Unit {
+ public:
+  virtual ~Unit() = default;
+  virtual void BeginCta(int num_threads) = 0;
+  virtual void EndCta() = 0;  // fails if something is left over
+};
+
+// What `thread` started and nobody has seen finished. Of one thread, in order.
+struct InFlight {
+  int thread;
+  std::function<void()> finish;
 };
 
 class Machine {
@@ -120,7 +163,21 @@ class Machine {
     swapcontext(&current_->context, &scheduler_);
   }
 
+  // `event` is asked for when nothing can run any more.
+  void WaitUntil(std::function<bool()> happened, std::function<std::string()> event) {
+    if (happened()) return;
+    current_->happened = std::move(happened);
+    current_->event = std::move(event);
+    Wait(Waits::kForEvent, "an event");
+  }
+
+  // `finish` runs at a random time, at the latest when no warp can run without it.
+  void Later(std::function<void()> finish) {
+    in_flight_.push_back({current_->thread.x, std::move(finish)});
+  }
+
   Index block, block_dim, grid_dim;
+  std::vector<Unit*> units;
 
  private:
   static constexpr size_t kStackBytes = 256 * 1024;
@@ -130,6 +187,8 @@ class Machine {
   void RunCta(int cta) {
     block = {cta};
     std::memset(smem, 0xff, sizeof(smem));
+    std::memset(async_smem, 0xff, sizeof(async_smem));
+    for (Unit* unit : units) unit->BeginCta(block_dim.x);
     for (int i = 0; i < block_dim.x; ++i) {
       Fiber& f = *fibers_[i];
       f.thread = {i};
@@ -144,15 +203,25 @@ class Machine {
       f.context.uc_link = &scheduler_;
       makecontext(&f.context, &Machine::Entry, 0);
     }
-    while (RunSomeWarp() || ReleaseCta()) {
+    do {
+      if (random_() % 4 == 0) FinishSomething();
+    } while (RunSomeWarp() || ReleaseCta() || FinishSomething());
+    for (int i = 0; i < block_dim.x; ++i) {
+      if (!fibers_[i]->done) FailStuck();
     }
+    if (!in_flight_.empty()) Fail("the CTA ends before its copies arrive");
+    for (Unit* unit : units) unit->EndCta();
   }
 
-  // A random warp among those that can run, until its lanes wait. False if all wait for the CTA.
+  bool CanRun(const Fiber& f) const {
+    return !f.done && (f.waits == Waits::kNot || (f.waits == Waits::kForEvent && f.happened()));
+  }
+
+  // A random warp among those that can run, until its lanes wait. False if there is none.
   bool RunSomeWarp() {
     std::vector<int> ready;
     for (int i = 0; i < block_dim.x; ++i) {
-      if (!fibers_[i]->done && fibers_[i]->waits == Waits::kNot) ready.push_back(i);
+      if (CanRun(*fibers_[i])) ready.push_back(i);
     }
     if (ready.empty()) return false;
     const int warp = ready[random_() % ready.size()] / 32;
@@ -160,6 +229,7 @@ class Machine {
     for (int i : ready) {
       if (i / 32 != warp) continue;
       current_ = fibers_[i].get();
+      current_->waits = Waits::kNot;
       swapcontext(&scheduler_, &current_->context);
     }
     ReleaseWarp(warp);
@@ -167,27 +237,31 @@ class Machine {
   }
 
   void ReleaseWarp(int warp) {
-    const auto waits = [&](int lane) { return fibers_[warp * 32 + lane]->waits; };
-    const auto where = [&](int lane) { return fibers_[warp * 32 + lane]->where; };
-    int num_waiting = 0, last = 0;
+    const Fiber* last = nullptr;
+    int num_waiting = 0, num_on_their_way = 0;
     for (int i = 0; i < 32; ++i) {
-      if (fibers_[warp * 32 + i]->done || waits(i) != Waits::kForWarp) continue;
+      const Fiber& f = *fibers_[warp * 32 + i];
+      num_on_their_way += !f.done && f.waits == Waits::kForEvent;
+      if (f.done || f.waits != Waits::kForWarp) continue;
       ++num_waiting;
-      last = i;
+      last = &f;
     }
-    if (num_waiting == 0) return;
-    if (num_waiting != 32) Fail("part of a warp reaches a collective");
+    if (num_waiting == 0 || num_on_their_way > 0) return;
+    if (num_waiting != 32) Fail(Text("part of a warp reaches a collective (%s)", last->where));
     for (int i = 0; i < 32; ++i) {
-      if (where(i) != where(last)) Fail("lanes of a warp meet at different collectives");
-      fibers_[warp * 32 + i]->waits = Waits::kNot;
+      Fiber& f = *fibers_[warp * 32 + i];
+      if (f.where != last->where) {
+        Fail(Text("lanes of a warp meet at different collectives: %s, %s", f.where, last->where));
+      }
+      f.waits = Waits::kNot;
     }
   }
 
+  // Lets all threads go on if all of them wait for each other.
   bool ReleaseCta() {
-    int num_done = 0;
-    for (int i = 0; i < block_dim.x; ++i) num_done += fibers_[i]->done;
-    if (num_done == block_dim.x) return false;
-    if (num_done > 0) Fail("part of a CTA reaches a barrier");
+    for (int i = 0; i < block_dim.x; ++i) {
+      if (fibers_[i]->done || fibers_[i]->waits != Waits::kForCta) return false;
+    }
     for (int i = 0; i < block_dim.x; ++i) {
       if (fibers_[i]->where != fibers_[0]->where) Fail("threads of a CTA at different barriers");
       fibers_[i]->waits = Waits::kNot;
@@ -195,7 +269,41 @@ class Machine {
     return true;
   }
 
+  // The oldest of what some thread started.
+  bool FinishSomething() {
+    if (in_flight_.empty()) return false;
+    const int thread = in_flight_[random_() % in_flight_.size()].thread;
+    const auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(),
+                                     [&](const InFlight& x) { return x.thread == thread; });
+    const std::function<void()> finish = std::move(oldest->finish);
+    in_flight_.erase(oldest);
+    finish();
+    return true;
+  }
+
+  [[noreturn]] void FailStuck() {
+    std::string report = "nothing can run";
+    for (int warp = 0; warp * 32 < block_dim.x; ++warp) {
+      for (int i = warp * 32, end; i < std::min(warp * 32 + 32, block_dim.x); i = end) {
+        const std::string state = StateOf(i);
+        for (end = i + 1; end < std::min(warp * 32 + 32, block_dim.x); ++end) {
+          if (StateOf(end) != state) break;
+        }
+        report += Text("\n  warp %d, lanes %d to %d: ", warp, i % 32, (end - 1) % 32) + state;
+      }
+    }
+    Fail(report);
+  }
+
+  std::string StateOf(int thread) const {
+    const Fiber& f = *fibers_[thread];
+    if (f.done) return "done";
+    if (f.waits == Waits::kForEvent) return "waits for " + f.event();
+    return Text("waits for the %s at %s", f.waits == Waits::kForWarp ? "warp" : "CTA", f.where);
+  }
+
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<InFlight> in_flight_;
   Fiber* current_ = nullptr;
   ucontext_t scheduler_;
   std::function<void()> kernel_;
@@ -205,7 +313,12 @@ inline Machine machine;
 
 inline void Machine::Entry() {
   machine.kernel_();
-  machine.current_->done = true;
+  Fiber& f = *machine.current_;
+  for (const std::vector<Copy>& group : f.groups) {
+    if (!group.empty()) Fail("a thread ends before its copies arrive");
+  }
+  if (!f.open_group.empty()) Fail("a thread ends before its copies arrive");
+  f.done = true;
 }
 
 inline void WarpBarrier(const char* where) { machine.Wait(Waits::kForWarp, where); }
@@ -279,6 +392,7 @@ inline void CopyAsync16(u32 shared, const void* global, bool valid) {
     emulation::Fail("misaligned copy");
   }
   std::memset(smem + shared, 0xff, 16);  // until it is waited for
+  std::memset(emulation::async_smem + shared, 0xff, 16);
   emulation::machine.current().open_group.push_back({smem + shared, global, valid});
 }
 inline void CopyAsync16Once(u32 shared, const void* global, bool valid) {
@@ -293,13 +407,7 @@ template <int kPending>
 void WaitCopies() {
   auto& groups = emulation::machine.current().groups;
   while (groups.size() > kPending) {
-    for (const emulation::Copy& c : groups.front()) {
-      if (c.valid) {
-        std::memcpy(c.to, c.from, 16);
-      } else {
-        std::memset(c.to, 0, 16);
-      }
-    }
+    for (const emulation::Copy& c : groups.front()) c.Land();
     groups.erase(groups.begin());
   }
 }

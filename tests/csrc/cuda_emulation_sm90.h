@@ -1,0 +1,529 @@
+// Stands in for cuda/sm90/ptx.cuh: include it after cuda_emulation.h.
+//
+// Everything asynchronous happens as late as it may, and early, too: a copy takes its slot when it
+// is issued and arrives at a random time; a matrix product reads its operands when it is issued and
+// again when it is waited for, which must not make a difference, and its accumulators are NaN until
+// then. Beyond what cuda_emulation.h finds, fails on
+//   - shared memory that wgmma reads although nobody fenced what was written (it reads NaN or what
+//     was there before): operands come from async_smem;
+//   - accumulators or fragments that were written without wgmma.fence before the product, or before
+//     the product was waited for;
+//   - warps of a warpgroup that issue different products;
+//   - barriers that were not initialised, that more threads arrive at than they count, named
+//     barriers whose users disagree about the number of threads;
+//   - a deadlock, with what every warp waits for.
+#pragma once
+#define JAX_ATTN_CUDA_SM90_PTX_CUH_
+
+#include <deque>
+#include <map>
+
+#include "cuda/common/types.cuh"
+#include "cuda_emulation.h"
+
+namespace jax_attn {
+namespace emulation {
+
+// mbarrier: a phase is complete when nobody is pending.
+struct SharedBarrier {
+  int num_arrivals;
+  int pending;
+  u32 phase;
+};
+
+// bar.sync, bar.arrive.
+struct NamedBarrier {
+  int num_threads;
+  int arrived;
+  u32 phase;
+};
+
+// One of the two matrices of a product in shared memory, as a descriptor has it. In 16-byte chunks,
+// the layouts of the PTX ISA ("Asynchronous warpgroup-level matrix shared memory layout") in the
+// notation of CUTLASS (cute/atom/mma_traits_sm90_gmma.hpp); T is the 8 elements of a chunk.
+class SharedMatrix {
+ public:
+  SharedMatrix(u64 descriptor, bool mn_major) : mn_major_(mn_major) {
+    start_ = static_cast<u32>(descriptor & 0x3fff) << 4;
+    leading_ = static_cast<u32>(descriptor >> 16 & 0x3fff) << 4;
+    stride_ = static_cast<u32>(descriptor >> 32 & 0x3fff) << 4;
+    if ((descriptor >> 49 & 7) != 0) Fail("no base offset here: swizzled tiles start aligned");
+    switch (descriptor >> 62) {
+      case 0:
+        swizzle_bits_ = 0;
+        break;
+      case 1:
+        swizzle_bits_ = 3;
+        break;
+      case 2:
+        swizzle_bits_ = 2;
+        break;
+      case 3:
+        swizzle_bits_ = 1;
+        break;
+    }
+  }
+
+  // Element of row or column `mn` (the dimension that is not summed over), and k.
+  u16 At(int mn, int k) const {
+    const u32 address = mn_major_ ? AddressMnMajor(mn, k) : AddressKMajor(mn, k);
+    // The XOR acts on the address itself, not on the position within the matrix.
+    const u32 mask = (1u << swizzle_bits_) - 1;
+    const u32 swizzled = address ^ (address >> 7 & mask) << 4;
+    if (swizzled + 2 > sizeof(async_smem)) Fail("a matrix reaches beyond shared memory");
+    u16 x;
+    std::memcpy(&x, async_smem + swizzled, sizeof(x));
+    return x;
+  }
+
+ private:
+  // ((8,m),(T,2)) : ((span,SBO),(1,T)), without swizzle the second chunk is LBO away.
+  u32 AddressKMajor(int mn, int k) const {
+    const u32 row = 16u << swizzle_bits_, chunk = swizzle_bits_ == 0 ? leading_ : 16;
+    return start_ + mn % 8 * row + mn / 8 * stride_ + k / 8 * chunk + k % 8 * 2;
+  }
+
+  // ((T,chunks,m),(8,2)) : ((1,T,LBO),(span,SBO)), without swizzle LBO and SBO change places.
+  u32 AddressMnMajor(int mn, int k) const {
+    const int width = 8 << swizzle_bits_;  // elements of a row
+    const u32 along = swizzle_bits_ == 0 ? stride_ : leading_;
+    const u32 across = swizzle_bits_ == 0 ? leading_ : stride_;
+    return start_ + mn % width * 2 + mn / width * along + k % 8 * (2 * width) + k / 8 * across;
+  }
+
+  bool mn_major_;
+  int swizzle_bits_;
+  u32 start_, leading_, stride_;
+};
+
+// What all four warps of a warpgroup must agree about.
+struct ProductShape {
+  int n;
+  bool is_bf16;
+  bool a_in_registers;
+  u64 a, b;  // descriptors
+  bool b_mn_major;
+  bool accumulate;
+
+  bool operator==(const ProductShape& other) const {
+    return n == other.n && is_bf16 == other.is_bf16 && a_in_registers == other.a_in_registers &&
+           a == other.a && b == other.b && b_mn_major == other.b_mn_major &&
+           accumulate == other.accumulate;
+  }
+};
+
+// The 16 rows of a product that one warp computes.
+struct Product {
+  ProductShape shape;
+  int number;             // of the warp's products
+  float* d;               // accumulators of lane 0
+  std::vector<u16> a, b;  // [16, 16], [n, 16] as they were when it was issued
+};
+
+// Registers that products of one warp add to. The values are here, not there, until all of them are
+// waited for.
+struct Accumulators {
+  int n;
+  int num_products;  // in flight
+  float* registers[32];
+  std::vector<float> d;  // [16, n]
+};
+
+struct WarpState {
+  int num_products = 0;
+  int num_fences = 0;
+  int num_registers = 0;  // a thread, 0: as launched
+  std::deque<std::vector<Product>> groups;
+  std::vector<Product> open_group;
+  std::map<float*, Accumulators> accumulators;  // in flight, by the registers of lane 0
+  // Number of fences when the registers of lane 0 were last given back, or read as operand a.
+  std::map<const float*, int> given_back;
+  struct Fragment {
+    u32 values[4];
+    int num_fences;
+  };
+  std::map<const u32*, Fragment> fragments;
+};
+
+// What sm_90a adds to a multiprocessor.
+class Sm90 : public Unit {
+ public:
+  Sm90() { machine.units.push_back(this); }
+
+  void BeginCta(int num_threads) override {
+    shared_barriers_.clear();
+    std::fill(std::begin(named_barriers_), std::end(named_barriers_), NamedBarrier{});
+    warps_.clear();
+    warps_.resize(num_threads / 32);
+    issued_.clear();
+    issued_.resize((num_threads + 127) / 128);
+  }
+
+  void EndCta() override {
+    int num_registers = 0;
+    bool all_set = true;
+    for (size_t i = 0; i < warps_.size(); ++i) {
+      const WarpState& warp = warps_[i];
+      if (!warp.groups.empty() || !warp.open_group.empty()) {
+        Fail(Text("warp %zu ends before its products", i));
+      }
+      if (warp.num_products != warps_[i / 4 * 4].num_products) {
+        Fail(Text("warps %zu and %zu of a warpgroup issue %d and %d products", i / 4 * 4, i,
+                  warps_[i / 4 * 4].num_products, warp.num_products));
+      }
+      num_registers += 32 * warp.num_registers;
+      all_set = all_set && warp.num_registers > 0;
+    }
+    if (all_set && num_registers > 64 * 1024) {
+      Fail(Text("the warps' limits add up to %d registers", num_registers));
+    }
+  }
+
+  // --- mbarrier ---
+
+  void Init(u32 barrier, int num_arrivals) {
+    if (barrier % 8 != 0 || barrier + 8 > sizeof(smem)) Fail("misplaced barrier");
+    if (num_arrivals < 1) Fail("a barrier for nobody");
+    shared_barriers_[barrier] = {num_arrivals, num_arrivals, 0};
+  }
+
+  void Arrive(u32 barrier) {
+    SharedBarrier& b = Find(barrier);
+    if (--b.pending > 0) return;
+    b.pending = b.num_arrivals;
+    ++b.phase;
+  }
+
+  void Wait(u32 barrier, u32 parity) {
+    if (parity > 1) Fail("a parity is 0 or 1");
+    const SharedBarrier& b = Find(barrier);
+    machine.WaitUntil([&b, parity] { return (b.phase & 1) != parity; },
+                      [&b, barrier, parity] {
+                        return Text("the barrier at 0x%x, parity %u: phase %u lacks %d of %d",
+                                    barrier, parity, b.phase, b.pending, b.num_arrivals);
+                      });
+  }
+
+  // --- named barriers ---
+
+  void ArriveNamed(int id, int num_threads, bool wait) {
+    if (id < 1 || id > 15) Fail(Text("there is no named barrier %d", id));
+    if (num_threads < 32 || num_threads % 32 != 0) Fail("named barriers count whole warps");
+    NamedBarrier& b = named_barriers_[id];
+    if (b.arrived > 0 && b.num_threads != num_threads) {
+      Fail(Text("named barrier %d: of %d threads or %d?", id, b.num_threads, num_threads));
+    }
+    b.num_threads = num_threads;
+    const u32 phase = b.phase;
+    if (++b.arrived == num_threads) {
+      b.arrived = 0;
+      ++b.phase;
+    }
+    if (!wait) return;
+    machine.WaitUntil([&b, phase] { return b.phase != phase; },
+                      [&b, id] {
+                        return Text("named barrier %d: %d of %d arrived", id, b.arrived,
+                                    b.num_threads);
+                      });
+  }
+
+  // --- wgmma: called by one lane for its warp, between barriers of the warp ---
+
+  WarpState& warp() { return warps_[machine.current().thread.x / 32]; }
+
+  void Issue(const ProductShape& shape, float* const (&d)[32], const u32 (&a)[32][4],
+             const u32* fragment) {
+    WarpState& w = warp();
+    CheckAgreement(shape, w.num_products);
+    Accumulate(w, shape, d);
+    if (shape.a_in_registers) CheckFragment(w, a[0], fragment);
+    Product p = {shape, w.num_products++, d[0], {}, {}};
+    if (shape.a_in_registers) {
+      p.a.resize(16 * 16);
+      for (int row = 0; row < 16; ++row) {
+        for (int k = 0; k < 16; ++k) {
+          const u32 pair = a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+          p.a[row * 16 + k] = static_cast<u16>(pair >> 16 * (k % 2));
+        }
+      }
+    } else {
+      p.a = ReadA(shape);
+    }
+    p.b = ReadB(shape);
+    w.open_group.push_back(std::move(p));
+  }
+
+  void Commit() {
+    WarpState& w = warp();
+    w.groups.push_back(std::move(w.open_group));
+    w.open_group.clear();
+  }
+
+  // The product that must be issued by all four warps before no more than num_pending groups are
+  // unfinished.
+  int LastAwaited(size_t num_pending) {
+    const WarpState& w = warp();
+    int last = -1;
+    for (size_t i = 0; i + num_pending < w.groups.size(); ++i) {
+      if (!w.groups[i].empty()) last = w.groups[i].back().number;
+    }
+    return last;
+  }
+  void WaitForIssue(int product) {
+    const int first = machine.current().thread.x / 128 * 4;
+    machine.WaitUntil(
+        [this, first, product] {
+          for (int i = first; i < first + 4; ++i) {
+            if (warps_[i].num_products <= product) return false;
+          }
+          return true;
+        },
+        [product] { return Text("product %d of all warps of the warpgroup", product); });
+  }
+
+  void Finish(size_t num_pending) {
+    WarpState& w = warp();
+    for (; w.groups.size() > num_pending; w.groups.pop_front()) {
+      for (const Product& p : w.groups.front()) Multiply(w, p);
+    }
+  }
+
+ private:
+  static constexpr u32 kInFlight = 0xffffffff;  // a NaN
+
+  SharedBarrier& Find(u32 barrier) {
+    const auto found = shared_barriers_.find(barrier);
+    if (found == shared_barriers_.end()) {
+      Fail(Text("there is no barrier at 0x%x, or not yet", barrier));
+    }
+    return found->second;
+  }
+
+  void CheckAgreement(const ProductShape& shape, int number) {
+    if (machine.block_dim.x % 128 != 0) Fail("wgmma needs warpgroups");
+    std::vector<ProductShape>& issued = issued_[machine.current().thread.x / 128];
+    if (static_cast<size_t>(number) == issued.size()) issued.push_back(shape);
+    if (!(issued[number] == shape)) {
+      Fail(Text("product %d differs between warps of a warpgroup", number));
+    }
+  }
+
+  // Takes the accumulators away from the lanes until the product is waited for.
+  void Accumulate(WarpState& w, const ProductShape& shape, float* const (&d)[32]) {
+    const int count = shape.n / 2;
+    for (const auto& [other, acc] : w.accumulators) {
+      if (other != d[0] && other < d[0] + count && d[0] < other + acc.n / 2) {
+        Fail("accumulators of products in flight overlap");
+      }
+    }
+    const auto [found, is_new] = w.accumulators.try_emplace(d[0]);
+    Accumulators& acc = found->second;
+    if (is_new) {
+      const auto given_back = w.given_back.find(d[0]);
+      if (w.num_fences == (given_back == w.given_back.end() ? 0 : given_back->second)) {
+        Fail("no wgmma.fence between registers and a product that adds to them");
+      }
+      acc.n = shape.n;
+      acc.num_products = 0;
+      acc.d.resize(16 * shape.n);
+      for (int lane = 0; lane < 32; ++lane) {
+        acc.registers[lane] = d[lane];
+        for (int i = 0; i < count; ++i) {
+          acc.d[Position(shape.n, lane, i)] = d[lane][i];
+          d[lane][i] = EmulationBits<float>(kInFlight);
+        }
+      }
+    }
+    if (acc.n != shape.n) Fail("products of different shapes add to the same registers");
+    ++acc.num_products;
+  }
+
+  // Fragments that changed since an earlier product must have a fence between.
+  void CheckFragment(WarpState& w, const u32 (&values)[4], const u32* registers) {
+    WarpState::Fragment& last = w.fragments[registers];
+    if (last.num_fences == w.num_fences && !std::equal(values, values + 4, last.values)) {
+      Fail("no wgmma.fence between registers and a product that has them as operand a");
+    }
+    std::copy_n(values, 4, last.values);
+    last.num_fences = w.num_fences;
+  }
+
+  // Where register i of `lane` is in the warp's [16, n].
+  static int Position(int n, int lane, int i) {
+    return (lane / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2;
+  }
+
+  std::vector<u16> ReadA(const ProductShape& shape) const {
+    const SharedMatrix matrix(shape.a, false);
+    const int first_row = machine.current().thread.x / 32 % 4 * 16;
+    std::vector<u16> a(16 * 16);
+    for (int i = 0; i < 16 * 16; ++i) a[i] = matrix.At(first_row + i / 16, i % 16);
+    return a;
+  }
+  std::vector<u16> ReadB(const ProductShape& shape) const {
+    const SharedMatrix matrix(shape.b, shape.b_mn_major);
+    std::vector<u16> b(shape.n * 16);
+    for (int i = 0; i < shape.n * 16; ++i) b[i] = matrix.At(i / 16, i % 16);
+    return b;
+  }
+
+  void Multiply(WarpState& w, const Product& p) {
+    if (!p.shape.a_in_registers && ReadA(p.shape) != p.a) {
+      Fail(Text("operand a of product %d changed before it was waited for", p.number));
+    }
+    if (ReadB(p.shape) != p.b) {
+      Fail(Text("operand b of product %d changed before it was waited for", p.number));
+    }
+    const auto to_float = [&](u16 x) { return p.shape.is_bf16 ? Bf16ToFloat(x) : F16ToFloat(x); };
+    const int n = p.shape.n;
+    std::vector<float> b(16 * n);  // [16, n]
+    for (int i = 0; i < 16 * n; ++i) b[i % 16 * n + i / 16] = to_float(p.b[i]);
+    Accumulators& acc = w.accumulators.at(p.d);
+    for (int row = 0; row < 16; ++row) {
+      float* d = &acc.d[row * n];
+      if (!p.shape.accumulate) std::fill_n(d, n, 0.0f);
+      for (int k = 0; k < 16; ++k) {
+        const float x = to_float(p.a[row * 16 + k]);
+        for (int j = 0; j < n; ++j) d[j] += x * b[k * n + j];
+      }
+    }
+    if (--acc.num_products == 0) GiveBack(w, p.d, acc);
+  }
+
+  void GiveBack(WarpState& w, float* key, const Accumulators& acc) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < acc.n / 2; ++i) {
+        float& x = acc.registers[lane][i];
+        if (EmulationBits<u32>(x) != kInFlight) {
+          Fail("accumulators were written before their product was waited for");
+        }
+        x = acc.d[Position(acc.n, lane, i)];
+      }
+    }
+    w.given_back[key] = w.num_fences;
+    w.accumulators.erase(key);
+  }
+
+  std::map<u32, SharedBarrier> shared_barriers_;  // by address
+  NamedBarrier named_barriers_[16];
+  std::vector<WarpState> warps_;
+  std::vector<std::vector<ProductShape>> issued_;  // by the first warp to come, a warpgroup
+};
+inline Sm90 sm90;
+
+// Runs `action` once for the warp, when all of its lanes are there.
+template <typename Action>
+void OncePerWarp(const char* where, Action action) {
+  WarpBarrier(where);
+  if (machine.current().thread.x % 32 == 0) action();
+  WarpBarrier(where);
+}
+
+inline void Multiply(const ProductShape& shape, float* d, const u32* a) {
+  struct Lane {
+    float* d;
+    const ProductShape* shape;
+    u32 a[4];
+  };
+  Lane lane = {d, &shape, {}};
+  if (a != nullptr) std::copy_n(a, 4, lane.a);
+  static_assert(sizeof(lane) <= sizeof(Fiber::exchange), "room for it");
+  std::memcpy(machine.current().exchange, &lane, sizeof(lane));
+  OncePerWarp("wgmma", [&] {
+    float* lanes_d[32];
+    u32 lanes_a[32][4];
+    for (int i = 0; i < 32; ++i) {
+      std::memcpy(&lane, machine.lane(i).exchange, sizeof(lane));
+      if (!(*lane.shape == shape)) Fail("lanes of a warp have different descriptors");
+      lanes_d[i] = lane.d;
+      std::copy_n(lane.a, 4, lanes_a[i]);
+    }
+    sm90.Issue(shape, lanes_d, lanes_a, a);
+  });
+}
+
+}  // namespace emulation
+
+// --- cuda/sm90/ptx.cuh ---
+
+inline void InitBarrier(u32 barrier, int num_arrivals) {
+  emulation::sm90.Init(barrier, num_arrivals);
+}
+inline void ArriveBarrier(u32 barrier) { emulation::sm90.Arrive(barrier); }
+inline void ArriveBarrierAfterCopies(u32 barrier) {
+  emulation::Fiber& f = emulation::machine.current();
+  std::vector<emulation::Copy> copies;
+  for (const auto& group : f.groups) copies.insert(copies.end(), group.begin(), group.end());
+  copies.insert(copies.end(), f.open_group.begin(), f.open_group.end());
+  f.groups.clear();
+  f.open_group.clear();
+  emulation::machine.Later([copies, barrier] {
+    for (const emulation::Copy& c : copies) c.Land();
+    emulation::sm90.Arrive(barrier);
+  });
+}
+inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
+inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
+  WaitBarrier(barrier, parity);
+  return true;
+}
+inline void FenceSharedForWgmma() { std::memcpy(emulation::async_smem, smem, sizeof(smem)); }
+
+inline void SyncNamed(int id, int num_threads) {
+  emulation::WarpBarrier("bar.sync");
+  emulation::sm90.ArriveNamed(id, num_threads, true);
+}
+inline void ArriveNamed(int id, int num_threads) {
+  emulation::WarpBarrier("bar.arrive");
+  emulation::sm90.ArriveNamed(id, num_threads, false);
+}
+
+template <int kRegisters>
+void SetRegisterLimit() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "of setmaxnreg");
+  emulation::OncePerWarp("setmaxnreg", [] { emulation::sm90.warp().num_registers = kRegisters; });
+}
+template <int kRegisters>
+void LowerRegisterLimit() {
+  SetRegisterLimit<kRegisters>();
+}
+template <int kRegisters>
+void RaiseRegisterLimit() {
+  SetRegisterLimit<kRegisters>();
+}
+
+// As cuda/sm90/ptx.cuh has it.
+inline u64 MatrixDescriptor(u32 shared, int leading, int stride) {
+  constexpr u64 kSwizzle128 = u64{1} << 62;
+  return kSwizzle128 | static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(leading >> 4) << 16 |
+         (shared & 0x3ffff) >> 4;
+}
+
+inline void WgmmaFence() {
+  emulation::OncePerWarp("wgmma.fence", [] { ++emulation::sm90.warp().num_fences; });
+}
+inline void WgmmaCommit() {
+  emulation::OncePerWarp("wgmma.commit_group", [] { emulation::sm90.Commit(); });
+}
+template <int kPending>
+void WgmmaWait() {
+  emulation::WarpBarrier("wgmma.wait_group");
+  emulation::sm90.WaitForIssue(emulation::sm90.LastAwaited(kPending));
+  emulation::OncePerWarp("wgmma.wait_group", [] { emulation::sm90.Finish(kPending); });
+}
+
+template <class T, int kTiles>
+void PinRegisters(T (&)[kTiles][4]) {}
+
+template <int kN, int kDtype>
+struct Wgmma {
+  static constexpr bool kBf16 = kDtype == kElementBf16;
+  static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
+    emulation::Multiply({kN, kBf16, false, a, b, false, accumulate}, &d[0][0], nullptr);
+  }
+  static void RegistersATransposedB(float (&d)[kN / 2], const u32 (&a)[4], u64 b, bool accumulate) {
+    emulation::Multiply({kN, kBf16, true, 0, b, true, accumulate}, d, a);
+  }
+};
+
+}  // namespace jax_attn
