@@ -521,8 +521,9 @@ struct Wgmma {
   static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
     emulation::Multiply({kN, kBf16, false, a, b, false, accumulate}, &d[0][0], nullptr);
   }
-  static void RegistersATransposedB(float (&d)[kN / 2], const u32 (&a)[4], u64 b, bool accumulate) {
-    emulation::Multiply({kN, kBf16, true, 0, b, true, accumulate}, d, a);
+  static void RegistersATransposedB(float (&d)[kN / 8][4], const u32 (&a)[4], u64 b,
+                                    bool accumulate) {
+    emulation::Multiply({kN, kBf16, true, 0, b, true, accumulate}, &d[0][0], a);
   }
 };
 
