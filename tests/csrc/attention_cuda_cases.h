@@ -1,0 +1,308 @@
+// The cases of attention_cuda_test.cc and attention_sm90_test.cc: attention kernels run in
+// emulation on plans of the real planner and must agree with the CPU kernels, which have tests of
+// their own.
+//
+// Keys and values outside of the requests, page ids in the tail, workspace, outputs and shared
+// memory start as NaN or nonsense.
+//
+// Include cuda_emulation.h and the kernel before this file.
+#pragma once
+
+#include <string>
+
+#include "cpu/attention.h"
+#include "cuda/common/types.cuh"
+#include "plan/plan.h"
+#include "select/select.h"
+
+namespace jax_attn {
+namespace {
+
+int g_failures = 0;
+
+struct Request {
+  int qo_len, kv_len;
+};
+
+// What the batch needs beside the kernel's specialisation.
+struct Case {
+  const char* name;
+  std::vector<Request> requests;
+  int64_t window_left = -1;
+  int64_t window_right = 0;
+  double soft_cap = 0;
+  bool sinks = false;
+  bool nan_values = false;  // in visible values: must reach the rows that see them and no other
+  int64_t num_ctas = 3;     // few, so that queues are long and loads cross from item to item
+  int64_t kv_heads = 2;
+  int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
+};
+
+// What every kernel is specialised by. A kernel under test is
+//   struct Kernel {
+//     template <class Shape> struct Traits : Shape {...};  // and its configuration
+//     template <class Shape> using Body = ...;             // static Run, kNumThreads, kSmemBytes
+//   };
+template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kRight, bool kCap>
+struct ShapeOf {
+  static constexpr int kDtype = kElementBf16;
+  static constexpr int kHeadDimQk = kDimQk, kHeadDimVo = kDimVo;
+  static constexpr int kGroupSize = kGroup, kPageSize = kPage;
+  static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
+  static constexpr bool kPositiveScale = true;
+};
+
+std::vector<uint16_t> RandomBf16(size_t n, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> x(n);
+  for (uint16_t& bits : x) bits = static_cast<uint16_t>(FloatToBf16(normal(random)));
+  return x;
+}
+
+// std::vector's memory is aligned to 16 bytes, which is what the kernels ask for.
+template <typename T>
+std::vector<T> Poisoned(size_t n) {
+  std::vector<T> x(n);
+  if (n > 0) std::memset(x.data(), 0xff, n * sizeof(T));
+  return x;
+}
+
+template <class Traits>
+AttentionProblem MakeProblem(const Case& c) {
+  AttentionProblem problem;
+  AttentionSpec& spec = problem.spec;
+  spec.num_kv_heads = c.kv_heads;
+  spec.num_qo_heads = c.kv_heads * Traits::kGroupSize;
+  spec.head_dim_qk = Traits::kHeadDimQk;
+  spec.head_dim_vo = Traits::kHeadDimVo;
+  spec.window_left = c.window_left;
+  spec.window_right = c.window_right;
+  spec.logits_soft_cap = c.soft_cap;
+  spec.sm_scale = 1.0 / std::sqrt(static_cast<double>(Traits::kHeadDimQk));
+  spec.page_size = Traits::kPageSize;
+  spec.max_batch = static_cast<int64_t>(c.requests.size()) + 2;
+  spec.arch = Traits::kArch;
+  spec.num_processors = 2;
+  for (const Request& r : c.requests) spec.max_qo_tokens += r.qo_len;
+  spec.max_qo_tokens += 3;  // padding rows
+  for (const Request& r : c.requests) {
+    if (spec.paged()) {
+      spec.max_kv_pages += (r.kv_len + spec.page_size - 1) / spec.page_size;
+    } else {
+      spec.max_kv_tokens += r.kv_len + 1;
+    }
+  }
+  if (spec.paged()) spec.max_kv_pages += 5;
+  KernelConfig& config = problem.config;
+  SelectCuda(spec, &config);
+  config.num_tiles = Traits::kNumTiles;
+  config.tile_q[0] = Traits::kTileQ0;
+  config.tile_q[1] = Traits::kTileQ1;
+  config.tile_kv = Traits::kTileKv;
+  config.num_ctas = c.num_ctas;
+  if (c.kv_split > 0) {
+    spec.schedule = kFixedSplit;
+    spec.kv_split = c.kv_split;
+    config.max_items = config.max_merge_groups = 1000;
+    config.max_partial_rows = 10000;
+  }
+  FillCapacities(&problem);
+  return problem;
+}
+
+// Host data of a batch, in the layout that kernels read.
+struct Batch {
+  std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr{0}, page_indices;
+  std::vector<uint16_t> q, k, v;
+  int64_t num_pages = 1;
+};
+
+template <class Traits>
+Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) {
+  Batch b;
+  const int64_t page = std::max<int64_t>(1, spec.page_size);
+  for (const Request& r : c.requests) {
+    b.qo_indptr.push_back(b.qo_indptr.back() + r.qo_len);
+    b.kv_lens.push_back(r.kv_len);
+    // Ragged: a row that belongs to nobody after each request.
+    const int64_t units = spec.paged() ? (r.kv_len + page - 1) / page : r.kv_len + 1;
+    b.kv_indptr.push_back(static_cast<int32_t>(b.kv_indptr.back() + units));
+  }
+  const int64_t units = b.kv_indptr.back();
+  if (spec.paged()) {
+    b.num_pages = units + 2;
+    b.page_indices.resize(b.num_pages);
+    std::iota(b.page_indices.begin(), b.page_indices.end(), 0);
+    std::shuffle(b.page_indices.begin(), b.page_indices.end(), random);
+    b.page_indices.resize(units);
+  }
+  const int64_t k_row = spec.num_kv_heads * Traits::kHeadDimQk;
+  const int64_t v_row = spec.num_kv_heads * Traits::kHeadDimVo;
+  const int64_t num_rows = spec.paged() ? b.num_pages * page : spec.max_kv_tokens;
+  b.k = Poisoned<uint16_t>(num_rows * k_row);
+  b.v = Poisoned<uint16_t>(num_rows * v_row);
+  for (size_t r = 0; r < c.requests.size(); ++r) {
+    for (int64_t i = 0; i < c.requests[r].kv_len; ++i) {
+      const int64_t at = spec.paged() ? b.page_indices[b.kv_indptr[r] + i / page] * page + i % page
+                                      : b.kv_indptr[r] + i;
+      const std::vector<uint16_t> k = RandomBf16(k_row, random), v = RandomBf16(v_row, random);
+      std::copy(k.begin(), k.end(), b.k.begin() + at * k_row);
+      std::copy(v.begin(), v.end(), b.v.begin() + at * v_row);
+      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) b.v[at * v_row + 5] = 0x7fff;
+    }
+  }
+  b.q = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * Traits::kHeadDimQk);
+  const std::vector<uint16_t> q =
+      RandomBf16(b.qo_indptr.back() * spec.num_qo_heads * Traits::kHeadDimQk, random);
+  std::copy(q.begin(), q.end(), b.q.begin());
+  return b;
+}
+
+struct Outputs {
+  std::vector<uint16_t> o;
+  std::vector<float> lse;
+  std::vector<int32_t> workspace;
+};
+
+// Points `params` at fresh, poisoned outputs.
+Outputs MakeOutputs(const AttentionProblem& problem, AttentionParams* params) {
+  const AttentionSpec& spec = problem.spec;
+  const WorkspaceLayout layout = MakeWorkspaceLayout(problem);
+  Outputs out;
+  out.o = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_vo);
+  out.lse = Poisoned<float>(spec.max_qo_tokens * spec.num_qo_heads);
+  out.workspace = Poisoned<int32_t>(layout.num_words);
+  params->o = out.o.data();
+  params->lse = out.lse.data();
+  params->merge_counters = out.workspace.data() + layout.merge_counters;
+  params->partial_states =
+      reinterpret_cast<RowState*>(out.workspace.data() + layout.partial_states);
+  params->partial_o = reinterpret_cast<float*>(out.workspace.data() + layout.partial_o);
+  std::fill_n(params->merge_counters, problem.config.max_merge_groups, 0);
+  return out;
+}
+
+void Compare(const Case& c, const char* what, size_t i, float got, float expected,
+             float tolerance) {
+  const bool same = std::isfinite(expected) ? std::abs(got - expected) <= tolerance
+                    : std::isnan(expected)  ? std::isnan(got)
+                                            : got == expected;
+  if (same || ++g_failures > 20) return;
+  std::printf("FAILED %s: %s[%zu]: expected %g, got %g\n", c.name, what, i, expected, got);
+}
+
+template <class Kernel, class Shape>
+void RunCase(const Case& c, unsigned seed) {
+  using Traits = typename Kernel::template Traits<Shape>;
+  using Body = typename Kernel::template Body<Shape>;
+  static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
+  std::mt19937 random(seed);
+  const AttentionProblem problem = MakeProblem<Traits>(c);
+  const AttentionSpec& spec = problem.spec;
+  const Batch b = MakeBatch<Traits>(c, spec, random);
+
+  const PlanLayout layout = MakePlanLayout(problem);
+  std::vector<int32_t> plan = Poisoned<int32_t>(layout.num_words);
+  PlanInputs inputs;
+  inputs.qo_indptr = b.qo_indptr.data();
+  inputs.kv_lens = b.kv_lens.data();
+  inputs.kv_indptr = b.kv_indptr.data();
+  inputs.page_indices = b.page_indices.data();
+  inputs.batch_size = static_cast<int64_t>(c.requests.size());
+  inputs.num_page_indices = static_cast<int64_t>(b.page_indices.size());
+  if (const Status s = Plan(problem, inputs, plan.data()); !s.ok()) {
+    std::printf("FAILED %s: %s\n", c.name, s.message.c_str());
+    ++g_failures;
+    return;
+  }
+
+  std::vector<float> sinks(spec.num_qo_heads);
+  for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
+  AttentionParams p = {};
+  p.q = b.q.data();
+  p.k = b.k.data();
+  p.v = b.v.data();
+  p.sinks = c.sinks ? sinks.data() : nullptr;
+  p.header = reinterpret_cast<const PlanHeader*>(plan.data() + layout.header);
+  p.queue_indptr = plan.data() + layout.queue_indptr;
+  p.items = reinterpret_cast<const WorkItem*>(plan.data() + layout.items);
+  p.merge_groups = reinterpret_cast<const MergeGroup*>(plan.data() + layout.merge_groups);
+  p.partial_rows = plan.data() + layout.partial_rows;
+  p.qo_indices = plan.data() + layout.qo_indices;
+  p.page_indices = plan.data() + layout.page_indices;
+  p.num_pages = b.num_pages;
+  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.num_ctas = static_cast<i32>(problem.config.num_ctas);
+  p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
+  p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
+  p.group_size = static_cast<i32>(spec.group_size());
+  p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
+  p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
+  p.page_size = static_cast<i32>(spec.page_size);
+  p.window_left = static_cast<i32>(spec.window_left);
+  p.window_right = static_cast<i32>(spec.window_right);
+  p.sm_scale = static_cast<float>(spec.sm_scale);
+  p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
+
+  const Outputs expected = MakeOutputs(problem, &p);
+  InlinePool pool;
+  AttentionCpu(problem, p, pool);
+
+  Outputs got[2];
+  for (Outputs& out : got) {  // other orders of warps and CTAs, the same bits
+    out = MakeOutputs(problem, &p);
+    emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
+                              [&p] { Body::Run(p); });
+  }
+  const bool same_bits =
+      got[0].o == got[1].o &&
+      std::memcmp(got[0].lse.data(), got[1].lse.data(), got[0].lse.size() * sizeof(float)) == 0;
+  if (!same_bits) {
+    std::printf("FAILED %s: bits depend on the order of execution\n", c.name);
+    ++g_failures;
+  }
+  for (size_t i = 0; i < expected.o.size(); ++i) {
+    Compare(c, "o", i, Bf16ToFloat(got[0].o[i]), Bf16ToFloat(expected.o[i]), 0.03f);
+  }
+  for (size_t i = 0; i < expected.lse.size(); ++i) {
+    Compare(c, "lse", i, got[0].lse[i], expected.lse[i], 1e-3f);
+  }
+  std::printf("%s: %d items, %d merge groups\n", c.name, p.header->num_items,
+              p.header->num_merge_groups);
+}
+
+// The exit status of the test.
+template <class Kernel>
+int RunAllCases() {
+  const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
+                                       {1, 0},   {1, 65}, {2, 300}};
+  const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}};
+  using Page16 = ShapeOf<64, 64, 4, 16, false, true, false>;
+  RunCase<Kernel, Page16>({.name = "decode, page 16", .requests = decode, .kv_split = 64}, 1);
+  RunCase<Kernel, Page16>({.name = "mixed, page 16", .requests = mixed}, 2);
+  RunCase<Kernel, Page16>({.name = "empty", .requests = {}}, 3);
+  RunCase<Kernel, ShapeOf<128, 128, 8, 1, false, true, false>>(
+      {.name = "decode, page 1", .requests = {{1, 100}, {1, 20}}, .sinks = true}, 4);
+  RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, true>>(
+      {.name = "windows, soft cap, sinks, odd sizes",
+       .requests = mixed,
+       .window_left = 30,
+       .window_right = 4,
+       .soft_cap = 3.0,
+       .sinks = true,
+       .kv_split = 64},
+      5);
+  RunCase<Kernel, ShapeOf<48, 48, 1, 0, false, false, false>>(
+      {.name = "ragged, full", .requests = {{130, 100}, {1, 33}, {20, 0}}, .window_right = -1}, 6);
+  RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>(
+      {.name = "NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 7);
+  RunCase<Kernel, ShapeOf<192, 128, 2, 0, false, true, false>>(
+      {.name = "long chunk, 192 and 128", .requests = {{150, 900}, {64, 70}}, .kv_heads = 1}, 8);
+  RunCase<Kernel, ShapeOf<256, 256, 3, 7, false, true, false>>(
+      {.name = "head_dim 256, page 7", .requests = {{1, 300}, {50, 130}}, .num_ctas = 2}, 9);
+  if (g_failures > 0) std::printf("%d failures\n", g_failures);
+  return g_failures > 0;
+}
+
+}  // namespace
+}  // namespace jax_attn
