@@ -14,6 +14,45 @@ inline constexpr i32 kPlanMagic = 0x6a61706c;  // "japl"
 inline constexpr i32 kPlanVersion = 2;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
 
+enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2 };
+
+// What planners go by: AttentionSpec and KernelConfig (spec.h) as numbers that a kernel can be
+// given.
+struct PlanRules {
+  i32 schedule;  // a Schedule
+  i32 num_kv_heads;
+  i32 group_size;
+  i32 window_left;   // -1: unlimited
+  i32 window_right;  // -1: unlimited; causal is 0
+  i32 kv_split;      // kFixedSplit: tokens a chunk
+  i32 page_size;     // 0: ragged
+
+  i32 num_tiles;
+  i32 tile_q[kMaxTiles];
+  i32 tile_kv;
+  i32 min_chunk;
+  i32 item_cost;
+  i32 split_cost;
+  i32 kv_cost[kMaxTiles];
+
+  // Queues and kv heads fall into equal partitions that all get the same schedule: every head has
+  // the same lengths, so one partition is planned and the others are copies.
+  i32 num_ctas;        // queues of the plan, num_partitions * num_queues
+  i32 num_partitions;  // the most that divide both queues and head units
+  i32 num_queues;      // of a partition
+  i32 num_units;       // head units of a partition
+  i32 heads_per_unit;  // kv heads that stay together in a queue
+
+  i64 max_qo_tokens;
+  i64 max_kv;     // paged: entries of page_indices; ragged: rows of k, v
+  i64 num_pages;  // ids are below it; -1: not told
+  i64 max_items;
+  i64 max_merge_groups;
+  i64 max_partials;
+  i64 max_partial_rows;
+  i64 max_balanced_partials;  // kBalanced: what any of its schedules may have
+};
+
 // Live counts of one plan. Everything in the buffer beyond them is padding that nobody reads.
 struct PlanHeader {
   i32 magic;

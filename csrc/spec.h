@@ -14,7 +14,6 @@
 namespace jax_attn {
 
 enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
-enum Schedule : int64_t { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2 };
 
 inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 

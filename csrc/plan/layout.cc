@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 
 #include "plan/plan.h"
 #include "plan/schedule.h"
@@ -50,6 +51,44 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem) {
   layout.num_words = Align(layout.partial_o + config.max_partial_rows * problem.spec.head_dim_vo);
   layout.num_words = std::max<int64_t>(layout.num_words, 16);  // XLA buffers are never empty
   return layout;
+}
+
+PlanRules MakePlanRules(const AttentionProblem& problem) {
+  const AttentionSpec& spec = problem.spec;
+  const KernelConfig& config = problem.config;
+  const int64_t units = spec.num_kv_heads / config.heads_per_unit;
+  const int64_t partitions = std::gcd(config.num_ctas, units);
+  PlanRules rules = {};
+  rules.schedule = static_cast<i32>(spec.schedule);
+  rules.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
+  rules.group_size = static_cast<i32>(spec.group_size());
+  rules.window_left = static_cast<i32>(spec.window_left);
+  rules.window_right = static_cast<i32>(spec.window_right);
+  rules.kv_split = static_cast<i32>(spec.kv_split);
+  rules.page_size = static_cast<i32>(spec.page_size);
+  rules.num_tiles = static_cast<i32>(config.num_tiles);
+  for (int i = 0; i < kMaxTiles; ++i) {
+    rules.tile_q[i] = static_cast<i32>(config.tile_q[i]);
+    rules.kv_cost[i] = static_cast<i32>(config.kv_cost[i]);
+  }
+  rules.tile_kv = static_cast<i32>(config.tile_kv);
+  rules.min_chunk = static_cast<i32>(config.min_chunk);
+  rules.item_cost = static_cast<i32>(config.item_cost);
+  rules.split_cost = static_cast<i32>(config.split_cost);
+  rules.num_ctas = static_cast<i32>(config.num_ctas);
+  rules.num_partitions = static_cast<i32>(partitions);
+  rules.num_queues = static_cast<i32>(config.num_ctas / partitions);
+  rules.num_units = static_cast<i32>(units / partitions);
+  rules.heads_per_unit = static_cast<i32>(config.heads_per_unit);
+  rules.max_qo_tokens = spec.max_qo_tokens;
+  rules.max_kv = spec.paged() ? spec.max_kv_pages : spec.max_kv_tokens;
+  rules.num_pages = spec.num_pages;
+  rules.max_items = config.max_items;
+  rules.max_merge_groups = config.max_merge_groups;
+  rules.max_partials = config.max_partials;
+  rules.max_partial_rows = config.max_partial_rows;
+  rules.max_balanced_partials = MaxBalancedPartials(config);
+  return rules;
 }
 
 void FillCapacities(AttentionProblem* problem) {

@@ -11,10 +11,6 @@
 namespace jax_attn {
 namespace {
 
-constexpr int64_t kMaxInt32 = 2147483647;
-// Kernels add positions and windows in 32 bits.
-constexpr int64_t kPositionLimit = int64_t{1} << 30;
-
 std::string At(const char* name, int64_t i) {
   return std::string(name) + "[" + std::to_string(i) + "]";
 }
@@ -128,43 +124,18 @@ Status CheckInputs(const AttentionSpec& spec, const PlanInputs& in, int32_t* max
   return Status::Ok();
 }
 
-// Smallest tile that holds the whole request, else the largest.
-int PickTile(const KernelConfig& config, int64_t rows) {
-  for (int tile = 0; tile < config.num_tiles; ++tile) {
-    if (rows <= config.tile_q[tile]) return tile;
-  }
-  return static_cast<int>(config.num_tiles) - 1;
-}
-
-void MakeTiles(const AttentionProblem& problem, const PlanInputs& in,
-               std::vector<QueryTile>* tiles) {
-  const AttentionSpec& spec = problem.spec;
-  const KernelConfig& config = problem.config;
+void MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<QueryTile>* tiles) {
   tiles->clear();
   for (int64_t r = 0; r < in.batch_size; ++r) {
-    const int64_t qo_len = in.qo_indptr[r + 1] - in.qo_indptr[r];
-    const int64_t kv_len = in.kv_lens[r];
-    const int64_t q_offset = in.q_offsets != nullptr ? in.q_offsets[r] : kv_len - qo_len;
-    const int tile = PickTile(config, qo_len * spec.group_size());
-    const int64_t step = config.tile_q[tile] / spec.group_size();
-    for (int64_t token = 0; token < qo_len; token += step) {
-      const int64_t num_tokens = std::min(step, qo_len - token);
-      const int64_t first = q_offset + token;
-      const int64_t last = first + num_tokens - 1;
-      int64_t begin = spec.window_left >= 0 ? std::max<int64_t>(0, first - spec.window_left) : 0;
-      int64_t end =
-          spec.window_right >= 0 ? std::min(kv_len, last + spec.window_right + 1) : kv_len;
-      if (end <= begin) begin = end = 0;
-      QueryTile t;
-      t.qo_begin = static_cast<int32_t>(in.qo_indptr[r] + token);
-      t.qo_len = static_cast<int32_t>(num_tokens);
-      t.request = static_cast<int32_t>(r);
-      t.tile = tile;
-      t.kv_begin = static_cast<int32_t>(begin);
-      t.kv_end = static_cast<int32_t>(end);
-      t.q_pos = static_cast<int32_t>(first);
-      t.kv_base = in.kv_indptr[r];
-      tiles->push_back(t);
+    RequestLengths request;
+    request.qo_begin = in.qo_indptr[r];
+    request.qo_len = in.qo_indptr[r + 1] - in.qo_indptr[r];
+    request.kv_len = in.kv_lens[r];
+    request.kv_base = in.kv_indptr[r];
+    request.q_offset = in.q_offsets != nullptr ? in.q_offsets[r] : request.kv_len - request.qo_len;
+    const i32 num_tiles = NumTilesOf(rules, request.qo_len);
+    for (i32 i = 0; i < num_tiles; ++i) {
+      tiles->push_back(MakeTile(rules, request, static_cast<i32>(r), i));
     }
   }
 }
@@ -185,14 +156,15 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buff
   header.nnz_kv = in.kv_indptr[in.batch_size];
   header.max_page_id = max_page_id;
 
+  const PlanRules rules = MakePlanRules(problem);
   thread_local std::vector<QueryTile> tiles;
-  MakeTiles(problem, in, &tiles);
+  MakeTiles(rules, in, &tiles);
   ScheduleOutput out;
   out.queue_indptr = buffer + layout.queue_indptr;
   out.items = reinterpret_cast<WorkItem*>(buffer + layout.items);
   out.merge_groups = reinterpret_cast<MergeGroup*>(buffer + layout.merge_groups);
   out.partial_rows = buffer + layout.partial_rows;
-  if (Status s = WriteSchedule(problem, tiles, &out); !s.ok()) return s;
+  if (Status s = WriteSchedule(rules, tiles, &out); !s.ok()) return s;
   header.num_items = out.num_items;
   header.num_merge_groups = out.num_merge_groups;
   header.num_partials = out.num_partials;

@@ -35,6 +35,9 @@ struct WorkspaceLayout {
 };
 WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);
 
+// The rules that the planners of this problem follow.
+PlanRules MakePlanRules(const AttentionProblem& problem);
+
 // Capacities that hold any batch within max_batch, max_qo_tokens (and for kFixedSplit any decode
 // batch within the kv capacity); a nonzero value set by the user is kept.
 void FillCapacities(AttentionProblem* problem);

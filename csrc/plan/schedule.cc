@@ -8,20 +8,6 @@
 namespace jax_attn {
 namespace {
 
-// Queues and kv heads fall into gcd(num_ctas, head units) equal partitions that all get the same
-// schedule: every head has the same lengths, so one partition is planned and the others are copies.
-struct Partitions {
-  int64_t count;   // partitions
-  int64_t queues;  // queues of each
-  int64_t units;   // head units of each
-};
-
-Partitions MakePartitions(const AttentionProblem& problem) {
-  const int64_t units = problem.spec.num_kv_heads / problem.config.heads_per_unit;
-  const int64_t count = std::gcd(problem.config.num_ctas, units);
-  return {count, problem.config.num_ctas / count, units / count};
-}
-
 // Least loaded queue first; among equals the lowest index, so that the plan is a function of its
 // inputs. Keys are load << 20 | queue, a binary heap under replace-top.
 class LoadHeap {
@@ -61,29 +47,30 @@ struct Assignment {
   std::vector<int32_t> order;     // chunk indices, heaviest first
   std::vector<int32_t> queue_of;  // [order position * units + unit] queue within a partition
   int64_t makespan = 0;           // load of the fullest queue
-  double mean_load = 0;
-  int64_t num_items = 0;  // over all partitions and heads
+  int64_t total_cost = 0;         // of all queues of a partition
+  int64_t num_items = 0;          // over all partitions and heads
   int64_t num_merge_groups = 0;
   int64_t num_partials = 0;
   int64_t num_partial_rows = 0;
 };
 
-void CountAssignment(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                     Assignment* a) {
-  const int64_t heads = problem.spec.num_kv_heads;
+void CountAssignment(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* a) {
+  const int64_t heads = rules.num_kv_heads;
+  a->total_cost = 0;
   a->num_items = static_cast<int64_t>(a->chunks.size()) * heads;
   a->num_merge_groups = a->num_partials = a->num_partial_rows = 0;
   for (const Chunk& c : a->chunks) {
+    a->total_cost += c.cost * rules.num_units;
     if (c.num_splits == 1) continue;
     a->num_partials += heads;
-    a->num_partial_rows += tiles[c.tile_idx].qo_len * problem.spec.group_size() * heads;
+    a->num_partial_rows +=
+        static_cast<int64_t>(tiles[c.tile_idx].qo_len) * rules.group_size * heads;
     if (c.split == 0) a->num_merge_groups += heads;
   }
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-void AssignChunks(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                  const Partitions& parts, Assignment* a) {
+void AssignChunks(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* a) {
   thread_local LoadHeap heap;
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
@@ -94,58 +81,34 @@ void AssignChunks(const AttentionProblem& problem, const std::vector<QueryTile>&
   }
   std::sort(keys.begin(), keys.end());
 
-  heap.Reset(parts.queues);
+  heap.Reset(rules.num_queues);
   a->order.resize(num_chunks);
-  a->queue_of.resize(num_chunks * parts.units);
+  a->queue_of.resize(num_chunks * rules.num_units);
   size_t slot = 0;
   for (size_t i = 0; i < num_chunks; ++i) {
     a->order[i] = static_cast<int32_t>(keys[i] & ((1u << 26) - 1));
     const int64_t cost = a->chunks[a->order[i]].cost;
-    for (int64_t u = 0; u < parts.units; ++u) a->queue_of[slot++] = heap.Assign(cost);
+    for (i32 u = 0; u < rules.num_units; ++u) a->queue_of[slot++] = heap.Assign(cost);
   }
   a->makespan = heap.MaxLoad();
-  int64_t total = 0;
-  for (const Chunk& c : a->chunks) total += c.cost * parts.units;
-  a->mean_load = static_cast<double>(total) / parts.queues;
-  CountAssignment(problem, tiles, a);
+  CountAssignment(rules, tiles, a);
 }
 
-void AssignStreamK(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                   const Partitions& parts, Assignment* a) {
-  a->chunks.clear();
-  a->queue_of.clear();
-  CutStreamK(problem, tiles, parts.queues, &a->chunks, &a->queue_of);
+void AssignRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* a) {
+  CutByRanges(rules, tiles, &a->chunks, &a->queue_of);
   a->order.resize(a->chunks.size());
   std::iota(a->order.begin(), a->order.end(), 0);
-  std::vector<int64_t> loads(parts.queues, 0);
+  thread_local std::vector<int64_t> loads;
+  loads.assign(rules.num_queues, 0);
   for (size_t i = 0; i < a->chunks.size(); ++i) loads[a->queue_of[i]] += a->chunks[i].cost;
   a->makespan = *std::max_element(loads.begin(), loads.end());
-  CountAssignment(problem, tiles, a);
-}
-
-void Cut(const AttentionProblem& problem, const std::vector<QueryTile>& tiles, double divisor,
-         std::vector<Chunk>* chunks) {
-  chunks->clear();
-  switch (problem.spec.schedule) {
-    case kBalanced:
-      return CutBalanced(problem, tiles, divisor, chunks);
-    case kFixedSplit:
-      return CutFixedSplit(problem, tiles, chunks);
-    default:
-      return CutNoSplit(problem, tiles, chunks);
-  }
+  CountAssignment(rules, tiles, a);
 }
 
 bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
   return std::any_of(tiles.begin(), tiles.end(),
                      [&](const QueryTile& t) { return t.tile != tiles[0].tile; });
 }
-
-// Within 1 % of the mean the fullest queue is below the noise of a launch.
-constexpr double kBalancedEnough = 1.01;
-// Large tiles leave large states. Measured (H200, decodes and prefill chunks, 714 us at
-// FlashInfer): 3 % better balance by 256 splits of 128 rows cost 674 -> 857 us.
-constexpr double kWorthMoreSplits = 0.9;
 
 Status RefuseCapacity(const char* what, const char* capacity, int64_t max, int64_t need) {
   return Status::Error(std::string("plan: ") + what + ": expected at most " + capacity + " = " +
@@ -155,59 +118,58 @@ Status RefuseCapacity(const char* what, const char* capacity, int64_t max, int64
 
 // Replaces `best` by a better schedule of Algorithm 1 with shorter chunks, or of stream-K. What is
 // tried must not depend on capacities, or they would change a result's bits.
-void Rebalance(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-               const Partitions& parts, Assignment* best) {
+void Rebalance(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* best) {
   thread_local Assignment trial;
-  const int64_t max_partials = MaxBalancedPartials(problem.config);
-  const double enough = kBalancedEnough * best->mean_load;
-  if (best->makespan <= enough) return;
+  const int64_t total_cost = best->total_cost;
+  auto balanced = [&] { return IsBalanced(best->makespan, total_cost, rules.num_queues); };
+  if (balanced()) return;
   // Stream-K cuts one line of tiles, the same for every head. Not for tiles of several heights: a
   // queue should begin with its large tiles and fill up with small ones; ranges took 736 us there.
-  if (parts.units == 1 && !HaveSeveralHeights(tiles)) {
-    AssignStreamK(problem, tiles, parts, &trial);
-    if (trial.num_partials <= max_partials && trial.makespan < best->makespan) {
+  if (rules.num_units == 1 && !HaveSeveralHeights(tiles)) {
+    AssignRanges(rules, tiles, &trial);
+    if (trial.num_partials <= rules.max_balanced_partials && trial.makespan < best->makespan) {
       std::swap(*best, trial);
     }
     return;
   }
-  for (double divisor : {1.5, 2.0, 3.0, 4.0}) {
-    Cut(problem, tiles, divisor, &trial.chunks);
-    AssignChunks(problem, tiles, parts, &trial);
-    if (trial.num_partials > max_partials) return;
-    if (trial.makespan < kWorthMoreSplits * best->makespan) std::swap(*best, trial);
-    if (best->makespan <= enough) return;
+  for (i32 twice_divisor : kRetryDivisors) {
+    CutByLength(rules, tiles, twice_divisor, &trial.chunks);
+    AssignChunks(rules, tiles, &trial);
+    if (trial.num_partials > rules.max_balanced_partials) return;
+    if (IsWorthMoreSplits(trial.makespan, best->makespan)) std::swap(*best, trial);
+    if (balanced()) return;
   }
 }
 
-Status CheckCapacities(const KernelConfig& config, const Assignment& a) {
-  if (a.num_items > config.max_items) {
-    return RefuseCapacity("work items", "max_items", config.max_items, a.num_items);
+Status CheckCapacities(const PlanRules& rules, const Assignment& a) {
+  if (a.num_items > rules.max_items) {
+    return RefuseCapacity("work items", "max_items", rules.max_items, a.num_items);
   }
-  if (a.num_merge_groups > config.max_merge_groups) {  // half of the items at most
-    return RefuseCapacity("merge groups", "max_items", config.max_items, 2 * a.num_merge_groups);
+  if (a.num_merge_groups > rules.max_merge_groups) {  // half of the items at most
+    return RefuseCapacity("merge groups", "max_items", rules.max_items, 2 * a.num_merge_groups);
   }
-  if (a.num_partials > config.max_partials) {
-    return RefuseCapacity("partial states", "max_items", config.max_items, a.num_partials);
+  if (a.num_partials > rules.max_partials) {
+    return RefuseCapacity("partial states", "max_items", rules.max_items, a.num_partials);
   }
-  if (a.num_partial_rows > config.max_partial_rows) {
-    return RefuseCapacity("rows of partial states", "max_partial_rows", config.max_partial_rows,
+  if (a.num_partial_rows > rules.max_partial_rows) {
+    return RefuseCapacity("rows of partial states", "max_partial_rows", rules.max_partial_rows,
                           a.num_partial_rows);
   }
   return Status::Ok();
 }
 
 // Rows of the partial states of every split chunk, per chunk: base of its first kv head.
-void NumberPartials(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
+void NumberPartials(const PlanRules& rules, const std::vector<QueryTile>& tiles,
                     const std::vector<Chunk>& chunks, std::vector<int32_t>* partial_base,
                     std::vector<int32_t>* group_base, ScheduleOutput* out) {
-  const int64_t heads = problem.spec.num_kv_heads;
+  const int64_t heads = rules.num_kv_heads;
   partial_base->assign(chunks.size(), -1);
   group_base->assign(chunks.size(), -1);
   for (size_t i = 0; i < chunks.size(); ++i) {
     const Chunk& c = chunks[i];
     if (c.num_splits == 1) continue;
     const QueryTile& t = tiles[c.tile_idx];
-    const int32_t rows = t.qo_len * static_cast<int32_t>(problem.spec.group_size());
+    const int32_t rows = t.qo_len * rules.group_size;
     if (c.split == 0) {
       (*partial_base)[i] = out->num_partial_rows;
       (*group_base)[i] = out->num_merge_groups;
@@ -226,46 +188,45 @@ void NumberPartials(const AttentionProblem& problem, const std::vector<QueryTile
   }
 }
 
-void WriteItems(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                const Partitions& parts, const Assignment& a, ScheduleOutput* out) {
+void WriteItems(const PlanRules& rules, const std::vector<QueryTile>& tiles, const Assignment& a,
+                ScheduleOutput* out) {
   thread_local std::vector<int32_t> partial_base, group_base, filled;
-  NumberPartials(problem, tiles, a.chunks, &partial_base, &group_base, out);
+  NumberPartials(rules, tiles, a.chunks, &partial_base, &group_base, out);
 
-  const int64_t heads_per_unit = problem.config.heads_per_unit;
-  filled.assign(parts.queues, 0);
+  const int64_t heads_per_unit = rules.heads_per_unit;
+  filled.assign(rules.num_queues, 0);
   for (int32_t q : a.queue_of) filled[q] += static_cast<int32_t>(heads_per_unit);
   // Queue q of partition p is CTA q * partitions + p: neighbours read the same tokens of
   // neighbouring heads at the same time, which share DRAM rows.
   int32_t begin = 0;
-  for (int64_t cta = 0; cta < problem.config.num_ctas; ++cta) {
+  for (int64_t cta = 0; cta < rules.num_ctas; ++cta) {
     out->queue_indptr[cta] = begin;
-    begin += filled[cta / parts.count];
+    begin += filled[cta / rules.num_partitions];
   }
-  out->queue_indptr[problem.config.num_ctas] = begin;
+  out->queue_indptr[rules.num_ctas] = begin;
   out->num_items = begin;
 
   // Large tiles are bound by arithmetic, small ones by memory. The two halves of the grid share the
   // multiprocessors; when heights mix, the second half takes its items from the other end, so that
   // both units are busy all the time.
-  const int64_t first_backwards =
-      HaveSeveralHeights(tiles) ? problem.config.num_ctas / 2 : problem.config.num_ctas;
-  filled.assign(parts.queues, 0);
+  const int64_t first_backwards = HaveSeveralHeights(tiles) ? rules.num_ctas / 2 : rules.num_ctas;
+  filled.assign(rules.num_queues, 0);
   size_t slot = 0;
   for (int32_t chunk_idx : a.order) {
     const Chunk& c = a.chunks[chunk_idx];
     const QueryTile& t = tiles[c.tile_idx];
-    const int32_t rows = t.qo_len * static_cast<int32_t>(problem.spec.group_size());
-    for (int64_t u = 0; u < parts.units; ++u) {
+    const int32_t rows = t.qo_len * rules.group_size;
+    for (i32 u = 0; u < rules.num_units; ++u) {
       const int32_t q = a.queue_of[slot++];
       const int32_t at = filled[q];
       filled[q] += static_cast<int32_t>(heads_per_unit);
-      for (int64_t p = 0; p < parts.count; ++p) {
-        const int64_t cta = q * parts.count + p;
+      for (int64_t p = 0; p < rules.num_partitions; ++p) {
+        const int64_t cta = q * rules.num_partitions + p;
         WorkItem* item =
             out->items + (cta < first_backwards ? out->queue_indptr[cta] + at
                                                 : out->queue_indptr[cta + 1] - at - heads_per_unit);
         for (int64_t h = 0; h < heads_per_unit; ++h, ++item) {
-          const int32_t head = static_cast<int32_t>((p * parts.units + u) * heads_per_unit + h);
+          const int32_t head = static_cast<int32_t>((p * rules.num_units + u) * heads_per_unit + h);
           const bool split = c.num_splits > 1;
           *item = {t.qo_begin,
                    t.qo_len,
@@ -287,25 +248,17 @@ void WriteItems(const AttentionProblem& problem, const std::vector<QueryTile>& t
 
 }  // namespace
 
-int64_t ItemCost(const KernelConfig& config, int tile, int64_t kv_tokens, bool split) {
-  const int64_t fixed = config.item_cost + (split ? config.split_cost : 0);
-  return fixed * config.kv_cost[0] + kv_tokens * config.kv_cost[tile];
-}
-
-Status WriteSchedule(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
+Status WriteSchedule(const PlanRules& rules, const std::vector<QueryTile>& tiles,
                      ScheduleOutput* out) {
   thread_local Assignment best;
-  const KernelConfig& config = problem.config;
-  const Partitions parts = MakePartitions(problem);
-
-  Cut(problem, tiles, 1.0, &best.chunks);
+  CutByLength(rules, tiles, 2, &best.chunks);
   if (best.chunks.size() >= (size_t{1} << 26)) {
     return Status::Error("plan: the batch needs more than 2^26 kv chunks; raise kv_split.");
   }
-  AssignChunks(problem, tiles, parts, &best);
-  if (problem.spec.schedule == kBalanced) Rebalance(problem, tiles, parts, &best);
-  if (Status s = CheckCapacities(config, best); !s.ok()) return s;
-  WriteItems(problem, tiles, parts, best, out);
+  AssignChunks(rules, tiles, &best);
+  if (rules.schedule == kBalanced) Rebalance(rules, tiles, &best);
+  if (Status s = CheckCapacities(rules, best); !s.ok()) return s;
+  WriteItems(rules, tiles, best, out);
   return Status::Ok();
 }
 

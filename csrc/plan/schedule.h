@@ -4,18 +4,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "plan/rules.h"
 #include "spec.h"
 #include "status.h"
 
 namespace jax_attn {
-
-// Query tokens of one request that one item per kv head could serve over the whole span.
-struct QueryTile {
-  int32_t qo_begin, qo_len, request;
-  int32_t tile;              // index into KernelConfig.tile_q
-  int32_t kv_begin, kv_end;  // positions any row of the tile sees
-  int32_t kv_base, q_pos;    // as in WorkItem
-};
 
 // A piece of a tile's span, for every kv head.
 struct Chunk {
@@ -26,19 +19,14 @@ struct Chunk {
   int64_t cost;  // 1/16 kv token of tile_q[0]
 };
 
-// Appends the chunks of every tile, in kv order. One function per planner:
-// no_split.cc, fixed_split.cc, balanced.cc.
-void CutNoSplit(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                std::vector<Chunk>* chunks);
-void CutFixedSplit(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                   std::vector<Chunk>* chunks);
-// divisor >= 1: chunks of at most 1 / divisor of the load of an ideally balanced queue.
-void CutBalanced(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                 double divisor, std::vector<Chunk>* chunks);
+// Appends the chunks of every tile, in kv order: pieces of equal length. twice_divisor: of
+// kBalanced, see CutTile.
+void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 twice_divisor,
+                 std::vector<Chunk>* chunks);
 
-// Chunks and the queue of each, for one kv head unit. stream_k.cc.
-void CutStreamK(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
-                int64_t num_queues, std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of);
+// Chunks and the queue of each, for one kv head unit and tiles of one height: ranges of equal cost.
+void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+                 std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of);
 
 // Algorithm 1 cuts a tile of cost l into ceil(l / L) chunks with L = total / num_ctas, so the tiles
 // that are cut at all have at most 2 * num_ctas chunks, times the heads that stay together; so do
@@ -46,9 +34,6 @@ void CutStreamK(const AttentionProblem& problem, const std::vector<QueryTile>& t
 inline int64_t MaxBalancedPartials(const KernelConfig& config) {
   return 2 * config.num_ctas * config.heads_per_unit;
 }
-
-// Of kv_tokens for a tile; split: the state goes through the workspace and a merge.
-int64_t ItemCost(const KernelConfig& config, int tile, int64_t kv_tokens, bool split);
 
 struct ScheduleOutput {
   int32_t* queue_indptr;     // [num_ctas + 1]
@@ -63,7 +48,7 @@ struct ScheduleOutput {
 
 // Cuts the tiles by the spec's schedule, gives every chunk to the least loaded queue, heaviest
 // first, and writes items, merge groups and queues.
-Status WriteSchedule(const AttentionProblem& problem, const std::vector<QueryTile>& tiles,
+Status WriteSchedule(const PlanRules& rules, const std::vector<QueryTile>& tiles,
                      ScheduleOutput* out);
 
 }  // namespace jax_attn

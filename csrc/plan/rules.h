@@ -1,0 +1,192 @@
+// The decisions of the planners: how a batch falls into query tiles, how tiles are cut, what a
+// piece costs. Integers alone, and each function of few numbers, because two programs follow them
+// and must write the same bits: the host planner (schedule.cc), one after the other, and the device
+// planner (cuda/any/plan.cuh), all at once. Read by NVRTC, too, so it includes nothing but
+// params.h.
+#pragma once
+
+#include "params.h"
+
+namespace jax_attn {
+
+inline constexpr i64 kMaxInt32 = 2147483647;
+// Kernels add positions and windows in 32 bits.
+inline constexpr i64 kPositionLimit = 1ll << 30;
+
+// What one request brings to a plan.
+struct RequestLengths {
+  i32 qo_begin, qo_len;
+  i32 kv_len;
+  i32 kv_base;   // page_indptr or kv_indptr
+  i32 q_offset;  // kv position of its first query token
+};
+
+// Query tokens of one request that one item per kv head could serve over the whole span.
+struct QueryTile {
+  i32 qo_begin, qo_len, request;
+  i32 tile;              // index into tile_q
+  i32 kv_cost;           // of 16 kv tokens
+  i32 kv_begin, kv_end;  // positions any row of the tile sees
+  i32 kv_base, q_pos;    // as in WorkItem
+};
+
+constexpr i64 CeilDivide(i64 a, i64 b) { return (a + b - 1) / b; }
+constexpr i64 Least(i64 a, i64 b) { return a < b ? a : b; }
+constexpr i64 Largest(i64 a, i64 b) { return a > b ? a : b; }
+
+// --- tiles ---
+
+// Smallest tile that holds the whole request, else the largest.
+inline i32 PickTile(const PlanRules& rules, i64 rows) {
+  for (i32 tile = 0; tile < rules.num_tiles; ++tile) {
+    if (rows <= rules.tile_q[tile]) return tile;
+  }
+  return rules.num_tiles - 1;
+}
+
+inline i32 TileTokens(const PlanRules& rules, i32 tile) {
+  return rules.tile_q[tile] / rules.group_size;
+}
+
+inline i32 NumTilesOf(const PlanRules& rules, i32 qo_len) {
+  const i32 tile = PickTile(rules, static_cast<i64>(qo_len) * rules.group_size);
+  return static_cast<i32>(CeilDivide(qo_len, TileTokens(rules, tile)));
+}
+
+inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 request, i32 index) {
+  QueryTile t;
+  t.tile = PickTile(rules, static_cast<i64>(r.qo_len) * rules.group_size);
+  const i64 tokens = TileTokens(rules, t.tile);
+  const i64 token = index * tokens;
+  const i64 first = r.q_offset + token;
+  t.qo_begin = static_cast<i32>(r.qo_begin + token);
+  t.qo_len = static_cast<i32>(Least(tokens, r.qo_len - token));
+  t.request = request;
+  t.kv_cost = rules.kv_cost[t.tile];
+  t.kv_base = r.kv_base;
+  t.q_pos = static_cast<i32>(first);
+  const i64 last = first + t.qo_len - 1;
+  i64 begin = 0, end = r.kv_len;
+  if (rules.window_left >= 0) begin = Largest(begin, first - rules.window_left);
+  if (rules.window_right >= 0) end = Least(end, last + rules.window_right + 1);
+  if (end <= begin) begin = end = 0;
+  t.kv_begin = static_cast<i32>(begin);
+  t.kv_end = static_cast<i32>(end);
+  return t;
+}
+
+// --- costs: 1/16 kv token of tile_q[0] ---
+
+// Of kv_tokens for a tile; split: the state goes through the workspace and a merge.
+inline i64 ItemCost(const PlanRules& rules, const QueryTile& t, i64 kv_tokens, bool split) {
+  const i64 fixed = rules.item_cost + (split ? rules.split_cost : 0);
+  return fixed * rules.kv_cost[0] + kv_tokens * t.kv_cost;
+}
+
+// What a tile adds to the total that CutTile's chunks are a part of.
+inline i64 SpanCost(const QueryTile& t) {
+  return static_cast<i64>(t.kv_end - t.kv_begin) * t.kv_cost;
+}
+
+// --- cuts by length ---
+
+// Borders of a tile's chunks lie at first + i * length.
+struct TileCut {
+  i64 first, length;
+  i32 num_splits;
+
+  i32 Begin(const QueryTile& t, i32 split) const {
+    return static_cast<i32>(Largest(t.kv_begin, first + split * length));
+  }
+  i32 End(const QueryTile& t, i32 split) const {
+    return static_cast<i32>(Least(t.kv_end, first + (split + 1) * length));
+  }
+};
+
+// kBalanced: FlashInfer, Algorithm 1 (arXiv 2501.01005, section 3.3.1): no chunk is longer than an
+// ideally balanced queue, L = total cost / queues, so that handing chunks out heaviest first leaves
+// every queue close to L. The remainder of a cut tile stays short on purpose: it fills gaps.
+// twice_divisor >= 2: chunks of at most 2 / twice_divisor of L.
+// kFixedSplit counts from position 0: borders depend on nothing but the position, so a request has
+// the same partial states, and after the ordered merge the same bits, in any batch.
+// kNoSplit: FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
+inline TileCut CutTile(const PlanRules& rules, i64 total_span_cost, i32 twice_divisor,
+                       const QueryTile& t) {
+  if (rules.schedule == kNoSplit) return {t.kv_begin, kMaxInt32, 1};
+  TileCut cut = {t.kv_begin, rules.kv_split, 1};
+  if (rules.schedule == kFixedSplit) {
+    cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
+  } else {
+    const i64 queues = static_cast<i64>(rules.num_queues) * twice_divisor;
+    const i64 tokens = 2 * total_span_cost * rules.num_units / (queues * t.kv_cost) + 1;
+    cut.length = Largest(CeilDivide(tokens, rules.tile_kv) * rules.tile_kv, rules.min_chunk);
+  }
+  cut.num_splits = static_cast<i32>(Largest(1, CeilDivide(t.kv_end - cut.first, cut.length)));
+  return cut;
+}
+
+// --- cuts by ranges ---
+
+// LeanAttention (arXiv 2405.10480, section 4), the stream-K of attention: all tiles in one line,
+// cut into as many contiguous ranges of equal cost as there are queues. A range ends inside a tile,
+// so queues are balanced to a kv step, at the price of at most one more partial state a queue.
+//
+// The line measures every tile as one whole item. A border adds one item, and what is cut at all
+// pays for a merge: with F(b) the number of different tiles among those of borders 1 to b,
+//     cost left of border b = place(b) + (b - 1) * cut + F(b) * split,
+// which shall be b / ranges of the total. F comes from a first guess that every border lies in a
+// tile of its own; a better one would move a border by less than a split costs.
+struct RangeCut {
+  i64 line;        // length of the line
+  i32 num_ranges;  // at most the number of queues, at least 1
+  i64 cut, split;  // costs of the item that a border adds, and of a tile's being cut
+};
+
+// t: any of the tiles, which are of one height.
+inline RangeCut MakeRangeCut(const PlanRules& rules, const QueryTile& t, i64 line) {
+  RangeCut r;
+  r.line = line;
+  r.cut = ItemCost(rules, t, 0, true);
+  r.split = r.cut - ItemCost(rules, t, 0, false);
+  // Ranges not shorter than the shortest chunk, and places that never decrease.
+  const i64 shortest = Largest(1, Largest(static_cast<i64>(rules.min_chunk) * t.kv_cost, r.split));
+  r.num_ranges = static_cast<i32>(Largest(1, Least(rules.num_queues, (line - r.cut) / shortest)));
+  return r;
+}
+
+// Place of border b, 0 < b < num_ranges, on the line. cut_tiles: F(b); all_cut_tiles: that of the
+// last border.
+inline i64 BorderPlace(const RangeCut& r, i32 b, i32 cut_tiles, i32 all_cut_tiles) {
+  const i64 total = r.line + (r.num_ranges - 1) * r.cut + all_cut_tiles * r.split;
+  return Largest(0, b * total / r.num_ranges - (b - 1) * r.cut - cut_tiles * r.split);
+}
+
+// The kv position of a border that lies at `place`, in a tile that begins at tile_place: the
+// nearest step; the tile's nearer end where a piece too short to be worth it would be cut off.
+inline i32 BorderPosition(const PlanRules& rules, const QueryTile& t, i64 tile_place, i64 place) {
+  const i64 whole = ItemCost(rules, t, 0, false);
+  const i64 fits = t.kv_begin + Largest(0, place - tile_place - whole) / t.kv_cost;
+  const i64 border = (fits + rules.tile_kv / 2) / rules.tile_kv * rules.tile_kv;
+  const bool near_begin = border - t.kv_begin < rules.min_chunk;
+  const bool near_end = t.kv_end - border < rules.min_chunk;
+  if (near_begin && near_end)
+    return border - t.kv_begin < t.kv_end - border ? t.kv_begin : t.kv_end;
+  return near_begin ? t.kv_begin : near_end ? t.kv_end : static_cast<i32>(border);
+}
+
+// --- which schedule ---
+
+// Within 1 % of the mean the fullest queue is below the noise of a launch.
+inline bool IsBalanced(i64 makespan, i64 total_cost, i64 num_queues) {
+  return 100 * makespan * num_queues <= 101 * total_cost;
+}
+
+// Large tiles leave large states. Measured (H200, decodes and prefill chunks, 714 us at
+// FlashInfer): 3 % better balance by 256 splits of 128 rows cost 674 -> 857 us.
+inline bool IsWorthMoreSplits(i64 makespan, i64 than) { return 10 * makespan < 9 * than; }
+
+// Twice the divisors by which Algorithm 1 is tried again, in order, while queues are uneven.
+inline constexpr int kNumRetries = 4;
+inline constexpr i32 kRetryDivisors[kNumRetries] = {3, 4, 6, 8};
+
+}  // namespace jax_attn
