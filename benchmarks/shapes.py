@@ -83,15 +83,7 @@ def make_model(shape: str, tiny: bool, dtype: str) -> Model:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, mean: float) -> jax.Array:
-    """A layer at a time: all layers of a matrix may be more than 2**31 numbers, and the random bits
-    they are made of take several times their memory."""
-
-    def make(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return (mean + shape[0] ** -0.5 * jax.random.normal(key, shape, dtype)).astype(dtype)
-
-    if len(shape) < 3:
-        return make(key, shape)
-    return jax.lax.map(lambda k: make(k, shape[1:]), jax.random.split(key, shape[0]))
+    return (mean + shape[0] ** -0.5 * jax.random.normal(key, shape, dtype)).astype(dtype)
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -129,7 +121,7 @@ def step_flops(model: Model, qo_lens: list[int], kv_lens: list[int]) -> float:
     """Matrix products of a step and causal attention; kv_lens include the new tokens. Logits are
     of one row a sequence."""
     c = model.config
-    matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim == 3)
+    matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim == 2)
     per_token, per_row = 2.0 * matrices, 2.0 * c.hidden_size * c.vocab_size
     pairs = sum(
         qo * kv - qo * (qo - 1) / 2 for qo, kv in zip(qo_lens, kv_lens, strict=True)

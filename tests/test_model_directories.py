@@ -41,7 +41,7 @@ def test_dtypes_of_files(llama_dir, dtype):
     assert {w.dtype for w in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     k_proj = model_cases.random_tensors(config, dtype)["model.layers.1.self_attn.k_proj.weight"]
     q_size = config.num_qo_heads * config.head_dim
-    k = params["layers"]["qkv"][1][:, q_size : q_size + config.num_kv_heads * config.head_dim]
+    k = params["layers"][1]["qkv"][:, q_size : q_size + config.num_kv_heads * config.head_dim]
     np.testing.assert_array_equal(k, k_proj.astype(np.float32).T)
 
 

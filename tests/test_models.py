@@ -332,3 +332,25 @@ def test_logits_of_random_params_are_of_order_1(name):
     assert abs(float(params["final_norm"].mean()) + config.norm_offset - 1) < 0.1
     logits = reference(params, config, model_cases.tokens())
     assert 0.3 < float(jnp.std(logits)) < 3
+
+
+def test_no_layer_copies_its_weights():
+    """A decode is the reading of all weights once: not one matrix may be in what XLA allocates."""
+    config = models.parse_config(
+        model_cases.CONFIGS["llama"] | {"hidden_size": 256, "intermediate_size": 1024}
+    )
+    specs = models.attention_specs(
+        config, dtype="float32", page_size=8, max_batch=2, max_qo_tokens=2, max_kv_pages=8
+    )
+    params = models.random_params(config, jax.random.key(0), "float32")
+    pages = models.init_pages(config, specs, 8)
+    plans = tuple(ja.plan(spec, [0, 1], [5], [0, 1], [0]) for spec in specs)
+    tokens = jnp.zeros(2, jnp.int32)
+    step = jax.jit(models.forward, static_argnames="config", donate_argnames=("k_pages", "v_pages"))
+    lowered = step.lower(params, config, tokens, tokens, *pages, plans, tokens)
+    memory = lowered.compile().memory_analysis()
+    if not hasattr(memory, "temp_size_in_bytes"):
+        pytest.skip("this jaxlib does not tell")
+    workspaces = 4 * sum(spec.workspace_words for spec in specs)
+    smallest = min(x.nbytes for x in jax.tree.leaves(params["layers"]) if x.ndim == 2)
+    assert memory.temp_size_in_bytes - workspaces < smallest // 2

@@ -49,11 +49,11 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
                 o = jax.nn.dot_product_attention(
                     q, *pages, scale=config.sm_scale, key_value_seq_lengths=lengths
                 )
-            return o.reshape(-1, *o.shape[2:]), tuple(pages)
+            caches[i] = tuple(pages)
+            return o.reshape(-1, *o.shape[2:])
 
-        weights = {name: weight[i] for name, weight in params["layers"].items()}
         angles = kind.rope.angles(config.head_dim, positions)
-        x, caches[i] = decoder._layer(x, weights, config, angles, attend)
+        x = decoder._layer(x, params["layers"][i], config, angles, attend)
     last = x.reshape(batch_size, num_new, -1)[:, -1]
     return jnp.argmax(decoder._logits(last, params, config), axis=-1)[:, None], caches
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 
 Angles = tuple[jax.Array, jax.Array]
-Carry = TypeVar("Carry")
+Attend = Callable[..., jax.Array]
+"""(q, k, v, idx, kind) -> o [n, num_qo_heads, head_dim]: the attention of layer `idx`."""
 
 
 def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
@@ -77,21 +79,14 @@ def forward(
         raise ValueError(f"forward: plans: expected {len(config.kinds)}, got {len(plans)}.")
     plan_of = dict(zip(config.kinds, plans, strict=True))
 
-    def layer(carry, idx, kind):
-        x, k_pages, v_pages = carry
+    def attend(q, k, v, idx, kind):
+        nonlocal k_pages, v_pages
+        # The stacked cache and an index, never a slice: slicing it would make XLA copy it. What is
+        # appended depends on lengths and pages alone, so that any plan will do.
+        k_pages, v_pages = ja.append_kv(k_pages, v_pages, k, v, plans[0], layer=idx)
+        return ja.attention(q, k_pages, v_pages, plan_of[kind], layer=idx)
 
-        # The stacked cache and an index, never a slice: slicing it would make XLA copy it.
-        def attend(q, k, v):
-            # What is appended depends on lengths and pages alone, so that any plan will do.
-            pages = ja.append_kv(k_pages, v_pages, k, v, plans[0], layer=idx)
-            return ja.attention(q, *pages, plan_of[kind], layer=idx), pages
-
-        x, pages = _layer(x, _weights_of(params, idx), config, angles[kind], attend)
-        return x, *pages
-
-    angles = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
-    carry = (_embed(tokens, params, config), k_pages, v_pages)
-    x, k_pages, v_pages = _fold_layers(layer, carry, config.layers)
+    x = _layers(tokens, positions, params, config, attend)
     return _logits(x[logit_rows], params, config), k_pages, v_pages
 
 
@@ -99,56 +94,35 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
     """Logits [len, vocab_size] f32 of one sequence tokens [len] i32, by dense attention."""
     positions = jnp.arange(tokens.shape[0])
 
-    def layer(x, idx, kind):
-        distance = positions[:, None] - positions
+    distance = positions[:, None] - positions
+
+    def attend(q, k, v, idx, kind):
         visible = distance >= 0
         if kind.window is not None:
             visible &= distance < kind.window
+        group_size = config.num_qo_heads // config.num_kv_heads
+        k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
+        scores = _soft_cap(config.sm_scale * scores, config.attention_soft_cap)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(v.dtype)
+        return jnp.einsum("hqk,khd->qhd", weights, v)
 
-        def attend(q, k, v):
-            group_size = config.num_qo_heads // config.num_kv_heads
-            k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
-            scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
-            scores = _soft_cap(config.sm_scale * scores, config.attention_soft_cap)
-            weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(v.dtype)
-            return jnp.einsum("hqk,khd->qhd", weights, v), None
-
-        return _layer(x, _weights_of(params, idx), config, angles[kind], attend)[0]
-
-    angles = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
-    x = _fold_layers(layer, _embed(tokens, params, config), config.layers)
-    return _logits(x, params, config)
+    return _logits(_layers(tokens, positions, params, config, attend), params, config)
 
 
-def _fold_layers(
-    layer: Callable[[Carry, Any, LayerKind], Carry], carry: Carry, kinds: tuple[LayerKind, ...]
-) -> Carry:
-    """carry = layer(carry, idx, kind) for each layer.
+def _layers(
+    tokens: jax.Array, positions: jax.Array, params: Params, config: ModelConfig, attend: Attend
+) -> jax.Array:
+    """[n, hidden]: all layers, one after the other.
 
-    As a scan over the period of `kinds`, which keeps each kind static without a branch on the
-    device; the layers of a last, incomplete period follow one by one.
+    No loop of XLA's: its body would have to slice the weights of each layer out of a stack, and
+    what cannot be fused with that slice (Triton's matmuls, so a decode's) reads a copy of them.
     """
-    period = next(
-        n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]
-    )
-
-    def one_period(carry, first):
-        for i, kind in enumerate(kinds[:period]):
-            carry = layer(carry, first + i, kind)
-        return carry, None
-
-    num_whole = len(kinds) // period
-    carry, _ = jax.lax.scan(one_period, carry, period * jnp.arange(num_whole))
-    for idx in range(num_whole * period, len(kinds)):
-        carry = layer(carry, idx, kinds[idx])
-    return carry
-
-
-def _weights_of(params: Params, idx: Any) -> Params:
-    return {
-        name: jax.lax.dynamic_index_in_dim(weight, idx, keepdims=False)
-        for name, weight in params["layers"].items()
-    }
+    angles = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
+    x = _embed(tokens, params, config)
+    for idx, (kind, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
+        x = _layer(x, weights, config, angles[kind], partial(attend, idx=idx, kind=kind))
+    return x
 
 
 def _layer(
@@ -156,9 +130,9 @@ def _layer(
     weights: Params,
     config: ModelConfig,
     angles: Angles,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
-) -> tuple[jax.Array, Any]:
-    """x: [n, hidden] -> x, state, where attend(q, k, v) -> o [n, num_qo_heads, head_dim], state."""
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """x: [n, hidden] -> x, with attend(q, k, v) -> o [n, num_qo_heads, head_dim]."""
 
     def norm(x: jax.Array, name: str) -> jax.Array:
         return _rms_norm(x, weights[name], config)
@@ -170,7 +144,7 @@ def _layer(
     q, k, v = jnp.split(heads, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
     if config.qk_norm:
         q, k = norm(q, "q_norm"), norm(k, "k_norm")
-    o, state = attend(rotate(q, angles), rotate(k, angles), v)
+    o = attend(rotate(q, angles), rotate(k, angles), v)
     h = o.reshape(len(x), -1) @ weights["o"]
     if config.o_bias:
         h += weights["o_bias"]
@@ -178,7 +152,7 @@ def _layer(
 
     gate, up = jnp.split(norm(x, "mlp_norm") @ weights["gate_up"], 2, axis=-1)
     h = (_ACTIVATIONS[config.activation](gate) * up) @ weights["down"]
-    return x + (norm(h, "mlp_post_norm") if config.post_norms else h), state
+    return x + (norm(h, "mlp_post_norm") if config.post_norms else h)
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form

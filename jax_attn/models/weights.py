@@ -15,9 +15,9 @@ from jax_attn.models.config import ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
 
 Params: TypeAlias = dict[str, Any]
-"""embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a dict
-of stacked weights, [num_layers, in, out] or [num_layers, n]. Matrices that multiply the same input
-are one: qkv is q, k and v, gate_up is gate and up, side by side."""
+"""embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: for each
+a dict of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k and
+v, gate_up is gate and up, side by side."""
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -72,7 +72,7 @@ def file_shapes(config: ModelConfig) -> dict[str, Shape]:
 def load_params(
     directory: str | Path, config: ModelConfig, dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> Params:
-    """Reads and stacks the weights of model.safetensors, or of the shards that its index names.
+    """Reads the weights of model.safetensors, or of the shards that its index names.
 
     dtype: of the weights in memory, and so of the activations; files may hold bf16, f16 or f32.
 
@@ -89,9 +89,9 @@ def load_params(
             f"{len(missing) - 1} more"
         )
 
-    def side_by_side(names: list[str]) -> np.ndarray:
+    def side_by_side(names: list[str]) -> jax.Array:
         # pop: the parts of a large model must not stay in memory beside the whole.
-        return np.concatenate([tensors.pop(name) for name in names]).T
+        return jnp.asarray(np.concatenate([tensors.pop(name) for name in names]).T, dtype)
 
     params: Params = {
         "embed": jnp.asarray(tensors["model.embed_tokens.weight"], dtype),
@@ -99,18 +99,13 @@ def load_params(
     }
     if not config.tie_embeddings:
         params["head"] = jnp.asarray(tensors["lm_head.weight"].T, dtype)
-    params["layers"] = {
-        weight: jnp.asarray(
-            np.stack(
-                [
-                    side_by_side([f"model.layers.{i}.{name}" for name in parts])
-                    for i in range(config.num_layers)
-                ]
-            ),
-            dtype,
-        )
-        for weight, parts in layer_tensors(config).items()
-    }
+    params["layers"] = [
+        {
+            weight: side_by_side([f"model.layers.{i}.{name}" for name in parts])
+            for weight, parts in layer_tensors(config).items()
+        }
+        for i in range(config.num_layers)
+    ]
     return params
 
 
@@ -122,12 +117,14 @@ def random_params(
     Norm weights and biases are random, too, so that leaving one out is seen.
     """
     d = config.hidden_size
-    shapes: Params = {"embed": (config.vocab_size, d), "final_norm": (d,), "layers": {}}
+    shapes: Params = {"embed": (config.vocab_size, d), "final_norm": (d,)}
     if not config.tie_embeddings:
         shapes["head"] = (d, config.vocab_size)
+    layer = {}
     for weight, parts in layer_tensors(config).items():
         sizes, *rest = zip(*parts.values(), strict=True)
-        shapes["layers"][weight] = (config.num_layers, *(x[0] for x in rest), sum(sizes))
+        layer[weight] = (*(x[0] for x in rest), sum(sizes))
+    shapes["layers"] = [layer] * config.num_layers
 
     def make(path: tuple[jax.tree_util.DictKey, ...], shape: Shape, key: jax.Array) -> jax.Array:
         name = path[-1].key
