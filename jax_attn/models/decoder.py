@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_attn as ja
-from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.config import ModelConfig
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 

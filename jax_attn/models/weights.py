@@ -15,9 +15,9 @@ from jax_attn.models.config import ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
 
 Params: TypeAlias = dict[str, Any]
-"""embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: for each
-a dict of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k and
-v, gate_up is gate and up, side by side."""
+"""embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
+of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k
+and v, gate_up is gate and up, side by side."""
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -2,44 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
 from jax_attn import models
-from jax_attn.serve.sampling import Rows
+from jax_attn.serve.sampling import ROW_WORDS, Kind, SlotParams
 from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
 
 
-class Bucket(NamedTuple):
+@dataclass(frozen=True)
+class Bucket:
     """Capacities of one compiled forward pass."""
 
     num_tokens: int
     num_rows: int  # sequences, and rows of logits
     specs: tuple[ja.AttentionSpec, ...]
-    rows: Rows
 
     @property
     def name(self) -> str:
         return f"{self.num_tokens} tokens x {self.num_rows} sequences"
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of what `unpack` gives, in words."""
+        plans = (spec.plan_words for spec in self.specs)
+        return 2 * self.num_tokens, self.num_rows, ROW_WORDS * self.num_rows, *plans
 
-class Batch(NamedTuple):
-    """The arguments of a forward pass, on the host and never written again: XLA may alias them.
+    def unpack(self, words: Any) -> Arguments:
+        """Views of `words` [sum(sizes)] i32, a numpy or a traced array."""
+        bounds = np.cumsum(self.sizes[:-1]).tolist()
+        inputs, logit_rows, rows, *plans = (np if isinstance(words, np.ndarray) else jnp).split(
+            words, bounds
+        )
+        return Arguments(
+            inputs.reshape(2, -1),
+            logit_rows,
+            rows.reshape(-1, ROW_WORDS),
+            tuple(ja.AttentionPlan(*plan) for plan in zip(plans, self.specs, strict=True)),
+        )
 
-    inputs: [3, num_tokens] i32. Token, or slot whose newest token it is (else -1), and position.
+
+class Arguments(NamedTuple):
+    """What a step is.
+
+    inputs: [2, num_tokens] i32. Token, or ~slot whose newest token it is; and position.
     logit_rows: [num_rows] i32. The last token of each sequence.
+    rows: [num_rows, ROW_WORDS] i32. How to sample from them.
     plans: one for each spec of the bucket.
     """
 
-    inputs: np.ndarray
-    logit_rows: np.ndarray
+    inputs: Any
+    logit_rows: Any
+    rows: Any
     plans: tuple[ja.AttentionPlan, ...]
+
+
+class Batch(NamedTuple):
+    """The arguments of a step, packed: one array to copy to the device, where they have the same
+    addresses in each step, which spares XLA the update of a captured graph.
+
+    words: on the host, and never written again: XLA may alias them.
+    kind: of the sampling.
+    """
+
+    bucket: Bucket
+    words: np.ndarray
+    kind: Kind
 
 
 def sizes(max_running: int, max_step_tokens: int) -> list[tuple[int, int]]:
@@ -108,48 +143,60 @@ def invariant_specs(
 _SPLIT_STEP = 1024  # tokens, a multiple of every kernel's tile_kv
 
 
-def make_batch(bucket: Bucket, entries: Sequence[ScheduledSequence]) -> Batch:
+def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParams) -> Batch:
     """What `forward` computes for the entries, in their order."""
     page_size = bucket.specs[0].page_size
     assert page_size is not None
+    seqs, n = [entry.seq for entry in entries], len(entries)
+    qo_lens = np.array([entry.num_tokens for entry in entries], np.int32)
+    begins = np.array([seq.num_computed for seq in seqs], np.int32)
+    kv_lens = begins + qo_lens
+    num_pages = -(-kv_lens // page_size)
+    qo_indptr, page_indptr = (_indptr(lens) for lens in (qo_lens, num_pages))
+    tables = [seq.pages[:num] for seq, num in zip(seqs, num_pages.tolist(), strict=True)]
+    page_indices = np.frombuffer(b"".join(tables), np.int32)
+
     tokens: list[int] = []
-    slots: list[int] = []
-    positions: list[int] = []
-    qo_indptr, kv_lens, page_indptr, page_indices = [0], [], [0], []
-    for entry in entries:
-        seq, begin, num_tokens = entry.seq, entry.seq.num_computed, entry.num_tokens
-        end = begin + num_tokens
-        known = seq.tokens[begin:end]
+    for entry, begin in zip(entries, begins.tolist(), strict=True):
+        known = entry.seq.tokens[begin : begin + entry.num_tokens]
         tokens += known
-        slots += [-1] * len(known)
-        if len(known) < num_tokens:  # by one, the sample in flight
-            tokens.append(0)
-            slots.append(seq.slot)
-        positions += range(begin, end)
-        qo_indptr.append(len(tokens))
-        kv_lens.append(end)
-        page_indices += seq.pages[: -(-end // page_size)]
-        page_indptr.append(len(page_indices))
-    inputs = np.zeros((3, bucket.num_tokens), np.int32)
-    inputs[1] = -1
-    inputs[:, : len(tokens)] = tokens, slots, positions
-    logit_rows = np.zeros(bucket.num_rows, np.int32)
-    logit_rows[: len(entries)] = np.array(qo_indptr[1:], np.int32) - 1
-    batch = [np.array(x, np.int32) for x in (qo_indptr, kv_lens, page_indptr, page_indices)]
-    return Batch(inputs, logit_rows, tuple(ja.plan(spec, *batch) for spec in bucket.specs))
+        if len(known) < entry.num_tokens:  # by one, the sample in flight
+            tokens.append(~entry.seq.slot)
+
+    words = np.zeros(sum(bucket.sizes), np.int32)
+    inputs, logit_rows, rows, plans = bucket.unpack(words)
+    inputs[0, : len(tokens)] = tokens
+    inputs[1, : len(tokens)] = np.arange(len(tokens)) + np.repeat(begins - qo_indptr[:-1], qo_lens)
+    logit_rows[:n] = qo_indptr[1:] - 1
+    kind = slots.fill(
+        rows,
+        [entry.seq.slot if entry.samples else slots.max_running for entry in entries],
+        [seq.num_output + seq.num_in_flight for seq in seqs],
+    )
+    for plan in plans:
+        made = ja.plan(plan.spec, qo_indptr, kv_lens, page_indptr, page_indices)
+        plan.buffer[:] = made.buffer
+    return Batch(bucket, words, kind)
 
 
-def make_forward(config: models.ModelConfig) -> Callable[..., Any]:
-    """The jitted (params, inputs, last_tokens, k_pages, v_pages, plans, logit_rows) -> logits, ...
+def _indptr(lens: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=out[1:])
+    return out
 
-    See `Batch` and `models.forward`; the pages are donated.
+
+def make_forward(config: models.ModelConfig, bucket: Bucket) -> Callable[..., Any]:
+    """(params, words, last_tokens, k_pages, v_pages) -> logits, rows, k_pages, v_pages.
+
+    words: of a Batch; rows: its part of them, for `sample`. To be jitted, the pages donated.
     """
 
-    def forward(params, inputs, last_tokens, k_pages, v_pages, plans, logit_rows):
-        tokens, slots, positions = inputs
-        tokens = jnp.where(slots < 0, tokens, last_tokens[slots])
-        return models.forward(
+    def forward(params, words, last_tokens, k_pages, v_pages):
+        (tokens, positions), logit_rows, rows, plans = bucket.unpack(words)
+        tokens = jnp.where(tokens < 0, last_tokens[~tokens], tokens)
+        logits, k_pages, v_pages = models.forward(
             params, config, tokens, positions, k_pages, v_pages, plans, logit_rows
         )
+        return logits, rows, k_pages, v_pages
 
-    return jax.jit(forward, donate_argnames=("k_pages", "v_pages"))
+    return forward

@@ -5,12 +5,15 @@ Every call here returns before the device is done, and the device works in the o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -19,6 +22,16 @@ from jax_attn.serve import buckets, sampling
 from jax_attn.serve.buckets import Batch, Bucket
 from jax_attn.serve.request import SamplingParams
 from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
+
+
+class Scores(NamedTuple):
+    """What a forward pass leaves on the device for the sampling.
+
+    logits: [num_rows of the bucket, vocab] f32, row i of entry i. rows: see buckets.Arguments.
+    """
+
+    logits: jax.Array
+    rows: jax.Array
 
 
 class Device:
@@ -33,14 +46,16 @@ class Device:
         dtype = str(model.params["embed"].dtype)
         make_specs = buckets.invariant_specs if batch_invariant else buckets.balanced_specs
         self.buckets = [
-            Bucket(
-                *size,
-                make_specs(model.config, dtype, capacities, *size),
-                sampling.Rows(size[1], capacities.max_running, model.config.vocab_size),
-            )
-            for size in sizes
+            Bucket(*size, make_specs(model.config, dtype, capacities, *size)) for size in sizes
         ]
-        self._forward = buckets.make_forward(model.config)
+        self._slots = sampling.SlotParams(capacities.max_running)
+        self._allow_all = {
+            bucket.num_rows: jnp.asarray(
+                sampling.allow_all(bucket.num_rows, model.config.vocab_size)
+            )
+            for bucket in self.buckets
+        }
+        self._executables: dict[str, Any] = {}  # by name
         self._num_compiles_warm: int | None = None
         self.reset()
 
@@ -55,48 +70,46 @@ class Device:
 
     # ---- a step --------------------------------------------------------------------------------
 
-    def plan(self, entries: Sequence[ScheduledSequence]) -> tuple[Bucket, Batch]:
-        """The smallest bucket that holds the entries, and its arguments. On the host."""
+    def set_params(self, slot: int, params: SamplingParams) -> None:
+        """Of the sequence that is in `slot` from the next plan on."""
+        self._slots.set(slot, params)
+
+    def plan(self, entries: Sequence[ScheduledSequence]) -> Batch:
+        """The arguments of the smallest bucket that holds the entries. On the host."""
         num_tokens = sum(entry.num_tokens for entry in entries)
         bucket = next(
             bucket
             for bucket in self.buckets
             if num_tokens <= bucket.num_tokens and len(entries) <= bucket.num_rows
         )
-        return bucket, buckets.make_batch(bucket, entries)
+        return buckets.make_batch(bucket, entries, self._slots)
 
-    def forward(self, batch: Batch) -> jax.Array:
-        """Logits [num_rows of the bucket, vocab] f32, row i of entry i; the kv cache grows."""
-        logits, self._k_pages, self._v_pages = self._forward(
-            self._params,
-            batch.inputs,
-            self._state.last_tokens,
-            self._k_pages,
-            self._v_pages,
-            batch.plans,
-            batch.logit_rows,
+    def forward(self, batch: Batch) -> Scores:
+        """The kv cache grows by the tokens of the batch."""
+        forward = self._executables[_forward_name(batch.bucket)]
+        logits, rows, self._k_pages, self._v_pages = forward(
+            self._params, batch.words, self._state.last_tokens, self._k_pages, self._v_pages
         )
-        return logits
+        return Scores(logits, rows)
 
-    def set_slot(
+    def set_state(
         self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
     ) -> None:
         """Gives the sampler the biases and token counts of the sequence in `slot`."""
         arrays = sampling.slot_arrays(params, tokens, num_prompt, self._config.vocab_size)
-        self._state = sampling.set_slot(self._state, np.int32(slot), *arrays)
+        self._state = self._executables["slot"](self._state, np.int32(slot), *arrays)
 
-    def sample(self, logits: jax.Array, rows: sampling.Rows) -> sampling.Sampled:
-        """Samples, and starts to copy the result to the host."""
-        sampled = self._sample(logits, rows.ints, rows.floats, rows.mask, rows.kind)
+    def sample(
+        self, scores: Scores, kind: sampling.Kind, mask: np.ndarray | None
+    ) -> sampling.Sampled:
+        """Samples, and starts to copy the result to the host. mask: None forbids nothing."""
+        num_rows = len(scores.rows)
+        allowed = self._allow_all[num_rows] if mask is None else mask
+        sample = self._executables[_sample_name(num_rows, kind)]
+        self._state, sampled = sample(self._state, *scores, allowed)
         for array in sampled:
             if array is not None:
                 array.copy_to_host_async()
-        return sampled
-
-    def _sample(
-        self, logits: jax.Array, ints: Any, floats: Any, mask: Any, kind: sampling.Kind
-    ) -> sampling.Sampled:
-        self._state, sampled = sampling.sample(self._state, logits, ints, floats, mask, kind=kind)
         return sampled
 
     # ---- compilation ---------------------------------------------------------------------------
@@ -104,23 +117,29 @@ class Device:
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """Compiles everything that a step can need, behind a progress bar; the list of it.
 
-        progress: called with the number of executables done, of all, and the next one's name.
+        progress: called with the number of executables done, of all, and the last one's name. What
+          it raises ends the warm-up.
         """
-        tasks: list[tuple[str, Callable[[], None]]] = [("slot", self._warm_slot)]
-        for bucket in self.buckets:
-            tasks.append((f"forward, {bucket.name}", partial(self._warm_forward, bucket)))
-        for num_rows, bucket in {bucket.num_rows: bucket for bucket in self.buckets}.items():
-            for kind in sampling.KINDS:
-                name = f"sample, {num_rows} sequences, {kind}"
-                tasks.append((name, partial(self._warm_sample, bucket, kind)))
-        with tqdm(tasks, desc="compile", unit="executable") as bar:
-            for i, (name, compile_it) in enumerate(bar):
-                bar.set_postfix_str(name)
-                if progress is not None:
-                    progress(i, len(tasks), name)
-                compile_it()
+        tasks = self._tasks()
+        # Large ones last in a list of buckets, first here: the pool ends without waiting for one.
+        with (
+            ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool,
+            tqdm(total=len(tasks), desc="compile", unit="executable") as bar,
+        ):
+            names = {pool.submit(compile): name for name, compile in reversed(tasks.items())}
+            try:
+                for i, future in enumerate(as_completed(names)):
+                    self._executables[names[future]] = future.result()
+                    bar.set_postfix_str(names[future])
+                    bar.update()
+                    if progress is not None:
+                        progress(i, len(tasks), names[future])
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._run_all()
         self._num_compiles_warm = len(_compile_seconds)
-        return [name for name, _ in tasks]
+        return list(tasks)
 
     @property
     def num_compiles_after_warm_up(self) -> int:
@@ -128,18 +147,51 @@ class Device:
         assert self._num_compiles_warm is not None, "warm_up comes first"
         return len(_compile_seconds) - self._num_compiles_warm
 
-    def _warm_slot(self) -> None:
-        self.set_slot(0, SamplingParams(max_tokens=1), [], 0)
+    def _tasks(self) -> dict[str, Callable[[], Any]]:
+        """What compiles each executable, by name. All of them may run at once."""
+        vocab_size = self._config.vocab_size
+        arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
+        tasks: dict[str, Callable[[], Any]] = {
+            "slot": partial(_compile, sampling.set_slot, self._state, np.int32(0), *arrays)
+        }
+        cache = self._k_pages, self._v_pages
+        for bucket in self.buckets:
+            forward = jax.jit(buckets.make_forward(self._config, bucket), donate_argnums=(3, 4))
+            words = jax.ShapeDtypeStruct((sum(bucket.sizes),), jnp.int32)
+            tasks[_forward_name(bucket)] = partial(
+                _compile, forward, self._params, words, self._state.last_tokens, *cache
+            )
+        for num_rows, mask in self._allow_all.items():
+            logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)
+            rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32)
+            for kind in sampling.KINDS:
+                sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
+                tasks[_sample_name(num_rows, kind)] = partial(sample, kind=kind)
+        return tasks
 
-    def _warm_forward(self, bucket: Bucket) -> None:
-        """An empty batch is legal, and compiles what any batch needs."""
-        jax.block_until_ready(self.forward(buckets.make_batch(bucket, ())))
+    def _run_all(self) -> None:
+        """What a first run does beside: kernels are loaded, graphs are captured."""
+        self.set_state(0, SamplingParams(max_tokens=1), [], 0)
+        for bucket in self.buckets:
+            scores = self.forward(buckets.make_batch(bucket, (), self._slots))  # legal: nothing
+            for kind in sampling.KINDS:
+                jax.block_until_ready(self.sample(scores, kind, None))
 
-    def _warm_sample(self, bucket: Bucket, kind: sampling.Kind) -> None:
-        logits = self.forward(buckets.make_batch(bucket, ()))
-        rows = bucket.rows
-        for mask in (rows.mask, np.full(rows.mask.shape, -1, np.int32)):  # on the device, or not
-            jax.block_until_ready(self._sample(logits, rows.ints, rows.floats, mask, kind))
+
+# Of XLA: autotuning takes its turns on the device anyway, and each has buffers of its own.
+_MAX_THREADS = 8
+
+
+def _compile(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function.lower(*args, **kwargs).compile()
+
+
+def _forward_name(bucket: Bucket) -> str:
+    return f"forward, {bucket.name}"
+
+
+def _sample_name(num_rows: int, kind: sampling.Kind) -> str:
+    return f"sample, {num_rows} sequences, {kind}"
 
 
 _compile_seconds: list[float] = []  # one for each compilation of this process

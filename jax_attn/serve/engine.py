@@ -8,8 +8,9 @@
             ...
 
 Step n + 1 is scheduled, planned and dispatched before the tokens of step n are known: a decode
-takes its token from the device's memory. While the device computes its logits, the host reads step
-n, and only then dispatches the sampling of step n + 1, with the masks that step n made possible.
+takes its token from the device's memory. While the device computes step n + 1, the host reads step
+n. Where a grammar is to mask what may be sampled, it only then dispatches the sampling of step
+n + 1, with the masks that the tokens of step n made possible.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_attn import models
 from jax_attn.serve import live_view, sampling
-from jax_attn.serve.detokenizer import Detokenizer
-from jax_attn.serve.device import Device
+from jax_attn.serve.buckets import Batch
+from jax_attn.serve.detokenizer import Detokenizer, Texts
+from jax_attn.serve.device import Device, Scores
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import GrammarError, Grammars, Matcher
 from jax_attn.serve.request import FinishReason, Sequence, Status
@@ -72,18 +75,18 @@ class _Stream:
     detokenizer: Detokenizer
     matcher: Matcher | None
     jumps: bool  # forced tokens are appended without being sampled
-    row: sampling.RowParams
     stop_tokens: frozenset[int]
-    slot_is_set: bool = False  # the device has its counts and biases
+    is_masked: bool  # the host has a say in what may be sampled
+    needs_state: bool  # of the sampler, and the device does not have its counts and biases
 
 
 @dataclass(slots=True)
 class _Launched:
     """A step whose forward pass the device has, and in the end its sampling too."""
 
-    logits: jax.Array
-    rows: sampling.Rows
-    seqs: dict[int, Sequence]  # row of the logits -> who samples from it
+    batch: Batch
+    scores: Scores | None  # until they are sampled
+    streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
     sampled: sampling.Sampled | None = None
 
 
@@ -98,6 +101,7 @@ class Engine:
             model.config.eos_tokens,
             max_entries=config.max_grammars,
         )
+        self._texts = Texts(model.tokenizer)
         capacities = _capacities(config, model.config.max_positions)
         self.scheduler = Scheduler(capacities)
         self.device = Device(model, capacities, config.batch_invariant)
@@ -172,11 +176,12 @@ class Engine:
         stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
         return _Stream(
             seq,
-            Detokenizer(self.model.tokenizer, params.stop),
+            Detokenizer(self._texts, params.stop),
             matcher,
             jumps,
-            sampling.row_params(params),
             frozenset(stop_tokens),
+            is_masked=matcher is not None or params.min_tokens > 0,
+            needs_state=sampling.keeps_state(params),
         )
 
     # ---- the step ------------------------------------------------------------------------------
@@ -188,12 +193,14 @@ class Engine:
             plan = self.scheduler.schedule(time.monotonic())
         before, self._pending = self._pending, None
         self._last_plan = plan
-        if plan is not None:
-            self._pending = self._launch(plan)
+        launched = self._pending = None if plan is None else self._launch(plan)
+        waits = launched is not None and any(stream.is_masked for _, stream in launched.streams)
+        if launched is not None and not waits:
+            self._sample(launched)
         if before is not None:
             self._retire(before)
-        if self._pending is not None:
-            self._sample(self._pending)
+        if launched is not None and waits:
+            self._sample(launched)
         return self._take_events()
 
     def _launch(self, plan: StepPlan) -> _Launched | None:
@@ -202,21 +209,68 @@ class Engine:
         for seq in plan.expired:
             self._close(seq)
         for seq in plan.admitted:
-            self._streams[seq.id].slot_is_set = False
+            self.device.set_params(seq.slot, seq.params)
+            self._streams[seq.id].needs_state = sampling.keeps_state(seq.params)
         stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
         if not plan.entries:
             return None
         with self._phase("plan"):
-            bucket, batch = self.device.plan(plan.entries)
+            batch = self.device.plan(plan.entries)
         with self._phase("dispatch"):
-            logits = self.device.forward(batch)
+            scores = self.device.forward(batch)
         self.scheduler.launched(plan)
-        stats.bucket, stats.num_sequences = bucket.name, len(plan.entries)
+        stats.bucket, stats.num_sequences = batch.bucket.name, len(plan.entries)
         stats.num_tokens = sum(entry.num_tokens for entry in plan.entries)
         stats.num_decodes = sum(entry.num_tokens == 1 for entry in plan.entries)
         self._totals["steps"] += 1
-        seqs = {row: entry.seq for row, entry in enumerate(plan.entries) if entry.samples}
-        return _Launched(logits, bucket.rows, seqs)
+        streams = [
+            (row, self._streams[entry.seq.id])
+            for row, entry in enumerate(plan.entries)
+            if entry.samples
+        ]
+        return _Launched(batch, scores, streams)
+
+    def _sample(self, launched: _Launched) -> None:
+        """Gives the device the sampling of a step, for all that still want their token."""
+        mask = None
+        with self._phase("retire"):
+            wanted = []
+            for row, stream in launched.streams:
+                if stream.seq.status is Status.FINISHED:
+                    continue
+                if stream.is_masked:
+                    if mask is None:
+                        bucket = launched.batch.bucket
+                        mask = sampling.allow_all(bucket.num_rows, self.model.config.vocab_size)
+                    if not self._fill_mask(mask[row], stream):
+                        continue
+                if stream.needs_state:
+                    seq, stream.needs_state = stream.seq, False
+                    self.device.set_state(seq.slot, seq.params, seq.tokens, seq.num_prompt)
+                wanted.append((row, stream))
+            launched.streams = wanted
+        # Forgotten here, so that the next step's may have the same memory.
+        scores, launched.scores = launched.scores, None
+        if wanted and scores is not None:
+            with self._phase("dispatch"):
+                launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
+
+    def _fill_mask(self, mask: np.ndarray, stream: _Stream) -> bool:
+        """What may be sampled. False: no token is wanted, as some are forced or it has ended."""
+        seq = stream.seq
+        if stream.matcher is None:
+            if seq.num_output < seq.params.min_tokens:
+                sampling.forbid(mask, stream.stop_tokens)
+            return True
+        try:
+            if stream.jumps and (forced := stream.matcher.take_forced()):
+                self._take_forced(stream, forced)
+                return False
+            stream.matcher.fill_mask(mask)
+        except GrammarError as error:
+            self._fail(seq, str(error))
+            return False
+        return True
 
     def _retire(self, launched: _Launched) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
@@ -225,46 +279,17 @@ class Engine:
         with self._phase("wait"):
             sampled: sampling.Sampled = jax.device_get(launched.sampled)
         with self._phase("retire"):
-            for row, seq in launched.seqs.items():
-                if seq.status is not Status.FINISHED:
+            tokens = sampled.tokens.tolist()
+            for row, stream in launched.streams:
+                if stream.seq.status is not Status.FINISHED:
                     self.step_stats.num_sampled += 1
-                    self._take_sample(self._streams[seq.id], sampled, row)
-
-    def _sample(self, launched: _Launched) -> None:
-        """Gives the device the sampling of a step, for all that still want their token."""
-        with self._phase("retire"):
-            launched.rows.clear()
-            for row, seq in list(launched.seqs.items()):
-                if seq.status is Status.FINISHED or not self._fill_row(launched.rows, row, seq):
-                    del launched.seqs[row]
-        if launched.seqs:
-            with self._phase("dispatch"):
-                launched.sampled = self.device.sample(launched.logits, launched.rows)
-
-    def _fill_row(self, rows: sampling.Rows, row: int, seq: Sequence) -> bool:
-        """How to sample for `seq`. False: it wants no token, as some are forced or it failed."""
-        stream, params = self._streams[seq.id], seq.params
-        if stream.matcher is not None:
-            try:
-                if stream.jumps and (forced := stream.matcher.take_forced()):
-                    self._take_forced(stream, forced)
-                    return False
-                stream.matcher.fill_mask(rows.row_mask(row))
-            except GrammarError as error:
-                self._fail(seq, str(error))
-                return False
-        elif seq.num_output < params.min_tokens:
-            sampling.forbid(rows.row_mask(row), stream.stop_tokens)
-        if stream.row.keeps_state and not stream.slot_is_set:
-            self.device.set_slot(seq.slot, params, seq.tokens, seq.num_prompt)
-            stream.slot_is_set = True
-        rows.set(row, stream.row, seq.slot, seq.num_output)
-        return True
+                    self._take_sample(stream, tokens[row], sampled, row)
 
     # ---- what becomes of tokens ----------------------------------------------------------------
 
-    def _take_sample(self, stream: _Stream, sampled: sampling.Sampled, row: int) -> None:
-        token = int(sampled.tokens[row])
+    def _take_sample(
+        self, stream: _Stream, token: int, sampled: sampling.Sampled, row: int
+    ) -> None:
         if token < 0:
             self._fail(stream.seq, "The model's logits are not numbers.")
             return
@@ -282,23 +307,27 @@ class Engine:
     def _take_forced(self, stream: _Stream, tokens: list[int]) -> None:
         self.step_stats.num_forced += len(tokens)
         self._totals["jump_forward_tokens"] += len(tokens)
-        stream.slot_is_set = False  # the device's counts lack these tokens
+        # The device's counts lack these tokens.
+        stream.needs_state = sampling.keeps_state(stream.seq.params)
         self._append(stream, tokens)
 
     def _append(self, stream: _Stream, tokens: list[int]) -> None:
         """The next tokens of a sequence, for a sample that was launched: up to where it ends."""
         seq, event = stream.seq, self._event(stream.seq)
-        if not seq.num_output:
+        num_output = seq.num_output
+        if not num_output:
             event.num_cached_tokens = seq.num_cached
-        reason, num_taken = None, 0
-        while reason is None and num_taken < len(tokens):
-            token, num_taken = tokens[num_taken], num_taken + 1
-            reason = self._push(stream, token, seq.num_output + num_taken, event)
+        reason = None
+        for num_taken, token in enumerate(tokens, 1):
+            reason = self._push(stream, token, num_output + num_taken, event)
+            if reason is not None:
+                break
         if num_taken == len(tokens) and stream.matcher is not None and stream.matcher.is_stopped:
             reason = FinishReason.STOP  # complete, if with the last token that was left
-        event.tokens += tokens[:num_taken]
-        self._totals["generated_tokens"] += num_taken
-        self.scheduler.append(seq, tokens[:num_taken])
+        tokens = tokens[:num_taken]
+        event.tokens += tokens
+        self._totals["generated_tokens"] += len(tokens)
+        self.scheduler.append(seq, tokens)
         if reason is not None:
             self.scheduler.finish(seq, reason)
             self._close(seq)

@@ -105,7 +105,8 @@ class Sequence:
     status: Status = field(default=Status.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     slot: int = field(default=-1, init=False)  # row of device state while RUNNING
-    pages: list[int] = field(default_factory=list, init=False)  # of the kv cache, in order
+    # Of the kv cache, in order, as a page table wants them.
+    pages: array[int] = field(default_factory=lambda: array("i"), init=False)
     num_computed: int = field(default=0, init=False)  # tokens whose kv is written, or launched
     num_cached: int = field(
         default=0, init=False
@@ -119,9 +120,11 @@ class Sequence:
     order: int = field(default=-1, init=False)  # of arrival
     num_preempted: int = field(default=0, init=False)  # times
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
+    _last: int = field(init=False, repr=False)  # index of the last token of max_tokens
     _packed: bytearray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._last = self.num_prompt + self.params.max_tokens - 1
         # Here, so that whoever makes the request spends the time (20 ns a token), not the engine.
         self._packed = bytearray(array("i", self.tokens))
 
@@ -136,8 +139,9 @@ class Sequence:
 
         1 while decoding; 0 when nothing is left but to learn the last token of max_tokens.
         """
-        last = self.num_prompt + self.params.max_tokens - 1  # this token is never fed back
-        return min(len(self.tokens) + self.num_in_flight, last) - self.num_computed
+        num_tokens = len(self.tokens) + self.num_in_flight
+        # The last token is never fed back.
+        return (num_tokens if num_tokens < self._last else self._last) - self.num_computed
 
     def key(self, num_tokens: int) -> bytes:
         """The first tokens as the prefix cache wants them: 4 bytes each."""

@@ -1,10 +1,10 @@
 """Sampling on the device: one jitted function from logits to tokens, with static shapes.
 
-    state = init_state(max_running, vocab_size)
+    state, slots = init_state(max_running, vocab_size), SlotParams(max_running)
+    slots.set(slot, params)                                      # once for a sequence
     state = set_slot(state, slot, *slot_arrays(params, tokens, num_prompt, vocab_size))
-    rows = Rows(max_batch, max_running, vocab_size)
-    rows.set(row, row_params(params), slot, position)            # a sequence of this step
-    state, sampled = sample(state, logits, rows.ints, rows.floats, rows.mask, kind=rows.kind)
+    kind = slots.fill(rows, the_slots, positions)                # the sequences of a step
+    state, sampled = sample(state, logits, rows, allow_all(len(rows), vocab_size), kind=kind)
 
 A token depends on its logits, its parameters, its seed and its position in the output, and on no
 other row and no slot. The order of operations: logit bias, penalties, mask, temperature, top-k,
@@ -87,34 +87,6 @@ def kind_of(params: SamplingParams) -> Kind:
     return "filtered" if filtered else "temperature"
 
 
-class RowParams(NamedTuple):
-    """What `Rows.set` needs of a sequence's parameters; the same in all its steps."""
-
-    ints: np.ndarray
-    floats: np.ndarray
-    kind: Kind
-    keeps_state: bool
-
-
-def row_params(params: SamplingParams) -> RowParams:
-    seed = params.seed % 2**64
-    words = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
-    floats = (
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
-    return RowParams(
-        np.array([0, params.top_k, *words, 0, 0], np.int32),
-        np.array(floats, np.float32),
-        kind_of(params),
-        keeps_state(params),
-    )
-
-
 def keeps_state(params: SamplingParams) -> bool:
     """Whether the sequence needs `set_slot` before it is sampled in a slot."""
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
@@ -141,53 +113,52 @@ def slot_arrays(
     return counts, bias_tokens, bias_values
 
 
-class Rows:
-    """What `sample` takes for the rows of one step, in buffers that are filled again and again.
+# Columns of a row, i32: slot (max_running: the result is dropped), top_k, seed (two), position,
+# and the slot again where its counts and biases are this sequence's (else max_running).
+NUM_INTS = 6
+# And then, as bits of f32: temperature, top_p, min_p; repetition, presence, frequency penalty.
+ROW_WORDS = NUM_INTS + 6
 
-    ints: [rows, 6] i32. Slot (max_running: the result is dropped), top_k, seed (two), position,
-        and the slot again where its counts and biases are this sequence's (else max_running).
-    floats: [rows, 6] f32. Temperature, top_p, min_p; repetition, presence, frequency penalty.
-    mask: [rows, ceil(vocab / 32)] i32, a bit a token, lowest first; 0 forbids the token.
 
-    XLA may read them until the tokens sampled with them are known: not before then `clear()`.
-    """
+class SlotParams:
+    """The parameters of whoever is in each slot, as `sample` takes them."""
 
-    def __init__(self, max_rows: int, max_running: int, vocab_size: int):
-        self._max_running = max_running
-        self.ints = np.zeros((max_rows, 6), np.int32)
-        self.floats = np.zeros((max_rows, 6), np.float32)
-        self._mask = np.full((max_rows, -(-vocab_size // 32)), -1, np.int32)
-        self._allow_all = jnp.full(self._mask.shape, -1, jnp.int32)  # stays on the device
-        self._has_mask = False
-        self.clear()
+    def __init__(self, max_running: int):
+        self.max_running = max_running
+        self._rows = np.zeros((max_running + 1, ROW_WORDS), np.int32)
+        self._kinds = np.zeros(max_running + 1, np.int8)  # indices into KINDS
+        # Void: greedy, and its result dropped.
+        self.set(max_running, SamplingParams(max_tokens=1, temperature=0))
 
-    def clear(self) -> None:
-        """Makes every row void: greedy, unmasked, its result dropped."""
-        self.ints[:] = (self._max_running, 0, 0, 0, 0, self._max_running)
-        self.floats[:] = (0, 1, 0, 1, 0, 0)
-        self.kind: Kind = "greedy"
-        if self._has_mask:
-            self._mask[:] = -1
-            self._has_mask = False
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """`slot` belongs to a sequence of these parameters from now on."""
+        row, seed = self._rows[slot], params.seed % 2**64
+        seeds = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
+        state_slot = slot if keeps_state(params) else self.max_running
+        row[:NUM_INTS] = (slot, params.top_k, *seeds, 0, state_slot)
+        row[NUM_INTS:].view(np.float32)[:] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self._kinds[slot] = KINDS.index(kind_of(params))
 
-    def set(self, row: int, params: RowParams, slot: int, position: int) -> None:
-        """The row samples output token number `position` of the sequence in `slot`."""
-        ints = self.ints[row]
-        ints[:] = params.ints
-        ints[0], ints[4] = slot, position
-        ints[5] = slot if params.keeps_state else self._max_running
-        self.floats[row] = params.floats
-        if params.kind != self.kind:
-            self.kind = max(self.kind, params.kind, key=KINDS.index)
+    def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
+        """Row i samples output token number positions[i] of the sequence in slots[i]; void where
+        that is max_running, and behind. Returns the kind of the dearest."""
+        n = len(slots)
+        rows[:n] = self._rows[slots]
+        rows[:n, 4] = positions
+        rows[n:] = self._rows[self.max_running]
+        return KINDS[int(self._kinds[slots].max(initial=0))]
 
-    def row_mask(self, row: int) -> np.ndarray:
-        """[ceil(vocab / 32)] i32: the mask of the row, to be written. At first all ones."""
-        self._has_mask = True
-        return self._mask[row]
 
-    @property
-    def mask(self) -> np.ndarray | jax.Array:
-        return self._mask if self._has_mask else self._allow_all
+def allow_all(num_rows: int, vocab_size: int) -> np.ndarray:
+    """A mask [num_rows, ceil(vocab / 32)] i32, a bit a token, lowest first; 0 forbids the token."""
+    return np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
 
 
 def forbid(row_mask: np.ndarray, tokens: Iterable[int]) -> None:
@@ -219,19 +190,21 @@ def set_slot(
 def sample(
     state: SamplerState,
     logits: jax.Array,
-    ints: jax.Array,
-    floats: jax.Array,
+    rows: jax.Array,
     mask: jax.Array,
     *,
     kind: Kind,
 ) -> tuple[SamplerState, Sampled]:
-    """Samples a token from each row of logits [rows, vocab] f32; the rest as `Rows` says.
+    """Samples a token from each row of logits [num_rows, vocab] f32.
+
+    rows: [num_rows, ROW_WORDS] i32, by SlotParams. mask: as `allow_all` and `forbid` make it.
 
     Returns the state with the tokens counted and in last_tokens[slot], and what was sampled.
     """
     slot, top_k, seed, position, state_slot = (
-        ints[:, 0], ints[:, 1], ints[:, 2:4], ints[:, 4], ints[:, 5]
+        rows[:, 0], rows[:, 1], rows[:, 2:4], rows[:, 4], rows[:, 5]
     )  # fmt: skip
+    floats = jax.lax.bitcast_convert_type(rows[:, NUM_INTS:], jnp.float32)
     temperature, top_p, min_p = (floats[:, i, None] for i in range(3))
     scores = logits
     if kind == "full":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -411,7 +412,7 @@ class Scheduler:
 
         self._leave_queue(seq)
         seq.node, seq.num_shared = match.node, len(match.pages)
-        seq.pages, seq.num_computed = match.pages, match.num_tokens
+        seq.pages, seq.num_computed = array("i", match.pages), match.num_tokens
         self._num_table_pages += len(seq.pages)
         grown = self._grow(seq, num_pages - len(seq.pages))
         assert grown
@@ -443,7 +444,7 @@ class Scheduler:
         self.cache.evict(num_pages - self.allocator.num_free)
         pages = self.allocator.allocate(num_pages)
         assert pages is not None
-        seq.pages += pages
+        seq.pages.extend(pages)
         self._num_table_pages += num_pages
         return True
 
@@ -456,11 +457,11 @@ class Scheduler:
             return
         assert seq.node is not None
         key = seq.key(num_pages * self.config.page_size)
-        inserted = self.cache.insert(seq.namespace, key, seq.pages[:num_pages])
+        inserted = self.cache.insert(seq.namespace, key, seq.pages[:num_pages].tolist())
         self.cache.lock(inserted.node)
         self.cache.unlock(seq.node)
         self.allocator.free(inserted.duplicates)
-        seq.pages[:num_pages] = inserted.pages
+        seq.pages[:num_pages] = array("i", inserted.pages)
         seq.node, seq.num_shared = inserted.node, num_pages
 
     def _release(self, seq: Sequence, keep: bool) -> None:
@@ -474,7 +475,8 @@ class Scheduler:
         del self._running[bisect_left(self._running, _rank(seq), key=_rank)]
         self._num_table_pages -= len(seq.pages)
         heapq.heappush(self._free_slots, seq.slot)
-        seq.pages, seq.node, seq.num_shared, seq.num_computed, seq.slot = [], None, 0, 0, -1
+        seq.pages, seq.num_computed, seq.slot = array("i"), 0, -1
+        seq.node, seq.num_shared = None, 0
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue without pages; prompt and output will be computed again.
@@ -517,7 +519,7 @@ class Scheduler:
             while node is not None:
                 shared[:0] = node.pages
                 node = node.parent
-            assert shared == seq.pages[: seq.num_shared], f"{seq.id}: shared pages"
+            assert shared == seq.pages[: seq.num_shared].tolist(), f"{seq.id}: shared pages"
             private += seq.pages[seq.num_shared :]
             num_computed = len(seq.pages) * self.config.page_size
             assert 0 <= seq.num_computed <= num_computed, f"{seq.id}: computed beyond its pages"

@@ -14,18 +14,23 @@ class TokenBytes:
         """tokenizer: a tokenizers.Tokenizer."""
         self._tokenizer = tokenizer
         description = json.loads(tokenizer.to_str())
-        self._is_byte_level = '"ByteLevel"' in json.dumps(description["decoder"])
-        self._added = {entry["id"]: entry["content"] for entry in description["added_tokens"]}
+        decoder, added = description["decoder"], description["added_tokens"]
+        self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
+        self._added = {entry["id"]: entry["content"] for entry in added}
+        self.special = frozenset(entry["id"] for entry in added if entry["special"])
+        # Whether the bytes of tokens, one after the other, are the text that they decode to.
+        self.joined_are_text = bool(decoder) and decoder["type"] == "ByteLevel"
 
     def __call__(self, token: int) -> bytes:
         """Of a token beyond the tokenizer's own (padding of a model's vocabulary): none."""
         if token in self._added:
-            return self._added[token].encode()
+            text = self._added[token]
+            return _from_alphabet(text) if self._is_byte_level else text.encode()
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
         if self._is_byte_level:
-            return bytes(_BYTE_OF[character] for character in text)
+            return _from_alphabet(text)
         if match := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
             return bytes([int(match[1], 16)])
         return text.replace("\u2581", " ").encode()
@@ -41,3 +46,11 @@ def _byte_of() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of()
+
+
+def _from_alphabet(text: str) -> bytes:
+    """As it stands where it is not in the alphabet, which an added token may be."""
+    try:
+        return bytes(_BYTE_OF[character] for character in text)
+    except KeyError:
+        return text.encode()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jax_attn.serve.detokenizer import Detokenizer
+from jax_attn.serve.detokenizer import Detokenizer, Texts
 
 DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 REPLACEMENT = "\ufffd"
@@ -19,7 +19,7 @@ def tokenizer() -> Tokenizer:
 
 def pieces(tokenizer, tokens, stop=()) -> list[str]:
     """A piece for each token, then the rest; nothing after a stop string."""
-    detokenizer = Detokenizer(tokenizer, stop)
+    detokenizer = Detokenizer(Texts(tokenizer), stop)
     out = []
     for token in tokens:
         out.append(detokenizer.push(token))
@@ -49,7 +49,7 @@ def test_whole_text(tokenizer, text):
 def test_text_comes_at_once(tokenizer):
     """A token that completes a character shows it; nothing is held without a reason."""
     tokens = tokenizer.encode("import os\nimport sys  # 🎉\n").ids
-    detokenizer = Detokenizer(tokenizer, stop=["zebra"])
+    detokenizer = Detokenizer(Texts(tokenizer), stop=["zebra"])
     shown = ""
     for i, token in enumerate(tokens):
         shown += detokenizer.push(token)
@@ -108,7 +108,7 @@ def test_random_stops(tokenizer):
         if ends:
             text = text[: ends[0]]
             text = text[: min(text.index(stop) for stop in stops if stop in text)]
-        detokenizer, shown = Detokenizer(tokenizer, stops), ""
+        detokenizer, shown = Detokenizer(Texts(tokenizer), stops), ""
         for token in tokens:
             shown += detokenizer.push(token)
             assert text.startswith(shown)
@@ -117,18 +117,18 @@ def test_random_stops(tokenizer):
 
 
 def test_what_cannot_stop_is_not_held(tokenizer):
-    detokenizer = Detokenizer(tokenizer, ["</end>"])
+    detokenizer = Detokenizer(Texts(tokenizer), ["</end>"])
     a, less, slash = (tokenizer.token_to_id(c) for c in "a</")
     assert [detokenizer.push(t) for t in (a, less, slash, a)] == ["a", "", "", "</a"]
 
 
 def test_a_stop_that_does_not_count_yet(tokenizer):
     tokens = tokenizer.encode("xyz xyz").ids
-    detokenizer = Detokenizer(tokenizer, ["yz"])
+    detokenizer = Detokenizer(Texts(tokenizer), ["yz"])
     out = [detokenizer.push(t, may_stop=i >= len(tokens) - 1) for i, t in enumerate(tokens)]
     assert detokenizer.stopped and "".join(out).startswith("xyz")
 
 
 def test_an_empty_stop_string_is_refused(tokenizer):
     with pytest.raises(ValueError, match="stop: expected strings that are not empty"):
-        Detokenizer(tokenizer, ["a", ""])
+        Detokenizer(Texts(tokenizer), ["a", ""])

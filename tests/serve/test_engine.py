@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+from array import array
 from pathlib import Path
 
 import jax
@@ -549,7 +550,7 @@ def test_abort_is_told_with_the_next_step(model, make_engine):
         engine.step()
     engine.abort(seqs[1].id)
     engine.abort("nobody")
-    assert seqs[1].pages == []
+    assert not seqs[1].pages
     events = {event.seq_id: event for event in engine.step()}
     assert events[seqs[1].id].finish_reason is FinishReason.ABORT
     for seq in seqs:
@@ -638,12 +639,12 @@ def test_nan_logits_end_one_sequence(model, make_engine, logits_of, monkeypatch)
     forward, num_calls = engine.device.forward, itertools.count()
 
     def poisoned(batch):
-        logits = forward(batch)
+        scores = forward(batch)
         if next(num_calls) == 6:
-            host = np.asarray(logits).copy()
+            host = np.asarray(scores.logits).copy()
             host[1] = np.nan
-            return jax.device_put(host)
-        return logits
+            return scores._replace(logits=jax.device_put(host))
+        return scores
 
     monkeypatch.setattr(engine.device, "forward", poisoned)
     results = run(engine, *seqs)
@@ -672,7 +673,7 @@ def test_the_next_step_is_launched_before_tokens_are_read(model, make_engine, mo
     note(engine.device, "sample", "sample")
     note(jax, "device_get", "read")
     run(engine, sequence(prompt(model, 0, 9), max_tokens=5, ignore_eos=True))
-    assert calls == ["forward", "sample"] + ["forward", "read", "sample"] * 4 + ["read"]
+    assert calls == ["forward", "sample"] + ["forward", "sample", "read"] * 4 + ["read"]
 
 
 def test_nothing_is_computed_in_vain(model, make_engine):
@@ -728,9 +729,9 @@ def test_batch_invariant_plans_hold_any_batch(model):
         entries = []
         for i in range(num_decodes + num_prompts):
             seq = sequence([5] * longest)
-            seq.pages = list(range(longest // CONFIG.page_size))
+            seq.pages = array("i", range(longest // CONFIG.page_size))
             n = 1 if i < num_decodes else (256 - num_decodes) // num_prompts
             seq.num_computed = longest - n
             entries.append(ScheduledSequence(seq, n, True))
-        plan = engine.device.plan(entries)[1].plans[0]
+        (plan,) = bucket.unpack(engine.device.plan(entries).words).plans
         assert plan.header()["num_partial_rows"] > 0

@@ -48,12 +48,16 @@ class Batch:
     def __init__(self, rows, *, state=None):
         """rows: row -> dict(logits, params, slot, position, tokens, num_prompt, allowed)."""
         self.state = state or sampling.init_state(SLOTS, VOCAB)
-        self.rows = sampling.Rows(ROWS, SLOTS, VOCAB)
+        self.rows = np.zeros((ROWS, sampling.ROW_WORDS), np.int32)
+        self.mask = sampling.allow_all(ROWS, VOCAB)
+        in_slots = sampling.SlotParams(SLOTS)
+        slots, positions = [SLOTS] * ROWS, [0] * ROWS
         self.logits = np.zeros((ROWS, VOCAB), np.float32)
         for i, row in rows.items():
             p, slot = row["params"], row.get("slot", i)
             self.logits[i] = row["logits"]
-            self.rows.set(i, sampling.row_params(p), slot, row.get("position", 0))
+            in_slots.set(slot, p)
+            slots[i], positions[i] = slot, row.get("position", 0)
             if sampling.keeps_state(p):
                 arrays = sampling.slot_arrays(
                     p, row.get("tokens", ()), row.get("num_prompt", 0), VOCAB
@@ -61,16 +65,16 @@ class Batch:
                 self.state = sampling.set_slot(self.state, slot, *arrays)
             if row.get("allowed") is not None:
                 forbidden = [t for t in range(VOCAB) if t not in row["allowed"]]
-                sampling.forbid(self.rows.row_mask(i), forbidden)
+                sampling.forbid(self.mask[i], forbidden)
+        self.kind = in_slots.fill(self.rows, slots, positions)
 
     def sample(self, kind=None):
         self.state, sampled = sampling.sample(
             self.state,
             jnp.asarray(self.logits),
-            self.rows.ints.copy(),
-            self.rows.floats.copy(),
-            self.rows.mask,
-            kind=kind or self.rows.kind,
+            self.rows.copy(),
+            self.mask,
+            kind=kind or self.kind,
         )
         return sampled
 
@@ -126,7 +130,7 @@ def test_distribution(name):
     history = np.asarray(batch.state.counts).copy()
     num_draws, counts = 4000, np.zeros(VOCAB)
     for begin in range(0, num_draws, ROWS):
-        batch.rows.ints[:, 4] = begin + np.arange(ROWS)
+        batch.rows[:, 4] = begin + np.arange(ROWS)
         counts += np.bincount(np.asarray(batch.sample().tokens), minlength=VOCAB)
         batch.state = batch.state._replace(counts=jnp.array(history))  # the draw never happened
     assert not counts[expected == 0].any()
@@ -147,7 +151,7 @@ def test_counts_grow_with_the_output():
     batch = Batch({2: row})
     for position in range(30):
         expected = probabilities(logits, p, tokens, 4).argmax()
-        batch.rows.ints[2, 4] = position
+        batch.rows[2, 4] = position
         token = int(batch.sample().tokens[2])
         assert token == expected
         assert int(batch.state.last_tokens[7]) == token
@@ -183,12 +187,12 @@ def test_kinds_agree():
     for position in range(50):
         batches = [Batch(plain) for _ in range(2)]
         for batch in batches:
-            batch.rows.ints[:, 4] += position
-        assert batches[0].rows.kind == "temperature"
+            batch.rows[:, 4] += position
+        assert batches[0].kind == "temperature"
         np.testing.assert_array_equal(batches[0].sample().tokens, batches[1].sample("full").tokens)
     for p in (params(top_p=0.8, seed=2), params(top_k=9, min_p=0.01, seed=3)):
         filtered = {i: {"logits": logits, "params": p, "position": i} for i in range(ROWS)}
-        assert Batch(filtered).rows.kind == "filtered"
+        assert Batch(filtered).kind == "filtered"
         np.testing.assert_array_equal(
             Batch(filtered).sample().tokens, Batch(filtered).sample("full").tokens
         )
@@ -212,7 +216,7 @@ def test_seeds_and_positions_matter():
     batch = Batch({i: {"logits": logits, "params": params(seed=s)} for i, s in enumerate(seeds)})
     drawn = []
     for position in range(40):
-        batch.rows.ints[:, 4] = position
+        batch.rows[:, 4] = position
         drawn.append(np.asarray(batch.sample().tokens))
     drawn = np.stack(drawn).T
     assert len({tuple(row) for row in drawn}) == len(seeds) - 1  # -1 is 2^64 - 1
@@ -226,7 +230,7 @@ def test_ties_at_the_border_stay():
     batch = Batch(rows)
     seen = set()
     for position in range(20):
-        batch.rows.ints[:, 4] = position
+        batch.rows[:, 4] = position
         seen |= set(np.asarray(batch.sample().tokens).tolist())
     assert seen == {3, 9, 40}
 
@@ -275,19 +279,32 @@ def test_what_a_slot_held_before_is_forgotten():
     old = params(logit_bias=((3, 50.0),), frequency_penalty=1.0)
     batch = Batch({0: {"logits": logits, "params": old, "slot": 4, "tokens": [7] * 9}})
     assert int(batch.sample().tokens[0]) == 3
-    batch.rows.clear()
-    batch.rows.set(0, sampling.row_params(params(top_k=1)), 4, 0)
+    new = params(top_k=1)
+    batch = Batch({0: {"logits": logits, "params": new, "slot": 4}}, state=batch.state)
     assert int(batch.sample().tokens[0]) == logits.argmax()
 
 
-def test_rows_are_cleared():
-    rows = sampling.Rows(ROWS, SLOTS, VOCAB)
-    rows.set(0, sampling.row_params(params(top_k=3)), 2, 5)
-    sampling.forbid(rows.row_mask(0), [0, 31, 63, 82])
-    assert rows.kind == "filtered" and int(rows.mask[0, 0]) == 0x7FFFFFFE
-    rows.clear()
-    assert rows.kind == "greedy" and (rows.ints[:, 0] == SLOTS).all() and (rows.mask == -1).all()
-    assert (rows.row_mask(0) == -1).all()
+def test_rows_are_filled_anew():
+    """A slot's parameters are those of the last sequence in it, and rows behind are void."""
+    slots, rows = sampling.SlotParams(SLOTS), np.full((ROWS, sampling.ROW_WORDS), 77, np.int32)
+    slots.set(2, params(logit_bias=((1, 1.0),)))
+    slots.set(2, params(top_k=3, temperature=0.5, seed=2**32 + 5))
+    slots.set(7, params(temperature=0, presence_penalty=1.5))
+    assert slots.fill(rows, [2, SLOTS], [9, 1]) == "filtered"
+    assert rows[0, : sampling.NUM_INTS].tolist() == [2, 3, 1, 5, 9, SLOTS]
+    assert rows[0, sampling.NUM_INTS :].view(np.float32).tolist() == [0.5, 1, 0, 1, 0, 0]
+    assert (rows[1:, [0, 5]] == SLOTS).all() and (rows[2:] == rows[2]).all()
+    assert slots.fill(rows, [7], [0]) == "full" and rows[0, 5] == 7
+    assert slots.fill(rows, [], []) == "greedy" and (rows == rows[0]).all()
+
+
+def test_masks():
+    mask = sampling.allow_all(2, VOCAB)
+    sampling.forbid(mask[0], [0, 31, 63, 82])
+    assert mask.shape == (2, 3) and mask[0].view(np.uint32).tolist() == [
+        0x7FFFFFFE, 0x7FFFFFFF, 0xFFFFFFFF ^ 1 << 18
+    ]  # fmt: skip
+    assert (mask[1] == -1).all()
 
 
 def test_too_many_biases():

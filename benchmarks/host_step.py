@@ -1,0 +1,103 @@
+"""What a step costs the host: the engine on a device that takes no time, full of decodes.
+
+    python -m benchmarks.host_step
+
+The sequences, their pages, the plan and the texts are those of a real server; only the two
+executables are not run. What JAX needs to launch those is not in these times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import dataclasses
+import itertools
+import pstats
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks import shapes
+from benchmarks.report import log
+from jax_attn.models import Model
+from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.events import PHASES
+from jax_attn.serve.request import SamplingParams, Sequence
+from jax_attn.serve.sampling import Sampled
+
+VOCAB = shapes.SHAPES["qwen3-0.6b"]["vocab_size"]
+
+
+def make_engine(num_running: int, context: int) -> Engine:
+    """Of a small model with the vocabulary of a large one."""
+    model = shapes.make_model("qwen3-0.6b", tiny=True, dtype="float32")
+    config = dataclasses.replace(model.config, vocab_size=VOCAB)  # its weights are never used
+    model = Model(config, model.params, shapes.make_tokenizer(VOCAB))
+    pages_each = (context + 512) // 16
+    capacities = EngineConfig(
+        num_pages=num_running * pages_each, max_running=num_running, max_step_tokens=8192
+    )
+    engine = Engine(model, capacities)
+    generator = np.random.default_rng(0)
+    vocab = model.config.vocab_size
+    answers = itertools.cycle(generator.integers(2, vocab, (64, num_running)).astype(np.int32))
+
+    def sample(*_: Any) -> Sampled:
+        return Sampled(next(answers))
+
+    engine.device.forward = lambda _: "scores"  # type: ignore
+    engine.device.sample = sample  # type: ignore[method-assign]
+    for i in range(num_running):
+        tokens = generator.integers(2, vocab, context).tolist()
+        params = SamplingParams(max_tokens=500, temperature=0.0, seed=i, ignore_eos=True)
+        engine.submit([Sequence(f"{i}", f"{i}", tokens, context, params)])
+    return engine
+
+
+def measure(num_running: int, context: int, num_steps: int) -> dict[str, float]:
+    """Median microseconds of a step in which all decode, by phase; "step" is processor time."""
+    engine = make_engine(num_running, context)
+    while engine.scheduler.waiting or engine.step_stats.num_decodes < num_running:
+        engine.step()
+    phases: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "step")}
+    for _ in range(num_steps):
+        begin = time.thread_time()
+        engine.step()
+        seconds = engine.step_stats.seconds | {"step": time.thread_time() - begin}
+        for phase, s in seconds.items():
+            phases[phase].append(1e6 * s)
+    return {phase: round(statistics.median(us), 1) for phase, us in phases.items()}
+
+
+def profile(num_running: int, context: int, num_steps: int) -> None:
+    engine = make_engine(num_running, context)
+    while engine.scheduler.waiting or engine.step_stats.num_decodes < num_running:
+        engine.step()
+    with cProfile.Profile() as profiler:
+        for _ in range(num_steps):
+            engine.step()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_step", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--running", type=int, nargs="+", default=[1, 64, 256], help="sequences that decode")
+    add("--context", type=int, default=512, help="tokens of each")
+    add("--steps", type=int, default=200)
+    add("--profile", action="store_true", help="say which functions, instead")
+    arguments = parser.parse_args()
+    for num_running in arguments.running:
+        load = num_running, arguments.context, arguments.steps
+        if arguments.profile:
+            profile(*load)
+        else:
+            log(f"{num_running} x {arguments.context}: {measure(*load)} us")
+
+
+if __name__ == "__main__":
+    main()
