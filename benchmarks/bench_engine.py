@@ -25,9 +25,10 @@ import jax
 import numpy as np
 
 from benchmarks import device_trace, ops, report, shapes
+from benchmarks.bench import Bench
 from benchmarks.report import Ceilings, Row, log
 from jax_attn.models import Model
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine, EngineConfig, capacities
 from jax_attn.serve.events import PHASES
 from jax_attn.serve.request import SamplingParams, Sequence
 from jax_attn.serve.scheduler import Scheduler
@@ -56,6 +57,11 @@ FULL = Load(64, 8192, 1024, 2048, 128, 256, (100, 1024), 16)
 TINY = Load(8, 256, 64, 64, 16, 12, (4, 40), 4)
 NUM_PAGES = {"llama-3.1-8b": 10240, "qwen3-0.6b": 12288}  # 22 GB each; the tiny ones take less
 PAGE_SIZE = 16
+# Of XLA's options, for decodes. Without Triton all matmuls are cuBLAS's.
+VARIANTS = {
+    "cublas": {"xla_gpu_enable_triton_gemm": False},
+    "no-split-k": {"xla_gpu_enable_split_k_autotuning": False},
+}
 
 
 class Step:
@@ -95,11 +101,11 @@ class Driver:
         """Since the engine was warm."""
         return self.engine.device.num_compiles_after_warm_up
 
-    def restart(self, prefix_cache: bool = True) -> None:
-        """A scheduler that knows nothing, on the same device."""
+    def restart(self, **changes: Any) -> None:
+        """A scheduler that knows nothing, on the same device. changes: of the engine's config."""
         assert not self.engine.has_work
-        config = dataclasses.replace(self.engine.scheduler.config, prefix_cache=prefix_cache)
-        self.engine.scheduler = Scheduler(config)
+        config = dataclasses.replace(self.engine.config, **changes)
+        self.engine.scheduler = Scheduler(capacities(config, self.model.config.max_positions))
 
     def prompt(self, length: int) -> list[int]:
         seed = next(self._ids)
@@ -177,16 +183,11 @@ class Driver:
         return max(bytes_us, self.flops(step) / ceilings.flops_per_us)
 
 
-class Bench:
-    """One run. Rows gather in `rows`; anything that fails is named in `failures` and skipped."""
-
+class EngineBench(Bench):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
+        super().__init__(arguments)
         self.load = TINY if arguments.tiny else FULL
-        self.rows: list[Row] = []
-        self.failures: list[str] = []
         self.drivers: dict[str, Driver] = {}
-        self.ceilings = Ceilings(ops.NOMINAL.bytes_per_us, ops.NOMINAL.flops_per_us)
         self.path = arguments.out or report.RESULTS / f"{report.device_name()}-engine.json"
 
     def run(self) -> None:
@@ -198,42 +199,25 @@ class Bench:
                 continue
             for part in self.parts_of(shape):
                 self.guard(f"{shape}, {part.__name__}", lambda: part(shape, driver))  # noqa: B023
-        for shape, driver in self.drivers.items():
-            self.guard(f"{shape}, variant", lambda: self.variant(shape, driver))  # noqa: B023
 
     def parts_of(self, shape: str) -> list[Callable[[str, Driver], None]]:
         if shape == "qwen3-0.6b":
-            return [self.throughput]
-        return [self.decode, self.prefill, self.shared_prefix]
+            return [self.throughput, self.variants]
+        return [self.decode, self.variants, self.prefill, self.chunks, self.shared_prefix]
 
-    def guard(self, name: str, action: Callable[[], Any]) -> None:
+    def guard(self, name: str, action: Callable[[], Any]) -> bool:
         if report.elapsed_s() > self.arguments.budget:
             self.fail(name, f"{self.arguments.budget} s are over")
-            return
-        try:
-            action()
-        except Exception as error:
-            self.fail(name, f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+            return False
+        if not (done := super().guard(name, action)):
             for driver in self.drivers.values():
                 driver.recover()
-        self.write()
-
-    def fail(self, name: str, message: str) -> None:
-        self.failures.append(f"{name}: {message}")
-        log(f"FAILED {name}: {message}")
+        self.write()  # what a run that is cut short has measured is kept
+        return done
 
     def write(self) -> None:
-        """After every part: what a run that is cut short has measured is kept."""
         if self.rows:
             report.write(self.path, self.rows, self.ceilings, failures=self.failures)
-
-    def measure_ceilings(self) -> None:
-        self.ceilings, rows = ops.measure_ceilings()
-        self.rows += rows
-        log(
-            f"ceilings: read {self.ceilings.bytes_per_us / 1e6:.2f} TB/s,"
-            f" bf16 matmul {self.ceilings.flops_per_us / 1e6:.0f} TFLOP/s"
-        )
 
     # ---- parts ---------------------------------------------------------------------------------
 
@@ -357,7 +341,7 @@ class Bench:
         shared = driver.prompt(load.shared_prefix)
         ttft_us: dict[bool, float] = {}
         for prefix_cache in (False, True):
-            driver.restart(prefix_cache)
+            driver.restart(prefix_cache=prefix_cache)
             prompts = [shared + driver.prompt(load.own_prompt) for _ in range(load.num_running)]
             ttft_us[prefix_cache] = driver.mean_ttft_us(prompts)
         stats = driver.engine.stats()
@@ -412,44 +396,52 @@ class Bench:
         name = f"serve/{shape}/decode/{load.num_requests}x{context}"
         self.measure_decode(name, driver, load.num_requests, context, traced=True)
 
-    def variant(self, shape: str, driver: Driver) -> None:
-        """Whether XLA reads the stacked weights where they are: cuBLAS can, as a part of a dynamic
-        slice fusion. Of its own choice XLA copies each layer's, for its Triton matmuls."""
+    def chunks(self, shape: str, driver: Driver) -> None:
+        """Steps in which all decode and prompts have the rest of a bucket: what a larger chunk of
+        prompts costs those who decode, and what it gives those who wait."""
+        load, engine = self.load, driver.engine
+        num_decodes = load.num_running - 1
+        driver.restart(prefix_cache=False)
+        scheduler = engine.scheduler
+        driver.submit([driver.prompt(load.context) for _ in range(num_decodes)], 8 * load.context)
+        driver.run(-(-num_decodes * load.context // load.max_step_tokens) + 4)
+        for num_tokens in (bucket.num_tokens for bucket in engine.device.buckets):
+            chunk = num_tokens - num_decodes
+            if chunk < 4 * num_decodes:
+                continue
+            scheduler.config = dataclasses.replace(scheduler.config, prefill_chunk=chunk)
+            driver.submit([driver.prompt(2 * chunk) for _ in range(5)], 1)
+            steps = [s for s in driver.run(14) if sum(s.qo_lens) == num_tokens][1:]
+            us = statistics.median(s.us for s in steps)
+            middle = steps[len(steps) // 2]
+            name = f"serve/{shape}/mixed/{num_decodes}x{load.context}+{chunk}"
+            row = Row(name, us, flops=driver.flops(middle), bytes=driver.num_bytes(middle))
+            row.parts_floor_us = driver.floor_us(middle, self.ceilings)
+            row.more = {"prompt_tokens_per_s": round(1e6 * chunk / us), "steps": len(steps)}
+            self.rows.append(row)
+            log(f"{name}: {us:.0f} us, floor {row.parts_floor_us:.0f}, {row.more}")
+            driver.run(8)  # what is left of the prompts
+        driver.abort_all()
+        driver.restart()
+
+    def variants(self, shape: str, driver: Driver) -> None:
+        """The largest bucket of decodes, compiled otherwise."""
         device, num_running = driver.engine.device, driver.engine.config.max_running
-        scanned = device._forward
-        options = {
-            "xla_gpu_enable_triton_gemm": False,
-            "xla_gpu_enable_dynamic_slice_fusion": True,
-        }
-        fused = jax.jit(
-            scanned.__wrapped__,
-            donate_argnames=("k_pages", "v_pages"),
-            compiler_options=options if ops.on_gpu() else None,
-        )
-
-        def forward(params: Any, inputs: Any, *rest: Any) -> Any:
-            """Prompts, which are not measured, need not be compiled again."""
-            is_decode = inputs.shape[1] == num_running
-            return (fused if is_decode else scanned)(params, inputs, *rest)
-
-        device._forward = forward
+        bucket = next(b for b in device.buckets if b.num_tokens == num_running)
         context = self.load.context // (1 if num_running == self.load.num_running else 2)
-        name = f"serve/{shape}/decode/{num_running}x{context}#cublas"
-        try:
-            self.measure_decode(name, driver, num_running, context, traced=True)
-        finally:
-            device._forward = scanned
+        chosen = device.executable(bucket)
+        for name, options in VARIANTS.items() if ops.on_gpu() else [("plain", {})]:
+            name = f"serve/{shape}/decode/{num_running}x{context}#{name}"
 
-    # ---- the end -------------------------------------------------------------------------------
+            def measure(name: str = name, options: Any = options) -> None:
+                begin = time.perf_counter()
+                compiled = device.compile_forward(bucket, options)
+                log(f"{name}: compiled in {time.perf_counter() - begin:.1f} s")
+                device.use(bucket, compiled)
+                self.measure_decode(name, driver, num_running, context, traced=True)
 
-    def finish(self) -> int:
-        self.write()
-        log(f"wrote {self.path}")
-        print(report.table(self.rows, self.ceilings))
-        for failure in self.failures:
-            print(f"FAILED {failure}")
-        sys.stdout.flush()
-        return 1 if self.failures else 0
+            self.guard(name, measure)
+            device.use(bucket, chosen)
 
 
 def _phases_us(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
@@ -476,17 +468,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> int:
-    arguments = parse_arguments()
+if __name__ == "__main__":
     # Weights, two caches and NVRTC's kernels: nearly all of the memory, taken once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    bench = Bench(arguments)
-    try:
-        bench.run()
-    except KeyboardInterrupt:
-        bench.fail("interrupted", "rows so far follow")
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(EngineBench(parse_arguments()).main())

@@ -76,19 +76,15 @@ if ARGUMENTS is not None:
 import jax  # noqa: E402
 
 from benchmarks import compile_time, decode_step, ops, report, timing, workloads  # noqa: E402
-from benchmarks.report import Ceilings, Row, log  # noqa: E402
+from benchmarks.bench import Bench  # noqa: E402
+from benchmarks.report import Row, log  # noqa: E402
 from jax_attn import _core  # noqa: E402
 
 
-class Bench:
-    """One run. Rows gather in `rows`; anything that fails is named in `failures` and skipped."""
-
+class GpuBench(Bench):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.rows: list[Row] = []
-        self.failures: list[str] = []
+        super().__init__(arguments)
         self.missing_peers: list[str] = []
-        self.ceilings = Ceilings(ops.NOMINAL.bytes_per_us, ops.NOMINAL.flops_per_us)
         self.data: ops.AttentionData | None = None
         self.build_log = tempfile.TemporaryFile("w+")
         self.variants = [ops.parse_variant(text) for text in arguments.variant or [""]]
@@ -123,16 +119,6 @@ class Bench:
         log(f"kernels: {_core.jit_stats()}")
         self.guard("peers", lambda: self.collect_peers(build))
 
-    def guard(self, name: str, action: Any) -> None:
-        try:
-            action()
-        except Exception as error:
-            self.fail(name, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
-
-    def fail(self, name: str, message: str) -> None:
-        self.failures.append(f"{name}: {message}")
-        log(f"FAILED {name}: {message}")
-
     def miss(self, peer: str, message: str) -> None:
         """A peer that is not installed or not done is no failure of ours."""
         self.missing_peers.append(f"{peer}: {message}")
@@ -157,14 +143,6 @@ class Bench:
             self.rows.append(row)
             log(f"{row.workload}: {kernel['milliseconds']:.0f} ms, {kernel['origin']}")
         log(f"second process: {second['compiled']} compiled, {second['disk_hits']} from disk")
-
-    def measure_ceilings(self) -> None:
-        self.ceilings, rows = ops.measure_ceilings()
-        self.rows += rows
-        log(
-            f"ceilings: read {self.ceilings.bytes_per_us / 1e6:.2f} TB/s,"
-            f" bf16 matmul {self.ceilings.flops_per_us / 1e6:.0f} TFLOP/s"
-        )
 
     def measure(self, workload: workloads.Workload, variant: dict[str, Any]) -> None:
         if workload.kind == "plan":  # on the host: nothing of the device bounds it
@@ -290,18 +268,13 @@ class Bench:
 
     # ---- the end -------------------------------------------------------------------------------
 
-    def finish(self) -> int:
+    def write(self) -> None:
         a = self.arguments
         path = a.out or report.RESULTS / f"{report.device_name()}.json"
         if a.out or not (a.quick or a.tiny or a.select or a.variant):
             more = {"failures": self.failures, "missing_peers": self.missing_peers}
             report.write(path, self.rows, self.ceilings, **more)
             log(f"wrote {path}")
-        print(report.table(self.rows, self.ceilings))
-        for failure in self.failures:
-            print(f"FAILED {failure}")
-        sys.stdout.flush()
-        return 1 if self.failures else 0
 
 
 def _start_peer(name: str, options: list[str], output: Any = None) -> subprocess.Popen[Any]:
@@ -314,15 +287,6 @@ def _first(o: Any) -> Any:
     return o[0] if isinstance(o, list) else o
 
 
-def main(arguments: argparse.Namespace) -> int:
-    bench = Bench(arguments)
-    try:
-        bench.run()
-    except KeyboardInterrupt:
-        bench.fail("interrupted", "rows so far follow")
-    return bench.finish()
-
-
 if __name__ == "__main__":
     assert ARGUMENTS is not None
-    sys.exit(main(ARGUMENTS))
+    sys.exit(GpuBench(ARGUMENTS).main())

@@ -154,13 +154,8 @@ class Device:
         tasks: dict[str, Callable[[], Any]] = {
             "slot": partial(_compile, sampling.set_slot, self._state, np.int32(0), *arrays)
         }
-        cache = self._k_pages, self._v_pages
         for bucket in self.buckets:
-            forward = jax.jit(buckets.make_forward(self._config, bucket), donate_argnums=(3, 4))
-            words = jax.ShapeDtypeStruct((sum(bucket.sizes),), jnp.int32)
-            tasks[_forward_name(bucket)] = partial(
-                _compile, forward, self._params, words, self._state.last_tokens, *cache
-            )
+            tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         for num_rows, mask in self._allow_all.items():
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)
             rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32)
@@ -168,6 +163,24 @@ class Device:
                 sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
                 tasks[_sample_name(num_rows, kind)] = partial(sample, kind=kind)
         return tasks
+
+    def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Any:
+        """An executable of the bucket's forward pass. options: of XLA."""
+        forward = jax.jit(
+            buckets.make_forward(self._config, bucket),
+            donate_argnums=(3, 4),
+            compiler_options=options,
+        )
+        words = jax.ShapeDtypeStruct((sum(bucket.sizes),), jnp.int32)
+        last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages)
+        return _compile(forward, self._params, words, last_tokens, *cache)
+
+    def executable(self, bucket: Bucket) -> Any:
+        return self._executables[_forward_name(bucket)]
+
+    def use(self, bucket: Bucket, executable: Any) -> None:
+        """From now on, for `forward`: how a benchmark compares what XLA makes of a bucket."""
+        self._executables[_forward_name(bucket)] = executable
 
     def _run_all(self) -> None:
         """What a first run does beside: kernels are loaded, graphs are captured."""

@@ -102,9 +102,9 @@ class Engine:
             max_entries=config.max_grammars,
         )
         self._texts = Texts(model.tokenizer)
-        capacities = _capacities(config, model.config.max_positions)
-        self.scheduler = Scheduler(capacities)
-        self.device = Device(model, capacities, config.batch_invariant)
+        core = capacities(config, model.config.max_positions)
+        self.scheduler = Scheduler(core)
+        self.device = Device(model, core, config.batch_invariant)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
         self._pending: _Launched | None = None
@@ -418,7 +418,8 @@ class Engine:
         self._seconds[name] += seconds
 
 
-def _capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
+def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
+    """What the scheduler needs to know."""
     pages_each = -(-max_positions // config.page_size)
     # Shared pages count once for each sequence, so it may be more than there are.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)

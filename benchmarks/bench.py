@@ -1,0 +1,62 @@
+"""What every benchmark is: parts that may fail, rows that gather, a table and a file in the end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import ops, report
+from benchmarks.report import Ceilings, Row, log
+
+
+class Bench:
+    """One run. Rows gather in `rows`; anything that fails is named in `failures` and skipped."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+        self.ceilings = Ceilings(ops.NOMINAL.bytes_per_us, ops.NOMINAL.flops_per_us)
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def write(self) -> None:
+        """The results file, where the run has one."""
+        raise NotImplementedError
+
+    def guard(self, name: str, action: Callable[[], Any]) -> bool:
+        """Whether `action` did not fail."""
+        try:
+            action()
+            return True
+        except Exception as error:
+            self.fail(name, f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+            return False
+
+    def fail(self, name: str, message: str) -> None:
+        self.failures.append(f"{name}: {message}")
+        log(f"FAILED {name}: {message}")
+
+    def measure_ceilings(self) -> None:
+        self.ceilings, rows = ops.measure_ceilings()
+        self.rows += rows
+        log(
+            f"ceilings: read {self.ceilings.bytes_per_us / 1e6:.2f} TB/s,"
+            f" bf16 matmul {self.ceilings.flops_per_us / 1e6:.0f} TFLOP/s"
+        )
+
+    def main(self) -> int:
+        """Runs; the exit status."""
+        try:
+            self.run()
+        except KeyboardInterrupt:
+            self.fail("interrupted", "rows so far follow")
+        self.write()
+        print(report.table(self.rows, self.ceilings))
+        for failure in self.failures:
+            print(f"FAILED {failure}")
+        sys.stdout.flush()
+        return 1 if self.failures else 0
