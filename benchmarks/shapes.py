@@ -2,15 +2,22 @@
 
 A shape is the object of a config.json. The tokenizer has a text for each token of the vocabulary,
 so that the host does what it would do for a real model.
+
+    python -m benchmarks.shapes qwen3-0.6b DIRECTORY       writes it, for `jax_attn.serve --model`
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
@@ -99,6 +106,29 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
+    """A model directory: config.json, tokenizer.json, and random weights in f16."""
+    from safetensors.numpy import save_file
+
+    from jax_attn.models.weights import file_shapes
+
+    raw = SHAPES[shape] | (_TINY if tiny else {})
+    config = models.parse_config(raw)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    make_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
+    # One long row of numbers for all: what they are does not matter, and drawing takes a minute.
+    numbers = np.random.default_rng(0).standard_normal(10_000_019, np.float32).astype(np.float16)
+    tensors, begin = {}, 0
+    for name, sizes in file_shapes(config).items():
+        count = math.prod(sizes)
+        taken = np.resize(np.roll(numbers, -begin % len(numbers)), count).reshape(sizes)
+        begin += count
+        is_norm = name.endswith("norm.weight")
+        tensors[name] = taken * 0 + 1 if is_norm else taken * np.float16(sizes[-1] ** -0.5)
+    save_file(tensors, directory / "model.safetensors")
+
+
 # ---- what a step cannot do without -------------------------------------------------------------
 
 
@@ -128,3 +158,12 @@ def step_flops(model: Model, qo_lens: list[int], kv_lens: list[int]) -> float:
     )  # of a query and a key that it sees
     attention = 4.0 * c.num_layers * c.num_qo_heads * c.head_dim * pairs
     return per_token * sum(qo_lens) + per_row * len(qo_lens) + attention
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shapes")
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="tries what is to be done with it")
+    arguments = parser.parse_args()
+    write_directory(arguments.shape, arguments.directory, arguments.tiny)

@@ -96,6 +96,8 @@ class AsyncEngine:
     async def generate(self, seqs: Seq[Sequence]) -> AsyncIterator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
+        Whoever reads slower than the engine works gets several tokens in an event.
+
         Closing or cancelling the iterator aborts what is left, before the next step.
 
         Raises:
@@ -109,7 +111,7 @@ class AsyncEngine:
             self._command(lambda: self._submit(seqs, subscriber, submitted))
             await asyncio.wrap_future(submitted)
             while left:
-                for event in await subscriber.events.get():
+                for event in _all_news(await subscriber.events.get(), subscriber.events):
                     if event.finish_reason is not None:
                         left.discard(event.seq_id)
                     yield event
@@ -241,6 +243,21 @@ class AsyncEngine:
         if self.failure is None:
             self._abort(set(left))
             self._publish(at_rest=True)
+
+
+def _all_news(first: list[TokenEvent], events: asyncio.Queue[list[TokenEvent]]) -> list[TokenEvent]:
+    """What has come by now, an event for each sequence: a server that cannot keep up with the
+    engine token by token writes fewer, longer chunks, and so does keep up."""
+    if events.empty():
+        return first
+    news = {event.seq_id: event for event in first}
+    while not events.empty():
+        for event in events.get_nowait():
+            if event.seq_id in news:
+                news[event.seq_id].extend(event)
+            else:
+                news[event.seq_id] = event
+    return list(news.values())
 
 
 def _put(batches: dict[_Subscriber, list[TokenEvent]]) -> None:

@@ -30,6 +30,16 @@ class TokenEvent:
     num_cached_tokens: int | None = None  # of the prompt; in the first event that has tokens
     error: str | None = None  # a sentence, with finish_reason 'error'
 
+    def extend(self, later: TokenEvent) -> None:
+        """Makes this the news of both."""
+        self.tokens += later.tokens
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        self.finish_reason, self.error = later.finish_reason, later.error
+        if later.num_cached_tokens is not None:
+            self.num_cached_tokens = later.num_cached_tokens
+
 
 @dataclass(slots=True)
 class StepStats:

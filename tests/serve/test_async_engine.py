@@ -98,14 +98,37 @@ def test_streams(engine):
             for result in results:
                 assert all(one == alone for one in result.values())
             assert len(alone[0]) == 20 and alone[1] is FinishReason.LENGTH
-            num_events = 0
-            async for _ in engine.generate([sequence()]):
-                num_events += 1
-            assert num_events >= 20
             assert not engine._subscribers  # nothing is kept of those that are done
 
     asyncio.run(main())
-    assert engine.stats()["generated_tokens"] == 20 * (1 + 18 + 1)
+    assert engine.stats()["generated_tokens"] == 20 * (1 + 18)
+
+
+def test_a_slow_reader_gets_more_at_once(engine):
+    """The same tokens, texts and logprobs in fewer events."""
+
+    async def main():
+        async with running(engine):
+            whole = [event async for event in engine.generate([sequence(logprobs=1)])]
+            events = []
+            async for event in engine.generate([sequence(logprobs=1), sequence()]):
+                events.append(event)
+                deadline = time.monotonic() + 20
+                while engine.stats()["running"] and time.monotonic() < deadline:
+                    time.sleep(0.01)  # the event loop has no turn
+            assert len(events) <= 4
+            logged, plain = (
+                [event for event in events if (event.logprobs is None) == is_plain]
+                for is_plain in (False, True)
+            )
+            for parts in (logged, plain):
+                assert sum((e.tokens for e in parts), []) == sum((e.tokens for e in whole), [])
+                assert "".join(e.text for e in parts) == "".join(e.text for e in whole)
+                assert parts[0].num_cached_tokens is not None
+                assert parts[-1].finish_reason is FinishReason.LENGTH
+            assert [x for e in logged for x in e.logprobs] == [x for e in whole for x in e.logprobs]
+
+    asyncio.run(main())
 
 
 def test_ready_only_when_compiled(engine, monkeypatch):
