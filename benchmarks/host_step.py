@@ -42,7 +42,7 @@ def make_engine(num_running: int, context: int) -> Engine:
     engine = Engine(model, capacities)
     generator = np.random.default_rng(0)
     vocab = model.config.vocab_size
-    answers = itertools.cycle(generator.integers(2, vocab, (64, num_running)).astype(np.int32))
+    answers = itertools.cycle(generator.integers(2, 4096, (64, num_running)).astype(np.int32))
 
     def sample(*_: Any) -> Sampled:
         return Sampled(next(answers))
