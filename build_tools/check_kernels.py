@@ -91,6 +91,23 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(256, 2, 16, logits_soft_cap=50.0, window_left=4096)
     yield spec(256, 8, None, causal=False)
     yield spec(256, 4, 1, schedule="fixed_split", kv_split=1024)
+    # MLA: blocks of up to 64 heads, 32 where shared memory is short.
+    for heads, page_size, options in (
+        (128, 1, {}),
+        (16, 64, {}),
+        (24, 5, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
+        (77, None, {"causal": False}),
+        (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
+    ):
+        yield dataclasses.replace(
+            spec(128, 1, page_size, **options),
+            num_qo_heads=heads,
+            num_kv_heads=1,
+            head_dim_qk=576,
+            head_dim_vo=512,
+            mla=True,
+            sm_scale=192**-0.5,
+        )
     # f32 has a kernel of its own.
     yield spec(64, 1, None, dtype="float32", causal=False)
     yield spec(128, 4, 16, dtype="float32", window_left=100, logits_soft_cap=30.0)

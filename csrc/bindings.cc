@@ -51,6 +51,7 @@ nb::dict ToDict(Struct value) {
 AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
   AttentionProblem problem;
   FromDict(spec, &problem.spec);
+  SettleHeadBlocks(&problem.spec);
   problem.config = SelectAttention(problem.spec);
   FromDict(overrides, &problem.config);
   FillCapacities(&problem);
@@ -140,8 +141,6 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
 
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  m.attr("plan_magic") = kPlanMagic;
-  m.attr("plan_version") = kPlanVersion;
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")

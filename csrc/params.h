@@ -156,6 +156,7 @@ struct AttentionParams {
   i32 group_size;  // num_qo_heads / num_kv_heads
   i32 head_dim_qk;
   i32 head_dim_vo;
+  i32 mla;                // 1: v is the first head_dim_vo columns of k, which has one head
   i32 page_size;          // 0: ragged
   i32 window_left;        // -1: unlimited
   i32 window_right;       // -1: unlimited; causal is 0
@@ -166,7 +167,8 @@ struct AttentionParams {
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
 struct AppendParams {
   void* k_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk], in place
-  void* v_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_vo], in place
+  void* v_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_vo], in place;
+                      // null with mla, whose k_pages hold the values, too
   const void* k_new;  // [max_qo_tokens, num_kv_heads, head_dim_qk]
   const void* v_new;  // [max_qo_tokens, num_kv_heads, head_dim_vo]
   const i32* layer;   // [1] or null: 0

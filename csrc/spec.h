@@ -20,9 +20,10 @@ inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 // What the user asked for. Units: tokens unless said.
 struct AttentionSpec {
   int64_t num_qo_heads = 0;
-  int64_t num_kv_heads = 0;
+  int64_t num_kv_heads = 0;  // mla: the blocks of query heads that read the one latent head
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
+  int64_t mla = 0;  // 1: v is the first head_dim_vo columns of k, which has one head
   int64_t dtype = kBF16;
   int64_t window_left = -1;   // -1: unlimited
   int64_t window_right = -1;  // -1: unlimited; causal is 0
@@ -39,7 +40,10 @@ struct AttentionSpec {
   int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
   int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
 
-  int64_t group_size() const { return num_qo_heads / num_kv_heads; }
+  // Query heads of a kv head; of mla's last block, perhaps beyond num_qo_heads.
+  int64_t group_size() const { return (num_qo_heads + num_kv_heads - 1) / num_kv_heads; }
+  // Heads that k and v have in memory.
+  int64_t num_stored_heads() const { return mla ? 1 : num_kv_heads; }
   bool paged() const { return page_size > 0; }
   bool causal() const { return window_right == 0; }
 };
@@ -72,6 +76,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("num_kv_heads", s.num_kv_heads);
   visit("head_dim_qk", s.head_dim_qk);
   visit("head_dim_vo", s.head_dim_vo);
+  visit("mla", s.mla);
   visit("dtype", s.dtype);
   visit("window_left", s.window_left);
   visit("window_right", s.window_right);

@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 
 ffi_api_version: tuple[int, int]
-plan_magic: int
-plan_version: int
 
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import ffi
-from jax_attn.operands import as_stacked, check_array, check_data, layer_operand, refuse_vmap
+from jax_attn.operands import (
+    as_stacked,
+    check_array,
+    check_data,
+    check_values,
+    layer_operand,
+    refuse_vmap,
+)
 from jax_attn.plan import AttentionPlan
 from jax_attn.plan import plan as make_plan
 from jax_attn.spec import AttentionSpec
@@ -21,7 +28,7 @@ from jax_attn.spec import AttentionSpec
 def attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     plan: AttentionPlan,
     *,
     layer: Any = None,
@@ -32,7 +39,7 @@ def attention(
 def attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     plan: AttentionPlan,
     *,
     layer: Any = None,
@@ -42,7 +49,7 @@ def attention(
 def attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     plan: AttentionPlan,
     *,
     layer: Any = None,
@@ -55,8 +62,9 @@ def attention(
         tokens are not read.
     k: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading [num_layers]
         and `layer`; for a ragged spec [max_kv_tokens, num_kv_heads, head_dim_qk].
-    v: the same with head_dim_vo. Slots beyond a request's kv_len and pages that no request owns
-        never influence a result, whatever they hold.
+    v: the same with head_dim_vo; None with mla, where k holds the values, too. Slots beyond a
+        request's kv_len and pages that no request owns never influence a result, whatever they
+        hold.
     layer: int or i32 scalar, which may be traced; None for an unstacked cache.
     sinks: [num_qo_heads], f32, or None. One extra logit per head that takes part in the softmax
         and has no value; counted once.
@@ -79,7 +87,7 @@ def attention(
         assert spec.max_kv_tokens is not None
         k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
         k = check_array("attention", "k", k, k_shape, spec.dtype)
-        v = check_array("attention", "v", v, v_shape, spec.dtype)
+        v = check_values("attention", "v", v, v_shape, spec.dtype)
     if sinks is not None:
         sinks = check_array("attention", "sinks", sinks, (spec.num_qo_heads,), "float32")
     layer_index = layer_operand("attention", layer, k.shape[0])

@@ -52,7 +52,7 @@ def plan(
 def attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     plan_buffer: jax.Array,
     layer: jax.Array,
     sinks: jax.Array | None,
@@ -66,32 +66,32 @@ def attention(
             jax.ShapeDtypeStruct((spec.workspace_words,), jnp.int32),
         ),
     )
-    operands = (q, k, v, plan_buffer, layer) + (() if sinks is None else (sinks,))
+    operands = (q, k, k if v is None else v, plan_buffer, layer) + (
+        () if sinks is None else (sinks,)
+    )
     o, lse, _ = call(*operands, problem=spec.problem_words, poison=config.poison)
     return o, lse
 
 
 def append_kv(
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     k_new: jax.Array,
-    v_new: jax.Array,
+    v_new: jax.Array | None,
     plan_buffer: jax.Array,
     layer: jax.Array,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
+    given = (k_pages,) if v_pages is None else (k_pages, v_pages)
     call = jax.ffi.ffi_call(
         "jax_attn_append_kv",
-        (
-            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
-            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
-        ),
-        input_output_aliases={0: 0, 1: 1},
+        tuple(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in given),
+        input_output_aliases={0: 0} if v_pages is None else {0: 0, 4: 1},
     )
-    k_pages, v_pages = call(
-        k_pages, v_pages, k_new, v_new, plan_buffer, layer, problem=spec.problem_words
-    )
-    return k_pages, v_pages
+    values = () if v_pages is None else (v_pages, v_new)
+    operands = (k_pages, k_new, plan_buffer, layer, *values)
+    k_out, *v_out = call(*operands, problem=spec.problem_words)
+    return k_out, v_out[0] if v_out else None
 
 
 def merge_states(

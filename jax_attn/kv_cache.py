@@ -8,19 +8,26 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn import ffi
-from jax_attn.operands import as_stacked, check_array, check_data, layer_operand, refuse_vmap
+from jax_attn.operands import (
+    as_stacked,
+    check_array,
+    check_data,
+    check_values,
+    layer_operand,
+    refuse_vmap,
+)
 from jax_attn.plan import AttentionPlan
 
 
 def append_kv(
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     k_new: jax.Array,
-    v_new: jax.Array,
+    v_new: jax.Array | None,
     plan: AttentionPlan,
     *,
     layer: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Writes the batch's new keys and values into their pages, in place.
 
     Query token i of a request goes to position kv_len - qo_len + i: kv_lens of the plan include the
@@ -29,7 +36,7 @@ def append_kv(
 
     k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading
         [num_layers] and `layer`. Models pass the stacked cache: slicing it makes XLA copy.
-    v_pages: the same with head_dim_vo.
+    v_pages: the same with head_dim_vo; None with mla, as is v_new.
     k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond the plan's tokens are not read.
     v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
     layer: int or i32 scalar, which may be traced; None for an unstacked cache.
@@ -41,11 +48,13 @@ def append_kv(
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
     k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
-    v_new = check_array("append_kv", "v_new", v_new, v_shape, spec.dtype)
+    v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
     k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
     layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
     check_data("append_kv", plan, layer_index, k_stacked.shape)
     k_stacked, v_stacked = refuse_vmap("append_kv", ffi.append_kv)(
         k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, spec
     )
+    if v_pages is None:
+        return k_stacked.reshape(k_pages.shape), None
     return k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)

@@ -28,11 +28,27 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
     return array
 
 
+def check_values(
+    op: str, name: str, v: Any, shape: tuple[int, ...] | None, dtype: str
+) -> jax.Array | None:
+    """`v` as check_array gives it; None where its shape is None: with mla k holds the values."""
+    if shape is None:
+        if v is not None:
+            raise ValueError(
+                f"{op}: {name}: expected None with mla=True, whose values are columns of k, got"
+                f" {jnp.shape(v)}."
+            )
+        return None
+    if v is None:
+        raise ValueError(f"{op}: {name}: expected {dtype}{list(shape)}, got None.")
+    return check_array(op, name, v, shape, dtype)
+
+
 def as_stacked(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """The paged cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], no copy."""
-    k_pages, v_pages = jnp.asarray(k_pages), jnp.asarray(v_pages)
+    k_pages = jnp.asarray(k_pages)
     rank = 4 if layer is None else 5
     if k_pages.ndim != rank:
         raise ValueError(
@@ -44,14 +60,14 @@ def as_stacked(
     assert spec.page_size is not None
     k_shape, v_shape = spec.kv_shapes(*k_pages.shape[:-4], num_pages, spec.page_size)
     k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype)
-    v_pages = check_array(op, "v_pages", v_pages, v_shape, spec.dtype)
+    v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype)
     if num_pages * spec.page_size >= 2**32 - 1:  # kernels number the rows of a layer in 32 bits
         raise NotImplementedError(
             f"{op}: k_pages: up to 2^32 - 2 token slots a layer are supported, got"
             f" {num_pages * spec.page_size}."
         )
     if layer is None:
-        k_pages, v_pages = k_pages[None], v_pages[None]
+        k_pages, v_pages = k_pages[None], None if v_pages is None else v_pages[None]
     return k_pages, v_pages
 
 

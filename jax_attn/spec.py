@@ -27,9 +27,14 @@ class AttentionSpec:
     Heads and types
         num_qo_heads, num_kv_heads: group size num_qo_heads / num_kv_heads in 1..16.
         head_dim_qk, head_dim_vo: multiples of 8 up to 256; head_dim_vo defaults to head_dim_qk.
+        mla: multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434):
+            one kv head, whose v is the first head_dim_vo columns of k. The cache is one array, each
+            of its rows is read once for both, and v is None wherever k and v are given. Up to 128
+            query heads; head dims up to 576 and 512 (on CUDA multiples of 16 and of 128).
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
     Logits
-        sm_scale: logits = sm_scale * (q . k); None: 1 / sqrt(head_dim_qk).
+        sm_scale: logits = sm_scale * (q . k); None: 1 / sqrt(head_dim_qk). With mla it is the
+            model's, that of its heads before absorption, and must be given.
         logits_soft_cap: c > 0: logits = c * tanh(logits / c), before masks; 0: off.
         causal: a query token sees no later position; the same as window_right=0. Query token i of
             a request sits at position kv_len - qo_len + i.
@@ -60,6 +65,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim_qk: int
     head_dim_vo: int | None = None
+    mla: bool = False
     dtype: str = "bfloat16"
     causal: bool = True
     window_left: int = -1
@@ -90,19 +96,20 @@ class AttentionSpec:
             _refuse(
                 "num_qo_heads", f"a multiple of num_kv_heads={self.num_kv_heads}", self.num_qo_heads
             )
-        if self.group_size > 16:
+        max_group, max_qk, max_vo = (128, 576, 512) if self.mla else (16, 256, 256)
+        if self.group_size > max_group:
             raise NotImplementedError(
-                "AttentionSpec: num_qo_heads / num_kv_heads: 1 to 16 are supported, got"
+                f"AttentionSpec: num_qo_heads / num_kv_heads: 1 to {max_group} are supported, got"
                 f" {self.group_size}."
             )
         if self.head_dim_vo is None:
             settle("head_dim_vo", self.head_dim_qk)
-        for name in ("head_dim_qk", "head_dim_vo"):
+        for name, largest in (("head_dim_qk", max_qk), ("head_dim_vo", max_vo)):
             head_dim = getattr(self, name)
             _require_int(name, head_dim, 1)
-            if head_dim % 8 or head_dim > 256:
+            if head_dim % 8 or head_dim > largest:
                 raise NotImplementedError(
-                    f"AttentionSpec: {name}: multiples of 8 up to 256 are supported, got"
+                    f"AttentionSpec: {name}: multiples of 8 up to {largest} are supported, got"
                     f" {head_dim}; pad q, k, v with zeros."
                 )
         for name in ("window_left", "window_right"):
@@ -113,6 +120,8 @@ class AttentionSpec:
             settle("causal", True)
         if not (np.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
             _refuse("logits_soft_cap", "a finite number >= 0", self.logits_soft_cap)
+        if self.sm_scale is None and self.mla:
+            _refuse("sm_scale", "the model's scale with mla=True, such as (128 + 64) ** -0.5", None)
         if self.sm_scale is None:
             settle("sm_scale", float(self.head_dim_qk) ** -0.5)
         elif not np.isfinite(self.sm_scale):
@@ -122,6 +131,8 @@ class AttentionSpec:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
         settle("target", self.target or default_target())
         parse_target(self.target)  # refuses what it does not know
+        if self.mla:
+            self._check_mla()
         for name in ("num_ctas", "max_items", "max_partial_rows"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
@@ -133,6 +144,29 @@ class AttentionSpec:
                 _refuse("kv_split", f"a multiple of the kernel's tile_kv={tile_kv}", self.kv_split)
         elif self.kv_split is not None:
             _refuse("kv_split", "None unless schedule='fixed_split'", self.kv_split)
+
+    def _check_mla(self) -> None:
+        if self.num_kv_heads != 1:
+            _refuse("num_kv_heads", "1 with mla=True, the latent head", self.num_kv_heads)
+        if self.value_dim > self.head_dim_qk:
+            _refuse(
+                "head_dim_vo",
+                f"at most head_dim_qk={self.head_dim_qk} with mla=True, which takes v from k",
+                self.value_dim,
+            )
+        if self.target == "cpu":
+            return
+        if self.dtype == "float32":
+            raise NotImplementedError(
+                "AttentionSpec: dtype: with mla=True bfloat16 and float16 are supported on CUDA,"
+                " got float32."
+            )
+        for name, multiple in (("head_dim_qk", 16), ("head_dim_vo", 128)):
+            if getattr(self, name) % multiple:
+                raise NotImplementedError(
+                    f"AttentionSpec: {name}: with mla=True multiples of {multiple} are supported on"
+                    f" CUDA, got {getattr(self, name)}."
+                )
 
     def _settle_storage(self, settle: Any) -> None:
         """Exactly the capacities that the storage has: pages or tokens."""
@@ -178,10 +212,10 @@ class AttentionSpec:
     def o_shape(self) -> tuple[int, int, int]:
         return self.max_qo_tokens, self.num_qo_heads, self.value_dim
 
-    def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of k and v, or of their pages, under leading dimensions."""
+    def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Shapes of k and v, or of their pages, under leading dimensions. With mla v has none."""
         rows = (*lead, self.num_kv_heads)
-        return (*rows, self.head_dim_qk), (*rows, self.value_dim)
+        return (*rows, self.head_dim_qk), None if self.mla else (*rows, self.value_dim)
 
     @functools.cached_property
     def problem(self) -> _core.Problem:
@@ -197,6 +231,7 @@ class AttentionSpec:
             "num_kv_heads": self.num_kv_heads,
             "head_dim_qk": self.head_dim_qk,
             "head_dim_vo": self.head_dim_vo,
+            "mla": int(self.mla),
             "dtype": _DTYPES.index(self.dtype),
             "window_left": self.window_left,
             "window_right": 0 if self.causal else self.window_right,

@@ -36,6 +36,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim_qk: int = 64
     head_dim_vo: int | None = None
+    mla: bool = False  # v is None: values are the first head_dim_vo columns of k
     dtype: str = "float32"
     causal: bool = True
     window_left: int = -1
@@ -55,7 +56,7 @@ class Case:
     def spec_fields(self) -> dict[str, Any]:
         """Arguments of AttentionSpec, with capacities a little larger than the batch needs."""
         names = (
-            "num_qo_heads num_kv_heads head_dim_qk head_dim_vo dtype causal window_left "
+            "num_qo_heads num_kv_heads head_dim_qk head_dim_vo mla dtype causal window_left "
             "window_right logits_soft_cap sm_scale page_size schedule kv_split num_ctas"
         )
         fields = {name: getattr(self, name) for name in names.split()}
@@ -97,7 +98,7 @@ class Batch:
     lengths: Lengths
     q: np.ndarray  # [max_qo_tokens, num_qo_heads, head_dim_qk], padding rows NaN
     k: np.ndarray  # pages or ragged rows, everything unused NaN
-    v: np.ndarray
+    v: np.ndarray | None  # None: mla
     sinks: np.ndarray | None  # [num_qo_heads] f32
     layer: int | None
     # The same numbers request by request, for tests that need to know where one came from.
@@ -141,6 +142,10 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     v_live = np.empty((nnz_kv, case.num_kv_heads, d_vo))
     positions = np.concatenate([[], *(np.arange(n) for n in case.kv_lens)]).astype(int)
     _contents(content, rng, positions, q_live, k_live, v_live)
+    if case.mla and content == "count":
+        k_live[..., :d_vo] = v_live
+    elif case.mla:
+        v_live = k_live[..., :d_vo]
 
     q = np.full((case.spec_fields()["max_qo_tokens"], case.num_qo_heads, d_qk), np.nan, dtype)
     q[:nnz_qo] = q_live
@@ -149,9 +154,11 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     v = np.full((*shape, *v_live.shape[1:]), np.nan, dtype)
     places = kv_places(lengths, case.page_size)
     k[places], v[places] = k_live, v_live
+    if case.mla:
+        v = None
     if case.num_layers is not None:
         k = np.stack([np.full_like(k, np.nan)] * (case.num_layers - 1) + [k])
-        v = np.stack([np.full_like(v, np.nan)] * (case.num_layers - 1) + [v])
+        v = v if v is None else np.stack([np.full_like(v, np.nan)] * (case.num_layers - 1) + [v])
     sinks = rng.normal(size=case.num_qo_heads).astype(np.float32) if case.sinks else None
     layer = None if case.num_layers is None else case.num_layers - 1
     borders = np.cumsum(case.kv_lens)[:-1]
@@ -233,6 +240,7 @@ def expect(case: Case, batch: Batch) -> Expected:
         window_right=case.window_right,
         logits_soft_cap=case.logits_soft_cap,
         sm_scale=case.sm_scale,
+        head_dim_vo=case.head_dim_vo,
     )
 
     def run(*qkv):
@@ -244,7 +252,9 @@ def expect(case: Case, batch: Batch) -> Expected:
             sinks=batch.sinks,
         )
 
-    o, lse = run(*(x.astype(np.float64) for x in (batch.q, batch.k, batch.v)))
+    o, lse = run(
+        *(None if x is None else x.astype(np.float64) for x in (batch.q, batch.k, batch.v))
+    )
     plain_o, _ = run(batch.q, batch.k, batch.v)
     return Expected(o, lse, o_bound(o, plain_o, case.dtype), lse_bound(lse, case.dtype))
 

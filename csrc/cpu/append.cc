@@ -26,6 +26,7 @@ void AppendRows(const AppendParams& p, int64_t begin, int64_t end) {
     const int64_t slot = first_slot + page * p.page_size + position % p.page_size;
     std::memcpy(static_cast<char*>(p.k_pages) + slot * p.k_row_bytes,
                 static_cast<const char*>(p.k_new) + row * p.k_row_bytes, p.k_row_bytes);
+    if (p.v_pages == nullptr) continue;
     std::memcpy(static_cast<char*>(p.v_pages) + slot * p.v_row_bytes,
                 static_cast<const char*>(p.v_new) + row * p.v_row_bytes, p.v_row_bytes);
   }

@@ -211,7 +211,7 @@ class PassBase {
   void FindRows(i64 start, Range valid, const BlockRows& block) const {
     const i64 page_size = params_.page_size;
     const i64 k_row_bytes = params_.num_kv_heads * KeyHeadBytes(),
-              v_row_bytes = params_.num_kv_heads * ValueHeadBytes();
+              v_row_bytes = params_.mla ? k_row_bytes : params_.num_kv_heads * ValueHeadBytes();
     const char* k = static_cast<const char*>(params_.k) + item_.kv_head * KeyHeadBytes();
     const char* v = static_cast<const char*>(params_.v) + item_.kv_head * ValueHeadBytes();
     if (page_size == 0) {

@@ -27,10 +27,10 @@ Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer
                int64_t head_dim, int64_t num_layers, int64_t num_pages) {
   const ffi::DataType type = ToDataType(spec.dtype);
   if (!spec.paged()) {
-    return CheckBuffer(kOp, name, kv, type, {spec.max_kv_tokens, spec.num_kv_heads, head_dim});
+    return CheckBuffer(kOp, name, kv, type, {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
   }
   return CheckBuffer(kOp, name, kv, type,
-                     {num_layers, num_pages, spec.page_size, spec.num_kv_heads, head_dim});
+                     {num_layers, num_pages, spec.page_size, spec.num_stored_heads(), head_dim});
 }
 
 Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
@@ -44,7 +44,10 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
   Status s =
       CheckBuffer(kOp, "q", b.q, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
   if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, num_layers, num_pages);
-  if (s.ok()) s = CheckKv(spec, "v", b.v, spec.head_dim_vo, num_layers, num_pages);
+  if (s.ok()) {  // mla: k again
+    s = CheckKv(spec, "v", b.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, num_layers,
+                num_pages);
+  }
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {plan_words});
   if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
   if (s.ok() && b.sinks) s = CheckBuffer(kOp, "sinks", *b.sinks, ffi::F32, {spec.num_qo_heads});
@@ -90,6 +93,7 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   p.group_size = static_cast<i32>(spec.group_size());
   p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
   p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
+  p.mla = static_cast<i32>(spec.mla);
   p.page_size = static_cast<i32>(spec.page_size);
   p.window_left = static_cast<i32>(spec.window_left);
   p.window_right = static_cast<i32>(spec.window_right);

@@ -35,8 +35,9 @@ class TraitsWriter {
 
 // The kernel is a thin shell: the body, its thread count and its shared memory are the header's.
 std::string TranslationUnit(const std::string& header, const std::string& traits,
-                            const std::string& op, const std::string& entry) {
-  const std::string body = op + "Body<jax_attn::Traits>";
+                            const std::string& body_template, const std::string& op,
+                            const std::string& entry) {
+  const std::string body = body_template + "<jax_attn::Traits>";
   std::ostringstream out;
   out << "#include \"" << header << "\"\n\n"
       << traits << "\n"
@@ -72,6 +73,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.dtype = spec.dtype;
   kernel.head_dim_qk = spec.head_dim_qk;
   kernel.head_dim_vo = spec.head_dim_vo;
+  kernel.mla = spec.mla;
   kernel.group_size = spec.group_size();
   kernel.page_size = spec.page_size;
   kernel.window_left = spec.window_left >= 0;
@@ -91,6 +93,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   traits.Int("kDtype", kernel.dtype, DTypeName(kernel.dtype));
   traits.Int("kHeadDimQk", kernel.head_dim_qk);
   traits.Int("kHeadDimVo", kernel.head_dim_vo);
+  traits.Bool("kIsMla", kernel.mla, "v is the first columns of k");
   traits.Int("kGroupSize", kernel.group_size);
   traits.Int("kPageSize", kernel.page_size, kernel.page_size == 0 ? "ragged" : "tokens");
   traits.Bool("kHasWindowLeft", kernel.window_left);
@@ -109,6 +112,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   name << "attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
        << kernel.head_dim_qk;
   if (kernel.head_dim_vo != kernel.head_dim_qk) name << "x" << kernel.head_dim_vo;
+  if (kernel.mla) name << "-mla";
   name << "-g" << kernel.group_size;
   if (kernel.page_size == 0) name << "-ragged";
   if (kernel.page_size > 0) name << "-page" << kernel.page_size;
@@ -120,8 +124,9 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.logits_soft_cap) name << "-cap";
 
   const std::string entry = "attention_kernel";
-  return {name.str(), entry,
-          TranslationUnit("cuda/sm80/attention.cuh", traits.str(), "Attention", entry),
+  const char* header = kernel.mla ? "cuda/sm80/mla.cuh" : "cuda/sm80/attention.cuh";
+  const char* body = kernel.mla ? "MlaBody" : "AttentionBody";
+  return {name.str(), entry, TranslationUnit(header, traits.str(), body, "Attention", entry),
           Options(kernel.arch)};
 }
 
@@ -130,7 +135,7 @@ KernelSource MakeSource(const AppendKernel& kernel) {
   traits.Int("kArch", kernel.arch);
   const std::string entry = "append_kernel";
   return {"append-" + ArchName(kernel.arch), entry,
-          TranslationUnit("cuda/any/append.cuh", traits.str(), "Append", entry),
+          TranslationUnit("cuda/any/append.cuh", traits.str(), "AppendBody", "Append", entry),
           Options(kernel.arch)};
 }
 
@@ -140,15 +145,29 @@ KernelSource MakeSource(const MergeKernel& kernel) {
   traits.Int("kDtype", kernel.dtype, DTypeName(kernel.dtype));
   const std::string entry = "merge_kernel";
   return {"merge-" + ArchName(kernel.arch) + "-" + DTypeName(kernel.dtype), entry,
-          TranslationUnit("cuda/any/merge.cuh", traits.str(), "Merge", entry),
+          TranslationUnit("cuda/any/merge.cuh", traits.str(), "MergeBody", "Merge", entry),
           Options(kernel.arch)};
 }
 
 KernelKey MakeKey(const AttentionKernel& k) {
-  return {
-      0,           k.arch,        k.dtype,        k.head_dim_qk,     k.head_dim_vo, k.group_size,
-      k.page_size, k.window_left, k.window_right, k.logits_soft_cap, k.num_tiles,   k.tile_q[0],
-      k.tile_q[1], k.tile_q[2],   k.tile_kv,      k.num_warps,       k.num_stages};
+  return {0,
+          k.arch,
+          k.dtype,
+          k.head_dim_qk,
+          k.head_dim_vo,
+          k.mla,
+          k.group_size,
+          k.page_size,
+          k.window_left,
+          k.window_right,
+          k.logits_soft_cap,
+          k.num_tiles,
+          k.tile_q[0],
+          k.tile_q[1],
+          k.tile_q[2],
+          k.tile_kv,
+          k.num_warps,
+          k.num_stages};
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }

@@ -18,6 +18,7 @@ struct AttentionKernel {
   int64_t dtype = kBF16;
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
+  int64_t mla = 0;  // 1: v is columns of k
   int64_t group_size = 0;
   int64_t page_size = 0;        // 0: ragged
   int64_t window_left = 0;      // 1: window_left is limited

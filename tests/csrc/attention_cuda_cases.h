@@ -36,6 +36,7 @@ struct Case {
   int64_t num_ctas = 3;     // few, so that queues are long and loads cross from item to item
   int64_t kv_heads = 2;
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
+  int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
 };
 
 // What every kernel is specialised by. A kernel under test is
@@ -50,6 +51,13 @@ struct ShapeOf {
   static constexpr int kGroupSize = kGroup, kPageSize = kPage;
   static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
   static constexpr bool kPositiveScale = true;
+  static constexpr bool kIsMla = false;
+};
+
+// A block of kGroup query heads over a latent cache.
+template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kRight, bool kCap>
+struct MlaShapeOf : ShapeOf<kDimQk, kDimVo, kGroup, kPage, kLeft, kRight, kCap> {
+  static constexpr bool kIsMla = true;
 };
 
 std::vector<uint16_t> RandomBf16(size_t n, std::mt19937& random) {
@@ -72,7 +80,8 @@ AttentionProblem MakeProblem(const Case& c) {
   AttentionProblem problem;
   AttentionSpec& spec = problem.spec;
   spec.num_kv_heads = c.kv_heads;
-  spec.num_qo_heads = c.kv_heads * Traits::kGroupSize;
+  spec.num_qo_heads = c.qo_heads > 0 ? c.qo_heads : c.kv_heads * Traits::kGroupSize;
+  spec.mla = Traits::kIsMla;
   spec.head_dim_qk = Traits::kHeadDimQk;
   spec.head_dim_vo = Traits::kHeadDimVo;
   spec.window_left = c.window_left;
@@ -136,8 +145,8 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
     std::shuffle(b.page_indices.begin(), b.page_indices.end(), random);
     b.page_indices.resize(units);
   }
-  const int64_t k_row = spec.num_kv_heads * Traits::kHeadDimQk;
-  const int64_t v_row = spec.num_kv_heads * Traits::kHeadDimVo;
+  const int64_t k_row = spec.num_stored_heads() * Traits::kHeadDimQk;
+  const int64_t v_row = spec.num_stored_heads() * Traits::kHeadDimVo;
   const int64_t num_rows = spec.paged() ? b.num_pages * page : spec.max_kv_tokens;
   b.k = Poisoned<uint16_t>(num_rows * k_row);
   b.v = Poisoned<uint16_t>(num_rows * v_row);
@@ -148,7 +157,9 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
       const std::vector<uint16_t> k = RandomBf16(k_row, random), v = RandomBf16(v_row, random);
       std::copy(k.begin(), k.end(), b.k.begin() + at * k_row);
       std::copy(v.begin(), v.end(), b.v.begin() + at * v_row);
-      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) b.v[at * v_row + 5] = 0x7fff;
+      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) {
+        (spec.mla ? b.k[at * k_row + 5] : b.v[at * v_row + 5]) = 0x7fff;
+      }
     }
   }
   b.q = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * Traits::kHeadDimQk);
@@ -191,18 +202,9 @@ void Compare(const Case& c, const char* what, size_t i, float got, float expecte
   std::printf("FAILED %s: %s[%zu]: expected %g, got %g\n", c.name, what, i, expected, got);
 }
 
-template <class Kernel, class Shape>
-void RunCase(const Case& c, unsigned seed) {
-  using Traits = typename Kernel::template Traits<Shape>;
-  using Body = typename Kernel::template Body<Shape>;
-  static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
-  std::mt19937 random(seed);
-  const AttentionProblem problem = MakeProblem<Traits>(c);
-  const AttentionSpec& spec = problem.spec;
-  const Batch b = MakeBatch<Traits>(c, spec, random);
-
-  const PlanLayout layout = MakePlanLayout(problem);
-  std::vector<int32_t> plan = Poisoned<int32_t>(layout.num_words);
+// The plan of a batch, in a buffer that is poisoned where nothing is written; empty if refused.
+std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, const Batch& b) {
+  std::vector<int32_t> plan = Poisoned<int32_t>(MakePlanLayout(problem).num_words);
   PlanInputs inputs;
   inputs.qo_indptr = b.qo_indptr.data();
   inputs.kv_lens = b.kv_lens.data();
@@ -213,16 +215,21 @@ void RunCase(const Case& c, unsigned seed) {
   if (const Status s = Plan(problem, inputs, plan.data()); !s.ok()) {
     std::printf("FAILED %s: %s\n", c.name, s.message.c_str());
     ++g_failures;
-    return;
+    plan.clear();
   }
+  return plan;
+}
 
-  std::vector<float> sinks(spec.num_qo_heads);
-  for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
+// All but the outputs. sinks: null without.
+AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
+                           const std::vector<int32_t>& plan, const float* sinks) {
+  const AttentionSpec& spec = problem.spec;
+  const PlanLayout layout = MakePlanLayout(problem);
   AttentionParams p = {};
   p.q = b.q.data();
   p.k = b.k.data();
-  p.v = b.v.data();
-  p.sinks = c.sinks ? sinks.data() : nullptr;
+  p.v = spec.mla ? b.k.data() : b.v.data();
+  p.sinks = sinks;
   p.header = reinterpret_cast<const PlanHeader*>(plan.data() + layout.header);
   p.queue_indptr = plan.data() + layout.queue_indptr;
   p.items = reinterpret_cast<const WorkItem*>(plan.data() + layout.items);
@@ -238,15 +245,52 @@ void RunCase(const Case& c, unsigned seed) {
   p.group_size = static_cast<i32>(spec.group_size());
   p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
   p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
+  p.mla = static_cast<i32>(spec.mla);
   p.page_size = static_cast<i32>(spec.page_size);
   p.window_left = static_cast<i32>(spec.window_left);
   p.window_right = static_cast<i32>(spec.window_right);
   p.sm_scale = static_cast<float>(spec.sm_scale);
   p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
+  return p;
+}
 
-  const Outputs expected = MakeOutputs(problem, &p);
+// What the CPU kernels give: on the same plan, but for mla, of which they take all heads at once.
+Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batch& b,
+                        const float* sinks) {
+  AttentionProblem problem = given;
+  if (problem.spec.mla) {
+    problem = {};
+    problem.spec = given.spec;
+    problem.spec.num_kv_heads = 1;
+    problem.spec.schedule = kNoSplit;
+    SelectCpu(problem.spec, &problem.config);
+    FillCapacities(&problem);
+  }
+  const std::vector<int32_t> plan = MakePlan(c, problem, b);
+  if (plan.empty()) return {};
+  AttentionParams p = MakeParams(problem, b, plan, sinks);
+  Outputs out = MakeOutputs(problem, &p);
   InlinePool pool;
   AttentionCpu(problem, p, pool);
+  return out;
+}
+
+template <class Kernel, class Shape>
+void RunCase(const Case& c, unsigned seed) {
+  using Traits = typename Kernel::template Traits<Shape>;
+  using Body = typename Kernel::template Body<Shape>;
+  static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
+  std::mt19937 random(seed);
+  const AttentionProblem problem = MakeProblem<Traits>(c);
+  const AttentionSpec& spec = problem.spec;
+  const Batch b = MakeBatch<Traits>(c, spec, random);
+  const std::vector<int32_t> plan = MakePlan(c, problem, b);
+  if (plan.empty()) return;
+
+  std::vector<float> sinks(spec.num_qo_heads);
+  for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
+  const Outputs expected = ExpectedOutputs(c, problem, b, c.sinks ? sinks.data() : nullptr);
+  AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
 
   Outputs got[2];
   for (Outputs& out : got) {  // other orders of warps and CTAs, the same bits
@@ -269,6 +313,50 @@ void RunCase(const Case& c, unsigned seed) {
   }
   std::printf("%s: %d items, %d merge groups\n", c.name, p.header->num_items,
               p.header->num_merge_groups);
+}
+
+// MLA kernels. The exit status of the test.
+template <class Kernel>
+int RunMlaCases() {
+  const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
+                                       {1, 0},   {1, 65}, {2, 200}};
+  RunCase<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>>(
+      {.name = "mla, 5 heads", .requests = decode, .kv_heads = 1, .qo_heads = 5}, 1);
+  RunCase<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>>(
+      {.name = "mla, empty", .requests = {}, .kv_heads = 1, .qo_heads = 5}, 2);
+  RunCase<Kernel, MlaShapeOf<144, 128, 16, 1, false, true, false>>(
+      {.name = "mla, 16 heads, many tokens, page 1, NaN",
+       .requests = {{4, 90}, {30, 70}, {1, 40}, {3, 2}},
+       .sinks = true,
+       .nan_values = true,
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = 16},
+      3);
+  RunCase<Kernel, MlaShapeOf<176, 128, 26, 7, true, true, true>>(
+      {.name = "mla, 77 heads in 3 blocks, window, soft cap",
+       .requests = {{2, 150}, {1, 33}, {3, 20}},
+       .window_left = 60,
+       .window_right = 3,
+       .soft_cap = 3.0,
+       .kv_heads = 3,
+       .kv_split = 64,
+       .qo_heads = 77},
+      4);
+  RunCase<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>>(
+      {.name = "mla, DeepSeek's, 16 heads",
+       .requests = {{1, 200}, {2, 65}},
+       .kv_heads = 1,
+       .qo_heads = 16},
+      5);
+  RunCase<Kernel, MlaShapeOf<576, 512, 32, 0, false, true, false>>(
+      {.name = "mla, DeepSeek's, 64 heads, ragged",
+       .requests = {{1, 100}, {1, 40}},
+       .kv_heads = 2,
+       .qo_heads = 64},
+      6);
+  if (g_failures > 0) std::printf("%d failures\n", g_failures);
+  return g_failures > 0;
 }
 
 // The exit status of the test.

@@ -27,16 +27,17 @@ struct AppendBody {
   static constexpr int kSmemBytes = 0;
   static constexpr int kMinCtasPerSm = 5;  // 48 registers are enough for four vectors under way
 
-  // A warp copies one row: even tasks k, odd tasks v of token task / 2.
+  // A warp copies one row: even tasks k, odd tasks v of token task / 2; without v a task a token.
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
     const int batch_size = LoadConstant(&p.header->batch_size);
-    const i64 num_tasks = 2ll * LoadConstant(&p.header->nnz_qo);
+    const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // of a token
+    const i64 num_tasks = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) << tasks_log2;
     const i64 layer = p.layer != nullptr ? LoadConstant(p.layer) : 0;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
-      const int token = static_cast<int>(task / 2);
-      const bool is_v = task % 2 != 0;
+      const int token = static_cast<int>(task >> tasks_log2);
+      const bool is_v = (task & tasks_log2) != 0;
       const int request = FindRequest(p.qo_indptr, batch_size, token);
       const int pos =
           LoadConstant(p.kv_lens + request) - LoadConstant(p.qo_indptr + request + 1) + token;

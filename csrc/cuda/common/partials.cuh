@@ -31,6 +31,8 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_rows * kVectors; e += blockDim.x) {
     const int row = e / kVectors, column = 4 * (e % kVectors);
+    // The last of mla's blocks of heads may not be full.
+    if (Traits::kIsMla && map.QoHead(row) >= map.num_qo_heads) continue;
     RowState all = {-Infinity(), 0.0f};
     float4 o = make_float4(0, 0, 0, 0);
 #pragma unroll 1

@@ -21,64 +21,9 @@
 #include "cuda/any/attention_f32.cuh"
 #include "cuda/common/budget.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/common/variant.cuh"
+#include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
-
-// Rows of 16-bit elements in shared memory. head_dim is padded with zeros to a multiple of 16, and
-// the row to an odd number of 16-byte chunks, which keeps ldmatrix and the copies free of bank
-// conflicts while every address is a base plus a constant.
-template <int kHeadDim>
-struct RowLayout {
-  static constexpr int kPadded = CeilDiv(kHeadDim, 16) * 16;
-  static constexpr int kChunks = kPadded / 8;        // of 16 bytes, copied
-  static constexpr int kLiveChunks = kHeadDim / 8;   // of those, with data
-  static constexpr int kPitch = 16 * (kChunks | 1);  // bytes
-};
-
-// What a warp knows of its rows after the kv tokens it has seen. Registers follow the accumulators
-// of mma.sync: index h is row 8h + lane / 4 of 16-row tile mt; o[mt][j][2h + c] is column 8j + 2 *
-// (lane % 4) + c of that row.
-template <int kMTiles, int kOTiles>
-struct TileState {
-  float max_log2[kMTiles][2];  // reference of the exponents; may lag the maximum, see UpdateMax
-  float sum[kMTiles][2];       // over this lane's columns only, until the end of the item
-  float o[kMTiles][kOTiles][4];
-
-  __device__ __forceinline__ void Reset() {
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        max_log2[mt][h] = -Infinity();
-        sum[mt][h] = 0.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < kOTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) o[mt][j][c] = 0.0f;
-      }
-    }
-  }
-
-  // Multiplies what is there by 2^(old reference - new reference).
-  __device__ __forceinline__ void Rescale(const float (&new_max)[kMTiles][2]) {
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float factor = Exp2(max_log2[mt][h] - FiniteMax(new_max[mt][h]));
-        max_log2[mt][h] = new_max[mt][h];
-        sum[mt][h] *= factor;
-#pragma unroll
-        for (int j = 0; j < kOTiles; ++j) {
-          o[mt][j][2 * h] *= factor;
-          o[mt][j][2 * h + 1] *= factor;
-        }
-      }
-    }
-  }
-};
 
 // kBudget: bytes of shared memory that the path may use.
 template <class Traits, int kTile, int kBudget>
@@ -505,10 +450,14 @@ class TilePath {
       if (seen) {
         Logits s;
         MultiplyQk(q_fragments, s);
-        TransformLogits(s);
-        if (!seen_by_all) Mask(FirstStep(Item()) + begin, s);
-        UpdateMax(s, state);
-        Exponentiate(s, state, p);
+        TransformLogits<Variant>(p_, s);
+        if (!seen_by_all) {
+          MaskLogits(FirstStep(Item()) + begin, Lane(), s,
+                     [&](int row)
+                         __attribute__((always_inline)) { return SpanOfRow(FirstRow() + row); });
+        }
+        UpdateMax(LogitScale<Variant>(p_), s, state);
+        Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
       }
       read_slot_ = NextSlot(read_slot_);
 
@@ -578,107 +527,13 @@ class TilePath {
     }
   }
 
-  // --- logits and mask ---
-
-  // After it, s * LogitScale() is the logit in log2 units.
-  __device__ __forceinline__ void TransformLogits(Logits& s) const {
-    const Variant variant(p_);
-    if (!Variant::kTransformsLogits && p_.sm_scale > 0.0f) return;
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int j = 0; j < kSTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          float& x = s[mt][j][c];
-          // A scale that is not positive would turn the maximum around, so it is applied at once.
-          x = Variant::kTransformsLogits ? variant.Logit(x) : x * (p_.sm_scale * kLog2E);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ float LogitScale() const {
-    return Variant::kTransformsLogits || !(p_.sm_scale > 0.0f) ? 1.0f : p_.sm_scale * kLog2E;
-  }
+  // --- mask ---
 
   // Visible kv positions of a row of the item.
   __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
     const int token = row / kGroupSize;
     return SpanOfTokens<Traits>(p_, Item().kv_begin(), Item().kv_end(), Item().q_pos(), token,
                                 token);
-  }
-
-  // Sets what a row does not see to -inf. `begin`: kv position of the warp's first column.
-  __device__ __forceinline__ void Mask(int begin, Logits& s) const {
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const VisibleSpan span = SpanOfRow(FirstRow() + mt * 16 + h * 8 + Lane() / 4);
-        const int column = begin + 2 * (Lane() % 4);
-        const int low = span.any_begin - column, high = span.any_end - column;
-#pragma unroll
-        for (int j = 0; j < kSTiles; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if (8 * j + c < low || 8 * j + c >= high) s[mt][j][2 * h + c] = -Infinity();
-          }
-        }
-      }
-    }
-  }
-
-  // --- softmax ---
-
-  // The reference of a row's exponents follows its maximum only when that has grown by more than a
-  // factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
-  // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
-  // neighbours; for rows that keep their reference the factor is exactly 1.
-  __device__ __forceinline__ void UpdateMax(const Logits& s, State& state) const {
-    constexpr float kSlack = 8.0f;
-    const float scale = LogitScale();
-    float new_max[kMTiles][2];
-    bool grows = false;
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float step_max = fmaxf(s[mt][0][2 * h], s[mt][0][2 * h + 1]);
-#pragma unroll
-        for (int j = 1; j < kSTiles; ++j) {
-          step_max = fmaxf(step_max, fmaxf(s[mt][j][2 * h], s[mt][j][2 * h + 1]));
-        }
-        step_max = QuadMax(step_max) * scale;
-        // False if both are -inf, where the difference is NaN.
-        const bool row_grows = step_max - state.max_log2[mt][h] > kSlack;
-        new_max[mt][h] = row_grows ? step_max : state.max_log2[mt][h];
-        grows |= row_grows;
-      }
-    }
-    if (__any_sync(kFullWarp, grows)) state.Rescale(new_max);
-  }
-
-  // p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
-  // tiles, packed, are operand a of the second product as they are.
-  __device__ __forceinline__ void Exponentiate(const Logits& s, State& state,
-                                               Probabilities& p) const {
-    const float scale = LogitScale();
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float reference = FiniteMax(state.max_log2[mt][h]);
-#pragma unroll
-        for (int j = 0; j < kSTiles; ++j) {
-          const float left = Exp2(fmaf(s[mt][j][2 * h], scale, -reference));
-          const float right = Exp2(fmaf(s[mt][j][2 * h + 1], scale, -reference));
-          state.sum[mt][h] += left;
-          state.sum[mt][h] += right;
-          p[mt][j / 2][j % 2 * 2 + h] = E::Pack(left, right);
-        }
-      }
-    }
   }
 
   // --- pv ---
@@ -900,13 +755,13 @@ class TilePath {
   uint4 q_vectors_[kSplitKv ? kQVectors : 1];
 };
 
-// The kernel of a specialisation: every tile height it may meet.
-template <class Traits, bool kTensorCores = Traits::kDtype != kElementF32>
-struct AttentionBody {
+// The kernel of a specialisation: every tile height it may meet, each on its path.
+template <class Traits, template <class, int, int> class PathT, int kMaxCtasPerSm>
+struct QueueBody {
   static constexpr int kNumThreads = Traits::kNumWarps * kWarpSize;
 
   template <int kTile, int kBudget>
-  using PathOf = TilePath<Traits, Min(kTile, Traits::kNumTiles - 1), kBudget>;
+  using PathOf = PathT<Traits, Min(kTile, Traits::kNumTiles - 1), kBudget>;
   template <int kBudget>
   static constexpr int SmemBytes() {
     return Max(Max(sizeof(typename PathOf<0, kBudget>::Shared),
@@ -916,7 +771,7 @@ struct AttentionBody {
   // Two CTAs share a multiprocessor if they fit: one computes while the other waits, and 128
   // threads may use all 255 registers. select/cuda.cc launches as many.
   static constexpr int kHalf = CtaSmemBudget(Traits::kArch, 2);
-  static constexpr int kMinCtasPerSm = SmemBytes<kHalf>() <= kHalf ? 2 : 1;
+  static constexpr int kMinCtasPerSm = kMaxCtasPerSm == 2 && SmemBytes<kHalf>() <= kHalf ? 2 : 1;
   static constexpr int kBudget = CtaSmemBudget(Traits::kArch, kMinCtasPerSm);
   static constexpr int kSmemBytes = SmemBytes<kBudget>();
   template <int kTile>
@@ -941,6 +796,9 @@ struct AttentionBody {
     BlankPaddingRows<Traits, 2>(p);
   }
 };
+
+template <class Traits, bool kTensorCores = Traits::kDtype != kElementF32>
+struct AttentionBody : QueueBody<Traits, TilePath, 2> {};
 
 template <class Traits>
 struct AttentionBody<Traits, false> : AttentionF32Body<Traits> {};

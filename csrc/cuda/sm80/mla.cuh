@@ -1,0 +1,503 @@
+// Multi-head latent attention on tensor cores, for every architecture from sm_80 on: mma.sync,
+// ldmatrix, cp.async.
+//
+// k has one head for all query heads, and v is the first kHeadDimVo columns of k. So a row of the
+// cache is copied to shared memory once and multiplied twice. Heads are rows of the query tile,
+// like tokens; a tile has 16 to 64 rows, and more heads than that fall into blocks, which count as
+// kv heads in the plan (kv_head: the block) and all read the same rows of the cache.
+//
+// Rows are long: 64 rows of o with 512 columns are 128 registers a thread of 8 warps. Every warp
+// has 16 rows and its own columns of o. The warps that have the same rows share the first product,
+// each its own tokens and its own part of the depth, and exchange the scores through shared memory,
+// where all of them read all scores of their rows: each computes the same softmax again, because
+// that is cheaper than one more barrier, and has the probabilities where the second product wants
+// them.
+//
+// Steps and loads are as in sm80/attention.cuh: steps start at absolute multiples of kStep; a ring
+// of slots is kSlots - 1 loads ahead, across the borders of items; q of the next item comes in
+// while this one runs, whose own q is in registers.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/partials.cuh"
+#include "cuda/sm80/attention.cuh"
+#include "cuda/sm80/softmax.cuh"
+
+namespace jax_attn {
+
+// kBudget: bytes of shared memory that the path may use.
+template <class Traits, int kTile, int kBudget>
+class MlaPath {
+ public:
+  // --- shape ---
+
+  using E = Element<Traits::kDtype>;
+  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Row = RowLayout<Traits::kHeadDimQk>;
+
+  static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
+                                : kTile == 1 ? Traits::kTileQ1
+                                             : Traits::kTileQ2;
+  static constexpr int kGroupSize = Traits::kGroupSize;
+  static constexpr int kPageSize = Traits::kPageSize;
+  static constexpr int kWarps = Traits::kNumWarps;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kStep = Traits::kTileKv;       // kv tokens
+  static constexpr int kSlice = kStep / kWarps;       // of a step, that a warp loads
+  static constexpr int kRowGroups = kTileQ / 16;      // of 16 rows
+  static constexpr int kShare = kWarps / kRowGroups;  // warps with the same rows
+  // o: each has kColumns columns.
+  static constexpr int kColumns = Traits::kHeadDimVo / kShare;
+  static constexpr int kOTiles = kColumns / 8;
+  // The first product: each has kPartTokens tokens and kPartSteps steps of 16 through the depth.
+  static constexpr int kTokenParts = Min(kShare / 2, kStep / 8);
+  static constexpr int kDepthParts = kShare / kTokenParts;
+  static constexpr int kPartTokens = kStep / kTokenParts;
+  static constexpr int kPartTiles = kPartTokens / 8;
+  static constexpr int kQkSteps = Row::kPadded / 16;
+  static constexpr int kPartSteps = CeilDiv(kQkSteps, kDepthParts);
+  // Sums of products are chains of dependent instructions; few tiles take two chains each.
+  static constexpr int kChains = kPartTiles >= 4 ? 1 : 2;
+  static constexpr int kSTiles = kStep / 8;
+  static_assert(kStep % 16 == 0 && kSlice * kWarps == kStep, "a whole step");
+  static_assert(kShare >= 2 && kTokenParts * kDepthParts == kShare, "one part for every warp");
+  static_assert(kOTiles % 2 == 0 && kOTiles * 8 * kShare == Traits::kHeadDimVo, "whole tiles of o");
+  static_assert(Row::kChunks == Row::kLiveChunks, "head_dim_qk is a multiple of 16");
+  static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
+
+  // Some rows of a step may see a token that others do not.
+  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
+
+  static constexpr int kSlotBytes = kStep * Row::kPitch;
+  static constexpr int kQBytes = kTileQ * Row::kPitch;
+  using Scores = float[kDepthParts][kTileQ][kStep + 8];  // + 8: rows start in different banks
+
+  struct Small {
+    const char* pool;           // rows of the layer
+    VisibleSpan spans[kWarps];  // of the tile; registers are short in the main loop
+    MergeScratch merge;
+  };
+  static constexpr int kRingBudget =
+      kBudget - kQBytes - static_cast<int>(sizeof(Scores) + sizeof(Small)) - 32;
+  // 6 slots of 32 tokens are more than a multiprocessor needs under way.
+  static constexpr int kSlots = Clamp(kRingBudget / kSlotBytes, 2, 6);
+
+  struct alignas(16) Shared {
+    Small small;
+    alignas(16) unsigned char q[kQBytes];  // of the item that comes next
+    unsigned char ring[kSlots * kSlotBytes];
+    Scores scores;
+  };
+
+  // Executes the items of the queue from `first` on, up to the first one of another tile height.
+  // Returns the first item not executed.
+  __device__ __forceinline__ static int Run(const AttentionParams& p, unsigned char* smem,
+                                            int first) {
+    MlaPath path(p, *reinterpret_cast<Shared*>(smem), first);
+    path.FillRing();
+    State state;
+    while (path.IsMine(path.index_)) {
+      path.RunSteps(state);
+      path.Finish(state);
+      ++path.index_;
+    }
+    WaitCopies<0>();
+    __syncthreads();  // the path that comes next lays out shared memory anew
+    return path.index_;
+  }
+
+ private:
+  using State = TileState<1, kOTiles>;
+  using Logits = float[1][kSTiles][4];
+  using Probabilities = u32[1][kSTiles / 2][4];
+  using QFragments = u32[kPartSteps][4];
+
+  __device__ __forceinline__ MlaPath(const AttentionParams& p, Shared& shared, int first)
+      : p_(p),
+        shared_(shared),
+        thread_(Anew(threadIdx.x)),
+        index_(first),
+        steps_(kSlots),
+        load_index_(first - 1),
+        load_pos_(kNone),
+        page_(0),
+        read_slot_(SharedAddress(shared.ring)) {
+    if (thread_ == 0) {
+      shared.small.pool = static_cast<const char*>(p.k);
+      if (kPageSize > 0 && p.layer != nullptr) {
+        shared.small.pool += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);
+      }
+    }
+    __syncthreads();
+  }
+
+  static constexpr int kNone = 0x7fffffff;
+  static constexpr int kRowBytes = Traits::kHeadDimQk * E::kBytes;
+
+  __device__ int Lane() const { return thread_ % kWarpSize; }
+  __device__ int Warp() const { return thread_ / kWarpSize; }
+  __device__ int FirstRow() const { return Warp() / kShare * 16; }  // of this warp
+  __device__ int Part() const { return Warp() % kShare; }           // among those with its rows
+
+  // Ends the life of what was derived from the thread index, lest it be kept in registers through a
+  // phase that does not use it.
+  __device__ __forceinline__ void ForgetThread() { thread_ = Anew(thread_); }
+
+  __device__ __forceinline__ bool IsMine(int index) const {
+    return index < QueueEnd(p_) && ItemRecord(p_, index).tile() == kTile;
+  }
+
+  // Steps [FirstStep, EndOfSteps) in strides of kStep. An item without a span has one step.
+  __device__ static int FirstStep(const ItemRecord& item) {
+    return item.kv_begin() / kStep * kStep;
+  }
+  __device__ static int EndOfSteps(const ItemRecord& item) {
+    return Max(item.kv_end(), item.kv_begin() + 1);
+  }
+
+  // --- load kv ---
+
+  // Load number n goes to slot n % kSlots and is a group of copies of its own, but for q, which
+  // comes with one of them.
+  __device__ __forceinline__ void FillRing() {
+    LoadQ(index_);
+    NextLoad();
+    u32 slot = read_slot_;
+#pragma unroll 1
+    for (int n = 0; n < kSlots - 1; ++n, slot += kSlotBytes) {
+      LoadStep(slot);
+      CommitCopies();
+    }
+  }
+
+  // Finds the step after the one that was loaded last. Page ids are requested one step before the
+  // rows they lead to.
+  __device__ __forceinline__ void NextLoad() {
+    if (load_pos_ != kNone) {
+      load_pos_ += kStep;
+      if (load_pos_ >= EndOfSteps(ItemRecord(p_, load_index_))) load_pos_ = kNone;
+    }
+    if (load_pos_ == kNone && IsMine(load_index_ + 1)) {
+      ++load_index_;
+      load_pos_ = FirstStep(ItemRecord(p_, load_index_));
+      if (load_index_ + 1 < QueueEnd(p_)) ItemRecord(p_, load_index_ + 1).Prefetch();
+    }
+    if (kPageSize > 0 && load_pos_ != kNone) {
+      const ItemRecord item(p_, load_index_);
+      if (InSpan(item)) page_ = LoadPage<Max(kPageSize, 1)>(p_, item.kv_base(), LanePosition());
+    }
+  }
+
+  // Lane l < kSlice looks after token l of the warp's slice.
+  __device__ int LanePosition() const { return load_pos_ + Warp() * kSlice + Lane(); }
+  __device__ __forceinline__ bool InSpan(const ItemRecord& item) const {
+    return Lane() < kSlice && LanePosition() >= item.kv_begin() && LanePosition() < item.kv_end();
+  }
+
+  // Rows of the step at load_pos_, this warp's slice, into `slot`; zeros outside of the span.
+  __device__ __forceinline__ void LoadStep(u32 slot) {
+    if (load_pos_ == kNone) return;
+    const ItemRecord item(p_, load_index_);
+    u32 lane_row = kNoRow;
+    if (InSpan(item)) {
+      lane_row = kPageSize > 0 ? PoolRow<Max(kPageSize, 1)>(page_, LanePosition())
+                               : static_cast<u32>(item.kv_base()) + LanePosition();
+    }
+    // Neighbouring lanes copy neighbouring chunks of a row.
+    constexpr int kWidth = kWarpSize / kSlice;
+    const int token = Lane() / kWidth, lane_chunk = Lane() % kWidth;
+    const u32 row = __shfl_sync(kFullWarp, lane_row, token);
+    const bool valid = row != kNoRow;
+    // The address of a copy that reads nothing still is one of the pool.
+    const char* from = shared_.small.pool + (valid ? static_cast<u64>(row) * kRowBytes : 0);
+    const u32 to = slot + (Warp() * kSlice + token) * Row::kPitch;
+#pragma unroll
+    for (int c = 0; c < Row::kChunks; c += kWidth) {
+      const int chunk = c + lane_chunk;
+      // Blocks of heads read the same rows at about the same time, which L2 is to keep till then.
+      if (Row::kChunks % kWidth == 0 || chunk < Row::kChunks) {
+        CopyAsync16(to + chunk * 16, from + chunk * 16, valid);
+      }
+    }
+    NextLoad();
+  }
+
+  __device__ __forceinline__ u32 NextSlot(u32 slot) const {
+    const u32 ring = SharedAddress(shared_.ring);
+    return slot == ring + (kSlots - 1) * kSlotBytes ? ring : slot + kSlotBytes;
+  }
+  __device__ __forceinline__ u32 PreviousSlot(u32 slot) const {
+    const u32 ring = SharedAddress(shared_.ring);
+    return slot == ring ? ring + (kSlots - 1) * kSlotBytes : slot - kSlotBytes;
+  }
+
+  // --- load q ---
+
+  // q of an item of this path, zeros where there is no row.
+  __device__ __forceinline__ void LoadQ(int index) {
+    const ItemRecord item(p_, index);
+    const int num_rows = item.qo_len() * kGroupSize;
+    const QueryRows<kGroupSize> rows(p_, item.qo_begin(), item.kv_head(), item.num_groups());
+#pragma unroll 1
+    for (int at = thread_; at < kTileQ * Row::kChunks; at += kThreads) {
+      const int row = at / Row::kChunks, chunk = at % Row::kChunks;
+      const bool live = row < num_rows && rows.map.QoHead(row) < p_.num_qo_heads;
+      const u16* from = static_cast<const u16*>(p_.q);
+      if (live) from += rows.Index(row) * Traits::kHeadDimQk + chunk * 8;
+      CopyAsync16(SharedAddress(shared_.q) + row * Row::kPitch + chunk * 16, from, live);
+    }
+  }
+
+  // Row and chunk of a 16 x 16 block that this lane addresses for LoadMatrix4: of q, as operand a,
+  // and of v, transposed, as operand b ...
+  __device__ u32 RowMajorOffset() const { return (Lane() % 16) * Row::kPitch + (Lane() / 16) * 16; }
+  // ... of 16 tokens of k as operand b, 16 deep, whose 8 x 8 matrices come in the order of the
+  // depth first; or of 8 tokens, 32 deep.
+  __device__ u32 KMajorOffset() const {
+    if constexpr (kPartTiles == 1) return (Lane() % 8) * Row::kPitch + (Lane() / 8) * 16;
+    return (Lane() % 8 + Lane() / 16 * 8) * Row::kPitch + (Lane() / 8 % 2) * 16;
+  }
+
+  // Where this warp's part of the first product begins.
+  __device__ int FirstToken() const { return Part() % kTokenParts * kPartTokens; }
+  __device__ int FirstQkStep() const { return Part() / kTokenParts * kPartSteps; }
+  // The last part may be shorter.
+  __device__ bool HasQkStep(int kk) const {
+    return kQkSteps % kDepthParts == 0 || FirstQkStep() + kk < kQkSteps;
+  }
+
+  __device__ __forceinline__ void ReadQ(QFragments& q) const {
+    const u32 from =
+        SharedAddress(shared_.q) + FirstRow() * Row::kPitch + RowMajorOffset() + FirstQkStep() * 32;
+#pragma unroll
+    for (int kk = 0; kk < kPartSteps; ++kk) {
+      if (HasQkStep(kk)) LoadMatrix4(q[kk], from + kk * 32);
+    }
+  }
+
+  // --- one item ---
+
+  __device__ __forceinline__ void RunSteps(State& state) {
+    state.Reset();
+    QFragments q = {};
+    const ItemRecord item(p_, index_);
+    __syncwarp();
+    if (Lane() == 0) {
+      shared_.small.spans[Warp()] = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(),
+                                                         item.q_pos(), 0, item.qo_len() - 1);
+    }
+    __syncwarp();
+    const int first_step = FirstStep(item), end_of_steps = EndOfSteps(item);
+    PrefetchMergeGroup(p_, item.merge_idx());
+#pragma unroll 1
+    for (int pos = first_step; pos < end_of_steps; pos += kStep) {
+      const bool is_first = pos == first_step;
+      // q came with the load that was started in the first step of the item before.
+      if (is_first && steps_ < kSlots - 1) {
+        WaitCopies<0>();
+      } else {
+        WaitCopies<kSlots - 2>();
+      }
+      __syncthreads();  // this step's rows are there, and nobody reads the last one's any more
+      ForgetThread();
+      LoadStep(PreviousSlot(read_slot_));
+      ForgetThread();
+      if (is_first) ReadQ(q);
+      MultiplyQk(q);
+      __syncthreads();  // the scores are complete
+      if (is_first && IsMine(index_ + 1)) LoadQ(index_ + 1);
+      CommitCopies();
+
+      ForgetThread();
+      Logits s;
+      Probabilities p;
+      ReadScores(s);
+      TransformLogits<Variant>(p_, s);
+      const VisibleSpan span = shared_.small.spans[Warp()];
+      const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
+      if (!seen_by_all) {
+        MaskLogits(pos, Lane(), s, [&](int row) __attribute__((always_inline)) {
+          return SpanOfRow(FirstRow() + row);
+        });
+      }
+      UpdateMax(LogitScale<Variant>(p_), s, state);
+      Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
+      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) MendValues();
+      ForgetThread();
+      MultiplyPv(p, state);
+      read_slot_ = NextSlot(read_slot_);
+    }
+    steps_ = CeilDiv(end_of_steps - first_step, kStep);
+  }
+
+  // Visible kv positions of a row of the item.
+  __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
+    const ItemRecord item(p_, index_);
+    const int token = row / kGroupSize;
+    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
+  }
+
+  // --- qk ---
+
+  // This warp's part of the scores.
+  __device__ __forceinline__ void MultiplyQk(const QFragments& q) {
+    float s[kChains][kPartTiles][4] = {};
+    const u32 k = read_slot_ + FirstToken() * Row::kPitch + KMajorOffset() + FirstQkStep() * 32;
+    if constexpr (kPartTiles == 1) {
+#pragma unroll
+      for (int kk = 0; kk < kPartSteps; kk += 2) {
+        if (!HasQkStep(kk)) continue;
+        u32 b[4];
+        LoadMatrix4(b, k + kk * 32);
+        E::Mma(s[0][0], q[kk], b[0], b[1]);
+        if (kk + 1 < kPartSteps && HasQkStep(kk + 1)) E::Mma(s[1][0], q[kk + 1], b[2], b[3]);
+      }
+    } else {
+#pragma unroll
+      for (int kk = 0; kk < kPartSteps; ++kk) {
+        if (!HasQkStep(kk)) continue;
+#pragma unroll
+        for (int j = 0; j < kPartTiles; j += 2) {
+          u32 b[4];
+          LoadMatrix4(b, k + j * 8 * Row::kPitch + kk * 32);
+          E::Mma(s[kk % kChains][j], q[kk], b[0], b[1]);
+          E::Mma(s[kk % kChains][j + 1], q[kk], b[2], b[3]);
+        }
+      }
+    }
+    float (&scores)[kTileQ][kStep + 8] = shared_.scores[Part() / kTokenParts];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float* row = scores[FirstRow() + 8 * h + Lane() / 4] + FirstToken() + 2 * (Lane() % 4);
+#pragma unroll
+      for (int j = 0; j < kPartTiles; ++j) {
+        float2 x = make_float2(s[0][j][2 * h], s[0][j][2 * h + 1]);
+        if constexpr (kChains == 2) {
+          x.x += s[1][j][2 * h];
+          x.y += s[1][j][2 * h + 1];
+        }
+        *reinterpret_cast<float2*>(row + 8 * j) = x;
+      }
+    }
+  }
+
+  // All scores of the rows, laid out as accumulators of mma.sync.
+  __device__ __forceinline__ void ReadScores(Logits& s) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = FirstRow() + 8 * h + Lane() / 4, column = 2 * (Lane() % 4);
+#pragma unroll
+      for (int j = 0; j < kSTiles; ++j) {
+        float2 sum = *reinterpret_cast<const float2*>(&shared_.scores[0][row][8 * j + column]);
+#pragma unroll
+        for (int part = 1; part < kDepthParts; ++part) {
+          const float2 x =
+              *reinterpret_cast<const float2*>(&shared_.scores[part][row][8 * j + column]);
+          sum.x += x.x;
+          sum.y += x.y;
+        }
+        s[0][j][2 * h] = sum.x;
+        s[0][j][2 * h + 1] = sum.y;
+      }
+    }
+  }
+
+  // --- pv ---
+
+  // In a step that some rows see more of than others, 0 times a value that is not finite must not
+  // reach the rows that do not see it. Those that do have it in their logits already, all of whose
+  // columns take part in them; so it becomes 0, for everybody. Keys have been read by now.
+  __device__ __forceinline__ void MendValues() {
+    constexpr int kVectors = Traits::kHeadDimVo / 8;
+    unsigned char* step = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
+    u32 not_finite = 0;
+#pragma unroll 2
+    for (int i = thread_; i < kStep * kVectors; i += kThreads) {
+      const uint4 x =
+          *reinterpret_cast<const uint4*>(step + i / kVectors * Row::kPitch + i % kVectors * 16);
+      not_finite = E::FmaX2(x.x, 0, not_finite);  // 0 * x is NaN unless x is finite
+      not_finite = E::FmaX2(x.y, 0, not_finite);
+      not_finite = E::FmaX2(x.z, 0, not_finite);
+      not_finite = E::FmaX2(x.w, 0, not_finite);
+    }
+    if (!__syncthreads_or((not_finite & 0x7fff7fff) != 0)) return;
+#pragma unroll 1
+    for (int i = thread_; i < kStep * kVectors * 8; i += kThreads) {
+      u16* x = reinterpret_cast<u16*>(step + i / (kVectors * 8) * Row::kPitch) + i % (kVectors * 8);
+      if ((E::FmaX2(*x, 0, 0) & 0x7fff) != 0) *x = 0;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
+    const u32 v = read_slot_ + RowMajorOffset() + Part() * (kColumns * E::kBytes);
+#pragma unroll
+    for (int kk = 0; kk < kStep / 16; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kOTiles; j += 2) {
+        u32 b[4];
+        LoadMatrix4Transposed(b, v + kk * 16 * Row::kPitch + j * 16);
+        E::Mma(state.o[0][j], p[0][kk], b[0], b[1]);
+        E::Mma(state.o[0][j + 1], p[0][kk], b[2], b[3]);
+      }
+    }
+  }
+
+  // --- finish ---
+
+  __device__ __forceinline__ void Finish(State& state) {
+    const ItemRecord item(p_, index_);
+    WriteRows(item, state);
+    const int num_groups = item.num_groups();
+    if (num_groups > 0) {
+      ArriveAndMerge<Traits>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+    }
+  }
+
+  // A row's four lanes store 16 or 32 neighbouring bytes at a time; o is small beside what was read
+  // for it. All warps of a row know its state; the first writes it.
+  __device__ __forceinline__ void WriteRows(const ItemRecord& item, State& state) const {
+    const int num_rows = item.qo_len() * kGroupSize;
+    const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int partial_row = item.partial_row();
+    const bool final = partial_row < 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = QuadSum(state.sum[0][h]);
+      const int row = FirstRow() + h * 8 + Lane() / 4;
+      if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
+      const i64 at = final ? map.Index(row) : partial_row + row;
+      const float o_scale = WriteState(p_, final, at, map.QoHead(row),
+                                       Part() == 0 && Lane() % 4 == 0, {state.max_log2[0][h], sum});
+      const i64 first = at * Traits::kHeadDimVo + Part() * kColumns + 2 * (Lane() % 4);
+      float* partial = p_.partial_o + first;
+      u16* o = static_cast<u16*>(p_.o) + first;
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) {
+        const float left = state.o[0][j][2 * h] * o_scale;
+        const float right = state.o[0][j][2 * h + 1] * o_scale;
+        if (final) {
+          *reinterpret_cast<u32*>(o + 8 * j) = E::Pack(left, right);
+        } else {
+          *reinterpret_cast<float2*>(partial + 8 * j) = make_float2(left, right);
+        }
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  int thread_;      // threadIdx.x, unknown to be so to the code of the other phases
+  int index_;       // item whose steps run
+  int steps_;       // of the item before
+  int load_index_;  // item of the next load
+  int load_pos_;    // kv position of the next load, kNone at the end of the items of this path
+  i32 page_;        // in lane l, the page of token l of the warp's slice of it
+  u32 read_slot_;
+};
+
+// One CTA a multiprocessor: its 8 warps may use all registers.
+template <class Traits>
+struct MlaBody : QueueBody<Traits, MlaPath, 1> {};
+
+}  // namespace jax_attn

@@ -1,0 +1,169 @@
+// What mma.sync kernels know of their rows, and a step of the online softmax on accumulators.
+#pragma once
+
+#include "cuda/common/types.cuh"
+#include "cuda/common/variant.cuh"
+#include "cuda/common/work.cuh"
+
+namespace jax_attn {
+
+// Rows of 16-bit elements in shared memory. head_dim is padded with zeros to a multiple of 16, and
+// the row to an odd number of 16-byte chunks, which keeps ldmatrix and the copies free of bank
+// conflicts while every address is a base plus a constant.
+template <int kHeadDim>
+struct RowLayout {
+  static constexpr int kPadded = CeilDiv(kHeadDim, 16) * 16;
+  static constexpr int kChunks = kPadded / 8;        // of 16 bytes, copied
+  static constexpr int kLiveChunks = kHeadDim / 8;   // of those, with data
+  static constexpr int kPitch = 16 * (kChunks | 1);  // bytes
+};
+
+// What a warp knows of its rows after the kv tokens it has seen. Registers follow the accumulators
+// of mma.sync: index h is row 8h + lane / 4 of 16-row tile mt; o[mt][j][2h + c] is column 8j + 2 *
+// (lane % 4) + c of that row.
+template <int kMTiles, int kOTiles>
+struct TileState {
+  float max_log2[kMTiles][2];  // reference of the exponents; may lag the maximum, see UpdateMax
+  float sum[kMTiles][2];       // over this lane's columns only, until the end of the item
+  float o[kMTiles][kOTiles][4];
+
+  __device__ __forceinline__ void Reset() {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        max_log2[mt][h] = -Infinity();
+        sum[mt][h] = 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) o[mt][j][c] = 0.0f;
+      }
+    }
+  }
+
+  // Multiplies what is there by 2^(old reference - new reference).
+  __device__ __forceinline__ void Rescale(const float (&new_max)[kMTiles][2]) {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = Exp2(max_log2[mt][h] - FiniteMax(new_max[mt][h]));
+        max_log2[mt][h] = new_max[mt][h];
+        sum[mt][h] *= factor;
+#pragma unroll
+        for (int j = 0; j < kOTiles; ++j) {
+          o[mt][j][2 * h] *= factor;
+          o[mt][j][2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+};
+
+// --- logits and mask ---
+
+// After it, s * LogitScale() is the logit in log2 units.
+template <class Variant, int kMTiles, int kSTiles>
+__device__ __forceinline__ void TransformLogits(const AttentionParams& p,
+                                                float (&s)[kMTiles][kSTiles][4]) {
+  const Variant variant(p);
+  if (!Variant::kTransformsLogits && p.sm_scale > 0.0f) return;
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int j = 0; j < kSTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float& x = s[mt][j][c];
+        // A scale that is not positive would turn the maximum around, so it is applied at once.
+        x = Variant::kTransformsLogits ? variant.Logit(x) : x * (p.sm_scale * kLog2E);
+      }
+    }
+  }
+}
+
+template <class Variant>
+__device__ __forceinline__ float LogitScale(const AttentionParams& p) {
+  return Variant::kTransformsLogits || !(p.sm_scale > 0.0f) ? 1.0f : p.sm_scale * kLog2E;
+}
+
+// Sets what a row does not see to -inf. `begin`: kv position of the first column; span_of_row(r):
+// the VisibleSpan of row r of s.
+template <int kMTiles, int kSTiles, class SpanOfRow>
+__device__ __forceinline__ void MaskLogits(int begin, int lane, float (&s)[kMTiles][kSTiles][4],
+                                           SpanOfRow span_of_row) {
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const VisibleSpan span = span_of_row(mt * 16 + h * 8 + lane / 4);
+      const int column = begin + 2 * (lane % 4);
+      const int low = span.any_begin - column, high = span.any_end - column;
+#pragma unroll
+      for (int j = 0; j < kSTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (8 * j + c < low || 8 * j + c >= high) s[mt][j][2 * h + c] = -Infinity();
+        }
+      }
+    }
+  }
+}
+
+// --- softmax ---
+
+// The reference of a row's exponents follows its maximum only when that has grown by more than a
+// factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
+// (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
+// neighbours; for rows that keep their reference the factor is exactly 1.
+template <int kMTiles, int kSTiles, int kOTiles>
+__device__ __forceinline__ void UpdateMax(float scale, const float (&s)[kMTiles][kSTiles][4],
+                                          TileState<kMTiles, kOTiles>& state) {
+  constexpr float kSlack = 8.0f;
+  float new_max[kMTiles][2];
+  bool grows = false;
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float step_max = fmaxf(s[mt][0][2 * h], s[mt][0][2 * h + 1]);
+#pragma unroll
+      for (int j = 1; j < kSTiles; ++j) {
+        step_max = fmaxf(step_max, fmaxf(s[mt][j][2 * h], s[mt][j][2 * h + 1]));
+      }
+      step_max = QuadMax(step_max) * scale;
+      // False if both are -inf, where the difference is NaN.
+      const bool row_grows = step_max - state.max_log2[mt][h] > kSlack;
+      new_max[mt][h] = row_grows ? step_max : state.max_log2[mt][h];
+      grows |= row_grows;
+    }
+  }
+  if (__any_sync(kFullWarp, grows)) state.Rescale(new_max);
+}
+
+// p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
+// tiles, packed, are operand a of the second product as they are.
+template <class E, int kMTiles, int kSTiles, int kOTiles>
+__device__ __forceinline__ void Exponentiate(float scale, const float (&s)[kMTiles][kSTiles][4],
+                                             TileState<kMTiles, kOTiles>& state,
+                                             u32 (&p)[kMTiles][kSTiles / 2][4]) {
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float reference = FiniteMax(state.max_log2[mt][h]);
+#pragma unroll
+      for (int j = 0; j < kSTiles; ++j) {
+        const float left = Exp2(fmaf(s[mt][j][2 * h], scale, -reference));
+        const float right = Exp2(fmaf(s[mt][j][2 * h + 1], scale, -reference));
+        state.sum[mt][h] += left;
+        state.sum[mt][h] += right;
+        p[mt][j / 2][j % 2 * 2 + h] = E::Pack(left, right);
+      }
+    }
+  }
+}
+
+}  // namespace jax_attn

@@ -1,0 +1,234 @@
+"""Multi-head latent attention: absorbed over a latent cache, and what leads into and out of it."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import DTYPES, SHORT, Case, build, expect, kv_places
+from backends import on_every_backend, on_every_platform
+from checking import assert_same_bits
+from test_attention import check, make_plan, run
+
+import jax_attn as ja
+
+# DeepSeek-V2 and V3: 512 columns that are key and value, 64 that are key alone.
+DEEPSEEK = {"mla": True, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
+SCALE = (128 + 64) ** -0.5
+DECODES = (0, 1, 15, 16, 17, 33, 96, 97, 1023)
+# The mix of a server's step, shorter than MIXED_QO: 128 heads are many rows for the reference.
+SHORT_QO = (1, 0, 17, 1, 5, 1, 3)
+SHORT_KV = (33, 16, 17, 0, 2, 300, 129)
+
+
+def latent(name, num_qo_heads, **fields):
+    lens = {"qo_lens": SHORT_QO, "kv_lens": SHORT_KV}
+    fields = {**DEEPSEEK, **lens, "sm_scale": SCALE, "dtype": "bfloat16", **fields}
+    return Case(name, num_qo_heads=num_qo_heads, **fields)
+
+
+def _cases():
+    for heads in (1, 2, 5, 8, 16, 17, 32, 40, 64, 65, 100, 127, 128):
+        dtype = DTYPES[1 + heads % 2]
+        yield latent(f"heads_{heads}-{SHORT[dtype]}", heads, dtype=dtype, page_size=1)
+    for page_size in (None, 1, 3, 16, 64):
+        yield latent(
+            f"page_size_{page_size}",
+            16,
+            qo_lens=(1,) * len(DECODES),
+            kv_lens=DECODES,
+            page_size=page_size,
+        )
+    for heads, qo_len in itertools.product((4, 16, 128), (2, 4, 7)):
+        yield latent(
+            f"speculative_{qo_len}x{heads}",
+            heads,
+            qo_lens=(qo_len,) * len(DECODES),
+            kv_lens=DECODES,
+            page_size=64,
+            contents=("normal", "count", "rising", "falling"),
+        )
+    # Every length around the kernels' steps once.
+    yield latent("every_kv_len", 3, qo_lens=(1,) * 140, kv_lens=tuple(range(1, 141)), page_size=7)
+    for schedule, split in (("balanced", None), ("fixed_split", 128), ("no_split", None)):
+        for heads in (16, 128):
+            yield latent(
+                f"one_long_request_{heads}-{schedule}",
+                heads,
+                qo_lens=(1, 2, 0),
+                kv_lens=(2000, 300, 3),
+                page_size=64,
+                schedule=schedule,
+                kv_split=split,
+                contents=("normal", "rising", "falling"),
+            )
+    yield latent("stacked", 16, num_layers=3, page_size=5)
+    yield latent("sinks", 20, sinks=True)
+    yield latent("soft_cap", 20, logits_soft_cap=5.0, dtype="float16")
+    yield latent("window", 20, window_left=40)
+    yield latent("full", 20, causal=False)
+    yield latent("negative_scale", 20, sm_scale=-0.1)
+    yield latent("q_offsets", 20, q_offsets=(0, 16, -3, 0, 65, 170, 2000))
+    yield latent("batch_0", 16, qo_lens=(), kv_lens=())
+    yield latent("no_keys", 16, qo_lens=(3, 1), kv_lens=(0, 0), contents=("normal",))
+    # Other models: MiniCPM3, and sizes that no model has.
+    yield latent("minicpm3", 40, head_dim_qk=288, head_dim_vo=256)
+    yield latent("small", 6, head_dim_qk=144, head_dim_vo=128)
+    yield latent("no_rope", 6, head_dim_qk=128, head_dim_vo=128)
+
+
+CASES = tuple(_cases())
+
+
+# What depends on the instruction set is the same code as everywhere else: a few cases for each.
+FEW = [case for case in CASES if case.name in ("heads_5-f16", "heads_100-bf16", "speculative_4x4")]
+
+
+@on_every_platform
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, backend):
+    check(case, backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_few_cases(case, backend):
+    check(case, backend)
+
+
+@on_every_platform
+@pytest.mark.parametrize("head_dims", [(24, 8), (40, 40), (576, 512)])
+def test_what_only_cpus_support(head_dims, backend):
+    """float32, and head dims that no CUDA tile has."""
+    d_qk, d_vo = head_dims
+    case = latent("cpu", 12, head_dim_qk=d_qk, head_dim_vo=d_vo, dtype="float32")
+    if backend.platform == "cpu":
+        return check(case, backend)
+    with pytest.raises(NotImplementedError, match="mla=True"):
+        backend.spec(**case.spec_fields())
+
+
+@on_every_platform
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [2, 16, 100])
+def test_nan_in_a_visible_latent_row_reaches_only_the_rows_that_see_it(heads, dtype, backend):
+    case = latent("nan", heads, dtype=dtype)
+    batch = build(case)
+    plan = make_plan(case, backend, batch)
+    clean_o, clean_lse = run(plan, batch)
+    starts = np.concatenate([[0], np.cumsum(case.kv_lens)])
+    places = np.stack(kv_places(batch.lengths, case.page_size))
+    # In a column that is key and value, and in one that is key alone.
+    for column in (7, 570):
+        k = batch.k.copy()
+        for request, position in ((2, 9), (5, 40), (6, 128)):
+            k[(*places[:, starts[request] + position], 0, column)] = np.nan
+        dirty = dataclasses.replace(batch, k=k)
+        want = expect(case, dirty)
+        hit = np.isnan(want.lse)
+        assert hit.any() and not hit.all()
+        o, lse = run(plan, dirty)
+        np.testing.assert_array_equal(np.isnan(lse), hit)
+        assert np.isnan(o[hit]).all()
+        assert_same_bits("o of the other rows", o[~hit], clean_o[~hit])
+        assert_same_bits("lse of the other rows", lse[~hit], clean_lse[~hit])
+
+
+@on_every_platform
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_request_has_the_same_bits_in_any_batch(heads, backend):
+    fields = {"schedule": "fixed_split", "kv_split": 128, "page_size": 16}
+    many = latent("many", heads, qo_lens=(1, 2, 1, 4), kv_lens=(50, 300, 1000, 90), **fields)
+    batch = build(many)
+    o, lse = run(make_plan(many, backend, batch), batch)
+    for r in range(4):
+        rows = slice(*batch.lengths.qo_indptr[r : r + 2])
+        pages = slice(*batch.lengths.page_indptr[r : r + 2])
+        spec = make_plan(many, backend, batch).spec
+        alone = ja.plan(
+            spec,
+            [0, many.qo_lens[r]],
+            [many.kv_lens[r]],
+            [0, pages.stop - pages.start],
+            batch.lengths.page_indices[pages],
+        )
+        q = np.full_like(batch.q, np.nan)
+        q[: many.qo_lens[r]] = batch.q[rows]
+        alone_o, alone_lse = run(alone, dataclasses.replace(batch, q=q))
+        assert_same_bits(f"o of request {r}", alone_o[: many.qo_lens[r]], o[rows])
+        assert_same_bits(f"lse of request {r}", alone_lse[: many.qo_lens[r]], lse[rows])
+
+
+@on_every_platform
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_that_is_not_absorbed(causal, backend):
+    """Heads of 192 and 128: what `ja.mla.expand_kv` gives goes through the ordinary path."""
+    for heads in (5, 16):
+        case = Case(
+            "prefill",
+            qo_lens=(40, 1, 130),
+            kv_lens=(40, 60, 130),
+            num_qo_heads=heads,
+            num_kv_heads=heads,
+            head_dim_qk=192,
+            head_dim_vo=128,
+            dtype="bfloat16",
+            page_size=None,
+            causal=causal,
+        )
+        check(case, backend)
+
+
+def latent_spec(**changes):
+    fields = {
+        "num_qo_heads": 16,
+        **DEEPSEEK,
+        "sm_scale": SCALE,
+        "page_size": 16,
+        "max_kv_pages": 8,
+        "max_batch": 2,
+        "max_qo_tokens": 2,
+        "target": "cpu",
+    }
+    return ja.AttentionSpec(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        ({"sm_scale": None}, ValueError, "sm_scale: expected the model's scale"),
+        ({"num_kv_heads": 2}, ValueError, "num_kv_heads: expected 1 with mla=True"),
+        ({"num_qo_heads": 129}, NotImplementedError, "1 to 128 are supported, got 129"),
+        ({"head_dim_qk": 584}, NotImplementedError, "multiples of 8 up to 576"),
+        ({"head_dim_qk": 64, "head_dim_vo": 128}, ValueError, "at most head_dim_qk=64"),
+        ({"target": "sm_90", "dtype": "float32"}, NotImplementedError, "dtype: with mla=True"),
+        ({"target": "sm_90", "head_dim_vo": 448}, NotImplementedError, "multiples of 128"),
+        ({"target": "sm_90", "head_dim_qk": 568}, NotImplementedError, "multiples of 16"),
+    ],
+)
+def test_bad_spec(changes, error, sentence):
+    with pytest.raises(error, match=sentence):
+        latent_spec(**changes)
+
+
+def test_bad_operands():
+    spec = latent_spec()
+    plan = ja.plan(spec, [0, 1], [5], [0, 1], [0])
+    q = jnp.zeros(spec.q_shape, spec.dtype)
+    pages = jnp.zeros((4, 16, 1, 576), spec.dtype)
+    new = jnp.zeros((2, 1, 576), spec.dtype)
+    with pytest.raises(ValueError, match="attention: v_pages: expected None with mla=True"):
+        ja.attention(q, pages, pages[..., :512], plan)
+    with pytest.raises(ValueError, match="append_kv: v_new: expected None with mla=True"):
+        ja.append_kv(pages, None, new, new, plan)
+    with pytest.raises(ValueError, match=r"k_pages: expected bfloat16\[4, 16, 1, 576\]"):
+        ja.attention(q, pages[..., :512], None, plan)
+    both = ja.AttentionSpec(4, 2, 64, max_kv_pages=8, max_qo_tokens=2, target="cpu")
+    with pytest.raises(ValueError, match=r"attention: v_pages: expected bfloat16.*got None"):
+        ja.attention(
+            jnp.zeros(both.q_shape, both.dtype),
+            jnp.zeros((4, 16, 2, 64), both.dtype),
+            None,
+            ja.plan(both, [0, 1], [5], [0, 1], [0]),
+        )
