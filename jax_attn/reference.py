@@ -35,7 +35,7 @@ __all__ = [
 def attention(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     qo_indptr: np.ndarray,
     kv_lens: np.ndarray,
     page_indptr: np.ndarray | None = None,
@@ -54,7 +54,7 @@ def attention(
         [qo_indptr[r], qo_indptr[r + 1]).
       k: [num_pages, page_size, num_kv_heads, head_dim_qk], or ragged [max_kv_tokens, num_kv_heads,
         head_dim_qk]; with `layer`, a leading [num_layers].
-      v: as k, with head_dim_vo.
+      v: as k, with head_dim_vo; None: the first spec.head_dim_vo columns of k (mla).
       qo_indptr: [batch_size + 1] tokens.
       kv_lens: [batch_size] tokens, the new ones included.
       page_indptr: [batch_size + 1] pages; None if ragged.
@@ -70,6 +70,8 @@ def attention(
       lse: [max_qo_tokens, num_qo_heads], float32 (float64 if q is), natural log of the sum over
         visible keys (and the sink) of exp(logit). -inf where no key is visible, even with sinks.
     """
+    if v is None:
+        v = k[..., : spec.head_dim_vo]
     if layer is not None:
         k, v = k[layer], v[layer]
     if kv_indptr is None:
@@ -147,14 +149,16 @@ def attention_dense(
     """
     xp = _namespace(q)
     dtype = _compute_dtype(q)
-    group_size = q.shape[1] // k.shape[1]
     if sm_scale is None:
         sm_scale = q.shape[-1] ** -0.5
 
-    q_h = q.astype(dtype).swapaxes(0, 1)  # [num_qo_heads, qo_len, head_dim_qk]
-    k_h = xp.repeat(k.astype(dtype).swapaxes(0, 1), group_size, axis=0)
-    v_h = xp.repeat(v.astype(dtype).swapaxes(0, 1), group_size, axis=0)
-    logits = dtype.type(sm_scale) * (q_h @ k_h.swapaxes(1, 2))  # [num_qo_heads, qo_len, kv_len]
+    def multiply(x: Array, y: Array) -> Array:
+        """x: [num_qo_heads, n, m], y: [num_kv_heads, m, l] -> [num_qo_heads, n, l]."""
+        groups = x.reshape(y.shape[0], x.shape[0] // y.shape[0], *x.shape[1:])
+        return (groups @ y[:, None]).reshape(*x.shape[:2], y.shape[2])
+
+    q_h, k_h, v_h = (x.astype(dtype).swapaxes(0, 1) for x in (q, k, v))  # heads first
+    logits = dtype.type(sm_scale) * multiply(q_h, k_h.swapaxes(1, 2))
     if logits_soft_cap:
         logits = logits_soft_cap * xp.tanh(logits / logits_soft_cap)
     if bias is not None:
@@ -178,8 +182,8 @@ def attention_dense(
     # 0 * NaN is NaN: a NaN value must reach the rows that see it and no other.
     nan_v = xp.isnan(v_h)
     probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)
-    o = probs @ xp.where(nan_v, 0, v_h)
-    o = xp.where(visible.astype(dtype) @ nan_v.astype(dtype) > 0, np.nan, o)
+    o = multiply(probs, xp.where(nan_v, 0, v_h))
+    o = xp.where(multiply(visible.astype(dtype), nan_v.astype(dtype)) > 0, np.nan, o)
     return o.swapaxes(0, 1).astype(q.dtype), lse.swapaxes(0, 1)
 
 
