@@ -141,6 +141,8 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
 
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("plan_magic") = kPlanMagic;
+  m.attr("plan_version") = kPlanVersion;
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 
 ffi_api_version: tuple[int, int]
+plan_magic: int
+plan_version: int
 
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 

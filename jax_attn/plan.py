@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn import ffi
+from jax_attn import ffi, plan_file, plot
 from jax_attn.spec import AttentionSpec
 
 # Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
@@ -73,15 +74,46 @@ class AttentionPlan:
         """[num_shared_tokens]. Rows of q of the tokens of shared items, those of num_groups > 1."""
         return self._section("qo_indices", self.header()["num_shared_tokens"])
 
-    def queue_costs(self) -> np.ndarray:
-        """[num_ctas]. Predicted load of each queue, in kv tokens of the smallest query tile."""
+    def item_costs(self) -> np.ndarray:
+        """[num_items]. What the planner takes an item for, in kv tokens of the smallest tile."""
         config, items = self.spec.kernel_config, self.items()
         kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)])
         kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
-        costs = config["item_cost"] + kv_tokens * kv_cost[items["tile"]] / kv_cost[0]
-        ends = np.concatenate([[0], np.cumsum(costs)])
+        fixed = config["item_cost"] + config["split_cost"] * (items["partial_row"] >= 0)
+        return fixed + kv_tokens * kv_cost[items["tile"]] / kv_cost[0]
+
+    def queue_costs(self) -> np.ndarray:
+        """[num_ctas]. Predicted load of each queue: the sum of its item_costs()."""
+        ends = np.concatenate([[0], np.cumsum(self.item_costs())])
         indptr = self.queue_indptr()
         return ends[indptr[1:]] - ends[indptr[:-1]]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes spec and buffer to a file (npz), for `load` and `python -m jax_attn.inspect`."""
+        plan_file.write(path, np.asarray(self.buffer), self.spec)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AttentionPlan:
+        """A saved plan. It equals the one that was saved and runs as that does, also on a machine
+        with another number of processors: the number of queues is kept.
+
+        Raises ValueError for another file, or if this version of jax_attn plans or configures
+        kernels otherwise.
+        """
+        return cls(*plan_file.read(path))
+
+    def plot(self, path: str | os.PathLike[str], *, item_times: Any = None) -> None:
+        """Draws what every queue does when: predicted, or measured if item_times are given.
+
+        path: .html is a page of its own, where pointing at an item tells about it; .png, .svg and
+            .pdf need matplotlib, which comes with `pip install 'jax_attn[plot]'`.
+        item_times: [num_items, 2], seconds. Begin and end of each item, from any common zero.
+
+        A bar is an item, its colour the request. Items with the query rows of several requests
+        (shared prefixes) are hatched. A line leads from each partial state to the item that
+        completes its merge group.
+        """
+        plot.draw(self, path, item_times)
 
     def describe(self) -> str:
         """What the schedule does, in words: items, queues, imbalance, splits, workspace."""

@@ -1,0 +1,123 @@
+"""Pictures of plans: that every item is where it belongs, and that nothing else is needed."""
+
+import builtins
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from attention_cases import Case, make_lengths
+
+import jax_attn as ja
+from jax_attn.plot import timeline
+
+
+def make_plan(case, target="sm_90:6"):
+    lengths, _ = make_lengths(case, np.random.default_rng(0))
+    spec = ja.AttentionSpec(**case.spec_fields(), target=target)
+    return ja.plan(spec, **lengths.plan_arguments())
+
+
+SPLIT = Case("", (1, 40, 1), (9000, 60, 700))
+EMPTY = Case("", (), ())
+
+
+@pytest.mark.parametrize("target", ("cpu", "sm_90:6"))
+def test_items_of_a_queue_follow_each_other(target):
+    plan = make_plan(SPLIT, target)
+    times, indptr = timeline(plan), plan.queue_indptr()
+    assert len(times.begin) == len(plan.items()) > 0
+    for q, load in enumerate(plan.queue_costs()):
+        mine = times.queue == q
+        begin, end = times.begin[mine], times.end[mine]
+        assert len(begin) == indptr[q + 1] - indptr[q]
+        if len(begin):
+            assert begin[0] == 0 and np.isclose(end[-1], load)
+            np.testing.assert_allclose(begin[1:], end[:-1])
+
+
+def test_links_lead_to_the_item_that_completes_the_group():
+    plan = make_plan(SPLIT)
+    times, items = timeline(plan), plan.items()
+    groups = plan.merge_groups()
+    assert len(groups)
+    expected = set()
+    for g in range(len(groups)):
+        members = np.flatnonzero(
+            (items["merge_idx"] <= g) & (g < items["merge_idx"] + items["num_groups"])
+        )
+        ends = times.end[members]
+        for last in members[ends == ends.max()][-1:]:
+            expected |= {(int(m), int(last)) for m in members if m != last}
+    assert {(int(a), int(b)) for a, b in times.links} == expected
+
+
+def test_measured_times_are_in_microseconds_from_the_first_item():
+    plan = make_plan(SPLIT)
+    num_items = len(plan.items())
+    begin = 17.0 + 1e-6 * np.arange(num_items)
+    times = timeline(plan, np.stack([begin, begin + 5e-6], axis=1))
+    assert "measured" in times.label
+    np.testing.assert_allclose(times.begin, np.arange(num_items), atol=1e-6)
+    np.testing.assert_allclose(times.end, np.arange(num_items) + 5, atol=1e-6)
+
+
+def svg_of(path):
+    text = path.read_text()
+    return text, ElementTree.fromstring(re.search(r"<svg.*</svg>", text, re.S)[0])
+
+
+@pytest.mark.parametrize("case", (SPLIT, EMPTY), ids=("split", "empty"))
+def test_the_page_is_complete_and_asks_nobody(tmp_path, case):
+    plan = make_plan(case)
+    plan.plot(tmp_path / "plan.html")
+    text, svg = svg_of(tmp_path / "plan.html")
+    bars = svg.findall("./g[@id='items']/rect")
+    lines = svg.findall("./g[@id='links']/path")
+    assert len(bars) == len(plan.items())
+    assert len(lines) == len(timeline(plan).links)
+    for i, bar in enumerate(bars):
+        item = plan.items()[i]
+        told = bar.find("title").text
+        assert f"item {i}: request {item['request']}" in told
+        assert f"kv tokens {item['kv_begin']} to {item['kv_end']}" in told
+        assert float(bar.get("x")) >= 0 and float(bar.get("width")) > 0
+    assert plan.describe().splitlines()[-1] in text
+    assert not re.search(r"(src|href|url)\s*[=(]\s*['\"]?(https?:)?//", text)
+
+
+@pytest.mark.parametrize("case", (SPLIT, EMPTY), ids=("split", "empty"))
+@pytest.mark.parametrize(
+    "suffix, magic", ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"))
+)
+def test_figures(tmp_path, case, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan{suffix}"
+    make_plan(case).plot(path)
+    assert path.read_bytes().startswith(magic)
+
+
+def test_bad_input(tmp_path, monkeypatch):
+    plan = make_plan(SPLIT)
+    with pytest.raises(
+        ValueError, match=r"path: expected a name that ends in .html, .*'.*plan.txt'"
+    ):
+        plan.plot(tmp_path / "plan.txt")
+    num_items = len(plan.items())
+    for times in (np.zeros((num_items, 3)), np.zeros(num_items), np.zeros((num_items + 1, 2))):
+        with pytest.raises(ValueError, match=rf"item_times: expected .*\[{num_items}, 2\], got"):
+            plan.plot(tmp_path / "plan.html", item_times=times)
+    with pytest.raises(ValueError, match="out of order"):
+        plan.plot(tmp_path / "plan.html", item_times=np.tile([2.0, 1.0], (num_items, 1)))
+
+    real_import = builtins.__import__
+
+    def without_matplotlib(name, *rest, **more):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(ImportError, match=r"pip install 'jax_attn\[plot\]'"):
+        plan.plot(tmp_path / "plan.png")
+    plan.plot(tmp_path / "plan.html")  # needs nothing
