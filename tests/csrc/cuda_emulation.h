@@ -132,9 +132,9 @@ class Unit {
   virtual void EndCta() = 0;  // fails if something is left over
 };
 
-// What `thread` started and nobody has seen finished. Of one thread, in order.
+// What was started and nobody has seen finished. Of one sequence, in order.
 struct InFlight {
-  int thread;
+  int sequence;
   std::function<void()> finish;
 };
 
@@ -150,7 +150,7 @@ class Machine {
     std::vector<int> ctas(num_ctas);
     std::iota(ctas.begin(), ctas.end(), 0);
     std::shuffle(ctas.begin(), ctas.end(), random_);
-    for (int cta : ctas) RunCta(cta);
+    for (int i = 0; i < num_ctas; ++i) RunCta(ctas[i], i % 2 == 1);
   }
 
   Fiber& current() { return *current_; }
@@ -171,9 +171,10 @@ class Machine {
     Wait(Waits::kForEvent, "an event");
   }
 
-  // `finish` runs at a random time, at the latest when no warp can run without it.
-  void Later(std::function<void()> finish) {
-    in_flight_.push_back({current_->thread.x, std::move(finish)});
+  // `finish` runs when no warp can run without it or, in every other CTA, at random times before.
+  // in_order: after what this thread started before.
+  void Later(bool in_order, std::function<void()> finish) {
+    in_flight_.push_back({in_order ? current_->thread.x : --num_unordered_, std::move(finish)});
   }
 
   Index block, block_dim, grid_dim;
@@ -184,7 +185,7 @@ class Machine {
 
   static void Entry();
 
-  void RunCta(int cta) {
+  void RunCta(int cta, bool eager) {
     block = {cta};
     std::memset(smem, 0xff, sizeof(smem));
     std::memset(async_smem, 0xff, sizeof(async_smem));
@@ -204,7 +205,7 @@ class Machine {
       makecontext(&f.context, &Machine::Entry, 0);
     }
     do {
-      if (random_() % 4 == 0) FinishSomething();
+      if (eager && random_() % 4 == 0) FinishSomething();
     } while (RunSomeWarp() || ReleaseCta() || FinishSomething());
     for (int i = 0; i < block_dim.x; ++i) {
       if (!fibers_[i]->done) FailStuck();
@@ -269,12 +270,12 @@ class Machine {
     return true;
   }
 
-  // The oldest of what some thread started.
+  // The oldest of some sequence.
   bool FinishSomething() {
     if (in_flight_.empty()) return false;
-    const int thread = in_flight_[random_() % in_flight_.size()].thread;
+    const int sequence = in_flight_[random_() % in_flight_.size()].sequence;
     const auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(),
-                                     [&](const InFlight& x) { return x.thread == thread; });
+                                     [&](const InFlight& x) { return x.sequence == sequence; });
     const std::function<void()> finish = std::move(oldest->finish);
     in_flight_.erase(oldest);
     finish();
@@ -304,6 +305,7 @@ class Machine {
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<InFlight> in_flight_;
+  int num_unordered_ = 0;
   Fiber* current_ = nullptr;
   ucontext_t scheduler_;
   std::function<void()> kernel_;
@@ -360,6 +362,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   });
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffff; }
 inline void __syncwarp() { jax_attn::emulation::WarpBarrier("syncwarp"); }
 inline void __syncthreads() {
   jax_attn::emulation::machine.Wait(jax_attn::emulation::Waits::kForCta, "syncthreads");

@@ -1,9 +1,10 @@
 // Stands in for cuda/sm90/ptx.cuh: include it after cuda_emulation.h.
 //
 // Everything asynchronous happens as late as it may, and early, too: a copy takes its slot when it
-// is issued and arrives at a random time; a matrix product reads its operands when it is issued and
-// again when it is waited for, which must not make a difference, and its accumulators are NaN until
-// then. Beyond what cuda_emulation.h finds, fails on
+// is issued and arrives when nobody can go on without it, or at a random time before; a matrix
+// product reads its operands when it is issued and again when it is waited for, which must not make
+// a difference, and its accumulators are NaN until then. Beyond what cuda_emulation.h finds, fails
+// on
 //   - shared memory that wgmma reads although nobody fenced what was written (it reads NaN or what
 //     was there before): operands come from async_smem;
 //   - accumulators or fragments that were written without wgmma.fence before the product, or before
@@ -24,11 +25,19 @@
 namespace jax_attn {
 namespace emulation {
 
-// mbarrier: a phase is complete when nobody is pending.
+// mbarrier: a phase is complete when neither arrivals nor bytes are pending.
 struct SharedBarrier {
   int num_arrivals;
   int pending;
+  int pending_bytes;
   u32 phase;
+};
+
+// What stands for a CUtensorMap here, in the words of a TensorMap.
+struct BoxedArray {
+  const u16* array;  // [num_layers, num_rows, num_heads, head_dim]
+  u64 num_layers, num_rows, num_heads, head_dim;
+  u64 box_rows;  // of 64 columns of one head
 };
 
 // bar.sync, bar.arrive.
@@ -184,12 +193,16 @@ class Sm90 : public Unit {
   void Init(u32 barrier, int num_arrivals) {
     if (barrier % 8 != 0 || barrier + 8 > sizeof(smem)) Fail("misplaced barrier");
     if (num_arrivals < 1) Fail("a barrier for nobody");
-    shared_barriers_[barrier] = {num_arrivals, num_arrivals, 0};
+    shared_barriers_[barrier] = {num_arrivals, num_arrivals, 0, 0};
   }
 
-  void Arrive(u32 barrier) {
+  // Bytes may complete before they are expected.
+  void Arrive(u32 barrier, int num_arrivals, int num_bytes) {
     SharedBarrier& b = Find(barrier);
-    if (--b.pending > 0) return;
+    if (num_arrivals > b.pending) Fail(Text("too many arrivals at the barrier at 0x%x", barrier));
+    b.pending -= num_arrivals;
+    b.pending_bytes += num_bytes;
+    if (b.pending > 0 || b.pending_bytes != 0) return;
     b.pending = b.num_arrivals;
     ++b.phase;
   }
@@ -199,8 +212,10 @@ class Sm90 : public Unit {
     const SharedBarrier& b = Find(barrier);
     machine.WaitUntil([&b, parity] { return (b.phase & 1) != parity; },
                       [&b, barrier, parity] {
-                        return Text("the barrier at 0x%x, parity %u: phase %u lacks %d of %d",
-                                    barrier, parity, b.phase, b.pending, b.num_arrivals);
+                        return Text(
+                            "the barrier at 0x%x, parity %u: phase %u lacks %d of %d arrivals and"
+                            " %d bytes",
+                            barrier, parity, b.phase, b.pending, b.num_arrivals, b.pending_bytes);
                       });
   }
 
@@ -449,7 +464,11 @@ inline void Multiply(const ProductShape& shape, float* d, const u32* a) {
 inline void InitBarrier(u32 barrier, int num_arrivals) {
   emulation::sm90.Init(barrier, num_arrivals);
 }
-inline void ArriveBarrier(u32 barrier) { emulation::sm90.Arrive(barrier); }
+inline void ArriveBarrier(u32 barrier, int count) { emulation::sm90.Arrive(barrier, count, 0); }
+inline void ArriveBarrier(u32 barrier) { ArriveBarrier(barrier, 1); }
+inline void ExpectBytes(u32 barrier, int num_bytes) {
+  emulation::sm90.Arrive(barrier, 0, num_bytes);
+}
 inline void ArriveBarrierAfterCopies(u32 barrier) {
   emulation::Fiber& f = emulation::machine.current();
   std::vector<emulation::Copy> copies;
@@ -457,11 +476,39 @@ inline void ArriveBarrierAfterCopies(u32 barrier) {
   copies.insert(copies.end(), f.open_group.begin(), f.open_group.end());
   f.groups.clear();
   f.open_group.clear();
-  emulation::machine.Later([copies, barrier] {
+  emulation::machine.Later(true, [copies, barrier] {
     for (const emulation::Copy& c : copies) c.Land();
-    emulation::sm90.Arrive(barrier);
+    emulation::sm90.Arrive(barrier, 1, 0);
   });
 }
+template <class TensorMap>
+void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, int layer,
+             u32 barrier) {
+  static_assert(sizeof(TensorMap) == 128, "of the driver");
+  if (reinterpret_cast<uintptr_t>(&map) % 64 != 0) emulation::Fail("misaligned tensor map");
+  emulation::BoxedArray from;
+  std::memcpy(&from, &map, sizeof(from));
+  const int num_bytes = static_cast<int>(from.box_rows) * 128;
+  if (shared % 128 != 0 || shared + num_bytes > sizeof(smem)) emulation::Fail("misplaced box");
+  std::memset(smem + shared, 0xff, num_bytes);  // until it is waited for
+  std::memset(emulation::async_smem + shared, 0xff, num_bytes);
+  emulation::machine.Later(false, [=] {
+    for (int e = 0; e < num_bytes / 2; ++e) {
+      const u64 r = static_cast<u64>(row) + e / 64, c = static_cast<u64>(column) + e % 64;
+      u16 x = 0;  // beyond the array
+      if (r < from.num_rows && c < from.head_dim && static_cast<u64>(head) < from.num_heads &&
+          static_cast<u64>(layer) < from.num_layers) {
+        x = from.array[((layer * from.num_rows + r) * from.num_heads + head) * from.head_dim + c];
+      }
+      const u32 to = shared + 2 * e;
+      for (unsigned char* memory : {smem, emulation::async_smem}) {
+        std::memcpy(memory + (to ^ (to >> 7 & 7) << 4), &x, sizeof(x));
+      }
+    }
+    emulation::sm90.Arrive(barrier, 0, -num_bytes);
+  });
+}
+inline void Nanosleep() {}
 inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
 inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
   WaitBarrier(barrier, parity);

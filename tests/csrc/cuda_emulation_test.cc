@@ -171,9 +171,9 @@ struct PipelineMistakes {
   bool one_consumer_frees = false;  // the other warpgroup may still read
 };
 
-// A producer warpgroup copies tiles into a ring of two slots, two consumer warpgroups multiply
-// their own a with them, in turns kept by named barriers.
-int WrongResultsOfPipeline(unsigned seed, const PipelineMistakes& mistakes) {
+// A producer warpgroup copies tiles into a ring of two slots, by boxes or by itself, two consumer
+// warpgroups multiply their own a with them, in turns kept by named barriers.
+int WrongResultsOfPipeline(unsigned seed, bool boxes, const PipelineMistakes& mistakes) {
   constexpr int kTiles = 7, kSlots = 2, kSlotBytes = 64 * 128;
   constexpr u32 kFull = 0, kEmpty = 64;
   constexpr u32 kA = 1024, kRing = kA + 2 * 8192;
@@ -183,6 +183,10 @@ int WrongResultsOfPipeline(unsigned seed, const PipelineMistakes& mistakes) {
       global[t][e / 64][e % 64] = static_cast<u16>(FloatToBf16(SmallInteger(e / 64 + t, e % 64)));
     }
   }
+  struct alignas(64) {
+    emulation::BoxedArray array;
+    char rest[128 - sizeof(emulation::BoxedArray)];
+  } const map = {{&global[0][0][0], kTiles, 64, 1, 64, 32}, {}};
   int num_wrong = 0;
   machine.Launch(2, 384, seed, [&] {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -199,6 +203,14 @@ int WrongResultsOfPipeline(unsigned seed, const PipelineMistakes& mistakes) {
         const int slot = t % kSlots;
         WaitBarrier(kEmpty + 8 * slot, (t / kSlots & 1) ^ 1);
         const Tile to = {kRing + slot * kSlotBytes, 64, 64, false, k128};
+        if (boxes) {
+          if (thread != 0) continue;
+          ExpectBytes(kFull + 8 * slot, kSlotBytes);
+          ArriveBarrier(kFull + 8 * slot, 128);
+          CopyBox(to.start, map, 0, 0, 0, t, kFull + 8 * slot);
+          CopyBox(to.start + kSlotBytes / 2, map, 0, 0, 32, t, kFull + 8 * slot);
+          continue;
+        }
         for (int c = thread; c < 64 * 8; c += 128) {
           CopyAsync16(to.Address(c / 8, c % 8 * 8), &global[t][c / 8][c % 8 * 8], true);
         }
@@ -274,9 +286,11 @@ void ExpectDeath(const char* name, const std::string& message, Function function
 
 // The mistake shows in wrong results or, sooner, in a failure.
 void ExpectTrouble(const char* name, const PipelineMistakes& mistakes) {
-  for (unsigned seed = 0; seed < 3; ++seed) {
+  for (unsigned seed = 0; seed < 6; ++seed) {
+    const bool boxes = seed % 2 == 1;
+    if (boxes && mistakes.no_fence) continue;  // they need none
     const std::string text = Death([&] {
-      if (WrongResultsOfPipeline(seed, mistakes) > 0) emulation::Fail("wrong results");
+      if (WrongResultsOfPipeline(seed, boxes, mistakes) > 0) emulation::Fail("wrong results");
     });
     Expect(!text.empty(), std::string(name) + ": not found");
   }
@@ -399,8 +413,9 @@ void RunAll() {
   TestProducts<64>();
   TestProducts<192>();
   TestWrappers();
-  for (unsigned seed = 0; seed < 5; ++seed) {
-    const int num_wrong = WrongResultsOfPipeline(seed, {});
+  for (unsigned seed = 0; seed < 6; ++seed) {
+    const bool boxes = seed % 2 == 1;
+    const int num_wrong = WrongResultsOfPipeline(seed, boxes, {.no_fence = boxes});
     Expect(num_wrong == 0, emulation::Text("pipeline: %d wrong", num_wrong));
   }
   TestMistakes();
