@@ -20,6 +20,7 @@ from jax_attn import _core
 # Data sets that take turns must outgrow the last-level cache several times (60 MB on an H200), or
 # repeated calls would read that instead of memory.
 ROTATE_BYTES = 256 << 20
+MLA_SCALE = (128 + 64) ** -0.5  # DeepSeek-V3's heads, before absorption
 NOMINAL = Ceilings(bytes_per_us=4e6, flops_per_us=3e8)  # only to choose the length of a chain
 
 
@@ -68,6 +69,8 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
         "num_qo_heads": workload.num_qo_heads,
         "num_kv_heads": workload.num_kv_heads,
         "head_dim_qk": workload.head_dim,
+        "head_dim_vo": workload.head_dim_vo,
+        "mla": workload.head_dim_latent is not None,
         "causal": workload.causal,
         "page_size": workload.page_size,
         "max_batch": workload.batch_size,
@@ -76,6 +79,8 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
         **storage,
         **of_spec,
     }
+    if workload.head_dim_latent is not None:
+        arguments["sm_scale"] = MLA_SCALE
     spec = ja.AttentionSpec(**arguments)
     if of_kernel:
         # Tuning only: the configuration is chosen by csrc/select and has no public override.
@@ -113,7 +118,8 @@ def plan_us(workload: Workload, spec: Any) -> float:
 class AttentionData:
     """Inputs of one workload; sets take turns.
 
-    paged: k, v [num_sets, num_pages, page_size, num_kv_heads, head_dim], the set is the layer.
+    paged: k, v [num_sets, num_pages, page_size, num_kv_heads, head_dim], the set is the layer;
+    mla: no v.
     ragged: lists of num_sets arrays [nnz_kv, num_kv_heads, head_dim].
     """
 
@@ -139,6 +145,8 @@ def make_data(workload: Workload) -> AttentionData:
     if w.page_size is None:
         k = normal((sum(w.kv_lens), *row), num_sets, seed=1)
         v = normal((sum(w.kv_lens), *row), num_sets, seed=2)
+    elif w.head_dim_latent is not None:
+        (k,), v = normal((num_sets, w.num_pages, w.page_size, *row), seed=1), None
     else:
         k, v = normal((num_sets, w.num_pages, w.page_size, *row), 2, seed=1)
     return AttentionData(w, q, k, v, num_sets)
@@ -229,26 +237,29 @@ def relative_error(data: AttentionData, o: jax.Array) -> float:
         visible[s] = kv_len - qo_len + token + 1 if w.causal else kv_len
         tokens[s] = w.qo_indptr[request] + token
     k, v, layer = data.kv(0)
+    scale = w.head_dim**-0.5
+    if w.head_dim_latent is not None:
+        v, scale = k[..., : w.head_dim_latent], MLA_SCALE
     if layer is not None:
         k, v = k[layer], v[layer]
-    exact = _exact_rows(data.q[tokens], k, v, rows, visible)
+    exact = _exact_rows(data.q[tokens], k, v, rows, visible, scale)
     difference = o[tokens].astype(jnp.float32) - exact
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))
 
 
 @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if on_gpu() else None)
-def _exact_rows(q: Any, k: Any, v: Any, rows: Any, visible: Any) -> Any:
+def _exact_rows(q: Any, k: Any, v: Any, rows: Any, visible: Any, scale: float) -> Any:
     """q: [num_samples, num_qo_heads, head_dim]; rows: [num_samples, width], of k and v."""
     num_samples, num_qo_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
-    k, v = (a.reshape(-1, num_kv_heads, head_dim)[rows].astype(jnp.float32) for a in (k, v))
+    k, v = (a.reshape(-1, num_kv_heads, a.shape[-1])[rows].astype(jnp.float32) for a in (k, v))
     q = q.astype(jnp.float32).reshape(num_samples, num_kv_heads, -1, head_dim)
     highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("shgd,skhd->shgk", q, k, precision=highest) * head_dim**-0.5
+    logits = jnp.einsum("shgd,skhd->shgk", q, k, precision=highest) * scale
     seen = jnp.arange(rows.shape[1]) < visible[:, None]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf))
     o = jnp.einsum("shgk,skhd->shgd", weights, v, precision=highest)
-    return o.reshape(num_samples, num_qo_heads, head_dim)
+    return o.reshape(num_samples, num_qo_heads, -1)
 
 
 # ---- append and merge --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 PATH = Path(__file__).with_name("workloads.json")
-ATTENTION_KINDS = ("decode", "mixed", "prefill")
+ATTENTION_KINDS = ("decode", "mixed", "prefill", "mla")
 READ_BYTES = 30 << 27  # of the read ceiling: 67 times an H200's cache, fewer than 2^31 bf16
 
 
@@ -26,7 +26,7 @@ class Workload:
     kind: str
     num_qo_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of q and k
     page_size: int | None  # None: ragged k, v
     causal: bool
     qo_lens: tuple[int, ...]
@@ -34,6 +34,7 @@ class Workload:
     anchor_us: float | None  # best peer on another H200, another day; None: unknown
     num_states: int = 0  # merge
     num_layers: int = 0  # step
+    head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
 
     @property
     def batch_size(self) -> int:
@@ -70,9 +71,14 @@ class Workload:
         return np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
 
     @property
+    def head_dim_vo(self) -> int:
+        return self.head_dim if self.head_dim_latent is None else self.head_dim_latent
+
+    @property
     def kv_bytes(self) -> int:
         """K and V, each read once."""
-        return sum(self.kv_lens) * self.num_kv_heads * self.head_dim * 2 * 2
+        columns = self.head_dim * (2 if self.head_dim_latent is None else 1)
+        return sum(self.kv_lens) * self.num_kv_heads * columns * 2
 
     @property
     def bytes(self) -> int:
@@ -82,7 +88,8 @@ class Workload:
             return self.nnz_qo * self.num_kv_heads * token * 2 * 2
         if self.kind == "merge":
             return self.nnz_qo * self.num_qo_heads * (token + 4) * (self.num_states + 1)
-        return self.kv_bytes + 2 * self.nnz_qo * self.num_qo_heads * token
+        results = self.head_dim_vo * 2
+        return self.kv_bytes + self.nnz_qo * self.num_qo_heads * (token + results)
 
     @property
     def flops(self) -> int:
@@ -92,7 +99,7 @@ class Workload:
         pairs = 0
         for qo, kv in zip(self.qo_lens, self.kv_lens, strict=True):
             pairs += qo * kv - (qo * (qo - 1) // 2 if self.causal else 0)
-        return 4 * pairs * self.num_qo_heads * self.head_dim
+        return 2 * pairs * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
 
     def floor_us(self, bytes_per_us: float, flops_per_us: float) -> float:
         """No version runs faster than this on a device that does so much in a microsecond."""
@@ -132,12 +139,13 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
     if shrink > 1:
         qo_lens = [max(1, n // shrink) for n in qo_lens]
         kv_lens = [max(q, n // shrink) for q, n in zip(qo_lens, kv_lens, strict=True)]
+    is_mla = entry["kind"] == "mla"
     workload = Workload(
         id=entry["id"],
         kind=entry["kind"],
         num_qo_heads=entry["num_qo_heads"],
-        num_kv_heads=entry.get("num_kv_heads", entry["num_qo_heads"]),
-        head_dim=entry["head_dim"],
+        num_kv_heads=1 if is_mla else entry.get("num_kv_heads", entry["num_qo_heads"]),
+        head_dim=entry["head_dim_ckv"] + entry["head_dim_kpe"] if is_mla else entry["head_dim"],
         page_size=entry.get("page_size"),
         causal=entry.get("causal", True),
         qo_lens=tuple(qo_lens),
@@ -145,6 +153,7 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
         anchor_us=entry.get("h200_best_peer_us"),
         num_states=entry.get("num_states", 0),
         num_layers=entry.get("num_layers", 0),
+        head_dim_latent=entry["head_dim_ckv"] if is_mla else None,
     )
     if "h200_best_peer_tflops" in entry and shrink == 1:
         anchor_us = workload.flops / entry["h200_best_peer_tflops"] / 1e6

@@ -1,7 +1,7 @@
-"""FlashInfer: its decode, prefill (fa2, fa3) and persistent wrappers, append and merge.
+"""FlashInfer: its decode, prefill (fa2, fa3), persistent and MLA wrappers, append and merge.
 
-head_dim 128 bf16 only: each further one is minutes of nvcc. --build-only compiles the modules (all
-of them in one ninja run) and measures nothing.
+head_dim 128 (MLA: 512 + 64) bf16 only: each further one is minutes of nvcc. --build-only compiles
+the modules (all of them in one ninja run) and measures nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.workloads import Workload
 
 BF16, INT32 = torch.bfloat16, torch.int32
 HEAD_DIM = 128
+HEAD_DIMS_MLA = (512, 64)  # ckv, kpe
 
 
 def main() -> None:
@@ -33,8 +34,8 @@ def main() -> None:
     if peer.arguments.build_only:
         return
     prefills = ["fa2", "fa3"] if fa3 else ["fa2"]
-    for workload in peer.workloads("decode", "mixed", "prefill", "append", "merge"):
-        if workload.head_dim != HEAD_DIM:
+    for workload in peer.workloads("decode", "mixed", "prefill", "mla", "append", "merge"):
+        if workload.kind != "mla" and workload.head_dim != HEAD_DIM:
             continue
         for name, make in candidates(workload, prefills).items():
             peer.measure(workload.id, f"flashinfer {name}", lambda w=workload, m=make: _time(w, m))
@@ -55,8 +56,10 @@ def build(fa3: bool) -> None:
         gen_batch_attention_module(*types, False, False),
         gen_page_module(),
         gen_cascade_module(),
+        jit.gen_batch_mla_module("fa2", *types[:4], *HEAD_DIMS_MLA, False),
     ]
     if fa3:
+        specs.append(jit.gen_batch_mla_module("fa3", *types[:4], *HEAD_DIMS_MLA, False))
         specs.append(jit.gen_batch_prefill_module("fa3", *types, False, False, False))
     jit.build_jit_specs(specs, verbose=False)
 
@@ -66,6 +69,8 @@ def candidates(workload: Workload, prefills: list[str]) -> dict[str, Callable[[W
         return {"append": make_append}
     if workload.kind == "merge":
         return {"merge": make_merge}
+    if workload.kind == "mla":
+        return {f"mla {name}": lambda w, n=name: make_mla(w, n) for name in prefills}
     if workload.kind == "decode":
         return {
             "decode": lambda w: make_decode(w, tensor_cores=False),
@@ -137,6 +142,26 @@ def make_persistent(w: Workload) -> Callable[[int], Any]:
     q, o, caches = _query(w), _query(w), _caches(w)
     lse = torch.empty(w.nnz_qo, w.num_qo_heads, dtype=torch.float32, device="cuda")
     return lambda i: wrapper.run(q, next(caches), out=o, lse=lse)
+
+
+def make_mla(w: Workload, backend: str) -> Callable[[int], Any]:
+    import flashinfer
+
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(), backend=backend)
+    indptr, indices, _ = _pages(w)
+    wrapper.plan(
+        _ints(w.qo_indptr), indptr, indices, _ints(w.kv_lens), w.num_qo_heads, *HEAD_DIMS_MLA,
+        w.page_size, w.causal, 192**-0.5, BF16, BF16,
+    )  # fmt: skip
+    q = [_normal(w.nnz_qo, w.num_qo_heads, dim) for dim in HEAD_DIMS_MLA]
+    o = torch.empty_like(q[0])
+    caches = itertools.cycle(
+        [
+            [_normal(w.num_pages, w.page_size, dim) for dim in HEAD_DIMS_MLA]
+            for _ in range(num_sets(w))
+        ]
+    )
+    return lambda i: wrapper.run(*q, *next(caches), out=o)
 
 
 def make_append(w: Workload) -> Callable[[int], Any]:
