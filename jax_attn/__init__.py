@@ -8,7 +8,7 @@ if find_spec("jax_attn._core") is None:
         f" ({__path__[0]}); install it with `pip install -e .`, or start Python elsewhere."
     )
 
-from jax_attn import reference
+from jax_attn import mla, reference
 from jax_attn.attention import attention, dot_product_attention
 from jax_attn.jit import precompile
 from jax_attn.kv_cache import append_kv
@@ -24,6 +24,7 @@ __all__ = [
     "dot_product_attention",
     "merge_state",
     "merge_states",
+    "mla",
     "plan",
     "precompile",
     "reference",

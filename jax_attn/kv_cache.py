@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,26 @@ from jax_attn.operands import (
 from jax_attn.plan import AttentionPlan
 
 
+@overload
+def append_kv(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k_new: jax.Array,
+    v_new: jax.Array,
+    plan: AttentionPlan,
+    *,
+    layer: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def append_kv(
+    k_pages: jax.Array,
+    v_pages: None,
+    k_new: jax.Array,
+    v_new: None,
+    plan: AttentionPlan,
+    *,
+    layer: Any = None,
+) -> tuple[jax.Array, None]: ...
 def append_kv(
     k_pages: jax.Array,
     v_pages: jax.Array | None,

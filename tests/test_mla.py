@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from checking import assert_same_bits
 from test_attention import check, make_plan, run
 
 import jax_attn as ja
+from jax_attn.models import LinearScaling, Rope, deepseek
 
 # DeepSeek-V2 and V3: 512 columns that are key and value, 64 that are key alone.
 DEEPSEEK = {"mla": True, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
@@ -178,6 +180,103 @@ def test_prefill_that_is_not_absorbed(causal, backend):
             causal=causal,
         )
         check(case, backend)
+
+
+# ---- the projections, and a block of a model ----------------------------------------------------
+
+BLOCKS = {
+    # DeepSeek-V2-Lite's and V3's shapes, made small.
+    "v2_lite": deepseek.DeepseekConfig(96, 128, 6, None, 128, 32, 16, 24, Rope(1e4)),
+    "v3": deepseek.DeepseekConfig(
+        64, 96, 16, 48, 256, 64, 32, 64, Rope(1e4, LinearScaling(2.0)), mscale=1.2
+    ),
+}
+
+
+def test_absorbing_changes_no_logit_and_no_output():
+    rng = np.random.default_rng(0)
+    heads, nope, rope, rank, v_dim = 5, 24, 8, 40, 16
+    ckv, k_rope = rng.normal(size=(7, rank)), rng.normal(size=(7, rope))
+    q_nope, q_rope = rng.normal(size=(3, heads, nope)), rng.normal(size=(3, heads, rope))
+    kv_b = rng.normal(size=(rank, heads * (nope + v_dim)))
+    w_uk, w_uv = ja.mla.split_kv_b(jnp.asarray(kv_b), heads, nope)
+    k, v = ja.mla.expand_kv(jnp.asarray(ckv), jnp.asarray(k_rope), w_uk, w_uv)
+    plain = (ckv @ kv_b).reshape(7, heads, nope + v_dim)
+    np.testing.assert_allclose(k[..., :nope], plain[..., :nope], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(v, plain[..., nope:], rtol=1e-4, atol=1e-4)
+    latent = ja.mla.latent_rows(jnp.asarray(ckv), jnp.asarray(k_rope))
+    assert latent.shape == (7, 1, rank + rope)
+    q = ja.mla.absorb_query(jnp.asarray(q_nope), jnp.asarray(q_rope), w_uk)
+    full = np.concatenate([q_nope, q_rope], axis=-1)
+    np.testing.assert_allclose(
+        np.einsum("qhd,kd->hqk", q, latent[:, 0]),
+        np.einsum("qhd,khd->hqk", full, k),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+    weights = rng.random(size=(heads, 3, 7))
+    np.testing.assert_allclose(
+        ja.mla.expand_output(jnp.asarray(np.einsum("hqk,kc->qhc", weights, ckv)), w_uv),
+        np.einsum("hqk,khd->qhd", weights, v),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+
+
+@on_every_platform
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_prefills_and_decodes_as_the_formulas_say(name, backend):
+    """Prompts at once, then token by token and two at a time, on a stacked cache."""
+    config = BLOCKS[name]
+    on_cpu = backend.platform == "cpu"
+    dtype, tolerance = ("float32", 2e-5) if on_cpu else ("bfloat16", 0.03)
+    params = deepseek.random_block(config, jax.random.key(0), dtype)
+    lens = np.array([9, 1, 20])
+    xs = [
+        jax.random.normal(jax.random.key(r), (n + 7, config.hidden_size), dtype)
+        for r, n in enumerate(lens)
+    ]
+    want = [deepseek.reference_block(params, config, x) for x in xs]
+    target = "cpu" if on_cpu else None
+    step = jax.jit(deepseek.block, static_argnames="config", donate_argnames="latent_pages")
+    max_tokens, page_size, pages_each = 32, 4, 8
+    cache = deepseek.cache_spec(
+        config,
+        page_size=page_size,
+        max_batch=3,
+        max_qo_tokens=max_tokens,
+        max_kv_pages=24,
+        dtype=dtype,
+        target=target,
+    )
+    prompt = deepseek.prompt_spec(config, max_tokens, max_batch=3, dtype=dtype, target=target)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    pages = jnp.full((2, 24, page_size, 1, width), jnp.nan, dtype)
+    page_indices = np.random.default_rng(0).permutation(24)
+
+    done = np.zeros(3, int)
+    for new in (lens, [1, 1, 1], [2, 0, 1], [1, 4, 2]):
+        new = np.asarray(new)
+        qo_indptr = np.concatenate([[0], np.cumsum(new)])
+        x = np.full((max_tokens, config.hidden_size), np.nan, xs[0].dtype)
+        positions = np.zeros(max_tokens, np.int32)
+        for r in range(3):
+            rows = slice(qo_indptr[r], qo_indptr[r + 1])
+            x[rows] = xs[r][done[r] : done[r] + new[r]]
+            positions[rows] = np.arange(done[r], done[r] + new[r])
+        plan = ja.plan(cache, qo_indptr, done + new, pages_each * np.arange(4), page_indices)
+        is_prompt = not done.any()
+        prompt_plan = ja.plan(prompt, qo_indptr, new) if is_prompt else None
+        got, pages = step(params, config, x, positions, pages, plan, prompt_plan, layer=1)
+        for r in range(3):
+            np.testing.assert_allclose(
+                np.asarray(got[qo_indptr[r] : qo_indptr[r + 1]], np.float32),
+                np.asarray(want[r][done[r] : done[r] + new[r]], np.float32),
+                atol=tolerance * float(jnp.abs(want[r]).max()),
+                rtol=0,
+            )
+        done += new
+    assert np.isnan(np.asarray(pages[0])).all()  # the other layer
 
 
 def latent_spec(**changes):

@@ -18,8 +18,10 @@
 models there are and what of them is refused.
 
 Loading needs the packages of the extra `models`: pip install 'jax_attn[models]'.
+deepseek.py is a single block of DeepSeek's models, with latent attention, and no model yet.
 """
 
+from jax_attn.models import deepseek
 from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.decoder import attention_specs, forward, init_pages, reference_forward
 from jax_attn.models.directory import ModelDirectoryError
@@ -38,6 +40,7 @@ __all__ = [
     "Params",
     "Rope",
     "attention_specs",
+    "deepseek",
     "forward",
     "init_pages",
     "load",
