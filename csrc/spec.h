@@ -37,6 +37,7 @@ struct AttentionSpec {
   int64_t num_pages = -1;  // pages of one layer's pool; -1: not told, ids are only checked for sign
   int64_t schedule = kBalanced;
   int64_t kv_split = 0;        // kFixedSplit: tokens a chunk
+  int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
   int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
   int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
 
@@ -61,7 +62,8 @@ struct KernelConfig {
   int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
   int64_t split_cost = 0;      // more for an item whose state goes through the workspace, likewise
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0] has 16
-  int64_t max_items = 0;                   // capacities of the plan's sections
+  int64_t cost_by_rows = 0;  // 1: a tile costs in proportion to its live rows, tile_q[0] at least
+  int64_t max_items = 0;     // capacities of the plan's sections
   int64_t max_merge_groups = 0;
   int64_t max_partials = 0;
   int64_t max_shared_tokens = 0;
@@ -90,6 +92,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("num_pages", s.num_pages);
   visit("schedule", s.schedule);
   visit("kv_split", s.kv_split);
+  visit("share_prefixes", s.share_prefixes);
   visit("arch", s.arch);
   visit("num_processors", s.num_processors);
 }
@@ -111,6 +114,7 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
   visit("kv_cost_0", c.kv_cost[0]);
   visit("kv_cost_1", c.kv_cost[1]);
   visit("kv_cost_2", c.kv_cost[2]);
+  visit("cost_by_rows", c.cost_by_rows);
   visit("max_items", c.max_items);
   visit("max_merge_groups", c.max_merge_groups);
   visit("max_partials", c.max_partials);

@@ -78,9 +78,15 @@ class AttentionPlan:
         """[num_items]. What the planner takes an item for, in kv tokens of the smallest tile."""
         config, items = self.spec.kernel_config, self.items()
         kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)])
+        item_kv_cost = kv_cost[items["tile"]]
+        if config["cost_by_rows"]:
+            tile_rows = np.array([config[f"tile_q_{i}"] for i in range(3)])[items["tile"]]
+            by_rows = item_kv_cost * (items["qo_len"] * self.spec.group_size) // tile_rows
+            is_shared = items["num_groups"] > 1
+            item_kv_cost = np.where(is_shared, np.maximum(kv_cost[0], by_rows), item_kv_cost)
         kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
         fixed = config["item_cost"] + config["split_cost"] * (items["partial_row"] >= 0)
-        return fixed + kv_tokens * kv_cost[items["tile"]] / kv_cost[0]
+        return fixed + kv_tokens * item_kv_cost / kv_cost[0]
 
     def queue_costs(self) -> np.ndarray:
         """[num_ctas]. Predicted load of each queue: the sum of its item_costs()."""

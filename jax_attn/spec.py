@@ -54,6 +54,9 @@ class AttentionSpec:
             uneven, the contiguous ranges of LeanAttention, arXiv 2405.10480), "fixed_split" (chunks
             of kv_split tokens: a request's bits do not depend on the batch it is in) or "no_split".
         kv_split: chunk length for fixed_split.
+        share_prefixes: the planner looks for requests whose leading pages are the same ids and
+            attends what they share once for all of them, where that is predicted to be faster. With
+            fixed_split it changes no bits. None: True for a paged cache, but for no_split.
         target: "cpu" or "sm_90" and the like; None: what jax.default_backend() is now.
         num_ctas: queues of the plan, the grid of the launch; None: from the device.
 
@@ -82,6 +85,7 @@ class AttentionSpec:
     max_partial_rows: int | None = None
     schedule: Literal["balanced", "fixed_split", "no_split"] = "balanced"
     kv_split: int | None = None
+    share_prefixes: bool | None = None
     target: str | None = None
     num_ctas: int | None = None
 
@@ -129,6 +133,10 @@ class AttentionSpec:
         self._settle_storage(settle)
         if self.schedule not in _SCHEDULES:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
+        can_share = self.is_paged and self.schedule != "no_split"
+        if self.share_prefixes and not can_share:
+            _refuse("share_prefixes", "False or None without pages or with no_split", True)
+        settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
         settle("target", self.target or default_target())
         parse_target(self.target)  # refuses what it does not know
         if self.mla:
@@ -245,6 +253,7 @@ class AttentionSpec:
             "num_pages": -1 if self.num_pages is None else self.num_pages,
             "schedule": _SCHEDULES.index(self.schedule),
             "kv_split": self.kv_split or 0,
+            "share_prefixes": int(bool(self.share_prefixes)),
             "arch": arch,
             "num_processors": num_processors,
         }

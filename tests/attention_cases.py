@@ -52,12 +52,17 @@ class Case:
     q_offsets: tuple[int, ...] | None = None
     contents: tuple[str, ...] = ("normal", "count")  # see _contents
     repeats: int = 2  # runs whose bits must be equal
+    # A radix tree: requests whose strings begin alike share the pages of branch_tokens a letter.
+    branches: tuple[str, ...] | None = None
+    branch_tokens: int = 256
+    share_prefixes: bool | None = None
 
     def spec_fields(self) -> dict[str, Any]:
         """Arguments of AttentionSpec, with capacities a little larger than the batch needs."""
         names = (
             "num_qo_heads num_kv_heads head_dim_qk head_dim_vo mla dtype causal window_left "
-            "window_right logits_soft_cap sm_scale page_size schedule kv_split num_ctas"
+            "window_right logits_soft_cap sm_scale page_size schedule kv_split num_ctas "
+            "share_prefixes"
         )
         fields = {name: getattr(self, name) for name in names.split()}
         fields["max_batch"] = len(self.kv_lens) + 2
@@ -123,10 +128,15 @@ def make_lengths(case: Case, rng: np.random.Generator) -> tuple[Lengths, int]:
     num_pages = int(used.sum()) + 3
     ids = rng.permutation(num_pages).astype(np.int32)
     page_indices = np.full(fields["max_kv_pages"], POISON_ID, np.int32)
-    taken = 0
+    first_ids: dict[Any, int] = {}
     for r, n in enumerate(used):
-        page_indices[page_indptr[r] : page_indptr[r] + n] = ids[taken : taken + n]
-        taken += n
+        path = "" if case.branches is None else case.branches[r]
+        for i in range(n):
+            end = (i + 1) * case.page_size
+            depth = -(-end // case.branch_tokens)
+            is_shared = depth <= len(path) and end <= case.kv_lens[r]
+            page = (path[:depth] if is_shared else r, i)
+            page_indices[page_indptr[r] + i] = ids[first_ids.setdefault(page, len(first_ids))]
     return Lengths(qo_indptr, kv_lens, page_indptr, page_indices, None, q_offsets), num_pages
 
 
@@ -154,6 +164,7 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     v = np.full((*shape, *v_live.shape[1:]), np.nan, dtype)
     places = kv_places(lengths, case.page_size)
     k[places], v[places] = k_live, v_live
+    k_live, v_live = k[places], v[places]  # of a page that is shared, what came last
     if case.mla:
         v = None
     if case.num_layers is not None:
@@ -389,6 +400,29 @@ def _shape_cases():
     yield Case("stacked_one_layer", num_layers=1)
 
 
+def _prefix_cases():
+    tree = ("ab", "ab", "abc", "a", "d", "", "abc", "a", "dd", "ab")
+    kv_lens = (600, 577, 900, 300, 400, 33, 801, 257, 600, 512)
+    # Few queues, so that sharing pays on every target.
+    lengths = {"qo_lens": (1,) * 10, "kv_lens": kv_lens, "branches": tree, "num_ctas": 3}
+    for dtype in DTYPES:
+        yield Case(f"prefix_{SHORT[dtype]}", **lengths, dtype=dtype, head_dim_qk=128)
+    yield Case("prefix_page1", **lengths, page_size=1)
+    yield Case("prefix_page5", **lengths, page_size=5, num_qo_heads=7, num_kv_heads=1, sinks=True)
+    yield Case("prefix_full_cap", **lengths, causal=False, logits_soft_cap=3.0)
+    yield Case("prefix_window", **lengths, window_left=650, num_layers=2)
+    yield Case("prefix_right", **lengths, causal=False, window_right=70, q_offsets=(500,) * 10)
+    yield Case("prefix_many_queues", **(lengths | {"num_ctas": 9}), repeats=10)
+    yield Case("prefix_vo", **lengths, head_dim_qk=64, head_dim_vo=128, num_qo_heads=32)
+    for split in (128, 256):
+        yield Case(f"prefix_fixed_split_{split}", **lengths, schedule="fixed_split", kv_split=split)
+    # Speculation, and prompts beside it: (several tokens a request, tiles of several requests).
+    mixed = lengths | {"qo_lens": (4, 1, 5, 3, 40, 0, 7, 1, 150, 2), "num_ctas": 2}
+    yield Case("prefix_mixed", **mixed, num_qo_heads=8)
+    yield Case("prefix_mixed_bf16", **mixed, num_qo_heads=8, dtype="bfloat16")
+    yield Case("prefix_many", (1,) * 70, (530,) * 70, branches=("ab",) * 40 + ("ac",) * 30)
+
+
 def _mask_cases():
     contents = ("normal", "count", "peaky")
     for name, mask in MASKS.items():
@@ -517,6 +551,8 @@ def random_case(seed: int) -> Case:
         sinks=bool(rng.random() < 0.3),
         q_offsets=pick(None, tuple(int(x) for x in rng.integers(-20, 400, batch_size))),
         contents=(pick("normal", "count", "peaky"), pick("rising", "falling", "count")),
+        branches=pick(None, tuple(pick("", "a", "ab", "aba") for _ in range(batch_size))),
+        branch_tokens=int(pick(130, 256)),
     )
 
 
@@ -524,6 +560,7 @@ CASES: tuple[Case, ...] = (
     *_lengths_cases(),
     *_shape_cases(),
     *_mask_cases(),
+    *_prefix_cases(),
     *_schedule_cases(),
 )
 assert len({case.name for case in CASES}) == len(CASES)

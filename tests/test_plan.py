@@ -1,6 +1,7 @@
 """What every plan must be, whoever wrote it: complete, consistent, balanced."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -59,7 +60,56 @@ def cases(draw):
     )
 
 
-random_cases = given(case=cases(), target=st.sampled_from(TARGETS))
+PATHS = ("aa", "aab", "aaba", "aabab", "aac", "aacc", "b", "bb", "bba", "")
+
+
+def random_forest(seed):
+    """Requests with prefixes in common, and few queues, so that sharing pays."""
+    rng = np.random.default_rng(seed)
+    num_requests = rng.integers(2, 14)
+    num_kv_heads, group = ((1, 1), (1, 16), (2, 4), (3, 5))[rng.integers(4)]
+    causal = bool(rng.random() < 0.7)
+    fixed_split = bool(rng.random() < 0.4)
+    return Case(
+        f"forest {seed}",
+        qo_lens=tuple(rng.choice([0, 1, 1, 1, 1, 1, 2, 5, 30], num_requests).tolist()),
+        kv_lens=tuple(rng.integers(0, 1300, num_requests).tolist()),
+        num_qo_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        dtype=("bfloat16", "float32")[rng.integers(2)],
+        causal=causal,
+        window_left=int(rng.choice([-1, -1, 600, 1200])),
+        window_right=-1 if causal else int(rng.choice([-1, 3])),
+        page_size=(1, 7, 16)[rng.integers(3)],
+        schedule="fixed_split" if fixed_split else "balanced",
+        kv_split=(128, 256)[rng.integers(2)] if fixed_split else None,
+        num_ctas=(1, 2, 5, 33)[rng.integers(4)],
+        branches=tuple(PATHS[i] for i in rng.integers(0, len(PATHS), num_requests)),
+        branch_tokens=(100, 256, 400)[rng.integers(3)],
+    )
+
+
+forests = st.builds(random_forest, st.integers(0, 2**32 - 1))
+
+
+def tokens_of(plan, item):
+    """Rows of q of the item's tokens."""
+    tokens = slice(item["qo_begin"], item["qo_begin"] + item["qo_len"])
+    if item["num_groups"] > 1:
+        return plan.qo_indices()[tokens]
+    return np.arange(tokens.start, tokens.stop)
+
+
+def q_offset_of(case, r):
+    return case.kv_lens[r] - case.qo_lens[r] if case.q_offsets is None else case.q_offsets[r]
+
+
+def requests_of(case):
+    """[nnz_qo]. The request of each row of q."""
+    return np.repeat(np.arange(len(case.qo_lens)), case.qo_lens)
+
+
+random_cases = given(case=st.one_of(cases(), forests), target=st.sampled_from(TARGETS))
 few_examples = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -69,28 +119,44 @@ few_examples = settings(
 @random_cases
 def test_every_visible_pair_is_in_exactly_one_item(case, target):
     plan = make_plan(case, target)
-    qo_indptr = np.concatenate([[0], np.cumsum(case.qo_lens)]).astype(int)
-    items = plan.items()
-    for r, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
-        q_offset = kv_len - qo_len if case.q_offsets is None else case.q_offsets[r]
-        covered = np.zeros((case.num_kv_heads, qo_len, kv_len), np.int32)
-        written = np.zeros((case.num_kv_heads, qo_len), np.int32)
-        for item in items[items["request"] == r]:
-            token = item["qo_begin"] - qo_indptr[r]
-            assert 0 <= token and item["qo_len"] > 0 and token + item["qo_len"] <= qo_len
-            assert item["q_pos"] == q_offset + token
-            assert 0 <= item["kv_begin"] <= item["kv_end"] <= kv_len
-            rows = slice(token, token + item["qo_len"])
-            covered[item["kv_head"], rows, item["kv_begin"] : item["kv_end"]] += 1
-            written[item["kv_head"], rows] += item["partial_row"] < 0
+    lengths = make_lengths(case, np.random.default_rng(0))[0]
+    qo_indptr, request_of = lengths.qo_indptr, requests_of(case)
+    sizes = list(zip(case.qo_lens, case.kv_lens, strict=True))
+    covered = [np.zeros((case.num_kv_heads, *size), np.int32) for size in sizes]
+    written = np.zeros((case.num_kv_heads, sum(case.qo_lens)), np.int32)
+    window_right = 0 if case.causal else case.window_right
+    for item in plan.items():
+        tokens = tokens_of(plan, item)
+        requests = request_of[tokens]
+        span = slice(item["kv_begin"], item["kv_end"])
+        assert item["qo_len"] > 0 and item["request"] == requests[0]
+        assert 0 <= span.start <= span.stop <= min(case.kv_lens[r] for r in requests)
+        if item["num_groups"] <= 1 and span.stop > span.start and item["merge_idx"] < 0:
+            assert (
+                item["q_pos"] == q_offset_of(case, requests[0]) + tokens[0] - qo_indptr[requests[0]]
+            )
+        if (
+            item["num_groups"] > 1
+        ):  # all of it is seen by all, as the kernel computes it and in fact
+            seen = reference.visible_keys(
+                item["qo_len"], span.stop, item["q_pos"], case.window_left, window_right
+            )
+            assert seen[:, span].all()
+            pages = slice(span.start // case.page_size, -(-span.stop // case.page_size))
+            tables = [lengths.page_indices[lengths.page_indptr[r] :][pages] for r in requests]
+            assert (np.array(tables) == tables[0]).all()
+            assert item["kv_base"] == lengths.page_indptr[requests[0]]
+        for token, r in zip(tokens, requests, strict=True):
+            covered[r][item["kv_head"], token - qo_indptr[r], span] += 1
+        written[item["kv_head"], tokens] += item["partial_row"] < 0
+    for r, (qo_len, kv_len) in enumerate(sizes):
         visible = reference.visible_keys(
-            qo_len, kv_len, q_offset, case.window_left, 0 if case.causal else case.window_right
+            qo_len, kv_len, q_offset_of(case, r), case.window_left, window_right
         )
-        assert (covered <= 1).all()
-        assert (covered >= visible).all()
-        # Rows are final or split, never both; the split ones are checked by the next test.
-        assert (written <= 1).all()
-    assert set(items["request"]) <= set(range(len(case.qo_lens)))
+        assert (covered[r] <= 1).all()
+        assert (covered[r] >= visible).all()
+    # Rows are final or split, never both; the split ones are checked by the next test.
+    assert (written <= 1).all()
 
 
 @few_examples
@@ -102,26 +168,30 @@ def test_merge_groups_are_complete_ordered_and_apart(case, target):
     group_size = case.num_qo_heads // case.num_kv_heads
     row_owner = np.full(header["num_partial_rows"], -1)
     for g, group in enumerate(groups):
-        members = items[items["merge_idx"] == g]
+        # The items that arrive at the group, and the row of its first token in their states.
+        index = g - items["merge_idx"]
+        members = items[(index >= 0) & (index < items["num_groups"])]
         rows = group["qo_len"] * group_size
         assert len(members) == group["num_partials"] >= 2
-        for name in ("qo_begin", "qo_len", "kv_head"):
-            assert (members[name] == group[name]).all()
+        assert (members["kv_head"] == group["kv_head"]).all()
         members = np.sort(members, order="kv_begin")
         assert (members["kv_end"][:-1] == members["kv_begin"][1:]).all()  # in kv order, no gap
-        partials = slice(group["partials_begin"], group["partials_begin"] + len(members))
-        np.testing.assert_array_equal(members["partial_row"], partial_rows[partials])
-        for first in partial_rows[partials]:
+        partials = partial_rows[group["partials_begin"] :][: len(members)]
+        for item, first in zip(members, partials, strict=True):
+            token = (first - item["partial_row"]) // group_size
+            mine = tokens_of(plan, item)[token : token + group["qo_len"]]
+            np.testing.assert_array_equal(mine, group["qo_begin"] + np.arange(group["qo_len"]))
+            before = groups[item["merge_idx"] : g]["qo_len"].sum()
+            assert first == item["partial_row"] + before * group_size
             assert (row_owner[first : first + rows] == -1).all()
             row_owner[first : first + rows] = g
     assert (row_owner >= 0).all()
     assert header["num_partial_rows"] <= config["max_partial_rows"]
     assert header["num_partials"] == groups["num_partials"].sum() <= config["max_partials"]
-    assert header["num_shared_tokens"] == 0
+    assert header["num_shared_tokens"] <= config["max_shared_tokens"]
     alone = items[items["merge_idx"] < 0]
     assert (alone["partial_row"] == -1).all() and (alone["num_groups"] == 0).all()
-    assert (items["num_groups"][items["merge_idx"] >= 0] == 1).all()
-    assert (items["merge_idx"] < len(groups)).all()
+    assert (items["num_groups"][items["merge_idx"] >= 0] >= 1).all()
     # Every (token, head) has one writer: a final item or a merge group.
     writers = np.zeros((sum(case.qo_lens), case.num_kv_heads), int)
     for record in (*alone, *groups):
@@ -159,7 +229,7 @@ def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
     A unit is what goes to a queue at once: an item for heads_per_unit kv heads. Queues and heads
     fall into equal partitions, which all get the same schedule, so the mean of all is that of each.
     """
-    plan = make_plan(case, target)
+    plan = make_plan(case, target, share_prefixes=False)
     config, items = plan.spec.kernel_config, plan.items()
     if not len(items):
         return
@@ -211,14 +281,16 @@ def test_planning_again_gives_the_same_bits(case, target):
 @few_examples
 @random_cases
 def test_fixed_split_borders_depend_on_the_request_alone(case, target):
-    case = dataclasses.replace(case, schedule="fixed_split", kv_split=case.kv_split or 128)
+    case = dataclasses.replace(
+        case, schedule="fixed_split", kv_split=case.kv_split or 128, share_prefixes=False
+    )
     plan = make_plan(case, target)
     items = plan.items()
     names = ["qo_len", "kv_head", "tile", "kv_begin", "kv_end", "q_pos"]
     for r in range(len(case.qo_lens)):
         one = {
             name: (getattr(case, name)[r],) if getattr(case, name) is not None else None
-            for name in ("qo_lens", "kv_lens", "q_offsets")
+            for name in ("qo_lens", "kv_lens", "q_offsets", "branches")
         }
         alone = make_plan(dataclasses.replace(case, **one, num_ctas=3), target).items()
         mine = items[items["request"] == r]
@@ -344,3 +416,101 @@ def test_the_bits_of_the_specs_do_not_alias():
     assert hash(ja.AttentionSpec(**fields)) == hash(ja.AttentionSpec(**fields))
     for name, value in (("max_batch", 99), ("sm_scale", 0.5), ("causal", False)):
         assert ja.AttentionSpec(**(fields | {name: value})) != ja.AttentionSpec(**fields)
+
+
+# ---- shared prefixes -----------------------------------------------------------------------------
+
+
+def prefix_case(**more):
+    """A document of 4096 tokens, two questions about it asked by many; 128 tokens of their own."""
+    branches = ("aaaa",) * 10 + ("aaaabb",) * 12 + ("",)
+    return Case(
+        "prefix",
+        qo_lens=(1,) * 23,
+        kv_lens=(4224,) * 10 + (6272,) * 12 + (300,),
+        num_qo_heads=32,
+        num_kv_heads=8,
+        branches=branches,
+        branch_tokens=1024,
+        dtype="bfloat16",
+        **more,
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("schedule, split", [("balanced", None), ("fixed_split", 512)])
+def test_levels_of_prefixes_are_found_and_read_once(target, schedule, split):
+    case = prefix_case(schedule=schedule, kv_split=split)
+    flat, plan = (make_plan(case, target, share_prefixes=share) for share in (False, True))
+    assert flat.header()["num_shared_tokens"] == 0
+    assert not (flat.items()["num_groups"] > 1).any()
+    items = plan.items()
+    shared = items[items["num_groups"] > 1]
+    assert plan.header()["num_shared_tokens"] == 22 + 12
+    root = shared[shared["kv_end"] <= 4096]
+    assert (root["num_groups"] <= 22).all() and root["kv_begin"].min() == 0
+    assert shared["kv_end"].max() == 6144
+    read = (items["kv_end"] - items["kv_begin"]).sum()
+    config = plan.spec.kernel_config
+    tile_tokens = config[f"tile_q_{config['num_tiles'] - 1}"] // 4
+    times = -(-22 // tile_tokens)
+    assert read == 8 * (times * 4096 + 2048 + 22 * 128 + 300)
+    assert make_plan(case, target).buffer.tobytes() == plan.buffer.tobytes()  # the default
+
+
+@few_examples
+@given(case=forests, target=st.sampled_from(TARGETS))
+def test_sharing_is_never_predicted_to_be_slower(case, target):
+    flat, plan = (make_plan(case, target, share_prefixes=share) for share in (False, True))
+    assert plan.queue_costs().max(initial=0) <= 1.03 * flat.queue_costs().max(initial=0)
+
+
+def test_random_forests_share():
+    """Guards the properties above against batches that never share."""
+    shares = {
+        target: [
+            make_plan(random_forest(s), target).header()["num_shared_tokens"] for s in range(60)
+        ]
+        for target in TARGETS
+    }
+    assert all(np.count_nonzero(tokens) >= 8 for tokens in shares.values()), shares
+
+
+def test_what_cannot_be_shared_is_not():
+    """Equal pages behind a difference, requests of several tiles, windows that end before."""
+    lengths = {
+        "qo_indptr": [0, 1, 2, 3],
+        "kv_lens": [4096] * 3,
+        "page_indptr": [0, 256, 512, 768],
+        "page_indices": np.arange(768),
+    }
+    fields = {"max_batch": 4, "max_qo_tokens": 1024, "max_kv_pages": 1024, "target": "sm_90:1"}
+    spec = functools.partial(ja.AttentionSpec, 32, 8, 128, **fields)
+
+    def num_shared(spec, **more):
+        return ja.plan(spec, **(lengths | more)).header()["num_shared_tokens"]
+
+    same = np.tile(np.arange(256), 3)
+    assert num_shared(spec()) == 0
+    assert num_shared(spec(), page_indices=same) == 3
+    assert num_shared(spec(schedule="no_split"), page_indices=same) == 0
+    assert num_shared(spec(share_prefixes=False), page_indices=same) == 0
+    assert num_shared(spec(window_left=2048), page_indices=same) == 0
+    assert num_shared(spec(window_left=4096), page_indices=same) == 3
+    assert num_shared(spec(), page_indices=same, qo_indptr=[0, 200, 500, 700]) == 0
+    other = same.copy()
+    other[[0, 256]] = 700, 701
+    assert num_shared(spec(), page_indices=other) == 0
+    # A prompt, its positions the first ones: its tokens see none of the others' pages.
+    assert num_shared(spec(), page_indices=same, q_offsets=[0, 0, 0]) == 0
+    # Without order among tokens everything but the last step is shared.
+    plan = ja.plan(spec(causal=False), **(lengths | {"page_indices": same}))
+    assert plan.items()["kv_end"][plan.items()["num_groups"] > 1].max() == 4096 - 64
+
+
+def test_a_spec_that_cannot_share_says_so():
+    for fields in ({"page_size": None, "max_kv_tokens": 9}, {"schedule": "no_split"}):
+        fields = {"max_kv_pages": 9 if "schedule" in fields else None} | fields
+        assert not ja.AttentionSpec(4, 2, 64, **fields).share_prefixes
+        with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
+            ja.AttentionSpec(4, 2, 64, share_prefixes=True, **fields)

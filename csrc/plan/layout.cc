@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "plan/plan.h"
+#include "plan/prefix.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {
@@ -113,13 +114,26 @@ void FillCapacities(AttentionProblem* problem) {
     max_chunks = chunks * spec.num_kv_heads;
     max_partial_rows = std::max(chunks * spec.num_qo_heads, 2 * config.num_ctas * largest_tile);
   }
-  if (config.max_items == 0) config.max_items = max_tiles * spec.num_kv_heads + max_chunks;
+  const bool shares = spec.share_prefixes && spec.paged() && spec.schedule != kNoSplit;
+  const int64_t max_units = std::min(spec.max_batch, spec.max_qo_tokens);
+  const int64_t max_shared_tiles = shares && max_units > 1 ? MaxSharedTiles(max_units) : 0;
+  if (config.max_items == 0) {
+    config.max_items = max_tiles * spec.num_kv_heads + max_chunks;
+    // Chunks of kFixedSplit are the same however many requests share them.
+    if (spec.schedule == kBalanced) config.max_items += max_shared_tiles * spec.num_kv_heads;
+  }
   // A merge group has at least two items; with kBalanced at most every other chunk starts one.
   config.max_merge_groups = std::min(config.max_items / 2, max_tiles * spec.num_kv_heads);
+  config.max_partials = config.max_items;
   if (spec.schedule == kBalanced) {
     config.max_merge_groups = std::min(config.max_merge_groups, max_chunks / 2 + 1);
+    config.max_partials = max_chunks;
   }
-  config.max_partials = spec.schedule == kBalanced ? max_chunks : config.max_items;
+  if (shares && spec.schedule == kBalanced) {  // the requests that share something, besides
+    config.max_merge_groups += max_units * spec.num_kv_heads;
+    config.max_partials = std::max(max_chunks, max_chunks * largest_tile / spec.group_size());
+  }
+  config.max_shared_tokens = max_shared_tiles * tokens_per_tile;
   if (spec.schedule == kNoSplit) config.max_merge_groups = config.max_partials = 0;
   if (config.max_partial_rows == 0) config.max_partial_rows = max_partial_rows;
 }

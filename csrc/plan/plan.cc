@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/prefix.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {
@@ -157,17 +158,20 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buff
   header.max_page_id = max_page_id;
 
   const PlanRules rules = MakePlanRules(problem);
-  thread_local std::vector<QueryTile> tiles;
-  MakeTiles(rules, in, &tiles);
+  thread_local Tiling flat, shared;
+  MakeTiles(rules, in, &flat.tiles);
+  const bool shares = SharePrefixes(problem, rules, in, flat.tiles, &shared);
   ScheduleOutput out;
   out.queue_indptr = buffer + layout.queue_indptr;
   out.items = reinterpret_cast<WorkItem*>(buffer + layout.items);
   out.merge_groups = reinterpret_cast<MergeGroup*>(buffer + layout.merge_groups);
   out.partial_rows = buffer + layout.partial_rows;
-  if (Status s = WriteSchedule(rules, tiles, &out); !s.ok()) return s;
+  out.qo_indices = buffer + layout.qo_indices;
+  if (Status s = WriteSchedule(rules, flat, shares ? &shared : nullptr, &out); !s.ok()) return s;
   header.num_items = out.num_items;
   header.num_merge_groups = out.num_merge_groups;
   header.num_partials = out.num_partials;
+  header.num_shared_tokens = out.num_shared_tokens;
   header.num_partial_rows = out.num_partial_rows;
 
   std::memcpy(buffer + layout.header, &header, sizeof(header));

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <string>
 
+#include "plan/prefix.h"
+
 namespace jax_attn {
 namespace {
 
@@ -49,35 +51,42 @@ struct Assignment {
   int64_t makespan = 0;           // load of the fullest queue
   int64_t total_cost = 0;         // of all queues of a partition
   int64_t num_items = 0;          // over all partitions and heads
+  int64_t num_cut_items = 0;
   int64_t num_merge_groups = 0;
   int64_t num_partials = 0;
   int64_t num_partial_rows = 0;
 };
 
-void CountAssignment(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* a) {
+void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
   const int64_t heads = rules.num_kv_heads;
   a->total_cost = 0;
   a->num_items = static_cast<int64_t>(a->chunks.size()) * heads;
-  a->num_merge_groups = a->num_partials = a->num_partial_rows = 0;
+  a->num_cut_items = a->num_merge_groups = a->num_partials = a->num_partial_rows = 0;
   for (const Chunk& c : a->chunks) {
+    const TileSharing sharing = tiling.SharingOf(c.tile_idx);
     a->total_cost += c.cost * rules.num_units;
-    if (c.num_splits == 1) continue;
-    a->num_partials += heads;
+    if (c.num_splits > 1) a->num_cut_items += heads;
+    if (c.num_splits == 1 && !sharing.partial()) continue;
+    a->num_partials += heads * std::max(1, sharing.num_units);
     a->num_partial_rows +=
-        static_cast<int64_t>(tiles[c.tile_idx].qo_len) * rules.group_size * heads;
-    if (c.split == 0) a->num_merge_groups += heads;
+        static_cast<int64_t>(tiling.tiles[c.tile_idx].qo_len) * rules.group_size * heads;
+    if (c.split == 0 && !sharing.shared()) a->num_merge_groups += heads;
   }
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-void AssignChunks(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* a) {
+void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
   thread_local LoadHeap heap;
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
   keys.resize(num_chunks);
   for (size_t i = 0; i < num_chunks; ++i) {
-    // Descending cost, ascending index. Costs of one item stay far below 2^38.
-    keys[i] = (((uint64_t{1} << 38) - 1 - static_cast<uint64_t>(a->chunks[i].cost)) << 26) | i;
+    // Descending cost, ascending index. Costs of one item stay far below 2^37. Shared chunks come
+    // first: they complete few merge groups then, and so many folds by one CTA at the end would
+    // take longer than what they fold.
+    const uint64_t first = uint64_t{tiling.SharingOf(a->chunks[i].tile_idx).shared()} << 37;
+    const uint64_t cost = first + static_cast<uint64_t>(a->chunks[i].cost);
+    keys[i] = (((uint64_t{1} << 38) - 1 - cost) << 26) | i;
   }
   std::sort(keys.begin(), keys.end());
 
@@ -91,18 +100,18 @@ void AssignChunks(const PlanRules& rules, const std::vector<QueryTile>& tiles, A
     for (i32 u = 0; u < rules.num_units; ++u) a->queue_of[slot++] = heap.Assign(cost);
   }
   a->makespan = heap.MaxLoad();
-  CountAssignment(rules, tiles, a);
+  CountAssignment(rules, tiling, a);
 }
 
-void AssignRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* a) {
-  CutByRanges(rules, tiles, &a->chunks, &a->queue_of);
+void AssignRanges(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
+  CutByRanges(rules, tiling.tiles, &a->chunks, &a->queue_of);
   a->order.resize(a->chunks.size());
   std::iota(a->order.begin(), a->order.end(), 0);
   thread_local std::vector<int64_t> loads;
   loads.assign(rules.num_queues, 0);
   for (size_t i = 0; i < a->chunks.size(); ++i) loads[a->queue_of[i]] += a->chunks[i].cost;
   a->makespan = *std::max_element(loads.begin(), loads.end());
-  CountAssignment(rules, tiles, a);
+  CountAssignment(rules, tiling, a);
 }
 
 bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
@@ -118,27 +127,68 @@ Status RefuseCapacity(const char* what, const char* capacity, int64_t max, int64
 
 // Replaces `best` by a better schedule of Algorithm 1 with shorter chunks, or of stream-K. What is
 // tried must not depend on capacities, or they would change a result's bits.
-void Rebalance(const PlanRules& rules, const std::vector<QueryTile>& tiles, Assignment* best) {
+void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   thread_local Assignment trial;
   const int64_t total_cost = best->total_cost;
   auto balanced = [&] { return IsBalanced(best->makespan, total_cost, rules.num_queues); };
   if (balanced()) return;
   // Stream-K cuts one line of tiles, the same for every head. Not for tiles of several heights: a
   // queue should begin with its large tiles and fill up with small ones; ranges took 736 us there.
-  if (rules.num_units == 1 && !HaveSeveralHeights(tiles)) {
-    AssignRanges(rules, tiles, &trial);
+  if (rules.num_units == 1 && !HaveSeveralHeights(tiling.tiles)) {
+    AssignRanges(rules, tiling, &trial);
     if (trial.num_partials <= rules.max_balanced_partials && trial.makespan < best->makespan) {
       std::swap(*best, trial);
     }
     return;
   }
   for (i32 twice_divisor : kRetryDivisors) {
-    CutByLength(rules, tiles, twice_divisor, &trial.chunks);
-    AssignChunks(rules, tiles, &trial);
+    CutByLength(rules, tiling.tiles, twice_divisor, &trial.chunks);
+    AssignChunks(rules, tiling, &trial);
     if (trial.num_partials > rules.max_balanced_partials) return;
     if (IsWorthMoreSplits(trial.makespan, best->makespan)) std::swap(*best, trial);
     if (balanced()) return;
   }
+}
+
+// Under the spec's schedule, without regard to shared prefixes.
+Status Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+  CutByLength(rules, tiling.tiles, 2, &best->chunks);
+  if (best->chunks.size() >= (size_t{1} << 26)) {
+    return Status::Error("plan: the batch needs more than 2^26 kv chunks; raise kv_split.");
+  }
+  AssignChunks(rules, tiling, best);
+  if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
+  return Status::Ok();
+}
+
+// False if the schedule would have more parts than flat ones may.
+bool AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+  thread_local Assignment trial;
+  bool found = false;
+  for (i32 twice_divisor : {2, 1, 4}) {
+    CutShared(rules, tiling, twice_divisor, &trial.chunks);
+    if (trial.chunks.size() >= (size_t{1} << 26)) return false;
+    AssignChunks(rules, tiling, &trial);
+    if (rules.schedule == kFixedSplit) {  // one way to cut
+      std::swap(*best, trial);
+      return true;
+    }
+    const bool fits = trial.num_cut_items <= rules.max_balanced_partials &&
+                      trial.num_partial_rows <= MaxSharedRows(rules);
+    if (!fits || (found && trial.makespan >= best->makespan)) continue;
+    std::swap(*best, trial);
+    found = true;
+  }
+  return found;
+}
+
+// No schedule without sharing has all queues done before.
+int64_t MeanFlatLoad(const PlanRules& rules, const Tiling& flat) {
+  int64_t total = 0;
+  for (const QueryTile& t : flat.tiles) {
+    total += ItemCost(rules, t, 0, false) + SpanCost(t);
+  }
+  return total * rules.num_units / rules.num_queues;
 }
 
 Status CheckCapacities(const PlanRules& rules, const Assignment& a) {
@@ -158,40 +208,108 @@ Status CheckCapacities(const PlanRules& rules, const Assignment& a) {
   return Status::Ok();
 }
 
-// Rows of the partial states of every split chunk, per chunk: base of its first kv head.
-void NumberPartials(const PlanRules& rules, const std::vector<QueryTile>& tiles,
-                    const std::vector<Chunk>& chunks, std::vector<int32_t>* partial_base,
-                    std::vector<int32_t>* group_base, ScheduleOutput* out) {
-  const int64_t heads = rules.num_kv_heads;
-  partial_base->assign(chunks.size(), -1);
-  group_base->assign(chunks.size(), -1);
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    const Chunk& c = chunks[i];
-    if (c.num_splits == 1) continue;
-    const QueryTile& t = tiles[c.tile_idx];
-    const int32_t rows = t.qo_len * rules.group_size;
-    if (c.split == 0) {
-      (*partial_base)[i] = out->num_partial_rows;
-      (*group_base)[i] = out->num_merge_groups;
-      for (int64_t h = 0; h < heads; ++h) {
-        out->merge_groups[out->num_merge_groups++] = {
-            t.qo_begin, t.qo_len, static_cast<i32>(h), c.num_splits, out->num_partials, {0, 0, 0}};
-        for (int32_t s = 0; s < c.num_splits; ++s) {
-          out->partial_rows[out->num_partials++] = out->num_partial_rows;
-          out->num_partial_rows += rows;
-        }
+// Where the states of a chunk go, and who merges them.
+struct ChunkPlace {
+  int32_t partial_row = -1;  // of kv head 0; those of a head follow each other
+  int32_t group = -1;        // of kv head 0
+  int32_t group_step = 0;    // from head to head
+};
+
+// Partial i of a group, for every kv head.
+struct PartialPlace {
+  int32_t first_row, head_step;
+};
+
+void AddGroup(const QueryTile& t, int32_t head, int32_t group, ScheduleOutput* out) {
+  out->merge_groups[group] = {t.qo_begin, t.qo_len, head, 0, out->num_partials, {0, 0, 0}};
+}
+
+void AddPartial(int32_t group, int32_t row, ScheduleOutput* out) {
+  ++out->merge_groups[group].num_partials;
+  out->partial_rows[out->num_partials++] = row;
+}
+
+// The merge groups of units come first: [head, unit], so that those of any shared tile follow each
+// other. Their partial states in kv order: what shared tiles have, then the unit's own.
+void NumberUnits(const PlanRules& rules, const Tiling& tiling, const std::vector<Chunk>& chunks,
+                 const std::vector<ChunkPlace>& places, ScheduleOutput* out) {
+  thread_local std::vector<std::vector<PartialPlace>> partials;
+  const auto num_units = static_cast<int32_t>(tiling.unit_tiles.size());
+  if (partials.size() < tiling.unit_tiles.size()) partials.resize(num_units);
+  for (auto& list : partials) list.clear();
+  const auto add = [&](const TileSharing& sharing, const Chunk& c, const ChunkPlace& place) {
+    const int32_t step = tiling.tiles[c.tile_idx].qo_len * rules.group_size * c.num_splits;
+    const int32_t first = sharing.shared() ? sharing.first_unit : sharing.unit;
+    int32_t row = place.partial_row;
+    for (int32_t u = first; u < first + std::max(1, sharing.num_units); ++u) {
+      partials[u].push_back({row, step});
+      row += tiling.tiles[tiling.unit_tiles[u]].qo_len * rules.group_size;
+    }
+  };
+  for (bool shared : {true, false}) {  // of the shared tiles, ancestors come first
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      const TileSharing sharing = tiling.SharingOf(chunks[i].tile_idx);
+      if (sharing.partial() && sharing.shared() == shared) add(sharing, chunks[i], places[i]);
+    }
+  }
+  for (int32_t head = 0; head < rules.num_kv_heads; ++head) {
+    for (int32_t u = 0; u < num_units; ++u) {
+      const int32_t group = head * num_units + u;
+      AddGroup(tiling.tiles[tiling.unit_tiles[u]], head, group, out);
+      for (const PartialPlace& place : partials[u]) {
+        AddPartial(group, place.first_row + head * place.head_step, out);
       }
-    } else {
-      (*partial_base)[i] = (*partial_base)[i - 1] + rows;  // chunks of a tile are consecutive
-      (*group_base)[i] = (*group_base)[i - 1];
     }
   }
 }
 
-void WriteItems(const PlanRules& rules, const std::vector<QueryTile>& tiles, const Assignment& a,
+// Numbers partial states and merge groups.
+void PlacePartials(const PlanRules& rules, const Tiling& tiling, const std::vector<Chunk>& chunks,
+                   std::vector<ChunkPlace>* places, ScheduleOutput* out) {
+  const int32_t heads = rules.num_kv_heads;
+  const auto num_units = static_cast<int32_t>(tiling.unit_tiles.size());
+  out->num_merge_groups = heads * num_units;
+  places->assign(chunks.size(), {});
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const Chunk& c = chunks[i];
+    const QueryTile& t = tiling.tiles[c.tile_idx];
+    const TileSharing sharing = tiling.SharingOf(c.tile_idx);
+    if (c.num_splits == 1 && !sharing.partial()) continue;
+    const int32_t rows = t.qo_len * rules.group_size;
+    ChunkPlace& place = (*places)[i];
+    if (c.split > 0) {
+      place = (*places)[i - 1];  // chunks of a tile are consecutive
+      place.partial_row += rows;
+      continue;
+    }
+    place.partial_row = out->num_partial_rows;
+    out->num_partial_rows += heads * rows * c.num_splits;
+    if (sharing.partial()) {
+      place.group = sharing.shared() ? sharing.first_unit : sharing.unit;
+      place.group_step = num_units;
+      continue;
+    }
+    place.group = out->num_merge_groups;
+    place.group_step = 1;
+    for (int32_t h = 0; h < heads; ++h) {
+      AddGroup(t, h, out->num_merge_groups, out);
+      for (int32_t s = 0; s < c.num_splits; ++s) {
+        AddPartial(out->num_merge_groups, place.partial_row + (h * c.num_splits + s) * rows, out);
+      }
+      ++out->num_merge_groups;
+    }
+  }
+  NumberUnits(rules, tiling, chunks, *places, out);
+}
+
+void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& a,
                 ScheduleOutput* out) {
-  thread_local std::vector<int32_t> partial_base, group_base, filled;
-  NumberPartials(rules, tiles, a.chunks, &partial_base, &group_base, out);
+  thread_local std::vector<int32_t> filled;
+  thread_local std::vector<ChunkPlace> places;
+  const std::vector<QueryTile>& tiles = tiling.tiles;
+  PlacePartials(rules, tiling, a.chunks, &places, out);
+  std::copy(tiling.qo_indices.begin(), tiling.qo_indices.end(), out->qo_indices);
+  out->num_shared_tokens = static_cast<int32_t>(tiling.qo_indices.size());
 
   const int64_t heads_per_unit = rules.heads_per_unit;
   filled.assign(rules.num_queues, 0);
@@ -208,13 +326,16 @@ void WriteItems(const PlanRules& rules, const std::vector<QueryTile>& tiles, con
 
   // Large tiles are bound by arithmetic, small ones by memory. The two halves of the grid share the
   // multiprocessors; when heights mix, the second half takes its items from the other end, so that
-  // both units are busy all the time.
-  const int64_t first_backwards = HaveSeveralHeights(tiles) ? rules.num_ctas / 2 : rules.num_ctas;
+  // both units are busy all the time. Not with shared tiles, which come first for another reason.
+  const bool both_ends = HaveSeveralHeights(tiles) && tiling.unit_tiles.empty();
+  const int64_t first_backwards = both_ends ? rules.num_ctas / 2 : rules.num_ctas;
   filled.assign(rules.num_queues, 0);
   size_t slot = 0;
   for (int32_t chunk_idx : a.order) {
     const Chunk& c = a.chunks[chunk_idx];
     const QueryTile& t = tiles[c.tile_idx];
+    const ChunkPlace& place = places[chunk_idx];
+    const int32_t num_groups = std::max(1, tiling.SharingOf(c.tile_idx).num_units);
     const int32_t rows = t.qo_len * rules.group_size;
     for (i32 u = 0; u < rules.num_units; ++u) {
       const int32_t q = a.queue_of[slot++];
@@ -227,7 +348,7 @@ void WriteItems(const PlanRules& rules, const std::vector<QueryTile>& tiles, con
                                                 : out->queue_indptr[cta + 1] - at - heads_per_unit);
         for (int64_t h = 0; h < heads_per_unit; ++h, ++item) {
           const int32_t head = static_cast<int32_t>((p * rules.num_units + u) * heads_per_unit + h);
-          const bool split = c.num_splits > 1;
+          const bool split = place.group >= 0;
           *item = {t.qo_begin,
                    t.qo_len,
                    head,
@@ -236,10 +357,10 @@ void WriteItems(const PlanRules& rules, const std::vector<QueryTile>& tiles, con
                    c.kv_end,
                    t.kv_base,
                    t.q_pos,
-                   split ? partial_base[chunk_idx] + head * rows * c.num_splits : -1,
-                   split ? group_base[chunk_idx] + head : -1,
+                   split ? place.partial_row + head * rows * c.num_splits : -1,
+                   split ? place.group + head * place.group_step : -1,
                    t.request,
-                   split ? 1 : 0};
+                   split ? num_groups : 0};
         }
       }
     }
@@ -248,17 +369,17 @@ void WriteItems(const PlanRules& rules, const std::vector<QueryTile>& tiles, con
 
 }  // namespace
 
-Status WriteSchedule(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+Status WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
                      ScheduleOutput* out) {
-  thread_local Assignment best;
-  CutByLength(rules, tiles, 2, &best.chunks);
-  if (best.chunks.size() >= (size_t{1} << 26)) {
-    return Status::Error("plan: the batch needs more than 2^26 kv chunks; raise kv_split.");
+  thread_local Assignment best, best_shared;
+  bool shares = shared != nullptr && AssignShared(rules, *shared, &best_shared);
+  if (!shares || best_shared.makespan > MeanFlatLoad(rules, flat)) {
+    if (Status s = Assign(rules, flat, &best); !s.ok()) return s;
+    shares = shares && best_shared.makespan <= best.makespan;
   }
-  AssignChunks(rules, tiles, &best);
-  if (rules.schedule == kBalanced) Rebalance(rules, tiles, &best);
-  if (Status s = CheckCapacities(rules, best); !s.ok()) return s;
-  WriteItems(rules, tiles, best, out);
+  const Assignment& chosen = shares ? best_shared : best;
+  if (Status s = CheckCapacities(rules, chosen); !s.ok()) return s;
+  WriteItems(rules, shares ? *shared : flat, chosen, out);
   return Status::Ok();
 }
 

@@ -10,6 +10,30 @@
 
 namespace jax_attn {
 
+// What a tile is besides, in a batch with shared prefixes (prefix.h). A unit is the one tile of a
+// request, or what of it nobody shares.
+struct TileSharing {
+  int32_t state_cost = 0;  // of a state beyond split_cost, likewise in kv tokens of tile_q[0]
+  int32_t unit = -1;       // its index, if shared tiles have a part of its span
+  int32_t first_unit = 0, num_units = 0;  // shared tile: whose tokens it has, in order
+
+  bool shared() const { return num_units > 0; }
+  bool partial() const { return unit >= 0 || shared(); }  // never final, even if it is not cut
+};
+
+// The tiles of a batch.
+struct Tiling {
+  std::vector<QueryTile> tiles;
+  // Empty, or with shared prefixes:
+  std::vector<TileSharing> sharing;  // of each tile
+  std::vector<int32_t> unit_tiles;   // tile of each unit
+  std::vector<int32_t> qo_indices;   // rows of q of the tokens of shared tiles
+
+  TileSharing SharingOf(int32_t tile_idx) const {
+    return sharing.empty() ? TileSharing{} : sharing[tile_idx];
+  }
+};
+
 // A piece of a tile's span, for every kv head.
 struct Chunk {
   int32_t tile_idx;  // index into the tiles
@@ -40,15 +64,18 @@ struct ScheduleOutput {
   WorkItem* items;           // [max_items]
   MergeGroup* merge_groups;  // [max_merge_groups]
   int32_t* partial_rows;     // [max_partials]
+  int32_t* qo_indices;       // [max_shared_tokens]
   int32_t num_items = 0;
   int32_t num_merge_groups = 0;
   int32_t num_partials = 0;
+  int32_t num_shared_tokens = 0;
   int32_t num_partial_rows = 0;
 };
 
 // Cuts the tiles by the spec's schedule, gives every chunk to the least loaded queue, heaviest
-// first, and writes items, merge groups and queues.
-Status WriteSchedule(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+// first, and writes items, merge groups and queues. shared: the same batch with shared prefixes, or
+// null; taken if it is not predicted to be slower.
+Status WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
                      ScheduleOutput* out);
 
 }  // namespace jax_attn

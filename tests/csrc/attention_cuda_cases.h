@@ -37,6 +37,8 @@ struct Case {
   int64_t kv_heads = 2;
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
+  // Tokens that all requests have in common, and that every other one does besides.
+  int64_t prefix = 0, half_prefix = 0;
 };
 
 // What every kernel is specialised by. A kernel under test is
@@ -89,6 +91,7 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.logits_soft_cap = c.soft_cap;
   spec.sm_scale = 1.0 / std::sqrt(static_cast<double>(Traits::kHeadDimQk));
   spec.page_size = Traits::kPageSize;
+  spec.share_prefixes = c.prefix > 0;
   spec.max_batch = static_cast<int64_t>(c.requests.size()) + 2;
   spec.arch = Traits::kArch;
   spec.num_processors = 2;
@@ -144,6 +147,11 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
     std::iota(b.page_indices.begin(), b.page_indices.end(), 0);
     std::shuffle(b.page_indices.begin(), b.page_indices.end(), random);
     b.page_indices.resize(units);
+    for (size_t r = 1; r < c.requests.size(); ++r) {
+      const int64_t shared =
+          std::min<int64_t>(c.requests[r].kv_len, r % 2 == 0 ? c.prefix + c.half_prefix : c.prefix);
+      std::copy_n(b.page_indices.begin(), shared / page, b.page_indices.begin() + b.kv_indptr[r]);
+    }
   }
   const int64_t k_row = spec.num_stored_heads() * Traits::kHeadDimQk;
   const int64_t v_row = spec.num_stored_heads() * Traits::kHeadDimVo;
@@ -200,6 +208,10 @@ void Compare(const Case& c, const char* what, size_t i, float got, float expecte
                                             : got == expected;
   if (same || ++g_failures > 20) return;
   std::printf("FAILED %s: %s[%zu]: expected %g, got %g\n", c.name, what, i, expected, got);
+}
+
+bool SameBits(const Outputs& a, const Outputs& b) {
+  return a.o == b.o && std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)) == 0;
 }
 
 // The plan of a batch, in a buffer that is poisoned where nothing is written; empty if refused.
@@ -298,11 +310,12 @@ void RunCase(const Case& c, unsigned seed) {
     emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
                               [&p] { Body::Run(p); });
   }
-  const bool same_bits =
-      got[0].o == got[1].o &&
-      std::memcmp(got[0].lse.data(), got[1].lse.data(), got[0].lse.size() * sizeof(float)) == 0;
-  if (!same_bits) {
+  if (!SameBits(got[0], got[1])) {
     std::printf("FAILED %s: bits depend on the order of execution\n", c.name);
+    ++g_failures;
+  }
+  if (c.prefix > 0 && p.header->num_shared_tokens == 0) {
+    std::printf("FAILED %s: expected a plan with shared items\n", c.name);
     ++g_failures;
   }
   for (size_t i = 0; i < expected.o.size(); ++i) {
@@ -313,7 +326,24 @@ void RunCase(const Case& c, unsigned seed) {
   }
   std::printf("%s: %d items, %d merge groups\n", c.name, p.header->num_items,
               p.header->num_merge_groups);
+  // Whether somebody else has the same prefix is not in a request's bits; kernels for kFixedSplit
+  // have tiles of one height.
+  if (c.prefix == 0 || c.kv_split == 0 || Traits::kNumTiles > 1) return;
+  AttentionProblem apart = problem;
+  apart.spec.share_prefixes = 0;
+  const std::vector<int32_t> flat = MakePlan(c, apart, b);
+  p = MakeParams(apart, b, flat, c.sinks ? sinks.data() : nullptr);
+  const Outputs without = MakeOutputs(apart, &p);
+  emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 1, [&p] { Body::Run(p); });
+  if (p.header->num_shared_tokens != 0 || !SameBits(got[0], without)) {
+    std::printf("FAILED %s: bits depend on shared prefixes\n", c.name);
+    ++g_failures;
+  }
 }
+
+// Decodes, speculation and a longer chunk, for trees of prefixes.
+const std::vector<Request> kForest = {{1, 300}, {1, 421}, {1, 330}, {1, 257},
+                                      {2, 401}, {1, 270}, {3, 390}, {60, 350}};
 
 // MLA kernels. The exit status of the test.
 template <class Kernel>
@@ -388,6 +418,15 @@ int RunAllCases() {
       {.name = "long chunk, 192 and 128", .requests = {{150, 900}, {64, 70}}, .kv_heads = 1}, 8);
   RunCase<Kernel, ShapeOf<256, 256, 3, 7, false, true, false>>(
       {.name = "head_dim 256, page 7", .requests = {{1, 300}, {50, 130}}, .num_ctas = 2}, 9);
+  RunCase<Kernel, Page16>(
+      {.name = "shared prefixes", .requests = kForest, .prefix = 256, .half_prefix = 64}, 10);
+  RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>(
+      {.name = "shared prefixes in a window, page 5, sinks",
+       .requests = kForest,
+       .window_left = 400,
+       .sinks = true,
+       .prefix = 330},
+      12);
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }

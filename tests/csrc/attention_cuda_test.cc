@@ -19,7 +19,30 @@ struct Sm80Kernel {
   using Body = AttentionBody<Traits<Shape>>;
 };
 
+// The same for fixed_split.
+struct OneHeightKernel {
+  template <class Shape>
+  struct Traits : Sm80Kernel::Traits<Shape> {
+    static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0;
+  };
+  template <class Shape>
+  using Body = AttentionBody<Traits<Shape>>;
+};
+
+void RunFixedSplit() {
+  RunCase<OneHeightKernel, ShapeOf<64, 64, 4, 16, false, true, false>>(
+      {.name = "shared prefixes, fixed split",
+       .requests = kForest,
+       .kv_split = 64,
+       .prefix = 256,
+       .half_prefix = 64},
+      11);
+}
+
 }  // namespace
 }  // namespace jax_attn
 
-int main() { return jax_attn::RunAllCases<jax_attn::Sm80Kernel>(); }
+int main() {
+  jax_attn::RunFixedSplit();
+  return jax_attn::RunAllCases<jax_attn::Sm80Kernel>();
+}
