@@ -2,7 +2,7 @@
 
     python build_tools/embed_sources.py csrc build/embedded_sources.cc
 
-Embeds params.h and every header below cuda/, named by their path below csrc, in sorted order.
+Embeds params.h, plan/rules.h and every header below cuda/, named by their path below csrc, in sorted order.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     args = parser.parse_args()
 
-    files = [args.csrc / "params.h"]
+    files = [args.csrc / "params.h", args.csrc / "plan/rules.h"]
     files += sorted(p for p in (args.csrc / "cuda").rglob("*") if p.suffix in SUFFIXES)
     entries = "".join(
         f'    {{"{path.relative_to(args.csrc).as_posix()}",\n{literal(path.read_text())}}},\n'

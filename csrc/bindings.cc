@@ -131,6 +131,7 @@ nb::dict StatsDict() {
   dict["attention_launches"] = stats.attention_launches;
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
+  dict["plan_launches"] = stats.plan_launches;
   return dict;
 }
 
@@ -156,6 +157,12 @@ NB_MODULE(_core, m) {
       .def_prop_ro("words", &EncodeProblem)
       .def_prop_ro("workspace_words",
                    [](const AttentionProblem& p) { return MakeWorkspaceLayout(p).num_words; })
+      .def_prop_ro("plan_scratch_words",
+                   [](const AttentionProblem& p) { return PlanScratchBytes(p) / 4; })
+      .def("plan_fault",
+           [](const AttentionProblem& p, int32_t code, int32_t at, int32_t got, int32_t expected) {
+             return DescribeFault(p, {code, at, got, expected}).message;
+           })
       .def("plan", &PlanInto, nb::arg("qo_indptr"), nb::arg("kv_lens"), nb::arg("kv_indptr"),
            nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("buffer"));
 
@@ -182,6 +189,11 @@ NB_MODULE(_core, m) {
     ThrowIfUnavailable(PrepareMerge({arch, dtype}, &info));
     return InfoDict(info);
   });
+  m.def("prepare_plan", [](int64_t arch) {
+    KernelInfo info;
+    ThrowIfUnavailable(PreparePlan({arch}, &info));
+    return InfoDict(info);
+  });
   m.def("jit_stats", &StatsDict);
 
   nb::class_<KernelSource>(m, "KernelSource")
@@ -196,6 +208,7 @@ NB_MODULE(_core, m) {
       });
   m.def("attention_source", &AttentionKernelSource);
   m.def("append_source", [](int64_t arch) { return AppendKernelSource({arch}); });
+  m.def("plan_source", [](int64_t arch) { return PlanKernelSource({arch}); });
   m.def("merge_source",
         [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
 }

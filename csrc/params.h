@@ -10,9 +10,49 @@ namespace jax_attn {
 using i32 = int;
 using i64 = long long;
 
-inline constexpr i32 kPlanMagic = 0x6a61706c;  // "japl"
+inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
+inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault
 inline constexpr i32 kPlanVersion = 2;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
+
+// Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
+// it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
+enum PlanFaultCode : i32 {
+  kNoFault = 0,
+  kFaultQoIndptrBegin,   // qo_indptr[0] is not 0
+  kFaultQoIndptrOrder,   // at: entry; expected: the one before
+  kFaultQoTokens,        // max_qo_tokens
+  kFaultKvIndptrBegin,   // page_indptr[0], or ragged kv_indptr[0], is negative
+  kFaultKvIndptrOrder,   // at: entry; expected: the one before
+  kFaultKvLenNegative,   // at: request, here and below
+  kFaultKvLenTooLarge,   // 2^30
+  kFaultQueryPositions,  // got: q_offset
+  kFaultKvCapacity,      // max_kv_pages, or ragged max_kv_tokens
+  kFaultPageIndices,     // got: entries; expected: page_indptr[-1]
+  kFaultKvOfRequest,     // paged: got pages, expected kv_len; ragged: got kv_len, expected rows
+  kFaultPageId,          // at: entry of page_indices; expected: its request
+  kFaultChunks,          // 2^26
+  kFaultItems,           // max_items
+  kFaultMergeGroups,     // max_items
+  kFaultPartials,        // max_items
+  kFaultPartialRows,     // max_partial_rows
+};
+
+struct PlanFault {
+  i32 code, at, got, expected;
+};
+
+// One batch.
+struct PlanInputs {
+  const i32* qo_indptr;     // [batch_size + 1] tokens
+  const i32* kv_lens;       // [batch_size] tokens, the new ones included
+  const i32* kv_indptr;     // [batch_size + 1] pages (page_indptr); ragged: first rows
+  const i32* page_indices;  // [num_page_indices]
+  const i32* q_offsets;     // [batch_size] kv position of the first query token, or null: kv_len -
+                            // qo_len
+  i64 batch_size;
+  i64 num_page_indices;
+};
 
 enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2 };
 
@@ -24,11 +64,11 @@ struct PlanRules {
   i32 group_size;
   i32 window_left;   // -1: unlimited
   i32 window_right;  // -1: unlimited; causal is 0
-  i32 kv_split;      // kFixedSplit: tokens a chunk
+  i32 kv_split;      // tokens a chunk: kFixedSplit; 2^30, as many as there may be: kNoSplit
   i32 page_size;     // 0: ragged
 
   i32 num_tiles;
-  i32 tile_q[kMaxTiles];
+  i32 tile_tokens[kMaxTiles];  // query tokens of a tile, ascending: tile_q / group_size
   i32 tile_kv;
   i32 min_chunk;
   i32 item_cost;
@@ -66,7 +106,12 @@ struct PlanHeader {
   i32 max_page_id;        // largest entry of page_indices, -1 if there is none
   i32 num_partials;       // live entries of partial_rows
   i32 num_shared_tokens;  // live entries of qo_indices
-  i32 reserved[5];
+  // Of a plan with kFaultyPlanMagic, which has no items, no tokens and no requests; else 0.
+  i32 fault;  // a PlanFaultCode
+  i32 fault_at;
+  i32 fault_got;
+  i32 fault_expected;
+  i32 reserved;
 };
 static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 
@@ -182,6 +227,22 @@ struct AppendParams {
   i64 v_row_bytes;
   i32 page_size;
   i32 max_qo_tokens;
+};
+
+// The device planner: sections of one plan buffer, all words of which are 0 at entry.
+struct PlanParams {
+  PlanInputs inputs;
+  PlanRules rules;
+  PlanHeader* header;
+  i32* queue_indptr;         // [num_ctas + 1]
+  i32* qo_indptr;            // [max_batch + 1]
+  i32* kv_lens;              // [max_batch]
+  i32* kv_indptr;            // [max_batch + 1]
+  MergeGroup* merge_groups;  // [max_merge_groups]
+  i32* partial_rows;         // [max_partials]
+  WorkItem* items;           // [max_items]
+  i32* page_indices;         // [max_kv_pages]
+  unsigned char* scratch;    // what shared memory does not hold; 16-byte aligned
 };
 
 // o = sum_i exp(lse_i - lse) * o_i with lse = log sum_i exp(lse_i); (0, -inf) is the identity.

@@ -44,9 +44,16 @@ def plan(
     q_offsets: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    shape = jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32)
-    call = jax.ffi.ffi_call("jax_attn_plan", shape)
-    return call(qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, problem=spec.problem_words)
+    call = jax.ffi.ffi_call(
+        "jax_attn_plan",
+        (
+            jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32),
+            jax.ShapeDtypeStruct((spec.problem.plan_scratch_words,), jnp.int32),
+        ),
+    )
+    operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets)
+    buffer, _ = call(*operands, problem=spec.problem_words)
+    return buffer
 
 
 def attention(

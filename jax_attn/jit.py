@@ -34,7 +34,8 @@ def precompile(
     so use the one that the image will run with.
 
     Args:
-        specs: one spec or several. Attention, append (paged specs) and merge kernels are compiled.
+        specs: one spec or several. Attention, plan, append (paged specs) and merge kernels are
+            compiled.
         arch: "sm_90" and the like, instead of each spec's own target.
 
     Returns what is in the cache now, each kernel once.
@@ -58,6 +59,7 @@ def _prepare(spec: AttentionSpec) -> Iterator[CompiledKernel]:
             ' which one to compile for: precompile(specs, arch="sm_90").'
         )
     yield CompiledKernel(**_core.prepare_attention(spec.problem))
+    yield CompiledKernel(**_core.prepare_plan(arch))
     if spec.is_paged:
         yield CompiledKernel(**_core.prepare_append(arch))
     yield CompiledKernel(**_core.prepare_merge(arch, dtype_code(spec.dtype)))

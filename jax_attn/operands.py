@@ -96,6 +96,8 @@ def check_data(
 
     def check(buffer: np.ndarray, layer: np.ndarray) -> None:
         on_host = AttentionPlan(np.asarray(buffer), plan.spec)
+        if fault := on_host.fault():
+            raise ValueError(f"{op}: {fault}")
         header = on_host.header()
         if header["magic"] != 0x6A61706C:
             raise ValueError(f"{op}: plan: expected a buffer made by jax_attn.plan.")

@@ -17,6 +17,7 @@ from jax_attn.spec import AttentionSpec
 _HEADER_FIELDS = (
     "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
     "num_partial_rows", "nnz_kv", "max_page_id", "num_partials", "num_shared_tokens",
+    "fault", "fault_at", "fault_got", "fault_expected",
 )  # fmt: skip
 _ITEM = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "tile", "kv_begin", "kv_end", "kv_base", "q_pos",
@@ -50,6 +51,13 @@ class AttentionPlan:
         """Live counts: batch_size, nnz_qo, num_items, num_merge_groups, num_partial_rows, ..."""
         words = self._section("header", len(_HEADER_FIELDS))
         return dict(zip(_HEADER_FIELDS, words.tolist(), strict=True))
+
+    def fault(self) -> str:
+        """Why a plan that was made on a GPU is faulty, in the words of the ValueError that a plan
+        made on the host would have raised; "" if it is not."""
+        header = self.header()
+        words = (header[name] for name in ("fault", "fault_at", "fault_got", "fault_expected"))
+        return self.spec.problem.plan_fault(*words)
 
     def queue_indptr(self) -> np.ndarray:
         """[num_ctas + 1]. Items of queue c: items()[queue_indptr[c] : queue_indptr[c + 1]]."""
@@ -122,7 +130,12 @@ class AttentionPlan:
         plot.draw(self, path, item_times)
 
     def describe(self) -> str:
-        """What the schedule does, in words: items, queues, imbalance, splits, workspace."""
+        """What the schedule does, in words: items, queues, imbalance, splits, workspace.
+
+        Of a faulty plan: what is wrong with its batch.
+        """
+        if fault := self.fault():
+            return fault
         spec, config = self.spec, self.spec.kernel_config
         header, items = self.header(), self.items()
         lengths = np.diff(self.queue_indptr())
@@ -177,13 +190,19 @@ def plan(
         kv_len - qo_len, as in decode and chunked prefill. Positions stay within (-2^30, 2^30).
 
     Returns a plan. Made of host arrays its buffer is a host array: hand it to a jitted function as
-    it is, or device_put it once when many functions use it. Made of traced arrays (CPU only so far)
-    it has the same bits, so that a whole decode loop, planning included, is one executable.
+    it is, or device_put it once when many functions use it. Made of traced arrays it has the same
+    bits, so that a whole decode loop, planning included, is one executable: on CPU the host planner
+    runs inside it. On CUDA a kernel does, which looks for no shared prefixes: its bits are those of
+    the host planner for a spec with share_prefixes=False.
 
     Raises ValueError that names argument, expected and got (and the capacity to raise) before
-    anything runs. For traced arrays the same sentence comes at run time, as the exception that JAX
-    makes of a failing custom call (JaxRuntimeError or ValueError).
-    NotImplementedError for traced arrays on CUDA.
+    anything runs. For traced arrays on CPU the same sentence comes at run time, as the exception
+    that JAX makes of a failing custom call (JaxRuntimeError or ValueError).
+
+    A kernel cannot raise. For a batch that would be refused, a plan made of traced arrays on CUDA
+    is faulty: attention over it gives NaN in every row of o and lse, append_kv writes nothing, and
+    nothing is read out of bounds. `plan.fault()` and `plan.describe()` say the sentence once the
+    buffer is on the host, and with JAX_ATTN_CHECK=1 attention and append_kv raise it.
     """
     given = _given(page_indptr=page_indptr, page_indices=page_indices, kv_indptr=kv_indptr)
     if spec.is_paged:
@@ -214,10 +233,10 @@ def plan(
         buffer = np.zeros(spec.plan_words, np.int32)
         spec.problem.plan(qo, lens, indptr, pages, offsets, buffer)
         return AttentionPlan(buffer, spec)
-    if spec.target != "cpu":
-        raise NotImplementedError(
-            f"plan: traced arrays: supported on cpu, got target {spec.target!r}; call jax_attn.plan"
-            " outside jit and pass the plan in."
+    if len(lens) > spec.max_batch:  # shapes are known now
+        raise ValueError(
+            f"plan: batch_size: expected at most max_batch = {spec.max_batch}, got {len(lens)};"
+            " raise max_batch of the AttentionSpec."
         )
     if offsets is None:
         offsets = lens - jnp.diff(qo)

@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import SCHEDULES, Case, make_lengths
+from backends import Backend, on_every_platform
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jax_attn as ja
-from jax_attn import reference
+from jax_attn import config, reference
 
 TARGETS = ("cpu", "sm_80:108", "sm_90:132")
 
@@ -379,8 +382,6 @@ def test_tail_and_reserved_pages_are_not_looked_at():
 
 
 def test_a_plan_is_a_pytree_of_one_leaf():
-    import jax
-
     plan = make_plan(Case("", (1,), (5,)))
     leaves, tree = jax.tree.flatten(plan)
     assert len(leaves) == 1 and leaves[0].dtype == np.int32
@@ -398,8 +399,6 @@ def test_describe_names_what_the_schedule_does():
 
 
 def test_inputs_may_be_any_integer_array():
-    import jax.numpy as jnp
-
     spec = ja.AttentionSpec(4, 2, 64, max_batch=4, max_qo_tokens=8, max_kv_pages=8)
     arguments = [0, 2, 3], [20, 7], [0, 2, 3], [5, 1, 0]
     want = ja.plan(spec, *arguments).buffer
@@ -514,3 +513,128 @@ def test_a_spec_that_cannot_share_says_so():
         assert not ja.AttentionSpec(4, 2, 64, **fields).share_prefixes
         with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
             ja.AttentionSpec(4, 2, 64, share_prefixes=True, **fields)
+
+
+# ---- plans made inside a compiled function -------------------------------------------------------
+
+
+def traced_plan(spec, lengths):
+    """The plan of a jitted function whose arguments are the lengths."""
+    arguments = {name: jnp.asarray(x) for name, x in lengths.items() if x is not None}
+    return jax.jit(lambda arguments: ja.plan(spec, **arguments))(arguments)
+
+
+def serving_lengths(rng, batch_size, kind):
+    """(qo_lens, kv_lens) of a batch as a server has it."""
+    kv_lens = rng.integers(1, 4097, batch_size)
+    if kind == "zipf":
+        kv_lens = 200000 // rng.permutation(np.arange(1, batch_size + 1))
+    if kind == "long":
+        kv_lens = np.full(batch_size, 20000)
+    qo_lens = np.ones(batch_size, int)
+    if kind == "mixed":
+        qo_lens[::17] = rng.integers(1, 600, len(qo_lens[::17]))
+        kv_lens = np.maximum(kv_lens, qo_lens)
+    return qo_lens, kv_lens
+
+
+@on_every_platform
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "long", "mixed"])
+def test_a_traced_plan_has_the_bits_of_a_host_plan(kind, backend):
+    rng = np.random.default_rng(0)
+    for schedule, split in (("balanced", None), ("fixed_split", 512), ("no_split", None)):
+        for heads in ((32, 8), (8, 8), (6, 1)):
+            for batch_size in (1, 6, 256):
+                qo_lens, kv_lens = serving_lengths(rng, batch_size, kind)
+                pages = -(-kv_lens // 16)
+                spec = backend.spec(
+                    num_qo_heads=heads[0],
+                    num_kv_heads=heads[1],
+                    head_dim_qk=128,
+                    max_batch=batch_size + 3,
+                    max_qo_tokens=int(qo_lens.sum()),
+                    max_kv_pages=int(pages.sum()) + 5,
+                    schedule=schedule,
+                    kv_split=split,
+                    max_items=1 << 17 if split else None,
+                    max_partial_rows=1 << 22 if split else None,
+                )
+                lengths = {
+                    "qo_indptr": np.concatenate([[0], np.cumsum(qo_lens)]),
+                    "kv_lens": kv_lens,
+                    "page_indptr": np.concatenate([[0], np.cumsum(pages)]),
+                    "page_indices": rng.permutation(pages.sum() + 4),
+                }
+                host, device = ja.plan(spec, **lengths), traced_plan(spec, lengths)
+                assert device.fault() == ""
+                assert device.header() == host.header()
+                np.testing.assert_array_equal(device.buffer, host.buffer)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+def test_a_large_batch_is_planned_on_a_gpu(backend):
+    """4096 requests and 65,536 query tokens: more than shared memory holds."""
+    rng = np.random.default_rng(0)
+    qo_lens = np.ones(4096, int)
+    qo_lens[:512] = 120
+    kv_lens = rng.integers(120, 3000, 4096)
+    pages = -(-kv_lens // 16)
+    spec = backend.spec(
+        num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, max_batch=4096, max_qo_tokens=1 << 17,
+        max_kv_pages=1 << 20,
+    )  # fmt: skip
+    lengths = {
+        "qo_indptr": np.concatenate([[0], np.cumsum(qo_lens)]),
+        "kv_lens": kv_lens,
+        "page_indptr": np.concatenate([[0], np.cumsum(pages)]),
+        "page_indices": rng.permutation(1 << 20),
+    }
+    np.testing.assert_array_equal(
+        traced_plan(spec, lengths).buffer, ja.plan(spec, **lengths).buffer
+    )
+
+
+FAULTS = {
+    "qo_order": {"qo_indptr": [0, 3, 2]},
+    "qo_tokens": {"qo_indptr": [0, 1, 9]},
+    "kv_len": {"kv_lens": [20, -1]},
+    "pages_of_request": {"kv_lens": [20, 33]},
+    "page_order": {"page_indptr": [0, 1 << 30, 4]},
+    "pages": {"page_indptr": [0, 2, 1 << 30]},
+    "page_id": {"page_indices": [5, 1, 0, 10]},
+    "page_id_negative": {"page_indices": [5, -1, 0, 1]},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+@pytest.mark.parametrize("changed", FAULTS.values(), ids=FAULTS)
+def test_a_gpu_leaves_a_faulty_plan_where_the_host_refuses(changed, backend):
+    spec = backend.spec(
+        num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, page_size=16, num_pages=10, max_batch=2,
+        max_qo_tokens=8, max_kv_pages=4,
+    )  # fmt: skip
+    good = {
+        "qo_indptr": [0, 1, 3], "kv_lens": [20, 20], "page_indptr": [0, 2, 4],
+        "page_indices": [5, 1, 0, 9],
+    }  # fmt: skip
+    lengths = {name: np.array(x, np.int32) for name, x in (good | changed).items()}
+    with pytest.raises(ValueError) as refused:
+        ja.plan(spec, **lengths)
+    plan = traced_plan(spec, lengths)
+    assert plan.fault() == plan.describe() == str(refused.value)
+    assert len(plan.items()) == 0 and not plan.queue_indptr().any()
+
+    q = jnp.ones(spec.q_shape, spec.dtype)
+    k_pages, v_pages = (jnp.ones(shape, spec.dtype) for shape in spec.kv_shapes(10, 16))
+    o, lse = ja.attention(q, k_pages, v_pages, plan, return_lse=True)
+    assert np.isnan(np.float32(o)).all() and np.isnan(lse).all()
+    new = jnp.zeros((8, 2, 64), spec.dtype)
+    appended = ja.append_kv(k_pages, v_pages, new, new, plan)
+    assert all((np.float32(pages) == 1).all() for pages in appended)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "check", True)
+        with pytest.raises(Exception, match="attention: plan: "):
+            jax.block_until_ready(ja.attention(q, k_pages, v_pages, plan))
+            jax.effects_barrier()

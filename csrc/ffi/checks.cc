@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "jit/kernels.h"
+#include "plan/plan.h"
 
 namespace jax_attn {
 namespace {
@@ -70,6 +71,12 @@ Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProb
 Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
                        int64_t num_pages) {
   const std::string prefix = std::string(op) + ": plan: ";
+  if (header.magic == kFaultyPlanMagic) {
+    return {std::string(op) + ": " +
+            DescribeFault(problem,
+                          {header.fault, header.fault_at, header.fault_got, header.fault_expected})
+                .message};
+  }
   if (header.magic != kPlanMagic || header.version != kPlanVersion) {
     return Status::Error(prefix + "expected a buffer made by jax_attn.plan, got something else.");
   }

@@ -149,6 +149,17 @@ KernelSource MakeSource(const MergeKernel& kernel) {
           Options(kernel.arch)};
 }
 
+KernelSource MakeSource(const PlanKernel& kernel) {
+  TraitsWriter traits;
+  traits.Int("kArch", kernel.arch);
+  traits.Int("kNumThreads", 512, "a chunk each, for a few hundred requests");
+  traits.Int("kSmemBytes", 96 * 1024, "what every architecture has");
+  const std::string entry = "plan_kernel";
+  return {"plan-" + ArchName(kernel.arch), entry,
+          TranslationUnit("cuda/any/plan.cuh", traits.str(), "PlanBody", "Plan", entry),
+          Options(kernel.arch)};
+}
+
 KernelKey MakeKey(const AttentionKernel& k) {
   return {0,
           k.arch,
@@ -171,5 +182,6 @@ KernelKey MakeKey(const AttentionKernel& k) {
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }
+KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch}; }
 
 }  // namespace jax_attn

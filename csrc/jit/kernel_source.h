@@ -41,6 +41,10 @@ struct MergeKernel {
   int64_t dtype = kBF16;
 };
 
+struct PlanKernel {
+  int64_t arch = 0;  // 0: that of device 0
+};
+
 // One translation unit with one kernel. Beside `entry` it defines two ints, <entry>_smem_bytes and
 // <entry>_num_threads, which the launch reads from the cubin.
 struct KernelSource {
@@ -52,12 +56,14 @@ struct KernelSource {
 KernelSource MakeSource(const AttentionKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
+KernelSource MakeSource(const PlanKernel& kernel);
 
 // The words of a kernel struct, operation first: equal keys, equal binaries.
 using KernelKey = std::array<int64_t, 20>;
 KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
+KernelKey MakeKey(const PlanKernel& kernel);
 
 // "sm_90a" for 90: the architecture whose cubin runs on this compute capability with every
 // instruction it has.

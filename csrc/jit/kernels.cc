@@ -15,10 +15,12 @@ namespace {
 constexpr int64_t kCtasPerSm = 8;
 constexpr int64_t kWarpSize = 32;        // append: a warp copies one row of k or of v
 constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes
+constexpr int64_t kPagesPerThread = 4;   // plan: a thread copies 16 bytes of page ids at a time
 
 std::atomic<int64_t> attention_launches{0};
 std::atomic<int64_t> append_launches{0};
 std::atomic<int64_t> merge_launches{0};
+std::atomic<int64_t> plan_launches{0};
 
 // Makes `context` current for its scope, at no cost if it is already (XLA's usual case).
 class ScopedContext {
@@ -101,6 +103,26 @@ Status ResolveArch(KernelSpec* kernel) {
   return Status::Ok();
 }
 
+template <typename KernelSpec>
+Status PrepareResolved(KernelSpec kernel, KernelInfo* info) {
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+}
+
+template <typename KernelSpec>
+Status LoadResolved(KernelSpec kernel, int device_ordinal) {
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  return LoadSpec(kernel, device_ordinal);
+}
+
+template <typename KernelSpec>
+Status FindResolved(const char* op, KernelSpec kernel, int device_ordinal,
+                    const LoadedKernel** loaded) {
+  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  *loaded = FindLoadedKernel(MakeKey(kernel), device_ordinal);
+  return *loaded == nullptr ? NotLoaded(op, device_ordinal) : Status::Ok();
+}
+
 }  // namespace
 
 Status PrepareAttention(const AttentionProblem& problem, KernelInfo* info) {
@@ -127,56 +149,73 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
   return LaunchLoaded("attention", *kernel, launch, params, stream);
 }
 
-Status PrepareAppend(const AppendKernel& unresolved, KernelInfo* info) {
-  AppendKernel kernel = unresolved;
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
-  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
 }
 
-Status LoadAppend(const AppendKernel& unresolved, int device_ordinal) {
-  AppendKernel kernel = unresolved;
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
-  return LoadSpec(kernel, device_ordinal);
+Status LoadAppend(const AppendKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
 }
 
-Status LaunchAppend(const AppendKernel& unresolved, const AppendParams& params, void* stream,
+Status LaunchAppend(const AppendKernel& kernel, const AppendParams& params, void* stream,
                     int device_ordinal) {
   append_launches.fetch_add(1, std::memory_order_relaxed);
-  AppendKernel spec = unresolved;
-  if (Status s = ResolveArch(&spec); !s.ok()) return s;
-  const LoadedKernel* kernel = FindLoadedKernel(MakeKey(spec), device_ordinal);
-  if (kernel == nullptr) return NotLoaded("append_kv", device_ordinal);
+  const LoadedKernel* loaded;
+  if (Status s = FindResolved("append_kv", kernel, device_ordinal, &loaded); !s.ok()) return s;
   if (params.max_qo_tokens == 0) return Status::Ok();
   Launch launch;
   launch.num_ctas =
-      GridFor(int64_t{2} * params.max_qo_tokens, kernel->num_threads / kWarpSize, *kernel);
-  return LaunchLoaded("append_kv", *kernel, launch, params, stream);
+      GridFor(int64_t{2} * params.max_qo_tokens, loaded->num_threads / kWarpSize, *loaded);
+  return LaunchLoaded("append_kv", *loaded, launch, params, stream);
 }
 
-Status PrepareMerge(const MergeKernel& unresolved, KernelInfo* info) {
-  MergeKernel kernel = unresolved;
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
-  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+Status PrepareMerge(const MergeKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
 }
 
-Status LoadMerge(const MergeKernel& unresolved, int device_ordinal) {
-  MergeKernel kernel = unresolved;
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
-  return LoadSpec(kernel, device_ordinal);
+Status LoadMerge(const MergeKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
 }
 
-Status LaunchMerge(const MergeKernel& unresolved, const MergeParams& params, void* stream,
+Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* stream,
                    int device_ordinal) {
   merge_launches.fetch_add(1, std::memory_order_relaxed);
-  MergeKernel spec = unresolved;
-  if (Status s = ResolveArch(&spec); !s.ok()) return s;
-  const LoadedKernel* kernel = FindLoadedKernel(MakeKey(spec), device_ordinal);
-  if (kernel == nullptr) return NotLoaded("merge_states", device_ordinal);
+  const LoadedKernel* loaded;
+  if (Status s = FindResolved("merge_states", kernel, device_ordinal, &loaded); !s.ok()) return s;
   if (params.num_rows == 0) return Status::Ok();
   Launch launch;
-  launch.num_ctas = GridFor(params.num_rows * params.head_dim_vo * ElementBytes(spec.dtype),
-                            kBytesPerThread * kernel->num_threads, *kernel);
-  return LaunchLoaded("merge_states", *kernel, launch, params, stream);
+  launch.num_ctas = GridFor(params.num_rows * params.head_dim_vo * ElementBytes(kernel.dtype),
+                            kBytesPerThread * loaded->num_threads, *loaded);
+  return LaunchLoaded("merge_states", *loaded, launch, params, stream);
+}
+
+Status PreparePlan(const PlanKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
+}
+
+Status LoadPlan(const PlanKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
+}
+
+Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t num_words,
+                  void* stream, int device_ordinal) {
+  plan_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* loaded;
+  if (Status s = FindResolved("plan", kernel, device_ordinal, &loaded); !s.ok()) return s;
+  const int64_t pages = params.rules.page_size > 0
+                            ? std::min(params.rules.max_kv, params.inputs.num_page_indices)
+                            : 0;
+  Launch launch;
+  launch.num_ctas = 1;  // schedules; the others take page ids
+  if (pages > 0) {
+    const int64_t most = std::max<int64_t>(1, loaded->num_sms - 1);
+    const int64_t wanted = (pages + kPagesPerThread * loaded->num_threads - 1) /
+                           (kPagesPerThread * loaded->num_threads);
+    launch.num_ctas += std::min(wanted, most);
+  }
+  launch.zero_words = reinterpret_cast<i32*>(params.header);
+  launch.num_zero_words = num_words;
+  return LaunchLoaded("plan", *loaded, launch, params, stream);
 }
 
 Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream) {
@@ -227,6 +266,7 @@ KernelSource AttentionKernelSource(const AttentionProblem& problem) {
 }
 KernelSource AppendKernelSource(const AppendKernel& kernel) { return MakeSource(kernel); }
 KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(kernel); }
+KernelSource PlanKernelSource(const PlanKernel& kernel) { return MakeSource(kernel); }
 
 Status CompileKernelSource(const KernelSource& source, std::string* cubin, std::string* log) {
   return Compile(source, cubin, log);
@@ -237,6 +277,7 @@ JitStats GetJitStats() {
   stats.attention_launches = attention_launches.load(std::memory_order_relaxed);
   stats.append_launches = append_launches.load(std::memory_order_relaxed);
   stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
+  stats.plan_launches = plan_launches.load(std::memory_order_relaxed);
   return stats;
 }
 

@@ -50,6 +50,12 @@ Status LoadMerge(const MergeKernel& kernel, int device_ordinal);
 Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* stream,
                    int device_ordinal);
 
+Status PreparePlan(const PlanKernel& kernel, KernelInfo* info = nullptr);
+Status LoadPlan(const PlanKernel& kernel, int device_ordinal);
+// Zeroes the plan, num_words from params.header on, and writes it.
+Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t num_words,
+                  void* stream, int device_ordinal);
+
 // Sets every byte on the stream, for tests that poison results before a launch.
 Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream);
 
@@ -68,6 +74,7 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms);
 KernelSource AttentionKernelSource(const AttentionProblem& problem);
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
+KernelSource PlanKernelSource(const PlanKernel& kernel);
 
 // Compiles past every cache. `log` gets NVRTC's output, also on success.
 Status CompileKernelSource(const KernelSource& source, std::string* cubin, std::string* log);
@@ -84,6 +91,7 @@ struct JitStats {
   int64_t attention_launches = 0;
   int64_t append_launches = 0;
   int64_t merge_launches = 0;
+  int64_t plan_launches = 0;
 };
 JitStats GetJitStats();
 

@@ -8,10 +8,11 @@ void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i3
                  std::vector<Chunk>* chunks) {
   int64_t total = 0;
   for (const QueryTile& t : tiles) total += SpanCost(t);
+  const i32 longest_cost = LongestChunkCost(rules, total, twice_divisor);
   chunks->clear();
   for (size_t i = 0; i < tiles.size(); ++i) {
     const QueryTile& t = tiles[i];
-    const TileCut cut = CutTile(rules, total, twice_divisor, t);
+    const TileCut cut = CutTile(rules, longest_cost, t);
     for (int32_t s = 0; s < cut.num_splits; ++s) {
       const int32_t begin = cut.Begin(t, s), end = cut.End(t, s);
       chunks->push_back({static_cast<int32_t>(i), begin, end, s, cut.num_splits,

@@ -17,6 +17,14 @@ int64_t Align(int64_t words) { return (words + 15) / 16 * 16; }
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Query tiles of any batch: a request ends in at most one that is not full.
+int64_t MaxTiles(const AttentionProblem& problem) {
+  const AttentionSpec& spec = problem.spec;
+  const KernelConfig& config = problem.config;
+  const int64_t tokens_per_tile = config.tile_q[config.num_tiles - 1] / spec.group_size();
+  return std::min(spec.max_qo_tokens, spec.max_batch + spec.max_qo_tokens / tokens_per_tile);
+}
+
 }  // namespace
 
 PlanLayout MakePlanLayout(const AttentionProblem& problem) {
@@ -65,11 +73,12 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.group_size = static_cast<i32>(spec.group_size());
   rules.window_left = static_cast<i32>(spec.window_left);
   rules.window_right = static_cast<i32>(spec.window_right);
-  rules.kv_split = static_cast<i32>(spec.kv_split);
+  rules.kv_split = static_cast<i32>(
+      Least(kPositionLimit, spec.schedule == kFixedSplit ? spec.kv_split : kPositionLimit));
   rules.page_size = static_cast<i32>(spec.page_size);
   rules.num_tiles = static_cast<i32>(config.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
-    rules.tile_q[i] = static_cast<i32>(config.tile_q[i]);
+    rules.tile_tokens[i] = static_cast<i32>(config.tile_q[i] / spec.group_size());
     rules.kv_cost[i] = static_cast<i32>(config.kv_cost[i]);
   }
   rules.tile_kv = static_cast<i32>(config.tile_kv);
@@ -92,14 +101,50 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   return rules;
 }
 
+int64_t PlanScratchBytes(const AttentionProblem& problem) {
+  if (problem.spec.arch == 0) return 64;  // XLA buffers are never empty
+  const PlanRules rules = MakePlanRules(problem);
+  const int64_t queues = rules.num_queues;
+  const int64_t tiles = MaxTiles(problem) + 1;
+  const bool balanced = rules.schedule == kBalanced;
+  // kBalanced: what is cut at all has at most that many chunks for a head unit.
+  const int64_t chunks =
+      balanced ? tiles + 2 * queues : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
+  int64_t sort_size = 2;
+  while (sort_size < chunks) sort_size *= 2;
+  const int64_t trial = 4 * tiles + 12 * queues + 8 * sort_size + 8 * chunks * rules.num_units;
+  const int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
+  const int64_t ranges = 8 * tiles + 5 * 4 * queues;
+  const int64_t results = (4 + 4 + 8) * tiles + 4 * (queues + 1);
+  const int64_t bytes = 4 * (problem.spec.max_batch + 1) + sizeof(QueryTile) * tiles +
+                        num_trials * trial + ranges + results;
+  return bytes + 64 * 16;  // each array is rounded up to 16 bytes
+}
+
+PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs, i32* plan,
+                          void* scratch) {
+  const PlanLayout layout = MakePlanLayout(problem);
+  PlanParams p = {};
+  p.inputs = inputs;
+  p.rules = MakePlanRules(problem);
+  p.header = reinterpret_cast<PlanHeader*>(plan + layout.header);
+  p.queue_indptr = plan + layout.queue_indptr;
+  p.qo_indptr = plan + layout.qo_indptr;
+  p.kv_lens = plan + layout.kv_lens;
+  p.kv_indptr = plan + layout.kv_indptr;
+  p.merge_groups = reinterpret_cast<MergeGroup*>(plan + layout.merge_groups);
+  p.partial_rows = plan + layout.partial_rows;
+  p.items = reinterpret_cast<WorkItem*>(plan + layout.items);
+  p.page_indices = plan + layout.page_indices;
+  p.scratch = static_cast<unsigned char*>(scratch);
+  return p;
+}
+
 void FillCapacities(AttentionProblem* problem) {
   const AttentionSpec& spec = problem->spec;
   KernelConfig& config = problem->config;
   const int64_t largest_tile = config.tile_q[config.num_tiles - 1];
-  const int64_t tokens_per_tile = largest_tile / spec.group_size();
-  // A request ends in at most one tile that is not full.
-  const int64_t max_tiles =
-      std::min(spec.max_qo_tokens, spec.max_batch + spec.max_qo_tokens / tokens_per_tile);
+  const int64_t max_tiles = MaxTiles(*problem);
   int64_t max_chunks = 0;  // items beyond one a tile and head
   int64_t max_partial_rows = 0;
   if (spec.schedule == kBalanced) {
@@ -133,7 +178,7 @@ void FillCapacities(AttentionProblem* problem) {
     config.max_merge_groups += max_units * spec.num_kv_heads;
     config.max_partials = std::max(max_chunks, max_chunks * largest_tile / spec.group_size());
   }
-  config.max_shared_tokens = max_shared_tiles * tokens_per_tile;
+  config.max_shared_tokens = max_shared_tiles * (largest_tile / spec.group_size());
   if (spec.schedule == kNoSplit) config.max_merge_groups = config.max_partials = 0;
   if (config.max_partial_rows == 0) config.max_partial_rows = max_partial_rows;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "plan/rules.h"
 #include "spec.h"
 #include "status.h"
 
@@ -38,21 +39,22 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);
 // The rules that the planners of this problem follow.
 PlanRules MakePlanRules(const AttentionProblem& problem);
 
+// Bytes of scratch that the device planner may need, cuda/any/plan.cuh.
+int64_t PlanScratchBytes(const AttentionProblem& problem);
+
+// Arguments of the device planner. plan: [layout.num_words], zeros; scratch: of PlanScratchBytes.
+PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs, i32* plan,
+                          void* scratch);
+
 // Capacities that hold any batch within max_batch, max_qo_tokens (and for kFixedSplit any decode
 // batch within the kv capacity); a nonzero value set by the user is kept.
 void FillCapacities(AttentionProblem* problem);
 
-// Host data of one batch. Lengths are checked by Plan, not before.
-struct PlanInputs {
-  const int32_t* qo_indptr = nullptr;     // [batch_size + 1] tokens
-  const int32_t* kv_lens = nullptr;       // [batch_size] tokens, the new ones included
-  const int32_t* kv_indptr = nullptr;     // [batch_size + 1] pages; ragged: [batch_size] first rows
-  const int32_t* page_indices = nullptr;  // [num_page_indices]
-  const int32_t* q_offsets = nullptr;     // [batch_size] kv position of the first query token, or
-                                          // null: kv_len - qo_len
-  int64_t batch_size = 0;
-  int64_t num_page_indices = 0;
-};
+// Refuses a batch of more requests than max_batch.
+Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);
+
+// "plan: argument: expected ..., got ..." of a fault; ok for kNoFault.
+Status DescribeFault(const AttentionProblem& problem, const PlanFault& fault);
 
 // Writes the plan into buffer[0, layout.num_words). On error the buffer's contents are unspecified
 // and the message names the argument, what was expected and what was got.

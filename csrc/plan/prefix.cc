@@ -239,13 +239,13 @@ class Forest {
     QueryTile t = flat_[order_[begin].tile_idx];
     const int64_t rows = int64_t{tokens} * rules_.group_size;
     t.qo_len = tokens;
-    t.tile = PickTile(rules_, rows);
+    t.tile = PickTile(rules_, tokens);
     t.kv_begin = kv_begin;
     t.kv_end = kv_end;
     t.q_pos = kv_end - 1;
     t.kv_cost = rules_.kv_cost[t.tile];
     if (config_.cost_by_rows) {
-      const int64_t cost = t.kv_cost * rows / rules_.tile_q[t.tile];
+      const int64_t cost = t.kv_cost * rows / config_.tile_q[t.tile];
       t.kv_cost = std::max(rules_.kv_cost[0], static_cast<int32_t>(cost));
     }
     return t;
@@ -373,7 +373,7 @@ void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
     const QueryTile& t = tiling.tiles[i];
     const TileSharing& sharing = tiling.sharing[i];
     const int32_t state_cost = sharing.partial() ? sharing.state_cost : 0;
-    TileCut cut = CutTile(rules, 0, 2, t);
+    TileCut cut = CutTile(rules, 0, t);
     if (rules.schedule == kBalanced) {
       const int64_t queues = int64_t{rules.num_queues} * (sharing.shared() ? 2 : twice_divisor);
       const int64_t fair = 2 * total[sharing.shared()] * rules.num_units / (queues * t.kv_cost) + 1;
@@ -383,7 +383,8 @@ void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
       const int64_t len = t.kv_end - t.kv_begin;
       // Of equal length: a short remainder costs as much in states as a long one.
       const int64_t pieces = Largest(1, CeilDivide(len, longest));
-      cut.length = Largest(1, CeilDivide(CeilDivide(len, pieces), rules.tile_kv)) * rules.tile_kv;
+      const int64_t steps = CeilDivide(CeilDivide(len, pieces), rules.tile_kv);
+      cut.length = static_cast<i32>(Largest(1, steps) * rules.tile_kv);
       cut.num_splits = static_cast<i32>(Largest(1, CeilDivide(len, cut.length)));
     }
     for (i32 s = 0; s < cut.num_splits; ++s) {

@@ -26,7 +26,7 @@ int64_t MaxSharedTiles(int64_t num_requests);
 
 // Rows of all partial states of a plan of kBalanced that shares: as many as without.
 inline int64_t MaxSharedRows(const PlanRules& rules) {
-  return rules.max_balanced_partials * rules.tile_q[rules.num_tiles - 1];
+  return rules.max_balanced_partials * rules.tile_tokens[rules.num_tiles - 1] * rules.group_size;
 }
 
 }  // namespace jax_attn

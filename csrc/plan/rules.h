@@ -34,35 +34,119 @@ constexpr i64 CeilDivide(i64 a, i64 b) { return (a + b - 1) / b; }
 constexpr i64 Least(i64 a, i64 b) { return a < b ? a : b; }
 constexpr i64 Largest(i64 a, i64 b) { return a > b ? a : b; }
 
+inline RequestLengths LengthsOf(const PlanInputs& in, i64 r) {
+  RequestLengths request;
+  request.qo_begin = in.qo_indptr[r];
+  request.qo_len = in.qo_indptr[r + 1] - request.qo_begin;
+  request.kv_len = in.kv_lens[r];
+  request.kv_base = in.kv_indptr[r];
+  request.q_offset = in.q_offsets != nullptr ? in.q_offsets[r] : request.kv_len - request.qo_len;
+  return request;
+}
+
+// --- checks ---
+
+inline PlanFault MakeFault(PlanFaultCode code, i64 at, i64 got, i64 expected = 0) {
+  return {code, static_cast<i32>(at), static_cast<i32>(Least(got, kMaxInt32)),
+          static_cast<i32>(expected)};
+}
+
+// The fault that planners report is the one with the smallest (code, at).
+inline bool IsBefore(const PlanFault& a, const PlanFault& b) {
+  if (b.code == kNoFault) return a.code != kNoFault;
+  return a.code != kNoFault && (a.code < b.code || (a.code == b.code && a.at < b.at));
+}
+
+// Of the batch as a whole.
+inline PlanFault CheckBatch(const PlanRules& rules, const PlanInputs& in) {
+  const i64 nnz_qo = in.qo_indptr[in.batch_size], nnz_kv = in.kv_indptr[in.batch_size];
+  if (in.qo_indptr[0] != 0) return MakeFault(kFaultQoIndptrBegin, 0, in.qo_indptr[0]);
+  if (nnz_qo > rules.max_qo_tokens) return MakeFault(kFaultQoTokens, 0, nnz_qo);
+  if (in.kv_indptr[0] < 0) return MakeFault(kFaultKvIndptrBegin, 0, in.kv_indptr[0]);
+  if (nnz_kv > rules.max_kv) return MakeFault(kFaultKvCapacity, 0, nnz_kv);
+  if (rules.page_size > 0 && nnz_kv > in.num_page_indices) {
+    return MakeFault(kFaultPageIndices, 0, in.num_page_indices, nnz_kv);
+  }
+  return {};
+}
+
+inline i32 NumPages(const PlanRules& rules, i32 kv_len) {
+  return kv_len > 0 ? (kv_len - 1) / rules.page_size + 1 : 0;
+}
+
+// Of request r, with its entries r + 1 of the offsets.
+inline PlanFault CheckRequest(const PlanRules& rules, const PlanInputs& in, i64 r) {
+  const i64 qo_begin = in.qo_indptr[r], qo_end = in.qo_indptr[r + 1];
+  const i64 kv_begin = in.kv_indptr[r], kv_end = in.kv_indptr[r + 1];
+  const i64 kv_len = in.kv_lens[r];
+  if (qo_end < qo_begin) return MakeFault(kFaultQoIndptrOrder, r + 1, qo_end, qo_begin);
+  if (kv_end < kv_begin) return MakeFault(kFaultKvIndptrOrder, r + 1, kv_end, kv_begin);
+  if (kv_len < 0) return MakeFault(kFaultKvLenNegative, r, kv_len);
+  if (kv_len >= kPositionLimit) return MakeFault(kFaultKvLenTooLarge, r, kv_len);
+  if (in.q_offsets != nullptr) {
+    const i64 first = in.q_offsets[r];
+    if (first <= -kPositionLimit || first + qo_end - qo_begin > kPositionLimit) {
+      return MakeFault(kFaultQueryPositions, r, first);
+    }
+  }
+  if (rules.page_size > 0) {
+    if (NumPages(rules, static_cast<i32>(kv_len)) > kv_end - kv_begin) {
+      return MakeFault(kFaultKvOfRequest, r, kv_end - kv_begin, kv_len);
+    }
+  } else if (kv_len > kv_end - kv_begin) {
+    return MakeFault(kFaultKvOfRequest, r, kv_len, kv_end - kv_begin);
+  }
+  return {};
+}
+
+// Page ids are below it, seen as unsigned.
+inline i64 PageIdLimit(const PlanRules& rules) {
+  return rules.num_pages >= 0 ? rules.num_pages : kMaxInt32 + 1;
+}
+
+// What a schedule needs of a plan's sections.
+struct PlanCounts {
+  i64 num_items, num_merge_groups, num_partials, num_partial_rows;
+};
+inline constexpr i64 kMaxChunks = 1 << 26;
+
+inline PlanFault CheckCapacities(const PlanRules& rules, const PlanCounts& n) {
+  if (n.num_items > rules.max_items) return MakeFault(kFaultItems, 0, n.num_items);
+  if (n.num_merge_groups > rules.max_merge_groups) {  // half of the items at most
+    return MakeFault(kFaultMergeGroups, 0, 2 * n.num_merge_groups);
+  }
+  if (n.num_partials > rules.max_partials) return MakeFault(kFaultPartials, 0, n.num_partials);
+  if (n.num_partial_rows > rules.max_partial_rows) {
+    return MakeFault(kFaultPartialRows, 0, n.num_partial_rows);
+  }
+  return {};
+}
+
 // --- tiles ---
 
 // Smallest tile that holds the whole request, else the largest.
-inline i32 PickTile(const PlanRules& rules, i64 rows) {
-  for (i32 tile = 0; tile < rules.num_tiles; ++tile) {
-    if (rows <= rules.tile_q[tile]) return tile;
+inline i32 PickTile(const PlanRules& rules, i32 qo_len) {
+  for (i32 tile = 0; tile < rules.num_tiles - 1; ++tile) {
+    if (qo_len <= rules.tile_tokens[tile]) return tile;
   }
   return rules.num_tiles - 1;
 }
 
-inline i32 TileTokens(const PlanRules& rules, i32 tile) {
-  return rules.tile_q[tile] / rules.group_size;
-}
-
 inline i32 NumTilesOf(const PlanRules& rules, i32 qo_len) {
-  const i32 tile = PickTile(rules, static_cast<i64>(qo_len) * rules.group_size);
-  return static_cast<i32>(CeilDivide(qo_len, TileTokens(rules, tile)));
+  const i32 tokens = rules.tile_tokens[PickTile(rules, qo_len)];
+  return qo_len <= tokens ? qo_len > 0 : (qo_len - 1) / tokens + 1;
 }
 
 inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 request, i32 index) {
   QueryTile t;
-  t.tile = PickTile(rules, static_cast<i64>(r.qo_len) * rules.group_size);
-  const i64 tokens = TileTokens(rules, t.tile);
-  const i64 token = index * tokens;
-  const i64 first = r.q_offset + token;
-  t.qo_begin = static_cast<i32>(r.qo_begin + token);
+  t.tile = PickTile(rules, r.qo_len);
+  t.kv_cost = rules.kv_cost[t.tile];
+  const i32 tokens = rules.tile_tokens[t.tile];
+  const i32 token = index * tokens;
+  const i64 first = static_cast<i64>(r.q_offset) + token;
+  t.qo_begin = r.qo_begin + token;
   t.qo_len = static_cast<i32>(Least(tokens, r.qo_len - token));
   t.request = request;
-  t.kv_cost = rules.kv_cost[t.tile];
   t.kv_base = r.kv_base;
   t.q_pos = static_cast<i32>(first);
   const i64 last = first + t.qo_len - 1;
@@ -92,8 +176,7 @@ inline i64 SpanCost(const QueryTile& t) {
 
 // Borders of a tile's chunks lie at first + i * length.
 struct TileCut {
-  i64 first, length;
-  i32 num_splits;
+  i32 first, length, num_splits;
 
   i32 Begin(const QueryTile& t, i32 split) const {
     return static_cast<i32>(Largest(t.kv_begin, first + split * length));
@@ -106,22 +189,29 @@ struct TileCut {
 // kBalanced: FlashInfer, Algorithm 1 (arXiv 2501.01005, section 3.3.1): no chunk is longer than an
 // ideally balanced queue, L = total cost / queues, so that handing chunks out heaviest first leaves
 // every queue close to L. The remainder of a cut tile stays short on purpose: it fills gaps.
-// twice_divisor >= 2: chunks of at most 2 / twice_divisor of L.
+// total_span_cost: of all tiles. twice_divisor >= 2: chunks of at most 2 / twice_divisor of L, and
+// of 2^30 in any case, so that positions stay within 32 bits.
+inline i32 LongestChunkCost(const PlanRules& rules, i64 total_span_cost, i32 twice_divisor) {
+  const i64 queues = static_cast<i64>(rules.num_queues) * twice_divisor;
+  return static_cast<i32>(Least(kPositionLimit, 2 * total_span_cost * rules.num_units / queues));
+}
+
+// longest_cost: of kBalanced.
 // kFixedSplit counts from position 0: borders depend on nothing but the position, so a request has
 // the same partial states, and after the ordered merge the same bits, in any batch.
 // kNoSplit: FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
-inline TileCut CutTile(const PlanRules& rules, i64 total_span_cost, i32 twice_divisor,
-                       const QueryTile& t) {
-  if (rules.schedule == kNoSplit) return {t.kv_begin, kMaxInt32, 1};
+inline TileCut CutTile(const PlanRules& rules, i32 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
-  if (rules.schedule == kFixedSplit) {
+  if (rules.schedule == kBalanced) {
+    const i32 tokens = longest_cost / t.kv_cost + 1;
+    const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
+    cut.length = static_cast<i32>(Largest(rounded, rules.min_chunk));
+  } else if (rules.schedule == kFixedSplit) {
     cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
-  } else {
-    const i64 queues = static_cast<i64>(rules.num_queues) * twice_divisor;
-    const i64 tokens = 2 * total_span_cost * rules.num_units / (queues * t.kv_cost) + 1;
-    cut.length = Largest(CeilDivide(tokens, rules.tile_kv) * rules.tile_kv, rules.min_chunk);
   }
-  cut.num_splits = static_cast<i32>(Largest(1, CeilDivide(t.kv_end - cut.first, cut.length)));
+  if (t.kv_end - cut.first > cut.length) {
+    cut.num_splits = (t.kv_end - cut.first - 1) / cut.length + 1;
+  }
   return cut;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <string>
 
 #include "plan/prefix.h"
 
@@ -50,27 +49,26 @@ struct Assignment {
   std::vector<int32_t> queue_of;  // [order position * units + unit] queue within a partition
   int64_t makespan = 0;           // load of the fullest queue
   int64_t total_cost = 0;         // of all queues of a partition
-  int64_t num_items = 0;          // over all partitions and heads
-  int64_t num_cut_items = 0;
-  int64_t num_merge_groups = 0;
-  int64_t num_partials = 0;
-  int64_t num_partial_rows = 0;
+  int64_t num_cut_items = 0;      // over all partitions and heads
+  PlanCounts counts = {};         // likewise
 };
 
 void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
   const int64_t heads = rules.num_kv_heads;
   a->total_cost = 0;
-  a->num_items = static_cast<int64_t>(a->chunks.size()) * heads;
-  a->num_cut_items = a->num_merge_groups = a->num_partials = a->num_partial_rows = 0;
+  a->num_cut_items = 0;
+  PlanCounts& n = a->counts;
+  n = {};
+  n.num_items = static_cast<int64_t>(a->chunks.size()) * heads;
   for (const Chunk& c : a->chunks) {
     const TileSharing sharing = tiling.SharingOf(c.tile_idx);
     a->total_cost += c.cost * rules.num_units;
     if (c.num_splits > 1) a->num_cut_items += heads;
     if (c.num_splits == 1 && !sharing.partial()) continue;
-    a->num_partials += heads * std::max(1, sharing.num_units);
-    a->num_partial_rows +=
+    n.num_partials += heads * std::max(1, sharing.num_units);
+    n.num_partial_rows +=
         static_cast<int64_t>(tiling.tiles[c.tile_idx].qo_len) * rules.group_size * heads;
-    if (c.split == 0 && !sharing.shared()) a->num_merge_groups += heads;
+    if (c.split == 0 && !sharing.shared()) n.num_merge_groups += heads;
   }
 }
 
@@ -119,12 +117,6 @@ bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
                      [&](const QueryTile& t) { return t.tile != tiles[0].tile; });
 }
 
-Status RefuseCapacity(const char* what, const char* capacity, int64_t max, int64_t need) {
-  return Status::Error(std::string("plan: ") + what + ": expected at most " + capacity + " = " +
-                       std::to_string(max) + ", got " + std::to_string(need) + "; raise " +
-                       capacity + " of the AttentionSpec.");
-}
-
 // Replaces `best` by a better schedule of Algorithm 1 with shorter chunks, or of stream-K. What is
 // tried must not depend on capacities, or they would change a result's bits.
 void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
@@ -136,7 +128,8 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   // queue should begin with its large tiles and fill up with small ones; ranges took 736 us there.
   if (rules.num_units == 1 && !HaveSeveralHeights(tiling.tiles)) {
     AssignRanges(rules, tiling, &trial);
-    if (trial.num_partials <= rules.max_balanced_partials && trial.makespan < best->makespan) {
+    if (trial.counts.num_partials <= rules.max_balanced_partials &&
+        trial.makespan < best->makespan) {
       std::swap(*best, trial);
     }
     return;
@@ -144,21 +137,20 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   for (i32 twice_divisor : kRetryDivisors) {
     CutByLength(rules, tiling.tiles, twice_divisor, &trial.chunks);
     AssignChunks(rules, tiling, &trial);
-    if (trial.num_partials > rules.max_balanced_partials) return;
+    if (trial.counts.num_partials > rules.max_balanced_partials) return;
     if (IsWorthMoreSplits(trial.makespan, best->makespan)) std::swap(*best, trial);
     if (balanced()) return;
   }
 }
 
 // Under the spec's schedule, without regard to shared prefixes.
-Status Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   CutByLength(rules, tiling.tiles, 2, &best->chunks);
-  if (best->chunks.size() >= (size_t{1} << 26)) {
-    return Status::Error("plan: the batch needs more than 2^26 kv chunks; raise kv_split.");
-  }
+  const auto num_chunks = static_cast<i64>(best->chunks.size());
+  if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
   AssignChunks(rules, tiling, best);
   if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
-  return Status::Ok();
+  return {};
 }
 
 // False if the schedule would have more parts than flat ones may.
@@ -167,14 +159,14 @@ bool AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment* best
   bool found = false;
   for (i32 twice_divisor : {2, 1, 4}) {
     CutShared(rules, tiling, twice_divisor, &trial.chunks);
-    if (trial.chunks.size() >= (size_t{1} << 26)) return false;
+    if (static_cast<i64>(trial.chunks.size()) >= kMaxChunks) return false;
     AssignChunks(rules, tiling, &trial);
     if (rules.schedule == kFixedSplit) {  // one way to cut
       std::swap(*best, trial);
       return true;
     }
     const bool fits = trial.num_cut_items <= rules.max_balanced_partials &&
-                      trial.num_partial_rows <= MaxSharedRows(rules);
+                      trial.counts.num_partial_rows <= MaxSharedRows(rules);
     if (!fits || (found && trial.makespan >= best->makespan)) continue;
     std::swap(*best, trial);
     found = true;
@@ -189,23 +181,6 @@ int64_t MeanFlatLoad(const PlanRules& rules, const Tiling& flat) {
     total += ItemCost(rules, t, 0, false) + SpanCost(t);
   }
   return total * rules.num_units / rules.num_queues;
-}
-
-Status CheckCapacities(const PlanRules& rules, const Assignment& a) {
-  if (a.num_items > rules.max_items) {
-    return RefuseCapacity("work items", "max_items", rules.max_items, a.num_items);
-  }
-  if (a.num_merge_groups > rules.max_merge_groups) {  // half of the items at most
-    return RefuseCapacity("merge groups", "max_items", rules.max_items, 2 * a.num_merge_groups);
-  }
-  if (a.num_partials > rules.max_partials) {
-    return RefuseCapacity("partial states", "max_items", rules.max_items, a.num_partials);
-  }
-  if (a.num_partial_rows > rules.max_partial_rows) {
-    return RefuseCapacity("rows of partial states", "max_partial_rows", rules.max_partial_rows,
-                          a.num_partial_rows);
-  }
-  return Status::Ok();
 }
 
 // Where the states of a chunk go, and who merges them.
@@ -369,18 +344,18 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
 
 }  // namespace
 
-Status WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
-                     ScheduleOutput* out) {
+PlanFault WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
+                        ScheduleOutput* out) {
   thread_local Assignment best, best_shared;
   bool shares = shared != nullptr && AssignShared(rules, *shared, &best_shared);
   if (!shares || best_shared.makespan > MeanFlatLoad(rules, flat)) {
-    if (Status s = Assign(rules, flat, &best); !s.ok()) return s;
+    if (PlanFault f = Assign(rules, flat, &best); f.code) return f;
     shares = shares && best_shared.makespan <= best.makespan;
   }
   const Assignment& chosen = shares ? best_shared : best;
-  if (Status s = CheckCapacities(rules, chosen); !s.ok()) return s;
+  if (PlanFault f = CheckCapacities(rules, chosen.counts); f.code) return f;
   WriteItems(rules, shares ? *shared : flat, chosen, out);
-  return Status::Ok();
+  return {};
 }
 
 }  // namespace jax_attn

@@ -6,7 +6,6 @@
 
 #include "plan/rules.h"
 #include "spec.h"
-#include "status.h"
 
 namespace jax_attn {
 
@@ -44,7 +43,7 @@ struct Chunk {
 };
 
 // Appends the chunks of every tile, in kv order: pieces of equal length. twice_divisor: of
-// kBalanced, see CutTile.
+// kBalanced, see LongestChunkCost.
 void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 twice_divisor,
                  std::vector<Chunk>* chunks);
 
@@ -75,7 +74,7 @@ struct ScheduleOutput {
 // Cuts the tiles by the spec's schedule, gives every chunk to the least loaded queue, heaviest
 // first, and writes items, merge groups and queues. shared: the same batch with shared prefixes, or
 // null; taken if it is not predicted to be slower.
-Status WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
-                     ScheduleOutput* out);
+PlanFault WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
+                        ScheduleOutput* out);
 
 }  // namespace jax_attn

@@ -354,6 +354,13 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
   return EmulationBits<T>(jax_attn::emulation::Collective("shfl.xor", EmulationBits<uint32_t>(x),
                                                           [&](auto of) { return of(lane); }));
 }
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int delta) {
+  const int lane = threadIdx.x % 32 - delta;
+  return EmulationBits<T>(jax_attn::emulation::Collective(
+      "shfl.up", EmulationBits<uint32_t>(x),
+      [&](auto of) { return of(lane < 0 ? static_cast<int>(threadIdx.x % 32) : lane); }));
+}
 inline unsigned __ballot_sync(unsigned, bool x) {
   return jax_attn::emulation::Collective("ballot", x, [](auto of) {
     unsigned bits = 0;
@@ -477,6 +484,15 @@ inline float Exp2(float x) { return std::exp2(x); }
 inline float Log2(float x) { return std::log2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
 
+inline u32 WarpMin(u32 x) {
+  return emulation::Collective("redux.min", x, [](auto of) {
+    u32 least = of(0);
+    for (int i = 1; i < 32; ++i) least = std::min(least, of(i));
+    return least;
+  });
+}
+inline u32 WarpMax(u32 x) { return ~WarpMin(~x); }
+
 inline i32 LoadConstant(const i32* global) { return *global; }
 template <typename T>
 T EmulationLoad16(const void* global) {
@@ -486,8 +502,12 @@ T EmulationLoad16(const void* global) {
   return x;
 }
 inline uint4 LoadConstant16(const void* global) { return EmulationLoad16<uint4>(global); }
+inline i32 LoadCoherent(const i32* global) { return *global; }
 inline RowState LoadCoherent(const RowState* global) { return *global; }
 inline float4 LoadCoherent16(const float* global) { return EmulationLoad16<float4>(global); }
+inline void MaxRelaxed(i32* global, u32 x) {
+  *global = static_cast<i32>(std::max(static_cast<u32>(*global), x));
+}
 inline i32 AddAcquireRelease(i32* counter, i32 x) {
   const i32 before = *counter;
   *counter += x;

@@ -121,7 +121,7 @@ FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* 
   fake_nvrtc.options.assign(options, options + num_options);
   fake_nvrtc.last = *program;
   if (fake_nvrtc.fail) return 6;
-  for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel"}) {
+  for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel"}) {
     if (program->text.find(entry) != std::string::npos) program->cubin = FakeCubin(entry);
   }
   return 0;
@@ -567,6 +567,26 @@ void TestAppendAndMerge() {
   CHECK(stats.append_launches == 3 && stats.merge_launches == 2);
 }
 
+void TestPlan() {
+  PlanParams plan = {};
+  plan.header = reinterpret_cast<PlanHeader*>(0x4000);
+  plan.rules.page_size = 16;
+  plan.rules.max_kv = 1 << 20;
+  fake_driver.param_bytes = sizeof(plan);
+  CHECK_OK(PreparePlan({90}));
+  CHECK_OK(LoadPlan({90}, 1));
+  for (const auto& [pages, grid] : {std::pair<i64, unsigned>{0, 1}, {1, 2}, {1 << 28, 11}}) {
+    plan.inputs.num_page_indices = pages;
+    CHECK_OK(LaunchPlan({90}, plan, 500, Stream(1), 1));
+    const std::vector<Call> calls = TakeCalls();
+    CHECK(calls.size() == 2 && calls[0].name == "memset32 0");
+    CHECK(calls[0].address == 0x4000 && calls[0].count == 500);
+    CHECK(calls[1].grid == grid);  // one that schedules, the others for page ids
+  }
+  CHECK_ERROR(LaunchPlan({90}, plan, 500, Stream(0), 0), "plan: its kernel is not");
+  CHECK(GetJitStats().plan_launches == 4);
+}
+
 // One host thread a device, as XLA does it, loading and launching kernels none of which is there
 // yet.
 void TestConcurrentDevices() {
@@ -623,6 +643,7 @@ int main() {
   TestAttentionLaunch();
   TestLoadFailures();
   TestAppendAndMerge();
+  TestPlan();
   TestConcurrentDevices();
   TestLookupCost();
   std::filesystem::remove_all(cache_dir);

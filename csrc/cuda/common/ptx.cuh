@@ -131,6 +131,18 @@ __device__ __forceinline__ float Reciprocal(float x) {  // 1 ulp
   return y;
 }
 
+// Over a warp; every lane gets the result.
+__device__ __forceinline__ u32 WarpMin(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+__device__ __forceinline__ u32 WarpMax(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // --- global memory ---
 
 // Reads of what nothing writes during the kernel.
@@ -148,6 +160,11 @@ __device__ __forceinline__ uint4 LoadConstant16(const void* global) {
 }
 
 // Reads past L1, which is not coherent: of what other CTAs wrote during this launch.
+__device__ __forceinline__ i32 LoadCoherent(const i32* global) {
+  i32 x;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
+}
 __device__ __forceinline__ RowState LoadCoherent(const RowState* global) {
   RowState x;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.max_log2), "=f"(x.sum) : "l"(global));
@@ -159,6 +176,11 @@ __device__ __forceinline__ float4 LoadCoherent16(const float* global) {
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "l"(global));
   return v;
+}
+
+// Raises a word of the whole device, seen as unsigned, to at least x.
+__device__ __forceinline__ void MaxRelaxed(i32* global, u32 x) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 
 // Adds to a counter of the whole device and returns what it was. What this thread wrote, or saw

@@ -129,20 +129,24 @@ __device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {
   return pools;
 }
 
-// o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by the whole grid.
+// o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by the whole grid. NaN, and in all rows, if
+// a device planner could not make the plan: it has no tokens then.
 template <class Traits, int kElementBytes>
 __device__ __forceinline__ void BlankPaddingRows(const AttentionParams& p) {
   const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
   const i64 begin = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) * p.num_qo_heads;
   const i64 end = static_cast<i64>(p.max_qo_tokens) * p.num_qo_heads;
+  const bool is_plan = LoadConstant(&p.header->magic) == kPlanMagic;
+  const u32 o_word = is_plan ? 0 : kFullWarp;  // all bits set are NaN in every type
+  const float lse = is_plan ? -Infinity() : __uint_as_float(kFullWarp);
 #pragma unroll 1
-  for (i64 i = begin + first; i < end; i += step) p.lse[i] = -Infinity();
+  for (i64 i = begin + first; i < end; i += step) p.lse[i] = lse;
   constexpr int kVectors = Traits::kHeadDimVo * kElementBytes / 16;  // head dims are multiples of 8
   uint4* o = static_cast<uint4*>(p.o);
 #pragma unroll 1
   for (i64 i = begin * kVectors + first; i < end * kVectors; i += step) {
-    o[i] = make_uint4(0, 0, 0, 0);
+    o[i] = make_uint4(o_word, o_word, o_word, o_word);
   }
 }
 

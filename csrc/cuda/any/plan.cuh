@@ -1,0 +1,890 @@
+// The planner inside the graph. Follows plan/rules.h and writes the bits that plan/schedule.cc
+// does.
+//
+// CTA 0 schedules; the others check page ids and copy them into the plan, which is most of its
+// bytes. The CTA that finishes last writes the header. A batch that the host planner would refuse
+// leaves a faulty plan: kFaultyPlanMagic, no items, and the fault in the header.
+//
+// Everything is done by all threads at once but one thing: chunks go to the least loaded queue one
+// after the other. All kv heads have the same lengths, so that is a few hundred chunks for the 33
+// queues of a head (H200), held in the registers of one warp.
+#pragma once
+
+#include "cuda/common/math.cuh"
+#include "plan/rules.h"
+
+namespace jax_attn {
+
+// Where a chunk of one head unit went: a queue, and how many went there before it.
+struct __align__(8) PlanSlot {
+  i32 queue, place;
+};
+
+// One way to cut and hand out the tiles.
+struct PlanTrial {
+  i32* chunk_base;  // [num_tiles + 1] first chunk of a tile
+  u64* keys;        // [num_chunks, to a power of two] descending cost, ascending chunk
+  PlanSlot* slots;  // [num_chunks * num_units] in the order of keys
+  i32* filled;      // [num_queues] chunks of a queue
+  i64* loads;       // [num_queues] only for loads beyond 32 bits
+};
+
+inline constexpr int kChunkBits = 26;
+inline constexpr u64 kMaxCost = (1ull << 38) - 1;
+static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
+
+__device__ __forceinline__ u64 ChunkKey(i64 cost, i64 chunk) {
+  return (kMaxCost - static_cast<u64>(cost)) << kChunkBits | static_cast<u64>(chunk);
+}
+__device__ __forceinline__ i64 CostOfKey(u64 key) {
+  return static_cast<i64>(kMaxCost - (key >> kChunkBits));
+}
+__device__ __forceinline__ i32 ChunkOfKey(u64 key) {
+  return static_cast<i32>(key & ((1u << kChunkBits) - 1));
+}
+
+// Last i in [0, n) with values[i] <= x, values never decreasing; 0 if there is none.
+template <class T>
+__device__ __forceinline__ i32 LastNotAbove(const T* values, i32 n, T x) {
+  i32 first = 0, count = n;
+#pragma unroll 1
+  while (count > 1) {
+    const i32 half = count / 2;
+    if (values[first + half] <= x) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+template <class Traits>
+class PlanScheduler {
+ public:
+  static constexpr int kNumThreads = Traits::kNumThreads;
+  static constexpr int kNumWarps = kNumThreads / kWarpSize;
+
+  struct Trial {
+    PlanTrial arrays;
+    i64 cost;  // of all chunks of all units
+    i32 num_chunks;
+    i32 longest_cost;
+  };
+  struct Shared {
+    i64 warp_sums[2][kNumWarps];
+    Trial trials[1 + kNumRetries];
+    i64 makespan[1 + kNumRetries];
+  };
+  static constexpr int kArenaBytes =
+      (Traits::kSmemBytes - static_cast<int>(sizeof(Shared))) / 16 * 16;
+
+  __device__ PlanScheduler(const PlanParams& p, unsigned char* smem)
+      : p_(p),
+        rules_(p.rules),
+        in_(p.inputs),
+        shared_(*reinterpret_cast<Shared*>(smem + kArenaBytes)),
+        smem_(smem),
+        scratch_(p.scratch),
+        thread_(threadIdx.x) {}
+
+  // Writes everything but the header's magic, version and max_page_id.
+  __device__ void Run() {
+    PlanFault fault = Check();
+    PlanCounts counts = {};
+    if (fault.code == kNoFault) {
+      CopyLengths();
+      MakeTiles();
+      fault = Choose();
+      if (fault.code == kNoFault) counts = Count();
+      if (fault.code == kNoFault) fault = CheckCapacities(rules_, counts);
+      if (fault.code == kNoFault) Write(counts);
+    }
+    if (thread_ == 0) {
+      PlanHeader& h = *p_.header;
+      h.fault = fault.code;
+      h.fault_at = fault.at;
+      h.fault_got = fault.got;
+      h.fault_expected = fault.expected;
+      h.batch_size = static_cast<i32>(in_.batch_size);
+      h.nnz_qo = in_.qo_indptr[in_.batch_size];
+      h.nnz_kv = in_.kv_indptr[in_.batch_size];
+      h.num_items = static_cast<i32>(counts.num_items);
+      h.num_merge_groups = static_cast<i32>(counts.num_merge_groups);
+      h.num_partials = static_cast<i32>(counts.num_partials);
+      h.num_partial_rows = static_cast<i32>(counts.num_partial_rows);
+    }
+  }
+
+ private:
+  // --- memory ---
+
+  // Shared memory as long as there is some, then scratch. The same for every thread.
+  template <class T>
+  __device__ T* Take(i64 count) {
+    const i64 bytes = CeilDivide(count * static_cast<i64>(sizeof(T)), 16) * 16;
+    if (bytes <= kArenaBytes - smem_used_) {
+      T* array = reinterpret_cast<T*>(smem_ + smem_used_);
+      smem_used_ += static_cast<int>(bytes);
+      return array;
+    }
+    T* array = reinterpret_cast<T*>(scratch_);
+    scratch_ += bytes;
+    return array;
+  }
+
+  // --- the whole CTA ---
+
+  struct Sums {
+    i64 before, total;  // over the threads before this one, over all of them
+  };
+
+  // Called by every thread. Not inlined: code is read from memory, too, and most of it runs once.
+  __device__ __noinline__ static Sums ScanThreads(i64 x, i64* warp_sums) {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    i64 sum = x;
+#pragma unroll
+    for (int d = 1; d < kWarpSize; d *= 2) {
+      const i64 other = ShuffleUp(sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (lane == kWarpSize - 1) warp_sums[warp] = sum;
+    __syncthreads();
+    i64 before = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < kNumWarps; ++w) {
+      const i64 s = warp_sums[w];
+      if (w < warp) before += s;
+      total += s;
+    }
+    return {before + sum - x, total};
+  }
+
+  __device__ Sums Scan(i64 x) {
+    phase_ ^= 1;  // whoever writes these sums again has met a barrier after all have read them
+    return ScanThreads(x, shared_.warp_sums[phase_]);
+  }
+
+  __device__ static i64 ShuffleUp(i64 x, int d) {
+    const u32 low = __shfl_up_sync(kFullWarp, static_cast<u32>(x), d);
+    const u32 high = __shfl_up_sync(kFullWarp, static_cast<u32>(x >> 32), d);
+    return static_cast<i64>(static_cast<u64>(high) << 32 | low);
+  }
+
+  // sums[i] = of(0) + ... + of(i - 1) for i in [0, n]; returns sums[n].
+  template <class T, class Of>
+  __device__ i64 Prefix(i32 n, T* sums, Of of) {
+    i64 carry = 0;
+#pragma unroll 1
+    for (i32 first = 0; first < n; first += kNumThreads) {
+      const i32 i = first + thread_;
+      const Sums all = Scan(i < n ? of(i) : 0);
+      if (i < n) sums[i] = static_cast<T>(carry + all.before);
+      carry += all.total;
+    }
+    if (thread_ == 0) sums[n] = static_cast<T>(carry);
+    __syncthreads();
+    return carry;
+  }
+
+  // of(0) + ... + of(n - 1); `of` may also do something for each of them.
+  template <class Of>
+  __device__ i64 Sum(i32 n, Of of) {
+    i64 mine = 0;
+#pragma unroll 1
+    for (i32 i = thread_; i < n; i += kNumThreads) mine += of(i);
+    return Scan(mine).total;
+  }
+
+  // Ascending, bitonic. size: a power of two, at least 2. Strides of up to 32 stay within the 64
+  // keys of a warp.
+  __device__ void Sort(u64* keys, int size) {
+#pragma unroll 1
+    for (int run = 2; run <= size; run *= 2) {
+#pragma unroll 1
+      for (int stride = run / 2; stride > 0; stride /= 2) {
+#pragma unroll 1
+        for (int i = thread_; i < size / 2; i += kNumThreads) {
+          const int low = 2 * i - (i & (stride - 1)), high = low + stride;
+          const u64 a = keys[low], b = keys[high];
+          if ((a > b) == ((low & run) == 0)) {
+            keys[low] = b;
+            keys[high] = a;
+          }
+        }
+        const int next = stride > 1 ? stride / 2 : run;
+        if (stride > kWarpSize || next > kWarpSize) {
+          __syncthreads();
+        } else {
+          __syncwarp();
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // --- requests and tiles ---
+
+  __device__ PlanFault Check() {
+    PlanFault fault = CheckBatch(rules_, in_);
+#pragma unroll 1
+    for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all find the first
+#pragma unroll 1
+      for (i32 r = every > 1 ? thread_ : 0; r < in_.batch_size; r += every) {
+        const PlanFault f = CheckRequest(rules_, in_, r);
+        if (IsBefore(f, fault)) fault = f;
+      }
+      if (!__syncthreads_or(fault.code != kNoFault) || every == 1) return fault;
+    }
+  }
+
+  __device__ void CopyLengths() {
+#pragma unroll 1
+    for (i32 r = thread_; r <= in_.batch_size; r += kNumThreads) {
+      p_.qo_indptr[r] = in_.qo_indptr[r];
+      p_.kv_indptr[r] = in_.kv_indptr[r];
+      if (r < in_.batch_size) p_.kv_lens[r] = in_.kv_lens[r];
+    }
+  }
+
+  __device__ void MakeTiles() {
+    const i32 batch_size = static_cast<i32>(in_.batch_size);
+    i32* first_tile = Take<i32>(batch_size + 1);  // of each request
+    num_tiles_ = static_cast<i32>(Prefix(batch_size, first_tile, [&](i32 r) {
+      return static_cast<i64>(NumTilesOf(rules_, in_.qo_indptr[r + 1] - in_.qo_indptr[r]));
+    }));
+    QueryTile* tiles = Take<QueryTile>(num_tiles_);
+    span_cost_ = Sum(num_tiles_, [&](i32 i) {
+      const i32 request = LastNotAbove(first_tile, batch_size, i);
+      tiles[i] = MakeTile(rules_, LengthsOf(in_, request), request, i - first_tile[request]);
+      return SpanCost(tiles[i]);
+    });
+    tiles_ = tiles;
+    bool other_height = false;
+#pragma unroll 1
+    for (i32 i = thread_; i < num_tiles_; i += kNumThreads) {
+      other_height |= tiles[i].tile != tiles[0].tile;
+    }
+    several_heights_ = __syncthreads_or(other_height);
+  }
+
+  // --- schedules ---
+
+  __device__ i32 TileOfChunk(const PlanTrial& trial, i32 num_chunks, i32 chunk) const {
+    return num_chunks == num_tiles_ ? chunk : LastNotAbove(trial.chunk_base, num_tiles_, chunk);
+  }
+
+  __device__ static i64 SplitsOf(const PlanTrial& trial, i32 i) {  // 0: not cut
+    const i64 splits = trial.chunk_base[i + 1] - trial.chunk_base[i];
+    return splits > 1 ? splits : 0;
+  }
+
+  // First chunks of all tiles; returns their number.
+  __device__ i64 CutByLength(const PlanTrial& trial, i32 longest_cost) {
+    return Prefix(num_tiles_, trial.chunk_base, [&](i32 i) {
+      return static_cast<i64>(CutTile(rules_, longest_cost, tiles_[i]).num_splits);
+    });
+  }
+
+  // Sorts the chunks, heaviest first; returns the cost of all.
+  __device__ i64 SortChunks(const PlanTrial& trial, i32 num_chunks, i32 longest_cost) {
+    const i32 size = SortSize(num_chunks);
+    const i64 cost = Sum(size, [&](i32 c) {
+      if (c >= num_chunks) {
+        trial.keys[c] = ~0ull;
+        return 0ll;
+      }
+      const i32 i = TileOfChunk(trial, num_chunks, c);
+      const QueryTile& t = tiles_[i];
+      const TileCut cut = CutTile(rules_, longest_cost, t);
+      const i32 split = c - trial.chunk_base[i];
+      const i64 kv_tokens = cut.End(t, split) - cut.Begin(t, split);
+      const i64 cost = ItemCost(rules_, t, kv_tokens, cut.num_splits > 1);
+      trial.keys[c] = ChunkKey(cost, c);
+      return cost;
+    });
+    Sort(trial.keys, size);
+    return cost * rules_.num_units;
+  }
+
+  __device__ static i32 SortSize(i32 num_chunks) {
+    i32 size = 2;
+#pragma unroll 1
+    while (size < num_chunks) size *= 2;
+    return size;
+  }
+
+  // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
+  // equal ones. Returns the load of the fullest.
+  __device__ i64 Deal(const PlanTrial& trial, i32 num_chunks, i64 total_cost) {
+    // A queue that takes a chunk had no more than the mean.
+    const i64 most = num_chunks > 0 ? CostOfKey(trial.keys[0]) : 0;
+    const i64 queues = rules_.num_queues;
+    i32 bits = 0;
+#pragma unroll 1
+    while (1 << bits < queues) ++bits;
+    if (bits < 16 && total_cost + (most + 1) * queues < queues << (32 - bits)) {
+      if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(trial, num_chunks, bits);
+      if (rules_.num_queues <= 10 * kWarpSize) return DealInRegisters<10>(trial, num_chunks, bits);
+    }
+    return DealInMemory(trial, num_chunks);
+  }
+
+  // A lane holds kQueues queues next to each other, as load << bits | queue.
+  template <int kQueues>
+  __device__ i64 DealInRegisters(const PlanTrial& trial, i32 num_chunks, i32 bits) {
+    const int lane = thread_ % kWarpSize;
+    u32 keys[kQueues];
+    i32 filled[kQueues];
+#pragma unroll
+    for (int j = 0; j < kQueues; ++j) {
+      const i32 queue = lane * kQueues + j;
+      keys[j] = queue < rules_.num_queues ? static_cast<u32>(queue) : ~0u;
+      filled[j] = 0;
+    }
+    const i32 num_slots = num_chunks * rules_.num_units;
+#pragma unroll 1
+    for (i32 first = 0; first < num_slots; first += kWarpSize) {
+      u32 mine = 0;
+      if (first + lane < num_slots) {
+        mine = static_cast<u32>(CostOfKey(trial.keys[(first + lane) / rules_.num_units])) << bits;
+      }
+      const i32 count = Min(kWarpSize, num_slots - first);
+#pragma unroll kQueues <= 2 ? 4 : 1
+      for (i32 i = 0; i < count; ++i) {
+        const u32 cost = __shfl_sync(kFullWarp, mine, i);
+        u32 least = keys[0];
+#pragma unroll
+        for (int j = 1; j < kQueues; ++j) least = least < keys[j] ? least : keys[j];
+        least = WarpMin(least);
+#pragma unroll
+        for (int j = 0; j < kQueues; ++j) {
+          if (keys[j] != least) continue;
+          trial.slots[first + i] = {lane * kQueues + j, filled[j]++};
+          keys[j] += cost;
+        }
+      }
+    }
+    u32 fullest = 0;
+#pragma unroll
+    for (int j = 0; j < kQueues; ++j) {
+      const i32 queue = lane * kQueues + j;
+      if (queue >= rules_.num_queues) continue;
+      trial.filled[queue] = filled[j];
+      fullest = fullest > keys[j] ? fullest : keys[j];
+    }
+    return WarpMax(fullest) >> bits;
+  }
+
+  // Any loads, any number of queues.
+  __device__ i64 DealInMemory(const PlanTrial& trial, i32 num_chunks) {
+    const int lane = thread_ % kWarpSize;
+    const i32 each = static_cast<i32>(CeilDivide(rules_.num_queues, kWarpSize));
+    const i32 begin = Min(lane * each, rules_.num_queues);
+    const i32 end = Min(begin + each, rules_.num_queues);
+#pragma unroll 1
+    for (i32 q = begin; q < end; ++q) trial.loads[q] = trial.filled[q] = 0;
+    const i32 num_slots = num_chunks * rules_.num_units;
+#pragma unroll 1
+    for (i32 s = 0; s < num_slots; ++s) {
+      const i64 cost = CostOfKey(trial.keys[s / rules_.num_units]);
+      u64 least = ~0ull;
+      i32 queue = 0;
+#pragma unroll 1
+      for (i32 q = begin; q < end; ++q) {
+        if (static_cast<u64>(trial.loads[q]) >= least) continue;
+        least = static_cast<u64>(trial.loads[q]);
+        queue = q;
+      }
+      const u32 high = WarpMin(static_cast<u32>(least >> 32));
+      const bool near = least >> 32 == high;
+      const u32 low = WarpMin(near ? static_cast<u32>(least) : ~0u);
+      const u32 winners = __ballot_sync(kFullWarp, near && static_cast<u32>(least) == low);
+      if ((winners >> lane & 1) != 0 && (winners & ((1u << lane) - 1)) == 0) {
+        trial.slots[s] = {queue, trial.filled[queue]++};
+        trial.loads[queue] += cost;
+      }
+    }
+    u64 fullest = 0;
+#pragma unroll 1
+    for (i32 q = begin; q < end; ++q) {
+      fullest = static_cast<u64>(Largest(static_cast<i64>(fullest), trial.loads[q]));
+    }
+    const u32 high = WarpMax(static_cast<u32>(fullest >> 32));
+    const u32 low = WarpMax(fullest >> 32 == high ? static_cast<u32>(fullest) : 0u);
+    return static_cast<i64>(static_cast<u64>(high) << 32 | low);
+  }
+
+  __device__ PlanTrial TakeTiles() {
+    PlanTrial trial = {};
+    trial.chunk_base = Take<i32>(num_tiles_ + 1);
+    trial.filled = Take<i32>(rules_.num_queues);
+    trial.loads = Take<i64>(rules_.num_queues);
+    return trial;
+  }
+  __device__ void TakeChunks(PlanTrial* trial, i32 num_chunks) {
+    trial->keys = Take<u64>(SortSize(num_chunks));
+    trial->slots = Take<PlanSlot>(static_cast<i64>(num_chunks) * rules_.num_units);
+  }
+
+  // Decides on a schedule, as WriteSchedule and Rebalance in plan/schedule.cc do: the first trial
+  // if it will do, else ranges, or all retries of Algorithm 1 at once, a warp each.
+  __device__ PlanFault Choose() {
+    i32 num_trials = 1;
+    i64 total_cost = 0;
+#pragma unroll 1
+    for (i32 first = 0; first < num_trials; ++first) {
+#pragma unroll 1
+      for (i32 r = first; r < num_trials; ++r) {
+        if (const PlanFault f = MakeTrial(r); f.code != kNoFault) return f;
+      }
+#pragma unroll 1
+      for (i32 r = first + thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
+        const Trial& t = shared_.trials[r];
+        const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t.arrays, t.num_chunks, t.cost);
+        if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
+      }
+      __syncthreads();
+      if (first > 0) break;
+      total_cost = shared_.trials[0].cost;
+      if (rules_.schedule != kBalanced ||
+          IsBalanced(shared_.makespan[0], total_cost, rules_.num_queues)) {
+        break;
+      }
+      if (rules_.num_units == 1 && !several_heights_) {
+        TakeTrial(0);
+        TryRanges(shared_.makespan[0]);
+        return {};
+      }
+      num_trials = 1 + kNumRetries;
+    }
+    TakeTrial(ChooseTrial(num_trials, total_cost));
+    return {};
+  }
+
+  // Of the trials up to the first that is balanced or has too many splits.
+  __device__ i32 ChooseTrial(i32 num_trials, i64 total_cost) const {
+    i32 best = 0;
+#pragma unroll 1
+    for (i32 r = 1; r < num_trials && shared_.trials[r].num_chunks >= 0; ++r) {
+      if (IsWorthMoreSplits(shared_.makespan[r], shared_.makespan[best])) best = r;
+      if (IsBalanced(shared_.makespan[best], total_cost, rules_.num_queues)) break;
+    }
+    return best;
+  }
+
+  __device__ void TakeTrial(i32 r) {
+    chosen_ = shared_.trials[r].arrays;
+    num_chunks_ = shared_.trials[r].num_chunks;
+    longest_cost_ = shared_.trials[r].longest_cost;
+  }
+
+  // Cuts the tiles and sorts the chunks. num_chunks < 0: more splits than a retry may have.
+  __device__ PlanFault MakeTrial(i32 r) {
+    Trial t = {};
+    t.longest_cost = LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : kRetryDivisors[r - 1]);
+    t.arrays = TakeTiles();
+    const i64 num_chunks = CutByLength(t.arrays, t.longest_cost);
+    if (r == 0) {
+      if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
+      // Other schedules have no retries; balanced ones never need more here than scratch has.
+      if (rules_.schedule != kBalanced && num_chunks * rules_.num_kv_heads > rules_.max_items) {
+        return MakeFault(kFaultItems, 0, num_chunks * rules_.num_kv_heads);
+      }
+    }
+    t.num_chunks = static_cast<i32>(num_chunks);
+    if (r > 0 && NumSplitChunks(t.arrays) * rules_.num_kv_heads > rules_.max_balanced_partials) {
+      t.num_chunks = -1;
+    } else {
+      TakeChunks(&t.arrays, t.num_chunks);
+      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+    }
+    if (thread_ == 0) shared_.trials[r] = t;
+    __syncthreads();
+    return {};
+  }
+
+  __device__ i64 NumSplitChunks(const PlanTrial& trial) {
+    return Sum(num_tiles_, [&](i32 i) { return SplitsOf(trial, i); });
+  }
+
+  // Stream-K. Replaces the chosen schedule if its fullest queue has less than `makespan`.
+  __device__ void TryRanges(i64 makespan) {
+    PlanTrial trial = TakeTiles();
+    i64* places = Take<i64>(num_tiles_ + 1);
+    const i64 line = Prefix(num_tiles_, places, [&](i32 i) {
+      const QueryTile& t = tiles_[i];
+      return ItemCost(rules_, t, t.kv_end - t.kv_begin, false);
+    });
+    const RangeCut ranges = MakeRangeCut(rules_, tiles_[0], line);
+    // Borders, 1 to num_ranges - 1, are entries 0 to n - 1 here.
+    const i32 n = ranges.num_ranges - 1;
+    i32* tiles = Take<i32>(n + 1);
+    i32* positions = Take<i32>(n + 1);
+    i32* cut_tiles = Take<i32>(n + 1);
+    i32* num_inner = Take<i32>(n + 1);
+    inner_ = Take<i32>(n + 1);
+
+    // First guess: every border in a tile of its own. Then with the tiles of the first guess.
+#pragma unroll 1
+    for (i32 b = thread_; b <= n; b += kNumThreads) cut_tiles[b] = b;
+    __syncthreads();
+#pragma unroll 1
+    for (int guess = 0; guess < 2; ++guess) {
+      const i32 all_cut_tiles = cut_tiles[n];
+#pragma unroll 1
+      for (i32 b = thread_; b < n; b += kNumThreads) {
+        const i64 place = BorderPlace(ranges, b + 1, cut_tiles[b + 1], all_cut_tiles);
+        tiles[b] = LastNotAbove(places, num_tiles_, place);
+        positions[b] = BorderPosition(rules_, tiles_[tiles[b]], places[tiles[b]], place);
+      }
+      __syncthreads();
+      if (guess > 0) break;
+      Prefix(n, cut_tiles,
+             [&](i32 b) { return static_cast<i64>(b == 0 || tiles[b] != tiles[b - 1]); });
+    }
+    // Those that cut a tile, each once.
+    auto is_inner = [&](i32 b) {
+      const QueryTile& t = tiles_[tiles[b]];
+      if (positions[b] <= t.kv_begin || positions[b] >= t.kv_end) return false;
+      return b == 0 || tiles[b] != tiles[b - 1] || positions[b] != positions[b - 1];
+    };
+    Prefix(n, num_inner, [&](i32 b) { return static_cast<i64>(is_inner(b)); });
+#pragma unroll 1
+    for (i32 b = thread_; b < n; b += kNumThreads) {
+      if (num_inner[b + 1] > num_inner[b]) inner_[num_inner[b]] = positions[b];
+    }
+    // Entries of `tiles` below i.
+    auto borders_before = [&](i32 i) {
+      return n == 0 || tiles[0] >= i ? 0 : LastNotAbove(tiles, n, i - 1) + 1;
+    };
+#pragma unroll 1
+    for (i32 i = thread_; i <= num_tiles_; i += kNumThreads) {
+      trial.chunk_base[i] = i + num_inner[borders_before(i)];
+    }
+    __syncthreads();
+    const i32 num_chunks = trial.chunk_base[num_tiles_];
+    TakeChunks(&trial, num_chunks);
+
+    // Queue of a chunk: the borders at or before its begin.
+    const i64 num_split = Sum(num_chunks, [&](i32 c) {
+      const i32 i = TileOfChunk(trial, num_chunks, c);
+      const i32 split = c - trial.chunk_base[i];
+      const i32 splits = trial.chunk_base[i + 1] - trial.chunk_base[i];
+      const QueryTile& t = tiles_[i];
+      const i32 begin = RangeBegin(trial, t, i, split);
+      i32 queue = borders_before(i);
+#pragma unroll 1
+      while (queue < n && tiles[queue] == i && positions[queue] <= begin) ++queue;
+      trial.slots[c].queue = queue;
+      const i64 kv_tokens = RangeEnd(trial, t, i, split, splits) - begin;
+      trial.keys[c] = ChunkKey(ItemCost(rules_, t, kv_tokens, splits > 1), c);
+      return static_cast<i64>(splits > 1);
+    });
+#pragma unroll 1
+    for (i32 q = thread_; q < rules_.num_queues; q += kNumThreads) trial.filled[q] = 0;
+    __syncthreads();
+    // The first chunk of a queue, kept in `loads` for the others.
+#pragma unroll 1
+    for (i32 c = thread_; c < num_chunks; c += kNumThreads) {
+      const i32 queue = trial.slots[c].queue;
+      if (c == 0 || trial.slots[c - 1].queue != queue) trial.loads[queue] = c;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (i32 c = thread_; c < num_chunks; c += kNumThreads) {
+      const i32 queue = trial.slots[c].queue;
+      trial.slots[c].place = c - static_cast<i32>(trial.loads[queue]);
+      const bool last = c == num_chunks - 1 || trial.slots[c + 1].queue != queue;
+      if (last) trial.filled[queue] = c - static_cast<i32>(trial.loads[queue]) + 1;
+    }
+    __syncthreads();
+    bool lighter = true;
+#pragma unroll 1
+    for (i32 q = thread_; q < rules_.num_queues; q += kNumThreads) {
+      i64 load = 0;
+#pragma unroll 1
+      for (i32 k = 0; k < trial.filled[q]; ++k) {
+        load += CostOfKey(trial.keys[static_cast<i32>(trial.loads[q]) + k]);
+      }
+      lighter &= load < makespan;
+    }
+    const bool rejected = num_split * rules_.num_kv_heads > rules_.max_balanced_partials;
+    if (__syncthreads_or(!lighter) || rejected) return;
+    chosen_ = trial;
+    num_chunks_ = num_chunks;
+    by_ranges_ = true;
+  }
+
+  // Borders of a chunk of a schedule by ranges.
+  __device__ i32 RangeBegin(const PlanTrial& trial, const QueryTile& t, i32 i, i32 split) const {
+    return split == 0 ? t.kv_begin : inner_[trial.chunk_base[i] - i + split - 1];
+  }
+  __device__ i32 RangeEnd(const PlanTrial& trial, const QueryTile& t, i32 i, i32 split,
+                          i32 splits) const {
+    return split + 1 == splits ? t.kv_end : inner_[trial.chunk_base[i] - i + split];
+  }
+
+  // --- results ---
+
+  // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
+  __device__ PlanCounts Count() {
+    const i64 heads = rules_.num_kv_heads;
+    PlanCounts n = {};
+    n.num_items = num_chunks_ * heads;
+    if (num_chunks_ == num_tiles_) return n;
+    groups_before_ = Take<i32>(num_tiles_ + 1);
+    partials_before_ = Take<i32>(num_tiles_ + 1);
+    rows_before_ = Take<i64>(num_tiles_ + 1);
+    n.num_merge_groups = heads * Prefix(num_tiles_, groups_before_, [&](i32 i) {
+                           return static_cast<i64>(SplitsOf(chosen_, i) > 0);
+                         });
+    n.num_partials =
+        heads * Prefix(num_tiles_, partials_before_, [&](i32 i) { return SplitsOf(chosen_, i); });
+    n.num_partial_rows = heads * Prefix(num_tiles_, rows_before_, [&](i32 i) {
+                           return SplitsOf(chosen_, i) * tiles_[i].qo_len * rules_.group_size;
+                         });
+    return n;
+  }
+
+  __device__ void Write(const PlanCounts& counts) {
+    if (counts.num_merge_groups > 0) WriteMergeGroups();
+    i32* chunks_before = Take<i32>(rules_.num_queues + 1);  // those of the queues before
+    Prefix(rules_.num_queues, chunks_before,
+           [&](i32 q) { return static_cast<i64>(chosen_.filled[q]); });
+#pragma unroll 1
+    for (i32 cta = thread_; cta <= rules_.num_ctas; cta += kNumThreads) {
+      p_.queue_indptr[cta] = QueueBegin(chunks_before, cta);
+    }
+    WriteItems(chunks_before);
+  }
+
+  __device__ i32 QueueBegin(const i32* chunks_before, i32 cta) const {
+    const i32 q = cta / rules_.num_partitions, p = cta % rules_.num_partitions;
+    const i32 before = rules_.num_partitions * chunks_before[q];
+    return rules_.heads_per_unit * (p == 0 ? before : before + p * chosen_.filled[q]);
+  }
+
+  __device__ void WriteMergeGroups() {
+    const i32 heads = rules_.num_kv_heads;
+#pragma unroll 1
+    for (i32 task = thread_; task < num_tiles_ * heads; task += kNumThreads) {
+      const i32 i = task / heads, head = task % heads;
+      const i32 splits = static_cast<i32>(SplitsOf(chosen_, i));
+      if (splits == 0) continue;
+      const QueryTile& t = tiles_[i];
+      const i32 partials_begin = heads * partials_before_[i] + head * splits;
+      uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + heads * groups_before_[i] + head);
+      group[0] = Words(t.qo_begin, t.qo_len, head, splits);
+      group[1] = Words(partials_begin, 0, 0, 0);
+      const i32 rows = t.qo_len * rules_.group_size;
+      const i32 first = static_cast<i32>(heads * rows_before_[i]) + head * rows * splits;
+#pragma unroll 1
+      for (i32 s = 0; s < splits; ++s) p_.partial_rows[partials_begin + s] = first + s * rows;
+    }
+  }
+
+  __device__ static uint4 Words(i32 x, i32 y, i32 z, i32 w) {
+    return make_uint4(static_cast<u32>(x), static_cast<u32>(y), static_cast<u32>(z),
+                      static_cast<u32>(w));
+  }
+
+  __device__ void WriteItems(const i32* chunks_before) {
+    // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
+    // tiles.
+    const i32 first_backwards = several_heights_ ? rules_.num_ctas / 2 : rules_.num_ctas;
+    const i32 each = rules_.heads_per_unit;
+    const i32 num_slots = num_chunks_ * rules_.num_units;
+#pragma unroll 1
+    for (i32 s = thread_; s < num_slots; s += kNumThreads) {
+      const i32 chunk = ChunkOfKey(chosen_.keys[s / rules_.num_units]);
+      const i32 unit = s % rules_.num_units;
+      const PlanSlot slot = chosen_.slots[s];
+      const i32 i = TileOfChunk(chosen_, num_chunks_, chunk);
+      const QueryTile& t = tiles_[i];
+      const i32 split = chunk - chosen_.chunk_base[i];
+      const i32 splits = chosen_.chunk_base[i + 1] - chosen_.chunk_base[i];
+      i32 begin, end;
+      if (by_ranges_) {
+        begin = RangeBegin(chosen_, t, i, split);
+        end = RangeEnd(chosen_, t, i, split, splits);
+      } else {
+        const TileCut cut = CutTile(rules_, longest_cost_, t);
+        begin = cut.Begin(t, split);
+        end = cut.End(t, split);
+      }
+      const i32 rows = t.qo_len * rules_.group_size;
+      i32 first_row = 0, first_group = 0;
+      if (splits > 1) {
+        first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * rows;
+        first_group = rules_.num_kv_heads * groups_before_[i];
+      }
+      const i32 filled = chosen_.filled[slot.queue];
+      const i32 queues_begin = rules_.num_partitions * chunks_before[slot.queue];
+#pragma unroll 1
+      for (i32 p = 0; p < rules_.num_partitions; ++p) {
+        const i32 cta = slot.queue * rules_.num_partitions + p;
+        const i32 place = cta < first_backwards ? slot.place : filled - slot.place - 1;
+        const i32 at = (queues_begin + p * filled + place) * each;
+#pragma unroll 1
+        for (i32 h = 0; h < each; ++h) {
+          const i32 head = (p * rules_.num_units + unit) * each + h;
+          uint4* item = reinterpret_cast<uint4*>(p_.items + at + h);
+          item[0] = Words(t.qo_begin, t.qo_len, head, t.tile);
+          item[1] = Words(begin, end, t.kv_base, t.q_pos);
+          item[2] = splits > 1
+                        ? Words(first_row + head * rows * splits, first_group + head, t.request, 1)
+                        : Words(-1, -1, t.request, 0);
+        }
+      }
+    }
+  }
+
+  const PlanParams& p_;
+  const PlanRules& rules_;
+  const PlanInputs& in_;
+  Shared& shared_;
+  unsigned char* smem_;
+  unsigned char* scratch_;
+  int smem_used_ = 0;
+  int thread_;
+  int phase_ = 0;
+
+  i32 num_tiles_ = 0;
+  const QueryTile* tiles_ = nullptr;  // [num_tiles]
+  i64 span_cost_ = 0;
+  bool several_heights_ = false;
+
+  PlanTrial chosen_ = {};
+  i32 num_chunks_ = 0;
+  i32 longest_cost_ = 0;
+  bool by_ranges_ = false;
+  i32* inner_ = nullptr;  // by ranges: the positions that cut a tile, in order
+
+  i32* groups_before_ = nullptr;    // [num_tiles + 1], these three for one kv head
+  i32* partials_before_ = nullptr;  // [num_tiles + 1]
+  i64* rows_before_ = nullptr;      // [num_tiles + 1]
+};
+
+// --- page ids ---
+
+// The request that entry `at` of page_indices belongs to.
+__device__ __forceinline__ i32 RequestOfPage(const PlanInputs& in, i32 at) {
+  return LastNotAbove(in.kv_indptr, static_cast<i32>(in.batch_size), at);
+}
+
+// CTAs 1 and on. Until the header is written, max_page_id counts from 1 and `version` holds the
+// complement of the first entry that is out of range; 0: none.
+__device__ __forceinline__ void CopyPages(const PlanParams& p) {
+  const PlanInputs& in = p.inputs;
+  const i32 batch_size = static_cast<i32>(in.batch_size);
+  const i64 limit = PageIdLimit(p.rules);
+  const i64 capacity = Least(p.rules.max_kv, in.num_page_indices);
+  const i32 count = static_cast<i32>(Largest(0, Least(capacity, in.kv_indptr[batch_size])));
+  u32 largest = 0, first_bad = 0;
+  const i64 step = 4ll * (gridDim.x - 1) * blockDim.x;
+#pragma unroll 1
+  for (i64 base = 4ll * ((blockIdx.x - 1) * blockDim.x + threadIdx.x); base < count; base += step) {
+    const i32 at = static_cast<i32>(base);
+    i32 ids[4];
+    const i32 num = Min(4, count - at);
+    if (num == 4) {
+      const uint4 v = LoadConstant16(in.page_indices + at);
+      *reinterpret_cast<uint4*>(p.page_indices + at) = v;
+      ids[0] = static_cast<i32>(v.x);
+      ids[1] = static_cast<i32>(v.y);
+      ids[2] = static_cast<i32>(v.z);
+      ids[3] = static_cast<i32>(v.w);
+    } else {
+#pragma unroll
+      for (i32 j = 0; j < 3; ++j) {
+        if (j >= num) continue;
+        ids[j] = in.page_indices[at + j];
+        p.page_indices[at + j] = ids[j];
+      }
+    }
+    if (batch_size == 0) continue;
+    i32 request = RequestOfPage(in, at);
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) {
+      if (j >= num) continue;
+#pragma unroll 1
+      while (request + 1 < batch_size && in.kv_indptr[request + 1] <= at + j) ++request;
+      const i64 mine = static_cast<i64>(at) + j - in.kv_indptr[request];
+      if (mine < 0 || mine >= NumPages(p.rules, in.kv_lens[request])) continue;
+      const u32 id = static_cast<u32>(ids[j]);
+      if (id < limit) {
+        largest = largest > id + 1 ? largest : id + 1;
+      } else {
+        const u32 complement = ~static_cast<u32>(at + j);
+        first_bad = first_bad > complement ? first_bad : complement;
+      }
+    }
+  }
+  largest = WarpMax(largest);
+  first_bad = WarpMax(first_bad);
+  if (threadIdx.x % kWarpSize != 0) return;
+  if (largest > 0) MaxRelaxed(&p.header->max_page_id, largest);
+  if (first_bad > 0) MaxRelaxed(&p.header->version, first_bad);
+}
+
+// --- the kernel ---
+
+template <class Traits>
+struct PlanBody {
+  static constexpr int kNumThreads = Traits::kNumThreads;
+  static constexpr int kSmemBytes = Traits::kSmemBytes;
+  static constexpr int kMinCtasPerSm = 1;
+
+  __device__ __forceinline__ static void Run(const PlanParams& p) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    if (blockIdx.x == 0) {
+      PlanScheduler<Traits>(p, smem).Run();
+    } else {
+      CopyPages(p);
+    }
+    __syncthreads();
+    // `magic` counts arrivals until then.
+    const bool last = threadIdx.x == 0 &&
+                      AddAcquireRelease(&p.header->magic, 1) == static_cast<i32>(gridDim.x) - 1;
+    if (__syncthreads_or(last)) Finish(p);
+  }
+
+  __device__ __forceinline__ static void Finish(const PlanParams& p) {
+    PlanHeader& h = *p.header;
+    PlanFault fault = {};
+    if (threadIdx.x == 0) {
+      fault = {LoadCoherent(&h.fault), LoadCoherent(&h.fault_at), LoadCoherent(&h.fault_got),
+               LoadCoherent(&h.fault_expected)};
+      if (const i32 complement = LoadCoherent(&h.version); complement != 0) {
+        const i32 at = ~complement;
+        const PlanFault page =
+            MakeFault(kFaultPageId, at, p.inputs.page_indices[at], RequestOfPage(p.inputs, at));
+        if (IsBefore(page, fault)) fault = page;
+      }
+    }
+    const bool faulty = __syncthreads_or(fault.code != kNoFault);
+    if (faulty) {
+#pragma unroll 1
+      for (i32 cta = threadIdx.x; cta <= p.rules.num_ctas; cta += kNumThreads) {
+        p.queue_indptr[cta] = 0;
+      }
+    }
+    if (threadIdx.x != 0) return;
+    if (faulty) {
+      h = {};
+      h.fault = fault.code;
+      h.fault_at = fault.at;
+      h.fault_got = fault.got;
+      h.fault_expected = fault.expected;
+      h.max_page_id = -1;
+    } else {
+      h.max_page_id = static_cast<i32>(static_cast<u32>(LoadCoherent(&h.max_page_id)) - 1);
+    }
+    h.magic = faulty ? kFaultyPlanMagic : kPlanMagic;
+    h.version = kPlanVersion;
+  }
+};
+
+}  // namespace jax_attn

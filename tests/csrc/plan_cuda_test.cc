@@ -1,0 +1,265 @@
+// The device planner, without a GPU: cuda/any/plan.cuh runs in emulation on random batches and must
+// write the words that the host planner writes, or the fault that the host planner refuses by.
+#include "cuda_emulation.h"
+// The above stands in for CUDA and comes first.
+#include <string>
+
+#include "cuda/any/plan.cuh"
+#include "plan/plan.h"
+#include "select/select.h"
+
+namespace jax_attn {
+namespace {
+
+int g_failures = 0;
+int g_split = 0, g_faults = 0;
+
+using Random = std::mt19937;
+
+int64_t Pick(Random& random, std::initializer_list<int64_t> values) {
+  return values.begin()[random() % values.size()];
+}
+
+// Thread counts and shared memory that no device has, so that every loop runs more than once and
+// every array is once in scratch.
+template <int kThreads, int kSmem>
+struct TraitsOf {
+  static constexpr int kArch = 90, kNumThreads = kThreads, kSmemBytes = kSmem;
+};
+
+struct Batch {
+  std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr, page_indices, q_offsets;
+  bool has_offsets = false;
+
+  PlanInputs inputs() const {
+    PlanInputs in = {};
+    in.qo_indptr = qo_indptr.data();
+    in.kv_lens = kv_lens.data();
+    in.kv_indptr = kv_indptr.data();
+    in.page_indices = page_indices.data();
+    in.q_offsets = has_offsets ? q_offsets.data() : nullptr;
+    in.batch_size = static_cast<i64>(kv_lens.size());
+    in.num_page_indices = static_cast<i64>(page_indices.size());
+    return in;
+  }
+};
+
+AttentionProblem RandomProblem(Random& random) {
+  AttentionProblem problem;
+  AttentionSpec& spec = problem.spec;
+  spec.num_kv_heads = Pick(random, {1, 2, 3, 8, 8, 8});
+  spec.num_qo_heads = spec.num_kv_heads * Pick(random, {1, 4, 4, 5, 7, 16});
+  spec.head_dim_qk = spec.head_dim_vo = 128;
+  spec.window_left = Pick(random, {-1, -1, -1, 0, 63, 300});
+  spec.window_right = Pick(random, {0, 0, -1, 40});
+  spec.page_size = Pick(random, {0, 1, 7, 16, 16});
+  spec.num_pages = Pick(random, {-1, 1 << 20});
+  spec.schedule = Pick(random, {kBalanced, kBalanced, kBalanced, kFixedSplit, kNoSplit});
+  spec.kv_split = spec.schedule == kFixedSplit ? Pick(random, {64, 128, 512}) : 0;
+  spec.arch = Pick(random, {80, 90});
+  spec.num_processors = Pick(random, {1, 2, 4, 16, 66, 132});
+  return problem;
+}
+
+Batch RandomBatch(const AttentionProblem& problem, Random& random) {
+  const AttentionSpec& spec = problem.spec;
+  Batch b;
+  const int64_t batch_size = Pick(random, {0, 1, 2, 3, 9, 33, 64, 157});
+  const int64_t longest = Pick(random, {1, 60, 700, 700, 9000, 200000});
+  const int64_t kind = Pick(random, {0, 0, 0, 1, 2, 3});
+  const bool equal = random() % 4 == 0;
+  const int64_t page = std::max<int64_t>(1, spec.page_size);
+  b.has_offsets = random() % 4 == 0;
+  b.kv_indptr.push_back(random() % 3 == 0 ? 5 : 0);
+  for (int64_t r = 0; r < batch_size; ++r) {
+    int64_t qo_len = 1;
+    if (kind == 1) qo_len = random() % 40;
+    if (kind == 2 && random() % 8 == 0) qo_len = random() % 300;
+    if (kind == 3) qo_len = random() % 3;
+    int64_t kv_len = equal ? longest : random() % (longest + 1);
+    if (random() % 7 == 0) kv_len = random() % 20;
+    const int64_t spare = random() % 3;
+    b.qo_indptr.push_back(static_cast<int32_t>(b.qo_indptr.back() + qo_len));
+    b.kv_lens.push_back(static_cast<int32_t>(kv_len));
+    b.kv_indptr.push_back(
+        static_cast<int32_t>(b.kv_indptr.back() + (kv_len + page - 1) / page + spare));
+    b.q_offsets.push_back(static_cast<int32_t>(random() % 1000) - 100);
+  }
+  if (spec.paged()) {
+    b.page_indices.resize(b.kv_indptr.back() + random() % 9);
+    for (int32_t& id : b.page_indices) id = static_cast<int32_t>(random() % (1 << 20));
+    for (int64_t r = 0; r < batch_size; ++r) {  // reserved pages may hold anything
+      const int64_t used = (b.kv_lens[r] + page - 1) / page;
+      for (int64_t i = b.kv_indptr[r] + used; i < b.kv_indptr[r + 1]; ++i) {
+        b.page_indices[i] = static_cast<int32_t>(random());
+      }
+    }
+  }
+  return b;
+}
+
+void SettleProblem(const Batch& b, Random& random, AttentionProblem* problem) {
+  AttentionSpec& spec = problem->spec;
+  spec.max_batch = static_cast<int64_t>(b.kv_lens.size()) + random() % 3;
+  spec.max_batch = std::max<int64_t>(1, spec.max_batch);
+  spec.max_qo_tokens = std::max<int64_t>(1, b.qo_indptr.back() + random() % 3);
+  (spec.paged() ? spec.max_kv_pages : spec.max_kv_tokens) = b.kv_indptr.back() + random() % 9;
+  SelectCuda(spec, &problem->config);
+  if (random() % 3 == 0) problem->config.num_ctas = Pick(random, {1, 3, 13, 24, 132, 352, 1000});
+  if (random() % 8 == 0) problem->config.max_items = 1 + random() % 200;
+  if (random() % 8 == 0) problem->config.max_partial_rows = 1 + random() % 500;
+  if (spec.schedule == kFixedSplit && random() % 2 == 0) {
+    problem->config.max_items = 200000;
+    problem->config.max_partial_rows = 10000000;
+  }
+  FillCapacities(problem);
+}
+
+// Something that the planners must refuse, at a random place.
+void Spoil(const AttentionProblem& problem, Random& random, Batch* b) {
+  const size_t n = b->kv_lens.size();
+  if (n == 0) return;
+  const size_t r = random() % n;
+  switch (random() % 8) {
+    case 0:
+      b->qo_indptr[r] = -3;
+      break;
+    case 1:
+      b->qo_indptr[r + 1] = static_cast<int32_t>(random());
+      break;
+    case 2:
+      b->kv_indptr[r] = static_cast<int32_t>(random());
+      break;
+    case 3:
+      b->kv_lens[r] = static_cast<int32_t>(random());
+      break;
+    case 4:
+      b->kv_lens[r] += 1000;
+      break;
+    case 5:
+      b->q_offsets[r] = static_cast<int32_t>(random());
+      break;
+    case 6:
+      if (!b->page_indices.empty()) b->page_indices.resize(b->page_indices.size() / 2);
+      break;
+    default:
+      if (!b->page_indices.empty()) {
+        b->page_indices[random() % b->page_indices.size()] = -static_cast<int32_t>(random() % 5);
+      }
+  }
+}
+
+template <class Traits>
+std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const PlanInputs& in,
+                                  Random& random) {
+  const PlanLayout layout = MakePlanLayout(problem);
+  constexpr size_t kGuard = 64;
+  constexpr int32_t kGuardWord = 0x5a5a5a5a;
+  std::vector<int32_t> plan(layout.num_words + kGuard, 0);
+  std::fill_n(plan.end() - kGuard, kGuard, kGuardWord);
+  std::vector<int32_t> scratch(PlanScratchBytes(problem) / 4 + kGuard);
+  std::memset(scratch.data(), 0xff, scratch.size() * 4);
+  std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
+  // The operand of the device is aligned.
+  std::vector<int32_t> page_indices(in.page_indices, in.page_indices + in.num_page_indices);
+  PlanParams p = MakePlanParams(problem, in, plan.data(), scratch.data());
+  p.inputs.page_indices = page_indices.data();
+  const int num_ctas = 1 + (problem.spec.paged() ? static_cast<int>(1 + random() % 3) : 0);
+  emulation::machine.Launch(num_ctas, Traits::kNumThreads, static_cast<unsigned>(random()),
+                            [&p] { PlanBody<Traits>::Run(p); });
+  for (const auto* guarded : {&plan, &scratch}) {
+    for (size_t i = guarded->size() - kGuard; i < guarded->size(); ++i) {
+      if ((*guarded)[i] == kGuardWord) continue;
+      std::printf("FAILED: written beyond the end of the %s\n",
+                  guarded == &plan ? "plan" : "scratch");
+      ++g_failures;
+      break;
+    }
+  }
+  plan.resize(layout.num_words);
+  return plan;
+}
+
+template <class Traits>
+void RunCase(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = RandomProblem(random);
+  Batch batch = RandomBatch(problem, random);
+  SettleProblem(batch, random, &problem);
+  if (seed % 5 == 0) Spoil(problem, random, &batch);
+
+  const PlanLayout layout = MakePlanLayout(problem);
+  const PlanInputs in = batch.inputs();
+  std::vector<int32_t> expected(layout.num_words, 0);
+  const Status refused = Plan(problem, in, expected.data());
+  const std::vector<int32_t> got = PlanOnDevice<Traits>(problem, in, random);
+
+  PlanHeader header;
+  std::memcpy(&header, got.data() + layout.header, sizeof(header));
+  const Status fault = DescribeFault(
+      problem, {header.fault, header.fault_at, header.fault_got, header.fault_expected});
+  if (refused.message != fault.message) {
+    std::printf("FAILED seed %u: host \"%s\", device \"%s\"\n", seed, refused.message.c_str(),
+                fault.message.c_str());
+    ++g_failures;
+    return;
+  }
+  if (!refused.ok()) {
+    ++g_faults;
+    const bool inert = header.magic == kFaultyPlanMagic && header.nnz_qo == 0 &&
+                       header.batch_size == 0 && header.num_items == 0;
+    bool empty = true;
+    for (int64_t c = 0; c <= problem.config.num_ctas; ++c) {
+      empty &= got[layout.queue_indptr + c] == 0;
+    }
+    if (!inert || !empty) {
+      std::printf("FAILED seed %u: a faulty plan with work\n", seed);
+      ++g_failures;
+    }
+    return;
+  }
+  g_split += header.num_merge_groups > 0;
+  for (int64_t i = 0; i < layout.num_words; ++i) {
+    if (got[i] == expected[i]) continue;
+    std::printf(
+        "FAILED seed %u: word %lld (items at %lld): host %d, device %d; %lld requests, %d"
+        " items, %lld queues, schedule %lld\n",
+        seed, static_cast<long long>(i), static_cast<long long>(layout.items), expected[i], got[i],
+        in.batch_size, header.num_items, static_cast<long long>(problem.config.num_ctas),
+        static_cast<long long>(problem.spec.schedule));
+    ++g_failures;
+    return;
+  }
+}
+
+void RunAll(unsigned num_cases) {
+  for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
+    switch (seed % 4) {
+      case 0:
+        RunCase<TraitsOf<64, 96 * 1024>>(seed);
+        break;
+      case 1:
+        RunCase<TraitsOf<128, 2 * 1024>>(seed);
+        break;
+      case 2:
+        RunCase<TraitsOf<32, 4 * 1024>>(seed);
+        break;
+      default:
+        RunCase<TraitsOf<256, 16 * 1024>>(seed);
+    }
+  }
+  std::printf("%u batches: %d with splits, %d refused by both\n", num_cases, g_split, g_faults);
+  if (g_split < static_cast<int>(num_cases / 10) || g_faults < static_cast<int>(num_cases / 20)) {
+    std::printf("FAILED: the batches are too tame\n");
+    ++g_failures;
+  }
+}
+
+}  // namespace
+}  // namespace jax_attn
+
+int main(int argc, char** argv) {
+  jax_attn::RunAll(argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 400);
+  if (jax_attn::g_failures > 0) std::printf("%d failures\n", jax_attn::g_failures);
+  return jax_attn::g_failures > 0;
+}
