@@ -168,9 +168,73 @@ def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], fl
     return name, with_torch(runs, dense_q, dense_k, dense_v, False), k.nbytes + v.nbytes, flops
 
 
+def _paged_decode(
+    dtype: str, tables: list[np.ndarray], lengths: list[int], **options: Any
+) -> Callable[[], Any]:
+    """One decode step of ours. tables: page ids of each request."""
+    batch, num_pages = len(lengths), 1 + max(int(table.max()) for table in tables)
+    keys = jax.random.split(jax.random.key(3), 3)
+    q = jax.random.normal(keys[0], (batch, NUM_QO_HEADS, HEAD_DIM), dtype)
+    pool = (num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    k, v = (jax.random.normal(key, pool, dtype) for key in keys[1:])
+    page_indptr = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
+    spec = ja.AttentionSpec(
+        NUM_QO_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        max_batch=batch,
+        max_qo_tokens=batch,
+        max_kv_pages=int(page_indptr[-1]),
+        target="cpu",
+        **options,
+    )
+    plan = ja.plan(spec, np.arange(batch + 1), lengths, page_indptr, np.concatenate(tables))
+    attend = jax.jit(ja.attention)
+    return lambda: attend(q, k, v, plan).block_until_ready()
+
+
+def shared_prefix(dtype: str, batch: int, prefix: int, own: int) -> tuple[Any, ...]:
+    """Requests that begin with the same pages, beside the same without sharing."""
+    num_shared, num_own = prefix // PAGE_SIZE, own // PAGE_SIZE
+    ids = np.random.default_rng(0).permutation(num_shared + batch * num_own)
+    tables = [
+        np.concatenate([ids[:num_shared], pages]) for pages in np.split(ids[num_shared:], batch)
+    ]
+    lengths = [prefix + own] * batch
+    runs = {
+        "ours": _paged_decode(dtype, tables, lengths),
+        "ours, not shared": _paged_decode(dtype, tables, lengths, share_prefixes=False),
+    }
+    row_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
+    flops = 4 * sum(lengths) * NUM_QO_HEADS * HEAD_DIM
+    name = f"cpu/prefix/{batch}x{prefix}+{own}/32-8/d128/{dtype}/page16"
+    return name, runs, (prefix + batch * own) * row_bytes, flops
+
+
+def skewed(dtype: str, batch: int, length: int) -> tuple[Any, ...]:
+    """Lengths of a zipf distribution, beside as many tokens in requests of equal length."""
+    z = np.minimum(np.random.default_rng(0).zipf(1.5, batch), 200)
+    pages = np.maximum(1, (z / z.sum() * batch * length / PAGE_SIZE).astype(int))
+    equal = np.full(batch, pages.sum() // batch)
+
+    def run(num_pages: np.ndarray) -> Callable[[], Any]:
+        ids = np.random.default_rng(0).permutation(num_pages.sum())
+        tables = np.split(ids, np.cumsum(num_pages)[:-1])
+        return _paged_decode(dtype, tables, (PAGE_SIZE * num_pages).tolist())
+
+    tokens = PAGE_SIZE * int(pages.sum())
+    row_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
+    name = f"cpu/decode/{batch}xzipf{length}/32-8/d128/{dtype}/page16"
+    flops = 4 * tokens * NUM_QO_HEADS * HEAD_DIM
+    return name, {"ours": run(pages), "ours, equal lengths": run(equal)}, tokens * row_bytes, flops
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="a workload, all peers together")
+    parser.add_argument("--only", default="", help="workloads whose name contains this; no file")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
 
@@ -186,12 +250,16 @@ def main() -> None:
         for dtype in ("float32", "bfloat16")
         for make, shapes in (
             (decode, [(1, 16384), (8, 2048)]),
+            (shared_prefix, [(32, 4096, 128)]),
+            (skewed, [(16, 1024)]),
             (prefill, [(512, True), (2048, True), (2048, False)]),
         )
         for shape in shapes
     ]
     for make, dtype, *shape in workloads:
         name, runs, num_bytes, flops = make(dtype, *shape)
+        if arguments.only not in name:
+            continue
         us = medians_us(runs, arguments.seconds)
         ours = us.pop("ours")
         floor = max(num_bytes / read, flops / matmul["float32"] if make is prefill else 0)
@@ -221,6 +289,8 @@ def main() -> None:
         "read_gbps": round(read / 1e3, 1),
         "rows": rows,
     }
+    if arguments.only:
+        return
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {arguments.out}")

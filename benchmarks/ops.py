@@ -64,7 +64,7 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
     if workload.page_size is None:
         storage: dict[str, Any] = {"max_kv_tokens": sum(workload.kv_lens)}
     else:
-        storage = {"max_kv_pages": workload.num_pages, "num_pages": workload.num_pages}
+        storage = {"max_kv_pages": workload.num_page_indices, "num_pages": workload.num_pages}
     arguments = {
         "num_qo_heads": workload.num_qo_heads,
         "num_kv_heads": workload.num_kv_heads,
@@ -168,7 +168,7 @@ def attention_chain(
     result, the plan is a new operand for each so that no two calls are the same expression, and
     the calls stay ordinary launches of one stream.
     """
-    linked = data.workload.kind == "decode"
+    linked = data.workload.kind in ("decode", "shared_prefix")
     buffer = jax.device_put(plan.buffer)
 
     def make_chain(num_calls: int) -> Callable[[], Any]:
@@ -204,7 +204,7 @@ def attention_chain_length(workload: Workload) -> int:
     if not on_gpu():
         return 2
     expected = workload.floor_us(NOMINAL.bytes_per_us, NOMINAL.flops_per_us) + 5
-    if workload.kind == "decode":
+    if workload.kind in ("decode", "shared_prefix"):
         return timing.chain_length(expected, 8, 48)
     return timing.chain_length(expected, 2, 16)
 

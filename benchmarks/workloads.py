@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 PATH = Path(__file__).with_name("workloads.json")
-ATTENTION_KINDS = ("decode", "mixed", "prefill", "mla")
+ATTENTION_KINDS = ("decode", "mixed", "prefill", "mla", "shared_prefix")
 READ_BYTES = 30 << 27  # of the read ceiling: 67 times an H200's cache, fewer than 2^31 bf16
 
 
@@ -35,6 +35,7 @@ class Workload:
     num_states: int = 0  # merge
     num_layers: int = 0  # step
     head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
+    shared_len: int = 0  # leading tokens, whole pages, that all requests have in common
 
     @property
     def batch_size(self) -> int:
@@ -62,13 +63,28 @@ class Workload:
         return np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
 
     @property
-    def num_pages(self) -> int:
-        """Pages of a pool that just holds the batch."""
+    def num_page_indices(self) -> int:
+        """Entries of the page table."""
         return int(self.page_indptr[-1])
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of a pool that just holds the batch."""
+        assert self.page_size is not None
+        num_shared = self.shared_len // self.page_size
+        return self.num_page_indices - max(0, self.batch_size - 1) * num_shared
+
     def page_indices(self) -> np.ndarray:
-        """[num_pages], i32: the pool in random order, as a pool is after some hours of serving."""
-        return np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
+        """[num_page_indices], i32: ids in random order, as after some hours of serving."""
+        assert self.page_size is not None
+        num_shared = self.shared_len // self.page_size
+        ids = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
+        if not num_shared:
+            return ids
+        own = np.split(
+            ids[num_shared:], self.page_indptr[1:-1] - num_shared * np.arange(1, self.batch_size)
+        )
+        return np.concatenate([np.concatenate([ids[:num_shared], pages]) for pages in own])
 
     @property
     def head_dim_vo(self) -> int:
@@ -78,7 +94,8 @@ class Workload:
     def kv_bytes(self) -> int:
         """K and V, each read once."""
         columns = self.head_dim * (2 if self.head_dim_latent is None else 1)
-        return sum(self.kv_lens) * self.num_kv_heads * columns * 2
+        tokens = sum(self.kv_lens) - max(0, self.batch_size - 1) * self.shared_len
+        return tokens * self.num_kv_heads * columns * 2
 
     @property
     def bytes(self) -> int:
@@ -132,8 +149,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _make(entry: dict[str, Any], shrink: int) -> Workload:
+    shared_len = entry.get("shared_len", 0) // shrink
     if entry["kind"] == "merge":
         qo_lens, kv_lens = [entry["num_tokens"]], [0]
+    elif entry["kind"] == "shared_prefix":
+        qo_lens = [entry["qo_len"]] * entry["batch"]
+        kv_lens = [entry["shared_len"] + entry["unique_len"]] * entry["batch"]
     else:
         qo_lens, kv_lens = _lengths(entry)
     if shrink > 1:
@@ -154,6 +175,7 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
         num_states=entry.get("num_states", 0),
         num_layers=entry.get("num_layers", 0),
         head_dim_latent=entry["head_dim_ckv"] if is_mla else None,
+        shared_len=shared_len,
     )
     if "h200_best_peer_tflops" in entry and shrink == 1:
         anchor_us = workload.flops / entry["h200_best_peer_tflops"] / 1e6

@@ -129,6 +129,33 @@ class AttentionPlan:
         """
         plot.draw(self, path, item_times)
 
+    def phase(self) -> str:
+        """Three letters, as in vLLM's unified attention, "-" for what the batch has not: `c`, items
+        with a causal border, where a query token does not see a later one of its chunk; `s`, spans
+        shared by requests; `u`, spans of one request that all rows of an item see. Decodes are
+        "--u", with a prefix in common "-su"; a prompt beside them "csu".
+        """
+        items = self.items()
+        is_shared = items["num_groups"] > 1
+        cuts = (items["q_pos"] < items["kv_end"] - 1) & (items["kv_begin"] < items["kv_end"])
+        is_causal = cuts & (self.spec.causal & ~is_shared)
+        have = is_causal.any(), is_shared.any(), (~is_causal & ~is_shared).any()
+        return "".join(letter if x else "-" for letter, x in zip("csu", have, strict=True))
+
+    def _num_pages(self, items: np.ndarray) -> int:
+        """Different pages that the items read."""
+        indices, page_size = (
+            self._section("page_indices", self.header()["nnz_kv"]),
+            self.spec.page_size,
+        )
+        assert page_size is not None
+        items = np.unique(
+            items[items["kv_begin"] < items["kv_end"]][["kv_base", "kv_begin", "kv_end"]]
+        )
+        begin = items["kv_base"] + items["kv_begin"] // page_size
+        end = items["kv_base"] + -(-items["kv_end"] // page_size)
+        return len(set().union(*(indices[b:e].tolist() for b, e in zip(begin, end, strict=True))))
+
     def describe(self) -> str:
         """What the schedule does, in words: items, queues, imbalance, splits, workspace.
 
@@ -145,6 +172,7 @@ class AttentionPlan:
         per_tile = np.bincount(items["tile"], minlength=len(tiles))
         kv_tokens = items["kv_end"] - items["kv_begin"]
         groups = self.merge_groups()
+        is_shared = items["num_groups"] > 1
         storage = f"pages of {spec.page_size}" if spec.is_paged else "ragged kv"
         lines = [
             f"plan: {spec.schedule} for {spec.target}, {header['batch_size']} requests,"
@@ -152,6 +180,13 @@ class AttentionPlan:
             f" {storage}",
             f"  items          {header['num_items']} of {config['max_items']}: "
             + ", ".join(f"{n} of {rows} rows" for n, rows in zip(per_tile, tiles, strict=True)),
+            f"  phase          {self.phase()}"
+            + (
+                f": {self._num_pages(items[is_shared])} pages shared,"
+                f" {self._num_pages(items[~is_shared])} of one request each"
+                if spec.is_paged
+                else ""
+            ),
             f"  kv span        {_range(kv_tokens)} tokens an item, {int(kv_tokens.sum())} in all",
             f"  queues         {len(lengths)}, {_range(lengths)} items each,"
             f" {int((lengths == 0).sum())} empty",

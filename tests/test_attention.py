@@ -243,6 +243,43 @@ def test_fixed_split_bits_of_a_prefill_do_not_depend_on_its_chunks(case, chunk, 
         assert_same_bits(f"lse of [{begin}, {end})", lse, whole_lse[begin:end])
 
 
+@on_every_backend
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_fixed_split_bits_of_a_request_do_not_depend_on_who_has_its_prefix(dtype, backend):
+    """Alone, among up to 64 with the same beginning, and there without sharing it."""
+    paths = ("aa", "aab", "aab", "aaba", "c", "aabb", "aaba", "cc")
+    num_shared = []
+    for num_requests in (1, 2, 3, 8, 17, 64):
+        requests = range(num_requests)
+        case = Case(
+            f"{num_requests} requests",
+            qo_lens=tuple((1, 1, 3, 1, 1, 2, 1, 1)[r % 8] for r in requests),
+            kv_lens=tuple(300 + 37 * r % 501 for r in requests),
+            branches=tuple(paths[r % 8] for r in requests),
+            branch_tokens=128,
+            num_qo_heads=8,
+            dtype=dtype,
+            schedule="fixed_split",
+            kv_split=128,
+            num_ctas=2,
+        )
+        batch = build(case)
+        plan = make_plan(case, backend, batch)
+        num_shared.append(plan.header()["num_shared_tokens"])
+        o, lse = run(plan, batch)
+        flat = make_plan(dataclasses.replace(case, share_prefixes=False), backend, batch)
+        assert flat.header()["num_shared_tokens"] == 0
+        flat_o, flat_lse = run(flat, batch)
+        assert_same_bits("o without sharing", flat_o, o)
+        assert_same_bits("lse without sharing", flat_lse, lse)
+        for r in list(requests)[:8]:
+            begin, qo_len = batch.lengths.qo_indptr[r], case.qo_lens[r]
+            alone_o, alone_lse = run_rows(case, backend, batch, r, 0, qo_len, case.kv_lens[r])
+            assert_same_bits(f"o of request {r}", alone_o, o[begin : begin + qo_len])
+            assert_same_bits(f"lse of request {r}", alone_lse, lse[begin : begin + qo_len])
+    assert num_shared[0] == 0 and num_shared[-1] >= 16, num_shared
+
+
 def run_rows(case, backend, batch, request, begin, end, kv_len):
     """Query tokens [begin, end) of a request over its first kv_len keys, alone in a batch."""
     fields = case.spec_fields() | {"max_batch": 2}

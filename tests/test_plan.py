@@ -398,6 +398,24 @@ def test_describe_names_what_the_schedule_does():
     assert str(len(plan.items())) in text and str(len(plan.merge_groups())) in text
 
 
+def test_phases():
+    """Letters and page counts of describe()."""
+    for case, phase in (
+        (Case("", (), ()), "---"),
+        (Case("", (1, 1), (500, 70)), "--u"),
+        (Case("", (40,), (40,)), "c--"),
+        (Case("", (40, 1), (40, 9)), "c-u"),
+        (Case("", (40,), (40,), causal=False), "--u"),
+        (Case("", (40,), (40,), page_size=None), "c--"),
+        (prefix_case(), "-su"),
+    ):
+        plan = make_plan(case)
+        assert plan.phase() == phase, case
+        assert f"phase          {phase}" in plan.describe()
+    # 6144 shared tokens, 22 times 128 of one request, and 300 of the last.
+    assert "-su: 384 pages shared, 195 of one request each" in make_plan(prefix_case()).describe()
+
+
 def test_inputs_may_be_any_integer_array():
     spec = ja.AttentionSpec(4, 2, 64, max_batch=4, max_qo_tokens=8, max_kv_pages=8)
     arguments = [0, 2, 3], [20, 7], [0, 2, 3], [5, 1, 0]

@@ -1,4 +1,4 @@
-"""FlashInfer: its decode, prefill (fa2, fa3), persistent and MLA wrappers, append and merge.
+"""FlashInfer: its decode, prefill (fa2, fa3), persistent, cascade and MLA wrappers, append, merge.
 
 head_dim 128 (MLA: 512 + 64) bf16 only: each further one is minutes of nvcc. --build-only compiles
 the modules (all of them in one ninja run) and measures nothing.
@@ -34,7 +34,8 @@ def main() -> None:
     if peer.arguments.build_only:
         return
     prefills = ["fa2", "fa3"] if fa3 else ["fa2"]
-    for workload in peer.workloads("decode", "mixed", "prefill", "mla", "append", "merge"):
+    kinds = ("decode", "shared_prefix", "mixed", "prefill", "mla", "append", "merge")
+    for workload in peer.workloads(*kinds):
         if workload.kind != "mla" and workload.head_dim != HEAD_DIM:
             continue
         for name, make in candidates(workload, prefills).items():
@@ -71,12 +72,13 @@ def candidates(workload: Workload, prefills: list[str]) -> dict[str, Callable[[W
         return {"merge": make_merge}
     if workload.kind == "mla":
         return {f"mla {name}": lambda w, n=name: make_mla(w, n) for name in prefills}
-    if workload.kind == "decode":
-        return {
+    if workload.kind in ("decode", "shared_prefix"):
+        makers = {
             "decode": lambda w: make_decode(w, tensor_cores=False),
             "decode tc": lambda w: make_decode(w, tensor_cores=True),
             "persistent": make_persistent,
         }
+        return makers | ({"cascade": make_cascade} if workload.shared_len else {})
     wrap = make_ragged if workload.page_size is None else make_paged
     makers = {name: lambda w, n=name: wrap(w, n) for name in prefills}
     return makers if workload.page_size is None else {**makers, "persistent": make_persistent}
@@ -142,6 +144,29 @@ def make_persistent(w: Workload) -> Callable[[int], Any]:
     q, o, caches = _query(w), _query(w), _caches(w)
     lse = torch.empty(w.nnz_qo, w.num_qo_heads, dtype=torch.float32, device="cuda")
     return lambda i: wrapper.run(q, next(caches), out=o, lse=lse)
+
+
+def make_cascade(w: Workload) -> Callable[[int], Any]:
+    """Two levels, which its user arranges: the shared prefix, what each request has of its own."""
+    import flashinfer
+
+    assert w.page_size is not None
+    num_shared = w.shared_len // w.page_size
+    tables = np.split(w.page_indices(), w.page_indptr[1:-1])
+    own = [pages[num_shared:] for pages in tables]
+    own_indptr = w.page_indptr - num_shared * np.arange(w.batch_size + 1)
+    last = [(n - 1) % w.page_size + 1 for n in w.kv_lens]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, _workspace(), "NHD")
+    wrapper.plan(
+        [_ints([0, w.nnz_qo]), _ints(w.qo_indptr)],
+        [_ints([0, num_shared]), _ints(own_indptr)],
+        [_ints(tables[0][:num_shared]), _ints(np.concatenate(own))],
+        [_ints([w.page_size]), _ints(last)],
+        w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size,
+        causal=False, q_data_type=BF16,
+    )  # fmt: skip
+    q, caches = _query(w), _caches(w)
+    return lambda i: wrapper.run(q, next(caches))
 
 
 def make_mla(w: Workload, backend: str) -> Callable[[int], Any]:
