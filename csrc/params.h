@@ -192,6 +192,7 @@ struct AttentionParams {
   i32* merge_counters;       // [max_merge_groups] arrivals; zero at entry
   RowState* partial_states;  // [max_partial_rows]
   float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
+  i64* item_times;           // [max_items, 2] begin and end, ns since any time; null: not asked for
 
   i64 num_pages;  // pages a layer (1 when ragged): layer stride = num_pages * page_size * row
   i32 max_qo_tokens;

@@ -68,6 +68,7 @@ struct KernelConfig {
   int64_t max_partials = 0;
   int64_t max_shared_tokens = 0;
   int64_t max_partial_rows = 0;
+  int64_t record_times = 0;  // 1: the workspace gets begin and end of every item
 };
 
 // One place that names every field: dictionaries, attribute words and error messages all come from
@@ -120,6 +121,7 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
   visit("max_partials", c.max_partials);
   visit("max_shared_tokens", c.max_shared_tokens);
   visit("max_partial_rows", c.max_partial_rows);
+  visit("record_times", c.record_times);
 }
 
 // A problem and its kernel: all that a handler or the planner must know besides the data.
@@ -128,7 +130,7 @@ struct AttentionProblem {
   KernelConfig config;
 };
 
-inline constexpr int64_t kProblemVersion = 3;
+inline constexpr int64_t kProblemVersion = 4;
 
 // Words of the FFI attribute "problem": version, then every field in VisitFields order.
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);

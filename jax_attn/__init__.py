@@ -9,7 +9,7 @@ if find_spec("jax_attn._core") is None:
     )
 
 from jax_attn import mla, reference
-from jax_attn.attention import attention, dot_product_attention
+from jax_attn.attention import attention, dot_product_attention, item_times
 from jax_attn.jit import precompile
 from jax_attn.kv_cache import append_kv
 from jax_attn.merge import merge_state, merge_states
@@ -22,6 +22,7 @@ __all__ = [
     "append_kv",
     "attention",
     "dot_product_attention",
+    "item_times",
     "merge_state",
     "merge_states",
     "mla",

@@ -77,25 +77,62 @@ def attention(
     Same inputs and plan, same bits. Not differentiable; not for vmap: requests batch in the plan.
     Raises ValueError for arrays that do not fit the plan's spec.
     """
+    operands = _operands("attention", q, k, v, plan, layer, sinks)
+    o, lse, _ = refuse_vmap("attention", ffi.attention)(*operands)
+    return (o, lse) if return_lse else o
+
+
+def item_times(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    plan: AttentionPlan,
+    *,
+    layer: Any = None,
+    sinks: jax.Array | None = None,
+) -> np.ndarray:
+    """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
+
+    q, k, v, plan, layer, sinks: as for attention.
+
+    Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
+    began and ended, its share of merges included. The second of two runs. On CPU threads take items
+    from each other's queues, and items of one kv span that run together get equal shares.
+    Raises NotImplementedError for targets other than cpu.
+    """
     spec = plan.spec
-    q = check_array("attention", "q", q, spec.q_shape, spec.dtype)
+    if spec.target != "cpu":
+        raise NotImplementedError(
+            f"item_times: plan: supported for target 'cpu', got {spec.target!r}."
+        )
+    operands = _operands("item_times", q, k, v, plan, layer, sinks)
+    timed = jax.jit(functools.partial(ffi.attention, record_times=True), static_argnums=6)
+    for _ in range(2):
+        workspace = np.asarray(timed(*operands)[2])
+    times = workspace[spec.workspace_words :].view(np.int64).reshape(-1, 2)
+    return times[: plan.header()["num_items"]] * 1e-9
+
+
+def _operands(
+    op: str, q: Any, k: Any, v: Any, plan: AttentionPlan, layer: Any, sinks: Any
+) -> tuple[Any, ...]:
+    """The arguments of ffi.attention, checked."""
+    spec = plan.spec
+    q = check_array(op, "q", q, spec.q_shape, spec.dtype)
     if spec.is_paged:
-        k, v = as_stacked("attention", spec, k, v, layer)
+        k, v = as_stacked(op, spec, k, v, layer)
     else:
         if layer is not None:
-            raise ValueError(f"attention: layer: expected None with a ragged spec, got {layer}.")
+            raise ValueError(f"{op}: layer: expected None with a ragged spec, got {layer}.")
         assert spec.max_kv_tokens is not None
         k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
-        k = check_array("attention", "k", k, k_shape, spec.dtype)
-        v = check_values("attention", "v", v, v_shape, spec.dtype)
+        k = check_array(op, "k", k, k_shape, spec.dtype)
+        v = check_values(op, "v", v, v_shape, spec.dtype)
     if sinks is not None:
-        sinks = check_array("attention", "sinks", sinks, (spec.num_qo_heads,), "float32")
-    layer_index = layer_operand("attention", layer, k.shape[0])
-    check_data("attention", plan, layer_index, k.shape)
-    o, lse = refuse_vmap("attention", ffi.attention)(
-        q, k, v, jnp.asarray(plan.buffer), layer_index, sinks, spec
-    )
-    return (o, lse) if return_lse else o
+        sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
+    layer_index = layer_operand(op, layer, k.shape[0])
+    check_data(op, plan, layer_index, k.shape)
+    return q, k, v, jnp.asarray(plan.buffer), layer_index, sinks, spec
 
 
 def dot_product_attention(

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 
 from jax_attn import _core, config
 from jax_attn.spec import AttentionSpec
@@ -64,20 +65,29 @@ def attention(
     layer: jax.Array,
     sinks: jax.Array | None,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    record_times: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """o, lse and the workspace, at whose end are, with record_times, the times of the items:
+    int64 nanoseconds [max_items, 2], as int32 words."""
+    problem_words, workspace_words = spec.problem_words, spec.workspace_words
+    if record_times:
+        recording = _core.Problem(spec.problem.spec, spec.kernel_config | {"record_times": 1})
+        problem_words = np.asarray(recording.words, np.int64)
+        workspace_words = recording.workspace_words
     call = jax.ffi.ffi_call(
         "jax_attn_attention",
         (
             jax.ShapeDtypeStruct(spec.o_shape, q.dtype),
             jax.ShapeDtypeStruct(spec.o_shape[:2], jnp.float32),
-            jax.ShapeDtypeStruct((spec.workspace_words,), jnp.int32),
+            jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
     operands = (q, k, k if v is None else v, plan_buffer, layer) + (
         () if sinks is None else (sinks,)
     )
-    o, lse, _ = call(*operands, problem=spec.problem_words, poison=config.poison)
-    return o, lse
+    o, lse, workspace = call(*operands, problem=problem_words, poison=config.poison)
+    return o, lse, workspace
 
 
 def append_kv(

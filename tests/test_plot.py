@@ -19,6 +19,7 @@ def make_plan(case, target="sm_90:6"):
 
 
 SPLIT = Case("", (1, 40, 1), (9000, 60, 700))
+SHARED = Case("", (1,) * 6, (4000,) * 6, branches=("a",) * 6, branch_tokens=3072, num_ctas=4)
 EMPTY = Case("", (), ())
 
 
@@ -36,8 +37,9 @@ def test_items_of_a_queue_follow_each_other(target):
             np.testing.assert_allclose(begin[1:], end[:-1])
 
 
-def test_links_lead_to_the_item_that_completes_the_group():
-    plan = make_plan(SPLIT)
+@pytest.mark.parametrize("case", (SPLIT, SHARED), ids=("split", "shared"))
+def test_links_lead_to_the_item_that_completes_the_group(case):
+    plan = make_plan(case)
     times, items = timeline(plan), plan.items()
     groups = plan.merge_groups()
     assert len(groups)
@@ -67,7 +69,7 @@ def svg_of(path):
     return text, ElementTree.fromstring(re.search(r"<svg.*</svg>", text, re.S)[0])
 
 
-@pytest.mark.parametrize("case", (SPLIT, EMPTY), ids=("split", "empty"))
+@pytest.mark.parametrize("case", (SPLIT, SHARED, EMPTY), ids=("split", "shared", "empty"))
 def test_the_page_is_complete_and_asks_nobody(tmp_path, case):
     plan = make_plan(case)
     plan.plot(tmp_path / "plan.html")
@@ -79,10 +81,14 @@ def test_the_page_is_complete_and_asks_nobody(tmp_path, case):
     for i, bar in enumerate(bars):
         item = plan.items()[i]
         told = bar.find("title").text
-        assert f"item {i}: request {item['request']}" in told
+        is_shared = item["num_groups"] > 1
+        whose = f"{item['num_groups']} row groups share it" if is_shared else item["request"]
+        assert f"item {i}: {'' if is_shared else 'request '}{whose}" in told
+        assert (bar.get("fill") == "url(#shared)") == is_shared
         assert f"kv tokens {item['kv_begin']} to {item['kv_end']}" in told
         assert float(bar.get("x")) >= 0 and float(bar.get("width")) > 0
     assert plan.describe().splitlines()[-1] in text
+    assert ("shared by several requests" in text) == (case is SHARED)
     assert not re.search(r"(src|href|url)\s*[=(]\s*['\"]?(https?:)?//", text)
 
 

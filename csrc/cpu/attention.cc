@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -89,13 +90,29 @@ class Queues {
       const int64_t queue = (first + i) % num_queues_;
       i32 begin;
       while (const int64_t run = Take(queue, &begin)) {
+        const i64 start = p_.item_times ? NowNs() : 0;
         kernels_.attend(p_, geometry_, p_.items + begin, run, scratch);
         for (int64_t j = 0; j < run; ++j) Arrive(kernels_, p_, p_.items[begin + j]);
+        if (p_.item_times) RecordTimes(begin, run, start);
       }
     }
   }
 
  private:
+  static i64 NowNs() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  }
+
+  // Of items that ran together each has an equal share.
+  void RecordTimes(i32 begin, int64_t run, i64 start) {
+    const i64 all = NowNs() - start;
+    for (int64_t j = 0; j < run; ++j) {
+      p_.item_times[2 * (begin + j)] = start + all * j / run;
+      p_.item_times[2 * (begin + j) + 1] = start + all * (j + 1) / run;
+    }
+  }
+
   // Takes the next run of the queue; 0 if it is empty.
   int64_t Take(int64_t queue, i32* begin) {
     *begin = next_[queue].load(std::memory_order_relaxed);

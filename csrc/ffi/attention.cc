@@ -27,7 +27,8 @@ Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer
                int64_t head_dim, int64_t num_layers, int64_t num_pages) {
   const ffi::DataType type = ToDataType(spec.dtype);
   if (!spec.paged()) {
-    return CheckBuffer(kOp, name, kv, type, {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
+    return CheckBuffer(kOp, name, kv, type,
+                       {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
   }
   return CheckBuffer(kOp, name, kv, type,
                      {num_layers, num_pages, spec.page_size, spec.num_stored_heads(), head_dim});
@@ -85,6 +86,9 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   p.merge_counters = workspace_words + workspace.merge_counters;
   p.partial_states = reinterpret_cast<RowState*>(workspace_words + workspace.partial_states);
   p.partial_o = reinterpret_cast<float*>(workspace_words + workspace.partial_o);
+  if (problem.config.record_times) {
+    p.item_times = reinterpret_cast<i64*>(workspace_words + workspace.item_times);
+  }
   p.num_pages = spec.paged() ? b.k.dimensions()[1] : 1;
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
   p.num_ctas = static_cast<i32>(problem.config.num_ctas);

@@ -59,6 +59,8 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem) {
   layout.partial_o = Align(layout.partial_states + 2 * config.max_partial_rows);
   layout.num_words = Align(layout.partial_o + config.max_partial_rows * problem.spec.head_dim_vo);
   layout.num_words = std::max<int64_t>(layout.num_words, 16);  // XLA buffers are never empty
+  layout.item_times = layout.num_words;  // last: Python finds it at the end of a usual workspace
+  if (config.record_times) layout.num_words += Align(4 * config.max_items);
   return layout;
 }
 

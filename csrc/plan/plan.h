@@ -32,6 +32,7 @@ struct WorkspaceLayout {
   int64_t merge_counters = 0;  // i32 [max_merge_groups]
   int64_t partial_states = 0;  // RowState [max_partial_rows]
   int64_t partial_o = 0;       // f32 [max_partial_rows, head_dim_vo]
+  int64_t item_times = 0;      // i64 [max_items, 2], with record_times
   int64_t num_words = 0;
 };
 WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);

@@ -1,0 +1,73 @@
+"""Measured times of items, for pictures."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import Case, make_lengths
+
+import jax_attn as ja
+from jax_attn import config
+
+
+def make_call(case, **more):
+    lengths, _ = make_lengths(case, np.random.default_rng(0))
+    spec = ja.AttentionSpec(**(case.spec_fields() | {"dtype": "float32"} | more))
+    plan = ja.plan(spec, **lengths.plan_arguments())
+    keys = jax.random.split(jax.random.key(0), 3)
+    lead = (spec.max_kv_tokens,)
+    if spec.is_paged:
+        lead = (plan.header()["max_page_id"] + 1, spec.page_size)
+    shapes = (spec.q_shape, *spec.kv_shapes(*lead))
+    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return q, k, v, plan
+
+
+@pytest.mark.parametrize("page_size", (None, 16))
+def test_every_item_has_its_time_within_the_call(page_size):
+    case = Case("", (1, 40, 0, 1), (5000, 60, 0, 700), page_size=page_size, num_ctas=8)
+    q, k, v, plan = make_call(case)
+    assert len(plan.merge_groups()) > 0
+    ja.item_times(q, k, v, plan)  # compiles
+    with config.poisoned():
+        start = time.perf_counter()
+        times = ja.item_times(q, k, v, plan)
+        wall = time.perf_counter() - start
+    assert times.shape == (len(plan.items()), 2) and times.dtype == np.float64
+    begin, end = times.T
+    assert (begin <= end).all() and (begin > 0).all()
+    assert 0 < end.max() - begin.min() < wall
+    # Long items take longer than short ones, by far.
+    tokens = plan.items()["kv_end"] - plan.items()["kv_begin"]
+    durations = end - begin
+    assert durations[tokens >= 500].mean() > durations[tokens < 100].mean()
+
+
+def test_a_measured_picture(tmp_path):
+    q, k, v, plan = make_call(Case("", (1, 40), (5000, 60), num_ctas=8))
+    plan.plot(tmp_path / "measured.html", item_times=ja.item_times(q, k, v, plan))
+    assert "measured time" in (tmp_path / "measured.html").read_text()
+
+
+def test_recording_changes_no_bits():
+    q, k, v, plan = make_call(Case("", (1, 40), (5000, 60), num_ctas=8))
+    before = np.asarray(ja.attention(q, k, v, plan))
+    ja.item_times(q, k, v, plan)
+    np.testing.assert_array_equal(ja.attention(q, k, v, plan), before)
+
+
+def test_a_batch_without_items_has_no_times():
+    q, k, v, plan = make_call(Case("", (), ()))
+    assert ja.item_times(q, k, v, plan).shape == (0, 2)
+
+
+def test_bad_input():
+    q, k, v, plan = make_call(Case("", (1,), (100,)))
+    with pytest.raises(ValueError, match="item_times: q: expected"):
+        ja.item_times(q[:-1], k, v, plan)
+    on_gpu = ja.AttentionPlan(
+        plan.buffer, ja.AttentionSpec(4, 2, 64, max_kv_pages=8, target="sm_90")
+    )
+    with pytest.raises(NotImplementedError, match="item_times: plan: supported for target 'cpu'"):
+        ja.item_times(q, k, v, on_gpu)
