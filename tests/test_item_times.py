@@ -38,10 +38,6 @@ def test_every_item_has_its_time_within_the_call(page_size):
     begin, end = times.T
     assert (begin <= end).all() and (begin > 0).all()
     assert 0 < end.max() - begin.min() < wall
-    # Long items take longer than short ones, by far.
-    tokens = plan.items()["kv_end"] - plan.items()["kv_begin"]
-    durations = end - begin
-    assert durations[tokens >= 500].mean() > durations[tokens < 100].mean()
 
 
 def test_a_measured_picture(tmp_path):
