@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+import jax_attn as ja
 from jax_attn import reference
 
 POISON_ID = 2147480000
@@ -109,6 +110,13 @@ class Batch:
     # The same numbers request by request, for tests that need to know where one came from.
     k_rows: list[np.ndarray]  # [kv_len, num_kv_heads, head_dim_qk]
     v_rows: list[np.ndarray]
+
+
+def make_plan(case: Case, target: str = "cpu", **more: Any) -> ja.AttentionPlan:
+    """Of the case's lengths; more: further arguments of AttentionSpec."""
+    lengths, _ = make_lengths(case, np.random.default_rng(0))
+    spec = ja.AttentionSpec(**(case.spec_fields() | more), target=target)
+    return ja.plan(spec, **lengths.plan_arguments())
 
 
 def make_lengths(case: Case, rng: np.random.Generator) -> tuple[Lengths, int]:

@@ -4,17 +4,13 @@ import subprocess
 import sys
 
 import numpy as np
-from attention_cases import Case, make_lengths
+from attention_cases import Case, make_plan
 
-import jax_attn as ja
 from jax_attn import inspect
 
 
 def save_plan(path, case):
-    lengths, _ = make_lengths(case, np.random.default_rng(0))
-    plan = ja.plan(
-        ja.AttentionSpec(**case.spec_fields(), target="sm_90:6"), **lengths.plan_arguments()
-    )
+    plan = make_plan(case, "sm_90:6")
     plan.save(path)
     return plan
 

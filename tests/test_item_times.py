@@ -5,16 +5,15 @@ import time
 import jax
 import numpy as np
 import pytest
-from attention_cases import Case, make_lengths
+from attention_cases import Case, make_plan
 
 import jax_attn as ja
 from jax_attn import config
 
 
-def make_call(case, **more):
-    lengths, _ = make_lengths(case, np.random.default_rng(0))
-    spec = ja.AttentionSpec(**(case.spec_fields() | {"dtype": "float32"} | more))
-    plan = ja.plan(spec, **lengths.plan_arguments())
+def make_call(case):
+    plan = make_plan(case, dtype="float32")
+    spec = plan.spec
     keys = jax.random.split(jax.random.key(0), 3)
     lead = (spec.max_kv_tokens,)
     if spec.is_paged:

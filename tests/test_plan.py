@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SCHEDULES, Case, make_lengths
+from attention_cases import SCHEDULES, Case, make_lengths, make_plan
 from backends import Backend, on_every_platform
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,12 +16,6 @@ import jax_attn as ja
 from jax_attn import config, reference
 
 TARGETS = ("cpu", "sm_80:108", "sm_90:132")
-
-
-def make_plan(case, target="cpu", **more):
-    lengths, _ = make_lengths(case, np.random.default_rng(0))
-    spec = ja.AttentionSpec(**(case.spec_fields() | more), target=target)
-    return ja.plan(spec, **lengths.plan_arguments())
 
 
 # ---- random batches ------------------------------------------------------------------------------

@@ -5,22 +5,17 @@ import json
 import jax
 import numpy as np
 import pytest
-from attention_cases import Case, make_lengths
+from attention_cases import Case, make_plan
 
 import jax_attn as ja
 
-
-def make_plan(target="cpu", **more):
-    case = Case("", (1, 40, 0), (5000, 60, 0), num_ctas=8)
-    lengths, _ = make_lengths(case, np.random.default_rng(0))
-    spec = ja.AttentionSpec(**(case.spec_fields() | more), target=target)
-    return ja.plan(spec, **lengths.plan_arguments())
+CASE = Case("", (1, 40, 0), (5000, 60, 0), num_ctas=8)
 
 
 @pytest.mark.parametrize("target", ("cpu", "sm_80", "sm_90:132"))
 @pytest.mark.parametrize("num_ctas", (None, 3))
 def test_a_loaded_plan_equals_the_saved_one(tmp_path, target, num_ctas):
-    plan = make_plan(target, num_ctas=num_ctas)
+    plan = make_plan(CASE, target, num_ctas=num_ctas)
     path = tmp_path / "a plan"  # as named, nothing appended
     plan.save(path)
     again = ja.AttentionPlan.load(path)
@@ -30,7 +25,7 @@ def test_a_loaded_plan_equals_the_saved_one(tmp_path, target, num_ctas):
 
 
 def test_a_loaded_plan_runs(tmp_path):
-    plan = make_plan(dtype="float32")
+    plan = make_plan(CASE, dtype="float32")
     plan.save(tmp_path / "plan.npz")
     again = ja.AttentionPlan.load(tmp_path / "plan.npz")
     spec = plan.spec
@@ -47,7 +42,7 @@ def test_the_number_of_queues_is_kept_where_there_are_more_processors(tmp_path, 
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5), raising=False)
     ja.spec.parse_target.cache_clear()
-    plan = make_plan(num_ctas=None)
+    plan = make_plan(CASE, num_ctas=None)
     assert plan.spec.kernel_config["num_ctas"] % 5 == 0
     plan.save(tmp_path / "plan.npz")
     monkeypatch.undo()
@@ -62,7 +57,7 @@ def test_the_number_of_queues_is_kept_where_there_are_more_processors(tmp_path, 
 def rewritten(tmp_path, change):
     """A saved plan whose contents went through `change`."""
     path = tmp_path / "plan.npz"
-    make_plan().save(path)
+    make_plan(CASE).save(path)
     with np.load(path) as file:
         about, buffer = json.loads(str(file["about"])), file["buffer"]
     about, buffer = change(about, buffer)
@@ -98,7 +93,7 @@ def test_another_version_is_refused(tmp_path, change, words):
 
 def test_another_file_is_refused(tmp_path):
     path = tmp_path / "plan.npz"
-    make_plan().save(path)
+    make_plan(CASE).save(path)
     whole = path.read_bytes()
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     np.save(tmp_path / "array.npy", np.zeros(3))

@@ -6,18 +6,11 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from attention_cases import Case, make_lengths
+from attention_cases import Case, make_plan
 
-import jax_attn as ja
 from jax_attn.plot import timeline
 
-
-def make_plan(case, target="sm_90:6"):
-    lengths, _ = make_lengths(case, np.random.default_rng(0))
-    spec = ja.AttentionSpec(**case.spec_fields(), target=target)
-    return ja.plan(spec, **lengths.plan_arguments())
-
-
+TARGET = "sm_90:6"
 SPLIT = Case("", (1, 40, 1), (9000, 60, 700))
 SHARED = Case("", (1,) * 6, (4000,) * 6, branches=("a",) * 6, branch_tokens=3072, num_ctas=4)
 EMPTY = Case("", (), ())
@@ -39,7 +32,7 @@ def test_items_of_a_queue_follow_each_other(target):
 
 @pytest.mark.parametrize("case", (SPLIT, SHARED), ids=("split", "shared"))
 def test_links_lead_to_the_item_that_completes_the_group(case):
-    plan = make_plan(case)
+    plan = make_plan(case, TARGET)
     times, items = timeline(plan), plan.items()
     groups = plan.merge_groups()
     assert len(groups)
@@ -55,7 +48,7 @@ def test_links_lead_to_the_item_that_completes_the_group(case):
 
 
 def test_measured_times_are_in_microseconds_from_the_first_item():
-    plan = make_plan(SPLIT)
+    plan = make_plan(SPLIT, TARGET)
     num_items = len(plan.items())
     begin = 17.0 + 1e-6 * np.arange(num_items)
     times = timeline(plan, np.stack([begin, begin + 5e-6], axis=1))
@@ -71,7 +64,7 @@ def svg_of(path):
 
 @pytest.mark.parametrize("case", (SPLIT, SHARED, EMPTY), ids=("split", "shared", "empty"))
 def test_the_page_is_complete_and_asks_nobody(tmp_path, case):
-    plan = make_plan(case)
+    plan = make_plan(case, TARGET)
     plan.plot(tmp_path / "plan.html")
     text, svg = svg_of(tmp_path / "plan.html")
     bars = svg.findall("./g[@id='items']/rect")
@@ -99,12 +92,12 @@ def test_the_page_is_complete_and_asks_nobody(tmp_path, case):
 def test_figures(tmp_path, case, suffix, magic):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"plan{suffix}"
-    make_plan(case).plot(path)
+    make_plan(case, TARGET).plot(path)
     assert path.read_bytes().startswith(magic)
 
 
 def test_bad_input(tmp_path, monkeypatch):
-    plan = make_plan(SPLIT)
+    plan = make_plan(SPLIT, TARGET)
     with pytest.raises(
         ValueError, match=r"path: expected a name that ends in .html, .*'.*plan.txt'"
     ):

@@ -13,24 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from jax_attn import models
 from jax_attn.serve import grammar
 from jax_attn.serve.async_engine import AsyncEngine, EngineStopped
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
 from jax_attn.serve.scheduler import QueueFull
 
-DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 CONFIG = EngineConfig(
     num_pages=64, page_size=8, max_running=8, max_step_tokens=8, max_waiting=50, max_grammars=2
 )
 
 ids = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return models.load(DIRECTORY, dtype="float32")
 
 
 @pytest.fixture(scope="module")

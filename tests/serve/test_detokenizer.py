@@ -1,20 +1,13 @@
 """Incremental text: joined it is the decoding of all tokens, or what precedes a stop string."""
 
 import random
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 
-DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 REPLACEMENT = "\ufffd"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
 
 
 def pieces(tokenizer, tokens, stop=()) -> list[str]:

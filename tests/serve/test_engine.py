@@ -22,16 +22,10 @@ from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
 from jax_attn.serve.scheduler import QueueFull, ScheduledSequence
 
-DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 CONFIG = EngineConfig(num_pages=36, page_size=8, max_running=8, max_step_tokens=40)
 INVARIANT = dataclasses.replace(CONFIG, num_pages=240, batch_invariant=True)  # longer than a split
 
 ids = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return models.load(DIRECTORY, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tokenizers import Tokenizer
 from jax_attn.serve import grammar
 from jax_attn.serve.grammar import GrammarError, Grammars
 
-DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 VOCAB = 4096 + 37  # logits may be wider than the tokenizer
 
 PERSON = {
@@ -25,11 +23,6 @@ PERSON = {
     "required": ["name", "unit", "weight"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import json
 import random
-from pathlib import Path
 
 import jax
 import pytest
@@ -19,13 +18,11 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from live_server import eventually, serving
-from tokenizers import Tokenizer
 
 from jax_attn import models
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.engine import Engine, EngineConfig
 
-DIRECTORY = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
 # Three that run need more pages than there are: sequences have up to 14 each.
 CONFIG = EngineConfig(
     num_pages=28, page_size=4, max_running=12, max_step_tokens=32, max_waiting=100
@@ -36,14 +33,14 @@ MAX_GROWTH = 24 << 20  # bytes of the process, server and clients, from a tenth 
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(directory, tokenizer):
     config = dataclasses.replace(
-        models.load_config(DIRECTORY), hidden_size=32, intermediate_size=64, num_qo_heads=2,
+        models.load_config(directory), hidden_size=32, intermediate_size=64, num_qo_heads=2,
         num_kv_heads=1, head_dim=16, sm_scale=0.25,
     )  # fmt: skip
     config = dataclasses.replace(config, layers=config.layers[:1])
     params = models.random_params(config, jax.random.key(0), "float32")
-    return models.Model(config, params, Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")))
+    return models.Model(config, params, tokenizer)
 
 
 @pytest.fixture(scope="module")
