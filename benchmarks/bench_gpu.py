@@ -145,10 +145,8 @@ class GpuBench(Bench):
         log(f"second process: {second['compiled']} compiled, {second['disk_hits']} from disk")
 
     def measure(self, workload: workloads.Workload, variant: dict[str, Any]) -> None:
-        if workload.kind == "plan":  # on the host: nothing of the device bounds it
-            us = ops.plan_us(workload, ops.make_spec(workload, {}))
-            self.rows.append(Row(workload.id, round(us, 1)))
-            log(f"{workload.id}: {us:.1f} us on the host")
+        if workload.kind == "plan":  # nothing of the device bounds it
+            self.measure_plan(workload)
             return
         if workload.kind == "merge":
             chain = timing.time_chain(ops.merge_chain(workload), 8 if ops.on_gpu() else 2)
@@ -165,6 +163,19 @@ class GpuBench(Bench):
                 self.rows.append(row)
         else:
             self.measure_attention(workload, variant, spec, plan)
+
+    def measure_plan(self, workload: workloads.Workload) -> None:
+        spec = ops.make_spec(workload, {})
+        us = ops.plan_us(workload, spec)
+        self.rows.append(Row(workload.id, round(us, 1)))
+        log(f"{workload.id}: {us:.1f} us on the host")
+        if not ops.on_gpu():
+            return
+        chain = timing.time_chain(ops.plan_chain(workload, spec, plans=True), 32)
+        link = timing.time_chain(ops.plan_chain(workload, spec, plans=False), 32)
+        more = {"spread_us": round(chain.spread, 2), "link_us": round(link.us, 2)}
+        self.rows.append(Row(f"{workload.id}/device", round(chain.us - link.us, 2), more=more))
+        log(f"{workload.id}: {chain.us - link.us:.1f} us on the device, {more}")
 
     def measure_attention(
         self, workload: workloads.Workload, variant: dict[str, Any], spec: Any, plan: Any

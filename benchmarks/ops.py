@@ -111,6 +111,28 @@ def plan_us(workload: Workload, spec: Any) -> float:
     return timing.median_us(lambda: ja.plan(spec, *arguments).buffer, repeats=101)
 
 
+def plan_chain(workload: Workload, spec: Any, *, plans: bool) -> Callable[[int], Callable[[], Any]]:
+    """Plans of traced arrays, each of lengths that the one before has its hand in: a 0 of its
+    header is added. plans=False: the additions alone, for what they cost."""
+    arguments = [jnp.asarray(x, jnp.int32) for x in plan_arguments(workload)]
+    buffer = jnp.asarray(make_plan(workload, spec).buffer)
+    zero = spec.layout["header"] + 11  # PlanHeader.fault
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        @jax.jit
+        def run(qo_indptr: Any, kv_lens: Any, buffer: Any, *pages: Any) -> Any:
+            for _ in range(num_calls):
+                if plans:
+                    buffer = ja.plan(spec, qo_indptr, kv_lens, *pages).buffer
+                kv_lens = kv_lens + buffer[zero]
+            return kv_lens, buffer
+
+        qo_indptr, kv_lens, *pages = arguments
+        return lambda: run(qo_indptr, kv_lens, buffer, *pages)
+
+    return make_chain
+
+
 # ---- attention ---------------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
     python build_tools/embed_sources.py csrc build/embedded_sources.cc
 
-Embeds params.h, plan/rules.h and every header below cuda/, named by their path below csrc, in sorted order.
+Embeds params.h, plan/rules.h and every header below cuda/, named by their path below csrc, in
+sorted order.
 """
 
 import argparse
