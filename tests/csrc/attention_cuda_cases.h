@@ -217,7 +217,7 @@ bool SameBits(const Outputs& a, const Outputs& b) {
 // The plan of a batch, in a buffer that is poisoned where nothing is written; empty if refused.
 std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, const Batch& b) {
   std::vector<int32_t> plan = Poisoned<int32_t>(MakePlanLayout(problem).num_words);
-  PlanInputs inputs;
+  PlanInputs inputs = {};
   inputs.qo_indptr = b.qo_indptr.data();
   inputs.kv_lens = b.kv_lens.data();
   inputs.kv_indptr = b.kv_indptr.data();
