@@ -134,38 +134,17 @@ def prefill(dtype: str, length: int, causal: bool) -> tuple[str, dict[str, Any],
 
 def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], float, float]:
     keys = jax.random.split(jax.random.key(2), 3)
-    q = jax.random.normal(keys[0], (batch, NUM_QO_HEADS, HEAD_DIM), dtype)
-    pages = batch * length // PAGE_SIZE
-    pool = (pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    k, v = (jax.random.normal(key, pool, dtype) for key in keys[1:])
-    spec = ja.AttentionSpec(
-        NUM_QO_HEADS,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        dtype=dtype,
-        page_size=PAGE_SIZE,
-        max_batch=batch,
-        max_qo_tokens=batch,
-        max_kv_pages=pages,
-        target="cpu",
-    )
-    plan = ja.plan(
-        spec,
-        np.arange(batch + 1),
-        np.full(batch, length),
-        np.arange(batch + 1) * (length // PAGE_SIZE),
-        np.random.default_rng(0).permutation(pages),
-    )
-    ours = jax.jit(ja.attention)
-    dense_q = q[:, None]
-    dense_k, dense_v = (a.reshape(batch, length, NUM_KV_HEADS, HEAD_DIM) for a in (k, v))
+    q = jax.random.normal(keys[0], (batch, 1, NUM_QO_HEADS, HEAD_DIM), dtype)
+    shape = (batch, length, NUM_KV_HEADS, HEAD_DIM)
+    k, v = (jax.random.normal(key, shape, dtype) for key in keys[1:])
+    ids = np.random.default_rng(0).permutation(batch * length // PAGE_SIZE)
     runs = {
-        "ours": lambda: ours(q, k, v, plan).block_until_ready(),
-        "jax.nn": jax_attention(dense_q, dense_k, dense_v, False),
+        "ours": _paged_decode(dtype, np.split(ids, batch), [length] * batch),
+        "jax.nn": jax_attention(q, k, v, False),
     }
     flops = 4 * batch * length * NUM_QO_HEADS * HEAD_DIM
     name = f"cpu/decode/{batch}x{length}/32-8/d128/{dtype}/page16"
-    return name, with_torch(runs, dense_q, dense_k, dense_v, False), k.nbytes + v.nbytes, flops
+    return name, with_torch(runs, q, k, v, False), k.nbytes + v.nbytes, flops
 
 
 def _paged_decode(

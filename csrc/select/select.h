@@ -5,8 +5,9 @@
 
 namespace jax_attn {
 
-// mla: sets num_kv_heads, which the user gives as 1, to the blocks of query heads that tiles are made
-// of. Each block counts as a kv head to the planner, and all of them read the same latent rows.
+// mla: sets num_kv_heads, which the user gives as 1, to the blocks of query heads that tiles are
+// made of. Each block counts as a kv head to the planner, and all of them read the same latent
+// rows.
 void SettleHeadBlocks(AttentionSpec* spec);
 
 // Every field of the configuration but the capacities, which follow from it (plan/plan.h).
