@@ -1,4 +1,5 @@
 import os
+import shutil
 
 # Before numpy loads: the reference multiplies many small matrices, on which BLAS threads only wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -41,3 +42,17 @@ def backend(request):
             pytest.skip(f"no GPU: {str(error).splitlines()[0]}")
     with request.param.active():
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The machine's own, by playwright."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    if chromium is None:
+        pytest.skip("no chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

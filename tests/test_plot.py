@@ -85,6 +85,26 @@ def test_the_page_is_complete_and_asks_nobody(tmp_path, case):
     assert not re.search(r"(src|href|url)\s*[=(]\s*['\"]?(https?:)?//", text)
 
 
+def test_pointing_at_an_item_shows_its_merges(tmp_path, browser):
+    plan = make_plan(SHARED, TARGET)
+    plan.plot(tmp_path / "plan.html")
+    links = timeline(plan).links
+    item = int(links[0, 0])
+    mine = links[(links == item).any(axis=1)]
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    errors, requests = [], []
+    page.on("pageerror", lambda error: errors.append(error))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto((tmp_path / "plan.html").as_uri())
+    page.hover(f"#i{item}")
+    assert page.locator("#links path.on").count() == len(mine)
+    assert page.locator("#items rect.on").count() == len(np.unique(mine))
+    page.mouse.move(1, 1)
+    assert page.locator(".on").count() == 0
+    assert not errors and len(requests) == 1
+    page.close()
+
+
 @pytest.mark.parametrize("case", (SPLIT, EMPTY), ids=("split", "empty"))
 @pytest.mark.parametrize(
     "suffix, magic", ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"))

@@ -13,8 +13,8 @@
 //   - barriers that were not initialised, that more threads arrive at than they count, named
 //     barriers whose users disagree about the number of threads;
 //   - a deadlock, with what every warp waits for.
-// What it cannot find: ordinary accesses without a fence before the copy engine overwrites what they
-// touched, and a limit of registers that the compiler does not meet.
+// What it cannot find: ordinary accesses without a fence before the copy engine overwrites what
+// they touched, and a limit of registers that the compiler does not meet.
 #pragma once
 #define JAX_ATTN_CUDA_SM90_PTX_CUH_
 

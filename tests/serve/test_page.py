@@ -1,7 +1,6 @@
 """The web page in a real browser: it streams, shows what the engine does, and trusts no text."""
 
 import re
-import shutil
 
 import pytest
 
@@ -11,20 +10,8 @@ playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwr
 from fake_engine import FakeEngine, fake_model  # noqa: E402
 from live_server import eventually, serving  # noqa: E402
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 expect = playwright_api.expect
 KEY = "a-key-of-one-tenant"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
