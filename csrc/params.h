@@ -169,6 +169,11 @@ struct MergeGroup {
 };
 static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
 
+// A CUtensorMap: what the copy engine of sm_90 knows of an array.
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
 // Operands, results, plan sections and workspace of one attention call.
 struct AttentionParams {
   const void* q;       // [max_qo_tokens, num_qo_heads, head_dim_qk]
@@ -208,6 +213,12 @@ struct AttentionParams {
   i32 window_right;       // -1: unlimited; causal is 0
   float sm_scale;         // logits = sm_scale * (q . k)
   float logits_soft_cap;  // 0: off; else logits = cap * tanh(logits / cap), before masks
+
+  // Hopper: k and v as the copy engine sees them, [num_layers, rows of a layer, num_kv_heads,
+  // head_dim], in boxes of some rows and 64 columns of a head. 0: there are none.
+  i32 has_tensor_maps;
+  i32 num_layers;
+  TensorMap k_map, v_map;
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

@@ -14,6 +14,8 @@
 namespace jax_attn {
 
 enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
+// Families of attention kernels: csrc/cuda/sm80 and the CPU, csrc/cuda/sm90.
+enum MainLoop : int64_t { kPortable = 0, kHopper = 1 };
 
 inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 
@@ -51,6 +53,7 @@ struct AttentionSpec {
 
 // What select/ chose: the shape of the launch and the numbers the planner schedules by.
 struct KernelConfig {
+  int64_t main_loop = kPortable;
   int64_t num_tiles = 1;                  // entries of tile_q in use, ascending
   int64_t tile_q[kMaxTiles] = {0, 0, 0};  // rows of a query tile (tokens * group_size)
   int64_t tile_kv = 0;                    // kv tokens a main-loop step
@@ -100,6 +103,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
 
 template <typename Visitor>
 void VisitFields(KernelConfig& c, Visitor&& visit) {
+  visit("main_loop", c.main_loop);
   visit("num_tiles", c.num_tiles);
   visit("tile_q_0", c.tile_q[0]);
   visit("tile_q_1", c.tile_q[1]);

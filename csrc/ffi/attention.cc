@@ -90,6 +90,7 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
     p.item_times = reinterpret_cast<i64*>(workspace_words + workspace.item_times);
   }
   p.num_pages = spec.paged() ? b.k.dimensions()[1] : 1;
+  p.num_layers = static_cast<i32>(spec.paged() ? b.k.dimensions()[0] : 1);
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
   p.num_ctas = static_cast<i32>(problem.config.num_ctas);
   p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);

@@ -68,6 +68,7 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
       Resolve(handle, "cuMemsetD8Async", d->cuMemsetD8Async),
       Resolve(handle, "cuMemsetD32Async", d->cuMemsetD32Async),
       Resolve(handle, "cuLaunchKernel", d->cuLaunchKernel),
+      Resolve(handle, "cuTensorMapEncodeTiled", d->cuTensorMapEncodeTiled),
   };
   for (const Status& status : statuses) {
     if (!status.ok()) return status;

@@ -26,6 +26,13 @@ inline constexpr int CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75;
 inline constexpr int CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76;
 inline constexpr int CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97;
 
+inline constexpr int CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6;
+inline constexpr int CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9;
+inline constexpr int CU_TENSOR_MAP_INTERLEAVE_NONE = 0;
+inline constexpr int CU_TENSOR_MAP_SWIZZLE_128B = 3;
+inline constexpr int CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3;
+inline constexpr int CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0;
+
 inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;
 
@@ -45,6 +52,11 @@ struct CudaDriver {
   CUresult (*cuModuleGetFunction)(CUfunction* function, CUmodule module, const char* name);
   CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
   CUresult (*cuFuncLoad)(CUfunction function);  // null before driver 12.4
+  CUresult (*cuTensorMapEncodeTiled)(void* map, int data_type, unsigned int rank, void* address,
+                                     const unsigned long long* dims,
+                                     const unsigned long long* strides, const unsigned int* box,
+                                     const unsigned int* element_strides, int interleave,
+                                     int swizzle, int l2_promotion, int oob_fill);
   CUresult (*cuMemsetD8Async)(CUdeviceptr address, unsigned char value, size_t count,
                               CUstream stream);
   CUresult (*cuMemsetD32Async)(CUdeviceptr address, unsigned int value, size_t count,

@@ -79,6 +79,8 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.window_left = spec.window_left >= 0;
   kernel.window_right = spec.window_right >= 0;
   kernel.logits_soft_cap = spec.logits_soft_cap > 0;
+  kernel.positive_scale = spec.sm_scale > 0;
+  kernel.main_loop = config.main_loop;
   kernel.num_tiles = config.num_tiles;
   for (int i = 0; i < config.num_tiles; ++i) kernel.tile_q[i] = config.tile_q[i];
   kernel.tile_kv = config.tile_kv;
@@ -99,6 +101,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   traits.Bool("kHasWindowLeft", kernel.window_left);
   traits.Bool("kHasWindowRight", kernel.window_right, "causal is window_right 0");
   traits.Bool("kHasSoftCap", kernel.logits_soft_cap);
+  traits.Bool("kPositiveScale", kernel.positive_scale, "sm_scale > 0");
   traits.Int("kNumTiles", kernel.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
     const std::string name = "kTileQ" + std::to_string(i);
@@ -122,10 +125,15 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.window_left) name << "-left";
   if (kernel.window_right) name << "-right";
   if (kernel.logits_soft_cap) name << "-cap";
+  if (!kernel.positive_scale) name << "-negative";
 
   const std::string entry = "attention_kernel";
-  const char* header = kernel.mla ? "cuda/sm80/mla.cuh" : "cuda/sm80/attention.cuh";
-  const char* body = kernel.mla ? "MlaBody" : "AttentionBody";
+  const char* header = kernel.mla                    ? "cuda/sm80/mla.cuh"
+                       : kernel.main_loop == kHopper ? "cuda/sm90/attention.cuh"
+                                                     : "cuda/sm80/attention.cuh";
+  const char* body = kernel.mla                    ? "MlaBody"
+                     : kernel.main_loop == kHopper ? "HopperAttentionBody"
+                                                   : "AttentionBody";
   return {name.str(), entry, TranslationUnit(header, traits.str(), body, "Attention", entry),
           Options(kernel.arch)};
 }
@@ -178,7 +186,9 @@ KernelKey MakeKey(const AttentionKernel& k) {
           k.tile_q[2],
           k.tile_kv,
           k.num_warps,
-          k.num_stages};
+          k.num_stages,
+          k.positive_scale,
+          k.main_loop};
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }

@@ -24,6 +24,8 @@ struct AttentionKernel {
   int64_t window_left = 0;      // 1: window_left is limited
   int64_t window_right = 0;     // 1: window_right is limited (causal is)
   int64_t logits_soft_cap = 0;  // 1: on
+  int64_t positive_scale = 1;   // 1: sm_scale > 0
+  int64_t main_loop = kPortable;
   int64_t num_tiles = 0;
   std::array<int64_t, kMaxTiles> tile_q{};
   int64_t tile_kv = 0;

@@ -69,6 +69,51 @@ Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& la
   return Status::Ok();
 }
 
+// Rows in a box of the copy engine: what one warp of the producer copies of a page, or of a ragged
+// step. 0: boxes of 8 rows and more do not tile the pages (csrc/cuda/sm90/attention.cuh).
+int64_t BoxRows(const AttentionProblem& problem) {
+  const int64_t slice = problem.config.tile_kv / 4, page_size = problem.spec.page_size;
+  if (page_size % slice == 0) return slice;  // ragged as well
+  return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
+}
+
+// [num_layers, rows of a layer, num_kv_heads, head_dim] in boxes of 64 columns of a head, which
+// arrive as rows of 128 bytes, swizzled. Columns beyond head_dim arrive as zeros.
+Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
+                     int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
+  using u64 = unsigned long long;
+  const u64 row_bytes = static_cast<u64>(problem.spec.num_kv_heads * head_dim * 2);
+  const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(problem.spec.num_kv_heads),
+                      static_cast<u64>(num_rows), static_cast<u64>(num_layers)};
+  const u64 strides[] = {static_cast<u64>(head_dim * 2), row_bytes, row_bytes * dims[2]};
+  const unsigned box[] = {64, 1, static_cast<unsigned>(BoxRows(problem)), 1};
+  const unsigned steps[] = {1, 1, 1, 1};
+  const int type = problem.spec.dtype == kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult r = d.cuTensorMapEncodeTiled(
+      map, type, 4, const_cast<void*>(array), dims, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? Status::Ok()
+                           : Status::Error("attention: " + d.Describe("cuTensorMapEncodeTiled", r));
+}
+
+Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
+  const AttentionSpec& spec = problem.spec;
+  const int64_t rows = spec.paged() ? p->num_pages * spec.page_size : spec.max_kv_tokens;
+  // Coordinates of a box are 32-bit integers.
+  if (problem.config.main_loop != kHopper || BoxRows(problem) == 0 || rows == 0 ||
+      rows >= (int64_t{1} << 31)) {
+    return Status::Ok();
+  }
+  Status s = MakeTensorMap(d, problem, p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map);
+  if (s.ok()) {
+    s = MakeTensorMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
+  }
+  p->has_tensor_maps = s.ok();
+  return s;
+}
+
 Status NotLoaded(const char* op, int device_ordinal) {
   return Status::Error(std::string(op) + ": its kernel is not loaded on device " +
                        std::to_string(device_ordinal) +
@@ -146,7 +191,9 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
     launch.zero_words = params.merge_counters;
     launch.num_zero_words = problem.config.max_merge_groups;
   }
-  return LaunchLoaded("attention", *kernel, launch, params, stream);
+  AttentionParams with_maps = params;
+  if (Status s = AddTensorMaps(*kernel->driver, problem, &with_maps); !s.ok()) return s;
+  return LaunchLoaded("attention", *kernel, launch, with_maps, stream);
 }
 
 Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info) {

@@ -138,6 +138,27 @@ void SelectTensorCore(const AttentionSpec& spec, SmemClass smem, KernelConfig* c
   config->num_stages = NumStages(spec, smem);
 }
 
+// wgmma, for Hopper alone: nobody else executes it. One CTA a multiprocessor: two consumer
+// warpgroups and a producer.
+bool HasHopperLoop(const AttentionSpec& spec) { return spec.arch == 90 && spec.dtype != kF32; }
+
+void SelectHopper(const AttentionSpec& spec, KernelConfig* config) {
+  config->main_loop = kHopper;
+  config->num_warps = 12;
+  // Rows are padded to whole 128-byte blocks. A step of logits and probabilities takes 3 / 4 of
+  // tile_kv registers a thread, o half its head_dim, of 232; and two slots of K and V must fit
+  // beside 128 rows of q.
+  const int64_t dim_qk = (spec.head_dim_qk + 63) / 64 * 64;
+  const int64_t dim_vo = (spec.head_dim_vo + 63) / 64 * 64;
+  const int64_t smem_128 = 2 * (2 * 128 * (dim_qk + dim_vo) + 128 * dim_qk) + (6 << 10);
+  config->tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
+  // 64 rows, the height of a wgmma: both consumers share them and split the tokens. With 128 each
+  // has its own 64.
+  config->num_tiles = spec.schedule == kFixedSplit ? 1 : 2;
+  config->tile_q[0] = 64;
+  if (config->num_tiles == 2) config->tile_q[1] = 128;
+}
+
 }  // namespace
 
 int64_t MaxMlaRows(int64_t arch) { return SmemClassOf(arch) == SmemClass::k228KB ? 64 : 32; }
@@ -147,13 +168,17 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config) {
   const SmemClass smem = SmemClassOf(spec.arch);
   if (spec.mla) {
     SelectMla(spec, smem, config);
+  } else if (HasHopperLoop(spec)) {
+    SelectHopper(spec, config);
   } else if (spec.dtype == kF32) {
     SelectF32(spec, smem, config);
   } else {
     SelectTensorCore(spec, smem, config);
   }
   // A persistent grid that fills the device once.
-  config->num_ctas = CtasPerProcessor(spec, smem) * std::max<int64_t>(1, spec.num_processors);
+  const bool hopper = config->main_loop == kHopper;
+  config->num_ctas =
+      (hopper ? 1 : CtasPerProcessor(spec, smem)) * std::max<int64_t>(1, spec.num_processors);
   config->heads_per_unit = 1;
   // One step. Measured (H200): 8 requests of 1024 take 19.0 us, with chunks of 128 and more 23.0.
   config->min_chunk = 64;
@@ -161,13 +186,16 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config) {
   // share of the merge), about 2: kv tokens that a CTA streams meanwhile, 17 bytes/ns. Measured
   // (H200): item_cost 32 and 96, split_cost 0, 48, 64 and 128; these two were best or within noise
   // on decode batches of equal, uniform and zipf lengths. Without a price for splits 16 requests of
-  // 8192 took 176 us, with it 140.
-  config->item_cost = 96;
-  config->split_cost = 64;
+  // 8192 took 176 us, with it 140. On Hopper a CTA has the multiprocessor for itself and streams
+  // twice as fast.
+  config->item_cost = hopper ? 192 : 96;
+  config->split_cost = hopper ? 128 : 64;
   // Time of 16 kv tokens. Decode moves 8 KB in 0.48 us (16 units); 128 rows multiply for 0.92 us at
-  // 300 TFLOP/s; 64 rows reuse less, so more than half of that.
+  // 300 TFLOP/s; 64 rows reuse less, so more than half of that. On Hopper decode moves them in 0.24
+  // us, and 128 rows multiply for 0.21 us at 650 TFLOP/s.
   for (int i = 0; i < config->num_tiles; ++i) {
-    config->kv_cost[i] = config->tile_q[i] <= 16 ? 16 : config->tile_q[i] <= 64 ? 20 : 32;
+    const int64_t rows = config->tile_q[i];
+    config->kv_cost[i] = hopper || rows <= 16 ? 16 : rows <= 64 ? 20 : 32;
   }
   if (spec.mla) CostMla(config);
 }

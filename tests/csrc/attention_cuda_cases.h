@@ -45,6 +45,8 @@ struct Case {
 //   struct Kernel {
 //     template <class Shape> struct Traits : Shape {...};  // and its configuration
 //     template <class Shape> using Body = ...;             // static Run, kNumThreads, kSmemBytes
+//     template <class Shape> static void AddTensorMaps(const AttentionSpec&, i64 num_rows,
+//                                                      AttentionParams*);  // if it reads any
 //   };
 template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kRight, bool kCap>
 struct ShapeOf {
@@ -303,6 +305,8 @@ void RunCase(const Case& c, unsigned seed) {
   for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
   const Outputs expected = ExpectedOutputs(c, problem, b, c.sinks ? sinks.data() : nullptr);
   AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
+  const i64 num_rows = spec.paged() ? b.num_pages * spec.page_size : spec.max_kv_tokens;
+  Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
 
   Outputs got[2];
   for (Outputs& out : got) {  // other orders of warps and CTAs, the same bits

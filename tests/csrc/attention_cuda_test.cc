@@ -17,6 +17,8 @@ struct Sm80Kernel {
   };
   template <class Shape>
   using Body = AttentionBody<Traits<Shape>>;
+  template <class Shape>
+  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 // The same for fixed_split.

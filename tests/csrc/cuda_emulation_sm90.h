@@ -561,6 +561,8 @@ void WgmmaWait() {
   emulation::OncePerWarp("wgmma.wait_group", [] { emulation::sm90.Finish(kPending); });
 }
 
+inline u64 MoveDescriptor(u64 descriptor, int num_bytes) { return descriptor + (num_bytes >> 4); }
+inline void KeepBefore(float) {}
 template <class T, int kTiles>
 void PinRegisters(T (&)[kTiles][4]) {}
 

@@ -20,6 +20,8 @@ struct Sm80Mla {
   };
   template <class Shape>
   using Body = MlaBody<Traits<Shape>>;
+  template <class Shape>
+  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 }  // namespace

@@ -17,11 +17,18 @@ struct MergeScratch {
   u32 completed[kMaxGroups / kWarpSize];  // a bit each: we came last
 };
 
-// Folds one group by the whole CTA. A thread takes four columns of a row, and with them the states
+// The threads that execute an item together.
+struct WholeCta {
+  __device__ static int thread() { return threadIdx.x; }
+  __device__ static int num_threads() { return blockDim.x; }
+  __device__ static void Sync() { __syncthreads(); }
+};
+
+// Folds one group by the whole team. A thread takes four columns of a row, and with them the states
 // of the row, kBatch at a time: all of a batch is under way before the first of it is used. Not
 // inlined: one copy serves all tile heights.
 // partial_rows: [group.num_partials].
-template <class Traits>
+template <class Traits, class Team>
 __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const MergeGroup& group,
                                             const i32* partial_rows) {
   constexpr int kDim = Traits::kHeadDimVo, kVectors = kDim / 4, kBatch = 8;
@@ -29,7 +36,7 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
   const int num_partials = group.num_partials;
   const RowMap<Traits::kGroupSize> map(p, group.qo_begin, group.kv_head);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < num_rows * kVectors; e += blockDim.x) {
+  for (int e = Team::thread(); e < num_rows * kVectors; e += Team::num_threads()) {
     const int row = e / kVectors, column = 4 * (e % kVectors);
     // The last of mla's blocks of heads may not be full.
     if (Traits::kIsMla && map.QoHead(row) >= map.num_qo_heads) continue;
@@ -71,26 +78,26 @@ __device__ __forceinline__ void PrefetchMergeGroup(const AttentionParams& p, int
   if (merge_idx >= 0) LoadConstant(&p.merge_groups[merge_idx].num_partials);
 }
 
-// Called by the whole CTA after it wrote the state of an item of groups [merge_idx, merge_idx +
+// Called by the whole team after it wrote the state of an item of groups [merge_idx, merge_idx +
 // num_groups). scratch: shared memory.
-template <class Traits>
+template <class Traits, class Team = WholeCta>
 __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int merge_idx,
                                                int num_groups, MergeScratch& scratch) {
   static_assert(Max(Traits::kTileQ0, Max(Traits::kTileQ1, Traits::kTileQ2)) / Traits::kGroupSize <=
                     MergeScratch::kMaxGroups,
                 "a group has at least one token");
   static_assert(Traits::kNumWarps >= 2, "the second warp keeps what the first will need");
-  const int thread = threadIdx.x;
+  const int thread = Team::thread();
   const MergeGroup* groups = p.merge_groups + merge_idx;
   // One thread a group arrives for all: the barrier before it makes their writes part of what it
   // releases, the barrier after it makes what it acquired theirs. The others wait for no fence, and
   // neither do their loads for the next item. An arrival takes a trip to L2 and more; meanwhile the
   // second warp brings what a fold begins with.
-  __syncthreads();
+  Team::Sync();
   if (thread / kWarpSize != 1 || num_groups > 1) {
     const int warp_begin = thread / kWarpSize * kWarpSize;
 #pragma unroll 1
-    for (int first = warp_begin; first < num_groups; first += blockDim.x) {
+    for (int first = warp_begin; first < num_groups; first += Team::num_threads()) {
       const int i = first + thread - warp_begin;
       bool last = false;
       if (i < num_groups) {
@@ -113,11 +120,11 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int mer
       scratch.partial_rows[lane] = LoadConstant(partial_rows + lane);
     }
   }
-  __syncthreads();
+  Team::Sync();
   if (num_groups == 1) {
     if (scratch.completed[0] == 0) return;
     const bool kept = scratch.group.num_partials <= MergeScratch::kMaxKept;
-    FoldMergeGroup<Traits>(
+    FoldMergeGroup<Traits, Team>(
         p, scratch.group,
         kept ? scratch.partial_rows : p.partial_rows + scratch.group.partials_begin);
     return;
@@ -125,7 +132,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int mer
 #pragma unroll 1
   for (int i = 0; i < num_groups; ++i) {
     if ((scratch.completed[i / kWarpSize] >> i % kWarpSize & 1) == 0) continue;
-    FoldMergeGroup<Traits>(p, groups[i], p.partial_rows + groups[i].partials_begin);
+    FoldMergeGroup<Traits, Team>(p, groups[i], p.partial_rows + groups[i].partials_begin);
   }
 }
 

@@ -1,0 +1,248 @@
+// One function a PTX instruction of sm_90a: barriers in shared memory, register budgets, wgmma.
+//
+// tests/csrc/cuda_emulation_sm90.h takes the place of this file on the host, hence a guard with a
+// name.
+#ifndef JAX_ATTN_CUDA_SM90_PTX_CUH_
+#define JAX_ATTN_CUDA_SM90_PTX_CUH_
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/types.cuh"
+
+namespace jax_attn {
+
+// --- barriers in shared memory (mbarrier) ---
+//
+// A barrier counts the arrivals of its current phase; the last one completes the phase and begins
+// the next. WaitBarrier(b, parity) returns once the phase of that parity (0 for the first one) is
+// complete, so waiting for parity 1 on a fresh barrier returns at once.
+
+__device__ __forceinline__ void InitBarrier(u32 barrier, int num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void ArriveBarrier(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// This thread arrives when all of its asynchronous copies so far have landed; it does not wait.
+__device__ __forceinline__ void ArriveBarrierAfterCopies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// As many arrivals of this thread at once.
+__device__ __forceinline__ void ArriveBarrier(u32 barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
+               : "memory");
+}
+
+// The current phase does not complete before that many more bytes were copied by CopyBox.
+__device__ __forceinline__ void ExpectBytes(u32 barrier, int num_bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// Copies one box of a tensor map by the copy engine: 64 columns from `column` on of head `head`,
+// rows from `row` on of layer `layer`, as rows of 128 bytes, swizzled. wgmma may read them once
+// `barrier` lets pass; no fence is needed.
+__device__ __forceinline__ void CopyBox(u32 shared, const TensorMap& map, int column, int head,
+                                        int row, int layer, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(head), "r"(row), "r"(layer), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ bool TryWaitBarrier(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
+  while (!TryWaitBarrier(barrier, parity)) {
+  }
+}
+
+// Shared memory that was written by ordinary instructions or CopyAsync16 may now be read by wgmma.
+// Executed by the reader after it waited for the writers, or by the writers before they arrive.
+__device__ __forceinline__ void FenceSharedForWgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- named barriers: num_threads of the CTA meet at barrier `id` (0 is __syncthreads) ---
+
+__device__ __forceinline__ void SyncNamed(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Counts as having met, without waiting for the others.
+__device__ __forceinline__ void ArriveNamed(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// --- registers a thread of this warpgroup may use from here on ---
+
+template <int kRegisters>
+__device__ __forceinline__ void LowerRegisterLimit() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void RaiseRegisterLimit() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// --- wgmma: matrix products of a warpgroup, asynchronous ---
+
+// A matrix in shared memory whose rows of 128 bytes are swizzled: byte address bits [4, 7) are
+// XORed with bits [7, 10), so that tiles start at multiples of 1024. Blocks of 8 rows follow each
+// other in `stride` bytes. When the rows run along the dimension that is not summed over
+// (transposed b), further columns follow in `leading` bytes.
+__device__ __forceinline__ u64 MatrixDescriptor(u32 shared, int leading, int stride) {
+  constexpr u64 kSwizzle128 = u64{1} << 62;
+  return kSwizzle128 | static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(leading >> 4) << 16 |
+         (shared & 0x3ffff) >> 4;
+}
+
+// The descriptor of what lies num_bytes further. An address has 18 bits, so nothing is carried into
+// the upper word, which the compiler may keep as a constant.
+__device__ __forceinline__ u64 MoveDescriptor(u64 descriptor, int num_bytes) {
+  return (descriptor & 0xffffffff00000000ull) |
+         (static_cast<u32>(descriptor) + static_cast<u32>(num_bytes >> 4));
+}
+
+// Before the first wgmma, and whenever registers it reads or adds to were written otherwise.
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes the group of products since the last commit.
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the latest groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Registers that asynchronous products read or write, as the compiler should see them: whatever
+// computes them stays before this point, and whatever uses them behind it. Before a WgmmaFence and
+// after a WgmmaWait.
+template <class T, int kTiles>
+__device__ __forceinline__ void PinRegisters(T (&d)[kTiles][4]) {
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (sizeof(T) == 4 && T(0.5f) == T(0)) {
+        asm volatile("" : "+r"(d[j][c])::"memory");
+      } else {
+        asm volatile("" : "+f"(d[j][c])::"memory");
+      }
+    }
+  }
+}
+
+// What leads to x, which is not negative, is computed before what follows. ptxas would move it
+// behind a WgmmaWait for products that it does not need, and so wait for both, one after the other.
+__device__ __forceinline__ void KeepBefore(float x) {
+  if (x < 0.0f) asm volatile("nanosleep.u32 1;" ::: "memory");
+}
+
+// d[64, kN] = (accumulate ? d : 0) + a[64, 16] * b[16, kN].
+// d follows MmaBf16: warp w of the warpgroup has rows [16w, 16w + 16), and d[j][2h + c] is column
+// 8j + 2 * (lane % 4) + c of row 8h + lane / 4 of them. a: in shared memory, rows along k, or in
+// registers, fragments as for MmaBf16. b: in shared memory, rows along k, or transposed: rows along
+// n.
+template <int kN, int kDtype>
+struct Wgmma;
+
+// Operands 0 .. kN / 2 - 1 are the accumulators.
+#define JAX_ATTN_LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAX_ATTN_LIST_32 \
+  JAX_ATTN_LIST_16       \
+  ", "                   \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAX_ATTN_LIST_64                                                                  \
+  JAX_ATTN_LIST_32                                                                        \
+  ", "                                                                                    \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAX_ATTN_LIST_96                                                                  \
+  JAX_ATTN_LIST_64                                                                        \
+  ", "                                                                                    \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAX_ATTN_LIST_128                                                                  \
+  JAX_ATTN_LIST_96                                                                         \
+  ", "                                                                                     \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "   \
+  "%125, %126, %127"
+#define JAX_ATTN_REGISTERS_8(i)                                               \
+  "+f"(d[i / 4][0]), "+f"(d[i / 4][1]), "+f"(d[i / 4][2]), "+f"(d[i / 4][3]), \
+      "+f"(d[i / 4 + 1][0]), "+f"(d[i / 4 + 1][1]), "+f"(d[i / 4 + 1][2]), "+f"(d[i / 4 + 1][3])
+#define JAX_ATTN_REGISTERS_16 JAX_ATTN_REGISTERS_8(0), JAX_ATTN_REGISTERS_8(8)
+#define JAX_ATTN_REGISTERS_32 \
+  JAX_ATTN_REGISTERS_16, JAX_ATTN_REGISTERS_8(16), JAX_ATTN_REGISTERS_8(24)
+#define JAX_ATTN_REGISTERS_32_AT(i)                                                       \
+  JAX_ATTN_REGISTERS_8(i), JAX_ATTN_REGISTERS_8((i + 8)), JAX_ATTN_REGISTERS_8((i + 16)), \
+      JAX_ATTN_REGISTERS_8((i + 24))
+#define JAX_ATTN_REGISTERS_64 JAX_ATTN_REGISTERS_32, JAX_ATTN_REGISTERS_32_AT(32)
+#define JAX_ATTN_REGISTERS_96 JAX_ATTN_REGISTERS_64, JAX_ATTN_REGISTERS_32_AT(64)
+#define JAX_ATTN_REGISTERS_128 JAX_ATTN_REGISTERS_96, JAX_ATTN_REGISTERS_32_AT(96)
+
+// o0 .. o5: the operands after the accumulators.
+#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                      \
+  template <>                                                                              \
+  struct Wgmma<n, dtype> {                                                                 \
+    __device__ __forceinline__ static void SharedA(float (&d)[count / 4][4], u64 a, u64 b, \
+                                                   bool accumulate) {                      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                  \
+                   ", 0;\n"                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type         \
+                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 0, 0;\n}\n"     \
+                   : JAX_ATTN_REGISTERS_##count                                            \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                   \
+    }                                                                                      \
+    __device__ __forceinline__ static void RegistersATransposedB(float (&d)[count / 4][4], \
+                                                                 const u32 (&a)[4], u64 b, \
+                                                                 bool accumulate) {        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                  \
+                   ", 0;\n"                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type         \
+                   " {" JAX_ATTN_LIST_##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4   \
+                                              ", p, 1, 1, 1;\n}\n"                         \
+                   : JAX_ATTN_REGISTERS_##count                                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                   \
+                     "r"(static_cast<int>(accumulate)));                                   \
+    }                                                                                      \
+  };
+#define JAX_ATTN_WGMMA_BOTH(n, count, ...)                    \
+  JAX_ATTN_WGMMA(n, count, kElementBf16, "bf16", __VA_ARGS__) \
+  JAX_ATTN_WGMMA(n, count, kElementF16, "f16", __VA_ARGS__)
+
+JAX_ATTN_WGMMA_BOTH(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+JAX_ATTN_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+JAX_ATTN_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+JAX_ATTN_WGMMA_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
+JAX_ATTN_WGMMA_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
+
+#undef JAX_ATTN_WGMMA_BOTH
+#undef JAX_ATTN_WGMMA
+
+}  // namespace jax_attn
+
+#endif  // JAX_ATTN_CUDA_SM90_PTX_CUH_

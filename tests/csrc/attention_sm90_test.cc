@@ -1,0 +1,50 @@
+// The attention kernel of sm_90a, without a GPU: keys and values copied row by row, and by the copy
+// engine where its boxes tile the pages.
+#include "cuda_emulation.h"
+#include "cuda_emulation_sm90.h"
+// The above stand in for CUDA and come first.
+#include "attention_cuda_cases.h"
+#include "cuda/sm90/attention.cuh"
+
+namespace jax_attn {
+namespace {
+
+// As select/cuda.cc has it.
+template <bool kBoxes>
+struct Sm90Kernel {
+  template <class Shape>
+  struct Traits : Shape {
+    static constexpr int kArch = 90;
+    static constexpr int kNumTiles = 2, kTileQ0 = 64, kTileQ1 = 128, kTileQ2 = 0;
+    static constexpr int kTileKv = Shape::kHeadDimVo > 128 ? 64 : 128, kNumWarps = 12;
+    static constexpr int kNumStages = 0;
+  };
+  template <class Shape>
+  using Body = HopperAttentionBody<Traits<Shape>>;
+
+  template <class Shape>
+  static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
+    constexpr int kBoxRows = HopperShape<Traits<Shape>>::kBoxRows;
+    p->num_layers = 1;
+    p->has_tensor_maps = kBoxes && kBoxRows > 0;
+    auto map = [&](const void* array, i64 head_dim) {
+      const emulation::BoxedArray boxed = {
+          static_cast<const u16*>(array), 1,
+          static_cast<u64>(num_rows),     static_cast<u64>(spec.num_kv_heads),
+          static_cast<u64>(head_dim),     kBoxRows};
+      TensorMap bits = {};
+      std::memcpy(&bits, &boxed, sizeof(boxed));
+      return bits;
+    };
+    p->k_map = map(p->k, spec.head_dim_qk);
+    p->v_map = map(p->v, spec.head_dim_vo);
+  }
+};
+
+}  // namespace
+}  // namespace jax_attn
+
+int main() {
+  using namespace jax_attn;
+  return RunAllCases<Sm90Kernel<false>>() | RunAllCases<Sm90Kernel<true>>();
+}
