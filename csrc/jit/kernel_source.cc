@@ -126,6 +126,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.window_right) name << "-right";
   if (kernel.logits_soft_cap) name << "-cap";
   if (!kernel.positive_scale) name << "-negative";
+  if (kernel.main_loop == kHopper) name << "-wgmma";
 
   const std::string entry = "attention_kernel";
   const char* header = kernel.mla                    ? "cuda/sm80/mla.cuh"

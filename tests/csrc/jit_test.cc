@@ -237,6 +237,17 @@ FAKE int cuMemsetD32Async(unsigned long long address, unsigned value, size_t cou
           {}});
   return 0;
 }
+// Leaves the dimensions and the box where a driver has bits of its own.
+FAKE int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* address,
+                                const unsigned long long* dims, const unsigned long long* strides,
+                                const unsigned* box, const unsigned*, int, int, int, int) {
+  auto* words = static_cast<unsigned long long*>(map);
+  words[0] = reinterpret_cast<uintptr_t>(address);
+  for (unsigned i = 0; i < rank; ++i) words[1 + i] = dims[i];
+  for (unsigned i = 0; i + 1 < rank; ++i) words[5 + i] = strides[i];
+  for (unsigned i = 0; i < rank; ++i) words[8 + i] = box[i];
+  return 0;
+}
 FAKE int cuLaunchKernel(uintptr_t function, unsigned grid, unsigned, unsigned, unsigned block,
                         unsigned, unsigned, unsigned smem, const void* stream, void** params,
                         void**) {
@@ -263,6 +274,7 @@ AttentionProblem MakeProblem(int64_t head_dim) {
   p.spec.num_qo_heads = 32;
   p.spec.num_kv_heads = 8;
   p.spec.head_dim_qk = p.spec.head_dim_vo = head_dim;
+  p.spec.sm_scale = 0.125;
   p.spec.window_right = 0;
   p.spec.page_size = 16;
   p.spec.arch = 90;
@@ -425,6 +437,8 @@ void TestPrepare(const std::string& cache_dir) {
       [](AttentionProblem* p) { p->config.tile_kv = 32; },
       [](AttentionProblem* p) { p->config.num_warps = 8; },
       [](AttentionProblem* p) { p->config.num_stages = 3; },
+      [](AttentionProblem* p) { p->spec.sm_scale = -0.125; },
+      [](AttentionProblem* p) { p->config.main_loop = kHopper; },
   };
   for (const Change change : changes) {
     AttentionProblem other = problem;
@@ -516,6 +530,48 @@ void TestAttentionLaunch() {
               "attention: cuLaunchKernel: CUDA_ERROR_OTHER (its description)");
   fake_driver.launch_error = 0;
   TakeCalls();
+}
+
+// What the copy engine learns of k and v, where its boxes tile the pages.
+void TestTensorMaps() {
+  AttentionProblem problem = MakeProblem(128);
+  problem.config.main_loop = kHopper;
+  problem.config.tile_kv = 128;
+  problem.config.num_ctas = 132;
+  fake_driver.param_bytes = sizeof(AttentionParams);
+  auto launch = [&](int64_t page_size, AttentionParams params) {
+    problem.spec.page_size = page_size;
+    CHECK_OK(LoadAttention(problem, 0));
+    CHECK_OK(LaunchAttention(problem, params, Stream(0), 0));
+    AttentionParams got;
+    std::memcpy(&got, TakeCalls().back().params.data(), sizeof(got));
+    return got;
+  };
+  AttentionParams params = {};
+  char k[1], v[1];
+  params.k = k;
+  params.v = v;
+  params.num_layers = 3;
+  params.num_pages = 100;
+  const AttentionParams paged = launch(16, params);
+  CHECK(paged.has_tensor_maps == 1);
+  const unsigned long long dims[] = {128, 8, 1600, 3}, strides[] = {256, 2048, 2048 * 1600};
+  const unsigned long long box[] = {64, 1, 16, 1};
+  for (const TensorMap* map : {&paged.k_map, &paged.v_map}) {
+    CHECK(map->words[0] == reinterpret_cast<uintptr_t>(map == &paged.k_map ? k : v));
+    CHECK(std::memcmp(map->words + 1, dims, sizeof(dims)) == 0);
+    CHECK(std::memcmp(map->words + 5, strides, sizeof(strides)) == 0);
+    CHECK(std::memcmp(map->words + 8, box, sizeof(box)) == 0);
+  }
+  CHECK(launch(64, params).k_map.words[10] == 32);  // what a warp copies of a step
+  CHECK(launch(48, params).has_tensor_maps == 0);
+  CHECK(launch(1, params).has_tensor_maps == 0);
+  params.num_pages = int64_t{1} << 27;  // rows of a layer beyond 32-bit coordinates
+  CHECK(launch(16, params).has_tensor_maps == 0);
+  problem.spec.max_kv_tokens = 5000;
+  params.num_layers = params.num_pages = 1;
+  const AttentionParams ragged = launch(0, params);
+  CHECK(ragged.has_tensor_maps == 1 && ragged.k_map.words[3] == 5000);
 }
 
 void TestLoadFailures() {
@@ -641,6 +697,7 @@ int main() {
   TestCacheKey();
   TestPrepareFailures();
   TestAttentionLaunch();
+  TestTensorMaps();
   TestLoadFailures();
   TestAppendAndMerge();
   TestPlan();
