@@ -9,6 +9,7 @@ namespace jax_attn {
 
 using i32 = int;
 using i64 = long long;
+using u64 = unsigned long long;
 
 inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
 inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault

@@ -114,7 +114,8 @@ int64_t PlanScratchBytes(const AttentionProblem& problem) {
       balanced ? tiles + 2 * queues : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
   int64_t sort_size = 2;
   while (sort_size < chunks) sort_size *= 2;
-  const int64_t trial = 4 * tiles + 12 * queues + 8 * sort_size + 8 * chunks * rules.num_units;
+  const int64_t trial =
+      4 * tiles + 12 * queues + 8 * (sort_size + chunks) + 8 * chunks * rules.num_units;
   const int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
   const int64_t ranges = 8 * tiles + 5 * 4 * queues;
   const int64_t results = (4 + 4 + 8) * tiles + 4 * (queues + 1);

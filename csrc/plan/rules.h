@@ -28,6 +28,7 @@ struct QueryTile {
   i32 kv_cost;           // of 16 kv tokens
   i32 kv_begin, kv_end;  // positions any row of the tile sees
   i32 kv_base, q_pos;    // as in WorkItem
+  i32 section;           // see SectionKey; 0: the request has no other tile
 };
 
 constexpr i64 CeilDivide(i64 a, i64 b) { return (a + b - 1) / b; }
@@ -156,6 +157,7 @@ inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 r
   if (end <= begin) begin = end = 0;
   t.kv_begin = static_cast<i32>(begin);
   t.kv_end = static_cast<i32>(end);
+  t.section = r.qo_len > tokens ? r.kv_len : 0;
   return t;
 }
 
@@ -170,6 +172,36 @@ inline i64 ItemCost(const PlanRules& rules, const QueryTile& t, i64 kv_tokens, b
 // What a tile adds to the total that CutTile's chunks are a part of.
 inline i64 SpanCost(const QueryTile& t) {
   return static_cast<i64>(t.kv_end - t.kv_begin) * t.kv_cost;
+}
+
+// --- order ---
+
+// Chunks are handed out in the order of their keys: descending cost, ascending chunk. Requests of
+// several tiles go before all others, the longest first, in sections: all tiles of a request and
+// head one after the other, because they read the same keys, which the cache holds meanwhile, and
+// the last first, because under a causal mask it is the heaviest. Measured (H200, wgmma): 4 x 4096
+// tokens without mask 586 -> 626 TFLOP/s, causal 487 -> 538.
+inline constexpr i32 kChunkBits = 26;
+inline constexpr u64 kMaxRank = (1ull << 38) - 1;
+inline constexpr i64 kSharedFirst = 1ll << 37;   // beside the cost of a chunk of a shared prefix
+inline constexpr i64 kSectionFirst = 1ll << 36;  // costs of one item stay far below it
+inline constexpr u64 kChunkMask = (1u << kChunkBits) - 1;
+
+inline u64 ChunkKey(i64 cost, i64 chunk) {
+  return (kMaxRank - static_cast<u64>(cost)) << kChunkBits | static_cast<u64>(chunk);
+}
+// section: of the chunk's tile, the request's kv_len.
+inline u64 SectionKey(i32 section, i64 chunk) {
+  return (kMaxRank - static_cast<u64>(kSectionFirst + section)) << kChunkBits |
+         (kChunkMask - static_cast<u64>(chunk));
+}
+inline bool IsSectionKey(u64 key) {
+  const u64 rank = kMaxRank - (key >> kChunkBits);
+  return rank >= static_cast<u64>(kSectionFirst) && rank < static_cast<u64>(kSharedFirst);
+}
+inline i32 ChunkOfKey(u64 key) {
+  const u64 low = key & kChunkMask;
+  return static_cast<i32>(IsSectionKey(key) ? kChunkMask - low : low);
 }
 
 // --- cuts by length ---

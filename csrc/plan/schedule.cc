@@ -43,14 +43,18 @@ class LoadHeap {
   std::vector<uint64_t> keys_;
 };
 
+// A chunk for one head unit, in a queue of a partition.
+struct Slot {
+  int32_t chunk, unit, queue;
+};
+
 struct Assignment {
   std::vector<Chunk> chunks;
-  std::vector<int32_t> order;     // chunk indices, heaviest first
-  std::vector<int32_t> queue_of;  // [order position * units + unit] queue within a partition
-  int64_t makespan = 0;           // load of the fullest queue
-  int64_t total_cost = 0;         // of all queues of a partition
-  int64_t num_cut_items = 0;      // over all partitions and heads
-  PlanCounts counts = {};         // likewise
+  std::vector<Slot> slots;    // in the order in which queues execute them
+  int64_t makespan = 0;       // load of the fullest queue
+  int64_t total_cost = 0;     // of all queues of a partition
+  int64_t num_cut_items = 0;  // over all partitions and heads
+  PlanCounts counts = {};     // likewise
 };
 
 void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
@@ -73,41 +77,56 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
+// But before them requests of several tiles, section by section (rules.h).
 void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
   thread_local LoadHeap heap;
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
   keys.resize(num_chunks);
   for (size_t i = 0; i < num_chunks; ++i) {
-    // Descending cost, ascending index. Costs of one item stay far below 2^37. Shared chunks come
-    // first: they complete few merge groups then, and so many folds by one CTA at the end would
-    // take longer than what they fold.
-    const uint64_t first = uint64_t{tiling.SharingOf(a->chunks[i].tile_idx).shared()} << 37;
-    const uint64_t cost = first + static_cast<uint64_t>(a->chunks[i].cost);
-    keys[i] = (((uint64_t{1} << 38) - 1 - cost) << 26) | i;
+    const Chunk& c = a->chunks[i];
+    // Shared chunks come first: they complete few merge groups then, and so many folds by one CTA
+    // at the end would take longer than what they fold.
+    const bool shared = tiling.SharingOf(c.tile_idx).shared();
+    const i32 section = tiling.tiles[c.tile_idx].section;
+    keys[i] =
+        section > 0 ? SectionKey(section, i) : ChunkKey(c.cost + (shared ? kSharedFirst : 0), i);
   }
   std::sort(keys.begin(), keys.end());
 
   heap.Reset(rules.num_queues);
-  a->order.resize(num_chunks);
-  a->queue_of.resize(num_chunks * rules.num_units);
-  size_t slot = 0;
-  for (size_t i = 0; i < num_chunks; ++i) {
-    a->order[i] = static_cast<int32_t>(keys[i] & ((1u << 26) - 1));
-    const int64_t cost = a->chunks[a->order[i]].cost;
-    for (i32 u = 0; u < rules.num_units; ++u) a->queue_of[slot++] = heap.Assign(cost);
+  a->slots.clear();
+  auto request_at = [&](size_t i) {
+    return tiling.tiles[a->chunks[ChunkOfKey(keys[i])].tile_idx].request;
+  };
+  for (size_t begin = 0, end; begin < num_chunks; begin = end) {
+    end = begin + 1;
+    if (IsSectionKey(keys[begin])) {
+      while (end < num_chunks && IsSectionKey(keys[end]) && request_at(end) == request_at(begin)) {
+        ++end;
+      }
+    }
+    for (i32 u = 0; u < rules.num_units; ++u) {
+      for (size_t i = begin; i < end; ++i) {
+        const int32_t chunk = ChunkOfKey(keys[i]);
+        a->slots.push_back({chunk, u, heap.Assign(a->chunks[chunk].cost)});
+      }
+    }
   }
   a->makespan = heap.MaxLoad();
   CountAssignment(rules, tiling, a);
 }
 
 void AssignRanges(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
-  CutByRanges(rules, tiling.tiles, &a->chunks, &a->queue_of);
-  a->order.resize(a->chunks.size());
-  std::iota(a->order.begin(), a->order.end(), 0);
+  thread_local std::vector<int32_t> queue_of;
+  CutByRanges(rules, tiling.tiles, &a->chunks, &queue_of);
+  a->slots.clear();
+  for (size_t i = 0; i < a->chunks.size(); ++i) {
+    a->slots.push_back({static_cast<int32_t>(i), 0, queue_of[i]});
+  }
   thread_local std::vector<int64_t> loads;
   loads.assign(rules.num_queues, 0);
-  for (size_t i = 0; i < a->chunks.size(); ++i) loads[a->queue_of[i]] += a->chunks[i].cost;
+  for (size_t i = 0; i < a->chunks.size(); ++i) loads[queue_of[i]] += a->chunks[i].cost;
   a->makespan = *std::max_element(loads.begin(), loads.end());
   CountAssignment(rules, tiling, a);
 }
@@ -288,7 +307,7 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
 
   const int64_t heads_per_unit = rules.heads_per_unit;
   filled.assign(rules.num_queues, 0);
-  for (int32_t q : a.queue_of) filled[q] += static_cast<int32_t>(heads_per_unit);
+  for (const Slot& s : a.slots) filled[s.queue] += static_cast<int32_t>(heads_per_unit);
   // Queue q of partition p is CTA q * partitions + p: neighbours read the same tokens of
   // neighbouring heads at the same time, which share DRAM rows.
   int32_t begin = 0;
@@ -305,38 +324,35 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
   const bool both_ends = HaveSeveralHeights(tiles) && tiling.unit_tiles.empty();
   const int64_t first_backwards = both_ends ? rules.num_ctas / 2 : rules.num_ctas;
   filled.assign(rules.num_queues, 0);
-  size_t slot = 0;
-  for (int32_t chunk_idx : a.order) {
-    const Chunk& c = a.chunks[chunk_idx];
+  for (const Slot& slot : a.slots) {
+    const Chunk& c = a.chunks[slot.chunk];
     const QueryTile& t = tiles[c.tile_idx];
-    const ChunkPlace& place = places[chunk_idx];
+    const ChunkPlace& place = places[slot.chunk];
     const int32_t num_groups = std::max(1, tiling.SharingOf(c.tile_idx).num_units);
     const int32_t rows = t.qo_len * rules.group_size;
-    for (i32 u = 0; u < rules.num_units; ++u) {
-      const int32_t q = a.queue_of[slot++];
-      const int32_t at = filled[q];
-      filled[q] += static_cast<int32_t>(heads_per_unit);
-      for (int64_t p = 0; p < rules.num_partitions; ++p) {
-        const int64_t cta = q * rules.num_partitions + p;
-        WorkItem* item =
-            out->items + (cta < first_backwards ? out->queue_indptr[cta] + at
-                                                : out->queue_indptr[cta + 1] - at - heads_per_unit);
-        for (int64_t h = 0; h < heads_per_unit; ++h, ++item) {
-          const int32_t head = static_cast<int32_t>((p * rules.num_units + u) * heads_per_unit + h);
-          const bool split = place.group >= 0;
-          *item = {t.qo_begin,
-                   t.qo_len,
-                   head,
-                   t.tile,
-                   c.kv_begin,
-                   c.kv_end,
-                   t.kv_base,
-                   t.q_pos,
-                   split ? place.partial_row + head * rows * c.num_splits : -1,
-                   split ? place.group + head * place.group_step : -1,
-                   t.request,
-                   split ? num_groups : 0};
-        }
+    const int32_t at = filled[slot.queue];
+    filled[slot.queue] += static_cast<int32_t>(heads_per_unit);
+    for (int64_t p = 0; p < rules.num_partitions; ++p) {
+      const int64_t cta = slot.queue * rules.num_partitions + p;
+      WorkItem* item =
+          out->items + (cta < first_backwards ? out->queue_indptr[cta] + at
+                                              : out->queue_indptr[cta + 1] - at - heads_per_unit);
+      for (int64_t h = 0; h < heads_per_unit; ++h, ++item) {
+        const int32_t head =
+            static_cast<int32_t>((p * rules.num_units + slot.unit) * heads_per_unit + h);
+        const bool split = place.group >= 0;
+        *item = {t.qo_begin,
+                 t.qo_len,
+                 head,
+                 t.tile,
+                 c.kv_begin,
+                 c.kv_end,
+                 t.kv_base,
+                 t.q_pos,
+                 split ? place.partial_row + head * rows * c.num_splits : -1,
+                 split ? place.group + head * place.group_step : -1,
+                 t.request,
+                 split ? num_groups : 0};
       }
     }
   }

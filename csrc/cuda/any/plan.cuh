@@ -23,25 +23,14 @@ struct __align__(8) PlanSlot {
 // One way to cut and hand out the tiles.
 struct PlanTrial {
   i32* chunk_base;  // [num_tiles + 1] first chunk of a tile
-  u64* keys;        // [num_chunks, to a power of two] descending cost, ascending chunk
-  PlanSlot* slots;  // [num_chunks * num_units] in the order of keys
+  u64* keys;        // [num_chunks, to a power of two] in the order of rules.h
+  i64* costs;       // [num_chunks] in the order of keys
+  PlanSlot* slots;  // [num_chunks * num_units] in the order of keys, sections head by head
   i32* filled;      // [num_queues] chunks of a queue
   i64* loads;       // [num_queues] only for loads beyond 32 bits
 };
 
-inline constexpr int kChunkBits = 26;
-inline constexpr u64 kMaxCost = (1ull << 38) - 1;
 static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
-
-__device__ __forceinline__ u64 ChunkKey(i64 cost, i64 chunk) {
-  return (kMaxCost - static_cast<u64>(cost)) << kChunkBits | static_cast<u64>(chunk);
-}
-__device__ __forceinline__ i64 CostOfKey(u64 key) {
-  return static_cast<i64>(kMaxCost - (key >> kChunkBits));
-}
-__device__ __forceinline__ i32 ChunkOfKey(u64 key) {
-  return static_cast<i32>(key & ((1u << kChunkBits) - 1));
-}
 
 // Last i in [0, n) with values[i] <= x, values never decreasing; 0 if there is none.
 template <class T>
@@ -261,6 +250,7 @@ class PlanScheduler {
       return SpanCost(tiles[i]);
     });
     tiles_ = tiles;
+    first_tile_ = first_tile;
     bool other_height = false;
 #pragma unroll 1
     for (i32 i = thread_; i < num_tiles_; i += kNumThreads) {
@@ -301,11 +291,39 @@ class PlanScheduler {
       const i32 split = c - trial.chunk_base[i];
       const i64 kv_tokens = cut.End(t, split) - cut.Begin(t, split);
       const i64 cost = ItemCost(rules_, t, kv_tokens, cut.num_splits > 1);
-      trial.keys[c] = ChunkKey(cost, c);
+      trial.keys[c] = t.section > 0 ? SectionKey(t.section, c) : ChunkKey(cost, c);
       return cost;
     });
     Sort(trial.keys, size);
+#pragma unroll 1
+    for (i32 k = thread_; k < num_chunks; k += kNumThreads) {
+      const i32 c = ChunkOfKey(trial.keys[k]);
+      const i32 i = TileOfChunk(trial, num_chunks, c);
+      const QueryTile& t = tiles_[i];
+      const TileCut cut = CutTile(rules_, longest_cost, t);
+      const i32 split = c - trial.chunk_base[i];
+      trial.costs[k] =
+          ItemCost(rules_, t, cut.End(t, split) - cut.Begin(t, split), cut.num_splits > 1);
+    }
+    __syncthreads();
     return cost * rules_.num_units;
+  }
+
+  // Which chunk, in the order of keys, and which head unit a slot is for.
+  struct SlotSource {
+    i32 key, unit;
+  };
+  __device__ SlotSource SourceOf(const PlanTrial& trial, i32 num_chunks, i32 slot) const {
+    const i32 units = rules_.num_units;
+    const i32 key = slot / units;
+    if (!IsSectionKey(trial.keys[key])) return {key, slot - key * units};
+    const i32 chunk = ChunkOfKey(trial.keys[key]);
+    const i32 request = tiles_[TileOfChunk(trial, num_chunks, chunk)].request;
+    const i32 first = trial.chunk_base[first_tile_[request]];
+    const i32 count = trial.chunk_base[first_tile_[request + 1]] - first;
+    const i32 begin = key - (first + count - 1 - chunk);  // the section's last chunk comes first
+    const i32 within = slot - begin * units;
+    return {begin + within % count, within / count};
   }
 
   __device__ static i32 SortSize(i32 num_chunks) {
@@ -319,7 +337,12 @@ class PlanScheduler {
   // equal ones. Returns the load of the fullest.
   __device__ i64 Deal(const PlanTrial& trial, i32 num_chunks, i64 total_cost) {
     // A queue that takes a chunk had no more than the mean.
-    const i64 most = num_chunks > 0 ? CostOfKey(trial.keys[0]) : 0;
+    i64 most = 0;
+#pragma unroll 1
+    for (i32 k = thread_ % kWarpSize; k < num_chunks; k += kWarpSize) {
+      most = Largest(most, trial.costs[k]);
+    }
+    most = WarpMax64(most);
     const i64 queues = rules_.num_queues;
     i32 bits = 0;
 #pragma unroll 1
@@ -348,7 +371,8 @@ class PlanScheduler {
     for (i32 first = 0; first < num_slots; first += kWarpSize) {
       u32 mine = 0;
       if (first + lane < num_slots) {
-        mine = static_cast<u32>(CostOfKey(trial.keys[(first + lane) / rules_.num_units])) << bits;
+        const i32 key = SourceOf(trial, num_chunks, first + lane).key;
+        mine = static_cast<u32>(trial.costs[key]) << bits;
       }
       const i32 count = Min(kWarpSize, num_slots - first);
 #pragma unroll kQueues <= 2 ? 4 : 1
@@ -388,7 +412,7 @@ class PlanScheduler {
     const i32 num_slots = num_chunks * rules_.num_units;
 #pragma unroll 1
     for (i32 s = 0; s < num_slots; ++s) {
-      const i64 cost = CostOfKey(trial.keys[s / rules_.num_units]);
+      const i64 cost = trial.costs[SourceOf(trial, num_chunks, s).key];
       u64 least = ~0ull;
       i32 queue = 0;
 #pragma unroll 1
@@ -411,8 +435,13 @@ class PlanScheduler {
     for (i32 q = begin; q < end; ++q) {
       fullest = static_cast<u64>(Largest(static_cast<i64>(fullest), trial.loads[q]));
     }
-    const u32 high = WarpMax(static_cast<u32>(fullest >> 32));
-    const u32 low = WarpMax(fullest >> 32 == high ? static_cast<u32>(fullest) : 0u);
+    return WarpMax64(static_cast<i64>(fullest));
+  }
+
+  __device__ static i64 WarpMax64(i64 x) {  // x >= 0
+    const u64 bits = static_cast<u64>(x);
+    const u32 high = WarpMax(static_cast<u32>(bits >> 32));
+    const u32 low = WarpMax(bits >> 32 == high ? static_cast<u32>(bits) : 0u);
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
   }
 
@@ -425,6 +454,7 @@ class PlanScheduler {
   }
   __device__ void TakeChunks(PlanTrial* trial, i32 num_chunks) {
     trial->keys = Take<u64>(SortSize(num_chunks));
+    trial->costs = Take<i64>(num_chunks);
     trial->slots = Take<PlanSlot>(static_cast<i64>(num_chunks) * rules_.num_units);
   }
 
@@ -579,7 +609,8 @@ class PlanScheduler {
       while (queue < n && tiles[queue] == i && positions[queue] <= begin) ++queue;
       trial.slots[c].queue = queue;
       const i64 kv_tokens = RangeEnd(trial, t, i, split, splits) - begin;
-      trial.keys[c] = ChunkKey(ItemCost(rules_, t, kv_tokens, splits > 1), c);
+      trial.keys[c] = ChunkKey(0, c);
+      trial.costs[c] = ItemCost(rules_, t, kv_tokens, splits > 1);
       return static_cast<i64>(splits > 1);
     });
 #pragma unroll 1
@@ -606,7 +637,7 @@ class PlanScheduler {
       i64 load = 0;
 #pragma unroll 1
       for (i32 k = 0; k < trial.filled[q]; ++k) {
-        load += CostOfKey(trial.keys[static_cast<i32>(trial.loads[q]) + k]);
+        load += trial.costs[static_cast<i32>(trial.loads[q]) + k];
       }
       lighter &= load < makespan;
     }
@@ -698,8 +729,9 @@ class PlanScheduler {
     const i32 num_slots = num_chunks_ * rules_.num_units;
 #pragma unroll 1
     for (i32 s = thread_; s < num_slots; s += kNumThreads) {
-      const i32 chunk = ChunkOfKey(chosen_.keys[s / rules_.num_units]);
-      const i32 unit = s % rules_.num_units;
+      const SlotSource source = SourceOf(chosen_, num_chunks_, s);
+      const i32 chunk = ChunkOfKey(chosen_.keys[source.key]);
+      const i32 unit = source.unit;
       const PlanSlot slot = chosen_.slots[s];
       const i32 i = TileOfChunk(chosen_, num_chunks_, chunk);
       const QueryTile& t = tiles_[i];
@@ -760,7 +792,8 @@ class PlanScheduler {
   i32 num_chunks_ = 0;
   i32 longest_cost_ = 0;
   bool by_ranges_ = false;
-  i32* inner_ = nullptr;  // by ranges: the positions that cut a tile, in order
+  const i32* first_tile_ = nullptr;  // [batch_size + 1] of each request
+  i32* inner_ = nullptr;             // by ranges: the positions that cut a tile, in order
 
   i32* groups_before_ = nullptr;    // [num_tiles + 1], these three for one kv head
   i32* partials_before_ = nullptr;  // [num_tiles + 1]
