@@ -29,6 +29,8 @@ struct OneHeightKernel {
   };
   template <class Shape>
   using Body = AttentionBody<Traits<Shape>>;
+  template <class Shape>
+  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 void RunFixedSplit() {

@@ -15,7 +15,6 @@
 // zero-filled, never read, and masked.
 #pragma once
 
-#include "cuda/any/attention_f32.cuh"
 #include "cuda/any/attention_row.cuh"
 #include "cuda/common/budget.cuh"
 #include "cuda/common/partials.cuh"
