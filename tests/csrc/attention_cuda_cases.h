@@ -114,6 +114,7 @@ AttentionProblem MakeProblem(const Case& c) {
   config.tile_q[1] = Traits::kTileQ1;
   config.tile_kv = Traits::kTileKv;
   config.num_ctas = c.num_ctas;
+  config.item_cost = config.split_cost = 64;  // low, so that short prefixes are worth sharing
   if (c.kv_split > 0) {
     spec.schedule = kFixedSplit;
     spec.kv_split = c.kv_split;
