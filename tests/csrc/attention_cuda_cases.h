@@ -390,6 +390,14 @@ int RunMlaCases() {
        .kv_heads = 2,
        .qo_heads = 64},
       6);
+  RunCase<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>>(
+      {.name = "mla, shared prefixes",
+       .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = 5,
+       .prefix = 256},
+      7);
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }
