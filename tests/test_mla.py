@@ -65,6 +65,14 @@ def _cases():
                 kv_split=split,
                 contents=("normal", "rising", "falling"),
             )
+    prefixes = {
+        "qo_lens": (1,) * 6,
+        "kv_lens": (600, 577, 900, 33, 801, 257),
+        "branches": ("ab", "ab", "abc", "", "abc", "a"),
+        "num_ctas": 3,
+    }
+    for heads in (8, 128):
+        yield latent(f"shared_prefixes_{heads}", heads, **prefixes)
     yield latent("stacked", 16, num_layers=3, page_size=5)
     yield latent("sinks", 20, sinks=True)
     yield latent("soft_cap", 20, logits_soft_cap=5.0, dtype="float16")

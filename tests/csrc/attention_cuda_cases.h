@@ -37,6 +37,7 @@ struct Case {
   int64_t kv_heads = 2;
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
+  double sharpness = 1;  // of the softmax: beyond 5 the references of rows grow in later steps, too
   // Tokens that all requests have in common, and that every other one does besides.
   int64_t prefix = 0, half_prefix = 0;
 };
@@ -91,7 +92,7 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.window_left = c.window_left;
   spec.window_right = c.window_right;
   spec.logits_soft_cap = c.soft_cap;
-  spec.sm_scale = 1.0 / std::sqrt(static_cast<double>(Traits::kHeadDimQk));
+  spec.sm_scale = c.sharpness / std::sqrt(static_cast<double>(Traits::kHeadDimQk));
   spec.page_size = Traits::kPageSize;
   spec.share_prefixes = c.prefix > 0;
   spec.max_batch = static_cast<int64_t>(c.requests.size()) + 2;
@@ -278,6 +279,7 @@ Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batc
     problem.spec = given.spec;
     problem.spec.num_kv_heads = 1;
     problem.spec.schedule = kNoSplit;
+    problem.spec.share_prefixes = 0;
     SelectCpu(problem.spec, &problem.config);
     FillCapacities(&problem);
   }
@@ -350,16 +352,16 @@ void RunCase(const Case& c, unsigned seed) {
 const std::vector<Request> kForest = {{1, 300}, {1, 421}, {1, 330}, {1, 257},
                                       {2, 401}, {1, 270}, {3, 390}, {60, 350}};
 
-// MLA kernels. The exit status of the test.
-template <class Kernel>
+// MLA kernels, with two head_dim_qk that they take beside DeepSeek's. The exit status of the test.
+template <class Kernel, int kDimA, int kDimB>
 int RunMlaCases() {
   const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
                                        {1, 0},   {1, 65}, {2, 200}};
-  RunCase<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>>(
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 5, 16, false, true, false>>(
       {.name = "mla, 5 heads", .requests = decode, .kv_heads = 1, .qo_heads = 5}, 1);
-  RunCase<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>>(
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 5, 16, false, true, false>>(
       {.name = "mla, empty", .requests = {}, .kv_heads = 1, .qo_heads = 5}, 2);
-  RunCase<Kernel, MlaShapeOf<144, 128, 16, 1, false, true, false>>(
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 16, 1, false, true, false>>(
       {.name = "mla, 16 heads, many tokens, page 1, NaN",
        .requests = {{4, 90}, {30, 70}, {1, 40}, {3, 2}},
        .sinks = true,
@@ -368,7 +370,7 @@ int RunMlaCases() {
        .kv_heads = 1,
        .qo_heads = 16},
       3);
-  RunCase<Kernel, MlaShapeOf<176, 128, 26, 7, true, true, true>>(
+  RunCase<Kernel, MlaShapeOf<kDimB, 128, 26, 7, true, true, true>>(
       {.name = "mla, 77 heads in 3 blocks, window, soft cap",
        .requests = {{2, 150}, {1, 33}, {3, 20}},
        .window_left = 60,
@@ -378,6 +380,24 @@ int RunMlaCases() {
        .kv_split = 64,
        .qo_heads = 77},
       4);
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 26, 3, false, true, false>>(
+      {.name = "mla, sharp",
+       .requests = {{1, 700}, {1, 400}, {3, 333}},
+       .num_ctas = 1,
+       .kv_heads = 1,
+       .qo_heads = 26,
+       .sharpness = 10},
+      7);
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 5, 16, false, true, false>>(
+      {.name = "mla, shared prefixes",
+       .requests = {{1, 1300}, {1, 1421}, {1, 1330}, {1, 1257}, {2, 1401}},
+       .num_ctas = 1,
+       .kv_heads = 1,
+       .kv_split = 256,
+       .qo_heads = 5,
+       .prefix = 1024,
+       .half_prefix = 64},
+      8);
   RunCase<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>>(
       {.name = "mla, DeepSeek's, 16 heads",
        .requests = {{1, 200}, {2, 65}},

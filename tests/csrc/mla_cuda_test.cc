@@ -29,5 +29,6 @@ struct Sm80Mla {
 
 int main() {
   using namespace jax_attn;
-  return RunMlaCases<Sm80Mla<90, 16, 64, 32>>() | RunMlaCases<Sm80Mla<86, 16, 32, 16>>();
+  return RunMlaCases<Sm80Mla<90, 16, 64, 32>, 144, 176>() |
+         RunMlaCases<Sm80Mla<86, 16, 32, 16>, 144, 176>();
 }
