@@ -129,12 +129,11 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.main_loop == kHopper) name << "-wgmma";
 
   const std::string entry = "attention_kernel";
-  const char* header = kernel.mla                    ? "cuda/sm80/mla.cuh"
-                       : kernel.main_loop == kHopper ? "cuda/sm90/attention.cuh"
-                                                     : "cuda/sm80/attention.cuh";
-  const char* body = kernel.mla                    ? "MlaBody"
-                     : kernel.main_loop == kHopper ? "HopperAttentionBody"
-                                                   : "AttentionBody";
+  const bool hopper = kernel.main_loop == kHopper;
+  const std::string header = std::string(hopper ? "cuda/sm90/" : "cuda/sm80/") +
+                             (kernel.mla ? "mla.cuh" : "attention.cuh");
+  const std::string body =
+      std::string(hopper ? "Hopper" : "") + (kernel.mla ? "MlaBody" : "AttentionBody");
   return {name.str(), entry, TranslationUnit(header, traits.str(), body, "Attention", entry),
           Options(kernel.arch)};
 }

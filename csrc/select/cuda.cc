@@ -79,40 +79,6 @@ int64_t NumStages(const AttentionSpec& spec, SmemClass smem) {
   return 2;
 }
 
-// MLA (sm80/mla.cuh). Rows of the latent cache are long, 1152 bytes, and in shared memory besides
-// q: 64 rows of q take 73 KB, a step of 32 tokens 37 KB. 64 rows reuse each latent row four times
-// as often as 16; 16 rows (up to 16 heads, one token) wait for memory alone.
-void SelectMla(const AttentionSpec& spec, SmemClass smem, KernelConfig* config) {
-  const int64_t most_rows = MaxMlaRows(spec.arch);
-  const int64_t group = spec.group_size();
-  config->num_tiles = 0;
-  // fixed_split: one height, whatever the capacities, so that a row is computed the same way in
-  // every batch.
-  if (spec.schedule != kFixedSplit && group <= most_rows / 2) {
-    config->tile_q[config->num_tiles++] = group <= 16 ? 16 : 32;
-  }
-  config->tile_q[config->num_tiles++] = most_rows;
-  // Short steps, so that several are on their way: 3 of 37 KB are more than the 74 KB that one
-  // multiprocessor of an H200 needs (34 bytes/ns for 2 us).
-  config->tile_kv = smem == SmemClass::k100KB ? 16 : 32;
-  config->num_warps = 8;   // o takes 128 registers a thread with 64 rows of 512 columns
-  config->num_stages = 0;  // as many as fit
-}
-
-// Not measured yet. A CTA has a multiprocessor for itself: 34 bytes/ns, a token of 1152 bytes in 34
-// ns. 64 rows multiply for 50 ns a token (280 KFLOP at 5.6 TFLOP/s a multiprocessor, which reading
-// operands from shared memory leaves of mma.sync); 32 rows still wait for memory.
-void CostMla(KernelConfig* config) {
-  const bool tall = config->tile_q[0] > 32;
-  // 3 us to fill and drain. A state is 2 KB a row, written and read: 2 us for 16 rows, 8 for 64.
-  config->item_cost = tall ? 64 : 96;
-  config->split_cost = config->tile_q[0] <= 16 ? 96 : 192;
-  config->min_chunk = 128;
-  for (int i = 0; i < config->num_tiles; ++i) {
-    config->kv_cost[i] = !tall && config->tile_q[i] > 32 ? 24 : 16;
-  }
-}
-
 void SelectTensorCore(const AttentionSpec& spec, SmemClass smem, KernelConfig* config) {
   const int64_t prefill = PrefillTile(spec, smem);
   if (spec.schedule == kFixedSplit) {
@@ -157,6 +123,52 @@ void SelectHopper(const AttentionSpec& spec, KernelConfig* config) {
   config->num_tiles = spec.schedule == kFixedSplit ? 1 : 2;
   config->tile_q[0] = 64;
   if (config->num_tiles == 2) config->tile_q[1] = 128;
+}
+
+// MLA (sm80/mla.cuh). Rows of the latent cache are long, 1152 bytes, and in shared memory besides
+// q: 64 rows of q take 73 KB, a step of 32 tokens 37 KB. 64 rows reuse each latent row four times
+// as often as 16; 16 rows (up to 16 heads, one token) wait for memory alone.
+void SelectMla(const AttentionSpec& spec, SmemClass smem, KernelConfig* config) {
+  const int64_t most_rows = MaxMlaRows(spec.arch);
+  const int64_t group = spec.group_size();
+  // sm90/mla.cuh: wgmma has 64 rows; with up to 32 heads most tiles would not fill half of them,
+  // and wait for memory all the same.
+  if (HasHopperLoop(spec) && group > 32 && spec.head_dim_qk % 64 == 0) {
+    config->main_loop = kHopper;
+    config->num_warps = 12;
+    config->num_tiles = 1;
+    config->tile_q[0] = 64;
+    config->tile_kv = 64;
+    return;
+  }
+  config->num_tiles = 0;
+  // fixed_split: one height, whatever the capacities, so that a row is computed the same way in
+  // every batch.
+  if (spec.schedule != kFixedSplit && group <= most_rows / 2) {
+    config->tile_q[config->num_tiles++] = group <= 16 ? 16 : 32;
+  }
+  config->tile_q[config->num_tiles++] = most_rows;
+  // Short steps, so that several are on their way: 3 of 37 KB are more than the 74 KB that one
+  // multiprocessor of an H200 needs (34 bytes/ns for 2 us).
+  config->tile_kv = smem == SmemClass::k100KB ? 16 : 32;
+  config->num_warps = 8;   // o takes 128 registers a thread with 64 rows of 512 columns
+  config->num_stages = 0;  // as many as fit
+}
+
+// Not measured yet. A CTA has a multiprocessor for itself: 34 bytes/ns, a token of 1152 bytes in 34
+// ns. 64 rows multiply for 50 ns a token (139 KFLOP at 2.8 TFLOP/s a multiprocessor, which reading
+// operands from shared memory leaves of mma.sync) or on Hopper 29 ns (4.8 TFLOP/s); 32 rows still
+// wait for memory.
+void CostMla(KernelConfig* config) {
+  const bool hopper = config->main_loop == kHopper;
+  const bool tall = config->tile_q[0] > 32;
+  // 3 us to fill and drain. A state is 2 KB a row, written and read: 2 us for 16 rows, 8 for 64.
+  config->item_cost = tall && !hopper ? 64 : 96;
+  config->split_cost = config->tile_q[0] <= 16 ? 96 : hopper ? 280 : 192;
+  config->min_chunk = 128;
+  for (int i = 0; i < config->num_tiles; ++i) {
+    config->kv_cost[i] = !tall && config->tile_q[i] > 32 ? 24 : 16;
+  }
 }
 
 }  // namespace

@@ -381,6 +381,8 @@ class TileRows {
     differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
   }
 
+  // Whether the references of the warp's rows changed in the last step.
+  __device__ bool grows() const { return grows_; }
   // Whether any row of the warp exists. One without rows keeps the identity.
   __device__ bool warp_is_live() const { return live_; }
 
@@ -437,7 +439,20 @@ class TileRows {
     }
   }
 
-  // o of the steps before the last Exponentiate follows its references.
+  // Takes over the references after a step that another warp exponentiated.
+  __device__ __forceinline__ void Follow(float new_max_0, float new_max_1) {
+    const float new_max[2] = {new_max_0, new_max_1};
+    grows_ = __any_sync(kFullWarp, new_max[0] != max_log2[0] || new_max[1] != max_log2[1]);
+    if (!grows_) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      factor[h] = Exp2(max_log2[h] - FiniteMax(new_max[h]));
+      max_log2[h] = new_max[h];
+      sum[h] *= factor[h];
+    }
+  }
+
+  // o of the steps before the last Exponentiate, or Follow, follows its references.
   template <int kTiles>
   __device__ __forceinline__ void Rescale(float (&o)[kTiles][4]) const {
     if (!grows_) return;

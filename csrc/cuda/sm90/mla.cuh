@@ -1,0 +1,567 @@
+// Multi-head latent attention on Hopper, for tiles of 64 rows: wgmma fed by a producer warpgroup.
+//
+// As in sm80/mla.cuh k has one head, v is the first columns of k, heads are rows of the tile, and
+// blocks of heads count as kv heads. o of 64 rows and 512 columns fills the registers of two
+// warpgroups: each consumer has all rows and half of the columns (FlashMLA's arrangement).
+//
+// kv steps have 64 tokens. Consumer 0 computes logits and probabilities of the first, third, ...
+// step of an item, consumer 1 those of the others; both multiply the probabilities of every step
+// with their half of its values. So they hand over: probabilities, as the fragments that they are
+// in the registers of the same thread of the other consumer, and the references of the rows, which
+// go from step to step in order. While one consumer exponentiates, products of the other run.
+//
+// The cache's rows lie in one ring of two steps beside q, which is all that fits. Each half of a
+// step is given back as soon as both have multiplied it, so that the next step but one can come in
+// while the values of the next are multiplied.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/partials.cuh"
+#include "cuda/sm90/attention.cuh"
+
+namespace jax_attn {
+
+template <class Traits>
+struct HopperMlaShape {
+  static constexpr int kStep = 64;  // kv tokens
+  static constexpr int kSlots = 2;  // steps in the ring
+  static constexpr int kUnits = 2;  // parts of a step that are loaded and given back by themselves
+  static constexpr int kUnitTokens = kStep / kUnits;
+  static_assert(Traits::kTileKv == kStep && Traits::kTileQ0 == 64 && Traits::kNumTiles == 1,
+                "as select/cuda.cc has it");
+  using Q = SwizzledTile<Traits::kHeadDimQk, 64>;
+  using Ring = SwizzledTile<Traits::kHeadDimQk, kSlots * kStep>;
+  static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
+  static_assert(kColumns % 64 == 0 && Q::kLiveChunks == 8 * Q::kBlocks, "whole blocks of columns");
+
+  static constexpr int kProducerThreads = 128;
+  static constexpr int kConsumerThreads = 256;
+  static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  struct Barriers {
+    u64 full_q, empty_q;
+    u64 full[kSlots * kUnits], empty[kSlots * kUnits];
+  };
+  struct Shared {
+    alignas(1024) unsigned char q[Q::kBytes];
+    alignas(1024) unsigned char ring[Ring::kBytes];
+    // What the consumers hand over. A thread overwrites only what it has read itself.
+    uint4 probabilities[kStep / 16][128];
+    float2 max_log2[128];
+    Barriers barriers;
+    MergeScratch merge;
+  };
+};
+
+// --- producer ---
+
+template <class Traits>
+class HopperMlaProducer {
+ public:
+  using Shape = HopperMlaShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using E = Element<Traits::kDtype>;
+
+  __device__ __forceinline__ HopperMlaProducer(const AttentionParams& p, Shared& shared)
+      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)) {
+    if (Traits::kPageSize > 0 && p.layer != nullptr) {
+      pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
+    }
+  }
+
+  // q of an item goes ahead of its first step.
+  __device__ __forceinline__ void Run(int begin, int end) {
+    index_ = begin - 1;
+    end_ = end;
+    pos_ = 0;
+    end_pos_ = 0;
+    NextStep();
+    while (index_ < end_) {
+      const ItemRecord item(p_, index_);
+      const bool has_step = pos_ < end_pos_;
+      const u32 row = has_step ? Row(item) : kNoRow;
+      if (has_step && pos_ == FirstStep<Shape::kStep>(item)) LoadQ(item);
+      NextStep();
+      if (has_step) LoadStep(row);
+    }
+  }
+
+ private:
+  static constexpr int kRowBytes = Traits::kHeadDimQk * E::kBytes;
+  static constexpr int kWarpTokens = Shape::kUnitTokens / 4;  // of a unit, that a warp copies
+  static constexpr int kRowsPerCopy = 4;                      // eight lanes copy 128 bytes of a row
+  static_assert(kWarpTokens == 8 && Shape::kUnits == 2, "lanes 0 to 15 find rows of a step");
+
+  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
+  __device__ static int Warp() { return threadIdx.x / kWarpSize; }
+
+  // kv position of this lane's token of the step: lane % 8 of unit lane / 8 % 2.
+  __device__ int Position() const {
+    return pos_ + Lane() / kWarpTokens % Shape::kUnits * Shape::kUnitTokens + Warp() * kWarpTokens +
+           Lane() % kWarpTokens;
+  }
+
+  // On to the next step of the queue; its page is asked for at once and used one step later.
+  __device__ __forceinline__ void NextStep() {
+    pos_ += Shape::kStep;
+    if (pos_ >= end_pos_) {
+      ++index_;
+      if (index_ >= end_) return;
+      const ItemRecord item(p_, index_);
+      pos_ = FirstStep<Shape::kStep>(item);
+      end_pos_ = item.kv_end();
+      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
+    }
+    if constexpr (Traits::kPageSize > 0) {
+      const ItemRecord item(p_, index_);
+      const int pos = Position();
+      page_ = 0;
+      if (pos >= item.kv_begin() && pos < item.kv_end()) {
+        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
+      }
+    }
+  }
+
+  // Pool row of this lane's token, kNoRow outside of the item's span.
+  __device__ __forceinline__ u32 Row(const ItemRecord& item) const {
+    const int pos = Position();
+    if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
+    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
+    return static_cast<u32>(item.kv_base()) + pos;
+  }
+
+  // Both units of a step, each once the consumers are through with what was there.
+  __device__ __forceinline__ void LoadStep(u32 lane_row) {
+    using Ring = typename Shape::Ring;
+    const int chunk = Lane() % 8;
+#pragma unroll
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+      const int at = cursor_.slot * Shape::kUnits + unit;
+      WaitBarrier(SharedAddress(shared_.barriers.empty + at), cursor_.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kWarpTokens; i += kRowsPerCopy) {
+        const int token = i + Lane() / 8;  // rows of a unit start at multiples of 8
+        const u32 row = __shfl_sync(kFullWarp, lane_row, unit * kWarpTokens + token);
+        const bool valid = row != kNoRow;
+        // The address of a copy that reads nothing still is one of the pool.
+        const char* from = pool_ + (valid ? static_cast<u64>(row) * kRowBytes : 0) + chunk * 16;
+        const u32 to = SharedAddress(shared_.ring) +
+                       (at * Shape::kUnitTokens + Warp() * kWarpTokens + token) * 128 +
+                       (chunk ^ token) * 16;
+#pragma unroll
+        for (int block = 0; block < Ring::kBlocks; ++block) {
+          CopyAsync16(to + block * Ring::kBlockBytes, from + block * 128, valid);
+        }
+      }
+      ArriveBarrierAfterCopies(SharedAddress(shared_.barriers.full + at));
+    }
+    cursor_.Advance();
+  }
+
+  // Zeros where there is no row.
+  __device__ __forceinline__ void LoadQ(const ItemRecord& item) {
+    using Q = typename Shape::Q;
+    WaitBarrier(SharedAddress(&shared_.barriers.empty_q), q_parity_ ^ 1);
+    const int num_rows = item.qo_len() * Traits::kGroupSize;
+    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
+                                             item.num_groups());
+    const int chunk = Lane() % 8;
+#pragma unroll 1
+    for (int row = Warp() * 16 + Lane() / 8; row < Warp() * 16 + 16; row += kRowsPerCopy) {
+      const bool valid = row < num_rows && rows.map.QoHead(row) < p_.num_qo_heads;
+      const u16* from = static_cast<const u16*>(p_.q) + chunk * 8;
+      if (valid) from += rows.Index(row) * Traits::kHeadDimQk;
+      const u32 to = SharedAddress(shared_.q) + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+      for (int block = 0; block < Q::kBlocks; ++block) {
+        CopyAsync16(to + block * Q::kBlockBytes, from + block * 64, valid);
+      }
+    }
+    ArriveBarrierAfterCopies(SharedAddress(&shared_.barriers.full_q));
+    q_parity_ ^= 1;
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  const char* pool_;   // rows of the layer
+  int index_, end_;    // item of the next step
+  int pos_, end_pos_;  // kv position of the next step, end of its item's span
+  i32 page_ = 0;       // page of this lane's token of the next step
+  RingCursor<Shape::kSlots> cursor_;
+  u32 q_parity_ = 0;
+};
+
+// --- consumers ---
+
+template <class Traits>
+class HopperMlaConsumer {
+ public:
+  using Shape = HopperMlaShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using E = Element<Traits::kDtype>;
+  using Rows = TileRows<Traits>;
+  using Q = typename Shape::Q;
+  using Ring = typename Shape::Ring;
+
+  __device__ __forceinline__ HopperMlaConsumer(const AttentionParams& p, Shared& shared)
+      : p_(p),
+        shared_(shared),
+        group_(__shfl_sync(kFullWarp, threadIdx.x / 128, 0) - 1),  // the same in the whole warp
+        thread_(threadIdx.x % 128) {}
+
+  __device__ __forceinline__ void Run(int begin, int end) {
+    for (int index = begin; index < end; ++index) RunItem(index);
+  }
+
+ private:
+  static constexpr int kStep = Shape::kStep;
+  static constexpr int kUnits = Shape::kUnits;
+  static constexpr int kColumns = Shape::kColumns;
+  static constexpr int kOTiles = kColumns / 8;
+  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
+  static constexpr int kBoth = Shape::kConsumerThreads;
+  // Named barriers: what consumer 0 or 1 hands over is there; both meet; a consumer by itself.
+  static constexpr int kHandOver = 1, kMeet = 3, kAlone = 4;
+  using Logits = float[kStep / 8][4];
+  using Probabilities = u32[kStep / 16][4];
+  using Output = float[kOTiles][4];
+  using Cursor = RingCursor<Shape::kSlots>;
+
+  struct Consumers {
+    __device__ static int thread() { return threadIdx.x - Shape::kProducerThreads; }
+    __device__ static int num_threads() { return kBoth; }
+    __device__ static void Sync() { SyncNamed(kMeet, kBoth); }
+  };
+
+  __device__ int Lane() const { return thread_ % kWarpSize; }
+  __device__ int Warp() const { return thread_ / kWarpSize; }
+
+  // --- ring ---
+
+  __device__ __forceinline__ void WaitFull(const Cursor& cursor) const {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot * kUnits + unit),
+                  cursor.parity);
+    }
+    FenceSharedForWgmma();
+  }
+
+  // Waits for the products with the values of a step, and gives back its units one by one.
+  __device__ __forceinline__ void FinishPv(const Cursor& cursor, Output& o) const {
+    WgmmaWait<1>();
+    ReleaseUnit(cursor, 0);
+    WgmmaWait<0>();
+    PinRegisters(o);
+    ReleaseUnit(cursor, 1);
+  }
+  // One arrival a warp: the others may still read.
+  __device__ __forceinline__ void ReleaseUnit(const Cursor& cursor, int unit) const {
+    __syncwarp();
+    if (Lane() == 0) {
+      ArriveBarrier(SharedAddress(shared_.barriers.empty + cursor.slot * kUnits + unit));
+    }
+  }
+  __device__ __forceinline__ void ReleaseQ() const {
+    __syncwarp();
+    if (Lane() == 0) ArriveBarrier(SharedAddress(&shared_.barriers.empty_q));
+  }
+
+  // --- products ---
+
+  __device__ __forceinline__ void StartQk(const Cursor& cursor, Logits& s) const {
+    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
+    const u64 k = Ring::Descriptor(Anew(SharedAddress(shared_.ring)), cursor.slot * kStep);
+#pragma unroll
+    for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
+      Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), Ring::AlongK(k, kk), kk > 0);
+    }
+    WgmmaCommit();
+  }
+
+  // A group for each unit.
+  __device__ __forceinline__ void StartPv(const Cursor& cursor, Probabilities& p, Output& o) const {
+    PinRegisters(p);
+    PinRegisters(o);
+    WgmmaFence();
+    const u32 half = SharedAddress(shared_.ring) + group_ * (kColumns / 64) * Ring::kBlockBytes;
+    const u64 v = Ring::TransposedDescriptor(Anew(half), cursor.slot * kStep);
+#pragma unroll
+    for (int kk = 0; kk < kStep / 16; ++kk) {
+      Wgmma<kColumns, Traits::kDtype>::RegistersATransposedB(o, p[kk], Ring::AlongRows(v, kk),
+                                                             true);
+      if (kk % (kStep / 16 / kUnits) == kStep / 16 / kUnits - 1) WgmmaCommit();
+    }
+  }
+
+  // --- handing over ---
+
+  __device__ __forceinline__ void HandOver(const Rows& rows, const Probabilities& p) {
+#pragma unroll
+    for (int kk = 0; kk < kStep / 16; ++kk) {
+      shared_.probabilities[kk][thread_] = make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
+    }
+    shared_.max_log2[thread_] = make_float2(rows.max_log2[0], rows.max_log2[1]);
+    ArriveNamed(kHandOver + group_, kBoth);
+  }
+  __device__ __forceinline__ void TakeOver(Rows& rows, Probabilities& p) const {
+    SyncNamed(kHandOver + 1 - group_, kBoth);
+#pragma unroll
+    for (int kk = 0; kk < kStep / 16; ++kk) {
+      const uint4 x = shared_.probabilities[kk][thread_];
+      p[kk][0] = x.x;
+      p[kk][1] = x.y;
+      p[kk][2] = x.z;
+      p[kk][3] = x.w;
+    }
+    const float2 max_log2 = shared_.max_log2[thread_];
+    rows.Follow(max_log2.x, max_log2.y);
+  }
+
+  // --- one item ---
+
+  __device__ __forceinline__ void RunItem(int index) {
+    const ItemRecord item(p_, index);
+    Rows rows(p_, index, 0, thread_);
+    PrefetchMergeGroup(p_, item.merge_idx());
+    Output o;
+#pragma unroll
+    for (int j = 0; j < kOTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[j][c] = 0.0f;
+    }
+    const int begin = FirstStep<kStep>(item), end = item.kv_end();
+    if (begin < end) {
+      WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
+      q_parity_ ^= 1;
+      if (group_ == 0) {
+        RunFirst(item, begin, end, rows, o);
+      } else {
+        RunSecond(item, begin, end, rows, o);
+      }
+      rows.FinishSums();
+      AddSums(rows);
+    }
+    Write(item, rows, o);
+    const int num_groups = item.num_groups();
+    if (num_groups > 0) {
+      ArriveAndMerge<Traits, Consumers>(p_, item.merge_idx(), num_groups, shared_.merge);
+    }
+  }
+
+  // Consumer 0: the first step of each pair is its own.
+  __device__ __forceinline__ void RunFirst(const ItemRecord& item, int begin, int end, Rows& rows,
+                                           Output& o) {
+#pragma unroll 1
+    for (int pos = begin; pos < end; pos += 2 * kStep) {
+      Logits s = {};
+      WaitFull(cursor_);
+      WgmmaFence();
+      StartQk(cursor_, s);
+      WgmmaWait<0>();
+      PinRegisters(s);
+      if (pos + 2 * kStep >= end) ReleaseQ();
+      Mend(item, pos, cursor_);
+      Probabilities p;
+      rows.Exponentiate(pos, s);
+      rows.Rescale(o);
+      rows.Pack(s, p);
+      HandOver(rows, p);
+      StartPv(cursor_, p, o);
+      const Cursor first = cursor_;
+      cursor_.Advance();
+      if (pos + kStep >= end) {
+        FinishPv(first, o);
+        break;
+      }
+      Probabilities other;
+      WaitFull(cursor_);
+      TakeOver(rows, other);
+      FinishPv(first, o);
+      rows.Rescale(o);
+      StartPv(cursor_, other, o);
+      // The slot of the next step of its own was given back just before: its rows will hardly be
+      // there before these products are through, so that there is nothing to start meanwhile.
+      FinishPv(cursor_, o);
+      cursor_.Advance();
+    }
+  }
+
+  // Consumer 1: the second step of each pair is its own.
+  __device__ __forceinline__ void RunSecond(const ItemRecord& item, int begin, int end, Rows& rows,
+                                            Output& o) {
+    if (begin + kStep >= end) ReleaseQ();
+    int pos = begin + kStep;
+#pragma unroll 1
+    for (; pos < end; pos += 2 * kStep) {
+      const Cursor first = cursor_;
+      cursor_.Advance();
+      Logits s = {};
+      WaitFull(cursor_);
+      WgmmaFence();
+      StartQk(cursor_, s);
+      Probabilities other;
+      WaitFull(first);
+      TakeOver(rows, other);
+      if (rows.grows()) {  // rarely; o must not change beside products in flight
+        WgmmaWait<0>();
+        PinRegisters(s);
+        rows.Rescale(o);
+      }
+      StartPv(first, other, o);
+      WgmmaWait<kUnits>();
+      PinRegisters(s);
+      if (pos + 2 * kStep >= end) ReleaseQ();
+      Mend(item, pos, cursor_);
+      Probabilities p;
+      rows.Exponentiate(pos, s);
+      rows.Pack(s, p);
+      HandOver(rows, p);
+      FinishPv(first, o);
+      rows.Rescale(o);
+      StartPv(cursor_, p, o);
+      FinishPv(cursor_, o);
+      cursor_.Advance();
+    }
+    if (pos - kStep < end) {  // a last step without a second
+      Probabilities other;
+      WaitFull(cursor_);
+      TakeOver(rows, other);
+      rows.Rescale(o);
+      StartPv(cursor_, other, o);
+      FinishPv(cursor_, o);
+      cursor_.Advance();
+    }
+  }
+
+  // In a step that some rows see more of than others, 0 times a value that is not finite must not
+  // reach the rows that do not see it. Those that do have it in their logits already, all of whose
+  // columns take part in them; so it becomes 0, for everybody. The logits of the step are complete,
+  // its values are not read by anyone before its probabilities are handed over.
+  __device__ __forceinline__ void Mend(const ItemRecord& item, int pos, const Cursor& cursor) {
+    if (!kRowsMayDiffer || item.qo_len() == 1) return;
+    const VisibleSpan span = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
+                                                  0, item.qo_len() - 1);
+    if (pos >= span.all_begin && pos + kStep <= span.all_end) return;
+    SyncNamed(kAlone + group_, 128);  // the products of the other warps have read the keys, too
+    unsigned char* slot = shared_.ring + cursor.slot * kStep * 128;
+    // A thread looks after half of a row of 64 columns. Columns beyond v do no harm.
+#pragma unroll 1
+    for (int block = 0; block < Traits::kHeadDimVo / 64; ++block) {
+      unsigned char* from = slot + block * Ring::kBlockBytes + thread_ * 64;
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        uint4 x = *reinterpret_cast<const uint4*>(from + i * 16);
+        x = make_uint4(FiniteOrZero(x.x), FiniteOrZero(x.y), FiniteOrZero(x.z), FiniteOrZero(x.w));
+        *reinterpret_cast<uint4*>(from + i * 16) = x;
+      }
+    }
+    FenceSharedForWgmma();
+    SyncNamed(kAlone + group_, 128);
+  }
+  __device__ static u32 FiniteOrZero(u32 x) {
+    const u32 not_finite = E::FmaX2(x, 0, 0);  // 0 * x is NaN unless x is finite
+    return ((not_finite & 0x7fff) != 0 ? 0 : x & 0xffff) |
+           ((not_finite & 0x7fff0000) != 0 ? 0 : x & 0xffff0000);
+  }
+
+  // --- results ---
+
+  // Each consumer has summed up the probabilities of its own steps.
+  __device__ __forceinline__ void AddSums(Rows& rows) {
+    float2(*sums)[128] = reinterpret_cast<float2(*)[128]>(shared_.probabilities);
+    SyncNamed(kMeet, kBoth);  // nobody takes over any more
+    sums[group_][thread_] = make_float2(rows.sum[0], rows.sum[1]);
+    SyncNamed(kMeet, kBoth);
+    // In the same order for both.
+    const float2 a = sums[0][thread_], b = sums[1][thread_];
+    rows.sum[0] = a.x + b.x;
+    rows.sum[1] = a.y + b.y;
+    SyncNamed(kMeet, kBoth);  // before the next item's probabilities
+  }
+
+  // A row's four lanes store 16 or 32 neighbouring bytes at a time.
+  __device__ __forceinline__ void Write(const ItemRecord& item, const Rows& rows,
+                                        const Output& o) const {
+    const int num_rows = item.qo_len() * Traits::kGroupSize;
+    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int partial_row = item.partial_row();
+    const bool final = partial_row < 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = Warp() * 16 + 8 * h + Lane() / 4;
+      if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
+      const i64 at = final ? map.Index(row) : partial_row + row;
+      const float o_scale =
+          WriteState(p_, final, at, map.QoHead(row), group_ == 0 && Lane() % 4 == 0,
+                     {rows.max_log2[h], rows.sum[h]});
+      const i64 first = at * Traits::kHeadDimVo + group_ * kColumns + 2 * (Lane() % 4);
+      float* partial = p_.partial_o + first;
+      u16* to = static_cast<u16*>(p_.o) + first;
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) {
+        const float left = o[j][2 * h] * o_scale;
+        const float right = o[j][2 * h + 1] * o_scale;
+        if (final) {
+          *reinterpret_cast<u32*>(to + 8 * j) = E::Pack(left, right);
+        } else {
+          *reinterpret_cast<float2*>(partial + 8 * j) = make_float2(left, right);
+        }
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  const int group_;   // 0 or 1
+  const int thread_;  // of the group
+  Cursor cursor_;     // next step to be multiplied
+  u32 q_parity_ = 0;
+};
+
+// --- kernel ---
+
+template <class Traits>
+struct HopperMlaBody {
+  using Shape = HopperMlaShape<Traits>;
+  using Shared = typename Shape::Shared;
+  static constexpr int kNumThreads = Shape::kNumThreads;
+  static constexpr int kMinCtasPerSm = 1;
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
+
+  __device__ __forceinline__ static void Run(const AttentionParams& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Shared& shared = *reinterpret_cast<Shared*>(smem);
+    // For later, so that they are near by then.
+    LoadConstant(&p.header->nnz_qo);
+    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
+    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
+    const int end = QueueEnd(p);
+    if (threadIdx.x == 0) InitBarriers(shared.barriers);
+    __syncthreads();
+    if (threadIdx.x < Shape::kProducerThreads) {
+      LowerRegisterLimit<Shape::kProducerRegisters>();
+      HopperMlaProducer<Traits>(p, shared).Run(begin, end);
+    } else {
+      RaiseRegisterLimit<Shape::kConsumerRegisters>();
+      HopperMlaConsumer<Traits>(p, shared).Run(begin, end);
+    }
+    BlankPaddingRows<Traits, 2>(p);
+  }
+
+ private:
+  __device__ __forceinline__ static void InitBarriers(typename Shape::Barriers& b) {
+    constexpr int kConsumerWarps = Shape::kConsumerThreads / kWarpSize;
+    InitBarrier(SharedAddress(&b.full_q), Shape::kProducerThreads);
+    InitBarrier(SharedAddress(&b.empty_q), kConsumerWarps);
+    for (int i = 0; i < Shape::kSlots * Shape::kUnits; ++i) {
+      InitBarrier(SharedAddress(b.full + i), Shape::kProducerThreads);
+      InitBarrier(SharedAddress(b.empty + i), kConsumerWarps);
+    }
+  }
+};
+
+}  // namespace jax_attn
