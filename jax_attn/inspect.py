@@ -39,7 +39,7 @@ def tables(plan: AttentionPlan, num_rows: int) -> str:
                     queue[i],
                     items["request"][i] if items["num_groups"][i] < 2 else "several",
                     items["kv_head"][i],
-                    items["qo_len"][i] * plan.spec.group_size,
+                    items["qo_len"][i] * plan.spec.heads_per_item,
                     f"{items['kv_begin'][i]}..{items['kv_end'][i]}",
                     f"{costs[i]:.0f}",
                     _state(items[i]),

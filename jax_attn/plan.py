@@ -89,7 +89,7 @@ class AttentionPlan:
         item_kv_cost = kv_cost[items["tile"]]
         if config["cost_by_rows"]:
             tile_rows = np.array([config[f"tile_q_{i}"] for i in range(3)])[items["tile"]]
-            by_rows = item_kv_cost * (items["qo_len"] * self.spec.group_size) // tile_rows
+            by_rows = item_kv_cost * (items["qo_len"] * self.spec.heads_per_item) // tile_rows
             is_shared = items["num_groups"] > 1
             item_kv_cost = np.where(is_shared, np.maximum(kv_cost[0], by_rows), item_kv_cost)
         kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)

@@ -164,7 +164,7 @@ def _page(plan: AttentionPlan, times: Timeline, title: str, about: str) -> str:
 
 def _tell(plan: AttentionPlan, times: Timeline) -> list[str]:
     """What there is to say about each item."""
-    group_size, groups = plan.spec.group_size, plan.merge_groups()
+    group_size, groups = plan.spec.heads_per_item, plan.merge_groups()
     texts = []
     for i, item in enumerate(plan.items()):
         count, merge_idx = int(item["num_groups"]), int(item["merge_idx"])

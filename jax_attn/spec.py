@@ -202,6 +202,11 @@ class AttentionSpec:
         """Query heads that share a kv head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    @functools.cached_property
+    def heads_per_item(self) -> int:
+        """Query heads of an item: group_size; with mla a block of them, as csrc/select chose."""
+        return -(-self.num_qo_heads // self.problem.spec["num_kv_heads"])
+
     @property
     def is_paged(self) -> bool:
         return self.page_size is not None
