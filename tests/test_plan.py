@@ -651,3 +651,30 @@ def test_a_gpu_leaves_a_faulty_plan_where_the_host_refuses(changed, backend):
         with pytest.raises(Exception, match="attention: plan: "):
             jax.block_until_ready(ja.attention(q, k_pages, v_pages, plan))
             jax.effects_barrier()
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "sm_90:4"])
+def test_the_largest_forest_fits_the_default_capacities(target):
+    """Many nodes, deep and flat: capacities that know nothing of the tree must hold any plan."""
+    rng = np.random.default_rng(0)
+    most = 0
+    for num_kv_heads, group in ((1, 1), (8, 4), (2, 16), (1, 7)):
+        for num_requests, arity in ((2, 1), (48, 1), (48, 2), (48, 3), (130, 2), (130, 40)):
+            depth = rng.integers(1, 8, num_requests)
+            branches = tuple(
+                "".join(chr(ord("a") + rng.integers(arity)) for _ in range(n)) for n in depth
+            )
+            case = Case(
+                "",
+                qo_lens=tuple(rng.integers(1, 3, num_requests).tolist()),
+                kv_lens=tuple((512 * depth + rng.integers(2, 100, num_requests)).tolist()),
+                num_qo_heads=num_kv_heads * group,
+                num_kv_heads=num_kv_heads,
+                dtype="bfloat16",
+                branches=branches,
+                branch_tokens=512,
+            )
+            exact = {"max_batch": num_requests, "max_qo_tokens": sum(case.qo_lens)}
+            plan = make_plan(case, target, **exact)
+            most = max(most, plan.header()["num_shared_tokens"])
+    assert most > 130
