@@ -68,6 +68,7 @@ Batch RandomBatch(const AttentionProblem& problem, Random& random) {
   const int64_t longest = Pick(random, {1, 60, 700, 3000, 9000, 60000});
   const int64_t kind = Pick(random, {0, 0, 0, 1, 2, 3});
   const bool equal = random() % 4 == 0;
+  const bool huge = spec.page_size == 0 && spec.schedule != kFixedSplit && random() % 4 == 0;
   const int64_t page = std::max<int64_t>(1, spec.page_size);
   b.has_offsets = random() % 4 == 0;
   b.kv_indptr.push_back(random() % 3 == 0 ? 5 : 0);
@@ -78,6 +79,7 @@ Batch RandomBatch(const AttentionProblem& problem, Random& random) {
     if (kind == 3) qo_len = random() % 3;
     int64_t kv_len = equal ? longest : random() % (longest + 1);
     if (random() % 7 == 0) kv_len = random() % 20;
+    if (huge) kv_len = (1 << 29) / batch_size + random() % (1 << 20);  // loads beyond 32 bits
     const int64_t spare = random() % 3;
     b.qo_indptr.push_back(static_cast<int32_t>(b.qo_indptr.back() + qo_len));
     b.kv_lens.push_back(static_cast<int32_t>(kv_len));

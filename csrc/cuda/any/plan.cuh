@@ -5,8 +5,8 @@
 // bytes. The CTA that finishes last writes the header. A batch that the host planner would refuse
 // leaves a faulty plan: kFaultyPlanMagic, no items, and the fault in the header.
 //
-// Everything is done by all threads at once but one thing: chunks go to the least loaded queue one
-// after the other. All kv heads have the same lengths, so that is a few hundred chunks for the 33
+// Everything is done by all threads at once but one thing: each chunk goes to the queue that has
+// the least then. All kv heads have the same lengths, so that is a few hundred chunks for the 33
 // queues of a head (H200), held in the registers of one warp.
 #pragma once
 
@@ -27,7 +27,7 @@ struct PlanTrial {
   i64* costs;       // [num_chunks] in the order of keys
   PlanSlot* slots;  // [num_chunks * num_units] in the order of keys, sections head by head
   i32* filled;      // [num_queues] chunks of a queue
-  i64* loads;       // [num_queues] only for loads beyond 32 bits
+  i64* loads;       // [num_queues] for whoever assigns chunks
 };
 
 static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
@@ -315,6 +315,7 @@ class PlanScheduler {
   };
   __device__ SlotSource SourceOf(const PlanTrial& trial, i32 num_chunks, i32 slot) const {
     const i32 units = rules_.num_units;
+    if (units == 1) return {slot, 0};
     const i32 key = slot / units;
     if (!IsSectionKey(trial.keys[key])) return {key, slot - key * units};
     const i32 chunk = ChunkOfKey(trial.keys[key]);
@@ -336,7 +337,8 @@ class PlanScheduler {
   // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
   // equal ones. Returns the load of the fullest.
   __device__ i64 Deal(const PlanTrial& trial, i32 num_chunks, i64 total_cost) {
-    // A queue that takes a chunk had no more than the mean.
+    // A queue that takes a chunk had no more than the mean; another one may be asked what it would
+    // have.
     i64 most = 0;
 #pragma unroll 1
     for (i32 k = thread_ % kWarpSize; k < num_chunks; k += kWarpSize) {
@@ -347,54 +349,95 @@ class PlanScheduler {
     i32 bits = 0;
 #pragma unroll 1
     while (1 << bits < queues) ++bits;
-    if (bits < 16 && total_cost + (most + 1) * queues < queues << (32 - bits)) {
+    if (bits < 16 && total_cost + (2 * most + 1) * queues < queues << (32 - bits)) {
       if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(trial, num_chunks, bits);
       if (rules_.num_queues <= 10 * kWarpSize) return DealInRegisters<10>(trial, num_chunks, bits);
     }
     return DealInMemory(trial, num_chunks);
   }
 
-  // A lane holds kQueues queues next to each other, as load << bits | queue.
+  // A lane holds queues lane, lane + 32, ... as load << bits | queue, so that the least key is the
+  // queue that takes the next chunk. Many take theirs at once: with the queues in order, one that
+  // has less than every queue would have after taking a chunk (the first the first, the second the
+  // second, ...) takes its own whatever the others do. Where that are few, one after the other.
   template <int kQueues>
   __device__ i64 DealInRegisters(const PlanTrial& trial, i32 num_chunks, i32 bits) {
+    constexpr i32 kFew = 4, kAlone = 16;
     const int lane = thread_ % kWarpSize;
+    const i32 num_queues = rules_.num_queues;
+    const i32 num_slots = num_chunks * rules_.num_units;
+    u32* shown = reinterpret_cast<u32*>(trial.loads);  // [num_queues, to a multiple of 4] all keys
     u32 keys[kQueues];
     i32 filled[kQueues];
 #pragma unroll
     for (int j = 0; j < kQueues; ++j) {
-      const i32 queue = lane * kQueues + j;
-      keys[j] = queue < rules_.num_queues ? static_cast<u32>(queue) : ~0u;
+      const i32 queue = lane + j * kWarpSize;
+      keys[j] = queue < num_queues ? static_cast<u32>(queue) : ~0u;
       filled[j] = 0;
     }
-    const i32 num_slots = num_chunks * rules_.num_units;
+    auto cost_of = [&](i32 slot) {
+      return static_cast<u32>(trial.costs[SourceOf(trial, num_chunks, slot).key]) << bits;
+    };
+    auto take = [&](int j, i32 slot, u32 cost) {
+      trial.slots[slot] = {lane + j * kWarpSize, filled[j]++};
+      keys[j] += cost;
+    };
+    i32 next = 0;
 #pragma unroll 1
-    for (i32 first = 0; first < num_slots; first += kWarpSize) {
-      u32 mine = 0;
-      if (first + lane < num_slots) {
-        const i32 key = SourceOf(trial, num_chunks, first + lane).key;
-        mine = static_cast<u32>(trial.costs[key]) << bits;
-      }
-      const i32 count = Min(kWarpSize, num_slots - first);
-#pragma unroll kQueues <= 2 ? 4 : 1
-      for (i32 i = 0; i < count; ++i) {
-        const u32 cost = __shfl_sync(kFullWarp, mine, i);
-        u32 least = keys[0];
+    while (next < num_slots) {
+      const i32 last = Min(num_queues, num_slots - next);
 #pragma unroll
-        for (int j = 1; j < kQueues; ++j) least = least < keys[j] ? least : keys[j];
-        least = WarpMin(least);
+      for (int j = 0; j < kQueues; ++j) {
+        if (lane + j * kWarpSize < (num_queues + 3) / 4 * 4) shown[lane + j * kWarpSize] = keys[j];
+      }
+      __syncwarp();
+      i32 rank[kQueues] = {};
+#pragma unroll kQueues <= 2 ? 3 : 1
+      for (i32 q = 0; q < num_queues; q += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(shown + q);
 #pragma unroll
         for (int j = 0; j < kQueues; ++j) {
-          if (keys[j] != least) continue;
-          trial.slots[first + i] = {lane * kQueues + j, filled[j]++};
-          keys[j] += cost;
+          rank[j] += (four.x < keys[j]) + (four.y < keys[j]);
+          rank[j] += (four.z < keys[j]) + (four.w < keys[j]);
         }
       }
+      u32 costs[kQueues], least = ~0u;
+#pragma unroll
+      for (int j = 0; j < kQueues; ++j) {
+        costs[j] = rank[j] < last ? cost_of(next + rank[j]) : 0;
+        if (rank[j] < last && keys[j] + costs[j] < least) least = keys[j] + costs[j];
+      }
+      least = WarpMin(least);
+      i32 taken = 0;
+#pragma unroll
+      for (int j = 0; j < kQueues; ++j) {
+        const bool takes = rank[j] < last && (keys[j] < least || rank[j] == 0);
+        if (takes) take(j, next + rank[j], costs[j]);
+        taken += __popc(__ballot_sync(kFullWarp, takes));
+      }
+      next += taken;
+      if (taken > kFew) continue;
+      const i32 count = Min(kAlone, num_slots - next);
+      const u32 mine = lane < count ? cost_of(next + lane) : 0;
+#pragma unroll 1
+      for (i32 i = 0; i < count; ++i) {
+        const u32 cost = __shfl_sync(kFullWarp, mine, i);
+        u32 first = keys[0];
+#pragma unroll
+        for (int j = 1; j < kQueues; ++j) first = first < keys[j] ? first : keys[j];
+        first = WarpMin(first);
+#pragma unroll
+        for (int j = 0; j < kQueues; ++j) {
+          if (keys[j] == first) take(j, next + i, cost);
+        }
+      }
+      next += count;
     }
     u32 fullest = 0;
 #pragma unroll
     for (int j = 0; j < kQueues; ++j) {
-      const i32 queue = lane * kQueues + j;
-      if (queue >= rules_.num_queues) continue;
+      const i32 queue = lane + j * kWarpSize;
+      if (queue >= num_queues) continue;
       trial.filled[queue] = filled[j];
       fullest = fullest > keys[j] ? fullest : keys[j];
     }
