@@ -608,6 +608,24 @@ def test_a_large_batch_is_planned_on_a_gpu(backend):
     )
 
 
+def test_a_faulty_plan_says_what_the_host_would_have_said():
+    case = Case("", (1, 1), (20, 30))
+    plan = make_plan(case)
+    words = plan.buffer.copy()
+    header = plan.spec.layout["header"]
+    words[header : header + 16] = 0
+    words[header : header + 2] = 0x6A617066, plan.header()["version"]
+    words[header + 11 : header + 14] = 6, 1, -5  # kFaultKvLenNegative, request, got
+    faulty = dataclasses.replace(plan, buffer=words)
+    with pytest.raises(ValueError) as refused:
+        ja.plan(plan.spec, [0, 1, 2], [20, -5], [0, 2, 4], np.arange(4))
+    assert faulty.fault() == faulty.describe() == str(refused.value)
+    q = jnp.zeros(plan.spec.q_shape, plan.spec.dtype)
+    pages = [jnp.zeros(x, plan.spec.dtype) for x in plan.spec.kv_shapes(4, plan.spec.page_size)]
+    with pytest.raises(Exception, match="attention: plan: kv_lens.1.: expected a length >= 0"):
+        jax.block_until_ready(ja.attention(q, *pages, faulty))
+
+
 FAULTS = {
     "qo_order": {"qo_indptr": [0, 3, 2]},
     "qo_tokens": {"qo_indptr": [0, 1, 9]},

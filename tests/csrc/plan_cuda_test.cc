@@ -183,13 +183,8 @@ std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const PlanInp
 }
 
 template <class Traits>
-void RunCase(unsigned seed) {
+void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed) {
   Random random(seed);
-  AttentionProblem problem = RandomProblem(random);
-  Batch batch = RandomBatch(problem, random);
-  SettleProblem(batch, random, &problem);
-  if (seed % 5 == 0) Spoil(problem, random, &batch);
-
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanInputs in = batch.inputs();
   std::vector<int32_t> expected(layout.num_words, 0);
@@ -234,6 +229,74 @@ void RunCase(unsigned seed) {
   }
 }
 
+template <class Traits>
+void RunCase(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = RandomProblem(random);
+  Batch batch = RandomBatch(problem, random);
+  SettleProblem(batch, random, &problem);
+  if (seed % 5 == 0) Spoil(problem, random, &batch);
+  Compare<Traits>(problem, batch, seed);
+}
+
+struct Request {
+  int64_t qo_len, kv_len;
+};
+
+// Causal decodes and prompts in pages of 16, a schedule of an H200.
+template <class Traits>
+void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64_t num_ctas) {
+  AttentionProblem problem;
+  AttentionSpec& spec = problem.spec;
+  spec.num_kv_heads = num_kv_heads;
+  spec.num_qo_heads = 4 * num_kv_heads;
+  spec.head_dim_qk = spec.head_dim_vo = 128;
+  spec.window_right = 0;
+  spec.page_size = 16;
+  spec.arch = 90;
+  spec.num_processors = 132;
+  Batch b;
+  b.kv_indptr.push_back(0);
+  for (const Request& r : requests) {
+    b.qo_indptr.push_back(static_cast<int32_t>(b.qo_indptr.back() + r.qo_len));
+    b.kv_lens.push_back(static_cast<int32_t>(r.kv_len));
+    b.kv_indptr.push_back(static_cast<int32_t>(b.kv_indptr.back() + (r.kv_len + 15) / 16));
+  }
+  b.page_indices.resize(b.kv_indptr.back());
+  std::iota(b.page_indices.begin(), b.page_indices.end(), 0);
+  spec.max_batch = static_cast<int64_t>(requests.size());
+  spec.max_qo_tokens = b.qo_indptr.back();
+  spec.max_kv_pages = b.kv_indptr.back();
+  SelectCuda(spec, &problem.config);
+  problem.config.num_ctas = num_ctas;
+  FillCapacities(&problem);
+  Compare<Traits>(problem, b, 1000000 + static_cast<unsigned>(requests.size()));
+}
+
+// The kernel as it is compiled, and batches as servers have them: decodes of uniform and zipf
+// lengths, with prompts between them, and more than shared memory holds.
+void RunServing(int64_t batch_size, int64_t num_kv_heads, bool prompts, bool zipf) {
+  Random random(7);
+  std::vector<Request> requests;
+  for (int64_t r = 0; r < batch_size; ++r) {
+    requests.push_back({prompts && r % 8 == 0 ? 512 : 1,
+                        static_cast<int64_t>(600 + (zipf ? 500000 / (1 + random() % batch_size)
+                                                         : random() % 4096))});
+  }
+  RunOnH200<TraitsOf<512, 96 * 1024>>(requests, num_kv_heads, 264);
+}
+
+// About as many equal tiles of two heights as half the queues of a head: shorter chunks are worth
+// it then.
+void RunRetries(unsigned seed) {
+  Random random(seed);
+  std::vector<Request> requests;
+  for (int64_t n = 10 + random() % 14; n > 0; --n) {
+    requests.push_back({Pick(random, {1, 20}), 3000 * Pick(random, {1, 1, 1, 1, 2})});
+  }
+  RunOnH200<TraitsOf<128, 16 * 1024>>(requests, 8, Pick(random, {132, 264}));
+}
+
 void RunAll(unsigned num_cases) {
   for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
     switch (seed % 4) {
@@ -250,6 +313,11 @@ void RunAll(unsigned num_cases) {
         RunCase<TraitsOf<256, 16 * 1024>>(seed);
     }
   }
+  for (const int64_t kv_heads : {8, 32, 1}) RunServing(256, kv_heads, false, true);
+  RunServing(256, 8, false, false);
+  RunServing(128, 8, true, false);
+  RunServing(5000, 8, true, true);
+  for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
   std::printf("%u batches: %d with splits, %d refused by both\n", num_cases, g_split, g_faults);
   if (g_split < static_cast<int>(num_cases / 10) || g_faults < static_cast<int>(num_cases / 20)) {
     std::printf("FAILED: the batches are too tame\n");
