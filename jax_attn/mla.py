@@ -44,18 +44,16 @@ def latent_rows(ckv: jax.Array, k_rope: jax.Array) -> jax.Array:
 def absorb_query(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array) -> jax.Array:
     """Queries that meet latent rows: [n, num_qo_heads, kv_lora_rank + rope].
 
-    q_nope . (w_uk ckv) = (q_nope w_uk) . ckv, summed in float32.
+    q_nope . (w_uk ckv) = (q_nope w_uk) . ckv.
 
     q_nope: [n, num_qo_heads, nope]. q_rope: [n, num_qo_heads, rope], rotated.
     """
-    q_ckv = jnp.einsum("nhd,hdc->nhc", q_nope, w_uk, preferred_element_type=jnp.float32)
-    return jnp.concatenate([q_ckv.astype(q_rope.dtype), q_rope], axis=-1)
+    return jnp.concatenate([jnp.einsum("nhd,hdc->nhc", q_nope, w_uk), q_rope], axis=-1)
 
 
 def expand_output(o: jax.Array, w_uv: jax.Array) -> jax.Array:
     """Absorbed o: [n, num_qo_heads, kv_lora_rank] -> [n, num_qo_heads, head_dim_v]."""
-    expanded = jnp.einsum("nhc,hcd->nhd", o, w_uv, preferred_element_type=jnp.float32)
-    return expanded.astype(o.dtype)
+    return jnp.einsum("nhc,hcd->nhd", o, w_uv)
 
 
 def expand_kv(
@@ -65,7 +63,6 @@ def expand_kv(
 
     ckv: [n, kv_lora_rank], after its norm. k_rope: [n, rope], rotated.
     """
-    k_nope = jnp.einsum("nc,hdc->nhd", ckv, w_uk, preferred_element_type=jnp.float32)
-    v = jnp.einsum("nc,hcd->nhd", ckv, w_uv, preferred_element_type=jnp.float32)
+    k_nope, v = jnp.einsum("nc,hdc->nhd", ckv, w_uk), jnp.einsum("nc,hcd->nhd", ckv, w_uv)
     shared = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:2], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope.astype(ckv.dtype), shared], axis=-1), v.astype(ckv.dtype)
+    return jnp.concatenate([k_nope, shared], axis=-1), v

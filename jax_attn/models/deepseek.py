@@ -146,8 +146,11 @@ def reference_block(params: BlockParams, config: DeepseekConfig, x: jax.Array) -
     q_nope, q_rope, ckv, k_rope = _project(params, config, x, positions)
     kv = (ckv @ params["kv_b"]).reshape(len(x), config.num_attention_heads, -1)
     k_nope, v = jnp.split(kv, [config.qk_nope_head_dim], axis=-1)
-    scores = jnp.einsum("qhd,khd->hqk", q_nope, k_nope, preferred_element_type=jnp.float32)
-    scores += jnp.einsum("qhd,kd->hqk", q_rope, k_rope, preferred_element_type=jnp.float32)
+    q_nope, q_rope, k_nope, k_rope = (
+        a.astype(jnp.float32) for a in (q_nope, q_rope, k_nope, k_rope)
+    )
+    scores = jnp.einsum("qhd,khd->hqk", q_nope, k_nope)
+    scores += jnp.einsum("qhd,kd->hqk", q_rope, k_rope)
     visible = positions[:, None] >= positions
     weights = jax.nn.softmax(jnp.where(visible, config.sm_scale * scores, -jnp.inf))
     return _add_output(params, config, x, jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v))

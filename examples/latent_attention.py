@@ -1,0 +1,71 @@
+"""DeepSeek's latent attention: prompts without absorption, then decodes over the latent cache.
+
+The cache holds one row of 576 numbers a token, for all 16 heads; keys and values of the heads never
+exist for cached tokens.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from jax_attn.models import Rope, deepseek
+
+config = deepseek.DeepseekConfig(
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=16,
+    q_lora_rank=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    rope=Rope(10000.0),
+)
+params = deepseek.random_block(config, jax.random.key(0), "bfloat16")
+block = jax.jit(functools.partial(deepseek.block, config=config), donate_argnames="latent_pages")
+
+prompt_lens, page_size, pages_each = np.array([70, 200, 33]), 64, 4
+batch, max_tokens = len(prompt_lens), int(prompt_lens.sum())
+lengths = {"max_batch": batch, "max_kv_pages": batch * pages_each, "page_size": page_size}
+prompt_cache = deepseek.cache_spec(config, max_qo_tokens=max_tokens, **lengths)
+decode_cache = deepseek.cache_spec(config, max_qo_tokens=batch, **lengths)
+prompt = deepseek.prompt_spec(config, max_tokens, max_batch=batch)
+page_indptr = pages_each * np.arange(batch + 1)
+page_indices = np.random.default_rng(0).permutation(batch * pages_each)
+pages = jnp.zeros((batch * pages_each, page_size, 1, 576), "bfloat16")
+
+# The prompts: heads of 192 and 128, kv made of the latent rows on the way.
+qo_indptr = np.concatenate([[0], np.cumsum(prompt_lens)])
+prompts = jax.random.normal(jax.random.key(1), (max_tokens, config.hidden_size), "bfloat16")
+positions = np.concatenate([np.arange(n) for n in prompt_lens])
+hidden, pages = block(
+    params,
+    x=prompts,
+    positions=positions,
+    latent_pages=pages,
+    cache_plan=ja.plan(prompt_cache, qo_indptr, prompt_lens, page_indptr, page_indices),
+    prompt_plan=ja.plan(prompt, qo_indptr, prompt_lens),
+)
+
+# A token each: every row of the cache is read once, for all heads, as key and as value.
+tokens = jax.random.normal(jax.random.key(2), (batch, config.hidden_size), "bfloat16")
+kv_lens = prompt_lens + 1
+hidden, pages = block(
+    params,
+    x=tokens,
+    positions=prompt_lens,
+    latent_pages=pages,
+    cache_plan=ja.plan(decode_cache, np.arange(batch + 1), kv_lens, page_indptr, page_indices),
+)
+
+for r in range(batch):  # the formulas of the paper, on the whole sequence
+    sequence = jnp.concatenate([prompts[qo_indptr[r] : qo_indptr[r + 1]], tokens[r : r + 1]])
+    expected = deepseek.reference_block(params, config, sequence)[-1]
+    np.testing.assert_allclose(
+        hidden[r].astype("float32"), expected.astype("float32"), atol=0.03 * abs(expected).max()
+    )
+per_token = 2 * 16 * (192 + 128)
+print(f"{int(kv_lens.sum())} cached tokens of {2 * 576} bytes, instead of {per_token}")
