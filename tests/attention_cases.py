@@ -78,8 +78,10 @@ class Case:
                 (-(-kv_len // self.kv_split) + 1) * qo_len
                 for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)
             ]
-            fields["max_items"] = (sum(chunks) + 1) * self.num_kv_heads
-            fields["max_partial_rows"] = (sum(chunks) + 1) * self.num_qo_heads
+            # mla: blocks of at least 8 heads take the place of kv heads, the last one is padded.
+            head_blocks = -(-self.num_qo_heads // 8) if self.mla else self.num_kv_heads
+            fields["max_items"] = (sum(chunks) + 1) * head_blocks
+            fields["max_partial_rows"] = (sum(chunks) + 1) * (self.num_qo_heads + 64 * self.mla)
         return fields
 
 
