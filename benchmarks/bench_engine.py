@@ -60,7 +60,6 @@ PAGE_SIZE = 16
 # Of XLA's options, for decodes. Without Triton all matmuls are cuBLAS's.
 VARIANTS = {
     "cublas": {"xla_gpu_enable_triton_gemm": False},
-    "no-split-k": {"xla_gpu_enable_split_k_autotuning": False},
 }
 
 
