@@ -387,7 +387,10 @@ def test_limits(engine):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_soak(model, device):
-    """20,000 short requests, one in five leaving, one in twenty invalid, too few pages for all."""
+    """8,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
+
+    20,000 of them, without a model: test_soak.py.
+    """
     rng = random.Random(0)
     texts = [grammar.from_regex(pattern) for pattern in ("[a-z]{3}", "(", "forced text", "a|b")]
 
@@ -426,7 +429,7 @@ def test_soak(model, device):
         counts: collections.Counter[str] = collections.Counter()
         memory = []
         async with running(made):
-            for _ in range(20):
+            for _ in range(8):
 
                 async def worker():
                     for _ in range(25):
@@ -437,10 +440,10 @@ def test_soak(model, device):
         return counts, memory, made.stats()
 
     counts, memory, stats = asyncio.run(main())
-    assert sum(counts.values()) == 20_000
-    assert counts["left"] > 2000 and counts["ValueError"] > 500 and counts["GrammarError"] > 200
+    assert sum(counts.values()) == 8_000
+    assert counts["left"] > 800 and counts["ValueError"] > 200 and counts["GrammarError"] > 80
     assert counts[FinishReason.ERROR] == counts[FinishReason.ABORT] == 0
-    assert stats["preemptions"] > 50
+    assert stats["preemptions"] > 20
     assert device.num_compiles_after_warm_up == 0
     assert memory[-1] < memory[4] + 30, memory
 
