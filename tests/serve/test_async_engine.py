@@ -387,7 +387,7 @@ def test_limits(engine):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_soak(model, device):
-    """8,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
+    """5,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
 
     20,000 of them, without a model: test_soak.py.
     """
@@ -429,7 +429,7 @@ def test_soak(model, device):
         counts: collections.Counter[str] = collections.Counter()
         memory = []
         async with running(made):
-            for _ in range(8):
+            for _ in range(5):
 
                 async def worker():
                     for _ in range(25):
@@ -440,12 +440,12 @@ def test_soak(model, device):
         return counts, memory, made.stats()
 
     counts, memory, stats = asyncio.run(main())
-    assert sum(counts.values()) == 8_000
-    assert counts["left"] > 800 and counts["ValueError"] > 200 and counts["GrammarError"] > 80
+    assert sum(counts.values()) == 5_000
+    assert counts["left"] > 500 and counts["ValueError"] > 125 and counts["GrammarError"] > 50
     assert counts[FinishReason.ERROR] == counts[FinishReason.ABORT] == 0
-    assert stats["preemptions"] > 20
+    assert stats["preemptions"] > 12
     assert device.num_compiles_after_warm_up == 0
-    assert memory[-1] < memory[4] + 30, memory
+    assert memory[-1] < memory[2] + 30, memory
 
 
 def resident_megabytes() -> float:
