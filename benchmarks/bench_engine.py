@@ -121,7 +121,6 @@ class Driver:
                     id=(name := f"{next(self._ids)}"),
                     request_id=name,
                     tokens=prompt,
-                    num_prompt=len(prompt),
                     params=SamplingParams(
                         max_tokens=n, temperature=temperature, seed=int(name), ignore_eos=True
                     ),

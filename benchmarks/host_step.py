@@ -52,7 +52,7 @@ def make_engine(num_running: int, context: int) -> Engine:
     for i in range(num_running):
         tokens = generator.integers(2, vocab, context).tolist()
         params = SamplingParams(max_tokens=500, temperature=0.0, seed=i, ignore_eos=True)
-        engine.submit([Sequence(f"{i}", f"{i}", tokens, context, params)])
+        engine.submit([Sequence(f"{i}", f"{i}", tokens, params)])
     return engine
 
 

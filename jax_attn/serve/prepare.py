@@ -203,7 +203,6 @@ class Preparer:
                         id=f"{request_id}-{len(sequences)}",
                         request_id=request_id,
                         tokens=list(prompt),
-                        num_prompt=len(prompt),
                         params=SamplingParams(
                             max_tokens=max_tokens or room, seed=_seed(seed, choice), **params
                         ),

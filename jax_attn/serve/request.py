@@ -95,13 +95,13 @@ class Sequence:
     id: str
     request_id: str
     tokens: list[int]  # the prompt, then the output known to the host; only ever extended
-    num_prompt: int
     params: SamplingParams
     namespace: str = ""  # only sequences of one namespace share pages
     priority: int = 0  # lower first
     deadline: float | None = None  # seconds on the clock that `schedule` is given
     arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
 
+    num_prompt: int = field(init=False)  # len(tokens) when made
     status: Status = field(default=Status.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     slot: int = field(default=-1, init=False)  # row of device state while RUNNING
@@ -124,6 +124,7 @@ class Sequence:
     _packed: bytearray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
         self._last = self.num_prompt + self.params.max_tokens - 1
         # Here, so that whoever makes the request spends the time (20 ns a token), not the engine.
         self._packed = bytearray(array("i", self.tokens))

@@ -78,7 +78,7 @@ def sequence(tokens: list[int], **kwargs) -> Sequence:
     fields = {k: kwargs.pop(k) for k in ("deadline", "priority", "namespace") if k in kwargs}
     params = SamplingParams(**{"max_tokens": 24, "temperature": 0} | kwargs)
     name = f"s{next(ids)}"
-    return Sequence(name, name, list(tokens), len(tokens), params, **fields)
+    return Sequence(name, name, list(tokens), params, **fields)
 
 
 class Result:

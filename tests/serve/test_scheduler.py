@@ -31,7 +31,7 @@ def config(**changes) -> SchedulerConfig:
 def sequence(seq_id: str, tokens, max_tokens: int = 8, ignore_eos: bool = True, **fields):
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
     tokens = list(tokens)
-    return Sequence(seq_id, seq_id.split(".")[0], tokens, len(tokens), params, **fields)
+    return Sequence(seq_id, seq_id.split(".")[0], tokens, params, **fields)
 
 
 def scheduled(step: StepPlan | None) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Traffic:
         deadline = now + rng.randrange(40) if rng.random() < self.deadline_rate else None
         namespace, priority = rng.choice(["", "", "other"]), rng.choice([0, 0, 1])
         seqs = [
-            Sequence(f"{now}.{i}", str(now), list(prompt), len(prompt), params, namespace,
+            Sequence(f"{now}.{i}", str(now), list(prompt), params, namespace,
                      priority, deadline, now)
             for i in range(rng.choice([1, 1, 1, 3]))
         ]  # fmt: skip
