@@ -12,13 +12,14 @@ from jax_attn import mla, reference
 from jax_attn.attention import attention, dot_product_attention, item_times
 from jax_attn.jit import precompile
 from jax_attn.kv_cache import append_kv
-from jax_attn.merge import merge_state, merge_states
-from jax_attn.plan import AttentionPlan, plan
+from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
+from jax_attn.plan import AttentionPlan, PlanBucket, plan
 from jax_attn.spec import AttentionSpec
 
 __all__ = [
     "AttentionPlan",
     "AttentionSpec",
+    "PlanBucket",
     "append_kv",
     "attention",
     "dot_product_attention",
@@ -29,4 +30,6 @@ __all__ = [
     "plan",
     "precompile",
     "reference",
+    "state_from_triplet",
+    "state_to_triplet",
 ]

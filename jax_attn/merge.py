@@ -61,6 +61,65 @@ def merge_state(
     return merge_states(jnp.stack([o_a, o_b]), jnp.stack([lse_a, lse_b]))
 
 
+def state_to_triplet(
+    o: jax.Array, lse: jax.Array, max_logits: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A state as engines keep it that normalise late: o' = sum_j exp(logit_j - max) v_j, the
+    reference `max` of its exponents, and sum = sum_j exp(logit_j - max).
+
+    Any reference describes the same state, and those that merge triplets ask for no certain one.
+
+    o: [..., num_heads, head_dim_vo], bf16 | f16 | f32.
+    lse: [..., num_heads], f32, natural log. (0, -inf), the identity, becomes (0, -inf, 0).
+    max_logits: [..., num_heads], f32. The references; None: lse, so that each sum is 1.
+
+    Returns o': [..., num_heads, head_dim_vo], max and sum: [..., num_heads], all f32.
+    Differentiable. Raises ValueError for shapes or dtypes that do not fit.
+    """
+    o, lse = jnp.asarray(o), jnp.asarray(lse)
+    reference = lse if max_logits is None else jnp.asarray(max_logits)
+    _check_triplet("state_to_triplet", o, lse=lse, max_logits=reference)
+    is_empty = jnp.isneginf(lse)
+    # An empty row must not form -inf - -inf, nor its gradient.
+    exponent = jnp.where(is_empty, 0.0, lse) - jnp.where(is_empty, 0.0, reference)
+    sums = jnp.where(is_empty, 0.0, jnp.exp(exponent))
+    return o.astype(jnp.float32) * sums[..., None], jnp.where(is_empty, -jnp.inf, reference), sums
+
+
+def state_from_triplet(
+    o: jax.Array, max_logits: jax.Array, sums: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The state (o, lse) of a triplet: o / sum and max + log(sum).
+
+    o: [..., num_heads, head_dim_vo], bf16 | f16 | f32: sum_j exp(logit_j - max) v_j.
+    max_logits: [..., num_heads], f32, natural-log units. Need not be the largest logit.
+    sums: [..., num_heads], f32: sum_j exp(logit_j - max). 0: no key, whatever o and max are.
+
+    Returns o: [..., num_heads, head_dim_vo] in the dtype of o, and lse: [..., num_heads], f32,
+    natural log; (0, -inf) without a key. Differentiable. Raises ValueError for shapes or dtypes
+    that do not fit.
+    """
+    o, max_logits, sums = jnp.asarray(o), jnp.asarray(max_logits), jnp.asarray(sums)
+    _check_triplet("state_from_triplet", o, max_logits=max_logits, sums=sums)
+    is_empty = sums == 0
+    divisor = jnp.where(is_empty, 1.0, sums)
+    lse = jnp.where(is_empty, -jnp.inf, jnp.where(is_empty, 0.0, max_logits) + jnp.log(divisor))
+    normalized = jnp.where(is_empty[..., None], 0.0, o.astype(jnp.float32)) / divisor[..., None]
+    return normalized.astype(o.dtype), lse
+
+
+def _check_triplet(op: str, o: jax.Array, **rows: jax.Array) -> None:
+    dtype_code(o.dtype)
+    if o.ndim < 2:
+        raise ValueError(f"{op}: o: expected [..., num_heads, head_dim_vo], got {list(o.shape)}.")
+    for name, row in rows.items():
+        if row.shape != o.shape[:-1] or row.dtype != jnp.float32:
+            raise ValueError(
+                f"{op}: {name}: expected float32{list(o.shape[:-1])} for o of {list(o.shape)}, got"
+                f" {row.dtype}{list(row.shape)}."
+            )
+
+
 @jax.custom_batching.custom_vmap
 def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     arch, _ = parse_target(default_target())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,16 @@ _MERGE_GROUP = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
     "reserved_0", "reserved_1", "reserved_2",
 )])  # fmt: skip
+
+
+class PlanBucket(NamedTuple):
+    """What vLLM's unified attention groups batches by: those of a bucket ask for the same work."""
+
+    phase: str  # see AttentionPlan.phase
+    num_qo_tokens: int
+    num_shared_pages: int  # different pages that shared items read
+    num_unique_pages: int  # and the other items
+    num_logits: int  # requests with query tokens: each wants the logits of its last one
 
 
 @jax.tree_util.register_dataclass
@@ -142,13 +152,24 @@ class AttentionPlan:
         have = is_causal.any(), is_shared.any(), (~is_causal & ~is_shared).any()
         return "".join(letter if x else "-" for letter, x in zip("csu", have, strict=True))
 
-    def _num_pages(self, items: np.ndarray) -> int:
-        """Different pages that the items read."""
-        indices, page_size = (
-            self._section("page_indices", self.header()["nnz_kv"]),
-            self.spec.page_size,
+    def bucket(self) -> PlanBucket:
+        """The batch's size in the terms that decide what a step costs. Ragged kv has no pages."""
+        header, is_shared = self.header(), self.items()["num_groups"] > 1
+        qo_lens = np.diff(self._section("qo_indptr", header["batch_size"] + 1))
+        return PlanBucket(
+            self.phase(),
+            header["nnz_qo"],
+            self._num_pages(is_shared),
+            self._num_pages(~is_shared),
+            int((qo_lens > 0).sum()),
         )
-        assert page_size is not None
+
+    def _num_pages(self, chosen: np.ndarray) -> int:
+        """Different pages that the chosen items read."""
+        page_size, items = self.spec.page_size, self.items()[chosen]
+        if page_size is None:
+            return 0
+        indices = self._section("page_indices", self.header()["nnz_kv"])
         items = np.unique(
             items[items["kv_begin"] < items["kv_end"]][["kv_base", "kv_begin", "kv_end"]]
         )
@@ -172,7 +193,7 @@ class AttentionPlan:
         per_tile = np.bincount(items["tile"], minlength=len(tiles))
         kv_tokens = items["kv_end"] - items["kv_begin"]
         groups = self.merge_groups()
-        is_shared = items["num_groups"] > 1
+        bucket = self.bucket()
         storage = f"pages of {spec.page_size}" if spec.is_paged else "ragged kv"
         lines = [
             f"plan: {spec.schedule} for {spec.target}, {header['batch_size']} requests,"
@@ -180,13 +201,9 @@ class AttentionPlan:
             f" {storage}",
             f"  items          {header['num_items']} of {config['max_items']}: "
             + ", ".join(f"{n} of {rows} rows" for n, rows in zip(per_tile, tiles, strict=True)),
-            f"  phase          {self.phase()}"
-            + (
-                f": {self._num_pages(items[is_shared])} pages shared,"
-                f" {self._num_pages(items[~is_shared])} of one request each"
-                if spec.is_paged
-                else ""
-            ),
+            f"  phase          {bucket.phase}",
+            f"  bucket         {bucket.num_qo_tokens} query tokens, {bucket.num_shared_pages} pages"
+            f" shared, {bucket.num_unique_pages} of one request each, {bucket.num_logits} logits",
             f"  kv span        {_range(kv_tokens)} tokens an item, {int(kv_tokens.sum())} in all",
             f"  queues         {len(lengths)}, {_range(lengths)} items each,"
             f" {int((lengths == 0).sum())} empty",

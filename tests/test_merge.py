@@ -176,3 +176,76 @@ def test_attention_over_parts_merges_to_attention_over_all(backend):
     want_o, want_lse = attend(0, kv_len)
     np.testing.assert_allclose(o, want_o, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+
+
+# ---- triplets ------------------------------------------------------------------------------------
+
+
+def direct_triplet(logits, v):
+    """(unnormalised o, max, sum) of rows that see a prefix of the keys, as engines have it."""
+    peak = logits.max(-1, initial=-np.inf)
+    weights = np.exp(logits - np.where(np.isneginf(peak), 0, peak)[..., None])
+    return weights @ v, peak, weights.sum(-1)
+
+
+def random_logits(seed=0, size=3.0):
+    rng = np.random.default_rng(seed)
+    logits = size * rng.normal(size=(6, 2, 33)).astype(np.float32)
+    logits[
+        np.broadcast_to(np.arange(33) >= np.arange(6)[:, None, None] * 6, logits.shape)
+    ] = -np.inf
+    return logits, rng.normal(size=(33, 16)).astype(np.float32)  # row 0 sees no key
+
+
+@pytest.mark.parametrize("size", [0.0, 3.0, 1e5])
+def test_states_from_triplets_and_back(size):
+    o, peak, sums = direct_triplet(*random_logits(size=size))
+    state = ja.state_from_triplet(o, peak, sums)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        want_o, want_lse = o / sums[..., None], peak + np.log(sums)
+    want_o[0], want_lse[0] = 0, -np.inf
+    np.testing.assert_allclose(state[0], want_o, rtol=1e-6)
+    np.testing.assert_allclose(state[1], want_lse, rtol=1e-6, atol=1e-6)
+    # With its own references it is the same triplet again, with others the same state.
+    for got, want in zip(ja.state_to_triplet(*state, peak), (o, peak, sums), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5 + size * 2.0**-22, atol=1e-6)
+    unit = ja.state_to_triplet(*state)
+    np.testing.assert_array_equal(unit[2], np.where(np.isneginf(state[1]), 0.0, 1.0))
+    for name, got, want in zip(("o", "lse"), ja.state_from_triplet(*unit), state, strict=True):
+        assert_same_bits(name, got, want)
+
+
+def test_triplets_merge_as_states_do():
+    """vLLM's rule for triplets and merge_states agree, empty parts included."""
+    logits, v = random_logits()
+    parts = [
+        direct_triplet(logits[..., s], v[s]) for s in (slice(0, 5), slice(5, 20), slice(20, 33))
+    ]
+    o, peak, sums = (np.stack(x) for x in zip(*parts, strict=True))
+    top = np.maximum(peak.max(0), -1e30)
+    scale = np.exp(peak - top)
+    want = ja.state_from_triplet((scale[..., None] * o).sum(0), peak.max(0), (scale * sums).sum(0))
+    got = ja.merge_states(*ja.state_from_triplet(o, peak, sums))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)
+
+
+def test_triplets_have_types_gradients_and_refusals():
+    o, lse = random_states(1, 8, 2, 16, "bfloat16")
+    triplet = ja.state_to_triplet(o[0], lse[0])
+    assert all(x.dtype == jnp.float32 for x in triplet)
+    back = ja.state_from_triplet(triplet[0].astype(jnp.bfloat16), *triplet[1:])
+    assert_same_bits("o", back[0], o[0])
+
+    def total(o, lse):
+        o, lse = ja.state_from_triplet(*ja.state_to_triplet(o, lse))
+        return jnp.sum(o) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse))
+
+    d_o, d_lse = jax.grad(total, (0, 1))(o[0].astype(jnp.float32), lse[0])
+    live = np.where(np.isneginf(lse[0]), 0.0, 1.0)
+    np.testing.assert_array_equal(d_o, np.broadcast_to(live[..., None], d_o.shape))
+    np.testing.assert_array_equal(d_lse, live)
+    with pytest.raises(ValueError, match=r"state_to_triplet: lse: expected float32\[8, 2\]"):
+        ja.state_to_triplet(o[0], lse[0, :3])
+    with pytest.raises(ValueError, match=r"state_from_triplet: sums: expected float32\[8, 2\]"):
+        ja.state_from_triplet(o[0], lse[0], np.zeros_like(lse[0], np.int32))

@@ -407,7 +407,21 @@ def test_phases():
         assert plan.phase() == phase, case
         assert f"phase          {phase}" in plan.describe()
     # 6144 shared tokens, 22 times 128 of one request, and 300 of the last.
-    assert "-su: 384 pages shared, 195 of one request each" in make_plan(prefix_case()).describe()
+    assert "384 pages shared, 195 of one request each" in make_plan(prefix_case()).describe()
+
+
+def test_buckets():
+    """Phase, query tokens, shared pages, own pages, logits."""
+    for case, bucket in (
+        (Case("", (), ()), ("---", 0, 0, 0, 0)),
+        (Case("", (40, 0, 1), (40, 9, 17)), ("c-u", 41, 0, 3 + 2, 2)),
+        (Case("", (40, 2), (40, 9), page_size=None), ("c--", 42, 0, 0, 2)),
+        (prefix_case(), ("-su", sum(prefix_case().qo_lens), 384, 195, len(prefix_case().qo_lens))),
+    ):
+        plan = make_plan(case)
+        assert plan.bucket() == bucket, case
+        assert f"{bucket[1]} query tokens" in plan.describe()
+        assert f"{bucket[4]} logits" in plan.describe()
 
 
 def test_inputs_may_be_any_integer_array():
