@@ -72,6 +72,15 @@ void PlanInto(const AttentionProblem& problem, Int32Array qo_indptr, Int32Array 
   ThrowIfError(Plan(problem, inputs, buffer.data()));
 }
 
+// [(what, why)] of the configuration that select/ chose.
+nb::list ReasonList(const AttentionProblem& problem) {
+  Reasons reasons;
+  SelectAttention(problem.spec, &reasons);
+  nb::list list;
+  for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
+  return list;
+}
+
 nb::dict LayoutDict(const AttentionProblem& problem) {
   const PlanLayout l = MakePlanLayout(problem);
   nb::dict dict;
@@ -153,6 +162,7 @@ NB_MODULE(_core, m) {
            })
       .def_prop_ro("spec", [](const AttentionProblem& p) { return ToDict(p.spec); })
       .def_prop_ro("config", [](const AttentionProblem& p) { return ToDict(p.config); })
+      .def_prop_ro("reasons", &ReasonList)
       .def_prop_ro("layout", &LayoutDict)
       .def_prop_ro("words", &EncodeProblem)
       .def_prop_ro("workspace_words",
@@ -165,6 +175,9 @@ NB_MODULE(_core, m) {
            })
       .def("plan", &PlanInto, nb::arg("qo_indptr"), nb::arg("kv_lens"), nb::arg("kv_indptr"),
            nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("buffer"));
+
+  m.def("default_processors", &DefaultProcessors);
+  m.def("describe_fallback", &DescribeFallback);
 
   m.def("cpu_isa", &CpuIsa);
   m.def("supported_cpu_isas", &SupportedCpuIsas);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from typing import Any, Literal
 
@@ -263,8 +264,10 @@ class AttentionSpec:
             "num_processors": num_processors,
         }
         problem = _core.Problem(spec, overrides)
+        if arch:
+            _tell_fallback(arch)
         if config.print_config:
-            print(f"jax_attn: {self}\n  -> {problem.config}")
+            print(_explain(self, problem))
         return problem
 
     @functools.cached_property
@@ -303,11 +306,6 @@ def default_target() -> str:
     raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
 
 
-# Multiprocessors of the part that serves most of each architecture, for kernels compiled ahead on a
-# machine without it: A100, A10/3090 class, L40/4090 class, H100/H200, B200, RTX 50.
-_NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
-
-
 @functools.cache
 def parse_target(target: str) -> tuple[int, int]:
     """(compute capability or 0 for cpu, processors) of "cpu", "sm_90" or "sm_90:132"."""
@@ -326,7 +324,31 @@ def parse_target(target: str) -> tuple[int, int]:
         return int(arch), int(count)
     if jax.default_backend() == "gpu" and default_target() == f"sm_{arch}":
         return int(arch), jax.local_devices()[0].core_count
-    return int(arch), _NUM_SMS.get(int(arch), 132)
+    return int(arch), _core.default_processors(int(arch))
+
+
+@functools.cache
+def _tell_fallback(arch: int) -> None:
+    """Once an architecture: that a faster main loop could exist for it, and does not."""
+    if sentence := _core.describe_fallback(arch):
+        logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
+
+
+def _explain(spec: AttentionSpec, problem: _core.Problem) -> str:
+    """What csrc/select chose, field by field, with its reasons."""
+    chosen = problem.config
+
+    def value(field: str) -> str:
+        tiles = range(chosen["num_tiles"])
+        if f"{field}_0" in chosen:
+            return " ".join(str(chosen[f"{field}_{i}"]) for i in tiles)
+        return str(chosen.get(field, ""))
+
+    reasons = problem.reasons
+    lines = [f"  {what:<14} {value(what):<12} {why}" for what, why in reasons]
+    told = {what for what, _ in reasons} | {f"{what}_{i}" for what, _ in reasons for i in range(3)}
+    rest = " ".join(f"{field}={value}" for field, value in chosen.items() if field not in told)
+    return "\n".join([f"jax_attn: {spec}", *lines, f"  and {rest}"])
 
 
 def dtype_code(dtype: Any) -> int:

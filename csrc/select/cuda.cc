@@ -1,215 +1,210 @@
-// The kernel configuration on CUDA devices, portable path. Each number has its reason beside it;
+// The kernel configuration on CUDA devices: which main loop, which tiles. What follows from a
+// kernel's registers and instructions is said here; numbers of a device are in devices.cc.
 // build_tools/check_kernels.py verifies registers and shared memory for every combination.
 #include <algorithm>
 
+#include "select/devices.h"
 #include "select/select.h"
 
 namespace jax_attn {
 namespace {
 
-// Shared memory of one multiprocessor decides tiles and depth; the rest of an architecture does
-// not.
-enum class SmemClass { k100KB, k164KB, k228KB };
+// Takes values into a configuration, and the reason of each where somebody asks.
+class Choice {
+ public:
+  Choice(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons)
+      : spec(spec), device(FindCudaDevice(spec.arch)), config(*config), reasons_(reasons) {}
 
-SmemClass SmemClassOf(int64_t arch) {
-  if (arch == 80 || arch == 87) return SmemClass::k164KB;
-  if (arch >= 90 && arch < 120) return SmemClass::k228KB;
-  return SmemClass::k100KB;  // 86, 89, 120, 121
+  void Because(const char* what, const std::string& why) {
+    if (reasons_ != nullptr) reasons_->emplace_back(what, why);
+  }
+  int64_t Take(const char* what, const Number& number) {
+    Because(what, number.why);
+    return number.value;
+  }
+  int64_t Take(const char* what, const Steps& steps, int64_t size) {
+    Because(what, steps.why);
+    return steps.At(size);
+  }
+  void TakeTiles(std::initializer_list<int64_t> rows, const std::string& why) {
+    config.num_tiles = 0;
+    for (int64_t r : rows) config.tile_q[config.num_tiles++] = r;
+    Because("tile_q", why);
+  }
+
+  const AttentionSpec& spec;
+  const CudaDevice& device;
+  KernelConfig& config;
+
+ private:
+  Reasons* reasons_;
+};
+
+constexpr const char* kOneHeight =
+    "fixed_split: one height, whatever the capacities, so that a row is computed the same way in "
+    "every batch";
+
+int64_t LargerHeadDim(const AttentionSpec& spec) {
+  return std::max(spec.head_dim_qk, spec.head_dim_vo);
 }
 
 // Plain FFMA kernel: eight threads a row, a few rows and tokens at a time; enough for correct work
-// at a sane speed. Keys and values are twice as wide, so steps shrink before memory runs out.
-void SelectF32(const AttentionSpec& spec, SmemClass smem, KernelConfig* config) {
-  const int64_t dims = spec.head_dim_qk + spec.head_dim_vo;
-  const bool wide = dims > 256;
-  config->num_tiles = 1;
-  config->tile_q[0] = 16;
-  while (config->tile_q[0] < spec.group_size()) config->tile_q[0] *= 2;
-  config->num_warps = config->tile_q[0] / 4;
-  config->tile_kv = smem == SmemClass::k100KB && dims > 400 ? 8 : wide ? 16 : 32;
-  config->num_stages = smem == SmemClass::k228KB && !wide ? 2 : 1;
+// at a sane speed.
+void SelectF32(Choice& c) {
+  const Tiles& tiles = *c.device.tiles;
+  const int64_t dims = c.spec.head_dim_qk + c.spec.head_dim_vo;
+  c.Because("main_loop", "portable, FFMA: float32 has no tensor core kernel");
+  int64_t rows = 16;
+  while (rows < c.spec.group_size()) rows *= 2;
+  c.TakeTiles({rows}, "eight threads a row, the query heads of a kv head side by side");
+  c.config.num_warps = rows / 4;
+  c.config.tile_kv = c.Take("tile_kv", tiles.f32_step_tokens, dims);
+  c.config.num_stages = c.Take("num_stages", tiles.f32_ring_slots, dims);
+  c.config.num_ctas = 2;
+  c.Because("num_ctas", "one CTA computes while the other waits");
 }
 
-// Rows of a prefill tile. 32 rows a warp (128 a CTA) double the reuse of each K and V fragment, and
-// shared memory is the next limit after the tensor cores; but o takes head_dim_vo registers a
-// thread then, which leaves room for the logits only up to 128. Where a multiprocessor has 100 KB,
-// two CTAs hold 64 rows and short steps.
-int64_t PrefillTile(const AttentionSpec& spec, SmemClass smem) {
-  if (spec.head_dim_vo > 128 || spec.head_dim_qk > 192) return 64;
-  switch (smem) {
-    case SmemClass::k228KB:
-      return 128;
-    case SmemClass::k164KB:
-      return spec.head_dim_qk > 128 ? 64 : 128;
-    case SmemClass::k100KB:
-      return spec.head_dim_qk > 64 ? 64 : 128;
-  }
-  return 64;
-}
-
-// CTAs that share a multiprocessor: one computes while the other waits. Only where the rows of a
-// step are too long for half of its memory, one CTA must do.
-int64_t CtasPerProcessor(const AttentionSpec& spec, SmemClass smem) {
-  if (spec.mla) return 1;
-  if (spec.dtype == kF32) return 2;
-  const int64_t head_dim = std::max(spec.head_dim_qk, spec.head_dim_vo);
-  if (smem == SmemClass::k164KB && head_dim > 192) return 1;
-  if (smem == SmemClass::k100KB && head_dim > 128) return 1;
-  return 2;
-}
-
-// Slots of the kv ring of the decode tile (a slot: K or V rows of 64 tokens), as many as fit beside
-// q and the exchange of the warps' states. 4 slots of head_dim 128 keep 96 KB in flight on an H200
-// multiprocessor, which takes in 34 bytes a ns: nearly 3 us, two to three times the latency of
-// memory under load.
-int64_t NumStages(const AttentionSpec& spec, SmemClass smem) {
-  const int64_t head_dim = std::max(spec.head_dim_qk, spec.head_dim_vo);
-  switch (smem) {
-    case SmemClass::k228KB:
-      return head_dim <= 64    ? 6
-             : head_dim <= 96  ? 5
-             : head_dim <= 128 ? 4
-             : head_dim <= 192 ? 3
-                               : 2;
-    case SmemClass::k164KB:
-      return head_dim <= 64 ? 5 : head_dim <= 128 ? 3 : head_dim <= 192 ? 2 : 4;
-    case SmemClass::k100KB:
-      return head_dim <= 64 ? 3 : head_dim <= 128 ? 2 : head_dim <= 192 ? 3 : 2;
-  }
-  return 2;
-}
-
-void SelectTensorCore(const AttentionSpec& spec, SmemClass smem, KernelConfig* config) {
-  const int64_t prefill = PrefillTile(spec, smem);
+void SelectTensorCore(Choice& c) {
+  const Tiles& tiles = *c.device.tiles;
+  const AttentionSpec& spec = c.spec;
+  const char* why = c.device.no_own_loop;
+  c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
+                             (why != nullptr ? std::string(": ") + why : ""));
+  // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
+  // for the logits beyond 128; and 128 of them in 16-row warps beyond 192.
+  const int64_t prefill = spec.head_dim_vo > 128 ? 64 : tiles.prefill_rows.At(spec.head_dim_qk);
   if (spec.schedule == kFixedSplit) {
-    // One height, whatever the capacities, so that a row is computed the same way in every batch.
-    config->num_tiles = 1;
-    config->tile_q[0] = 64;
+    c.TakeTiles({64}, kOneHeight);
   } else if (spec.group_size() <= 16) {
-    // Decode: one mma.sync tile of rows, the warps split the kv tokens. A height between the two
-    // would serve 17 to 64 rows a little better, and cost half as much compile time again.
-    config->num_tiles = 2;
-    config->tile_q[0] = 16;
-    config->tile_q[1] = prefill;
+    c.TakeTiles(
+        {16, prefill},
+        std::string("decode: one mma.sync tile, the warps split the kv tokens; a height "
+                    "between the two would cost half as much compile time again. Prefill: ") +
+            tiles.prefill_rows.why);
   } else {
-    config->num_tiles = 1;
-    config->tile_q[0] = prefill;
+    c.TakeTiles({prefill}, tiles.prefill_rows.why);
   }
-  // 32 x 64 logits a warp take 64 registers a thread. Half of that where o takes 128 of them in
-  // 16-row warps, or where memory is short.
-  const bool half_step = std::max(spec.head_dim_qk, spec.head_dim_vo) > 192 ||
-                         (smem == SmemClass::k100KB && spec.head_dim_qk > 64);
-  config->tile_kv = half_step ? 32 : 64;
-  config->num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
-  config->num_stages = NumStages(spec, smem);
+  c.config.tile_kv = c.Take("tile_kv", tiles.step_tokens, spec.head_dim_qk);
+  if (spec.head_dim_vo > 192) c.config.tile_kv = 32;
+  c.config.num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
+  c.config.num_stages = c.Take("num_stages", tiles.ring_slots, LargerHeadDim(spec));
+  c.config.num_ctas = c.Take("num_ctas", tiles.ctas, LargerHeadDim(spec));
 }
 
-// wgmma, for Hopper alone: nobody else executes it. One CTA a multiprocessor: two consumer
-// warpgroups and a producer.
-bool HasHopperLoop(const AttentionSpec& spec) { return spec.arch == 90 && spec.dtype != kF32; }
-
-void SelectHopper(const AttentionSpec& spec, KernelConfig* config) {
-  config->main_loop = kHopper;
-  config->num_warps = 12;
-  // Rows are padded to whole 128-byte blocks. A step of logits and probabilities takes 3 / 4 of
-  // tile_kv registers a thread, o half its head_dim, of 232; and two slots of K and V must fit
-  // beside 128 rows of q.
-  const int64_t dim_qk = (spec.head_dim_qk + 63) / 64 * 64;
-  const int64_t dim_vo = (spec.head_dim_vo + 63) / 64 * 64;
+void SelectHopper(Choice& c) {
+  c.Because("main_loop",
+            "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name));
+  c.config.main_loop = kHopper;
+  c.config.num_warps = 12;
+  const int64_t dim_qk = (c.spec.head_dim_qk + 63) / 64 * 64;
+  const int64_t dim_vo = (c.spec.head_dim_vo + 63) / 64 * 64;
   const int64_t smem_128 = 2 * (2 * 128 * (dim_qk + dim_vo) + 128 * dim_qk) + (6 << 10);
-  config->tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
-  // 64 rows, the height of a wgmma: both consumers share them and split the tokens. With 128 each
-  // has its own 64.
-  config->num_tiles = spec.schedule == kFixedSplit ? 1 : 2;
-  config->tile_q[0] = 64;
-  if (config->num_tiles == 2) config->tile_q[1] = 128;
+  c.config.tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
+  c.Because("tile_kv",
+            "a step of logits and probabilities takes 3/4 of tile_kv registers a thread, o half "
+            "its head_dim, of 232; two slots of K and V must fit beside 128 rows of q, and rows "
+            "are padded to whole 128-byte blocks");
+  // 64 rows are the height of a wgmma.
+  if (c.spec.schedule == kFixedSplit) {
+    c.TakeTiles({64}, kOneHeight);
+  } else {
+    c.TakeTiles({64, 128},
+                "64: both consumers share the rows and split the tokens; 128: each has its own 64");
+  }
+  c.config.num_ctas = 1;
+  c.Because("num_ctas", "two consumer warpgroups and a producer fill a multiprocessor");
 }
 
-// MLA (sm80/mla.cuh). Rows of the latent cache are long, 1152 bytes, and in shared memory besides
-// q: 64 rows of q take 73 KB, a step of 32 tokens 37 KB. 64 rows reuse each latent row four times
-// as often as 16; 16 rows (up to 16 heads, one token) wait for memory alone.
-void SelectMla(const AttentionSpec& spec, SmemClass smem, KernelConfig* config) {
-  const int64_t most_rows = MaxMlaRows(spec.arch);
+void SelectMla(Choice& c) {
+  const Tiles& tiles = *c.device.tiles;
+  const AttentionSpec& spec = c.spec;
+  const int64_t most_rows = tiles.mla_rows.value;
   const int64_t group = spec.group_size();
-  // sm90/mla.cuh: wgmma has 64 rows; with up to 32 heads most tiles would not fill half of them,
-  // and wait for memory all the same.
-  if (HasHopperLoop(spec) && group > 32 && spec.head_dim_qk % 64 == 0) {
-    config->main_loop = kHopper;
-    config->num_warps = 12;
-    config->num_tiles = 1;
-    config->tile_q[0] = 64;
-    config->tile_kv = 64;
+  c.config.num_ctas = 1;
+  c.Because("num_ctas", "the steps and q of one CTA fill a multiprocessor's shared memory");
+  if (c.device.main_loop == kHopper && spec.dtype != kF32 && group > 32 &&
+      spec.head_dim_qk % 64 == 0) {
+    c.Because("main_loop", "hopper (sm90/mla.cuh, wgmma): blocks of more than 32 heads");
+    c.config.main_loop = kHopper;
+    c.config.num_warps = 12;
+    c.TakeTiles({64}, "the height of a wgmma");
+    c.config.tile_kv = 64;
+    c.Because("tile_kv", "two steps of 74 KB fit beside 64 rows of q");
     return;
   }
-  config->num_tiles = 0;
-  // fixed_split: one height, whatever the capacities, so that a row is computed the same way in
-  // every batch.
-  if (spec.schedule != kFixedSplit && group <= most_rows / 2) {
-    config->tile_q[config->num_tiles++] = group <= 16 ? 16 : 32;
+  c.Because("main_loop",
+            "portable (sm80/mla.cuh, mma.sync): with up to 32 heads most tiles would not fill half "
+            "of a wgmma, and wait for memory all the same");
+  if (spec.schedule == kFixedSplit) {
+    c.TakeTiles({most_rows}, kOneHeight);
+  } else if (group <= most_rows / 2) {
+    c.TakeTiles({group <= 16 ? 16 : 32, most_rows}, tiles.mla_rows.why);
+  } else {
+    c.TakeTiles({most_rows}, tiles.mla_rows.why);
   }
-  config->tile_q[config->num_tiles++] = most_rows;
-  // Short steps, so that several are on their way: 3 of 37 KB are more than the 74 KB that one
-  // multiprocessor of an H200 needs (34 bytes/ns for 2 us).
-  config->tile_kv = smem == SmemClass::k100KB ? 16 : 32;
-  config->num_warps = 8;   // o takes 128 registers a thread with 64 rows of 512 columns
-  config->num_stages = 0;  // as many as fit
+  c.config.tile_kv = c.Take("tile_kv", tiles.mla_step_tokens);
+  c.config.num_warps = 8;   // o takes 128 registers a thread with 64 rows of 512 columns
+  c.config.num_stages = 0;  // as many as fit
 }
 
-// Not measured yet. A CTA has a multiprocessor for itself: 34 bytes/ns, a token of 1152 bytes in 34
-// ns. 64 rows multiply for 50 ns a token (139 KFLOP at 2.8 TFLOP/s a multiprocessor, which reading
-// operands from shared memory leaves of mma.sync) or on Hopper 29 ns (4.8 TFLOP/s); 32 rows still
-// wait for memory.
-void CostMla(KernelConfig* config) {
-  const bool hopper = config->main_loop == kHopper;
-  const bool tall = config->tile_q[0] > 32;
-  // 3 us to fill and drain. A state is 2 KB a row, written and read: 2 us for 16 rows, 8 for 64.
-  config->item_cost = tall && !hopper ? 64 : 96;
-  config->split_cost = config->tile_q[0] <= 16 ? 96 : hopper ? 280 : 192;
-  config->min_chunk = 128;
-  for (int i = 0; i < config->num_tiles; ++i) {
-    config->kv_cost[i] = !tall && config->tile_q[i] > 32 ? 24 : 16;
+const KernelCosts& CostsOf(const Choice& c) {
+  const Costs& costs = *c.device.costs;
+  const bool hopper = c.config.main_loop == kHopper;
+  if (!c.spec.mla) return hopper ? costs.hopper : costs.portable;
+  if (hopper) return costs.mla_hopper;
+  const int64_t rows = c.config.tile_q[0];
+  return rows <= 16 ? costs.mla_16 : rows <= 32 ? costs.mla_32 : costs.mla_64;
+}
+
+void TakeCosts(Choice& c) {
+  const KernelCosts& costs = CostsOf(c);
+  c.config.min_chunk = c.Take("min_chunk", costs.min_chunk);
+  c.config.item_cost = c.Take("item_cost", costs.item_cost);
+  c.config.split_cost = c.Take("split_cost", costs.split_cost);
+  for (int i = 0; i < c.config.num_tiles; ++i) {
+    c.config.kv_cost[i] = costs.kv_cost.At(c.config.tile_q[i]);
   }
+  c.Because("kv_cost", costs.kv_cost.why);
+}
+
+std::string CostsFrom(const CudaDevice& device) {
+  return std::string("costs measured on ") + device.costs->measured_on;
+}
+
+std::string DescribeDevice(const CudaDevice& device) {
+  std::string text = std::string(device.name) + ", " + device.tiles->name + " of shared memory; " +
+                     CostsFrom(device);
+  return device.is_measured ? text : text + ", not on this device";
 }
 
 }  // namespace
 
-int64_t MaxMlaRows(int64_t arch) { return SmemClassOf(arch) == SmemClass::k228KB ? 64 : 32; }
+int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_processors; }
 
-void SelectCuda(const AttentionSpec& spec, KernelConfig* config) {
+std::string DescribeFallback(int64_t arch) {
+  const CudaDevice& device = FindCudaDevice(arch);
+  if (device.no_own_loop == nullptr) return "";
+  return "sm_" + std::to_string(arch) + " (" + device.name +
+         "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " +
+         device.no_own_loop + ".";
+}
+
+void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons) {
   *config = KernelConfig{};
-  const SmemClass smem = SmemClassOf(spec.arch);
+  Choice c(spec, config, reasons);
+  c.Because("device", DescribeDevice(c.device));
   if (spec.mla) {
-    SelectMla(spec, smem, config);
-  } else if (HasHopperLoop(spec)) {
-    SelectHopper(spec, config);
+    SelectMla(c);
   } else if (spec.dtype == kF32) {
-    SelectF32(spec, smem, config);
+    SelectF32(c);
+  } else if (c.device.main_loop == kHopper) {
+    SelectHopper(c);
   } else {
-    SelectTensorCore(spec, smem, config);
+    SelectTensorCore(c);
   }
-  // A persistent grid that fills the device once.
-  const bool hopper = config->main_loop == kHopper;
-  config->num_ctas =
-      (hopper ? 1 : CtasPerProcessor(spec, smem)) * std::max<int64_t>(1, spec.num_processors);
+  config->num_ctas *= std::max<int64_t>(1, spec.num_processors);  // fills the device once
   config->heads_per_unit = 1;
-  // One step. Measured (H200): 8 requests of 1024 take 19.0 us, with chunks of 128 and more 23.0.
-  config->min_chunk = 64;
-  // Fill and drain of an item, about 3 us, and what a state in the workspace adds (the fence, a
-  // share of the merge), about 2: kv tokens that a CTA streams meanwhile, 17 bytes/ns. Measured
-  // (H200): item_cost 32 and 96, split_cost 0, 48, 64 and 128; these two were best or within noise
-  // on decode batches of equal, uniform and zipf lengths. Without a price for splits 16 requests of
-  // 8192 took 176 us, with it 140. On Hopper a CTA has the multiprocessor for itself and streams
-  // twice as fast.
-  config->item_cost = hopper ? 192 : 96;
-  config->split_cost = hopper ? 128 : 64;
-  // Time of 16 kv tokens. Decode moves 8 KB in 0.48 us (16 units); 128 rows multiply for 0.92 us at
-  // 300 TFLOP/s; 64 rows reuse less, so more than half of that. On Hopper decode moves them in 0.24
-  // us, and 128 rows multiply for 0.21 us at 650 TFLOP/s.
-  for (int i = 0; i < config->num_tiles; ++i) {
-    const int64_t rows = config->tile_q[i];
-    config->kv_cost[i] = hopper || rows <= 16 ? 16 : rows <= 64 ? 20 : 32;
-  }
-  if (spec.mla) CostMla(config);
+  TakeCosts(c);
 }
 
 }  // namespace jax_attn

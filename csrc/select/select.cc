@@ -1,20 +1,23 @@
 #include "select/select.h"
 
+#include "select/devices.h"
+
 namespace jax_attn {
 
 void SettleHeadBlocks(AttentionSpec* spec) {
   if (!spec->mla) return;
   // CPU: one block, so that a kv block is packed once for all heads.
-  const int64_t most_heads = spec->arch == 0 ? spec->num_qo_heads : MaxMlaRows(spec->arch);
+  const int64_t most_heads =
+      spec->arch == 0 ? spec->num_qo_heads : FindCudaDevice(spec->arch).tiles->mla_rows.value;
   spec->num_kv_heads = (spec->num_qo_heads + most_heads - 1) / most_heads;
 }
 
-KernelConfig SelectAttention(const AttentionSpec& spec) {
+KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons) {
   KernelConfig config;
   if (spec.arch == 0) {
-    SelectCpu(spec, &config);
+    SelectCpu(spec, &config, reasons);
   } else {
-    SelectCuda(spec, &config);
+    SelectCuda(spec, &config, reasons);
   }
   return config;
 }

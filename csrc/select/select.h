@@ -1,5 +1,10 @@
-// From a problem to the kernel that runs it: policy lives here, kernels have none.
+// From a problem to the kernel that runs it: policy lives here, kernels have none. What was tuned
+// for a device is in devices.cc.
 #pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "spec.h"
 
@@ -10,13 +15,21 @@ namespace jax_attn {
 // rows.
 void SettleHeadBlocks(AttentionSpec* spec);
 
+// (what, why) of a choice, in order: "device", then fields of KernelConfig.
+using Reasons = std::vector<std::pair<std::string, std::string>>;
+
 // Every field of the configuration but the capacities, which follow from it (plan/plan.h).
-KernelConfig SelectAttention(const AttentionSpec& spec);
+KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons = nullptr);
 
-void SelectCpu(const AttentionSpec& spec, KernelConfig* config);   // cpu.cc
-void SelectCuda(const AttentionSpec& spec, KernelConfig* config);  // cuda.cc
+void SelectCpu(const AttentionSpec& spec, KernelConfig* config,
+               Reasons* reasons = nullptr);  // cpu.cc
+void SelectCuda(const AttentionSpec& spec, KernelConfig* config,
+                Reasons* reasons = nullptr);  // cuda.cc
 
-// Rows of the tallest tile of the MLA kernel: no block of query heads is larger.
-int64_t MaxMlaRows(int64_t arch);  // cuda.cc
+// Multiprocessors of a target that does not say how many: those of the usual part.
+int64_t DefaultProcessors(int64_t arch);
+
+// What a CUDA device does without, in a sentence; empty for one that has all there is.
+std::string DescribeFallback(int64_t arch);
 
 }  // namespace jax_attn

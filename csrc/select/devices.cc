@@ -1,0 +1,166 @@
+#include "select/devices.h"
+
+namespace jax_attn {
+namespace {
+
+// --- what fits, by shared memory ---
+
+constexpr const char* kPrefillWhy =
+    "128 rows double the reuse of each K and V fragment, where o and logits fit the registers and "
+    "two CTAs the memory";
+constexpr const char* kStepWhy =
+    "32 x 64 logits a warp take 64 registers a thread; half of that where o needs them or memory "
+    "is short";
+constexpr const char* kRingWhy =
+    "as many slots as fit beside q and the exchange of states: 4 of head_dim 128 keep 96 KB in "
+    "flight, 3 us of an H200 multiprocessor's 34 bytes/ns, two to three times the latency of "
+    "memory under load";
+constexpr const char* kCtasWhy =
+    "one CTA computes while the other waits, unless the rows of a step are too long for half of "
+    "the memory";
+constexpr const char* kF32Why =
+    "keys and values are twice as wide: steps shrink before memory ends";
+constexpr const char* kMlaRowsWhy =
+    "rows of q are 1152 bytes: 64 take 73 KB beside the steps, and reuse each latent row four "
+    "times as often as 16";
+constexpr const char* kMlaStepWhy =
+    "short steps, so that several are on their way: 3 of 37 KB are more than the 74 KB that an "
+    "H200 multiprocessor needs (34 bytes/ns for 2 us)";
+
+constexpr Tiles k228KB = {
+    "228 KB",
+    {{{192, 128}, {256, 64}}, kPrefillWhy},
+    {{{192, 64}, {256, 32}}, kStepWhy},
+    {{{64, 6}, {96, 5}, {128, 4}, {192, 3}, {256, 2}}, kRingWhy},
+    {{{256, 2}}, kCtasWhy},
+    {{{256, 32}, {512, 16}}, kF32Why},
+    {{{256, 2}, {512, 1}}, kF32Why},
+    {64, kMlaRowsWhy},
+    {32, kMlaStepWhy},
+};
+
+constexpr Tiles k164KB = {
+    "164 KB",
+    {{{128, 128}, {256, 64}}, kPrefillWhy},
+    {{{192, 64}, {256, 32}}, kStepWhy},
+    {{{64, 5}, {128, 3}, {192, 2}, {256, 4}}, kRingWhy},
+    {{{192, 2}, {256, 1}}, kCtasWhy},
+    {{{256, 32}, {512, 16}}, kF32Why},
+    {{{512, 1}}, kF32Why},
+    {32, kMlaRowsWhy},
+    {32, kMlaStepWhy},
+};
+
+constexpr Tiles k100KB = {
+    "100 KB",
+    {{{64, 128}, {256, 64}}, kPrefillWhy},
+    {{{64, 64}, {256, 32}}, kStepWhy},
+    {{{64, 3}, {128, 2}, {192, 3}, {256, 2}}, kRingWhy},
+    {{{128, 2}, {256, 1}}, kCtasWhy},
+    {{{256, 32}, {400, 16}, {512, 8}}, kF32Why},
+    {{{512, 1}}, kF32Why},
+    {32, kMlaRowsWhy},
+    {16, kMlaStepWhy},
+};
+
+// --- what it costs ---
+
+// MLA: not measured number by number. A CTA has a multiprocessor for itself: 34 bytes/ns, a token
+// of 1152 bytes in 34 ns. 64 rows multiply for 50 ns a token (139 KFLOP at 2.8 TFLOP/s a
+// multiprocessor, which reading operands from shared memory leaves of mma.sync) or on Hopper 29 ns
+// (4.8 TFLOP/s).
+constexpr Number kMlaChunk = {128, "reasoned: below it a state costs as much as the keys"};
+constexpr Number kMlaItem = {96, "reasoned: 3 us to fill and drain, at 34 ns a token"};
+constexpr Steps kMlaKv = {
+    {{32, 16}, {64, 24}},
+    "reasoned: up to 32 rows wait for memory, 34 ns a token; 64 multiply for 50 ns"};
+
+constexpr Costs kH200 = {
+    "an H200",
+    // portable: two CTAs a multiprocessor, 17 bytes/ns each.
+    {
+        {64, "one step; 8 requests of 1024 took 19.0 us, with chunks of 128 and more 23.0"},
+        {96,
+         "3 us of 17 bytes/ns; of 32 and 96, best or within noise on decodes of equal, uniform and "
+         "zipf lengths"},
+        {64,
+         "2 us; of 0, 48, 64 and 128, likewise; without it 16 requests of 8192 took 176 us, with "
+         "it 140"},
+        {{{16, 16}, {64, 20}, {256, 32}},
+         "decode moves 8 KB in 0.48 us; 128 rows multiply for 0.92 us at 300 TFLOP/s; 64 reuse "
+         "less, so more than half of that"},
+    },
+    // hopper: a CTA has the multiprocessor for itself and streams twice as fast.
+    {
+        {64, "one step of decodes, as in the portable loop"},
+        {192, "3 us of 34 bytes/ns"},
+        {128, "2 us of 34 bytes/ns"},
+        {{{128, 16}}, "decode moves 8 KB in 0.24 us; 128 rows multiply for 0.21 us at 650 TFLOP/s"},
+    },
+    {kMlaChunk, kMlaItem, {96, "reasoned: a state is 2 KB a row, written and read: 2 us"}, kMlaKv},
+    {kMlaChunk, kMlaItem, {192, "reasoned: a state is 2 KB a row, written and read: 4 us"}, kMlaKv},
+    {
+        kMlaChunk,
+        {64, "reasoned: 3 us to fill and drain, at 50 ns a token"},
+        {192, "reasoned: a state is 2 KB a row, written and read: 8 us"},
+        {{{64, 16}}, "one height"},
+    },
+    {
+        kMlaChunk,
+        kMlaItem,
+        {280, "reasoned: a state is 2 KB a row, written and read: 8 us, at 29 ns a token"},
+        {{{64, 16}}, "one height"},
+    },
+};
+
+// --- devices ---
+
+constexpr const char* kNoTcgen05 = "one on tcgen05 does not exist yet";
+constexpr const char* kUnknown = "the architecture is not in csrc/select/devices.cc";
+
+// The first row that holds an architecture is its row. Shared memory: CUDA programming guide, table
+// of compute capabilities. An unknown device gets tiles that fit the parts around it.
+constexpr CudaDevice kCudaDevices[] = {
+    {"A100", 80, 80, 108, kPortable, &k164KB, &kH200, false, nullptr},
+    {"A10, RTX 30", 86, 86, 84, kPortable, &k100KB, &kH200, false, nullptr},
+    {"Orin", 87, 87, 16, kPortable, &k164KB, &kH200, false, nullptr},
+    {"L40, RTX 40", 89, 89, 142, kPortable, &k100KB, &kH200, false, nullptr},
+    {"H100, H200", 90, 90, 132, kHopper, &k228KB, &kH200, true, nullptr},
+    {"B200", 100, 100, 148, kPortable, &k228KB, &kH200, false, kNoTcgen05},
+    {"B300", 103, 103, 148, kPortable, &k228KB, &kH200, false, kNoTcgen05},
+    {"Thor", 110, 110, 20, kPortable, &k228KB, &kH200, false, kNoTcgen05},
+    {"RTX 50", 120, 120, 170, kPortable, &k100KB, &kH200, false, nullptr},
+    {"GB10", 121, 121, 48, kPortable, &k100KB, &kH200, false, nullptr},
+    {"unknown", 90, 119, 132, kPortable, &k228KB, &kH200, false, kUnknown},
+    {"unknown", 0, 999, 132, kPortable, &k100KB, &kH200, false, kUnknown},
+};
+
+constexpr CpuNumbers kCpu = {
+    {128,
+     "one online softmax step; against 64 it is 5 % faster in prefill, where every step reads and "
+     "writes o"},
+    {384 << 10, "three quarters of a 512 KiB second cache hold q, o and scores"},
+    {4, "only decodes: a split is cheap, and a thread that starts late does less"},
+    {1,
+     "threads take items from each other's queues; further queues would split prefill tiles, whose "
+     "states are large"},
+    {256, "a split writes and reads one f32 row of o per query row: a few percent of 256 tokens"},
+    {8, "loading q and storing o take 0.4 us, 16 tokens of one kv head 0.7"},
+    {8, "as an item"},
+    11e3,
+    55e3,
+    75e3,
+    "rates of a Zen 3 core at 3.2 GHz with AVX2; both scale together well enough on wider machines",
+};
+
+}  // namespace
+
+const CudaDevice& FindCudaDevice(int64_t arch) {
+  const CudaDevice* device = kCudaDevices;
+  while (arch < device->first_arch || arch > device->last_arch) ++device;
+  return *device;
+}
+
+const CpuNumbers& GetCpuNumbers() { return kCpu; }
+
+}  // namespace jax_attn

@@ -1,0 +1,90 @@
+// What is known of each device: every number that was measured or sized for one.
+//
+// Who measures a new GPU adds a row to kCudaDevices in devices.cc, and beside it a Costs table of
+// its own; nothing else decides by architecture. A target names no more than a compute capability,
+// so that is what a row is for: the parts of one architecture differ in bandwidth, which scales an
+// item and its fixed costs alike, and nearly cancels.
+#pragma once
+
+#include <cstdint>
+
+#include "spec.h"
+
+namespace jax_attn {
+
+// A number and where it comes from, which JAX_ATTN_PRINT_CONFIG=1 prints.
+struct Number {
+  int64_t value;
+  const char* why;
+};
+
+// Numbers by a size: that of the first step that the size does not exceed, or of the last one.
+struct Steps {
+  static constexpr int kMaxSteps = 5;
+  struct Step {
+    int64_t up_to, value;
+  } steps[kMaxSteps];  // ascending; unused ones are 0
+  const char* why;
+
+  int64_t At(int64_t size) const {
+    int i = 0;
+    while (i + 1 < kMaxSteps && steps[i + 1].up_to > 0 && size > steps[i].up_to) ++i;
+    return steps[i].value;
+  }
+};
+
+// Tiles and depths that fit the shared memory of a multiprocessor. Sized, then compiled by
+// build_tools/check_kernels.py, which says what does not fit.
+struct Tiles {
+  const char* name;
+  Steps prefill_rows;      // by head_dim_qk: rows of a prefill tile
+  Steps step_tokens;       // by head_dim_qk: kv tokens of a step
+  Steps ring_slots;        // by the larger head dim: slots of 64 rows in the kv ring
+  Steps ctas;              // by the larger head dim: CTAs that share a multiprocessor
+  Steps f32_step_tokens;   // by head_dim_qk + head_dim_vo
+  Steps f32_ring_slots;    // likewise
+  Number mla_rows;         // the tallest tile
+  Number mla_step_tokens;  // sm80/mla.cuh
+};
+
+// What the planner weighs for one kernel. In kv tokens of the smallest tile, but for kv_cost.
+struct KernelCosts {
+  Number min_chunk;   // shortest kv chunk worth a split
+  Number item_cost;   // to fill and drain
+  Number split_cost;  // what a state in the workspace adds: the fence, a share of the merge
+  Steps kv_cost;      // by the rows of a tile: time of 16 kv tokens; 16 is a decode tile's
+};
+
+struct Costs {
+  const char* measured_on;
+  KernelCosts portable, hopper;
+  KernelCosts mla_16, mla_32, mla_64;  // sm80/mla.cuh, by the rows of its smallest tile
+  KernelCosts mla_hopper;              // sm90/mla.cuh
+};
+
+struct CudaDevice {
+  const char* name;
+  int64_t first_arch, last_arch;  // compute capabilities
+  int64_t num_processors;         // of the part that most people have of it
+  MainLoop main_loop;             // of 16-bit types
+  const Tiles* tiles;
+  const Costs* costs;
+  bool is_measured;         // the costs are of this device
+  const char* no_own_loop;  // why the portable loop serves though a faster one could; null: none
+};
+const CudaDevice& FindCudaDevice(int64_t arch);
+
+struct CpuNumbers {
+  Number tile_kv;
+  Number cache_bytes;            // what q, o and scores of a prefill tile may take
+  Number decode_queues, queues;  // a thread
+  Number min_chunk, item_cost, split_cost;
+  // Rates of one core that set the ratio of costs, not times.
+  double bytes_per_us;      // keys and values streamed by a decode tile
+  double low_flops_per_us;  // a decode tile whose rows are many enough to be the limit
+  double flops_per_us;      // a prefill tile
+  const char* why_rates;
+};
+const CpuNumbers& GetCpuNumbers();
+
+}  // namespace jax_attn
