@@ -15,41 +15,11 @@
 // zero-filled, never read, and masked.
 #pragma once
 
-#include "cuda/any/attention_row.cuh"
-#include "cuda/common/budget.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/common/variant.cuh"
-#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
-
-// A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, and in each block
-// rows of 128 bytes, swizzled. head_dim is padded with zeros to a multiple of 64.
-template <int kHeadDim, int kRows>
-struct SwizzledTile {
-  static constexpr int kBlocks = CeilDiv(kHeadDim, 64);
-  static constexpr int kPadded = 64 * kBlocks;
-  static constexpr int kLiveChunks = kHeadDim / 8;  // of 16 bytes in a row, with data
-  static constexpr int kBlockBytes = kRows * 128;
-  static constexpr int kBytes = kBlocks * kBlockBytes;
-
-  // Rows from `row` on as operand a or b, columns along k; AlongK(.., kk) moves it to the columns
-  // [16 * kk, 16 * kk + 16).
-  __device__ __forceinline__ static u64 Descriptor(u32 tile, int row) {
-    return MatrixDescriptor(tile + row * 128, 16, 1024);
-  }
-  __device__ __forceinline__ static u64 AlongK(u64 descriptor, int kk) {
-    return MoveDescriptor(descriptor, kk / 4 * kBlockBytes + kk % 4 * 32);
-  }
-  // All columns along n, rows from `row` on along k: operand b, transposed. AlongRows(.., kk) moves
-  // it to the rows [row + 16 * kk, row + 16 * kk + 16).
-  __device__ __forceinline__ static u64 TransposedDescriptor(u32 tile, int row) {
-    return MatrixDescriptor(tile + row * 128, kBlockBytes, 1024);
-  }
-  __device__ __forceinline__ static u64 AlongRows(u64 descriptor, int kk) {
-    return MoveDescriptor(descriptor, kk * 16 * 128);
-  }
-};
 
 // Whether the two consumers share the rows of an item rather than its tokens.
 template <class Traits>
@@ -66,19 +36,6 @@ template <class Traits>
 __device__ __forceinline__ bool UsesBoxes(const AttentionParams& p, const ItemRecord& item) {
   return p.has_tensor_maps && IsJoint<Traits>(item);
 }
-
-// Position in a ring of slots. The parity is that of the slot's current phase.
-template <int kSlots>
-struct RingCursor {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void Advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 inline constexpr int kMaxSlots = 8;
 
@@ -99,12 +56,11 @@ struct HopperShape {
                                       ? kPageSize
                                       : 0;
 
-  static constexpr int kProducerThreads = 128;
-  static constexpr int kConsumerThreads = 256;
-  static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
-  // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  // kv position of the token that a producer's lane looks up in the step at `pos`.
+  __device__ static int LanePosition(int pos) {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    return pos + warp * kWarpTokens + lane % kWarpTokens;
+  }
 
   struct Barriers {
     u64 full_q[2], empty_q[2];
@@ -126,14 +82,21 @@ struct HopperShape {
     alignas(1024) unsigned char v[kSlots][V::kBytes];
     Small small;
   };
-};
 
-// The steps of an item: absolute multiples of kStep from the first that its span touches. An item
-// without a span has none.
-template <int kStep>
-__device__ __forceinline__ int FirstStep(const ItemRecord& item) {
-  return item.kv_begin() / kStep * kStep;
-}
+  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+    Barriers& b = shared.small.barriers;
+    for (int i = 0; i < 2; ++i) {
+      InitBarrier(SharedAddress(b.full_q + i), HopperRoles::kProducerThreads);
+      InitBarrier(SharedAddress(b.empty_q + i), HopperRoles::kConsumerWarps);
+    }
+    for (int i = 0; i < kSlots; ++i) {
+      InitBarrier(SharedAddress(b.full_k + i), HopperRoles::kProducerThreads);
+      InitBarrier(SharedAddress(b.full_v + i), HopperRoles::kProducerThreads);
+      InitBarrier(SharedAddress(b.empty_k + i), HopperRoles::kConsumerWarps);
+      InitBarrier(SharedAddress(b.empty_v + i), HopperRoles::kConsumerWarps);
+    }
+  }
+};
 
 // --- producer ---
 
@@ -148,27 +111,24 @@ class HopperProducer {
       : p_(p),
         shared_(shared),
         pools_(FindPools<Traits, E::kBytes>(p)),
-        layer_(Traits::kPageSize > 0 && p.layer != nullptr ? LoadConstant(p.layer) : 0) {}
+        layer_(Traits::kPageSize > 0 && p.layer != nullptr ? LoadConstant(p.layer) : 0),
+        steps_(p) {}
 
   // Steps of the queue in order. K of a step goes ahead of V of the step before, which is the order
   // in which consumers ask for them.
   __device__ __forceinline__ void Run(int begin, int end) {
-    index_ = begin - 1;
-    end_ = end;
-    pos_ = 0;
-    end_pos_ = 0;
-    NextStep();
+    steps_.Start(begin, end);
     bool has_v = false;
     u32 v_row = kNoRow;
     int v_head = 0;
-    while (index_ < end_) {
-      const ItemRecord item(p_, index_);
+    while (steps_.has_item()) {
+      const ItemRecord item(p_, steps_.index());
       const int head = item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
-      const bool has_step = pos_ < end_pos_;
-      const bool first = pos_ == FirstStep<Shape::kStep>(item);
-      const int index = index_;
-      const u32 row = has_step ? Row(item) : kNoRow;
-      NextStep();
+      const bool has_step = steps_.has_step();
+      const bool first = steps_.is_first(item);
+      const int index = steps_.index();
+      const u32 row = has_step ? steps_.Row(item) : kNoRow;
+      steps_.Next();
       if (has_step) {
         Fill<Traits::kHeadDimQk, typename Shape::K>(k_cursor_, Barriers().full_k,
                                                     Barriers().empty_k, shared_.k[k_cursor_.slot],
@@ -192,38 +152,6 @@ class HopperProducer {
   __device__ typename Shape::Barriers& Barriers() const { return shared_.small.barriers; }
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
-
-  // kv position of this lane's token of the step.
-  __device__ int Position() const { return pos_ + Warp() * kWarpTokens + Lane() % kWarpTokens; }
-
-  // On to the next step of the queue; its page is asked for at once and used one step later.
-  __device__ __forceinline__ void NextStep() {
-    pos_ += Shape::kStep;
-    if (pos_ >= end_pos_) {
-      ++index_;
-      if (index_ >= end_) return;
-      const ItemRecord item(p_, index_);
-      pos_ = FirstStep<Shape::kStep>(item);
-      end_pos_ = item.kv_end();
-      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
-    }
-    if constexpr (Traits::kPageSize > 0) {
-      const ItemRecord item(p_, index_);
-      const int pos = Position();
-      page_ = 0;
-      if (pos >= item.kv_begin() && pos < item.kv_end()) {
-        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
-      }
-    }
-  }
-
-  // Pool row of this lane's token, kNoRow outside of the item's span.
-  __device__ __forceinline__ u32 Row(const ItemRecord& item) const {
-    const int pos = Position();
-    if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
-    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
-    return static_cast<u32>(item.kv_base()) + pos;
-  }
 
   __device__ __forceinline__ void LoadV(u32 row, int head) {
     Fill<Traits::kHeadDimVo, typename Shape::V>(v_cursor_, Barriers().full_v, Barriers().empty_v,
@@ -344,278 +272,10 @@ class HopperProducer {
   Shared& shared_;
   const KvPools pools_;
   const int layer_;
-  int index_, end_;    // item of the next step
-  int pos_, end_pos_;  // kv position of the next step, end of its item's span
-  i32 page_ = 0;       // page of this lane's token of the next step
+  QueueSteps<Traits, Shape> steps_;
   RingCursor<Shape::kSlots> k_cursor_, v_cursor_;
   u32 q_parity_ = 0;  // bit h: phase of half h
   int next_half_ = 0;
-};
-
-// --- rows ---
-
-// What a warp knows of its 16 rows after the kv tokens it has seen, besides o. Index h is row 8h +
-// lane / 4, of which the lane has columns 8j + 2 * (lane % 4) + {0, 1} in logits and o.
-template <class Traits>
-class TileRows {
- public:
-  using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
-
-  float max_log2[2] = {-Infinity(), -Infinity()};  // reference of the exponents, see Exponentiate
-  float sum[2] = {0.0f, 0.0f};  // over this lane's columns only, until FinishSums
-  float factor[2];              // from the references before the last step to those after it
-
-  // first_row: of this warpgroup, within the item.
-  __device__ __forceinline__ TileRows(const AttentionParams& p, int index, int first_row,
-                                      int thread)
-      : p_(p), index_(index), first_row_(first_row + thread / kWarpSize * 16), lane_(thread % 32) {
-    const ItemRecord item(p, index);
-    const int num_rows = item.qo_len() * Traits::kGroupSize;
-    live_ = first_row_ < num_rows;
-    const VisibleSpan span = SpanOfTokens<Traits>(
-        p, item.kv_begin(), item.kv_end(), item.q_pos(), first_row_ / Traits::kGroupSize,
-        Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
-    all_begin_ = span.all_begin;
-    all_end_ = span.all_end;
-    differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
-  }
-
-  // Whether the references of the warp's rows changed in the last step.
-  __device__ bool grows() const { return grows_; }
-  // Whether any row of the warp exists. One without rows keeps the identity.
-  __device__ bool warp_is_live() const { return live_; }
-
-  // s: q . k of the tokens [begin, begin + 8 * kTiles); becomes p = 2^(logit - reference).
-  // The reference of a row follows its maximum only when that has grown by more than a factor of
-  // 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
-  // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
-  // neighbours; for rows that keep their reference the factor is exactly 1.
-  template <int kTiles>
-  __device__ __forceinline__ void Exponentiate(int begin, float (&s)[kTiles][4]) {
-    TransformLogits(s);
-    if (begin < all_begin_ || begin + 8 * kTiles > all_end_) Mask(begin, s);
-    constexpr float kSlack = 8.0f;
-    const float scale = LogitScale();
-    float new_max[2];
-    bool grows = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float maxima[4];  // four chains: one would wait for its own latency
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const float pair_max = fmaxf(s[j][2 * h], s[j][2 * h + 1]);
-        maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
-      }
-      const float step_max =
-          QuadMax(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]))) * scale;
-      // False if both are -inf, where the difference is NaN.
-      const bool row_grows = step_max - max_log2[h] > kSlack;
-      new_max[h] = row_grows ? step_max : max_log2[h];
-      grows |= row_grows;
-    }
-    grows_ = __any_sync(kFullWarp, grows);
-    if (grows_) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        factor[h] = Exp2(max_log2[h] - FiniteMax(new_max[h]));
-        max_log2[h] = new_max[h];
-        sum[h] *= factor[h];
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float reference = FiniteMax(max_log2[h]);
-      float sums[2] = {sum[h], 0.0f};
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          s[j][2 * h + c] = Exp2(fmaf(s[j][2 * h + c], scale, -reference));
-          sums[c] += s[j][2 * h + c];
-        }
-      }
-      sum[h] = sums[0] + sums[1];
-    }
-  }
-
-  // Takes over the references after a step that another warp exponentiated.
-  __device__ __forceinline__ void Follow(float new_max_0, float new_max_1) {
-    const float new_max[2] = {new_max_0, new_max_1};
-    grows_ = __any_sync(kFullWarp, new_max[0] != max_log2[0] || new_max[1] != max_log2[1]);
-    if (!grows_) return;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      factor[h] = Exp2(max_log2[h] - FiniteMax(new_max[h]));
-      max_log2[h] = new_max[h];
-      sum[h] *= factor[h];
-    }
-  }
-
-  // o of the steps before the last Exponentiate, or Follow, follows its references.
-  template <int kTiles>
-  __device__ __forceinline__ void Rescale(float (&o)[kTiles][4]) const {
-    if (!grows_) return;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) o[j][c] *= factor[c / 2];
-    }
-  }
-
-  // The accumulators of two neighbouring 8-column tiles, packed, are operand a of the second
-  // product as they are.
-  template <int kTiles>
-  __device__ __forceinline__ void Pack(const float (&s)[kTiles][4], u32 (&p)[kTiles / 2][4]) const {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) p[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h], s[j][2 * h + 1]);
-    }
-  }
-
-  __device__ __forceinline__ void FinishSums() {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = QuadSum(sum[h]);
-  }
-
-  // Final rows: a row's four lanes store 64 neighbouring bytes at a time. Measured (H200): by 16
-  // bytes a row 16 x 1024 tokens took 204 us instead of 181.
-  template <int kTiles>
-  __device__ __forceinline__ void Write(const float (&o)[kTiles][4]) const {
-    if (!live_) return;
-    constexpr int kLiveTiles = Traits::kHeadDimVo / 8;
-    const ItemRecord item(p_, index_);
-    const int num_rows = item.qo_len() * Traits::kGroupSize;
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
-    const int partial_row = item.partial_row();
-    const bool final = partial_row < 0;
-    const int column = lane_ % 4;
-    u32 nan_rows[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row_ + 8 * h + lane_ / 4;
-      const bool exists = row < num_rows;
-      float nan_or_zero = 0.0f, o_scale = 0.0f;
-      i64 at = 0;
-      if (exists) {
-        at = final ? map.Index(row) : partial_row + row;
-        o_scale = WriteState(p_, final, at, map.QoHead(row), column == 0, {max_log2[h], sum[h]});
-      }
-      if (final) {
-        uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo);
-#pragma unroll
-        for (int j = 0; j < kTiles; j += 4) {
-          u32 x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float left = o[j + i][2 * h] * o_scale, right = o[j + i][2 * h + 1] * o_scale;
-            nan_or_zero = fmaf(left, 0.0f, fmaf(right, 0.0f, nan_or_zero));
-            x[i] = E::Pack(left, right);
-          }
-          const uint4 tile = TransposeQuad(x);
-          if (exists && j + column < kLiveTiles) to[j + column] = tile;
-        }
-      } else if (exists) {
-        float* to = p_.partial_o + at * Traits::kHeadDimVo + 2 * column;
-#pragma unroll
-        for (int j = 0; j < kLiveTiles; ++j) {
-          nan_or_zero = fmaf(o[j][2 * h], 0.0f, fmaf(o[j][2 * h + 1], 0.0f, nan_or_zero));
-          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[j][2 * h], o[j][2 * h + 1]);
-        }
-      }
-      nan_rows[h] = kMayDiffer ? __ballot_sync(kFullWarp, exists && nan_or_zero != 0.0f) : 0;
-    }
-    if (kMayDiffer && differ_ && (nan_rows[0] | nan_rows[1]) != 0) Mend(nan_rows);
-  }
-
- private:
-  static constexpr bool kMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
-
-  // Lane i of a quad gives x[j] of column pair i of tile j, and gets tile i: all four pairs.
-  __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4]) const {
-    const bool odd = lane_ % 2 != 0, upper = lane_ % 4 >= 2;
-    // Tiles odd and 2 + odd, of this lane and its neighbour.
-    const u32 kept[2] = {odd ? x[1] : x[0], odd ? x[3] : x[2]};
-    const u32 got[2] = {__shfl_xor_sync(kFullWarp, odd ? x[0] : x[1], 1),
-                        __shfl_xor_sync(kFullWarp, odd ? x[2] : x[3], 1)};
-    u32 pair[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pair[i][0] = odd ? got[i] : kept[i];
-      pair[i][1] = odd ? kept[i] : got[i];
-    }
-    // Of these the one that this lane is for, of both halves of the quad.
-    u32 mine[2], others[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      mine[c] = upper ? pair[1][c] : pair[0][c];
-      others[c] = __shfl_xor_sync(kFullWarp, upper ? pair[0][c] : pair[1][c], 2);
-    }
-    return upper ? make_uint4(others[0], others[1], mine[0], mine[1])
-                 : make_uint4(mine[0], mine[1], others[0], others[1]);
-  }
-
-  // The products multiply a value that a row does not see by 0, and 0 * NaN is NaN, but only rows
-  // that see a NaN may get it. Rows that came out as such are computed again, token by token.
-  __device__ __forceinline__ void Mend(const u32 (&nan_rows)[2]) const {
-    __syncwarp();  // what the lanes wrote is about to be overwritten by others
-#pragma unroll 1
-    for (int r = 0; r < 16; ++r) {
-      const u32 lanes = (r < 8 ? nan_rows[0] : nan_rows[1]) >> r % 8 * 4;
-      if ((lanes & 0xf) != 0) ComputeRow<Traits>(p_, index_, first_row_ + r, lane_);
-    }
-  }
-
-  // After it, s * LogitScale() is the logit in log2 units. A scale that is not positive would turn
-  // the maximum around, so it is applied at once.
-  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
-  template <int kTiles>
-  __device__ __forceinline__ void TransformLogits(float (&s)[kTiles][4]) const {
-    if constexpr (!kScalesLater) {
-      const Variant variant(p_);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
-                                               : s[j][c] * (p_.sm_scale * kLog2E);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ float LogitScale() const {
-    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
-  }
-
-  // Sets what a row does not see to -inf.
-  template <int kTiles>
-  __device__ __forceinline__ void Mask(int begin, float (&s)[kTiles][4]) const {
-    const ItemRecord item(p_, index_);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = (first_row_ + 8 * h + lane_ / 4) / Traits::kGroupSize;
-      const VisibleSpan span =
-          SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
-      const int column = begin + 2 * (lane_ % 4);
-      const int low = span.any_begin - column, high = span.any_end - column;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (8 * j + c < low || 8 * j + c >= high) s[j][2 * h + c] = -Infinity();
-        }
-      }
-    }
-  }
-
-  const AttentionParams& p_;
-  const int index_;  // of the item
-  const int first_row_, lane_;
-  int all_begin_, all_end_;  // inside of it every row of the warp sees everything
-  bool live_, differ_;       // differ_: some rows see tokens that others do not
-  bool grows_ = false;
 };
 
 // --- consumers ---
@@ -652,9 +312,8 @@ class HopperConsumer {
   }
 
  private:
-  static constexpr int kBoth = Shape::kConsumerThreads;
+  static constexpr int kBoth = HopperRoles::kConsumerThreads;
   static constexpr int kTurn = 1;  // and 2: named barriers of the turns of group 0 and 1
-  static constexpr int kMeet = 3;
   static constexpr int kOTiles = V::kPadded / 8;
   using Output = float[kOTiles][4];
 
@@ -801,15 +460,10 @@ class HopperConsumer {
     if (!kSplit || group_ == 0) rows.Write(o);
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits, Consumers>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+      ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
+                                              shared_.small.merge);
     }
   }
-
-  struct Consumers {
-    __device__ static int thread() { return threadIdx.x - Shape::kProducerThreads; }
-    __device__ static int num_threads() { return kBoth; }
-    __device__ static void Sync() { SyncNamed(kMeet, kBoth); }
-  };
 
   // Split items: group 0 adds the state of group 1 to its own. It comes through the V slot that
   // both have read last, thread by thread.
@@ -820,7 +474,7 @@ class HopperConsumer {
     float weight[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int first = 0; first < kOTiles; first += kTilesAtOnce) {
-      SyncNamed(kMeet, kBoth);
+      HopperConsumers::Sync();
       if (group_ == 1 && rows.warp_is_live()) {
         if (first == 0) {
 #pragma unroll
@@ -835,7 +489,7 @@ class HopperConsumer {
               make_float4(o[first + j][0], o[first + j][1], o[first + j][2], o[first + j][3]);
         }
       }
-      SyncNamed(kMeet, kBoth);
+      HopperConsumers::Sync();
       if (group_ == 0 && rows.warp_is_live()) {
         if (first == 0) {
 #pragma unroll
@@ -873,48 +527,7 @@ class HopperConsumer {
 // --- kernel ---
 
 template <class Traits>
-struct HopperAttentionBody {
-  using Shape = HopperShape<Traits>;
-  using Shared = typename Shape::Shared;
-  static constexpr int kNumThreads = Shape::kNumThreads;
-  static constexpr int kMinCtasPerSm = 1;
-  static constexpr int kSmemBytes = sizeof(Shared);
-  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
-
-  __device__ __forceinline__ static void Run(const AttentionParams& p) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Shared& shared = *reinterpret_cast<Shared*>(smem);
-    // For later, so that they are near by then.
-    LoadConstant(&p.header->nnz_qo);
-    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
-    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
-    const int end = QueueEnd(p);
-    if (threadIdx.x == 0) InitBarriers(shared.small.barriers);
-    __syncthreads();
-    if (threadIdx.x < Shape::kProducerThreads) {
-      LowerRegisterLimit<Shape::kProducerRegisters>();
-      HopperProducer<Traits>(p, shared).Run(begin, end);
-    } else {
-      RaiseRegisterLimit<Shape::kConsumerRegisters>();
-      HopperConsumer<Traits>(p, shared).Run(begin, end);
-    }
-    BlankPaddingRows<Traits, 2>(p);
-  }
-
- private:
-  __device__ __forceinline__ static void InitBarriers(typename Shape::Barriers& b) {
-    constexpr int kConsumerWarps = Shape::kConsumerThreads / kWarpSize;
-    for (int i = 0; i < 2; ++i) {
-      InitBarrier(SharedAddress(b.full_q + i), Shape::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty_q + i), kConsumerWarps);
-    }
-    for (int i = 0; i < Shape::kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full_k + i), Shape::kProducerThreads);
-      InitBarrier(SharedAddress(b.full_v + i), Shape::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty_k + i), kConsumerWarps);
-      InitBarrier(SharedAddress(b.empty_v + i), kConsumerWarps);
-    }
-  }
-};
+using HopperAttentionBody =
+    HopperBody<Traits, HopperShape<Traits>, HopperProducer<Traits>, HopperConsumer<Traits>>;
 
 }  // namespace jax_attn

@@ -15,9 +15,9 @@
 // while the values of the next are multiplied.
 #pragma once
 
-#include "cuda/common/budget.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/attention.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
 
@@ -34,11 +34,15 @@ struct HopperMlaShape {
   static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
   static_assert(kColumns % 64 == 0 && Q::kLiveChunks == 8 * Q::kBlocks, "whole blocks of columns");
 
-  static constexpr int kProducerThreads = 128;
-  static constexpr int kConsumerThreads = 256;
-  static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  // kv position of the token that a producer's lane looks up in the step at `pos`: lane % 8 of unit
+  // lane / 8 % 2.
+  static constexpr int kWarpTokens = kUnitTokens / 4;  // of a unit, that a warp copies
+  static_assert(kWarpTokens == 8 && kUnits == 2, "lanes 0 to 15 find rows of a step");
+  __device__ static int LanePosition(int pos) {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    return pos + lane / kWarpTokens % kUnits * kUnitTokens + warp * kWarpTokens +
+           lane % kWarpTokens;
+  }
 
   struct Barriers {
     u64 full_q, empty_q;
@@ -53,6 +57,16 @@ struct HopperMlaShape {
     Barriers barriers;
     MergeScratch merge;
   };
+
+  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+    Barriers& b = shared.barriers;
+    InitBarrier(SharedAddress(&b.full_q), HopperRoles::kProducerThreads);
+    InitBarrier(SharedAddress(&b.empty_q), HopperRoles::kConsumerWarps);
+    for (int i = 0; i < kSlots * kUnits; ++i) {
+      InitBarrier(SharedAddress(b.full + i), HopperRoles::kProducerThreads);
+      InitBarrier(SharedAddress(b.empty + i), HopperRoles::kConsumerWarps);
+    }
+  }
 };
 
 // --- producer ---
@@ -65,7 +79,7 @@ class HopperMlaProducer {
   using E = Element<Traits::kDtype>;
 
   __device__ __forceinline__ HopperMlaProducer(const AttentionParams& p, Shared& shared)
-      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)) {
+      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)), steps_(p) {
     if (Traits::kPageSize > 0 && p.layer != nullptr) {
       pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
     }
@@ -73,64 +87,24 @@ class HopperMlaProducer {
 
   // q of an item goes ahead of its first step.
   __device__ __forceinline__ void Run(int begin, int end) {
-    index_ = begin - 1;
-    end_ = end;
-    pos_ = 0;
-    end_pos_ = 0;
-    NextStep();
-    while (index_ < end_) {
-      const ItemRecord item(p_, index_);
-      const bool has_step = pos_ < end_pos_;
-      const u32 row = has_step ? Row(item) : kNoRow;
-      if (has_step && pos_ == FirstStep<Shape::kStep>(item)) LoadQ(item);
-      NextStep();
+    steps_.Start(begin, end);
+    while (steps_.has_item()) {
+      const ItemRecord item(p_, steps_.index());
+      const bool has_step = steps_.has_step();
+      const u32 row = has_step ? steps_.Row(item) : kNoRow;
+      if (has_step && steps_.is_first(item)) LoadQ(item);
+      steps_.Next();
       if (has_step) LoadStep(row);
     }
   }
 
  private:
   static constexpr int kRowBytes = Traits::kHeadDimQk * E::kBytes;
-  static constexpr int kWarpTokens = Shape::kUnitTokens / 4;  // of a unit, that a warp copies
-  static constexpr int kRowsPerCopy = 4;                      // eight lanes copy 128 bytes of a row
-  static_assert(kWarpTokens == 8 && Shape::kUnits == 2, "lanes 0 to 15 find rows of a step");
+  static constexpr int kWarpTokens = Shape::kWarpTokens;
+  static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
 
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
-
-  // kv position of this lane's token of the step: lane % 8 of unit lane / 8 % 2.
-  __device__ int Position() const {
-    return pos_ + Lane() / kWarpTokens % Shape::kUnits * Shape::kUnitTokens + Warp() * kWarpTokens +
-           Lane() % kWarpTokens;
-  }
-
-  // On to the next step of the queue; its page is asked for at once and used one step later.
-  __device__ __forceinline__ void NextStep() {
-    pos_ += Shape::kStep;
-    if (pos_ >= end_pos_) {
-      ++index_;
-      if (index_ >= end_) return;
-      const ItemRecord item(p_, index_);
-      pos_ = FirstStep<Shape::kStep>(item);
-      end_pos_ = item.kv_end();
-      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
-    }
-    if constexpr (Traits::kPageSize > 0) {
-      const ItemRecord item(p_, index_);
-      const int pos = Position();
-      page_ = 0;
-      if (pos >= item.kv_begin() && pos < item.kv_end()) {
-        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
-      }
-    }
-  }
-
-  // Pool row of this lane's token, kNoRow outside of the item's span.
-  __device__ __forceinline__ u32 Row(const ItemRecord& item) const {
-    const int pos = Position();
-    if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
-    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
-    return static_cast<u32>(item.kv_base()) + pos;
-  }
 
   // Both units of a step, each once the consumers are through with what was there.
   __device__ __forceinline__ void LoadStep(u32 lane_row) {
@@ -185,10 +159,8 @@ class HopperMlaProducer {
 
   const AttentionParams& p_;
   Shared& shared_;
-  const char* pool_;   // rows of the layer
-  int index_, end_;    // item of the next step
-  int pos_, end_pos_;  // kv position of the next step, end of its item's span
-  i32 page_ = 0;       // page of this lane's token of the next step
+  const char* pool_;  // rows of the layer
+  QueueSteps<Traits, Shape> steps_;
   RingCursor<Shape::kSlots> cursor_;
   u32 q_parity_ = 0;
 };
@@ -221,19 +193,13 @@ class HopperMlaConsumer {
   static constexpr int kColumns = Shape::kColumns;
   static constexpr int kOTiles = kColumns / 8;
   static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
-  static constexpr int kBoth = Shape::kConsumerThreads;
-  // Named barriers: what consumer 0 or 1 hands over is there; both meet; a consumer by itself.
-  static constexpr int kHandOver = 1, kMeet = 3, kAlone = 4;
+  static constexpr int kBoth = HopperRoles::kConsumerThreads;
+  // Named barriers: what consumer 0 or 1 hands over is there; a consumer by itself.
+  static constexpr int kHandOver = 1, kAlone = 4;
   using Logits = float[kStep / 8][4];
   using Probabilities = u32[kStep / 16][4];
   using Output = float[kOTiles][4];
   using Cursor = RingCursor<Shape::kSlots>;
-
-  struct Consumers {
-    __device__ static int thread() { return threadIdx.x - Shape::kProducerThreads; }
-    __device__ static int num_threads() { return kBoth; }
-    __device__ static void Sync() { SyncNamed(kMeet, kBoth); }
-  };
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
@@ -347,7 +313,7 @@ class HopperMlaConsumer {
     Write(item, rows, o);
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits, Consumers>(p_, item.merge_idx(), num_groups, shared_.merge);
+      ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups, shared_.merge);
     }
   }
 
@@ -472,14 +438,14 @@ class HopperMlaConsumer {
   // Each consumer has summed up the probabilities of its own steps.
   __device__ __forceinline__ void AddSums(Rows& rows) {
     float2(*sums)[128] = reinterpret_cast<float2(*)[128]>(shared_.probabilities);
-    SyncNamed(kMeet, kBoth);  // nobody takes over any more
+    HopperConsumers::Sync();  // nobody takes over any more
     sums[group_][thread_] = make_float2(rows.sum[0], rows.sum[1]);
-    SyncNamed(kMeet, kBoth);
+    HopperConsumers::Sync();
     // In the same order for both.
     const float2 a = sums[0][thread_], b = sums[1][thread_];
     rows.sum[0] = a.x + b.x;
     rows.sum[1] = a.y + b.y;
-    SyncNamed(kMeet, kBoth);  // before the next item's probabilities
+    HopperConsumers::Sync();  // before the next item's probabilities
   }
 
   // A row's four lanes store 16 or 32 neighbouring bytes at a time.
@@ -524,44 +490,7 @@ class HopperMlaConsumer {
 // --- kernel ---
 
 template <class Traits>
-struct HopperMlaBody {
-  using Shape = HopperMlaShape<Traits>;
-  using Shared = typename Shape::Shared;
-  static constexpr int kNumThreads = Shape::kNumThreads;
-  static constexpr int kMinCtasPerSm = 1;
-  static constexpr int kSmemBytes = sizeof(Shared);
-  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
-
-  __device__ __forceinline__ static void Run(const AttentionParams& p) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Shared& shared = *reinterpret_cast<Shared*>(smem);
-    // For later, so that they are near by then.
-    LoadConstant(&p.header->nnz_qo);
-    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
-    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
-    const int end = QueueEnd(p);
-    if (threadIdx.x == 0) InitBarriers(shared.barriers);
-    __syncthreads();
-    if (threadIdx.x < Shape::kProducerThreads) {
-      LowerRegisterLimit<Shape::kProducerRegisters>();
-      HopperMlaProducer<Traits>(p, shared).Run(begin, end);
-    } else {
-      RaiseRegisterLimit<Shape::kConsumerRegisters>();
-      HopperMlaConsumer<Traits>(p, shared).Run(begin, end);
-    }
-    BlankPaddingRows<Traits, 2>(p);
-  }
-
- private:
-  __device__ __forceinline__ static void InitBarriers(typename Shape::Barriers& b) {
-    constexpr int kConsumerWarps = Shape::kConsumerThreads / kWarpSize;
-    InitBarrier(SharedAddress(&b.full_q), Shape::kProducerThreads);
-    InitBarrier(SharedAddress(&b.empty_q), kConsumerWarps);
-    for (int i = 0; i < Shape::kSlots * Shape::kUnits; ++i) {
-      InitBarrier(SharedAddress(b.full + i), Shape::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty + i), kConsumerWarps);
-    }
-  }
-};
+using HopperMlaBody = HopperBody<Traits, HopperMlaShape<Traits>, HopperMlaProducer<Traits>,
+                                 HopperMlaConsumer<Traits>>;
 
 }  // namespace jax_attn

@@ -1,0 +1,167 @@
+// What the loops of sm90 have in common: tiles as wgmma reads them, rings of them in shared memory,
+// the steps of a queue as a producer takes them, and the kernel around producer and consumers.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/work.cuh"
+#include "cuda/sm90/ptx.cuh"
+
+namespace jax_attn {
+
+// A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, and in each block
+// rows of 128 bytes, swizzled. head_dim is padded with zeros to a multiple of 64.
+template <int kHeadDim, int kRows>
+struct SwizzledTile {
+  static constexpr int kBlocks = CeilDiv(kHeadDim, 64);
+  static constexpr int kPadded = 64 * kBlocks;
+  static constexpr int kLiveChunks = kHeadDim / 8;  // of 16 bytes in a row, with data
+  static constexpr int kBlockBytes = kRows * 128;
+  static constexpr int kBytes = kBlocks * kBlockBytes;
+
+  // Rows from `row` on as operand a or b, columns along k; AlongK(.., kk) moves it to the columns
+  // [16 * kk, 16 * kk + 16).
+  __device__ __forceinline__ static u64 Descriptor(u32 tile, int row) {
+    return MatrixDescriptor(tile + row * 128, 16, 1024);
+  }
+  __device__ __forceinline__ static u64 AlongK(u64 descriptor, int kk) {
+    return MoveDescriptor(descriptor, kk / 4 * kBlockBytes + kk % 4 * 32);
+  }
+  // All columns along n, rows from `row` on along k: operand b, transposed. AlongRows(.., kk) moves
+  // it to the rows [row + 16 * kk, row + 16 * kk + 16).
+  __device__ __forceinline__ static u64 TransposedDescriptor(u32 tile, int row) {
+    return MatrixDescriptor(tile + row * 128, kBlockBytes, 1024);
+  }
+  __device__ __forceinline__ static u64 AlongRows(u64 descriptor, int kk) {
+    return MoveDescriptor(descriptor, kk * 16 * 128);
+  }
+};
+
+// Position in a ring of slots. The parity is that of the slot's current phase.
+template <int kSlots>
+struct RingCursor {
+  int slot = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void Advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The steps of an item: absolute multiples of kStep from the first that its span touches. An item
+// without a span has none.
+template <int kStep>
+__device__ __forceinline__ int FirstStep(const ItemRecord& item) {
+  return item.kv_begin() / kStep * kStep;
+}
+
+// Warpgroup 0 of a CTA produces, 1 and 2 consume.
+struct HopperRoles {
+  static constexpr int kProducerThreads = 128;
+  static constexpr int kConsumerThreads = 256;
+  static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
+  static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
+  // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+};
+
+// The consumers as one group of threads.
+struct HopperConsumers {
+  static constexpr int kNamedBarrier = 3;
+  __device__ static int thread() { return threadIdx.x - HopperRoles::kProducerThreads; }
+  __device__ static int num_threads() { return HopperRoles::kConsumerThreads; }
+  __device__ static void Sync() { SyncNamed(kNamedBarrier, HopperRoles::kConsumerThreads); }
+};
+
+// A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
+// up the pool row of one token of each step, the one at Shape::LanePosition(step).
+template <class Traits, class Shape>
+class QueueSteps {
+ public:
+  __device__ __forceinline__ explicit QueueSteps(const AttentionParams& p) : p_(p) {}
+
+  __device__ __forceinline__ void Start(int begin, int end) {
+    index_ = begin - 1;
+    end_ = end;
+    pos_ = 0;
+    end_pos_ = 0;
+    Next();
+  }
+
+  __device__ bool has_item() const { return index_ < end_; }
+  __device__ int index() const { return index_; }  // of the item
+  // An item without a span is passed, too, but has no step.
+  __device__ bool has_step() const { return pos_ < end_pos_; }
+  __device__ bool is_first(const ItemRecord& item) const {
+    return pos_ == FirstStep<Shape::kStep>(item);
+  }
+
+  // On to the next step; its page is asked for at once and used one step later.
+  __device__ __forceinline__ void Next() {
+    pos_ += Shape::kStep;
+    if (pos_ >= end_pos_) {
+      ++index_;
+      if (index_ >= end_) return;
+      const ItemRecord item(p_, index_);
+      pos_ = FirstStep<Shape::kStep>(item);
+      end_pos_ = item.kv_end();
+      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
+    }
+    if constexpr (Traits::kPageSize > 0) {
+      const ItemRecord item(p_, index_);
+      const int pos = Shape::LanePosition(pos_);
+      page_ = 0;
+      if (pos >= item.kv_begin() && pos < item.kv_end()) {
+        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
+      }
+    }
+  }
+
+  // Pool row of this lane's token, kNoRow outside of the item's span.
+  __device__ __forceinline__ u32 Row(const ItemRecord& item) const {
+    const int pos = Shape::LanePosition(pos_);
+    if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
+    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
+    return static_cast<u32>(item.kv_base()) + pos;
+  }
+
+ private:
+  const AttentionParams& p_;
+  int index_, end_;    // item of the step
+  int pos_, end_pos_;  // kv position of the step, end of its item's span
+  i32 page_ = 0;       // page of this lane's token
+};
+
+// The kernel around a producer and its consumers. A Shape has Shared, and inits its barriers.
+template <class Traits, class Shape, class Producer, class Consumer>
+struct HopperBody {
+  using Shared = typename Shape::Shared;
+  static constexpr int kNumThreads = HopperRoles::kNumThreads;
+  static constexpr int kMinCtasPerSm = 1;
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
+
+  __device__ __forceinline__ static void Run(const AttentionParams& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Shared& shared = *reinterpret_cast<Shared*>(smem);
+    // For later, so that they are near by then.
+    LoadConstant(&p.header->nnz_qo);
+    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
+    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
+    const int end = QueueEnd(p);
+    if (threadIdx.x == 0) Shape::InitBarriers(shared);
+    __syncthreads();
+    if (threadIdx.x < HopperRoles::kProducerThreads) {
+      LowerRegisterLimit<HopperRoles::kProducerRegisters>();
+      Producer(p, shared).Run(begin, end);
+    } else {
+      RaiseRegisterLimit<HopperRoles::kConsumerRegisters>();
+      Consumer(p, shared).Run(begin, end);
+    }
+    BlankPaddingRows<Traits, 2>(p);
+  }
+};
+
+}  // namespace jax_attn
