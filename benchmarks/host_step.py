@@ -1,6 +1,8 @@
 """What a step costs the host: the engine on a device that takes no time, full of decodes.
 
     python -m benchmarks.host_step
+    python -m benchmarks.host_step --waiting 1000 --running 16 --context 4096
+                                                       and as many that there are no pages for
 
 The sequences, their pages, the plan and the texts are those of a real server; only the two
 executables are not run. What JAX needs to launch those is not in these times.
@@ -30,14 +32,24 @@ from jax_attn.serve.sampling import Sampled
 VOCAB = shapes.SHAPES["qwen3-0.6b"]["vocab_size"]
 
 
-def make_engine(num_running: int, context: int) -> Engine:
-    """Of a small model with the vocabulary of a large one."""
+def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
+    """Of a small model with the vocabulary of a large one, at work on its sequences.
+
+    The waiting would have a slot, but no pages: a prompt needs as many as are left for the running
+    to grow.
+    """
     model = shapes.make_model("qwen3-0.6b", tiny=True, dtype="float32")
     config = dataclasses.replace(model.config, vocab_size=VOCAB)  # its weights are never used
     model = Model(config, model.params, shapes.make_tokenizer(VOCAB))
-    pages_each = (context + 512) // 16
+    num_pages = num_running * (context + 512) // 16
+    if num_waiting:
+        num_left = (context - 1) // 16 + num_running  # the latter nobody is admitted to
+        num_pages = (num_running * context // 16 + num_left) * 100 // 99
     capacities = EngineConfig(
-        num_pages=num_running * pages_each, max_running=num_running, max_step_tokens=8192
+        num_pages=num_pages,
+        max_running=num_running + bool(num_waiting),
+        max_step_tokens=8192,
+        max_waiting=num_running + num_waiting,
     )
     engine = Engine(model, capacities)
     generator = np.random.default_rng(0)
@@ -49,18 +61,18 @@ def make_engine(num_running: int, context: int) -> Engine:
 
     engine.device.forward = lambda _: "scores"  # type: ignore
     engine.device.sample = sample  # type: ignore[method-assign]
-    for i in range(num_running):
+    for i in range(num_running + num_waiting):
         tokens = generator.integers(2, vocab, context).tolist()
         params = SamplingParams(max_tokens=500, temperature=0.0, seed=i, ignore_eos=True)
         engine.submit([Sequence(f"{i}", f"{i}", tokens, params)])
+        if i == num_running - 1:
+            while engine.scheduler.waiting or engine.step_stats.num_decodes < num_running:
+                engine.step()
     return engine
 
 
-def measure(num_running: int, context: int, num_steps: int) -> dict[str, float]:
+def measure(engine: Engine, num_steps: int) -> dict[str, float]:
     """Median microseconds of a step in which all decode, by phase; "step" is processor time."""
-    engine = make_engine(num_running, context)
-    while engine.scheduler.waiting or engine.step_stats.num_decodes < num_running:
-        engine.step()
     phases: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "step")}
     for _ in range(num_steps):
         begin = time.thread_time()
@@ -71,10 +83,7 @@ def measure(num_running: int, context: int, num_steps: int) -> dict[str, float]:
     return {phase: round(statistics.median(us), 1) for phase, us in phases.items()}
 
 
-def profile(num_running: int, context: int, num_steps: int) -> None:
-    engine = make_engine(num_running, context)
-    while engine.scheduler.waiting or engine.step_stats.num_decodes < num_running:
-        engine.step()
+def profile(engine: Engine, num_steps: int) -> None:
     with cProfile.Profile() as profiler:
         for _ in range(num_steps):
             engine.step()
@@ -88,15 +97,18 @@ def main() -> None:
     add = parser.add_argument
     add("--running", type=int, nargs="+", default=[1, 64, 256], help="sequences that decode")
     add("--context", type=int, default=512, help="tokens of each")
+    add("--waiting", type=int, default=0, help="sequences that wait for pages")
     add("--steps", type=int, default=200)
     add("--profile", action="store_true", help="say which functions, instead")
     arguments = parser.parse_args()
     for num_running in arguments.running:
-        load = num_running, arguments.context, arguments.steps
+        load = num_running, arguments.context, arguments.waiting
+        engine = make_engine(*load)
         if arguments.profile:
-            profile(*load)
+            profile(engine, arguments.steps)
         else:
-            log(f"{num_running} x {arguments.context}: {measure(*load)} us")
+            us = measure(engine, arguments.steps)
+            log(f"{num_running} x {arguments.context}, {arguments.waiting} wait: {us} us")
 
 
 if __name__ == "__main__":

@@ -201,6 +201,12 @@ class Engine:
             self._retire(before)
         if launched is not None and waits:
             self._sample(launched)
+        if plan is None and before is None and self._streams and not self._events:
+            # Nothing would ever change, and whoever calls this would do so for ever.
+            raise RuntimeError(
+                f"The scheduler has no step for {len(self.scheduler.running)} running and "
+                f"{len(self.scheduler.waiting)} waiting sequences, and none is in flight."
+            )
         return self._take_events()
 
     def _launch(self, plan: StepPlan) -> _Launched | None:
@@ -369,10 +375,10 @@ class Engine:
         """After an exception in `step`: ends what was running with 'error', and starts afresh.
 
         The cache's contents may be lost with the step, so the prefix cache is emptied; the queue
-        stays. Returns the last events.
+        stays, unless nothing was running: then the cause is in it. Returns the last events.
         """
         self._pending = self._last_plan = None
-        for seq in self.scheduler.running:
+        for seq in self.scheduler.running or self.scheduler.waiting:
             self._fail(seq, message)
         for seq in self.scheduler.waiting:
             # A token in flight when it was preempted will not come, but be sampled again.

@@ -117,6 +117,9 @@ class Scheduler:
         self._num_table_pages = 0  # sum of len(seq.pages) over the running
         self._free_slots = list(range(config.max_running))  # a heap
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; finished ones linger
+        # Fewer new pages, or entries of the table, let nobody in: what `_admit` found out when it
+        # last looked the queue up. None: since then somebody may need fewer.
+        self._least_need: tuple[int, int] | None = None
         self._arrivals = itertools.count()
         self._num_admissions = 0
         self._num_preemptions = 0
@@ -164,7 +167,7 @@ class Scheduler:
         for seq in seqs:
             seq.order = next(self._arrivals)
             self._seqs[seq.id] = seq
-            insort(self._waiting, seq, key=_waiting_rank)
+            self._join_queue(seq)
             if seq.deadline is not None:
                 heapq.heappush(self._deadlines, (seq.deadline, seq.order, seq))
 
@@ -209,6 +212,8 @@ class Scheduler:
             )
         seq.tokens += tokens
         seq.num_computed, seq.num_in_flight = num_computed, num_in_flight
+        if seq.status is Status.WAITING:
+            self._least_need = None
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR.
@@ -325,8 +330,12 @@ class Scheduler:
         """Lets waiting sequences in while slots, tokens and pages last."""
         if not (self._waiting and self._free_slots and num_left):
             return
+        if self._least_need is not None and not self._has_room(*self._least_need):
+            return
         coming = [self._coming(seq) for seq in self._running if seq.num_computed < seq.num_prompt]
-        for seq, key, num_cached_pages, may_be_overtaken in self._candidates():
+        candidates = self._candidates()
+        self._least_need = self._need_of_any(candidates)
+        for seq, key, num_cached_pages, may_be_overtaken in candidates:
             if not (self._free_slots and num_left):
                 break
             if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
@@ -366,6 +375,23 @@ class Scheduler:
         ranked.sort(key=lambda item: item[0])
         return [candidate for _, candidate in ranked]
 
+    def _need_of_any(
+        self, candidates: list[tuple[Sequence, bytes, int, bool]]
+    ) -> tuple[int, int]:
+        """The fewest new pages and table entries with which one of them could enter.
+
+        Until the cache gets more pages or the head of the queue changes, no candidate needs fewer:
+        evictions only add to what they need.
+        """
+        new, entries = [], []
+        for seq, _, num_cached_pages, may_be_overtaken in candidates:
+            num_pages = self._num_pages(seq)
+            new.append(num_pages - num_cached_pages)
+            entries.append(num_pages)
+            if not may_be_overtaken:
+                break  # if it stays out, so do all that follow
+        return min(new), min(entries)
+
     def _lookup_key(self, seq: Sequence) -> bytes:
         """The tokens that may come from the cache: full pages, and never the last token, whose
         logits are wanted."""
@@ -391,22 +417,13 @@ class Scheduler:
         )
 
     def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
-        """Gives `seq` a slot, its cached prefix, and pages for the rest of its tokens, if it can.
-
-        A page for each of the running and a hundredth of the pool stay in reserve: all can go on
-        for page_size steps before one is preempted, and whoever gave its pages to others has to
-        wait until others give theirs back. So no two sequences preempt each other in turns.
-        """
-        config = self.config
-        num_pages = -(-len(seq.tokens) // config.page_size)
-        num_reserved = len(self._running) + 1 + config.num_pages // 100 if self._running else 0
-        if self._num_table_pages + num_pages + num_reserved > config.max_kv_pages_step:
-            return False
-        if num_pages - num_cached_pages + num_reserved > self._num_available:
+        """Gives `seq` a slot, its cached prefix, and pages for the rest of its tokens, if it can."""
+        num_pages = self._num_pages(seq)
+        if not self._has_room(num_pages - num_cached_pages, num_pages):
             return False
         match = self.cache.match(seq.namespace, key)
         self.cache.lock(match.node)
-        if num_pages - len(match.pages) + num_reserved > self._num_available:
+        if not self._has_room(num_pages - len(match.pages), num_pages):
             self.cache.unlock(match.node)
             return False
 
@@ -426,8 +443,36 @@ class Scheduler:
             self._num_prompt_tokens_cached += seq.num_cached
         return True
 
+    def _has_room(self, num_new: int, num_pages: int) -> bool:
+        """Whether somebody may enter who needs so many pages, and of them so many new ones.
+
+        A page for each of the running and a hundredth of the pool stay in reserve: all can go on
+        for page_size steps before one is preempted, and whoever gave its pages to others has to
+        wait until others give theirs back. So no two sequences preempt each other in turns.
+        """
+        config = self.config
+        num_reserved = len(self._running) + 1 + config.num_pages // 100 if self._running else 0
+        if self._num_table_pages + num_pages + num_reserved > config.max_kv_pages_step:
+            return False
+        return num_new + num_reserved <= self._num_available
+
+    def _num_pages(self, seq: Sequence) -> int:
+        """For all tokens that are known."""
+        return -(-len(seq.tokens) // self.config.page_size)
+
+    def _join_queue(self, seq: Sequence) -> None:
+        place = bisect_left(self._waiting, _waiting_rank(seq), key=_waiting_rank)
+        self._waiting.insert(place, seq)
+        self._on_queue_changed(place)
+
     def _leave_queue(self, seq: Sequence) -> None:
-        del self._waiting[bisect_left(self._waiting, _waiting_rank(seq), key=_waiting_rank)]
+        place = bisect_left(self._waiting, _waiting_rank(seq), key=_waiting_rank)
+        del self._waiting[place]
+        self._on_queue_changed(place)
+
+    def _on_queue_changed(self, place: int) -> None:
+        if place < _LOOKUPS:
+            self._least_need = None
 
     # ---- pages ----
 
@@ -458,6 +503,7 @@ class Scheduler:
         assert seq.node is not None
         key = seq.key(num_pages * self.config.page_size)
         inserted = self.cache.insert(seq.namespace, key, seq.pages[:num_pages].tolist())
+        self._least_need = None
         self.cache.lock(inserted.node)
         self.cache.unlock(seq.node)
         self.allocator.free(inserted.duplicates)
@@ -487,7 +533,7 @@ class Scheduler:
         seq.status = Status.WAITING
         seq.num_preempted += 1
         self._num_preemptions += 1
-        insort(self._waiting, seq, key=_waiting_rank)
+        self._join_queue(seq)
 
     # ---- looking in from outside ----
 

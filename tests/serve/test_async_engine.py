@@ -307,6 +307,32 @@ def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("where", ["running", "waiting"])
+def test_a_scheduler_without_a_step_for_what_is_left(engine, where, monkeypatch, caplog):
+    """It is said, and ends the sequences that nothing would ever happen to; no thread spins."""
+    scheduler = engine._engine.scheduler
+    schedule, add, stuck = scheduler.schedule, scheduler.add, []
+
+    def schedule_nothing(now):
+        return None if any(seq in getattr(scheduler, where) for seq in stuck) else schedule(now)
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_nothing)
+    monkeypatch.setattr(scheduler, "add", lambda *seqs: add(*seqs) or stuck.extend(seqs))
+
+    async def main():
+        async with running(engine):
+            ((_, reason),) = (await collect(engine, sequence())).values()
+            assert reason is FinishReason.ERROR
+            assert f"1 {where}" in caplog.text and "none is in flight" in caplog.text
+            stuck.clear()
+            monkeypatch.undo()
+            ((tokens, _),) = (await collect(engine, sequence())).values()
+            assert len(tokens) == 20 and engine.ready
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    check_drained(engine)
+
+
 def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
     def fail(batch):
         raise RuntimeError("the device is gone")

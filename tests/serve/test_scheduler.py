@@ -171,6 +171,44 @@ def test_deterministic(system):
     assert first == log()
 
 
+class Diligent(Scheduler):
+    """Looks the queue up in every step, whether anybody could enter or not."""
+
+    _least_need = property(lambda self: None, lambda self, need: None)
+
+
+@pytest.mark.parametrize("num_lookups", [128, 3])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_lookups_that_are_spared_change_nothing(system, num_lookups, monkeypatch):
+    monkeypatch.setattr("jax_attn.serve.scheduler._LOOKUPS", num_lookups)
+    num_peeks = []
+    for seed in range(4):
+        logs = []
+        for kind in (Scheduler, Diligent):
+            scheduler = kind(SYSTEMS[system])
+            peek, calls = scheduler.cache.peek, []
+            scheduler.cache.peek = lambda *key, peek=peek, calls=calls: calls.append(1) or peek(*key)
+            logs.append(Traffic(seed).run(scheduler, depth=1, forces=bool(seed % 2))[0].log)
+            num_peeks.append(len(calls))
+        assert logs[0] == logs[1]
+    assert sum(num_peeks[::2]) < sum(num_peeks[1::2]) or system in ("roomy", "one at a time")
+
+
+def test_a_queue_that_nobody_leaves_is_looked_up_once():
+    scheduler = Scheduler(config(num_pages=23))
+    prompts = [range(100 * i, 100 * i + 26) for i in range(40)]
+    scheduler.add(*[sequence(f"{i}", prompt, max_tokens=14) for i, prompt in enumerate(prompts)])
+    for _ in range(4):  # 7 pages each, and a reserve: there is no room for a third
+        assert len(advance(scheduler).entries) == 2
+    num_peeks, peek = [], scheduler.cache.peek
+    scheduler.cache.peek = lambda *key: num_peeks.append(1) or peek(*key)
+    for _ in range(4):
+        assert len(advance(scheduler).entries) == 2
+    assert not num_peeks
+    scheduler.add(sequence("urgent", range(5), priority=-1, max_tokens=3))
+    assert [seq.id for seq in advance(scheduler).admitted] == ["urgent"]
+
+
 def test_preempted_sequences_end_as_if_they_had_run_alone():
     """Six that grow to 25 pages each in a pool of 30: the youngest gives way again and again."""
     scheduler = Scheduler(config(num_pages=30))
