@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ except ModuleNotFoundError:
 from jax_attn import models
 from jax_attn.serve import auth
 from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.connection import Connection
 from jax_attn.serve.engine import EngineConfig
 from jax_attn.serve.server import ServerConfig, create_app
 
@@ -29,7 +31,9 @@ log = logging.getLogger("jax_attn.serve")
 _BUNDLED_MODEL = Path("models") / "tiny-llama-stdlib"
 _MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
 _BACKLOG = 2048
+_MAX_FILES = 65536  # open ones; many a shell allows 1,024, fewer than the queue has clients
 _KV_SHARE = 0.85  # of the free memory; the rest is for activations and logits
+_NEXT_TRY = 0.9  # of the pages that did not fit
 _CPU_BYTES = 2 << 30
 _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
 
@@ -55,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         keys = auth.read_keys(args.api_key_file) if args.api_key_file else ()
         log.info("loading %s", args.model)
         model = models.load(args.model, dtype=args.dtype)
-        engine = AsyncEngine(model, _engine_config(model, args))
+        engine = _make_engine(model, args)
         config = ServerConfig(
             model_directory=args.model,
             model_name=args.model_name or args.model.resolve().name,
@@ -68,13 +72,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if not keys and not auth.is_loopback(args.host):
         log.warning("anyone who can reach %s can use this server; see --api-key-file", args.host)
+    _allow_many_connections()
     server = _Uvicorn(
         uvicorn.Config(
             app,
             host=args.host,
             port=args.port,
             backlog=_BACKLOG,
-            http="h11",  # the one whose limit on headers can be set
+            http=Connection,  # of h11, the one whose limit on headers can be set
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             ws="none",
             lifespan="on",
@@ -82,7 +87,6 @@ def main(argv: list[str] | None = None) -> int:
             server_header=False,
             headers=[("X-Content-Type-Options", "nosniff")],
             proxy_headers=False,
-            timeout_keep_alive=30,
             timeout_graceful_shutdown=args.drain_seconds,
         ),
         on_drain=app.state.server.drain,
@@ -91,9 +95,45 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if server.started else 1
 
 
-def _engine_config(model: models.Model, args: argparse.Namespace) -> EngineConfig:
+def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
+    """With as many pages as the device's memory holds, unless it was told how many.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    config = model.config
+    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
+    page_bytes *= jnp.dtype(args.dtype).itemsize
+    fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
+    num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
+    while True:
+        try:
+            engine = AsyncEngine(model, _engine_config(num_pages, args))
+            break
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            if args.num_pages or num_pages == fewest:
+                raise ValueError(
+                    "--num-pages: expected a kv cache that fits in the device's memory, got "
+                    f"{num_pages} pages of {page_bytes} bytes; use fewer, or free memory."
+                ) from None
+        # All that is free need not be to be had in two pieces: an allocator that takes memory bit
+        # by bit (XLA_PYTHON_CLIENT_PREALLOCATE=false) rounds up to powers of two.
+        num_pages = max(fewest, int(_NEXT_TRY * num_pages))
+    log.info(
+        "kv cache: %d pages of %d tokens, %.3g GiB; a request has room for %d tokens",
+        num_pages,
+        args.page_size,
+        num_pages * page_bytes / 2**30,
+        engine.limits.max_model_len,
+    )
+    return engine
+
+
+def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
-        num_pages=args.num_pages or _default_num_pages(model.config, args),
+        num_pages=num_pages,
         page_size=args.page_size,
         max_running=args.max_running,
         max_step_tokens=args.max_step_tokens,
@@ -104,19 +144,25 @@ def _engine_config(model: models.Model, args: argparse.Namespace) -> EngineConfi
     )
 
 
-def _default_num_pages(config: models.ModelConfig, args: argparse.Namespace) -> int:
+def _default_num_pages(
+    config: models.ModelConfig, args: argparse.Namespace, page_bytes: int
+) -> int:
     """What the device's free memory holds; on CPU, whose memory others need too, far less."""
-    pages_each = -(-config.max_positions // args.page_size)
-    num_running = args.max_running * pages_each
-    bytes_each = (
-        2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
-    ) * jnp.dtype(args.dtype).itemsize
+    num_running = args.max_running * -(-config.max_positions // args.page_size)
     if memory := jax.devices()[0].memory_stats():
         budget = int(_KV_SHARE * (memory["bytes_limit"] - memory["bytes_in_use"]))
         most = _MAX_CACHE * num_running
     else:
         budget, most = _CPU_BYTES, num_running
-    return max(pages_each, min(budget // bytes_each, most))
+    return min(budget // page_bytes, most)
+
+
+def _allow_many_connections() -> None:
+    """Each is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -141,8 +141,9 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self._engine.warm_up(self._check_stop)
+            names = self._engine.warm_up(self._check_stop)
             self._is_warm = True
+            log.info("ready; compiled %d executables: %s", len(names), "; ".join(names))
             while self._turn():
                 pass
         except _Stopped:

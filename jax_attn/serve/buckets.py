@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -30,17 +31,20 @@ class Bucket:
         return f"{self.num_tokens} tokens x {self.num_rows} sequences"
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Of what `unpack` gives, in words."""
+    def _bounds(self) -> tuple[int, ...]:
+        """Where what `unpack` gives begins in `words`, and where the last ends."""
         plans = (spec.plan_words for spec in self.specs)
-        return 2 * self.num_tokens, self.num_rows, ROW_WORDS * self.num_rows, *plans
+        sizes = 2 * self.num_tokens, self.num_rows, ROW_WORDS * self.num_rows, *plans
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+    @property
+    def num_words(self) -> int:
+        return self._bounds[-1]
 
     def unpack(self, words: Any) -> Arguments:
-        """Views of `words` [sum(sizes)] i32, a numpy or a traced array."""
-        bounds = np.cumsum(self.sizes[:-1]).tolist()
-        inputs, logit_rows, rows, *plans = (np if isinstance(words, np.ndarray) else jnp).split(
-            words, bounds
-        )
+        """Views of `words` [num_words] i32, a numpy or a traced array."""
+        parts = (words[begin:end] for begin, end in itertools.pairwise(self._bounds))
+        inputs, logit_rows, rows, *plans = parts
         return Arguments(
             inputs.reshape(2, -1),
             logit_rows,
@@ -163,10 +167,10 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
         if len(known) < entry.num_tokens:  # by one, the sample in flight
             tokens.append(~entry.seq.slot)
 
-    words = np.zeros(sum(bucket.sizes), np.int32)
+    words = np.zeros(bucket.num_words, np.int32)
     inputs, logit_rows, rows, plans = bucket.unpack(words)
     inputs[0, : len(tokens)] = tokens
-    inputs[1, : len(tokens)] = np.arange(len(tokens)) + np.repeat(begins - qo_indptr[:-1], qo_lens)
+    inputs[1, : len(tokens)] = np.arange(len(tokens)) + (begins - qo_indptr[:-1]).repeat(qo_lens)
     logit_rows[:n] = qo_indptr[1:] - 1
     kind = slots.fill(
         rows,
@@ -181,7 +185,7 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
 
 def _indptr(lens: np.ndarray) -> np.ndarray:
     out = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(lens, out=out[1:])
+    lens.cumsum(out=out[1:])
     return out
 
 

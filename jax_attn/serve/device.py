@@ -171,7 +171,7 @@ class Device:
             donate_argnums=(3, 4),
             compiler_options=options,
         )
-        words = jax.ShapeDtypeStruct((sum(bucket.sizes),), jnp.int32)
+        words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32)
         last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages)
         return _compile(forward, self._params, words, last_tokens, *cache)
 

@@ -103,8 +103,8 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         core = capacities(config, model.config.max_positions)
-        self.scheduler = Scheduler(core)
         self.device = Device(model, core, config.batch_invariant)
+        self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
         self._pending: _Launched | None = None

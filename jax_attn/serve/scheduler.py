@@ -375,9 +375,7 @@ class Scheduler:
         ranked.sort(key=lambda item: item[0])
         return [candidate for _, candidate in ranked]
 
-    def _need_of_any(
-        self, candidates: list[tuple[Sequence, bytes, int, bool]]
-    ) -> tuple[int, int]:
+    def _need_of_any(self, candidates: list[tuple[Sequence, bytes, int, bool]]) -> tuple[int, int]:
         """The fewest new pages and table entries with which one of them could enter.
 
         Until the cache gets more pages or the head of the queue changes, no candidate needs fewer:
@@ -417,7 +415,7 @@ class Scheduler:
         )
 
     def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
-        """Gives `seq` a slot, its cached prefix, and pages for the rest of its tokens, if it can."""
+        """Gives `seq` a slot, its cached prefix and pages for the rest, if there is room."""
         num_pages = self._num_pages(seq)
         if not self._has_room(num_pages - num_cached_pages, num_pages):
             return False

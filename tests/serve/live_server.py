@@ -15,6 +15,7 @@ from pathlib import Path
 import uvicorn
 from fake_engine import MODEL, FakeEngine, fake_model
 
+from jax_attn.serve.connection import Connection
 from jax_attn.serve.server import ServerConfig, create_app
 
 
@@ -97,7 +98,7 @@ def serving(
         uvicorn.Config(
             app,
             port=0,
-            http="h11",
+            http=Connection,
             h11_max_incomplete_event_size=16384,
             log_level="warning",
             timeout_graceful_shutdown=2,

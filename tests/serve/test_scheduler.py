@@ -187,7 +187,9 @@ def test_lookups_that_are_spared_change_nothing(system, num_lookups, monkeypatch
         for kind in (Scheduler, Diligent):
             scheduler = kind(SYSTEMS[system])
             peek, calls = scheduler.cache.peek, []
-            scheduler.cache.peek = lambda *key, peek=peek, calls=calls: calls.append(1) or peek(*key)
+            scheduler.cache.peek = lambda *key, peek=peek, calls=calls: (
+                calls.append(1) or peek(*key)
+            )
             logs.append(Traffic(seed).run(scheduler, depth=1, forces=bool(seed % 2))[0].log)
             num_peeks.append(len(calls))
         assert logs[0] == logs[1]

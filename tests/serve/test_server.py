@@ -1,6 +1,7 @@
 """The HTTP server, with a fake engine behind it: routes, limits, errors, streams, disconnects."""
 
 import base64
+import contextlib
 import json
 import logging
 import socket
@@ -15,6 +16,7 @@ from fake_engine import FakeEngine, fake_model
 from live_server import eventually, post_bytes, serving
 
 from jax_attn.serve import auth, schemas
+from jax_attn.serve.connection import Connection
 from jax_attn.serve.prepare import namespace
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -422,6 +424,30 @@ def test_408_for_a_body_that_does_not_come():
         raw = post_bytes(COMPLETIONS, HELLO)
         with server.connect(raw[:-5]) as connection:
             assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"before"], ids=str)
+def test_a_connection_that_asks_for_nothing_is_closed(server, sent, monkeypatch):
+    """Also one that sends its headers a byte at a time, and that had an answer before."""
+    monkeypatch.setattr(Connection, "head_seconds", 0.3)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with server.connect(request if sent == b"before" else sent) as connection:
+        if sent == b"before":
+            assert b" 200 " in connection.recv(1000)
+        begin = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < begin + 5:
+                connection.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    assert not connection.recv(1000)
+                    break
+                connection.sendall(b"a")
+        assert 0.1 < time.monotonic() - begin < 3
+
+
+def test_a_long_answer_is_not_taken_for_silence(slow_server, monkeypatch):
+    monkeypatch.setattr(Connection, "head_seconds", 0.05)
+    assert slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 20}).status == 200
 
 
 def test_header_cap(server):

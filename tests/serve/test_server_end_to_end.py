@@ -341,6 +341,7 @@ def test_sigterm_while_compiling(tmp_path):
         (["--model", "nothing/here"], "nothing/here"),
         (["--api-key-file", "missing"], "missing"),
         (["--page-size", "0"], "at least 1"),
+        (["--model", str(model_directory()), "--num-pages", "1000000000"], "--num-pages: expected"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -1,0 +1,91 @@
+"""What the command line makes of the machine: pages of the kv cache, open files."""
+
+import resource
+
+import jax
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+
+from jax_attn.serve import __main__ as main
+from jax_attn.serve.async_engine import Limits
+
+PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
+
+
+class Allocator:
+    """Stands for AsyncEngine: has room for so many pages."""
+
+    def __init__(self, num_pages: int, message: str = "RESOURCE_EXHAUSTED: out of memory"):
+        self.num_pages, self.message, self.asked = num_pages, message, []
+
+    def __call__(self, model, config):
+        self.asked.append(config.num_pages)
+        if config.num_pages > self.num_pages:
+            raise jax.errors.JaxRuntimeError(self.message)
+        self.limits = Limits(16 * config.num_pages, config.max_running, config.max_waiting)
+        return self
+
+
+class FakeGpu:
+    def __init__(self, limit: int, in_use: int):
+        self._stats = {"bytes_limit": limit, "bytes_in_use": in_use}
+
+    def memory_stats(self):
+        return self._stats
+
+
+def make(model, monkeypatch, allocator, *options, device=None):
+    monkeypatch.setattr(main, "AsyncEngine", allocator)
+    monkeypatch.setattr(main.jax, "devices", lambda: [device or FakeGpu(2000 * PAGE_BYTES, 0)])
+    return main._make_engine(model, main._parse(["--dtype", "float32", *options]))
+
+
+def test_pages_are_what_is_free_less_a_margin(model, monkeypatch):
+    allocator = Allocator(10**9)
+    device = FakeGpu(3000 * PAGE_BYTES, 1000 * PAGE_BYTES)
+    make(model, monkeypatch, allocator, device=device)
+    assert allocator.asked == [1700]
+
+
+def test_pages_that_the_allocator_cannot_give_are_done_without(model, monkeypatch, caplog):
+    caplog.set_level("INFO", "jax_attn.serve")
+    allocator = Allocator(1400)
+    make(model, monkeypatch, allocator)
+    assert allocator.asked == [1700, 1530, 1377]
+    assert "1377 pages of 16 tokens" in caplog.text
+
+
+def test_pages_that_were_asked_for_must_fit(model, monkeypatch):
+    allocator = Allocator(1400)
+    with pytest.raises(ValueError, match="--num-pages: expected .* got 1500 pages of 98304 bytes"):
+        make(model, monkeypatch, allocator, "--num-pages", "1500")
+    assert allocator.asked == [1500]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        make(model, monkeypatch, Allocator(10, "INTERNAL: another error"), "--num-pages", "1500")
+
+
+def test_too_little_memory_for_a_step(model, monkeypatch):
+    allocator = Allocator(10)
+    with pytest.raises(ValueError, match="got 32 pages"):  # 512 tokens
+        make(model, monkeypatch, allocator, device=FakeGpu(40 * PAGE_BYTES, 20 * PAGE_BYTES))
+
+
+def test_less_memory_than_the_longest_sequence_would_take(model, monkeypatch):
+    allocator = Allocator(100)
+    engine = make(model, monkeypatch, allocator, device=FakeGpu(100 * PAGE_BYTES, 0))
+    assert engine.limits.max_model_len == 16 * 85 < model.config.max_positions
+
+
+def test_as_many_open_files_as_clients():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        main._allow_many_connections()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1]
+        if hard != resource.RLIM_INFINITY:
+            assert soft == min(hard, main._MAX_FILES)
+        main._allow_many_connections()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
