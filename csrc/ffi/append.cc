@@ -113,15 +113,13 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuff
 }
 
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
-  AttentionProblem problem;
-  Status s = ReadProblem(kOp, words, &problem);
-  return ToFfi(s.ok() ? PrepareAppend({problem.spec.arch}) : s);
+  return RunStage(kOp, words,
+                  [](const AttentionProblem& p) { return PrepareAppend({p.spec.arch}); });
 }
 
-ffi::Error InitializeCuda(int32_t device_ordinal, ffi::Span<const int64_t> words) {
-  AttentionProblem problem;
-  Status s = ReadProblem(kOp, words, &problem);
-  return ToFfi(s.ok() ? LoadAppend({problem.spec.arch}, device_ordinal) : s);
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
+  return RunStage(kOp, words,
+                  [=](const AttentionProblem& p) { return LoadAppend({p.spec.arch}, device); });
 }
 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer k_pages,

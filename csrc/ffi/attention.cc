@@ -64,23 +64,15 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
 
 AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffers& b) {
   const AttentionSpec& spec = problem.spec;
-  const PlanLayout plan = MakePlanLayout(problem);
   const WorkspaceLayout workspace = MakeWorkspaceLayout(problem);
-  const auto* plan_words = static_cast<const int32_t*>(b.plan.untyped_data());
   auto* workspace_words = static_cast<int32_t*>(b.workspace.untyped_data());
-  AttentionParams p = {};
+  AttentionParams p =
+      MakeAttentionParams(problem, static_cast<const int32_t*>(b.plan.untyped_data()));
   p.q = b.q.untyped_data();
   p.k = b.k.untyped_data();
   p.v = b.v.untyped_data();
   p.sinks = b.sinks ? static_cast<const float*>(b.sinks->untyped_data()) : nullptr;
   p.layer = spec.paged() ? static_cast<const int32_t*>(b.layer.untyped_data()) : nullptr;
-  p.header = reinterpret_cast<const PlanHeader*>(plan_words + plan.header);
-  p.queue_indptr = plan_words + plan.queue_indptr;
-  p.items = reinterpret_cast<const WorkItem*>(plan_words + plan.items);
-  p.merge_groups = reinterpret_cast<const MergeGroup*>(plan_words + plan.merge_groups);
-  p.partial_rows = plan_words + plan.partial_rows;
-  p.qo_indices = plan_words + plan.qo_indices;
-  p.page_indices = plan_words + plan.page_indices;
   p.o = b.o.untyped_data();
   p.lse = static_cast<float*>(b.lse.untyped_data());
   p.merge_counters = workspace_words + workspace.merge_counters;
@@ -91,19 +83,6 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   }
   p.num_pages = spec.paged() ? b.k.dimensions()[1] : 1;
   p.num_layers = static_cast<i32>(spec.paged() ? b.k.dimensions()[0] : 1);
-  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
-  p.num_ctas = static_cast<i32>(problem.config.num_ctas);
-  p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
-  p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
-  p.group_size = static_cast<i32>(spec.group_size());
-  p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
-  p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
-  p.mla = static_cast<i32>(spec.mla);
-  p.page_size = static_cast<i32>(spec.page_size);
-  p.window_left = static_cast<i32>(spec.window_left);
-  p.window_right = static_cast<i32>(spec.window_right);
-  p.sm_scale = static_cast<float>(spec.sm_scale);
-  p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
   return p;
 }
 
@@ -135,15 +114,11 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
 }
 
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool) {
-  AttentionProblem problem;
-  Status s = ReadProblem(kOp, words, &problem);
-  return ToFfi(s.ok() ? PrepareAttention(problem) : s);
+  return RunStage(kOp, words, [](const AttentionProblem& p) { return PrepareAttention(p); });
 }
 
-ffi::Error InitializeCuda(int32_t device_ordinal, ffi::Span<const int64_t> words, bool) {
-  AttentionProblem problem;
-  Status s = ReadProblem(kOp, words, &problem);
-  return ToFfi(s.ok() ? LoadAttention(problem, device_ordinal) : s);
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool) {
+  return RunStage(kOp, words, [=](const AttentionProblem& p) { return LoadAttention(p, device); });
 }
 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer q,

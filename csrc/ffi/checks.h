@@ -29,6 +29,14 @@ ffi::DataType ToDataType(int64_t dtype);
 // The "problem" attribute of every attention and append call.
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem);
 
+// A stage of a handler that needs the problem alone: stage(problem) returns a Status.
+template <typename Stage>
+ffi::Error RunStage(const char* op, ffi::Span<const int64_t> words, Stage stage) {
+  AttentionProblem problem;
+  const Status s = ReadProblem(op, words, &problem);
+  return ToFfi(s.ok() ? stage(problem) : s);
+}
+
 // The next two read data, so only CPU handlers call them; JAX_ATTN_CHECK=1 does it on any device.
 Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
                        int64_t num_pages);

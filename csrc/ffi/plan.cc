@@ -62,15 +62,12 @@ ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::Any
 }
 
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
-  AttentionProblem problem;
-  Status s = ReadProblem(kOp, words, &problem);
-  return ToFfi(s.ok() ? PreparePlan({problem.spec.arch}) : s);
+  return RunStage(kOp, words, [](const AttentionProblem& p) { return PreparePlan({p.spec.arch}); });
 }
 
-ffi::Error InitializeCuda(int32_t device_ordinal, ffi::Span<const int64_t> words) {
-  AttentionProblem problem;
-  Status s = ReadProblem(kOp, words, &problem);
-  return ToFfi(s.ok() ? LoadPlan({problem.spec.arch}, device_ordinal) : s);
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
+  return RunStage(kOp, words,
+                  [=](const AttentionProblem& p) { return LoadPlan({p.spec.arch}, device); });
 }
 
 // The device cannot refuse: a bad batch leaves a faulty plan (cuda/any/plan.cuh).

@@ -143,6 +143,33 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
   return p;
 }
 
+AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan) {
+  const AttentionSpec& spec = problem.spec;
+  const PlanLayout layout = MakePlanLayout(problem);
+  AttentionParams p = {};
+  p.header = reinterpret_cast<const PlanHeader*>(plan + layout.header);
+  p.queue_indptr = plan + layout.queue_indptr;
+  p.items = reinterpret_cast<const WorkItem*>(plan + layout.items);
+  p.merge_groups = reinterpret_cast<const MergeGroup*>(plan + layout.merge_groups);
+  p.partial_rows = plan + layout.partial_rows;
+  p.qo_indices = plan + layout.qo_indices;
+  p.page_indices = plan + layout.page_indices;
+  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.num_ctas = static_cast<i32>(problem.config.num_ctas);
+  p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
+  p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
+  p.group_size = static_cast<i32>(spec.group_size());
+  p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
+  p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
+  p.mla = static_cast<i32>(spec.mla);
+  p.page_size = static_cast<i32>(spec.page_size);
+  p.window_left = static_cast<i32>(spec.window_left);
+  p.window_right = static_cast<i32>(spec.window_right);
+  p.sm_scale = static_cast<float>(spec.sm_scale);
+  p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
+  return p;
+}
+
 void FillCapacities(AttentionProblem* problem) {
   const AttentionSpec& spec = problem->spec;
   KernelConfig& config = problem->config;

@@ -47,6 +47,10 @@ int64_t PlanScratchBytes(const AttentionProblem& problem);
 PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs, i32* plan,
                           void* scratch);
 
+// Of an attention call all that its problem and its plan determine: operands, results, workspace and
+// the sizes of k, v are left to the caller. plan: [layout.num_words].
+AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);
+
 // Capacities that hold any batch within max_batch, max_qo_tokens (and for kFixedSplit any decode
 // batch within the kv capacity); a nonzero value set by the user is kept.
 void FillCapacities(AttentionProblem* problem);

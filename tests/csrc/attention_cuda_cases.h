@@ -239,34 +239,12 @@ std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, co
 // All but the outputs. sinks: null without.
 AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
                            const std::vector<int32_t>& plan, const float* sinks) {
-  const AttentionSpec& spec = problem.spec;
-  const PlanLayout layout = MakePlanLayout(problem);
-  AttentionParams p = {};
+  AttentionParams p = MakeAttentionParams(problem, plan.data());
   p.q = b.q.data();
   p.k = b.k.data();
-  p.v = spec.mla ? b.k.data() : b.v.data();
+  p.v = problem.spec.mla ? b.k.data() : b.v.data();
   p.sinks = sinks;
-  p.header = reinterpret_cast<const PlanHeader*>(plan.data() + layout.header);
-  p.queue_indptr = plan.data() + layout.queue_indptr;
-  p.items = reinterpret_cast<const WorkItem*>(plan.data() + layout.items);
-  p.merge_groups = reinterpret_cast<const MergeGroup*>(plan.data() + layout.merge_groups);
-  p.partial_rows = plan.data() + layout.partial_rows;
-  p.qo_indices = plan.data() + layout.qo_indices;
-  p.page_indices = plan.data() + layout.page_indices;
   p.num_pages = b.num_pages;
-  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
-  p.num_ctas = static_cast<i32>(problem.config.num_ctas);
-  p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
-  p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
-  p.group_size = static_cast<i32>(spec.group_size());
-  p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
-  p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
-  p.mla = static_cast<i32>(spec.mla);
-  p.page_size = static_cast<i32>(spec.page_size);
-  p.window_left = static_cast<i32>(spec.window_left);
-  p.window_right = static_cast<i32>(spec.window_right);
-  p.sm_scale = static_cast<float>(spec.sm_scale);
-  p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
   return p;
 }
 
@@ -291,6 +269,12 @@ Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batc
   AttentionCpu(problem, p, pool);
   return out;
 }
+
+// A Kernel has Traits and Body for a Shape, and adds tensor maps if it wants them.
+struct NoTensorMaps {
+  template <class Shape>
+  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
+};
 
 template <class Kernel, class Shape>
 void RunCase(const Case& c, unsigned seed) {

@@ -8,7 +8,7 @@ namespace jax_attn {
 namespace {
 
 // As select/cuda.cc has it for head_dim 128 on sm_90, which runs it when it has to.
-struct Sm80Kernel {
+struct Sm80Kernel : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
@@ -17,20 +17,16 @@ struct Sm80Kernel {
   };
   template <class Shape>
   using Body = AttentionBody<Traits<Shape>>;
-  template <class Shape>
-  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 // The same for fixed_split.
-struct OneHeightKernel {
+struct OneHeightKernel : NoTensorMaps {
   template <class Shape>
   struct Traits : Sm80Kernel::Traits<Shape> {
     static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0;
   };
   template <class Shape>
   using Body = AttentionBody<Traits<Shape>>;
-  template <class Shape>
-  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 void RunFixedSplit() {

@@ -10,7 +10,7 @@ namespace {
 // As select/cuda.cc has it: for sm_90, whose second tile is as tall as the device allows, and for
 // the least shared memory.
 template <int kTheArch, int kSmall, int kTall, int kKv>
-struct Sm80Mla {
+struct Sm80Mla : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = kTheArch;
@@ -20,8 +20,6 @@ struct Sm80Mla {
   };
   template <class Shape>
   using Body = MlaBody<Traits<Shape>>;
-  template <class Shape>
-  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace jax_attn {
 namespace {
 
 // As select/cuda.cc has it.
-struct Sm90Mla {
+struct Sm90Mla : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
@@ -18,8 +18,6 @@ struct Sm90Mla {
   };
   template <class Shape>
   using Body = HopperMlaBody<Traits<Shape>>;
-  template <class Shape>
-  static void AddTensorMaps(const AttentionSpec&, i64, AttentionParams*) {}
 };
 
 }  // namespace
