@@ -226,6 +226,7 @@ def plan(
     *,
     kv_indptr: Any = None,
     q_offsets: Any = None,
+    buffer: np.ndarray | None = None,
 ) -> AttentionPlan:
     """Schedules one batch: on the host, or inside a compiled function for traced arrays.
 
@@ -240,6 +241,8 @@ def plan(
         requests lie back to back, cumsum(kv_lens).
     q_offsets: [batch_size], i32. kv position of each request's first query token; None:
         kv_len - qo_len, as in decode and chunked prefill. Positions stay within (-2^30, 2^30).
+    buffer: [spec.plan_words], i32. Host memory for the plan, every word of which is written: that
+        of a plan that nobody reads any more, or a part of a larger array. None: new memory.
 
     Returns a plan. Made of host arrays its buffer is a host array: hand it to a jitted function as
     it is, or device_put it once when many functions use it. Made of traced arrays it has the same
@@ -256,14 +259,15 @@ def plan(
     nothing is read out of bounds. `plan.fault()` and `plan.describe()` say the sentence once the
     buffer is on the host, and with JAX_ATTN_CHECK=1 attention and append_kv raise it.
     """
-    given = _given(page_indptr=page_indptr, page_indices=page_indices, kv_indptr=kv_indptr)
     if spec.is_paged:
-        if given != "page_indptr, page_indices":
+        if page_indptr is None or page_indices is None or kv_indptr is not None:
+            given = _given(page_indptr=page_indptr, page_indices=page_indices, kv_indptr=kv_indptr)
             raise ValueError(
                 "plan: page_indptr, page_indices: expected both, and no kv_indptr, for a spec with"
                 f" page_size={spec.page_size}, got {given}."
             )
     elif page_indptr is not None or page_indices is not None:
+        given = _given(page_indptr=page_indptr, page_indices=page_indices, kv_indptr=kv_indptr)
         raise ValueError(
             "plan: page_indptr, page_indices: expected none for a spec with page_size=None, got"
             f" {given}."
@@ -282,9 +286,11 @@ def plan(
     pages = _int32(xp, "page_indices", () if page_indices is None else page_indices)
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
     if not traced:
-        buffer = np.zeros(spec.plan_words, np.int32)
+        buffer = _plan_memory(spec, buffer)
         spec.problem.plan(qo, lens, indptr, pages, offsets, buffer)
         return AttentionPlan(buffer, spec)
+    if buffer is not None:
+        raise ValueError("plan: buffer: expected None for traced arrays, got an array.")
     if len(lens) > spec.max_batch:  # shapes are known now
         raise ValueError(
             f"plan: batch_size: expected at most max_batch = {spec.max_batch}, got {len(lens)};"
@@ -295,13 +301,31 @@ def plan(
     return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, spec), spec)
 
 
+def _plan_memory(spec: AttentionSpec, buffer: np.ndarray | None) -> np.ndarray:
+    if buffer is None:
+        return np.empty(spec.plan_words, np.int32)
+    if not (
+        isinstance(buffer, np.ndarray)
+        and buffer.shape == (spec.plan_words,)
+        and buffer.dtype == np.int32
+        and buffer.flags.c_contiguous
+        and buffer.flags.writeable
+    ):
+        got = f"{buffer.dtype}{list(buffer.shape)}" if hasattr(buffer, "dtype") else type(buffer)
+        raise ValueError(
+            f"plan: buffer: expected a writeable contiguous numpy array int32[{spec.plan_words}],"
+            f" got {got}."
+        )
+    return buffer
+
+
 def _given(**arguments: Any) -> str:
     return ", ".join(name for name, value in arguments.items() if value is not None) or "none"
 
 
 def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
     """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
-    array = xp.asarray(value)
+    array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
     if array.size == 0 and array.dtype.kind == "f":  # of an empty list
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -313,11 +337,15 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
             f"plan: {name}: expected {length} entries for a batch of"
             f" {length - (name != 'q_offsets')}, got {len(array)}."
         )
-    if xp is np and array.dtype != np.int32 and array.size:
+    if xp is jnp:
+        return array.astype(np.int32)
+    if array.dtype == np.int32:
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    if array.size:
         for extreme in (array.max(), array.min()):
             if not -(2**31) <= extreme < 2**31:
                 raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
-    return array.astype(np.int32) if xp is jnp else np.ascontiguousarray(array, np.int32)
+    return array.astype(np.int32)
 
 
 def _range(values: np.ndarray) -> str:

@@ -434,6 +434,28 @@ def test_inputs_may_be_any_integer_array():
     np.testing.assert_array_equal(ja.plan(spec, *strided).buffer, want)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_may_be_written_to_memory_of_another(target):
+    """Every word of it, whatever was there."""
+    spec = ja.AttentionSpec(8, 2, 64, max_kv_pages=400, max_qo_tokens=99, target=target)
+    memory = np.full(spec.plan_words + 2, 0x7F7F7F7F, np.int32)
+    for kv_lens in ([3000, 5, 700], [1], []):
+        num_pages = -(-np.array(kv_lens, int) // 16)
+        page_indptr = np.concatenate([[0], np.cumsum(num_pages)])
+        batch = range(len(kv_lens) + 1), kv_lens, page_indptr, range(page_indptr[-1])
+        plan = ja.plan(spec, *batch, buffer=memory[1:-1])
+        assert plan.buffer.base is memory
+        np.testing.assert_array_equal(memory[1:-1], ja.plan(spec, *batch).buffer)
+        assert memory[0] == memory[-1] == 0x7F7F7F7F
+    for wrong in (memory, memory[1:-1].view(np.uint32), memory[1:-1][::-1], memory[1:-1].tolist()):
+        with pytest.raises(ValueError, match="plan: buffer: expected a writeable contiguous numpy"):
+            ja.plan(spec, *batch, buffer=wrong)
+    with pytest.raises(ValueError, match="plan: buffer: expected None for traced arrays"):
+        jax.jit(lambda lens: ja.plan(spec, *batch[:1], lens, *batch[2:], buffer=memory[1:-1]))(
+            jnp.zeros(0, jnp.int32)
+        )
+
+
 def test_the_bits_of_the_specs_do_not_alias():
     """Specs are static jit arguments: equal ones must hash alike, different ones differ."""
     fields = Case("", (1,), (5,)).spec_fields()

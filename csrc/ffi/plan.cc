@@ -56,9 +56,7 @@ ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::Any
       Unpack(words, {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *plan, *scratch},
              &problem, &inputs);
   if (!s.ok()) return ToFfi(s);
-  auto* buffer = static_cast<int32_t*>(plan->untyped_data());
-  std::fill_n(buffer, plan->element_count(), 0);  // as on the host, where a plan starts as zeros
-  return ToFfi(Plan(problem, inputs, buffer));
+  return ToFfi(Plan(problem, inputs, static_cast<int32_t*>(plan->untyped_data())));
 }
 
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {

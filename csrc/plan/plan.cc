@@ -12,6 +12,21 @@
 namespace jax_attn {
 namespace {
 
+// As unsigned numbers: negative ids become larger than any limit. Several maxima, because a chain
+// of one waits for the one before.
+uint32_t LargestId(const int32_t* ids, int64_t n) {
+  constexpr int kLanes = 16;
+  uint32_t largest[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      largest[lane] = std::max(largest[lane], static_cast<uint32_t>(ids[i + lane]));
+    }
+  }
+  for (; i < n; ++i) largest[0] = std::max(largest[0], static_cast<uint32_t>(ids[i]));
+  return *std::max_element(largest, largest + kLanes);
+}
+
 // Only pages that hold one of a request's kv_len tokens are looked at: the rest of its list is
 // reserved space and may hold anything.
 PlanFault CheckPages(const PlanRules& rules, const PlanInputs& in, int32_t* max_page_id) {
@@ -19,10 +34,7 @@ PlanFault CheckPages(const PlanRules& rules, const PlanInputs& in, int32_t* max_
   for (int64_t r = 0; r < in.batch_size; ++r) {
     const int64_t num_pages = NumPages(rules, in.kv_lens[r]);
     const int32_t* pages = in.page_indices + in.kv_indptr[r];
-    uint32_t largest = 0;  // negative ids become larger than any limit
-    for (int64_t i = 0; i < num_pages; ++i) {
-      largest = std::max(largest, static_cast<uint32_t>(pages[i]));
-    }
+    const uint32_t largest = LargestId(pages, num_pages);
     if (num_pages > 0 && largest >= limit) {
       for (int64_t i = 0; i < num_pages; ++i) {
         if (static_cast<uint32_t>(pages[i]) >= limit) {
@@ -54,6 +66,27 @@ void MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<QueryTi
       tiles->push_back(MakeTile(rules, request, static_cast<i32>(r), i));
     }
   }
+}
+
+// Zeros behind the live part of every section, so that equal plans are equal words.
+void ZeroPadding(const PlanLayout& layout, const PlanHeader& header, int64_t num_ctas,
+                 int64_t nnz_page_indices, int32_t* buffer) {
+  int32_t* live_end = buffer;
+  const auto section = [&](int64_t begin, int64_t num_words) {
+    std::fill(live_end, buffer + begin, 0);
+    live_end = buffer + begin + num_words;
+  };
+  section(layout.header, sizeof(PlanHeader) / 4);
+  section(layout.queue_indptr, num_ctas + 1);
+  section(layout.qo_indptr, header.batch_size + 1);
+  section(layout.kv_lens, header.batch_size);
+  section(layout.kv_indptr, header.batch_size + 1);
+  section(layout.merge_groups, header.num_merge_groups * int64_t{sizeof(MergeGroup) / 4});
+  section(layout.partial_rows, header.num_partials);
+  section(layout.qo_indices, header.num_shared_tokens);
+  section(layout.items, header.num_items * int64_t{sizeof(WorkItem) / 4});
+  section(layout.page_indices, nnz_page_indices);
+  section(layout.num_words, 0);
 }
 
 }  // namespace
@@ -96,7 +129,9 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buff
   std::copy_n(in.qo_indptr, in.batch_size + 1, buffer + layout.qo_indptr);
   std::copy_n(in.kv_lens, in.batch_size, buffer + layout.kv_lens);
   std::copy_n(in.kv_indptr, in.batch_size + 1, buffer + layout.kv_indptr);
-  if (spec.paged()) std::copy_n(in.page_indices, header.nnz_kv, buffer + layout.page_indices);
+  const int64_t nnz_page_indices = spec.paged() ? header.nnz_kv : 0;
+  std::copy_n(in.page_indices, nnz_page_indices, buffer + layout.page_indices);
+  ZeroPadding(layout, header, rules.num_ctas, nnz_page_indices, buffer);
   return Status::Ok();
 }
 

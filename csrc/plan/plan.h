@@ -61,7 +61,7 @@ Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);
 // "plan: argument: expected ..., got ..." of a fault; ok for kNoFault.
 Status DescribeFault(const AttentionProblem& problem, const PlanFault& fault);
 
-// Writes the plan into buffer[0, layout.num_words). On error the buffer's contents are unspecified
+// Writes all of buffer[0, layout.num_words). On error the buffer's contents are unspecified
 // and the message names the argument, what was expected and what was got.
 Status Plan(const AttentionProblem& problem, const PlanInputs& inputs, int32_t* buffer);
 

@@ -307,6 +307,12 @@ inline bool IsBalanced(i64 makespan, i64 total_cost, i64 num_queues) {
 // FlashInfer): 3 % better balance by 256 splits of 128 rows cost 674 -> 857 us.
 inline bool IsWorthMoreSplits(i64 makespan, i64 than) { return 10 * makespan < 9 * than; }
 
+// Whether any retry can be. Shorter chunks are at least as many, so their costs add up to no less
+// than total_cost, that of the first cut, and no schedule's fullest queue is below the mean.
+inline bool MayBeWorthMoreSplits(i64 total_cost, i64 num_queues, i64 than) {
+  return 10 * total_cost < 9 * than * num_queues;
+}
+
 // Twice the divisors by which Algorithm 1 is tried again, in order, while queues are uneven.
 inline constexpr int kNumRetries = 4;
 inline constexpr i32 kRetryDivisors[kNumRetries] = {3, 4, 6, 8};

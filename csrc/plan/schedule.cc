@@ -10,36 +10,42 @@ namespace jax_attn {
 namespace {
 
 // Least loaded queue first; among equals the lowest index, so that the plan is a function of its
-// inputs. Keys are load << 20 | queue, a binary heap under replace-top.
-class LoadHeap {
+// inputs. Keys are load << 20 | queue. A tournament: every node is the least of its two children,
+// and the matches of a queue that got heavier are played again. No branch depends on loads, which a
+// heap would mispredict at every level (512 chunks to 33 queues: half of the time).
+class LoadTree {
  public:
   void Reset(int64_t num_queues) {
-    keys_.resize(num_queues);
-    std::iota(keys_.begin(), keys_.end(), uint64_t{0});
+    num_queues_ = num_queues;
+    leaves_ = 1;
+    while (leaves_ < num_queues) leaves_ *= 2;
+    keys_.assign(2 * leaves_, ~uint64_t{0});
+    std::iota(keys_.begin() + leaves_, keys_.begin() + leaves_ + num_queues, uint64_t{0});
+    for (int64_t i = leaves_ - 1; i > 0; --i) keys_[i] = std::min(keys_[2 * i], keys_[2 * i + 1]);
   }
 
   // Adds cost to the least loaded queue and returns it.
   int32_t Assign(int64_t cost) {
-    const uint64_t key = keys_[0];
-    const uint64_t moved = key + (static_cast<uint64_t>(cost) << kQueueBits);
-    const size_t n = keys_.size();
-    size_t hole = 0;
-    for (size_t child = 1; child < n; child = 2 * hole + 1) {
-      if (child + 1 < n && keys_[child + 1] < keys_[child]) ++child;
-      if (keys_[child] >= moved) break;
-      keys_[hole] = keys_[child];
-      hole = child;
+    uint64_t* const keys = keys_.data();
+    uint64_t key = keys[1];
+    const uint64_t queue = key & ((uint64_t{1} << kQueueBits) - 1);
+    key += static_cast<uint64_t>(cost) << kQueueBits;
+    uint64_t i = leaves_ + queue;
+    for (keys[i] = key; i > 1; keys[i] = key) {
+      key = std::min(key, keys[i ^ 1]);
+      i >>= 1;
     }
-    keys_[hole] = moved;
-    return static_cast<int32_t>(key & ((uint64_t{1} << kQueueBits) - 1));
+    return static_cast<int32_t>(queue);
   }
 
   int64_t MaxLoad() const {
-    return static_cast<int64_t>(*std::max_element(keys_.begin(), keys_.end()) >> kQueueBits);
+    const auto first = keys_.begin() + leaves_;
+    return static_cast<int64_t>(*std::max_element(first, first + num_queues_) >> kQueueBits);
   }
 
  private:
   static constexpr int kQueueBits = 20;
+  int64_t num_queues_ = 0, leaves_ = 0;
   std::vector<uint64_t> keys_;
 };
 
@@ -79,7 +85,7 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
 // But before them requests of several tiles, section by section (rules.h).
 void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
-  thread_local LoadHeap heap;
+  thread_local LoadTree loads;
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
   keys.resize(num_chunks);
@@ -94,7 +100,7 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
   }
   std::sort(keys.begin(), keys.end());
 
-  heap.Reset(rules.num_queues);
+  loads.Reset(rules.num_queues);
   a->slots.clear();
   auto request_at = [&](size_t i) {
     return tiling.tiles[a->chunks[ChunkOfKey(keys[i])].tile_idx].request;
@@ -109,11 +115,11 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
     for (i32 u = 0; u < rules.num_units; ++u) {
       for (size_t i = begin; i < end; ++i) {
         const int32_t chunk = ChunkOfKey(keys[i]);
-        a->slots.push_back({chunk, u, heap.Assign(a->chunks[chunk].cost)});
+        a->slots.push_back({chunk, u, loads.Assign(a->chunks[chunk].cost)});
       }
     }
   }
-  a->makespan = heap.MaxLoad();
+  a->makespan = loads.MaxLoad();
   CountAssignment(rules, tiling, a);
 }
 
@@ -154,6 +160,7 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
     return;
   }
   for (i32 twice_divisor : kRetryDivisors) {
+    if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, best->makespan)) return;
     CutByLength(rules, tiling.tiles, twice_divisor, &trial.chunks);
     AssignChunks(rules, tiling, &trial);
     if (trial.counts.num_partials > rules.max_balanced_partials) return;
@@ -305,54 +312,56 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
   std::copy(tiling.qo_indices.begin(), tiling.qo_indices.end(), out->qo_indices);
   out->num_shared_tokens = static_cast<int32_t>(tiling.qo_indices.size());
 
-  const int64_t heads_per_unit = rules.heads_per_unit;
+  // Copies, because the compiler must take every item written for a change of what it was given.
+  const int64_t heads_per_unit = rules.heads_per_unit, partitions = rules.num_partitions;
+  const int32_t group_size = rules.group_size, num_units = rules.num_units;
+  const int64_t num_ctas = rules.num_ctas;
+  int32_t* const queue_indptr = out->queue_indptr;
+  WorkItem* const items = out->items;
   filled.assign(rules.num_queues, 0);
   for (const Slot& s : a.slots) filled[s.queue] += static_cast<int32_t>(heads_per_unit);
   // Queue q of partition p is CTA q * partitions + p: neighbours read the same tokens of
   // neighbouring heads at the same time, which share DRAM rows.
   int32_t begin = 0;
-  for (int64_t cta = 0; cta < rules.num_ctas; ++cta) {
-    out->queue_indptr[cta] = begin;
-    begin += filled[cta / rules.num_partitions];
+  for (int64_t queue = 0, cta = 0; cta < num_ctas; ++queue) {
+    for (int64_t p = 0; p < partitions; ++p, ++cta) {
+      queue_indptr[cta] = begin;
+      begin += filled[queue];
+    }
   }
-  out->queue_indptr[rules.num_ctas] = begin;
+  queue_indptr[num_ctas] = begin;
   out->num_items = begin;
 
   // Large tiles are bound by arithmetic, small ones by memory. The two halves of the grid share the
   // multiprocessors; when heights mix, the second half takes its items from the other end, so that
   // both units are busy all the time. Not with shared tiles, which come first for another reason.
   const bool both_ends = HaveSeveralHeights(tiles) && tiling.unit_tiles.empty();
-  const int64_t first_backwards = both_ends ? rules.num_ctas / 2 : rules.num_ctas;
+  const int64_t first_backwards = both_ends ? num_ctas / 2 : num_ctas;
   filled.assign(rules.num_queues, 0);
   for (const Slot& slot : a.slots) {
     const Chunk& c = a.chunks[slot.chunk];
     const QueryTile& t = tiles[c.tile_idx];
-    const ChunkPlace& place = places[slot.chunk];
-    const int32_t num_groups = std::max(1, tiling.SharingOf(c.tile_idx).num_units);
-    const int32_t rows = t.qo_len * rules.group_size;
+    const ChunkPlace place = places[slot.chunk];
+    const bool split = place.group >= 0;
+    const int32_t num_groups = split ? std::max(1, tiling.SharingOf(c.tile_idx).num_units) : 0;
+    const int32_t row_step = split ? t.qo_len * group_size * c.num_splits : 0;
     const int32_t at = filled[slot.queue];
     filled[slot.queue] += static_cast<int32_t>(heads_per_unit);
-    for (int64_t p = 0; p < rules.num_partitions; ++p) {
-      const int64_t cta = slot.queue * rules.num_partitions + p;
-      WorkItem* item =
-          out->items + (cta < first_backwards ? out->queue_indptr[cta] + at
-                                              : out->queue_indptr[cta + 1] - at - heads_per_unit);
-      for (int64_t h = 0; h < heads_per_unit; ++h, ++item) {
-        const int32_t head =
-            static_cast<int32_t>((p * rules.num_units + slot.unit) * heads_per_unit + h);
-        const bool split = place.group >= 0;
-        *item = {t.qo_begin,
-                 t.qo_len,
-                 head,
-                 t.tile,
-                 c.kv_begin,
-                 c.kv_end,
-                 t.kv_base,
-                 t.q_pos,
-                 split ? place.partial_row + head * rows * c.num_splits : -1,
-                 split ? place.group + head * place.group_step : -1,
-                 t.request,
-                 split ? num_groups : 0};
+    WorkItem item = {t.qo_begin, t.qo_len, 0,  t.tile, c.kv_begin, c.kv_end,
+                     t.kv_base,  t.q_pos,  -1, -1,     t.request,  num_groups};
+    for (int64_t p = 0; p < partitions; ++p) {
+      const int64_t cta = slot.queue * partitions + p;
+      const int64_t first = (p * num_units + slot.unit) * heads_per_unit;
+      WorkItem* to = items + (cta < first_backwards ? queue_indptr[cta] + at
+                                                    : queue_indptr[cta + 1] - at - heads_per_unit);
+      for (int64_t h = 0; h < heads_per_unit; ++h) {
+        const auto head = static_cast<int32_t>(first + h);
+        item.kv_head = head;
+        if (split) {
+          item.partial_row = place.partial_row + head * row_step;
+          item.merge_idx = place.group + head * place.group_step;
+        }
+        to[h] = item;
       }
     }
   }

@@ -178,8 +178,8 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
         [seq.num_output + seq.num_in_flight for seq in seqs],
     )
     for plan in plans:
-        made = ja.plan(plan.spec, qo_indptr, kv_lens, page_indptr, page_indices)
-        plan.buffer[:] = made.buffer
+        batch = qo_indptr, kv_lens, page_indptr, page_indices
+        ja.plan(plan.spec, *batch, buffer=plan.buffer)
     return Batch(bucket, words, kind)
 
 
