@@ -266,7 +266,8 @@ def test_logprobs(model, make_engine, logits_of):
 
 
 def test_batch_invariant(model, invariant_device):
-    """Same seed, same bits, logprobs too: whoever runs beside, whatever is chunked or cached."""
+    """Same seed, same bits, logprobs too: whoever runs beside, whatever is chunked, cached, or
+    preempted."""
 
     def engine(**changes):
         made = Engine(model, dataclasses.replace(INVARIANT, **changes))
@@ -289,18 +290,28 @@ def test_batch_invariant(model, invariant_device):
 
     made = engine()
     expected = [run(made, seq)[0] for seq in seqs()]
-    for changes in ({}, {"prefill_chunk": 5}, {"prefix_cache": False}):
+    for changes in ({}, {"prefill_chunk": 5}, {"prefix_cache": False}, {"num_pages": 160}):
         made = engine(**changes)
         others = [
-            sequence(prompt(model, 7 * i, 10 + i), max_tokens=35, seed=99 + i, temperature=2.0)
+            sequence(
+                prompt(model, 7 * i, 10 + i),
+                max_tokens=90 if "num_pages" in changes else 35,
+                seed=99 + i,
+                temperature=2.0,
+                ignore_eos=True,
+            )
             for i in range(5)
         ]
-        mixed = seqs()
-        order = [*others[:3], *mixed, *others[3:]]
-        got = dict(zip([seq.id for seq in order], run(made, *order), strict=True))
-        for seq, one in zip(mixed, expected, strict=True):
-            assert got[seq.id].tokens == one.tokens
-            assert got[seq.id].logprobs == one.logprobs  # floats, bit for bit
+        for company in (others, []) if not changes else (others,):
+            mixed = seqs()
+            order = [*company[:3], *mixed, *company[3:]]
+            got = dict(zip([seq.id for seq in order], run(made, *order), strict=True))
+            for seq, one in zip(mixed, expected, strict=True):
+                assert got[seq.id].tokens == one.tokens
+                assert got[seq.id].logprobs == one.logprobs  # floats, bit for bit
+        # What this is about has happened: all were cached the second time, or some preempted.
+        assert changes or min(got[seq.id].num_cached for seq in mixed) >= 16
+        assert (made.stats()["preemptions"] > 0) == ("num_pages" in changes)
 
 
 def test_every_token_has_noise_of_its_own(model, make_engine):
