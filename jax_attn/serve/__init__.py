@@ -11,8 +11,9 @@
 | `device`, `buckets`, `sampling` | its half on the device, in static shapes |
 | `grammar`, `detokenizer` | constrained decoding; from tokens to text |
 | `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |
-| `server`, `schemas`, `prepare`, `responses`, `chat`, `token_bytes` | requests and answers, HTTP |
-| `auth`, `errors`, `openapi`, `metrics` | what every route has in common |
+| `server`, `schemas`, `prepare`, `responses` | requests and answers, HTTP |
+| `chat`, `tools`, `token_bytes` | what of these depends on the model directory |
+| `auth`, `connection`, `errors`, `openapi`, `metrics` | what every route has in common |
 
 Arrows only go down: HTTP knows `async_engine`, the engine knows the scheduler, and `request`,
 `pages`, `prefix_cache` and `scheduler` are pure Python that does not import jax.

@@ -18,25 +18,35 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from jax_attn.serve.tools import format_of
+
 
 class ChatTemplateError(ValueError):
     """The template does not compile, refuses the messages, or fails on them."""
 
 
 class ChatTemplate:
-    """A compiled template, or none: `render` then says so."""
+    """A compiled template, or none: `render` then says so.
+
+    tool_format: how it has the model write tool calls; None if it does not, or in no way known.
+    """
 
     def __init__(self, source: str | None, variables: Mapping[str, Any]):
         """`variables` are those that templates expect beside the messages, such as bos_token."""
         self._variables = dict(variables)
         self._template = None if source is None else _compile(source)
+        self.tool_format = format_of(source or "")
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text up to where the assistant's answer begins.
 
-        variables: more of them, for this rendering; none of them replaces the messages.
+        variables: more of them, for this rendering; none of them replaces messages or tools.
+        tools: descriptions of functions that the model may call.
 
         Raises:
           ChatTemplateError: see there.
@@ -50,11 +60,11 @@ class ChatTemplate:
             return self._template.render(
                 {
                     "add_generation_prompt": True,
-                    "tools": None,
                     "documents": None,
                     **self._variables,
                     **(variables or {}),
                     "messages": messages,
+                    "tools": tools,
                 }
             )
         except ChatTemplateError:

@@ -128,7 +128,7 @@ class Detokenizer:
             text, self._held = self._held[: min(found)], ""
             self.stopped = True
             return text
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
         text, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -136,7 +136,7 @@ class Detokenizer:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

@@ -77,7 +77,10 @@ def from_validation(error: ValidationError, body: Any) -> ApiError:
 
 
 def _is_ours(kind: str) -> bool:
-    return kind in ("stream_options", "grammar", "echo", "top_logprobs", "max_tokens", "prompt")
+    return kind in (
+        "stream_options", "grammar", "echo", "top_logprobs", "max_tokens", "prompt", "tool_choice",
+        "best_of",
+    )  # fmt: skip
 
 
 def _path(error: ErrorDetails, body: Any) -> str | None:

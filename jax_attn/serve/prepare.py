@@ -5,13 +5,15 @@ All of it may take a while (a long prompt, a large schema), so the server runs i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_attn.serve import chat, grammar, schemas
+from jax_attn.serve import chat, grammar, schemas, tools
 from jax_attn.serve.errors import ApiError, bad_field
 from jax_attn.serve.request import SamplingParams, Sequence
 
@@ -32,6 +34,8 @@ class Prepared:
     echoes: list[str]  # what precedes the text of each prompt's choices
     sequences: list[Sequence]
     arrival: float  # time.monotonic()
+    tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
+    max_tool_calls: int | None = None  # of a choice; None: any number
 
     @property
     def num_choices(self) -> int:
@@ -73,13 +77,52 @@ class Preparer:
     def chat(self, body: schemas.ChatCompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
         self.check_model(body.model)
-        prompt = self.encode_messages(body.messages, body.chat_template_kwargs)
+        tool_format = self._tool_format(body)
+        shown = (
+            [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
+        )
+        prompt = self.encode_messages(body.messages, body.chat_template_kwargs, shown)
         max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = self._params(body, logprobs)
-        return self._prepared(
+        if tool_format is not None:
+            params["grammar"] = self._tool_grammar(body, tool_format)
+        prepared = self._prepared(
             "chatcmpl", body, [prompt], [""], "messages", max_tokens, params, caller
         )
+        most = None if body.parallel_tool_calls else 1
+        return dataclasses.replace(prepared, tool_format=tool_format, max_tool_calls=most)
+
+    def _tool_format(self, body: schemas.ChatCompletionRequest) -> tools.ToolFormat | None:
+        """None: this request wants no tool calls."""
+        if not body.tools or body.tool_choice == "none":
+            return None
+        if self._template.tool_format is None:
+            raise bad_field(
+                "tools",
+                "the model's chat template writes no tool calls that this server can read (those "
+                "of Hermes, Qwen and Llama 3)",
+            )
+        return self._template.tool_format
+
+    def _tool_grammar(
+        self, body: schemas.ChatCompletionRequest, tool_format: tools.ToolFormat
+    ) -> str | None:
+        """None: the model may write what it likes, calls too."""
+        answer: Any = None
+        if body.tool_choice == "auto":
+            _, answer = _schema_of(body)
+            if answer is None:
+                return None
+            answer = answer if isinstance(answer, dict) else {}
+        functions = [tool.function.model_dump() for tool in body.tools]
+        if isinstance(body.tool_choice, schemas.NamedTool):
+            name = body.tool_choice.function.name
+            functions = [function for function in functions if function["name"] == name]
+            if not functions:
+                raise bad_field("tool_choice", f"{name[:64]!r} is none of the tools")
+        text = tools.grammar_of(tool_format, functions, body.parallel_tool_calls, answer)
+        return self._checked_grammar("tools", lambda: grammar.from_lark(text))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -97,10 +140,14 @@ class Preparer:
         return tokens
 
     def encode_messages(
-        self, messages: list[schemas.Message], variables: dict[str, Any]
+        self,
+        messages: list[schemas.Message],
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
+        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
-            text = self._template.render([_plain(message) for message in messages], variables)
+            text = self._template.render(plain, variables, tools)
         except chat.ChatTemplateError as error:
             raise bad_field("messages", str(error)) from None
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -138,23 +185,21 @@ class Preparer:
         }
 
     def _grammar(self, body: schemas._Sampling) -> str | None:
-        field = "json_schema"
+        if (regex := body.regex) is not None:
+            return self._checked_grammar("regex", lambda: grammar.from_regex(regex))
+        if (lark := body.grammar) is not None:
+            return self._checked_grammar("grammar", lambda: grammar.from_lark(lark))
+        field, schema = _schema_of(body)
+        if schema is None:
+            return None
+        if len(json.dumps(schema)) > schemas.MAX_GRAMMAR_CHARS:
+            raise bad_field(field, f"more than {schemas.MAX_GRAMMAR_CHARS} characters")
+        return self._checked_grammar(field, lambda: grammar.from_json_schema(schema))
+
+    def _checked_grammar(self, field: str, make: Callable[[], str]) -> str:
+        """make: gives the text. Raises ApiError, which names the field, unless it compiles."""
         try:
-            if body.regex is not None:
-                field, text = "regex", grammar.from_regex(body.regex)
-            elif body.grammar is not None:
-                field, text = "grammar", grammar.from_lark(body.grammar)
-            else:
-                schema: Any = body.json_schema
-                if (format := body.response_format) is not None and format.type != "text":
-                    field = "response_format"
-                    wanted = format.json_schema
-                    schema = {"type": "object"} if wanted is None else wanted.schema_
-                if schema is None:
-                    return None
-                if len(json.dumps(schema)) > schemas.MAX_GRAMMAR_CHARS:
-                    raise bad_field(field, f"more than {schemas.MAX_GRAMMAR_CHARS} characters")
-                text = grammar.from_json_schema(schema)
+            text = make()
             self._check_grammar(text)
         except grammar.GrammarError as error:
             raise bad_field(field, str(error)) from None
@@ -225,10 +270,45 @@ def _seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
 
 
-def _plain(message: schemas.Message) -> dict[str, str]:
+def _schema_of(body: schemas._Sampling) -> tuple[str, dict[str, Any] | bool | None]:
+    """The field that has the JSON schema of the answer, and the schema; None: there is none."""
+    if (format := body.response_format) is None or format.type == "text":
+        return "json_schema", body.json_schema
+    wanted = format.json_schema
+    return "response_format", {"type": "object"} if wanted is None else wanted.schema_
+
+
+def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
+    """As chat templates expect it; `where` names the message in an error."""
     content = message.content
     if not isinstance(content, str):
         content = "\n".join(part.text for part in content)
     # Templates know the older word.
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content}
+    plain: dict[str, Any] = {"role": role, "content": content}
+    if isinstance(message, schemas.ToolMessage):
+        plain |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    if isinstance(message, schemas.PastAnswer) and message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call, f"{where}.tool_calls[{i}].function.arguments"),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _arguments(call: schemas.ToolCall, where: str) -> dict[str, Any]:
+    """Not as text: templates write the JSON themselves."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_field(where, "not a JSON object")
+    return arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
 from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scheduler import QueueFull
+from jax_attn.serve.tools import ToolParser
 
 _RETRY_AFTER_SECONDS = 1
 _MARK = "the text goes here"
@@ -44,8 +46,12 @@ class _Choice:
 class Style(Protocol):
     """One of OpenAI's two shapes of an answer."""
 
-    def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
-        """An event with the news of one choice."""
+    keeps_text: bool  # the text of a choice is shown as it is, and when it comes
+
+    def chunk(
+        self, index: int, text: str, logprobs: list[Any], finish: str | None
+    ) -> BaseModel | None:
+        """An event with the news of one choice, if there are any."""
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
 
@@ -53,6 +59,8 @@ class Style(Protocol):
 
 
 class CompletionStyle:
+    keeps_text = True
+
     def __init__(self, prepared: Prepared, with_logprobs: bool, token_text: TokenText):
         self._head: dict[str, Any] = _head(prepared)
         self._echoes = [echo for echo in prepared.echoes for _ in range(prepared.num_choices)]
@@ -116,15 +124,28 @@ class ChatStyle:
         self._head: dict[str, Any] = _head(prepared)
         self._with_logprobs, self._token_text = with_logprobs, token_text
         self._started = [False] * len(prepared.sequences)
+        self._calls = [_Calls(prepared) for _ in prepared.sequences]
+        self.keeps_text = prepared.tool_format is None
 
-    def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
+    def chunk(
+        self, index: int, text: str, logprobs: list[Any], finish: str | None
+    ) -> BaseModel | None:
+        calls = self._calls[index]
+        num_before = len(calls.made)
+        text = calls.push(text, at_end=finish is not None)
+        new = [
+            schemas.ToolCallDelta(index=i, **calls.made[i].model_dump())
+            for i in range(num_before, len(calls.made))
+        ]
+        if self._started[index] and not (text or new or logprobs or finish):
+            return None
         role: Any = None if self._started[index] else "assistant"
         self._started[index] = True
         choice = schemas.ChatChunkChoice(
             index=index,
-            delta=schemas.Delta(role=role, content=text),
+            delta=schemas.Delta(role=role, content=text, tool_calls=new or None),
             logprobs=self._logprobs(logprobs),
-            finish_reason=finish,
+            finish_reason=calls.finish_reason(finish),
         )
         return schemas.ChatCompletionChunk(**self._head, choices=[choice])
 
@@ -134,16 +155,21 @@ class ChatStyle:
     def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel:
         return schemas.ChatCompletion(
             **self._head,
-            choices=[
-                schemas.ChatChoice(
-                    index=index,
-                    message=schemas.AssistantMessage(content=choice.text),
-                    logprobs=self._logprobs(choice.logprobs),
-                    finish_reason=choice.finish_reason,
-                )
-                for index, choice in enumerate(choices)
-            ],
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=usage,
+        )
+
+    def _choice(self, index: int, choice: _Choice) -> schemas.ChatChoice:
+        calls = self._calls[index]
+        text = calls.push(choice.text, at_end=True)
+        message = schemas.AssistantMessage(content=text, tool_calls=calls.made or None)
+        if calls.made and not text:
+            message.content = None
+        return schemas.ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(choice.logprobs),
+            finish_reason=calls.finish_reason(choice.finish_reason),
         )
 
     def _logprobs(self, logprobs: list[Any]) -> schemas.ChatLogprobs | None:
@@ -165,6 +191,33 @@ class ChatStyle:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._token_text(token)
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+class _Calls:
+    """The tool calls of one choice."""
+
+    def __init__(self, prepared: Prepared):
+        format = prepared.tool_format
+        self._parser = None if format is None else ToolParser(format)
+        self._max_calls = prepared.max_tool_calls
+        self.made: list[schemas.ToolCall] = []
+
+    def push(self, text: str, at_end: bool) -> str:
+        """What of the text is no tool call, as far as that is known."""
+        if self._parser is None:
+            return text
+        text, calls = self._parser.push(text)
+        if at_end:
+            rest, more = self._parser.flush()
+            text, calls = text + rest, calls + more
+        for call in calls[: None if self._max_calls is None else self._max_calls - len(self.made)]:
+            function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
+            name = f"call_{secrets.token_hex(12)}"
+            self.made.append(schemas.ToolCall(id=name, function=function))
+        return text
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if self.made and reason == FinishReason.STOP else reason
 
 
 def _head(prepared: Prepared) -> dict[str, Any]:
@@ -231,7 +284,9 @@ class GenerationResponse:
                 logprobs = event.logprobs or []
                 if event.text or logprobs or finish:
                     index = self._index[event.seq_id]
-                    await _send_event(send, self._chunk(index, event.text, logprobs, finish))
+                    news = self._chunk(index, event.text, logprobs, finish)
+                    if news is not None:
+                        await _send_event(send, news)
         except ApiError as error:
             if not started:
                 raise
@@ -242,16 +297,23 @@ class GenerationResponse:
                 await _send_event(send, chunk.model_dump_json().encode())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    def _chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> bytes:
-        """All but the first and the last chunk of a choice differ in their text alone."""
-        if logprobs or finish or not self._choices[index].has_begun:
-            self._choices[index].has_begun = True
-            return self._style.chunk(index, text, logprobs, finish).model_dump_json().encode()
-        if (around := self._around_text.get(index)) is None:
-            chunk = self._style.chunk(index, _MARK, logprobs, finish).model_dump_json().encode()
-            before, after = chunk.split(json.dumps(_MARK).encode())
+    def _chunk(
+        self, index: int, text: str, logprobs: list[Any], finish: str | None
+    ) -> bytes | None:
+        """All but the first and the last chunk of a choice differ in their text alone, unless the
+        style changes it."""
+        is_plain = self._choices[index].has_begun and not (logprobs or finish)
+        self._choices[index].has_begun = True
+        around = self._around_text.get(index)
+        if is_plain and around is None and self._style.keeps_text:
+            marked = self._style.chunk(index, _MARK, logprobs, finish)
+            assert marked is not None
+            before, after = marked.model_dump_json().encode().split(json.dumps(_MARK).encode())
             around = self._around_text[index] = (before, after)
-        return json.dumps(text).encode().join(around)
+        if is_plain and around is not None:
+            return json.dumps(text).encode().join(around)
+        chunk = self._style.chunk(index, text, logprobs, finish)
+        return None if chunk is None else chunk.model_dump_json().encode()
 
     async def _start(self, send: Send, content_type: str) -> None:
         headers = [

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 MAX_CHOICES = 64  # n, and the sequences of a request: prompts x n
 MAX_PROMPTS = 64
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
@@ -203,13 +204,15 @@ class CompletionRequest(_Sampling):
     max_tokens: int = Field(16, ge=1)
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(False, description="the prompt precedes the text; not with logprobs")
-    best_of: Unsupported = None
+    best_of: int | SkipJsonSchema[None] = Field(None, ge=1, description="as n, if given")
     suffix: Unsupported = None
 
     @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> CompletionRequest:
+    def _completion_fields_that_go_together(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise PydanticCustomError("echo", "echo with logprobs is not supported")
+        if self.best_of not in (None, self.n):
+            raise PydanticCustomError("best_of", "best_of other than n is not supported")
         return self
 
 
@@ -218,15 +221,83 @@ class TextPart(_Request):
     text: str
 
 
-class Message(_Request):
-    role: Literal["system", "developer", "user", "assistant"]
+class FunctionCall(_Request):
+    name: str
+    arguments: str = Field(description="a JSON object")
+
+
+class ToolCall(_Request):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class PlainMessage(_Request):
+    role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
     name: Ignored
-    tool_calls: Unsupported = None
+
+
+class ToolMessage(_Request):
+    """What a call gave."""
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str = ""
+
+
+class PastAnswer(_Request):
+    role: Literal["assistant"]
+    content: str | list[TextPart] = Field("", description="needed where there are no tool_calls")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = []
+    name: Ignored
     function_call: Unsupported = None
     audio: Unsupported = None
     refusal: Ignored
     annotations: Ignored
+
+    @model_validator(mode="after")
+    def _says_something(self) -> PastAnswer:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise PydanticCustomError("content", "content or tool_calls is needed")
+        return self
+
+
+def _kind_of_message(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    return role if role in ("assistant", "tool") else "plain"
+
+
+Message: TypeAlias = Annotated[
+    Annotated[PlainMessage, Tag("plain")]
+    | Annotated[PastAnswer, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")],
+    Discriminator(_kind_of_message),
+]
+
+
+class Function(_Request):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] | SkipJsonSchema[None] = Field(
+        None, description="JSON schema of an object"
+    )
+    strict: Ignored
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Request):
+    name: str
+
+
+class NamedTool(_Request):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatCompletionRequest(_Sampling):
@@ -240,9 +311,12 @@ class ChatCompletionRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="more variables for the model's template, such as enable_thinking"
     )
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
-    parallel_tool_calls: Ignored
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+        "auto",
+        description="required, or a function's name: the arguments follow the function's schema",
+    )
+    parallel_tool_calls: bool = True
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -256,6 +330,11 @@ class ChatCompletionRequest(_Sampling):
     def _chat_fields_that_go_together(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise PydanticCustomError("tool_choice", "tool_choice needs tools")
+        may_call = self.tools and self.tool_choice != "none"
+        if may_call and (self.regex is not None or self.grammar is not None):
+            raise PydanticCustomError("grammar", "regex and grammar leave no room for tools")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise PydanticCustomError(
                 "max_tokens", "only one of max_tokens and max_completion_tokens"
@@ -340,8 +419,9 @@ class ChatLogprobs(BaseModel):
 
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -360,9 +440,14 @@ class ChatCompletion(BaseModel):
     usage: Usage | None = None
 
 
+class ToolCallDelta(ToolCall):
+    index: int
+
+
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
-    content: str
+    content: str | None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -68,6 +68,7 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.started = self.stopped = False
         self.aborts = False  # what runs, at its next step
+        self.says = ""  # by everyone, a token a step, instead of tokens by prompt and seed
         self.live: dict[str, int] = {}  # sequence -> steps so far
         self.aborted: dict[str, int] = {}
         self.submitted: list = []
@@ -119,14 +120,16 @@ class FakeEngine:
             await asyncio.sleep(self.delay)
             # Some steps have two tokens, as after a jump; some hold text back, for stop strings.
             tokens = rng.choices(self._words, k=2 if step % 4 == 2 and num_left > 1 else 1)
+            if self.says:
+                tokens = self.tokenizer.encode(self.says).ids[step : step + 1] or [0]
             num_left -= len(tokens)
             new = self.tokenizer.decode(tokens)
             text, held = text + new, held + new
-            reason = self._reason(seq, text, num_left)
+            reason = FinishReason.STOP if tokens == [0] else self._reason(seq, text, num_left)
             event = TokenEvent(seq.id, tokens, finish_reason=reason)
             if step % 4 != 3 or reason:
                 event.text, held = held, ""
-            if reason == FinishReason.STOP:
+            if reason == FinishReason.STOP and not self.says:
                 event.text = ""  # all that was left is the stop string
             if step == 0:
                 event.num_cached_tokens = 16 if seq.num_prompt > 16 else 0

@@ -343,7 +343,11 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
         (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id"),
         (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
         (
             CHAT,
@@ -377,6 +381,7 @@ def test_400_for_what_is_no_object(server, body):
 
 
 def test_neutral_values_of_unsupported_fields(server):
+    assert server.post(COMPLETIONS, HELLO | {"n": 2, "best_of": 2}).status == 200
     neutral = {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True}
     assert server.post(CHAT, HELLO_CHAT | neutral).status == 200
 

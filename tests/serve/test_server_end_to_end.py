@@ -86,7 +86,14 @@ SAFE_PATH = ["-P"] if sys.flags.safe_path else []
 def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
     (directory / "keys").write_text("\n".join(KEYS))
-    server = Server(directory, "--model", str(model_directory()), "--api-key-file", "keys")
+    model = directory / MODEL
+    model.mkdir()
+    for path in model_directory().iterdir():
+        if path.name != "chat_template.jinja":
+            (model / path.name).symlink_to(path)
+    template = (model_directory() / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(TOOLS_TEMPLATE + template)
+    server = Server(directory, "--model", str(model), "--api-key-file", "keys")
     with contextlib.closing(server):
         # The port is open while it compiles, and says so.
         status, body = server.get("/health")
@@ -97,6 +104,10 @@ def server(tmp_path_factory):
         assert refused.value.status_code == 503
         server.wait_until_ready()
         yield server
+
+
+# Which the bundled model's own has not.
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}"
 
 
 def model_directory():
@@ -222,6 +233,45 @@ def test_json_schema(client):
             model=MODEL, prompt="", extra_body={"json_schema": {"type": "no such"}}
         )
     assert refused.value.param == "json_schema"
+
+
+def test_tools(client):
+    """A model that knows nothing of tools has to call one, with arguments by its schema."""
+    function = {
+        "name": "set_level",
+        "parameters": {
+            "type": "object",
+            "properties": {"level": {"enum": ["low", "high"]}, "on": {"type": "boolean"}},
+            "required": ["level", "on"],
+            "additionalProperties": False,
+        },
+    }
+    request = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Turn it on."}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
+    choice = client.chat.completions.create(**request).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls
+    with client.chat.completions.stream(**request) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    for made in (call, streamed):
+        assert made.function.name == "set_level"
+        arguments = json.loads(made.function.arguments)
+        assert arguments["level"] in ("low", "high") and arguments["on"] in (True, False)
+    messages = [
+        *request["messages"],
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+    ]
+    answer = client.chat.completions.create(
+        **request | {"messages": messages, "tool_choice": "none"}
+    )
+    assert answer.choices[0].message.tool_calls is None
 
 
 def test_stop(client):

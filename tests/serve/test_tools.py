@@ -1,0 +1,289 @@
+"""Tool calls: demanded by a grammar, found in a text, shown to the model, told to the client."""
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+
+from fake_engine import MODEL, FakeEngine, fake_model
+from live_server import serving
+
+from jax_attn.serve import grammar, tools
+from jax_attn.serve.tools import BARE, TAGGED, ToolCall, ToolParser
+
+CHAT = "/v1/chat/completions"
+WEATHER = {
+    "name": "get_weather",
+    "description": "of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "unit": {"$ref": "#/$defs/unit"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"unit": {"enum": ["C", "F"]}},
+    },
+}
+NOTHING = {"name": "do-nothing"}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, NOTHING)]
+ASKED = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, "max_tokens": 100}
+
+
+def call(name: str, arguments: dict, format=TAGGED) -> str:
+    body = json.dumps({"name": name, format.arguments_key: arguments})
+    return format.begin + body + format.end
+
+
+PARIS = call("get_weather", {"city": "Paris"})
+IDLE = call("do-nothing", {})
+
+
+# ---- in a text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "shown", "calls"),
+    [
+        (TAGGED, "Just a text, a < b.\n", "Just a text, a < b.\n", []),
+        (TAGGED, PARIS, "", [("get_weather", {"city": "Paris"})]),
+        (
+            TAGGED,
+            f"Let me see.\n\n{PARIS}\n{IDLE}\n",
+            "Let me see.",
+            [("get_weather", {"city": "Paris"}), ("do-nothing", {})],
+        ),
+        (TAGGED, f"{IDLE} and then\n", "and then\n", [("do-nothing", {})]),
+        (TAGGED, '<tool_call>{"name":"f"}</tool_call>', "", [("f", {})]),
+        # No calls, and not to be lost: cut off, no JSON, no name, arguments that are no object.
+        (TAGGED, PARIS[:-5], PARIS[:-5], []),
+        (TAGGED, "<tool_call>\nhello\n</tool_call>", "<tool_call>\nhello\n</tool_call>", []),
+        (TAGGED, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+        (TAGGED, '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+        (TAGGED, "a <tool_cal", "a <tool_cal", []),
+        (BARE, call("f", {"x": 1}, BARE), "", [("f", {"x": 1})]),
+        (BARE, " \n" + call("f", {"x": 1}, BARE), "", [("f", {"x": 1})]),
+        (BARE, "See: " + call("f", {}, BARE), "See: " + call("f", {}, BARE), []),
+        (BARE, '{"answer": 42}', '{"answer": 42}', []),
+        (BARE, "", "", []),
+    ],
+)
+def test_calls_are_found_however_the_text_is_cut(format, text, shown, calls):
+    rng = random.Random(text)
+    for longest in (len(text) + 1, 1, 2, 3, 5, 8, 13):
+        parser, got_text, got_calls, rest = ToolParser(format), "", [], text
+        while rest:
+            n = rng.randint(1, longest)
+            new_text, new_calls = parser.push(rest[:n])
+            got_text, rest = got_text + new_text, rest[n:]
+            got_calls += new_calls
+        last_text, last_calls = parser.flush()
+        assert got_text + last_text == shown
+        found = [(c.name, json.loads(c.arguments)) for c in got_calls + last_calls]
+        assert found == calls
+
+
+def test_text_is_not_held_longer_than_it_must():
+    parser = ToolParser(TAGGED)
+    assert parser.push("a b") == ("a b", [])
+    assert parser.push(" <tool") == ("", [])
+    assert parser.push("box>") == (" <toolbox>", [])
+    assert parser.push(f"x{PARIS}") == ("x", [ToolCall("get_weather", '{"city": "Paris"}')])
+    parser = ToolParser(BARE)
+    assert parser.push("No") == ("No", [])
+    assert parser.push("{") == ("{", [])
+
+
+# ---- demanded ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "parallel", "answer", "text", "fits"),
+    [
+        (TAGGED, True, None, PARIS, True),
+        (TAGGED, True, None, f"{PARIS}\n{IDLE}", True),
+        (TAGGED, False, None, f"{PARIS}\n{IDLE}", False),
+        (TAGGED, True, None, "No.", False),
+        (TAGGED, True, None, call("get_weather", {}), False),
+        (TAGGED, True, None, call("get_weather", {"city": "a", "unit": "C"}), True),
+        (TAGGED, True, None, call("get_weather", {"city": "a", "unit": "K"}), False),
+        (TAGGED, True, None, call("do-nothing", {"x": 1}), False),
+        (TAGGED, True, None, call("another", {}), False),
+        (TAGGED, True, {"type": "integer"}, "17", True),
+        (TAGGED, True, {"type": "integer"}, IDLE, True),
+        (TAGGED, True, {"type": "integer"}, "x", False),
+        (BARE, True, None, call("get_weather", {"city": "a"}, BARE), True),
+        (BARE, True, None, PARIS, False),
+    ],
+)
+def test_grammar(format, parallel, answer, text, fits):
+    model = fake_model()
+    grammars = grammar.Grammars(model.tokenizer, 4096, (0,))
+    lark = tools.grammar_of(format, [WEATHER, NOTHING], parallel, answer)
+    matcher = grammars.matcher(grammar.from_lark(lark))
+    tokens = [*model.tokenizer.encode(text).ids, 0]
+    if fits:
+        for token in tokens:
+            if not matcher.is_stopped:
+                matcher.advance(token)
+        assert matcher.is_stopped
+    else:
+        with pytest.raises(grammar.GrammarError):
+            for token in tokens:
+                matcher.advance(token)
+
+
+# ---- over HTTP ---------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% if tools %}TOOLS {{ tools | tojson }} as <tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} {{ c.function.arguments.city }}"
+    "{% endfor %}{% if m.role == 'tool' %} FOR {{ m.tool_call_id }}{% endif %};{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def server(directory):
+    with serving(FakeEngine(fake_model().tokenizer), directory=directory) as server:
+        yield server
+
+
+def prompt_of(server) -> str:
+    seq = server.engine.submitted[-1]
+    return server.engine.tokenizer.decode(seq.tokens[: seq.num_prompt])
+
+
+def test_whole(server):
+    server.engine.says = f"Wait.\n{PARIS}\n{IDLE}"
+    choice = server.post(CHAT, ASKED).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Wait."
+    first, second = choice["message"]["tool_calls"]
+    assert first["type"] == "function" and first["id"] != second["id"]
+    assert first["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert second["function"]["name"] == "do-nothing"
+    assert server.engine.submitted[-1].params.grammar is None  # auto: it may also say something
+    server.engine.says = PARIS
+    assert server.post(CHAT, ASKED).json["choices"][0]["message"]["content"] is None
+
+
+def test_stream(server):
+    server.engine.says = f"Wait.\n{PARIS}\n{IDLE}"
+    *chunks, done = server.events(CHAT, ASKED | {"n": 2})
+    assert done == "[DONE]"
+    texts, calls, reasons = {0: "", 1: ""}, {0: [], 1: []}, {}
+    for chunk in map(json.loads, chunks):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"]["content"] or ""
+        calls[choice["index"]] += choice["delta"]["tool_calls"] or []
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == {0: "Wait.", 1: "Wait."} and set(reasons.values()) == {"tool_calls"}
+    for made in calls.values():
+        assert [c["index"] for c in made] == [0, 1]
+        assert [c["function"]["name"] for c in made] == ["get_weather", "do-nothing"]
+    assert len({c["id"] for made in calls.values() for c in made}) == 4
+
+
+def test_no_call_and_no_tools(server):
+    server.engine.says = "It rains."
+    for body in (ASKED, ASKED | {"tool_choice": "none"}):
+        choice = server.post(CHAT, body).json["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["message"]["tool_calls"] is None
+        assert choice["message"]["content"] == "It rains."
+        assert ("TOOLS" in prompt_of(server)) == (body is ASKED)
+    server.engine.says = PARIS  # of which nobody spoke
+    answer = server.post(CHAT, ASKED | {"tool_choice": "none"}).json["choices"][0]
+    assert answer["message"]["content"] == PARIS and answer["finish_reason"] == "stop"
+    server.engine.says = PARIS
+    answer = server.post(CHAT, ASKED | {"max_tokens": 9}).json["choices"][0]
+    assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("<tool")
+
+
+def test_one_call_at_most(server):
+    server.engine.says = f"{PARIS}\n{IDLE}"
+    body = ASKED | {"parallel_tool_calls": False}
+    (made,) = server.post(CHAT, body).json["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["name"] == "get_weather"
+
+
+def test_choice(server):
+    server.engine.says = IDLE
+    for choice, told, untold in [
+        ("required", "get_weather", ""),
+        ({"type": "function", "function": {"name": "do-nothing"}}, "do-nothing", "get_weather"),
+    ]:
+        assert server.post(CHAT, ASKED | {"tool_choice": choice}).status == 200
+        text = server.engine.submitted[-1].params.grammar
+        assert told in text and (not untold or untold not in text)
+    response_format = {"type": "json_schema", "json_schema": {"schema": {"title": "mark"}}}
+    assert server.post(CHAT, ASKED | {"response_format": response_format}).status == 200
+    text = server.engine.submitted[-1].params.grammar
+    assert "mark" in text and "get_weather" in text
+
+
+def test_the_conversation_is_shown_to_the_model(server):
+    made = {"id": "c1", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [made | {"type": "function"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    assert server.post(CHAT, ASKED | {"messages": messages, "max_tokens": 5}).status == 200
+    prompt = prompt_of(server)
+    assert '"description": "of a city"' in prompt
+    assert "assistant: CALL get_weather Paris;tool: rain FOR c1;" in prompt
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"regex": "a"}, "grammar"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"properties": {"x": {"type": 5}}}},
+                    }
+                ],
+            },
+            "tools",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "["}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_400_names_the_field(server, change, param):
+    answer = server.post(CHAT, ASKED | change)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.error
+
+
+def test_templates():
+    source = (MODEL / "chat_template.jinja").read_text()
+    assert tools.format_of(source) is None
+    assert tools.format_of("...<tool_call>\\n{...") == TAGGED
+    assert tools.format_of("<tool_call>\\n<function=") is None
+    llama = '{"name": function name, "parameters": dictionary of argument name and its value}'
+    assert tools.format_of(llama) == BARE
