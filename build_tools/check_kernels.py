@@ -95,6 +95,12 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(256, 2, 16, logits_soft_cap=50.0, window_left=4096)
     yield spec(256, 8, None, causal=False)
     yield spec(256, 4, 1, schedule="fixed_split", kv_split=1024)
+    # New tokens beside the pages: boxes, odd pages, short steps.
+    yield spec(128, 4, 16, fresh_kv=True)
+    yield spec(64, 8, 64, fresh_kv=True, causal=False)
+    yield spec(96, 5, 5, fresh_kv=True, window_left=100, logits_soft_cap=30.0)
+    yield spec(256, 2, 1, fresh_kv=True)
+    yield spec(128, 4, 16, fresh_kv=True, schedule="fixed_split", kv_split=1024)
     # MLA: blocks of up to 64 heads, 32 where shared memory is short.
     for heads, page_size, options in (
         (128, 1, {}),
@@ -117,6 +123,7 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(128, 4, 16, dtype="float32", window_left=100, logits_soft_cap=30.0)
     yield spec((192, 128), 5, 5, dtype="float32")
     yield spec(256, 16, 1, dtype="float32")
+    yield spec(128, 4, 16, dtype="float32", fresh_kv=True)
 
 
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:

@@ -141,7 +141,7 @@ struct WorkItem {
   i32 q_pos;        // kv position of query token 0 of the item; may be negative
   i32 partial_row;  // first row of its state in the workspace; -1: final, writes o and lse itself
   i32 merge_idx;    // its first merge group, -1: none
-  i32 request;      // of its first token; for describe() and tests, kernels do not read it
+  i32 request;      // of its first token; kernels read it only for k_new and v_new
   i32 num_groups;   // merge groups [merge_idx, merge_idx + num_groups) cover its tokens in order;
                     // 0: final
 };
@@ -220,6 +220,14 @@ struct AttentionParams {
   i32 has_tensor_maps;
   i32 num_layers;
   TensorMap k_map, v_map;
+
+  // Keys and values of the batch's query tokens, which then are not read from pages: row i of
+  // request r, that is row qo_indptr[r] + i, is position kv_len - qo_len + i. Null: pages have all.
+  const void* k_new;               // [max_qo_tokens, num_kv_heads, head_dim_qk]
+  const void* v_new;               // [max_qo_tokens, num_kv_heads, head_dim_vo]
+  const i32* qo_indptr;            // [max_batch + 1]
+  const i32* kv_lens;              // [max_batch]
+  TensorMap k_new_map, v_new_map;  // if has_tensor_maps
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

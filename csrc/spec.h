@@ -40,6 +40,7 @@ struct AttentionSpec {
   int64_t schedule = kBalanced;
   int64_t kv_split = 0;        // kFixedSplit: tokens a chunk
   int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
+  int64_t fresh_kv = 0;        // 1: k, v of the query tokens come from k_new, v_new, not from pages
   int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
   int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
 
@@ -97,6 +98,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("schedule", s.schedule);
   visit("kv_split", s.kv_split);
   visit("share_prefixes", s.share_prefixes);
+  visit("fresh_kv", s.fresh_kv);
   visit("arch", s.arch);
   visit("num_processors", s.num_processors);
 }
@@ -134,7 +136,7 @@ struct AttentionProblem {
   KernelConfig config;
 };
 
-inline constexpr int64_t kProblemVersion = 4;
+inline constexpr int64_t kProblemVersion = 5;
 
 // Words of the FFI attribute "problem": version, then every field in VisitFields order.
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);

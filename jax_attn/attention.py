@@ -31,6 +31,8 @@ def attention(
     v: jax.Array | None,
     plan: AttentionPlan,
     *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
     return_lse: Literal[False] = False,
@@ -42,6 +44,8 @@ def attention(
     v: jax.Array | None,
     plan: AttentionPlan,
     *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
     return_lse: Literal[True],
@@ -52,6 +56,8 @@ def attention(
     v: jax.Array | None,
     plan: AttentionPlan,
     *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
     return_lse: bool = False,
@@ -65,6 +71,10 @@ def attention(
     v: the same with head_dim_vo; None with mla, where k holds the values, too. Slots beyond a
         request's kv_len and pages that no request owns never influence a result, whatever they
         hold.
+    k_new: [max_qo_tokens, num_kv_heads, head_dim_qk] with a spec of fresh_kv=True, else None. The
+        keys of the query tokens: token i of a request is position kv_len - qo_len + i of it. k is
+        read at the positions before them alone, so that append_kv may run before, after or never.
+    v_new: the same with head_dim_vo.
     layer: int or i32 scalar, which may be traced; None for an unstacked cache.
     sinks: [num_qo_heads], f32, or None. One extra logit per head that takes part in the softmax
         and has no value; counted once.
@@ -77,7 +87,7 @@ def attention(
     Same inputs and plan, same bits. Not differentiable; not for vmap: requests batch in the plan.
     Raises ValueError for arrays that do not fit the plan's spec.
     """
-    operands = _operands("attention", q, k, v, plan, layer, sinks)
+    operands = _operands("attention", q, k, v, plan, k_new, v_new, layer, sinks)
     o, lse, _ = refuse_vmap("attention", ffi.attention)(*operands)
     return (o, lse) if return_lse else o
 
@@ -88,12 +98,14 @@ def item_times(
     v: jax.Array | None,
     plan: AttentionPlan,
     *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
 ) -> np.ndarray:
     """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
 
-    q, k, v, plan, layer, sinks: as for attention.
+    q, k, v, plan, k_new, v_new, layer, sinks: as for attention.
 
     Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
     began and ended, its share of merges included. The second of two runs. On CPU threads take items
@@ -105,8 +117,8 @@ def item_times(
         raise NotImplementedError(
             f"item_times: plan: supported for target 'cpu', got {spec.target!r}."
         )
-    operands = _operands("item_times", q, k, v, plan, layer, sinks)
-    timed = jax.jit(functools.partial(ffi.attention, record_times=True), static_argnums=6)
+    operands = _operands("item_times", q, k, v, plan, k_new, v_new, layer, sinks)
+    timed = jax.jit(functools.partial(ffi.attention, record_times=True), static_argnums=8)
     for _ in range(2):
         workspace = np.asarray(timed(*operands)[2])
     times = workspace[spec.workspace_words :].view(np.int64).reshape(-1, 2)
@@ -114,7 +126,15 @@ def item_times(
 
 
 def _operands(
-    op: str, q: Any, k: Any, v: Any, plan: AttentionPlan, layer: Any, sinks: Any
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    plan: AttentionPlan,
+    k_new: Any,
+    v_new: Any,
+    layer: Any,
+    sinks: Any,
 ) -> tuple[Any, ...]:
     """The arguments of ffi.attention, checked."""
     spec = plan.spec
@@ -128,11 +148,22 @@ def _operands(
         k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
         k = check_array(op, "k", k, k_shape, spec.dtype)
         v = check_values(op, "v", v, v_shape, spec.dtype)
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        if (new is not None) != spec.fresh_kv:
+            expected = "the keys or values of the query tokens" if spec.fresh_kv else "None"
+            raise ValueError(
+                f"{op}: {name}: expected {expected} with a spec of fresh_kv={spec.fresh_kv}, got"
+                f" {'None' if new is None else 'an array'}."
+            )
+    if spec.fresh_kv:
+        k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
+        k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
+        v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
     layer_index = layer_operand(op, layer, k.shape[0])
     check_data(op, plan, layer_index, k.shape)
-    return q, k, v, jnp.asarray(plan.buffer), layer_index, sinks, spec
+    return q, k, v, jnp.asarray(plan.buffer), layer_index, k_new, v_new, sinks, spec
 
 
 def dot_product_attention(

@@ -63,6 +63,8 @@ def attention(
     v: jax.Array | None,
     plan_buffer: jax.Array,
     layer: jax.Array,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
     sinks: jax.Array | None,
     spec: AttentionSpec,
     *,
@@ -83,9 +85,8 @@ def attention(
             jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
-    operands = (q, k, k if v is None else v, plan_buffer, layer) + (
-        () if sinks is None else (sinks,)
-    )
+    optional = tuple(x for x in (k_new, v_new, sinks) if x is not None)
+    operands = (q, k, k if v is None else v, plan_buffer, layer, *optional)
     o, lse, workspace = call(*operands, problem=problem_words, poison=config.poison)
     return o, lse, workspace
 

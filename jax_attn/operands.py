@@ -61,10 +61,12 @@ def as_stacked(
     k_shape, v_shape = spec.kv_shapes(*k_pages.shape[:-4], num_pages, spec.page_size)
     k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype)
     v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype)
-    if num_pages * spec.page_size >= 2**32 - 1:  # kernels number the rows of a layer in 32 bits
+    # Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
+    most = 2**31 if spec.fresh_kv else 2**32 - 2
+    if num_pages * spec.page_size > most:
         raise NotImplementedError(
-            f"{op}: k_pages: up to 2^32 - 2 token slots a layer are supported, got"
-            f" {num_pages * spec.page_size}."
+            f"{op}: k_pages: up to {most} token slots a layer are supported with"
+            f" fresh_kv={spec.fresh_kv}, got {num_pages * spec.page_size}."
         )
     if layer is None:
         k_pages, v_pages = k_pages[None], None if v_pages is None else v_pages[None]

@@ -170,11 +170,15 @@ class AttentionPlan:
         if page_size is None:
             return 0
         indices = self._section("page_indices", self.header()["nnz_kv"])
-        items = np.unique(
-            items[items["kv_begin"] < items["kv_end"]][["kv_base", "kv_begin", "kv_end"]]
-        )
-        begin = items["kv_base"] + items["kv_begin"] // page_size
-        end = items["kv_base"] + -(-items["kv_end"] // page_size)
+        kv_end = items["kv_end"]
+        if self.spec.fresh_kv:  # pages of new tokens alone are not read
+            batch_size = self.header()["batch_size"]
+            qo_lens = np.diff(self._section("qo_indptr", batch_size + 1))
+            cached = self._section("kv_lens", batch_size) - qo_lens
+            kv_end = np.minimum(kv_end, cached[items["request"]])
+        spans = np.stack([items["kv_base"], items["kv_begin"], kv_end], axis=1)
+        base, kv_begin, kv_end = np.unique(spans[items["kv_begin"] < kv_end], axis=0).T
+        begin, end = base + kv_begin // page_size, base - (-kv_end // page_size)
         return len(set().union(*(indices[b:e].tolist() for b, e in zip(begin, end, strict=True))))
 
     def describe(self) -> str:

@@ -43,6 +43,9 @@ class AttentionSpec:
             [p - window_left, p + window_right]; -1: unlimited on that side.
     Storage
         page_size: tokens a page; None: k and v are ragged arrays instead of a paged cache.
+        fresh_kv: attention takes the keys and values of the batch's query tokens from k_new and
+            v_new, as append_kv gets them, and only those before them from the pages. So the two
+            need not wait for each other: what pages hold for the new tokens is not read.
         num_pages: pages of one layer's pool, so that the planner refuses ids beyond it. None: ids
             are checked for sign by the planner and against the pool where attention runs on CPU.
     Capacities, which fix shapes and never change a result's bits
@@ -77,6 +80,7 @@ class AttentionSpec:
     logits_soft_cap: float = 0.0
     sm_scale: float | None = None
     page_size: int | None = 16
+    fresh_kv: bool = False
     num_pages: int | None = None
     max_batch: int = 256
     max_qo_tokens: int = 4096
@@ -179,6 +183,13 @@ class AttentionSpec:
 
     def _settle_storage(self, settle: Any) -> None:
         """Exactly the capacities that the storage has: pages or tokens."""
+        if self.fresh_kv and self.page_size is None:
+            _refuse("fresh_kv", "False with page_size=None; append the new tokens to k and v", True)
+        if self.fresh_kv and self.mla:
+            raise NotImplementedError(
+                "AttentionSpec: fresh_kv: supported with mla=False, got True with mla=True; append"
+                " the new tokens to the cache before attention."
+            )
         if self.page_size is None:
             if self.max_kv_tokens is None:
                 _refuse("max_kv_tokens", "the rows of k and v with page_size=None", None)
@@ -260,6 +271,7 @@ class AttentionSpec:
             "schedule": _SCHEDULES.index(self.schedule),
             "kv_split": self.kv_split or 0,
             "share_prefixes": int(bool(self.share_prefixes)),
+            "fresh_kv": int(self.fresh_kv),
             "arch": arch,
             "num_processors": num_processors,
         }

@@ -209,27 +209,25 @@ class PassBase {
   }
 
   void FindRows(i64 start, Range valid, const BlockRows& block) const {
-    const i64 page_size = params_.page_size;
-    const i64 k_row_bytes = params_.num_kv_heads * KeyHeadBytes(),
-              v_row_bytes = params_.mla ? k_row_bytes : params_.num_kv_heads * ValueHeadBytes();
-    const char* k = static_cast<const char*>(params_.k) + item_.kv_head * KeyHeadBytes();
-    const char* v = static_cast<const char*>(params_.v) + item_.kv_head * ValueHeadBytes();
-    if (page_size == 0) {
-      for (i64 t = valid.begin; t < valid.end; ++t) {
-        const i64 row = item_.kv_base + start + t;
-        block.k[t] = k + row * k_row_bytes;
-        block.v[t] = v + row * v_row_bytes;
-      }
+    Range cached = valid;  // the others are fresh
+    if (params_.k_new != nullptr) {
+      const i32 kv_len = params_.kv_lens[item_.request];
+      const i32* qo = params_.qo_indptr + item_.request;
+      const i64 border = kv_len - (qo[1] - qo[0]) - start;
+      cached.end = Max(valid.begin, Min(valid.end, border));
+      SetRows(params_.k_new, params_.v_new, start + qo[1] - kv_len, {cached.end, valid.end}, block);
+    }
+    if (params_.page_size == 0) {
+      SetRows(params_.k, params_.v, item_.kv_base + start, cached, block);
     } else {
+      const i64 page_size = params_.page_size;
       const i64 first_page = params_.layer ? *params_.layer * params_.num_pages : 0;
-      i64 page = (start + valid.begin) / page_size, slot = (start + valid.begin) % page_size;
-      for (i64 t = valid.begin; t < valid.end; ++page, slot = 0) {
-        i64 row = (first_page + params_.page_indices[item_.kv_base + page]) * page_size + slot;
-        const i64 page_end = Min(valid.end, t + page_size - slot);
-        for (; t < page_end; ++t, ++row) {
-          block.k[t] = k + row * k_row_bytes;
-          block.v[t] = v + row * v_row_bytes;
-        }
+      i64 page = (start + cached.begin) / page_size, slot = (start + cached.begin) % page_size;
+      for (i64 t = cached.begin; t < cached.end; ++page, slot = 0) {
+        const i64 row = (first_page + params_.page_indices[item_.kv_base + page]) * page_size;
+        const i64 page_end = Min(cached.end, t + page_size - slot);
+        SetRows(params_.k, params_.v, row + slot - t, {t, page_end}, block);
+        t = page_end;
       }
     }
     const auto repeat = [&](i64 begin, i64 end) {
@@ -240,6 +238,19 @@ class PassBase {
     };
     repeat(0, valid.begin);
     repeat(valid.end, buf_.tile_kv);
+  }
+
+  // `tokens` of the block are consecutive rows of the arrays k and v; first_row: that of token 0.
+  void SetRows(const void* k, const void* v, i64 first_row, Range tokens,
+               const BlockRows& block) const {
+    const i64 k_row_bytes = params_.num_kv_heads * KeyHeadBytes(),
+              v_row_bytes = params_.mla ? k_row_bytes : params_.num_kv_heads * ValueHeadBytes();
+    const char* from_k = static_cast<const char*>(k) + item_.kv_head * KeyHeadBytes();
+    const char* from_v = static_cast<const char*>(v) + item_.kv_head * ValueHeadBytes();
+    for (i64 t = tokens.begin; t < tokens.end; ++t) {
+      block.k[t] = from_k + (first_row + t) * k_row_bytes;
+      block.v[t] = from_v + (first_row + t) * v_row_bytes;
+    }
   }
 
   // ---- softmax

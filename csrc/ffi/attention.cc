@@ -18,6 +18,7 @@ constexpr char kOp[] = "attention";
 struct AttentionBuffers {
   ffi::AnyBuffer q, k, v, plan, layer;
   std::optional<ffi::AnyBuffer> sinks;
+  std::optional<ffi::AnyBuffer> k_new, v_new;  // with fresh_kv
   ffi::AnyBuffer o, lse, workspace;
 };
 
@@ -52,6 +53,14 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {plan_words});
   if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
   if (s.ok() && b.sinks) s = CheckBuffer(kOp, "sinks", *b.sinks, ffi::F32, {spec.num_qo_heads});
+  if (s.ok() && b.k_new) {
+    s = CheckBuffer(kOp, "k_new", *b.k_new, type,
+                    {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_qk});
+  }
+  if (s.ok() && b.v_new) {
+    s = CheckBuffer(kOp, "v_new", *b.v_new, type,
+                    {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_vo});
+  }
   if (s.ok()) {
     s = CheckBuffer(kOp, "o", b.o, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo});
   }
@@ -81,29 +90,58 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   if (problem.config.record_times) {
     p.item_times = reinterpret_cast<i64*>(workspace_words + workspace.item_times);
   }
+  if (b.k_new) {
+    p.k_new = b.k_new->untyped_data();
+    p.v_new = b.v_new->untyped_data();
+  }
   p.num_pages = spec.paged() ? b.k.dimensions()[1] : 1;
   p.num_layers = static_cast<i32>(spec.paged() ? b.k.dimensions()[0] : 1);
   return p;
 }
 
+// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks.
+Status TakeOptional(const AttentionSpec& spec, ffi::RemainingArgs rest, AttentionBuffers* b) {
+  size_t next = 0;
+  const auto take = [&](std::optional<ffi::AnyBuffer>* to) {
+    if (const auto buffer = rest.get<ffi::AnyBuffer>(next); buffer.has_value()) {
+      *to = *buffer;
+      ++next;
+    }
+  };
+  if (spec.fresh_kv) {
+    take(&b->k_new);
+    take(&b->v_new);
+  }
+  take(&b->sinks);
+  if (next == rest.size() && b->k_new.has_value() == (spec.fresh_kv != 0) &&
+      b->v_new.has_value() == (spec.fresh_kv != 0)) {
+    return Status::Ok();
+  }
+  return Status::Error(
+      "attention: operands: expected q, k, v, plan, layer, with fresh_kv k_new and v_new, and "
+      "perhaps sinks, got " +
+      std::to_string(rest.size()) + " after layer.");
+}
+
 // Everything between XLA's call and the launch that both platforms share.
-Status Unpack(ffi::Span<const int64_t> words, const AttentionBuffers& buffers,
+Status Unpack(ffi::Span<const int64_t> words, ffi::RemainingArgs rest, AttentionBuffers buffers,
               AttentionProblem* problem, AttentionParams* params) {
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
+  if (Status s = TakeOptional(problem->spec, rest, &buffers); !s.ok()) return s;
   if (Status s = Check(*problem, buffers); !s.ok()) return s;
   *params = MakeParams(*problem, buffers);
   return Status::Ok();
 }
 
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                      ffi::AnyBuffer plan, ffi::AnyBuffer layer,
-                      std::optional<ffi::AnyBuffer> sinks, ffi::Result<ffi::AnyBuffer> o,
-                      ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace,
-                      ffi::Span<const int64_t> words, bool poison) {
+                      ffi::AnyBuffer plan, ffi::AnyBuffer layer, ffi::RemainingArgs rest,
+                      ffi::Result<ffi::AnyBuffer> o, ffi::Result<ffi::AnyBuffer> lse,
+                      ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
+                      bool poison) {
   AttentionProblem problem;
   AttentionParams params;
-  const AttentionBuffers buffers{q, k, v, plan, layer, sinks, *o, *lse, *workspace};
-  Status s = Unpack(words, buffers, &problem, &params);
+  const AttentionBuffers buffers{q, k, v, plan, layer, {}, {}, {}, *o, *lse, *workspace};
+  Status s = Unpack(words, rest, buffers, &problem, &params);
   if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
   if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, k.dimensions()[0]);
   if (!s.ok()) return ToFfi(s);
@@ -123,14 +161,13 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool) 
 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer q,
                        ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer plan,
-                       ffi::AnyBuffer layer, std::optional<ffi::AnyBuffer> sinks,
-                       ffi::Result<ffi::AnyBuffer> o, ffi::Result<ffi::AnyBuffer> lse,
-                       ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
-                       bool poison) {
+                       ffi::AnyBuffer layer, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o,
+                       ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace,
+                       ffi::Span<const int64_t> words, bool poison) {
   AttentionProblem problem;
   AttentionParams params;
-  const AttentionBuffers buffers{q, k, v, plan, layer, sinks, *o, *lse, *workspace};
-  Status s = Unpack(words, buffers, &problem, &params);
+  const AttentionBuffers buffers{q, k, v, plan, layer, {}, {}, {}, *o, *lse, *workspace};
+  Status s = Unpack(words, rest, buffers, &problem, &params);
   if (s.ok() && poison) s = PoisonOnDevice({*o, *lse, *workspace}, stream);
   return ToFfi(s.ok() ? LaunchAttention(problem, params, stream, device_ordinal) : s);
 }
@@ -139,15 +176,15 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
 template <typename Binding>
 auto BindCall(Binding binding) {
   return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()          // q
-      .template Arg<ffi::AnyBuffer>()          // k
-      .template Arg<ffi::AnyBuffer>()          // v
-      .template Arg<ffi::AnyBuffer>()          // plan
-      .template Arg<ffi::AnyBuffer>()          // layer
-      .template OptionalArg<ffi::AnyBuffer>()  // sinks
-      .template Ret<ffi::AnyBuffer>()          // o
-      .template Ret<ffi::AnyBuffer>()          // lse
-      .template Ret<ffi::AnyBuffer>()          // workspace
+      .template Arg<ffi::AnyBuffer>()  // q
+      .template Arg<ffi::AnyBuffer>()  // k
+      .template Arg<ffi::AnyBuffer>()  // v
+      .template Arg<ffi::AnyBuffer>()  // plan
+      .template Arg<ffi::AnyBuffer>()  // layer
+      .RemainingArgs()                 // see TakeOptional
+      .template Ret<ffi::AnyBuffer>()  // o
+      .template Ret<ffi::AnyBuffer>()  // lse
+      .template Ret<ffi::AnyBuffer>()  // workspace
       .template Attr<ffi::Span<const int64_t>>("problem")
       .template Attr<bool>("poison");
 }

@@ -80,6 +80,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.window_right = spec.window_right >= 0;
   kernel.logits_soft_cap = spec.logits_soft_cap > 0;
   kernel.positive_scale = spec.sm_scale > 0;
+  kernel.fresh_kv = spec.fresh_kv;
   kernel.main_loop = config.main_loop;
   kernel.num_tiles = config.num_tiles;
   for (int i = 0; i < config.num_tiles; ++i) kernel.tile_q[i] = config.tile_q[i];
@@ -102,6 +103,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   traits.Bool("kHasWindowRight", kernel.window_right, "causal is window_right 0");
   traits.Bool("kHasSoftCap", kernel.logits_soft_cap);
   traits.Bool("kPositiveScale", kernel.positive_scale, "sm_scale > 0");
+  traits.Bool("kHasFreshKv", kernel.fresh_kv, "the query tokens' k and v are k_new, v_new");
   traits.Int("kNumTiles", kernel.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
     const std::string name = "kTileQ" + std::to_string(i);
@@ -126,6 +128,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.window_right) name << "-right";
   if (kernel.logits_soft_cap) name << "-cap";
   if (!kernel.positive_scale) name << "-negative";
+  if (kernel.fresh_kv) name << "-fresh";
   if (kernel.main_loop == kHopper) name << "-wgmma";
 
   const std::string entry = "attention_kernel";
@@ -188,7 +191,8 @@ KernelKey MakeKey(const AttentionKernel& k) {
           k.num_warps,
           k.num_stages,
           k.positive_scale,
-          k.main_loop};
+          k.main_loop,
+          k.fresh_kv};
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }

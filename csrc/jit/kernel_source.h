@@ -25,6 +25,7 @@ struct AttentionKernel {
   int64_t window_right = 0;     // 1: window_right is limited (causal is)
   int64_t logits_soft_cap = 0;  // 1: on
   int64_t positive_scale = 1;   // 1: sm_scale > 0
+  int64_t fresh_kv = 0;         // 1: the query tokens' k and v are k_new, v_new
   int64_t main_loop = kPortable;
   int64_t num_tiles = 0;
   std::array<int64_t, kMaxTiles> tile_q{};
@@ -61,7 +62,7 @@ KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
 // The words of a kernel struct, operation first: equal keys, equal binaries.
-using KernelKey = std::array<int64_t, 20>;
+using KernelKey = std::array<int64_t, 21>;
 KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);

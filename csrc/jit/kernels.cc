@@ -110,6 +110,12 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
   if (s.ok()) {
     s = MakeTensorMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
   }
+  if (s.ok() && spec.fresh_kv) {
+    s = MakeTensorMap(d, problem, p->k_new, spec.head_dim_qk, 1, p->max_qo_tokens, &p->k_new_map);
+  }
+  if (s.ok() && spec.fresh_kv) {
+    s = MakeTensorMap(d, problem, p->v_new, spec.head_dim_vo, 1, p->max_qo_tokens, &p->v_new_map);
+  }
   p->has_tensor_maps = s.ok();
   return s;
 }

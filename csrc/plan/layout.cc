@@ -154,6 +154,8 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.partial_rows = plan + layout.partial_rows;
   p.qo_indices = plan + layout.qo_indices;
   p.page_indices = plan + layout.page_indices;
+  p.qo_indptr = plan + layout.qo_indptr;
+  p.kv_lens = plan + layout.kv_lens;
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
   p.num_ctas = static_cast<i32>(problem.config.num_ctas);
   p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);

@@ -138,9 +138,10 @@ class Forest {
   }
 
   // Positions [0, n) that every row of the tile sees, and that the made-up q_pos of a shared tile
-  // lets every row see. At least one token of a unit stays its own.
+  // lets every row see. At least one token of a unit stays its own, and so do fresh ones.
   int64_t ShareableTokens(const QueryTile& t) const {
     int64_t n = t.kv_end - 1;
+    if (spec_.fresh_kv) n = std::min<int64_t>(n, in_.kv_lens[t.request] - t.qo_len);
     if (spec_.window_right >= 0) n = std::min(n, t.q_pos + spec_.window_right + 1);
     if (spec_.window_left >= 0) {
       if (t.q_pos + t.qo_len - 1 > spec_.window_left) return 0;

@@ -56,7 +56,13 @@ struct ShapeOf {
   static constexpr int kGroupSize = kGroup, kPageSize = kPage;
   static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
   static constexpr bool kPositiveScale = true;
-  static constexpr bool kIsMla = false;
+  static constexpr bool kIsMla = false, kHasFreshKv = false;
+};
+
+// The query tokens' keys and values are k_new and v_new.
+template <class Shape>
+struct Fresh : Shape {
+  static constexpr bool kHasFreshKv = true;
 };
 
 // A block of kGroup query heads over a latent cache.
@@ -95,6 +101,7 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.sm_scale = c.sharpness / std::sqrt(static_cast<double>(Traits::kHeadDimQk));
   spec.page_size = Traits::kPageSize;
   spec.share_prefixes = c.prefix > 0;
+  spec.fresh_kv = Traits::kHasFreshKv;
   spec.max_batch = static_cast<int64_t>(c.requests.size()) + 2;
   spec.arch = Traits::kArch;
   spec.num_processors = 2;
@@ -130,6 +137,7 @@ AttentionProblem MakeProblem(const Case& c) {
 struct Batch {
   std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr{0}, page_indices;
   std::vector<uint16_t> q, k, v;
+  std::vector<uint16_t> k_new, v_new;  // with fresh_kv
   int64_t num_pages = 1;
 };
 
@@ -179,6 +187,28 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
       RandomBf16(b.qo_indptr.back() * spec.num_qo_heads * Traits::kHeadDimQk, random);
   std::copy(q.begin(), q.end(), b.q.begin());
   return b;
+}
+
+// Moves keys and values of the query tokens from their pages, which are poisoned there, to k_new
+// and v_new.
+void MoveNewTokens(const Case& c, const AttentionSpec& spec, Batch* b) {
+  const auto move = [&](std::vector<uint16_t>* pool, int64_t head_dim) {
+    const int64_t row = spec.num_kv_heads * head_dim;
+    std::vector<uint16_t> fresh = Poisoned<uint16_t>(spec.max_qo_tokens * row);
+    for (size_t r = 0; r < c.requests.size(); ++r) {
+      const Request& request = c.requests[r];
+      for (int64_t i = std::max(0, request.qo_len - request.kv_len); i < request.qo_len; ++i) {
+        const int64_t pos = request.kv_len - request.qo_len + i;
+        const int64_t page = b->page_indices[b->kv_indptr[r] + pos / spec.page_size];
+        const auto from = pool->begin() + (page * spec.page_size + pos % spec.page_size) * row;
+        std::copy_n(from, row, fresh.begin() + (b->qo_indptr[r] + i) * row);
+        std::fill_n(from, row, uint16_t{0xffff});
+      }
+    }
+    return fresh;
+  };
+  b->k_new = move(&b->k, spec.head_dim_qk);
+  b->v_new = move(&b->v, spec.head_dim_vo);
 }
 
 struct Outputs {
@@ -244,14 +274,20 @@ AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
   p.k = b.k.data();
   p.v = problem.spec.mla ? b.k.data() : b.v.data();
   p.sinks = sinks;
+  if (problem.spec.fresh_kv) {
+    p.k_new = b.k_new.data();
+    p.v_new = b.v_new.data();
+  }
   p.num_pages = b.num_pages;
   return p;
 }
 
-// What the CPU kernels give: on the same plan, but for mla, of which they take all heads at once.
+// What the CPU kernels give, with all tokens in pages: on the same plan, but for mla, of which they
+// take all heads at once.
 Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batch& b,
                         const float* sinks) {
   AttentionProblem problem = given;
+  problem.spec.fresh_kv = 0;
   if (problem.spec.mla) {
     problem = {};
     problem.spec = given.spec;
@@ -284,13 +320,14 @@ void RunCase(const Case& c, unsigned seed) {
   std::mt19937 random(seed);
   const AttentionProblem problem = MakeProblem<Traits>(c);
   const AttentionSpec& spec = problem.spec;
-  const Batch b = MakeBatch<Traits>(c, spec, random);
+  Batch b = MakeBatch<Traits>(c, spec, random);
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;
 
   std::vector<float> sinks(spec.num_qo_heads);
   for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
   const Outputs expected = ExpectedOutputs(c, problem, b, c.sinks ? sinks.data() : nullptr);
+  if (spec.fresh_kv) MoveNewTokens(c, spec, &b);
   AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
   const i64 num_rows = spec.paged() ? b.num_pages * spec.page_size : spec.max_kv_tokens;
   Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
@@ -396,6 +433,37 @@ int RunMlaCases() {
   return g_failures > 0;
 }
 
+// k and v of the query tokens beside the pages.
+template <class Kernel>
+void RunFreshCases() {
+  const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {0, 30},
+                                      {5, 2},   {1, 1}, {2, 131}, {1, 0}};
+  using Page16 = Fresh<ShapeOf<64, 64, 4, 16, false, true, false>>;
+  RunCase<Kernel, Page16>({.name = "fresh, mixed, page 16", .requests = mixed}, 21);
+  RunCase<Kernel, Page16>({.name = "fresh, decode", .requests = {{1, 100}, {1, 65}, {1, 128}}}, 22);
+  RunCase<Kernel, Fresh<ShapeOf<128, 128, 8, 1, false, true, false>>>(
+      {.name = "fresh, page 1", .requests = {{1, 100}, {4, 20}}, .sinks = true}, 23);
+  RunCase<Kernel, Fresh<ShapeOf<40, 40, 5, 5, true, true, true>>>(
+      {.name = "fresh, windows over the border, soft cap, sinks",
+       .requests = mixed,
+       .window_left = 30,
+       .window_right = 4,
+       .soft_cap = 3.0,
+       .sinks = true,
+       .kv_split = 64},
+      24);
+  RunCase<Kernel, Fresh<ShapeOf<40, 40, 5, 5, true, true, false>>>(
+      {.name = "fresh, NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 25);
+  RunCase<Kernel, Fresh<ShapeOf<64, 64, 1, 64, false, false, false>>>(
+      {.name = "fresh, long chunk, full, page 64",
+       .requests = {{400, 700}, {130, 130}},
+       .window_right = -1,
+       .kv_heads = 1},
+      26);
+  RunCase<Kernel, Page16>({.name = "fresh, shared prefixes", .requests = kForest, .prefix = 256},
+                          27);
+}
+
 // The exit status of the test.
 template <class Kernel>
 int RunAllCases() {
@@ -434,6 +502,7 @@ int RunAllCases() {
        .sinks = true,
        .prefix = 330},
       12);
+  RunFreshCases<Kernel>();
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }

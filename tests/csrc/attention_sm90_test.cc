@@ -27,17 +27,19 @@ struct Sm90Kernel {
     constexpr int kBoxRows = HopperShape<Traits<Shape>>::kBoxRows;
     p->num_layers = 1;
     p->has_tensor_maps = kBoxes && kBoxRows > 0;
-    auto map = [&](const void* array, i64 head_dim) {
+    auto map = [&](const void* array, i64 head_dim, i64 rows) {
       const emulation::BoxedArray boxed = {
           static_cast<const u16*>(array), 1,
-          static_cast<u64>(num_rows),     static_cast<u64>(spec.num_kv_heads),
+          static_cast<u64>(rows),         static_cast<u64>(spec.num_kv_heads),
           static_cast<u64>(head_dim),     kBoxRows};
       TensorMap bits = {};
       std::memcpy(&bits, &boxed, sizeof(boxed));
       return bits;
     };
-    p->k_map = map(p->k, spec.head_dim_qk);
-    p->v_map = map(p->v, spec.head_dim_vo);
+    p->k_map = map(p->k, spec.head_dim_qk, num_rows);
+    p->v_map = map(p->v, spec.head_dim_vo, num_rows);
+    p->k_new_map = map(p->k_new, spec.head_dim_qk, spec.max_qo_tokens);
+    p->v_new_map = map(p->v_new, spec.head_dim_vo, spec.max_qo_tokens);
   }
 };
 

@@ -62,9 +62,10 @@ struct AttentionF32Body {
   }
 
   // Starts the copies of the step at `pos`. Tokens outside of the item's span become zeros.
+  // fresh_rows: k_new or v_new.
   template <int kDim>
   __device__ static void LoadRows(const AttentionParams& p, const WorkItem& item, const char* pool,
-                                  int pos, float (&rows)[kStep][kDim + 4]) {
+                                  const void* fresh_rows, int pos, float (&rows)[kStep][kDim + 4]) {
     constexpr int kChunks = kDim / 4;
     const i64 row_bytes = static_cast<i64>(p.num_kv_heads) * kDim * sizeof(float);
     for (int i = threadIdx.x; i < kStep * kChunks; i += kNumThreads) {
@@ -78,6 +79,13 @@ struct AttentionF32Body {
           row = PoolRow<Traits::kPageSize>(page, token);
         } else {
           row = static_cast<u32>(item.kv_base) + token;
+        }
+        if constexpr (Traits::kHasFreshKv) {
+          const FreshTokens fresh(p, item.request);
+          if (token >= fresh.begin) {
+            row = fresh.Row(token);
+            from = static_cast<const char*>(fresh_rows);
+          }
         }
         from += row * row_bytes + (item.kv_head * kChunks + chunk) * 16;
       }
@@ -96,8 +104,9 @@ struct AttentionF32Body {
     const int num_steps = item.kv_begin < item.kv_end ? CeilDiv(item.kv_end - first, kStep) : 0;
     const auto load = [&](int step) {
       if (step < num_steps) {
-        LoadRows<kQkDim>(p, item, pools.k, first + step * kStep, shared.k[step % kStages]);
-        LoadRows<kVoDim>(p, item, pools.v, first + step * kStep, shared.v[step % kStages]);
+        const int pos = first + step * kStep;
+        LoadRows<kQkDim>(p, item, pools.k, p.k_new, pos, shared.k[step % kStages]);
+        LoadRows<kVoDim>(p, item, pools.v, p.v_new, pos, shared.v[step % kStages]);
       }
       CommitCopies();
     };

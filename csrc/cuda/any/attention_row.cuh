@@ -19,7 +19,7 @@ __device__ __noinline__ void ComputeRow(const AttentionParams& p, int index, int
   constexpr int kQ = CeilDiv(kDimQk, kWarpSize), kO = CeilDiv(kDimVo, kWarpSize);
   const ItemRecord item(p, index);
   const Variant variant(p);
-  const KvPools pools = FindPools<Traits, E::kBytes>(p);
+  KvPools pools = FindPools<Traits, E::kBytes>(p);
   const QueryRows<Traits::kGroupSize> rows(p, item.qo_begin(), item.kv_head(), item.num_groups());
   const int token = row / Traits::kGroupSize;
   const VisibleSpan span =
@@ -41,6 +41,13 @@ __device__ __noinline__ void ComputeRow(const AttentionParams& p, int index, int
     i64 at = static_cast<i64>(item.kv_base()) + pos;
     if constexpr (Traits::kPageSize > 0) {
       at = PoolRow<Traits::kPageSize>(LoadPage<Traits::kPageSize>(p, item.kv_base(), pos), pos);
+    }
+    if constexpr (Traits::kHasFreshKv) {
+      const FreshTokens fresh(p, item.request());
+      if (pos >= fresh.begin) {  // and so are all that follow
+        at = fresh.Row(pos);
+        pools = {static_cast<const char*>(p.k_new), static_cast<const char*>(p.v_new)};
+      }
     }
     at = at * p.num_kv_heads + item.kv_head();
     const u16* k = reinterpret_cast<const u16*>(pools.k) + at * kDimQk;

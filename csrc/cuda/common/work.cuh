@@ -23,6 +23,7 @@ class ItemRecord {
   __device__ int q_pos() const { return LoadConstant(&item_->q_pos); }
   __device__ int partial_row() const { return LoadConstant(&item_->partial_row); }
   __device__ int merge_idx() const { return LoadConstant(&item_->merge_idx); }
+  __device__ int request() const { return LoadConstant(&item_->request); }
   __device__ int num_groups() const { return LoadConstant(&item_->num_groups); }
   __device__ void Prefetch() const { LoadConstant(&item_->tile); }
 
@@ -97,6 +98,7 @@ __device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, in
 }
 
 inline constexpr u32 kNoRow = 0xffffffffu;
+inline constexpr u32 kFreshRow = 1u << 31;  // with fresh_kv: added to a row of k_new and v_new
 
 // The page of position `pos` of the request whose pages start at page_indices[kv_base].
 template <int kPageSize>
@@ -106,7 +108,8 @@ __device__ __forceinline__ i32 LoadPage(const AttentionParams& p, int kv_base, i
 }
 
 // Row of the kv pool (of one layer) of position `pos`, which lies in page `page`. A pool has fewer
-// than 2^32 - 1 rows a layer, which the host checks; bytes are counted in 64 bits.
+// than 2^32 - 1 rows a layer, with fresh_kv at most 2^31, which the host checks; bytes are counted
+// in 64 bits.
 template <int kPageSize>
 __device__ __forceinline__ u32 PoolRow(i32 page, int pos) {
   return static_cast<u32>(page) * kPageSize + static_cast<u32>(pos) % kPageSize;
@@ -128,6 +131,21 @@ __device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {
   }
   return pools;
 }
+
+// The tokens of a request whose k and v come from k_new and v_new: positions from `begin` on.
+struct FreshTokens {
+  int begin;
+  int first_row;  // where position 0 would be, perhaps before row 0
+
+  __device__ __forceinline__ FreshTokens(const AttentionParams& p, int request) {
+    const int qo_begin = LoadConstant(p.qo_indptr + request);
+    const int qo_end = LoadConstant(p.qo_indptr + request + 1);
+    const int kv_len = LoadConstant(p.kv_lens + request);
+    begin = kv_len - (qo_end - qo_begin);
+    first_row = qo_end - kv_len;
+  }
+  __device__ u32 Row(int pos) const { return static_cast<u32>(first_row + pos); }
+};
 
 // o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by the whole grid. NaN, and in all rows, if
 // a device planner could not make the plan: it has no tokens then.

@@ -184,7 +184,7 @@ class TilePath {
       v_slice_ = 0;
       if (pos_ != kNone) {
         FindSlice();
-        CopySlice<Traits::kHeadDimQk>(slot, pools_.k);
+        CopySlice<Traits::kHeadDimQk>(slot, pools_.k, p_.k_new);
         pos_ += kStep;
         if (pos_ >= EndOfSteps(ItemRecord(p_, index_))) pos_ = kNone;
       }
@@ -196,14 +196,15 @@ class TilePath {
 
     // V rows of the step whose K rows were loaded last.
     __device__ __forceinline__ void LoadV(u32 slot) {
-      if (v_slice_ != 0) CopySlice<Traits::kHeadDimVo>(slot, pools_.v);
+      if (v_slice_ != 0) CopySlice<Traits::kHeadDimVo>(slot, pools_.v, p_.v_new);
     }
 
    private:
     static constexpr int kNone = 0x7fffffff;
 
-    // Slices start at multiples of their length, so they do not cross pages of this size.
-    static constexpr bool kContiguous = kPageSize % kSlice == 0;
+    // Slices start at multiples of their length, so they do not cross pages of this size; but they
+    // may cross from pages to fresh tokens.
+    static constexpr bool kContiguous = kPageSize % kSlice == 0 && !Traits::kHasFreshKv;
 
     __device__ int Lane() const { return thread_ % kWarpSize; }
     __device__ int Warp() const { return thread_ / kWarpSize; }
@@ -243,6 +244,10 @@ class TilePath {
       } else {
         v_row_ = static_cast<u32>(item.kv_base()) + Position();
       }
+      if constexpr (Traits::kHasFreshKv) {
+        const FreshTokens fresh(p_, item.request());
+        if (Position() >= fresh.begin) v_row_ = kFreshRow | fresh.Row(Position());
+      }
       v_slice_ = 1u << 31 | static_cast<u32>(item.kv_head()) << 16;
       if constexpr (kContiguous) {
         v_slice_ |= Clamp(item.kv_begin() - Position(), 0, kSlice) << 8;
@@ -252,8 +257,10 @@ class TilePath {
       }
     }
 
+    // fresh_rows: k_new or v_new.
     template <int kHeadDim>
-    __device__ __forceinline__ void CopySlice(u32 slot, const char* pool) const {
+    __device__ __forceinline__ void CopySlice(u32 slot, const char* pool,
+                                              const void* fresh_rows) const {
       using Layout = RowLayout<kHeadDim>;
       constexpr int kRowBytes = kHeadDim * E::kBytes;
       // Neighbouring lanes copy neighbouring chunks of a row, up to 256 bytes.
@@ -266,7 +273,8 @@ class TilePath {
       const int kv_head = v_slice_ >> 16 & 0x7fff;
       const int begin = v_slice_ >> 8 & 0xff, end = v_slice_ & 0xff;
       const u32 pitch = static_cast<u32>(p_.num_kv_heads) * kRowBytes;
-      const char* head = pool + (kv_head * kRowBytes + lane_chunk * 16);
+      const int in_row = kv_head * kRowBytes + lane_chunk * 16;
+      const char* head = pool + in_row;
       const char* from = head + static_cast<u64>(v_row_ + lane_row) * pitch;
 #pragma unroll
       for (int r = 0; r < kSlice; r += kRowsPerCopy) {
@@ -278,6 +286,12 @@ class TilePath {
           const u32 row = __shfl_sync(kFullWarp, v_row_, r + lane_row);
           in_span = row != kNoRow;
           from = head + static_cast<u64>(row) * pitch;
+          if constexpr (Traits::kHasFreshKv) {
+            if (row >= kFreshRow) {
+              const char* fresh_head = static_cast<const char*>(fresh_rows) + in_row;
+              from = fresh_head + static_cast<u64>(row - kFreshRow) * pitch;
+            }
+          }
         }
         const bool in_slice = kRowsPerCopy <= kSlice || lane_row < kSlice;
 #pragma unroll

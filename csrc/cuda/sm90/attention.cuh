@@ -130,9 +130,9 @@ class HopperProducer {
       const u32 row = has_step ? steps_.Row(item) : kNoRow;
       steps_.Next();
       if (has_step) {
-        Fill<Traits::kHeadDimQk, typename Shape::K>(k_cursor_, Barriers().full_k,
-                                                    Barriers().empty_k, shared_.k[k_cursor_.slot],
-                                                    pools_.k, p_.k_map, row, head);
+        Fill<Traits::kHeadDimQk, typename Shape::K>(
+            k_cursor_, Barriers().full_k, Barriers().empty_k, shared_.k[k_cursor_.slot], pools_.k,
+            p_.k_map, p_.k_new, p_.k_new_map, row, head);
       }
       if (has_v) LoadV(v_row, v_head);
       if (first && has_step) LoadQ(ItemRecord(p_, index));
@@ -155,29 +155,40 @@ class HopperProducer {
 
   __device__ __forceinline__ void LoadV(u32 row, int head) {
     Fill<Traits::kHeadDimVo, typename Shape::V>(v_cursor_, Barriers().full_v, Barriers().empty_v,
-                                                shared_.v[v_cursor_.slot], pools_.v, p_.v_map, row,
-                                                head);
+                                                shared_.v[v_cursor_.slot], pools_.v, p_.v_map,
+                                                p_.v_new, p_.v_new_map, row, head);
   }
 
   // Rows of one step into the ring's next slot, once the consumers are through with it.
   template <int kHeadDim, class Tile>
   __device__ __forceinline__ void Fill(RingCursor<Shape::kSlots>& cursor, const u64* full,
                                        const u64* empty, const unsigned char* slot,
-                                       const char* pool, const TensorMap& map, u32 row, int head) {
+                                       const char* pool, const TensorMap& map,
+                                       const void* fresh_rows, const TensorMap& fresh_map, u32 row,
+                                       int head) {
     WaitBarrier(SharedAddress(empty + cursor.slot), cursor.parity ^ 1);
     const u32 barrier = SharedAddress(full + cursor.slot);
     if constexpr (kBoxRows > 0) {
+      if constexpr (Traits::kHasFreshKv) {  // a box is of one kind
+        if ((head & kByBoxes) != 0 && __all_sync(kFullWarp, row >= kFreshRow && row != kNoRow)) {
+          CopyBoxes<Tile>(SharedAddress(slot), fresh_map, 0, row - kFreshRow, head & ~kByBoxes,
+                          barrier);
+          cursor.Advance();
+          return;
+        }
+        if (__any_sync(kFullWarp, row >= kFreshRow)) head &= ~kByBoxes;
+      }
       if ((head & kByBoxes) != 0 && __all_sync(kFullWarp, row != kNoRow)) {
-        CopyBoxes<Tile>(SharedAddress(slot), map, row, head & ~kByBoxes, barrier);
+        CopyBoxes<Tile>(SharedAddress(slot), map, layer_, row, head & ~kByBoxes, barrier);
         cursor.Advance();
         return;
       }
     }
     const char* from_head = pool + ((head & ~kByBoxes) * (kHeadDim * E::kBytes) + Lane() % 8 * 16);
     if (Tile::kLiveChunks == 8 * Tile::kBlocks && __all_sync(kFullWarp, row != kNoRow)) {
-      CopyRows<kHeadDim, Tile, true>(SharedAddress(slot), from_head, row);
+      CopyRows<kHeadDim, Tile, true>(SharedAddress(slot), from_head, row, pool, fresh_rows);
     } else {
-      CopyRows<kHeadDim, Tile, false>(SharedAddress(slot), from_head, row);
+      CopyRows<kHeadDim, Tile, false>(SharedAddress(slot), from_head, row, pool, fresh_rows);
     }
     ArriveBarrierAfterCopies(barrier);
     cursor.Advance();
@@ -185,8 +196,8 @@ class HopperProducer {
 
   // This warp's rows of a step by the copy engine: one lane a box and block of columns.
   template <class Tile>
-  __device__ __forceinline__ void CopyBoxes(u32 slot, const TensorMap& map, u32 row, int head,
-                                            u32 barrier) const {
+  __device__ __forceinline__ void CopyBoxes(u32 slot, const TensorMap& map, int layer, u32 row,
+                                            int head, u32 barrier) const {
     if (Lane() == 0) {
       ExpectBytes(barrier, kWarpTokens * 128 * Tile::kBlocks);
       ArriveBarrier(barrier, kWarpSize);
@@ -196,15 +207,16 @@ class HopperProducer {
       const u32 to = slot + (Warp() * kWarpTokens + Lane()) * 128;
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) {
-        CopyBox(to + block * Tile::kBlockBytes, map, block * 64, head, static_cast<int>(row),
-                layer_, barrier);
+        CopyBox(to + block * Tile::kBlockBytes, map, block * 64, head, static_cast<int>(row), layer,
+                barrier);
       }
     }
   }
 
   // This warp's rows of a step. kWhole: all of them are in the span and have no padding.
   template <int kHeadDim, class Tile, bool kWhole>
-  __device__ __forceinline__ void CopyRows(u32 slot, const char* from_head, u32 row) const {
+  __device__ __forceinline__ void CopyRows(u32 slot, const char* from_head, u32 row,
+                                           const char* pool, const void* fresh_rows) const {
     constexpr int kCopies = kWarpTokens / kRowsPerCopy;
     const u32 pitch = static_cast<u32>(p_.num_kv_heads) * (kHeadDim * E::kBytes);
     const int lane_row = Lane() / 8, chunk = Lane() % 8;
@@ -219,6 +231,12 @@ class HopperProducer {
     for (int i = 0; i < kCopies; ++i) {
       const bool in_span = kWhole || rows[i] != kNoRow;
       const char* from = from_head + static_cast<u64>(in_span ? rows[i] : 0) * pitch;
+      if constexpr (Traits::kHasFreshKv) {
+        if (in_span && rows[i] >= kFreshRow) {
+          const char* fresh_head = static_cast<const char*>(fresh_rows) + (from_head - pool);
+          from = fresh_head + static_cast<u64>(rows[i] - kFreshRow) * pitch;
+        }
+      }
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) {
         const u32 to_chunk = swizzled[i % 2] + i * kRowsPerCopy * 128 + block * Tile::kBlockBytes;
@@ -391,6 +409,7 @@ class HopperConsumer {
 
     const int end = item.kv_end();
     const bool boxes = Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
+    const int border = Border(item);
     int pos = FirstStep<kStep>(item);
     if (pos < end) {
       const int half = kSplit ? next_half_ : group_;
@@ -412,7 +431,8 @@ class HopperConsumer {
         WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
         WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
         // What the copy engine wrote needs none: K of this step and V of the one before.
-        if (kSplit || !boxes || pos - kStep < item.kv_begin() || pos + kStep > end) {
+        if (kSplit || !boxes || pos - kStep < item.kv_begin() || pos + kStep > end ||
+            (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
           FenceSharedForWgmma();
         }
         if (!kSplit) TakeTurn();
@@ -463,6 +483,12 @@ class HopperConsumer {
       ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
                                               shared_.small.merge);
     }
+  }
+
+  // The first fresh position; a step across it is copied by rows.
+  __device__ __forceinline__ int Border(const ItemRecord& item) const {
+    if constexpr (Traits::kHasFreshKv) return FreshTokens(p_, item.request()).begin;
+    return 0;
   }
 
   // Split items: group 0 adds the state of group 1 to its own. It comes through the V slot that

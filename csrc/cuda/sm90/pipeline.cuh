@@ -119,10 +119,15 @@ class QueueSteps {
     }
   }
 
-  // Pool row of this lane's token, kNoRow outside of the item's span.
+  // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
+  // of the item's span.
   __device__ __forceinline__ u32 Row(const ItemRecord& item) const {
     const int pos = Shape::LanePosition(pos_);
     if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
+    if constexpr (Traits::kHasFreshKv) {
+      const FreshTokens fresh(p_, item.request());
+      if (pos >= fresh.begin) return kFreshRow | fresh.Row(pos);
+    }
     if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
     return static_cast<u32>(item.kv_base()) + pos;
   }
