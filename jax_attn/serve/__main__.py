@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             model_name=args.model_name or args.model.resolve().name,
             api_keys=keys,
             check_host=auth.is_loopback(args.host) and not keys,
+            allowed_origins=tuple(args.allow_origin),
         )
         app = create_app(engine, model, config)
     except (OSError, ValueError, NotImplementedError) as error:
@@ -176,6 +177,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=_non_negative, default=8000, help="0: any that is free (%(default)s)")
     add("--api-key-file", type=Path, help="a key a line; every route but /health then needs one")
+    origin = "a web page's origin, such as http://localhost:3000, that may use the server, or *"
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     add("--num-pages", type=_positive, help="of the kv cache (what the device's memory holds)")
     add("--page-size", type=_positive, default=16, help="tokens of a page (%(default)s)")
     add("--max-running", type=_positive, default=32, help="sequences at once (%(default)s)")

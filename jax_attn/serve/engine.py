@@ -408,6 +408,7 @@ class Engine:
             "prefix_hit_tokens": core.num_prompt_tokens_cached,
             "preemptions": core.num_preemptions,
             **self._totals,
+            "compilations": self.device.num_compiles_after_warm_up,
             "step_seconds": dict(self._seconds),
         }
 

@@ -81,6 +81,7 @@ class _EngineCollector(Collector):
             ("jump_forward_tokens", "Of them, those that a grammar forced"),
             ("preemptions", "Running sequences sent back to the queue"),
             ("steps", "Steps of the engine"),
+            ("compilations", "Executables compiled while serving, which is to be none"),
         ):
             yield CounterMetricFamily(f"jax_attn_{name}", text, value=stats[name])
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -46,6 +47,7 @@ class ServerConfig:
     model_name: str
     api_keys: tuple[str, ...] = ()
     check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the server; "*": of all
     max_body_bytes: int = 4 << 20
     body_timeout: float = 30.0  # seconds for a client to send its body
 
@@ -62,6 +64,17 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
     """
     server = _Server(engine, model, config)
     middleware = []
+    if config.allowed_origins:
+        # First, as browsers ask for permission without a key.
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After", "X-Request-Id"],
+            )
+        )
     if config.check_host:
         middleware.append(Middleware(LoopbackHost))
     if config.api_keys:

@@ -172,6 +172,7 @@ class FakeEngine:
             "generated_tokens": 300,
             "preemptions": 1,
             "steps": 250,
+            "compilations": 0,
             "jump_forward_tokens": 7,
             "step_seconds": {"schedule": 0.1, "plan": 0.2, "dispatch": 0.3, "wait": 1.4},
         }

@@ -264,6 +264,7 @@ def test_metrics(server):
     assert lines['jax_attn_pages{state="cached"}'] == "14.0"
     assert lines["jax_attn_prefix_hit_tokens_total"] == "400.0"
     assert lines["jax_attn_preemptions_total"] == "1.0"
+    assert lines["jax_attn_compilations_total"] == "0.0"
     assert lines['jax_attn_step_seconds_total{phase="wait"}'] == "1.4"
     assert float(lines['jax_attn_requests_total{outcome="completed"}']) >= 1
     assert float(lines['jax_attn_requests_total{outcome="invalid"}']) >= 1
@@ -660,6 +661,32 @@ def test_host_of_others():
             assert server.get("/health", Host=host).status == 200
         for host in ("evil.example", "localhost.evil.example:8000", "[::2]", ""):
             assert server.get("/v1/models", Host=host).status == 403
+
+
+ORIGIN = "http://localhost:3000"
+
+
+def test_web_pages_of_allowed_origins():
+    """Before it posts JSON, or sends a key, a browser asks; and it shows a page what it may see."""
+    asks = {"Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "authorization, content-type"
+    with serving(api_keys=KEYS, allowed_origins=(ORIGIN,)) as server:
+        answer = server.request("OPTIONS", CHAT, Origin=ORIGIN, **asks)
+        assert answer.status == 200
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+        for key, status in ((KEYS[0], 200), ("another", 401)):
+            answer = server.post(CHAT, HELLO_CHAT, Origin=ORIGIN, **bearer(key))
+            assert answer.status == status
+            assert answer.headers["access-control-allow-origin"] == ORIGIN
+        answer = server.request("OPTIONS", CHAT, Origin="http://evil.example", **asks)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_no_web_pages_of_others(server):
+    for origin in (ORIGIN, "null"):
+        answer = server.post(CHAT, HELLO_CHAT, Origin=origin)
+        assert "access-control-allow-origin" not in answer.headers
 
 
 def test_key_files(tmp_path):

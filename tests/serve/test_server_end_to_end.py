@@ -104,6 +104,7 @@ def server(tmp_path_factory):
         assert refused.value.status_code == 503
         server.wait_until_ready()
         yield server
+        assert server.metric("jax_attn_compilations_total") == 0
 
 
 # Which the bundled model's own has not.
