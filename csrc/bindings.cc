@@ -128,6 +128,19 @@ nb::dict InfoDict(const KernelInfo& info) {
   return dict;
 }
 
+// A compile takes seconds, and other threads may trace, or compile, meanwhile.
+template <typename Prepare>
+nb::dict Prepared(const Prepare& prepare) {
+  KernelInfo info;
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = prepare(&info);
+  }
+  ThrowIfUnavailable(status);
+  return InfoDict(info);
+}
+
 nb::dict StatsDict() {
   const JitStats stats = GetJitStats();
   nb::dict dict;
@@ -188,24 +201,16 @@ NB_MODULE(_core, m) {
           SetJitPaths({std::move(nvrtc), std::move(driver), std::move(cache_dir)});
         });
   m.def("prepare_attention", [](const AttentionProblem& problem) {
-    KernelInfo info;
-    ThrowIfUnavailable(PrepareAttention(problem, &info));
-    return InfoDict(info);
+    return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });
   m.def("prepare_append", [](int64_t arch) {
-    KernelInfo info;
-    ThrowIfUnavailable(PrepareAppend({arch}, &info));
-    return InfoDict(info);
+    return Prepared([&](KernelInfo* info) { return PrepareAppend({arch}, info); });
   });
   m.def("prepare_merge", [](int64_t arch, int64_t dtype) {
-    KernelInfo info;
-    ThrowIfUnavailable(PrepareMerge({arch, dtype}, &info));
-    return InfoDict(info);
+    return Prepared([&](KernelInfo* info) { return PrepareMerge({arch, dtype}, info); });
   });
   m.def("prepare_plan", [](int64_t arch) {
-    KernelInfo info;
-    ThrowIfUnavailable(PreparePlan({arch}, &info));
-    return InfoDict(info);
+    return Prepared([&](KernelInfo* info) { return PreparePlan({arch}, info); });
   });
   m.def("jit_stats", &StatsDict);
 

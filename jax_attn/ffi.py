@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from jax_attn import _core, config
+from jax_attn import _core, config, jit
 from jax_attn.spec import AttentionSpec
 
 
@@ -45,6 +45,7 @@ def plan(
     q_offsets: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
+    jit.compile_ahead("plan", spec)
     call = jax.ffi.ffi_call(
         "jax_attn_plan",
         (
@@ -77,6 +78,7 @@ def attention(
         recording = _core.Problem(spec.problem.spec, spec.kernel_config | {"record_times": 1})
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
+    jit.compile_ahead("attention", spec)
     call = jax.ffi.ffi_call(
         "jax_attn_attention",
         (
@@ -100,6 +102,7 @@ def append_kv(
     layer: jax.Array,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array | None]:
+    jit.compile_ahead("append", spec)
     given = (k_pages,) if v_pages is None else (k_pages, v_pages)
     call = jax.ffi.ffi_call(
         "jax_attn_append_kv",

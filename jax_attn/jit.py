@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
 
 from jax_attn import _core, config
 from jax_attn.spec import AttentionSpec, dtype_code, parse_target
@@ -44,25 +50,54 @@ def precompile(
     """
     if isinstance(specs, AttentionSpec):
         specs = [specs]
-    kernels: dict[str, CompiledKernel] = {}
+    jobs: dict[str, Callable[[], dict[str, Any]]] = {}
     for spec in specs:
-        for kernel in _prepare(spec if arch is None else dataclasses.replace(spec, target=arch)):
-            kernels.setdefault(kernel.name, kernel)
-    return list(kernels.values())
+        jobs |= _jobs(spec if arch is None else dataclasses.replace(spec, target=arch))
+    running = [_pool().submit(job) for job in jobs.values()]
+    return [CompiledKernel(**future.result()) for future in running]
 
 
-def _prepare(spec: AttentionSpec) -> Iterator[CompiledKernel]:
+def compile_ahead(operation: str, spec: AttentionSpec) -> None:
+    """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
+    own work, waits for the rest of the compile, if any, instead of the whole.
+
+    operation: "attention", "append" or "plan". Nothing happens unless a GPU is the default backend.
+    """
+    if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
+        _start(operation, spec)
+
+
+@functools.cache
+def _start(operation: str, spec: AttentionSpec) -> list[Future[dict[str, Any]]]:
+    # An error is left to whom the kernel is for: it tries again, and says it.
+    return [
+        _pool().submit(job) for name, job in _jobs(spec).items() if name.startswith(f"{operation}-")
+    ]
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """NVRTC uses one core for a kernel, and compiles several at once."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jax_attn-nvrtc")
+
+
+def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The kernels of a spec by name; each call gets one ready and says how."""
     arch, _ = parse_target(spec.target)
     if arch == 0:
         raise ValueError(
             f"precompile: target: expected a CUDA target, got {spec.target!r}; without a GPU, say"
             ' which one to compile for: precompile(specs, arch="sm_90").'
         )
-    yield CompiledKernel(**_core.prepare_attention(spec.problem))
-    yield CompiledKernel(**_core.prepare_plan(arch))
+    dtype = dtype_code(spec.dtype)
+    jobs = {
+        _core.attention_source(spec.problem).name: lambda: _core.prepare_attention(spec.problem),
+        f"plan-{arch}": lambda: _core.prepare_plan(arch),
+    }
     if spec.is_paged:
-        yield CompiledKernel(**_core.prepare_append(arch))
-    yield CompiledKernel(**_core.prepare_merge(arch, dtype_code(spec.dtype)))
+        jobs[f"append-{arch}"] = lambda: _core.prepare_append(arch)
+    jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
+    return jobs
 
 
 def nvrtc_candidates() -> list[str]:

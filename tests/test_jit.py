@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +179,37 @@ def test_precompile_without_gpu(cache_dir_here):
     assert all(kernel.origin == "memory" for kernel in ja.precompile(SPEC))
     [other, *_] = ja.precompile(SPEC, arch="sm_80")
     assert other.name.startswith("attention-sm_80-") and other.origin == "compiled"
+
+
+def test_a_traced_call_starts_its_compile(cache_dir_here, monkeypatch):
+    """Before XLA gets to see it: what it instantiates is in memory then, or on its way."""
+    spec = dataclasses.replace(SPEC, head_dim_qk=80, dtype="float32")  # that no other test compiles
+    k, v = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.kv_shapes(4, 16))
+    q = jax.ShapeDtypeStruct(spec.q_shape, jnp.float32)
+    plan = ja.plan(spec, [0, 1], [5], [0, 1], [0])
+    trace = functools.partial(jax.eval_shape, ja.attention, q, k, v, plan)
+    trace()  # on a machine without a GPU
+    assert jit._start.cache_info().currsize == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    trace()
+    try:
+        [started] = jit._start("attention", spec)
+        assert started.result()["origin"] == "compiled"
+        assert _core.prepare_attention(spec.problem)["origin"] == "memory"
+    finally:
+        jit._start.cache_clear()
+
+
+def test_kernels_compile_at_the_same_time(cache_dir_here, monkeypatch):
+    pool = ThreadPoolExecutor(2)  # also where there is one core
+    monkeypatch.setattr(jit, "_pool", lambda: pool)
+    specs = [dataclasses.replace(SPEC, dtype="float32", head_dim_qk=dim) for dim in (88, 104)]
+    begin = time.perf_counter()
+    kernels = [kernel for kernel in ja.precompile(specs) if kernel.origin == "compiled"]
+    elapsed = 1e3 * (time.perf_counter() - begin)
+    assert len(kernels) >= 2
+    assert elapsed < sum(kernel.milliseconds for kernel in kernels)
 
 
 def test_precompile_refuses_a_cpu_target():
