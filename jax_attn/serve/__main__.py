@@ -39,11 +39,15 @@ _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own mi
 
 
 class _Uvicorn(uvicorn.Server):
-    """Drains at the first signal, gives up at the second, and exits with 0 after either."""
+    """Drains at the first signal, gives up at the second, and returns after either."""
 
     def __init__(self, config: uvicorn.Config, on_drain: Callable[[], None]):
         super().__init__(config)
         self._on_drain = on_drain
+
+    def stop(self) -> None:
+        """From any thread. What is being answered is answered first."""
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Without super(), which would raise the signal again after the drain.
@@ -92,8 +96,10 @@ def main(argv: list[str] | None = None) -> int:
         ),
         on_drain=app.state.server.drain,
     )
+    # Whoever keeps servers running starts another one then.
+    engine.on_failure = server.stop
     asyncio.run(server.serve())
-    return 0 if server.started else 1
+    return 0 if server.started and engine.failure is None else 1
 
 
 def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:

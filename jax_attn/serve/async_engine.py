@@ -50,6 +50,8 @@ class AsyncEngine:
 
     A request that fails ends with an event of its own. A step that raises ends what was running,
     and the engine goes on; after several in a row it gives up: `failure`, and no more `ready`.
+
+    on_failure: called then, by the engine's thread, once all who wait have been told.
     """
 
     def __init__(self, model: models.Model, config: EngineConfig):
@@ -58,6 +60,7 @@ class AsyncEngine:
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake, as are:
@@ -154,6 +157,8 @@ class AsyncEngine:
         with self._wake:
             self._accepts = False
         self._end()
+        if self.failure is not None:
+            self.on_failure()
 
     def _check_stop(self, *progress: object) -> None:
         """Ends a warm-up between two executables; a large model takes minutes for all."""

@@ -337,6 +337,9 @@ def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
     def fail(batch):
         raise RuntimeError("the device is gone")
 
+    told = []
+    engine.on_failure = lambda: told.append(engine.failure)
+
     async def main():
         async with running(engine):
             await collect(engine, sequence())
@@ -352,6 +355,7 @@ def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
                 await collect(engine, sequence())
 
     asyncio.run(main())
+    assert told == [engine.failure]
 
 
 def test_a_warm_up_that_raises(engine, monkeypatch):

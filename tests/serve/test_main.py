@@ -89,3 +89,15 @@ def test_as_many_open_files_as_clients():
         main._allow_many_connections()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
+    """With a status that says so."""
+
+    def fail(engine, progress=None):
+        raise RuntimeError("no memory for a step")
+
+    monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
+    monkeypatch.setattr("jax_attn.serve.engine.Engine.warm_up", fail)
+    assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
+    assert "no memory for a step" in caplog.text
