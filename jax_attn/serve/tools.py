@@ -6,6 +6,7 @@ How a model writes a call is what its chat template taught it. `format_of` knows
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,8 @@ class ToolCall:
 
 def format_of(template: str) -> ToolFormat | None:
     """How the chat template has the model write calls; None if it is neither of the known ways."""
-    if "<tool_call>" in template and "<function=" not in template:  # which begins one in XML
+    # Others have XML or something of their own between these tags.
+    if "<tool_call>" in template and re.search(r'\\?"arguments\\?": ', template):
         return TAGGED
     return BARE if '"parameters": dictionary of argument name' in template else None
 

@@ -108,7 +108,7 @@ def server(tmp_path_factory):
 
 
 # Which the bundled model's own has not.
-TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}"
+TOOLS_TEMPLATE = """{% if tools %}{{ tools | tojson }} <tool_call>{"arguments": {}}{% endif %}"""
 
 
 def model_directory():

@@ -136,7 +136,8 @@ def test_grammar(format, parallel, answer, text, fits):
 # ---- over HTTP ---------------------------------------------------------------------------------
 
 TEMPLATE = (
-    "{% if tools %}TOOLS {{ tools | tojson }} as <tool_call>{% endif %}"
+    "{% if tools %}TOOLS {{ tools | tojson }}"
+    '{{ "as <tool_call>{\\"name\\": NAME, \\"arguments\\": {}}</tool_call>" }}{% endif %}'
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} {{ c.function.arguments.city }}"
     "{% endfor %}{% if m.role == 'tool' %} FOR {{ m.tool_call_id }}{% endif %};{% endfor %}"
@@ -152,7 +153,9 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def server(directory):
-    with serving(FakeEngine(fake_model().tokenizer), directory=directory) as server:
+    engine = FakeEngine(fake_model().tokenizer)
+    engine.limits.max_model_len = 1000
+    with serving(engine, directory=directory) as server:
         yield server
 
 
@@ -283,7 +286,13 @@ def test_400_names_the_field(server, change, param):
 def test_templates():
     source = (MODEL / "chat_template.jinja").read_text()
     assert tools.format_of(source) is None
-    assert tools.format_of("...<tool_call>\\n{...") == TAGGED
-    assert tools.format_of("<tool_call>\\n<function=") is None
+    qwen = r"""<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n"""
+    assert tools.format_of(qwen) == TAGGED
+    hermes = (
+        r"""'<tool_call>\n' + '{"name": "' + f.name + '", "arguments": ' + f.arguments | tojson"""
+    )
+    assert tools.format_of(hermes) == TAGGED
+    assert tools.format_of("<tool_call>\n<function=NAME>\n<parameter=NAME>") is None
+    assert tools.format_of("<tool_call>NAME\n<arg_key>") is None
     llama = '{"name": function name, "parameters": dictionary of argument name and its value}'
     assert tools.format_of(llama) == BARE
