@@ -454,10 +454,12 @@ void RunFreshCases() {
       24);
   RunCase<Kernel, Fresh<ShapeOf<40, 40, 5, 5, true, true, false>>>(
       {.name = "fresh, NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 25);
-  RunCase<Kernel, Fresh<ShapeOf<64, 64, 1, 64, false, false, false>>>(
+  // The border lies more steps into the item than rings have slots, and inside of a box.
+  RunCase<Kernel, Fresh<ShapeOf<128, 128, 1, 64, false, false, false>>>(
       {.name = "fresh, long chunk, full, page 64",
-       .requests = {{400, 700}, {130, 130}},
+       .requests = {{201, 1010}, {130, 130}},
        .window_right = -1,
+       .num_ctas = 1,
        .kv_heads = 1},
       26);
   RunCase<Kernel, Page16>({.name = "fresh, shared prefixes", .requests = kForest, .prefix = 256},
