@@ -97,15 +97,19 @@ Status CheckArch(const Nvrtc& nvrtc, const KernelSource& source) {
 
 }  // namespace
 
-Status CacheKey(const KernelSource& source, std::string* key) {
-  const Nvrtc* nvrtc = nullptr;
-  if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
+std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc_version) {
   std::string all;
   AddField(&all, EmbeddedDigest());
   AddField(&all, source.text);
   for (const std::string& option : source.options) AddField(&all, option);
-  AddField(&all, nvrtc->version);
-  *key = Sha256Hex(all);
+  AddField(&all, nvrtc_version);
+  return Sha256Hex(all);
+}
+
+Status CacheKey(const KernelSource& source, std::string* key) {
+  const Nvrtc* nvrtc = nullptr;
+  if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
+  *key = CacheKeyFor(source, nvrtc->version);
   return Status::Ok();
 }
 

@@ -1,9 +1,11 @@
 // What is known of each device: every number that was measured or sized for one.
 //
 // Who measures a new GPU adds a row to kCudaDevices in devices.cc, and beside it a Costs table of
-// its own; nothing else decides by architecture. A target names no more than a compute capability,
-// so that is what a row is for: the parts of one architecture differ in bandwidth, which scales an
-// item and its fixed costs alike, and nearly cancels.
+// its own: change a number, run `python -m benchmarks.bench_gpu` with the workloads that it is
+// about, keep the best, and say what was measured beside it. A new architecture has its shared
+// memory in cuda/common/budget.cuh and build_tools/check_kernels.py as well. A target names no more
+// than a compute capability, so that is what a row is for: the parts of one architecture differ in
+// bandwidth, which scales an item and its fixed costs alike, and nearly cancels.
 #pragma once
 
 #include <cstdint>

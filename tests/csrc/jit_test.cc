@@ -469,6 +469,10 @@ void TestCacheKey() {
   changed.options = {source.options[0] + source.options[1], source.options[2]};
   CHECK_OK(CacheKey(changed, &other));
   CHECK(key != other);
+  CHECK(CacheKeyFor(source, "13.5") == key);  // the fake one's
+  CHECK(CacheKeyFor(source, "13.6") != key);
+  CHECK_OK(CacheKey(MergeKernelSource({80, kBF16}), &other));  // the architecture is an option
+  CHECK(key != other);
 }
 
 void TestPrepareFailures() {
