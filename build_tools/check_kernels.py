@@ -133,7 +133,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.attention_source(spec.problem), spec.kernel_config["num_ctas"] // num_sms
     arch = int(target.removeprefix("sm_"))
     yield _core.append_source(arch), 0
-    yield _core.plan_source(arch), 0
+    for levels in range(2):
+        yield _core.plan_source(arch, levels), 0
     for dtype in range(3):
         yield _core.merge_source(arch, dtype), 0
 

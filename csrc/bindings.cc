@@ -22,6 +22,7 @@ namespace jax_attn {
 namespace {
 
 using Int32Array = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int32Matrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Int32Buffer = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void ThrowIfError(const Status& status) {
@@ -60,6 +61,7 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
 
 void PlanInto(const AttentionProblem& problem, Int32Array qo_indptr, Int32Array kv_lens,
               Int32Array kv_indptr, Int32Array page_indices, std::optional<Int32Array> q_offsets,
+              std::optional<Int32Matrix> request_indptr, std::optional<Int32Matrix> prefix_lens,
               Int32Buffer buffer) {
   PlanInputs inputs;
   inputs.qo_indptr = qo_indptr.data();
@@ -69,7 +71,14 @@ void PlanInto(const AttentionProblem& problem, Int32Array qo_indptr, Int32Array 
   inputs.q_offsets = q_offsets ? q_offsets->data() : nullptr;
   inputs.batch_size = static_cast<int64_t>(kv_lens.shape(0));
   inputs.num_page_indices = static_cast<int64_t>(page_indices.shape(0));
-  ThrowIfError(Plan(problem, inputs, buffer.data()));
+  PrefixLevels levels = {};
+  if (prefix_lens) {
+    levels.request_indptr = request_indptr->data();
+    levels.prefix_lens = prefix_lens->data();
+    levels.num_levels = static_cast<i32>(prefix_lens->shape(0));
+    levels.num_prefixes = static_cast<i32>(prefix_lens->shape(1));
+  }
+  ThrowIfError(Plan(problem, inputs, prefix_lens ? &levels : nullptr, buffer.data()));
 }
 
 // [(what, why)] of the configuration that select/ chose.
@@ -166,6 +175,7 @@ NB_MODULE(_core, m) {
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("plan_magic") = kPlanMagic;
   m.attr("plan_version") = kPlanVersion;
+  m.attr("max_levels") = static_cast<int>(kMaxLevels);
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")
@@ -180,14 +190,17 @@ NB_MODULE(_core, m) {
       .def_prop_ro("words", &EncodeProblem)
       .def_prop_ro("workspace_words",
                    [](const AttentionProblem& p) { return MakeWorkspaceLayout(p).num_words; })
-      .def_prop_ro("plan_scratch_words",
-                   [](const AttentionProblem& p) { return PlanScratchBytes(p) / 4; })
+      .def("plan_scratch_words",
+           [](const AttentionProblem& p, int64_t num_levels, int64_t num_prefixes) {
+             return PlanScratchBytes(p, num_levels, num_prefixes) / 4;
+           })
       .def("plan_fault",
            [](const AttentionProblem& p, int32_t code, int32_t at, int32_t got, int32_t expected) {
              return DescribeFault(p, {code, at, got, expected}).message;
            })
       .def("plan", &PlanInto, nb::arg("qo_indptr"), nb::arg("kv_lens"), nb::arg("kv_indptr"),
-           nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("buffer"));
+           nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("request_indptr").none(),
+           nb::arg("prefix_lens").none(), nb::arg("buffer"));
 
   m.def("default_processors", &DefaultProcessors);
   m.def("describe_fallback", &DescribeFallback);
@@ -209,8 +222,8 @@ NB_MODULE(_core, m) {
   m.def("prepare_merge", [](int64_t arch, int64_t dtype) {
     return Prepared([&](KernelInfo* info) { return PrepareMerge({arch, dtype}, info); });
   });
-  m.def("prepare_plan", [](int64_t arch) {
-    return Prepared([&](KernelInfo* info) { return PreparePlan({arch}, info); });
+  m.def("prepare_plan", [](int64_t arch, int64_t levels) {
+    return Prepared([&](KernelInfo* info) { return PreparePlan({arch, levels}, info); });
   });
   m.def("jit_stats", &StatsDict);
 
@@ -226,7 +239,8 @@ NB_MODULE(_core, m) {
       });
   m.def("attention_source", &AttentionKernelSource);
   m.def("append_source", [](int64_t arch) { return AppendKernelSource({arch}); });
-  m.def("plan_source", [](int64_t arch) { return PlanKernelSource({arch}); });
+  m.def("plan_source",
+        [](int64_t arch, int64_t levels) { return PlanKernelSource({arch, levels}); });
   m.def("merge_source",
         [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
 }

@@ -37,6 +37,13 @@ enum PlanFaultCode : i32 {
   kFaultMergeGroups,     // max_items
   kFaultPartials,        // max_items
   kFaultPartialRows,     // max_partial_rows
+  // Of PrefixLevels; at: entry * kMaxLevels + level, but for the last one.
+  kFaultPrefixBegin,    // request_indptr[0] is not 0
+  kFaultPrefixOrder,    // expected: the entry before
+  kFaultPrefixEnd,      // expected: batch_size
+  kFaultPrefixNesting,  // expected: border `entry` of the level before, which is none here
+  kFaultPrefixLen,      // at: request; got: tokens; expected: at most its kv_len
+  kFaultPrefixPages,    // at: entry of page_indices; expected: what the request before has there
 };
 
 struct PlanFault {
@@ -54,6 +61,18 @@ struct PlanInputs {
   i64 batch_size;
   i64 num_page_indices;
 };
+
+// Prefixes that requests have in common, as the user tells them: level by level, the outermost
+// first. The first prefix_lens[l, i] tokens of requests [request_indptr[l, i],
+// request_indptr[l, i + 1]) lie in the same pages. Every level splits the prefixes of the level
+// before. Requests without query tokens are passed over.
+struct PrefixLevels {
+  const i32* request_indptr;  // [num_levels, num_prefixes + 1] requests, 0 to batch_size
+  const i32* prefix_lens;     // [num_levels, num_prefixes] tokens
+  i32 num_levels;             // at most kMaxLevels
+  i32 num_prefixes;           // of each level; those at the end may be empty
+};
+enum : i32 { kMaxLevels = 8 };  // an agent's tools, a document, a conversation, its forks
 
 enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2 };
 
@@ -92,6 +111,16 @@ struct PlanRules {
   i64 max_partials;
   i64 max_partial_rows;
   i64 max_balanced_partials;  // kBalanced: what any of its schedules may have
+};
+
+// Likewise, where prefixes are shared.
+struct SharingRules {
+  i32 alignment;             // borders of shared spans are multiples of it
+  i32 state_bytes;           // of a query token's state
+  i32 token_bytes;           // of a kv token of one head
+  i32 fresh_kv;              // as in AttentionSpec
+  i32 cost_by_rows;          // as in KernelConfig
+  i32 tile_rows[kMaxTiles];  // tile_q
 };
 
 // Live counts of one plan. Everything in the buffer beyond them is padding that nobody reads.
@@ -264,6 +293,10 @@ struct PlanParams {
   WorkItem* items;           // [max_items]
   i32* page_indices;         // [max_kv_pages]
   unsigned char* scratch;    // what shared memory does not hold; 16-byte aligned
+  // With prefix levels:
+  PrefixLevels levels;
+  SharingRules sharing;
+  i32* qo_indices;  // [max_shared_tokens]
 };
 
 // o = sum_i exp(lse_i - lse) * o_i with lse = log sum_i exp(lse_i); (0, -inf) is the identity.

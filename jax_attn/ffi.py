@@ -43,18 +43,22 @@ def plan(
     kv_indptr: jax.Array,
     page_indices: jax.Array,
     q_offsets: jax.Array,
+    levels: tuple[jax.Array, jax.Array] | None,
     spec: AttentionSpec,
 ) -> jax.Array:
-    jit.compile_ahead("plan", spec)
+    """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
+    num_prefixes]."""
+    shape = (0, 0) if levels is None else levels[1].shape
+    jit.compile_ahead("plan_levels" if shape[0] else "plan", spec)
     call = jax.ffi.ffi_call(
         "jax_attn_plan",
         (
             jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32),
-            jax.ShapeDtypeStruct((spec.problem.plan_scratch_words,), jnp.int32),
+            jax.ShapeDtypeStruct((spec.problem.plan_scratch_words(*shape),), jnp.int32),
         ),
     )
-    operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets)
-    buffer, _ = call(*operands, problem=spec.problem_words)
+    operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
+    buffer, _ = call(*operands, problem=spec.problem_words, levels=bool(shape[0]))
     return buffer
 
 

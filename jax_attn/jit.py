@@ -61,7 +61,8 @@ def compile_ahead(operation: str, spec: AttentionSpec) -> None:
     """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
     own work, waits for the rest of the compile, if any, instead of the whole.
 
-    operation: "attention", "append" or "plan". Nothing happens unless a GPU is the default backend.
+    operation: "attention", "append", "plan" or "plan_levels". Nothing happens unless a GPU is the
+        default backend.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
         _start(operation, spec)
@@ -92,8 +93,10 @@ def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     dtype = dtype_code(spec.dtype)
     jobs = {
         _core.attention_source(spec.problem).name: lambda: _core.prepare_attention(spec.problem),
-        f"plan-{arch}": lambda: _core.prepare_plan(arch),
+        f"plan-{arch}": lambda: _core.prepare_plan(arch, 0),
     }
+    if spec.share_prefixes:
+        jobs[f"plan_levels-{arch}"] = lambda: _core.prepare_plan(arch, 1)
     if spec.is_paged:
         jobs[f"append-{arch}"] = lambda: _core.prepare_append(arch)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)

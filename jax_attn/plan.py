@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn import ffi, plan_file, plot
+from jax_attn import _core, ffi, plan_file, plot
 from jax_attn.spec import AttentionSpec
 
 # Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
@@ -230,6 +231,7 @@ def plan(
     *,
     kv_indptr: Any = None,
     q_offsets: Any = None,
+    prefix_levels: Sequence[tuple[Any, Any]] | None = None,
     buffer: np.ndarray | None = None,
 ) -> AttentionPlan:
     """Schedules one batch: on the host, or inside a compiled function for traced arrays.
@@ -245,6 +247,16 @@ def plan(
         requests lie back to back, cumsum(kv_lens).
     q_offsets: [batch_size], i32. kv position of each request's first query token; None:
         kv_len - qo_len, as in decode and chunked prefill. Positions stay within (-2^30, 2^30).
+    prefix_levels: what requests share, level by level, the outermost first (at most 8); None: found
+        from equal leading pages, if spec.share_prefixes. Each level is a pair of arrays, i32:
+        request_indptr: [num_prefixes + 1], requests, from 0 to batch_size. Requests
+            [request_indptr[i], request_indptr[i + 1]) have prefix i. There may be none, so that
+            arrays of one shape serve any batch. Every border of a level is one of the next, too.
+        prefix_lens: [num_prefixes], tokens from position 0. That many leading tokens of these
+            requests lie in the same pages, as far as they fill pages; 0: nothing is shared.
+        Requests without query tokens are passed over. Of what is told, the planner shares what is
+        predicted to pay, as of what it finds. FlashInfer's multi-level cascade (arXiv 2501.01005,
+        section 3.1.2) is told the same, as a qo_indptr and a page table a level.
     buffer: [spec.plan_words], i32. Host memory for the plan, every word of which is written: that
         of a plan that nobody reads any more, or a part of a larger array. None: new memory.
 
@@ -252,7 +264,7 @@ def plan(
     it is, or device_put it once when many functions use it. Made of traced arrays it has the same
     bits, so that a whole decode loop, planning included, is one executable: on CPU the host planner
     runs inside it. On CUDA a kernel does, which looks for no shared prefixes: its bits are those of
-    the host planner for a spec with share_prefixes=False.
+    the host planner for prefix_levels=(), nothing shared, unless it is told prefix_levels.
 
     Raises ValueError that names argument, expected and got (and the capacity to raise) before
     anything runs. For traced arrays on CPU the same sentence comes at run time, as the exception
@@ -278,6 +290,8 @@ def plan(
         )
     starts = ("page_indptr", page_indptr) if spec.is_paged else ("kv_indptr", kv_indptr)
     arguments = (qo_indptr, kv_lens, starts[1], page_indices, q_offsets)
+    if prefix_levels:
+        arguments += tuple(array for level in prefix_levels for array in level)
     traced = any(isinstance(a, jax.core.Tracer) for a in arguments)
     xp = jnp if traced else np
     lens = _int32(xp, "kv_lens", kv_lens)
@@ -289,9 +303,11 @@ def plan(
     indptr = _int32(xp, *starts, len(lens) + 1)
     pages = _int32(xp, "page_indices", () if page_indices is None else page_indices)
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
+    levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
     if not traced:
         buffer = _plan_memory(spec, buffer)
-        spec.problem.plan(qo, lens, indptr, pages, offsets, buffer)
+        request_indptr, prefix_lens = levels or (None, None)
+        spec.problem.plan(qo, lens, indptr, pages, offsets, request_indptr, prefix_lens, buffer)
         return AttentionPlan(buffer, spec)
     if buffer is not None:
         raise ValueError("plan: buffer: expected None for traced arrays, got an array.")
@@ -302,7 +318,40 @@ def plan(
         )
     if offsets is None:
         offsets = lens - jnp.diff(qo)
-    return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, spec), spec)
+    return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, levels, spec), spec)
+
+
+def _levels(
+    xp: Any, prefix_levels: Sequence[tuple[Any, Any]], spec: AttentionSpec
+) -> tuple[Any, Any]:
+    """The levels as two arrays, padded with prefixes of no request."""
+    if prefix_levels and not spec.share_prefixes:
+        raise ValueError(
+            "plan: prefix_levels: expected None for a spec with share_prefixes=False, got"
+            f" {len(prefix_levels)} levels."
+        )
+    if len(prefix_levels) > _core.max_levels:
+        raise ValueError(
+            f"plan: prefix_levels: expected at most {_core.max_levels} levels, got"
+            f" {len(prefix_levels)}."
+        )
+    pairs = []
+    for i, (borders, lens) in enumerate(prefix_levels):
+        lens = _int32(xp, f"prefix_levels[{i}] prefix_lens", lens)
+        name = f"prefix_levels[{i}] request_indptr"
+        borders = _int32(xp, name, borders)
+        if len(borders) != len(lens) + 1 or not 1 <= len(lens) <= max(1, spec.max_batch):
+            raise ValueError(
+                f"plan: {name}: expected one entry more than prefix_lens, which has 1 to max_batch"
+                f" = {spec.max_batch}, got {len(borders)} and {len(lens)}."
+            )
+        pairs.append((borders, lens))
+    most = max((len(lens) for _, lens in pairs), default=0)
+    borders = [xp.pad(b, (0, most + 1 - len(b)), mode="edge") for b, _ in pairs]
+    lens = [xp.pad(x, (0, most - len(x))) for _, x in pairs]
+    if not pairs:
+        return xp.zeros((0, 1), np.int32), xp.zeros((0, 0), np.int32)
+    return xp.stack(borders), xp.stack(lens)
 
 
 def _plan_memory(spec: AttentionSpec, buffer: np.ndarray | None) -> np.ndarray:

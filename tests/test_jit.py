@@ -168,6 +168,7 @@ def test_precompile_without_gpu(cache_dir_here):
     kernels = ja.precompile([SPEC, SPEC])
     assert [kernel.name.split("-")[:2] for kernel in kernels] == [
         ["attention", "sm_90a"],
+        ["plan", "sm_90a"],  # and the one that is told which prefixes are shared
         ["plan", "sm_90a"],
         ["append", "sm_90a"],
         ["merge", "sm_90a"],

@@ -2,6 +2,8 @@
 #include "plan/plan.h"
 
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "ffi/checks.h"
@@ -13,13 +15,40 @@ namespace {
 
 constexpr char kOp[] = "plan";
 
+using OptionalBuffer = std::optional<ffi::AnyBuffer>;
+
 struct PlanBuffers {
   ffi::AnyBuffer qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets;
+  OptionalBuffer request_indptr, prefix_lens;  // both, or none: no levels are told
   ffi::AnyBuffer plan, scratch;
 };
 
+Status UnpackLevels(const PlanBuffers& b, PrefixLevels* levels) {
+  *levels = {};
+  if (!b.request_indptr && !b.prefix_lens) return Status::Ok();
+  if (!b.request_indptr || !b.prefix_lens || b.prefix_lens->dimensions().size() != 2) {
+    return Status::Error("plan: request_indptr, prefix_lens: expected both, two-dimensional.");
+  }
+  const int64_t num_levels = b.prefix_lens->dimensions()[0];
+  const int64_t num_prefixes = b.prefix_lens->dimensions()[1];
+  if (num_levels > kMaxLevels || num_prefixes > kMaxInt32 - 1) {
+    return Status::Error("plan: prefix_levels: expected at most " + std::to_string(kMaxLevels) +
+                         " levels, got " + std::to_string(num_levels) + ".");
+  }
+  Status s = CheckBuffer(kOp, "request_indptr", *b.request_indptr, ffi::S32,
+                         {num_levels, num_prefixes + 1});
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "prefix_lens", *b.prefix_lens, ffi::S32, {num_levels, num_prefixes});
+  }
+  levels->request_indptr = static_cast<const int32_t*>(b.request_indptr->untyped_data());
+  levels->prefix_lens = static_cast<const int32_t*>(b.prefix_lens->untyped_data());
+  levels->num_levels = static_cast<i32>(num_levels);
+  levels->num_prefixes = static_cast<i32>(num_prefixes);
+  return s;
+}
+
 Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionProblem* problem,
-              PlanInputs* inputs) {
+              PlanInputs* inputs, PrefixLevels* levels) {
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
   const int64_t batch_size = static_cast<int64_t>(b.kv_lens.element_count());
   const int64_t num_pages = static_cast<int64_t>(b.page_indices.element_count());
@@ -30,8 +59,10 @@ Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionPro
   if (s.ok()) s = CheckBuffer(kOp, "page_indices", b.page_indices, ffi::S32, {num_pages});
   if (s.ok()) s = CheckBuffer(kOp, "q_offsets", b.q_offsets, ffi::S32, {batch_size});
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {num_words});
+  if (s.ok()) s = UnpackLevels(b, levels);
   if (s.ok()) {
-    s = CheckBuffer(kOp, "scratch", b.scratch, ffi::S32, {PlanScratchBytes(*problem) / 4});
+    s = CheckBuffer(kOp, "scratch", b.scratch, ffi::S32,
+                    {PlanScratchBytes(*problem, levels->num_levels, levels->num_prefixes) / 4});
   }
   if (s.ok()) s = CheckBatchSize(*problem, batch_size);
   if (!s.ok()) return s;
@@ -48,65 +79,82 @@ Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionPro
 
 ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::AnyBuffer kv_indptr,
                       ffi::AnyBuffer page_indices, ffi::AnyBuffer q_offsets,
+                      OptionalBuffer request_indptr, OptionalBuffer prefix_lens,
                       ffi::Result<ffi::AnyBuffer> plan, ffi::Result<ffi::AnyBuffer> scratch,
-                      ffi::Span<const int64_t> words) {
+                      ffi::Span<const int64_t> words, bool) {
   AttentionProblem problem;
   PlanInputs inputs;
-  Status s =
-      Unpack(words, {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *plan, *scratch},
-             &problem, &inputs);
+  PrefixLevels levels;
+  Status s = Unpack(words,
+                    {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
+                     prefix_lens, *plan, *scratch},
+                    &problem, &inputs, &levels);
   if (!s.ok()) return ToFfi(s);
-  return ToFfi(Plan(problem, inputs, static_cast<int32_t*>(plan->untyped_data())));
+  return ToFfi(Plan(problem, inputs, prefix_lens ? &levels : nullptr,
+                    static_cast<int32_t*>(plan->untyped_data())));
 }
 
-ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
-  return RunStage(kOp, words, [](const AttentionProblem& p) { return PreparePlan({p.spec.arch}); });
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool has_levels) {
+  return RunStage(kOp, words, [=](const AttentionProblem& p) {
+    return PreparePlan({p.spec.arch, has_levels});
+  });
 }
 
-ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
-  return RunStage(kOp, words,
-                  [=](const AttentionProblem& p) { return LoadPlan({p.spec.arch}, device); });
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool has_levels) {
+  return RunStage(kOp, words, [=](const AttentionProblem& p) {
+    return LoadPlan({p.spec.arch, has_levels}, device);
+  });
 }
 
 // The device cannot refuse: a bad batch leaves a faulty plan (cuda/any/plan.cuh).
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer qo_indptr,
                        ffi::AnyBuffer kv_lens, ffi::AnyBuffer kv_indptr,
                        ffi::AnyBuffer page_indices, ffi::AnyBuffer q_offsets,
+                       OptionalBuffer request_indptr, OptionalBuffer prefix_lens,
                        ffi::Result<ffi::AnyBuffer> plan, ffi::Result<ffi::AnyBuffer> scratch,
-                       ffi::Span<const int64_t> words) {
+                       ffi::Span<const int64_t> words, bool has_levels) {
   AttentionProblem problem;
   PlanInputs inputs;
-  Status s =
-      Unpack(words, {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *plan, *scratch},
-             &problem, &inputs);
+  PrefixLevels levels;
+  Status s = Unpack(words,
+                    {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
+                     prefix_lens, *plan, *scratch},
+                    &problem, &inputs, &levels);
   if (!s.ok()) return ToFfi(s);
-  const PlanParams params = MakePlanParams(
-      problem, inputs, static_cast<int32_t*>(plan->untyped_data()), scratch->untyped_data());
-  return ToFfi(LaunchPlan({problem.spec.arch}, params, static_cast<int64_t>(plan->element_count()),
-                          stream, device_ordinal));
+  const PlanParams params =
+      MakePlanParams(problem, inputs, has_levels ? &levels : nullptr,
+                     static_cast<int32_t*>(plan->untyped_data()), scratch->untyped_data());
+  return ToFfi(LaunchPlan({problem.spec.arch, has_levels}, params,
+                          static_cast<int64_t>(plan->element_count()), stream, device_ordinal));
 }
 
 template <typename Binding>
 auto BindCall(Binding binding) {
   return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()  // qo_indptr
-      .template Arg<ffi::AnyBuffer>()  // kv_lens
-      .template Arg<ffi::AnyBuffer>()  // page_indptr; ragged: kv_indptr
-      .template Arg<ffi::AnyBuffer>()  // page_indices
-      .template Arg<ffi::AnyBuffer>()  // q_offsets
-      .template Ret<ffi::AnyBuffer>()  // plan
-      .template Ret<ffi::AnyBuffer>()  // scratch
-      .template Attr<ffi::Span<const int64_t>>("problem");
+      .template Arg<ffi::AnyBuffer>()          // qo_indptr
+      .template Arg<ffi::AnyBuffer>()          // kv_lens
+      .template Arg<ffi::AnyBuffer>()          // page_indptr; ragged: kv_indptr
+      .template Arg<ffi::AnyBuffer>()          // page_indices
+      .template Arg<ffi::AnyBuffer>()          // q_offsets
+      .template OptionalArg<ffi::AnyBuffer>()  // request_indptr
+      .template OptionalArg<ffi::AnyBuffer>()  // prefix_lens
+      .template Ret<ffi::AnyBuffer>()          // plan
+      .template Ret<ffi::AnyBuffer>()          // scratch
+      .template Attr<ffi::Span<const int64_t>>("problem")
+      .template Attr<bool>("levels");  // there are some
 }
 
 XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind()));
 
-XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
-                       ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem"));
-
 XLA_FFI_DEFINE_HANDLER(
-    kInitializeCuda, InitializeCuda,
-    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attr<ffi::Span<const int64_t>>("problem"));
+    kInstantiateCuda, InstantiateCuda,
+    ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem").Attr<bool>("levels"));
+
+XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attr<ffi::Span<const int64_t>>("problem")
+                           .Attr<bool>("levels"));
 
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCuda, ExecuteCuda,

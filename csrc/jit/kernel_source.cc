@@ -166,8 +166,9 @@ KernelSource MakeSource(const PlanKernel& kernel) {
   traits.Int("kNumThreads", 512, "a chunk each, for a few hundred requests");
   traits.Int("kSmemBytes", 96 * 1024, "what every architecture has");
   const std::string entry = "plan_kernel";
-  return {"plan-" + ArchName(kernel.arch), entry,
-          TranslationUnit("cuda/any/plan.cuh", traits.str(), "PlanBody", "Plan", entry),
+  return {"plan-" + ArchName(kernel.arch) + (kernel.levels ? "-levels" : ""), entry,
+          TranslationUnit("cuda/any/plan.cuh", traits.str(),
+                          kernel.levels ? "PlanWithLevelsBody" : "PlanBody", "Plan", entry),
           Options(kernel.arch)};
 }
 
@@ -196,6 +197,6 @@ KernelKey MakeKey(const AttentionKernel& k) {
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }
-KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch}; }
+KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch, k.levels}; }
 
 }  // namespace jax_attn

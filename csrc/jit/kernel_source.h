@@ -45,7 +45,8 @@ struct MergeKernel {
 };
 
 struct PlanKernel {
-  int64_t arch = 0;  // 0: that of device 0
+  int64_t arch = 0;    // 0: that of device 0
+  int64_t levels = 0;  // 1: it is told which prefixes are shared
 };
 
 // One translation unit with one kernel. Beside `entry` it defines two ints, <entry>_smem_bytes and

@@ -19,6 +19,12 @@ std::string RefuseCapacity(const char* what, const char* capacity, int64_t max, 
          " of the AttentionSpec.";
 }
 
+std::string LevelOf(const PlanFault& f) { return At("prefix_levels", f.at % kMaxLevels); }
+
+std::string Borders(const PlanFault& f) {
+  return LevelOf(f) + " " + At("request_indptr", f.at / kMaxLevels);
+}
+
 std::string RefuseOrder(const char* name, const PlanFault& f) {
   return Refuse(At(name, f.at),
                 "offsets that never decrease (" + At(name, f.at - 1) + " is " +
@@ -96,6 +102,27 @@ Status DescribeFault(const AttentionProblem& problem, const PlanFault& f) {
     case kFaultPartialRows:
       return {RefuseCapacity("rows of partial states", "max_partial_rows", config.max_partial_rows,
                              f.got)};
+    case kFaultPrefixBegin:
+      return {Refuse(Borders(f), "0", f.got)};
+    case kFaultPrefixOrder:
+      return {Refuse(
+          Borders(f),
+          "offsets that never decrease (the one before is " + std::to_string(f.expected) + ")",
+          f.got)};
+    case kFaultPrefixEnd:
+      return {Refuse(Borders(f), "batch_size = " + std::to_string(f.expected), f.got)};
+    case kFaultPrefixNesting:
+      return {Refuse(LevelOf(f) + " request_indptr",
+                     "every border of the level before, such as " + std::to_string(f.expected),
+                     f.got)};
+    case kFaultPrefixLen:
+      return {Refuse(LevelOf(f) + " prefix_lens: request " + std::to_string(f.at / kMaxLevels),
+                     "0 to its kv_len = " + std::to_string(f.expected) + " tokens", f.got)};
+    case kFaultPrefixPages:
+      return {Refuse(At("page_indices", f.at),
+                     "page " + std::to_string(f.expected) +
+                         ", as in the request before with the same prefix (prefix_levels)",
+                     f.got)};
     default:
       return {"plan: fault " + std::to_string(f.code) + " of another version of jax_attn."};
   }

@@ -103,29 +103,66 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   return rules;
 }
 
-int64_t PlanScratchBytes(const AttentionProblem& problem) {
+SharingRules MakeSharingRules(const AttentionProblem& problem) {
+  const AttentionSpec& spec = problem.spec;
+  const KernelConfig& config = problem.config;
+  SharingRules sharing = {};
+  // Whole steps, and for kFixedSplit whole chunks, so that partial states are the same as without
+  // sharing.
+  sharing.alignment =
+      static_cast<i32>(spec.schedule == kFixedSplit ? spec.kv_split : config.tile_kv);
+  sharing.state_bytes = static_cast<i32>(spec.group_size() * 4 * spec.head_dim_vo);
+  sharing.token_bytes =
+      static_cast<i32>((spec.head_dim_qk + spec.head_dim_vo) * ElementBytes(spec.dtype));
+  sharing.fresh_kv = static_cast<i32>(spec.fresh_kv);
+  sharing.cost_by_rows = static_cast<i32>(config.cost_by_rows);
+  for (int i = 0; i < kMaxTiles; ++i) sharing.tile_rows[i] = static_cast<i32>(config.tile_q[i]);
+  return sharing;
+}
+
+int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
+                         int64_t num_prefixes) {
   if (problem.spec.arch == 0) return 64;  // XLA buffers are never empty
   const PlanRules rules = MakePlanRules(problem);
+  const int64_t requests = problem.spec.max_batch;
   const int64_t queues = rules.num_queues;
   const int64_t tiles = MaxTiles(problem) + 1;
   const bool balanced = rules.schedule == kBalanced;
-  // kBalanced: what is cut at all has at most that many chunks for a head unit.
-  const int64_t chunks =
-      balanced ? tiles + 2 * queues : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
-  int64_t sort_size = 2;
-  while (sort_size < chunks) sort_size *= 2;
-  const int64_t trial =
-      4 * tiles + 12 * queues + 8 * (sort_size + chunks) + 8 * chunks * rules.num_units;
+  const auto sort_size = [](int64_t count) {
+    int64_t size = 2;
+    while (size < count) size *= 2;
+    return size;
+  };
+  // kBalanced: what is cut at all has at most so many chunks for a head unit.
+  const auto trial = [&](int64_t num_tiles, int64_t cut_chunks) {
+    const int64_t chunks = balanced ? num_tiles + cut_chunks
+                                    : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
+    return 4 * num_tiles + 12 * queues + 8 * (sort_size(chunks) + chunks) +
+           8 * chunks * rules.num_units;
+  };
+  const auto results = [&](int64_t num_tiles) {
+    return (4 + 4 + 8) * num_tiles + 4 * (queues + 1);
+  };
   const int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
   const int64_t ranges = 8 * tiles + 5 * 4 * queues;
-  const int64_t results = (4 + 4 + 8) * tiles + 4 * (queues + 1);
-  const int64_t bytes = 4 * (problem.spec.max_batch + 1) + sizeof(QueryTile) * tiles +
-                        num_trials * trial + ranges + results;
-  return bytes + 64 * 16;  // each array is rounded up to 16 bytes
+  int64_t bytes = 4 * (requests + 1) + sizeof(QueryTile) * tiles +
+                  num_trials * trial(tiles, 2 * queues) + ranges + results(tiles);
+  bytes += 64 * 16;  // each array is rounded up to 16 bytes
+  if (num_levels == 0) return bytes;
+  // cuda/any/prefix.cuh.
+  const int64_t nodes = num_levels * num_prefixes;
+  const int64_t shared_tiles = tiles + MaxSharedTiles(requests);
+  const int64_t forest = 8 * (requests + 1) + 32 * nodes + 24 * (requests + 1) +
+                         12 * nodes * (num_levels + 1) + 8 * sort_size(nodes) +
+                         12 * (requests + 1) + 4 * (nodes + 1) + 8 * num_levels * requests;
+  bytes += forest + (sizeof(QueryTile) + sizeof(TileSharing) + 4) * shared_tiles +
+           kNumSharedTrials * trial(shared_tiles, 3 * queues) + results(shared_tiles) +
+           4 * (requests + 1);
+  return bytes + 64 * 16;
 }
 
-PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs, i32* plan,
-                          void* scratch) {
+PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs,
+                          const PrefixLevels* levels, i32* plan, void* scratch) {
   const PlanLayout layout = MakePlanLayout(problem);
   PlanParams p = {};
   p.inputs = inputs;
@@ -140,6 +177,9 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
   p.items = reinterpret_cast<WorkItem*>(plan + layout.items);
   p.page_indices = plan + layout.page_indices;
   p.scratch = static_cast<unsigned char*>(scratch);
+  if (levels != nullptr) p.levels = *levels;
+  p.sharing = MakeSharingRules(problem);
+  p.qo_indices = plan + layout.qo_indices;
   return p;
 }
 

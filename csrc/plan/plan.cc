@@ -57,6 +57,36 @@ PlanFault CheckInputs(const PlanRules& rules, const PlanInputs& in, int32_t* max
   return CheckPages(rules, in, max_page_id);
 }
 
+PlanFault CheckLevels(const PlanInputs& in, const PrefixLevels& levels) {
+  PlanFault fault = {};
+  for (i32 level = 0; level < levels.num_levels; ++level) {
+    for (i32 i = 0; i <= levels.num_prefixes; ++i) {
+      const PlanFault f = CheckBorder(in, levels, level, i);
+      if (IsBefore(f, fault)) fault = f;
+    }
+  }
+  if (fault.code != kNoFault) return fault;
+  for (int64_t r = 0; r < in.batch_size && levels.num_levels > 0; ++r) {
+    const PlanFault f = CheckPrefixLens(in, levels, r);
+    if (IsBefore(f, fault)) fault = f;
+  }
+  return fault;
+}
+
+PlanFault CheckPrefixPages(const PlanRules& rules, const PlanInputs& in,
+                           const PrefixLevels& levels) {
+  for (i32 r = 1; r < in.batch_size; ++r) {
+    const CommonPages common = CommonPagesOf(rules, in, levels, r);
+    if (common.num_pages == 0) continue;
+    const i32 *mine = in.page_indices + in.kv_indptr[r],
+              *theirs = in.page_indices + in.kv_indptr[common.request];
+    const auto at = std::mismatch(mine, mine + common.num_pages, theirs);
+    if (at.first == mine + common.num_pages) continue;
+    return MakeFault(kFaultPrefixPages, at.first - in.page_indices, *at.first, *at.second);
+  }
+  return {};
+}
+
 void MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<QueryTile>* tiles) {
   tiles->clear();
   for (int64_t r = 0; r < in.batch_size; ++r) {
@@ -91,13 +121,17 @@ void ZeroPadding(const PlanLayout& layout, const PlanHeader& header, int64_t num
 
 }  // namespace
 
-Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buffer) {
+Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixLevels* levels,
+            int32_t* buffer) {
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanRules rules = MakePlanRules(problem);
   if (Status s = CheckBatchSize(problem, in.batch_size); !s.ok()) return s;
   int32_t max_page_id = -1;
   if (PlanFault f = CheckInputs(rules, in, &max_page_id); f.code) return DescribeFault(problem, f);
+  if (levels != nullptr) {
+    if (PlanFault f = CheckLevels(in, *levels); f.code) return DescribeFault(problem, f);
+  }
 
   PlanHeader header = {};
   header.magic = kPlanMagic;
@@ -109,7 +143,7 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buff
 
   thread_local Tiling flat, shared;
   MakeTiles(rules, in, &flat.tiles);
-  const bool shares = SharePrefixes(problem, rules, in, flat.tiles, &shared);
+  const bool shares = SharePrefixes(problem, rules, in, levels, flat.tiles, &shared);
   ScheduleOutput out;
   out.queue_indptr = buffer + layout.queue_indptr;
   out.items = reinterpret_cast<WorkItem*>(buffer + layout.items);
@@ -118,6 +152,10 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, int32_t* buff
   out.qo_indices = buffer + layout.qo_indices;
   if (PlanFault f = WriteSchedule(rules, flat, shares ? &shared : nullptr, &out); f.code) {
     return DescribeFault(problem, f);
+  }
+  if (levels != nullptr) {
+    if (PlanFault f = CheckPrefixPages(rules, in, *levels); f.code)
+      return DescribeFault(problem, f);
   }
   header.num_items = out.num_items;
   header.num_merge_groups = out.num_merge_groups;

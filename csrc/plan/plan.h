@@ -39,16 +39,19 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);
 
 // The rules that the planners of this problem follow.
 PlanRules MakePlanRules(const AttentionProblem& problem);
+SharingRules MakeSharingRules(const AttentionProblem& problem);
 
-// Bytes of scratch that the device planner may need, cuda/any/plan.cuh.
-int64_t PlanScratchBytes(const AttentionProblem& problem);
+// Bytes of scratch that the device planner may need, cuda/any/plan.cuh. num_prefixes: of each
+// level.
+int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, int64_t num_prefixes);
 
-// Arguments of the device planner. plan: [layout.num_words], zeros; scratch: of PlanScratchBytes.
-PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs, i32* plan,
-                          void* scratch);
+// Arguments of the device planner. levels: null if none are told; plan: [layout.num_words], zeros;
+// scratch: of PlanScratchBytes.
+PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs,
+                          const PrefixLevels* levels, i32* plan, void* scratch);
 
-// Of an attention call all that its problem and its plan determine: operands, results, workspace and
-// the sizes of k, v are left to the caller. plan: [layout.num_words].
+// Of an attention call all that its problem and its plan determine: operands, results, workspace
+// and the sizes of k, v are left to the caller. plan: [layout.num_words].
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);
 
 // Capacities that hold any batch within max_batch, max_qo_tokens (and for kFixedSplit any decode
@@ -62,7 +65,9 @@ Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);
 Status DescribeFault(const AttentionProblem& problem, const PlanFault& fault);
 
 // Writes all of buffer[0, layout.num_words). On error the buffer's contents are unspecified
-// and the message names the argument, what was expected and what was got.
-Status Plan(const AttentionProblem& problem, const PlanInputs& inputs, int32_t* buffer);
+// and the message names the argument, what was expected and what was got. levels: the prefixes that
+// requests share; null: found from the page tables. Only with share_prefixes.
+Status Plan(const AttentionProblem& problem, const PlanInputs& inputs, const PrefixLevels* levels,
+            int32_t* buffer);
 
 }  // namespace jax_attn

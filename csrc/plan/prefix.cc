@@ -18,20 +18,11 @@ struct Candidate {
 // where its parent ends and position kv_end.
 struct Node {
   int32_t begin, end;
-  int32_t parent;  // -1: a root
+  int32_t parent;  // comes before its children; -1: a root
   int32_t level;   // ancestors
   int32_t kv_end;
   bool shared = false;
 };
-
-// Branches on the way to a unit: an agent's tools, a document, a conversation, its forks.
-constexpr int kMaxLevels = 8;
-
-// Cost of an item whose state goes through the workspace, as it does in all tiles that share.
-int64_t PartialCost(const PlanRules& rules, const QueryTile& t, int32_t state_cost,
-                    int64_t kv_tokens) {
-  return ItemCost(rules, t, kv_tokens, true) + int64_t{state_cost} * rules.kv_cost[0];
-}
 
 // Equal entries of a and b from `begin` on, at most up to `end`.
 int32_t EqualUntil(const int32_t* a, const int32_t* b, int32_t begin, int32_t end) {
@@ -46,13 +37,13 @@ int32_t EqualUntil(const int32_t* a, const int32_t* b, int32_t begin, int32_t en
 
 class Forest {
  public:
-  Forest(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
+  Forest(const PlanRules& rules, const SharingRules& sharing, const PlanInputs& in,
          const std::vector<QueryTile>& flat)
-      : spec_(problem.spec), config_(problem.config), rules_(rules), in_(in), flat_(flat) {}
+      : rules_(rules), sharing_(sharing), in_(in), flat_(flat) {}
 
   // False if no two requests have a first page in common, which is what most batches ask.
   bool Find() {
-    FindCandidates();
+    FindCandidates(rules_.page_size);
     if (!AnyFirstPageTwice()) return false;
     SortByPage(0, static_cast<int32_t>(order_.size()), 0);
     ForEqualPages(0, static_cast<int32_t>(order_.size()), 0,
@@ -60,15 +51,51 @@ class Forest {
     return !nodes_.empty();
   }
 
+  // The nodes that the user tells, level by level. False if there is nothing to share.
+  bool Take(const PrefixLevels& levels) {
+    FindCandidates(sharing_.alignment);
+    std::vector<int32_t> before;  // [batch_size + 1] candidates of the requests before
+    size_t candidate = 0;
+    for (int32_t r = 0; r <= in_.batch_size; ++r) {
+      while (candidate < order_.size() && flat_[order_[candidate].tile_idx].request < r) {
+        ++candidate;
+      }
+      before.push_back(static_cast<int32_t>(candidate));
+    }
+    std::vector<int32_t> outer, nodes;  // of the prefixes of two levels, or their nearest ancestors
+    for (int32_t level = 0; level < levels.num_levels; ++level) {
+      const i32* borders = BordersOf(levels, level);
+      nodes.assign(levels.num_prefixes, -1);
+      for (int32_t i = 0; i < levels.num_prefixes; ++i) {
+        if (borders[i] == borders[i + 1]) continue;
+        if (level > 0) nodes[i] = outer[PrefixOf(levels, level - 1, borders[i])];
+        const int32_t begin = before[borders[i]], end = before[borders[i + 1]];
+        const int32_t kv_end = EndOfPrefix(begin, end, PrefixLen(levels, level, i));
+        AddNode({begin, end, nodes[i], 0, kv_end}, &nodes[i]);
+      }
+      std::swap(outer, nodes);
+    }
+    return !nodes_.empty();
+  }
+
   // Sets Node::shared. False if no node pays.
   bool Choose() {
-    best_.assign(nodes_.size() * (kMaxLevels + 1), -1);
-    pays_.assign(best_.size(), false);
+    SumUnits();
+    const size_t num_costs = nodes_.size() * kBorders;
+    below_.resize(num_costs);
+    pays_.assign(num_costs, false);
     for (size_t n = 0; n < nodes_.size(); ++n) {
-      if (nodes_[n].parent < 0) {
-        Cost(static_cast<int32_t>(n), 0);
-        Mark(static_cast<int32_t>(n), 0);
+      for (int32_t border = 0; border < nodes_[n].level + 2; ++border) {
+        const int32_t kv_begin = PositionOf(static_cast<int32_t>(n), border);
+        below_[n * kBorders + border] = UnitsCost(nodes_[n], kv_begin);
       }
+    }
+    for (int32_t n = static_cast<int32_t>(nodes_.size()) - 1; n >= 0; --n) ChooseFor(n);
+    std::vector<int32_t> borders(nodes_.size(), 0);
+    for (size_t n = 0; n < nodes_.size(); ++n) {
+      const int32_t parent = nodes_[n].parent;
+      if (parent >= 0) borders[n] = nodes_[parent].shared ? nodes_[n].level : borders[parent];
+      nodes_[n].shared = pays_[n * kBorders + borders[n]];
     }
     DropBeyondLimits();
     return std::any_of(nodes_.begin(), nodes_.end(), [](const Node& n) { return n.shared; });
@@ -76,33 +103,30 @@ class Forest {
 
   void Write(Tiling* out) const {
     out->tiles = flat_;
-    out->sharing.assign(flat_.size(), {});
+    out->sharing.assign(flat_.size(), {0, -1, 0, 0});
     out->unit_tiles.clear();
     out->qo_indices.clear();
-    std::vector<int32_t> unit_of(order_.size(), -1);  // of candidates
-    // Parents come before their children, so the last word is that of the deepest node.
-    for (size_t n = 0; n < nodes_.size(); ++n) {
-      const Node& node = nodes_[n];
+    std::vector<int32_t> own_begin(order_.size(), 0);  // of candidates: where their units begin
+    for (const Node& node : nodes_) {                  // the last word is that of the deepest
+      if (node.shared) std::fill_n(&own_begin[node.begin], node.end - node.begin, node.kv_end);
+    }
+    std::vector<int32_t> unit_of(order_.size(), -1);
+    for (size_t i = 0; i < order_.size(); ++i) {
+      if (own_begin[i] == 0) continue;
+      const int32_t tile_idx = order_[i].tile_idx;
+      unit_of[i] = static_cast<int32_t>(out->unit_tiles.size());
+      out->unit_tiles.push_back(tile_idx);
+      out->tiles[tile_idx].kv_begin = own_begin[i];
+      out->sharing[tile_idx] = {StateCost(sharing_, flat_[tile_idx].qo_len), unit_of[i], 0, 0};
+    }
+    for (const Node& node : nodes_) {
       if (!node.shared) continue;
-      const int32_t kv_begin = SharedBegin(node);
-      for (int32_t i = node.begin; i < node.end; ++i) {
-        if (unit_of[i] < 0) {
-          unit_of[i] = static_cast<int32_t>(out->unit_tiles.size());
-          out->unit_tiles.push_back(order_[i].tile_idx);
-        }
-        QueryTile& unit = out->tiles[order_[i].tile_idx];
-        unit.kv_begin = node.kv_end;
-        TileSharing& sharing = out->sharing[order_[i].tile_idx];
-        sharing.unit = unit_of[i];
-        sharing.state_cost = StateCost(unit.qo_len);
-      }
       ForTiles(node, [&](int32_t begin, int32_t end, int32_t tokens) {
-        out->tiles.push_back(MakeSharedTile(begin, tokens, kv_begin, node.kv_end));
-        out->sharing.push_back({StateCost(tokens), -1, unit_of[begin], end - begin});
-        QueryTile& t = out->tiles.back();
-        const QueryTile& first = flat_[order_[begin].tile_idx];
-        t.qo_begin =
-            end - begin == 1 ? first.qo_begin : static_cast<int32_t>(out->qo_indices.size());
+        QueryTile t = MakeSharedTile(rules_, sharing_, flat_[order_[begin].tile_idx], tokens,
+                                     SharedBegin(node), node.kv_end);
+        if (end - begin > 1) t.qo_begin = static_cast<int32_t>(out->qo_indices.size());
+        out->tiles.push_back(t);
+        out->sharing.push_back({StateCost(sharing_, tokens), -1, unit_of[begin], end - begin});
         for (int32_t i = begin; i < end && end - begin > 1; ++i) {
           const QueryTile& unit = flat_[order_[i].tile_idx];
           for (int32_t k = 0; k < unit.qo_len; ++k) out->qo_indices.push_back(unit.qo_begin + k);
@@ -112,42 +136,22 @@ class Forest {
   }
 
  private:
-  int64_t MaxTileTokens() const {
-    return config_.tile_q[config_.num_tiles - 1] / spec_.group_size();
-  }
-
-  // Borders of shared spans are at multiples of it: whole steps, and for fixed_split whole chunks,
-  // so that partial states are the same as without sharing.
-  int64_t Alignment() const {
-    return spec_.schedule == kFixedSplit ? spec_.kv_split : config_.tile_kv;
-  }
+  static constexpr int32_t kBorders = kMaxLevels + 1;
 
   // ---- the forest
 
-  void FindCandidates() {
+  // shortest: tokens that a request must be able to share.
+  void FindCandidates(int32_t shortest) {
     order_.clear();
     nodes_.clear();
     for (size_t i = 0; i < flat_.size(); ++i) {
       const QueryTile& t = flat_[i];
       if (t.qo_len != in_.qo_indptr[t.request + 1] - in_.qo_indptr[t.request]) continue;
-      const int64_t limit = ShareableTokens(t) / spec_.page_size;
-      if (limit <= 0) continue;
-      order_.push_back(
-          {in_.page_indices + t.kv_base, static_cast<int32_t>(limit), static_cast<int32_t>(i)});
+      const int64_t limit = ShareableTokens(rules_, sharing_, in_, t);
+      if (limit < shortest) continue;
+      order_.push_back({in_.page_indices + t.kv_base,
+                        static_cast<int32_t>(limit / rules_.page_size), static_cast<int32_t>(i)});
     }
-  }
-
-  // Positions [0, n) that every row of the tile sees, and that the made-up q_pos of a shared tile
-  // lets every row see. At least one token of a unit stays its own, and so do fresh ones.
-  int64_t ShareableTokens(const QueryTile& t) const {
-    int64_t n = t.kv_end - 1;
-    if (spec_.fresh_kv) n = std::min<int64_t>(n, in_.kv_lens[t.request] - t.qo_len);
-    if (spec_.window_right >= 0) n = std::min(n, t.q_pos + spec_.window_right + 1);
-    if (spec_.window_left >= 0) {
-      if (t.q_pos + t.qo_len - 1 > spec_.window_left) return 0;
-      n = std::min(n, spec_.window_left + 2 - MaxTileTokens());
-    }
-    return n;
   }
 
   bool AnyFirstPageTwice() {
@@ -195,28 +199,36 @@ class Forest {
       common = EqualUntil(order_[begin].pages, order_[i].pages, depth,
                           std::min(common, order_[i].num_pages));
     }
-    const int64_t tokens = int64_t{common} * spec_.page_size;
-    const auto kv_end = static_cast<int32_t>(tokens / Alignment() * Alignment());
-    int32_t level = parent < 0 ? 0 : nodes_[parent].level + 1;
-    if (kv_end > (parent < 0 ? 0 : nodes_[parent].kv_end)) {  // else too short to be a node
-      if (level == kMaxLevels) return;
-      nodes_.push_back({begin, end, parent, level, kv_end});
-      parent = static_cast<int32_t>(nodes_.size()) - 1;
-    }
+    const int32_t kv_end = SharedEnd(sharing_, int64_t{common} * rules_.page_size);
+    if (!AddNode({begin, end, parent, 0, kv_end}, &parent)) return;
     SortByPage(begin, end, common);
     ForEqualPages(begin, end, common,
                   [&](int32_t first, int32_t last) { AddNode(first, last, common, parent); });
   }
 
-  // ---- what it costs, in units of ItemCost
-
-  // Writing and reading back a state, in kv tokens of tile_q[0]. Half of what its bytes would cost:
-  // it stays in a cache.
-  int32_t StateCost(int64_t num_tokens) const {
-    const int64_t token_bytes = (spec_.head_dim_qk + spec_.head_dim_vo) * ElementBytes(spec_.dtype);
-    return static_cast<int32_t>(num_tokens * spec_.group_size() * 4 * spec_.head_dim_vo /
-                                token_bytes);
+  // Unless it is too short or too narrow to be one, adds a node, whose index replaces that of its
+  // parent. False: it would be too deep.
+  bool AddNode(Node node, int32_t* parent) {
+    if (node.end - node.begin < 2) return true;
+    if (node.kv_end <= (node.parent < 0 ? 0 : nodes_[node.parent].kv_end)) return true;
+    node.level = node.parent < 0 ? 0 : nodes_[node.parent].level + 1;
+    if (node.level == kMaxLevels) return false;
+    *parent = static_cast<int32_t>(nodes_.size());
+    nodes_.push_back(node);
+    return true;
   }
+
+  // What of a prefix of len tokens all of the candidates [begin, end) can share.
+  int32_t EndOfPrefix(int32_t begin, int32_t end, int64_t len) const {
+    len = len / rules_.page_size * rules_.page_size;
+    for (int32_t i = begin; i < end; ++i) {
+      len =
+          std::min<int64_t>(len, ShareableTokens(rules_, sharing_, in_, flat_[order_[i].tile_idx]));
+    }
+    return SharedEnd(sharing_, len);
+  }
+
+  // ---- what it costs, in units of ItemCost
 
   // Calls fn(begin, end, tokens) for the tiles of a node: candidates [begin, end) each. Full ones
   // of the tallest height, then the least that holds the rest.
@@ -226,7 +238,7 @@ class Forest {
     int64_t tokens = 0;
     for (int32_t i = node.begin; i < node.end; ++i) {
       const int32_t more = flat_[order_[i].tile_idx].qo_len;
-      if (tokens + more > MaxTileTokens()) {
+      if (tokens + more > TallestTileTokens(rules_)) {
         fn(begin, i, static_cast<int32_t>(tokens));
         begin = i;
         tokens = 0;
@@ -234,22 +246,6 @@ class Forest {
       tokens += more;
     }
     fn(begin, node.end, static_cast<int32_t>(tokens));
-  }
-
-  QueryTile MakeSharedTile(int32_t begin, int32_t tokens, int32_t kv_begin, int32_t kv_end) const {
-    QueryTile t = flat_[order_[begin].tile_idx];
-    const int64_t rows = int64_t{tokens} * rules_.group_size;
-    t.qo_len = tokens;
-    t.tile = PickTile(rules_, tokens);
-    t.kv_begin = kv_begin;
-    t.kv_end = kv_end;
-    t.q_pos = kv_end - 1;
-    t.kv_cost = rules_.kv_cost[t.tile];
-    if (config_.cost_by_rows) {
-      const int64_t cost = t.kv_cost * rows / config_.tile_q[t.tile];
-      t.kv_cost = std::max(rules_.kv_cost[0], static_cast<int32_t>(cost));
-    }
-    return t;
   }
 
   // Where the nearest shared ancestor ends.
@@ -260,58 +256,56 @@ class Forest {
     return 0;
   }
 
-  // Of the node's ancestors, which one has kv_end as its end, counted from 1; 0: none, and
-  // position 0.
-  int32_t BeginOf(int32_t n, int32_t border) const {
+  // Border 0 of a node is position 0, border b the end of its ancestor of level b - 1, or its own.
+  int32_t PositionOf(int32_t n, int32_t border) const {
+    if (border == 0) return 0;
     while (nodes_[n].level >= border) n = nodes_[n].parent;
     return nodes_[n].kv_end;
   }
 
-  // The best cost of all units of node n over what follows kv position `border`: 0 or the end of
-  // its ancestor number border (of level border - 1).
-  int64_t Cost(int32_t n, int32_t border) {
-    const size_t key = n * (kMaxLevels + 1) + border;
-    if (best_[key] >= 0) return best_[key];
-    const Node& node = nodes_[n];
-    const int32_t kv_begin = border == 0 ? 0 : BeginOf(n, border);
-    int64_t shared = 0;
-    ForTiles(node, [&](int32_t begin, int32_t, int32_t tokens) {
-      const QueryTile t = MakeSharedTile(begin, tokens, kv_begin, node.kv_end);
-      shared += PartialCost(rules_, t, StateCost(tokens), node.kv_end - kv_begin);
-    });
-    shared += CostBelow(n, node.level + 1, node.kv_end);
-    const int64_t apart = CostBelow(n, border, kv_begin);
-    pays_[key] = shared < apart;
-    return best_[key] = std::min(shared, apart);
-  }
-
-  // Of what is below node n once everything before kv_begin is paid for.
-  int64_t CostBelow(int32_t n, int32_t border, int32_t kv_begin) {
-    int64_t cost = 0;
-    int32_t i = nodes_[n].begin;
-    const auto units_until = [&](int32_t end) {
-      for (; i < end; ++i) {
-        const QueryTile& unit = flat_[order_[i].tile_idx];
-        const int32_t len = unit.kv_end - kv_begin;
-        cost += kv_begin > 0 ? PartialCost(rules_, unit, StateCost(unit.qo_len), len)
-                             : ItemCost(rules_, unit, len, false);
-      }
-    };
-    for (size_t c = n + 1; c < nodes_.size() && nodes_[c].level > nodes_[n].level; ++c) {
-      if (nodes_[c].parent != n) continue;
-      units_until(nodes_[c].begin);
-      cost += Cost(static_cast<int32_t>(c), border);
-      i = nodes_[c].end;
+  // Sums over the candidates before each, so that UnitsCost takes no loop.
+  struct UnitSums {
+    int64_t whole = 0;    // cost of all of it, by itself
+    int64_t partial = 0;  // as a unit
+    int64_t kv_cost = 0;
+  };
+  void SumUnits() {
+    sums_.assign(1, {});
+    for (const Candidate& c : order_) {
+      const QueryTile& t = flat_[c.tile_idx];
+      UnitSums sum = sums_.back();
+      sum.whole += ItemCost(rules_, t, t.kv_end, false);
+      sum.partial += PartialCost(rules_, t, StateCost(sharing_, t.qo_len), t.kv_end);
+      sum.kv_cost += t.kv_cost;
+      sums_.push_back(sum);
     }
-    units_until(nodes_[n].end);
-    return cost;
   }
 
-  void Mark(int32_t n, int32_t border) {
-    nodes_[n].shared = pays_[n * (kMaxLevels + 1) + border];
-    const int32_t next = nodes_[n].shared ? nodes_[n].level + 1 : border;
-    for (size_t c = n + 1; c < nodes_.size() && nodes_[c].level > nodes_[n].level; ++c) {
-      if (nodes_[c].parent == n) Mark(static_cast<int32_t>(c), next);
+  // Of the node's units, if everything before kv_begin is shared.
+  int64_t UnitsCost(const Node& node, int64_t kv_begin) const {
+    const UnitSums &a = sums_[node.begin], &b = sums_[node.end];
+    return kv_begin > 0 ? b.partial - a.partial - kv_begin * (b.kv_cost - a.kv_cost)
+                        : b.whole - a.whole;
+  }
+
+  // Does it pay to share node n, whatever of its ancestors is shared? Its descendants have chosen.
+  void ChooseFor(int32_t n) {
+    const Node& node = nodes_[n];
+    int64_t fixed = 0, kv_cost = 0;  // of its tiles
+    ForTiles(node, [&](int32_t begin, int32_t, int32_t tokens) {
+      const QueryTile& first = flat_[order_[begin].tile_idx];
+      const QueryTile t = MakeSharedTile(rules_, sharing_, first, tokens, 0, node.kv_end);
+      fixed += PartialCost(rules_, t, StateCost(sharing_, tokens), 0);
+      kv_cost += t.kv_cost;
+    });
+    const int64_t* below = &below_[n * kBorders];
+    for (int32_t border = 0; border <= node.level; ++border) {
+      const int32_t kv_begin = PositionOf(n, border);
+      const int64_t shared = fixed + (node.kv_end - kv_begin) * kv_cost + below[node.level + 1];
+      pays_[n * kBorders + border] = shared < below[border];
+      if (node.parent < 0) continue;
+      below_[node.parent * kBorders + border] +=
+          std::min(shared, below[border]) - UnitsCost(node, kv_begin);
     }
   }
 
@@ -324,7 +318,7 @@ class Forest {
     }
     const auto weight = [&](int32_t n) {
       const Node& node = nodes_[n];
-      return int64_t{node.kv_end - SharedBegin(node)} * (node.end - node.begin);
+      return SharingWeight(node.kv_end - SharedBegin(node), node.end - node.begin);
     };
     thread_local std::vector<int64_t> weights;
     weights.assign(nodes_.size(), 0);
@@ -343,26 +337,22 @@ class Forest {
     }
   }
 
-  const AttentionSpec& spec_;
-  const KernelConfig& config_;
   const PlanRules& rules_;
+  const SharingRules& sharing_;
   const PlanInputs& in_;
   const std::vector<QueryTile>& flat_;
   std::vector<Candidate> order_;  // units of any node are neighbours
-  std::vector<Node> nodes_;       // in depth-first order
+  std::vector<Node> nodes_;
   std::vector<int32_t> table_;
-  std::vector<int64_t> best_;  // [node, border]
-  std::vector<bool> pays_;
+  std::vector<UnitSums> sums_;  // [candidate + 1]
+  // Of what is below node n, at its best, once everything before a border is paid for; and whether
+  // it pays to share the node then.
+  std::vector<int64_t> below_;  // [node, border]
+  std::vector<bool> pays_;      // [node, border]
 };
 
 }  // namespace
 
-int64_t MaxSharedTiles(int64_t num_requests) {
-  return std::min(std::max<int64_t>(64, num_requests / 2), kMaxLevels * num_requests);
-}
-
-// Shared chunks and own chunks are spread over the queues apart from each other, because queues
-// begin with the former: each gets its part of both.
 void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
                std::vector<Chunk>* chunks) {
   chunks->clear();
@@ -372,38 +362,24 @@ void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
   }
   for (size_t i = 0; i < tiling.tiles.size(); ++i) {
     const QueryTile& t = tiling.tiles[i];
-    const TileSharing& sharing = tiling.sharing[i];
-    const int32_t state_cost = sharing.partial() ? sharing.state_cost : 0;
-    TileCut cut = CutTile(rules, 0, t);
-    if (rules.schedule == kBalanced) {
-      const int64_t queues = int64_t{rules.num_queues} * (sharing.shared() ? 2 : twice_divisor);
-      const int64_t fair = 2 * total[sharing.shared()] * rules.num_units / (queues * t.kv_cost) + 1;
-      // A large state costs as much as many keys.
-      const int64_t fixed = 2 * PartialCost(rules, t, state_cost, 0) / t.kv_cost;
-      const int64_t longest = std::max({fair, int64_t{rules.min_chunk}, sharing.shared() * fixed});
-      const int64_t len = t.kv_end - t.kv_begin;
-      // Of equal length: a short remainder costs as much in states as a long one.
-      const int64_t pieces = Largest(1, CeilDivide(len, longest));
-      const int64_t steps = CeilDivide(CeilDivide(len, pieces), rules.tile_kv);
-      cut.length = static_cast<i32>(Largest(1, steps) * rules.tile_kv);
-      cut.num_splits = static_cast<i32>(Largest(1, CeilDivide(len, cut.length)));
-    }
-    for (i32 s = 0; s < cut.num_splits; ++s) {
-      const i32 begin = cut.Begin(t, s), end = cut.End(t, s);
-      const bool partial = sharing.partial() || cut.num_splits > 1;
-      const int64_t cost = partial ? PartialCost(rules, t, state_cost, end - begin)
-                                   : ItemCost(rules, t, end - begin, false);
-      chunks->push_back({static_cast<int32_t>(i), begin, end, s, cut.num_splits, cost});
+    const TileSharing& s = tiling.sharing[i];
+    const TileCut cut = CutSharedTile(rules, t, s, total[s.shared()], twice_divisor);
+    for (i32 split = 0; split < cut.num_splits; ++split) {
+      const i32 begin = cut.Begin(t, split), end = cut.End(t, split);
+      chunks->push_back({static_cast<int32_t>(i), begin, end, split, cut.num_splits,
+                         ChunkCost(rules, t, s, cut.num_splits, end - begin)});
     }
   }
 }
 
 bool SharePrefixes(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
-                   const std::vector<QueryTile>& flat, Tiling* shared) {
+                   const PrefixLevels* levels, const std::vector<QueryTile>& flat, Tiling* shared) {
   const AttentionSpec& spec = problem.spec;
   if (!spec.share_prefixes || !spec.paged() || spec.schedule == kNoSplit) return false;
-  Forest forest(problem, rules, in, flat);
-  if (!forest.Find() || !forest.Choose()) return false;
+  const SharingRules sharing = MakeSharingRules(problem);
+  Forest forest(rules, sharing, in, flat);
+  if (!(levels != nullptr ? forest.Take(*levels) : forest.Find())) return false;
+  if (!forest.Choose()) return false;
   forest.Write(shared);
   return true;
 }

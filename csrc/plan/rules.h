@@ -100,6 +100,86 @@ inline PlanFault CheckRequest(const PlanRules& rules, const PlanInputs& in, i64 
   return {};
 }
 
+// Last i in [0, n) with values[i] <= x, values never decreasing; 0 if there is none.
+inline i32 LastAtMost(const i32* values, i32 n, i64 x) {
+  i32 first = 0, count = n;
+  while (count > 1) {
+    const i32 half = count / 2;
+    if (values[first + half] <= x) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+inline const i32* BordersOf(const PrefixLevels& levels, i32 level) {
+  return levels.request_indptr + static_cast<i64>(level) * (levels.num_prefixes + 1);
+}
+// The prefix of a level that request r has.
+inline i32 PrefixOf(const PrefixLevels& levels, i32 level, i64 r) {
+  return LastAtMost(BordersOf(levels, level), levels.num_prefixes, r);
+}
+inline i32 PrefixLen(const PrefixLevels& levels, i32 level, i32 i) {
+  return levels.prefix_lens[static_cast<i64>(level) * levels.num_prefixes + i];
+}
+
+inline PlanFault MakeLevelFault(PlanFaultCode code, i32 level, i64 entry, i64 got, i64 expected) {
+  return MakeFault(code, entry * kMaxLevels + level, got, expected);
+}
+
+// Of entry i of a level's request_indptr.
+inline PlanFault CheckBorder(const PlanInputs& in, const PrefixLevels& levels, i32 level, i32 i) {
+  const i32* borders = BordersOf(levels, level);
+  const i32 n = levels.num_prefixes, border = borders[i];
+  if (i == 0 && border != 0) return MakeLevelFault(kFaultPrefixBegin, level, i, border, 0);
+  if (i > 0 && border < borders[i - 1]) {
+    return MakeLevelFault(kFaultPrefixOrder, level, i, border, borders[i - 1]);
+  }
+  if (i == n && border != in.batch_size) {
+    return MakeLevelFault(kFaultPrefixEnd, level, i, border, in.batch_size);
+  }
+  if (level == 0) return {};
+  const i32 outer = BordersOf(levels, level - 1)[i];
+  const i32 nearest = borders[LastAtMost(borders, n + 1, outer)];
+  if (nearest == outer) return {};
+  return MakeLevelFault(kFaultPrefixNesting, level, i, nearest, outer);
+}
+
+// Of request r, at every level.
+inline PlanFault CheckPrefixLens(const PlanInputs& in, const PrefixLevels& levels, i64 r) {
+  if (in.qo_indptr[r + 1] == in.qo_indptr[r]) return {};
+  for (i32 level = 0; level < levels.num_levels; ++level) {
+    const i32 len = PrefixLen(levels, level, PrefixOf(levels, level, r));
+    if (len < 0 || len > in.kv_lens[r]) {
+      return MakeLevelFault(kFaultPrefixLen, level, r, len, in.kv_lens[r]);
+    }
+  }
+  return {};
+}
+
+// A request before r, and the pages that both have at their beginning.
+struct CommonPages {
+  i32 request, num_pages;
+};
+inline CommonPages CommonPagesOf(const PlanRules& rules, const PlanInputs& in,
+                                 const PrefixLevels& levels, i32 r) {
+  CommonPages common = {r - 1, 0};
+  if (in.qo_indptr[r + 1] == in.qo_indptr[r]) return common;
+  while (common.request >= 0 && in.qo_indptr[common.request + 1] == in.qo_indptr[common.request]) {
+    --common.request;
+  }
+  for (i32 level = 0; level < levels.num_levels && common.request >= 0; ++level) {
+    const i32 i = PrefixOf(levels, level, r);
+    if (common.request < BordersOf(levels, level)[i]) break;  // so it is at every deeper level
+    const i32 num_pages = PrefixLen(levels, level, i) / rules.page_size;
+    common.num_pages = static_cast<i32>(Largest(common.num_pages, num_pages));
+  }
+  return common;
+}
+
 // Page ids are below it, seen as unsigned.
 inline i64 PageIdLimit(const PlanRules& rules) {
   return rules.num_pages >= 0 ? rules.num_pages : kMaxInt32 + 1;
@@ -294,6 +374,120 @@ inline i32 BorderPosition(const PlanRules& rules, const QueryTile& t, i64 tile_p
   if (near_begin && near_end)
     return border - t.kv_begin < t.kv_end - border ? t.kv_begin : t.kv_end;
   return near_begin ? t.kv_begin : near_end ? t.kv_end : static_cast<i32>(border);
+}
+
+// --- shared prefixes ---
+
+// What a tile is besides, in a batch with shared prefixes. A unit is the one tile of a request, or
+// what of it nobody shares.
+struct TileSharing {
+  i32 state_cost;             // of a state beyond split_cost, likewise in kv tokens of tile_q[0]
+  i32 unit;                   // its index, if shared tiles have a part of its span; else -1
+  i32 first_unit, num_units;  // shared tile: whose tokens it has, in order; else 0
+
+  bool shared() const { return num_units > 0; }
+  bool partial() const { return unit >= 0 || shared(); }  // never final, even if it is not cut
+};
+
+inline i32 TallestTileTokens(const PlanRules& rules) {
+  return rules.tile_tokens[rules.num_tiles - 1];
+}
+
+// Positions [0, n) that every row of the tile sees, and that the made-up q_pos of a shared tile
+// lets every row see. At least one token of a unit stays its own, and so do fresh ones.
+inline i64 ShareableTokens(const PlanRules& rules, const SharingRules& sharing,
+                           const PlanInputs& in, const QueryTile& t) {
+  i64 n = static_cast<i64>(t.kv_end) - 1;
+  if (sharing.fresh_kv) n = Least(n, static_cast<i64>(in.kv_lens[t.request]) - t.qo_len);
+  if (rules.window_right >= 0) n = Least(n, static_cast<i64>(t.q_pos) + rules.window_right + 1);
+  if (rules.window_left >= 0) {
+    if (static_cast<i64>(t.q_pos) + t.qo_len - 1 > rules.window_left) return 0;
+    n = Least(n, static_cast<i64>(rules.window_left) + 2 - TallestTileTokens(rules));
+  }
+  return n;
+}
+
+// Where a shared span ends at the latest that may end at `tokens`.
+inline i32 SharedEnd(const SharingRules& sharing, i64 tokens) {
+  return static_cast<i32>(tokens / sharing.alignment * sharing.alignment);
+}
+
+// Writing and reading back a state, in kv tokens of tile_q[0]. Half of what its bytes would cost:
+// it stays in a cache.
+inline i32 StateCost(const SharingRules& sharing, i64 num_tokens) {
+  return static_cast<i32>(num_tokens * sharing.state_bytes / sharing.token_bytes);
+}
+
+// Of an item whose state goes through the workspace, as it does in all tiles that share.
+inline i64 PartialCost(const PlanRules& rules, const QueryTile& t, i32 state_cost, i64 kv_tokens) {
+  return ItemCost(rules, t, kv_tokens, true) + static_cast<i64>(state_cost) * rules.kv_cost[0];
+}
+
+// Of `tokens` query tokens over [kv_begin, kv_end); qo_begin is still to be set. first: the tile
+// of its first request.
+inline QueryTile MakeSharedTile(const PlanRules& rules, const SharingRules& sharing,
+                                const QueryTile& first, i32 tokens, i32 kv_begin, i32 kv_end) {
+  QueryTile t = first;
+  t.qo_len = tokens;
+  t.tile = PickTile(rules, tokens);
+  t.kv_begin = kv_begin;
+  t.kv_end = kv_end;
+  t.q_pos = kv_end - 1;
+  t.kv_cost = rules.kv_cost[t.tile];
+  if (sharing.cost_by_rows) {
+    const i64 rows = static_cast<i64>(tokens) * rules.group_size;
+    t.kv_cost =
+        static_cast<i32>(Largest(rules.kv_cost[0], t.kv_cost * rows / sharing.tile_rows[t.tile]));
+  }
+  return t;
+}
+
+inline i64 ChunkCost(const PlanRules& rules, const QueryTile& t, const TileSharing& s,
+                     i32 num_splits, i64 kv_tokens) {
+  if (!s.partial()) return ItemCost(rules, t, kv_tokens, num_splits > 1);
+  return PartialCost(rules, t, s.state_cost, kv_tokens);
+}
+
+// total_span_cost: of all shared tiles if t is one, of all others if it is not. Shared chunks and
+// own chunks are spread over the queues apart from each other, because queues begin with the
+// former: each gets its part of both. twice_divisor: own chunks of kBalanced are at most 2 /
+// twice_divisor of what a queue has of them.
+inline TileCut CutSharedTile(const PlanRules& rules, const QueryTile& t, const TileSharing& s,
+                             i64 total_span_cost, i32 twice_divisor) {
+  TileCut cut = CutTile(rules, 0, t);
+  if (rules.schedule != kBalanced) return cut;
+  const i64 queues = static_cast<i64>(rules.num_queues) * (s.shared() ? 2 : twice_divisor);
+  const i64 fair = 2 * total_span_cost * rules.num_units / (queues * t.kv_cost) + 1;
+  // A large state costs as much as many keys.
+  const i64 fixed = 2 * PartialCost(rules, t, s.partial() ? s.state_cost : 0, 0) / t.kv_cost;
+  const i64 longest = Largest(Largest(fair, rules.min_chunk), s.shared() ? fixed : 0);
+  const i64 len = static_cast<i64>(t.kv_end) - t.kv_begin;
+  // Of equal length: a short remainder costs as much in states as a long one.
+  const i64 pieces = Largest(1, CeilDivide(len, longest));
+  const i64 steps = CeilDivide(CeilDivide(len, pieces), rules.tile_kv);
+  cut.length = static_cast<i32>(Largest(1, steps) * rules.tile_kv);
+  cut.num_splits = static_cast<i32>(Largest(1, CeilDivide(len, cut.length)));
+  return cut;
+}
+
+// Where there are more shared tiles than may be, those nodes stay that save the most: the length of
+// a node's span times its units.
+inline i64 SharingWeight(i64 kv_tokens, i64 num_units) {
+  return Least(kSectionFirst - 1, kv_tokens * num_units);
+}
+
+// What CutSharedTile is tried with, in order.
+enum : i32 { kNumSharedTrials = 3 };
+constexpr i32 SharedDivisor(i32 trial) { return trial == 0 ? 2 : trial == 1 ? 1 : 4; }
+
+// Shared tiles of a plan for that many requests.
+inline i64 MaxSharedTiles(i64 num_requests) {
+  return Least(Largest(64, num_requests / 2), kMaxLevels * num_requests);
+}
+
+// Rows of all partial states of a plan of kBalanced that shares: as many as without.
+inline i64 MaxSharedRows(const PlanRules& rules) {
+  return rules.max_balanced_partials * TallestTileTokens(rules) * rules.group_size;
 }
 
 // --- which schedule ---

@@ -169,35 +169,46 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   }
 }
 
+// Whether a schedule other than kBalanced, of which there is one, has room at all. Said before
+// anything is compared, because a device planner has no room for more chunks either.
+PlanFault CheckItems(const PlanRules& rules, i64 num_chunks) {
+  const i64 num_items = num_chunks * rules.num_kv_heads;
+  if (rules.schedule == kBalanced || num_items <= rules.max_items) return {};
+  return MakeFault(kFaultItems, 0, num_items);
+}
+
 // Under the spec's schedule, without regard to shared prefixes.
 PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   CutByLength(rules, tiling.tiles, 2, &best->chunks);
   const auto num_chunks = static_cast<i64>(best->chunks.size());
   if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
+  if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
   AssignChunks(rules, tiling, best);
   if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
   return {};
 }
 
-// False if the schedule would have more parts than flat ones may.
-bool AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+// found: the schedule has no more parts than flat ones may.
+PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment* best,
+                       bool* found) {
   thread_local Assignment trial;
-  bool found = false;
-  for (i32 twice_divisor : {2, 1, 4}) {
-    CutShared(rules, tiling, twice_divisor, &trial.chunks);
-    if (static_cast<i64>(trial.chunks.size()) >= kMaxChunks) return false;
+  *found = false;
+  for (i32 r = 0; r < kNumSharedTrials; ++r) {
+    CutShared(rules, tiling, SharedDivisor(r), &trial.chunks);
+    const auto num_chunks = static_cast<i64>(trial.chunks.size());
+    if (num_chunks >= kMaxChunks) return {};
+    if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
     AssignChunks(rules, tiling, &trial);
-    if (rules.schedule == kFixedSplit) {  // one way to cut
+    const bool fits =
+        rules.schedule != kBalanced || (trial.num_cut_items <= rules.max_balanced_partials &&
+                                        trial.counts.num_partial_rows <= MaxSharedRows(rules));
+    if (fits && (!*found || trial.makespan < best->makespan)) {
       std::swap(*best, trial);
-      return true;
+      *found = true;
     }
-    const bool fits = trial.num_cut_items <= rules.max_balanced_partials &&
-                      trial.counts.num_partial_rows <= MaxSharedRows(rules);
-    if (!fits || (found && trial.makespan >= best->makespan)) continue;
-    std::swap(*best, trial);
-    found = true;
+    if (rules.schedule != kBalanced) break;  // one way to cut
   }
-  return found;
+  return {};
 }
 
 // No schedule without sharing has all queues done before.
@@ -372,10 +383,14 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
 PlanFault WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
                         ScheduleOutput* out) {
   thread_local Assignment best, best_shared;
-  bool shares = shared != nullptr && AssignShared(rules, *shared, &best_shared);
+  bool shares = false;
+  if (shared != nullptr) {
+    if (PlanFault f = AssignShared(rules, *shared, &best_shared, &shares); f.code) return f;
+  }
   if (!shares || best_shared.makespan > MeanFlatLoad(rules, flat)) {
-    if (PlanFault f = Assign(rules, flat, &best); f.code) return f;
-    shares = shares && best_shared.makespan <= best.makespan;
+    const PlanFault f = Assign(rules, flat, &best);
+    if (f.code && !shares) return f;
+    shares = shares && (f.code || best_shared.makespan <= best.makespan);
   }
   const Assignment& chosen = shares ? best_shared : best;
   if (PlanFault f = CheckCapacities(rules, chosen.counts); f.code) return f;

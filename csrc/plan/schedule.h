@@ -9,17 +9,6 @@
 
 namespace jax_attn {
 
-// What a tile is besides, in a batch with shared prefixes (prefix.h). A unit is the one tile of a
-// request, or what of it nobody shares.
-struct TileSharing {
-  int32_t state_cost = 0;  // of a state beyond split_cost, likewise in kv tokens of tile_q[0]
-  int32_t unit = -1;       // its index, if shared tiles have a part of its span
-  int32_t first_unit = 0, num_units = 0;  // shared tile: whose tokens it has, in order
-
-  bool shared() const { return num_units > 0; }
-  bool partial() const { return unit >= 0 || shared(); }  // never final, even if it is not cut
-};
-
 // The tiles of a batch.
 struct Tiling {
   std::vector<QueryTile> tiles;
@@ -29,7 +18,7 @@ struct Tiling {
   std::vector<int32_t> qo_indices;   // rows of q of the tokens of shared tiles
 
   TileSharing SharingOf(int32_t tile_idx) const {
-    return sharing.empty() ? TileSharing{} : sharing[tile_idx];
+    return sharing.empty() ? TileSharing{0, -1, 0, 0} : sharing[tile_idx];
   }
 };
 

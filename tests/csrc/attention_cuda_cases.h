@@ -258,7 +258,7 @@ std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, co
   inputs.page_indices = b.page_indices.data();
   inputs.batch_size = static_cast<int64_t>(c.requests.size());
   inputs.num_page_indices = static_cast<int64_t>(b.page_indices.size());
-  if (const Status s = Plan(problem, inputs, plan.data()); !s.ok()) {
+  if (const Status s = Plan(problem, inputs, nullptr, plan.data()); !s.ok()) {
     std::printf("FAILED %s: %s\n", c.name, s.message.c_str());
     ++g_failures;
     plan.clear();

@@ -12,7 +12,7 @@ namespace jax_attn {
 namespace {
 
 int g_failures = 0;
-int g_split = 0, g_faults = 0;
+int g_split = 0, g_faults = 0, g_shared = 0, g_flat = 0;
 
 using Random = std::mt19937;
 
@@ -22,14 +22,21 @@ int64_t Pick(Random& random, std::initializer_list<int64_t> values) {
 
 // Thread counts and shared memory that no device has, so that every loop runs more than once and
 // every array is once in scratch.
-template <int kThreads, int kSmem>
+template <int kThreads, int kSmem, int kWithLevels = 0>
 struct TraitsOf {
   static constexpr int kArch = 90, kNumThreads = kThreads, kSmemBytes = kSmem;
+  static constexpr int kLevels = kWithLevels;
 };
 
 struct Batch {
   std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr, page_indices, q_offsets;
   bool has_offsets = false;
+  std::vector<int32_t> request_indptr, prefix_lens;  // of all levels
+  i32 num_levels = 0, num_prefixes = 0;
+
+  PrefixLevels levels() const {
+    return {request_indptr.data(), prefix_lens.data(), num_levels, num_prefixes};
+  }
 
   PlanInputs inputs() const {
     PlanInputs in = {};
@@ -100,6 +107,74 @@ Batch RandomBatch(const AttentionProblem& problem, Random& random) {
   return b;
 }
 
+// Nested groups of requests, the pages of which begin alike.
+Batch RandomLevels(const AttentionProblem& problem, Random& random) {
+  const int64_t page = problem.spec.page_size;
+  const int64_t batch_size = Pick(random, {2, 3, 9, 33, 64, 157, 300});
+  Batch b;
+  b.num_levels = static_cast<i32>(Pick(random, {1, 1, 2, 3, 8}));
+  b.num_prefixes = static_cast<i32>(Pick(random, {1, 2, 5, 40, 157}));
+  std::vector<int32_t> borders = {0, static_cast<int32_t>(batch_size)};
+  std::vector<int64_t> length(batch_size, 0), common(batch_size, 0);
+  for (i32 level = 0; level < b.num_levels; ++level) {
+    const size_t most = 2 + (b.num_prefixes - 1) * (level + 1) / b.num_levels;
+    while (borders.size() < std::min<size_t>(most, b.num_prefixes + 1)) {
+      borders.push_back(static_cast<int32_t>(random() % (batch_size + 1)));
+    }
+    std::sort(borders.begin(), borders.end());
+    std::vector<int32_t> padded = borders;
+    padded.resize(b.num_prefixes + 1, static_cast<int32_t>(batch_size));
+    b.request_indptr.insert(b.request_indptr.end(), padded.begin(), padded.end());
+    for (i32 i = 0; i < b.num_prefixes; ++i) {
+      int64_t len = Pick(random, {0, 90, 700, 1500, 4000, 9000});
+      if (padded[i] < padded[i + 1] && random() % 2 == 0) len += length[padded[i]];
+      b.prefix_lens.push_back(static_cast<int32_t>(len));
+      for (int32_t r = padded[i]; r < padded[i + 1]; ++r) {
+        length[r] = std::max(length[r], len);
+        if (r > padded[i]) common[r] = std::max(common[r], len);
+      }
+    }
+  }
+  b.kv_indptr.push_back(0);
+  const int64_t kind = Pick(random, {0, 0, 1, 2});
+  int32_t next_id = 0;
+  for (int64_t r = 0; r < batch_size; ++r) {
+    int64_t qo_len = 1;
+    if (kind == 1) qo_len = random() % 4;
+    if (kind == 2 && random() % 4 == 0) qo_len = random() % 200;
+    const int64_t kv_len = std::max(length[r], qo_len) + random() % Pick(random, {2, 300, 3000});
+    const int64_t used = (kv_len + page - 1) / page;
+    const int64_t before = r == 0 ? 0 : b.kv_indptr[r - 1];
+    for (int64_t i = 0; i < used; ++i) {
+      const bool same = r > 0 && i < common[r] / page;
+      b.page_indices.push_back(same ? b.page_indices[before + i] : next_id++);
+    }
+    b.qo_indptr.push_back(static_cast<int32_t>(b.qo_indptr.back() + qo_len));
+    b.kv_lens.push_back(static_cast<int32_t>(kv_len));
+    b.kv_indptr.push_back(static_cast<int32_t>(b.page_indices.size()));
+    b.q_offsets.push_back(static_cast<int32_t>(kv_len - qo_len) + Pick(random, {0, 0, -40, 70}));
+  }
+  b.has_offsets = random() % 4 == 0;
+  return b;
+}
+
+// Levels that the planners must refuse, at a random place.
+void SpoilLevels(Random& random, Batch* b) {
+  switch (random() % 4) {
+    case 0:
+      b->request_indptr[random() % b->request_indptr.size()] = static_cast<int32_t>(random());
+      break;
+    case 1:
+      b->request_indptr[random() % b->request_indptr.size()] += 1;
+      break;
+    case 2:
+      b->prefix_lens[random() % b->prefix_lens.size()] += random() % 2 == 0 ? 10000 : -5000;
+      break;
+    default:
+      b->page_indices[random() % b->page_indices.size()] += 1;
+  }
+}
+
 void SettleProblem(const Batch& b, Random& random, AttentionProblem* problem) {
   AttentionSpec& spec = problem->spec;
   spec.max_batch = static_cast<int64_t>(b.kv_lens.size()) + random() % 3;
@@ -152,23 +227,27 @@ void Spoil(const AttentionProblem& problem, Random& random, Batch* b) {
 }
 
 template <class Traits>
-std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const PlanInputs& in,
+std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const Batch& batch,
                                   Random& random) {
   const PlanLayout layout = MakePlanLayout(problem);
   constexpr size_t kGuard = 64;
   constexpr int32_t kGuardWord = 0x5a5a5a5a;
   std::vector<int32_t> plan(layout.num_words + kGuard, 0);
   std::fill_n(plan.end() - kGuard, kGuard, kGuardWord);
-  std::vector<int32_t> scratch(PlanScratchBytes(problem) / 4 + kGuard);
+  const PrefixLevels levels = batch.levels();
+  const PlanInputs in = batch.inputs();
+  std::vector<int32_t> scratch(
+      PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes) / 4 + kGuard);
   std::memset(scratch.data(), 0xff, scratch.size() * 4);
   std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
   // The operand of the device is aligned.
   std::vector<int32_t> page_indices(in.page_indices, in.page_indices + in.num_page_indices);
-  PlanParams p = MakePlanParams(problem, in, plan.data(), scratch.data());
+  PlanParams p =
+      MakePlanParams(problem, in, Traits::kLevels ? &levels : nullptr, plan.data(), scratch.data());
   p.inputs.page_indices = page_indices.data();
   const int num_ctas = 1 + (problem.spec.paged() ? static_cast<int>(1 + random() % 3) : 0);
   emulation::machine.Launch(num_ctas, Traits::kNumThreads, static_cast<unsigned>(random()),
-                            [&p] { PlanBody<Traits>::Run(p); });
+                            [&p] { PlanBodyOf<Traits, Traits::kLevels>::Run(p); });
   for (const auto* guarded : {&plan, &scratch}) {
     for (size_t i = guarded->size() - kGuard; i < guarded->size(); ++i) {
       if ((*guarded)[i] == kGuardWord) continue;
@@ -188,8 +267,12 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanInputs in = batch.inputs();
   std::vector<int32_t> expected(layout.num_words, -7);  // all of it is written
-  const Status refused = Plan(problem, in, expected.data());
-  const std::vector<int32_t> got = PlanOnDevice<Traits>(problem, in, random);
+  const PrefixLevels levels = batch.levels();
+  // What the kernel is not told it does not look for.
+  AttentionProblem on_host = problem;
+  if (!Traits::kLevels) on_host.spec.share_prefixes = 0;
+  const Status refused = Plan(on_host, in, Traits::kLevels ? &levels : nullptr, expected.data());
+  const std::vector<int32_t> got = PlanOnDevice<Traits>(problem, batch, random);
 
   PlanHeader header;
   std::memcpy(&header, got.data() + layout.header, sizeof(header));
@@ -216,6 +299,7 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
     return;
   }
   g_split += header.num_merge_groups > 0;
+  (header.num_shared_tokens > 0 ? g_shared : g_flat) += Traits::kLevels;
   for (int64_t i = 0; i < layout.num_words; ++i) {
     if (got[i] == expected[i]) continue;
     std::printf(
@@ -236,6 +320,21 @@ void RunCase(unsigned seed) {
   Batch batch = RandomBatch(problem, random);
   SettleProblem(batch, random, &problem);
   if (seed % 5 == 0) Spoil(problem, random, &batch);
+  Compare<Traits>(problem, batch, seed);
+}
+
+template <class Traits>
+void RunLevels(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = RandomProblem(random);
+  problem.spec.page_size = Pick(random, {1, 7, 16, 16});
+  problem.spec.share_prefixes = problem.spec.schedule != kNoSplit;
+  problem.spec.window_left = Pick(random, {-1, -1, -1, 2500});
+  problem.spec.fresh_kv = random() % 4 == 0;
+  problem.spec.num_processors = Pick(random, {1, 1, 2, 4, 16});
+  Batch batch = RandomLevels(problem, random);
+  SettleProblem(batch, random, &problem);
+  if (seed % 5 == 0) SpoilLevels(random, &batch);
   Compare<Traits>(problem, batch, seed);
 }
 
@@ -313,12 +412,29 @@ void RunAll(unsigned num_cases) {
         RunCase<TraitsOf<256, 16 * 1024>>(seed);
     }
   }
+  for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
+    switch (seed % 3) {
+      case 0:
+        RunLevels<TraitsOf<64, 96 * 1024, 1>>(seed);
+        break;
+      case 1:
+        RunLevels<TraitsOf<128, 2 * 1024, 1>>(seed);
+        break;
+      default:
+        RunLevels<TraitsOf<32, 16 * 1024, 1>>(seed);
+    }
+  }
   for (const int64_t kv_heads : {8, 32, 1}) RunServing(256, kv_heads, false, true);
   RunServing(256, 8, false, false);
   RunServing(128, 8, true, false);
   RunServing(5000, 8, true, true);
   for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
   std::printf("%u batches: %d with splits, %d refused by both\n", num_cases, g_split, g_faults);
+  std::printf("told what is shared: %d plans that share, %d that do not\n", g_shared, g_flat);
+  if (g_shared < static_cast<int>(num_cases / 8) || g_flat < static_cast<int>(num_cases / 10)) {
+    std::printf("FAILED: the levels are too tame\n");
+    ++g_failures;
+  }
   if (g_split < static_cast<int>(num_cases / 10) || g_faults < static_cast<int>(num_cases / 20)) {
     std::printf("FAILED: the batches are too tame\n");
     ++g_failures;

@@ -10,6 +10,7 @@
 // queues of a head (H200), held in the registers of one warp.
 #pragma once
 
+#include "cuda/any/prefix.cuh"
 #include "cuda/common/math.cuh"
 #include "plan/rules.h"
 
@@ -49,7 +50,8 @@ __device__ __forceinline__ i32 LastNotAbove(const T* values, i32 n, T x) {
   return first;
 }
 
-template <class Traits>
+// kLevels: prefixes are told, PlanParams::levels.
+template <class Traits, bool kLevels>
 class PlanScheduler {
  public:
   static constexpr int kNumThreads = Traits::kNumThreads;
@@ -81,11 +83,18 @@ class PlanScheduler {
   // Writes everything but the header's magic, version and max_page_id.
   __device__ void Run() {
     PlanFault fault = Check();
+    if constexpr (kLevels) {
+      if (fault.code == kNoFault) fault = CheckLevels();
+    }
     PlanCounts counts = {};
     if (fault.code == kNoFault) {
       CopyLengths();
       MakeTiles();
-      fault = Choose();
+      if constexpr (kLevels) {
+        fault = ChooseWithLevels();
+      } else {
+        fault = Choose();
+      }
       if (fault.code == kNoFault) counts = Count();
       if (fault.code == kNoFault) fault = CheckCapacities(rules_, counts);
       if (fault.code == kNoFault) Write(counts);
@@ -103,10 +112,14 @@ class PlanScheduler {
       h.num_merge_groups = static_cast<i32>(counts.num_merge_groups);
       h.num_partials = static_cast<i32>(counts.num_partials);
       h.num_partial_rows = static_cast<i32>(counts.num_partial_rows);
+      if constexpr (kLevels) h.num_shared_tokens = num_shared_tokens_;
     }
   }
 
  private:
+  template <class>
+  friend class PrefixForest;
+
   // --- memory ---
 
   // Shared memory as long as there is some, then scratch. The same for every thread.
@@ -228,6 +241,31 @@ class PlanScheduler {
     }
   }
 
+  __device__ PlanFault CheckLevels() {
+    const PrefixLevels& levels = p_.levels;
+    const i32 num_borders = levels.num_prefixes + 1;
+    const PlanFault fault = FirstFault(levels.num_levels * num_borders, [&](i32 i) {
+      return CheckBorder(in_, levels, i / num_borders, i % num_borders);
+    });
+    if (fault.code != kNoFault || levels.num_levels == 0) return fault;
+    return FirstFault(static_cast<i32>(in_.batch_size),
+                      [&](i32 r) { return CheckPrefixLens(in_, levels, r); });
+  }
+
+  template <class Of>
+  __device__ PlanFault FirstFault(i32 n, Of of) {
+    PlanFault fault = {};
+#pragma unroll 1
+    for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all find the first
+#pragma unroll 1
+      for (i32 i = every > 1 ? thread_ : 0; i < n; i += every) {
+        const PlanFault f = of(i);
+        if (IsBefore(f, fault)) fault = f;
+      }
+      if (!__syncthreads_or(fault.code != kNoFault) || every == 1) return fault;
+    }
+  }
+
   __device__ void CopyLengths() {
 #pragma unroll 1
     for (i32 r = thread_; r <= in_.batch_size; r += kNumThreads) {
@@ -261,6 +299,39 @@ class PlanScheduler {
 
   // --- schedules ---
 
+  // With shared prefixes longest_cost is a divisor, that of CutSharedTile.
+  __device__ TileCut CutOf(i32 longest_cost, i32 i) const {
+    if constexpr (kLevels) {
+      if (sharing_ != nullptr) {
+        return SharedCut(longest_cost, i);
+      }
+    }
+    return CutTile(rules_, longest_cost, tiles_[i]);
+  }
+
+  __device__ __noinline__ TileCut SharedCut(i32 divisor, i32 i) const {
+    const i64 span_cost =
+        sharing_[i].shared() ? shared_tiling_.shared_span_cost : shared_tiling_.span_cost;
+    return CutSharedTile(rules_, tiles_[i], sharing_[i], span_cost, divisor);
+  }
+
+  __device__ i64 CostOf(i32 i, i64 kv_tokens, i32 num_splits) const {
+    if constexpr (kLevels) {
+      if (sharing_ != nullptr) {
+        return ChunkCost(rules_, tiles_[i], sharing_[i], num_splits, kv_tokens);
+      }
+    }
+    return ItemCost(rules_, tiles_[i], kv_tokens, num_splits > 1);
+  }
+
+  // What the tile is besides; of a batch without sharing: nothing.
+  __device__ TileSharing SharingOf(i32 i) const {
+    if constexpr (kLevels) {
+      if (sharing_ != nullptr) return sharing_[i];
+    }
+    return {0, -1, 0, 0};
+  }
+
   __device__ i32 TileOfChunk(const PlanTrial& trial, i32 num_chunks, i32 chunk) const {
     return num_chunks == num_tiles_ ? chunk : LastNotAbove(trial.chunk_base, num_tiles_, chunk);
   }
@@ -272,9 +343,8 @@ class PlanScheduler {
 
   // First chunks of all tiles; returns their number.
   __device__ i64 CutByLength(const PlanTrial& trial, i32 longest_cost) {
-    return Prefix(num_tiles_, trial.chunk_base, [&](i32 i) {
-      return static_cast<i64>(CutTile(rules_, longest_cost, tiles_[i]).num_splits);
-    });
+    return Prefix(num_tiles_, trial.chunk_base,
+                  [&](i32 i) { return static_cast<i64>(CutOf(longest_cost, i).num_splits); });
   }
 
   // Sorts the chunks, heaviest first; returns the cost of all.
@@ -287,11 +357,12 @@ class PlanScheduler {
       }
       const i32 i = TileOfChunk(trial, num_chunks, c);
       const QueryTile& t = tiles_[i];
-      const TileCut cut = CutTile(rules_, longest_cost, t);
+      const TileCut cut = CutOf(longest_cost, i);
       const i32 split = c - trial.chunk_base[i];
       const i64 kv_tokens = cut.End(t, split) - cut.Begin(t, split);
-      const i64 cost = ItemCost(rules_, t, kv_tokens, cut.num_splits > 1);
-      trial.keys[c] = t.section > 0 ? SectionKey(t.section, c) : ChunkKey(cost, c);
+      const i64 cost = CostOf(i, kv_tokens, cut.num_splits);
+      const i64 first = SharingOf(i).shared() ? kSharedFirst : 0;
+      trial.keys[c] = t.section > 0 ? SectionKey(t.section, c) : ChunkKey(cost + first, c);
       return cost;
     });
     Sort(trial.keys, size);
@@ -300,10 +371,9 @@ class PlanScheduler {
       const i32 c = ChunkOfKey(trial.keys[k]);
       const i32 i = TileOfChunk(trial, num_chunks, c);
       const QueryTile& t = tiles_[i];
-      const TileCut cut = CutTile(rules_, longest_cost, t);
+      const TileCut cut = CutOf(longest_cost, i);
       const i32 split = c - trial.chunk_base[i];
-      trial.costs[k] =
-          ItemCost(rules_, t, cut.End(t, split) - cut.Begin(t, split), cut.num_splits > 1);
+      trial.costs[k] = CostOf(i, cut.End(t, split) - cut.Begin(t, split), cut.num_splits);
     }
     __syncthreads();
     return cost * rules_.num_units;
@@ -354,6 +424,15 @@ class PlanScheduler {
       if (rules_.num_queues <= 10 * kWarpSize) return DealInRegisters<10>(trial, num_chunks, bits);
     }
     return DealInMemory(trial, num_chunks);
+  }
+
+  // Code is read from memory, too: once for flat schedules and for those that share.
+  __device__ i64 DealTrial(const Trial& t) {
+    if constexpr (kLevels) return DealOnce(t);
+    return Deal(t.arrays, t.num_chunks, t.cost);
+  }
+  __device__ __noinline__ i64 DealOnce(const Trial& t) {
+    return Deal(t.arrays, t.num_chunks, t.cost);
   }
 
   // A lane holds queues lane, lane + 32, ... as load << bits | queue, so that the least key is the
@@ -515,7 +594,7 @@ class PlanScheduler {
 #pragma unroll 1
       for (i32 r = first + thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
         const Trial& t = shared_.trials[r];
-        const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t.arrays, t.num_chunks, t.cost);
+        const i64 makespan = t.num_chunks < 0 ? 0 : DealTrial(t);
         if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
       }
       __syncthreads();
@@ -548,6 +627,7 @@ class PlanScheduler {
   }
 
   __device__ void TakeTrial(i32 r) {
+    if constexpr (kLevels) makespan_ = shared_.makespan[r];
     chosen_ = shared_.trials[r].arrays;
     num_chunks_ = shared_.trials[r].num_chunks;
     longest_cost_ = shared_.trials[r].longest_cost;
@@ -576,6 +656,119 @@ class PlanScheduler {
     if (thread_ == 0) shared_.trials[r] = t;
     __syncthreads();
     return {};
+  }
+
+  // num_chunks < 0: the trial has more parts than a plan may.
+  __device__ PlanFault MakeSharedTrial(i32 r) {
+    Trial t = {};
+    t.longest_cost = SharedDivisor(r);
+    t.arrays = TakeTiles();
+    const i64 num_chunks = CutByLength(t.arrays, t.longest_cost);
+    bool fits = num_chunks < kMaxChunks;
+    if (rules_.schedule != kBalanced) {
+      if (fits && num_chunks * rules_.num_kv_heads > rules_.max_items) {
+        return MakeFault(kFaultItems, 0, num_chunks * rules_.num_kv_heads);
+      }
+    } else {
+      const i64 heads = rules_.num_kv_heads;
+      const i64 num_rows = Sum(num_tiles_, [&](i32 i) { return StateRows(t.arrays, i); });
+      fits = fits && NumSplitChunks(t.arrays) * heads <= rules_.max_balanced_partials &&
+             num_rows * heads <= MaxSharedRows(rules_);
+    }
+    t.num_chunks = fits ? static_cast<i32>(num_chunks) : -1;
+    if (fits) {
+      TakeChunks(&t.arrays, t.num_chunks);
+      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+    }
+    if (thread_ == 0) shared_.trials[r] = t;
+    __syncthreads();
+    return {};
+  }
+
+  // The largest x >= 0 of all threads.
+  __device__ i64 MostOf(i64 x) {
+    phase_ ^= 1;  // as in Scan
+    i64* warps = shared_.warp_sums[phase_];
+    x = WarpMax64(x);
+    if (thread_ % kWarpSize == 0) warps[thread_ / kWarpSize] = x;
+    __syncthreads();
+#pragma unroll 1
+    for (int w = 0; w < kNumWarps; ++w) x = Largest(x, warps[w]);
+    return x;
+  }
+
+  // --- shared prefixes, as WriteSchedule in plan/schedule.cc decides ---
+
+  __device__ PlanFault ChooseWithLevels() {
+    const QueryTile* flat = tiles_;
+    const i32 num_flat = num_tiles_;
+    PrefixForest<PlanScheduler> forest(*this, p_, flat, num_flat, first_tile_);
+    bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);
+    PlanTrial chosen = {};
+    i32 num_chunks = 0, divisor = 0;
+    i64 makespan = 0;
+    if (shares) {
+      const i64 flat_cost = Sum(
+          num_flat, [&](i32 i) { return ItemCost(rules_, flat[i], 0, false) + SpanCost(flat[i]); });
+      UseSharedTiles();
+      if (const PlanFault f = ChooseShared(&shares); f.code != kNoFault) return f;
+      if (shares && makespan_ <= flat_cost * rules_.num_units / rules_.num_queues) return {};
+      chosen = chosen_;
+      num_chunks = num_chunks_;
+      divisor = longest_cost_;
+      makespan = makespan_;
+      tiles_ = flat;
+      num_tiles_ = num_flat;
+      sharing_ = nullptr;
+    }
+    const PlanFault f = Choose();
+    if (!shares || (f.code == kNoFault && makespan_ < makespan)) return f;
+    UseSharedTiles();
+    chosen_ = chosen;
+    num_chunks_ = num_chunks;
+    longest_cost_ = divisor;
+    by_ranges_ = false;
+    return {};
+  }
+
+  __device__ void UseSharedTiles() {
+    tiles_ = shared_tiling_.tiles;
+    num_tiles_ = shared_tiling_.num_tiles;
+    sharing_ = shared_tiling_.sharing;
+  }
+
+  __device__ PlanFault ChooseShared(bool* found) {
+    const i32 num_trials = rules_.schedule == kBalanced ? kNumSharedTrials : 1;
+#pragma unroll 1
+    for (i32 r = 0; r < num_trials; ++r) {
+      if (const PlanFault f = MakeSharedTrial(r); f.code != kNoFault) return f;
+    }
+#pragma unroll 1
+    for (i32 r = thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
+      const Trial& t = shared_.trials[r];
+      const i64 makespan = t.num_chunks < 0 ? 0 : DealTrial(t);
+      if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
+    }
+    __syncthreads();
+    i32 best = -1;
+#pragma unroll 1
+    for (i32 r = 0; r < num_trials; ++r) {
+      if (shared_.trials[r].num_chunks < 0) continue;
+      if (best < 0 || shared_.makespan[r] < shared_.makespan[best]) best = r;
+    }
+    *found = best >= 0;
+    if (*found) TakeTrial(best);
+    __syncthreads();  // the trials of a flat schedule come to the same place
+    return {};
+  }
+
+  // Partial states of a tile, for one kv head.
+  __device__ i64 NumStates(const PlanTrial& trial, i32 i) const {
+    const i64 splits = trial.chunk_base[i + 1] - trial.chunk_base[i];
+    return splits > 1 || SharingOf(i).partial() ? splits : 0;
+  }
+  __device__ i64 StateRows(const PlanTrial& trial, i32 i) const {
+    return NumStates(trial, i) * tiles_[i].qo_len * rules_.group_size;
   }
 
   __device__ i64 NumSplitChunks(const PlanTrial& trial) {
@@ -675,6 +868,7 @@ class PlanScheduler {
     }
     __syncthreads();
     bool lighter = true;
+    i64 fullest = 0;
 #pragma unroll 1
     for (i32 q = thread_; q < rules_.num_queues; q += kNumThreads) {
       i64 load = 0;
@@ -683,9 +877,11 @@ class PlanScheduler {
         load += trial.costs[static_cast<i32>(trial.loads[q]) + k];
       }
       lighter &= load < makespan;
+      if constexpr (kLevels) fullest = Largest(fullest, load);
     }
     const bool rejected = num_split * rules_.num_kv_heads > rules_.max_balanced_partials;
     if (__syncthreads_or(!lighter) || rejected) return;
+    if constexpr (kLevels) makespan_ = MostOf(fullest);
     chosen_ = trial;
     num_chunks_ = num_chunks;
     by_ranges_ = true;
@@ -707,6 +903,9 @@ class PlanScheduler {
     const i64 heads = rules_.num_kv_heads;
     PlanCounts n = {};
     n.num_items = num_chunks_ * heads;
+    if constexpr (kLevels) {
+      if (sharing_ != nullptr) return CountShared();
+    }
     if (num_chunks_ == num_tiles_) return n;
     groups_before_ = Take<i32>(num_tiles_ + 1);
     partials_before_ = Take<i32>(num_tiles_ + 1);
@@ -722,7 +921,45 @@ class PlanScheduler {
     return n;
   }
 
+  // Likewise with shared prefixes. Merge groups of units come before all others, their partial
+  // states after all others.
+  __device__ PlanCounts CountShared() {
+    const i64 heads = rules_.num_kv_heads;
+    const i32 num_units = shared_tiling_.num_units;
+    PlanCounts n = {};
+    n.num_items = num_chunks_ * heads;
+    groups_before_ = Take<i32>(num_tiles_ + 1);
+    partials_before_ = Take<i32>(num_tiles_ + 1);
+    rows_before_ = Take<i64>(num_tiles_ + 1);
+    unit_partials_before_ = Take<i32>(num_units + 1);
+    const auto own_splits = [&](i32 i) {
+      return SharingOf(i).partial() ? 0ll : SplitsOf(chosen_, i);
+    };
+    n.num_merge_groups = heads * (num_units + Prefix(num_tiles_, groups_before_, [&](i32 i) {
+                                    return static_cast<i64>(own_splits(i) > 0);
+                                  }));
+    n.num_partials = heads * Prefix(num_tiles_, partials_before_, own_splits);
+    n.num_partials += heads * Prefix(num_units, unit_partials_before_, [&](i32 u) {
+                        i64 partials = NumStates(chosen_, shared_tiling_.unit_tiles[u]);
+#pragma unroll 1
+                        for (i32 level = 0; level < shared_tiling_.num_levels; ++level) {
+                          const i32 i = shared_tiling_.places[level * num_units + u].tile;
+                          if (i >= 0) partials += NumStates(chosen_, i);
+                        }
+                        return partials;
+                      });
+    n.num_partial_rows =
+        heads * Prefix(num_tiles_, rows_before_, [&](i32 i) { return StateRows(chosen_, i); });
+    num_shared_tokens_ = static_cast<i32>(Sum(num_tiles_, [&](i32 i) {
+      return SharingOf(i).num_units > 1 ? static_cast<i64>(tiles_[i].qo_len) : 0ll;
+    }));
+    return n;
+  }
+
   __device__ void Write(const PlanCounts& counts) {
+    if constexpr (kLevels) {
+      if (sharing_ != nullptr) WriteUnits();
+    }
     if (counts.num_merge_groups > 0) WriteMergeGroups();
     i32* chunks_before = Take<i32>(rules_.num_queues + 1);  // those of the queues before
     Prefix(rules_.num_queues, chunks_before,
@@ -740,6 +977,59 @@ class PlanScheduler {
     return rules_.heads_per_unit * (p == 0 ? before : before + p * chosen_.filled[q]);
   }
 
+  // Merge groups of units, and the rows of q of shared tiles.
+  __device__ void WriteUnits() {
+    const i32 heads = rules_.num_kv_heads, num_units = shared_tiling_.num_units;
+    const i32 all_partials = unit_partials_before_[num_units];
+#pragma unroll 1
+    for (i32 task = thread_; task < num_units * heads; task += kNumThreads) {
+      const i32 u = task / heads, head = task % heads;
+      const QueryTile& t = tiles_[shared_tiling_.unit_tiles[u]];
+      const i32 begin =
+          heads * partials_before_[num_tiles_] + head * all_partials + unit_partials_before_[u];
+      i32 end = begin;
+      // Those of tile i, whose states have the unit's rows from query token `token` on.
+      const auto add = [&](i32 i, i32 token) {
+        const i32 splits = static_cast<i32>(NumStates(chosen_, i));
+        const i32 rows = tiles_[i].qo_len * rules_.group_size;
+        const i32 first = static_cast<i32>(heads * rows_before_[i]) + head * rows * splits;
+#pragma unroll 1
+        for (i32 s = 0; s < splits; ++s) {
+          p_.partial_rows[end++] = first + s * rows + token * rules_.group_size;
+        }
+      };
+#pragma unroll 1
+      for (i32 level = 0; level < shared_tiling_.num_levels; ++level) {
+        const SharedTiling::Place place = shared_tiling_.places[level * num_units + u];
+        if (place.tile >= 0) add(place.tile, place.token);
+      }
+      add(shared_tiling_.unit_tiles[u], 0);
+      uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + head * num_units + u);
+      group[0] = Words(t.qo_begin, t.qo_len, head, end - begin);
+      group[1] = Words(begin, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (i32 i = thread_; i < num_tiles_; i += kNumThreads) {
+      const TileSharing sharing = SharingOf(i);
+      if (sharing.num_units < 2) continue;
+      i32 at = tiles_[i].qo_begin;
+#pragma unroll 1
+      for (i32 u = sharing.first_unit; u < sharing.first_unit + sharing.num_units; ++u) {
+        const QueryTile& unit = tiles_[shared_tiling_.unit_tiles[u]];
+#pragma unroll 1
+        for (i32 k = 0; k < unit.qo_len; ++k) p_.qo_indices[at++] = unit.qo_begin + k;
+      }
+    }
+  }
+
+  // Merge groups that come before those of tiles: of units.
+  __device__ i32 NumUnitGroups() const {
+    if constexpr (kLevels) {
+      if (sharing_ != nullptr) return rules_.num_kv_heads * shared_tiling_.num_units;
+    }
+    return 0;
+  }
+
   __device__ void WriteMergeGroups() {
     const i32 heads = rules_.num_kv_heads;
 #pragma unroll 1
@@ -747,9 +1037,13 @@ class PlanScheduler {
       const i32 i = task / heads, head = task % heads;
       const i32 splits = static_cast<i32>(SplitsOf(chosen_, i));
       if (splits == 0) continue;
+      if constexpr (kLevels) {
+        if (SharingOf(i).partial()) continue;
+      }
       const QueryTile& t = tiles_[i];
       const i32 partials_begin = heads * partials_before_[i] + head * splits;
-      uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + heads * groups_before_[i] + head);
+      uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + NumUnitGroups() +
+                                              heads * groups_before_[i] + head);
       group[0] = Words(t.qo_begin, t.qo_len, head, splits);
       group[1] = Words(partials_begin, 0, 0, 0);
       const i32 rows = t.qo_len * rules_.group_size;
@@ -767,7 +1061,9 @@ class PlanScheduler {
   __device__ void WriteItems(const i32* chunks_before) {
     // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
     // tiles.
-    const i32 first_backwards = several_heights_ ? rules_.num_ctas / 2 : rules_.num_ctas;
+    bool both_ends = several_heights_;
+    if constexpr (kLevels) both_ends = both_ends && sharing_ == nullptr;
+    const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
     const i32 each = rules_.heads_per_unit;
     const i32 num_slots = num_chunks_ * rules_.num_units;
 #pragma unroll 1
@@ -785,7 +1081,7 @@ class PlanScheduler {
         begin = RangeBegin(chosen_, t, i, split);
         end = RangeEnd(chosen_, t, i, split, splits);
       } else {
-        const TileCut cut = CutTile(rules_, longest_cost_, t);
+        const TileCut cut = CutOf(longest_cost_, i);
         begin = cut.Begin(t, split);
         end = cut.End(t, split);
       }
@@ -794,6 +1090,21 @@ class PlanScheduler {
       if (splits > 1) {
         first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * rows;
         first_group = rules_.num_kv_heads * groups_before_[i];
+      }
+      // With shared prefixes: partial states of units, which may be of tiles that are not cut.
+      bool partial = splits > 1;
+      i32 group_step = 1, num_groups = 1;
+      if constexpr (kLevels) {
+        const TileSharing sharing = SharingOf(i);
+        if (sharing.partial()) {
+          partial = true;
+          first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * rows;
+          first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
+          group_step = shared_tiling_.num_units;
+          num_groups = static_cast<i32>(Largest(1, sharing.num_units));
+        } else {
+          first_group += NumUnitGroups();
+        }
       }
       const i32 filled = chosen_.filled[slot.queue];
       const i32 queues_begin = rules_.num_partitions * chunks_before[slot.queue];
@@ -808,9 +1119,9 @@ class PlanScheduler {
           uint4* item = reinterpret_cast<uint4*>(p_.items + at + h);
           item[0] = Words(t.qo_begin, t.qo_len, head, t.tile);
           item[1] = Words(begin, end, t.kv_base, t.q_pos);
-          item[2] = splits > 1
-                        ? Words(first_row + head * rows * splits, first_group + head, t.request, 1)
-                        : Words(-1, -1, t.request, 0);
+          item[2] = partial ? Words(first_row + head * rows * splits,
+                                    first_group + head * group_step, t.request, num_groups)
+                            : Words(-1, -1, t.request, 0);
         }
       }
     }
@@ -841,6 +1152,13 @@ class PlanScheduler {
   i32* groups_before_ = nullptr;    // [num_tiles + 1], these three for one kv head
   i32* partials_before_ = nullptr;  // [num_tiles + 1]
   i64* rows_before_ = nullptr;      // [num_tiles + 1]
+
+  // With levels only. sharing: [num_tiles] of the tiles in use; null: a flat schedule.
+  const TileSharing* sharing_ = nullptr;
+  SharedTiling shared_tiling_ = {};
+  i64 makespan_ = 0;  // of the chosen schedule
+  i32 num_shared_tokens_ = 0;
+  i32* unit_partials_before_ = nullptr;  // [num_units + 1], for one kv head
 };
 
 // --- page ids ---
@@ -850,8 +1168,16 @@ __device__ __forceinline__ i32 RequestOfPage(const PlanInputs& in, i32 at) {
   return LastNotAbove(in.kv_indptr, static_cast<i32>(in.batch_size), at);
 }
 
+// CommonPagesOf, of levels that need not be right.
+__device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 request) {
+  if (p.levels.num_levels == 0) return {0, 0};
+  return CommonPagesOf(p.rules, p.inputs, p.levels, request);
+}
+
 // CTAs 1 and on. Until the header is written, max_page_id counts from 1 and `version` holds the
-// complement of the first entry that is out of range; 0: none.
+// complement of the first entry that is out of range; 0: none. With levels, so does `reserved` of
+// the first that is not the same as in the request before.
+template <bool kLevels>
 __device__ __forceinline__ void CopyPages(const PlanParams& p) {
   const PlanInputs& in = p.inputs;
   const i32 batch_size = static_cast<i32>(in.batch_size);
@@ -882,14 +1208,25 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
     }
     if (batch_size == 0) continue;
     i32 request = RequestOfPage(in, at);
+    CommonPages common = {};
+    if constexpr (kLevels) common = CommonPagesWithin(p, request);
 #pragma unroll
     for (i32 j = 0; j < 4; ++j) {
       if (j >= num) continue;
 #pragma unroll 1
-      while (request + 1 < batch_size && in.kv_indptr[request + 1] <= at + j) ++request;
+      while (request + 1 < batch_size && in.kv_indptr[request + 1] <= at + j) {
+        ++request;
+        if constexpr (kLevels) common = CommonPagesWithin(p, request);
+      }
       const i64 mine = static_cast<i64>(at) + j - in.kv_indptr[request];
       if (mine < 0 || mine >= NumPages(p.rules, in.kv_lens[request])) continue;
       const u32 id = static_cast<u32>(ids[j]);
+      if constexpr (kLevels) {
+        const i64 other = mine < common.num_pages ? in.kv_indptr[common.request] + mine : at + j;
+        if (other >= 0 && other < count && in.page_indices[other] != ids[j]) {
+          MaxRelaxed(&p.header->reserved, ~static_cast<u32>(at + j));
+        }
+      }
       if (id < limit) {
         largest = largest > id + 1 ? largest : id + 1;
       } else {
@@ -907,8 +1244,8 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
 
 // --- the kernel ---
 
-template <class Traits>
-struct PlanBody {
+template <class Traits, bool kLevels>
+struct PlanBodyOf {
   static constexpr int kNumThreads = Traits::kNumThreads;
   static constexpr int kSmemBytes = Traits::kSmemBytes;
   static constexpr int kMinCtasPerSm = 1;
@@ -916,9 +1253,9 @@ struct PlanBody {
   __device__ __forceinline__ static void Run(const PlanParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
     if (blockIdx.x == 0) {
-      PlanScheduler<Traits>(p, smem).Run();
+      PlanScheduler<Traits, kLevels>(p, smem).Run();
     } else {
-      CopyPages(p);
+      CopyPages<kLevels>(p);
     }
     __syncthreads();
     // `magic` counts arrivals until then.
@@ -938,6 +1275,18 @@ struct PlanBody {
         const PlanFault page =
             MakeFault(kFaultPageId, at, p.inputs.page_indices[at], RequestOfPage(p.inputs, at));
         if (IsBefore(page, fault)) fault = page;
+      }
+      if constexpr (kLevels) {
+        if (const i32 complement = LoadCoherent(&h.reserved); complement != 0) {
+          const i32 at = ~complement;
+          const i32 request = RequestOfPage(p.inputs, at);
+          const CommonPages common = CommonPagesWithin(p, request);
+          const i32 other = p.inputs.kv_indptr[common.request] + at - p.inputs.kv_indptr[request];
+          const PlanFault page = MakeFault(kFaultPrefixPages, at, p.inputs.page_indices[at],
+                                           p.inputs.page_indices[other]);
+          if (IsBefore(page, fault)) fault = page;
+          h.reserved = 0;
+        }
       }
     }
     const bool faulty = __syncthreads_or(fault.code != kNoFault);
@@ -962,5 +1311,10 @@ struct PlanBody {
     h.version = kPlanVersion;
   }
 };
+
+template <class Traits>
+using PlanBody = PlanBodyOf<Traits, false>;
+template <class Traits>
+using PlanWithLevelsBody = PlanBodyOf<Traits, true>;
 
 }  // namespace jax_attn
