@@ -24,10 +24,9 @@ def begin_step(s):
     at = jnp.where(full, jnp.arange(batch_size), batch_size), s["kv_lens"] // page_size
     pages = s["pages"].at[at].set(s["free"][s["num_free"] - jnp.cumsum(full)], mode="drop")
     kv_lens, num_free = s["kv_lens"] + s["active"], s["num_free"] - full.sum()
-    qo_indptr = jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(s["active"])])
     page_indptr = jnp.arange(batch_size + 1) * pages_each  # entries beyond kv_lens hold anything
-    s = s | {"pages": pages, "kv_lens": kv_lens, "num_free": num_free}
-    return s, (qo_indptr, kv_lens, page_indptr, pages.reshape(-1))
+    lengths = jnp.append(0, jnp.cumsum(s["active"])), kv_lens, page_indptr, pages.reshape(-1)
+    return s | {"pages": pages, "kv_lens": kv_lens, "num_free": num_free}, lengths
 
 
 def finish_step(s, plan):
@@ -43,8 +42,7 @@ def finish_step(s, plan):
         o = ja.attention(q, k_pages, v_pages, plan, layer=i)
         return (x + jnp.einsum("tnd,ndh->th", o, weights[1]), k_pages, v_pages, i + 1), None
 
-    first = x, s["k_pages"], s["v_pages"], 0
-    (x, k_pages, v_pages, _), _ = jax.lax.scan(layer, first, (qkv, out))
+    (x, *caches, _), _ = jax.lax.scan(layer, (x, *s["caches"], 0), (qkv, out))
     best = jnp.argmax(x @ head.T, axis=1)[rows.clip(max=batch_size - 1)]
     token = jnp.where(s["active"], best, end_token)
     active = s["active"] & (token != end_token) & (s["kv_lens"] < s["limit"])
@@ -52,21 +50,11 @@ def finish_step(s, plan):
     freed = (used & (s["active"] & ~active)[:, None]).reshape(-1)
     slots = jnp.where(freed, s["num_free"] + jnp.cumsum(freed) - 1, num_pages)
     return s | {
-        "token": token, "active": active, "k_pages": k_pages, "v_pages": v_pages,
+        "token": token, "active": active, "caches": caches,
         "text": s["text"].at[jnp.arange(batch_size), s["kv_lens"]].set(token),
         "free": s["free"].at[slots].set(s["pages"].reshape(-1), mode="drop"),
         "num_free": s["num_free"] + freed.sum(),
     }  # fmt: skip
-
-
-cache = jnp.zeros((2, num_layers, num_pages, page_size, kv_heads, head_dim))
-state = {
-    "token": jnp.arange(1, batch_size + 1), "text": jnp.zeros((batch_size, 41), int),
-    "active": jnp.ones(batch_size, bool), "kv_lens": jnp.zeros(batch_size, int),
-    "limit": jnp.array([9, 40, 17, 30, 8, 25]), "k_pages": cache[0], "v_pages": cache[1],
-    "free": jnp.arange(num_pages), "num_free": jnp.array(num_pages),
-    "pages": jnp.zeros((batch_size, pages_each), int),
-}  # fmt: skip
 
 
 def step(s):
@@ -74,8 +62,15 @@ def step(s):
     return finish_step(s, ja.plan(spec, *lengths))  # traced arrays: planned inside
 
 
+cache = jnp.zeros((2, num_layers, num_pages, page_size, kv_heads, head_dim))
+state = {
+    "token": jnp.arange(1, batch_size + 1), "text": jnp.zeros((batch_size, 41), int),
+    "active": jnp.ones(batch_size, bool), "kv_lens": jnp.zeros(batch_size, int),
+    "limit": jnp.array([9, 40, 17, 30, 8, 25]), "caches": list(cache),
+    "free": jnp.arange(num_pages), "num_free": jnp.array(num_pages),
+    "pages": jnp.zeros((batch_size, pages_each), int),
+}  # fmt: skip
 done = jax.jit(lambda s: jax.lax.while_loop(lambda s: s["active"].any(), step, s))(state)
-
 # The same from Python, with plans made on the host.
 begin, finish = jax.jit(begin_step), jax.jit(finish_step)
 while state["active"].any():
