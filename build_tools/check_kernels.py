@@ -37,10 +37,17 @@ SMEM_KB = {80: (164, 163), 86: (100, 99), 89: (100, 99), 90: (228, 227), 100: (2
 }
 REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
 
-# Kernel name (as printed, without its architecture) -> why its spills are accepted.
-SPILLS: dict[str, str] = {
-    "attention-bf16-d96-g4-page5-q64_128-kv128-w12-s0-right-cap-wgmma": (
-        "40 bytes around the producer's last copy of a queue, not in a loop"
+# Kernel name (as printed, without its architecture) -> bytes of stack that are accepted, and why.
+# Compilers differ: what NVRTC 13.0 keeps in registers, 13.5 may not.
+_PADDED = (24, "in the producer's copies of rows that end in padding, not in the consumers")
+SPILLS: dict[str, tuple[int, str]] = {
+    "attention-bf16-d96-g4-page5-q64_128-kv128-w12-s0-right-cap-wgmma": (40, _PADDED[1]),
+    "attention-bf16-d72-g5-page5-q64_128-kv128-w12-s0-left-right-wgmma": _PADDED,
+    "attention-bf16-d80-g16-page1-q64_128-kv128-w12-s0-right-wgmma": _PADDED,
+    "attention-bf16-d112-g7-page48-q64_128-kv128-w12-s0-left-right-wgmma": _PADDED,
+    "attention-bf16-d256-g2-page16-q64_128-kv64-w12-s0-left-right-cap-wgmma": (
+        8,
+        "an address that masks of border steps and copies of q read again",
     ),
 }
 
@@ -220,14 +227,16 @@ def check(target: str, only: str) -> int:
         milliseconds = 1e3 * (time.perf_counter() - start)
         usage = read_usage(cubin, source.entry)
         found = faults(usage, int(target.removeprefix("sm_")), num_ctas)
-        reason = SPILLS.get(source.name.replace(f"-{source.name.split('-')[1]}", "", 1))
-        if reason is not None:
+        arch_name = source.name.split("-")[1]
+        bytes_accepted, reason = SPILLS.get(source.name.replace(f"-{arch_name}", "", 1), (0, ""))
+        if usage.stack <= bytes_accepted:
             found = [fault for fault in found if not fault.endswith("of stack")]
+        accepted = f"accepted: {reason}" if usage.stack else "ok"
         failures += bool(found)
         print(
             f"{source.name:<62} {usage.registers:>4} {usage.stack:>6} {usage.smem:>7}"
             f" {num_ctas or '':>4} {milliseconds:>6.0f} ms"
-            f"  {'; '.join(found) or (f'accepted: {reason}' if reason else 'ok')}",
+            f"  {'; '.join(found) or accepted}",
             flush=True,
         )
     return failures
