@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -320,6 +321,21 @@ def test_disconnect_frees_the_engine(server, client):
     # Nothing leaked: what is not free is cached, and nobody holds it.
     assert server.metric('jax_attn_pages{state="used"}') == 0
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).choices
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [("X: " + "a" * 20_000, 400), (f"Content-Length: {(4 << 20) + 1}", 413)],
+    ids=["headers", "body"],
+)
+def test_caps(server, header, status):
+    """As README says, of the server as the command starts it."""
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    request = "\r\n".join([*lines, f"Authorization: Bearer {KEYS[0]}", header, "", ""])
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.settimeout(20)
+        connection.sendall(request.encode())
+        assert connection.recv(1000).split()[1] == str(status).encode()
 
 
 def test_full_queue(server):
