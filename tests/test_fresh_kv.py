@@ -189,6 +189,25 @@ def test_append_before_after_or_never(backend):
         assert_same_bits("pages", results["after"][i], pages)
 
 
+@on_every_platform
+def test_planned_inside_jit(backend):
+    """Kernels read an item's request, which device planners write, too."""
+    case = Case("", dtype="bfloat16", share_prefixes=False)
+    batch = build(case)
+    spec = backend.spec(**case.spec_fields(), fresh_kv=True)
+    k_new, v_new, rest = split_off_new_tokens(case, batch)
+    arguments = batch.lengths.plan_arguments()
+    want = run_fresh(ja.plan(spec, **arguments), rest, k_new, v_new)
+
+    @jax.jit
+    def planned(arguments):
+        operands = batch.q, rest.k, rest.v, k_new, v_new
+        return attend(*operands, ja.plan(spec, **arguments), None, None)
+
+    for name, got, other in zip(("o", "lse"), planned(arguments), want, strict=True):
+        assert_same_bits(name, got, other)
+
+
 def test_refusals():
     fields = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "target": "cpu"}
     paged = fields | {"max_kv_pages": 8, "max_batch": 2, "max_qo_tokens": 4}
