@@ -49,6 +49,9 @@ SPILLS: dict[str, tuple[int, str]] = {
         8,
         "an address that masks of border steps and copies of q read again",
     ),
+    "attention-f16-d128-qe4m3-kve4m3-g8-page1-q16_128-kv64-w4-s6-right": (
+        "sm_90a: three addresses of the loader, once a step of 128 rows, of 5,800 instructions"
+    ),
 }
 
 
@@ -125,6 +128,17 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
             mla=True,
             sm_scale=192**-0.5,
         )
+    # e4m3 keys and values, and queries.
+    for dims, group, page_size, options in (
+        (128, 4, 16, {}),
+        (128, 8, 1, {"dtype": "float16", "q_dtype": "float8_e4m3fn"}),
+        (64, 1, None, {"causal": False, "q_dtype": "float8_e4m3fn"}),
+        (80, 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}),
+        ((192, 128), 1, None, {}),
+        (256, 2, 16, {"dtype": "float16"}),
+        (128, 4, 16, {"schedule": "fixed_split", "kv_split": 1024}),
+    ):
+        yield spec(dims, group, page_size, kv_dtype="float8_e4m3fn", **options)
     # f32 has a kernel of its own.
     yield spec(64, 1, None, dtype="float32", causal=False)
     yield spec(128, 4, 16, dtype="float32", window_left=100, logits_soft_cap=30.0)
@@ -135,11 +149,15 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
 
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Sources, with the CTAs of a multiprocessor that launches count on (0: as many as fit)."""
+    appends: dict[str, _core.Problem] = {}  # what they differ by: the type they convert
     for spec in attention_specs(target):
         num_sms = spec.problem.spec["num_processors"]
         yield _core.attention_source(spec.problem), spec.kernel_config["num_ctas"] // num_sms
+        if spec.is_paged:
+            appends.setdefault((spec.dtype if spec.is_quantized else "any"), spec.problem)
     arch = int(target.removeprefix("sm_"))
-    yield _core.append_source(arch), 0
+    for problem in appends.values():
+        yield _core.append_source(problem), 0
     for levels in range(2):
         yield _core.plan_source(arch, levels), 0
     for dtype in range(3):

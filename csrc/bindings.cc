@@ -216,8 +216,9 @@ NB_MODULE(_core, m) {
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });
-  m.def("prepare_append", [](int64_t arch) {
-    return Prepared([&](KernelInfo* info) { return PrepareAppend({arch}, info); });
+  m.def("prepare_append", [](const AttentionProblem& problem) {
+    return Prepared(
+        [&](KernelInfo* info) { return PrepareAppend(MakeAppendKernel(problem.spec), info); });
   });
   m.def("prepare_merge", [](int64_t arch, int64_t dtype) {
     return Prepared([&](KernelInfo* info) { return PrepareMerge({arch, dtype}, info); });
@@ -238,7 +239,9 @@ NB_MODULE(_core, m) {
         return nb::make_tuple(nb::bytes(cubin.data(), cubin.size()), log);
       });
   m.def("attention_source", &AttentionKernelSource);
-  m.def("append_source", [](int64_t arch) { return AppendKernelSource({arch}); });
+  m.def("append_source", [](const AttentionProblem& problem) {
+    return AppendKernelSource(MakeAppendKernel(problem.spec));
+  });
   m.def("plan_source",
         [](int64_t arch, int64_t levels) { return PlanKernelSource({arch, levels}); });
   m.def("merge_source",

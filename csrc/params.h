@@ -257,6 +257,13 @@ struct AttentionParams {
   const i32* qo_indptr;            // [max_batch + 1]
   const i32* kv_lens;              // [max_batch]
   TensorMap k_new_map, v_new_map;  // if has_tensor_maps
+
+  // e4m3: an element is its code times the scale of its head. Scales of q and k are > 0, all
+  // finite.
+  const float* q_scale;  // [num_qo_heads], or null: 1
+  const float* k_scale;  // [num_kv_heads], or null: 1
+  const float* v_scale;  // [num_kv_heads], or null: 1
+  i32 q_is_e4m3;         // else q has the type of o
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
@@ -277,6 +284,16 @@ struct AppendParams {
   i64 v_row_bytes;
   i32 page_size;
   i32 max_qo_tokens;
+
+  // Pages of e4m3: a code is new / scale of its head, the nearest, ties to even, at most +-448; NaN
+  // stays NaN.
+  const float* k_scale;  // [num_kv_heads], or null: 1
+  const float* v_scale;  // [num_kv_heads], or null: 1
+  i32 kv_is_e4m3;        // else pages have the type of k_new and v_new
+  i32 dtype;             // the DType of these
+  i32 num_kv_heads;
+  i32 head_dim_qk;
+  i32 head_dim_vo;
 };
 
 // The device planner: sections of one plan buffer, all words of which are 0 at entry.

@@ -15,6 +15,7 @@ from jax_attn.operands import (
     as_stacked,
     check_array,
     check_data,
+    check_scales,
     check_values,
     layer_operand,
     refuse_vmap,
@@ -35,6 +36,9 @@ def attention(
     v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -48,6 +52,9 @@ def attention(
     v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention(
@@ -60,6 +67,9 @@ def attention(
     v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a whole batch: prefill, decode, chunked prefill or any mix, in one call.
@@ -78,16 +88,23 @@ def attention(
     layer: int or i32 scalar, which may be traced; None for an unstacked cache.
     sinks: [num_qo_heads], f32, or None. One extra logit per head that takes part in the softmax
         and has no value; counted once.
+    q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads], f32, finite, or None, which is 1. Of
+        float8_e4m3fn operands: an element stands for its value times the scale of its head. So
+        logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
+        multiplied by v_scale. They may be traced. A scale of q or k that is not positive makes the
+        results of its heads NaN.
     return_lse: also return lse.
 
-    Returns o: [max_qo_tokens, num_qo_heads, head_dim_vo] in q's dtype, and with return_lse
+    Returns o: [max_qo_tokens, num_qo_heads, head_dim_vo] in the spec's dtype, and with return_lse
     lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
     sink) of exp(final logits). A row that sees no key and a padding row have o = 0, lse = -inf.
 
     Same inputs and plan, same bits. Not differentiable; not for vmap: requests batch in the plan.
     Raises ValueError for arrays that do not fit the plan's spec.
     """
-    operands = _operands("attention", q, k, v, plan, k_new, v_new, layer, sinks)
+    operands = _operands(
+        "attention", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
+    )
     o, lse, _ = refuse_vmap("attention", ffi.attention)(*operands)
     return (o, lse) if return_lse else o
 
@@ -102,10 +119,13 @@ def item_times(
     v_new: jax.Array | None = None,
     layer: Any = None,
     sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> np.ndarray:
     """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
 
-    q, k, v, plan, k_new, v_new, layer, sinks: as for attention.
+    q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale: as for attention.
 
     Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
     began and ended, its share of merges included. The second of two runs. On CPU threads take items
@@ -117,8 +137,12 @@ def item_times(
         raise NotImplementedError(
             f"item_times: plan: supported for target 'cpu', got {spec.target!r}."
         )
-    operands = _operands("item_times", q, k, v, plan, k_new, v_new, layer, sinks)
-    timed = jax.jit(functools.partial(ffi.attention, record_times=True), static_argnums=8)
+    operands = _operands(
+        "item_times", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
+    )
+    timed = jax.jit(
+        functools.partial(ffi.attention, record_times=True), static_argnums=len(operands) - 1
+    )
     for _ in range(2):
         workspace = np.asarray(timed(*operands)[2])
     times = workspace[spec.workspace_words :].view(np.int64).reshape(-1, 2)
@@ -135,10 +159,13 @@ def _operands(
     v_new: Any,
     layer: Any,
     sinks: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
 ) -> tuple[Any, ...]:
     """The arguments of ffi.attention, checked."""
     spec = plan.spec
-    q = check_array(op, "q", q, spec.q_shape, spec.dtype)
+    q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
         k, v = as_stacked(op, spec, k, v, layer)
     else:
@@ -146,8 +173,8 @@ def _operands(
             raise ValueError(f"{op}: layer: expected None with a ragged spec, got {layer}.")
         assert spec.max_kv_tokens is not None
         k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
-        k = check_array(op, "k", k, k_shape, spec.dtype)
-        v = check_values(op, "v", v, v_shape, spec.dtype)
+        k = check_array(op, "k", k, k_shape, spec.dtype_of_kv)
+        v = check_values(op, "v", v, v_shape, spec.dtype_of_kv)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         if (new is not None) != spec.fresh_kv:
             expected = "the keys or values of the query tokens" if spec.fresh_kv else "None"
@@ -161,9 +188,11 @@ def _operands(
         v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
+    scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
     layer_index = layer_operand(op, layer, k.shape[0])
     check_data(op, plan, layer_index, k.shape)
-    return q, k, v, jnp.asarray(plan.buffer), layer_index, k_new, v_new, sinks, spec
+    buffer = jnp.asarray(plan.buffer)
+    return q, k, v, buffer, layer_index, k_new, v_new, sinks, *scales, spec
 
 
 def dot_product_attention(

@@ -71,12 +71,16 @@ def attention(
     k_new: jax.Array | None,
     v_new: jax.Array | None,
     sinks: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     spec: AttentionSpec,
     *,
     record_times: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o, lse and the workspace, at whose end are, with record_times, the times of the items:
-    int64 nanoseconds [max_items, 2], as int32 words."""
+    int64 nanoseconds [max_items, 2], as int32 words. Optional operands are the last ones that are
+    given: before one, others are arrays without elements."""
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
         recording = _core.Problem(spec.problem.spec, spec.kernel_config | {"record_times": 1})
@@ -86,12 +90,14 @@ def attention(
     call = jax.ffi.ffi_call(
         "jax_attn_attention",
         (
-            jax.ShapeDtypeStruct(spec.o_shape, q.dtype),
+            jax.ShapeDtypeStruct(spec.o_shape, spec.dtype),
             jax.ShapeDtypeStruct(spec.o_shape[:2], jnp.float32),
             jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
-    optional = tuple(x for x in (k_new, v_new, sinks) if x is not None)
+    if sinks is None and q_scale is not None:
+        sinks = jnp.zeros((0,), jnp.float32)
+    optional = [x for x in (k_new, v_new, sinks, q_scale, k_scale, v_scale) if x is not None]
     operands = (q, k, k if v is None else v, plan_buffer, layer, *optional)
     o, lse, workspace = call(*operands, problem=problem_words, poison=config.poison)
     return o, lse, workspace
@@ -104,6 +110,8 @@ def append_kv(
     v_new: jax.Array | None,
     plan_buffer: jax.Array,
     layer: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array | None]:
     jit.compile_ahead("append", spec)
@@ -114,7 +122,8 @@ def append_kv(
         input_output_aliases={0: 0} if v_pages is None else {0: 0, 4: 1},
     )
     values = () if v_pages is None else (v_pages, v_new)
-    operands = (k_pages, k_new, plan_buffer, layer, *values)
+    scales = [a for a in (k_scale, v_scale) if a is not None]
+    operands = (k_pages, k_new, plan_buffer, layer, *values, *scales)
     k_out, *v_out = call(*operands, problem=spec.problem_words)
     return k_out, v_out[0] if v_out else None
 

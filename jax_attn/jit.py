@@ -98,7 +98,7 @@ def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     if spec.share_prefixes:
         jobs[f"plan_levels-{arch}"] = lambda: _core.prepare_plan(arch, 1)
     if spec.is_paged:
-        jobs[f"append-{arch}"] = lambda: _core.prepare_append(arch)
+        jobs[_core.append_source(spec.problem).name] = lambda: _core.prepare_append(spec.problem)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
     return jobs
 

@@ -12,6 +12,7 @@ from jax_attn.operands import (
     as_stacked,
     check_array,
     check_data,
+    check_scales,
     check_values,
     layer_operand,
     refuse_vmap,
@@ -28,6 +29,8 @@ def append_kv(
     plan: AttentionPlan,
     *,
     layer: Any = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def append_kv(
@@ -38,6 +41,8 @@ def append_kv(
     plan: AttentionPlan,
     *,
     layer: Any = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, None]: ...
 def append_kv(
     k_pages: jax.Array,
@@ -47,6 +52,8 @@ def append_kv(
     plan: AttentionPlan,
     *,
     layer: Any = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Writes the batch's new keys and values into their pages, in place.
 
@@ -60,6 +67,9 @@ def append_kv(
     k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond the plan's tokens are not read.
     v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
     layer: int or i32 scalar, which may be traced; None for an unstacked cache.
+    k_scale, v_scale: [num_kv_heads], f32, finite and positive, or None, which is 1. Of pages of
+        float8_e4m3fn (k_new and v_new are of the spec's dtype): what is written is new / scale, the
+        nearest value, ties to even. What is beyond 448, infinity too, becomes 448; NaN stays NaN.
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
     """
@@ -67,13 +77,14 @@ def append_kv(
     if not spec.is_paged:
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
     k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
+    scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
     v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
     k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
     layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
     check_data("append_kv", plan, layer_index, k_stacked.shape)
     k_stacked, v_stacked = refuse_vmap("append_kv", ffi.append_kv)(
-        k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, spec
+        k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, *scales, spec
     )
     if v_pages is None:
         return k_stacked.reshape(k_pages.shape), None

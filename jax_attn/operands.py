@@ -19,7 +19,7 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
     array = jnp.asarray(array)
     if array.shape != shape or array.dtype != dtype:
         advice = ""
-        if array.dtype == dtype and array.shape[1:] == shape[1:]:
+        if array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
             advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
         raise ValueError(
             f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
@@ -44,6 +44,29 @@ def check_values(
     return check_array(op, name, v, shape, dtype)
 
 
+def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[jax.Array | None]:
+    """q_scale, k_scale, v_scale, or some of them, as float32 arrays of a number a head.
+
+    None where nothing of spec is float8_e4m3fn; else an array without elements stands for 1: XLA's
+    optional operands are the last ones.
+    """
+    arrays: list[jax.Array | None] = []
+    for name, scale in scales.items():
+        of_q = name == "q_scale"
+        if scale is not None and (spec.q_dtype if of_q else spec.kv_dtype) is None:
+            raise ValueError(
+                f"{op}: {name}: expected None unless the spec's {'q' if of_q else 'kv'}_dtype is"
+                f" float8_e4m3fn, got an array of {jnp.shape(scale)}."
+            )
+        if scale is not None:
+            num_heads = spec.num_qo_heads if of_q else spec.num_kv_heads
+            scale = check_array(op, name, scale, (num_heads,), "float32")
+        elif spec.is_quantized:
+            scale = jnp.zeros((0,), jnp.float32)
+        arrays.append(scale)
+    return arrays
+
+
 def as_stacked(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -59,8 +82,8 @@ def as_stacked(
     num_pages = k_pages.shape[-4] if spec.num_pages is None else spec.num_pages
     assert spec.page_size is not None
     k_shape, v_shape = spec.kv_shapes(*k_pages.shape[:-4], num_pages, spec.page_size)
-    k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype)
-    v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype)
+    k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype_of_kv)
+    v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
     # Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
     most = 2**31 if spec.fresh_kv else 2**32 - 2
     if num_pages * spec.page_size > most:

@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from .plan import AttentionSpec
 
 Array = Any  # numpy.ndarray | jax.Array
+E4M3 = jnp.float8_e4m3fn
 
 __all__ = [
     "append_kv",
     "attention",
     "attention_dense",
+    "dequantize",
     "dot_product_attention",
     "merge_state",
     "merge_states",
+    "quantize",
     "visible_keys",
 ]
 
@@ -46,6 +49,9 @@ def attention(
     q_offsets: np.ndarray | None = None,
     layer: int | None = None,
     sinks: Array | None = None,
+    q_scale: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of a batch of requests over a paged or ragged kv.
 
@@ -63,15 +69,22 @@ def attention(
       kv_indptr: ragged only, [>= batch_size] first row of each request; None: cumsum of kv_lens.
       q_offsets: [batch_size] kv position of each first query token; None: kv_len - qo_len.
       sinks: [num_qo_heads] an extra logit per head with value 0, natural-log units; counted once.
+      q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads]; None: 1. q, k and v stand for
+        themselves times the scale of the head, and float8_e4m3fn arrays are first brought to the
+        dtype of q, or of spec if q is one of them.
 
     Returns:
-      o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q. 0 where no key is visible and in
-        the padding.
+      o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q, or of spec. 0 where no key is
+        visible and in the padding.
       lse: [max_qo_tokens, num_qo_heads], float32 (float64 if q is), natural log of the sum over
         visible keys (and the sink) of exp(logit). -inf where no key is visible, even with sinks.
     """
     if v is None:
         v = k[..., : spec.head_dim_vo]
+    dtype = jnp.dtype(spec.dtype) if q.dtype == E4M3 else q.dtype
+    q, k, v = (
+        dequantize(x, scale, dtype) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
+    )
     if layer is not None:
         k, v = k[layer], v[layer]
     if kv_indptr is None:
@@ -107,6 +120,27 @@ def attention(
     os.append(xp.zeros((padding, q.shape[1], v.shape[-1]), q.dtype))
     lses.append(xp.full((padding, q.shape[1]), -np.inf, _compute_dtype(q)))
     return xp.concatenate(os), xp.concatenate(lses)
+
+
+def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:
+    """x times the scale of its head, in dtype; x itself if it is no float8_e4m3fn and has no scale.
+
+    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1.
+    """
+    if x.dtype != E4M3 and scale is None:
+        return x
+    x = x.astype(np.float64 if dtype == np.float64 else np.float32)
+    return (x if scale is None else x * scale[:, None].astype(x.dtype)).astype(dtype)
+
+
+def quantize(x: Array, scale: Array | None = None) -> Array:
+    """x / scale as float8_e4m3fn: the nearest, ties to even, at most +-448; NaN stays NaN.
+
+    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1.
+    """
+    x = x.astype(np.float32)
+    x = x if scale is None else x / scale[:, None].astype(np.float32)
+    return _namespace(x).clip(x, -448, 448).astype(E4M3)
 
 
 def visible_keys(
@@ -198,6 +232,8 @@ def append_kv(
     page_indices: np.ndarray,
     *,
     layer: int | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> tuple[Array, Array]:
     """The pages with the batch's new tokens in: token i of a request at kv_len - qo_len + i.
 
@@ -208,6 +244,7 @@ def append_kv(
       k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond qo_indptr[-1] are not read.
       v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
       qo_indptr, kv_lens, page_indptr, page_indices: as in `attention`.
+      k_scale, v_scale: [num_kv_heads] or None, of float8_e4m3fn pages, see `quantize`.
     """
     page_size = k_pages.shape[-3]
     pages, slots = [], []
@@ -222,6 +259,8 @@ def append_kv(
     if layer is not None:
         at = (layer, *at)
     nnz_qo = qo_indptr[-1]
+    if k_pages.dtype == E4M3:
+        k_new, v_new = quantize(k_new, k_scale), quantize(v_new, v_scale)
     k_pages = jnp.asarray(k_pages).at[at].set(k_new[:nnz_qo])
     v_pages = jnp.asarray(v_pages).at[at].set(v_new[:nnz_qo])
     return k_pages, v_pages

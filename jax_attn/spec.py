@@ -14,6 +14,7 @@ import numpy as np
 from jax_attn import _core, config
 
 _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
+_E4M3 = "float8_e4m3fn"
 _SCHEDULES = ("balanced", "fixed_split", "no_split")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
 
@@ -33,6 +34,10 @@ class AttentionSpec:
             of its rows is read once for both, and v is None wherever k and v are given. Up to 128
             query heads; head dims up to 576 and 512 (on CUDA multiples of 16 and of 128).
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
+        kv_dtype: of k and v, or of their pages: dtype (None) or float8_e4m3fn, whose elements stand
+            for their value times k_scale, v_scale of their head. append_kv takes k_new and v_new in
+            dtype. On CUDA with 16-bit dtypes and head dims that are multiples of 16.
+        q_dtype: of q: dtype (None) or, with a kv_dtype of it, float8_e4m3fn; o is of dtype.
     Logits
         sm_scale: logits = sm_scale * (q . k); None: 1 / sqrt(head_dim_qk). With mla it is the
             model's, that of its heads before absorption, and must be given.
@@ -74,6 +79,8 @@ class AttentionSpec:
     head_dim_vo: int | None = None
     mla: bool = False
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    q_dtype: str | None = None
     causal: bool = True
     window_left: int = -1
     window_right: int = -1
@@ -99,6 +106,10 @@ class AttentionSpec:
             object.__setattr__(self, name, value)
 
         settle("dtype", _dtype_name(self.dtype))
+        for name in ("kv_dtype", "q_dtype"):
+            settle(name, self._operand_dtype(name))  # None is the one way to say dtype
+        if self.q_dtype == _E4M3 != self.kv_dtype:
+            _refuse("q_dtype", f"None unless kv_dtype={_E4M3!r}", self.q_dtype)
         for name in ("num_qo_heads", "num_kv_heads", "max_batch", "max_qo_tokens"):
             _require_int(name, getattr(self, name), 1)
         if self.num_qo_heads % self.num_kv_heads:
@@ -146,6 +157,8 @@ class AttentionSpec:
         parse_target(self.target)  # refuses what it does not know
         if self.mla:
             self._check_mla()
+        if self.is_quantized:
+            self._check_quantized()
         for name in ("num_ctas", "max_items", "max_partial_rows"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
@@ -179,6 +192,41 @@ class AttentionSpec:
                 raise NotImplementedError(
                     f"AttentionSpec: {name}: with mla=True multiples of {multiple} are supported on"
                     f" CUDA, got {getattr(self, name)}."
+                )
+
+    def _operand_dtype(self, name: str) -> str | None:
+        given = getattr(self, name)
+        dtype = self.dtype if given is None else jax.numpy.dtype(given).name
+        if dtype not in (self.dtype, _E4M3):
+            raise NotImplementedError(
+                f"AttentionSpec: {name}: {self.dtype}, as dtype, and {_E4M3} are supported, got"
+                f" {dtype}."
+            )
+        return _E4M3 if dtype == _E4M3 else None
+
+    def _check_quantized(self) -> None:
+        if self.mla:
+            raise NotImplementedError(
+                f"AttentionSpec: kv_dtype: with mla=True {self.dtype}, as dtype, is supported, got"
+                f" {self.kv_dtype}."
+            )
+        if self.fresh_kv:
+            raise NotImplementedError(
+                f"AttentionSpec: fresh_kv: supported with kv_dtype=None, got True with {_E4M3};"
+                " append the new tokens first."
+            )
+        if self.target == "cpu":
+            return
+        if self.dtype == "float32":
+            raise NotImplementedError(
+                f"AttentionSpec: dtype: with kv_dtype={_E4M3!r} bfloat16 and float16 are supported"
+                " on CUDA, got float32."
+            )
+        for name in ("head_dim_qk", "head_dim_vo"):
+            if getattr(self, name) % 16:
+                raise NotImplementedError(
+                    f"AttentionSpec: {name}: with kv_dtype={_E4M3!r} multiples of 16 are supported"
+                    f" on CUDA, got {getattr(self, name)}."
                 )
 
     def _settle_storage(self, settle: Any) -> None:
@@ -220,6 +268,19 @@ class AttentionSpec:
         return -(-self.num_qo_heads // self.problem.spec["num_kv_heads"])
 
     @property
+    def dtype_of_q(self) -> str:
+        return self.q_dtype or self.dtype
+
+    @property
+    def dtype_of_kv(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """k and v are float8_e4m3fn, and have scales."""
+        return self.kv_dtype == _E4M3
+
+    @property
     def is_paged(self) -> bool:
         return self.page_size is not None
 
@@ -258,6 +319,8 @@ class AttentionSpec:
             "head_dim_vo": self.head_dim_vo,
             "mla": int(self.mla),
             "dtype": _DTYPES.index(self.dtype),
+            "q_is_e4m3": int(self.q_dtype == _E4M3),
+            "kv_is_e4m3": int(self.is_quantized),
             "window_left": self.window_left,
             "window_right": 0 if self.causal else self.window_right,
             "logits_soft_cap": self.logits_soft_cap,
@@ -277,7 +340,7 @@ class AttentionSpec:
         }
         problem = _core.Problem(spec, overrides)
         if arch:
-            _tell_fallback(arch)
+            _tell_fallback(arch, self.is_quantized)
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -340,9 +403,9 @@ def parse_target(target: str) -> tuple[int, int]:
 
 
 @functools.cache
-def _tell_fallback(arch: int) -> None:
-    """Once an architecture: that a faster main loop could exist for it, and does not."""
-    if sentence := _core.describe_fallback(arch):
+def _tell_fallback(arch: int, kv_is_e4m3: bool) -> None:
+    """Once an architecture, also with e4m3: a faster main loop could exist, and does not."""
+    if sentence := _core.describe_fallback(arch, kv_is_e4m3):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 
@@ -372,7 +435,8 @@ def _dtype_name(dtype: Any) -> str:
     name = jax.numpy.dtype(dtype).name
     if name not in _DTYPES:
         raise NotImplementedError(
-            f"AttentionSpec: dtype: {', '.join(_DTYPES)} are supported, got {name}."
+            f"AttentionSpec: dtype: {', '.join(_DTYPES)} are supported, got {name}"
+            + (f"; {name} is for kv_dtype and q_dtype." if name == _E4M3 else ".")
         )
     return name
 

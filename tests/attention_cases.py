@@ -21,6 +21,7 @@ import jax_attn as ja
 from jax_attn import reference
 
 POISON_ID = 2147480000
+E4M3 = "float8_e4m3fn"
 
 # Lengths that mix everything a server may see in one step: decodes, chunked prefills, a prefill
 # from nothing, a request without new tokens, one without any token, and more queries than keys.
@@ -39,6 +40,9 @@ class Case:
     head_dim_vo: int | None = None
     mla: bool = False  # v is None: values are the first head_dim_vo columns of k
     dtype: str = "float32"
+    # float8_e4m3fn, with scales of every head; None: dtype.
+    kv_dtype: str | None = None
+    q_dtype: str | None = None
     causal: bool = True
     window_left: int = -1
     window_right: int = -1
@@ -61,9 +65,9 @@ class Case:
     def spec_fields(self) -> dict[str, Any]:
         """Arguments of AttentionSpec, with capacities a little larger than the batch needs."""
         names = (
-            "num_qo_heads num_kv_heads head_dim_qk head_dim_vo mla dtype causal window_left "
-            "window_right logits_soft_cap sm_scale page_size schedule kv_split num_ctas "
-            "share_prefixes"
+            "num_qo_heads num_kv_heads head_dim_qk head_dim_vo mla dtype kv_dtype q_dtype causal "
+            "window_left window_right logits_soft_cap sm_scale page_size schedule kv_split "
+            "num_ctas share_prefixes"
         )
         fields = {name: getattr(self, name) for name in names.split()}
         fields["max_batch"] = len(self.kv_lens) + 2
@@ -109,6 +113,8 @@ class Batch:
     v: np.ndarray | None  # None: mla
     sinks: np.ndarray | None  # [num_qo_heads] f32
     layer: int | None
+    # q_scale, k_scale, v_scale of the operands that are float8_e4m3fn.
+    scales: dict[str, np.ndarray]
     # The same numbers request by request, for tests that need to know where one came from.
     k_rows: list[np.ndarray]  # [kv_len, num_kv_heads, head_dim_qk]
     v_rows: list[np.ndarray]
@@ -154,7 +160,7 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     """Arrays of a case, poisoned wherever nothing may be read."""
     rng = np.random.default_rng([seed, sum(case.kv_lens), case.head_dim_qk])
     lengths, pool = make_lengths(case, rng)
-    dtype = jnp.dtype(case.dtype)
+    q_dtype, kv_dtype = (jnp.dtype(d or case.dtype) for d in (case.q_dtype, case.kv_dtype))
     d_qk, d_vo = case.head_dim_qk, case.head_dim_vo or case.head_dim_qk
     nnz_qo, nnz_kv = sum(case.qo_lens), sum(case.kv_lens)
     q_live = np.empty((nnz_qo, case.num_qo_heads, d_qk))
@@ -167,11 +173,15 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     elif case.mla:
         v_live = k_live[..., :d_vo]
 
-    q = np.full((case.spec_fields()["max_qo_tokens"], case.num_qo_heads, d_qk), np.nan, dtype)
+    q = np.full((case.spec_fields()["max_qo_tokens"], case.num_qo_heads, d_qk), np.nan, q_dtype)
+    scales = _scales(case, rng)
+    for array, name in ((q_live, "q_scale"), (k_live, "k_scale"), (v_live, "v_scale")):
+        if name in scales:
+            array /= scales[name][:, None]
     q[:nnz_qo] = q_live
     shape = (pool,) if case.page_size is None else (pool, case.page_size)
-    k = np.full((*shape, *k_live.shape[1:]), np.nan, dtype)
-    v = np.full((*shape, *v_live.shape[1:]), np.nan, dtype)
+    k = np.full((*shape, *k_live.shape[1:]), np.nan, kv_dtype)
+    v = np.full((*shape, *v_live.shape[1:]), np.nan, kv_dtype)
     places = kv_places(lengths, case.page_size)
     k[places], v[places] = k_live, v_live
     k_live, v_live = k[places], v[places]  # of a page that is shared, what came last
@@ -184,9 +194,19 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     layer = None if case.num_layers is None else case.num_layers - 1
     borders = np.cumsum(case.kv_lens)[:-1]
     rows = (
-        np.split(x.astype(dtype), borders) if len(case.kv_lens) else [] for x in (k_live, v_live)
+        np.split(x.astype(kv_dtype), borders) if len(case.kv_lens) else [] for x in (k_live, v_live)
     )
-    return Batch(lengths, q, k, v, sinks, layer, *rows)
+    return Batch(lengths, q, k, v, sinks, layer, scales, *rows)
+
+
+def _scales(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Of each head another one, and no power of two; of k and v so that e4m3 holds the contents."""
+    heads = {}
+    if case.kv_dtype is not None:
+        heads |= {"k_scale": case.num_kv_heads, "v_scale": case.num_kv_heads}
+    if case.q_dtype is not None:
+        heads["q_scale"] = case.num_qo_heads
+    return {name: rng.uniform(0.3, 3, n).astype(np.float32) for name, n in heads.items()}
 
 
 def kv_places(lengths: Lengths, page_size: int | None) -> tuple[np.ndarray, ...]:
@@ -262,6 +282,7 @@ def expect(case: Case, batch: Batch) -> Expected:
         logits_soft_cap=case.logits_soft_cap,
         sm_scale=case.sm_scale,
         head_dim_vo=case.head_dim_vo,
+        dtype=case.dtype,
     )
 
     def run(*qkv):
@@ -271,6 +292,7 @@ def expect(case: Case, batch: Batch) -> Expected:
             spec=spec,
             layer=batch.layer,
             sinks=batch.sinks,
+            **batch.scales,
         )
 
     o, lse = run(
@@ -480,6 +502,41 @@ def _mask_cases():
         )
 
 
+def _e4m3_cases():
+    """float8_e4m3fn keys and values, and queries, with every dtype, mask, storage and schedule."""
+    kv = {"kv_dtype": E4M3, "contents": ("normal", "rising")}
+    for dtype in DTYPES:
+        short = SHORT[dtype]
+        for q_dtype in (None, E4M3):
+            queries = "_q" if q_dtype else ""
+            more = kv | {"dtype": dtype, "q_dtype": q_dtype}
+            yield Case(f"e4m3{queries}-{short}", **more, head_dim_qk=128, sinks=True)
+            yield Case(f"e4m3{queries}_ragged-{short}", **more, page_size=None, causal=False)
+        more = kv | {"dtype": dtype}
+        yield Case(f"e4m3_80_112-{short}", **more, head_dim_qk=80, head_dim_vo=112, page_size=1)
+        yield Case(f"e4m3_count-{short}", **more | {"contents": ("count",)}, page_size=5)
+        yield Case(f"e4m3_cap-{short}", **more, logits_soft_cap=2.0, sinks=True, num_layers=2)
+        yield Case(f"e4m3_split-{short}", **more, schedule="fixed_split", kv_split=128)
+    more = kv | {"dtype": "bfloat16"}
+    for name in ("left16", "both", "left63_full"):
+        yield Case(f"e4m3_mask_{name}", **more, **MASKS[name], page_size=7)
+    for page_size in (3, 64):
+        yield Case(f"e4m3_page_size_{page_size}", **more, page_size=page_size)
+    for group in (1, 5, 16):
+        yield Case(f"e4m3_group_{group}", **more, num_qo_heads=2 * group, q_dtype=E4M3)
+    for d_qk, d_vo in ((16, 32), (192, 128), (256, 256), (96, 16)):
+        yield Case(f"e4m3_head_dim_{d_qk}_{d_vo}", **more, head_dim_qk=d_qk, head_dim_vo=d_vo)
+    yield Case("e4m3_negative_scale", **more, sm_scale=-0.1)
+    lens = tuple(range(1, 140))
+    yield Case("e4m3_every_kv_len", (1,) * 139, lens, **more)
+    branches = ("ab", "ab", "abc", "a")
+    lens = (600, 577, 900, 300)
+    yield Case("e4m3_prefix", (1,) * 4, lens, branches=branches, num_ctas=2, **more)
+    yield Case(
+        "e4m3_no_keys", (3, 1, 40), (0, 0, 0), **more | {"contents": ("normal",)}, sinks=True
+    )
+
+
 def _schedule_cases():
     contents = ("normal", "count", "rising", "falling")
     for schedule, split in (*SCHEDULES, ("fixed_split", 256), ("fixed_split", 384)):
@@ -571,6 +628,7 @@ CASES: tuple[Case, ...] = (
     *_shape_cases(),
     *_mask_cases(),
     *_prefix_cases(),
+    *_e4m3_cases(),
     *_schedule_cases(),
 )
 assert len({case.name for case in CASES}) == len(CASES)

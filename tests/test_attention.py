@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import (
     CASES,
+    E4M3,
     MASKS,
     MIXED_KV,
     MIXED_QO,
@@ -27,8 +28,9 @@ import jax_attn as ja
 
 
 @jax.jit
-def attend(q, k, v, plan, layer=None, sinks=None):
-    return ja.attention(q, k, v, plan, layer=layer, sinks=sinks, return_lse=True)
+def attend(q, k, v, plan, layer=None, sinks=None, scales=None):
+    options = {"layer": layer, "sinks": sinks} | (scales or {})
+    return ja.attention(q, k, v, plan, **options, return_lse=True)
 
 
 def make_plan(case, backend, batch):
@@ -37,7 +39,7 @@ def make_plan(case, backend, batch):
 
 def run(plan, batch):
     """(o, lse) as numpy arrays."""
-    arrays = batch.q, batch.k, batch.v, plan, batch.layer, batch.sinks
+    arrays = batch.q, batch.k, batch.v, plan, batch.layer, batch.sinks, batch.scales
     return tuple(np.asarray(x) for x in attend(*arrays))
 
 
@@ -61,7 +63,7 @@ def check(case, backend):
         batch, want = built(case, content), expected(case, content)
         plan = plan or make_plan(case, backend, batch)
         o, lse = run(plan, batch)
-        assert o.dtype == batch.q.dtype and lse.dtype == np.float32
+        assert o.dtype == case.dtype and lse.dtype == np.float32
         try:
             assert_close_state(o, lse, want.o, want.lse, want.o_bound, want.lse_bound)
         except AssertionError as error:
@@ -80,6 +82,8 @@ MIXED_CASES = [
     Case("window", window_left=20, page_size=5),
     Case("ragged", page_size=None, dtype="float16"),
     Case("fixed_split", schedule="fixed_split", kv_split=128, num_qo_heads=6),
+    Case("e4m3", kv_dtype=E4M3, dtype="bfloat16", window_left=20, page_size=5),
+    Case("e4m3_f16", kv_dtype=E4M3, dtype="float16", page_size=None),
 ]
 
 
@@ -214,6 +218,7 @@ INVARIANCE_CASES = [
     Case("cap", dtype="float16", logits_soft_cap=5.0, num_qo_heads=4, num_kv_heads=4),
     Case("full_window", causal=False, window_left=70, window_right=0, head_dim_vo=24),
     Case("ragged", page_size=None, num_qo_heads=7, num_kv_heads=1),
+    Case("e4m3", dtype="bfloat16", kv_dtype=E4M3, q_dtype=E4M3, page_size=3, sinks=True),
 ]
 INVARIANCE_CASES = [
     dataclasses.replace(case, schedule="fixed_split", kv_split=128) for case in INVARIANCE_CASES

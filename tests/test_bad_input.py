@@ -26,6 +26,8 @@ FIELDS = {
     "max_kv_pages": 10,
     "target": "cpu",
 }
+E4M3 = "float8_e4m3fn"
+_CUDA = {"kv_dtype": E4M3, "dtype": "bfloat16", "target": "sm_90"}
 RAGGED = {"page_size": None, "max_kv_pages": None, "max_kv_tokens": 30}
 
 
@@ -80,6 +82,27 @@ _EG = ("expected", "got")
     ("target", {"target": "tpu"}, ValueError, "target", "cpu", "sm_90", "tpu"),
     ("old_gpu", {"target": "sm_70"}, NotImplementedError, "target", "sm_80", "sm_70"),
     ("ctas", {"num_ctas": 0}, ValueError, "num_ctas", *_EG),
+    ("e5m2", {"kv_dtype": "float8_e5m2"}, NotImplementedError, "kv_dtype", "float8_e4m3fn", "e5m2"),
+    ("fnuz", {"kv_dtype": "float8_e4m3fnuz"}, NotImplementedError, "kv_dtype", "fnuz", "got"),
+    ("kv_f16", {"kv_dtype": "float16"}, NotImplementedError, "kv_dtype", "float32", "float16"),
+    (
+        "q_of_16_bits",
+        {"q_dtype": "bfloat16"},
+        NotImplementedError,
+        "q_dtype",
+        "float32",
+        "bfloat16",
+    ),
+    ("only_q", {"q_dtype": E4M3}, ValueError, "q_dtype", "kv_dtype", *_EG),
+    ("e4m3_dtype", {"dtype": E4M3}, NotImplementedError, "dtype", "bfloat16", E4M3, "kv_dtype"),
+    (
+        "e4m3_mla",
+        {"kv_dtype": E4M3, "mla": True, "num_kv_heads": 1, "sm_scale": 0.1},
+        *(NotImplementedError, "kv_dtype", "mla", E4M3),
+    ),
+    ("e4m3_f32", _CUDA | {"dtype": "float32"}, NotImplementedError, "dtype", E4M3, "float32"),
+    ("e4m3_72", _CUDA | {"head_dim_qk": 72}, NotImplementedError, "head_dim_qk", "16", E4M3, "72"),
+    ("e4m3_vo", _CUDA | {"head_dim_vo": 24}, NotImplementedError, "head_dim_vo", "16", E4M3, "24"),
 )
 def test_spec(row):
     changed, exception, *words = row
@@ -218,6 +241,38 @@ def test_attention(row, backend):
     call = functools.partial(ja.attention, **operands(backend, **changed))
     check(call, ValueError, "attention", *words)
     check(jax.jit(call), ValueError, "attention", *words)  # also at trace time
+
+
+@table(
+    ("k_is_f32", {"k": _ones(_CACHE)}, "k_pages", E4M3, *_EG, "float32"),
+    ("k_is_e5m2", {"k": _ones(_CACHE).astype("float8_e5m2")}, "k_pages", E4M3, *_EG, "e5m2"),
+    ("q_is_e4m3", {"q": _ones((8, 4, 64)).astype(E4M3)}, "q", "bfloat16", *_EG, E4M3),
+    ("k_scale", {"k_scale": _ones(4)}, "k_scale", "float32[2]", *_EG, "[4]"),
+    ("v_scale_of_all", {"v_scale": _ones(())}, "v_scale", "float32[2]", *_EG, "[]"),
+    ("v_scale_dtype", {"v_scale": jnp.ones(2, "bfloat16")}, "v_scale", "float32", *_EG, "bfloat16"),
+    ("q_scale", {"q_scale": _ones(4)}, "q_scale", "q_dtype", E4M3, *_EG, "(4,)"),
+)
+@on_every_platform
+def test_e4m3_attention(row, backend):
+    changed, *words = row
+    fields = {n: x for n, x in FIELDS.items() if n != "target"}
+    spec = backend.spec(**fields | {"dtype": "bfloat16", "kv_dtype": E4M3})
+    pages = jnp.ones(_CACHE, E4M3)
+    given = {"q": jnp.ones((8, 4, 64), "bfloat16"), "k": pages, "v": pages, "layer": 1}
+    given |= {"plan": ja.plan(spec, **BATCH)}
+    ja.attention(**given, k_scale=_ones(2))
+    call = functools.partial(ja.attention, **(given | changed))
+    check(call, ValueError, "attention", *words)
+    check(jax.jit(call), ValueError, "attention", *words)
+
+
+@on_every_platform
+def test_scales_of_what_is_not_e4m3(backend):
+    given = operands(backend)
+    new, scales = _ones((8, 2, 64)), {"k_scale": _ones(2)}
+    check(lambda: ja.attention(**given, **scales), ValueError, "attention", "k_scale", E4M3, *_EG)
+    call = functools.partial(ja.append_kv, given["k"], given["v"], new, new, given["plan"], layer=1)
+    check(lambda: call(**scales), ValueError, "append_kv", "k_scale", "kv_dtype", E4M3, *_EG)
 
 
 @on_every_platform

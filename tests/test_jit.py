@@ -67,7 +67,7 @@ def entries(cache_dir: pathlib.Path) -> list[pathlib.Path]:
 @pytest.fixture(scope="module")
 def nvrtc() -> None:
     try:
-        _core.append_source(ARCH).compile()
+        _core.merge_source(ARCH, 0).compile()
     except RuntimeError as error:
         if "pip install" not in str(error):
             raise

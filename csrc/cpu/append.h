@@ -6,7 +6,7 @@
 
 namespace jax_attn {
 
-// Copies row qo_indptr[r] + i of k_new, v_new to position kv_lens[r] - qo_len + i of request r.
+// Writes row qo_indptr[r] + i of k_new, v_new to position kv_lens[r] - qo_len + i of request r.
 // Rows whose position would be negative do not exist in a valid plan and are skipped.
 void AppendCpu(const AppendParams& params, TaskPool& pool);
 

@@ -8,11 +8,11 @@
 namespace jax_attn {
 namespace {
 
-template <class Isa, typename T>
+template <class Isa, typename T, typename Kv>
 struct Attend {
   static size_t ScratchBytes(const AttentionParams& params, const CpuGeometry& g) {
-    const size_t decode = Buffers<Isa, T, true>(params, g, nullptr).bytes;
-    const size_t prefill = Buffers<Isa, T, false>(params, g, nullptr).bytes;
+    const size_t decode = Buffers<Isa, T, Kv, true>(params, g, nullptr).bytes;
+    const size_t prefill = Buffers<Isa, T, Kv, false>(params, g, nullptr).bytes;
     return decode > prefill ? decode : prefill;
   }
 
@@ -26,9 +26,9 @@ struct Attend {
     for (i64 i = 0; i < num_items; i += heads_per_pass) {
       const i64 heads = Min(heads_per_pass, num_items - i);
       if (low) {
-        DecodePass<Isa, T>(params, g, items + i, heads, scratch).Run();
+        DecodePass<Isa, T, Kv>(params, g, items + i, heads, scratch).Run();
       } else {
-        PrefillPass<Isa, T>(params, g, items + i, heads, scratch).Run();
+        PrefillPass<Isa, T, Kv>(params, g, items + i, heads, scratch).Run();
       }
     }
   }

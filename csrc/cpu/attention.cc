@@ -147,7 +147,8 @@ void FillPadding(const AttentionParams& p, int64_t dtype) {
 
 void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
   const int64_t dtype = problem.spec.dtype;
-  const CpuTypeKernels& kernels = *ActiveKernels().types[dtype];
+  const CpuKernels& all = ActiveKernels();
+  const CpuTypeKernels& kernels = *(problem.spec.kv_is_e4m3 ? all.e4m3 : all.types)[dtype];
   CpuGeometry geometry{};
   geometry.tile_kv = problem.config.tile_kv;
   for (int64_t i = 0; i < problem.config.num_tiles; ++i) {

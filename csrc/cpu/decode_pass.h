@@ -18,9 +18,9 @@ struct ShortPanels : Isa {
   static constexpr int kVecs = Isa::kWidth < 16 ? Isa::kVecs : 1;
 };
 
-template <class Isa, typename T>
-class DecodePass : PassBase<Isa, T, true> {
-  using Base = PassBase<Isa, T, true>;
+template <class Isa, typename T, typename Kv>
+class DecodePass : PassBase<Isa, T, Kv, true> {
+  using Base = PassBase<Isa, T, Kv, true>;
   using Base::buf_, Base::item_, Base::num_heads_, Base::params_, Base::rows_;
   using Base::kBytes, Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
   using RowTile = typename Base::RowTile;
@@ -40,7 +40,8 @@ class DecodePass : PassBase<Isa, T, true> {
   // Tokens of a unit, whose heads follow each other: few, so that reads follow memory, and enough
   // for a whole panel of keys and not to load and store o too often. On two Zen 5 cores twice as
   // many f32 values a unit cost 7 %; half as many save 7 %, but cost 12 % with AVX2.
-  static constexpr i64 kKeyTokens = Buffers<Isa, T, true>::kKeyTokens, kValueTokens = 16 / kBytes;
+  static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens,
+                       kValueTokens = Min(8, 16 / kBytes);
   static constexpr i64 kTokensAhead = kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
@@ -117,7 +118,7 @@ class DecodePass : PassBase<Isa, T, true> {
     for (i64 i = 0; i < heads; ++i) {
       const HeadRows keys{block.k, (h + i) * this->KeyHeadBytes()};
       for (i64 u = begin; u < end; ++u, panel += panel_bytes) {
-        PackKeyPanel<KeyIsa, kKeys, T>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
+        PackKeyPanel<KeyIsa, kKeys, Kv>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
       }
     }
     ForTiles(h, start, valid, [&](const RowTile& tile) {
@@ -149,14 +150,14 @@ class DecodePass : PassBase<Isa, T, true> {
     const bool whole =
         params_.head_dim_vo % kUnit == 0 && tokens.begin % kStep == 0 && tokens.end % kStep == 0;
     if (whole && !mixed) {
-      const RowSource<Isa, T> rows{values.rows + tokens.begin, values.offset};
+      const RowSource<Isa, Kv, Base::kPairs> rows{values.rows + tokens.begin, values.offset};
       ForTiles(h, start, valid, [&](const RowTile& tile) {
         this->AddValues(tile, tokens.begin, tokens, rows, 0, panels, fetch);
       });
       return;
     }
-    PackValues<Isa, kValues, T>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
-                                buf_.v_panel_bytes, buf_.v_panels);
+    PackValues<Isa, kValues, Kv>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
+                                 buf_.v_panel_bytes, buf_.v_panels);
     if (!mixed || this->ValuesAreFinite(first, tokens)) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
         this->AddValues(tile, first, tokens, this->PackedValues(), 0, panels, fetch);

@@ -63,12 +63,12 @@ struct PanelSource {
   }
 };
 
-// Rows of T where they are: depth k is at rows[k] + offset. For kDot a step is a pair of rows.
-template <class Isa, typename T>
+// Rows of T where they are: depth k is at rows[k] + offset. For kPairs a step is a pair of rows.
+template <class Isa, typename T, bool kPairs>
 struct RowSource {
   using Vec = typename Isa::Vec;
   static constexpr int kParts = 1;
-  static constexpr bool kDot = Isa::kBf16Dot && IsBf16<T>;
+  static constexpr bool kDot = kPairs;
   static constexpr i64 kBytes = kPanel<Isa> * static_cast<i64>(sizeof(T)) * (kDot ? 2 : 1);
 
   const char* const* rows;

@@ -9,22 +9,25 @@ namespace jax_attn {
 namespace {
 
 // Everything is constexpr, so that loading the library runs no code of this instruction set.
-template <class Isa, typename T>
+template <class Isa, typename T, typename Kv>
 constexpr CpuTypeKernels MakeTypeKernels() {
   CpuTypeKernels kernels{};
-  kernels.scratch_bytes = Attend<Isa, T>::ScratchBytes;
-  kernels.attend = Attend<Isa, T>::Run;
+  kernels.scratch_bytes = Attend<Isa, T, Kv>::ScratchBytes;
+  kernels.attend = Attend<Isa, T, Kv>::Run;
   kernels.merge_group = MergeGroupRows<Isa, T>;
   kernels.merge_rows = MergeStateRows<Isa, T>;
   return kernels;
 }
 
-template <class Isa, typename T>
-constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T>();
+template <class Isa, typename T, typename Kv = T>
+constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();
 
 template <class Isa>
 constexpr CpuKernels MakeKernels(const char* name) {
-  return {name, {&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>}};
+  return {name,
+          {&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
+          {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
+           &kTypeKernels<Isa, float, E4m3>}};
 }
 
 }  // namespace

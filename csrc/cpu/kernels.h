@@ -22,7 +22,7 @@ struct CpuGeometry {
 // of the same rows and span together.
 inline constexpr i64 kMaxLowRows = 16;
 
-// The kernels for one element type.
+// The kernels for one type of o, and one of keys and values.
 struct CpuTypeKernels {
   // Bytes of scratch Attend wants, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
@@ -42,11 +42,13 @@ struct CpuTypeKernels {
 struct CpuKernels {
   const char* name;
   const CpuTypeKernels* types[3];  // by DType of spec.h: bf16, f16, f32
+  const CpuTypeKernels* e4m3[3];   // the same over keys and values of e4m3
 };
 
 extern const CpuKernels kKernelsBaseline;
 #if defined(__x86_64__)
-extern const CpuTypeKernels kAvx512F16, kAvx512F32;  // shared by the two tables with AVX-512
+// Shared by the two tables with AVX-512.
+extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
 extern const CpuKernels kKernelsAvx2;
 extern const CpuKernels kKernelsAvx512;
 extern const CpuKernels kKernelsAvx512Bf16;

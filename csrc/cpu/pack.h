@@ -11,18 +11,19 @@
 namespace jax_attn {
 namespace {
 
-// Panel formats by the type of keys and values. kLow: few rows multiply a panel, so it is cheapest
-// to leave bf16 as it is; for many rows it is converted once.
-template <class Isa, typename T>
+// Panel formats by Kv, the type of keys and values, and T, that of results. kLow: few rows multiply
+// a panel, so it is cheapest to leave bf16 as it is; for many rows it is converted once. e4m3
+// always is: to bf16, which holds all of its values, where pairs of that are multiplied.
+template <class Isa, typename T, typename Kv>
 constexpr bool kUsesDot = Isa::kBf16Dot && IsBf16<T>;
-template <class Isa, typename T, bool kLow>
-constexpr Format kKeyFormat = kUsesDot<Isa, T>    ? Format::kDot
-                              : IsBf16<T> && kLow ? Format::kDepthPairs
-                                                  : Format::kF32;
-template <class Isa, typename T, bool kLow>
-constexpr Format kValueFormat = kUsesDot<Isa, T>    ? Format::kDot
-                                : IsBf16<T> && kLow ? Format::kColumnPairs
-                                                    : Format::kF32;
+template <class Isa, typename T, typename Kv, bool kLow>
+constexpr Format kKeyFormat = kUsesDot<Isa, T, Kv> ? Format::kDot
+                              : IsBf16<Kv> && kLow ? Format::kDepthPairs
+                                                   : Format::kF32;
+template <class Isa, typename T, typename Kv, bool kLow>
+constexpr Format kValueFormat = kUsesDot<Isa, T, Kv> ? Format::kDot
+                                : IsBf16<Kv> && kLow ? Format::kColumnPairs
+                                                     : Format::kF32;
 
 // Depths (head dims of keys, tokens of values) a step of a panel holds.
 constexpr i64 StepDepth(Format format) {
@@ -113,7 +114,8 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
   constexpr bool kMove =
       sizeof(T) == 4 || IsBf16<T>;  // as 32-bit lanes; others are converted first
   constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // a lane becomes two
-  constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T);
+  constexpr bool kJoin = IsE4m3<T> && kFormat == Format::kDot;   // two become a lane
+  constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T) * (kJoin ? 2 : 1);
   const i64 lanes = head_dim * static_cast<i64>(sizeof(T)) / kLaneBytes;
   for (int v = 0; v < Isa::kVecs; ++v) {
     const char* rows[kWidth];
@@ -126,7 +128,11 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
       } else {
         JAX_ATTN_UNROLL
         for (int t = 0; t < kWidth; ++t) {
-          column[t] = Isa::LoadFirst(reinterpret_cast<const T*>(rows[t]) + lane, n);
+          if constexpr (kJoin) {
+            column[t] = Isa::LoadPairs(reinterpret_cast<const T*>(rows[t]) + 2 * lane, n);
+          } else {
+            column[t] = Isa::LoadFirst(reinterpret_cast<const T*>(rows[t]) + lane, n);
+          }
         }
         Isa::Transpose(column);
       }

@@ -26,15 +26,17 @@ struct BlockRows {
 constexpr i64 kScoreRows = 128, kMaxLowPassRows = 256;
 
 // One thread's buffers. On a null scratch it only counts their bytes.
-template <class Isa, typename T, bool kLow>
+template <class Isa, typename T, typename Kv, bool kLow>
 struct Buffers {
-  static constexpr Format kKeys = kKeyFormat<Isa, T, kLow>, kValues = kValueFormat<Isa, T, kLow>;
+  static constexpr Format kKeys = kKeyFormat<Isa, T, Kv, kLow>,
+                          kValues = kValueFormat<Isa, T, Kv, kLow>;
   // Decode's keys packed at once: of this many tokens of two heads.
-  static constexpr i64 kKeyTokens = 64 / static_cast<i64>(sizeof(T));
+  static constexpr i64 kKeyTokens = Min(32, 64 / static_cast<i64>(sizeof(Kv)));
 
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
   RowState* states;  // [rows]
+  float* scales;     // [rows] that their logits have beside those of all: of e4m3, else 1
   i32* tokens;       // [rows] query token of each row of an item
   float* s;          // [score_rows, tile_kv] scores; then probabilities, unless they are pairs
   float* p;          // [score_rows, p_lanes]
@@ -59,9 +61,10 @@ struct Buffers {
     q = Take<float>(base, rows * q_lanes);
     o = Take<float>(base, rows * o_columns);
     states = Take<RowState>(base, rows);
+    scales = Take<float>(base, rows);
     tokens = Take<i32>(base, rows);
     s = Take<float>(base, score_rows * tile_kv);
-    p = kUsesDot<Isa, T> ? Take<float>(base, score_rows * p_lanes) : s;
+    p = kUsesDot<Isa, T, Kv> ? Take<float>(base, score_rows * p_lanes) : s;
     alpha = Take<float>(base, score_rows);
     k_panels =
         Take<char>(base, CeilDiv(kLow ? 2 * kKeyTokens : tile_kv, kPanel<Isa>) * k_panel_bytes);
@@ -81,8 +84,9 @@ struct Buffers {
   }
 };
 
-// What a pass over some items of the same rows and span needs. kLow: decode, see decode_pass.h.
-template <class Isa, typename T, bool kLow>
+// What a pass over some items of the same rows and span needs. T: the type of o, and of q unless
+// that is e4m3; Kv: of keys and values. kLow: decode, see decode_pass.h.
+template <class Isa, typename T, typename Kv, bool kLow>
 class PassBase {
  public:
   PassBase(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
@@ -96,11 +100,12 @@ class PassBase {
         buf_(params, g, scratch) {}
 
  protected:
-  static constexpr Format kKeys = kKeyFormat<Isa, T, kLow>, kValues = kValueFormat<Isa, T, kLow>;
-  static constexpr bool kPairs = kUsesDot<Isa, T>;
+  static constexpr Format kKeys = kKeyFormat<Isa, T, Kv, kLow>,
+                          kValues = kValueFormat<Isa, T, Kv, kLow>;
+  static constexpr bool kPairs = kUsesDot<Isa, T, Kv>;
   static constexpr i64 kUnit = kPanel<Isa>;         // tokens of a panel of keys
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
-  static constexpr i64 kBytes = sizeof(T);
+  static constexpr i64 kBytes = sizeof(Kv);
 
   // ---- q, and the states' initial values
 
@@ -112,8 +117,15 @@ class PassBase {
     for (i64 h = 0; h < num_heads_; ++h) {
       for (i64 r = 0; r < rows_; ++r) {
         const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
-        LoadQuery(QueryRow(token) * params_.num_qo_heads + head,
-                  buf_.q + (h * rows_ + r) * buf_.q_lanes);
+        const i64 row = QueryRow(token) * params_.num_qo_heads + head;
+        float* to = buf_.q + (h * rows_ + r) * buf_.q_lanes;
+        if (IsE4m3<Kv> && params_.q_is_e4m3) {
+          LoadQuery<E4m3>(row, to);
+        } else {
+          LoadQuery<T>(row, to);
+        }
+        buf_.scales[h * rows_ + r] =
+            HeadScale(params_.q_scale, head) * HeadScale(params_.k_scale, items_[h].kv_head);
       }
     }
     for (i64 r = 0; r < num_heads_ * rows_; ++r) {
@@ -123,15 +135,22 @@ class PassBase {
     }
   }
 
+  // NaN where it is not positive: the maximum of the products would not be that of the logits.
+  static float HeadScale(const float* scales, i64 head) {
+    if (scales == nullptr) return 1.0f;
+    return scales[head] > 0 ? scales[head] : __builtin_nanf("");
+  }
+
   // The row of q of a token of the item.
   i64 QueryRow(i64 token) const {
     return item_.num_groups > 1 ? params_.qo_indices[item_.qo_begin + token]
                                 : item_.qo_begin + token;
   }
 
+  template <typename Q>
   void LoadQuery(i64 row, float* to) const {
     const i64 dim = params_.head_dim_qk;
-    const T* from = static_cast<const T*>(params_.q) + row * dim;
+    const Q* from = static_cast<const Q*>(params_.q) + row * dim;
     FetchRowAhead(from, params_.num_qo_heads, dim);
     for (i64 d = 0; d < dim; d += Isa::kWidth) {
       const int n = static_cast<int>(Min(Isa::kWidth, dim - d));
@@ -264,13 +283,14 @@ class PassBase {
     float* s = buf_.s + score_row * buf_.tile_kv;
     RowState* states = buf_.states + h * rows_ + first;
     float* alpha = buf_.alpha + score_row;
+    const float* scales = buf_.scales + h * rows_ + first;
     if constexpr (kPairs) {
-      SoftmaxTile<Isa>(rule_, n, begin, end, visible, s, buf_.tile_kv,
+      SoftmaxTile<Isa>(rule_, scales, n, begin, end, visible, s, buf_.tile_kv,
                        reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes), 2 * buf_.p_lanes,
                        states, alpha);
     } else {
-      SoftmaxTile<Isa>(rule_, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv, states,
-                       alpha);
+      SoftmaxTile<Isa>(rule_, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
+                       states, alpha);
     }
   }
 
@@ -370,7 +390,7 @@ class PassBase {
   const i64 num_heads_;
   const i64 rows_;  // of one item
   const LogitRule rule_;
-  Buffers<Isa, T, kLow> buf_;
+  Buffers<Isa, T, Kv, kLow> buf_;
 };
 
 }  // namespace

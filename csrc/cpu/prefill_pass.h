@@ -9,9 +9,9 @@
 namespace jax_attn {
 namespace {
 
-template <class Isa, typename T>
-class PrefillPass : PassBase<Isa, T, false> {
-  using Base = PassBase<Isa, T, false>;
+template <class Isa, typename T, typename Kv>
+class PrefillPass : PassBase<Isa, T, Kv, false> {
+  using Base = PassBase<Isa, T, Kv, false>;
   using Base::buf_, Base::params_, Base::rows_;
   using Base::kKeys, Base::kValues, Base::kUnit;
   using RowTile = typename Base::RowTile;
@@ -33,11 +33,11 @@ class PrefillPass : PassBase<Isa, T, false> {
     const HeadRows keys{block.k, 0}, values{block.v, 0};
     NoFetch no_fetch;
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
-      PackKeyPanel<Isa, kKeys, T>(keys, u * kUnit, params_.head_dim_qk,
-                                  buf_.k_panels + u * buf_.k_panel_bytes, no_fetch);
+      PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk,
+                                   buf_.k_panels + u * buf_.k_panel_bytes, no_fetch);
     }
-    PackValues<Isa, kValues, T>(values, 0, valid.begin, valid.end, params_.head_dim_vo,
-                                buf_.v_panel_bytes, buf_.v_panels);
+    PackValues<Isa, kValues, Kv>(values, 0, valid.begin, valid.end, params_.head_dim_vo,
+                                 buf_.v_panel_bytes, buf_.v_panels);
     const bool finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
     // The next block's rows, a few lines with every register tile.
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());

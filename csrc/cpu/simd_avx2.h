@@ -31,6 +31,17 @@ struct Avx2 {
   static Vec Load(const F16* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  // By way of f16, whose exponent has a bias of 15 where that of e4m3 has 7. That conversion knows
+  // subnormals whatever the mode of the thread.
+  static Vec Load(const E4m3* p) {
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m128i high = _mm_slli_epi16(codes, 8);
+    const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16(-0x4080));
+    const __m128i largest = _mm_set1_epi16(0x3f80);  // NaN
+    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(half, largest), largest);
+    const __m128i with_nan = _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x4000)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(with_nan), _mm256_set1_ps(0x1p8f));
+  }
   // n is 8: head dims are multiples of 8.
   template <typename T>
   static Vec LoadFirst(const T* p, int) {

@@ -38,6 +38,10 @@ struct Avx512 {
   static Vec Load(const F16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  static Vec Load(const E4m3* p) {
+    return Widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static Vec LoadFirst(const E4m3* p, int n) { return Widen(_mm_maskz_loadu_epi8(First16(n), p)); }
   static Vec LoadFirst(const float* p, int n) { return _mm512_maskz_loadu_ps(First16(n), p); }
   static Vec LoadFirst(const Bf16* p, int n) {
     return Widen(_mm256_maskz_loadu_epi16(First16(n), p));
@@ -152,6 +156,16 @@ struct Avx512 {
   static Vec Widen(__m256i half) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
+  // By way of f16, see simd_avx2.h.
+  static Vec Widen(__m128i codes) {
+    const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(-0x4080));
+    const __m256i largest = _mm256_set1_epi16(0x3f80);  // NaN
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, largest), largest);
+    const __m256i with_nan =
+        _mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x4000)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(with_nan), _mm512_set1_ps(0x1p8f));
+  }
   static __m256i Narrow(Vec v) {
     const __m512i u = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -177,6 +191,11 @@ struct Avx512Bf16 : Avx512 {
   static Vec MaskLanes(Vec x, uint32_t mask) {
     return _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(mask))));
   }
+  // Lane i: elements 2 i and 2 i + 1 of a, as bf16, for i < n; 0 beyond.
+  static Vec LoadPairs(const E4m3* a, int n) {
+    const __mmask32 mask = static_cast<__mmask32>((u64{1} << 2 * n) - 1);
+    return _mm512_castsi512_ps(ToBf16x32(_mm256_maskz_loadu_epi8(mask, a)));
+  }
   // Lane i: a[i] in the low half, b[i] in the high half, for i < n; 0 beyond.
   static Vec PairRows(const Bf16* a, const Bf16* b, int n) {
     const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
@@ -184,7 +203,17 @@ struct Avx512Bf16 : Avx512 {
     const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
   }
+  static Vec PairRows(const E4m3* a, const E4m3* b, int n) {
+    const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
+    const __m128i low = _mm_maskz_loadu_epi8(mask, a), high = _mm_maskz_loadu_epi8(mask, b);
+    return _mm512_castsi512_ps(
+        ToBf16x32(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high))));
+  }
   // The same for 2 * kWidth lanes, in two vectors.
+  static void PairRows(const E4m3* a, const E4m3* b, Vec* x) {
+    x[0] = PairRows(a, b, kWidth);
+    x[1] = PairRows(a + kWidth, b + kWidth, kWidth);
+  }
   static void PairRows(const Bf16* a, const Bf16* b, Vec* x) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i low = _mm512_or_si512(_mm512_or_si512(lane, _mm512_slli_epi32(lane, 16)),
@@ -194,6 +223,20 @@ struct Avx512Bf16 : Avx512 {
     x[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(u, low, w));
     x[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(u, high, w));
   }
+
+ private:
+  static __m512i ToBf16x32(__m256i codes) {
+    const __m512i x = _mm512_cvtepu8_epi16(codes), rest = _mm512_and_si512(x, Each16(0x7f));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(rest, 4), Each16(0x3c00));
+    // The eight without an exponent: multiples of 2^-9.
+    const __m512i small = _mm512_broadcast_i32x4(
+        _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    __m512i y = _mm512_mask_permutexvar_epi16(normal, _mm512_cmplt_epu16_mask(rest, Each16(8)),
+                                              rest, small);
+    y = _mm512_mask_mov_epi16(y, _mm512_cmpeq_epi16_mask(rest, Each16(0x7f)), Each16(0x7fc0));
+    return _mm512_or_si512(y, _mm512_slli_epi16(_mm512_and_si512(x, Each16(0x80)), 8));
+  }
+  static __m512i Each16(int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); }
 };
 #endif
 

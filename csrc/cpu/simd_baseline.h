@@ -43,6 +43,16 @@ struct Baseline {
   }
   static Vec Load(const Bf16* p) { return Vec{ToF32(p[0]), ToF32(p[1]), ToF32(p[2]), ToF32(p[3])}; }
   static Vec Load(const F16* p) { return Vec{ToF32(p[0]), ToF32(p[1]), ToF32(p[2]), ToF32(p[3])}; }
+  static Vec Load(const E4m3* p) {
+    typedef uint8_t Codes __attribute__((vector_size(4)));
+    Codes codes;
+    memcpy(&codes, p, sizeof(codes));
+    const Int x = __builtin_convertvector(codes, Int), rest = x & 0x7f;
+    const Vec small = __builtin_convertvector(rest, Vec) * Set(0x1p-9f);
+    Vec magnitude = Blend(rest < 8, small, (Vec)((rest << 20) + 0x3c000000));
+    magnitude = Blend(rest == 0x7f, Set(__builtin_nanf("")), magnitude);
+    return (Vec)((Int)magnitude | ((x & 0x80) << 24));
+  }
 
   // The first n elements, n in [1, kWidth] and a multiple of 8 or kWidth; the other lanes are 0.
   template <typename T>

@@ -26,6 +26,17 @@ struct Neon {
   static Vec Load(const float* p) { return vld1q_f32(p); }
   static Vec Load(const Bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(LoadHalf(p), 16)); }
   static Vec Load(const F16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(LoadHalf(p))); }
+  // By way of f16, see simd_avx2.h.
+  static Vec Load(const E4m3* p) {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    const uint16x4_t codes = vget_low_u16(vmovl_u8(vcreate_u8(four)));
+    const uint16x4_t rest = vand_u16(codes, vdup_n_u16(0x7f));
+    const uint16x4_t sign = vshl_n_u16(vand_u16(codes, vdup_n_u16(0x80)), 8);
+    const uint16x4_t nan = vand_u16(vceq_u16(rest, vdup_n_u16(0x7f)), vdup_n_u16(0x4000));
+    const uint16x4_t half = vorr_u16(vorr_u16(vshl_n_u16(rest, 7), sign), nan);
+    return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(half)), 0x1p8f);
+  }
   // n is 4: head dims are multiples of 8.
   template <typename T>
   static Vec LoadFirst(const T* p, int) {

@@ -27,11 +27,19 @@ struct Bf16 {
 struct F16 {
   uint16_t bits;
 };
+struct E4m3 {
+  uint8_t bits;
+};
 
 template <typename T>
 constexpr bool IsBf16 = false;
 template <>
 constexpr bool IsBf16<Bf16> = true;
+
+template <typename T>
+constexpr bool IsE4m3 = false;
+template <>
+constexpr bool IsE4m3<E4m3> = true;
 
 constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();
@@ -63,6 +71,13 @@ inline float ToF32(F16 x) {
   if (rest < 0x0400) return FromBits(sign | BitsOf(static_cast<float>(rest) * 0x1p-24f));
   return FromBits(sign | ((rest << 13) + 0x38000000));
 }
+// No f32 subnormals on the way: threads of XLA take them for 0.
+inline float ToF32(E4m3 x) {
+  const uint32_t sign = uint32_t{x.bits & 0x80u} << 24, rest = x.bits & 0x7fu;
+  if (rest == 0x7f) return FromBits(sign | 0x7fc00000);
+  if (rest < 0x08) return FromBits(sign | BitsOf(static_cast<float>(rest) * 0x1p-9f));
+  return FromBits(sign | ((rest << 20) + 0x3c000000));
+}
 
 // Round to nearest even; NaN stays NaN.
 inline Bf16 ToBf16(float x) {
@@ -84,6 +99,21 @@ inline F16 ToF16(float x) {
     rest = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
   }
   return {static_cast<uint16_t>(sign | rest)};
+}
+// What is beyond the largest value, 448, becomes that.
+inline E4m3 ToE4m3(float x) {
+  const uint32_t u = BitsOf(x), magnitude = u & 0x7fffffff;
+  uint32_t rest;
+  if (magnitude > 0x7f800000) {
+    rest = 0x7f;
+  } else if (magnitude >= 0x43e00000) {
+    rest = 0x7e;
+  } else if (magnitude < 0x3c800000) {  // subnormal: adding 2^14 leaves 9 fraction bits, rounded
+    rest = BitsOf(FromBits(magnitude) + 0x1p14f) - 0x46800000;
+  } else {
+    rest = (magnitude - 0x3c000000 + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+  }
+  return {static_cast<uint8_t>((u >> 24 & 0x80) | rest)};
 }
 
 }  // namespace

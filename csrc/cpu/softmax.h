@@ -12,6 +12,13 @@ struct LogitRule {
   float scale_log2;  // base-2 logit = scale_log2 * score
   float cap_log2;    // with a cap: cap_log2 * tanh(cap_in * score); 0: none
   float cap_in;
+
+  // Of scores whose logits are `scale` times those of this rule.
+  LogitRule Scaled(float scale) const {
+    LogitRule rule = *this;
+    (cap_log2 != 0 ? rule.cap_in : rule.scale_log2) *= scale;
+    return rule;
+  }
 };
 
 inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
@@ -73,21 +80,22 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
   return Isa::ReduceAdd(sum);
 }
 
-// One online softmax step of n <= kMaxTileRows rows. Replaces the scores in columns [begin, end) by
-// probabilities at p (p = s allowed); those of masked columns are 0. alpha: what rescales the sums
-// of the blocks before. begin and end are multiples of kWidth. The rows go through each phase
-// together, so that their latencies overlap.
+// One online softmax step of n <= kMaxTileRows rows, each with a scale of its own. Replaces the
+// scores in columns [begin, end) by probabilities at p (p = s allowed); those of masked columns are
+// 0. alpha: what rescales the sums of the blocks before. begin and end are multiples of kWidth. The
+// rows go through each phase together, so that their latencies overlap.
 constexpr int kMaxTileRows = 16;
 
 template <class Isa, typename P>
-JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, i64 n, i64 begin, i64 end,
-                                 const Range* seen, float* s, i64 lds, P* p, i64 ldp,
+JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64 n, i64 begin,
+                                 i64 end, const Range* seen, float* s, i64 lds, P* p, i64 ldp,
                                  RowState* states, float* alpha) {
   alignas(64) float fall[kMaxTileRows] = {};  // old maximum - new one
   float base[kMaxTileRows];
   for (i64 r = 0; r < n; ++r) {
     const float old_max = states[r].max_log2;
-    const float max = MaskedMax<Isa>(rule, begin, end, seen[r], old_max, s + r * lds);
+    const float max =
+        MaskedMax<Isa>(rule.Scaled(scales[r]), begin, end, seen[r], old_max, s + r * lds);
     states[r].max_log2 = max;
     // -inf: no visible key so far. As 0, or -inf - -inf would be NaN.
     base[r] = max == kNegInf ? 0.0f : max;
@@ -95,8 +103,8 @@ JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, i64 n, i64 begin, i64 en
   }
   for (i64 r = 0; r < n; r += Isa::kWidth) Isa::Store(fall + r, Exp2<Isa>(Isa::Load(fall + r)));
   for (i64 r = 0; r < n; ++r) {
-    const float sum =
-        Exponentials<Isa>(rule.scale_log2, base[r], begin, end, s + r * lds, p + r * ldp);
+    const float sum = Exponentials<Isa>(rule.Scaled(scales[r]).scale_log2, base[r], begin, end,
+                                        s + r * lds, p + r * ldp);
     states[r].sum = states[r].sum * fall[r] + sum;
     alpha[r] = fall[r];
   }

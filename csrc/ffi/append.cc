@@ -18,11 +18,12 @@ constexpr char kOp[] = "append_kv";
 struct AppendBuffers {
   ffi::AnyBuffer k_pages, k_new, plan, layer, k_out;
   std::optional<ffi::AnyBuffer> v_pages, v_new, v_out;  // none of them with mla
+  std::optional<ffi::AnyBuffer> k_scale, v_scale;
 };
 
 Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
   const AttentionSpec& spec = problem.spec;
-  const ffi::DataType type = ToDataType(spec.dtype);
+  const ffi::DataType type = ToDataType(spec.dtype), kv_type = ToDataType(spec.kv_dtype());
   const auto dims = b.k_pages.dimensions();
   if (!spec.paged() || dims.size() != 5) {
     return Status::Error("append_kv: k_pages: expected a paged cache of rank 5, got rank " +
@@ -30,7 +31,8 @@ Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
   }
   const int64_t heads = spec.num_stored_heads();
   auto check_pages = [&](const char* name, const ffi::AnyBuffer& pages, int64_t head_dim) {
-    return CheckBuffer(kOp, name, pages, type, {dims[0], dims[1], spec.page_size, heads, head_dim});
+    return CheckBuffer(kOp, name, pages, kv_type,
+                       {dims[0], dims[1], spec.page_size, heads, head_dim});
   };
   Status s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
   if (s.ok()) {
@@ -44,6 +46,8 @@ Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
   if (s.ok() && has_v) {
     s = CheckBuffer(kOp, "v_new", *b.v_new, type, {spec.max_qo_tokens, heads, spec.head_dim_vo});
   }
+  if (s.ok()) s = CheckFloats(kOp, "k_scale", b.k_scale, spec.num_kv_heads);
+  if (s.ok()) s = CheckFloats(kOp, "v_scale", b.v_scale, spec.num_kv_heads);
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {MakePlanLayout(problem).num_words});
   if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
   if (s.ok() && (b.k_out.untyped_data() != b.k_pages.untyped_data() ||
@@ -57,7 +61,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
   const auto* plan = static_cast<const int32_t*>(b.plan.untyped_data());
-  const int64_t head_bytes = spec.num_stored_heads() * ElementBytes(spec.dtype);
+  const int64_t head_bytes = spec.num_stored_heads() * ElementBytes(spec.kv_dtype());
   AppendParams p = {};
   p.k_pages = b.k_out.untyped_data();
   p.v_pages = b.v_out ? b.v_out->untyped_data() : nullptr;
@@ -74,6 +78,13 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
   p.v_row_bytes = b.v_new ? head_bytes * spec.head_dim_vo : 0;
   p.page_size = static_cast<i32>(spec.page_size);
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.k_scale = FloatsOf(b.k_scale);
+  p.v_scale = FloatsOf(b.v_scale);
+  p.kv_is_e4m3 = static_cast<i32>(spec.kv_is_e4m3);
+  p.dtype = static_cast<i32>(spec.dtype);
+  p.num_kv_heads = static_cast<i32>(spec.num_stored_heads());
+  p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
+  p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
   return p;
 }
 
@@ -90,20 +101,24 @@ using OptionalResult = std::optional<ffi::Result<ffi::AnyBuffer>>;
 
 AppendBuffers Buffers(ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new, ffi::AnyBuffer plan,
                       ffi::AnyBuffer layer, OptionalBuffer v_pages, OptionalBuffer v_new,
+                      OptionalBuffer k_scale, OptionalBuffer v_scale,
                       ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out) {
-  AppendBuffers buffers{k_pages, k_new, plan, layer, *k_out, v_pages, v_new, std::nullopt};
+  AppendBuffers buffers{k_pages, k_new, plan,         layer,   *k_out,
+                        v_pages, v_new, std::nullopt, k_scale, v_scale};
   if (v_out) buffers.v_out = **v_out;
   return buffers;
 }
 
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new,
                       ffi::AnyBuffer plan, ffi::AnyBuffer layer, OptionalBuffer v_pages,
-                      OptionalBuffer v_new, ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out,
+                      OptionalBuffer v_new, OptionalBuffer k_scale, OptionalBuffer v_scale,
+                      ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out,
                       ffi::Span<const int64_t> words) {
   AttentionProblem problem;
   AppendParams params;
-  Status s = Unpack(words, Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_out, v_out),
-                    &problem, &params);
+  Status s = Unpack(
+      words, Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out),
+      &problem, &params);
   if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
   if (s.ok()) s = CheckLayer(kOp, *params.layer, k_pages.dimensions()[0]);
   if (!s.ok()) return ToFfi(s);
@@ -113,25 +128,29 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuff
 }
 
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
-  return RunStage(kOp, words,
-                  [](const AttentionProblem& p) { return PrepareAppend({p.spec.arch}); });
+  return RunStage(kOp, words, [](const AttentionProblem& p) {
+    return PrepareAppend(MakeAppendKernel(p.spec));
+  });
 }
 
 ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
-  return RunStage(kOp, words,
-                  [=](const AttentionProblem& p) { return LoadAppend({p.spec.arch}, device); });
+  return RunStage(kOp, words, [=](const AttentionProblem& p) {
+    return LoadAppend(MakeAppendKernel(p.spec), device);
+  });
 }
 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer k_pages,
                        ffi::AnyBuffer k_new, ffi::AnyBuffer plan, ffi::AnyBuffer layer,
-                       OptionalBuffer v_pages, OptionalBuffer v_new,
-                       ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out,
-                       ffi::Span<const int64_t> words) {
+                       OptionalBuffer v_pages, OptionalBuffer v_new, OptionalBuffer k_scale,
+                       OptionalBuffer v_scale, ffi::Result<ffi::AnyBuffer> k_out,
+                       OptionalResult v_out, ffi::Span<const int64_t> words) {
   AttentionProblem problem;
   AppendParams params;
-  Status s = Unpack(words, Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_out, v_out),
-                    &problem, &params);
-  return ToFfi(s.ok() ? LaunchAppend({problem.spec.arch}, params, stream, device_ordinal) : s);
+  Status s = Unpack(
+      words, Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out),
+      &problem, &params);
+  return ToFfi(s.ok() ? LaunchAppend(MakeAppendKernel(problem.spec), params, stream, device_ordinal)
+                      : s);
 }
 
 template <typename Binding>
@@ -143,6 +162,8 @@ auto BindCall(Binding binding) {
       .template Arg<ffi::AnyBuffer>()          // layer
       .template OptionalArg<ffi::AnyBuffer>()  // v_pages
       .template OptionalArg<ffi::AnyBuffer>()  // v_new
+      .template OptionalArg<ffi::AnyBuffer>()  // k_scale
+      .template OptionalArg<ffi::AnyBuffer>()  // v_scale
       .template Ret<ffi::AnyBuffer>()          // k_pages
       .template OptionalRet<ffi::AnyBuffer>()  // v_pages
       .template Attr<ffi::Span<const int64_t>>("problem");

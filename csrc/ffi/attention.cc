@@ -18,7 +18,8 @@ constexpr char kOp[] = "attention";
 struct AttentionBuffers {
   ffi::AnyBuffer q, k, v, plan, layer;
   std::optional<ffi::AnyBuffer> sinks;
-  std::optional<ffi::AnyBuffer> k_new, v_new;  // with fresh_kv
+  std::optional<ffi::AnyBuffer> k_new, v_new;               // with fresh_kv
+  std::optional<ffi::AnyBuffer> q_scale, k_scale, v_scale;  // of e4m3
   ffi::AnyBuffer o, lse, workspace;
 };
 
@@ -26,7 +27,7 @@ struct AttentionBuffers {
 // ...].
 Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
                int64_t head_dim, int64_t num_layers, int64_t num_pages) {
-  const ffi::DataType type = ToDataType(spec.dtype);
+  const ffi::DataType type = ToDataType(spec.kv_dtype());
   if (!spec.paged()) {
     return CheckBuffer(kOp, name, kv, type,
                        {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
@@ -43,8 +44,8 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
   const int64_t num_pages = kv_dims.size() == 5 ? kv_dims[1] : 1;
   const int64_t plan_words = MakePlanLayout(problem).num_words;
   const int64_t workspace_words = MakeWorkspaceLayout(problem).num_words;
-  Status s =
-      CheckBuffer(kOp, "q", b.q, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
+  Status s = CheckBuffer(kOp, "q", b.q, ToDataType(spec.q_dtype()),
+                         {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
   if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, num_layers, num_pages);
   if (s.ok()) {  // mla: k again
     s = CheckKv(spec, "v", b.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, num_layers,
@@ -52,7 +53,7 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
   }
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {plan_words});
   if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
-  if (s.ok() && b.sinks) s = CheckBuffer(kOp, "sinks", *b.sinks, ffi::F32, {spec.num_qo_heads});
+  if (s.ok()) s = CheckFloats(kOp, "sinks", b.sinks, spec.num_qo_heads);
   if (s.ok() && b.k_new) {
     s = CheckBuffer(kOp, "k_new", *b.k_new, type,
                     {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_qk});
@@ -61,6 +62,9 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
     s = CheckBuffer(kOp, "v_new", *b.v_new, type,
                     {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_vo});
   }
+  if (s.ok()) s = CheckFloats(kOp, "q_scale", b.q_scale, spec.num_qo_heads);
+  if (s.ok()) s = CheckFloats(kOp, "k_scale", b.k_scale, spec.num_kv_heads);
+  if (s.ok()) s = CheckFloats(kOp, "v_scale", b.v_scale, spec.num_kv_heads);
   if (s.ok()) {
     s = CheckBuffer(kOp, "o", b.o, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo});
   }
@@ -80,7 +84,10 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   p.q = b.q.untyped_data();
   p.k = b.k.untyped_data();
   p.v = b.v.untyped_data();
-  p.sinks = b.sinks ? static_cast<const float*>(b.sinks->untyped_data()) : nullptr;
+  p.sinks = FloatsOf(b.sinks);
+  p.q_scale = FloatsOf(b.q_scale);
+  p.k_scale = FloatsOf(b.k_scale);
+  p.v_scale = FloatsOf(b.v_scale);
   p.layer = spec.paged() ? static_cast<const int32_t*>(b.layer.untyped_data()) : nullptr;
   p.o = b.o.untyped_data();
   p.lse = static_cast<float*>(b.lse.untyped_data());
@@ -99,7 +106,8 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   return p;
 }
 
-// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks.
+// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with e4m3 sinks
+// and scales, those that are absent as arrays without elements.
 Status TakeOptional(const AttentionSpec& spec, ffi::RemainingArgs rest, AttentionBuffers* b) {
   size_t next = 0;
   const auto take = [&](std::optional<ffi::AnyBuffer>* to) {
@@ -113,13 +121,18 @@ Status TakeOptional(const AttentionSpec& spec, ffi::RemainingArgs rest, Attentio
     take(&b->v_new);
   }
   take(&b->sinks);
+  if (spec.kv_is_e4m3) {
+    take(&b->q_scale);
+    take(&b->k_scale);
+    take(&b->v_scale);
+  }
   if (next == rest.size() && b->k_new.has_value() == (spec.fresh_kv != 0) &&
       b->v_new.has_value() == (spec.fresh_kv != 0)) {
     return Status::Ok();
   }
   return Status::Error(
-      "attention: operands: expected q, k, v, plan, layer, with fresh_kv k_new and v_new, and "
-      "perhaps sinks, got " +
+      "attention: operands: expected q, k, v, plan, layer, with fresh_kv k_new and v_new, perhaps "
+      "sinks, and with e4m3 scales, got " +
       std::to_string(rest.size()) + " after layer.");
 }
 
@@ -140,7 +153,8 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
                       bool poison) {
   AttentionProblem problem;
   AttentionParams params;
-  const AttentionBuffers buffers{q, k, v, plan, layer, {}, {}, {}, *o, *lse, *workspace};
+  const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},
+                                 {}, {}, {}, {},   *o,    *lse, *workspace};
   Status s = Unpack(words, rest, buffers, &problem, &params);
   if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
   if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, k.dimensions()[0]);
@@ -166,7 +180,8 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
                        ffi::Span<const int64_t> words, bool poison) {
   AttentionProblem problem;
   AttentionParams params;
-  const AttentionBuffers buffers{q, k, v, plan, layer, {}, {}, {}, *o, *lse, *workspace};
+  const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},
+                                 {}, {}, {}, {},   *o,    *lse, *workspace};
   Status s = Unpack(words, rest, buffers, &problem, &params);
   if (s.ok() && poison) s = PoisonOnDevice({*o, *lse, *workspace}, stream);
   return ToFfi(s.ok() ? LaunchAttention(problem, params, stream, device_ordinal) : s);

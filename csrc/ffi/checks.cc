@@ -17,6 +17,8 @@ const char* TypeName(ffi::DataType type) {
       return "float16";
     case ffi::DataType::F32:
       return "float32";
+    case ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
     case ffi::DataType::S32:
       return "int32";
     default:
@@ -54,10 +56,21 @@ Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& b
                        ", got " + Shape(buffer.element_type(), got) + ".");
 }
 
+Status CheckFloats(const char* op, const char* argument,
+                   const std::optional<ffi::AnyBuffer>& buffer, int64_t num) {
+  return FloatsOf(buffer) ? CheckBuffer(op, argument, *buffer, ffi::F32, {num}) : Status::Ok();
+}
+
+const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer) {
+  return buffer && buffer->element_count() > 0 ? static_cast<const float*>(buffer->untyped_data())
+                                               : nullptr;
+}
+
 ffi::DataType ToDataType(int64_t dtype) {
-  return dtype == kBF16  ? ffi::DataType::BF16
-         : dtype == kF16 ? ffi::DataType::F16
-                         : ffi::DataType::F32;
+  return dtype == kBF16   ? ffi::DataType::BF16
+         : dtype == kF16  ? ffi::DataType::F16
+         : dtype == kE4M3 ? ffi::DataType::F8E4M3FN
+                          : ffi::DataType::F32;
 }
 
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "spec.h"
@@ -23,6 +24,12 @@ ffi::Error ToFfi(const Status& status);
 // shape.
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
                    ffi::DataType type, std::initializer_list<int64_t> dims);
+
+// An optional operand, which may also be absent as an array without elements: XLA's optional
+// operands are the last ones. Its shape, [num] f32, and its data or null.
+Status CheckFloats(const char* op, const char* argument,
+                   const std::optional<ffi::AnyBuffer>& buffer, int64_t num);
+const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer);
 
 ffi::DataType ToDataType(int64_t dtype);
 

@@ -71,6 +71,8 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   AttentionKernel kernel;
   kernel.arch = spec.arch;
   kernel.dtype = spec.dtype;
+  kernel.q_is_e4m3 = spec.q_is_e4m3;
+  kernel.kv_is_e4m3 = spec.kv_is_e4m3;
   kernel.head_dim_qk = spec.head_dim_qk;
   kernel.head_dim_vo = spec.head_dim_vo;
   kernel.mla = spec.mla;
@@ -94,6 +96,8 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   TraitsWriter traits;
   traits.Int("kArch", kernel.arch);
   traits.Int("kDtype", kernel.dtype, DTypeName(kernel.dtype));
+  traits.Bool("kQIsE4m3", kernel.q_is_e4m3);
+  traits.Bool("kKvIsE4m3", kernel.kv_is_e4m3);
   traits.Int("kHeadDimQk", kernel.head_dim_qk);
   traits.Int("kHeadDimVo", kernel.head_dim_vo);
   traits.Bool("kIsMla", kernel.mla, "v is the first columns of k");
@@ -117,6 +121,8 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   name << "attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
        << kernel.head_dim_qk;
   if (kernel.head_dim_vo != kernel.head_dim_qk) name << "x" << kernel.head_dim_vo;
+  if (kernel.q_is_e4m3) name << "-qe4m3";
+  if (kernel.kv_is_e4m3) name << "-kve4m3";
   if (kernel.mla) name << "-mla";
   name << "-g" << kernel.group_size;
   if (kernel.page_size == 0) name << "-ragged";
@@ -141,11 +147,21 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
           Options(kernel.arch)};
 }
 
+AppendKernel MakeAppendKernel(const AttentionSpec& spec) {
+  AppendKernel kernel{spec.arch, spec.kv_is_e4m3};
+  if (kernel.kv_is_e4m3) kernel.dtype = spec.dtype;
+  return kernel;
+}
+
 KernelSource MakeSource(const AppendKernel& kernel) {
   TraitsWriter traits;
   traits.Int("kArch", kernel.arch);
+  traits.Bool("kKvIsE4m3", kernel.kv_is_e4m3);
+  traits.Int("kDtype", kernel.dtype, kernel.kv_is_e4m3 ? DTypeName(kernel.dtype) : "any");
   const std::string entry = "append_kernel";
-  return {"append-" + ArchName(kernel.arch), entry,
+  std::string name = "append-" + ArchName(kernel.arch);
+  if (kernel.kv_is_e4m3) name += std::string("-") + DTypeName(kernel.dtype) + "-kve4m3";
+  return {name, entry,
           TranslationUnit("cuda/any/append.cuh", traits.str(), "AppendBody", "Append", entry),
           Options(kernel.arch)};
 }
@@ -193,9 +209,11 @@ KernelKey MakeKey(const AttentionKernel& k) {
           k.num_stages,
           k.positive_scale,
           k.main_loop,
-          k.fresh_kv};
+          k.fresh_kv,
+          k.q_is_e4m3,
+          k.kv_is_e4m3};
 }
-KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch}; }
+KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch, k.kv_is_e4m3, k.dtype}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }
 KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch, k.levels}; }
 

@@ -16,6 +16,8 @@ namespace jax_attn {
 struct AttentionKernel {
   int64_t arch = 0;  // compute capability, 90 for sm_90
   int64_t dtype = kBF16;
+  int64_t q_is_e4m3 = 0;
+  int64_t kv_is_e4m3 = 0;
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
   int64_t mla = 0;  // 1: v is columns of k
@@ -36,8 +38,11 @@ struct AttentionKernel {
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
 struct AppendKernel {
-  int64_t arch = 0;  // 0: that of device 0
+  int64_t arch = 0;        // 0: that of device 0
+  int64_t kv_is_e4m3 = 0;  // 0: bytes are copied, whatever their type
+  int64_t dtype = kBF16;   // of k_new and v_new, where pages are e4m3
 };
+AppendKernel MakeAppendKernel(const AttentionSpec& spec);
 
 struct MergeKernel {
   int64_t arch = 0;  // 0: that of device 0
@@ -63,7 +68,7 @@ KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
 // The words of a kernel struct, operation first: equal keys, equal binaries.
-using KernelKey = std::array<int64_t, 21>;
+using KernelKey = std::array<int64_t, 23>;
 KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);

@@ -44,6 +44,14 @@ constexpr const char* kOneHeight =
     "fixed_split: one height, whatever the capacities, so that a row is computed the same way in "
     "every batch";
 
+// Why the portable loop serves though a faster one could; null: it is the one there is.
+const char* NoOwnLoop(const CudaDevice& device, bool kv_is_e4m3) {
+  if (kv_is_e4m3 && device.main_loop == kHopper) {
+    return "the one on wgmma does not multiply float8_e4m3fn yet";
+  }
+  return device.no_own_loop;
+}
+
 int64_t LargerHeadDim(const AttentionSpec& spec) {
   return std::max(spec.head_dim_qk, spec.head_dim_vo);
 }
@@ -67,7 +75,7 @@ void SelectF32(Choice& c) {
 void SelectTensorCore(Choice& c) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
-  const char* why = c.device.no_own_loop;
+  const char* why = NoOwnLoop(c.device, spec.kv_is_e4m3);
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
   // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
@@ -87,7 +95,9 @@ void SelectTensorCore(Choice& c) {
   c.config.tile_kv = c.Take("tile_kv", tiles.step_tokens, spec.head_dim_qk);
   if (spec.head_dim_vo > 192) c.config.tile_kv = 32;
   c.config.num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
-  c.config.num_stages = c.Take("num_stages", tiles.ring_slots, LargerHeadDim(spec));
+  // As many bytes in flight, whatever the type: head dims of 16-bit elements.
+  const int64_t half_words = LargerHeadDim(spec) * ElementBytes(spec.kv_dtype()) / 2;
+  c.config.num_stages = c.Take("num_stages", tiles.ring_slots, half_words);
   c.config.num_ctas = c.Take("num_ctas", tiles.ctas, LargerHeadDim(spec));
 }
 
@@ -150,6 +160,7 @@ void SelectMla(Choice& c) {
 const KernelCosts& CostsOf(const Choice& c) {
   const Costs& costs = *c.device.costs;
   const bool hopper = c.config.main_loop == kHopper;
+  if (c.spec.kv_is_e4m3) return costs.portable_e4m3;
   if (!c.spec.mla) return hopper ? costs.hopper : costs.portable;
   if (hopper) return costs.mla_hopper;
   const int64_t rows = c.config.tile_q[0];
@@ -181,12 +192,13 @@ std::string DescribeDevice(const CudaDevice& device) {
 
 int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_processors; }
 
-std::string DescribeFallback(int64_t arch) {
+std::string DescribeFallback(int64_t arch, bool kv_is_e4m3) {
   const CudaDevice& device = FindCudaDevice(arch);
-  if (device.no_own_loop == nullptr) return "";
+  const char* why = NoOwnLoop(device, kv_is_e4m3);
+  if (why == nullptr) return "";
   return "sm_" + std::to_string(arch) + " (" + device.name +
-         "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " +
-         device.no_own_loop + ".";
+         "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " + why +
+         ".";
 }
 
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons) {
@@ -197,7 +209,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
     SelectMla(c);
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper) {
+  } else if (c.device.main_loop == kHopper && !spec.kv_is_e4m3) {
     SelectHopper(c);
   } else {
     SelectTensorCore(c);

@@ -39,10 +39,10 @@ struct Steps {
 // build_tools/check_kernels.py, which says what does not fit.
 struct Tiles {
   const char* name;
-  Steps prefill_rows;      // by head_dim_qk: rows of a prefill tile
-  Steps step_tokens;       // by head_dim_qk: kv tokens of a step
-  Steps ring_slots;        // by the larger head dim: slots of 64 rows in the kv ring
-  Steps ctas;              // by the larger head dim: CTAs that share a multiprocessor
+  Steps prefill_rows;  // by head_dim_qk: rows of a prefill tile
+  Steps step_tokens;   // by head_dim_qk: kv tokens of a step
+  Steps ring_slots;  // by the larger head dim, in 16-bit elements: slots of 64 rows in the kv ring
+  Steps ctas;        // by the larger head dim: CTAs that share a multiprocessor
   Steps f32_step_tokens;   // by head_dim_qk + head_dim_vo
   Steps f32_ring_slots;    // likewise
   Number mla_rows;         // the tallest tile
@@ -59,7 +59,7 @@ struct KernelCosts {
 
 struct Costs {
   const char* measured_on;
-  KernelCosts portable, hopper;
+  KernelCosts portable, hopper, portable_e4m3;
   KernelCosts mla_16, mla_32, mla_64;  // sm80/mla.cuh, by the rows of its smallest tile
   KernelCosts mla_hopper;              // sm90/mla.cuh
 };

@@ -57,12 +57,19 @@ struct ShapeOf {
   static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
   static constexpr bool kPositiveScale = true;
   static constexpr bool kIsMla = false, kHasFreshKv = false;
+  static constexpr bool kQIsE4m3 = false, kKvIsE4m3 = false;
 };
 
 // The query tokens' keys and values are k_new and v_new.
 template <class Shape>
 struct Fresh : Shape {
   static constexpr bool kHasFreshKv = true;
+};
+
+// Keys and values of e4m3, and queries.
+template <class Shape, bool kQ>
+struct E4m3Of : Shape {
+  static constexpr bool kQIsE4m3 = kQ, kKvIsE4m3 = true;
 };
 
 // A block of kGroup query heads over a latent cache.
@@ -76,6 +83,20 @@ std::vector<uint16_t> RandomBf16(size_t n, std::mt19937& random) {
   std::vector<uint16_t> x(n);
   for (uint16_t& bits : x) bits = static_cast<uint16_t>(FloatToBf16(normal(random)));
   return x;
+}
+
+// Row `at` of an array, whose elements are bf16 or else e4m3.
+void PutRow(const std::vector<uint16_t>& row, bool is_e4m3, int64_t at,
+            std::vector<uint16_t>* array) {
+  char* to = reinterpret_cast<char*>(array->data());
+  const int64_t n = static_cast<int64_t>(row.size());
+  for (int64_t i = 0; i < n; ++i) {
+    if (is_e4m3) {
+      to[at * n + i] = static_cast<char>(FloatToE4m3(Bf16ToFloat(row[i])));
+    } else {
+      std::memcpy(to + (at * n + i) * 2, &row[i], 2);
+    }
+  }
 }
 
 // std::vector's memory is aligned to 16 bytes, which is what the kernels ask for.
@@ -93,6 +114,8 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.num_kv_heads = c.kv_heads;
   spec.num_qo_heads = c.qo_heads > 0 ? c.qo_heads : c.kv_heads * Traits::kGroupSize;
   spec.mla = Traits::kIsMla;
+  spec.q_is_e4m3 = Traits::kQIsE4m3;
+  spec.kv_is_e4m3 = Traits::kKvIsE4m3;
   spec.head_dim_qk = Traits::kHeadDimQk;
   spec.head_dim_vo = Traits::kHeadDimVo;
   spec.window_left = c.window_left;
@@ -136,8 +159,9 @@ AttentionProblem MakeProblem(const Case& c) {
 // Host data of a batch, in the layout that kernels read.
 struct Batch {
   std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr{0}, page_indices;
-  std::vector<uint16_t> q, k, v;
-  std::vector<uint16_t> k_new, v_new;  // with fresh_kv
+  std::vector<uint16_t> q, k, v;                 // e4m3: two a word
+  std::vector<uint16_t> k_new, v_new;            // with fresh_kv
+  std::vector<float> q_scale, k_scale, v_scale;  // of e4m3
   int64_t num_pages = 1;
 };
 
@@ -174,18 +198,24 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
     for (int64_t i = 0; i < c.requests[r].kv_len; ++i) {
       const int64_t at = spec.paged() ? b.page_indices[b.kv_indptr[r] + i / page] * page + i % page
                                       : b.kv_indptr[r] + i;
-      const std::vector<uint16_t> k = RandomBf16(k_row, random), v = RandomBf16(v_row, random);
-      std::copy(k.begin(), k.end(), b.k.begin() + at * k_row);
-      std::copy(v.begin(), v.end(), b.v.begin() + at * v_row);
-      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) {
-        (spec.mla ? b.k[at * k_row + 5] : b.v[at * v_row + 5]) = 0x7fff;
-      }
+      std::vector<uint16_t> k = RandomBf16(k_row, random), v = RandomBf16(v_row, random);
+      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) (spec.mla ? k : v)[5] = 0x7fff;
+      PutRow(k, spec.kv_is_e4m3, at, &b.k);
+      PutRow(v, spec.kv_is_e4m3, at, &b.v);
     }
   }
   b.q = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * Traits::kHeadDimQk);
-  const std::vector<uint16_t> q =
-      RandomBf16(b.qo_indptr.back() * spec.num_qo_heads * Traits::kHeadDimQk, random);
-  std::copy(q.begin(), q.end(), b.q.begin());
+  for (int64_t i = 0; i < b.qo_indptr.back(); ++i) {
+    PutRow(RandomBf16(spec.num_qo_heads * Traits::kHeadDimQk, random), spec.q_is_e4m3, i, &b.q);
+  }
+  const auto scales = [&](bool given, int64_t n) {
+    std::vector<float> x(given ? n : 0);
+    for (float& scale : x) scale = 0.7f + 0.1f * static_cast<float>(random() % 8);
+    return x;
+  };
+  b.q_scale = scales(spec.q_is_e4m3, spec.num_qo_heads);
+  b.k_scale = scales(spec.kv_is_e4m3, spec.num_kv_heads);
+  b.v_scale = scales(spec.kv_is_e4m3, spec.num_kv_heads);
   return b;
 }
 
@@ -278,6 +308,9 @@ AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
     p.k_new = b.k_new.data();
     p.v_new = b.v_new.data();
   }
+  p.q_scale = b.q_scale.empty() ? nullptr : b.q_scale.data();
+  p.k_scale = b.k_scale.empty() ? nullptr : b.k_scale.data();
+  p.v_scale = b.v_scale.empty() ? nullptr : b.v_scale.data();
   p.num_pages = b.num_pages;
   return p;
 }

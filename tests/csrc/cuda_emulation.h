@@ -60,6 +60,16 @@ To EmulationBits(From from) {
   return to;
 }
 inline float __uint_as_float(unsigned x) { return EmulationBits<float>(x); }
+inline unsigned __float_as_uint(float x) { return EmulationBits<unsigned>(x); }
+// Bytes of x, 0 to 3, and y, 4 to 7, as the digits of `selector` say; no digit is 8 or more.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  }
+  return result;
+}
 inline float __int_as_float(int x) { return EmulationBits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
@@ -474,9 +484,50 @@ inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 // f16 differs from bf16 in conversions alone; tests run bf16.
 inline void MmaF16(float (&)[4], const u32 (&)[4], u32, u32) { emulation::Fail("no f16 here"); }
-inline u32 PackF16(float, float) { emulation::Fail("no f16 here"); }
-inline float F16ToFloat(u16) { emulation::Fail("no f16 here"); }
-inline u32 FmaF16x2(u32, u32, u32) { emulation::Fail("no f16 here"); }
+// The value of a code of a small type with an exponent of so many bits; special: all exponent bits
+// set mean infinity and NaN (f16), else only all bits do, and mean NaN (e4m3).
+inline float SmallToFloat(u32 bits, int exponent_bits, int mantissa_bits, bool special) {
+  const int mantissa = bits & ((1 << mantissa_bits) - 1);
+  const int exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1);
+  const int last = (1 << exponent_bits) - 1, bias = last / 2;
+  const float sign = bits >> (mantissa_bits + exponent_bits) & 1 ? -1.0f : 1.0f;
+  if (exponent == last && special) return mantissa != 0 ? NAN : sign * INFINITY;
+  if (exponent == last && mantissa == (1 << mantissa_bits) - 1) return sign * NAN;
+  const int implicit = exponent > 0 ? 1 << mantissa_bits : 0;
+  return sign * std::ldexp(static_cast<float>(implicit + mantissa),
+                           std::max(exponent, 1) - bias - mantissa_bits);
+}
+inline float E4m3ToFloat(u32 code) { return SmallToFloat(code, 4, 3, false); }
+// The nearest, the even one of two; by search.
+inline u32 FloatToE4m3(float x) {
+  if (std::isnan(x)) return 0x7f;
+  const float size = std::min(std::abs(x), 448.0f);
+  u32 code = 0;
+  while (E4m3ToFloat(code + 1) <= size) ++code;
+  const float below = size - E4m3ToFloat(code);
+  const float above = code < 0x7e ? E4m3ToFloat(code + 1) - size : INFINITY;
+  code += above < below || (above == below && code % 2 == 1);
+  return code | (std::signbit(x) ? 0x80 : 0);
+}
+
+inline float F16ToFloat(u16 bits) { return SmallToFloat(bits, 5, 10, true); }
+inline u32 FloatToF16(float x) {
+  const u32 sign = std::signbit(x) ? 0x8000 : 0;
+  if (std::isnan(x)) return 0x7fff;
+  if (x == 0) return sign;
+  const int exponent = std::max(std::ilogb(x), -14);
+  const float mantissa = std::nearbyint(std::ldexp(std::abs(x), 10 - exponent));
+  if (exponent > 15 || std::ldexp(mantissa, exponent - 10) >= 65536) return sign | 0x7c00;
+  return sign | (static_cast<u32>(exponent + 14) * 1024 + static_cast<u32>(mantissa));
+}
+inline u32 PackF16(float low, float high) { return FloatToF16(low) | FloatToF16(high) << 16; }
+inline u32 FmaF16x2(u32 a, u32 b, u32 c) {
+  const auto half = [](u32 x, int i) { return F16ToFloat(static_cast<u16>(x >> (16 * i))); };
+  return PackF16(half(a, 0) * half(b, 0) + half(c, 0), half(a, 1) * half(b, 1) + half(c, 1));
+}
+inline u32 E4m3ToF16x2(u16 codes) {
+  return PackF16(E4m3ToFloat(codes & 0xff), E4m3ToFloat(codes >> 8));
+}
 
 using std::fmaf;
 using std::fmaxf;

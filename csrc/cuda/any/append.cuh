@@ -1,6 +1,7 @@
-// Copies the rows of k_new and v_new to their places in the page pools.
+// Writes the rows of k_new and v_new to their places in the page pools.
 #pragma once
 
+#include "cuda/common/e4m3.cuh"
 #include "cuda/common/math.cuh"
 
 namespace jax_attn {
@@ -46,6 +47,14 @@ struct AppendBody {
           static_cast<i64>(LoadConstant(p.page_indptr + request)) + pos / p.page_size;
       const i64 page = layer * p.num_pages + LoadConstant(p.page_indices + page_at);
       const i64 row = page * p.page_size + pos % p.page_size;
+      if constexpr (Traits::kKvIsE4m3) {
+        if (is_v) {
+          QuantizeRow(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
+        } else {
+          QuantizeRow(p, p.k_pages, row, p.k_new, token, p.head_dim_qk, p.k_scale);
+        }
+        continue;
+      }
       if (is_v) {
         CopyRow(p.v_pages, row, p.v_new, token, p.v_row_bytes);
       } else {
@@ -63,6 +72,29 @@ struct AppendBody {
 #pragma unroll 4
     for (int i = threadIdx.x % kWarpSize; i < num_vectors; i += kWarpSize) {
       *reinterpret_cast<uint4*>(to + i * 16) = LoadConstant16(from + i * 16);
+    }
+  }
+
+  // 8 elements at a time, which are of one head.
+  __device__ __forceinline__ static void QuantizeRow(const AppendParams& p, void* pool, i64 row,
+                                                     const void* fresh, i64 token, int head_dim,
+                                                     const float* scales) {
+    using E = Element<Traits::kDtype>;
+    const i64 row_dim = static_cast<i64>(p.num_kv_heads) * head_dim;
+    const u16* from = static_cast<const u16*>(fresh) + token * row_dim;
+    unsigned char* to = static_cast<unsigned char*>(pool) + row * row_dim;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpSize * 8; i < row_dim; i += kWarpSize * 8) {
+      const float scale = scales != nullptr ? scales[i / head_dim] : 1.0f;
+      const uint4 x = LoadConstant16(from + i);
+      const u32 pairs[4] = {x.x, x.y, x.z, x.w};
+      u32 codes[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float element = E::ToFloat(static_cast<u16>(pairs[j / 2] >> j % 2 * 16));
+        codes[j / 4] |= ToE4m3(element / scale) << j % 4 * 8;
+      }
+      *reinterpret_cast<uint2*>(to + i) = make_uint2(codes[0], codes[1]);
     }
   }
 };

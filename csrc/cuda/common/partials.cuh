@@ -2,6 +2,7 @@
 // the group's states in kv order, in the same launch. The bits do not depend on who that is.
 #pragma once
 
+#include "cuda/common/e4m3.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
 #include "cuda/common/work.cuh"
@@ -68,7 +69,8 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
       }
     }
     const i64 at = map.Index(row);
-    Scale(o, WriteState(p, true, at, map.QoHead(row), column == 0, all));
+    const float o_scale = WriteState(p, true, at, map.QoHead(row), column == 0, all);
+    Scale(o, WithValueScale<Traits>(p, group.kv_head, o_scale));
     Store4<Traits::kDtype>(p.o, at * kDim + column, o);
   }
 }

@@ -99,6 +99,12 @@ __device__ __forceinline__ u32 PackF16(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+// Two e4m3, the low byte first. From sm_89 on.
+__device__ __forceinline__ u32 E4m3ToF16x2(u16 codes) {
+  u32 x;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"(codes));
+  return x;
+}
 __device__ __forceinline__ float F16ToFloat(u16 bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

@@ -13,6 +13,10 @@
 // or batch and its bits depend on neither. What a step holds beyond the item's span is zero-filled,
 // never read, and masked.
 //
+// e4m3 keys and values lie in shared memory as they are and become the type of q in registers,
+// right before they are multiplied. The order of dimensions in q . k and of columns in o is what
+// the loads give: see MultiplyQk and MultiplyPv.
+//
 // K and V rows run through one ring of slots, alternating, kSlots - 1 loads ahead of the arithmetic
 // and across the borders of items: while one item is finished, the next one's rows are on their
 // way.
@@ -20,6 +24,7 @@
 
 #include "cuda/any/attention_f32.cuh"
 #include "cuda/common/budget.cuh"
+#include "cuda/common/e4m3.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm80/softmax.cuh"
 
@@ -33,8 +38,15 @@ class TilePath {
 
   using E = Element<Traits::kDtype>;
   using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
-  using Qk = RowLayout<Traits::kHeadDimQk>;
-  using Vo = RowLayout<Traits::kHeadDimVo>;
+  static constexpr bool kE4m3 = Traits::kKvIsE4m3;
+  static constexpr int kKvBytes = kE4m3 ? 1 : E::kBytes;  // of an element
+  template <int kHeadDim>
+  using KvLayout = typename Choose<kE4m3, E4m3RowLayout<kHeadDim>, RowLayout<kHeadDim>>::Type;
+  // Rows of q, of K, and of V.
+  using Qk = typename Choose<kE4m3, E4m3QueryLayout<Traits::kHeadDimQk>,
+                             RowLayout<Traits::kHeadDimQk>>::Type;
+  using Kk = KvLayout<Traits::kHeadDimQk>;
+  using Vo = KvLayout<Traits::kHeadDimVo>;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -61,7 +73,7 @@ class TilePath {
   // Some rows of a step may see a token that others do not.
   static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
 
-  static constexpr int kMaxPitch = Max(Qk::kPitch, Vo::kPitch);
+  static constexpr int kMaxPitch = Max(Kk::kPitch, Vo::kPitch);
   static constexpr int kSlotBytes = kStep * kMaxPitch;
   static constexpr int kQBytes = kTileQ * Qk::kPitch;
   static constexpr int kQVectors = CeilDiv(kTileQ * Qk::kChunks, kThreads);  // a thread
@@ -75,7 +87,13 @@ class TilePath {
   };
   struct NoExchange {};
 
-  struct Small {
+  // Factors of the logits of each warp's rows, see PutLogitScales; in registers they spill.
+  struct E4m3Scales {
+    float scales[kWarps][kWarpRows];
+  };
+  struct NoScales {};
+
+  struct Small : Choose<kE4m3, E4m3Scales, NoScales>::Type {
     KvPools pools;
     VisibleSpan spans[kWarps];  // StepSpan of the item; registers are short in the main loop
     MergeScratch merge;
@@ -137,7 +155,7 @@ class TilePath {
         read_slot_(SharedAddress(shared.ring) +
                    (4 * kSlots - 2 * kWarmUpSteps) % kSlots * kSlotBytes),
         q_vectors_{} {
-    if (thread_ == 0) shared.small.pools = FindPools<Traits, E::kBytes>(p);
+    if (thread_ == 0) shared.small.pools = FindPools<Traits, kKvBytes>(p);
     __syncthreads();
   }
 
@@ -261,8 +279,8 @@ class TilePath {
     template <int kHeadDim>
     __device__ __forceinline__ void CopySlice(u32 slot, const char* pool,
                                               const void* fresh_rows) const {
-      using Layout = RowLayout<kHeadDim>;
-      constexpr int kRowBytes = kHeadDim * E::kBytes;
+      using Layout = KvLayout<kHeadDim>;
+      constexpr int kRowBytes = kHeadDim * kKvBytes;
       // Neighbouring lanes copy neighbouring chunks of a row, up to 256 bytes.
       constexpr int kWidth = PowerOfTwoDivisor(Layout::kChunks, 16);
       constexpr int kRowsPerCopy = kWarpSize / kWidth;
@@ -361,7 +379,7 @@ class TilePath {
   // --- load q ---
 
   // q of the item that comes next. Split kv: into registers, ReceiveQ follows. Split q: a group of
-  // asynchronous copies.
+  // asynchronous copies. q of e4m3 comes here as E.
   __device__ __forceinline__ void LoadQ() {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
@@ -373,6 +391,22 @@ class TilePath {
       const int row = at / Qk::kChunks, chunk = at % Qk::kChunks;
       const bool in_tile = kTileQ * Qk::kChunks % kThreads == 0 || row < kTileQ;
       const bool live = row < num_rows && chunk < Qk::kLiveChunks;
+      if constexpr (Traits::kQIsE4m3) {
+        uint4 q = make_uint4(0, 0, 0, 0);
+        if (live) {
+          const i64 first = rows.Index(row) * Traits::kHeadDimQk + chunk * 8;
+          const uint2 codes =
+              *reinterpret_cast<const uint2*>(static_cast<const unsigned char*>(p_.q) + first);
+          UnpackE4m3<Traits>(codes.x, q.x, q.y);
+          UnpackE4m3<Traits>(codes.y, q.z, q.w);
+        }
+        if constexpr (kSplitKv) {
+          q_vectors_[i] = q;
+        } else if (in_tile) {
+          *reinterpret_cast<uint4*>(shared_.q + row * Qk::kPitch + chunk * 16) = q;
+        }
+        continue;
+      }
       const u16* from = static_cast<const u16*>(p_.q);
       if (live) from += rows.Index(row) * Traits::kHeadDimQk + chunk * 8;
       if constexpr (kSplitKv) {
@@ -424,6 +458,18 @@ class TilePath {
   __device__ u32 WarpSliceOffset() const { return kSplitKv ? Warp() * (kSlice * kMaxPitch) : 0; }
 
   __device__ __forceinline__ void LoadQFragment(u32 (&a)[4], int mt, int kk) const {
+    if constexpr (kE4m3) {
+      // A lane has dimensions 4 t to 4 t + 3 of the 16, t = lane % 4, as it has of K.
+      const unsigned char* q =
+          shared_.q + (FirstRow() + mt * 16 + Lane() / 4) * Qk::kPitch + kk * 32 + Lane() % 4 * 8;
+      const uint2 upper = *reinterpret_cast<const uint2*>(q);
+      const uint2 lower = *reinterpret_cast<const uint2*>(q + 8 * Qk::kPitch);
+      a[0] = upper.x;
+      a[1] = lower.x;
+      a[2] = upper.y;
+      a[3] = lower.y;
+      return;
+    }
     const u32 q = SharedAddress(shared_.q) + FirstRow() * Qk::kPitch + RowMajorOffset(Qk::kPitch);
     LoadMatrix4(a, q + mt * 16 * Qk::kPitch + kk * 32);
   }
@@ -447,6 +493,7 @@ class TilePath {
     // Positions are relative to the first step here.
     __syncwarp();
     if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
+    if constexpr (kE4m3) PutLogitScales();
     __syncwarp();
     PrefetchMergeGroup(p_, Item().merge_idx());
     const int end_of_steps = EndOfSteps(Item()) - FirstStep(Item());
@@ -464,14 +511,21 @@ class TilePath {
       if (seen) {
         Logits s;
         MultiplyQk(q_fragments, s);
+        if constexpr (kE4m3) ScaleAtOnce(s);
         TransformLogits<Variant>(p_, s);
         if (!seen_by_all) {
           MaskLogits(FirstStep(Item()) + begin, Lane(), s,
                      [&](int row)
                          __attribute__((always_inline)) { return SpanOfRow(FirstRow() + row); });
         }
-        UpdateMax(LogitScale<Variant>(p_), s, state);
-        Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
+        if constexpr (kE4m3) {
+          const RowScales<kMTiles> scales = ExponentScales();
+          UpdateMax(scales, s, state);
+          Exponentiate<E>(scales, s, state, p);
+        } else {
+          UpdateMax(LogitScale<Variant>(p_), s, state);
+          Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
+        }
       }
       read_slot_ = NextSlot(read_slot_);
 
@@ -506,6 +560,86 @@ class TilePath {
 
   // --- qk ---
 
+  // e4m3: what the scales of heads make of a row's products. They come before what is not linear,
+  // and a logit whose factor is not positive is complete before the maximum is taken. Else all of
+  // the factor waits for the exponent, where large logits are not rounded.
+  __device__ __forceinline__ void PutLogitScales() const {
+    if (Lane() >= kWarpRows) return;
+    const int kv_head = Item().kv_head();
+    const int qo_head = kv_head * kGroupSize + (FirstRow() + Lane()) % kGroupSize;
+    float scale = LogitScaleOfHead(p_.q_scale, qo_head) * LogitScaleOfHead(p_.k_scale, kv_head);
+    if (!AppliesScaleAtOnce()) scale *= LogitScale<Variant>(p_);
+    shared_.small.scales[Warp()][Lane()] = scale;
+  }
+  __device__ __forceinline__ bool AppliesScaleAtOnce() const {
+    return Variant::kTransformsLogits || !(p_.sm_scale > 0.0f);
+  }
+  __device__ __forceinline__ float RowScale(int mt, int h) const {
+    return shared_.small.scales[Warp()][mt * 16 + h * 8 + Lane() / 4];
+  }
+  __device__ __forceinline__ void ScaleAtOnce(Logits& s) const {
+    if (!AppliesScaleAtOnce()) return;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int j = 0; j < kSTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[mt][j][c] *= RowScale(mt, c / 2);
+      }
+    }
+  }
+  __device__ __forceinline__ RowScales<kMTiles> ExponentScales() const {
+    RowScales<kMTiles> scales;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        scales.of[mt][h] = AppliesScaleAtOnce() ? 1.0f : RowScale(mt, h);
+      }
+    }
+    return scales;
+  }
+
+  // ldmatrix gives lane t of a row four neighbouring e4m3 of each 16, 4 t to 4 t + 3: the
+  // dimensions of a product in another order, which q has as well. Four matrices are 32 tokens of
+  // one product, or, of 16 tokens, two products.
+  __device__ __forceinline__ void MultiplyE4m3Qk(const QFragments& q_fragments, Logits& s) const {
+    constexpr int kSteps = kSTiles % 4 == 0 ? 1 : 2;
+    const int matrix = Lane() / 8;
+    const u32 k = read_slot_ + WarpSliceOffset() + (matrix / kSteps * 8 + Lane() % 8) * Kk::kPitch +
+                  matrix % kSteps * 16;
+#pragma unroll
+    for (int kk = 0; kk < kQkSteps; kk += kSteps) {
+      u32 a[kSteps][kMTiles][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+          if constexpr (kQInRegisters) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) a[i][mt][c] = q_fragments[mt][kk + i][c];
+          } else {
+            LoadQFragment(a[i][mt], mt, kk + i);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kSTiles; j += 4 / kSteps) {
+        u32 codes[4];
+        LoadMatrix4(codes, k + j * 8 * Kk::kPitch + kk * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          u32 b0, b1;
+          UnpackE4m3<Traits>(codes[i], b0, b1);
+#pragma unroll
+          for (int mt = 0; mt < kMTiles; ++mt) {
+            E::Mma(s[mt][j + i / kSteps], a[i % kSteps][mt], b0, b1);
+          }
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Logits& s) const {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
@@ -514,6 +648,10 @@ class TilePath {
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[mt][j][c] = 0.0f;
       }
+    }
+    if constexpr (kE4m3) {
+      MultiplyE4m3Qk(q_fragments, s);
+      return;
     }
     const u32 k = read_slot_ + WarpSliceOffset() + KMajorOffset(Qk::kPitch);
 #pragma unroll
@@ -552,7 +690,41 @@ class TilePath {
 
   // --- pv ---
 
+  // Column of o[mt][j][2h + c].
+  __device__ int Column(int j, int c) const {
+    return kE4m3 ? j / 2 * 16 + Lane() % 4 * 4 + 2 * c + j % 2 : 8 * j + Lane() % 4 * 2 + c;
+  }
+
+  // The transposing ldmatrix moves 16 bits: two neighbouring e4m3 of a token. Those with even
+  // columns of 16 are the operand of one 8-column tile, those with odd ones of the next.
+  __device__ __forceinline__ void MultiplyE4m3Pv(const Probabilities& p, State& state) const {
+    const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
+#pragma unroll
+    for (int kk = 0; kk < kWarpTokens / 16; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kOTiles; j += 4) {
+        u32 codes[4];
+        LoadMatrix4Transposed(codes, v + kk * 16 * Vo::kPitch + j * 8);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          u32 even[2], odd[2];
+          UnpackE4m3Alternate<Traits>(codes[i], even[0], odd[0]);
+          UnpackE4m3Alternate<Traits>(codes[i + 1], even[1], odd[1]);
+#pragma unroll
+          for (int mt = 0; mt < kMTiles; ++mt) {
+            E::Mma(state.o[mt][j + i], p[mt][kk], even[0], even[1]);
+            E::Mma(state.o[mt][j + i + 1], p[mt][kk], odd[0], odd[1]);
+          }
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
+    if constexpr (kE4m3) {
+      MultiplyE4m3Pv(p, state);
+      return;
+    }
     const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
 #pragma unroll
     for (int kk = 0; kk < kWarpTokens / 16; ++kk) {
@@ -582,17 +754,30 @@ class TilePath {
     for (int i = Lane(); i < kVectors; i += kWarpSize) {
       const uint4 x = *reinterpret_cast<const uint4*>(slice + i / Vo::kChunks * Vo::kPitch +
                                                       i % Vo::kChunks * 16);
+      if constexpr (kE4m3) {
+        not_finite |= E4m3NanBits(x.x) | E4m3NanBits(x.y) | E4m3NanBits(x.z) | E4m3NanBits(x.w);
+        continue;
+      }
       not_finite = E::FmaX2(x.x, 0, not_finite);  // 0 * x is NaN unless x is finite
       not_finite = E::FmaX2(x.y, 0, not_finite);
       not_finite = E::FmaX2(x.z, 0, not_finite);
       not_finite = E::FmaX2(x.w, 0, not_finite);
     }
-    const bool found = (not_finite & 0x7fff7fff) != 0;
+    const bool found = (kE4m3 ? not_finite : not_finite & 0x7fff7fff) != 0;
     const bool mend = kSplitKv ? __any_sync(kFullWarp, found) : __syncthreads_or(found);
     if (!mend) return;
 
     if (seen) MarkNanRows(begin, step, state);
     SyncReaders();
+    if constexpr (kE4m3) {
+#pragma unroll 1
+      for (int i = Lane(); i < kVectors * 16; i += kWarpSize) {
+        unsigned char* x = slice + i / (Vo::kChunks * 16) * Vo::kPitch + i % (Vo::kChunks * 16);
+        if (E4m3NanBits(*x) != 0) *x = 0;
+      }
+      SyncReaders();
+      return;
+    }
 #pragma unroll 1
     for (int i = Lane(); i < kVectors * 8; i += kWarpSize) {
       u16* x = reinterpret_cast<u16*>(slice + i / (Vo::kChunks * 8) * Vo::kPitch) +
@@ -614,6 +799,20 @@ class TilePath {
           const VisibleSpan span = SpanOfRow(FirstRow() + mt * 16 + h * 8 + Lane() / 4);
           sees[mt][h] = begin + token >= span.any_begin && begin + token < span.any_end;
         }
+      }
+      if constexpr (kE4m3) {
+#pragma unroll
+        for (int j = 0; j < kOTiles; ++j) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            if (E4m3NanBits(step[token * Vo::kPitch + Column(j, c % 2)]) == 0) continue;
+#pragma unroll
+            for (int mt = 0; mt < kMTiles; ++mt) {
+              if (sees[mt][c / 2]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
+            }
+          }
+        }
+        continue;
       }
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
@@ -666,8 +865,13 @@ class TilePath {
         const int row = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
         if (row >= num_rows) continue;
         const i64 at = final ? map.Index(row) : partial_row + row;
-        const float o_scale = WriteState(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
-                                         {state.max_log2[mt][h], state.sum[mt][h]});
+        float o_scale = WriteState(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
+                                   {state.max_log2[mt][h], state.sum[mt][h]});
+        if constexpr (kE4m3) {
+          if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
+          WriteE4m3Row(state.o[mt], h, final, at, o_scale);
+          continue;
+        }
         const i64 first = at * Traits::kHeadDimVo + 2 * (Lane() % 4);
         float* partial = p_.partial_o + first;
         u16* o = static_cast<u16*>(p_.o) + first;
@@ -683,6 +887,25 @@ class TilePath {
         }
       }
     }
+  }
+
+  // The columns that a lane has of two tiles are neighbours.
+  __device__ __forceinline__ void WriteE4m3Row(const float (&o)[kOTiles][4], int h, bool final,
+                                               i64 at, float o_scale) const {
+#pragma unroll
+    for (int j = 0; j < Traits::kHeadDimVo / 8; j += 2) {
+      float4 x = NeighboursOf(o, j, h);
+      Scale(x, o_scale);
+      const i64 column = at * Traits::kHeadDimVo + Column(j, 0);
+      if (final) {
+        Store4<Traits::kDtype>(p_.o, column, x);
+      } else {
+        Store4<kElementF32>(p_.partial_o, column, x);
+      }
+    }
+  }
+  __device__ static float4 NeighboursOf(const float (&o)[kOTiles][4], int j, int h) {
+    return make_float4(o[j][2 * h], o[j + 1][2 * h], o[j][2 * h + 1], o[j + 1][2 * h + 1]);
   }
 
   // Split kv: the states of the warps become one, in the order of the warps. kRowThreads threads
@@ -704,8 +927,8 @@ class TilePath {
       const bool final = partial_row < 0;
       const i64 at = final ? map.Index(row) : partial_row + row;
       const RowState all = CombineRow(row, weights);
-      const float o_scale =
-          WriteState(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
+      float o_scale = WriteState(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
+      if (kE4m3 && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
 #pragma unroll 1
       for (int c = 4 * part; c < Min(kColumns, Traits::kHeadDimVo - first); c += 4 * kRowThreads) {
         float4 o = make_float4(0, 0, 0, 0);
@@ -734,6 +957,15 @@ class TilePath {
         if (first == 0 && Lane() % 4 == 0) {
           exchange.max_log2[Warp()][row] = state.max_log2[mt][h];
           exchange.sum[Warp()][row] = state.sum[mt][h];
+        }
+        if constexpr (kE4m3) {
+#pragma unroll
+          for (int j = 0; j < Min(kColumns / 8, kOTiles); j += 2) {
+            if (first / 8 + j >= kOTiles) continue;
+            *reinterpret_cast<float4*>(&exchange.o[Warp()][row][Column(j, 0)]) =
+                NeighboursOf(state.o[mt], first / 8 + j, h);
+          }
+          continue;
         }
 #pragma unroll
         for (int j = 0; j < Min(kColumns / 8, kOTiles); ++j) {

@@ -18,6 +18,38 @@ struct RowLayout {
   static constexpr int kPitch = 16 * (kChunks | 1);  // bytes
 };
 
+// Rows of q that are multiplied with e4m3. head_dim is padded to a multiple of 32, as in
+// E4m3RowLayout; a lane loads 8 bytes of each of 8 rows, and an odd number of 32 bytes between rows
+// keeps those of a half warp free of bank conflicts.
+template <int kHeadDim>
+struct E4m3QueryLayout {
+  static constexpr int kPadded = CeilDiv(kHeadDim, 32) * 32;
+  static constexpr int kChunks = kPadded / 8;
+  static constexpr int kLiveChunks = kHeadDim / 8;
+  static constexpr int kPitch = 32 * (kChunks / 2 | 1);
+};
+
+// Rows of e4m3. Four 8 x 16 byte matrices of one ldmatrix are two 16-element steps of K, or four
+// 8-column tiles of V.
+template <int kHeadDim>
+struct E4m3RowLayout {
+  static constexpr int kPadded = CeilDiv(kHeadDim, 32) * 32;
+  static constexpr int kChunks = kPadded / 16;
+  static constexpr int kLiveChunks = kHeadDim / 16;
+  static constexpr int kPitch = 16 * (kChunks | 1);
+};
+
+// A factor of every row of a warp, or one of all of them.
+template <int kMTiles>
+struct RowScales {
+  float of[kMTiles][2];
+};
+__device__ __forceinline__ float ScaleOfRow(float scale, int, int) { return scale; }
+template <int kMTiles>
+__device__ __forceinline__ float ScaleOfRow(const RowScales<kMTiles>& scales, int mt, int h) {
+  return scales.of[mt][h];
+}
+
 // What a warp knows of its rows after the kv tokens it has seen. Registers follow the accumulators
 // of mma.sync: index h is row 8h + lane / 4 of 16-row tile mt; o[mt][j][2h + c] is column 8j + 2 *
 // (lane % 4) + c of that row.
@@ -118,8 +150,8 @@ __device__ __forceinline__ void MaskLogits(int begin, int lane, float (&s)[kMTil
 // factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
 // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
 // neighbours; for rows that keep their reference the factor is exactly 1.
-template <int kMTiles, int kSTiles, int kOTiles>
-__device__ __forceinline__ void UpdateMax(float scale, const float (&s)[kMTiles][kSTiles][4],
+template <class Scale, int kMTiles, int kSTiles, int kOTiles>
+__device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[kMTiles][kSTiles][4],
                                           TileState<kMTiles, kOTiles>& state) {
   constexpr float kSlack = 8.0f;
   float new_max[kMTiles][2];
@@ -133,7 +165,7 @@ __device__ __forceinline__ void UpdateMax(float scale, const float (&s)[kMTiles]
       for (int j = 1; j < kSTiles; ++j) {
         step_max = fmaxf(step_max, fmaxf(s[mt][j][2 * h], s[mt][j][2 * h + 1]));
       }
-      step_max = QuadMax(step_max) * scale;
+      step_max = QuadMax(step_max) * ScaleOfRow(scale, mt, h);
       // False if both are -inf, where the difference is NaN.
       const bool row_grows = step_max - state.max_log2[mt][h] > kSlack;
       new_max[mt][h] = row_grows ? step_max : state.max_log2[mt][h];
@@ -145,8 +177,9 @@ __device__ __forceinline__ void UpdateMax(float scale, const float (&s)[kMTiles]
 
 // p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
 // tiles, packed, are operand a of the second product as they are.
-template <class E, int kMTiles, int kSTiles, int kOTiles>
-__device__ __forceinline__ void Exponentiate(float scale, const float (&s)[kMTiles][kSTiles][4],
+template <class E, class Scale, int kMTiles, int kSTiles, int kOTiles>
+__device__ __forceinline__ void Exponentiate(const Scale& scales,
+                                             const float (&s)[kMTiles][kSTiles][4],
                                              TileState<kMTiles, kOTiles>& state,
                                              u32 (&p)[kMTiles][kSTiles / 2][4]) {
 #pragma unroll
@@ -154,6 +187,7 @@ __device__ __forceinline__ void Exponentiate(float scale, const float (&s)[kMTil
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float reference = FiniteMax(state.max_log2[mt][h]);
+      const float scale = ScaleOfRow(scales, mt, h);
 #pragma unroll
       for (int j = 0; j < kSTiles; ++j) {
         const float left = Exp2(fmaf(s[mt][j][2 * h], scale, -reference));
