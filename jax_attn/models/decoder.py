@@ -42,7 +42,7 @@ def init_pages(
     config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
 ) -> tuple[jax.Array, jax.Array]:
     """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros."""
-    page_size, dtype = specs[0].page_size, specs[0].dtype
+    page_size, dtype = specs[0].page_size, specs[0].dtype_of_kv
     assert page_size is not None
     shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

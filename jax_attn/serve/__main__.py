@@ -102,6 +102,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if server.started and engine.failure is None else 1
 
 
+_KV_DTYPES = {"fp8": "float8_e4m3fn"}  # names that other servers have for it
+
+
 def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
     """With as many pages as the device's memory holds, unless it was told how many.
 
@@ -110,7 +113,7 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
     """
     config = model.config
     page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
-    page_bytes *= jnp.dtype(args.dtype).itemsize
+    page_bytes *= jnp.dtype(_KV_DTYPES.get(args.kv_cache_dtype, args.dtype)).itemsize
     fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
     num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
     while True:
@@ -142,6 +145,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         num_pages=num_pages,
         page_size=args.page_size,
+        kv_dtype=_KV_DTYPES.get(args.kv_cache_dtype),
         max_running=args.max_running,
         max_step_tokens=args.max_step_tokens,
         prefill_chunk=args.prefill_chunk,
@@ -180,6 +184,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", type=Path, default=model, help="Hugging Face directory (the bundled model)")
     add("--model-name", help="as clients call it (the directory's name)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
+    cache = "fp8: float8_e4m3fn, half the memory, some accuracy (as --dtype)"
+    add("--kv-cache-dtype", choices=[*_KV_DTYPES], help=cache)
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=_non_negative, default=8000, help="0: any that is free (%(default)s)")
     add("--api-key-file", type=Path, help="a key a line; every route but /health then needs one")

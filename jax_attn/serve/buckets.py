@@ -123,6 +123,7 @@ def invariant_specs(
     capacities: SchedulerConfig,
     num_tokens: int,
     num_rows: int,
+    **kwargs: Any,
 ) -> tuple[ja.AttentionSpec, ...]:
     """Attention whose bits depend on the sequence alone.
 
@@ -132,7 +133,7 @@ def invariant_specs(
     longest = min(config.max_positions, capacities.page_size * capacities.num_pages)
     kv_split = _SPLIT_STEP * max(1, -(-longest // (4 * _SPLIT_STEP)))
     num_chunks = -(-longest // kv_split)
-    make = partial(balanced_specs, config, dtype, capacities, num_tokens, num_rows)
+    make = partial(balanced_specs, config, dtype, capacities, num_tokens, num_rows, **kwargs)
     kernel = make(schedule="fixed_split", kv_split=kv_split)[0].kernel_config
     group_size = config.num_qo_heads // config.num_kv_heads
     num_tiles = num_rows + num_tokens * group_size // kernel["tile_q_0"]

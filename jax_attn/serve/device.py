@@ -35,7 +35,13 @@ class Scores(NamedTuple):
 
 
 class Device:
-    def __init__(self, model: models.Model, capacities: SchedulerConfig, batch_invariant: bool):
+    def __init__(
+        self,
+        model: models.Model,
+        capacities: SchedulerConfig,
+        batch_invariant: bool,
+        kv_dtype: str | None = None,
+    ):
         self._params, self._config = model.params, model.config
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens)
@@ -46,7 +52,8 @@ class Device:
         dtype = str(model.params["embed"].dtype)
         make_specs = buckets.invariant_specs if batch_invariant else buckets.balanced_specs
         self.buckets = [
-            Bucket(*size, make_specs(model.config, dtype, capacities, *size)) for size in sizes
+            Bucket(*size, make_specs(model.config, dtype, capacities, *size, kv_dtype=kv_dtype))
+            for size in sizes
         ]
         self._slots = sampling.SlotParams(capacities.max_running)
         self._allow_all = {

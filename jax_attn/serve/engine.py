@@ -48,6 +48,7 @@ class EngineConfig:
 
     num_pages: int  # of the kv cache
     page_size: int = 16  # tokens
+    kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; float8_e4m3fn has scales of 1
     max_running: int = 32  # sequences that run at once
     max_step_tokens: int = 512  # query tokens of a step
     prefill_chunk: int | None = None  # of them, prompt tokens beside decodes; None: all there is
@@ -103,7 +104,7 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         core = capacities(config, model.config.max_positions)
-        self.device = Device(model, core, config.batch_invariant)
+        self.device = Device(model, core, config.batch_invariant, config.kv_dtype)
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
