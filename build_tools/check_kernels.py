@@ -158,8 +158,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     arch = int(target.removeprefix("sm_"))
     for problem in appends.values():
         yield _core.append_source(problem), 0
-    for levels in range(2):
-        yield _core.plan_source(arch, levels), 0
+    for general in range(2):
+        yield _core.plan_source(arch, general), 0
     for dtype in range(3):
         yield _core.merge_source(arch, dtype), 0
 

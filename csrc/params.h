@@ -74,12 +74,12 @@ struct PrefixLevels {
 };
 enum : i32 { kMaxLevels = 8 };  // an agent's tools, a document, a conversation, its forks
 
-enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2 };
+enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2, kAuto = 3 };
 
 // What planners go by: AttentionSpec and KernelConfig (spec.h) as numbers that a kernel can be
 // given.
 struct PlanRules {
-  i32 schedule;  // a Schedule
+  i32 schedule;  // a Schedule; kAuto is kBalanced with fewer_splits
   i32 num_kv_heads;
   i32 group_size;
   i32 window_left;   // -1: unlimited
@@ -102,6 +102,7 @@ struct PlanRules {
   i32 num_queues;      // of a partition
   i32 num_units;       // head units of a partition
   i32 heads_per_unit;  // kv heads that stay together in a queue
+  i32 fewer_splits;    // 1: what kBalanced would do is compared with longer chunks and whole tiles
 
   i64 max_qo_tokens;
   i64 max_kv;     // paged: entries of page_indices; ragged: rows of k, v

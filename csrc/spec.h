@@ -55,6 +55,8 @@ struct AttentionSpec {
   int64_t kv_dtype() const { return kv_is_e4m3 ? int64_t{kE4M3} : dtype; }
   bool paged() const { return page_size > 0; }
   bool causal() const { return window_right == 0; }
+  // Chunks follow from what a queue should have, and there is a bound on their number.
+  bool balances() const { return schedule == kBalanced || schedule == kAuto; }
 };
 
 // What select/ chose: the shape of the launch and the numbers the planner schedules by.

@@ -62,13 +62,12 @@ def step(s):
     return finish_step(s, ja.plan(spec, *lengths))  # traced arrays: planned inside
 
 
-cache = jnp.zeros((2, num_layers, num_pages, page_size, kv_heads, head_dim))
 state = {
     "token": jnp.arange(1, batch_size + 1), "text": jnp.zeros((batch_size, 41), int),
     "active": jnp.ones(batch_size, bool), "kv_lens": jnp.zeros(batch_size, int),
-    "limit": jnp.array([9, 40, 17, 30, 8, 25]), "caches": list(cache),
+    "limit": jnp.array([9, 40, 17, 30, 8, 25]), "pages": jnp.zeros((batch_size, pages_each), int),
     "free": jnp.arange(num_pages), "num_free": jnp.array(num_pages),
-    "pages": jnp.zeros((batch_size, pages_each), int),
+    "caches": list(jnp.zeros((2, num_layers, num_pages, page_size, kv_heads, head_dim))),
 }  # fmt: skip
 done = jax.jit(lambda s: jax.lax.while_loop(lambda s: s["active"].any(), step, s))(state)
 # The same from Python, with plans made on the host.

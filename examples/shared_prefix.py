@@ -36,10 +36,17 @@ batch = {
     "page_indices": np.concatenate(tables),
 }
 
-plan = ja.plan(ja.AttentionSpec(**spec_fields), **batch)
+spec = ja.AttentionSpec(**spec_fields)
+plan = ja.plan(spec, **batch)
 apart = ja.plan(ja.AttentionSpec(**spec_fields, share_prefixes=False), **batch)
 print(plan.describe())
 assert (plan.items()["num_groups"] > 1).any()
+
+# Who knows what is shared may say so; plans made inside jit on a GPU share only what they are told.
+document_level = (np.array([0, batch_size]), np.array([document]))  # all requests, their prefix
+make_plan = jax.jit(lambda batch, levels: ja.plan(spec, **batch, prefix_levels=levels))
+told = make_plan(batch, [document_level])
+assert told.queue_costs().max() == plan.queue_costs().max()
 
 keys = jax.random.split(jax.random.key(0), 3)
 q = jax.random.normal(keys[0], (batch_size, 16, 64), jnp.bfloat16)

@@ -49,7 +49,8 @@ def plan(
     """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
     num_prefixes]."""
     shape = (0, 0) if levels is None else levels[1].shape
-    jit.compile_ahead("plan_levels" if shape[0] else "plan", spec)
+    is_general = shape[0] > 0 or spec.schedule == "auto"
+    jit.compile_ahead("plan_general" if is_general else "plan", spec)
     call = jax.ffi.ffi_call(
         "jax_attn_plan",
         (

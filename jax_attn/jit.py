@@ -61,7 +61,7 @@ def compile_ahead(operation: str, spec: AttentionSpec) -> None:
     """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
     own work, waits for the rest of the compile, if any, instead of the whole.
 
-    operation: "attention", "append", "plan" or "plan_levels". Nothing happens unless a GPU is the
+    operation: "attention", "append", "plan" or "plan_general". Nothing happens unless a GPU is the
         default backend.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
@@ -93,10 +93,11 @@ def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     dtype = dtype_code(spec.dtype)
     jobs = {
         _core.attention_source(spec.problem).name: lambda: _core.prepare_attention(spec.problem),
-        f"plan-{arch}": lambda: _core.prepare_plan(arch, 0),
     }
-    if spec.share_prefixes:
-        jobs[f"plan_levels-{arch}"] = lambda: _core.prepare_plan(arch, 1)
+    if spec.schedule != "auto":
+        jobs[f"plan-{arch}"] = lambda: _core.prepare_plan(arch, 0)
+    if spec.schedule == "auto" or spec.share_prefixes:
+        jobs[f"plan_general-{arch}"] = lambda: _core.prepare_plan(arch, 1)
     if spec.is_paged:
         jobs[_core.append_source(spec.problem).name] = lambda: _core.prepare_append(spec.problem)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)

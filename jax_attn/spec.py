@@ -15,7 +15,7 @@ from jax_attn import _core, config
 
 _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
 _E4M3 = "float8_e4m3fn"
-_SCHEDULES = ("balanced", "fixed_split", "no_split")  # order of Schedule
+_SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
 
 
@@ -61,7 +61,9 @@ class AttentionSpec:
     Schedule
         schedule: "balanced" (FlashInfer, arXiv 2501.01005, Algorithm 1; where that leaves queues
             uneven, the contiguous ranges of LeanAttention, arXiv 2405.10480), "fixed_split" (chunks
-            of kv_split tokens: a request's bits do not depend on the batch it is in) or "no_split".
+            of kv_split tokens: a request's bits do not depend on the batch it is in), "no_split" or
+            "auto": what "balanced" does, or longer chunks, or none split, whichever is predicted to
+            be done first. Chunks of fixed_split are a promise, so "auto" never takes them.
         kv_split: chunk length for fixed_split.
         share_prefixes: the planner looks for requests whose leading pages are the same ids and
             attends what they share once for all of them, where that is predicted to be faster. With
@@ -95,7 +97,7 @@ class AttentionSpec:
     max_kv_tokens: int | None = None
     max_items: int | None = None
     max_partial_rows: int | None = None
-    schedule: Literal["balanced", "fixed_split", "no_split"] = "balanced"
+    schedule: Literal["balanced", "fixed_split", "no_split", "auto"] = "balanced"
     kv_split: int | None = None
     share_prefixes: bool | None = None
     target: str | None = None

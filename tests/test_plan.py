@@ -24,7 +24,7 @@ TARGETS = ("cpu", "sm_80:108", "sm_90:132")
 @st.composite
 def cases(draw):
     """Small enough to count every (row, position) pair, odd enough to meet every border."""
-    schedule, split = draw(st.sampled_from((*SCHEDULES, ("fixed_split", 512))))
+    schedule, split = draw(st.sampled_from((*SCHEDULES, ("fixed_split", 512), ("auto", None))))
     request = st.tuples(
         st.one_of(st.integers(0, 3), st.integers(0, 90)),
         st.one_of(st.integers(0, 20), st.integers(0, 700)),
@@ -78,7 +78,7 @@ def random_forest(seed):
         window_left=int(rng.choice([-1, -1, 600, 1200])),
         window_right=-1 if causal else int(rng.choice([-1, 3])),
         page_size=(1, 7, 16)[rng.integers(3)],
-        schedule="fixed_split" if fixed_split else "balanced",
+        schedule="fixed_split" if fixed_split else ("balanced", "auto")[rng.integers(2)],
         kv_split=(128, 256)[rng.integers(2)] if fixed_split else None,
         num_ctas=(1, 2, 5, 33)[rng.integers(4)],
         branches=tuple(PATHS[i] for i in rng.integers(0, len(PATHS), num_requests)),
@@ -243,6 +243,54 @@ def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
 
 @few_examples
 @random_cases
+def test_states_of_a_schedule_that_balances_fit_two_tiles_a_queue(case, target):
+    """Whatever the lengths: so the workspace has room by the grid alone."""
+    if case.schedule not in ("balanced", "auto"):
+        return
+    plan = make_plan(case, target)
+    config = plan.spec.kernel_config
+    most = 2 * config["num_ctas"] * config["heads_per_unit"]
+    tile_rows = config[f"tile_q_{config['num_tiles'] - 1}"]
+    assert plan.header()["num_partial_rows"] <= most * tile_rows == config["max_partial_rows"]
+    if not plan.header()["num_shared_tokens"]:
+        assert (plan.items()["partial_row"] >= 0).sum() <= most
+
+
+@few_examples
+@random_cases
+def test_auto_is_never_predicted_to_be_slower(case, target):
+    """Than balanced, which it begins with, and than whole tiles, which it tries."""
+    flat = {"kv_split": None, "share_prefixes": False}
+    load = {
+        schedule: make_plan(dataclasses.replace(case, schedule=schedule, **flat), target)
+        .queue_costs()
+        .max(initial=0)
+        for schedule in ("auto", "balanced", "no_split")
+    }
+    assert load["auto"] <= min(load["balanced"], load["no_split"]) + 1e-6
+    if case.page_size is not None:
+        shared, balanced = (
+            make_plan(dataclasses.replace(case, schedule=schedule, kv_split=None), target)
+            for schedule in ("auto", "balanced")
+        )
+        assert shared.queue_costs().max(initial=0) <= balanced.queue_costs().max(initial=0) + 1e-6
+
+
+def test_auto_does_not_split_where_that_takes_longer():
+    """5 requests of a server that has just begun: a split costs more than the queues would wait."""
+    case = Case(
+        "", (17, 1, 200, 1, 1), (200,) * 5, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128
+    )
+    balanced, auto = (
+        make_plan(dataclasses.replace(case, schedule=schedule, dtype="bfloat16"), "sm_90:132")
+        for schedule in ("balanced", "auto")
+    )
+    assert auto.queue_costs().max() < 0.7 * balanced.queue_costs().max()
+    assert len(auto.merge_groups()) == 0 < len(balanced.merge_groups())
+
+
+@few_examples
+@random_cases
 def test_planned_work_does_not_depend_on_capacities(case, target):
     plan = make_plan(case, target)
     fields = case.spec_fields()
@@ -338,7 +386,7 @@ def test_the_largest_batch_fits_the_default_capacities():
     """Balanced and no_split must plan anything within max_batch, max_qo_tokens and max_kv_pages."""
     rng = np.random.default_rng(0)
     for target in TARGETS:
-        for schedule in ("balanced", "no_split"):
+        for schedule in ("balanced", "no_split", "auto"):
             for num_kv_heads, group in ((1, 1), (8, 4), (2, 16), (3, 7)):
                 spec = ja.AttentionSpec(
                     num_qo_heads=num_kv_heads * group,
@@ -591,7 +639,12 @@ def serving_lengths(rng, batch_size, kind):
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "long", "mixed"])
 def test_a_traced_plan_has_the_bits_of_a_host_plan(kind, backend):
     rng = np.random.default_rng(0)
-    for schedule, split in (("balanced", None), ("fixed_split", 512), ("no_split", None)):
+    for schedule, split in (
+        ("balanced", None),
+        ("auto", None),
+        ("fixed_split", 512),
+        ("no_split", None),
+    ):
         for heads in ((32, 8), (8, 8), (6, 1)):
             for batch_size in (1, 6, 256):
                 qo_lens, kv_lens = serving_lengths(rng, batch_size, kind)

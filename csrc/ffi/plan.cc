@@ -94,15 +94,18 @@ ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::Any
                     static_cast<int32_t*>(plan->untyped_data())));
 }
 
+PlanKernel KernelOf(const AttentionProblem& problem, bool has_levels) {
+  return {problem.spec.arch, has_levels || problem.spec.schedule == kAuto};
+}
+
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool has_levels) {
-  return RunStage(kOp, words, [=](const AttentionProblem& p) {
-    return PreparePlan({p.spec.arch, has_levels});
-  });
+  return RunStage(kOp, words,
+                  [=](const AttentionProblem& p) { return PreparePlan(KernelOf(p, has_levels)); });
 }
 
 ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool has_levels) {
   return RunStage(kOp, words, [=](const AttentionProblem& p) {
-    return LoadPlan({p.spec.arch, has_levels}, device);
+    return LoadPlan(KernelOf(p, has_levels), device);
   });
 }
 
@@ -124,7 +127,7 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   const PlanParams params =
       MakePlanParams(problem, inputs, has_levels ? &levels : nullptr,
                      static_cast<int32_t*>(plan->untyped_data()), scratch->untyped_data());
-  return ToFfi(LaunchPlan({problem.spec.arch, has_levels}, params,
+  return ToFfi(LaunchPlan(KernelOf(problem, has_levels), params,
                           static_cast<int64_t>(plan->element_count()), stream, device_ordinal));
 }
 

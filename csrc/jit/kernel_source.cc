@@ -182,9 +182,9 @@ KernelSource MakeSource(const PlanKernel& kernel) {
   traits.Int("kNumThreads", 512, "a chunk each, for a few hundred requests");
   traits.Int("kSmemBytes", 96 * 1024, "what every architecture has");
   const std::string entry = "plan_kernel";
-  return {"plan-" + ArchName(kernel.arch) + (kernel.levels ? "-levels" : ""), entry,
+  return {"plan-" + ArchName(kernel.arch) + (kernel.general ? "-general" : ""), entry,
           TranslationUnit("cuda/any/plan.cuh", traits.str(),
-                          kernel.levels ? "PlanWithLevelsBody" : "PlanBody", "Plan", entry),
+                          kernel.general ? "GeneralPlanBody" : "PlanBody", "Plan", entry),
           Options(kernel.arch)};
 }
 
@@ -215,6 +215,6 @@ KernelKey MakeKey(const AttentionKernel& k) {
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch, k.kv_is_e4m3, k.dtype}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }
-KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch, k.levels}; }
+KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch, k.general}; }
 
 }  // namespace jax_attn

@@ -50,8 +50,8 @@ struct MergeKernel {
 };
 
 struct PlanKernel {
-  int64_t arch = 0;    // 0: that of device 0
-  int64_t levels = 0;  // 1: it is told which prefixes are shared
+  int64_t arch = 0;     // 0: that of device 0
+  int64_t general = 0;  // 1: may be told which prefixes are shared, and may plan kAuto
 };
 
 // One translation unit with one kernel. Beside `entry` it defines two ints, <entry>_smem_bytes and

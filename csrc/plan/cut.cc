@@ -4,11 +4,8 @@
 
 namespace jax_attn {
 
-void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 twice_divisor,
+void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 longest_cost,
                  std::vector<Chunk>* chunks) {
-  int64_t total = 0;
-  for (const QueryTile& t : tiles) total += SpanCost(t);
-  const i32 longest_cost = LongestChunkCost(rules, total, twice_divisor);
   chunks->clear();
   for (size_t i = 0; i < tiles.size(); ++i) {
     const QueryTile& t = tiles[i];

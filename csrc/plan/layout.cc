@@ -70,7 +70,8 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   const int64_t units = spec.num_kv_heads / config.heads_per_unit;
   const int64_t partitions = std::gcd(config.num_ctas, units);
   PlanRules rules = {};
-  rules.schedule = static_cast<i32>(spec.schedule);
+  rules.schedule = static_cast<i32>(spec.balances() ? int64_t{kBalanced} : spec.schedule);
+  rules.fewer_splits = spec.schedule == kAuto;
   rules.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
   rules.group_size = static_cast<i32>(spec.group_size());
   rules.window_left = static_cast<i32>(spec.window_left);
@@ -143,7 +144,8 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   const auto results = [&](int64_t num_tiles) {
     return (4 + 4 + 8) * num_tiles + 4 * (queues + 1);
   };
-  const int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
+  int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
+  if (rules.fewer_splits) num_trials += kNumFewerSplits;
   const int64_t ranges = 8 * tiles + 5 * 4 * queues;
   int64_t bytes = 4 * (requests + 1) + sizeof(QueryTile) * tiles +
                   num_trials * trial(tiles, 2 * queues) + ranges + results(tiles);
@@ -220,7 +222,7 @@ void FillCapacities(AttentionProblem* problem) {
   const int64_t max_tiles = MaxTiles(*problem);
   int64_t max_chunks = 0;  // items beyond one a tile and head
   int64_t max_partial_rows = 0;
-  if (spec.schedule == kBalanced) {
+  if (spec.balances()) {
     max_chunks = MaxBalancedPartials(config);
     max_partial_rows = max_chunks * largest_tile;
   } else if (spec.schedule == kFixedSplit) {
@@ -238,16 +240,16 @@ void FillCapacities(AttentionProblem* problem) {
   if (config.max_items == 0) {
     config.max_items = max_tiles * spec.num_kv_heads + max_chunks;
     // Chunks of kFixedSplit are the same however many requests share them.
-    if (spec.schedule == kBalanced) config.max_items += max_shared_tiles * spec.num_kv_heads;
+    if (spec.balances()) config.max_items += max_shared_tiles * spec.num_kv_heads;
   }
   // A merge group has at least two items; with kBalanced at most every other chunk starts one.
   config.max_merge_groups = std::min(config.max_items / 2, max_tiles * spec.num_kv_heads);
   config.max_partials = config.max_items;
-  if (spec.schedule == kBalanced) {
+  if (spec.balances()) {
     config.max_merge_groups = std::min(config.max_merge_groups, max_chunks / 2 + 1);
     config.max_partials = max_chunks;
   }
-  if (shares && spec.schedule == kBalanced) {  // the requests that share something, besides
+  if (shares && spec.balances()) {  // the requests that share something, besides
     config.max_merge_groups += max_units * spec.num_kv_heads;
     config.max_partials = std::max(max_chunks, max_chunks * largest_tile / spec.group_size());
   }

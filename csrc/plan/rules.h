@@ -242,6 +242,16 @@ inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 r
 }
 
 // --- costs: 1/16 kv token of tile_q[0] ---
+//
+// The planners' model of time. An item takes item_cost + kv tokens * kv_cost[tile] / 16, and
+// split_cost more if its state is merged, in kv tokens of tile_q[0]; a queue takes the sum of its
+// items, a schedule what its fullest queue takes.
+// FlashInfer's (arXiv 2501.01005, section 3.3.1, Algorithm 1) is alpha * l_q + beta * l_kv of a
+// tile: here l_q is put into kv_cost, because the height of a tile decides whether memory or
+// arithmetic is its limit, and item_cost is what is left of alpha * l_q. LeanAttention's (arXiv
+// 2405.10480, section 4) is the number of its iterations over tiles of equal size: kv_cost alone.
+// Neither has a price for states. The numbers are data of each device, with what they were measured
+// by: csrc/select.
 
 // Of kv_tokens for a tile; split: the state goes through the workspace and a merge.
 inline i64 ItemCost(const PlanRules& rules, const QueryTile& t, i64 kv_tokens, bool split) {
@@ -505,6 +515,14 @@ inline bool IsWorthMoreSplits(i64 makespan, i64 than) { return 10 * makespan < 9
 // than total_cost, that of the first cut, and no schedule's fullest queue is below the mean.
 inline bool MayBeWorthMoreSplits(i64 total_cost, i64 num_queues, i64 than) {
   return 10 * total_cost < 9 * than * num_queues;
+}
+
+// kAuto. Algorithm 1 splits whatever exceeds its limit, also where the rest of the queues would
+// wait less than a split costs: what a schedule of longer chunks, and one of whole tiles, is
+// predicted to take is compared, too. Longest chunks of trial r.
+enum : i32 { kNumFewerSplits = 2 };
+inline i32 LongestOfFewer(const PlanRules& rules, i64 total_span_cost, i32 r) {
+  return r == 0 ? LongestChunkCost(rules, total_span_cost, 1) : static_cast<i32>(kPositionLimit);
 }
 
 // Twice the divisors by which Algorithm 1 is tried again, in order, while queues are uneven.

@@ -142,11 +142,17 @@ bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
                      [&](const QueryTile& t) { return t.tile != tiles[0].tile; });
 }
 
+int64_t SpanCostOf(const std::vector<QueryTile>& tiles) {
+  int64_t total = 0;
+  for (const QueryTile& t : tiles) total += SpanCost(t);
+  return total;
+}
+
 // Replaces `best` by a better schedule of Algorithm 1 with shorter chunks, or of stream-K. What is
 // tried must not depend on capacities, or they would change a result's bits.
 void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   thread_local Assignment trial;
-  const int64_t total_cost = best->total_cost;
+  const int64_t span_cost = SpanCostOf(tiling.tiles), total_cost = best->total_cost;
   auto balanced = [&] { return IsBalanced(best->makespan, total_cost, rules.num_queues); };
   if (balanced()) return;
   // Stream-K cuts one line of tiles, the same for every head. Not for tiles of several heights: a
@@ -161,11 +167,23 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   }
   for (i32 twice_divisor : kRetryDivisors) {
     if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, best->makespan)) return;
-    CutByLength(rules, tiling.tiles, twice_divisor, &trial.chunks);
+    const i32 longest_cost = LongestChunkCost(rules, span_cost, twice_divisor);
+    CutByLength(rules, tiling.tiles, longest_cost, &trial.chunks);
     AssignChunks(rules, tiling, &trial);
     if (trial.counts.num_partials > rules.max_balanced_partials) return;
     if (IsWorthMoreSplits(trial.makespan, best->makespan)) std::swap(*best, trial);
     if (balanced()) return;
+  }
+}
+
+// kAuto: replaces `best` by a schedule with longer chunks if that is predicted to be faster.
+void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+  thread_local Assignment trial;
+  const int64_t span_cost = SpanCostOf(tiling.tiles);
+  for (i32 r = 0; r < kNumFewerSplits && best->num_cut_items > 0; ++r) {
+    CutByLength(rules, tiling.tiles, LongestOfFewer(rules, span_cost, r), &trial.chunks);
+    AssignChunks(rules, tiling, &trial);
+    if (trial.makespan < best->makespan) std::swap(*best, trial);
   }
 }
 
@@ -179,12 +197,14 @@ PlanFault CheckItems(const PlanRules& rules, i64 num_chunks) {
 
 // Under the spec's schedule, without regard to shared prefixes.
 PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
-  CutByLength(rules, tiling.tiles, 2, &best->chunks);
+  const i32 longest_cost = LongestChunkCost(rules, SpanCostOf(tiling.tiles), 2);
+  CutByLength(rules, tiling.tiles, longest_cost, &best->chunks);
   const auto num_chunks = static_cast<i64>(best->chunks.size());
   if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
   if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
   AssignChunks(rules, tiling, best);
   if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
+  if (rules.fewer_splits) TryFewerSplits(rules, tiling, best);
   return {};
 }
 

@@ -31,9 +31,9 @@ struct Chunk {
   int64_t cost;  // 1/16 kv token of tile_q[0]
 };
 
-// Appends the chunks of every tile, in kv order: pieces of equal length. twice_divisor: of
-// kBalanced, see LongestChunkCost.
-void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 twice_divisor,
+// The chunks of every tile, in kv order: pieces of equal length. longest_cost: of kBalanced, see
+// CutTile.
+void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 longest_cost,
                  std::vector<Chunk>* chunks);
 
 // Chunks and the queue of each, for one kv head unit and tiles of one height: ranges of equal cost.

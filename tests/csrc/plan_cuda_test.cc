@@ -22,10 +22,10 @@ int64_t Pick(Random& random, std::initializer_list<int64_t> values) {
 
 // Thread counts and shared memory that no device has, so that every loop runs more than once and
 // every array is once in scratch.
-template <int kThreads, int kSmem, int kWithLevels = 0>
+template <int kThreads, int kSmem, int kIsGeneral = 0>
 struct TraitsOf {
   static constexpr int kArch = 90, kNumThreads = kThreads, kSmemBytes = kSmem;
-  static constexpr int kLevels = kWithLevels;
+  static constexpr int kGeneral = kIsGeneral;
 };
 
 struct Batch {
@@ -242,12 +242,12 @@ std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const Batch& 
   std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
   // The operand of the device is aligned.
   std::vector<int32_t> page_indices(in.page_indices, in.page_indices + in.num_page_indices);
-  PlanParams p =
-      MakePlanParams(problem, in, Traits::kLevels ? &levels : nullptr, plan.data(), scratch.data());
+  PlanParams p = MakePlanParams(problem, in, Traits::kGeneral ? &levels : nullptr, plan.data(),
+                                scratch.data());
   p.inputs.page_indices = page_indices.data();
   const int num_ctas = 1 + (problem.spec.paged() ? static_cast<int>(1 + random() % 3) : 0);
   emulation::machine.Launch(num_ctas, Traits::kNumThreads, static_cast<unsigned>(random()),
-                            [&p] { PlanBodyOf<Traits, Traits::kLevels>::Run(p); });
+                            [&p] { PlanBodyOf<Traits, Traits::kGeneral>::Run(p); });
   for (const auto* guarded : {&plan, &scratch}) {
     for (size_t i = guarded->size() - kGuard; i < guarded->size(); ++i) {
       if ((*guarded)[i] == kGuardWord) continue;
@@ -270,8 +270,8 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   const PrefixLevels levels = batch.levels();
   // What the kernel is not told it does not look for.
   AttentionProblem on_host = problem;
-  if (!Traits::kLevels) on_host.spec.share_prefixes = 0;
-  const Status refused = Plan(on_host, in, Traits::kLevels ? &levels : nullptr, expected.data());
+  if (!Traits::kGeneral) on_host.spec.share_prefixes = 0;
+  const Status refused = Plan(on_host, in, Traits::kGeneral ? &levels : nullptr, expected.data());
   const std::vector<int32_t> got = PlanOnDevice<Traits>(problem, batch, random);
 
   PlanHeader header;
@@ -299,7 +299,7 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
     return;
   }
   g_split += header.num_merge_groups > 0;
-  (header.num_shared_tokens > 0 ? g_shared : g_flat) += Traits::kLevels;
+  (header.num_shared_tokens > 0 ? g_shared : g_flat) += Traits::kGeneral;
   for (int64_t i = 0; i < layout.num_words; ++i) {
     if (got[i] == expected[i]) continue;
     std::printf(
@@ -328,6 +328,7 @@ void RunLevels(unsigned seed) {
   Random random(seed);
   AttentionProblem problem = RandomProblem(random);
   problem.spec.page_size = Pick(random, {1, 7, 16, 16});
+  if (random() % 3 == 0) problem.spec.schedule = kAuto;
   problem.spec.share_prefixes = problem.spec.schedule != kNoSplit;
   problem.spec.window_left = Pick(random, {-1, -1, -1, 2500});
   problem.spec.fresh_kv = random() % 4 == 0;
@@ -354,6 +355,7 @@ void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64
   spec.page_size = 16;
   spec.arch = 90;
   spec.num_processors = 132;
+  if (Traits::kGeneral) spec.schedule = kAuto;
   Batch b;
   b.kv_indptr.push_back(0);
   for (const Request& r : requests) {
@@ -394,6 +396,7 @@ void RunRetries(unsigned seed) {
     requests.push_back({Pick(random, {1, 20}), 3000 * Pick(random, {1, 1, 1, 1, 2})});
   }
   RunOnH200<TraitsOf<128, 16 * 1024>>(requests, 8, Pick(random, {132, 264}));
+  RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 8, Pick(random, {132, 264}));
 }
 
 void RunAll(unsigned num_cases) {

@@ -50,8 +50,8 @@ __device__ __forceinline__ i32 LastNotAbove(const T* values, i32 n, T x) {
   return first;
 }
 
-// kLevels: prefixes are told, PlanParams::levels.
-template <class Traits, bool kLevels>
+// kGeneral: prefixes may be told, PlanParams::levels, and the schedule may be kAuto.
+template <class Traits, bool kGeneral>
 class PlanScheduler {
  public:
   static constexpr int kNumThreads = Traits::kNumThreads;
@@ -83,15 +83,15 @@ class PlanScheduler {
   // Writes everything but the header's magic, version and max_page_id.
   __device__ void Run() {
     PlanFault fault = Check();
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (fault.code == kNoFault) fault = CheckLevels();
     }
     PlanCounts counts = {};
     if (fault.code == kNoFault) {
       CopyLengths();
       MakeTiles();
-      if constexpr (kLevels) {
-        fault = ChooseWithLevels();
+      if constexpr (kGeneral) {
+        fault = ChooseGeneral();
       } else {
         fault = Choose();
       }
@@ -112,7 +112,7 @@ class PlanScheduler {
       h.num_merge_groups = static_cast<i32>(counts.num_merge_groups);
       h.num_partials = static_cast<i32>(counts.num_partials);
       h.num_partial_rows = static_cast<i32>(counts.num_partial_rows);
-      if constexpr (kLevels) h.num_shared_tokens = num_shared_tokens_;
+      if constexpr (kGeneral) h.num_shared_tokens = num_shared_tokens_;
     }
   }
 
@@ -301,7 +301,7 @@ class PlanScheduler {
 
   // With shared prefixes longest_cost is a divisor, that of CutSharedTile.
   __device__ TileCut CutOf(i32 longest_cost, i32 i) const {
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (sharing_ != nullptr) {
         return SharedCut(longest_cost, i);
       }
@@ -316,7 +316,7 @@ class PlanScheduler {
   }
 
   __device__ i64 CostOf(i32 i, i64 kv_tokens, i32 num_splits) const {
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (sharing_ != nullptr) {
         return ChunkCost(rules_, tiles_[i], sharing_[i], num_splits, kv_tokens);
       }
@@ -326,7 +326,7 @@ class PlanScheduler {
 
   // What the tile is besides; of a batch without sharing: nothing.
   __device__ TileSharing SharingOf(i32 i) const {
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (sharing_ != nullptr) return sharing_[i];
     }
     return {0, -1, 0, 0};
@@ -428,7 +428,7 @@ class PlanScheduler {
 
   // Code is read from memory, too: once for flat schedules and for those that share.
   __device__ i64 DealTrial(const Trial& t) {
-    if constexpr (kLevels) return DealOnce(t);
+    if constexpr (kGeneral) return DealOnce(t);
     return Deal(t.arrays, t.num_chunks, t.cost);
   }
   __device__ __noinline__ i64 DealOnce(const Trial& t) {
@@ -627,7 +627,7 @@ class PlanScheduler {
   }
 
   __device__ void TakeTrial(i32 r) {
-    if constexpr (kLevels) makespan_ = shared_.makespan[r];
+    if constexpr (kGeneral) makespan_ = shared_.makespan[r];
     chosen_ = shared_.trials[r].arrays;
     num_chunks_ = shared_.trials[r].num_chunks;
     longest_cost_ = shared_.trials[r].longest_cost;
@@ -699,7 +699,7 @@ class PlanScheduler {
 
   // --- shared prefixes, as WriteSchedule in plan/schedule.cc decides ---
 
-  __device__ PlanFault ChooseWithLevels() {
+  __device__ PlanFault ChooseGeneral() {
     const QueryTile* flat = tiles_;
     const i32 num_flat = num_tiles_;
     PrefixForest<PlanScheduler> forest(*this, p_, flat, num_flat, first_tile_);
@@ -722,6 +722,7 @@ class PlanScheduler {
       sharing_ = nullptr;
     }
     const PlanFault f = Choose();
+    if (f.code == kNoFault && rules_.fewer_splits) TryFewerSplits();
     if (!shares || (f.code == kNoFault && makespan_ < makespan)) return f;
     UseSharedTiles();
     chosen_ = chosen;
@@ -729,6 +730,29 @@ class PlanScheduler {
     longest_cost_ = divisor;
     by_ranges_ = false;
     return {};
+  }
+
+  // As in plan/schedule.cc.
+  __device__ void TryFewerSplits() {
+#pragma unroll 1
+    for (i32 r = 0; r < kNumFewerSplits && num_chunks_ > num_tiles_; ++r) {
+      Trial t = {};
+      t.longest_cost = LongestOfFewer(rules_, span_cost_, r);
+      t.arrays = TakeTiles();
+      t.num_chunks = static_cast<i32>(CutByLength(t.arrays, t.longest_cost));
+      TakeChunks(&t.arrays, t.num_chunks);
+      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+      if (thread_ == 0) shared_.trials[r] = t;
+      __syncthreads();
+      if (thread_ < kWarpSize) {
+        const i64 makespan = DealTrial(shared_.trials[r]);
+        if (thread_ == 0) shared_.makespan[r] = makespan;
+      }
+      __syncthreads();
+      if (shared_.makespan[r] >= makespan_) continue;
+      TakeTrial(r);
+      by_ranges_ = false;
+    }
   }
 
   __device__ void UseSharedTiles() {
@@ -877,11 +901,11 @@ class PlanScheduler {
         load += trial.costs[static_cast<i32>(trial.loads[q]) + k];
       }
       lighter &= load < makespan;
-      if constexpr (kLevels) fullest = Largest(fullest, load);
+      if constexpr (kGeneral) fullest = Largest(fullest, load);
     }
     const bool rejected = num_split * rules_.num_kv_heads > rules_.max_balanced_partials;
     if (__syncthreads_or(!lighter) || rejected) return;
-    if constexpr (kLevels) makespan_ = MostOf(fullest);
+    if constexpr (kGeneral) makespan_ = MostOf(fullest);
     chosen_ = trial;
     num_chunks_ = num_chunks;
     by_ranges_ = true;
@@ -903,7 +927,7 @@ class PlanScheduler {
     const i64 heads = rules_.num_kv_heads;
     PlanCounts n = {};
     n.num_items = num_chunks_ * heads;
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (sharing_ != nullptr) return CountShared();
     }
     if (num_chunks_ == num_tiles_) return n;
@@ -957,7 +981,7 @@ class PlanScheduler {
   }
 
   __device__ void Write(const PlanCounts& counts) {
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (sharing_ != nullptr) WriteUnits();
     }
     if (counts.num_merge_groups > 0) WriteMergeGroups();
@@ -1024,7 +1048,7 @@ class PlanScheduler {
 
   // Merge groups that come before those of tiles: of units.
   __device__ i32 NumUnitGroups() const {
-    if constexpr (kLevels) {
+    if constexpr (kGeneral) {
       if (sharing_ != nullptr) return rules_.num_kv_heads * shared_tiling_.num_units;
     }
     return 0;
@@ -1037,7 +1061,7 @@ class PlanScheduler {
       const i32 i = task / heads, head = task % heads;
       const i32 splits = static_cast<i32>(SplitsOf(chosen_, i));
       if (splits == 0) continue;
-      if constexpr (kLevels) {
+      if constexpr (kGeneral) {
         if (SharingOf(i).partial()) continue;
       }
       const QueryTile& t = tiles_[i];
@@ -1062,7 +1086,7 @@ class PlanScheduler {
     // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
     // tiles.
     bool both_ends = several_heights_;
-    if constexpr (kLevels) both_ends = both_ends && sharing_ == nullptr;
+    if constexpr (kGeneral) both_ends = both_ends && sharing_ == nullptr;
     const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
     const i32 each = rules_.heads_per_unit;
     const i32 num_slots = num_chunks_ * rules_.num_units;
@@ -1094,7 +1118,7 @@ class PlanScheduler {
       // With shared prefixes: partial states of units, which may be of tiles that are not cut.
       bool partial = splits > 1;
       i32 group_step = 1, num_groups = 1;
-      if constexpr (kLevels) {
+      if constexpr (kGeneral) {
         const TileSharing sharing = SharingOf(i);
         if (sharing.partial()) {
           partial = true;
@@ -1177,7 +1201,7 @@ __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 r
 // CTAs 1 and on. Until the header is written, max_page_id counts from 1 and `version` holds the
 // complement of the first entry that is out of range; 0: none. With levels, so does `reserved` of
 // the first that is not the same as in the request before.
-template <bool kLevels>
+template <bool kGeneral>
 __device__ __forceinline__ void CopyPages(const PlanParams& p) {
   const PlanInputs& in = p.inputs;
   const i32 batch_size = static_cast<i32>(in.batch_size);
@@ -1209,19 +1233,19 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
     if (batch_size == 0) continue;
     i32 request = RequestOfPage(in, at);
     CommonPages common = {};
-    if constexpr (kLevels) common = CommonPagesWithin(p, request);
+    if constexpr (kGeneral) common = CommonPagesWithin(p, request);
 #pragma unroll
     for (i32 j = 0; j < 4; ++j) {
       if (j >= num) continue;
 #pragma unroll 1
       while (request + 1 < batch_size && in.kv_indptr[request + 1] <= at + j) {
         ++request;
-        if constexpr (kLevels) common = CommonPagesWithin(p, request);
+        if constexpr (kGeneral) common = CommonPagesWithin(p, request);
       }
       const i64 mine = static_cast<i64>(at) + j - in.kv_indptr[request];
       if (mine < 0 || mine >= NumPages(p.rules, in.kv_lens[request])) continue;
       const u32 id = static_cast<u32>(ids[j]);
-      if constexpr (kLevels) {
+      if constexpr (kGeneral) {
         const i64 other = mine < common.num_pages ? in.kv_indptr[common.request] + mine : at + j;
         if (other >= 0 && other < count && in.page_indices[other] != ids[j]) {
           MaxRelaxed(&p.header->reserved, ~static_cast<u32>(at + j));
@@ -1244,7 +1268,7 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
 
 // --- the kernel ---
 
-template <class Traits, bool kLevels>
+template <class Traits, bool kGeneral>
 struct PlanBodyOf {
   static constexpr int kNumThreads = Traits::kNumThreads;
   static constexpr int kSmemBytes = Traits::kSmemBytes;
@@ -1253,9 +1277,9 @@ struct PlanBodyOf {
   __device__ __forceinline__ static void Run(const PlanParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
     if (blockIdx.x == 0) {
-      PlanScheduler<Traits, kLevels>(p, smem).Run();
+      PlanScheduler<Traits, kGeneral>(p, smem).Run();
     } else {
-      CopyPages<kLevels>(p);
+      CopyPages<kGeneral>(p);
     }
     __syncthreads();
     // `magic` counts arrivals until then.
@@ -1276,7 +1300,7 @@ struct PlanBodyOf {
             MakeFault(kFaultPageId, at, p.inputs.page_indices[at], RequestOfPage(p.inputs, at));
         if (IsBefore(page, fault)) fault = page;
       }
-      if constexpr (kLevels) {
+      if constexpr (kGeneral) {
         if (const i32 complement = LoadCoherent(&h.reserved); complement != 0) {
           const i32 at = ~complement;
           const i32 request = RequestOfPage(p.inputs, at);
@@ -1315,6 +1339,6 @@ struct PlanBodyOf {
 template <class Traits>
 using PlanBody = PlanBodyOf<Traits, false>;
 template <class Traits>
-using PlanWithLevelsBody = PlanBodyOf<Traits, true>;
+using GeneralPlanBody = PlanBodyOf<Traits, true>;
 
 }  // namespace jax_attn
