@@ -399,6 +399,57 @@ void RunRetries(unsigned seed) {
   RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 8, Pick(random, {132, 264}));
 }
 
+// More shared tiles than a plan holds, 200 for 400 requests: 13 for all of them, one for each pair.
+void RunPairs() {
+  AttentionProblem problem;
+  AttentionSpec& spec = problem.spec;
+  spec.num_kv_heads = 2;
+  spec.num_qo_heads = 8;
+  spec.head_dim_qk = spec.head_dim_vo = 128;
+  spec.window_right = 0;
+  spec.page_size = 16;
+  spec.arch = 90;
+  spec.num_processors = 132;
+  spec.share_prefixes = 1;
+  Batch b;
+  b.num_levels = 2;
+  b.num_prefixes = 200;
+  b.request_indptr.assign(201, 400);
+  b.request_indptr[0] = 0;
+  b.prefix_lens.assign(200, 1024);
+  for (int32_t i = 0; i <= 200; ++i) b.request_indptr.push_back(2 * i);
+  for (int32_t i = 0; i < 200; ++i) b.prefix_lens.push_back(4096 + 64 * (i * 37 % 200));
+  b.kv_indptr.push_back(0);
+  int32_t next_id = 64;
+  for (int32_t r = 0; r < 400; ++r) {
+    const int32_t kv_len = b.prefix_lens[200 + r / 2] + 100;
+    const int32_t before = r == 0 ? 0 : b.kv_indptr[r - 1];
+    for (int32_t i = 0; i < (kv_len + 15) / 16; ++i) {
+      const bool same = r % 2 == 1 && i < b.prefix_lens[200 + r / 2] / 16;
+      b.page_indices.push_back(i < 64 ? i : same ? b.page_indices[before + i] : next_id++);
+    }
+    b.qo_indptr.push_back(r + 1);
+    b.kv_lens.push_back(kv_len);
+    b.kv_indptr.push_back(static_cast<int32_t>(b.page_indices.size()));
+  }
+  spec.max_batch = spec.max_qo_tokens = 400;
+  spec.max_kv_pages = b.kv_indptr.back();
+  SelectCuda(spec, &problem.config);
+  FillCapacities(&problem);
+  const PrefixLevels levels = b.levels();
+  const PlanLayout layout = MakePlanLayout(problem);
+  std::vector<int32_t> plan(layout.num_words);
+  const Status s = Plan(problem, b.inputs(), &levels, plan.data());
+  PlanHeader header;
+  std::memcpy(&header, plan.data() + layout.header, sizeof(header));
+  if (!s.ok() || header.num_shared_tokens <= 400 || header.num_shared_tokens >= 800) {
+    std::printf("FAILED: no pair is left apart, %d tokens, %s\n", header.num_shared_tokens,
+                s.message.c_str());
+    ++g_failures;
+  }
+  Compare<TraitsOf<128, 16 * 1024, 1>>(problem, b, 3);
+}
+
 void RunAll(unsigned num_cases) {
   for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
     switch (seed % 4) {
@@ -427,6 +478,7 @@ void RunAll(unsigned num_cases) {
         RunLevels<TraitsOf<32, 16 * 1024, 1>>(seed);
     }
   }
+  RunPairs();
   for (const int64_t kv_heads : {8, 32, 1}) RunServing(256, kv_heads, false, true);
   RunServing(256, 8, false, false);
   RunServing(128, 8, true, false);
