@@ -161,6 +161,9 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.attention_source(spec.problem), spec.kernel_config["num_ctas"] // num_sms
         if spec.is_paged:
             appends.setdefault((spec.dtype if spec.is_quantized else "any"), spec.problem)
+    timed = next(attention_specs(target))  # item_times
+    config = timed.kernel_config | {"record_times": 1}
+    yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0
     arch = int(target.removeprefix("sm_"))
     for problem in appends.values():
         yield _core.append_source(problem), 0

@@ -6,27 +6,32 @@ import jax
 import numpy as np
 import pytest
 from attention_cases import Case, make_plan
+from backends import on_every_platform
 
 import jax_attn as ja
 from jax_attn import config
 
 
-def make_call(case):
-    plan = make_plan(case, dtype="float32")
+def make_call(case, target="cpu", dtype="float32", **fields):
+    plan = make_plan(case, target, dtype=dtype, **fields)
     spec = plan.spec
     keys = jax.random.split(jax.random.key(0), 3)
     lead = (spec.max_kv_tokens,)
     if spec.is_paged:
         lead = (plan.header()["max_page_id"] + 1, spec.page_size)
     shapes = (spec.q_shape, *spec.kv_shapes(*lead))
-    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    q, k, v = (
+        jax.random.normal(key, shape, spec.dtype) for key, shape in zip(keys, shapes, strict=True)
+    )
     return q, k, v, plan
 
 
+@on_every_platform
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("page_size", (None, 16))
-def test_every_item_has_its_time_within_the_call(page_size):
+def test_every_item_has_its_time_within_the_call(backend, page_size, dtype):
     case = Case("", (1, 40, 0, 1), (5000, 60, 0, 700), page_size=page_size, num_ctas=8)
-    q, k, v, plan = make_call(case)
+    q, k, v, plan = make_call(case, "cpu" if backend.platform == "cpu" else None, dtype)
     assert len(plan.merge_groups()) > 0
     ja.item_times(q, k, v, plan)  # compiles
     with config.poisoned():
@@ -61,8 +66,3 @@ def test_bad_input():
     q, k, v, plan = make_call(Case("", (1,), (100,)))
     with pytest.raises(ValueError, match="item_times: q: expected"):
         ja.item_times(q[:-1], k, v, plan)
-    on_gpu = ja.AttentionPlan(
-        plan.buffer, ja.AttentionSpec(4, 2, 64, max_kv_pages=8, target="sm_90")
-    )
-    with pytest.raises(NotImplementedError, match="item_times: plan: supported for target 'cpu'"):
-        ja.item_times(q, k, v, on_gpu)

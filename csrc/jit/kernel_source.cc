@@ -89,6 +89,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.tile_kv = config.tile_kv;
   kernel.num_warps = config.num_warps;
   kernel.num_stages = config.num_stages;
+  kernel.record_times = config.record_times;
   return kernel;
 }
 
@@ -116,6 +117,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   traits.Int("kTileKv", kernel.tile_kv, "kv tokens a main-loop step");
   traits.Int("kNumWarps", kernel.num_warps);
   traits.Int("kNumStages", kernel.num_stages, "depth of the kv pipeline");
+  traits.Bool("kRecordsTimes", kernel.record_times, "of items");
 
   std::ostringstream name;
   name << "attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
@@ -136,6 +138,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (!kernel.positive_scale) name << "-negative";
   if (kernel.fresh_kv) name << "-fresh";
   if (kernel.main_loop == kHopper) name << "-wgmma";
+  if (kernel.record_times) name << "-times";
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
@@ -211,7 +214,8 @@ KernelKey MakeKey(const AttentionKernel& k) {
           k.main_loop,
           k.fresh_kv,
           k.q_is_e4m3,
-          k.kv_is_e4m3};
+          k.kv_is_e4m3,
+          k.record_times};
 }
 KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch, k.kv_is_e4m3, k.dtype}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }

@@ -34,6 +34,7 @@ struct AttentionKernel {
   int64_t tile_kv = 0;
   int64_t num_warps = 0;
   int64_t num_stages = 0;
+  int64_t record_times = 0;  // 1: on
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
@@ -68,7 +69,7 @@ KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
 // The words of a kernel struct, operation first: equal keys, equal binaries.
-using KernelKey = std::array<int64_t, 23>;
+using KernelKey = std::array<int64_t, 24>;
 KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);

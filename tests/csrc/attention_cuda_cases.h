@@ -56,7 +56,7 @@ struct ShapeOf {
   static constexpr int kGroupSize = kGroup, kPageSize = kPage;
   static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
   static constexpr bool kPositiveScale = true;
-  static constexpr bool kIsMla = false, kHasFreshKv = false;
+  static constexpr bool kIsMla = false, kHasFreshKv = false, kRecordsTimes = true;
   static constexpr bool kQIsE4m3 = false, kKvIsE4m3 = false;
 };
 
@@ -141,6 +141,7 @@ AttentionProblem MakeProblem(const Case& c) {
   KernelConfig& config = problem.config;
   SelectCuda(spec, &config);
   config.num_tiles = Traits::kNumTiles;
+  config.record_times = Traits::kRecordsTimes;
   config.tile_q[0] = Traits::kTileQ0;
   config.tile_q[1] = Traits::kTileQ1;
   config.tile_kv = Traits::kTileKv;
@@ -261,6 +262,9 @@ Outputs MakeOutputs(const AttentionProblem& problem, AttentionParams* params) {
   params->partial_states =
       reinterpret_cast<RowState*>(out.workspace.data() + layout.partial_states);
   params->partial_o = reinterpret_cast<float*>(out.workspace.data() + layout.partial_o);
+  if (problem.config.record_times) {
+    params->item_times = reinterpret_cast<i64*>(out.workspace.data() + layout.item_times);
+  }
   std::fill_n(params->merge_counters, problem.config.max_merge_groups, 0);
   return out;
 }
@@ -339,6 +343,22 @@ Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batc
   return out;
 }
 
+// Every item has ended after it began; a CTA ends its items in the order of its queue.
+void CheckTimes(const Case& c, const AttentionParams& p) {
+  for (i32 cta = 0; cta < p.num_ctas; ++cta) {
+    i64 last_end = 0;
+    for (i32 i = p.queue_indptr[cta]; i < p.queue_indptr[cta + 1]; ++i) {
+      const i64 begin = p.item_times[2 * i], end = p.item_times[2 * i + 1];
+      if (begin <= 0 || end <= begin || end <= last_end) {
+        std::printf("FAILED %s: item %d of CTA %d: from %lld to %lld\n", c.name, i, cta, begin,
+                    end);
+        ++g_failures;
+      }
+      last_end = end;
+    }
+  }
+}
+
 // A Kernel has Traits and Body for a Shape, and adds tensor maps if it wants them.
 struct NoTensorMaps {
   template <class Shape>
@@ -379,6 +399,7 @@ void RunCase(const Case& c, unsigned seed) {
     std::printf("FAILED %s: expected a plan with shared items\n", c.name);
     ++g_failures;
   }
+  CheckTimes(c, p);
   for (size_t i = 0; i < expected.o.size(); ++i) {
     Compare(c, "o", i, Bf16ToFloat(got[0].o[i]), Bf16ToFloat(expected.o[i]), 0.03f);
   }

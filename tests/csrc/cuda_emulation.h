@@ -406,6 +406,10 @@ inline u32 SharedAddress(const void* shared) {
   return static_cast<u32>(static_cast<const unsigned char*>(shared) - smem);
 }
 inline int Anew(int x) { return x; }
+inline i64 GlobalTimer() {
+  static i64 time = 0;
+  return ++time;
+}
 
 inline void CopyAsync16(u32 shared, const void* global, bool valid) {
   if (shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {

@@ -43,8 +43,10 @@ struct AttentionF32Body {
     extern __shared__ __align__(128) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
     const KvPools pools = FindPools<Traits, sizeof(float)>(p);
-    for (int item = LoadConstant(p.queue_indptr + blockIdx.x); item < QueueEnd(p); ++item) {
-      RunItem(p, pools, p.items[item], shared);
+    for (int index = LoadConstant(p.queue_indptr + blockIdx.x); index < QueueEnd(p); ++index) {
+      RecordBegin<Traits>(p, index, threadIdx.x);
+      RunItem(p, pools, p.items[index], shared);
+      RecordEnd<Traits>(p, index, threadIdx.x);
     }
     BlankPaddingRows<Traits, sizeof(float)>(p);
   }

@@ -87,6 +87,15 @@ __device__ __forceinline__ void MmaF16(float (&c)[4], const u32 (&a)[4], u32 b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// --- time ---
+
+// ns, the same clock for all multiprocessors; it ticks every 32 ns or more rarely.
+__device__ __forceinline__ i64 GlobalTimer() {
+  i64 time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time)::"memory");
+  return time;
+}
+
 // --- conversions and arithmetic ---
 
 __device__ __forceinline__ u32 PackBf16(float low, float high) {

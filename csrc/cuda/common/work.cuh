@@ -97,6 +97,20 @@ __device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, in
   return span;
 }
 
+// With kRecordsTimes, when an item begins and ends. thread: of those that execute the item.
+template <class Traits>
+__device__ __forceinline__ void RecordBegin(const AttentionParams& p, int index, int thread) {
+  if constexpr (Traits::kRecordsTimes) {
+    if (thread == 0) p.item_times[2 * index] = GlobalTimer();
+  }
+}
+template <class Traits>
+__device__ __forceinline__ void RecordEnd(const AttentionParams& p, int index, int thread) {
+  if constexpr (Traits::kRecordsTimes) {
+    if (thread == 0) p.item_times[2 * index + 1] = GlobalTimer();
+  }
+}
+
 inline constexpr u32 kNoRow = 0xffffffffu;
 inline constexpr u32 kFreshRow = 1u << 31;  // with fresh_kv: added to a row of k_new and v_new
 

@@ -133,6 +133,7 @@ class TilePath {
       if (mine) path.LoadQ();
       if (path.index_ > first) path.Finish(path.index_ - 1, state);
       if (!mine) break;
+      RecordBegin<Traits>(p, path.index_, path.thread_);
       path.RunSteps(path.index_ == first, state);
     }
     WaitCopies<0>();
@@ -849,6 +850,7 @@ class TilePath {
     if (num_groups > 0) {
       ArriveAndMerge<Traits>(p_, item.merge_idx(), num_groups, shared_.small.merge);
     }
+    RecordEnd<Traits>(p_, index, thread_);
   }
 
   // Split q: every warp has the complete state of its rows. A row's four lanes store 16 or 32

@@ -97,8 +97,10 @@ class MlaPath {
     path.FillRing();
     State state;
     while (path.IsMine(path.index_)) {
+      RecordBegin<Traits>(p, path.index_, path.thread_);
       path.RunSteps(state);
       path.Finish(state);
+      RecordEnd<Traits>(p, path.index_, path.thread_);
       ++path.index_;
     }
     WaitCopies<0>();

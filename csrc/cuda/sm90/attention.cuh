@@ -396,6 +396,7 @@ class HopperConsumer {
   __device__ __forceinline__ void RunItem(int index) {
     constexpr int kStep = Shape::kStep;
     constexpr int kTokens = kSplit ? kStep / 2 : kStep;
+    RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
     const int first_token = kSplit ? group_ * kTokens : 0;
     Rows rows(p_, index, kSplit ? 0 : group_ * 64, thread_);
@@ -483,6 +484,7 @@ class HopperConsumer {
       ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
                                               shared_.small.merge);
     }
+    RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
 
   // The first fresh position; a step across it is copied by rows.

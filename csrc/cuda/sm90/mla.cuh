@@ -289,6 +289,7 @@ class HopperMlaConsumer {
   // --- one item ---
 
   __device__ __forceinline__ void RunItem(int index) {
+    RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
     Rows rows(p_, index, 0, thread_);
     PrefetchMergeGroup(p_, item.merge_idx());
@@ -315,6 +316,7 @@ class HopperMlaConsumer {
     if (num_groups > 0) {
       ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups, shared_.merge);
     }
+    RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
 
   // Consumer 0: the first step of each pair is its own.
