@@ -101,7 +101,8 @@ inline PlanFault CheckRequest(const PlanRules& rules, const PlanInputs& in, i64 
 }
 
 // Last i in [0, n) with values[i] <= x, values never decreasing; 0 if there is none.
-inline i32 LastAtMost(const i32* values, i32 n, i64 x) {
+template <class T, class X>
+inline i32 LastAtMost(const T* values, i32 n, X x) {
   i32 first = 0, count = n;
   while (count > 1) {
     const i32 half = count / 2;

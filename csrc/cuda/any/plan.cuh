@@ -33,23 +33,6 @@ struct PlanTrial {
 
 static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
 
-// Last i in [0, n) with values[i] <= x, values never decreasing; 0 if there is none.
-template <class T>
-__device__ __forceinline__ i32 LastNotAbove(const T* values, i32 n, T x) {
-  i32 first = 0, count = n;
-#pragma unroll 1
-  while (count > 1) {
-    const i32 half = count / 2;
-    if (values[first + half] <= x) {
-      first += half;
-      count -= half;
-    } else {
-      count = half;
-    }
-  }
-  return first;
-}
-
 // kGeneral: prefixes may be told, PlanParams::levels, and the schedule may be kAuto.
 template <class Traits, bool kGeneral>
 class PlanScheduler {
@@ -283,7 +266,7 @@ class PlanScheduler {
     }));
     QueryTile* tiles = Take<QueryTile>(num_tiles_);
     span_cost_ = Sum(num_tiles_, [&](i32 i) {
-      const i32 request = LastNotAbove(first_tile, batch_size, i);
+      const i32 request = LastAtMost(first_tile, batch_size, i);
       tiles[i] = MakeTile(rules_, LengthsOf(in_, request), request, i - first_tile[request]);
       return SpanCost(tiles[i]);
     });
@@ -333,7 +316,7 @@ class PlanScheduler {
   }
 
   __device__ i32 TileOfChunk(const PlanTrial& trial, i32 num_chunks, i32 chunk) const {
-    return num_chunks == num_tiles_ ? chunk : LastNotAbove(trial.chunk_base, num_tiles_, chunk);
+    return num_chunks == num_tiles_ ? chunk : LastAtMost(trial.chunk_base, num_tiles_, chunk);
   }
 
   __device__ static i64 SplitsOf(const PlanTrial& trial, i32 i) {  // 0: not cut
@@ -826,7 +809,7 @@ class PlanScheduler {
 #pragma unroll 1
       for (i32 b = thread_; b < n; b += kNumThreads) {
         const i64 place = BorderPlace(ranges, b + 1, cut_tiles[b + 1], all_cut_tiles);
-        tiles[b] = LastNotAbove(places, num_tiles_, place);
+        tiles[b] = LastAtMost(places, num_tiles_, place);
         positions[b] = BorderPosition(rules_, tiles_[tiles[b]], places[tiles[b]], place);
       }
       __syncthreads();
@@ -847,7 +830,7 @@ class PlanScheduler {
     }
     // Entries of `tiles` below i.
     auto borders_before = [&](i32 i) {
-      return n == 0 || tiles[0] >= i ? 0 : LastNotAbove(tiles, n, i - 1) + 1;
+      return n == 0 || tiles[0] >= i ? 0 : LastAtMost(tiles, n, i - 1) + 1;
     };
 #pragma unroll 1
     for (i32 i = thread_; i <= num_tiles_; i += kNumThreads) {
@@ -1189,7 +1172,7 @@ class PlanScheduler {
 
 // The request that entry `at` of page_indices belongs to.
 __device__ __forceinline__ i32 RequestOfPage(const PlanInputs& in, i32 at) {
-  return LastNotAbove(in.kv_indptr, static_cast<i32>(in.batch_size), at);
+  return LastAtMost(in.kv_indptr, static_cast<i32>(in.batch_size), at);
 }
 
 // CommonPagesOf, of levels that need not be right.
