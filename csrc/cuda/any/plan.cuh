@@ -10,6 +10,7 @@
 // queues of a head (H200), held in the registers of one warp.
 #pragma once
 
+#include "cuda/any/plan_cta.cuh"
 #include "cuda/any/prefix.cuh"
 #include "cuda/common/math.cuh"
 #include "plan/rules.h"
@@ -35,11 +36,10 @@ static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
 
 // kGeneral: prefixes may be told, PlanParams::levels, and the schedule may be kAuto.
 template <class Traits, bool kGeneral>
-class PlanScheduler {
- public:
-  static constexpr int kNumThreads = Traits::kNumThreads;
-  static constexpr int kNumWarps = kNumThreads / kWarpSize;
+class PlanScheduler : PlanCta<Traits::kNumThreads> {
+  using Cta = PlanCta<Traits::kNumThreads>;
 
+ public:
   struct Trial {
     PlanTrial arrays;
     i64 cost;  // of all chunks of all units
@@ -47,7 +47,7 @@ class PlanScheduler {
     i32 longest_cost;
   };
   struct Shared {
-    i64 warp_sums[2][kNumWarps];
+    typename Cta::WarpSums warp_sums;
     Trial trials[1 + kNumRetries];
     i64 makespan[1 + kNumRetries];
   };
@@ -55,13 +55,11 @@ class PlanScheduler {
       (Traits::kSmemBytes - static_cast<int>(sizeof(Shared))) / 16 * 16;
 
   __device__ PlanScheduler(const PlanParams& p, unsigned char* smem)
-      : p_(p),
+      : Cta(smem, kArenaBytes, p.scratch, reinterpret_cast<Shared*>(smem + kArenaBytes)->warp_sums),
+        p_(p),
         rules_(p.rules),
         in_(p.inputs),
-        shared_(*reinterpret_cast<Shared*>(smem + kArenaBytes)),
-        smem_(smem),
-        scratch_(p.scratch),
-        thread_(threadIdx.x) {}
+        shared_(*reinterpret_cast<Shared*>(smem + kArenaBytes)) {}
 
   // Writes everything but the header's magic, version and max_page_id.
   __device__ void Run() {
@@ -100,114 +98,16 @@ class PlanScheduler {
   }
 
  private:
-  template <class>
-  friend class PrefixForest;
-
-  // --- memory ---
-
-  // Shared memory as long as there is some, then scratch. The same for every thread.
-  template <class T>
-  __device__ T* Take(i64 count) {
-    const i64 bytes = CeilDivide(count * static_cast<i64>(sizeof(T)), 16) * 16;
-    if (bytes <= kArenaBytes - smem_used_) {
-      T* array = reinterpret_cast<T*>(smem_ + smem_used_);
-      smem_used_ += static_cast<int>(bytes);
-      return array;
-    }
-    T* array = reinterpret_cast<T*>(scratch_);
-    scratch_ += bytes;
-    return array;
-  }
-
-  // --- the whole CTA ---
-
-  struct Sums {
-    i64 before, total;  // over the threads before this one, over all of them
-  };
-
-  // Called by every thread. Not inlined: code is read from memory, too, and most of it runs once.
-  __device__ __noinline__ static Sums ScanThreads(i64 x, i64* warp_sums) {
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    i64 sum = x;
-#pragma unroll
-    for (int d = 1; d < kWarpSize; d *= 2) {
-      const i64 other = ShuffleUp(sum, d);
-      if (lane >= d) sum += other;
-    }
-    if (lane == kWarpSize - 1) warp_sums[warp] = sum;
-    __syncthreads();
-    i64 before = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < kNumWarps; ++w) {
-      const i64 s = warp_sums[w];
-      if (w < warp) before += s;
-      total += s;
-    }
-    return {before + sum - x, total};
-  }
-
-  __device__ Sums Scan(i64 x) {
-    phase_ ^= 1;  // whoever writes these sums again has met a barrier after all have read them
-    return ScanThreads(x, shared_.warp_sums[phase_]);
-  }
-
-  __device__ static i64 ShuffleUp(i64 x, int d) {
-    const u32 low = __shfl_up_sync(kFullWarp, static_cast<u32>(x), d);
-    const u32 high = __shfl_up_sync(kFullWarp, static_cast<u32>(x >> 32), d);
-    return static_cast<i64>(static_cast<u64>(high) << 32 | low);
-  }
-
-  // sums[i] = of(0) + ... + of(i - 1) for i in [0, n]; returns sums[n].
-  template <class T, class Of>
-  __device__ i64 Prefix(i32 n, T* sums, Of of) {
-    i64 carry = 0;
-#pragma unroll 1
-    for (i32 first = 0; first < n; first += kNumThreads) {
-      const i32 i = first + thread_;
-      const Sums all = Scan(i < n ? of(i) : 0);
-      if (i < n) sums[i] = static_cast<T>(carry + all.before);
-      carry += all.total;
-    }
-    if (thread_ == 0) sums[n] = static_cast<T>(carry);
-    __syncthreads();
-    return carry;
-  }
-
-  // of(0) + ... + of(n - 1); `of` may also do something for each of them.
-  template <class Of>
-  __device__ i64 Sum(i32 n, Of of) {
-    i64 mine = 0;
-#pragma unroll 1
-    for (i32 i = thread_; i < n; i += kNumThreads) mine += of(i);
-    return Scan(mine).total;
-  }
-
-  // Ascending, bitonic. size: a power of two, at least 2. Strides of up to 32 stay within the 64
-  // keys of a warp.
-  __device__ void Sort(u64* keys, int size) {
-#pragma unroll 1
-    for (int run = 2; run <= size; run *= 2) {
-#pragma unroll 1
-      for (int stride = run / 2; stride > 0; stride /= 2) {
-#pragma unroll 1
-        for (int i = thread_; i < size / 2; i += kNumThreads) {
-          const int low = 2 * i - (i & (stride - 1)), high = low + stride;
-          const u64 a = keys[low], b = keys[high];
-          if ((a > b) == ((low & run) == 0)) {
-            keys[low] = b;
-            keys[high] = a;
-          }
-        }
-        const int next = stride > 1 ? stride / 2 : run;
-        if (stride > kWarpSize || next > kWarpSize) {
-          __syncthreads();
-        } else {
-          __syncwarp();
-        }
-      }
-    }
-    __syncthreads();
-  }
+  using Cta::FirstFault;
+  using Cta::kNumThreads;
+  using Cta::kNumWarps;
+  using Cta::MostOf;
+  using Cta::Prefix;
+  using Cta::Sort;
+  using Cta::SortSize;
+  using Cta::Sum;
+  using Cta::thread_;
+  using Cta::WarpMax64;
 
   // --- requests and tiles ---
 
@@ -235,20 +135,6 @@ class PlanScheduler {
                       [&](i32 r) { return CheckPrefixLens(in_, levels, r); });
   }
 
-  template <class Of>
-  __device__ PlanFault FirstFault(i32 n, Of of) {
-    PlanFault fault = {};
-#pragma unroll 1
-    for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all find the first
-#pragma unroll 1
-      for (i32 i = every > 1 ? thread_ : 0; i < n; i += every) {
-        const PlanFault f = of(i);
-        if (IsBefore(f, fault)) fault = f;
-      }
-      if (!__syncthreads_or(fault.code != kNoFault) || every == 1) return fault;
-    }
-  }
-
   __device__ void CopyLengths() {
 #pragma unroll 1
     for (i32 r = thread_; r <= in_.batch_size; r += kNumThreads) {
@@ -260,11 +146,11 @@ class PlanScheduler {
 
   __device__ void MakeTiles() {
     const i32 batch_size = static_cast<i32>(in_.batch_size);
-    i32* first_tile = Take<i32>(batch_size + 1);  // of each request
+    i32* first_tile = this->template Take<i32>(batch_size + 1);  // of each request
     num_tiles_ = static_cast<i32>(Prefix(batch_size, first_tile, [&](i32 r) {
       return static_cast<i64>(NumTilesOf(rules_, in_.qo_indptr[r + 1] - in_.qo_indptr[r]));
     }));
-    QueryTile* tiles = Take<QueryTile>(num_tiles_);
+    QueryTile* tiles = this->template Take<QueryTile>(num_tiles_);
     span_cost_ = Sum(num_tiles_, [&](i32 i) {
       const i32 request = LastAtMost(first_tile, batch_size, i);
       tiles[i] = MakeTile(rules_, LengthsOf(in_, request), request, i - first_tile[request]);
@@ -378,13 +264,6 @@ class PlanScheduler {
     const i32 begin = key - (first + count - 1 - chunk);  // the section's last chunk comes first
     const i32 within = slot - begin * units;
     return {begin + within % count, within / count};
-  }
-
-  __device__ static i32 SortSize(i32 num_chunks) {
-    i32 size = 2;
-#pragma unroll 1
-    while (size < num_chunks) size *= 2;
-    return size;
   }
 
   // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
@@ -543,24 +422,17 @@ class PlanScheduler {
     return WarpMax64(static_cast<i64>(fullest));
   }
 
-  __device__ static i64 WarpMax64(i64 x) {  // x >= 0
-    const u64 bits = static_cast<u64>(x);
-    const u32 high = WarpMax(static_cast<u32>(bits >> 32));
-    const u32 low = WarpMax(bits >> 32 == high ? static_cast<u32>(bits) : 0u);
-    return static_cast<i64>(static_cast<u64>(high) << 32 | low);
-  }
-
   __device__ PlanTrial TakeTiles() {
     PlanTrial trial = {};
-    trial.chunk_base = Take<i32>(num_tiles_ + 1);
-    trial.filled = Take<i32>(rules_.num_queues);
-    trial.loads = Take<i64>(rules_.num_queues);
+    trial.chunk_base = this->template Take<i32>(num_tiles_ + 1);
+    trial.filled = this->template Take<i32>(rules_.num_queues);
+    trial.loads = this->template Take<i64>(rules_.num_queues);
     return trial;
   }
   __device__ void TakeChunks(PlanTrial* trial, i32 num_chunks) {
-    trial->keys = Take<u64>(SortSize(num_chunks));
-    trial->costs = Take<i64>(num_chunks);
-    trial->slots = Take<PlanSlot>(static_cast<i64>(num_chunks) * rules_.num_units);
+    trial->keys = this->template Take<u64>(SortSize(num_chunks));
+    trial->costs = this->template Take<i64>(num_chunks);
+    trial->slots = this->template Take<PlanSlot>(static_cast<i64>(num_chunks) * rules_.num_units);
   }
 
   // Decides on a schedule, as WriteSchedule and Rebalance in plan/schedule.cc do: the first trial
@@ -668,24 +540,12 @@ class PlanScheduler {
     return {};
   }
 
-  // The largest x >= 0 of all threads.
-  __device__ i64 MostOf(i64 x) {
-    phase_ ^= 1;  // as in Scan
-    i64* warps = shared_.warp_sums[phase_];
-    x = WarpMax64(x);
-    if (thread_ % kWarpSize == 0) warps[thread_ / kWarpSize] = x;
-    __syncthreads();
-#pragma unroll 1
-    for (int w = 0; w < kNumWarps; ++w) x = Largest(x, warps[w]);
-    return x;
-  }
-
   // --- shared prefixes, as WriteSchedule in plan/schedule.cc decides ---
 
   __device__ PlanFault ChooseGeneral() {
     const QueryTile* flat = tiles_;
     const i32 num_flat = num_tiles_;
-    PrefixForest<PlanScheduler> forest(*this, p_, flat, num_flat, first_tile_);
+    PrefixForest<Cta> forest(*this, p_, flat, num_flat, first_tile_);
     bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);
     PlanTrial chosen = {};
     i32 num_chunks = 0, divisor = 0;
@@ -785,7 +645,7 @@ class PlanScheduler {
   // Stream-K. Replaces the chosen schedule if its fullest queue has less than `makespan`.
   __device__ void TryRanges(i64 makespan) {
     PlanTrial trial = TakeTiles();
-    i64* places = Take<i64>(num_tiles_ + 1);
+    i64* places = this->template Take<i64>(num_tiles_ + 1);
     const i64 line = Prefix(num_tiles_, places, [&](i32 i) {
       const QueryTile& t = tiles_[i];
       return ItemCost(rules_, t, t.kv_end - t.kv_begin, false);
@@ -793,11 +653,11 @@ class PlanScheduler {
     const RangeCut ranges = MakeRangeCut(rules_, tiles_[0], line);
     // Borders, 1 to num_ranges - 1, are entries 0 to n - 1 here.
     const i32 n = ranges.num_ranges - 1;
-    i32* tiles = Take<i32>(n + 1);
-    i32* positions = Take<i32>(n + 1);
-    i32* cut_tiles = Take<i32>(n + 1);
-    i32* num_inner = Take<i32>(n + 1);
-    inner_ = Take<i32>(n + 1);
+    i32* tiles = this->template Take<i32>(n + 1);
+    i32* positions = this->template Take<i32>(n + 1);
+    i32* cut_tiles = this->template Take<i32>(n + 1);
+    i32* num_inner = this->template Take<i32>(n + 1);
+    inner_ = this->template Take<i32>(n + 1);
 
     // First guess: every border in a tile of its own. Then with the tiles of the first guess.
 #pragma unroll 1
@@ -914,9 +774,9 @@ class PlanScheduler {
       if (sharing_ != nullptr) return CountShared();
     }
     if (num_chunks_ == num_tiles_) return n;
-    groups_before_ = Take<i32>(num_tiles_ + 1);
-    partials_before_ = Take<i32>(num_tiles_ + 1);
-    rows_before_ = Take<i64>(num_tiles_ + 1);
+    groups_before_ = this->template Take<i32>(num_tiles_ + 1);
+    partials_before_ = this->template Take<i32>(num_tiles_ + 1);
+    rows_before_ = this->template Take<i64>(num_tiles_ + 1);
     n.num_merge_groups = heads * Prefix(num_tiles_, groups_before_, [&](i32 i) {
                            return static_cast<i64>(SplitsOf(chosen_, i) > 0);
                          });
@@ -935,10 +795,10 @@ class PlanScheduler {
     const i32 num_units = shared_tiling_.num_units;
     PlanCounts n = {};
     n.num_items = num_chunks_ * heads;
-    groups_before_ = Take<i32>(num_tiles_ + 1);
-    partials_before_ = Take<i32>(num_tiles_ + 1);
-    rows_before_ = Take<i64>(num_tiles_ + 1);
-    unit_partials_before_ = Take<i32>(num_units + 1);
+    groups_before_ = this->template Take<i32>(num_tiles_ + 1);
+    partials_before_ = this->template Take<i32>(num_tiles_ + 1);
+    rows_before_ = this->template Take<i64>(num_tiles_ + 1);
+    unit_partials_before_ = this->template Take<i32>(num_units + 1);
     const auto own_splits = [&](i32 i) {
       return SharingOf(i).partial() ? 0ll : SplitsOf(chosen_, i);
     };
@@ -968,7 +828,8 @@ class PlanScheduler {
       if (sharing_ != nullptr) WriteUnits();
     }
     if (counts.num_merge_groups > 0) WriteMergeGroups();
-    i32* chunks_before = Take<i32>(rules_.num_queues + 1);  // those of the queues before
+    i32* chunks_before =
+        this->template Take<i32>(rules_.num_queues + 1);  // those of the queues before
     Prefix(rules_.num_queues, chunks_before,
            [&](i32 q) { return static_cast<i64>(chosen_.filled[q]); });
 #pragma unroll 1
@@ -1138,11 +999,6 @@ class PlanScheduler {
   const PlanRules& rules_;
   const PlanInputs& in_;
   Shared& shared_;
-  unsigned char* smem_;
-  unsigned char* scratch_;
-  int smem_used_ = 0;
-  int thread_;
-  int phase_ = 0;
 
   i32 num_tiles_ = 0;
   const QueryTile* tiles_ = nullptr;  // [num_tiles]

@@ -23,7 +23,7 @@ struct SharedTiling {
   const Place* places;  // [num_levels, num_units]
 };
 
-// Threads: a PlanScheduler (plan.cuh), for its memory and what its threads do together.
+// Threads: a PlanCta.
 template <class Threads>
 class PrefixForest {
   static constexpr int kNumThreads = Threads::kNumThreads;
