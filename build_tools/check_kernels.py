@@ -53,6 +53,10 @@ SPILLS: dict[str, tuple[int, str]] = {
         24,
         "sm_90a: three addresses of the loader, once a step of 128 rows, of 5,800 instructions",
     ),
+    "attention-bf16-d128-g4-ragged-q16_128-kv64-w4-s3-right-times": (
+        40,
+        "sm_80: the kernel that records times, which nobody waits for",
+    ),
     "plan-general": (
         512,
         "no spills: functions that are called find their object there; inlined, the kernel is three"
