@@ -31,7 +31,7 @@ _MERGE_GROUP = np.dtype([(name, np.int32) for name in (
 
 
 class PlanBucket(NamedTuple):
-    """What vLLM's unified attention groups batches by: those of a bucket ask for the same work."""
+    """What Unified Attention groups batches by: those of a bucket ask for the same work."""
 
     phase: str  # see AttentionPlan.phase
     num_qo_tokens: int
