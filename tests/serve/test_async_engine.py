@@ -166,7 +166,7 @@ def test_stop_while_compiling(engine, monkeypatch):
             await request
 
     asyncio.run(main())
-    assert len(compiled) < 100 and engine.failure is None and not engine.ready
+    assert len(compiled) < 1000 and engine.failure is None and not engine.ready
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])

