@@ -1,0 +1,155 @@
+// The device planner decides on a schedule, as WriteSchedule in plan/schedule.cc does.
+#pragma once
+
+#include "cuda/any/plan_ranges.cuh"
+
+namespace jax_attn {
+
+template <class Traits, bool kGeneral>
+class PlanChoice : public PlanRanges<Traits, kGeneral> {
+  using Base = PlanRanges<Traits, kGeneral>;
+
+ public:
+  using Base::Base;
+
+ protected:
+  using Base::by_ranges_, Base::chosen_, Base::CutByLength, Base::DealTrial, Base::first_tile_,
+      Base::kNumWarps, Base::longest_cost_, Base::MakeSharedTrial, Base::makespan_, Base::MakeTrial,
+      Base::num_chunks_, Base::num_tiles_, Base::p_, Base::rules_, Base::several_heights_,
+      Base::shared_, Base::shared_tiling_, Base::sharing_, Base::SortChunks, Base::span_cost_,
+      Base::Sum, Base::TakeChunks, Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_,
+      Base::TryRanges, Base::UseSharedTiles;
+  using typename Base::Cta;
+  using typename Base::Trial;
+
+  // Decides on a schedule, as WriteSchedule and Rebalance in plan/schedule.cc do: the first trial
+  // if it will do, else ranges, or all retries of Algorithm 1 at once, a warp each.
+  __device__ PlanFault Choose() {
+    i32 num_trials = 1;
+    i64 total_cost = 0;
+#pragma unroll 1
+    for (i32 first = 0; first < num_trials; ++first) {
+#pragma unroll 1
+      for (i32 r = first; r < num_trials; ++r) {
+        if (const PlanFault f = MakeTrial(r); f.code != kNoFault) return f;
+      }
+#pragma unroll 1
+      for (i32 r = first + thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
+        const Trial& t = shared_.trials[r];
+        const i64 makespan = t.num_chunks < 0 ? 0 : DealTrial(t);
+        if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
+      }
+      __syncthreads();
+      if (first > 0) break;
+      total_cost = shared_.trials[0].cost;
+      if (rules_.schedule != kBalanced ||
+          IsBalanced(shared_.makespan[0], total_cost, rules_.num_queues)) {
+        break;
+      }
+      if (rules_.num_units == 1 && !several_heights_) {
+        TakeTrial(0);
+        TryRanges(shared_.makespan[0]);
+        return {};
+      }
+      num_trials = 1 + kNumRetries;
+    }
+    TakeTrial(ChooseTrial(num_trials, total_cost));
+    return {};
+  }
+
+  // Of the trials up to the first that is balanced or has too many splits.
+  __device__ i32 ChooseTrial(i32 num_trials, i64 total_cost) const {
+    i32 best = 0;
+#pragma unroll 1
+    for (i32 r = 1; r < num_trials && shared_.trials[r].num_chunks >= 0; ++r) {
+      if (IsWorthMoreSplits(shared_.makespan[r], shared_.makespan[best])) best = r;
+      if (IsBalanced(shared_.makespan[best], total_cost, rules_.num_queues)) break;
+    }
+    return best;
+  }
+
+  // --- shared prefixes, as WriteSchedule in plan/schedule.cc decides ---
+
+  __device__ PlanFault ChooseGeneral() {
+    const QueryTile* flat = tiles_;
+    const i32 num_flat = num_tiles_;
+    PrefixForest<Cta> forest(*this, p_, flat, num_flat, first_tile_);
+    bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);
+    PlanTrial chosen = {};
+    i32 num_chunks = 0, divisor = 0;
+    i64 makespan = 0;
+    if (shares) {
+      const i64 flat_cost = Sum(
+          num_flat, [&](i32 i) { return ItemCost(rules_, flat[i], 0, false) + SpanCost(flat[i]); });
+      UseSharedTiles();
+      if (const PlanFault f = ChooseShared(&shares); f.code != kNoFault) return f;
+      if (shares && makespan_ <= flat_cost * rules_.num_units / rules_.num_queues) return {};
+      chosen = chosen_;
+      num_chunks = num_chunks_;
+      divisor = longest_cost_;
+      makespan = makespan_;
+      tiles_ = flat;
+      num_tiles_ = num_flat;
+      sharing_ = nullptr;
+    }
+    const PlanFault f = Choose();
+    if (f.code == kNoFault && rules_.fewer_splits) TryFewerSplits();
+    if (!shares || (f.code == kNoFault && makespan_ < makespan)) return f;
+    UseSharedTiles();
+    chosen_ = chosen;
+    num_chunks_ = num_chunks;
+    longest_cost_ = divisor;
+    by_ranges_ = false;
+    return {};
+  }
+
+  // As in plan/schedule.cc.
+  __device__ void TryFewerSplits() {
+#pragma unroll 1
+    for (i32 r = 0; r < kNumFewerSplits && num_chunks_ > num_tiles_; ++r) {
+      Trial t = {};
+      t.longest_cost = LongestOfFewer(rules_, span_cost_, r);
+      t.arrays = TakeTiles();
+      t.num_chunks = static_cast<i32>(CutByLength(t.arrays, t.longest_cost));
+      TakeChunks(&t.arrays, t.num_chunks);
+      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+      if (thread_ == 0) shared_.trials[r] = t;
+      __syncthreads();
+      if (thread_ < kWarpSize) {
+        const i64 makespan = DealTrial(shared_.trials[r]);
+        if (thread_ == 0) shared_.makespan[r] = makespan;
+      }
+      __syncthreads();
+      if (shared_.makespan[r] >= makespan_) continue;
+      TakeTrial(r);
+      by_ranges_ = false;
+    }
+  }
+
+  __device__ PlanFault ChooseShared(bool* found) {
+    const i32 num_trials = rules_.schedule == kBalanced ? kNumSharedTrials : 1;
+#pragma unroll 1
+    for (i32 r = 0; r < num_trials; ++r) {
+      if (const PlanFault f = MakeSharedTrial(r); f.code != kNoFault) return f;
+    }
+#pragma unroll 1
+    for (i32 r = thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
+      const Trial& t = shared_.trials[r];
+      const i64 makespan = t.num_chunks < 0 ? 0 : DealTrial(t);
+      if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
+    }
+    __syncthreads();
+    i32 best = -1;
+#pragma unroll 1
+    for (i32 r = 0; r < num_trials; ++r) {
+      if (shared_.trials[r].num_chunks < 0) continue;
+      if (best < 0 || shared_.makespan[r] < shared_.makespan[best]) best = r;
+    }
+    *found = best >= 0;
+    if (*found) TakeTrial(best);
+    __syncthreads();  // the trials of a flat schedule come to the same place
+    return {};
+  }
+};
+
+}  // namespace jax_attn

@@ -1,0 +1,88 @@
+// The page ids of a plan inside the graph: checked, and copied into it.
+#pragma once
+
+#include "cuda/common/math.cuh"
+#include "plan/rules.h"
+
+namespace jax_attn {
+
+// The request that entry `at` of page_indices belongs to.
+__device__ __forceinline__ i32 RequestOfPage(const PlanInputs& in, i32 at) {
+  return LastAtMost(in.kv_indptr, static_cast<i32>(in.batch_size), at);
+}
+
+// CommonPagesOf, of levels that need not be right.
+__device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 request) {
+  if (p.levels.num_levels == 0) return {0, 0};
+  return CommonPagesOf(p.rules, p.inputs, p.levels, request);
+}
+
+// CTAs 1 and on. Until the header is written, max_page_id counts from 1 and `version` holds the
+// complement of the first entry that is out of range; 0: none. With levels, so does `reserved` of
+// the first that is not the same as in the request before.
+template <bool kGeneral>
+__device__ __forceinline__ void CopyPages(const PlanParams& p) {
+  const PlanInputs& in = p.inputs;
+  const i32 batch_size = static_cast<i32>(in.batch_size);
+  const i64 limit = PageIdLimit(p.rules);
+  const i64 capacity = Least(p.rules.max_kv, in.num_page_indices);
+  const i32 count = static_cast<i32>(Largest(0, Least(capacity, in.kv_indptr[batch_size])));
+  u32 largest = 0, first_bad = 0;
+  const i64 step = 4ll * (gridDim.x - 1) * blockDim.x;
+#pragma unroll 1
+  for (i64 base = 4ll * ((blockIdx.x - 1) * blockDim.x + threadIdx.x); base < count; base += step) {
+    const i32 at = static_cast<i32>(base);
+    i32 ids[4];
+    const i32 num = Min(4, count - at);
+    if (num == 4) {
+      const uint4 v = LoadConstant16(in.page_indices + at);
+      *reinterpret_cast<uint4*>(p.page_indices + at) = v;
+      ids[0] = static_cast<i32>(v.x);
+      ids[1] = static_cast<i32>(v.y);
+      ids[2] = static_cast<i32>(v.z);
+      ids[3] = static_cast<i32>(v.w);
+    } else {
+#pragma unroll
+      for (i32 j = 0; j < 3; ++j) {
+        if (j >= num) continue;
+        ids[j] = in.page_indices[at + j];
+        p.page_indices[at + j] = ids[j];
+      }
+    }
+    if (batch_size == 0) continue;
+    i32 request = RequestOfPage(in, at);
+    CommonPages common = {};
+    if constexpr (kGeneral) common = CommonPagesWithin(p, request);
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) {
+      if (j >= num) continue;
+#pragma unroll 1
+      while (request + 1 < batch_size && in.kv_indptr[request + 1] <= at + j) {
+        ++request;
+        if constexpr (kGeneral) common = CommonPagesWithin(p, request);
+      }
+      const i64 mine = static_cast<i64>(at) + j - in.kv_indptr[request];
+      if (mine < 0 || mine >= NumPages(p.rules, in.kv_lens[request])) continue;
+      const u32 id = static_cast<u32>(ids[j]);
+      if constexpr (kGeneral) {
+        const i64 other = mine < common.num_pages ? in.kv_indptr[common.request] + mine : at + j;
+        if (other >= 0 && other < count && in.page_indices[other] != ids[j]) {
+          MaxRelaxed(&p.header->reserved, ~static_cast<u32>(at + j));
+        }
+      }
+      if (id < limit) {
+        largest = largest > id + 1 ? largest : id + 1;
+      } else {
+        const u32 complement = ~static_cast<u32>(at + j);
+        first_bad = first_bad > complement ? first_bad : complement;
+      }
+    }
+  }
+  largest = WarpMax(largest);
+  first_bad = WarpMax(first_bad);
+  if (threadIdx.x % kWarpSize != 0) return;
+  if (largest > 0) MaxRelaxed(&p.header->max_page_id, largest);
+  if (first_bad > 0) MaxRelaxed(&p.header->version, first_bad);
+}
+
+}  // namespace jax_attn
