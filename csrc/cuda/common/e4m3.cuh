@@ -70,6 +70,9 @@ __device__ __forceinline__ void UnpackE4m3(u32 codes, u32& a_b, u32& c_d) {
 __device__ __forceinline__ u32 E4m3NanBits(u32 codes) {
   return ((codes & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
 }
+__device__ __forceinline__ u32 E4m3NanBits(uint4 x) {
+  return E4m3NanBits(x.x) | E4m3NanBits(x.y) | E4m3NanBits(x.z) | E4m3NanBits(x.w);
+}
 
 // --- from f32 ---
 

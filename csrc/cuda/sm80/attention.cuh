@@ -6,16 +6,13 @@
 //                             loads exactly the tokens that it multiplies, so the main loop has no
 //                             CTA barrier; the warps' states are combined at the end of the item.
 //   split q (64 rows and up)  every warp has its own 16 or 32 rows and all tokens of the step,
-//   which
-//                             the warps load together.
+//                             which the warps load together.
 //
 // kv steps start at absolute multiples of the step, so that a row meets the same steps in any chunk
 // or batch and its bits depend on neither. What a step holds beyond the item's span is zero-filled,
 // never read, and masked.
 //
-// e4m3 keys and values lie in shared memory as they are and become the type of q in registers,
-// right before they are multiplied. The order of dimensions in q . k and of columns in o is what
-// the loads give: see MultiplyQk and MultiplyPv.
+// e4m3 keys and values: see e4m3.cuh.
 //
 // K and V rows run through one ring of slots, alternating, kSlots - 1 loads ahead of the arithmetic
 // and across the borders of items: while one item is finished, the next one's rows are on their
@@ -24,8 +21,8 @@
 
 #include "cuda/any/attention_f32.cuh"
 #include "cuda/common/budget.cuh"
-#include "cuda/common/e4m3.cuh"
 #include "cuda/common/partials.cuh"
+#include "cuda/sm80/e4m3.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
@@ -460,15 +457,7 @@ class TilePath {
 
   __device__ __forceinline__ void LoadQFragment(u32 (&a)[4], int mt, int kk) const {
     if constexpr (kE4m3) {
-      // A lane has dimensions 4 t to 4 t + 3 of the 16, t = lane % 4, as it has of K.
-      const unsigned char* q =
-          shared_.q + (FirstRow() + mt * 16 + Lane() / 4) * Qk::kPitch + kk * 32 + Lane() % 4 * 8;
-      const uint2 upper = *reinterpret_cast<const uint2*>(q);
-      const uint2 lower = *reinterpret_cast<const uint2*>(q + 8 * Qk::kPitch);
-      a[0] = upper.x;
-      a[1] = lower.x;
-      a[2] = upper.y;
-      a[3] = lower.y;
+      LoadE4m3QFragment<Qk::kPitch>(a, shared_.q, FirstRow() + mt * 16, kk, Lane());
       return;
     }
     const u32 q = SharedAddress(shared_.q) + FirstRow() * Qk::kPitch + RowMajorOffset(Qk::kPitch);
@@ -601,46 +590,6 @@ class TilePath {
     return scales;
   }
 
-  // ldmatrix gives lane t of a row four neighbouring e4m3 of each 16, 4 t to 4 t + 3: the
-  // dimensions of a product in another order, which q has as well. Four matrices are 32 tokens of
-  // one product, or, of 16 tokens, two products.
-  __device__ __forceinline__ void MultiplyE4m3Qk(const QFragments& q_fragments, Logits& s) const {
-    constexpr int kSteps = kSTiles % 4 == 0 ? 1 : 2;
-    const int matrix = Lane() / 8;
-    const u32 k = read_slot_ + WarpSliceOffset() + (matrix / kSteps * 8 + Lane() % 8) * Kk::kPitch +
-                  matrix % kSteps * 16;
-#pragma unroll
-    for (int kk = 0; kk < kQkSteps; kk += kSteps) {
-      u32 a[kSteps][kMTiles][4];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-        for (int mt = 0; mt < kMTiles; ++mt) {
-          if constexpr (kQInRegisters) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) a[i][mt][c] = q_fragments[mt][kk + i][c];
-          } else {
-            LoadQFragment(a[i][mt], mt, kk + i);
-          }
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kSTiles; j += 4 / kSteps) {
-        u32 codes[4];
-        LoadMatrix4(codes, k + j * 8 * Kk::kPitch + kk * 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          u32 b0, b1;
-          UnpackE4m3<Traits>(codes[i], b0, b1);
-#pragma unroll
-          for (int mt = 0; mt < kMTiles; ++mt) {
-            E::Mma(s[mt][j + i / kSteps], a[i % kSteps][mt], b0, b1);
-          }
-        }
-      }
-    }
-  }
-
   __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Logits& s) const {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
@@ -651,7 +600,15 @@ class TilePath {
       }
     }
     if constexpr (kE4m3) {
-      MultiplyE4m3Qk(q_fragments, s);
+      const auto load = [&](u32(&a)[4], int mt, int kk) __attribute__((always_inline)) {
+        if constexpr (kQInRegisters) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) a[c] = q_fragments[mt][kk][c];
+        } else {
+          LoadQFragment(a, mt, kk);
+        }
+      };
+      MultiplyE4m3Qk<Traits, kQkSteps, Kk::kPitch>(read_slot_ + WarpSliceOffset(), Lane(), load, s);
       return;
     }
     const u32 k = read_slot_ + WarpSliceOffset() + KMajorOffset(Qk::kPitch);
@@ -693,40 +650,15 @@ class TilePath {
 
   // Column of o[mt][j][2h + c].
   __device__ int Column(int j, int c) const {
-    return kE4m3 ? j / 2 * 16 + Lane() % 4 * 4 + 2 * c + j % 2 : 8 * j + Lane() % 4 * 2 + c;
-  }
-
-  // The transposing ldmatrix moves 16 bits: two neighbouring e4m3 of a token. Those with even
-  // columns of 16 are the operand of one 8-column tile, those with odd ones of the next.
-  __device__ __forceinline__ void MultiplyE4m3Pv(const Probabilities& p, State& state) const {
-    const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
-#pragma unroll
-    for (int kk = 0; kk < kWarpTokens / 16; ++kk) {
-#pragma unroll
-      for (int j = 0; j < kOTiles; j += 4) {
-        u32 codes[4];
-        LoadMatrix4Transposed(codes, v + kk * 16 * Vo::kPitch + j * 8);
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          u32 even[2], odd[2];
-          UnpackE4m3Alternate<Traits>(codes[i], even[0], odd[0]);
-          UnpackE4m3Alternate<Traits>(codes[i + 1], even[1], odd[1]);
-#pragma unroll
-          for (int mt = 0; mt < kMTiles; ++mt) {
-            E::Mma(state.o[mt][j + i], p[mt][kk], even[0], even[1]);
-            E::Mma(state.o[mt][j + i + 1], p[mt][kk], odd[0], odd[1]);
-          }
-        }
-      }
-    }
+    return kE4m3 ? E4m3Column(j, c, Lane()) : 8 * j + Lane() % 4 * 2 + c;
   }
 
   __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
+    const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
     if constexpr (kE4m3) {
-      MultiplyE4m3Pv(p, state);
+      MultiplyE4m3Pv<Traits, Vo::kPitch>(v, p, state.o);
       return;
     }
-    const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
 #pragma unroll
     for (int kk = 0; kk < kWarpTokens / 16; ++kk) {
 #pragma unroll
@@ -756,7 +688,7 @@ class TilePath {
       const uint4 x = *reinterpret_cast<const uint4*>(slice + i / Vo::kChunks * Vo::kPitch +
                                                       i % Vo::kChunks * 16);
       if constexpr (kE4m3) {
-        not_finite |= E4m3NanBits(x.x) | E4m3NanBits(x.y) | E4m3NanBits(x.z) | E4m3NanBits(x.w);
+        not_finite |= E4m3NanBits(x);
         continue;
       }
       not_finite = E::FmaX2(x.x, 0, not_finite);  // 0 * x is NaN unless x is finite
@@ -871,7 +803,7 @@ class TilePath {
                                    {state.max_log2[mt][h], state.sum[mt][h]});
         if constexpr (kE4m3) {
           if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
-          WriteE4m3Row(state.o[mt], h, final, at, o_scale);
+          WriteE4m3Row<Traits>(p_, state.o[mt], h, Lane(), final, at, o_scale);
           continue;
         }
         const i64 first = at * Traits::kHeadDimVo + 2 * (Lane() % 4);
@@ -889,25 +821,6 @@ class TilePath {
         }
       }
     }
-  }
-
-  // The columns that a lane has of two tiles are neighbours.
-  __device__ __forceinline__ void WriteE4m3Row(const float (&o)[kOTiles][4], int h, bool final,
-                                               i64 at, float o_scale) const {
-#pragma unroll
-    for (int j = 0; j < Traits::kHeadDimVo / 8; j += 2) {
-      float4 x = NeighboursOf(o, j, h);
-      Scale(x, o_scale);
-      const i64 column = at * Traits::kHeadDimVo + Column(j, 0);
-      if (final) {
-        Store4<Traits::kDtype>(p_.o, column, x);
-      } else {
-        Store4<kElementF32>(p_.partial_o, column, x);
-      }
-    }
-  }
-  __device__ static float4 NeighboursOf(const float (&o)[kOTiles][4], int j, int h) {
-    return make_float4(o[j][2 * h], o[j + 1][2 * h], o[j][2 * h + 1], o[j + 1][2 * h + 1]);
   }
 
   // Split kv: the states of the warps become one, in the order of the warps. kRowThreads threads

@@ -18,27 +18,6 @@ struct RowLayout {
   static constexpr int kPitch = 16 * (kChunks | 1);  // bytes
 };
 
-// Rows of q that are multiplied with e4m3. head_dim is padded to a multiple of 32, as in
-// E4m3RowLayout; a lane loads 8 bytes of each of 8 rows, and an odd number of 32 bytes between rows
-// keeps those of a half warp free of bank conflicts.
-template <int kHeadDim>
-struct E4m3QueryLayout {
-  static constexpr int kPadded = CeilDiv(kHeadDim, 32) * 32;
-  static constexpr int kChunks = kPadded / 8;
-  static constexpr int kLiveChunks = kHeadDim / 8;
-  static constexpr int kPitch = 32 * (kChunks / 2 | 1);
-};
-
-// Rows of e4m3. Four 8 x 16 byte matrices of one ldmatrix are two 16-element steps of K, or four
-// 8-column tiles of V.
-template <int kHeadDim>
-struct E4m3RowLayout {
-  static constexpr int kPadded = CeilDiv(kHeadDim, 32) * 32;
-  static constexpr int kChunks = kPadded / 16;
-  static constexpr int kLiveChunks = kHeadDim / 16;
-  static constexpr int kPitch = 16 * (kChunks | 1);
-};
-
 // A factor of every row of a warp, or one of all of them.
 template <int kMTiles>
 struct RowScales {
