@@ -14,7 +14,8 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn import models
-from jax_attn.serve.sampling import ROW_WORDS, Kind, SlotParams
+from jax_attn.serve.request import Sequence
+from jax_attn.serve.sampling import GIVEN, ROW_WORDS, Kind, SlotParams
 from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
 
 
@@ -23,7 +24,7 @@ class Bucket:
     """Capacities of one compiled forward pass."""
 
     num_tokens: int
-    num_rows: int  # sequences, and rows of logits
+    num_rows: int  # of logits, and at most as many sequences
     specs: tuple[ja.AttentionSpec, ...]
 
     @property
@@ -57,7 +58,7 @@ class Arguments(NamedTuple):
     """What a step is.
 
     inputs: [2, num_tokens] i32. Token, or ~slot whose newest token it is; and position.
-    logit_rows: [num_rows] i32. The last token of each sequence.
+    logit_rows: [num_rows] i32. The last token of each sequence, and then those that are scored.
     rows: [num_rows, ROW_WORDS] i32. How to sample from them.
     plans: one for each spec of the bucket.
     """
@@ -74,11 +75,21 @@ class Batch(NamedTuple):
 
     words: on the host, and never written again: XLA may alias them.
     kind: of the sampling.
+    scored: where the logprobs of prompts come from.
     """
 
     bucket: Bucket
     words: np.ndarray
     kind: Kind
+    scored: list[ScoredRows]
+
+
+class ScoredRows(NamedTuple):
+    """Row rows[i] has the logprob of the sequence's token begin + i."""
+
+    seq: Sequence
+    begin: int
+    rows: list[int]
 
 
 def sizes(max_running: int, max_step_tokens: int) -> list[tuple[int, int]]:
@@ -178,10 +189,32 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
         [entry.seq.slot if entry.samples else slots.max_running for entry in entries],
         [seq.num_output + seq.num_in_flight for seq in seqs],
     )
+    scored = _score(entries, qo_indptr, logit_rows, rows)
+    if scored:
+        kind = "full"
     for plan in plans:
         batch = qo_indptr, kv_lens, page_indptr, page_indices
         ja.plan(plan.spec, *batch, buffer=plan.buffer)
-    return Batch(bucket, words, kind)
+    return Batch(bucket, words, kind, scored)
+
+
+def _score(
+    entries: Seq[ScheduledSequence], qo_indptr: np.ndarray, logit_rows: np.ndarray, rows: np.ndarray
+) -> list[ScoredRows]:
+    """Fills in the rows of scored tokens: of the last of its sequence its own, else a new one."""
+    scored, num_rows = [], len(entries)
+    for i, entry in enumerate(entries):
+        if not (n := entry.num_scored):
+            continue
+        seq, begin = entry.seq, entry.seq.num_computed + 1
+        which = list(range(num_rows, num_rows + n))
+        if n == entry.num_tokens:
+            which[-1] = i
+        logit_rows[which] = qo_indptr[i] + np.arange(n)
+        rows[which, GIVEN] = seq.tokens[begin : begin + n]
+        scored.append(ScoredRows(seq, begin, which))
+        num_rows += entry.num_rows - 1
+    return scored
 
 
 def _indptr(lens: np.ndarray) -> np.ndarray:

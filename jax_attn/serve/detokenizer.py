@@ -14,7 +14,7 @@ _REPLACEMENT = "\ufffd"  # what decoding makes of a character that is not comple
 
 class _Text(Protocol):
     """The text of one sequence; what `push` and `flush` return, joined, is what its tokens decode
-    to, special ones left out."""
+    to."""
 
     def push(self, token: int) -> str: ...
 
@@ -29,14 +29,18 @@ class Texts:
         self._tokenizer, token_bytes = tokenizer, TokenBytes(tokenizer)
         self._are_bytes = token_bytes.joined_are_text
 
+        all_bytes = functools.cache(token_bytes)
+
         @functools.cache
         def shown_bytes(token: int) -> bytes:
             return b"" if token in token_bytes.special else token_bytes(token)
 
-        self._bytes_of = shown_bytes
+        self._bytes_of = all_bytes, shown_bytes
 
-    def begin(self) -> _Text:
-        return _Bytes(self._bytes_of) if self._are_bytes else _Window(self._tokenizer)
+    def begin(self, skip_special_tokens: bool) -> _Text:
+        if self._are_bytes:
+            return _Bytes(self._bytes_of[skip_special_tokens])
+        return _Window(self._tokenizer, skip_special_tokens)
 
 
 class _Bytes:
@@ -59,10 +63,10 @@ class _Window:
     """Of any tokenizer. tokens[begin:read] are decoded and known; they stay as context, for
     decoders that treat the beginning of a text in a special way (SentencePiece strips a space)."""
 
-    __slots__ = ("_tokenizer", "_tokens", "_begin", "_read")
+    __slots__ = ("_tokenizer", "_skip", "_tokens", "_begin", "_read")
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._tokens: list[int] = []
         self._begin = self._read = 0
 
@@ -83,7 +87,7 @@ class _Window:
         return text[len(known) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
 
 
 class Detokenizer:
@@ -93,11 +97,11 @@ class Detokenizer:
     last token has, and what may be the beginning of a stop string when it has proved not to be.
     """
 
-    def __init__(self, texts: Texts, stop: Sequence[str] = ()):
+    def __init__(self, texts: Texts, stop: Sequence[str] = (), skip_special_tokens: bool = True):
         """stop: text ends before the first of them that occurs."""
         if any(not text for text in stop):
             raise ValueError("stop: expected strings that are not empty, got ''.")
-        self._text, self._stop = texts.begin(), tuple(stop)
+        self._text, self._stop = texts.begin(skip_special_tokens), tuple(stop)
         self._held = ""  # decoded, but maybe the beginning of a stop string
         self.stopped = False
 

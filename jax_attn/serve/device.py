@@ -27,7 +27,8 @@ from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
 class Scores(NamedTuple):
     """What a forward pass leaves on the device for the sampling.
 
-    logits: [num_rows of the bucket, vocab] f32, row i of entry i. rows: see buckets.Arguments.
+    logits: [num_rows of the bucket, vocab] f32, row i of entry i, then those that are scored.
+    rows: see buckets.Arguments.
     """
 
     logits: jax.Array
@@ -84,10 +85,11 @@ class Device:
     def plan(self, entries: Sequence[ScheduledSequence]) -> Batch:
         """The arguments of the smallest bucket that holds the entries. On the host."""
         num_tokens = sum(entry.num_tokens for entry in entries)
+        num_rows = sum(entry.num_rows for entry in entries)
         bucket = next(
             bucket
             for bucket in self.buckets
-            if num_tokens <= bucket.num_tokens and len(entries) <= bucket.num_rows
+            if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows
         )
         return buckets.make_batch(bucket, entries, self._slots)
 

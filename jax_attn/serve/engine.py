@@ -27,7 +27,7 @@ import numpy as np
 
 from jax_attn import models
 from jax_attn.serve import live_view, sampling
-from jax_attn.serve.buckets import Batch
+from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
@@ -79,6 +79,7 @@ class _Stream:
     stop_tokens: frozenset[int]
     is_masked: bool  # the host has a say in what may be sampled
     needs_state: bool  # of the sampler, and the device does not have its counts and biases
+    prompt_logprobs: list[TokenLogprob]  # by now, until the first event has them
 
 
 @dataclass(slots=True)
@@ -177,12 +178,15 @@ class Engine:
         stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
         return _Stream(
             seq,
-            Detokenizer(self._texts, params.stop),
+            Detokenizer(self._texts, params.stop, params.skip_special_tokens),
             matcher,
             jumps,
             frozenset(stop_tokens),
             is_masked=matcher is not None or params.min_tokens > 0,
             needs_state=sampling.keeps_state(params),
+            prompt_logprobs=(
+                [TokenLogprob(seq.tokens[0], None, ())] if params.prompt_logprobs else []
+            ),
         )
 
     # ---- the step ------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class Engine:
             launched.streams = wanted
         # Forgotten here, so that the next step's may have the same memory.
         scores, launched.scores = launched.scores, None
-        if wanted and scores is not None:
+        if (wanted or launched.batch.scored) and scores is not None:
             with self._phase("dispatch"):
                 launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
 
@@ -286,6 +290,9 @@ class Engine:
         with self._phase("wait"):
             sampled: sampling.Sampled = jax.device_get(launched.sampled)
         with self._phase("retire"):
+            for scored in launched.batch.scored:
+                if scored.seq.status is not Status.FINISHED:
+                    self._take_scores(scored, sampled)
             tokens = sampled.tokens.tolist()
             for row, stream in launched.streams:
                 if stream.seq.status is not Status.FINISHED:
@@ -294,11 +301,23 @@ class Engine:
 
     # ---- what becomes of tokens ----------------------------------------------------------------
 
+    def _take_scores(self, scored: ScoredRows, sampled: sampling.Sampled) -> None:
+        """Some may be known: of a sequence that was preempted and reads its prompt again."""
+        known = self._streams[scored.seq.id].prompt_logprobs
+        num_top = scored.seq.params.logprobs
+        assert num_top is not None
+        for position, row in enumerate(scored.rows, scored.begin):
+            if sampled.tokens[row] < 0:
+                self._fail(scored.seq, _NOT_NUMBERS)
+                return
+            if position == len(known):
+                known.append(_logprob(sampled, row, num_top))
+
     def _take_sample(
         self, stream: _Stream, token: int, sampled: sampling.Sampled, row: int
     ) -> None:
         if token < 0:
-            self._fail(stream.seq, "The model's logits are not numbers.")
+            self._fail(stream.seq, _NOT_NUMBERS)
             return
         try:
             if stream.matcher is not None:
@@ -306,8 +325,14 @@ class Engine:
         except GrammarError as error:
             self._fail(stream.seq, str(error))
             return
-        if (num_top := stream.seq.params.logprobs) is not None:
-            event = self._event(stream.seq)
+        seq, event = stream.seq, self._event(stream.seq)
+        if stream.prompt_logprobs:
+            event.logprobs, stream.prompt_logprobs = stream.prompt_logprobs, []
+        if not seq.params.max_tokens:
+            event.num_cached_tokens = seq.num_cached
+            self._finish(seq, FinishReason.LENGTH)
+            return
+        if (num_top := seq.params.logprobs) is not None:
             event.logprobs = [*(event.logprobs or ()), _logprob(sampled, row, num_top)]
         self._append(stream, [token])
 
@@ -336,8 +361,7 @@ class Engine:
         self._totals["generated_tokens"] += len(tokens)
         self.scheduler.append(seq, tokens)
         if reason is not None:
-            self.scheduler.finish(seq, reason)
-            self._close(seq)
+            self._finish(seq, reason)
 
     def _push(
         self, stream: _Stream, token: int, num_output: int, event: TokenEvent
@@ -354,7 +378,10 @@ class Engine:
 
     def _fail(self, seq: Sequence, message: str) -> None:
         self._event(seq).error = message
-        self.scheduler.finish(seq, FinishReason.ERROR)
+        self._finish(seq, FinishReason.ERROR)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        self.scheduler.finish(seq, reason)
         self._close(seq)
 
     def _close(self, seq: Sequence) -> None:
@@ -442,6 +469,9 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         starvation_steps=config.starvation_steps,
         prefix_cache=config.prefix_cache,
     )
+
+
+_NOT_NUMBERS = "The model's logits are not numbers."
 
 
 def _logprob(sampled: sampling.Sampled, row: int, num_top: int) -> TokenLogprob:

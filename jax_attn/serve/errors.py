@@ -78,7 +78,7 @@ def from_validation(error: ValidationError, body: Any) -> ApiError:
 
 def _is_ours(kind: str) -> bool:
     return kind in (
-        "stream_options", "grammar", "echo", "top_logprobs", "max_tokens", "prompt", "tool_choice",
+        "stream_options", "grammar", "top_logprobs", "max_tokens", "prompt", "tool_choice",
         "best_of",
     )  # fmt: skip
 

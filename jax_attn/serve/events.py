@@ -14,7 +14,7 @@ class TokenLogprob(NamedTuple):
     """Natural logarithms of probabilities under the model's own logits."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None: of the first token of a prompt
     top: tuple[tuple[int, float], ...]  # (token, logprob), the likeliest first
 
 
@@ -25,7 +25,8 @@ class TokenEvent:
     seq_id: str
     tokens: list[int] = field(default_factory=list)  # the one that ends the text included
     text: str = ""  # what may be shown by now: whole characters, nothing of a stop string
-    logprobs: list[TokenLogprob] | None = None  # of each of `tokens`, if asked for
+    # Of each of `tokens`, if asked for; in the first event those of the prompt before, likewise.
+    logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None  # this is the last event
     num_cached_tokens: int | None = None  # of the prompt; in the first event that has tokens
     error: str | None = None  # a sentence, with finish_reason 'error'

@@ -55,6 +55,8 @@ class Preparer:
         self._check_grammar = engine.check_grammar
         self._tokenizer = model.tokenizer
         self._vocab_size = model.config.vocab_size
+        added = model.tokenizer.get_added_tokens_decoder()
+        self._special_tokens = {t.content: id for id, t in added.items() if t.special}
         self._template = chat.load(directory)
         add_bos = chat.tokenizer_config(directory).get("add_bos_token", False)
         self._bos = model.config.bos_token if add_bos else None
@@ -70,6 +72,15 @@ class Preparer:
         if body.echo:
             echoes = [p if isinstance(p, str) else self.decode(p) for p in prompt]  # type: ignore[arg-type]
         params = self._params(body, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            params["prompt_logprobs"] = True
+            num_scores = sum(map(len, prompts)) * (1 + body.logprobs) * body.n
+            if num_scores > schemas.MAX_SCORES:
+                raise bad_field(
+                    "logprobs",
+                    f"prompt tokens x (1 + logprobs) x n = {num_scores} are more than "
+                    f"{schemas.MAX_SCORES}",
+                )
         return self._prepared(
             "cmpl", body, prompts, echoes, "prompt", body.max_tokens, params, caller
         )
@@ -87,6 +98,7 @@ class Preparer:
         params = self._params(body, logprobs)
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
+            params["skip_special_tokens"] = tool_format.begin not in self._special_tokens
         prepared = self._prepared(
             "chatcmpl", body, [prompt], [""], "messages", max_tokens, params, caller
         )
@@ -101,7 +113,7 @@ class Preparer:
             raise bad_field(
                 "tools",
                 "the model's chat template writes no tool calls that this server can read (those "
-                "of Hermes, Qwen and Llama 3)",
+                "of Hermes, Qwen, Llama 3 and Mistral)",
             )
         return self._template.tool_format
 
@@ -121,7 +133,9 @@ class Preparer:
             functions = [function for function in functions if function["name"] == name]
             if not functions:
                 raise bad_field("tool_choice", f"{name[:64]!r} is none of the tools")
-        text = tools.grammar_of(tool_format, functions, body.parallel_tool_calls, answer)
+        text = tools.grammar_of(
+            tool_format, functions, body.parallel_tool_calls, answer, self._special_tokens
+        )
         return self._checked_grammar("tools", lambda: grammar.from_lark(text))
 
     def check_model(self, name: str | None) -> None:
@@ -228,7 +242,7 @@ class Preparer:
             room = self.max_model_len - len(prompt)
             if not prompt:
                 raise bad_field(field, "no tokens")
-            if room < 1:
+            if room < 1 and max_tokens != 0:
                 raise bad_field(
                     field,
                     f"{len(prompt)} tokens leave no room for output: the model's context is "
@@ -240,8 +254,9 @@ class Preparer:
                     f"{len(prompt)} prompt tokens and {max_tokens} more are beyond the model's "
                     f"context of {self.max_model_len} tokens",
                 )
-            if body.min_tokens > (max_tokens or room):
-                raise bad_field("min_tokens", f"more than max_tokens, {max_tokens or room}")
+            wanted = room if max_tokens is None else max_tokens
+            if body.min_tokens > wanted:
+                raise bad_field("min_tokens", f"more than max_tokens, {wanted}")
             for choice in range(body.n):
                 sequences.append(
                     Sequence(
@@ -249,7 +264,7 @@ class Preparer:
                         request_id=request_id,
                         tokens=list(prompt),
                         params=SamplingParams(
-                            max_tokens=max_tokens or room, seed=_seed(seed, choice), **params
+                            max_tokens=wanted, seed=_seed(seed, choice), **params
                         ),
                         namespace=namespace(caller.tenant, body.cache_salt),
                         priority=body.priority,

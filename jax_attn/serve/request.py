@@ -30,7 +30,10 @@ class Status(enum.StrEnum):
 class SamplingParams:
     """How to sample one sequence. Neutral values switch a feature off.
 
+    max_tokens: of the output; 0: only the prompt is read.
     logprobs: number of likeliest alternatives to report for each token; 0: the chosen token only.
+    prompt_logprobs: report them for the tokens of the prompt, too. It is computed, all of it: what
+      the prefix cache has of it does not tell.
     grammar: llguidance grammar text.
 
     Raises:
@@ -48,10 +51,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # in the text
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +67,7 @@ class SamplingParams:
         def finite(value: float) -> bool:
             return math.isfinite(value)
 
-        expect("max_tokens", "at least 1", self.max_tokens >= 1)
+        expect("max_tokens", "at least 0", self.max_tokens >= 0)
         expect("min_tokens", "0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens)
         expect(
             "temperature",
@@ -80,6 +85,11 @@ class SamplingParams:
         expect("presence_penalty", "a finite number", finite(self.presence_penalty))
         expect("frequency_penalty", "a finite number", finite(self.frequency_penalty))
         expect("logprobs", "None or at least 0", self.logprobs is None or self.logprobs >= 0)
+        expect(
+            "prompt_logprobs",
+            "logprobs beside it",
+            not self.prompt_logprobs or self.logprobs is not None,
+        )
         expect("stop", "strings that are not empty", all(self.stop))
         expect("logit_bias", "finite numbers", all(finite(bias) for _, bias in self.logit_bias))
 
@@ -125,7 +135,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self._last = self.num_prompt + self.params.max_tokens - 1
+        self._last = self.num_prompt + max(self.params.max_tokens, 1) - 1
         # Here, so that whoever makes the request spends the time (20 ns a token), not the engine.
         self._packed = bytearray(array("i", self.tokens))
 

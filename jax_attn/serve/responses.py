@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -65,8 +65,9 @@ class CompletionStyle:
         self._head: dict[str, Any] = _head(prepared)
         self._echoes = [echo for echo in prepared.echoes for _ in range(prepared.num_choices)]
         self._with_logprobs, self._token_text = with_logprobs, token_text
-        self._offsets = [0] * len(self._echoes)
         self._started = [False] * len(self._echoes)
+        self._offsets = [self._first_offset(prepared, i) for i in range(len(self._echoes))]
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._echoes]
 
     def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
         if not self._started[index]:
@@ -98,17 +99,34 @@ class CompletionStyle:
     def _logprobs(self, index: int, logprobs: list[Any]) -> schemas.CompletionLogprobs | None:
         if not self._with_logprobs:
             return None
-        tokens = [self._text(entry.token) for entry in logprobs]
         offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+        for entry in logprobs:
+            offsets.append(max(0, self._offsets[index]))
+            text = self._decoders[index].decode(self._token_text(entry.token))
+            self._offsets[index] += len(text)
         return schemas.CompletionLogprobs(
-            tokens=tokens,
+            tokens=[self._text(entry.token) for entry in logprobs],
             token_logprobs=[entry.logprob for entry in logprobs],
-            top_logprobs=[{self._text(t): p for t, p in entry.top} for entry in logprobs],
+            top_logprobs=[self._top(entry) for entry in logprobs],
             text_offset=offsets,
         )
+
+    def _first_offset(self, prepared: Prepared, index: int) -> int:
+        """Of the prompt's first token; below 0 where it is one that the text does not show."""
+        if not (self._with_logprobs and self._echoes[index]):
+            return 0
+        prompt = prepared.prompts[index // prepared.num_choices]
+        shown = b"".join(map(self._token_text, prompt)).decode(errors="replace")
+        return len(self._echoes[index]) - len(shown)
+
+    def _top(self, entry: Any) -> dict[str, float] | None:
+        """The token itself among them, as OpenAI has it. Of tokens with one text, the likeliest."""
+        if entry.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._text(token), logprob)
+        return top
 
     def _text(self, token: int) -> str:
         """Where a token is part of a character, its bytes, as OpenAI writes them."""
@@ -197,14 +215,14 @@ class _Calls:
     """The tool calls of one choice."""
 
     def __init__(self, prepared: Prepared):
-        format = prepared.tool_format
-        self._parser = None if format is None else ToolParser(format)
+        self._format = prepared.tool_format
+        self._parser = None if self._format is None else ToolParser(self._format)
         self._max_calls = prepared.max_tool_calls
         self.made: list[schemas.ToolCall] = []
 
     def push(self, text: str, at_end: bool) -> str:
         """What of the text is no tool call, as far as that is known."""
-        if self._parser is None:
+        if self._parser is None or self._format is None:
             return text
         text, calls = self._parser.push(text)
         if at_end:
@@ -212,8 +230,8 @@ class _Calls:
             text, calls = text + rest, calls + more
         for call in calls[: None if self._max_calls is None else self._max_calls - len(self.made)]:
             function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
-            name = f"call_{secrets.token_hex(12)}"
-            self.made.append(schemas.ToolCall(id=name, function=function))
+            id = call.id or self._format.new_id()
+            self.made.append(schemas.ToolCall(id=id, function=function))
         return text
 
     def finish_reason(self, reason: str | None) -> str | None:

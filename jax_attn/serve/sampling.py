@@ -4,6 +4,7 @@
     slots.set(slot, params)                                      # once for a sequence
     state = set_slot(state, slot, *slot_arrays(params, tokens, num_prompt, vocab_size))
     kind = slots.fill(rows, the_slots, positions)                # the sequences of a step
+    rows[i, GIVEN] = token                                       # not sampled, but scored
     state, sampled = sample(state, logits, rows, allow_all(len(rows), vocab_size), kind=kind)
 
 A token depends on its logits, its parameters, its seed and its position in the output, and on no
@@ -56,6 +57,7 @@ class Sampled(NamedTuple):
 
     tokens: [rows] i32. -1 where the logits hold NaN.
     logprobs: [rows] f32. Of `tokens`, under the softmax of the model's own logits.
+      Where a row has a token given, that is the token here.
     top_tokens, top_logprobs: [rows, MAX_LOGPROBS] i32, f32. The likeliest first.
     """
 
@@ -114,8 +116,10 @@ def slot_arrays(
 
 
 # Columns of a row, i32: slot (max_running: the result is dropped), top_k, seed (two), position,
-# and the slot again where its counts and biases are this sequence's (else max_running).
-NUM_INTS = 6
+# the slot again where its counts and biases are this sequence's (else max_running), and the token
+# whose logprob is wanted (-1: sampled; kind is to be "full" for any other).
+GIVEN = 6
+NUM_INTS = 7
 # And then, as bits of f32: temperature, top_p, min_p; repetition, presence, frequency penalty.
 ROW_WORDS = NUM_INTS + 6
 
@@ -135,7 +139,7 @@ class SlotParams:
         row, seed = self._rows[slot], params.seed % 2**64
         seeds = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
         state_slot = slot if keeps_state(params) else self.max_running
-        row[:NUM_INTS] = (slot, params.top_k, *seeds, 0, state_slot)
+        row[:NUM_INTS] = (slot, params.top_k, *seeds, 0, state_slot, -1)
         row[NUM_INTS:].view(np.float32)[:] = (
             params.temperature,
             params.top_p,
@@ -220,6 +224,8 @@ def sample(
         noisy = scaled + _noise(seed, position, logits.shape[1])
         scores = jnp.where(temperature > 0, noisy, scores)
     tokens = _argmax(scores)
+    if kind == "full":
+        tokens = jnp.where(rows[:, GIVEN] < 0, tokens, rows[:, GIVEN])
     tokens = jnp.where(jnp.any(jnp.isnan(logits), axis=1), -1, tokens)
 
     state = state._replace(last_tokens=state.last_tokens.at[slot].set(tokens, mode="drop"))

@@ -43,7 +43,7 @@ class SchedulerConfig:
 
     page_size: int
     num_pages: int
-    max_running: int  # sequences that run at once; slots 0 .. max_running - 1
+    max_running: int  # sequences that run at once, and rows of a step's logits
     max_step_tokens: int  # query tokens of a step
     prefill_chunk: int  # of them, prompt tokens (of all sequences) in a step that also decodes
     max_waiting: int  # sequences; the preempted count, but are never refused
@@ -75,6 +75,13 @@ class ScheduledSequence:
     seq: Sequence
     num_tokens: int
     samples: bool  # the last token's logits are sampled
+    # Of the tokens, from the first, those whose logits tell the logprob of the prompt's next.
+    num_scored: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: the last token's, and one for each token before it that is scored."""
+        return 1 + min(self.num_scored, self.num_tokens - 1)
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ class StepPlan:
     admitted: list[Sequence] = field(default_factory=list)  # of the entries, new in their slots
     preempted: list[Sequence] = field(default_factory=list)  # lost their slots and pages
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
+    num_more_rows: int = 0  # of logits, than there are entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +326,22 @@ class Scheduler:
         return num_left, num_prefill_left
 
     def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
-        num_pending = seq.num_pending
+        num_pending, num_scored = seq.num_pending, 0
         num_tokens = min(num_pending, max_tokens)
+        if seq.params.prompt_logprobs:
+            # Half of the rows stay for whoever waits, so that others get in while this one reads.
+            num_spare = self._num_spare_rows(step) // (2 if self._waiting else 1)
+            num_tokens = min(num_tokens, 1 + num_spare)
+            num_scored = max(0, min(num_tokens, seq.num_prompt - 1 - seq.num_computed))
         if num_tokens:
-            step.entries.append(ScheduledSequence(seq, num_tokens, num_tokens == num_pending))
+            samples = num_tokens == num_pending
+            step.entries.append(ScheduledSequence(seq, num_tokens, samples, num_scored))
+            step.num_more_rows += step.entries[-1].num_rows - 1
         return num_tokens
+
+    def _num_spare_rows(self, step: StepPlan) -> int:
+        """Of the step's logits: what is left when each that runs has one."""
+        return len(self._free_slots) - step.num_more_rows
 
     # ---- admission ----
 
@@ -336,7 +355,7 @@ class Scheduler:
         candidates = self._candidates()
         self._least_need = self._need_of_any(candidates)
         for seq, key, num_cached_pages, may_be_overtaken in candidates:
-            if not (self._free_slots and num_left):
+            if not (self._num_spare_rows(step) and num_left):
                 break
             if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
                 continue
@@ -392,8 +411,8 @@ class Scheduler:
 
     def _lookup_key(self, seq: Sequence) -> bytes:
         """The tokens that may come from the cache: full pages, and never the last token, whose
-        logits are wanted."""
-        if not self.config.prefix_cache:
+        logits are wanted, or any where the logits of all are."""
+        if not self.config.prefix_cache or seq.params.prompt_logprobs:
             return b""
         page_size = self.config.page_size
         return seq.key((len(seq.tokens) - 1) // page_size * page_size)

@@ -31,6 +31,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_SCORES = 1 << 19  # numbers of an answer about its prompts: tokens x (1 + logprobs) x n
 MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
 MAX_DEADLINE_SECONDS = 86400
 
@@ -201,16 +202,14 @@ Prompt: TypeAlias = Annotated[
 
 class CompletionRequest(_Sampling):
     prompt: Prompt = Field(description="a text or its tokens, or a list of either")
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0, description="0: the prompt is read, and nothing written")
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = Field(False, description="the prompt precedes the text; not with logprobs")
+    echo: bool = Field(False, description="the prompt precedes the text, and its logprobs theirs")
     best_of: int | SkipJsonSchema[None] = Field(None, ge=1, description="as n, if given")
     suffix: Unsupported = None
 
     @model_validator(mode="after")
     def _completion_fields_that_go_together(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError("echo", "echo with logprobs is not supported")
         if self.best_of not in (None, self.n):
             raise PydanticCustomError("best_of", "best_of other than n is not supported")
         return self
@@ -380,8 +379,8 @@ class Usage(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null: the first token of a prompt")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

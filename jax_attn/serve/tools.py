@@ -1,14 +1,17 @@
 """Tool calls: the grammar of those that a request demands, and finding them in a text.
 
-How a model writes a call is what its chat template taught it. `format_of` knows two ways.
+How a model writes a call is what its chat template taught it: see `format_of`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax_attn.serve.detokenizer import overlap
@@ -16,27 +19,64 @@ from jax_attn.serve.detokenizer import overlap
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A call is begin + {"name": ..., arguments_key: {...}} + end."""
+    """What models write: opening + call (between + call)* + closing, where a call is
+    before_name + its name + before_arguments + a JSON object + behind.
+    """
 
-    begin: str
-    end: str
-    arguments_key: str
+    before_name: str
+    before_arguments: str
+    behind: str
+    between: str | None  # None: there is one call
+    opening: str = ""
+    closing: str = ""
+    # Around one or several calls: "", the beginning: all of the text is calls, or nothing is; "",
+    # the end: it is the next beginning, or that of the text.
+    begin: str = ""
+    end: str = ""
+    short_ids: bool = False  # the template refuses any but those of 9 letters and digits
+
+    def new_id(self) -> str:
+        return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
 
-# Of Hermes and Qwen: any number of calls, behind a text or none.
-TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
-# Of Llama 3: the whole answer is a call, or none of it.
-BARE = ToolFormat("", "", "parameters")
+# Of Hermes and Qwen: behind a text or none.
+TAGGED = ToolFormat(
+    '<tool_call>\n{"name": "',
+    '", "arguments": ',
+    "}\n</tool_call>",
+    between="\n",
+    begin="<tool_call>",
+    end="</tool_call>",
+)
+# Of Llama 3: the whole answer.
+BARE = ToolFormat('{"name": "', '", "parameters": ', "}", between=None)
+
+
+_mistral = partial(ToolFormat, begin="[TOOL_CALLS]", short_ids=True)
+
+# Of Mistral, behind a text or none; what is in brackets are special tokens. First one list, by some
+# models behind a space, later each call by itself, for a while with an identifier (here any digit).
+LISTED = _mistral(
+    '{"name": "', '", "arguments": ', "}", between=", ", opening="[TOOL_CALLS][", closing="]"
+)
+LISTED_SPACE = dataclasses.replace(LISTED, opening="[TOOL_CALLS] [")
+NAMED = _mistral("[TOOL_CALLS]", "[ARGS]", "", between="")
+NAMED_ID = _mistral("[TOOL_CALLS]", "[CALL_ID]#########[ARGS]", "", between="")
 
 
 @dataclass(frozen=True)
 class ToolCall:
     name: str
     arguments: str  # a JSON object
+    id: str | None = None  # if the model gave one
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """How the chat template has the model write calls; None if it is neither of the known ways."""
+    """How the chat template has the model write calls; None if it is none of the known ways."""
+    if "[TOOL_CALLS]" in template:
+        if "[ARGS]" in template:
+            return NAMED_ID if "[CALL_ID]" in template else NAMED
+        return LISTED_SPACE if "[TOOL_CALLS] [" in template else LISTED
     # Others have XML or something of their own between these tags.
     if "<tool_call>" in template and re.search(r'\\?"arguments\\?": ', template):
         return TAGGED
@@ -48,26 +88,29 @@ def grammar_of(
     functions: Sequence[dict[str, Any]],
     parallel: bool,
     answer: dict[str, Any] | None = None,
+    special_tokens: Mapping[str, int] | None = None,
 ) -> str:
     """A Lark grammar of calls of the functions, at least one; `parallel`: or several.
 
     functions: {"name": ..., "parameters": JSON schema of an object}, as clients send them.
     answer: a JSON schema of what may come instead of calls.
+    special_tokens: of the tokenizer, by their text.
     """
+
+    def literal(text: str) -> str:
+        return _literal(text, special_tokens or {})
+
     names = [f"f{i}" for i in range(len(functions))]
-    several = parallel and bool(format.begin)
+    more = f"({literal(format.between)} call)*" if parallel and format.between is not None else ""
     lines = [
         "start: calls" if answer is None else "start: calls | answer",
-        f"calls: call ({_quoted(chr(10))} call)*" if several else "calls: call",
-        f"call: {_quoted(format.begin)} ({' | '.join(names)}) {_quoted(format.end)}"
-        if format.begin
-        else f"call: {' | '.join(names)}",
+        f"calls: {literal(format.opening)} call {more} {literal(format.closing)}",
+        f"call: {' | '.join(names)}",
     ]
     if answer is not None:
         compact = {"x-guidance": {"whitespace_flexible": False}}
         lines.append(f"answer: %json {json.dumps(answer | compact)}")
     for rule, function in zip(names, functions, strict=True):
-        head = f'{{"name": {_quoted(function["name"])}, "{format.arguments_key}": '
         # The white space that models are trained on.
         schema = {
             "type": "object",
@@ -78,15 +121,25 @@ def grammar_of(
                 "key_separator": ": ",
             },
         }
+        head = literal(format.before_name + function["name"] + format.before_arguments)
         lines += [
-            f"{rule}: {_quoted(head)} {rule}_arguments {_quoted('}')}",
+            f"{rule}: {head} {rule}_arguments {literal(format.behind)}",
             f"{rule}_arguments: %json {json.dumps(schema)}",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """Of Lark. In `text`, digits of an identifier are number signs."""
+    parts = []
+    for part in re.split(r"(\[[A-Z_]+\]|#+)", text):
+        if part in special_tokens:
+            parts.append(f"<[{special_tokens[part]}]>")
+        elif part.startswith("#"):
+            parts.append(f"/[a-zA-Z0-9]{{{len(part)}}}/")
+        elif part:
+            parts.append(json.dumps(part))
+    return " ".join(parts)
 
 
 class ToolParser:
@@ -96,11 +149,11 @@ class ToolParser:
     """
 
     def __init__(self, format: ToolFormat):
-        self._begin, self._end = format.begin.strip(), format.end.strip()
+        self._begin, self._end = format.begin, format.end
         self._held = ""  # not given out yet
-        self._is_inside = False  # a call, whose end did not come yet
-        self._is_behind = False  # a call, and nothing but white space came since
-        self._is_plain = False  # without tags: it did not begin as a call does
+        self._is_inside = False  # calls, whose end did not come yet
+        self._is_behind = False  # calls, and nothing but white space came since
+        self._is_plain = False  # without a beginning: it did not begin as a call does
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text that is known not to be of a call, and the calls that are complete."""
@@ -124,12 +177,12 @@ class ToolParser:
                     return shown, calls
                 shown += self._text(before.rstrip())
                 self._held, self._is_inside = behind, True
-            raw, tag, behind = self._held.partition(self._end)
+            raw, tag, behind = self._held.partition(self._end or self._begin)
             if not tag:
                 return shown, calls
-            self._held, self._is_inside = behind, False
-            if (call := _parse(raw)) is not None:
-                calls.append(call)
+            self._held, self._is_inside = behind, not self._end
+            if new := _parse(raw):
+                calls += new
                 self._is_behind = True
             else:
                 shown += self._text(self._begin + raw + self._end)
@@ -140,8 +193,8 @@ class ToolParser:
         if not self._is_inside:
             return self._text(held), []
         self._is_inside = False
-        if not self._begin and (call := _parse(held)) is not None:
-            return "", [call]
+        if not self._end and (calls := _parse(held)):
+            return "", calls
         return self._begin + held, []
 
     def _text(self, text: str) -> str:
@@ -151,15 +204,46 @@ class ToolParser:
         return text
 
 
-def _parse(raw: str) -> ToolCall | None:
+# A name before its arguments, perhaps with an identifier and special tokens between them.
+_NAMED = re.compile(
+    r"\s*(?P<name>[\w.-]+)\s*(\[CALL_ID\]\s*(?P<id>\w+)\s*)?(\[ARGS\])?\s*(?P<arguments>\{.*)",
+    re.DOTALL,
+)
+
+
+def _parse(raw: str) -> list[ToolCall]:
+    """Calls in any of the formats, without what is around them; none unless all of it is calls."""
     try:
-        call = json.loads(raw)
+        if named := _NAMED.fullmatch(raw):
+            found = [{**named.groupdict(), "arguments": json.loads(named["arguments"])}]
+        else:
+            found = _values(raw)
     except (ValueError, RecursionError):
-        return None
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        return []
+    calls = [_call(item) for item in found]
+    return [] if None in calls else calls  # type: ignore[return-value]
+
+
+def _values(raw: str) -> list[Any]:
+    """Of JSON: a list's, or those that follow each other, which Llama puts semicolons between."""
+    values: list[Any] = []
+    while raw := raw.lstrip(" \n;"):
+        value, end = json.JSONDecoder().raw_decode(raw)
+        values += value if isinstance(value, list) else [value]
+        raw = raw[end:]
+    return values
+
+
+def _call(found: Any) -> ToolCall | None:
+    if not (isinstance(found, dict) and isinstance(found.get("name"), str)):
         return None
     # Models of either format are seen to use the other's word.
-    arguments = call.get("arguments", call.get("parameters", {}))
+    arguments = found.get("arguments", found.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    id = found.get("id")
+    return ToolCall(
+        found["name"],
+        json.dumps(arguments, ensure_ascii=False),
+        id if isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id) else None,
+    )

@@ -82,6 +82,7 @@ class FakeDevice:
         for seq in step.preempted:
             self.num_computed.pop(seq.id)
         for seq in step.admitted:
+            assert not (seq.params.prompt_logprobs and seq.num_computed), "not all can be scored"
             self.num_computed[seq.id] = seq.num_computed
             self.owners[seq.slot] = seq
             self.last_tokens.pop(seq.slot, None)
@@ -138,6 +139,11 @@ class FakeDevice:
         assert all(seq.status is Status.RUNNING and seq.slot >= 0 for seq in seqs)
         assert all(entry.num_tokens > 0 for entry in step.entries)
         assert sum(entry.num_tokens for entry in step.entries) <= config.max_step_tokens
+        assert sum(entry.num_rows for entry in step.entries) <= config.max_running
+        for seq, entry in zip(seqs, step.entries, strict=True):
+            end = min(seq.num_computed + entry.num_tokens, seq.num_prompt - 1)
+            num_scored = max(0, end - seq.num_computed) if seq.params.prompt_logprobs else 0
+            assert entry.num_scored == num_scored, "a token of a prompt that nobody scores"
         assert sum(len(seq.pages) for seq in seqs) <= config.max_kv_pages_step
         assert set(step.admitted) <= set(seqs), "admitted into nothing"
         assert not set(step.admitted) & set(step.preempted), "out and in again"

@@ -23,7 +23,7 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
 @dataclass
 class TokenLogprob:
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
 
 
@@ -72,7 +72,7 @@ class FakeEngine:
         self.live: dict[str, int] = {}  # sequence -> steps so far
         self.aborted: dict[str, int] = {}
         self.submitted: list = []
-        self._grammars = Grammars(tokenizer, 4096, (0,))
+        self._grammars = Grammars(tokenizer, max(4096, tokenizer.get_vocab_size()), (0,))
         self._fail_tokens = tokenizer.encode(self.FAIL).ids
         self._words = [
             token
@@ -116,6 +116,8 @@ class FakeEngine:
         rng = random.Random(f"{seq.tokens}{seq.params.seed}")
         fails = seq.tokens[: seq.num_prompt][-len(self._fail_tokens) :] == self._fail_tokens
         text, held, num_left, step = "", "", seq.params.max_tokens, 0
+        if not num_left:
+            await self._read(seq, queue)
         while num_left:
             await asyncio.sleep(self.delay)
             # Some steps have two tokens, as after a jump; some hold text back, for stop strings.
@@ -123,7 +125,8 @@ class FakeEngine:
             if self.says:
                 tokens = self.tokenizer.encode(self.says).ids[step : step + 1] or [0]
             num_left -= len(tokens)
-            new = self.tokenizer.decode(tokens)
+            shown = [] if tokens == [0] else tokens
+            new = self.tokenizer.decode(shown, seq.params.skip_special_tokens)
             text, held = text + new, held + new
             reason = FinishReason.STOP if tokens == [0] else self._reason(seq, text, num_left)
             event = TokenEvent(seq.id, tokens, finish_reason=reason)
@@ -138,6 +141,8 @@ class FakeEngine:
                     TokenLogprob(token, -0.5, tuple((token + i, -0.5 - i) for i in range(num_top)))
                     for token in tokens
                 ]
+                if step == 0:
+                    event.logprobs[:0] = self._prompt_logprobs(seq)
             if fails and step == 2:
                 event = TokenEvent(
                     seq.id, [], finish_reason=FinishReason.ERROR, error="asked to fail"
@@ -149,6 +154,21 @@ class FakeEngine:
             queue.put_nowait(event)
             if event.finish_reason is not None:
                 return
+
+    async def _read(self, seq, queue: asyncio.Queue) -> None:
+        await asyncio.sleep(self.delay)
+        del self.live[seq.id]
+        logprobs = self._prompt_logprobs(seq) or None
+        queue.put_nowait(
+            TokenEvent(seq.id, [], logprobs=logprobs, finish_reason=FinishReason.LENGTH)
+        )
+
+    def _prompt_logprobs(self, seq) -> list[TokenLogprob]:
+        if not seq.params.prompt_logprobs:
+            return []
+        first, *rest = seq.tokens[: seq.num_prompt]
+        top = tuple((4000 + i, -0.1 - i) for i in range(seq.params.logprobs))
+        return [TokenLogprob(first, None, ()), *(TokenLogprob(token, -4.0, top) for token in rest)]
 
     def _reason(self, seq, text: str, num_left: int) -> FinishReason | None:
         if self.aborts:

@@ -10,9 +10,9 @@ from jax_attn.serve.detokenizer import Detokenizer, Texts
 REPLACEMENT = "\ufffd"
 
 
-def pieces(tokenizer, tokens, stop=()) -> list[str]:
+def pieces(tokenizer, tokens, stop=(), **options) -> list[str]:
     """A piece for each token, then the rest; nothing after a stop string."""
-    detokenizer = Detokenizer(Texts(tokenizer), stop)
+    detokenizer = Detokenizer(Texts(tokenizer), stop, **options)
     out = []
     for token in tokens:
         out.append(detokenizer.push(token))
@@ -57,9 +57,11 @@ def test_random_tokens(tokenizer):
         assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-def test_special_tokens_have_no_text(tokenizer):
+def test_special_tokens_have_no_text_unless_asked_for(tokenizer):
     tokens = [0, *tokenizer.encode("a b").ids, 0, *tokenizer.encode(" c").ids]
     assert "".join(pieces(tokenizer, tokens)) == "a b c"
+    shown = pieces(tokenizer, tokens, skip_special_tokens=False)
+    assert "".join(shown) == "<|endoftext|>a b<|endoftext|> c"
 
 
 def test_decoder_that_strips_a_leading_space():
@@ -71,6 +73,8 @@ def test_decoder_that_strips_a_leading_space():
     tokenizer.decoder = decoders.Metaspace()
     for tokens in ([1, 2, 3, 2, 1], [0, 1, 0, 2, 2, 0, 0, 1, 3], [1, 0, 2]):
         assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+        shown = "".join(pieces(tokenizer, tokens, skip_special_tokens=False))
+        assert shown == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_stop_string_across_tokens(tokenizer):

@@ -262,6 +262,56 @@ def test_logprobs(model, make_engine, logits_of):
                 assert abs(logprob - best) < 1e-3
 
 
+def check_prompt_logprobs(seq, result, logits_of):
+    """The first is null, and then each is of its token behind those before; the output follows."""
+    n = seq.num_prompt + len(result.tokens)
+    assert [entry.token for entry in result.logprobs] == seq.tokens[:n]
+    first, *rest = result.logprobs
+    assert (first.logprob, first.top) == (None, ())
+    for entry, row in zip(rest, jax.nn.log_softmax(logits_of(seq.tokens)), strict=False):
+        assert abs(entry.logprob - row[entry.token]) < 1e-3
+        assert len(entry.top) == seq.params.logprobs
+        for token, logprob in entry.top:
+            assert abs(logprob - row[token]) < 1e-3
+        if entry.top:
+            assert abs(entry.top[0][1] - row.max()) < 1e-3
+
+
+def test_logprobs_of_the_prompt(model, make_engine, logits_of):
+    """Of all of it, though most is in the prefix cache; beside others, who cost no more for it."""
+    engine = make_engine(num_pages=80)
+    wanted = {"logprobs": 2, "prompt_logprobs": True}
+    (plain,) = run(engine, sequence(prompt(model, 0, 70), max_tokens=5))
+    seqs = [
+        sequence(prompt(model, 0, 70), **wanted, max_tokens=5),
+        sequence(prompt(model, 0, 70), max_tokens=5),
+        sequence(prompt(model, 20, 33), **wanted | {"logprobs": 0}, max_tokens=1, temperature=1.0),
+        sequence([0], **wanted, max_tokens=3),
+        sequence(prompt(model, 0, 70), **wanted, max_tokens=0),
+        sequence([0], **wanted, max_tokens=0),
+        sequence(prompt(model, 0, 70), max_tokens=0),
+    ]
+    results = run(engine, *seqs)
+    assert results[0].tokens == results[1].tokens == plain.tokens
+    assert [len(result.tokens) for result in results] == [5, 5, 1, 3, 0, 0, 0]
+    assert [result.num_cached for result in results] == [0, 64, 0, 0, 0, 0, 64]
+    assert {result.reason for result in results} == {FinishReason.LENGTH}
+    for i in (0, 2, 3, 4, 5):
+        check_prompt_logprobs(seqs[i], results[i], logits_of)
+    assert not (results[1].logprobs or results[6].logprobs)
+
+
+def test_logprobs_of_the_prompt_when_preempted(model, make_engine, logits_of):
+    engine = make_engine()
+    wanted = {"logprobs": 1, "prompt_logprobs": True}
+    others = [sequence(prompt(model, 40 * i, 30), max_tokens=60, ignore_eos=True) for i in range(4)]
+    seqs = [sequence(prompt(model, 30 * i, 90), **wanted, max_tokens=40) for i in range(3)]
+    results = run(engine, *others, *seqs)[4:]
+    assert any(seq.num_preempted for seq in seqs)
+    for seq, result in zip(seqs, results, strict=True):
+        check_prompt_logprobs(seq, result, logits_of)
+
+
 # ---- sampling ----------------------------------------------------------------------------------
 
 

@@ -97,8 +97,12 @@ class Traffic:
         family, num_common = rng.randrange(3), rng.randrange(1, 40)
         prompt = [(7 * family + i) % VOCAB for i in range(num_common)]
         prompt += [rng.randrange(VOCAB) for _ in range(rng.randrange(10))]
+        scores = rng.random() < 0.2
         params = SamplingParams(
-            max_tokens=rng.choice([1, 2, rng.randrange(1, 60)]), ignore_eos=rng.random() < 0.5
+            max_tokens=rng.choice([1, 2, rng.randrange(1, 60)]),
+            ignore_eos=rng.random() < 0.5,
+            logprobs=0 if scores else None,
+            prompt_logprobs=scores,
         )
         deadline = now + rng.randrange(40) if rng.random() < self.deadline_rate else None
         namespace, priority = rng.choice(["", "", "other"]), rng.choice([0, 0, 1])
@@ -260,6 +264,17 @@ def test_chunks_of_prompts_share_a_step_with_all_decodes():
         assert scheduled(advance(scheduler)) == decodes | {"long": 6}
     assert scheduled(advance(scheduler)) == decodes | {"long": 1, "next": 5}
     assert scheduled(advance(scheduler)) == decodes | {"long": 1, "next": 1}
+
+
+def test_a_prompt_whose_logprobs_are_wanted_has_as_many_tokens_as_rows_are_left():
+    """It shares the rows with whoever waits: half of what is left each time."""
+    scheduler = Scheduler(config())
+    wanted = SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=True)
+    scheduler.add(Sequence("a", "a", list(range(40)), wanted))
+    assert scheduled(advance(scheduler)) == {"a": 8}
+    scheduler.add(Sequence("b", "b", list(range(40)), wanted), sequence("c", range(40, 60)))
+    assert scheduled(advance(scheduler)) == {"a": 4, "b": 2, "c": 20}
+    assert scheduled(advance(scheduler)) == {"a": 6, "b": 1, "c": 1}
 
 
 def test_without_decodes_prompts_have_the_whole_step():

@@ -142,6 +142,68 @@ def test_many_prompts(server):
     assert answer["usage"]["completion_tokens"] == 4 * 16
 
 
+def test_echo_with_logprobs(server):
+    """As lm-evaluation-harness asks for them: of the tokens of the text, the prompt's first."""
+    text = "class É:\n    pass"
+    ids = server.engine.tokenizer.encode(text).ids
+    body = {"prompt": [ids, ids[:3]], "echo": True, "logprobs": 2, "max_tokens": 2, "seed": 1}
+    answer = server.post(COMPLETIONS, body).json
+    for choice, prompt in zip(answer["choices"], (ids, ids[:3]), strict=True):
+        n, found = len(prompt), choice["logprobs"]
+        assert found["token_logprobs"] == [None, *[-4.0] * (n - 1), -0.5, -0.5]
+        assert found["top_logprobs"][0] is None
+        # The token is among them if it is none of the likeliest.
+        assert [len(top) for top in found["top_logprobs"][1:]] == [3] * (n - 1) + [2, 2]
+        for token, logprob, top in list(zip(*list(found.values())[:3], strict=True))[1:]:
+            assert top[token] == logprob
+        assert len(found["text_offset"]) == n + 2
+    choice = answer["choices"][0]
+    assert choice["text"].startswith(text)
+    offsets, tokens = (choice["logprobs"][key] for key in ("text_offset", "tokens"))
+    assert any(token.startswith("bytes:") for token in tokens)
+    for offset, token in zip(offsets, tokens, strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+
+    *chunks, _ = server.events(COMPLETIONS, body)
+    for choice in answer["choices"]:
+        mine = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        mine = [c for c in mine if c["index"] == choice["index"]]
+        assert (
+            sum((c["logprobs"]["token_logprobs"] for c in mine), [])
+            == (choice["logprobs"]["token_logprobs"])
+        )
+        assert (
+            sum((c["logprobs"]["text_offset"] for c in mine), [])
+            == (choice["logprobs"]["text_offset"])
+        )
+
+
+def test_echo_alone(server):
+    """max_tokens 0: what is there already, and nothing more."""
+    body = {"prompt": "class A:", "echo": True, "logprobs": 0, "max_tokens": 0}
+    answer = server.post(COMPLETIONS, body).json
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("class A:", "length")
+    begin, *tokens = choice["logprobs"]["tokens"]  # the former is not in the text
+    assert (begin, "".join(tokens)) == ("<|endoftext|>", "class A:")
+    assert choice["logprobs"]["text_offset"][:3] == [0, 0, len(tokens[0])]
+    assert answer["usage"]["completion_tokens"] == 0 < answer["usage"]["prompt_tokens"]
+    *chunks, _ = server.events(COMPLETIONS, body)
+    assert [json.loads(chunk)["choices"] for chunk in chunks] == [answer["choices"]]
+    # All of the context may be prompt.
+    full = {"prompt": [1] * server.engine.limits.max_model_len}
+    assert server.post(COMPLETIONS, full | {"max_tokens": 0}).status == 200
+    assert server.post(COMPLETIONS, full | {"max_tokens": 1}).error["param"] == "prompt"
+
+
+def test_logprobs_of_prompts_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(schemas, "MAX_SCORES", 3 * 20 * 6)
+    body = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True}
+    assert server.post(COMPLETIONS, body | {"logprobs": 5}).status == 200
+    assert server.post(COMPLETIONS, body | {"logprobs": 6}).error["param"] == "logprobs"
+    assert server.post(COMPLETIONS, body | {"logprobs": 6, "echo": False}).status == 200
+
+
 def test_cached_tokens(server):
     answer = server.post(COMPLETIONS, {"prompt": [[5] * 40, [6] * 4], "n": 2}).json
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
@@ -304,7 +366,6 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"prompt": [[1], [-1]]}, "prompt[1][0]"),
         (COMPLETIONS, {"prompt": [1] * 256}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt"),
-        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": "4"}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": 255}, "max_tokens"),
         (COMPLETIONS, {"min_tokens": 5}, "min_tokens"),
@@ -322,7 +383,8 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias.x"),
         (COMPLETIONS, {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
-        (COMPLETIONS, {"logprobs": 1, "echo": True}, "echo"),
+        (COMPLETIONS, {"max_tokens": -1}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"no_such_field": 1}, "no_such_field"),
@@ -343,6 +405,7 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
         (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),

@@ -180,6 +180,22 @@ def test_chat(client):
     assert "".join(delta.content or "" for delta in deltas) == content
 
 
+def test_logprobs_of_the_prompt(client):
+    """What is generated has the same logprobs when it is asked about, though it is cached."""
+    request = {"model": MODEL, "temperature": 0, "logprobs": 3}
+    choice = client.completions.create(prompt=PROMPT, max_tokens=20, **request).choices[0]
+    again = client.completions.create(
+        prompt=PROMPT + choice.text, max_tokens=0, echo=True, **request
+    )
+    found, expected = again.choices[0].logprobs, choice.logprobs
+    assert again.choices[0].text == PROMPT + choice.text == "".join(found.tokens[1:])
+    assert again.usage.completion_tokens == 0
+    assert found.tokens[-20:] == expected.tokens
+    assert found.token_logprobs[-20:] == pytest.approx(expected.token_logprobs, abs=1e-3)
+    assert found.top_logprobs[-1] == pytest.approx(expected.top_logprobs[-1], abs=1e-3)
+    assert found.token_logprobs[0] is None and None not in found.token_logprobs[1:]
+
+
 def test_choices_and_seeds(client):
     request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 1, "n": 2}
     one, again = (client.completions.create(**request, seed=7) for _ in range(2))

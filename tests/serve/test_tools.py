@@ -11,7 +11,16 @@ from fake_engine import MODEL, FakeEngine, fake_model
 from live_server import serving
 
 from jax_attn.serve import grammar, tools
-from jax_attn.serve.tools import BARE, TAGGED, ToolCall, ToolParser
+from jax_attn.serve.tools import (
+    BARE,
+    LISTED,
+    LISTED_SPACE,
+    NAMED,
+    NAMED_ID,
+    TAGGED,
+    ToolCall,
+    ToolParser,
+)
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -31,8 +40,21 @@ ASKED = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, "ma
 
 
 def call(name: str, arguments: dict, format=TAGGED) -> str:
-    body = json.dumps({"name": name, format.arguments_key: arguments})
-    return format.begin + body + format.end
+    """One of several; with an identifier where the format has one."""
+    before = (format.before_name + name + format.before_arguments).replace("#" * 9, "123abcDEF")
+    return before + json.dumps(arguments) + format.behind
+
+
+def calls(format, *one: str) -> str:
+    return format.opening + (format.between or "").join(one) + format.closing
+
+
+def mistral_tokenizer():
+    """The bundled model's, with more special tokens; and these by their texts."""
+    tokenizer = fake_model().tokenizer
+    texts = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
+    tokenizer.add_special_tokens(texts)
+    return tokenizer, {text: tokenizer.token_to_id(text) for text in texts}
 
 
 PARIS = call("get_weather", {"city": "Paris"})
@@ -43,7 +65,7 @@ IDLE = call("do-nothing", {})
 
 
 @pytest.mark.parametrize(
-    ("format", "text", "shown", "calls"),
+    ("format", "text", "shown", "expected"),
     [
         (TAGGED, "Just a text, a < b.\n", "Just a text, a < b.\n", []),
         (TAGGED, PARIS, "", [("get_weather", {"city": "Paris"})]),
@@ -66,9 +88,33 @@ IDLE = call("do-nothing", {})
         (BARE, "See: " + call("f", {}, BARE), "See: " + call("f", {}, BARE), []),
         (BARE, '{"answer": 42}', '{"answer": 42}', []),
         (BARE, "", "", []),
+        (BARE, '{"name": "f"}; {"name": "g"}', "", [("f", {}), ("g", {})]),
+        (LISTED, "No [a] call.\n", "No [a] call.\n", []),
+        (LISTED, calls(LISTED, call("f", {"x": [1]}, LISTED)), "", [("f", {"x": [1]})]),
+        (
+            LISTED_SPACE,
+            "So: "
+            + calls(LISTED_SPACE, call("f", {"x": "]"}, LISTED), call("g", {}, LISTED))
+            + "\n",
+            "So:",
+            [("f", {"x": "]"}), ("g", {})],
+        ),
+        (LISTED, '[TOOL_CALLS][{"name": "f"}', '[TOOL_CALLS][{"name": "f"}', []),
+        (LISTED, '[TOOL_CALLS][{"name": "f"}, 5]', '[TOOL_CALLS][{"name": "f"}, 5]', []),
+        (LISTED, "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+        (
+            NAMED,
+            "So: " + call("f", {"x": {"y": 1}}, NAMED) + call("g-h", {}, NAMED) + "\n",
+            "So:",
+            [("f", {"x": {"y": 1}}), ("g-h", {})],
+        ),
+        (NAMED, '[TOOL_CALLS]f{"x": 1}', "", [("f", {"x": 1})]),
+        (NAMED_ID, call("f", {}, NAMED_ID) + call("g", {}, NAMED_ID), "", [("f", {}), ("g", {})]),
+        (NAMED, "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]f[ARGS]{", []),
+        (NAMED, call("f", {}, NAMED) + "[TOOL_CALLS]", "[TOOL_CALLS]", [("f", {})]),
     ],
 )
-def test_calls_are_found_however_the_text_is_cut(format, text, shown, calls):
+def test_calls_are_found_however_the_text_is_cut(format, text, shown, expected):
     rng = random.Random(text)
     for longest in (len(text) + 1, 1, 2, 3, 5, 8, 13):
         parser, got_text, got_calls, rest = ToolParser(format), "", [], text
@@ -80,7 +126,21 @@ def test_calls_are_found_however_the_text_is_cut(format, text, shown, calls):
         last_text, last_calls = parser.flush()
         assert got_text + last_text == shown
         found = [(c.name, json.loads(c.arguments)) for c in got_calls + last_calls]
-        assert found == calls
+        assert found == expected
+
+
+def test_identifiers():
+    """Those that a model gave, and otherwise any that its template will take back."""
+    assert ToolParser(NAMED_ID).push(call("f", {}, NAMED_ID) * 2)[1] == [
+        ToolCall("f", "{}", "123abcDEF")
+    ]
+    parser = ToolParser(LISTED)
+    parser.push('[TOOL_CALLS][{"name": "f", "id": "123abcDEF"}, {"name": "g", "id": "1"}]')
+    assert [found.id for found in parser.flush()[1]] == ["123abcDEF", None]
+    for format in (LISTED, LISTED_SPACE, NAMED, NAMED_ID):
+        assert len(format.new_id()) == 9 and format.new_id().isalnum()
+        assert format.new_id() != format.new_id()
+    assert len({TAGGED.new_id(), TAGGED.new_id()}) == 2
 
 
 def test_text_is_not_held_longer_than_it_must():
@@ -114,14 +174,28 @@ def test_text_is_not_held_longer_than_it_must():
         (TAGGED, True, {"type": "integer"}, "x", False),
         (BARE, True, None, call("get_weather", {"city": "a"}, BARE), True),
         (BARE, True, None, PARIS, False),
+        *(
+            (format, parallel, None, calls(format, *[call("do-nothing", {}, format)] * n), fits)
+            for format in (LISTED, LISTED_SPACE, NAMED, NAMED_ID)
+            for parallel, n, fits in ((True, 1, True), (True, 2, True), (False, 2, False))
+        ),
+        (LISTED, True, None, calls(LISTED_SPACE, call("do-nothing", {}, LISTED)), False),
+        (NAMED_ID, True, None, call("do-nothing", {}, NAMED), False),
+        (NAMED, True, {"type": "integer"}, "17", True),
+        # Letters in the place of special tokens are no call.
+        (NAMED, True, None, None, False),
     ],
 )
 def test_grammar(format, parallel, answer, text, fits):
-    model = fake_model()
-    grammars = grammar.Grammars(model.tokenizer, 4096, (0,))
-    lark = tools.grammar_of(format, [WEATHER, NOTHING], parallel, answer)
+    tokenizer, special = mistral_tokenizer()
+    grammars = grammar.Grammars(tokenizer, tokenizer.get_vocab_size(), (0,))
+    lark = tools.grammar_of(format, [WEATHER, NOTHING], parallel, answer, special)
     matcher = grammars.matcher(grammar.from_lark(lark))
-    tokens = [*model.tokenizer.encode(text).ids, 0]
+    if text is None:
+        plain = fake_model().tokenizer
+        tokens = [*plain.encode(call("do-nothing", {}, format)).ids, 0]
+    else:
+        tokens = [*tokenizer.encode(text).ids, 0]
     if fits:
         for token in tokens:
             if not matcher.is_stopped:
@@ -283,6 +357,53 @@ def test_400_names_the_field(server, change, param):
     assert (answer.status, answer.error["param"]) == (400, param), answer.error
 
 
+@pytest.mark.parametrize("format", [LISTED, LISTED_SPACE, NAMED, NAMED_ID])
+def test_mistral(tmp_path, monkeypatch, format):
+    """Special tokens are seen where there are tools, and identifiers are such as it takes back."""
+    written = {LISTED: "[TOOL_CALLS][", LISTED_SPACE: "[TOOL_CALLS] ["}.get(
+        format, format.before_name + format.before_arguments
+    )
+    refusal = "{% if c.id | length != 9 %}{{ raise_exception('9') }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        + written.replace("#" * 9, "{{ c.id }}")
+        + refusal
+        + "{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    model = fake_model()
+    model.tokenizer, special = mistral_tokenizer()
+    model.config.vocab_size = model.tokenizer.get_vocab_size()
+    monkeypatch.setattr("live_server.fake_model", lambda: model)
+    engine = FakeEngine(model.tokenizer)
+    engine.limits.max_model_len = 1000
+    one, other = call("get_weather", {"city": "é"}, format), call("do-nothing", {}, format)
+    engine.says = "Wait. " + calls(format, one, other)
+    with serving(engine, directory=tmp_path) as server:
+        choice = server.post(CHAT, ASKED).json["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Wait."
+        first, second = made = choice["message"]["tool_calls"]
+        assert first["function"] == {"name": "get_weather", "arguments": '{"city": "é"}'}
+        assert second["function"] == {"name": "do-nothing", "arguments": "{}"}
+        params = server.engine.submitted[-1].params
+        assert not params.skip_special_tokens
+
+        *chunks, _ = server.events(CHAT, ASKED)
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta["content"] or "" for delta in deltas) == "Wait."
+        streamed = [c for delta in deltas for c in delta["tool_calls"] or []]
+        assert [c["function"] for c in streamed] == [c["function"] for c in made]
+        assert [c["index"] for c in streamed] == [0, 1]
+
+        messages = [*ASKED["messages"], choice["message"] | {"content": None, "refusal": None}]
+        messages.append({"role": "tool", "tool_call_id": first["id"], "content": "rain"})
+        again = server.post(CHAT, ASKED | {"messages": messages, "tool_choice": "required"})
+        assert again.status == 200, again.body
+        params = server.engine.submitted[-1].params
+        assert f"<[{special['[TOOL_CALLS]']}]>" in params.grammar
+        assert server.post(CHAT, ASKED | {"tool_choice": "none"}).status == 200
+        assert server.engine.submitted[-1].params.skip_special_tokens
+
+
 def test_templates():
     source = (MODEL / "chat_template.jinja").read_text()
     assert tools.format_of(source) is None
@@ -296,3 +417,8 @@ def test_templates():
     assert tools.format_of("<tool_call>NAME\n<arg_key>") is None
     llama = '{"name": function name, "parameters": dictionary of argument name and its value}'
     assert tools.format_of(llama) == BARE
+    mistral = """{{- "[TOOL_CALLS]%s[" }}{{- tool_call.function|tojson }}"""
+    assert tools.format_of(mistral % "") == LISTED
+    assert tools.format_of(mistral % " ") == LISTED_SPACE
+    assert tools.format_of("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}") == NAMED
+    assert tools.format_of("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + '[ARGS]' }}") == NAMED_ID
