@@ -51,7 +51,8 @@ class AsyncEngine:
     A request that fails ends with an event of its own. A step that raises ends what was running,
     and the engine goes on; after several in a row it gives up: `failure`, and no more `ready`.
 
-    on_failure: called then, by the engine's thread, once all who wait have been told.
+    on_ready: called once by the engine's thread, before its first step.
+    on_failure: called when it gives up, likewise, once all who wait have been told.
     """
 
     def __init__(self, model: models.Model, config: EngineConfig):
@@ -60,6 +61,7 @@ class AsyncEngine:
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )
         self.failure: BaseException | None = None
+        self.on_ready: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
@@ -145,6 +147,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             names = self._engine.warm_up(self._check_stop)
+            self.on_ready()
             self._is_warm = True
             log.info("ready; compiled %d executables: %s", len(names), "; ".join(names))
             while self._turn():

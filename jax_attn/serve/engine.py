@@ -22,11 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_attn import models
-from jax_attn.serve import live_view, sampling
+from jax_attn.serve import buckets, live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
@@ -288,7 +287,7 @@ class Engine:
         if launched.sampled is None:
             return
         with self._phase("wait"):
-            sampled: sampling.Sampled = jax.device_get(launched.sampled)
+            sampled = sampling.Sampled(*map(_on_host, launched.sampled))
         with self._phase("retire"):
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
@@ -458,6 +457,9 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
     pages_each = -(-max_positions // config.page_size)
     # Shared pages count once for each sequence, so it may be more than there are.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
+    sizes = (
+        [] if config.batch_invariant else buckets.sizes(config.max_running, config.max_step_tokens)
+    )
     return SchedulerConfig(
         page_size=config.page_size,
         num_pages=config.num_pages,
@@ -468,7 +470,13 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         max_kv_pages_step=config.max_kv_pages_step or enough,
         starvation_steps=config.starvation_steps,
         prefix_cache=config.prefix_cache,
+        step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
     )
+
+
+def _on_host(array: Any) -> Any:
+    """As jax.device_get, which would begin a copy again that has begun."""
+    return None if array is None else np.asarray(array)
 
 
 _NOT_NUMBERS = "The model's logits are not numbers."

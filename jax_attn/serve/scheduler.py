@@ -50,6 +50,7 @@ class SchedulerConfig:
     max_kv_pages_step: int  # entries of a step's page table, shared pages counted for each sequence
     starvation_steps: int = 16  # a sequence overtaken in that many steps is overtaken no more
     prefix_cache: bool = True
+    step_sizes: tuple[int, ...] = ()  # tokens that a step is padded to, where it has fewer
 
     def __post_init__(self) -> None:
         for name in (
@@ -318,12 +319,22 @@ class Scheduler:
         # somebody waiting in the middle of a text: before prompts.
         for seq in forced:
             num_left -= self._schedule_chunk(step, seq, num_left)
-        num_prefill_left = self.config.prefill_chunk if step.entries else num_left
+        num_prefill_left = num_left
+        if step.entries:
+            num_prefill_left = self._chunk_beside(self.config.max_step_tokens - num_left)
         for seq in prefills:
             num_tokens = self._schedule_chunk(step, seq, min(num_left, num_prefill_left))
             num_left -= num_tokens
             num_prefill_left -= num_tokens
         return num_left, num_prefill_left
+
+    def _chunk_beside(self, num_others: int) -> int:
+        """Tokens of prompts in a step of so many others: up to prefill_chunk, and fewer where that
+        fills a smaller size. All who decode wait for the padding of a larger one."""
+        chunk = self.config.prefill_chunk
+        sizes = [size for size in self.config.step_sizes if size <= num_others + chunk]
+        fits = max(sizes, default=0) - num_others
+        return fits if 2 * fits >= chunk else chunk
 
     def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
         num_pending, num_scored = seq.num_pending, 0

@@ -337,7 +337,8 @@ def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
     def fail(batch):
         raise RuntimeError("the device is gone")
 
-    told = []
+    told, ready = [], []
+    engine.on_ready = lambda: ready.append(engine.ready)
     engine.on_failure = lambda: told.append(engine.failure)
 
     async def main():
@@ -355,7 +356,7 @@ def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
                 await collect(engine, sequence())
 
     asyncio.run(main())
-    assert told == [engine.failure]
+    assert told == [engine.failure] and ready == [False]
 
 
 def test_a_warm_up_that_raises(engine, monkeypatch):

@@ -1,5 +1,6 @@
 """What the command line makes of the machine: pages of the kv cache, open files."""
 
+import gc
 import resource
 
 import jax
@@ -89,6 +90,14 @@ def test_as_many_open_files_as_clients():
         main._allow_many_connections()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_is_there_when_the_engine_is_ready_is_not_collected_again():
+    main._spare_the_collector()
+    try:
+        assert gc.get_freeze_count() > 10_000 > len(gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):

@@ -266,6 +266,18 @@ def test_chunks_of_prompts_share_a_step_with_all_decodes():
     assert scheduled(advance(scheduler)) == decodes | {"long": 1, "next": 1}
 
 
+def test_chunks_fill_what_a_step_is_padded_to():
+    """Where that leaves half of a chunk or more; and never more than the chunk."""
+    for num_decodes, num_tokens in ((1, 15), (3, 13), (8, 8), (9, 16), (15, 16), (16, 16)):
+        scheduler = Scheduler(
+            config(num_pages=300, max_running=24, max_kv_pages_step=300, step_sizes=(8, 16, 32, 64))
+        )
+        scheduler.add(*[sequence(f"d{i}", [i], max_tokens=50) for i in range(num_decodes)])
+        advance(scheduler)
+        scheduler.add(sequence("long", range(40, 240)))
+        assert scheduled(advance(scheduler))["long"] == num_tokens
+
+
 def test_a_prompt_whose_logprobs_are_wanted_has_as_many_tokens_as_rows_are_left():
     """It shares the rows with whoever waits: half of what is left each time."""
     scheduler = Scheduler(config())
@@ -788,7 +800,7 @@ def test_config_refuses(changes, message):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("min_tokens", 9),
         ("temperature", -0.1),
         ("temperature", float("nan")),
@@ -802,6 +814,7 @@ def test_config_refuses(changes, message):
         ("presence_penalty", float("nan")),
         ("frequency_penalty", float("inf")),
         ("logprobs", -1),
+        ("prompt_logprobs", True),  # how many?
         ("stop", ("a", "")),
         ("logit_bias", ((3, float("nan")),)),
     ],
