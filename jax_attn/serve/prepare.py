@@ -81,9 +81,7 @@ class Preparer:
                     f"prompt tokens x (1 + logprobs) x n = {num_scores} are more than "
                     f"{schemas.MAX_SCORES}",
                 )
-        return self._prepared(
-            "cmpl", body, prompts, echoes, "prompt", body.max_tokens, params, caller
-        )
+        return self._prepared("cmpl", body, prompts, echoes, "prompt", params, caller)
 
     def chat(self, body: schemas.ChatCompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
@@ -93,15 +91,12 @@ class Preparer:
             [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
         )
         prompt = self.encode_messages(body.messages, body.chat_template_kwargs, shown)
-        max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = self._params(body, logprobs)
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
             params["skip_special_tokens"] = tool_format.begin not in self._special_tokens
-        prepared = self._prepared(
-            "chatcmpl", body, [prompt], [""], "messages", max_tokens, params, caller
-        )
+        prepared = self._prepared("chatcmpl", body, [prompt], [""], "messages", params, caller)
         most = None if body.parallel_tool_calls else 1
         return dataclasses.replace(prepared, tool_format=tool_format, max_tool_calls=most)
 
@@ -185,7 +180,7 @@ class Preparer:
             "min_tokens": body.min_tokens,
             "temperature": body.temperature,
             "top_k": max(body.top_k, 0),
-            "top_p": body.top_p,
+            "top_p": max(body.top_p, 1e-6),  # 0: the likeliest token alone
             "min_p": body.min_p,
             "repetition_penalty": body.repetition_penalty,
             "presence_penalty": body.presence_penalty,
@@ -226,10 +221,13 @@ class Preparer:
         prompts: list[list[int]],
         echoes: list[str],
         field: str,
-        max_tokens: int | None,
         params: dict[str, Any],
         caller: Caller,
     ) -> Prepared:
+        limit = "max_tokens"
+        if getattr(body, "max_completion_tokens", None) is not None:
+            limit = "max_completion_tokens"
+        max_tokens: int | None = getattr(body, limit)
         most = min(self._max_waiting, schemas.MAX_CHOICES)
         if len(prompts) * body.n > most:
             raise bad_field(
@@ -250,13 +248,13 @@ class Preparer:
                 )
             if max_tokens is not None and max_tokens > room:
                 raise bad_field(
-                    "max_tokens",
+                    limit,
                     f"{len(prompt)} prompt tokens and {max_tokens} more are beyond the model's "
                     f"context of {self.max_model_len} tokens",
                 )
             wanted = room if max_tokens is None else max_tokens
             if body.min_tokens > wanted:
-                raise bad_field("min_tokens", f"more than max_tokens, {wanted}")
+                raise bad_field("min_tokens", f"more than {limit}, {wanted}")
             for choice in range(body.n):
                 sequences.append(
                     Sequence(
@@ -303,6 +301,8 @@ def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, schemas.ToolMessage):
         plain |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    if isinstance(message, schemas.PastAnswer) and message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
     if isinstance(message, schemas.PastAnswer) and message.tool_calls:
         plain["tool_calls"] = [
             {

@@ -285,9 +285,9 @@ class GenerationResponse:
     async def _respond_whole(self, send: Send) -> None:
         async for _ in self._events():
             pass
-        body = self._style.whole(self._choices, self._usage())
-        await self._start(send, "application/json")
-        await send({"type": "http.response.body", "body": body.model_dump_json().encode()})
+        body = self._style.whole(self._choices, self._usage()).model_dump_json().encode()
+        await self._start(send, "application/json", (b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.body", "body": body})
 
     # ---- server-sent events --------------------------------------------------------------------
 
@@ -333,13 +333,14 @@ class GenerationResponse:
         chunk = self._style.chunk(index, text, logprobs, finish)
         return None if chunk is None else chunk.model_dump_json().encode()
 
-    async def _start(self, send: Send, content_type: str) -> None:
-        headers = [
+    async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
+        all_headers = [
+            *headers,
             (b"content-type", content_type.encode()),
             (b"cache-control", b"no-store"),
             (b"x-request-id", self._prepared.id.encode()),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": all_headers})
 
     # ---- events --------------------------------------------------------------------------------
 

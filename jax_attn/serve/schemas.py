@@ -97,7 +97,7 @@ class _Sampling(_Request):
     stream_options: StreamOptions | SkipJsonSchema[None] = None
     max_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | SkipJsonSchema[None] = Field(
@@ -250,6 +250,7 @@ class PastAnswer(_Request):
     role: Literal["assistant"]
     content: str | list[TextPart] = Field("", description="needed where there are no tool_calls")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = []
+    reasoning_content: str | SkipJsonSchema[None] = Field(None, description="for the template")
     name: Ignored
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -334,10 +335,8 @@ class ChatCompletionRequest(_Sampling):
         may_call = self.tools and self.tool_choice != "none"
         if may_call and (self.regex is not None or self.grammar is not None):
             raise PydanticCustomError("grammar", "regex and grammar leave no room for tools")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise PydanticCustomError(
-                "max_tokens", "only one of max_tokens and max_completion_tokens"
-            )
+        if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
+            raise PydanticCustomError("max_tokens", "other than max_completion_tokens")
         return self
 
 

@@ -117,6 +117,22 @@ def test_chat_uses_the_template(server):
     assert seq.params.max_tokens == server.engine.limits.max_model_len - seq.num_prompt
 
 
+def test_thoughts_go_to_the_template(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.reasoning_content or 'none' }}: {{ m.content }};{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "because"},
+        {"role": "assistant", "content": "c", "reasoning_content": None},
+    ]
+    with serving(directory=tmp_path) as server:
+        assert server.post(CHAT, {"messages": messages, "max_tokens": 2}).status == 200
+        seq = server.engine.submitted[-1]
+        prompt = server.engine.tokenizer.decode(seq.tokens[: seq.num_prompt])
+    assert prompt == "none: a;because: b;none: c;"
+
+
 def test_variables_for_the_template(server):
     more = {"messages": [], "self": 1, "enable_thinking": False, "": None}
     assert server.post(CHAT, HELLO_CHAT | {"chat_template_kwargs": more}).status == 200
@@ -204,6 +220,12 @@ def test_logprobs_of_prompts_are_bounded(server, monkeypatch):
     assert server.post(COMPLETIONS, body | {"logprobs": 6, "echo": False}).status == 200
 
 
+def test_a_whole_answer_says_how_long_it_is(server):
+    for path, body in ((COMPLETIONS, HELLO), (CHAT, HELLO_CHAT)):
+        answer = server.post(path, body)
+        assert int(answer.headers["content-length"]) == len(answer.body)
+
+
 def test_cached_tokens(server):
     answer = server.post(COMPLETIONS, {"prompt": [[5] * 40, [6] * 4], "n": 2}).json
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
@@ -240,6 +262,13 @@ def test_sampling_fields_arrive(server):
     assert params.stop == ("xyz",) and params.stop_token_ids == (9,)
     assert params.logit_bias == ((17, -100.0),) and params.ignore_eos and params.min_tokens == 2
     assert seq.priority == 3 and abs(seq.deadline - seq.arrival - 60) < 1e-6
+
+
+def test_neighbours_of_what_is_refused(server):
+    same = {"max_tokens": 4, "max_completion_tokens": 4}
+    assert server.post(CHAT, HELLO_CHAT | same).status == 200
+    assert server.post(COMPLETIONS, HELLO | {"top_p": 0}).status == 200
+    assert 0 < server.engine.submitted[-1].params.top_p < 1e-5  # the likeliest token alone
 
 
 def test_null_is_absent(server):
@@ -374,7 +403,7 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"n": 33}, "n"),  # more than the queue can hold
         (COMPLETIONS, {"n": True}, "n"),
         (COMPLETIONS, {"temperature": -1}, "temperature"),
-        (COMPLETIONS, {"top_p": 0}, "top_p"),
+        (COMPLETIONS, {"top_p": -0.1}, "top_p"),
         (COMPLETIONS, {"stop": ["a"] * 17}, "stop"),
         (COMPLETIONS, {"stop": "a" * 257}, "stop"),
         (COMPLETIONS, {"stop": ["a", ""]}, "stop[1]"),
@@ -405,6 +434,7 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
         (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 255}, "max_completion_tokens"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
