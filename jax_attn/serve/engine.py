@@ -287,7 +287,7 @@ class Engine:
         if launched.sampled is None:
             return
         with self._phase("wait"):
-            sampled = sampling.Sampled(*map(_on_host, launched.sampled))
+            sampled = self.device.read(launched.sampled)
         with self._phase("retire"):
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
@@ -472,11 +472,6 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
     )
-
-
-def _on_host(array: Any) -> Any:
-    """As jax.device_get, which would begin a copy again that has begun."""
-    return None if array is None else np.asarray(array)
 
 
 _NOT_NUMBERS = "The model's logits are not numbers."

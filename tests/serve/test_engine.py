@@ -726,7 +726,7 @@ def test_the_next_step_is_launched_before_tokens_are_read(model, make_engine, mo
 
     note(engine.device, "forward", "forward")
     note(engine.device, "sample", "sample")
-    note(jax, "device_get", "read")
+    note(engine.device, "read", "read")
     run(engine, sequence(prompt(model, 0, 9), max_tokens=5, ignore_eos=True))
     assert calls == ["forward", "sample"] + ["forward", "sample", "read"] * 4 + ["read"]
 
