@@ -213,7 +213,7 @@ def _score(
         logit_rows[which] = qo_indptr[i] + np.arange(n)
         rows[which, GIVEN] = seq.tokens[begin : begin + n]
         scored.append(ScoredRows(seq, begin, which))
-        num_rows += entry.num_rows - 1
+        num_rows += entry.num_more_rows
     return scored
 
 

@@ -85,7 +85,7 @@ class Device:
     def plan(self, entries: Sequence[ScheduledSequence]) -> Batch:
         """The arguments of the smallest bucket that holds the entries. On the host."""
         num_tokens = sum(entry.num_tokens for entry in entries)
-        num_rows = sum(entry.num_rows for entry in entries)
+        num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
         bucket = next(
             bucket
             for bucket in self.buckets

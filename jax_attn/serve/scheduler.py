@@ -78,11 +78,7 @@ class ScheduledSequence:
     samples: bool  # the last token's logits are sampled
     # Of the tokens, from the first, those whose logits tell the logprob of the prompt's next.
     num_scored: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits: the last token's, and one for each token before it that is scored."""
-        return 1 + min(self.num_scored, self.num_tokens - 1)
+    num_more_rows: int = 0  # of logits than the last token's: of the scored before it
 
 
 @dataclass(slots=True)
@@ -91,7 +87,7 @@ class StepPlan:
     admitted: list[Sequence] = field(default_factory=list)  # of the entries, new in their slots
     preempted: list[Sequence] = field(default_factory=list)  # lost their slots and pages
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
-    num_more_rows: int = 0  # of logits, than there are entries
+    num_more_rows: int = 0  # of all entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +342,11 @@ class Scheduler:
             num_scored = max(0, min(num_tokens, seq.num_prompt - 1 - seq.num_computed))
         if num_tokens:
             samples = num_tokens == num_pending
-            step.entries.append(ScheduledSequence(seq, num_tokens, samples, num_scored))
-            step.num_more_rows += step.entries[-1].num_rows - 1
+            num_more_rows = min(num_scored, num_tokens - 1)
+            step.entries.append(
+                ScheduledSequence(seq, num_tokens, samples, num_scored, num_more_rows)
+            )
+            step.num_more_rows += num_more_rows
         return num_tokens
 
     def _num_spare_rows(self, step: StepPlan) -> int:

@@ -139,11 +139,13 @@ class FakeDevice:
         assert all(seq.status is Status.RUNNING and seq.slot >= 0 for seq in seqs)
         assert all(entry.num_tokens > 0 for entry in step.entries)
         assert sum(entry.num_tokens for entry in step.entries) <= config.max_step_tokens
-        assert sum(entry.num_rows for entry in step.entries) <= config.max_running
+        assert len(seqs) + step.num_more_rows <= config.max_running
+        assert step.num_more_rows == sum(entry.num_more_rows for entry in step.entries)
         for seq, entry in zip(seqs, step.entries, strict=True):
             end = min(seq.num_computed + entry.num_tokens, seq.num_prompt - 1)
             num_scored = max(0, end - seq.num_computed) if seq.params.prompt_logprobs else 0
             assert entry.num_scored == num_scored, "a token of a prompt that nobody scores"
+            assert entry.num_more_rows == min(num_scored, entry.num_tokens - 1)
         assert sum(len(seq.pages) for seq in seqs) <= config.max_kv_pages_step
         assert set(step.admitted) <= set(seqs), "admitted into nothing"
         assert not set(step.admitted) & set(step.preempted), "out and in again"

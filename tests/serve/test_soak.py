@@ -141,6 +141,9 @@ def valid_request(rng: random.Random) -> dict:
     if rng.random() < 0.1:
         body |= {"presence_penalty": 1, "logit_bias": {"7": 2}}
     if rng.random() < 0.1:
+        body |= {"echo": True, "logprobs": rng.randrange(3)}
+        body["max_tokens"] *= rng.randrange(2)
+    if rng.random() < 0.1:
         body["cache_salt"] = str(rng.randrange(3))
     return body
 
@@ -177,12 +180,16 @@ def check_answer(body: dict, answer: Answer) -> None:
         reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     else:
         whole = json.loads(answer.body)
-        usage, reasons = whole["usage"], [choice["finish_reason"] for choice in whole["choices"]]
+        usage, choices = whole["usage"], whole["choices"]
+        reasons = [choice["finish_reason"] for choice in choices]
     assert len(reasons) == body["n"]
     assert usage["prompt_tokens"] == len(body["prompt"])
     if "regex" not in body:
         assert set(reasons) == {"length"}
         assert usage["completion_tokens"] == body["n"] * body["max_tokens"]
+        if "echo" in body:
+            num_tokens = sum(len(choice["logprobs"]["tokens"]) for choice in choices)
+            assert num_tokens == body["n"] * (len(body["prompt"]) + body["max_tokens"])
 
 
 async def soak(port: int, num_requests: int, at_tenth) -> collections.Counter:
