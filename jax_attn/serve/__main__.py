@@ -203,7 +203,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--page-size", type=_positive, default=16, help="tokens of a page (%(default)s)")
     add("--max-running", type=_positive, default=32, help="sequences at once (%(default)s)")
     add("--max-step-tokens", type=_positive, default=512, help="tokens of a step (%(default)s)")
-    chunk = "of them, of prompts beside decodes (all; on CPU as many as --max-running)"
+    chunk = "of them, about, of prompts beside decodes (all; on CPU as many as --max-running)"
     add("--prefill-chunk", type=_positive, help=chunk)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")

@@ -50,7 +50,7 @@ class EngineConfig:
     kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; float8_e4m3fn has scales of 1
     max_running: int = 32  # sequences that run at once
     max_step_tokens: int = 512  # query tokens of a step
-    prefill_chunk: int | None = None  # of them, prompt tokens beside decodes; None: all there is
+    prefill_chunk: int | None = None  # of them, about, of prompts beside decodes; None: all
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     starvation_steps: int = 16  # see SchedulerConfig

@@ -45,7 +45,9 @@ class SchedulerConfig:
     num_pages: int
     max_running: int  # sequences that run at once, and rows of a step's logits
     max_step_tokens: int  # query tokens of a step
-    prefill_chunk: int  # of them, prompt tokens (of all sequences) in a step that also decodes
+    # Of them, prompt tokens (of all sequences) in a step that also decodes: about so many, where
+    # there are step_sizes to fill.
+    prefill_chunk: int
     max_waiting: int  # sequences; the preempted count, but are never refused
     max_kv_pages_step: int  # entries of a step's page table, shared pages counted for each sequence
     starvation_steps: int = 16  # a sequence overtaken in that many steps is overtaken no more
@@ -325,12 +327,17 @@ class Scheduler:
         return num_left, num_prefill_left
 
     def _chunk_beside(self, num_others: int) -> int:
-        """Tokens of prompts in a step of so many others: up to prefill_chunk, and fewer where that
-        fills a smaller size. All who decode wait for the padding of a larger one."""
-        chunk = self.config.prefill_chunk
-        sizes = [size for size in self.config.step_sizes if size <= num_others + chunk]
-        fits = max(sizes, default=0) - num_others
-        return fits if 2 * fits >= chunk else chunk
+        """Tokens of prompts in a step of so many others: about prefill_chunk, as fill a size.
+
+        The size below, where five eighths of a chunk fit: all who decode wait for the padding of
+        the one above. Else that one: half empty it takes as long (benchmarks/NOTES.md).
+        """
+        chunk, sizes = self.config.prefill_chunk, self.config.step_sizes
+        wanted = num_others + chunk
+        fits = max((size for size in sizes if size <= wanted), default=0) - num_others
+        if 8 * fits >= 5 * chunk:
+            return fits
+        return min((size for size in sizes if size >= wanted), default=wanted) - num_others
 
     def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
         num_pending, num_scored = seq.num_pending, 0
