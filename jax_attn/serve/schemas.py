@@ -31,7 +31,9 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-MAX_SCORES = 1 << 19  # numbers of an answer about its prompts: tokens x (1 + logprobs) x n
+# Numbers of an answer about its prompts: tokens x (1 + logprobs) x n. That many take a third of a
+# second to write, in which no other answer goes on.
+MAX_SCORES = 1 << 18
 MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
 MAX_DEADLINE_SECONDS = 86400
 
