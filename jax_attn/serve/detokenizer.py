@@ -29,13 +29,11 @@ class Texts:
         self._tokenizer, token_bytes = tokenizer, TokenBytes(tokenizer)
         self._are_bytes = token_bytes.joined_are_text
 
-        all_bytes = functools.cache(token_bytes)
-
         @functools.cache
         def shown_bytes(token: int) -> bytes:
             return b"" if token in token_bytes.special else token_bytes(token)
 
-        self._bytes_of = all_bytes, shown_bytes
+        self._bytes_of = token_bytes, shown_bytes
 
     def begin(self, skip_special_tokens: bool) -> _Text:
         if self._are_bytes:

@@ -215,14 +215,14 @@ class _Calls:
     """The tool calls of one choice."""
 
     def __init__(self, prepared: Prepared):
-        self._format = prepared.tool_format
-        self._parser = None if self._format is None else ToolParser(self._format)
+        format = prepared.tool_format
+        self._parser = None if format is None else ToolParser(format)
         self._max_calls = prepared.max_tool_calls
         self.made: list[schemas.ToolCall] = []
 
     def push(self, text: str, at_end: bool) -> str:
         """What of the text is no tool call, as far as that is known."""
-        if self._parser is None or self._format is None:
+        if self._parser is None:
             return text
         text, calls = self._parser.push(text)
         if at_end:
@@ -230,7 +230,7 @@ class _Calls:
             text, calls = text + rest, calls + more
         for call in calls[: None if self._max_calls is None else self._max_calls - len(self.made)]:
             function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
-            id = call.id or self._format.new_id()
+            id = call.id or self._parser.format.new_id()
             self.made.append(schemas.ToolCall(id=id, function=function))
         return text
 

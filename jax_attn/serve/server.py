@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -112,7 +111,7 @@ class _Server:
         self._engine, self._config = engine, config
         self._metrics = Metrics(engine)
         self._prepare = Preparer(model, engine, config.model_directory, config.model_name)
-        self._token_bytes = functools.cache(TokenBytes(model.tokenizer))
+        self._token_bytes = TokenBytes(model.tokenizer)
         self._created = int(time.time())
         self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()

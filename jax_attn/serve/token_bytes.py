@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -20,9 +21,13 @@ class TokenBytes:
         self.special = frozenset(entry["id"] for entry in added if entry["special"])
         # Whether the bytes of tokens, one after the other, are the text that they decode to.
         self.joined_are_text = bool(decoder) and decoder["type"] == "ByteLevel"
+        self._known = functools.cache(self._bytes)
 
     def __call__(self, token: int) -> bytes:
         """Of a token beyond the tokenizer's own (padding of a model's vocabulary): none."""
+        return self._known(token)
+
+    def _bytes(self, token: int) -> bytes:
         if token in self._added:
             text = self._added[token]
             return _from_alphabet(text) if self._is_byte_level else text.encode()

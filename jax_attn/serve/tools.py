@@ -149,6 +149,7 @@ class ToolParser:
     """
 
     def __init__(self, format: ToolFormat):
+        self.format = format
         self._begin, self._end = format.begin, format.end
         self._held = ""  # not given out yet
         self._is_inside = False  # calls, whose end did not come yet
