@@ -3,11 +3,11 @@
 // A persistent CTA of three warpgroups executes the items of its queue in order. Warpgroup 0
 // produces: it copies q, and K and V rows in steps of kStep tokens, as far ahead as the rings have
 // room, across the borders of items. Warpgroups 1 and 2 consume, in one of two arrangements:
-//   joint items (up to 128 rows)  each has 64 rows and all tokens of a step, and they take turns on
-//                                 the tensor cores: while one multiplies, the other exponentiates.
-//   split items (up to 64 rows)   both have all rows, and each its half of the tokens of a step;
-//                                 their states are combined at the end. Decode is bound by memory,
-//                                 rows that do not exist cost nothing that is short there.
+//   joint items (up to 128 rows)   each has 64 rows, and they take turns on the tensor cores: while
+//                                  one multiplies, the other exponentiates.
+//   single items (up to 64 rows)   one has all rows, and the other has the next item: while one
+//                                  writes results and merges, the other multiplies. Decode is bound
+//                                  by memory, rows that do not exist cost nothing that is short.
 // Within a warpgroup q . k of a step runs while p * v of the step before does (FlashAttention-3,
 // arXiv 2407.08608, section 3.2).
 //
@@ -21,7 +21,7 @@
 
 namespace jax_attn {
 
-// Whether the two consumers share the rows of an item rather than its tokens.
+// Whether the two consumers share an item.
 template <class Traits>
 __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
   if (Traits::kNumTiles == 1) return Traits::kTileQ0 > 64;
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
 }
 
 // Whether the copy engine copies steps that lie in the item's span as a whole. Joint items wait for
-// the tensor cores, and the producer's instructions take issue slots from the softmax. Split items
+// the tensor cores, and the producer's instructions take issue slots from the softmax. Single items
 // wait for memory, which single rows reach sooner. Measured (H200): 4 x 4096 without mask 545
 // TFLOP/s by rows and 586 by boxes; 64 decodes at 4096 254 us by rows and 270 by boxes.
 template <class Traits>
@@ -69,8 +69,7 @@ struct HopperShape {
   struct Small {
     Barriers barriers;
     KvPools pools;
-    float states[4][128];  // split items: max_log2[2] and sum[2] of the second consumer's threads
-    MergeScratch merge;
+    MergeScratch merge[3];  // of single items of consumer 0 and 1, and of joint items
   };
   static constexpr int kRoom =
       CtaSmemBudget(Traits::kArch, 1) - 2 * Q::kBytes - static_cast<int>(sizeof(Small));
@@ -87,7 +86,8 @@ struct HopperShape {
     Barriers& b = shared.small.barriers;
     for (int i = 0; i < 2; ++i) {
       InitBarrier(SharedAddress(b.full_q + i), HopperRoles::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty_q + i), HopperRoles::kConsumerWarps);
+      InitBarrier(SharedAddress(b.empty_q + i),
+                  HopperRoles::kConsumerWarps / 2);  // half i: its own
     }
     for (int i = 0; i < kSlots; ++i) {
       InitBarrier(SharedAddress(b.full_k + i), HopperRoles::kProducerThreads);
@@ -313,18 +313,21 @@ class HopperConsumer {
       : p_(p),
         shared_(shared),
         group_(__shfl_sync(kFullWarp, threadIdx.x / 128, 0) - 1),  // the same in the whole warp
-        thread_(threadIdx.x % 128),
-        next_half_(0),
-        q_parity_(0) {}
+        thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
     if (group_ == 1) ArriveNamed(kTurn, kBoth);  // the first turn is that of group 0
+    int owner = 0;  // of the next single item; half `owner` of q is its
     for (int index = begin; index < end; ++index) {
-      if (IsJoint<Traits>(ItemRecord(p_, index))) {
-        RunItem<false>(index);
+      const ItemRecord item(p_, index);
+      const bool joint = IsJoint<Traits>(item);
+      if (joint || owner == group_) {
+        RunItem(index, joint);
       } else {
-        RunItem<true>(index);
+        Pass(item);
       }
+      if (item.kv_begin() < item.kv_end())
+        owner = joint ? 0 : owner ^ 1;  // as HopperProducer::LoadQ
     }
     if (group_ == 0) SyncNamed(kTurn, kBoth);  // takes the turn that nobody needs
   }
@@ -332,6 +335,8 @@ class HopperConsumer {
  private:
   static constexpr int kBoth = HopperRoles::kConsumerThreads;
   static constexpr int kTurn = 1;  // and 2: named barriers of the turns of group 0 and 1
+  static constexpr int kStep = Shape::kStep;
+  static constexpr int kSTiles = kStep / 8;
   static constexpr int kOTiles = V::kPadded / 8;
   using Output = float[kOTiles][4];
 
@@ -347,39 +352,49 @@ class HopperConsumer {
     WaitBarrier(SharedAddress(full + cursor.slot), cursor.parity);
     FenceSharedForWgmma();
   }
-  // One arrival a warp: the products of the others may still read.
-  __device__ __forceinline__ void Release(const u64* empty, Cursor& cursor) {
+  // An arrival for each warp that reads the slot: the products of the others may still do. Of a
+  // single item a warp arrives for one of the other consumer, too.
+  __device__ __forceinline__ void Release(const u64* empty, Cursor& cursor, bool joint) {
     __syncwarp();
-    if (Lane() == 0) ArriveBarrier(SharedAddress(empty + cursor.slot));
+    if (Lane() == 0) {
+      const u32 barrier = SharedAddress(empty + cursor.slot);
+      ArriveBarrier(barrier, joint ? 1 : 2);
+    }
     cursor.Advance();
   }
-  __device__ __forceinline__ void ReleaseQ(int half) {
+  __device__ __forceinline__ void ReleaseQ() {
     __syncwarp();
-    if (Lane() == 0) ArriveBarrier(SharedAddress(Barriers().empty_q + half));
+    if (Lane() == 0) ArriveBarrier(SharedAddress(Barriers().empty_q + group_));
+  }
+
+  // Passes the steps of an item that the other consumer has. Its barriers are not waited for, and
+  // one tells apart two phases in a row, no more. What comes next is the wait for q of an item, and
+  // q comes after all rows of the steps before, which the same threads have copied: so those phases
+  // are over by then.
+  __device__ __forceinline__ void Pass(const ItemRecord& item) {
+    if (item.kv_begin() >= item.kv_end()) return;
+    const int num_steps = CeilDiv(item.kv_end() - FirstStep<kStep>(item), kStep);
+    k_cursor_.Advance(num_steps);
+    v_cursor_.Advance(num_steps);
   }
 
   // --- products ---
 
-  template <int kTokens>
-  __device__ __forceinline__ void StartQk(int half, int first_token,
-                                          float (&s)[kTokens / 8][4]) const {
+  __device__ __forceinline__ void StartQk(float (&s)[kSTiles][4]) const {
     // Made anew in every step: kept in registers it would push out others.
-    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q[half])), 0);
-    const u64 k = K::Descriptor(Anew(SharedAddress(shared_.k[k_cursor_.slot])), first_token);
+    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q[group_])), 0);
+    const u64 k = K::Descriptor(Anew(SharedAddress(shared_.k[k_cursor_.slot])), 0);
 #pragma unroll
     for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
-      Wgmma<kTokens, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
+      Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
     }
     WgmmaCommit();
   }
 
-  template <int kTokens>
-  __device__ __forceinline__ void StartPv(int first_token, const u32 (&p)[kTokens / 16][4],
-                                          Output& o) const {
-    const u64 v =
-        V::TransposedDescriptor(Anew(SharedAddress(shared_.v[v_cursor_.slot])), first_token);
+  __device__ __forceinline__ void StartPv(const u32 (&p)[kStep / 16][4], Output& o) const {
+    const u64 v = V::TransposedDescriptor(Anew(SharedAddress(shared_.v[v_cursor_.slot])), 0);
 #pragma unroll
-    for (int kk = 0; kk < kTokens / 16; ++kk) {
+    for (int kk = 0; kk < kStep / 16; ++kk) {
       Wgmma<V::kPadded, Traits::kDtype>::RegistersATransposedB(o, p[kk], V::AlongRows(v, kk), true);
     }
     WgmmaCommit();
@@ -392,14 +407,11 @@ class HopperConsumer {
 
   // --- one item ---
 
-  template <bool kSplit>
-  __device__ __forceinline__ void RunItem(int index) {
-    constexpr int kStep = Shape::kStep;
-    constexpr int kTokens = kSplit ? kStep / 2 : kStep;
-    RecordBegin<Traits>(p_, index, HopperConsumers::thread());
+  __device__ __forceinline__ void RunItem(int index, bool joint) {
+    const int team_thread = joint ? HopperConsumers::thread() : thread_;
+    RecordBegin<Traits>(p_, index, team_thread);
     const ItemRecord item(p_, index);
-    const int first_token = kSplit ? group_ * kTokens : 0;
-    Rows rows(p_, index, kSplit ? 0 : group_ * 64, thread_);
+    Rows rows(p_, index, joint ? group_ * 64 : 0, thread_);
     PrefetchMergeGroup(p_, item.merge_idx());
     Output o;
 #pragma unroll
@@ -413,78 +425,70 @@ class HopperConsumer {
     const int border = Border(item);
     int pos = FirstStep<kStep>(item);
     if (pos < end) {
-      const int half = kSplit ? next_half_ : group_;
-      WaitBarrier(SharedAddress(Barriers().full_q + half), q_parity_ >> half & 1);
-      u32 p[kTokens / 16][4];
+      WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
+      q_parity_ ^= 1;
+      u32 p[kStep / 16][4];
       {
-        float s[kTokens / 8][4] = {};
+        float s[kSTiles][4] = {};
         WaitFull(Barriers().full_k, k_cursor_);
         WgmmaFence();
-        StartQk<kTokens>(half, first_token, s);
+        StartQk(s);
         WgmmaWait<0>();
         PinRegisters(s);
-        Release(Barriers().empty_k, k_cursor_);
-        rows.Exponentiate(pos + first_token, s);
+        Release(Barriers().empty_k, k_cursor_, joint);
+        rows.Exponentiate(pos, s);
         rows.Pack(s, p);
       }
       for (pos += kStep; pos < end; pos += kStep) {
-        float s[kTokens / 8][4] = {};
+        float s[kSTiles][4] = {};
         WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
         WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
         // What the copy engine wrote needs none: K of this step and V of the one before.
-        if (kSplit || !boxes || pos - kStep < item.kv_begin() || pos + kStep > end ||
+        if (!joint || !boxes || pos - kStep < item.kv_begin() || pos + kStep > end ||
             (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
           FenceSharedForWgmma();
         }
-        if (!kSplit) TakeTurn();
+        if (joint) TakeTurn();
         PinRegisters(p);
         PinRegisters(o);
         WgmmaFence();
-        StartQk<kTokens>(half, first_token, s);
-        StartPv<kTokens>(first_token, p, o);
-        if (!kSplit) PassTurn();
+        StartQk(s);
+        StartPv(p, o);
+        if (joint) PassTurn();
         WgmmaWait<1>();
         PinRegisters(s);
-        Release(Barriers().empty_k, k_cursor_);
-        rows.Exponentiate(pos + first_token, s);
+        Release(Barriers().empty_k, k_cursor_, joint);
+        rows.Exponentiate(pos, s);
         KeepBefore(rows.sum[0] + rows.sum[1]);  // all exponentials; the sums are not negative
         WgmmaWait<0>();
         PinRegisters(o);
-        Release(Barriers().empty_v, v_cursor_);
+        Release(Barriers().empty_v, v_cursor_, joint);
         rows.Rescale(o);
         rows.Pack(s, p);
       }
-      ReleaseQ(half);
-      if (!kSplit) {
-        // Joint items fill both halves. Whoever has no use for one waits for it all the same, lest
-        // it should count as read before it was written.
-        WaitBarrier(SharedAddress(Barriers().full_q + (half ^ 1)), q_parity_ >> (half ^ 1) & 1);
-        ReleaseQ(half ^ 1);
-      }
-      q_parity_ ^= kSplit ? 1u << half : 3u;
-      next_half_ = kSplit ? half ^ 1 : 0;
-
+      ReleaseQ();
       WaitFull(Barriers().full_v, v_cursor_);
       PinRegisters(p);
       PinRegisters(o);
       WgmmaFence();
-      StartPv<kTokens>(first_token, p, o);
+      StartPv(p, o);
       WgmmaWait<0>();
       PinRegisters(o);
       rows.FinishSums();
-      if (kSplit) {
-        Combine(rows, o);
-        FenceSharedForWgmma();  // the copy engine may write there next
-      }
-      Release(Barriers().empty_v, v_cursor_);
+      Release(Barriers().empty_v, v_cursor_, joint);
     }
-    if (!kSplit || group_ == 0) rows.Write(o);
+    rows.Write(o);
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
-                                              shared_.small.merge);
+      if (joint) {
+        ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
+                                                shared_.small.merge[2]);
+      } else {
+        ArriveAndMerge<Traits, OneHopperConsumer>(p_, item.merge_idx(), num_groups,
+                                                  shared_.small.merge[group_]);
+      }
     }
-    RecordEnd<Traits>(p_, index, HopperConsumers::thread());
+    RecordEnd<Traits>(p_, index, team_thread);
   }
 
   // The first fresh position; a step across it is copied by rows.
@@ -493,63 +497,12 @@ class HopperConsumer {
     return 0;
   }
 
-  // Split items: group 0 adds the state of group 1 to its own. It comes through the V slot that
-  // both have read last, thread by thread.
-  __device__ __forceinline__ void Combine(Rows& rows, Output& o) {
-    constexpr int kTilesAtOnce = Min(V::kBytes / (128 * 16), kOTiles);
-    float4* exchange = reinterpret_cast<float4*>(shared_.v[v_cursor_.slot]);
-    float (*states)[128] = shared_.small.states;
-    float weight[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int first = 0; first < kOTiles; first += kTilesAtOnce) {
-      HopperConsumers::Sync();
-      if (group_ == 1 && rows.warp_is_live()) {
-        if (first == 0) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            states[h][thread_] = rows.max_log2[h];
-            states[2 + h][thread_] = rows.sum[h];
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kTilesAtOnce; ++j) {
-          exchange[j * 128 + thread_] =
-              make_float4(o[first + j][0], o[first + j][1], o[first + j][2], o[first + j][3]);
-        }
-      }
-      HopperConsumers::Sync();
-      if (group_ == 0 && rows.warp_is_live()) {
-        if (first == 0) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float other_max = states[h][thread_];
-            const float max_log2 = fmaxf(rows.max_log2[h], other_max);
-            rows.factor[h] = StateWeight(rows.max_log2[h], max_log2);
-            weight[h] = StateWeight(other_max, max_log2);
-            rows.max_log2[h] = max_log2;
-            rows.sum[h] = rows.sum[h] * rows.factor[h] + weight[h] * states[2 + h][thread_];
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kTilesAtOnce; ++j) {
-          const float4 other = exchange[j * 128 + thread_];
-          float (&x)[4] = o[first + j];
-          x[0] = fmaf(weight[0], other.x, x[0] * rows.factor[0]);
-          x[1] = fmaf(weight[0], other.y, x[1] * rows.factor[0]);
-          x[2] = fmaf(weight[1], other.z, x[2] * rows.factor[1]);
-          x[3] = fmaf(weight[1], other.w, x[3] * rows.factor[1]);
-        }
-      }
-    }
-  }
-
   const AttentionParams& p_;
   Shared& shared_;
   const int group_;   // 0 or 1
   const int thread_;  // of the group
   Cursor k_cursor_, v_cursor_;
-  int next_half_;  // of q, for split items
-  u32 q_parity_;   // bit h: phase of half h
+  u32 q_parity_ = 0;
 };
 
 // --- kernel ---

@@ -47,6 +47,11 @@ struct RingCursor {
       parity ^= 1;
     }
   }
+  __device__ __forceinline__ void Advance(int num_slots) {
+    slot += num_slots;
+    parity ^= slot / kSlots & 1;
+    slot %= kSlots;
+  }
 };
 
 // The steps of an item: absolute multiples of kStep from the first that its span touches. An item
@@ -73,6 +78,14 @@ struct HopperConsumers {
   __device__ static int thread() { return threadIdx.x - HopperRoles::kProducerThreads; }
   __device__ static int num_threads() { return HopperRoles::kConsumerThreads; }
   __device__ static void Sync() { SyncNamed(kNamedBarrier, HopperRoles::kConsumerThreads); }
+};
+
+// The threads of one consumer.
+struct OneHopperConsumer {
+  static constexpr int kNamedBarrier = 4;  // and 5
+  __device__ static int thread() { return threadIdx.x % 128; }
+  __device__ static int num_threads() { return HopperRoles::kConsumerThreads / 2; }
+  __device__ static void Sync() { SyncNamed(kNamedBarrier - 1 + threadIdx.x / 128, num_threads()); }
 };
 
 // A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
