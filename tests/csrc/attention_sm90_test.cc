@@ -10,12 +10,12 @@ namespace jax_attn {
 namespace {
 
 // As select/cuda.cc has it.
-template <bool kBoxes>
+template <bool kBoxes, int kSmallTile>
 struct Sm90Kernel {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr int kNumTiles = 2, kTileQ0 = 64, kTileQ1 = 128, kTileQ2 = 0;
+    static constexpr int kNumTiles = 2, kTileQ0 = kSmallTile, kTileQ1 = 128, kTileQ2 = 0;
     static constexpr int kTileKv = Shape::kHeadDimVo > 128 ? 64 : 128, kNumWarps = 12;
     static constexpr int kNumStages = 0;
   };
@@ -48,5 +48,6 @@ struct Sm90Kernel {
 
 int main() {
   using namespace jax_attn;
-  return RunAllCases<Sm90Kernel<false>>() | RunAllCases<Sm90Kernel<true>>();
+  return RunAllCases<Sm90Kernel<false, 32>>() | RunAllCases<Sm90Kernel<true, 32>>() |
+         RunAllCases<Sm90Kernel<true, 64>>();
 }

@@ -47,6 +47,8 @@ struct NamedBarrier {
   int num_threads;
   int arrived;
   u32 phase;
+  bool any;       // of the predicates of this phase,
+  bool any_last;  // and of the one before
 };
 
 // One of the two matrices of a product in shared memory, as a descriptor has it. In 16-byte chunks,
@@ -113,13 +115,13 @@ struct ProductShape {
   bool is_bf16;
   bool a_in_registers;
   u64 a, b;  // descriptors
-  bool b_mn_major;
+  bool a_mn_major, b_mn_major;
   bool accumulate;
 
   bool operator==(const ProductShape& other) const {
     return n == other.n && is_bf16 == other.is_bf16 && a_in_registers == other.a_in_registers &&
-           a == other.a && b == other.b && b_mn_major == other.b_mn_major &&
-           accumulate == other.accumulate;
+           a == other.a && b == other.b && a_mn_major == other.a_mn_major &&
+           b_mn_major == other.b_mn_major && accumulate == other.accumulate;
   }
 };
 
@@ -223,7 +225,8 @@ class Sm90 : public Unit {
 
   // --- named barriers ---
 
-  void ArriveNamed(int id, int num_threads, bool wait) {
+  // Returns whether `x` holds for any of those that met, if it waits.
+  bool ArriveNamed(int id, int num_threads, bool wait, bool x) {
     if (id < 1 || id > 15) Fail(Text("there is no named barrier %d", id));
     if (num_threads < 32 || num_threads % 32 != 0) Fail("named barriers count whole warps");
     NamedBarrier& b = named_barriers_[id];
@@ -232,16 +235,20 @@ class Sm90 : public Unit {
     }
     b.num_threads = num_threads;
     const u32 phase = b.phase;
+    b.any = b.any || x;
     if (++b.arrived == num_threads) {
       b.arrived = 0;
       ++b.phase;
+      b.any_last = b.any;
+      b.any = false;
     }
-    if (!wait) return;
+    if (!wait) return false;
     machine.WaitUntil([&b, phase] { return b.phase != phase; },
                       [&b, id] {
                         return Text("named barrier %d: %d of %d arrived", id, b.arrived,
                                     b.num_threads);
                       });
+    return b.any_last;  // the next phase ends with us
   }
 
   // --- wgmma: called by one lane for its warp, between barriers of the warp ---
@@ -371,7 +378,7 @@ class Sm90 : public Unit {
   }
 
   std::vector<u16> ReadA(const ProductShape& shape) const {
-    const SharedMatrix matrix(shape.a, false);
+    const SharedMatrix matrix(shape.a, shape.a_mn_major);
     const int first_row = machine.current().thread.x / 32 % 4 * 16;
     std::vector<u16> a(16 * 16);
     for (int i = 0; i < 16 * 16; ++i) a[i] = matrix.At(first_row + i / 16, i % 16);
@@ -520,11 +527,35 @@ inline void FenceSharedForWgmma() { std::memcpy(emulation::async_smem, smem, siz
 
 inline void SyncNamed(int id, int num_threads) {
   emulation::WarpBarrier("bar.sync");
-  emulation::sm90.ArriveNamed(id, num_threads, true);
+  emulation::sm90.ArriveNamed(id, num_threads, true, false);
+}
+inline bool SyncNamedOr(int id, int num_threads, bool x) {
+  emulation::WarpBarrier("barrier.red");
+  return emulation::sm90.ArriveNamed(id, num_threads, true, x);
 }
 inline void ArriveNamed(int id, int num_threads) {
   emulation::WarpBarrier("bar.arrive");
-  emulation::sm90.ArriveNamed(id, num_threads, false);
+  emulation::sm90.ArriveNamed(id, num_threads, false, false);
+}
+
+inline void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
+  if (threadIdx.x % 32 < 16 && shared % 16 != 0) emulation::Fail("misaligned row of a matrix");
+  uint32_t* mine = emulation::machine.current().exchange;
+  mine[0] = shared;
+  mine[1] = r0;
+  mine[2] = r1;
+  emulation::OncePerWarp("stmatrix", [] {
+    for (int m = 0; m < 2; ++m) {
+      for (int row = 0; row < 8; ++row) {
+        const u32 to = emulation::machine.lane(m * 8 + row).exchange[0];
+        for (int e = 0; e < 8; ++e) {  // element `row` of row e before
+          const u32 pair = emulation::machine.lane(e * 4 + row / 2).exchange[1 + m];
+          const u16 x = static_cast<u16>(pair >> 16 * (row % 2));
+          std::memcpy(smem + to + 2 * e, &x, sizeof(x));
+        }
+      }
+    }
+  });
 }
 
 template <int kRegisters>
@@ -570,11 +601,14 @@ template <int kN, int kDtype>
 struct Wgmma {
   static constexpr bool kBf16 = kDtype == kElementBf16;
   static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
-    emulation::Multiply({kN, kBf16, false, a, b, false, accumulate}, &d[0][0], nullptr);
+    emulation::Multiply({kN, kBf16, false, a, b, false, false, accumulate}, &d[0][0], nullptr);
+  }
+  static void TransposedSharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
+    emulation::Multiply({kN, kBf16, false, a, b, true, false, accumulate}, &d[0][0], nullptr);
   }
   static void RegistersATransposedB(float (&d)[kN / 8][4], const u32 (&a)[4], u64 b,
                                     bool accumulate) {
-    emulation::Multiply({kN, kBf16, true, 0, b, true, accumulate}, &d[0][0], a);
+    emulation::Multiply({kN, kBf16, true, 0, b, false, true, accumulate}, &d[0][0], a);
   }
 };
 

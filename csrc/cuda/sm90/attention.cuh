@@ -6,8 +6,8 @@
 //   joint items (up to 128 rows)   each has 64 rows, and they take turns on the tensor cores: while
 //                                  one multiplies, the other exponentiates.
 //   single items (up to 64 rows)   one has all rows, and the other has the next item: while one
-//                                  writes results and merges, the other multiplies. Decode is bound
-//                                  by memory, rows that do not exist cost nothing that is short.
+//                                  writes results and merges, the other multiplies.
+// Single items of up to 32 rows are products of their own, see decode.cuh.
 // Within a warpgroup q . k of a step runs while p * v of the step before does (FlashAttention-3,
 // arXiv 2407.08608, section 3.2).
 //
@@ -16,16 +16,31 @@
 #pragma once
 
 #include "cuda/common/partials.cuh"
+#include "cuda/sm90/decode.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
 
+template <class Traits>
+__device__ __forceinline__ int NumRows(const ItemRecord& item) {
+  return item.qo_len() * Traits::kGroupSize;
+}
+
 // Whether the two consumers share an item.
 template <class Traits>
 __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
-  if (Traits::kNumTiles == 1) return Traits::kTileQ0 > 64;
-  return item.tile() == 1;
+  constexpr int kTallest = Traits::kNumTiles == 1 ? Traits::kTileQ0 : Traits::kTileQ1;
+  return kTallest > 64 && NumRows<Traits>(item) > 64;
+}
+
+// Whether decode.cuh has the item. Not where all tiles have 64 rows: a row is to be computed the
+// same way in every batch there.
+template <class Traits>
+inline constexpr bool kHasDecode = Traits::kTileQ0 == DecodeShared<Traits>::kRows;
+template <class Traits>
+__device__ __forceinline__ bool IsDecode(const ItemRecord& item) {
+  return kHasDecode<Traits> && NumRows<Traits>(item) <= DecodeShared<Traits>::kRows;
 }
 
 // Whether the copy engine copies steps that lie in the item's span as a whole. Joint items wait for
@@ -42,7 +57,7 @@ inline constexpr int kMaxSlots = 8;
 template <class Traits>
 struct HopperShape {
   static constexpr int kStep = Traits::kTileKv;
-  using Q = SwizzledTile<Traits::kHeadDimQk, 64>;  // half a tile of queries
+  using Q = SwizzledTile<Traits::kHeadDimQk, 64>;  // of a consumer
   using K = SwizzledTile<Traits::kHeadDimQk, kStep>;
   using V = SwizzledTile<Traits::kHeadDimVo, kStep>;
 
@@ -70,13 +85,20 @@ struct HopperShape {
     Barriers barriers;
     KvPools pools;
     MergeScratch merge[3];  // of single items of consumer 0 and 1, and of joint items
+    DecodeExchange exchange[2];
+  };
+  // What belongs to a consumer until it releases q.
+  union Half {
+    alignas(1024) unsigned char q[Q::kBytes];
+    DecodeShared<Traits> decode;
   };
   static constexpr int kRoom =
-      CtaSmemBudget(Traits::kArch, 1) - 2 * Q::kBytes - static_cast<int>(sizeof(Small));
+      CtaSmemBudget(Traits::kArch, 1) - 2 * static_cast<int>(sizeof(Half)) -
+                               static_cast<int>(sizeof(Small));
   static constexpr int kSlots = Clamp(kRoom / (K::kBytes + V::kBytes), 2, kMaxSlots);
 
   struct Shared {
-    alignas(1024) unsigned char q[2][Q::kBytes];
+    Half halves[2];
     alignas(1024) unsigned char k[kSlots][K::kBytes];
     alignas(1024) unsigned char v[kSlots][V::kBytes];
     Small small;
@@ -250,25 +272,27 @@ class HopperProducer {
     }
   }
 
-  // 64 rows of q into half `half`.
-  __device__ __forceinline__ void LoadHalfQ(const ItemRecord& item, int half, int first_row) {
+  // num_tile_rows rows of q into half `half`, zeros beyond those of the item.
+  __device__ __forceinline__ void LoadHalfQ(const ItemRecord& item, int half, int first_row,
+                                            int num_tile_rows) {
     using Q = typename Shape::Q;
     WaitBarrier(SharedAddress(Barriers().empty_q + half), (q_parity_ >> half & 1) ^ 1);
-    const int num_rows = item.qo_len() * Traits::kGroupSize;
+    const int num_rows = NumRows<Traits>(item);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());
     const int chunk = Lane() % 8;
 #pragma unroll 1
-    for (int r = Warp() * 16 + Lane() / 8; r < Warp() * 16 + 16; r += kRowsPerCopy) {
+    for (int r = Warp() * kRowsPerCopy + Lane() / 8; r < num_tile_rows;
+         r += HopperRoles::kProducerThreads / 8) {
       const int row = first_row + r;
       const u16* from = static_cast<const u16*>(p_.q);
       if (row < num_rows) from += rows.Index(row) * Traits::kHeadDimQk;
-      const u32 to = SharedAddress(shared_.q[half]) + r * 128 + (chunk ^ r % 8) * 16;
+      const u32 to = SharedAddress(shared_.halves[half].q) + r * 128 + (chunk ^ r % 8) * 16;
 #pragma unroll
       for (int block = 0; block < Q::kBlocks; ++block) {
         const int column = block * 8 + chunk;
         const bool valid = row < num_rows && column < Q::kLiveChunks;
-        CopyAsync16(to + block * Q::kBlockBytes, valid ? from + column * 8 : from, valid);
+        CopyAsync16(to + block * (num_tile_rows * 128), valid ? from + column * 8 : from, valid);
       }
     }
     ArriveBarrierAfterCopies(SharedAddress(Barriers().full_q + half));
@@ -277,11 +301,11 @@ class HopperProducer {
 
   __device__ __forceinline__ void LoadQ(const ItemRecord& item) {
     if (IsJoint<Traits>(item)) {
-      LoadHalfQ(item, 0, 0);
-      LoadHalfQ(item, 1, 64);
+      LoadHalfQ(item, 0, 0, 64);
+      LoadHalfQ(item, 1, 64, 64);
       next_half_ = 0;
     } else {
-      LoadHalfQ(item, next_half_, 0);
+      LoadHalfQ(item, next_half_, 0, IsDecode<Traits>(item) ? DecodeShared<Traits>::kRows : 64);
       next_half_ ^= 1;
     }
   }
@@ -308,6 +332,7 @@ class HopperConsumer {
   using Q = typename Shape::Q;
   using K = typename Shape::K;
   using V = typename Shape::V;
+  using Decode = DecodeRows<Traits>;
 
   __device__ __forceinline__ HopperConsumer(const AttentionParams& p, Shared& shared)
       : p_(p),
@@ -321,10 +346,12 @@ class HopperConsumer {
     for (int index = begin; index < end; ++index) {
       const ItemRecord item(p_, index);
       const bool joint = IsJoint<Traits>(item);
-      if (joint || owner == group_) {
-        RunItem(index, joint);
-      } else {
+      if (!joint && owner != group_) {
         Pass(item);
+      } else if (IsDecode<Traits>(item)) {
+        if constexpr (kHasDecode<Traits>) RunDecodeItem(index);
+      } else {
+        RunItem(index, joint);
       }
       if (item.kv_begin() < item.kv_end())
         owner = joint ? 0 : owner ^ 1;  // as HopperProducer::LoadQ
@@ -382,7 +409,7 @@ class HopperConsumer {
 
   __device__ __forceinline__ void StartQk(float (&s)[kSTiles][4]) const {
     // Made anew in every step: kept in registers it would push out others.
-    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q[group_])), 0);
+    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.halves[group_].q)), 0);
     const u64 k = K::Descriptor(Anew(SharedAddress(shared_.k[k_cursor_.slot])), 0);
 #pragma unroll
     for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
@@ -404,6 +431,36 @@ class HopperConsumer {
   // around.
   __device__ __forceinline__ void TakeTurn() const { SyncNamed(kTurn + group_, kBoth); }
   __device__ __forceinline__ void PassTurn() const { ArriveNamed(kTurn + 1 - group_, kBoth); }
+
+  __device__ __forceinline__ void StartKq(typename Decode::Scores& s) const {
+    using DecodeQ = typename Decode::Shared::Q;
+    const u64 k = K::Descriptor(Anew(SharedAddress(shared_.k[k_cursor_.slot])), 0);
+    const u64 q = DecodeQ::Descriptor(Anew(SharedAddress(Mine().q)), 0);
+#pragma unroll
+    for (int kk = 0; kk < DecodeQ::kPadded / 16; ++kk) {
+#pragma unroll
+      for (int b = 0; b < Decode::kBlocks; ++b) {
+        Wgmma<Decode::kRows, Traits::kDtype>::SharedA(s[b], K::AlongK(K::Down(k, 64 * b), kk),
+                                                      DecodeQ::AlongK(q, kk), kk > 0);
+      }
+    }
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void StartVp(typename Decode::Output& o) const {
+    using P = typename Decode::Shared::P;
+    const u64 v = V::TransposedDescriptor(Anew(SharedAddress(shared_.v[v_cursor_.slot])), 0);
+    const u64 p = P::Descriptor(Anew(SharedAddress(Mine().p)), 0);
+#pragma unroll
+    for (int kk = 0; kk < kStep / 16; ++kk) {
+#pragma unroll
+      for (int m = 0; m < Decode::kOBlocks; ++m) {
+        Wgmma<Decode::kRows, Traits::kDtype>::TransposedSharedA(
+            o[m], V::AlongRows(V::Right(v, m), kk), P::AlongK(p, kk), true);
+      }
+    }
+    WgmmaCommit();
+  }
 
   // --- one item ---
 
@@ -478,18 +535,100 @@ class HopperConsumer {
       Release(Barriers().empty_v, v_cursor_, joint);
     }
     rows.Write(o);
-    const int num_groups = item.num_groups();
-    if (num_groups > 0) {
-      if (joint) {
-        ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
-                                                shared_.small.merge[2]);
-      } else {
-        ArriveAndMerge<Traits, OneHopperConsumer>(p_, item.merge_idx(), num_groups,
-                                                  shared_.small.merge[group_]);
-      }
-    }
+    Merge(item, joint);
     RecordEnd<Traits>(p_, index, team_thread);
   }
+
+  __device__ __forceinline__ void Merge(const ItemRecord& item, bool joint) {
+    const int num_groups = item.num_groups();
+    if (num_groups == 0) return;
+    if (joint) {
+      ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
+                                              shared_.small.merge[2]);
+    } else {
+      ArriveAndMerge<Traits, OneHopperConsumer>(p_, item.merge_idx(), num_groups,
+                                                shared_.small.merge[group_]);
+    }
+  }
+
+  // Weights go to the other warps by shared memory. What lets them be read says as well whether a
+  // row's reference has to grow, which it has to in the first step.
+  __device__ __forceinline__ void RunDecodeItem(int index) {
+    RecordBegin<Traits>(p_, index, thread_);
+    const ItemRecord item(p_, index);
+    Decode rows(p_, index, thread_, Mine(), shared_.small.exchange[group_]);
+    PrefetchMergeGroup(p_, item.merge_idx());
+    typename Decode::Output o = {};
+    const int end = item.kv_end();
+    int pos = FirstStep<kStep>(item);
+    const bool has_steps = pos < end;
+    if (has_steps) {
+      typename Decode::Scores s = {};
+      WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
+      q_parity_ ^= 1;
+      WaitFull(Barriers().full_k, k_cursor_);
+      WgmmaFence();
+      StartKq(s);
+      WgmmaWait<0>();
+      PinBlocks(s);
+      Release(Barriers().empty_k, k_cursor_, false);
+      rows.MakeLogits(pos, s);
+      bool grows = true;
+      while (true) {
+        pos += kStep;
+        const bool is_last = pos >= end;
+        WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
+        if (!is_last) {
+          WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
+        }
+        FenceSharedForWgmma();  // rows of these, and our weights
+        if (OneHopperConsumer::SyncOr(grows)) {
+          rows.Grow(s, o);
+          rows.Exponentiate(s);
+          rows.StoreWeights();
+          FenceSharedForWgmma();
+          OneHopperConsumer::Sync();
+        }
+        rows.AddSums();
+        if (is_last) break;
+        PinBlocks(s);
+        PinBlocks(o);
+        WgmmaFence();
+        StartKq(s);
+        StartVp(o);
+        WgmmaWait<1>();
+        PinBlocks(s);
+        Release(Barriers().empty_k, k_cursor_, false);
+        rows.MakeLogits(pos, s);
+        grows = rows.Exponentiate(s);
+        KeepBefore(rows.LastWritten());
+        WgmmaWait<0>();
+        PinBlocks(o);
+        Release(Barriers().empty_v, v_cursor_, false);
+        OneHopperConsumer::Sync();  // nobody reads the weights before
+        rows.StoreWeights();
+      }
+      PinBlocks(o);
+      WgmmaFence();
+      StartVp(o);
+      rows.FinishSums();
+      WgmmaWait<0>();
+      PinBlocks(o);
+      Release(Barriers().empty_v, v_cursor_, false);
+    }
+    rows.Write(o, has_steps);
+    if (has_steps) ReleaseQ();
+    Merge(item, false);
+    RecordEnd<Traits>(p_, index, thread_);
+  }
+
+  template <class Blocks>
+  __device__ __forceinline__ static void PinBlocks(Blocks& d) {
+#pragma unroll
+    for (int b = 0; b < static_cast<int>(sizeof(d) / sizeof(d[0])); ++b) PinRegisters(d[b]);
+  }
+
+  __device__ typename Decode::Shared& Mine() const { return shared_.halves[group_].decode; }
 
   // The first fresh position; a step across it is copied by rows.
   __device__ __forceinline__ int Border(const ItemRecord& item) const {

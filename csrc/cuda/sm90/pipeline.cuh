@@ -26,13 +26,20 @@ struct SwizzledTile {
   __device__ __forceinline__ static u64 AlongK(u64 descriptor, int kk) {
     return MoveDescriptor(descriptor, kk / 4 * kBlockBytes + kk % 4 * 32);
   }
-  // All columns along n, rows from `row` on along k: operand b, transposed. AlongRows(.., kk) moves
-  // it to the rows [row + 16 * kk, row + 16 * kk + 16).
+  __device__ __forceinline__ static u64 Down(u64 descriptor, int num_rows) {
+    return MoveDescriptor(descriptor, num_rows * 128);
+  }
+  // All columns along n, rows from `row` on along k: operand b, transposed; or 64 columns along m:
+  // operand a, transposed. AlongRows(.., kk) moves it to the rows [row + 16 * kk, row + 16 * kk +
+  // 16), Right(.., block) to the columns from 64 * block on.
   __device__ __forceinline__ static u64 TransposedDescriptor(u32 tile, int row) {
     return MatrixDescriptor(tile + row * 128, kBlockBytes, 1024);
   }
   __device__ __forceinline__ static u64 AlongRows(u64 descriptor, int kk) {
     return MoveDescriptor(descriptor, kk * 16 * 128);
+  }
+  __device__ __forceinline__ static u64 Right(u64 descriptor, int block) {
+    return MoveDescriptor(descriptor, block * kBlockBytes);
   }
 };
 
@@ -85,7 +92,10 @@ struct OneHopperConsumer {
   static constexpr int kNamedBarrier = 4;  // and 5
   __device__ static int thread() { return threadIdx.x % 128; }
   __device__ static int num_threads() { return HopperRoles::kConsumerThreads / 2; }
-  __device__ static void Sync() { SyncNamed(kNamedBarrier - 1 + threadIdx.x / 128, num_threads()); }
+  __device__ static int barrier() { return kNamedBarrier - 1 + threadIdx.x / 128; }
+  __device__ static void Sync() { SyncNamed(barrier(), num_threads()); }
+  // Whether x holds for any thread.
+  __device__ static bool SyncOr(bool x) { return SyncNamedOr(barrier(), num_threads(), x); }
 };
 
 // A producer's way through the kv steps of a queue, across the borders of items. Every lane looks

@@ -86,9 +86,36 @@ __device__ __forceinline__ void SyncNamed(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
+// The same, and whether x holds for any of them.
+__device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
+  u32 any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "barrier.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(num_threads), "r"(static_cast<u32>(x))
+      : "memory");
+  return any != 0;
+}
+
 // Counts as having met, without waiting for the others.
 __device__ __forceinline__ void ArriveNamed(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// --- matrix fragments ---
+
+// Stores two 8x8 matrices of 16-bit elements, each transposed. Of each matrix a lane has, before,
+// elements 2 * (l % 4) and the next of row l / 4; lane l < 16 gives the address of what becomes row
+// l % 8 of matrix l / 8, 16 bytes.
+__device__ __forceinline__ void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared),
+               "r"(r0), "r"(r1)
+               : "memory");
 }
 
 // --- registers a thread of this warpgroup may use from here on ---
@@ -163,9 +190,9 @@ __device__ __forceinline__ void KeepBefore(float x) {
 
 // d[64, kN] = (accumulate ? d : 0) + a[64, 16] * b[16, kN].
 // d follows MmaBf16: warp w of the warpgroup has rows [16w, 16w + 16), and d[j][2h + c] is column
-// 8j + 2 * (lane % 4) + c of row 8h + lane / 4 of them. a: in shared memory, rows along k, or in
-// registers, fragments as for MmaBf16. b: in shared memory, rows along k, or transposed: rows along
-// n.
+// 8j + 2 * (lane % 4) + c of row 8h + lane / 4 of them. a: in shared memory, rows along k, or
+// transposed: rows along the 64, or in registers, fragments as for MmaBf16. b: in shared memory,
+// rows along k, or transposed: rows along n.
 template <int kN, int kDtype>
 struct Wgmma;
 
@@ -214,6 +241,15 @@ struct Wgmma;
                    ", 0;\n"                                                                \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type         \
                    " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 0, 0;\n}\n"     \
+                   : JAX_ATTN_REGISTERS_##count                                            \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                   \
+    }                                                                                      \
+    __device__ __forceinline__ static void TransposedSharedA(float (&d)[count / 4][4], u64 a, u64 b, \
+                                                   bool accumulate) {                      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                  \
+                   ", 0;\n"                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type         \
+                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 1, 0;\n}\n"     \
                    : JAX_ATTN_REGISTERS_##count                                            \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                   \
     }                                                                                      \

@@ -8,13 +8,56 @@
 
 namespace jax_attn {
 
+// From q . k to logits.
+template <class Traits>
+class Logits {
+ public:
+  __device__ __forceinline__ explicit Logits(const AttentionParams& p) : p_(p) {}
+
+  // After it, s * scale() is the logit in log2 units; of the first num_tiles.
+  template <int kTiles>
+  __device__ __forceinline__ void Transform(float (&s)[kTiles][4], int num_tiles = kTiles) const {
+    if constexpr (!kScalesLater) {
+      const Variant variant(p_);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        if (j >= num_tiles) break;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
+                                               : s[j][c] * (p_.sm_scale * kLog2E);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float scale() const {
+    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
+  }
+
+ private:
+  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  // A scale that is not positive would turn the maximum around, so it is applied at once.
+  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
+
+  const AttentionParams& p_;
+};
+
+// The reference of a row's exponents follows its maximum only when that has grown by more than a
+// factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
+// (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
+// neighbours; for rows that keep their reference the factor is exactly 1.
+inline constexpr float kReferenceSlack = 8.0f;
+
+// Whether rows of an item may see different tokens.
+template <class Traits>
+inline constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
+
 // What a warp knows of its 16 rows after the kv tokens it has seen, besides o. Index h is row 8h +
 // lane / 4, of which the lane has columns 8j + 2 * (lane % 4) + {0, 1} in logits and o.
 template <class Traits>
 class TileRows {
  public:
   using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
 
   float max_log2[2] = {-Infinity(), -Infinity()};  // reference of the exponents, see Exponentiate
   float sum[2] = {0.0f, 0.0f};  // over this lane's columns only, until FinishSums
@@ -41,16 +84,12 @@ class TileRows {
   __device__ bool warp_is_live() const { return live_; }
 
   // s: q . k of the tokens [begin, begin + 8 * kTiles); becomes p = 2^(logit - reference).
-  // The reference of a row follows its maximum only when that has grown by more than a factor of
-  // 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
-  // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
-  // neighbours; for rows that keep their reference the factor is exactly 1.
   template <int kTiles>
   __device__ __forceinline__ void Exponentiate(int begin, float (&s)[kTiles][4]) {
-    TransformLogits(s);
+    const Logits<Traits> logits(p_);
+    logits.Transform(s);
     if (begin < all_begin_ || begin + 8 * kTiles > all_end_) Mask(begin, s);
-    constexpr float kSlack = 8.0f;
-    const float scale = LogitScale();
+    const float scale = logits.scale();
     float new_max[2];
     bool grows = false;
 #pragma unroll
@@ -64,7 +103,7 @@ class TileRows {
       const float step_max =
           QuadMax(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]))) * scale;
       // False if both are -inf, where the difference is NaN.
-      const bool row_grows = step_max - max_log2[h] > kSlack;
+      const bool row_grows = step_max - max_log2[h] > kReferenceSlack;
       new_max[h] = row_grows ? step_max : max_log2[h];
       grows |= row_grows;
     }
@@ -184,7 +223,7 @@ class TileRows {
   }
 
  private:
-  static constexpr bool kMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
+  static constexpr bool kMayDiffer = kRowsMayDiffer<Traits>;
 
   // Lane i of a quad gives x[j] of column pair i of tile j, and gets tile i: all four pairs.
   __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4]) const {
@@ -219,28 +258,6 @@ class TileRows {
       const u32 lanes = (r < 8 ? nan_rows[0] : nan_rows[1]) >> r % 8 * 4;
       if ((lanes & 0xf) != 0) ComputeRow<Traits>(p_, index_, first_row_ + r, lane_);
     }
-  }
-
-  // After it, s * LogitScale() is the logit in log2 units. A scale that is not positive would turn
-  // the maximum around, so it is applied at once.
-  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
-  template <int kTiles>
-  __device__ __forceinline__ void TransformLogits(float (&s)[kTiles][4]) const {
-    if constexpr (!kScalesLater) {
-      const Variant variant(p_);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
-                                               : s[j][c] * (p_.sm_scale * kLog2E);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ float LogitScale() const {
-    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
   }
 
   // Sets what a row does not see to -inf.

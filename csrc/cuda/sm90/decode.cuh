@@ -1,0 +1,363 @@
+// Items of few rows: the operands of both products change places. What a wgmma has 64 of is tokens
+// in s^T = k * q^T and columns of v in o^T = v^T * p^T, and the rows of the item are its n. So a
+// step costs as many exponentials as there are rows, not 64, and little more than reading k and v.
+#pragma once
+
+#include "cuda/any/attention_row.cuh"
+#include "cuda/common/partials.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tile_rows.cuh"
+
+namespace jax_attn {
+
+// What a consumer keeps in shared memory for an item of up to kRows rows.
+template <class Traits>
+struct DecodeShared {
+  static constexpr int kRows = 32;
+  using Q = SwizzledTile<Traits::kHeadDimQk, kRows>;
+  using O = SwizzledTile<Traits::kHeadDimVo, kRows>;
+  using P = SwizzledTile<Traits::kTileKv, kRows>;
+
+  alignas(1024) unsigned char q[Max(Q::kBytes, O::kBytes)];  // in the end 16-bit results
+  alignas(1024) unsigned char p[P::kBytes];
+};
+
+// What the warps of a consumer tell each other.
+struct DecodeExchange {
+  float rows[4][32];  // a warp's maxima or sums
+  u32 nan_rows[4];
+};
+
+// What a consumer knows of the rows of an item after the kv tokens it has seen, besides o. Of
+// accumulators [64, kRows] a thread has rows 8j + 2 * (lane % 4) + {0, 1} of the item; 64b + 16 *
+// warp + 8h + lane / 4 is its token in s, and its column in o.
+template <class Traits>
+class DecodeRows {
+ public:
+  using E = Element<Traits::kDtype>;
+  using Shared = DecodeShared<Traits>;
+  static constexpr int kRows = Shared::kRows;
+  static constexpr int kTiles = kRows / 8;
+  static constexpr int kBlocks = Traits::kTileKv / 64;
+  static constexpr int kOBlocks = Shared::O::kBlocks;
+  using Scores = float[kBlocks][kTiles][4];
+  using Output = float[kOBlocks][kTiles][4];
+
+  __device__ __forceinline__ DecodeRows(const AttentionParams& p, int index, int thread,
+                                        Shared& shared, DecodeExchange& exchange)
+      : p_(p),
+        index_(index),
+        warp_(thread / kWarpSize),
+        lane_(thread % kWarpSize),
+        shared_(shared),
+        exchange_(exchange) {
+    const ItemRecord item(p, index);
+    num_rows_ = item.qo_len() * Traits::kGroupSize;
+    num_tiles_ = CeilDiv(num_rows_, 8);
+    const VisibleSpan span =
+        SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), 0, item.qo_len() - 1);
+    all_begin_ = span.all_begin;
+    all_end_ = span.all_end;
+    differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        reference_[j][c] = kNone;
+        sum_[j][c] = 0.0f;
+      }
+    }
+  }
+
+  // From k * q^T of the tokens [begin, begin + 64 * kBlocks) to logits, but for their scale.
+  __device__ __forceinline__ void MakeLogits(int begin, Scores& s) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_).Transform(s[b], num_tiles_);
+    if (begin < all_begin_ || begin + 64 * kBlocks > all_end_) Mask(begin, s);
+  }
+
+  // p = 2^(logit - reference), into shared memory by StoreWeights. Returns whether a logit of this
+  // thread exceeds its reference by more than the slack: then Grow has to come first.
+  __device__ __forceinline__ bool Exponentiate(const Scores& s) {
+    const float scale = Logits<Traits>(p_).scale();
+    float highest = -Infinity();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+      step_sum_[j][0] = step_sum_[j][1] = 0.0f;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            x[c] = fmaf(s[b][j][2 * h + c], scale, -reference_[j][c]);
+            highest = fmaxf(highest, x[c]);
+            x[c] = Exp2(x[c]);
+            step_sum_[j][c] += x[c];
+          }
+          weights_[b][j][h] = E::Pack(x[0], x[1]);
+        }
+      }
+    }
+    return highest > kReferenceSlack;
+  }
+
+  // Not negative, and known when all exponentials are.
+  __device__ __forceinline__ float LastWritten() const {
+    float all = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+      all += step_sum_[j][0] + step_sum_[j][1];
+    }
+    return all;
+  }
+
+  __device__ __forceinline__ void StoreWeights() const {
+    const u32 to = SharedAddress(shared_.p) + LaneOffset();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        StoreMatrix2Transposed(to + b * Shared::P::kBlockBytes + j * 1024, weights_[b][j][0],
+                               weights_[b][j][1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void AddSums() {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) sum_[j][c] += step_sum_[j][c];
+    }
+  }
+
+  // The references follow the maxima of the step, o and sums the references. By the whole consumer,
+  // which must have met since anybody read its exchange, and meet again before the next use of it.
+  __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
+    const float scale = Logits<Traits>(p_).scale();
+    float maxima[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(s[0][j][c], s[0][j][2 + c]);
+#pragma unroll
+        for (int b = 1; b < kBlocks; ++b) x = fmaxf(x, fmaxf(s[b][j][c], s[b][j][2 + c]));
+#pragma unroll
+        for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
+          x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, lanes));
+        }
+        maxima[j][c] = x;
+      }
+    }
+    Publish(maxima);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = Row(j, c);
+        const float x = fmaxf(fmaxf(exchange_.rows[0][row], exchange_.rows[1][row]),
+                              fmaxf(exchange_.rows[2][row], exchange_.rows[3][row]));
+        const float before = reference_[j][c];
+        // As Exponentiate asks, so that it does not depend on other rows when it is asked here.
+        if (fmaf(x, scale, -before) > kReferenceSlack) reference_[j][c] = x * scale;
+        const float factor = Exp2(before - reference_[j][c]);
+        sum_[j][c] *= factor;
+#pragma unroll
+        for (int m = 0; m < kOBlocks; ++m) {
+          o[m][j][c] *= factor;
+          o[m][j][2 + c] *= factor;
+        }
+      }
+    }
+  }
+
+  // Sums over all tokens, in the same order in all threads. By the whole consumer, as Grow.
+  __device__ __forceinline__ void FinishSums() {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
+          sum_[j][c] += __shfl_xor_sync(kFullWarp, sum_[j][c], lanes);
+        }
+      }
+    }
+    Publish(sum_);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = Row(j, c);
+        sum_[j][c] = exchange_.rows[0][row] + exchange_.rows[1][row] + exchange_.rows[2][row] +
+                     exchange_.rows[3][row];
+      }
+    }
+  }
+
+  // has_steps: q is ours, and o may go through it. By the whole consumer, once all of it is through
+  // with q.
+  __device__ __forceinline__ void Write(const Output& o, bool has_steps) {
+    const ItemRecord item(p_, index_);
+    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int partial_row = item.partial_row();
+    const bool final = partial_row < 0;
+    u32 nan_rows = 0;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+      float o_scale[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = Row(j, c);
+        o_scale[c] = 0.0f;
+        if (row < num_rows_) {
+          const i64 at = final ? map.Index(row) : partial_row + row;
+          const float max_log2 = reference_[j][c] == kNone ? -Infinity() : reference_[j][c];
+          o_scale[c] = WriteState(p_, final, at, map.QoHead(row), warp_ == 0 && lane_ < 4,
+                                  {max_log2, sum_[j][c]});
+          if (!final) {
+            float* to = p_.partial_o + at * Traits::kHeadDimVo;
+#pragma unroll
+            for (int i = 0; i < 2 * kOBlocks; ++i) {
+              const int column = 32 * (i - i % 2) + 8 * (i % 2) + Token();
+              if (Traits::kHeadDimVo % 64 == 0 || column < Traits::kHeadDimVo) {
+                to[column] = o[i / 2][j][i % 2 * 2 + c];
+              }
+            }
+          }
+        }
+        if (kRowsMayDiffer<Traits>) {
+          float nan_or_zero = 0.0f;
+#pragma unroll
+          for (int m = 0; m < kOBlocks; ++m) {
+            nan_or_zero = fmaf(o[m][j][c], 0.0f, fmaf(o[m][j][2 + c], 0.0f, nan_or_zero));
+          }
+          if (nan_or_zero != 0.0f && row < num_rows_) nan_rows |= 1u << row;
+        }
+      }
+      if (final && has_steps) {
+        const u32 to = SharedAddress(shared_.q) + LaneOffset() + j * 1024;
+#pragma unroll
+        for (int m = 0; m < kOBlocks; ++m) {
+          u32 x[2];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            x[h] = E::Pack(o[m][j][2 * h] * o_scale[0], o[m][j][2 * h + 1] * o_scale[1]);
+          }
+          StoreMatrix2Transposed(to + m * Shared::O::kBlockBytes, x[0], x[1]);
+        }
+      }
+    }
+    if (final) {
+      OneHopperConsumer::Sync();
+      WriteFinalRows(map, has_steps);
+    }
+    if (kRowsMayDiffer<Traits> && differ_) Mend(nan_rows);
+  }
+
+ private:
+  // Below any logit; that a logit of -inf does not exceed it keeps NaN out.
+  static constexpr float kNone = -3.402823466e38f;
+
+  __device__ int Row(int j, int c) const { return 8 * j + 2 * (lane_ % 4) + c; }
+  // Of s, or column of o, within 64.
+  __device__ int Token() const { return 16 * warp_ + lane_ / 4; }
+  // Where the row of an 8x8 matrix goes that this lane gives the address of, in a swizzled tile.
+  __device__ u32 LaneOffset() const {
+    const int chunk = 2 * warp_ + lane_ / 8 % 2;
+    return lane_ % 8 * 128 + (chunk ^ lane_ % 8) * 16;
+  }
+
+  // A number a row of each warp, for all warps.
+  __device__ __forceinline__ void Publish(const float (&x)[kTiles][2]) {
+    if (lane_ < 4) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        if (j >= num_tiles_) break;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) exchange_.rows[warp_][Row(j, c)] = x[j][c];
+      }
+    }
+    OneHopperConsumer::Sync();
+  }
+
+  // Sets what a row does not see to -inf.
+  __device__ __forceinline__ void Mask(int begin, Scores& s) const {
+    const ItemRecord item(p_, index_);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = Row(j, c) / Traits::kGroupSize;
+        const VisibleSpan span =
+            SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
+        const int low = span.any_begin - begin - Token(), high = span.any_end - begin - Token();
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            if (64 * b + 8 * h < low || 64 * b + 8 * h >= high) s[b][j][2 * h + c] = -Infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // 16 bytes a thread, all columns of a row by neighbours.
+  __device__ __forceinline__ void WriteFinalRows(const RowMap<Traits::kGroupSize>& map,
+                                                 bool has_steps) const {
+    constexpr int kChunks = Shared::O::kLiveChunks;
+    for (int i = warp_ * kWarpSize + lane_; i < num_rows_ * kChunks;
+         i += OneHopperConsumer::num_threads()) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const unsigned char* from = shared_.q + chunk / 8 * Shared::O::kBlockBytes + row * 128 +
+                                  (chunk % 8 ^ row % 8) * 16;
+      uint4* to =
+          reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + map.Index(row) * Traits::kHeadDimVo);
+      to[chunk] = has_steps ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  // As TileRows::Mend: rows that came out as NaN are computed again, token by token.
+  __device__ __forceinline__ void Mend(u32 nan_rows) {
+#pragma unroll
+    for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
+      nan_rows |= __shfl_xor_sync(kFullWarp, nan_rows, lanes);
+    }
+    if (lane_ == 0) exchange_.nan_rows[warp_] = nan_rows;
+    OneHopperConsumer::Sync();  // what the others wrote is about to be overwritten, too
+    nan_rows = exchange_.nan_rows[0] | exchange_.nan_rows[1] | exchange_.nan_rows[2] |
+               exchange_.nan_rows[3];
+#pragma unroll 1
+    for (int row = warp_; row < num_rows_; row += 4) {
+      if ((nan_rows >> row & 1) != 0) ComputeRow<Traits>(p_, index_, row, lane_);
+    }
+  }
+
+  const AttentionParams& p_;
+  const int index_;  // of the item
+  const int warp_, lane_;
+  Shared& shared_;
+  DecodeExchange& exchange_;
+  int num_rows_, num_tiles_;  // tiles of 8 rows; what lies beyond is anything
+  int all_begin_, all_end_;   // inside of it every row sees everything
+  bool differ_;               // some rows see tokens that others do not
+  float reference_[kTiles][2];
+  float sum_[kTiles][2], step_sum_[kTiles][2];  // over this thread's tokens only, until FinishSums
+  u32 weights_[kBlocks][kTiles][2];             // p of the last step, packed
+};
+
+}  // namespace jax_attn
