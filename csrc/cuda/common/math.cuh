@@ -35,6 +35,13 @@ constexpr __host__ __device__ int PowerOfTwoDivisor(int x, int limit) {
   return p;
 }
 
+// x, which is the same in all lanes, as the compiler should know: what is computed from it alone is
+// computed once for the warp, in uniform registers, and branches on it do not diverge.
+template <class T>
+__device__ __forceinline__ T Uniform(T x) {
+  return __shfl_sync(kFullWarp, x, 0);
+}
+
 // Over the four lanes that hold one row of an mma.sync accumulator.
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));

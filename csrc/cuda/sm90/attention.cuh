@@ -34,13 +34,14 @@ __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
 
-// Whether decode.cuh has the item. Not where all tiles have 64 rows: a row is to be computed the
-// same way in every batch there.
+// Whether decode.cuh has the item, which must have tokens. Not where all tiles have 64 rows: a row is
+// to be computed the same way in every batch there.
 template <class Traits>
 inline constexpr bool kHasDecode = Traits::kTileQ0 == DecodeShared<Traits>::kRows;
 template <class Traits>
 __device__ __forceinline__ bool IsDecode(const ItemRecord& item) {
-  return kHasDecode<Traits> && NumRows<Traits>(item) <= DecodeShared<Traits>::kRows;
+  return kHasDecode<Traits> && NumRows<Traits>(item) <= DecodeShared<Traits>::kRows &&
+         item.kv_begin() < item.kv_end();
 }
 
 // Whether the copy engine copies steps that lie in the item's span as a whole. Joint items wait for
@@ -337,13 +338,13 @@ class HopperConsumer {
   __device__ __forceinline__ HopperConsumer(const AttentionParams& p, Shared& shared)
       : p_(p),
         shared_(shared),
-        group_(__shfl_sync(kFullWarp, threadIdx.x / 128, 0) - 1),  // the same in the whole warp
+        group_(Uniform(threadIdx.x / 128) - 1),
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
     if (group_ == 1) ArriveNamed(kTurn, kBoth);  // the first turn is that of group 0
     int owner = 0;  // of the next single item; half `owner` of q is its
-    for (int index = begin; index < end; ++index) {
+    for (int index = Uniform(begin); index < end; ++index) {
       const ItemRecord item(p_, index);
       const bool joint = IsJoint<Traits>(item);
       if (!joint && owner != group_) {
@@ -432,9 +433,11 @@ class HopperConsumer {
   __device__ __forceinline__ void TakeTurn() const { SyncNamed(kTurn + group_, kBoth); }
   __device__ __forceinline__ void PassTurn() const { ArriveNamed(kTurn + 1 - group_, kBoth); }
 
-  __device__ __forceinline__ void StartKq(typename Decode::Scores& s) const {
+  // Of a decode item. The address of a slot is uniform, so 16 descriptors are made of it at half the
+  // price.
+  __device__ __forceinline__ void StartKq(typename Decode::Scores& s, u32 k_slot) const {
     using DecodeQ = typename Decode::Shared::Q;
-    const u64 k = K::Descriptor(Anew(SharedAddress(shared_.k[k_cursor_.slot])), 0);
+    const u64 k = K::Descriptor(k_slot, 0);
     const u64 q = DecodeQ::Descriptor(Anew(SharedAddress(Mine().q)), 0);
 #pragma unroll
     for (int kk = 0; kk < DecodeQ::kPadded / 16; ++kk) {
@@ -447,9 +450,9 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
-  __device__ __forceinline__ void StartVp(typename Decode::Output& o) const {
+  __device__ __forceinline__ void StartVp(typename Decode::Output& o, u32 v_slot) const {
     using P = typename Decode::Shared::P;
-    const u64 v = V::TransposedDescriptor(Anew(SharedAddress(shared_.v[v_cursor_.slot])), 0);
+    const u64 v = V::TransposedDescriptor(v_slot, 0);
     const u64 p = P::Descriptor(Anew(SharedAddress(Mine().p)), 0);
 #pragma unroll
     for (int kk = 0; kk < kStep / 16; ++kk) {
@@ -551,73 +554,73 @@ class HopperConsumer {
     }
   }
 
-  // Weights go to the other warps by shared memory. What lets them be read says as well whether a
-  // row's reference has to grow, which it has to in the first step.
+  // Weights go to the other warps by shared memory. The barrier that lets them be read says as well
+  // whether the reference of a row has to grow first, as all have to in the first step.
   __device__ __forceinline__ void RunDecodeItem(int index) {
     RecordBegin<Traits>(p_, index, thread_);
     const ItemRecord item(p_, index);
-    Decode rows(p_, index, thread_, Mine(), shared_.small.exchange[group_]);
+    Decode rows(p_, index, Anew(thread_), Mine(), shared_.small.exchange[group_]);
     PrefetchMergeGroup(p_, item.merge_idx());
     typename Decode::Output o = {};
+    typename Decode::Scores s = {};
     const int end = item.kv_end();
     int pos = FirstStep<kStep>(item);
-    const bool has_steps = pos < end;
-    if (has_steps) {
-      typename Decode::Scores s = {};
-      WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
-      q_parity_ ^= 1;
-      WaitFull(Barriers().full_k, k_cursor_);
+    WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
+    q_parity_ ^= 1;
+    WaitFull(Barriers().full_k, k_cursor_);
+    WgmmaFence();
+    StartKq(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])));
+    WgmmaWait<0>();
+    PinBlocks(s);
+    Release(Barriers().empty_k, k_cursor_, false);
+    rows.MakeLogits(pos, s);
+    bool grows = true;
+    while (true) {
+      pos += kStep;
+      const bool is_last = pos >= end;
+      const u32 k_slot = Uniform(SharedAddress(shared_.k[k_cursor_.slot]));
+      const u32 v_slot = Uniform(SharedAddress(shared_.v[v_cursor_.slot]));
+      WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
+      if (!is_last) {
+        WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
+      }
+      FenceSharedForWgmma();  // rows of these, and our weights
+      if (OneHopperConsumer::SyncOr(grows)) {
+        rows.Grow(s, o);
+        rows.Exponentiate(s);
+        rows.StoreWeights();
+        FenceSharedForWgmma();
+        OneHopperConsumer::Sync();
+      }
+      rows.AddSums();
+      PinBlocks(o);
+      if (is_last) {
+        WgmmaFence();
+        StartVp(o, v_slot);
+        break;
+      }
+      PinBlocks(s);
       WgmmaFence();
-      StartKq(s);
-      WgmmaWait<0>();
+      StartKq(s, k_slot);
+      StartVp(o, v_slot);
+      WgmmaWait<1>();
       PinBlocks(s);
       Release(Barriers().empty_k, k_cursor_, false);
       rows.MakeLogits(pos, s);
-      bool grows = true;
-      while (true) {
-        pos += kStep;
-        const bool is_last = pos >= end;
-        WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
-        if (!is_last) {
-          WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
-        }
-        FenceSharedForWgmma();  // rows of these, and our weights
-        if (OneHopperConsumer::SyncOr(grows)) {
-          rows.Grow(s, o);
-          rows.Exponentiate(s);
-          rows.StoreWeights();
-          FenceSharedForWgmma();
-          OneHopperConsumer::Sync();
-        }
-        rows.AddSums();
-        if (is_last) break;
-        PinBlocks(s);
-        PinBlocks(o);
-        WgmmaFence();
-        StartKq(s);
-        StartVp(o);
-        WgmmaWait<1>();
-        PinBlocks(s);
-        Release(Barriers().empty_k, k_cursor_, false);
-        rows.MakeLogits(pos, s);
-        grows = rows.Exponentiate(s);
-        KeepBefore(rows.LastWritten());
-        WgmmaWait<0>();
-        PinBlocks(o);
-        Release(Barriers().empty_v, v_cursor_, false);
-        OneHopperConsumer::Sync();  // nobody reads the weights before
-        rows.StoreWeights();
-      }
-      PinBlocks(o);
-      WgmmaFence();
-      StartVp(o);
-      rows.FinishSums();
+      grows = rows.Exponentiate(s);
+      KeepBefore(rows.LastWritten());
       WgmmaWait<0>();
       PinBlocks(o);
       Release(Barriers().empty_v, v_cursor_, false);
+      OneHopperConsumer::Sync();  // nobody reads the weights before
+      rows.StoreWeights();
     }
-    rows.Write(o, has_steps);
-    if (has_steps) ReleaseQ();
+    rows.FinishStates();
+    WgmmaWait<0>();
+    PinBlocks(o);
+    Release(Barriers().empty_v, v_cursor_, false);
+    rows.Write(o);
+    ReleaseQ();
     Merge(item, false);
     RecordEnd<Traits>(p_, index, thread_);
   }

@@ -22,10 +22,11 @@ struct DecodeShared {
   alignas(1024) unsigned char p[P::kBytes];
 };
 
-// What the warps of a consumer tell each other.
+// What the warps of a consumer tell each other, of each row.
 struct DecodeExchange {
-  float rows[4][32];  // a warp's maxima or sums
-  u32 nan_rows[4];
+  float of_warps[4][32];  // maxima or sums
+  float references[32], o_scales[32];
+  u32 nan_rows[4];  // of each warp, a bit each
 };
 
 // What a consumer knows of the rows of an item after the kv tokens it has seen, besides o. Of
@@ -49,10 +50,11 @@ class DecodeRows {
         index_(index),
         warp_(thread / kWarpSize),
         lane_(thread % kWarpSize),
+        lane_offset_(lane_ % 8 * 128 + ((2 * warp_ + lane_ / 8 % 2) ^ lane_ % 8) * 16),
         shared_(shared),
         exchange_(exchange) {
     const ItemRecord item(p, index);
-    num_rows_ = item.qo_len() * Traits::kGroupSize;
+    num_rows_ = Uniform(item.qo_len() * Traits::kGroupSize);
     num_tiles_ = CeilDiv(num_rows_, 8);
     const VisibleSpan span =
         SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), 0, item.qo_len() - 1);
@@ -116,7 +118,7 @@ class DecodeRows {
   }
 
   __device__ __forceinline__ void StoreWeights() const {
-    const u32 to = SharedAddress(shared_.p) + LaneOffset();
+    const u32 to = SharedAddress(shared_.p) + lane_offset_;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       if (j >= num_tiles_) break;
@@ -164,8 +166,8 @@ class DecodeRows {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = Row(j, c);
-        const float x = fmaxf(fmaxf(exchange_.rows[0][row], exchange_.rows[1][row]),
-                              fmaxf(exchange_.rows[2][row], exchange_.rows[3][row]));
+        const float x = fmaxf(fmaxf(exchange_.of_warps[0][row], exchange_.of_warps[1][row]),
+                              fmaxf(exchange_.of_warps[2][row], exchange_.of_warps[3][row]));
         const float before = reference_[j][c];
         // As Exponentiate asks, so that it does not depend on other rows when it is asked here.
         if (fmaf(x, scale, -before) > kReferenceSlack) reference_[j][c] = x * scale;
@@ -180,8 +182,8 @@ class DecodeRows {
     }
   }
 
-  // Sums over all tokens, in the same order in all threads. By the whole consumer, as Grow.
-  __device__ __forceinline__ void FinishSums() {
+  // Stores all but o, while the last products run. By the whole consumer, as Grow.
+  __device__ __forceinline__ void FinishStates() {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       if (j >= num_tiles_) break;
@@ -191,80 +193,32 @@ class DecodeRows {
         for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
           sum_[j][c] += __shfl_xor_sync(kFullWarp, sum_[j][c], lanes);
         }
+        if (warp_ == 0 && lane_ < 4) exchange_.references[Row(j, c)] = reference_[j][c];
       }
     }
     Publish(sum_);
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = Row(j, c);
-        sum_[j][c] = exchange_.rows[0][row] + exchange_.rows[1][row] + exchange_.rows[2][row] +
-                     exchange_.rows[3][row];
-      }
-    }
-  }
-
-  // has_steps: q is ours, and o may go through it. By the whole consumer, once all of it is through
-  // with q.
-  __device__ __forceinline__ void Write(const Output& o, bool has_steps) {
+    const int row = lane_;
+    if (warp_ != 0 || row >= num_rows_) return;
     const ItemRecord item(p_, index_);
     const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
-    u32 nan_rows = 0;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
-      float o_scale[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = Row(j, c);
-        o_scale[c] = 0.0f;
-        if (row < num_rows_) {
-          const i64 at = final ? map.Index(row) : partial_row + row;
-          const float max_log2 = reference_[j][c] == kNone ? -Infinity() : reference_[j][c];
-          o_scale[c] = WriteState(p_, final, at, map.QoHead(row), warp_ == 0 && lane_ < 4,
-                                  {max_log2, sum_[j][c]});
-          if (!final) {
-            float* to = p_.partial_o + at * Traits::kHeadDimVo;
-#pragma unroll
-            for (int i = 0; i < 2 * kOBlocks; ++i) {
-              const int column = 32 * (i - i % 2) + 8 * (i % 2) + Token();
-              if (Traits::kHeadDimVo % 64 == 0 || column < Traits::kHeadDimVo) {
-                to[column] = o[i / 2][j][i % 2 * 2 + c];
-              }
-            }
-          }
-        }
-        if (kRowsMayDiffer<Traits>) {
-          float nan_or_zero = 0.0f;
-#pragma unroll
-          for (int m = 0; m < kOBlocks; ++m) {
-            nan_or_zero = fmaf(o[m][j][c], 0.0f, fmaf(o[m][j][2 + c], 0.0f, nan_or_zero));
-          }
-          if (nan_or_zero != 0.0f && row < num_rows_) nan_rows |= 1u << row;
-        }
-      }
-      if (final && has_steps) {
-        const u32 to = SharedAddress(shared_.q) + LaneOffset() + j * 1024;
-#pragma unroll
-        for (int m = 0; m < kOBlocks; ++m) {
-          u32 x[2];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            x[h] = E::Pack(o[m][j][2 * h] * o_scale[0], o[m][j][2 * h + 1] * o_scale[1]);
-          }
-          StoreMatrix2Transposed(to + m * Shared::O::kBlockBytes, x[0], x[1]);
-        }
-      }
+    const float(&sums)[4][32] = exchange_.of_warps;
+    const float reference = exchange_.references[row];
+    const RowState state = {reference == kNone ? -Infinity() : reference,
+                            sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
+    exchange_.o_scales[row] = WriteState(p_, final, final ? map.Index(row) : partial_row + row,
+                                         map.QoHead(row), true, state);
+  }
+
+  // Stores o. Final rows go through q, which all warps must be through with.
+  __device__ __forceinline__ void Write(const Output& o) {
+    if (ItemRecord(p_, index_).partial_row() < 0) {
+      WriteFinalRows(o);
+    } else {
+      WritePartialRows(o);
     }
-    if (final) {
-      OneHopperConsumer::Sync();
-      WriteFinalRows(map, has_steps);
-    }
-    if (kRowsMayDiffer<Traits> && differ_) Mend(nan_rows);
+    if (kRowsMayDiffer<Traits> && differ_) Mend(NanRows(o));
   }
 
  private:
@@ -274,12 +228,6 @@ class DecodeRows {
   __device__ int Row(int j, int c) const { return 8 * j + 2 * (lane_ % 4) + c; }
   // Of s, or column of o, within 64.
   __device__ int Token() const { return 16 * warp_ + lane_ / 4; }
-  // Where the row of an 8x8 matrix goes that this lane gives the address of, in a swizzled tile.
-  __device__ u32 LaneOffset() const {
-    const int chunk = 2 * warp_ + lane_ / 8 % 2;
-    return lane_ % 8 * 128 + (chunk ^ lane_ % 8) * 16;
-  }
-
   // A number a row of each warp, for all warps.
   __device__ __forceinline__ void Publish(const float (&x)[kTiles][2]) {
     if (lane_ < 4) {
@@ -287,7 +235,7 @@ class DecodeRows {
       for (int j = 0; j < kTiles; ++j) {
         if (j >= num_tiles_) break;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) exchange_.rows[warp_][Row(j, c)] = x[j][c];
+        for (int c = 0; c < 2; ++c) exchange_.of_warps[warp_][Row(j, c)] = x[j][c];
       }
     }
     OneHopperConsumer::Sync();
@@ -317,18 +265,78 @@ class DecodeRows {
   }
 
   // 16 bytes a thread, all columns of a row by neighbours.
-  __device__ __forceinline__ void WriteFinalRows(const RowMap<Traits::kGroupSize>& map,
-                                                 bool has_steps) const {
-    constexpr int kChunks = Shared::O::kLiveChunks;
-    for (int i = warp_ * kWarpSize + lane_; i < num_rows_ * kChunks;
-         i += OneHopperConsumer::num_threads()) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const unsigned char* from = shared_.q + chunk / 8 * Shared::O::kBlockBytes + row * 128 +
-                                  (chunk % 8 ^ row % 8) * 16;
-      uint4* to =
-          reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + map.Index(row) * Traits::kHeadDimVo);
-      to[chunk] = has_steps ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  __device__ __forceinline__ void WriteFinalRows(const Output& o) const {
+    using O = typename Shared::O;
+    OneHopperConsumer::Sync();  // for the scales
+    const u32 to = SharedAddress(shared_.q) + lane_offset_;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+      const float scales[2] = {exchange_.o_scales[Row(j, 0)], exchange_.o_scales[Row(j, 1)]};
+#pragma unroll
+      for (int m = 0; m < kOBlocks; ++m) {
+        u32 x[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          x[h] = E::Pack(o[m][j][2 * h] * scales[0], o[m][j][2 * h + 1] * scales[1]);
+        }
+        StoreMatrix2Transposed(to + m * O::kBlockBytes + j * 1024, x[0], x[1]);
+      }
     }
+    OneHopperConsumer::Sync();
+    const ItemRecord item(p_, index_);
+    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+#pragma unroll 1
+    for (int i = warp_ * kWarpSize + lane_; i < num_rows_ * O::kLiveChunks;
+         i += OneHopperConsumer::num_threads()) {
+      const int row = i / O::kLiveChunks, chunk = i % O::kLiveChunks;
+      const unsigned char* from =
+          shared_.q + chunk / 8 * O::kBlockBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+      u16* to_row = static_cast<u16*>(p_.o) + map.Index(row) * Traits::kHeadDimVo;
+      reinterpret_cast<uint4*>(to_row)[chunk] = *reinterpret_cast<const uint4*>(from);
+    }
+  }
+
+  // 32 neighbouring bytes by eight lanes.
+  __device__ __forceinline__ void WritePartialRows(const Output& o) const {
+    const int partial_row = ItemRecord(p_, index_).partial_row();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = Row(j, c);
+        if (row >= num_rows_) continue;
+        float* to = p_.partial_o + static_cast<i64>(partial_row + row) * Traits::kHeadDimVo;
+#pragma unroll
+        for (int m = 0; m < kOBlocks; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int column = 64 * m + 8 * h + Token();
+            if (column < Traits::kHeadDimVo) to[column] = o[m][j][2 * h + c];
+          }
+        }
+      }
+    }
+  }
+
+  // Rows of which this thread has a NaN, a bit each.
+  __device__ __forceinline__ u32 NanRows(const Output& o) const {
+    u32 rows = 0;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= num_tiles_) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float nan_or_zero = 0.0f;
+#pragma unroll
+        for (int m = 0; m < kOBlocks; ++m) {
+          nan_or_zero = fmaf(o[m][j][c], 0.0f, fmaf(o[m][j][2 + c], 0.0f, nan_or_zero));
+        }
+        if (nan_or_zero != 0.0f) rows |= 1u << Row(j, c);
+      }
+    }
+    return rows;
   }
 
   // As TileRows::Mend: rows that came out as NaN are computed again, token by token.
@@ -350,6 +358,7 @@ class DecodeRows {
   const AttentionParams& p_;
   const int index_;  // of the item
   const int warp_, lane_;
+  const u32 lane_offset_;  // in a tile, of the row of an 8x8 matrix that this lane has to address
   Shared& shared_;
   DecodeExchange& exchange_;
   int num_rows_, num_tiles_;  // tiles of 8 rows; what lies beyond is anything
