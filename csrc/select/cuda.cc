@@ -114,12 +114,15 @@ void SelectHopper(Choice& c) {
             "a step of logits and probabilities takes 3/4 of tile_kv registers a thread, o half "
             "its head_dim, of 232; two slots of K and V must fit beside 128 rows of q, and rows "
             "are padded to whole 128-byte blocks");
-  // 64 rows are the height of a wgmma.
+  // 64 rows are the height of a wgmma, which decode.cuh has turned by 90 degrees.
   if (c.spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneHeight);
+  } else if (c.spec.group_size() <= 32) {
+    c.TakeTiles({32, 128},
+                "32: one consumer, tokens and columns of v are the 64 rows of a wgmma; 128: both, "
+                "with 64 rows each, or one where there are no more");
   } else {
-    c.TakeTiles({64, 128},
-                "64: both consumers share the rows and split the tokens; 128: each has its own 64");
+    c.TakeTiles({64, 128}, "64: one consumer; 128: both, with 64 rows each");
   }
   c.config.num_ctas = 1;
   c.Because("num_ctas", "two consumer warpgroups and a producer fill a multiprocessor");

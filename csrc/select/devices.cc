@@ -95,7 +95,9 @@ constexpr Costs kH200 = {
         {64, "one step of decodes, as in the portable loop"},
         {192, "3 us of 34 bytes/ns"},
         {128, "2 us of 34 bytes/ns"},
-        {{{128, 16}}, "decode moves 8 KB in 0.24 us; 128 rows multiply for 0.21 us at 650 TFLOP/s"},
+        {{{32, 16}, {128, 16}},
+         "decode moves 8 KB in 0.24 us, the share of a CTA when all of them do; 128 rows multiply "
+         "for 0.21 us at 650 TFLOP/s"},
     },
     // portable_e4m3: half the bytes, so all that is not memory counts for twice as many tokens.
     {

@@ -401,7 +401,7 @@ class HopperConsumer {
   // are over by then.
   __device__ __forceinline__ void Pass(const ItemRecord& item) {
     if (item.kv_begin() >= item.kv_end()) return;
-    const int num_steps = CeilDiv(item.kv_end() - FirstStep<kStep>(item), kStep);
+    const int num_steps = Uniform(CeilDiv(item.kv_end() - FirstStep<kStep>(item), kStep));
     k_cursor_.Advance(num_steps);
     v_cursor_.Advance(num_steps);
   }
@@ -433,12 +433,10 @@ class HopperConsumer {
   __device__ __forceinline__ void TakeTurn() const { SyncNamed(kTurn + group_, kBoth); }
   __device__ __forceinline__ void PassTurn() const { ArriveNamed(kTurn + 1 - group_, kBoth); }
 
-  // Of a decode item. The address of a slot is uniform, so 16 descriptors are made of it at half the
-  // price.
-  __device__ __forceinline__ void StartKq(typename Decode::Scores& s, u32 k_slot) const {
+  // Of a decode item. Addresses are uniform, so 16 descriptors are made of each at half the price.
+  __device__ __forceinline__ static void StartKq(typename Decode::Scores& s, u32 k_slot, u32 q_at) {
     using DecodeQ = typename Decode::Shared::Q;
-    const u64 k = K::Descriptor(k_slot, 0);
-    const u64 q = DecodeQ::Descriptor(Anew(SharedAddress(Mine().q)), 0);
+    const u64 k = K::Descriptor(k_slot, 0), q = DecodeQ::Descriptor(q_at, 0);
 #pragma unroll
     for (int kk = 0; kk < DecodeQ::kPadded / 16; ++kk) {
 #pragma unroll
@@ -450,10 +448,9 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
-  __device__ __forceinline__ void StartVp(typename Decode::Output& o, u32 v_slot) const {
+  __device__ __forceinline__ static void StartVp(typename Decode::Output& o, u32 v_slot, u32 p_at) {
     using P = typename Decode::Shared::P;
-    const u64 v = V::TransposedDescriptor(v_slot, 0);
-    const u64 p = P::Descriptor(Anew(SharedAddress(Mine().p)), 0);
+    const u64 v = V::TransposedDescriptor(v_slot, 0), p = P::Descriptor(p_at, 0);
 #pragma unroll
     for (int kk = 0; kk < kStep / 16; ++kk) {
 #pragma unroll
@@ -480,10 +477,10 @@ class HopperConsumer {
       for (int c = 0; c < 4; ++c) o[j][c] = 0.0f;
     }
 
-    const int end = item.kv_end();
+    const int end = Uniform(item.kv_end());
     const bool boxes = Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
     const int border = Border(item);
-    int pos = FirstStep<kStep>(item);
+    int pos = Uniform(FirstStep<kStep>(item));
     if (pos < end) {
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
@@ -559,17 +556,21 @@ class HopperConsumer {
   __device__ __forceinline__ void RunDecodeItem(int index) {
     RecordBegin<Traits>(p_, index, thread_);
     const ItemRecord item(p_, index);
-    Decode rows(p_, index, Anew(thread_), Mine(), shared_.small.exchange[group_]);
+    // Anew: else addresses that only this loop needs would be kept in registers all along.
+    const int group = Uniform(Anew(group_));
+    typename Decode::Shared& mine = shared_.halves[group].decode;
+    const u32 q_at = SharedAddress(mine.q), p_at = SharedAddress(mine.p);
+    Decode rows(p_, index, Anew(thread_), mine, shared_.small.exchange[group]);
     PrefetchMergeGroup(p_, item.merge_idx());
     typename Decode::Output o = {};
     typename Decode::Scores s = {};
-    const int end = item.kv_end();
-    int pos = FirstStep<kStep>(item);
+    const int end = Uniform(item.kv_end());
+    int pos = Uniform(FirstStep<kStep>(item));
     WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
     q_parity_ ^= 1;
     WaitFull(Barriers().full_k, k_cursor_);
     WgmmaFence();
-    StartKq(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])));
+    StartKq(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])), q_at);
     WgmmaWait<0>();
     PinBlocks(s);
     Release(Barriers().empty_k, k_cursor_, false);
@@ -596,13 +597,13 @@ class HopperConsumer {
       PinBlocks(o);
       if (is_last) {
         WgmmaFence();
-        StartVp(o, v_slot);
+        StartVp(o, v_slot, p_at);
         break;
       }
       PinBlocks(s);
       WgmmaFence();
-      StartKq(s, k_slot);
-      StartVp(o, v_slot);
+      StartKq(s, k_slot, q_at);
+      StartVp(o, v_slot, p_at);
       WgmmaWait<1>();
       PinBlocks(s);
       Release(Barriers().empty_k, k_cursor_, false);
@@ -630,8 +631,6 @@ class HopperConsumer {
 #pragma unroll
     for (int b = 0; b < static_cast<int>(sizeof(d) / sizeof(d[0])); ++b) PinRegisters(d[b]);
   }
-
-  __device__ typename Decode::Shared& Mine() const { return shared_.halves[group_].decode; }
 
   // The first fresh position; a step across it is copied by rows.
   __device__ __forceinline__ int Border(const ItemRecord& item) const {

@@ -82,7 +82,7 @@ struct HopperRoles {
 // The consumers as one group of threads.
 struct HopperConsumers {
   static constexpr int kNamedBarrier = 3;
-  __device__ static int thread() { return threadIdx.x - HopperRoles::kProducerThreads; }
+  __device__ static int thread() { return Anew(threadIdx.x) - HopperRoles::kProducerThreads; }
   __device__ static int num_threads() { return HopperRoles::kConsumerThreads; }
   __device__ static void Sync() { SyncNamed(kNamedBarrier, HopperRoles::kConsumerThreads); }
 };
@@ -90,7 +90,7 @@ struct HopperConsumers {
 // The threads of one consumer.
 struct OneHopperConsumer {
   static constexpr int kNamedBarrier = 4;  // and 5
-  __device__ static int thread() { return threadIdx.x % 128; }
+  __device__ static int thread() { return Anew(threadIdx.x) % 128; }
   __device__ static int num_threads() { return HopperRoles::kConsumerThreads / 2; }
   __device__ static int barrier() { return kNamedBarrier - 1 + threadIdx.x / 128; }
   __device__ static void Sync() { SyncNamed(barrier(), num_threads()); }
