@@ -531,6 +531,18 @@ int RunAllCases() {
       {.name = "long decodes",
        .requests = {{1, 900}, {1, 650}, {2, 1100}, {1, 130}, {1, 700}, {1, 1000}}},
       12);
+  // Up to 32 rows, in the last item 28; maxima that rise late.
+  const std::vector<Request> speculation = {{8, 300}, {1, 517}, {3, 260}, {5, 400},
+                                            {2, 390}, {6, 130}, {7, 900}};
+  RunCase<Kernel, Page16>(
+      {.name = "speculation, sharp", .requests = speculation, .num_ctas = 2, .sharpness = 10}, 13);
+  RunCase<Kernel, ShapeOf<128, 128, 1, 16, false, true, true>>(
+      {.name = "up to 32 tokens, soft cap",
+       .requests = {{9, 300}, {32, 270}, {17, 150}, {24, 500}, {33, 140}},
+       .soft_cap = 20.0,
+       .sinks = true,
+       .sharpness = 20},
+      14);
   RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, true>>(
       {.name = "windows, soft cap, sinks, odd sizes",
        .requests = mixed,

@@ -34,8 +34,8 @@ __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
 
-// Whether decode.cuh has the item, which must have tokens. Not where all tiles have 64 rows: a row is
-// to be computed the same way in every batch there.
+// Whether decode.cuh has the item, which must have tokens. Not where all tiles have 64 rows: a row
+// is to be computed the same way in every batch there.
 template <class Traits>
 inline constexpr bool kHasDecode = Traits::kTileQ0 == DecodeShared<Traits>::kRows;
 template <class Traits>
@@ -93,9 +93,8 @@ struct HopperShape {
     alignas(1024) unsigned char q[Q::kBytes];
     DecodeShared<Traits> decode;
   };
-  static constexpr int kRoom =
-      CtaSmemBudget(Traits::kArch, 1) - 2 * static_cast<int>(sizeof(Half)) -
-                               static_cast<int>(sizeof(Small));
+  static constexpr int kRoom = CtaSmemBudget(Traits::kArch, 1) -
+                               2 * static_cast<int>(sizeof(Half)) - static_cast<int>(sizeof(Small));
   static constexpr int kSlots = Clamp(kRoom / (K::kBytes + V::kBytes), 2, kMaxSlots);
 
   struct Shared {
@@ -612,9 +611,9 @@ class HopperConsumer {
       KeepBefore(rows.LastWritten());
       WgmmaWait<0>();
       PinBlocks(o);
-      Release(Barriers().empty_v, v_cursor_, false);
       OneHopperConsumer::Sync();  // nobody reads the weights before
       rows.StoreWeights();
+      Release(Barriers().empty_v, v_cursor_, false);
     }
     rows.FinishStates();
     WgmmaWait<0>();

@@ -203,7 +203,7 @@ class DecodeRows {
     const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
-    const float(&sums)[4][32] = exchange_.of_warps;
+    const float (&sums)[4][32] = exchange_.of_warps;
     const float reference = exchange_.references[row];
     const RowState state = {reference == kNone ? -Infinity() : reference,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
