@@ -41,7 +41,7 @@ REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
 # Compilers differ: what NVRTC 13.0 keeps in registers, 13.5 may not.
 _PADDED = (40, "in the producer's copies of rows that end in padding, not in the consumers")
 _THREE_LOOPS = (
-    64,
+    72,
     "what consumers keep from item to item, which the loops of joint, single and decode items leave no"
     " registers for; joint items of 256 columns read two of these words in every step",
 )
@@ -51,6 +51,8 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-page1-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
     "attention-f16-d128-g8-page16-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma": _AT_END,
+    "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma-times": _AT_END,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
     "attention-bf16-d72-g5-page5-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,
     "attention-bf16-d80-g16-page1-q32_128-kv128-w12-s0-right-wgmma": _PADDED,

@@ -84,9 +84,10 @@ int Row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i /
 int Column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 template <int kN>
-void TestProduct(bool a_in_registers, Swizzle swizzle_a, Swizzle swizzle_b, bool b_mn_major) {
+void TestProduct(bool a_in_registers, bool a_mn_major, Swizzle swizzle_a, Swizzle swizzle_b,
+                 bool b_mn_major) {
   constexpr int kDepth = 64;
-  const Tile a = {0, 64, kDepth, false, swizzle_a};
+  const Tile a = {0, 64, kDepth, a_mn_major, swizzle_a};
   const Tile b = {16 * 1024, kN, kDepth, b_mn_major, swizzle_b};
   int num_wrong = 0;
   machine.Launch(1, 128, kN, [&] {
@@ -105,9 +106,15 @@ void TestProduct(bool a_in_registers, Swizzle swizzle_a, Swizzle swizzle_b, bool
     }
     WgmmaFence();
     for (int k = 0; k < kDepth; k += 16) {
-      const emulation::ProductShape shape = {
-          kN,         true, a_in_registers, a_in_registers ? 0 : a.Descriptor(k), b.Descriptor(k),
-          b_mn_major, k > 0};
+      emulation::ProductShape shape = {};
+      shape.n = kN;
+      shape.is_bf16 = true;
+      shape.a_in_registers = a_in_registers;
+      if (!a_in_registers) shape.a = a.Descriptor(k);
+      shape.b = b.Descriptor(k);
+      shape.a_mn_major = a_mn_major;
+      shape.b_mn_major = b_mn_major;
+      shape.accumulate = k > 0;
       emulation::Multiply(shape, d, fragments[k / 16]);
     }
     WgmmaCommit();
@@ -119,8 +126,10 @@ void TestProduct(bool a_in_registers, Swizzle swizzle_a, Swizzle swizzle_b, bool
   });
   Expect(num_wrong == 0,
          emulation::Text("n %d, a %s swizzle %d, b %s swizzle %d: %d wrong", kN,
-                         a_in_registers ? "in registers," : "in shared memory,", swizzle_a,
-                         b_mn_major ? "transposed," : "", swizzle_b, num_wrong));
+                         a_in_registers ? "in registers,"
+                         : a_mn_major   ? "transposed,"
+                                        : "in shared memory,",
+                         swizzle_a, b_mn_major ? "transposed," : "", swizzle_b, num_wrong));
 }
 
 // The functions that kernels call, with their descriptor.
@@ -160,6 +169,52 @@ void TestWrappers() {
     }
   });
   Expect(num_wrong == 0, "wrappers");
+}
+
+// The accumulators of a product as operand b of another one, whose operand a is transposed, by
+// shared memory; and a barrier that says whether anybody is different.
+void TestTransposedWrappers() {
+  const Tile a = {0, 64, 64, false, k128}, b = {8192, 32, 64, false, k128};
+  const Tile v = {16384, 64, 64, true, k128}, p = {24576, 32, 64, false, k128};
+  int num_wrong = 0;
+  machine.Launch(1, 128, 4, [&] {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Fill(a, threadIdx.x, 128, 0);
+    Fill(b, threadIdx.x, 128, 1);
+    Fill(v, threadIdx.x, 128, 2);
+    FenceSharedForWgmma();
+    __syncthreads();
+    float d[4][4], e[4][4];
+    WgmmaFence();
+    Wgmma<32, kElementBf16>::SharedA(d, MatrixDescriptor(a.start, 0, 1024),
+                                     MatrixDescriptor(b.start, 0, 1024), false);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    for (int j = 0; j < 4; ++j) {
+      u32 x[2];
+      for (int h = 0; h < 2; ++h) x[h] = PackBf16(d[j][2 * h] / 8.0f, d[j][2 * h + 1] / 8.0f);
+      StoreMatrix2Transposed(p.Address(8 * j + lane % 8, 16 * warp + lane / 8 % 2 * 8), x[0], x[1]);
+    }
+    FenceSharedForWgmma();
+    num_wrong += SyncNamedOr(1, 128, false);
+    num_wrong += !SyncNamedOr(1, 128, threadIdx.x == 77);
+    num_wrong += SyncNamedOr(1, 128, false);
+    WgmmaFence();
+    for (int k = 0; k < 64; k += 16) {
+      Wgmma<32, kElementBf16>::TransposedSharedA(e, v.Descriptor(k), p.Descriptor(k), k > 0);
+    }
+    WgmmaCommit();
+    WgmmaWait<0>();
+    for (int i = 0; i < 16; ++i) {
+      float sum = 0.0f;
+      for (int k = 0; k < 64; ++k) {
+        const float x = Expected(k, Column(i), 16, 0, 1) / 8.0f;
+        sum += SmallInteger(Row(i) + 2, k) * Bf16ToFloat(FloatToBf16(x));
+      }
+      num_wrong += std::abs(e[i / 4][i % 4] - sum) > 1e-3f;
+    }
+  });
+  Expect(num_wrong == 0, emulation::Text("transposed wrappers: %d wrong", num_wrong));
 }
 
 // --- a pipeline ---
@@ -402,8 +457,9 @@ void TestProducts() {
   for (Swizzle b : {kNone, k128, k64, k32}) {
     for (bool b_mn_major : {false, true}) {
       if (b_mn_major && b != kNone && kN % (128 >> b) != 0) continue;  // rows of b are full
-      TestProduct<kN>(false, b, b, b_mn_major);
-      TestProduct<kN>(true, k128, b, b_mn_major);
+      TestProduct<kN>(false, false, b, b, b_mn_major);
+      TestProduct<kN>(false, true, b, b, b_mn_major);
+      TestProduct<kN>(true, false, k128, b, b_mn_major);
     }
   }
 }
@@ -413,6 +469,7 @@ void RunAll() {
   TestProducts<64>();
   TestProducts<192>();
   TestWrappers();
+  TestTransposedWrappers();
   for (unsigned seed = 0; seed < 6; ++seed) {
     const bool boxes = seed % 2 == 1;
     const int num_wrong = WrongResultsOfPipeline(seed, boxes, {.no_fence = boxes});
