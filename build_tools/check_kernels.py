@@ -42,8 +42,8 @@ REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
 _PADDED = (40, "in the producer's copies of rows that end in padding, not in the consumers")
 _THREE_LOOPS = (
     72,
-    "what consumers keep from item to item, which the loops of joint, single and decode items leave no"
-    " registers for; joint items of 256 columns read two of these words in every step",
+    "what consumers keep from item to item, which the loops of joint, single and decode items leave"
+    " no registers for; joint items of 256 columns read two of these words in every step",
 )
 _AT_END = (8, "13.5: a pointer for the padding rows, read once, when the kernel ends")
 SPILLS: dict[str, tuple[int, str]] = {
