@@ -142,10 +142,15 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
-  const std::string header = std::string(hopper ? "cuda/sm90/" : "cuda/sm80/") +
-                             (kernel.mla ? "mla.cuh" : "attention.cuh");
-  const std::string body =
-      std::string(hopper ? "Hopper" : "") + (kernel.mla ? "MlaBody" : "AttentionBody");
+  // As select/cuda.cc has it: tiles that do not fill a wgmma with rows.
+  const bool mla_decode = kernel.mla && hopper && kernel.tile_q[0] < 64;
+  const std::string header =
+      std::string(hopper ? "cuda/sm90/" : "cuda/sm80/") + (mla_decode   ? "mla_decode.cuh"
+                                                           : kernel.mla ? "mla.cuh"
+                                                                        : "attention.cuh");
+  const std::string body = std::string(hopper ? "Hopper" : "") + (mla_decode   ? "MlaDecodeBody"
+                                                                  : kernel.mla ? "MlaBody"
+                                                                               : "AttentionBody");
   return {name.str(), entry, TranslationUnit(header, traits.str(), body, "Attention", entry),
           Options(kernel.arch)};
 }

@@ -135,8 +135,22 @@ void SelectMla(Choice& c) {
   const int64_t group = spec.group_size();
   c.config.num_ctas = 1;
   c.Because("num_ctas", "the steps and q of one CTA fill a multiprocessor's shared memory");
-  if (c.device.main_loop == kHopper && spec.dtype != kF32 && group > 32 &&
-      spec.head_dim_qk % 64 == 0) {
+  const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32;
+  if (hopper && group <= 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 64 == 0) {
+    c.Because("main_loop",
+              "hopper (sm90/mla_decode.cuh, wgmma): up to 32 heads are columns of its products");
+    c.config.main_loop = kHopper;
+    c.config.num_warps = 12;
+    if (spec.schedule == kFixedSplit || group > 16) {
+      c.TakeTiles({32}, spec.schedule == kFixedSplit ? kOneHeight : "as many columns of a product");
+    } else {
+      c.TakeTiles({16, 32}, "16: one token of 16 heads; 32: two of them for the same bytes");
+    }
+    c.config.tile_kv = 64;
+    c.Because("tile_kv", "tokens are the rows of a wgmma");
+    return;
+  }
+  if (hopper && group > 32 && spec.head_dim_qk % 64 == 0) {
     c.Because("main_loop", "hopper (sm90/mla.cuh, wgmma): blocks of more than 32 heads");
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;
@@ -146,8 +160,8 @@ void SelectMla(Choice& c) {
     return;
   }
   c.Because("main_loop",
-            "portable (sm80/mla.cuh, mma.sync): with up to 32 heads most tiles would not fill half "
-            "of a wgmma, and wait for memory all the same");
+            "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not whole "
+            "blocks of 64 columns");
   if (spec.schedule == kFixedSplit) {
     c.TakeTiles({most_rows}, kOneHeight);
   } else if (group <= most_rows / 2) {
@@ -165,8 +179,8 @@ const KernelCosts& CostsOf(const Choice& c) {
   const bool hopper = c.config.main_loop == kHopper;
   if (c.spec.kv_is_e4m3) return costs.portable_e4m3;
   if (!c.spec.mla) return hopper ? costs.hopper : costs.portable;
-  if (hopper) return costs.mla_hopper;
   const int64_t rows = c.config.tile_q[0];
+  if (hopper && rows == 64) return costs.mla_hopper;
   return rows <= 16 ? costs.mla_16 : rows <= 32 ? costs.mla_32 : costs.mla_64;
 }
 

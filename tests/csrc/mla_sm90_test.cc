@@ -1,9 +1,10 @@
-// The MLA kernel of sm_90a, without a GPU.
+// The MLA kernels of sm_90a, without a GPU.
 #include "cuda_emulation.h"
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
 #include "attention_cuda_cases.h"
 #include "cuda/sm90/mla.cuh"
+#include "cuda/sm90/mla_decode.cuh"
 
 namespace jax_attn {
 namespace {
@@ -20,10 +21,43 @@ struct Sm90Mla : NoTensorMaps {
   using Body = HopperMlaBody<Traits<Shape>>;
 };
 
+// Likewise.
+struct Sm90MlaDecode : NoTensorMaps {
+  template <class Shape>
+  struct Traits : Shape {
+    static constexpr int kArch = 90;
+    static constexpr int kNumTiles = Shape::kGroupSize > 16 ? 1 : 2;
+    static constexpr int kTileQ0 = Shape::kGroupSize > 16 ? 32 : 16;
+    static constexpr int kTileQ1 = kNumTiles == 2 ? 32 : 0, kTileQ2 = 0;
+    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = 0;
+  };
+  template <class Shape>
+  using Body = HopperMlaDecodeBody<Traits<Shape>>;
+};
+
+// Numbers of heads and page sizes, with one query token and several.
+template <int kHeads, int kPage>
+void RunDecodeCase(const char* name) {
+  RunCase<Sm90MlaDecode, MlaShapeOf<576, 512, kHeads, kPage, false, true, false>>(
+      {.name = name,
+       .requests = {{1, 300}, {2, 131}, {5, 70}, {0, 3}, {1, 64}},
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = kHeads,
+       .sharpness = 8},
+      31);
+}
+
 }  // namespace
 }  // namespace jax_attn
 
 int main() {
   using namespace jax_attn;
-  return RunMlaCases<Sm90Mla, 128, 192>();
+  RunDecodeCase<1, 1>("mla decode, 1 head");
+  RunDecodeCase<8, 64>("mla decode, 8 heads, page 64");
+  RunDecodeCase<16, 1>("mla decode, 16 heads, page 1");
+  RunDecodeCase<17, 64>("mla decode, 17 heads, page 64");
+  RunDecodeCase<32, 1>("mla decode, 32 heads, page 1");
+  RunDecodeCase<32, 64>("mla decode, 32 heads, page 64");
+  return RunMlaCases<Sm90MlaDecode, 128, 192>() | RunMlaCases<Sm90Mla, 128, 192>();
 }

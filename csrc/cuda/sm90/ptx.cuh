@@ -93,7 +93,7 @@ __device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
       "{\n"
       ".reg .pred p, q;\n"
       "setp.ne.u32 p, %3, 0;\n"
-      "bar.red.or.pred q, %1, %2, p;\n"
+      "barrier.red.or.pred q, %1, %2, p;\n"
       "selp.u32 %0, 1, 0, q;\n"
       "}\n"
       : "=r"(any)
@@ -197,7 +197,8 @@ template <int kN, int kDtype>
 struct Wgmma;
 
 // Operands 0 .. kN / 2 - 1 are the accumulators.
-#define JAX_ATTN_LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAX_ATTN_LIST_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define JAX_ATTN_LIST_16 JAX_ATTN_LIST_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_ATTN_LIST_32 \
   JAX_ATTN_LIST_16       \
   ", "                   \
@@ -218,15 +219,16 @@ struct Wgmma;
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "   \
   "%125, %126, %127"
-#define JAX_ATTN_REGISTERS_8(i)                                               \
+#define JAX_ATTN_REGISTERS_8_AT(i)                                            \
   "+f"(d[i / 4][0]), "+f"(d[i / 4][1]), "+f"(d[i / 4][2]), "+f"(d[i / 4][3]), \
       "+f"(d[i / 4 + 1][0]), "+f"(d[i / 4 + 1][1]), "+f"(d[i / 4 + 1][2]), "+f"(d[i / 4 + 1][3])
-#define JAX_ATTN_REGISTERS_16 JAX_ATTN_REGISTERS_8(0), JAX_ATTN_REGISTERS_8(8)
+#define JAX_ATTN_REGISTERS_8 JAX_ATTN_REGISTERS_8_AT(0)
+#define JAX_ATTN_REGISTERS_16 JAX_ATTN_REGISTERS_8, JAX_ATTN_REGISTERS_8_AT(8)
 #define JAX_ATTN_REGISTERS_32 \
-  JAX_ATTN_REGISTERS_16, JAX_ATTN_REGISTERS_8(16), JAX_ATTN_REGISTERS_8(24)
-#define JAX_ATTN_REGISTERS_32_AT(i)                                                       \
-  JAX_ATTN_REGISTERS_8(i), JAX_ATTN_REGISTERS_8((i + 8)), JAX_ATTN_REGISTERS_8((i + 16)), \
-      JAX_ATTN_REGISTERS_8((i + 24))
+  JAX_ATTN_REGISTERS_16, JAX_ATTN_REGISTERS_8_AT(16), JAX_ATTN_REGISTERS_8_AT(24)
+#define JAX_ATTN_REGISTERS_32_AT(i)                                                                \
+  JAX_ATTN_REGISTERS_8_AT(i), JAX_ATTN_REGISTERS_8_AT((i + 8)), JAX_ATTN_REGISTERS_8_AT((i + 16)), \
+      JAX_ATTN_REGISTERS_8_AT((i + 24))
 #define JAX_ATTN_REGISTERS_64 JAX_ATTN_REGISTERS_32, JAX_ATTN_REGISTERS_32_AT(32)
 #define JAX_ATTN_REGISTERS_96 JAX_ATTN_REGISTERS_64, JAX_ATTN_REGISTERS_32_AT(64)
 #define JAX_ATTN_REGISTERS_128 JAX_ATTN_REGISTERS_96, JAX_ATTN_REGISTERS_32_AT(96)
@@ -270,6 +272,7 @@ struct Wgmma;
   JAX_ATTN_WGMMA(n, count, kElementBf16, "bf16", __VA_ARGS__) \
   JAX_ATTN_WGMMA(n, count, kElementF16, "f16", __VA_ARGS__)
 
+JAX_ATTN_WGMMA_BOTH(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
 JAX_ATTN_WGMMA_BOTH(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 JAX_ATTN_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 JAX_ATTN_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")

@@ -1,0 +1,717 @@
+// Multi-head latent attention on Hopper, for tiles of 16 or 32 rows: wgmma with its operands
+// swapped.
+//
+// Few rows wait for memory, so the latent rows, of which there are always 64 in a step, take the
+// place of the 64 rows of a wgmma, and the heads that of its columns: s^T = k q^T and o^T = v^T
+// p^T. Both have the same tile of shared memory as operand a, as its rows lie and transposed. One
+// consumer warpgroup does all of it, and gives back a step's memory as soon as it has multiplied
+// it; a producer warpgroup copies latent rows and another one q, so that the rows of an item do not
+// wait for its q.
+//
+// The ring's units are 64 tokens and some blocks of 64 columns. So a ring holds more than two steps
+// beside q, and what is landing is multiplied with q meanwhile.
+#pragma once
+
+#include "cuda/common/partials.cuh"
+#include "cuda/common/variant.cuh"
+#include "cuda/sm90/pipeline.cuh"
+
+namespace jax_attn {
+
+// Warpgroup 0 of a CTA copies latent rows, 1 copies q, 2 consumes.
+struct HopperMlaDecodeRoles {
+  static constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / kWarpSize;
+  static constexpr int kNumThreads = 3 * kGroupThreads;
+  static constexpr int kConsumer = 2 * kGroupThreads;  // its first thread
+  // The consumer holds o; 64K registers are more than enough.
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 240;
+};
+
+// The consumer warpgroup as a group of threads.
+struct HopperMlaDecodeConsumers {
+  static constexpr int kNamedBarrier = 1;
+  __device__ static int thread() { return threadIdx.x - HopperMlaDecodeRoles::kConsumer; }
+  __device__ static int num_threads() { return HopperMlaDecodeRoles::kGroupThreads; }
+  __device__ static void Sync() { SyncNamed(kNamedBarrier, num_threads()); }
+  // Whether x holds for any of them.
+  __device__ static bool SyncOr(bool x) { return SyncNamedOr(kNamedBarrier, num_threads(), x); }
+};
+
+template <class Traits>
+struct HopperMlaDecodeShape {
+  using Roles = HopperMlaDecodeRoles;
+  static constexpr int kStep = 64;  // kv tokens
+  static_assert(Traits::kTileKv == kStep, "as select/cuda.cc has it");
+  static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
+  static constexpr int kMaxRows = Max(Traits::kTileQ0, Traits::kTileQ1);
+  static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
+                "o^T of 512 columns and 32 rows are 128 registers");
+  static constexpr int kBlocks = Traits::kHeadDimQk / 64;
+  static constexpr int kValueBlocks = Traits::kHeadDimVo / 64;
+
+  // Columns of a row that are copied together: 384 bytes.
+  static constexpr int kUnitBlocks = Min(3, kBlocks);
+  static constexpr int kUnits = CeilDiv(kBlocks, kUnitBlocks);  // of a step; the last may be less
+  using Unit = SwizzledTile<64 * kUnitBlocks, kStep>;
+  // Blocks of unit `unit` of a step.
+  __device__ static constexpr int UnitBlocks(int unit) {
+    return Min(kUnitBlocks, kBlocks - unit * kUnitBlocks);
+  }
+
+  template <int kRows>
+  using Q = SwizzledTile<Traits::kHeadDimQk, kRows>;
+  // Probabilities of a step, or 64 columns of o: 128 bytes a row of q.
+  template <int kRows>
+  using P = SwizzledTile<64, kRows>;
+
+  static constexpr int kSmallBytes = 3 << 10;
+  static constexpr int kSlots =  // units; beyond 32 there is nothing to be gained
+      Min(32, (CtaSmemBudget(Traits::kArch, 1) - Q<kMaxRows>::kBytes - 2 * P<kMaxRows>::kBytes -
+               kSmallBytes) /
+                  Unit::kBytes);
+  static_assert(kSlots > kUnits, "the next step comes in while one is multiplied");
+
+  struct Barriers {
+    u64 full_q, empty_q;
+    u64 full[kSlots], empty[kSlots];
+  };
+  struct Small {
+    float rows[4][kMaxRows];  // what the consumer's warps know of the rows
+    Barriers barriers;
+    MergeScratch merge;
+  };
+  static_assert(sizeof(Small) <= kSmallBytes, "beside the ring");
+  struct Shared {
+    alignas(1024) unsigned char q[Q<kMaxRows>::kBytes];
+    alignas(1024) unsigned char ring[kSlots][Unit::kBytes];
+    // A warp may be a step behind the others.
+    alignas(1024) unsigned char p[2][P<kMaxRows>::kBytes];
+    Small small;
+  };
+
+  // kv position of the token that a producer's lane looks up in the step at `pos`.
+  static constexpr int kWarpTokens = kStep / 4;  // that a warp copies
+  __device__ static int LanePosition(int pos) {
+    return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;
+  }
+
+  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+    Barriers& b = shared.small.barriers;
+    InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
+    InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
+    for (int i = 0; i < kSlots; ++i) {
+      InitBarrier(SharedAddress(b.full + i), Roles::kGroupThreads);
+      InitBarrier(SharedAddress(b.empty + i), Roles::kGroupWarps);
+    }
+  }
+};
+
+// --- producers ---
+
+// Latent rows.
+template <class Traits>
+class HopperMlaDecodeProducer {
+ public:
+  using Shape = HopperMlaDecodeShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using Unit = typename Shape::Unit;
+
+  __device__ __forceinline__ HopperMlaDecodeProducer(const AttentionParams& p, Shared& shared)
+      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)), steps_(p) {
+    if (Traits::kPageSize > 0 && p.layer != nullptr) {
+      pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
+    }
+  }
+
+  __device__ __forceinline__ void Run(int begin, int end) {
+    steps_.Start(begin, end);
+    while (steps_.has_item()) {
+      const ItemRecord item(p_, steps_.index());
+      const bool has_step = steps_.has_step();
+      const u32 row = has_step ? steps_.Row(item) : kNoRow;
+      steps_.Next();
+      if (has_step) LoadStep(row);
+    }
+  }
+
+ private:
+  static constexpr int kRowBytes = Traits::kHeadDimQk * 2;
+  static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
+  static constexpr int kCopies = Shape::kWarpTokens / kRowsPerCopy;
+
+  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
+  __device__ static int Warp() { return threadIdx.x / kWarpSize; }
+
+  // lane_row: of the pool, of the token that the lane looked up.
+  __device__ __forceinline__ void LoadStep(u32 lane_row) {
+    const int lane_token = Lane() / 8, chunk = Lane() % 8;
+    const char* from[kCopies];
+    bool valid[kCopies];
+    u32 to[kCopies];  // within a unit
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int token = Warp() * Shape::kWarpTokens + i * kRowsPerCopy + lane_token;
+      const u32 row = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + lane_token);
+      valid[i] = row != kNoRow;
+      // The address of a copy that reads nothing still is one of the pool.
+      from[i] = pool_ + (valid[i] ? static_cast<u64>(row) * kRowBytes : 0) + chunk * 16;
+      to[i] = token * 128 + (chunk ^ token % 8) * 16;
+    }
+#pragma unroll
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+      typename Shape::Barriers& barriers = shared_.small.barriers;
+      WaitBarrier(SharedAddress(barriers.empty + cursor_.slot), cursor_.parity ^ 1);
+      const u32 slot = SharedAddress(shared_.ring[cursor_.slot]);
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+#pragma unroll
+        for (int block = 0; block < Shape::UnitBlocks(unit); ++block) {
+          CopyAsync16(slot + to[i] + block * Unit::kBlockBytes,
+                      from[i] + (unit * Shape::kUnitBlocks + block) * 128, valid[i]);
+        }
+      }
+      ArriveBarrierAfterCopies(SharedAddress(barriers.full + cursor_.slot));
+      cursor_.Advance();
+    }
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  const char* pool_;  // rows of the layer
+  QueueSteps<Traits, Shape> steps_;
+  RingCursor<Shape::kSlots> cursor_;
+};
+
+// q of every item that has steps.
+template <class Traits>
+class HopperMlaDecodeQLoader {
+ public:
+  using Shape = HopperMlaDecodeShape<Traits>;
+  using Shared = typename Shape::Shared;
+
+  __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
+                                             int end) {
+    typename Shape::Barriers& barriers = shared.small.barriers;
+    u32 parity = 0;
+#pragma unroll 1
+    for (int index = begin; index < end; ++index) {
+      const ItemRecord item(p, index);
+      if (FirstStep<Shape::kStep>(item) >= item.kv_end()) continue;
+      WaitBarrier(SharedAddress(&barriers.empty_q), parity ^ 1);
+      if (Traits::kNumTiles == 1 || item.tile() == 0) {
+        Load<Traits::kTileQ0>(p, shared, item);
+      } else {
+        Load<Traits::kTileQ1>(p, shared, item);
+      }
+      ArriveBarrierAfterCopies(SharedAddress(&barriers.full_q));
+      parity ^= 1;
+    }
+  }
+
+ private:
+  // Zeros where there is no row.
+  template <int kRows>
+  __device__ __forceinline__ static void Load(const AttentionParams& p, Shared& shared,
+                                              const ItemRecord& item) {
+    using Q = typename Shape::template Q<kRows>;
+    const int num_rows = item.qo_len() * Traits::kGroupSize;
+    const QueryRows<Traits::kGroupSize> rows(p, item.qo_begin(), item.kv_head(), item.num_groups());
+    const int chunk = threadIdx.x % 8;
+#pragma unroll
+    for (int i = 0; i < kRows; i += 16) {
+      const int row = i + threadIdx.x / 8 % 16;
+      const bool valid = row < num_rows && rows.map.QoHead(row) < p.num_qo_heads;
+      const u16* from = static_cast<const u16*>(p.q) + chunk * 8;
+      if (valid) from += rows.Index(row) * Traits::kHeadDimQk;
+      const u32 to = SharedAddress(shared.q) + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+      for (int block = 0; block < Q::kBlocks; ++block) {
+        CopyAsync16(to + block * Q::kBlockBytes, from + block * 64, valid);
+      }
+    }
+  }
+};
+
+// --- consumer ---
+
+// What the consumer knows of an item of up to kRows rows: accumulators of columns of wgmma are rows
+// of q, j tiles of 8 rows, and the tokens, or columns of o, are its rows. A thread has rows Row(j,
+// c), and of these tokens, or columns, Across(h).
+template <class Traits, int kRows>
+class HopperMlaDecodeItem {
+ public:
+  using Shape = HopperMlaDecodeShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using Team = HopperMlaDecodeConsumers;
+  using E = Element<Traits::kDtype>;
+  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Q = typename Shape::template Q<kRows>;
+  using P = typename Shape::template P<kRows>;
+  using Unit = typename Shape::Unit;
+  using Cursor = RingCursor<Shape::kSlots>;
+
+  __device__ __forceinline__ HopperMlaDecodeItem(const AttentionParams& p, Shared& shared,
+                                                 int index)
+      : p_(p), shared_(shared), index_(index), thread_(Team::thread()) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        max_log2_[j][c] = -Infinity();
+        sum_[j][c] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) o_[block][j][c] = 0.0f;
+      }
+    }
+  }
+
+  // All steps. cursor: the unit of the ring that comes next.
+  __device__ __forceinline__ void RunSteps(Cursor& cursor) {
+    const ItemRecord item(p_, index_);
+    const VisibleSpan span = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
+                                                  0, item.qo_len() - 1);
+    const int end = item.kv_end();
+    u32 p = SharedAddress(shared_.p[0]);
+#pragma unroll 1
+    for (int pos = FirstStep<kStep>(item); pos < end; pos += kStep) {
+      Logits s;
+      MultiplyQk(cursor, s);
+      if (pos + kStep >= end) ReleaseQ();
+      const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
+      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) Mend(cursor);
+      TransformLogits(s);
+      if (!seen_by_all) Mask(item, pos, s);
+      Exponentiate(s, p);
+      MultiplyPv(cursor, p);
+      p ^= SharedAddress(shared_.p[0]) ^ SharedAddress(shared_.p[1]);
+    }
+  }
+
+  __device__ __forceinline__ void Write() {
+    const ItemRecord item(p_, index_);
+    AddSums();
+    const int num_rows = item.qo_len() * Traits::kGroupSize;
+    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int partial_row = item.partial_row();
+    const bool final = partial_row < 0;
+    const bool writes_states = Warp() == 0 && Lane() < 4;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = Row(j, c);
+        const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
+        const i64 at = exists ? final ? map.Index(row) : partial_row + row : 0;
+        const float o_scale = WriteState(p_, final, at, exists ? map.QoHead(row) : 0,
+                                         exists && writes_states, {max_log2_[j][c], sum_[j][c]});
+        if (!final && !exists) continue;
+        float* partial = p_.partial_o + at * Traits::kHeadDimVo;
+#pragma unroll
+        for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float& x = o_[block][j][2 * h + c];
+            if (final) {
+              x *= o_scale;
+            } else {
+              partial[block * 64 + Across(h)] = x;
+            }
+          }
+        }
+      }
+    }
+    if (final) WriteFinal(num_rows, map);
+  }
+
+ private:
+  static constexpr int kStep = Shape::kStep;
+  static constexpr int kTiles = kRows / 8;
+  static constexpr int kValueBlocks = Shape::kValueBlocks;
+  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
+  static constexpr float kSlack = 8.0f;  // of references, see Exponentiate
+  using Logits = float[kTiles][4];
+  using Product = Wgmma<kRows, Traits::kDtype>;
+
+  __device__ int Lane() const { return thread_ % kWarpSize; }
+  __device__ int Warp() const { return thread_ / kWarpSize; }
+  __device__ int Row(int j, int c) const { return 8 * j + 2 * (Lane() % 4) + c; }
+  __device__ int Across(int h) const { return 16 * Warp() + 8 * h + Lane() / 4; }
+
+  // --- products ---
+
+  // Each unit as soon as it has landed. Two chains of sums: short products wait for each other.
+  __device__ __forceinline__ void MultiplyQk(Cursor cursor, Logits& s) const {
+    Logits chains[2] = {};
+    PinRegisters(chains[0]);
+    PinRegisters(chains[1]);
+    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
+#pragma unroll
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+      WaitBarrier(SharedAddress(shared_.small.barriers.full + cursor.slot), cursor.parity);
+      FenceSharedForWgmma();
+      if (unit == 0) WgmmaFence();
+      const u64 k = Unit::Descriptor(SharedAddress(shared_.ring[cursor.slot]), 0);
+#pragma unroll
+      for (int kk = 0; kk < 4 * Shape::UnitBlocks(unit); ++kk) {
+        Product::SharedA(chains[kk % 2], Unit::AlongK(k, kk),
+                         Q::AlongK(q, unit * 4 * Shape::kUnitBlocks + kk), true);
+      }
+      cursor.Advance();
+    }
+    WgmmaCommit();
+    WgmmaWait<0>();
+    PinRegisters(chains[0]);
+    PinRegisters(chains[1]);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[j][c] = chains[0][j][c] + chains[1][j][c];
+    }
+  }
+
+  // Adds a step to o, and gives back its units one by one.
+  __device__ __forceinline__ void MultiplyPv(Cursor& cursor, u32 p) {
+    PinOutput();
+    WgmmaFence();
+    Cursor at = cursor;
+#pragma unroll
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+      const u32 slot = SharedAddress(shared_.ring[at.slot]);
+      const u64 b = P::Descriptor(p, 0);
+#pragma unroll
+      for (int kk = 0; kk < kStep / 16; ++kk) {
+#pragma unroll
+        for (int i = 0; i < Shape::UnitBlocks(unit); ++i) {
+          const int block = unit * Shape::kUnitBlocks + i;
+          if (block >= kValueBlocks) continue;
+          const u64 a = Unit::TransposedDescriptor(slot + i * Unit::kBlockBytes, 0);
+          Product::TransposedSharedA(o_[block], Unit::AlongRows(a, kk), P::AlongK(b, kk), true);
+        }
+      }
+      WgmmaCommit();
+      at.Advance();
+    }
+    WaitAndRelease<Shape::kUnits - 1>(cursor);
+    PinOutput();
+  }
+  // One group of products is a unit's.
+  template <int kPending>
+  __device__ __forceinline__ void WaitAndRelease(Cursor& cursor) const {
+    WgmmaWait<kPending>();
+    __syncwarp();  // one arrival a warp
+    if (Lane() == 0) {
+      ArriveBarrier(SharedAddress(shared_.small.barriers.empty + cursor.slot));
+    }
+    cursor.Advance();
+    if constexpr (kPending > 0) WaitAndRelease<kPending - 1>(cursor);
+  }
+  __device__ __forceinline__ void ReleaseQ() const {
+    __syncwarp();
+    if (Lane() == 0) ArriveBarrier(SharedAddress(&shared_.small.barriers.empty_q));
+  }
+  __device__ __forceinline__ void PinOutput() {
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) PinRegisters(o_[block]);
+  }
+
+  // --- softmax ---
+
+  // After it, s * LogitScale() is the logit in log2 units. A scale that is not positive would turn
+  // the maximum around, so it is applied at once.
+  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
+  __device__ __forceinline__ void TransformLogits(Logits& s) const {
+    if constexpr (!kScalesLater) {
+      const Variant variant(p_);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
+                                               : s[j][c] * (p_.sm_scale * kLog2E);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float LogitScale() const {
+    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
+  }
+
+  // Sets what a row does not see to -inf.
+  __device__ __forceinline__ void Mask(const ItemRecord& item, int pos, Logits& s) const {
+    const int kv_begin = item.kv_begin(), kv_end = item.kv_end(), q_pos = item.q_pos();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = Row(j, c) / Traits::kGroupSize;
+        const VisibleSpan span = SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos, token, token);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = pos + Across(h);
+          if (at < span.any_begin || at >= span.any_end) s[j][2 * h + c] = -Infinity();
+        }
+      }
+    }
+  }
+
+  // Probabilities 2^(logit - reference) of a step to shared memory, and their sums.
+  // The reference of a row follows its maximum only when that has grown by more than a factor of
+  // 2^8, as in TileRows, each row by itself. That hardly ever happens after the first step, and the
+  // barrier that products wait for anyway tells it to everybody.
+  __device__ __forceinline__ void Exponentiate(const Logits& s, u32 p) {
+    const float scale = LogitScale();
+    Logits x;
+#pragma unroll 1
+    while (true) {
+      bool grows = false;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float reference = FiniteMax(max_log2_[j][c]);
+          // -inf is not above -inf.
+          grows |= fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kSlack;
+          x[j][c] = Exp2(fmaf(s[j][c], scale, -reference));
+          x[j][2 + c] = Exp2(fmaf(s[j][2 + c], scale, -reference));
+        }
+      }
+      StoreTransposed(p, x);
+      FenceSharedForWgmma();
+      if (!Team::SyncOr(grows)) break;
+      FollowMaxima(s, scale);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) sum_[j][c] += x[j][c] + x[j][2 + c];
+    }
+  }
+
+  // New references for the rows that need one; sums and o follow.
+  __device__ __forceinline__ void FollowMaxima(const Logits& s, float scale) {
+    auto& maxima = shared_.small.rows;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(s[j][c], s[j][2 + c]);
+#pragma unroll
+        for (int mask = 4; mask < kWarpSize; mask *= 2) {
+          x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, mask));
+        }
+        if (Lane() < 4) maxima[Warp()][Row(j, c)] = x * scale;
+      }
+    }
+    Team::Sync();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float step_max = maxima[0][Row(j, c)];
+#pragma unroll
+        for (int warp = 1; warp < 4; ++warp) step_max = fmaxf(step_max, maxima[warp][Row(j, c)]);
+        const float old_max = max_log2_[j][c];
+        if (step_max > old_max + kSlack) max_log2_[j][c] = step_max;
+        const float factor = Exp2(old_max - FiniteMax(max_log2_[j][c]));
+        sum_[j][c] *= factor;
+#pragma unroll
+        for (int block = 0; block < kValueBlocks; ++block) {
+          o_[block][j][c] *= factor;
+          o_[block][j][2 + c] *= factor;
+        }
+      }
+    }
+    // Before anybody writes the maxima, or sums, again: the barrier that follows.
+  }
+
+  // Accumulators as 16-bit rows of q, 64 tokens or columns each.
+  __device__ __forceinline__ void StoreTransposed(u32 tile, const Logits& x) const {
+    const int lane = Lane();
+    // Lanes 0 to 15 give addresses of 8 rows of each of two matrices, Across(0) and Across(1).
+    const int chunk = 2 * Warp() + lane / 8 % 2;
+    const u32 to = tile + lane % 8 * 128 + (chunk ^ lane % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      StoreMatrix2Transposed(to + j * 1024, E::Pack(x[j][0], x[j][1]), E::Pack(x[j][2], x[j][3]));
+    }
+  }
+
+  // In a step that some rows see more of than others, 0 times a value that is not finite must not
+  // reach the rows that do not see it. Those that do have it in their logits already, all of whose
+  // columns take part in them; so it becomes 0, for everybody.
+  __device__ __forceinline__ void Mend(Cursor cursor) const {
+    Team::Sync();  // the products of the other warps have read the keys, too
+                   // A thread looks after half of a row of 64 columns. Columns beyond v do no harm.
+#pragma unroll 1
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+#pragma unroll 1
+      for (int block = 0; block < Shape::UnitBlocks(unit); ++block) {
+        unsigned char* from = shared_.ring[cursor.slot] + block * Unit::kBlockBytes + thread_ * 64;
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          uint4& x = *reinterpret_cast<uint4*>(from + i * 16);
+          x = make_uint4(FiniteOrZero(x.x), FiniteOrZero(x.y), FiniteOrZero(x.z),
+                         FiniteOrZero(x.w));
+        }
+      }
+      cursor.Advance();
+    }
+    FenceSharedForWgmma();  // the barrier of the probabilities comes before the products
+  }
+  __device__ static u32 FiniteOrZero(u32 x) {
+    const u32 not_finite = E::FmaX2(x, 0, 0);  // 0 * x is NaN unless x is finite
+    return ((not_finite & 0x7fff) != 0 ? 0 : x & 0xffff) |
+           ((not_finite & 0x7fff0000) != 0 ? 0 : x & 0xffff0000);
+  }
+
+  // --- results ---
+
+  // Over all tokens, in the same order for every thread.
+  __device__ __forceinline__ void AddSums() {
+    auto& sums = shared_.small.rows;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = sum_[j][c];
+#pragma unroll
+        for (int mask = 4; mask < kWarpSize; mask *= 2) {
+          x += __shfl_xor_sync(kFullWarp, x, mask);
+        }
+        if (Lane() < 4) sums[Warp()][Row(j, c)] = x;
+      }
+    }
+    Team::Sync();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = Row(j, c);
+        sum_[j][c] = (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
+      }
+    }
+    Team::Sync();  // nobody reads probabilities, or sums, any more
+  }
+
+  // o, normalised, 64 columns at a time through shared memory: eight threads write 128 bytes of a
+  // row.
+  __device__ __forceinline__ void WriteFinal(int num_rows,
+                                             const RowMap<Traits::kGroupSize>& map) const {
+    const int first_row = thread_ / 8, chunk = thread_ % 8;
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) {
+      const unsigned char* tile = shared_.p[block % 2];
+      StoreTransposed(SharedAddress(tile), o_[block]);
+      Team::Sync();  // and so nobody reads the other tile any more
+#pragma unroll
+      for (int i = 0; i < kRows; i += 16) {
+        const int row = i + first_row;
+        if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
+        u16* to = static_cast<u16*>(p_.o) + map.Index(row) * Traits::kHeadDimVo + block * 64;
+        *reinterpret_cast<uint4*>(to + chunk * 8) =
+            *reinterpret_cast<const uint4*>(tile + row * 128 + (chunk ^ row % 8) * 16);
+      }
+    }
+    if (kValueBlocks % 2 == 1) Team::Sync();  // before the next item's probabilities
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  const int index_;
+  const int thread_;
+  float max_log2_[kTiles][2];  // references, see Exponentiate
+  float sum_[kTiles][2];       // over this thread's tokens only, until AddSums
+  float o_[kValueBlocks][kTiles][4];
+};
+
+template <class Traits>
+class HopperMlaDecodeConsumer {
+ public:
+  using Shape = HopperMlaDecodeShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using Team = HopperMlaDecodeConsumers;
+
+  __device__ __forceinline__ HopperMlaDecodeConsumer(const AttentionParams& p, Shared& shared)
+      : p_(p), shared_(shared) {}
+
+  __device__ __forceinline__ void Run(int begin, int end) {
+#pragma unroll 1
+    for (int index = begin; index < end; ++index) {
+      if (Traits::kNumTiles == 1 || ItemRecord(p_, index).tile() == 0) {
+        RunItem<Traits::kTileQ0>(index);
+      } else {
+        RunItem<Max(Traits::kTileQ1, 16)>(index);
+      }
+    }
+  }
+
+ private:
+  template <int kRows>
+  __device__ __forceinline__ void RunItem(int index) {
+    RecordBegin<Traits>(p_, index, Team::thread());
+    const ItemRecord item(p_, index);
+    PrefetchMergeGroup(p_, item.merge_idx());
+    HopperMlaDecodeItem<Traits, kRows> work(p_, shared_, index);
+    if (FirstStep<Shape::kStep>(item) < item.kv_end()) {
+      WaitBarrier(SharedAddress(&shared_.small.barriers.full_q), q_parity_);
+      q_parity_ ^= 1;
+      work.RunSteps(cursor_);
+    }
+    work.Write();
+    const int num_groups = item.num_groups();
+    if (num_groups > 0) {
+      ArriveAndMerge<Traits, Team>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+    }
+    RecordEnd<Traits>(p_, index, Team::thread());
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  RingCursor<Shape::kSlots> cursor_;
+  u32 q_parity_ = 0;
+};
+
+// --- kernel ---
+
+template <class Traits>
+struct HopperMlaDecodeBody {
+  using Shape = HopperMlaDecodeShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using Roles = HopperMlaDecodeRoles;
+  static constexpr int kNumThreads = Roles::kNumThreads;
+  static constexpr int kMinCtasPerSm = 1;
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
+
+  __device__ __forceinline__ static void Run(const AttentionParams& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Shared& shared = *reinterpret_cast<Shared*>(smem);
+    // For later, so that they are near by then.
+    LoadConstant(&p.header->nnz_qo);
+    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
+    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
+    const int end = QueueEnd(p);
+    if (threadIdx.x == 0) Shape::InitBarriers(shared);
+    __syncthreads();
+    if (threadIdx.x < Roles::kGroupThreads) {
+      LowerRegisterLimit<Roles::kProducerRegisters>();
+      HopperMlaDecodeProducer<Traits>(p, shared).Run(begin, end);
+    } else if (threadIdx.x < Roles::kConsumer) {
+      LowerRegisterLimit<Roles::kProducerRegisters>();
+      HopperMlaDecodeQLoader<Traits>::Run(p, shared, begin, end);
+    } else {
+      RaiseRegisterLimit<Roles::kConsumerRegisters>();
+      HopperMlaDecodeConsumer<Traits>(p, shared).Run(begin, end);
+    }
+    BlankPaddingRows<Traits, 2>(p);
+  }
+};
+
+}  // namespace jax_attn
