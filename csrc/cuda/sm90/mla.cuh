@@ -8,11 +8,13 @@
 // step of an item, consumer 1 those of the others; both multiply the probabilities of every step
 // with their half of its values. So they hand over: probabilities, as the fragments that they are
 // in the registers of the same thread of the other consumer, and the references of the rows, which
-// go from step to step in order. While one consumer exponentiates, products of the other run.
+// go from step to step in order.
 //
-// The cache's rows lie in one ring of two steps beside q, which is all that fits. Each half of a
-// step is given back as soon as both have multiplied it, so that the next step but one can come in
-// while the values of the next are multiplied.
+// The cache's rows lie in one ring of two steps beside q, which is all that fits, so what counts is
+// how soon the memory of a step is given back, and how soon what lands there is multiplied. Hence
+// the units of a step are columns: each consumer's values, which it gives back by itself, and the
+// columns beyond v, which are through with the logits. Logits are summed up unit by unit, as they
+// land. And both consumers multiply what they can before they wait for what is to come.
 #pragma once
 
 #include "cuda/common/partials.cuh"
@@ -23,10 +25,9 @@ namespace jax_attn {
 
 template <class Traits>
 struct HopperMlaShape {
-  static constexpr int kStep = 64;  // kv tokens
-  static constexpr int kSlots = 2;  // steps in the ring
-  static constexpr int kUnits = 2;  // parts of a step that are loaded and given back by themselves
-  static constexpr int kUnitTokens = kStep / kUnits;
+  static constexpr int kStep = 64;               // kv tokens
+  static constexpr int kSlots = 2;               // steps in the ring
+  static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
   static_assert(Traits::kTileKv == kStep && Traits::kTileQ0 == 64 && Traits::kNumTiles == 1,
                 "as select/cuda.cc has it");
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;
@@ -34,14 +35,18 @@ struct HopperMlaShape {
   static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
   static_assert(kColumns % 64 == 0 && Q::kLiveChunks == 8 * Q::kBlocks, "whole blocks of columns");
 
-  // kv position of the token that a producer's lane looks up in the step at `pos`: lane % 8 of unit
-  // lane / 8 % 2.
-  static constexpr int kWarpTokens = kUnitTokens / 4;  // of a unit, that a warp copies
-  static_assert(kWarpTokens == 8 && kUnits == 2, "lanes 0 to 15 find rows of a step");
+  // Parts of a step that are loaded and given back by themselves: the values of consumers 0 and 1,
+  // and the columns beyond v, which come first, as they are given back first.
+  static constexpr int kUnits = 3, kBeyond = 2;
+  __device__ static constexpr int UnitInOrder(int i) { return (i + kBeyond) % kUnits; }
+  __device__ static constexpr int FirstBlock(int unit) { return unit * (kColumns / 64); }
+  __device__ static constexpr int NumBlocks(int unit) {
+    return unit == kBeyond ? Q::kBlocks - 2 * (kColumns / 64) : kColumns / 64;
+  }
+
+  // kv position of the token that a producer's lane looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    return pos + lane / kWarpTokens % kUnits * kUnitTokens + warp * kWarpTokens +
-           lane % kWarpTokens;
+    return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;
   }
 
   struct Barriers {
@@ -64,7 +69,7 @@ struct HopperMlaShape {
     InitBarrier(SharedAddress(&b.empty_q), HopperRoles::kConsumerWarps);
     for (int i = 0; i < kSlots * kUnits; ++i) {
       InitBarrier(SharedAddress(b.full + i), HopperRoles::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty + i), HopperRoles::kConsumerWarps);
+      InitBarrier(SharedAddress(b.empty + i), HopperRoles::kConsumerWarps / 2);
     }
   }
 };
@@ -106,27 +111,36 @@ class HopperMlaProducer {
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
 
-  // Both units of a step, each once the consumers are through with what was there.
+  // The units of a step, each once nobody needs what was there.
   __device__ __forceinline__ void LoadStep(u32 lane_row) {
     using Ring = typename Shape::Ring;
-    const int chunk = Lane() % 8;
+    constexpr int kCopies = kWarpTokens / kRowsPerCopy;
+    const int lane_token = Lane() / 8, chunk = Lane() % 8;
+    const u32 slot = SharedAddress(shared_.ring) +
+                     (cursor_.slot * Shape::kStep + Warp() * kWarpTokens + lane_token) * 128;
+    const char* from[kCopies];
+    bool valid[kCopies];
 #pragma unroll
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+    for (int i = 0; i < kCopies; ++i) {
+      const u32 row = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + lane_token);
+      valid[i] = row != kNoRow;
+      // The address of a copy that reads nothing still is one of the pool.
+      from[i] = pool_ + (valid[i] ? static_cast<u64>(row) * kRowBytes : 0) + chunk * 16;
+    }
+#pragma unroll
+    for (int order = 0; order < Shape::kUnits; ++order) {
+      const int unit = Shape::UnitInOrder(order);
+      if (Shape::NumBlocks(unit) == 0) continue;
       const int at = cursor_.slot * Shape::kUnits + unit;
       WaitBarrier(SharedAddress(shared_.barriers.empty + at), cursor_.parity ^ 1);
 #pragma unroll
-      for (int i = 0; i < kWarpTokens; i += kRowsPerCopy) {
-        const int token = i + Lane() / 8;  // rows of a unit start at multiples of 8
-        const u32 row = __shfl_sync(kFullWarp, lane_row, unit * kWarpTokens + token);
-        const bool valid = row != kNoRow;
-        // The address of a copy that reads nothing still is one of the pool.
-        const char* from = pool_ + (valid ? static_cast<u64>(row) * kRowBytes : 0) + chunk * 16;
-        const u32 to = SharedAddress(shared_.ring) +
-                       (at * Shape::kUnitTokens + Warp() * kWarpTokens + token) * 128 +
-                       (chunk ^ token) * 16;
+      for (int i = 0; i < kCopies; ++i) {
+        const int token = i * kRowsPerCopy + lane_token;
+        const u32 to = slot + i * kRowsPerCopy * 128 + (chunk ^ token % 8) * 16;
 #pragma unroll
-        for (int block = 0; block < Ring::kBlocks; ++block) {
-          CopyAsync16(to + block * Ring::kBlockBytes, from + block * 128, valid);
+        for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
+          const int block = Shape::FirstBlock(unit) + b;
+          CopyAsync16(to + block * Ring::kBlockBytes, from[i] + block * 128, valid[i]);
         }
       }
       ArriveBarrierAfterCopies(SharedAddress(shared_.barriers.full + at));
@@ -206,22 +220,9 @@ class HopperMlaConsumer {
 
   // --- ring ---
 
-  __device__ __forceinline__ void WaitFull(const Cursor& cursor) const {
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot * kUnits + unit),
-                  cursor.parity);
-    }
+  __device__ __forceinline__ void WaitFull(const Cursor& cursor, int unit) const {
+    WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot * kUnits + unit), cursor.parity);
     FenceSharedForWgmma();
-  }
-
-  // Waits for the products with the values of a step, and gives back its units one by one.
-  __device__ __forceinline__ void FinishPv(const Cursor& cursor, Output& o) const {
-    WgmmaWait<1>();
-    ReleaseUnit(cursor, 0);
-    WgmmaWait<0>();
-    PinRegisters(o);
-    ReleaseUnit(cursor, 1);
   }
   // One arrival a warp: the others may still read.
   __device__ __forceinline__ void ReleaseUnit(const Cursor& cursor, int unit) const {
@@ -237,18 +238,32 @@ class HopperMlaConsumer {
 
   // --- products ---
 
-  __device__ __forceinline__ void StartQk(const Cursor& cursor, Logits& s) const {
+  // Logits of a step, each unit as soon as it has landed.
+  __device__ __forceinline__ void MultiplyQk(const Cursor& cursor, Logits& s) const {
     const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
     const u64 k = Ring::Descriptor(Anew(SharedAddress(shared_.ring)), cursor.slot * kStep);
+    PinRegisters(s);
 #pragma unroll
-    for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
-      Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), Ring::AlongK(k, kk), kk > 0);
+    for (int order = 0; order < kUnits; ++order) {
+      const int unit = Shape::UnitInOrder(order);
+      if (Shape::NumBlocks(unit) == 0) continue;
+      WaitFull(cursor, unit);
+      WgmmaFence();
+#pragma unroll
+      for (int i = 0; i < 4 * Shape::NumBlocks(unit); ++i) {
+        const int kk = 4 * Shape::FirstBlock(unit) + i;
+        Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), Ring::AlongK(k, kk), true);
+      }
     }
     WgmmaCommit();
+    WgmmaWait<0>();
+    PinRegisters(s);
+    if (Shape::NumBlocks(Shape::kBeyond) > 0) ReleaseUnit(cursor, Shape::kBeyond);
   }
 
-  // A group for each unit.
-  __device__ __forceinline__ void StartPv(const Cursor& cursor, Probabilities& p, Output& o) const {
+  // Adds the consumer's columns of a step to o, and gives them back.
+  __device__ __forceinline__ void MultiplyPv(const Cursor& cursor, Probabilities& p,
+                                             Output& o) const {
     PinRegisters(p);
     PinRegisters(o);
     WgmmaFence();
@@ -258,8 +273,11 @@ class HopperMlaConsumer {
     for (int kk = 0; kk < kStep / 16; ++kk) {
       Wgmma<kColumns, Traits::kDtype>::RegistersATransposedB(o, p[kk], Ring::AlongRows(v, kk),
                                                              true);
-      if (kk % (kStep / 16 / kUnits) == kStep / 16 / kUnits - 1) WgmmaCommit();
     }
+    WgmmaCommit();
+    WgmmaWait<0>();
+    PinRegisters(o);
+    ReleaseUnit(cursor, group_);
   }
 
   // --- handing over ---
@@ -303,11 +321,7 @@ class HopperMlaConsumer {
     if (begin < end) {
       WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
       q_parity_ ^= 1;
-      if (group_ == 0) {
-        RunFirst(item, begin, end, rows, o);
-      } else {
-        RunSecond(item, begin, end, rows, o);
-      }
+      RunSteps(item, begin, end, rows, o);
       rows.FinishSums();
       AddSums(rows);
     }
@@ -319,88 +333,45 @@ class HopperMlaConsumer {
     RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
 
-  // Consumer 0: the first step of each pair is its own.
-  __device__ __forceinline__ void RunFirst(const ItemRecord& item, int begin, int end, Rows& rows,
-                                           Output& o) {
-#pragma unroll 1
-    for (int pos = begin; pos < end; pos += 2 * kStep) {
-      Logits s = {};
-      WaitFull(cursor_);
-      WgmmaFence();
-      StartQk(cursor_, s);
-      WgmmaWait<0>();
-      PinRegisters(s);
-      if (pos + 2 * kStep >= end) ReleaseQ();
-      Mend(item, pos, cursor_);
-      Probabilities p;
-      rows.Exponentiate(pos, s);
-      rows.Rescale(o);
-      rows.Pack(s, p);
-      HandOver(rows, p);
-      StartPv(cursor_, p, o);
-      const Cursor first = cursor_;
-      cursor_.Advance();
-      if (pos + kStep >= end) {
-        FinishPv(first, o);
-        break;
-      }
-      Probabilities other;
-      WaitFull(cursor_);
-      TakeOver(rows, other);
-      FinishPv(first, o);
-      rows.Rescale(o);
-      StartPv(cursor_, other, o);
-      // The slot of the next step of its own was given back just before: its rows will hardly be
-      // there before these products are through, so that there is nothing to start meanwhile.
-      FinishPv(cursor_, o);
-      cursor_.Advance();
-    }
+  // A step of the consumer's own: its probabilities are handed over before they are multiplied.
+  __device__ __forceinline__ void RunOwn(const ItemRecord& item, int pos, bool is_last, Rows& rows,
+                                         Output& o) {
+    Logits s = {};
+    MultiplyQk(cursor_, s);
+    if (is_last) ReleaseQ();
+    Mend(item, pos, cursor_);
+    Probabilities p;
+    rows.Exponentiate(pos, s);
+    rows.Pack(s, p);
+    HandOver(rows, p);
+    rows.Rescale(o);
+    MultiplyPv(cursor_, p, o);
+    cursor_.Advance();
+  }
+  __device__ __forceinline__ void RunOther(Rows& rows, Output& o) {
+    Probabilities p;
+    TakeOver(rows, p);
+    WaitFull(cursor_, group_);  // for the other consumer it was so before it handed over
+    rows.Rescale(o);
+    MultiplyPv(cursor_, p, o);
+    cursor_.Advance();
   }
 
-  // Consumer 1: the second step of each pair is its own.
-  __device__ __forceinline__ void RunSecond(const ItemRecord& item, int begin, int end, Rows& rows,
-                                            Output& o) {
-    if (begin + kStep >= end) ReleaseQ();
-    int pos = begin + kStep;
+  // Steps are consumer 0's and consumer 1's in turns. Measured in a model that gives the time of
+  // the version before (benchmarks/NOTES.md): to begin the logits of the next step ahead of the
+  // other's probabilities costs more than it gains, since the next step is not there yet.
+  __device__ __forceinline__ void RunSteps(const ItemRecord& item, int begin, int end, Rows& rows,
+                                           Output& o) {
+    if (group_ == 1 && begin + kStep >= end) ReleaseQ();  // no step is its own
+    int pos = begin;
+    if (group_ == 1) {
+      RunOther(rows, o);
+      pos += kStep;
+    }
 #pragma unroll 1
     for (; pos < end; pos += 2 * kStep) {
-      const Cursor first = cursor_;
-      cursor_.Advance();
-      Logits s = {};
-      WaitFull(cursor_);
-      WgmmaFence();
-      StartQk(cursor_, s);
-      Probabilities other;
-      WaitFull(first);
-      TakeOver(rows, other);
-      if (rows.grows()) {  // rarely; o must not change beside products in flight
-        WgmmaWait<0>();
-        PinRegisters(s);
-        rows.Rescale(o);
-      }
-      StartPv(first, other, o);
-      WgmmaWait<kUnits>();
-      PinRegisters(s);
-      if (pos + 2 * kStep >= end) ReleaseQ();
-      Mend(item, pos, cursor_);
-      Probabilities p;
-      rows.Exponentiate(pos, s);
-      rows.Pack(s, p);
-      HandOver(rows, p);
-      FinishPv(first, o);
-      rows.Rescale(o);
-      StartPv(cursor_, p, o);
-      FinishPv(cursor_, o);
-      cursor_.Advance();
-    }
-    if (pos - kStep < end) {  // a last step without a second
-      Probabilities other;
-      WaitFull(cursor_);
-      TakeOver(rows, other);
-      rows.Rescale(o);
-      StartPv(cursor_, other, o);
-      FinishPv(cursor_, o);
-      cursor_.Advance();
+      RunOwn(item, pos, pos + 2 * kStep >= end, rows, o);
+      if (pos + kStep < end) RunOther(rows, o);
     }
   }
 
