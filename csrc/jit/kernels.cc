@@ -82,8 +82,9 @@ int64_t BoxRows(const AttentionProblem& problem) {
 Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
                      int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
   using u64 = unsigned long long;
-  const u64 row_bytes = static_cast<u64>(problem.spec.num_kv_heads * head_dim * 2);
-  const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(problem.spec.num_kv_heads),
+  const int64_t num_heads = problem.spec.num_stored_heads();
+  const u64 row_bytes = static_cast<u64>(num_heads * head_dim * 2);
+  const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(num_heads),
                       static_cast<u64>(num_rows), static_cast<u64>(num_layers)};
   const u64 strides[] = {static_cast<u64>(head_dim * 2), row_bytes, row_bytes * dims[2]};
   const unsigned box[] = {64, 1, static_cast<unsigned>(BoxRows(problem)), 1};
@@ -107,7 +108,7 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
     return Status::Ok();
   }
   Status s = MakeTensorMap(d, problem, p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map);
-  if (s.ok()) {
+  if (s.ok() && !spec.mla) {
     s = MakeTensorMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
   }
   if (s.ok() && spec.fresh_kv) {

@@ -150,7 +150,7 @@ void SelectMla(Choice& c) {
     c.Because("tile_kv", "tokens are the rows of a wgmma");
     return;
   }
-  if (hopper && group > 32 && spec.head_dim_qk % 64 == 0) {
+  if (hopper && group > 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 128 == 0) {
     c.Because("main_loop", "hopper (sm90/mla.cuh, wgmma): blocks of more than 32 heads");
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;

@@ -18,36 +18,40 @@
 #pragma once
 
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/latent_rows.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
 
 template <class Traits>
-struct HopperMlaShape {
-  static constexpr int kStep = 64;               // kv tokens
-  static constexpr int kSlots = 2;               // steps in the ring
-  static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
-  static_assert(Traits::kTileKv == kStep && Traits::kTileQ0 == 64 && Traits::kNumTiles == 1,
-                "as select/cuda.cc has it");
+struct HopperMlaShape : LatentShape<Traits> {
+  using Base = LatentShape<Traits>;
+  using Base::kBlocks, Base::kStep, Base::kValueBlocks;
+  static constexpr int kSlots = 2;  // steps in the ring
+  static_assert(Traits::kTileQ0 == 64 && Traits::kNumTiles == 1, "as select/cuda.cc has it");
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;
   using Ring = SwizzledTile<Traits::kHeadDimQk, kSlots * kStep>;
   static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
-  static_assert(kColumns % 64 == 0 && Q::kLiveChunks == 8 * Q::kBlocks, "whole blocks of columns");
+  static_assert(kColumns % 64 == 0, "whole blocks of columns");
 
   // Parts of a step that are loaded and given back by themselves: the values of consumers 0 and 1,
   // and the columns beyond v, which come first, as they are given back first.
   static constexpr int kUnits = 3, kBeyond = 2;
   __device__ static constexpr int UnitInOrder(int i) { return (i + kBeyond) % kUnits; }
-  __device__ static constexpr int FirstBlock(int unit) { return unit * (kColumns / 64); }
+  __device__ static constexpr int FirstBlock(int unit) { return unit * (kValueBlocks / 2); }
   __device__ static constexpr int NumBlocks(int unit) {
-    return unit == kBeyond ? Q::kBlocks - 2 * (kColumns / 64) : kColumns / 64;
+    return unit == kBeyond ? kBlocks - kValueBlocks : kValueBlocks / 2;
   }
-
-  // kv position of the token that a producer's lane looks up in the step at `pos`.
-  __device__ static int LanePosition(int pos) {
-    return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;
-  }
+  struct RingPlace {
+    RingCursor<kSlots> cursor;
+    __device__ int Barrier(int unit) const { return cursor.slot * kUnits + unit; }
+    __device__ u32 parity() const { return cursor.parity; }
+    __device__ int Block(int unit, int i) const {
+      return cursor.slot * kStep * 128 + (FirstBlock(unit) + i) * Ring::kBlockBytes;
+    }
+    __device__ __forceinline__ void NextUnit() {}
+    __device__ __forceinline__ void NextStep() { cursor.Advance(); }
+  };
 
   struct Barriers {
     u64 full_q, empty_q;
@@ -84,11 +88,7 @@ class HopperMlaProducer {
   using E = Element<Traits::kDtype>;
 
   __device__ __forceinline__ HopperMlaProducer(const AttentionParams& p, Shared& shared)
-      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)), steps_(p) {
-    if (Traits::kPageSize > 0 && p.layer != nullptr) {
-      pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
-    }
-  }
+      : p_(p), shared_(shared), steps_(p), rows_(p, shared) {}
 
   // q of an item goes ahead of its first step.
   __device__ __forceinline__ void Run(int begin, int end) {
@@ -99,54 +99,15 @@ class HopperMlaProducer {
       const u32 row = has_step ? steps_.Row(item) : kNoRow;
       if (has_step && steps_.is_first(item)) LoadQ(item);
       steps_.Next();
-      if (has_step) LoadStep(row);
+      if (has_step) rows_.LoadStep(row);
     }
   }
 
  private:
-  static constexpr int kRowBytes = Traits::kHeadDimQk * E::kBytes;
-  static constexpr int kWarpTokens = Shape::kWarpTokens;
   static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
 
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
-
-  // The units of a step, each once nobody needs what was there.
-  __device__ __forceinline__ void LoadStep(u32 lane_row) {
-    using Ring = typename Shape::Ring;
-    constexpr int kCopies = kWarpTokens / kRowsPerCopy;
-    const int lane_token = Lane() / 8, chunk = Lane() % 8;
-    const u32 slot = SharedAddress(shared_.ring) +
-                     (cursor_.slot * Shape::kStep + Warp() * kWarpTokens + lane_token) * 128;
-    const char* from[kCopies];
-    bool valid[kCopies];
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const u32 row = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + lane_token);
-      valid[i] = row != kNoRow;
-      // The address of a copy that reads nothing still is one of the pool.
-      from[i] = pool_ + (valid[i] ? static_cast<u64>(row) * kRowBytes : 0) + chunk * 16;
-    }
-#pragma unroll
-    for (int order = 0; order < Shape::kUnits; ++order) {
-      const int unit = Shape::UnitInOrder(order);
-      if (Shape::NumBlocks(unit) == 0) continue;
-      const int at = cursor_.slot * Shape::kUnits + unit;
-      WaitBarrier(SharedAddress(shared_.barriers.empty + at), cursor_.parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int token = i * kRowsPerCopy + lane_token;
-        const u32 to = slot + i * kRowsPerCopy * 128 + (chunk ^ token % 8) * 16;
-#pragma unroll
-        for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
-          const int block = Shape::FirstBlock(unit) + b;
-          CopyAsync16(to + block * Ring::kBlockBytes, from[i] + block * 128, valid[i]);
-        }
-      }
-      ArriveBarrierAfterCopies(SharedAddress(shared_.barriers.full + at));
-    }
-    cursor_.Advance();
-  }
 
   // Zeros where there is no row.
   __device__ __forceinline__ void LoadQ(const ItemRecord& item) {
@@ -173,9 +134,8 @@ class HopperMlaProducer {
 
   const AttentionParams& p_;
   Shared& shared_;
-  const char* pool_;  // rows of the layer
   QueueSteps<Traits, Shape> steps_;
-  RingCursor<Shape::kSlots> cursor_;
+  LatentRows<Traits, Shape> rows_;
   u32 q_parity_ = 0;
 };
 

@@ -14,7 +14,7 @@
 
 #include "cuda/common/partials.cuh"
 #include "cuda/common/variant.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/latent_rows.cuh"
 
 namespace jax_attn {
 
@@ -39,23 +39,23 @@ struct HopperMlaDecodeConsumers {
 };
 
 template <class Traits>
-struct HopperMlaDecodeShape {
+struct HopperMlaDecodeShape : LatentShape<Traits> {
+  using Base = LatentShape<Traits>;
+  using Base::kBlocks, Base::kStep;
   using Roles = HopperMlaDecodeRoles;
-  static constexpr int kStep = 64;  // kv tokens
-  static_assert(Traits::kTileKv == kStep, "as select/cuda.cc has it");
-  static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
   static constexpr int kMaxRows = Max(Traits::kTileQ0, Traits::kTileQ1);
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
-  static constexpr int kBlocks = Traits::kHeadDimQk / 64;
-  static constexpr int kValueBlocks = Traits::kHeadDimVo / 64;
 
-  // Columns of a row that are copied together: 384 bytes.
-  static constexpr int kUnitBlocks = Min(3, kBlocks);
+  // Columns of a row that are copied together: 384 bytes. To be measured: 128 and all 1152.
+  static constexpr int kUnitBlocks = Min(kBlocks, Traits::kNumStages < 2   ? 3
+                                                  : Traits::kNumStages < 4 ? 1
+                                                                           : 16);
   static constexpr int kUnits = CeilDiv(kBlocks, kUnitBlocks);  // of a step; the last may be less
   using Unit = SwizzledTile<64 * kUnitBlocks, kStep>;
-  // Blocks of unit `unit` of a step.
-  __device__ static constexpr int UnitBlocks(int unit) {
+  __device__ static constexpr int UnitInOrder(int i) { return i; }
+  __device__ static constexpr int FirstBlock(int unit) { return unit * kUnitBlocks; }
+  __device__ static constexpr int NumBlocks(int unit) {
     return Min(kUnitBlocks, kBlocks - unit * kUnitBlocks);
   }
 
@@ -72,32 +72,35 @@ struct HopperMlaDecodeShape {
                   Unit::kBytes);
   static_assert(kSlots > kUnits, "the next step comes in while one is multiplied");
 
+  // Every unit has a slot of its own.
+  struct RingPlace {
+    RingCursor<kSlots> cursor;
+    __device__ int Barrier(int) const { return cursor.slot; }
+    __device__ u32 parity() const { return cursor.parity; }
+    __device__ int Block(int, int i) const {
+      return cursor.slot * Unit::kBytes + i * Unit::kBlockBytes;
+    }
+    __device__ __forceinline__ void NextUnit() { cursor.Advance(); }
+    __device__ __forceinline__ void NextStep() {}
+  };
+
   struct Barriers {
     u64 full_q, empty_q;
     u64 full[kSlots], empty[kSlots];
   };
-  struct Small {
+  struct Shared {
+    alignas(1024) unsigned char q[Q<kMaxRows>::kBytes];
+    alignas(1024) unsigned char ring[kSlots * Unit::kBytes];
+    // By turns, so that nobody has to know whether the other warps' products have read the last
+    // one.
+    alignas(1024) unsigned char p[2][P<kMaxRows>::kBytes];
     float rows[4][kMaxRows];  // what the consumer's warps know of the rows
     Barriers barriers;
     MergeScratch merge;
   };
-  static_assert(sizeof(Small) <= kSmallBytes, "beside the ring");
-  struct Shared {
-    alignas(1024) unsigned char q[Q<kMaxRows>::kBytes];
-    alignas(1024) unsigned char ring[kSlots][Unit::kBytes];
-    // A warp may be a step behind the others.
-    alignas(1024) unsigned char p[2][P<kMaxRows>::kBytes];
-    Small small;
-  };
-
-  // kv position of the token that a producer's lane looks up in the step at `pos`.
-  static constexpr int kWarpTokens = kStep / 4;  // that a warp copies
-  __device__ static int LanePosition(int pos) {
-    return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;
-  }
 
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
-    Barriers& b = shared.small.barriers;
+    Barriers& b = shared.barriers;
     InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
     InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
     for (int i = 0; i < kSlots; ++i) {
@@ -114,73 +117,20 @@ template <class Traits>
 class HopperMlaDecodeProducer {
  public:
   using Shape = HopperMlaDecodeShape<Traits>;
-  using Shared = typename Shape::Shared;
-  using Unit = typename Shape::Unit;
 
-  __device__ __forceinline__ HopperMlaDecodeProducer(const AttentionParams& p, Shared& shared)
-      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)), steps_(p) {
-    if (Traits::kPageSize > 0 && p.layer != nullptr) {
-      pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
+  __device__ __forceinline__ static void Run(const AttentionParams& p,
+                                             typename Shape::Shared& shared, int begin, int end) {
+    LatentRows<Traits, Shape> rows(p, shared);
+    QueueSteps<Traits, Shape> steps(p);
+    steps.Start(begin, end);
+    while (steps.has_item()) {
+      const ItemRecord item(p, steps.index());
+      const bool has_step = steps.has_step();
+      const u32 row = has_step ? steps.Row(item) : kNoRow;
+      steps.Next();
+      if (has_step) rows.LoadStep(row);
     }
   }
-
-  __device__ __forceinline__ void Run(int begin, int end) {
-    steps_.Start(begin, end);
-    while (steps_.has_item()) {
-      const ItemRecord item(p_, steps_.index());
-      const bool has_step = steps_.has_step();
-      const u32 row = has_step ? steps_.Row(item) : kNoRow;
-      steps_.Next();
-      if (has_step) LoadStep(row);
-    }
-  }
-
- private:
-  static constexpr int kRowBytes = Traits::kHeadDimQk * 2;
-  static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
-  static constexpr int kCopies = Shape::kWarpTokens / kRowsPerCopy;
-
-  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
-  __device__ static int Warp() { return threadIdx.x / kWarpSize; }
-
-  // lane_row: of the pool, of the token that the lane looked up.
-  __device__ __forceinline__ void LoadStep(u32 lane_row) {
-    const int lane_token = Lane() / 8, chunk = Lane() % 8;
-    const char* from[kCopies];
-    bool valid[kCopies];
-    u32 to[kCopies];  // within a unit
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int token = Warp() * Shape::kWarpTokens + i * kRowsPerCopy + lane_token;
-      const u32 row = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + lane_token);
-      valid[i] = row != kNoRow;
-      // The address of a copy that reads nothing still is one of the pool.
-      from[i] = pool_ + (valid[i] ? static_cast<u64>(row) * kRowBytes : 0) + chunk * 16;
-      to[i] = token * 128 + (chunk ^ token % 8) * 16;
-    }
-#pragma unroll
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
-      typename Shape::Barriers& barriers = shared_.small.barriers;
-      WaitBarrier(SharedAddress(barriers.empty + cursor_.slot), cursor_.parity ^ 1);
-      const u32 slot = SharedAddress(shared_.ring[cursor_.slot]);
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-#pragma unroll
-        for (int block = 0; block < Shape::UnitBlocks(unit); ++block) {
-          CopyAsync16(slot + to[i] + block * Unit::kBlockBytes,
-                      from[i] + (unit * Shape::kUnitBlocks + block) * 128, valid[i]);
-        }
-      }
-      ArriveBarrierAfterCopies(SharedAddress(barriers.full + cursor_.slot));
-      cursor_.Advance();
-    }
-  }
-
-  const AttentionParams& p_;
-  Shared& shared_;
-  const char* pool_;  // rows of the layer
-  QueueSteps<Traits, Shape> steps_;
-  RingCursor<Shape::kSlots> cursor_;
 };
 
 // q of every item that has steps.
@@ -192,7 +142,7 @@ class HopperMlaDecodeQLoader {
 
   __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
                                              int end) {
-    typename Shape::Barriers& barriers = shared.small.barriers;
+    typename Shape::Barriers& barriers = shared.barriers;
     u32 parity = 0;
 #pragma unroll 1
     for (int index = begin; index < end; ++index) {
@@ -354,12 +304,12 @@ class HopperMlaDecodeItem {
     const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
 #pragma unroll
     for (int unit = 0; unit < Shape::kUnits; ++unit) {
-      WaitBarrier(SharedAddress(shared_.small.barriers.full + cursor.slot), cursor.parity);
+      WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot), cursor.parity);
       FenceSharedForWgmma();
-      if (unit == 0) WgmmaFence();
-      const u64 k = Unit::Descriptor(SharedAddress(shared_.ring[cursor.slot]), 0);
+      WgmmaFence();
+      const u64 k = Unit::Descriptor(SharedAddress(shared_.ring) + cursor.slot * Unit::kBytes, 0);
 #pragma unroll
-      for (int kk = 0; kk < 4 * Shape::UnitBlocks(unit); ++kk) {
+      for (int kk = 0; kk < 4 * Shape::NumBlocks(unit); ++kk) {
         Product::SharedA(chains[kk % 2], Unit::AlongK(k, kk),
                          Q::AlongK(q, unit * 4 * Shape::kUnitBlocks + kk), true);
       }
@@ -383,12 +333,12 @@ class HopperMlaDecodeItem {
     Cursor at = cursor;
 #pragma unroll
     for (int unit = 0; unit < Shape::kUnits; ++unit) {
-      const u32 slot = SharedAddress(shared_.ring[at.slot]);
+      const u32 slot = SharedAddress(shared_.ring) + at.slot * Unit::kBytes;
       const u64 b = P::Descriptor(p, 0);
 #pragma unroll
       for (int kk = 0; kk < kStep / 16; ++kk) {
 #pragma unroll
-        for (int i = 0; i < Shape::UnitBlocks(unit); ++i) {
+        for (int i = 0; i < Shape::NumBlocks(unit); ++i) {
           const int block = unit * Shape::kUnitBlocks + i;
           if (block >= kValueBlocks) continue;
           const u64 a = Unit::TransposedDescriptor(slot + i * Unit::kBlockBytes, 0);
@@ -407,14 +357,14 @@ class HopperMlaDecodeItem {
     WgmmaWait<kPending>();
     __syncwarp();  // one arrival a warp
     if (Lane() == 0) {
-      ArriveBarrier(SharedAddress(shared_.small.barriers.empty + cursor.slot));
+      ArriveBarrier(SharedAddress(shared_.barriers.empty + cursor.slot));
     }
     cursor.Advance();
     if constexpr (kPending > 0) WaitAndRelease<kPending - 1>(cursor);
   }
   __device__ __forceinline__ void ReleaseQ() const {
     __syncwarp();
-    if (Lane() == 0) ArriveBarrier(SharedAddress(&shared_.small.barriers.empty_q));
+    if (Lane() == 0) ArriveBarrier(SharedAddress(&shared_.barriers.empty_q));
   }
   __device__ __forceinline__ void PinOutput() {
 #pragma unroll
@@ -496,7 +446,7 @@ class HopperMlaDecodeItem {
 
   // New references for the rows that need one; sums and o follow.
   __device__ __forceinline__ void FollowMaxima(const Logits& s, float scale) {
-    auto& maxima = shared_.small.rows;
+    auto& maxima = shared_.rows;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -552,8 +502,9 @@ class HopperMlaDecodeItem {
 #pragma unroll 1
     for (int unit = 0; unit < Shape::kUnits; ++unit) {
 #pragma unroll 1
-      for (int block = 0; block < Shape::UnitBlocks(unit); ++block) {
-        unsigned char* from = shared_.ring[cursor.slot] + block * Unit::kBlockBytes + thread_ * 64;
+      for (int block = 0; block < Shape::NumBlocks(unit); ++block) {
+        unsigned char* from =
+            shared_.ring + cursor.slot * Unit::kBytes + block * Unit::kBlockBytes + thread_ * 64;
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
           uint4& x = *reinterpret_cast<uint4*>(from + i * 16);
@@ -575,7 +526,7 @@ class HopperMlaDecodeItem {
 
   // Over all tokens, in the same order for every thread.
   __device__ __forceinline__ void AddSums() {
-    auto& sums = shared_.small.rows;
+    auto& sums = shared_.rows;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -660,14 +611,14 @@ class HopperMlaDecodeConsumer {
     PrefetchMergeGroup(p_, item.merge_idx());
     HopperMlaDecodeItem<Traits, kRows> work(p_, shared_, index);
     if (FirstStep<Shape::kStep>(item) < item.kv_end()) {
-      WaitBarrier(SharedAddress(&shared_.small.barriers.full_q), q_parity_);
+      WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
       q_parity_ ^= 1;
       work.RunSteps(cursor_);
     }
     work.Write();
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits, Team>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+      ArriveAndMerge<Traits, Team>(p_, item.merge_idx(), num_groups, shared_.merge);
     }
     RecordEnd<Traits>(p_, index, Team::thread());
   }
@@ -702,7 +653,7 @@ struct HopperMlaDecodeBody {
     __syncthreads();
     if (threadIdx.x < Roles::kGroupThreads) {
       LowerRegisterLimit<Roles::kProducerRegisters>();
-      HopperMlaDecodeProducer<Traits>(p, shared).Run(begin, end);
+      HopperMlaDecodeProducer<Traits>::Run(p, shared, begin, end);
     } else if (threadIdx.x < Roles::kConsumer) {
       LowerRegisterLimit<Roles::kProducerRegisters>();
       HopperMlaDecodeQLoader<Traits>::Run(p, shared, begin, end);

@@ -1,0 +1,134 @@
+// The producer warpgroup of mla.cuh and mla_decode.cuh: latent rows of the steps of a queue, on
+// their way to shared memory as blocks of 64 columns, swizzled.
+#pragma once
+
+#include "cuda/sm90/pipeline.cuh"
+
+namespace jax_attn {
+
+// A Shape has kUnits units of a step, which are loaded by themselves, in the order of UnitInOrder:
+// NumBlocks(unit) blocks of 64 columns from FirstBlock(unit) on. Its RingPlace says where they go:
+// Barrier(unit) of Shared::full and empty, phase parity(); the offset in bytes of Block(unit, i),
+// and on it moves by NextUnit and NextStep.
+template <class Traits, class Shape>
+class LatentRows {
+ public:
+  using Shared = typename Shape::Shared;
+
+  __device__ __forceinline__ LatentRows(const AttentionParams& p, Shared& shared)
+      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)), layer_(0) {
+    if (Traits::kPageSize > 0 && p.layer != nullptr) {
+      layer_ = LoadConstant(p.layer);
+      pool_ += layer_ * p.num_pages * (Traits::kPageSize * kRowBytes);
+    }
+  }
+
+  // The rows of a step that this warp copies, each unit once nobody needs what was there.
+  // lane_row: in the pool, of the token that the lane looked up, or kNoRow.
+  __device__ __forceinline__ void LoadStep(u32 lane_row) {
+    const bool boxes = Shape::kByBoxes && kBoxRows > 0 && p_.has_tensor_maps != 0 &&
+                       __all_sync(kFullWarp, lane_row != kNoRow);
+#pragma unroll
+    for (int order = 0; order < Shape::kUnits; ++order) {
+      const int unit = Shape::UnitInOrder(order);
+      if (Shape::NumBlocks(unit) == 0) continue;
+      const u32 full = SharedAddress(shared_.barriers.full + place_.Barrier(unit));
+      WaitBarrier(SharedAddress(shared_.barriers.empty + place_.Barrier(unit)),
+                  place_.parity() ^ 1);
+      if (boxes) {
+        CopyBoxes(unit, lane_row, full);
+      } else {
+        CopyRows(unit, lane_row);
+        ArriveBarrierAfterCopies(full);
+      }
+      place_.NextUnit();
+    }
+    place_.NextStep();
+  }
+
+ private:
+  static constexpr int kRowBytes = Traits::kHeadDimQk * 2;
+  static constexpr int kWarpTokens = Shape::kStep / 4;
+  static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
+  static constexpr int kCopies = kWarpTokens / kRowsPerCopy;
+  static constexpr int kBoxRows = Shape::kBoxRows;
+
+  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
+  __device__ static int Warp() { return threadIdx.x / kWarpSize; }
+
+  // This warp's rows one by one. Addresses are computed for every unit: a producer has few
+  // registers.
+  __device__ __forceinline__ void CopyRows(int unit, u32 lane_row) const {
+    const int lane_token = Lane() / 8, chunk = Lane() % 8;
+    u32 rows[kCopies];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      rows[i] = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + lane_token);
+    }
+    const u32 ring = SharedAddress(shared_.ring) + (Warp() * kWarpTokens + lane_token) * 128;
+    const u32 swizzled[2] = {ring + (chunk ^ lane_token) * 16,
+                             ring + (chunk ^ (lane_token + 4)) * 16};
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const bool valid = rows[i] != kNoRow;
+      // The address of a copy that reads nothing still is one of the pool.
+      const char* from = pool_ + (valid ? static_cast<u64>(rows[i]) * kRowBytes : 0) + chunk * 16;
+      const u32 to = swizzled[i % 2] + i * kRowsPerCopy * 128;
+#pragma unroll
+      for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
+        CopyAsync16(to + place_.Block(unit, b), from + (Shape::FirstBlock(unit) + b) * 128, valid);
+      }
+    }
+  }
+
+  // This warp's rows by the copy engine: a lane a box and block.
+  __device__ __forceinline__ void CopyBoxes(int unit, u32 lane_row, u32 full) const {
+    if (Lane() == 0) {
+      ExpectBytes(full, kWarpTokens * 128 * Shape::NumBlocks(unit));
+      ArriveBarrier(full, kWarpSize);
+    }
+    __syncwarp();
+    if (Lane() % Max(kBoxRows, 1) == 0 && Lane() < kWarpTokens) {
+      const u32 to = SharedAddress(shared_.ring) + (Warp() * kWarpTokens + Lane()) * 128;
+#pragma unroll
+      for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
+        CopyBox(to + place_.Block(unit, b), p_.k_map, (Shape::FirstBlock(unit) + b) * 64, 0,
+                static_cast<int>(lane_row), layer_, full);
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  Shared& shared_;
+  const char* pool_;  // rows of the layer
+  int layer_;
+  typename Shape::RingPlace place_;
+};
+
+// What the two Shapes have in common.
+template <class Traits>
+struct LatentShape {
+  static constexpr int kStep = 64;  // kv tokens
+  static_assert(Traits::kTileKv == kStep, "as select/cuda.cc has it");
+  static constexpr int kBlocks = Traits::kHeadDimQk / 64;  // of 64 columns
+  static constexpr int kValueBlocks = Traits::kHeadDimVo / 64;
+  static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
+
+  static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
+  // Rows of a box of the copy engine, as jit/kernels.cc has it; 0: pages are not made of boxes.
+  static constexpr int kPageSize = Traits::kPageSize;
+  static constexpr int kBoxRows = kPageSize % kWarpTokens == 0 ? kWarpTokens
+                                  : kPageSize > 0 && kPageSize % 8 == 0 &&
+                                          kWarpTokens % Max(kPageSize, 1) == 0
+                                      ? kPageSize
+                                      : 0;
+  // To be measured: whole steps by the copy engine. num_stages has no other use here.
+  static constexpr bool kByBoxes = Traits::kNumStages % 2 == 1;
+
+  // kv position of the token that a producer's lane looks up in the step at `pos`.
+  __device__ static int LanePosition(int pos) {
+    return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;
+  }
+};
+
+}  // namespace jax_attn
