@@ -174,6 +174,11 @@ __device__ __forceinline__ uint4 LoadConstant16(const void* global) {
   return v;
 }
 
+// Brings a line into L2.
+__device__ __forceinline__ void PrefetchL2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // Reads past L1, which is not coherent: of what other CTAs wrote during this launch.
 __device__ __forceinline__ i32 LoadCoherent(const i32* global) {
   i32 x;

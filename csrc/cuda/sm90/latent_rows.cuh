@@ -23,6 +23,23 @@ class LatentRows {
     }
   }
 
+  // In the step at `pos` of item `index`, of a queue up to `end`: brings the page ids of steps to
+  // come into L2. With pages of a token they are as many lines as steps take at a time, and each is
+  // read once, so they come from memory, which under load answers in about the time of a step.
+  __device__ __forceinline__ void PrefetchPages(int index, int pos, int end) const {
+    if (Traits::kPageSize == 0 || !Shape::kPrefetches || Warp() != 0) return;
+    constexpr int kSteps = 3;  // ahead: 6 us, while L2 keeps a line for some 10
+    const ItemRecord item(p_, index);
+    if (pos == FirstStep<Shape::kStep>(item)) {
+      PrefetchPages<kSteps + 1>(item, pos);
+    } else {
+      PrefetchPages<1>(item, pos + kSteps * Shape::kStep);
+    }
+    if (pos + Shape::kStep < item.kv_end() || index + 1 == end) return;
+    const ItemRecord next(p_, index + 1);
+    PrefetchPages<kSteps + 1>(next, FirstStep<Shape::kStep>(next));
+  }
+
   // The rows of a step that this warp copies, each unit once nobody needs what was there.
   // lane_row: in the pool, of the token that the lane looked up, or kNoRow.
   __device__ __forceinline__ void LoadStep(u32 lane_row) {
@@ -55,6 +72,16 @@ class LatentRows {
 
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
+
+  // Ids of 16 positions are 64 bytes, or less with larger pages.
+  template <int kSteps>
+  __device__ __forceinline__ void PrefetchPages(const ItemRecord& item, int pos) const {
+    if constexpr (Traits::kPageSize > 0) {
+      const int at = pos + Lane() * 16;
+      if (at >= item.kv_end() || Lane() * 16 >= kSteps * Shape::kStep) return;
+      PrefetchL2(p_.page_indices + (item.kv_base() + static_cast<i64>(at / Traits::kPageSize)));
+    }
+  }
 
   // This warp's rows one by one. Addresses are computed for every unit: a producer has few
   // registers.
@@ -122,8 +149,10 @@ struct LatentShape {
                                           kWarpTokens % Max(kPageSize, 1) == 0
                                       ? kPageSize
                                       : 0;
-  // To be measured: whole steps by the copy engine. num_stages has no other use here.
+  // To be measured, so num_stages, which has no other use here, chooses: 1: whole steps by the copy
+  // engine; 8: page ids are not brought into L2 ahead of their use.
   static constexpr bool kByBoxes = Traits::kNumStages % 2 == 1;
+  static constexpr bool kPrefetches = Traits::kNumStages < 8;
 
   // kv position of the token that a producer's lane looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {

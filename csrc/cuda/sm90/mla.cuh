@@ -98,6 +98,7 @@ class HopperMlaProducer {
       const bool has_step = steps_.has_step();
       const u32 row = has_step ? steps_.Row(item) : kNoRow;
       if (has_step && steps_.is_first(item)) LoadQ(item);
+      if (has_step) rows_.PrefetchPages(steps_.index(), steps_.pos(), end);
       steps_.Next();
       if (has_step) rows_.LoadStep(row);
     }

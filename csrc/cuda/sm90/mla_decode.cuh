@@ -47,10 +47,11 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
 
-  // Columns of a row that are copied together: 384 bytes. To be measured: 128 and all 1152.
-  static constexpr int kUnitBlocks = Min(kBlocks, Traits::kNumStages < 2   ? 3
-                                                  : Traits::kNumStages < 4 ? 1
-                                                                           : 16);
+  // Columns of a row that are copied together: 384 bytes. To be measured (num_stages 2 and 4): 128
+  // and all 1152.
+  static constexpr int kUnitBlocks = Min(kBlocks, Traits::kNumStages % 8 < 2   ? 3
+                                                  : Traits::kNumStages % 8 < 4 ? 1
+                                                                               : 16);
   static constexpr int kUnits = CeilDiv(kBlocks, kUnitBlocks);  // of a step; the last may be less
   using Unit = SwizzledTile<64 * kUnitBlocks, kStep>;
   __device__ static constexpr int UnitInOrder(int i) { return i; }
@@ -127,6 +128,7 @@ class HopperMlaDecodeProducer {
       const ItemRecord item(p, steps.index());
       const bool has_step = steps.has_step();
       const u32 row = has_step ? steps.Row(item) : kNoRow;
+      if (has_step) rows.PrefetchPages(steps.index(), steps.pos(), end);
       steps.Next();
       if (has_step) rows.LoadStep(row);
     }

@@ -115,6 +115,7 @@ class QueueSteps {
 
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
+  __device__ int pos() const { return pos_; }      // of the step
   // An item without a span is passed, too, but has no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
   __device__ bool is_first(const ItemRecord& item) const {
