@@ -318,9 +318,9 @@ class HopperMlaConsumer {
     cursor_.Advance();
   }
 
-  // Steps are consumer 0's and consumer 1's in turns. Measured in a model that gives the time of
-  // the version before (benchmarks/NOTES.md): to begin the logits of the next step ahead of the
-  // other's probabilities costs more than it gains, since the next step is not there yet.
+  // Steps are consumer 0's and consumer 1's in turns. To begin the logits of the next step ahead of
+  // the other's probabilities would cost more than it gains: the next step is not there yet
+  // (benchmarks/NOTES.md has a model).
   __device__ __forceinline__ void RunSteps(const ItemRecord& item, int begin, int end, Rows& rows,
                                            Output& o) {
     if (group_ == 1 && begin + kStep >= end) ReleaseQ();  // no step is its own
