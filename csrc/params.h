@@ -186,6 +186,10 @@ struct RowState {
   float sum;
 };
 
+// A fold takes so many states at a time: enough on their way for one trip to memory, few enough for
+// registers.
+inline constexpr i32 kFoldBatch = 8;
+
 // Consecutive query tokens of one request and one kv head, whose state was split over num_partials
 // items. Partial i is at rows [first, first + qo_len * group_size) of the workspace with first =
 // partial_rows[partials_begin + i], in kv order. Whoever completes the group last folds the

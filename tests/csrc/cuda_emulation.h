@@ -559,8 +559,12 @@ T EmulationLoad16(const void* global) {
 }
 inline uint4 LoadConstant16(const void* global) { return EmulationLoad16<uint4>(global); }
 inline i32 LoadCoherent(const i32* global) { return *global; }
-inline RowState LoadCoherent(const RowState* global) { return *global; }
-inline float4 LoadCoherent16(const float* global) { return EmulationLoad16<float4>(global); }
+inline RowState LoadCoherentIf(bool loads, const RowState* global, RowState otherwise) {
+  return loads ? *global : otherwise;
+}
+inline float4 LoadCoherent16If(bool loads, const float* global) {
+  return loads ? EmulationLoad16<float4>(global) : make_float4(0, 0, 0, 0);
+}
 inline void MaxRelaxed(i32* global, u32 x) {
   *global = static_cast<i32>(std::max(static_cast<u32>(*global), x));
 }

@@ -185,16 +185,30 @@ __device__ __forceinline__ i32 LoadCoherent(const i32* global) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(global));
   return x;
 }
-__device__ __forceinline__ RowState LoadCoherent(const RowState* global) {
-  RowState x;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.max_log2), "=f"(x.sum) : "l"(global));
+// `otherwise` and zeros where it is not to be loaded.
+__device__ __forceinline__ RowState LoadCoherentIf(bool loads, const RowState* global,
+                                                   RowState otherwise) {
+  RowState x = otherwise;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %3, 0;\n"
+      "@p ld.global.cg.v2.f32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "+f"(x.max_log2), "+f"(x.sum)
+      : "l"(global), "r"(static_cast<i32>(loads)));
   return x;
 }
-__device__ __forceinline__ float4 LoadCoherent16(const float* global) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(global));
+__device__ __forceinline__ float4 LoadCoherent16If(bool loads, const float* global) {
+  float4 v = make_float4(0, 0, 0, 0);
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %5, 0;\n"
+      "@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "l"(global), "r"(static_cast<i32>(loads)));
   return v;
 }
 

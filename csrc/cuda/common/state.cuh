@@ -62,4 +62,41 @@ __device__ __forceinline__ void Accumulate(float4& sum, float weight, float4 x) 
   sum.w = fmaf(weight, x.w, sum.w);
 }
 
+// What softmax knows of a row, and four columns of its o, not normalised.
+struct PartialState {
+  RowState row;
+  float4 o;
+};
+
+__device__ __forceinline__ PartialState IdentityState() {
+  return {{-Infinity(), 0.0f}, make_float4(0, 0, 0, 0)};
+}
+
+// A fold of many states is one of batches: the states of a batch become one, all at once, and these
+// are added one after the other. Both are exact where a state is the identity. kFoldBatch:
+// params.h.
+__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kFoldBatch]) {
+  PartialState sum = IdentityState();
+#pragma unroll
+  for (int i = 0; i < kFoldBatch; ++i) {
+    sum.row.max_log2 = fmaxf(sum.row.max_log2, states[i].row.max_log2);
+  }
+#pragma unroll
+  for (int i = 0; i < kFoldBatch; ++i) {
+    const float weight = StateWeight(states[i].row.max_log2, sum.row.max_log2);
+    sum.row.sum = fmaf(weight, states[i].row.sum, sum.row.sum);
+    Accumulate(sum.o, weight, states[i].o);
+  }
+  return sum;
+}
+
+__device__ __forceinline__ void Combine(PartialState& all, const PartialState& state) {
+  const float max_log2 = fmaxf(all.row.max_log2, state.row.max_log2);
+  const float factor = StateWeight(all.row.max_log2, max_log2);
+  const float weight = StateWeight(state.row.max_log2, max_log2);
+  all.row = {max_log2, fmaf(weight, state.row.sum, all.row.sum * factor)};
+  Scale(all.o, factor);
+  Accumulate(all.o, weight, state.o);
+}
+
 }  // namespace jax_attn
