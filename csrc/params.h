@@ -13,7 +13,7 @@ using u64 = unsigned long long;
 
 inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
 inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault
-inline constexpr i32 kPlanVersion = 2;
+inline constexpr i32 kPlanVersion = 3;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
 
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
@@ -82,6 +82,7 @@ struct PlanRules {
   i32 schedule;  // a Schedule; kAuto is kBalanced with fewer_splits
   i32 num_kv_heads;
   i32 group_size;
+  i32 state_bytes;   // of a query token and kv head
   i32 window_left;   // -1: unlimited
   i32 window_right;  // -1: unlimited; causal is 0
   i32 kv_split;      // tokens a chunk: kFixedSplit; 2^30, as many as there may be: kNoSplit
@@ -117,7 +118,6 @@ struct PlanRules {
 // Likewise, where prefixes are shared.
 struct SharingRules {
   i32 alignment;             // borders of shared spans are multiples of it
-  i32 state_bytes;           // of a query token's state
   i32 token_bytes;           // of a kv token of one head
   i32 fresh_kv;              // as in AttentionSpec
   i32 cost_by_rows;          // as in KernelConfig
@@ -187,20 +187,25 @@ struct RowState {
 };
 
 // A fold takes so many states at a time: enough on their way for one trip to memory, few enough for
-// registers.
+// registers. The states of such a batch become one, and these are added one after the other.
 inline constexpr i32 kFoldBatch = 8;
 
 // Consecutive query tokens of one request and one kv head, whose state was split over num_partials
 // items. Partial i is at rows [first, first + qo_len * group_size) of the workspace with first =
-// partial_rows[partials_begin + i], in kv order. Whoever completes the group last folds the
-// partials in that order, so the bits do not depend on who it is.
+// partial_rows[partials_begin + i * partials_step], in kv order. Whoever completes the group last
+// folds the partials in that order, so the bits do not depend on who it is.
+// Where there is much to fold, several CTAs share it: each batch is a group of its own, whose
+// result is written to the rows of its first partial, and whoever does it arrives at the parent. A
+// parent adds the states of batches, so the bits are those that one group would have left.
 struct MergeGroup {
   i32 qo_begin;  // a row of q
   i32 qo_len;
   i32 kv_head;
   i32 num_partials;
   i32 partials_begin;
-  i32 reserved[3];
+  i32 partials_step;  // kFoldBatch: a parent, whose partials are what other groups leave; else 1
+  i32 parent;         // the merge group that goes on with the result; -1: it is final, o and lse
+  i32 first_place;    // of its first partial in a batch; 0 but for windows of kFixedSplit
 };
 static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
 

@@ -52,13 +52,14 @@ def tables(plan: AttentionPlan, num_rows: int) -> str:
         sections.append(
             _table(
                 f"merge groups of most partial states (of {len(groups)})",
-                ("group", "first q row", "query tokens", "kv head", "partial states"),
+                ("group", "first q row", "query tokens", "kv head", "partial states", "result"),
                 (
-                    (g, *(groups[name][g] for name in ("qo_begin", "qo_len", "kv_head")), n)
-                    for g, n in (
-                        (g, groups["num_partials"][g])
-                        for g in np.argsort(-groups["num_partials"], kind="stable")[:num_rows]
+                    (
+                        g,
+                        *(groups[g][["qo_begin", "qo_len", "kv_head", "num_partials"]]),
+                        "final" if groups["parent"][g] < 0 else f"of group {groups['parent'][g]}",
                     )
+                    for g in np.argsort(-groups["num_partials"], kind="stable")[:num_rows]
                 ),
             )
         )

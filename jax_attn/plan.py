@@ -26,7 +26,7 @@ _ITEM = np.dtype([(name, np.int32) for name in (
 )])  # fmt: skip
 _MERGE_GROUP = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
-    "reserved_0", "reserved_1", "reserved_2",
+    "partials_step", "parent", "first_place",
 )])  # fmt: skip
 
 
@@ -86,7 +86,7 @@ class AttentionPlan:
 
     def partial_rows(self) -> np.ndarray:
         """[num_partials]. Group g's partials start at workspace rows
-        partial_rows()[g.partials_begin : g.partials_begin + g.num_partials], in kv order."""
+        partial_rows()[g.partials_begin :: g.partials_step][: g.num_partials], in kv order."""
         return self._section("partial_rows", self.header()["num_partials"])
 
     def qo_indices(self) -> np.ndarray:
@@ -198,6 +198,7 @@ class AttentionPlan:
         per_tile = np.bincount(items["tile"], minlength=len(tiles))
         kv_tokens = items["kv_end"] - items["kv_begin"]
         groups = self.merge_groups()
+        num_children = int((groups["parent"] >= 0).sum())
         bucket = self.bucket()
         storage = f"pages of {spec.page_size}" if spec.is_paged else "ragged kv"
         lines = [
@@ -214,8 +215,9 @@ class AttentionPlan:
             f" {int((lengths == 0).sum())} empty",
             f"  imbalance      {costs.max() / mean if mean else 1.0:.3f}"
             " (predicted load of the fullest queue / mean)",
-            f"  split tiles    {len(groups)} row groups in {int(groups['num_partials'].sum())}"
-            f" partial states, {header['num_partial_rows']} of {config['max_partial_rows']} rows",
+            f"  split tiles    {len(groups) - num_children} row groups in {header['num_partials']}"
+            f" partial states, {header['num_partial_rows']} of {config['max_partial_rows']} rows"
+            + (f", first folded by {num_children} merge groups" if num_children else ""),
             f"  plan           {4 * spec.plan_words} bytes",
             f"  workspace      {4 * spec.workspace_words} bytes",
         ]

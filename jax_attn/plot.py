@@ -56,19 +56,25 @@ def timeline(plan: AttentionPlan, item_times: Any = None) -> Timeline:
         begin, end = times.T
         label = "measured time, µs"
     request = np.where(items["num_groups"] > 1, -1, items["request"])
-    links = _links(items, end)
+    links = _links(items, plan.merge_groups()["parent"], end)
     return Timeline(queue, begin, end, request, links, len(indptr) - 1, label)
 
 
-def _links(items: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """From each item to those that complete its merge groups, once each."""
+def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """From each item to those that complete its merge groups, and from these to those that complete
+    the parents, once each."""
     counts = items["num_groups"]
     item = np.repeat(np.arange(len(items)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     group = items["merge_idx"][item] + np.arange(len(item)) - first
     by_end = np.argsort(end[item], kind="stable")
-    last = np.full(group.max(initial=-1) + 1, -1)
+    last = np.full(len(parent), -1)
     last[group[by_end]] = item[by_end]  # the latest assignment of a group stays
+    children = np.flatnonzero(parent >= 0)
+    by_end = children[np.lexsort((last[children], end[last[children]]))]
+    last[parent[by_end]] = last[by_end]
+    item = np.concatenate([item, last[children]])
+    group = np.concatenate([group, parent[children]])
     links = np.stack([item, last[group]], axis=1)
     return np.unique(links[links[:, 0] != links[:, 1]], axis=0)
 
@@ -179,6 +185,8 @@ def _tell(plan: AttentionPlan, times: Timeline) -> list[str]:
         if count == 1:
             parts = groups["num_partials"][merge_idx]
             lines.append(f"one of {parts} partial states of merge group {merge_idx}")
+            if (parent := groups["parent"][merge_idx]) >= 0:
+                lines.append(f"which is one of {groups['num_partials'][parent]} of group {parent}")
         elif count > 1:
             lines.append(f"partial states of merge groups {merge_idx} to {merge_idx + count - 1}")
         texts.append("\n".join(lines))

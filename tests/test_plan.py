@@ -16,6 +16,7 @@ import jax_attn as ja
 from jax_attn import config, reference
 
 TARGETS = ("cpu", "sm_80:108", "sm_90:132")
+FOLD_BATCH = 8  # csrc/params.h
 
 
 # ---- random batches ------------------------------------------------------------------------------
@@ -156,44 +157,133 @@ def test_every_visible_pair_is_in_exactly_one_item(case, target):
     assert (written <= 1).all()
 
 
-@few_examples
-@random_cases
-def test_merge_groups_are_complete_ordered_and_apart(case, target):
-    plan = make_plan(case, target)
+def check_merge_groups(plan):
+    """Every state of an item is folded once, in kv order, and every row has one writer."""
     config, header = plan.spec.kernel_config, plan.header()
     items, groups, partial_rows = plan.items(), plan.merge_groups(), plan.partial_rows()
-    group_size = case.num_qo_heads // case.num_kv_heads
+    group_size = plan.spec.heads_per_item
     row_owner = np.full(header["num_partial_rows"], -1)
-    for g, group in enumerate(groups):
-        # The items that arrive at the group, and the row of its first token in their states.
+
+    def span_of_item(g, item, first):
+        """The kv span of an item that arrives at group g, whose state begins at row `first`."""
+        group = groups[g]
+        token = (first - item["partial_row"]) // group_size
+        mine = tokens_of(plan, item)[token : token + group["qo_len"]]
+        np.testing.assert_array_equal(mine, group["qo_begin"] + np.arange(group["qo_len"]))
+        before = groups[item["merge_idx"] : g]["qo_len"].sum()
+        assert first == item["partial_row"] + before * group_size
+        rows = slice(first, first + group["qo_len"] * group_size)
+        assert (row_owner[rows] == -1).all()
+        row_owner[rows] = g
+        return item["kv_begin"], item["kv_end"]
+
+    def span_of_group(g):
+        group = groups[g]
         index = g - items["merge_idx"]
         members = items[(index >= 0) & (index < items["num_groups"])]
-        rows = group["qo_len"] * group_size
-        assert len(members) == group["num_partials"] >= 2
-        assert (members["kv_head"] == group["kv_head"]).all()
         members = np.sort(members, order="kv_begin")
-        assert (members["kv_end"][:-1] == members["kv_begin"][1:]).all()  # in kv order, no gap
-        partials = partial_rows[group["partials_begin"] :][: len(members)]
-        for item, first in zip(members, partials, strict=True):
-            token = (first - item["partial_row"]) // group_size
-            mine = tokens_of(plan, item)[token : token + group["qo_len"]]
-            np.testing.assert_array_equal(mine, group["qo_begin"] + np.arange(group["qo_len"]))
-            before = groups[item["merge_idx"] : g]["qo_len"].sum()
-            assert first == item["partial_row"] + before * group_size
-            assert (row_owner[first : first + rows] == -1).all()
-            row_owner[first : first + rows] = g
+        children = np.flatnonzero(groups["parent"] == g)
+        firsts = partial_rows[group["partials_begin"] :: group["partials_step"]]
+        firsts = firsts[: group["num_partials"]]
+        assert group["num_partials"] == len(firsts) == len(members) + len(children) >= 2
+        assert (members["kv_head"] == group["kv_head"]).all()
+        if len(children):  # all of them before the last item, if one arrives here
+            assert group["parent"] == -1 and len(members) <= 1  # two levels
+            assert (np.diff(groups["partials_begin"][children]) == FOLD_BATCH).all()
+            for name in ("qo_begin", "qo_len", "kv_head"):
+                assert (groups[name][children] == group[name]).all()
+        else:
+            assert group["partials_step"] == 1
+        spans = [span_of_group(c) for c in children]
+        assert [partial_rows[groups["partials_begin"][c]] for c in children] == list(
+            firsts[: len(children)]
+        )
+        for item, first in zip(members, firsts[len(children) :], strict=True):
+            spans.append(span_of_item(g, item, first))
+        ends = [end for _, end in spans]
+        assert ends[:-1] == [begin for begin, _ in spans[1:]]  # in kv order, no gap
+        return spans[0][0], ends[-1]
+
+    final = np.flatnonzero(groups["parent"] < 0)
+    for g in final:
+        span_of_group(g)
     assert (row_owner >= 0).all()
     assert header["num_partial_rows"] <= config["max_partial_rows"]
-    assert header["num_partials"] == groups["num_partials"].sum() <= config["max_partials"]
+    assert header["num_partials"] == items["num_groups"].sum() <= config["max_partials"]
+    assert header["num_merge_groups"] == len(groups) <= config["max_merge_groups"]
     assert header["num_shared_tokens"] <= config["max_shared_tokens"]
     alone = items[items["merge_idx"] < 0]
     assert (alone["partial_row"] == -1).all() and (alone["num_groups"] == 0).all()
     assert (items["num_groups"][items["merge_idx"] >= 0] >= 1).all()
-    # Every (token, head) has one writer: a final item or a merge group.
-    writers = np.zeros((sum(case.qo_lens), case.num_kv_heads), int)
-    for record in (*alone, *groups):
+    # Every (token, head) has one writer: a final item or a final merge group.
+    num_heads = -(-plan.spec.num_qo_heads // group_size)  # blocks of heads with mla
+    writers = np.zeros((header["nnz_qo"], num_heads), int)
+    for record in (*alone, *groups[final]):
         writers[record["qo_begin"] : record["qo_begin"] + record["qo_len"], record["kv_head"]] += 1
     assert (writers == 1).all()
+
+
+@few_examples
+@random_cases
+def test_merge_groups_are_complete_ordered_and_apart(case, target):
+    check_merge_groups(make_plan(case, target))
+
+
+def long_context(target, num_qo_tokens, kv_len, heads, **options):
+    """One request, of which little is new."""
+    spec = ja.AttentionSpec(
+        *heads, page_size=64, max_qo_tokens=num_qo_tokens, max_kv_pages=-(-kv_len // 64),
+        target=target, **options,
+    )  # fmt: skip
+    pages = np.arange(spec.max_kv_pages)
+    return ja.plan(spec, [0, num_qo_tokens], [kv_len], [0, len(pages)], pages)
+
+
+MLA = {"head_dim_qk": 576, "head_dim_vo": 512, "mla": True, "sm_scale": 0.07}
+
+
+@pytest.mark.parametrize("num_ctas", (34, 46, 66, 132, 264))
+def test_large_states_are_folded_by_several(num_ctas):
+    """128 heads of MLA over a long context: two blocks of 64 rows, 131 KB a state."""
+    plan = long_context("sm_90:132", 1, 65536, (128, 1), num_ctas=num_ctas, **MLA)
+    check_merge_groups(plan)
+    groups, splits = plan.merge_groups(), plan.header()["num_partials"] // 2
+    final, children = groups[groups["parent"] < 0], groups[groups["parent"] >= 0]
+    assert len(final) == 2 and 16 <= splits <= num_ctas // 2
+    assert (final["num_partials"] == -(-splits // 8)).all()
+    assert len(children) == 2 * ((splits + 6) // 8) and children["num_partials"].max() == 8
+    assert f"first folded by {len(children)} merge groups" in plan.describe()
+
+
+def test_small_states_are_folded_by_one():
+    """Decodes of a few rows wait for answers of memory, of which a second level needs more."""
+    for heads in ((32, 8), (4, 1)):
+        plan = long_context("sm_90:132", 1, 131072, heads, head_dim_qk=128)
+        groups = plan.merge_groups()
+        assert len(groups) == heads[1] and groups["num_partials"].min() > 8
+        assert (groups["parent"] == -1).all() and (groups["partials_step"] == 1).all()
+    # Few large ones, too.
+    groups = long_context("sm_90:24", 1, 65536, (128, 1), **MLA).merge_groups()
+    assert (groups["num_partials"] == 12).all() and (groups["parent"] == -1).all()
+
+
+def test_a_chunk_of_a_long_context_is_folded_by_several():
+    plan = long_context("sm_90:132", 100, 60000, (8, 2), head_dim_qk=128, window_left=50000)
+    check_merge_groups(plan)
+    assert (plan.merge_groups()["parent"] >= 0).any()
+    # fixed_split: a state's place in a batch is that of its chunk, wherever a window begins (here
+    # 48 tokens before a batch), and what does not begin with a full batch has one level.
+    plan = long_context(
+        "sm_90:132", 100, 60000, (8, 2), head_dim_qk=128, window_left=47660,
+        schedule="fixed_split", kv_split=512, max_items=4000, max_partial_rows=1 << 19,
+    )  # fmt: skip
+    check_merge_groups(plan)
+    groups, items = plan.merge_groups(), plan.items()
+    one_level = (groups["parent"] < 0) & (groups["partials_step"] == 1)
+    assert set(groups["first_place"][one_level]) == {7}
+    for g in np.flatnonzero(one_level):
+        assert min(items["kv_begin"][items["merge_idx"] == g]) // 512 % 8 == 7
+    assert len(groups[~one_level]) and (groups["first_place"][~one_level] == 0).all()
 
 
 @few_examples
@@ -211,7 +301,6 @@ def test_items_fit_their_tiles_and_the_queues_hold_them_all(case, target):
     assert indptr[0] == 0 and indptr[-1] == len(items) == header["num_items"]
     assert (np.diff(indptr) >= 0).all()
     assert header["num_items"] <= config["max_items"]
-    assert header["num_merge_groups"] <= config["max_merge_groups"]
     assert header["batch_size"] == len(case.qo_lens) and header["nnz_qo"] == sum(case.qo_lens)
     starts = make_lengths(case, np.random.default_rng(0))[0]
     starts = starts.kv_indptr if case.page_size is None else starts.page_indptr

@@ -13,6 +13,7 @@ from jax_attn.plot import timeline
 TARGET = "sm_90:6"
 SPLIT = Case("", (1, 40, 1), (9000, 60, 700))
 SHARED = Case("", (1,) * 6, (4000,) * 6, branches=("a",) * 6, branch_tokens=3072, num_ctas=4)
+TREE = Case("", (64,), (30000,), 4, 1, dtype="bfloat16")
 EMPTY = Case("", (), ())
 
 
@@ -30,20 +31,29 @@ def test_items_of_a_queue_follow_each_other(target):
             np.testing.assert_allclose(begin[1:], end[:-1])
 
 
-@pytest.mark.parametrize("case", (SPLIT, SHARED), ids=("split", "shared"))
-def test_links_lead_to_the_item_that_completes_the_group(case):
-    plan = make_plan(case, TARGET)
+@pytest.mark.parametrize(
+    ("case", "target"),
+    ((SPLIT, TARGET), (SHARED, TARGET), (TREE, "sm_90:132")),
+    ids=("split", "shared", "tree"),
+)
+def test_links_lead_to_the_item_that_completes_the_group(case, target):
+    plan = make_plan(case, target)
     times, items = timeline(plan), plan.items()
     groups = plan.merge_groups()
-    assert len(groups)
+    assert len(groups) and (groups["parent"] >= 0).any() == (case is TREE)
     expected = set()
-    for g in range(len(groups)):
+
+    def completer(g):
         members = np.flatnonzero(
             (items["merge_idx"] <= g) & (g < items["merge_idx"] + items["num_groups"])
-        )
-        ends = times.end[members]
-        for last in members[ends == ends.max()][-1:]:
-            expected |= {(int(m), int(last)) for m in members if m != last}
+        ).tolist()
+        members += [completer(c) for c in np.flatnonzero(groups["parent"] == g)]
+        last = max(members, key=lambda i: (times.end[i], i))
+        expected.update((m, last) for m in members if m != last)
+        return last
+
+    for g in np.flatnonzero(groups["parent"] < 0):
+        completer(g)
     assert {(int(a), int(b)) for a, b in times.links} == expected
 
 

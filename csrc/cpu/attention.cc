@@ -57,13 +57,17 @@ int64_t RunLength(const WorkItem* items, int64_t max_items, int64_t group_size) 
   return n;
 }
 
-// Counts an arrival at each of the item's merge groups and folds those that it completes.
+// Counts an arrival at each of the item's merge groups, folds those that it completes, and arrives
+// at their parents.
 void Arrive(const CpuTypeKernels& kernels, const AttentionParams& p, const WorkItem& item) {
   for (i32 i = item.merge_idx; i < item.merge_idx + item.num_groups; ++i) {
-    const MergeGroup& group = p.merge_groups[i];
-    // acq_rel: our partial is visible to whoever folds, and all partials to us if it is us.
-    const i32 arrived = __atomic_fetch_add(&p.merge_counters[i], 1, __ATOMIC_ACQ_REL);
-    if (arrived + 1 == group.num_partials) kernels.merge_group(p, group);
+    for (i32 g = i; g >= 0; g = p.merge_groups[g].parent) {
+      const MergeGroup& group = p.merge_groups[g];
+      // acq_rel: our partial is visible to whoever folds, and all partials to us if it is us.
+      const i32 arrived = __atomic_fetch_add(&p.merge_counters[g], 1, __ATOMIC_ACQ_REL);
+      if (arrived + 1 < group.num_partials) break;
+      kernels.merge_group(p, group);
+    }
   }
 }
 

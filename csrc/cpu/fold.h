@@ -69,38 +69,94 @@ void AddScaled(float weight, const T* part, i64 n, float* o) {
   }
 }
 
-// Folds the states of row `row` of a group's items in order into o, not normalised.
-template <class Isa>
-RowState FoldPartials(const AttentionParams& params, const MergeGroup& group, i64 row, float* o) {
-  const i32* first_rows = params.partial_rows + group.partials_begin;
-  const i64 dim = params.head_dim_vo;
-  RowState all = {kNegInf, 0.0f};
-  for (i64 i = 0; i < group.num_partials; ++i) {
-    const float max = params.partial_states[first_rows[i] + row].max_log2;
-    all.max_log2 = max > all.max_log2 ? max : all.max_log2;
-  }
-  for (i64 d = 0; d < dim; ++d) o[d] = 0;
-  for (i64 i = 0; i < group.num_partials; ++i) {
-    const RowState state = params.partial_states[first_rows[i] + row];
-    if (state.sum == 0) continue;
-    const float weight = exp2f(state.max_log2 - all.max_log2);
-    all.sum += weight * state.sum;
-    AddScaled<Isa>(weight, params.partial_o + (first_rows[i] + row) * dim, dim, o);
-  }
-  return all;
-}
-
 // Rows of o that fit on the stack, above every supported head dim.
 constexpr i64 kMaxHeadDim = 1024;
+
+// The partial states of one row of a merge group.
+template <class Isa>
+class FoldedRow {
+ public:
+  FoldedRow(const AttentionParams& params, const MergeGroup& group, i64 row)
+      : params_(params),
+        first_rows_(params.partial_rows + group.partials_begin),
+        step_(group.partials_step),
+        row_(row) {}
+
+  // Their sum, in batches of kFoldBatch whose states become one, which are added one after the
+  // other: so a row is the same whether batches are folded here or were, by groups of their own. o:
+  // [head_dim_vo], not normalised.
+  RowState Fold(const MergeGroup& group, float* o) const {
+    alignas(64) float batch_o[kMaxHeadDim];
+    const i64 n = group.num_partials;
+    if (step_ > 1) {
+      RowState all = SumOf(0, 1, o);
+      for (i64 i = 1; i < n; ++i) Add(State(i), Columns(i), &all, o);
+      return all;
+    }
+    i64 end = Min(n, kFoldBatch - group.first_place);
+    RowState all = SumOf(0, end, o);
+    for (i64 begin = end; begin < n; begin = end) {
+      end = Min(n, begin + kFoldBatch);
+      const RowState batch = SumOf(begin, end, batch_o);
+      Add(batch, batch_o, &all, o);
+    }
+    return all;
+  }
+
+ private:
+  i64 At(i64 i) const { return first_rows_[i * step_] + row_; }
+  RowState State(i64 i) const { return params_.partial_states[At(i)]; }
+  const float* Columns(i64 i) const { return params_.partial_o + At(i) * params_.head_dim_vo; }
+
+  // Of partials [begin, end). One state comes out as it is.
+  RowState SumOf(i64 begin, i64 end, float* o) const {
+    RowState sum = {kNegInf, 0.0f};
+    for (i64 i = begin; i < end; ++i) {
+      const float max = State(i).max_log2;
+      sum.max_log2 = max > sum.max_log2 ? max : sum.max_log2;
+    }
+    for (i64 d = 0; d < params_.head_dim_vo; ++d) o[d] = 0;
+    for (i64 i = begin; i < end; ++i) {
+      const RowState state = State(i);
+      if (state.sum == 0) continue;  // its o is not read
+      const float weight = exp2f(state.max_log2 - sum.max_log2);
+      sum.sum += weight * state.sum;
+      AddScaled<Isa>(weight, Columns(i), params_.head_dim_vo, o);
+    }
+    return sum;
+  }
+
+  // One function for both of Fold's ways: the same instructions, the same bits.
+  __attribute__((noinline)) void Add(RowState state, const float* columns, RowState* all,
+                                     float* o) const {
+    if (state.sum == 0) return;
+    const float max = state.max_log2 > all->max_log2 ? state.max_log2 : all->max_log2;
+    const float factor = all->sum == 0 ? 0.0f : exp2f(all->max_log2 - max);
+    const float weight = exp2f(state.max_log2 - max);
+    *all = {max, factor * all->sum + weight * state.sum};
+    StoreScaled<Isa>(factor, o, params_.head_dim_vo, o);
+    AddScaled<Isa>(weight, columns, params_.head_dim_vo, o);
+  }
+
+  const AttentionParams& params_;
+  const i32* first_rows_;
+  const i64 step_, row_;
+};
 
 template <class Isa, typename T>
 void MergeGroupRows(const AttentionParams& params, const MergeGroup& group) {
   alignas(64) float o[kMaxHeadDim];
-  const i64 rows = i64{group.qo_len} * params.group_size;
+  const i64 rows = i64{group.qo_len} * params.group_size, dim = params.head_dim_vo;
   for (i64 r = 0; r < rows; ++r) {
-    const RowState state = FoldPartials<Isa>(params, group, r, o);
-    StoreRow<Isa, T>(params, group.qo_begin + r / params.group_size,
-                     group.kv_head * params.group_size + r % params.group_size, state, o);
+    const RowState state = FoldedRow<Isa>(params, group, r).Fold(group, o);
+    if (group.parent < 0) {
+      StoreRow<Isa, T>(params, group.qo_begin + r / params.group_size,
+                       group.kv_head * params.group_size + r % params.group_size, state, o);
+    } else {
+      const i64 at = params.partial_rows[group.partials_begin] + r;
+      params.partial_states[at] = state;
+      StoreScaled<Isa>(1.0f, o, dim, params.partial_o + at * dim);
+    }
   }
 }
 

@@ -32,7 +32,7 @@ struct CpuTypeKernels {
   void (*attend)(const AttentionParams& p, const CpuGeometry& g, const WorkItem* items,
                  i64 num_items, void* scratch);
 
-  // Folds the complete merge group into o and lse.
+  // Folds the complete merge group into o and lse, or into the rows of its first partial.
   void (*merge_group)(const AttentionParams& p, const MergeGroup& group);
 
   // Rows [begin, end) of a merge call.

@@ -74,6 +74,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.fewer_splits = spec.schedule == kAuto;
   rules.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
   rules.group_size = static_cast<i32>(spec.group_size());
+  rules.state_bytes = static_cast<i32>(spec.group_size() * 4 * spec.head_dim_vo);
   rules.window_left = static_cast<i32>(spec.window_left);
   rules.window_right = static_cast<i32>(spec.window_right);
   rules.kv_split = static_cast<i32>(
@@ -112,7 +113,6 @@ SharingRules MakeSharingRules(const AttentionProblem& problem) {
   // sharing.
   sharing.alignment =
       static_cast<i32>(spec.schedule == kFixedSplit ? spec.kv_split : config.tile_kv);
-  sharing.state_bytes = static_cast<i32>(spec.group_size() * 4 * spec.head_dim_vo);
   sharing.token_bytes =
       static_cast<i32>((spec.head_dim_qk + spec.head_dim_vo) * ElementBytes(spec.kv_dtype()));
   sharing.fresh_kv = static_cast<i32>(spec.fresh_kv);
@@ -242,13 +242,8 @@ void FillCapacities(AttentionProblem* problem) {
     // Chunks of kFixedSplit are the same however many requests share them.
     if (spec.balances()) config.max_items += max_shared_tiles * spec.num_kv_heads;
   }
-  // A merge group has at least two items; with kBalanced at most every other chunk starts one.
-  config.max_merge_groups = std::min(config.max_items / 2, max_tiles * spec.num_kv_heads);
-  config.max_partials = config.max_items;
-  if (spec.balances()) {
-    config.max_merge_groups = std::min(config.max_merge_groups, max_chunks / 2 + 1);
-    config.max_partials = max_chunks;
-  }
+  config.max_partials = spec.balances() ? max_chunks : config.max_items;
+  config.max_merge_groups = MaxMergeGroups(max_tiles * spec.num_kv_heads, config.max_partials);
   if (shares && spec.balances()) {  // the requests that share something, besides
     config.max_merge_groups += max_units * spec.num_kv_heads;
     config.max_partials = std::max(max_chunks, max_chunks * largest_tile / spec.group_size());

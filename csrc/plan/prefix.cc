@@ -117,7 +117,8 @@ class Forest {
       unit_of[i] = static_cast<int32_t>(out->unit_tiles.size());
       out->unit_tiles.push_back(tile_idx);
       out->tiles[tile_idx].kv_begin = own_begin[i];
-      out->sharing[tile_idx] = {StateCost(sharing_, flat_[tile_idx].qo_len), unit_of[i], 0, 0};
+      out->sharing[tile_idx] = {StateCost(rules_, sharing_, flat_[tile_idx].qo_len), unit_of[i], 0,
+                                0};
     }
     for (const Node& node : nodes_) {
       if (!node.shared) continue;
@@ -126,7 +127,8 @@ class Forest {
                                      SharedBegin(node), node.kv_end);
         if (end - begin > 1) t.qo_begin = static_cast<int32_t>(out->qo_indices.size());
         out->tiles.push_back(t);
-        out->sharing.push_back({StateCost(sharing_, tokens), -1, unit_of[begin], end - begin});
+        out->sharing.push_back(
+            {StateCost(rules_, sharing_, tokens), -1, unit_of[begin], end - begin});
         for (int32_t i = begin; i < end && end - begin > 1; ++i) {
           const QueryTile& unit = flat_[order_[i].tile_idx];
           for (int32_t k = 0; k < unit.qo_len; ++k) out->qo_indices.push_back(unit.qo_begin + k);
@@ -275,7 +277,7 @@ class Forest {
       const QueryTile& t = flat_[c.tile_idx];
       UnitSums sum = sums_.back();
       sum.whole += ItemCost(rules_, t, t.kv_end, false);
-      sum.partial += PartialCost(rules_, t, StateCost(sharing_, t.qo_len), t.kv_end);
+      sum.partial += PartialCost(rules_, t, StateCost(rules_, sharing_, t.qo_len), t.kv_end);
       sum.kv_cost += t.kv_cost;
       sums_.push_back(sum);
     }
@@ -295,7 +297,7 @@ class Forest {
     ForTiles(node, [&](int32_t begin, int32_t, int32_t tokens) {
       const QueryTile& first = flat_[order_[begin].tile_idx];
       const QueryTile t = MakeSharedTile(rules_, sharing_, first, tokens, 0, node.kv_end);
-      fixed += PartialCost(rules_, t, StateCost(sharing_, tokens), 0);
+      fixed += PartialCost(rules_, t, StateCost(rules_, sharing_, tokens), 0);
       kv_cost += t.kv_cost;
     });
     const int64_t* below = &below_[n * kBorders];

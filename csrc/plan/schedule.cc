@@ -78,7 +78,9 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
     n.num_partials += heads * std::max(1, sharing.num_units);
     n.num_partial_rows +=
         static_cast<int64_t>(tiling.tiles[c.tile_idx].qo_len) * rules.group_size * heads;
-    if (c.split == 0 && !sharing.shared()) n.num_merge_groups += heads;
+    if (c.split > 0 || sharing.shared()) continue;
+    const QueryTile& t = tiling.tiles[c.tile_idx];
+    n.num_merge_groups += heads * (sharing.partial() ? 1 : NumMergeGroups(rules, t, c.num_splits));
   }
 }
 
@@ -252,13 +254,36 @@ struct PartialPlace {
   int32_t first_row, head_step;
 };
 
-void AddGroup(const QueryTile& t, int32_t head, int32_t group, ScheduleOutput* out) {
-  out->merge_groups[group] = {t.qo_begin, t.qo_len, head, 0, out->num_partials, {0, 0, 0}};
+void AddGroup(const QueryTile& t, int32_t head, int32_t group, int32_t parent,
+              ScheduleOutput* out) {
+  out->merge_groups[group] = {t.qo_begin, t.qo_len, head, 0, out->num_partials, 1, parent, 0};
 }
 
 void AddPartial(int32_t group, int32_t row, ScheduleOutput* out) {
   ++out->merge_groups[group].num_partials;
   out->partial_rows[out->num_partials++] = row;
+}
+
+// The merge groups of a tile that is cut into chunks such as c and shares nothing, for one kv head,
+// whose partial states begin at `row`.
+void AddTileGroups(const PlanRules& rules, const QueryTile& t, const Chunk& c, int32_t head,
+                   int32_t row, ScheduleOutput* out) {
+  const int32_t num_groups = NumMergeGroups(rules, t, c.num_splits);
+  const int32_t first = out->num_merge_groups;
+  out->num_merge_groups += num_groups;
+  AddGroup(t, head, first, -1, out);
+  MergeGroup& final = out->merge_groups[first];
+  final.first_place = FirstFoldPlace(rules, t);
+  for (int32_t s = 0; s < c.num_splits; ++s) {
+    const int32_t group = first + MergeGroupOfSplit(num_groups, s);
+    if (group > first && s % kFoldBatch == 0) AddGroup(t, head, group, first, out);
+    AddPartial(group, row, out);
+    row += t.qo_len * rules.group_size;
+  }
+  if (num_groups > 1) {
+    final.num_partials = static_cast<int32_t>(CeilDivide(c.num_splits, kFoldBatch));
+    final.partials_step = kFoldBatch;
+  }
 }
 
 // The merge groups of units come first: [head, unit], so that those of any shared tile follow each
@@ -287,7 +312,7 @@ void NumberUnits(const PlanRules& rules, const Tiling& tiling, const std::vector
   for (int32_t head = 0; head < rules.num_kv_heads; ++head) {
     for (int32_t u = 0; u < num_units; ++u) {
       const int32_t group = head * num_units + u;
-      AddGroup(tiling.tiles[tiling.unit_tiles[u]], head, group, out);
+      AddGroup(tiling.tiles[tiling.unit_tiles[u]], head, group, -1, out);
       for (const PartialPlace& place : partials[u]) {
         AddPartial(group, place.first_row + head * place.head_step, out);
       }
@@ -312,6 +337,10 @@ void PlacePartials(const PlanRules& rules, const Tiling& tiling, const std::vect
     if (c.split > 0) {
       place = (*places)[i - 1];  // chunks of a tile are consecutive
       place.partial_row += rows;
+      if (!sharing.partial()) {
+        place.group += MergeGroupOfSplit(place.group_step, c.split) -
+                       MergeGroupOfSplit(place.group_step, c.split - 1);
+      }
       continue;
     }
     place.partial_row = out->num_partial_rows;
@@ -321,14 +350,10 @@ void PlacePartials(const PlanRules& rules, const Tiling& tiling, const std::vect
       place.group_step = num_units;
       continue;
     }
-    place.group = out->num_merge_groups;
-    place.group_step = 1;
+    place.group_step = NumMergeGroups(rules, t, c.num_splits);
+    place.group = out->num_merge_groups + MergeGroupOfSplit(place.group_step, 0);
     for (int32_t h = 0; h < heads; ++h) {
-      AddGroup(t, h, out->num_merge_groups, out);
-      for (int32_t s = 0; s < c.num_splits; ++s) {
-        AddPartial(out->num_merge_groups, place.partial_row + (h * c.num_splits + s) * rows, out);
-      }
-      ++out->num_merge_groups;
+      AddTileGroups(rules, t, c, h, place.partial_row + h * c.num_splits * rows, out);
     }
   }
   NumberUnits(rules, tiling, chunks, *places, out);

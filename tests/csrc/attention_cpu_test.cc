@@ -21,6 +21,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/merge.h"
 #include "cpu/task_pool.h"
+#include "merge_trees.h"
 
 namespace jax_attn {
 namespace {
@@ -350,7 +351,9 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
       if (num_chunks > 1) {
         for (int h = 0; h < c.num_kv_heads; ++h) {
           const auto partials_begin = static_cast<int32_t>(plan.partial_rows.size());
-          plan.groups.push_back({p.qo_indptr[r] + token, n, h, num_chunks, partials_begin, {}});
+          const int place = c.split > 0 ? begin / c.split % kFoldBatch : 0;
+          plan.groups.push_back(
+              {p.qo_indptr[r] + token, n, h, num_chunks, partials_begin, 1, -1, place});
           for (int i = 0; i < num_chunks; ++i) {
             plan.partial_rows.push_back(partial_base + (h * num_chunks + i) * rows);
           }
@@ -464,6 +467,12 @@ void Compare(const Problem& p, const Output& got, const Output& want, const char
   }
 }
 
+PlanData WithMergeTrees(PlanData plan) {
+  MakeMergeTrees(plan.partial_rows, plan.items.data(), plan.header.num_items, &plan.groups);
+  plan.header.num_merge_groups = static_cast<i32>(plan.groups.size());
+  return plan;
+}
+
 void TestCase(const Case& c, TaskPool& threads) {
   InlinePool inline_pool;
   const Problem p(c);
@@ -477,6 +486,8 @@ void TestCase(const Case& c, TaskPool& threads) {
       CHECK(SameBits(got, Run(p, plan, threads)), "%s %s: bits depend on the threads",
             c.name.c_str(), isa.c_str());
     }
+    CHECK(SameBits(got, Run(p, WithMergeTrees(plan), threads)), "%s %s: bits depend on the tree",
+          c.name.c_str(), isa.c_str());
   }
 }
 
@@ -722,6 +733,9 @@ int TestMain() {
     TestInvariance(c, threads);
     c.window_left = 100;
     c.dqk = 72, c.dvo = 40;
+    TestInvariance(c, threads);
+    c.requests = {{60, 1900}};  // more than a batch of states, of which a tile begins with any
+    c.window_left = 1100;
     TestInvariance(c, threads);
     c.requests = {{40, 170}};
     c.name = "poisoned_token";

@@ -12,6 +12,7 @@
 
 #include "cpu/attention.h"
 #include "cuda/common/types.cuh"
+#include "merge_trees.h"
 #include "plan/plan.h"
 #include "select/select.h"
 
@@ -154,6 +155,7 @@ AttentionProblem MakeProblem(const Case& c) {
     config.max_partial_rows = 10000;
   }
   FillCapacities(&problem);
+  config.max_merge_groups *= 3;  // for trees of few partial states
   return problem;
 }
 
@@ -300,6 +302,31 @@ std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, co
   return plan;
 }
 
+// The plan with its merges as trees. Its queues are the same.
+std::vector<int32_t> WithMergeTrees(const AttentionProblem& problem, std::vector<int32_t> plan) {
+  const PlanLayout layout = MakePlanLayout(problem);
+  PlanHeader header;
+  std::memcpy(&header, plan.data() + layout.header, sizeof(header));
+  const auto* groups = reinterpret_cast<const MergeGroup*>(plan.data() + layout.merge_groups);
+  std::vector<MergeGroup> all(groups, groups + header.num_merge_groups);
+  const auto* rows = plan.data() + layout.partial_rows;
+  MakeMergeTrees({rows, rows + header.num_partials},
+                 reinterpret_cast<WorkItem*>(plan.data() + layout.items), header.num_items, &all);
+  header.num_merge_groups = static_cast<i32>(all.size());
+  if (header.num_merge_groups > problem.config.max_merge_groups) std::abort();
+  std::memcpy(plan.data() + layout.merge_groups, all.data(), all.size() * sizeof(MergeGroup));
+  std::memcpy(plan.data() + layout.header, &header, sizeof(header));
+  return plan;
+}
+
+void UsePlan(const AttentionProblem& problem, const std::vector<int32_t>& plan,
+             AttentionParams* params) {
+  const AttentionParams p = MakeAttentionParams(problem, plan.data());
+  params->header = p.header;
+  params->items = p.items;
+  params->merge_groups = p.merge_groups;
+}
+
 // All but the outputs. sinks: null without.
 AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
                            const std::vector<int32_t>& plan, const float* sinks) {
@@ -379,14 +406,19 @@ void RunCase(const Case& c, unsigned seed) {
   const i64 num_rows = spec.paged() ? b.num_pages * spec.page_size : spec.max_kv_tokens;
   Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
 
+  // Other orders of warps and CTAs, and merges as trees: the same bits.
   Outputs got[2];
-  for (Outputs& out : got) {  // other orders of warps and CTAs, the same bits
+  const std::vector<int32_t> with_trees = WithMergeTrees(problem, plan);
+  for (Outputs& out : got) {
+    if (&out != got) UsePlan(problem, with_trees, &p);
     out = MakeOutputs(problem, &p);
     emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
                               [&p] { Body::Run(p); });
   }
+  UsePlan(problem, plan, &p);
   if (!SameBits(got[0], got[1])) {
-    std::printf("FAILED %s: bits depend on the order of execution\n", c.name);
+    std::printf("FAILED %s: bits depend on the order of execution, or on the tree of merges\n",
+                c.name);
     ++g_failures;
   }
   if (c.prefix > 0 && p.header->num_shared_tokens == 0) {
@@ -523,6 +555,11 @@ int RunAllCases() {
   using Page16 = ShapeOf<64, 64, 4, 16, false, true, false>;
   RunCase<Kernel, Page16>({.name = "decode, page 16", .requests = decode, .kv_split = 64}, 1);
   RunCase<Kernel, Page16>({.name = "mixed, page 16", .requests = mixed}, 2);
+  RunCase<Kernel, Page16>({.name = "many partial states",
+                           .requests = {{1, 700}, {17, 590}, {3, 330}},
+                           .sinks = true,
+                           .kv_split = 32},
+                          13);
   RunCase<Kernel, Page16>({.name = "empty", .requests = {}}, 3);
   RunCase<Kernel, ShapeOf<128, 128, 8, 1, false, true, false>>(
       {.name = "decode, page 1", .requests = {{1, 100}, {1, 20}}, .sinks = true}, 4);

@@ -12,7 +12,7 @@ namespace jax_attn {
 namespace {
 
 int g_failures = 0;
-int g_split = 0, g_faults = 0, g_shared = 0, g_flat = 0;
+int g_split = 0, g_trees = 0, g_faults = 0, g_shared = 0, g_flat = 0;
 
 using Random = std::mt19937;
 
@@ -65,6 +65,14 @@ AttentionProblem RandomProblem(Random& random) {
   spec.kv_split = spec.schedule == kFixedSplit ? Pick(random, {64, 128, 512}) : 0;
   spec.arch = Pick(random, {80, 90});
   spec.num_processors = Pick(random, {1, 2, 4, 16, 66, 132});
+  if (random() % 8 == 0) {  // large states, whose merges are trees
+    spec.arch = 90;
+    spec.mla = 1;
+    spec.num_kv_heads = Pick(random, {1, 2});
+    spec.num_qo_heads = spec.num_kv_heads * 64;
+    spec.head_dim_qk = 576;
+    spec.head_dim_vo = 512;
+  }
   return problem;
 }
 
@@ -299,6 +307,9 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
     return;
   }
   g_split += header.num_merge_groups > 0;
+  const auto* groups = reinterpret_cast<const MergeGroup*>(got.data() + layout.merge_groups);
+  g_trees += std::any_of(groups, groups + header.num_merge_groups,
+                         [](const MergeGroup& g) { return g.parent >= 0; });
   (header.num_shared_tokens > 0 ? g_shared : g_flat) += Traits::kGeneral;
   for (int64_t i = 0; i < layout.num_words; ++i) {
     if (got[i] == expected[i]) continue;
@@ -484,13 +495,15 @@ void RunAll(unsigned num_cases) {
   RunServing(128, 8, true, false);
   RunServing(5000, 8, true, true);
   for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
-  std::printf("%u batches: %d with splits, %d refused by both\n", num_cases, g_split, g_faults);
+  std::printf("%u batches: %d with splits, %d with trees of merges, %d refused by both\n",
+              num_cases, g_split, g_trees, g_faults);
   std::printf("told what is shared: %d plans that share, %d that do not\n", g_shared, g_flat);
   if (g_shared < static_cast<int>(num_cases / 8) || g_flat < static_cast<int>(num_cases / 10)) {
     std::printf("FAILED: the levels are too tame\n");
     ++g_failures;
   }
-  if (g_split < static_cast<int>(num_cases / 10) || g_faults < static_cast<int>(num_cases / 20)) {
+  const auto few = static_cast<int>(num_cases / 20);
+  if (g_split < 2 * few || g_faults < few || g_trees < few / 2) {
     std::printf("FAILED: the batches are too tame\n");
     ++g_failures;
   }

@@ -32,15 +32,20 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     groups_before_ = this->template Take<i32>(num_tiles_ + 1);
     partials_before_ = this->template Take<i32>(num_tiles_ + 1);
     rows_before_ = this->template Take<i64>(num_tiles_ + 1);
-    n.num_merge_groups = heads * Prefix(num_tiles_, groups_before_, [&](i32 i) {
-                           return static_cast<i64>(SplitsOf(chosen_, i) > 0);
-                         });
+    n.num_merge_groups = heads * Prefix(num_tiles_, groups_before_,
+                                        [&](i32 i) { return static_cast<i64>(NumGroups(i)); });
     n.num_partials =
         heads * Prefix(num_tiles_, partials_before_, [&](i32 i) { return SplitsOf(chosen_, i); });
     n.num_partial_rows = heads * Prefix(num_tiles_, rows_before_, [&](i32 i) {
                            return SplitsOf(chosen_, i) * tiles_[i].qo_len * rules_.group_size;
                          });
     return n;
+  }
+
+  // Merge groups of a tile that shares nothing, for one kv head.
+  __device__ i64 NumGroups(i32 i) const {
+    const i32 splits = static_cast<i32>(SplitsOf(chosen_, i));
+    return splits > 0 ? NumMergeGroups(rules_, tiles_[i], splits) : 0;
   }
 
   // Likewise with shared prefixes. Merge groups of units come before all others, their partial
@@ -58,7 +63,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       return SharingOf(i).partial() ? 0ll : SplitsOf(chosen_, i);
     };
     n.num_merge_groups = heads * (num_units + Prefix(num_tiles_, groups_before_, [&](i32 i) {
-                                    return static_cast<i64>(own_splits(i) > 0);
+                                    return SharingOf(i).partial() ? 0ll : NumGroups(i);
                                   }));
     n.num_partials = heads * Prefix(num_tiles_, partials_before_, own_splits);
     n.num_partials += heads * Prefix(num_units, unit_partials_before_, [&](i32 u) {
@@ -132,7 +137,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       add(shared_tiling_.unit_tiles[u], 0);
       uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + head * num_units + u);
       group[0] = Words(t.qo_begin, t.qo_len, head, end - begin);
-      group[1] = Words(begin, 0, 0, 0);
+      group[1] = Words(begin, 1, -1, 0);
     }
 #pragma unroll 1
     for (i32 i = thread_; i < num_tiles_; i += kNumThreads) {
@@ -168,10 +173,19 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       }
       const QueryTile& t = tiles_[i];
       const i32 partials_begin = heads * partials_before_[i] + head * splits;
-      uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + NumUnitGroups() +
-                                              heads * groups_before_[i] + head);
-      group[0] = Words(t.qo_begin, t.qo_len, head, splits);
-      group[1] = Words(partials_begin, 0, 0, 0);
+      const i32 num_groups = NumMergeGroups(rules_, t, splits);
+      const i32 first_group = NumUnitGroups() + heads * groups_before_[i] + head * num_groups;
+      uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + first_group);
+      const i32 step = num_groups > 1 ? kFoldBatch : 1;
+      group[0] = Words(t.qo_begin, t.qo_len, head, (splits + step - 1) / step);
+      group[1] = Words(partials_begin, step, -1, FirstFoldPlace(rules_, t));
+#pragma unroll 1
+      for (i32 g = 1; g < num_groups; ++g) {
+        const i32 s = (g - 1) * kFoldBatch;
+        group += sizeof(MergeGroup) / sizeof(uint4);
+        group[0] = Words(t.qo_begin, t.qo_len, head, Min(kFoldBatch, splits - s));
+        group[1] = Words(partials_begin + s, 1, first_group, 0);
+      }
       const i32 rows = t.qo_len * rules_.group_size;
       const i32 first = static_cast<i32>(heads * rows_before_[i]) + head * rows * splits;
 #pragma unroll 1
@@ -213,13 +227,15 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       }
       const i32 rows = t.qo_len * rules_.group_size;
       i32 first_row = 0, first_group = 0;
+      i32 group_step = 1, num_groups = 1;
       if (splits > 1) {
         first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * rows;
-        first_group = rules_.num_kv_heads * groups_before_[i];
+        group_step = NumMergeGroups(rules_, t, splits);
+        first_group =
+            rules_.num_kv_heads * groups_before_[i] + MergeGroupOfSplit(group_step, split);
       }
       // With shared prefixes: partial states of units, which may be of tiles that are not cut.
       bool partial = splits > 1;
-      i32 group_step = 1, num_groups = 1;
       if constexpr (kGeneral) {
         const TileSharing sharing = SharingOf(i);
         if (sharing.partial()) {

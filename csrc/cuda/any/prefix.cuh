@@ -156,7 +156,7 @@ class PrefixForest {
         const QueryTile t = MakeSharedTile(rules_, sharing_, Unit(begin), tokens, 0, node.kv_end);
         ++node.num_tiles;
         node.kv_cost += t.kv_cost;
-        node.fixed += PartialCost(rules_, t, StateCost(sharing_, tokens), 0);
+        node.fixed += PartialCost(rules_, t, StateCost(rules_, sharing_, tokens), 0);
       });
     });
   }
@@ -182,7 +182,7 @@ class PrefixForest {
                     [&](i32 c) { return ItemCost(rules_, Unit(c), Unit(c).kv_end, false); });
     threads_.Prefix(num_candidates_, partial_, [&](i32 c) {
       const QueryTile& t = Unit(c);
-      return PartialCost(rules_, t, StateCost(sharing_, t.qo_len), t.kv_end);
+      return PartialCost(rules_, t, StateCost(rules_, sharing_, t.qo_len), t.kv_end);
     });
     threads_.Prefix(num_candidates_, kv_cost_,
                     [&](i32 c) { return static_cast<i64>(Unit(c).kv_cost); });
@@ -313,7 +313,7 @@ class PrefixForest {
       if (own_begin[c] == 0) return;
       const i32 i = candidates_[c];
       tiles[i].kv_begin = own_begin[c];
-      sharing[i] = {StateCost(sharing_, tiles[i].qo_len), unit_of[c], 0, 0};
+      sharing[i] = {StateCost(rules_, sharing_, tiles[i].qo_len), unit_of[c], 0, 0};
       unit_tiles[unit_of[c]] = i;
     });
     ForAll(num_places, [&](i32 i) { places[i] = {-1, 0}; });
@@ -325,7 +325,7 @@ class PrefixForest {
       i32 i = num_flat_ + first_tile[n];
       ForTiles(node, [&](i32 begin, i32 end, i32 tokens) {
         tiles[i] = MakeSharedTile(rules_, sharing_, Unit(begin), tokens, kv_begin, node.kv_end);
-        sharing[i] = {StateCost(sharing_, tokens), -1, unit_of[begin], end - begin};
+        sharing[i] = {StateCost(rules_, sharing_, tokens), -1, unit_of[begin], end - begin};
         i32 token = 0;
 #pragma unroll 1
         for (i32 c = begin; c < end; ++c) {
