@@ -46,6 +46,7 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
   constexpr int kRounds = (kVectors + kWarpSize - 1) / kWarpSize;
   const int num_rows = group.qo_len * Traits::kGroupSize;
   const int num_partials = group.num_partials;
+  const bool few = num_partials + group.first_place <= kFewStates;
   const bool is_final = group.parent < 0, is_parent = group.partials_step > 1;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
   const RowMap<Traits::kGroupSize> map(p, group.qo_begin, group.kv_head);
@@ -70,20 +71,25 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
     if (last_batch && last_round) next.row = skip_dead_rows(at.row + num_warps);
     const int count = next.row < num_rows ? num_partials : 0;
     const int next_vector = next.round * kWarpSize + lane;
-#pragma unroll
-    for (int i = 0; i < kFoldBatch; ++i) {
+    auto load = [&](int i) {
       const int partial = next.first + i;
       const bool is_there = partial >= 0 && partial < count;
       const i64 row = partial_rows[is_there ? partial * step : 0] + i64{next.row};
       ahead[i].row = LoadCoherentIf(is_there, p.partial_states + row, {-Infinity(), 0.0f});
       ahead[i].o = LoadCoherent16If(is_there && next_vector < kVectors,
                                     p.partial_o + row * kDim + 4 * next_vector);
+    };
+#pragma unroll
+    for (int i = 0; i < kFewStates; ++i) load(i);
+    if (!few) {
+#pragma unroll
+      for (int i = kFewStates; i < kFoldBatch; ++i) load(i);
     }
     if (is_parent) {
 #pragma unroll
       for (int i = 0; i < kFoldBatch; ++i) Combine(all, batch[i]);
     } else {
-      Combine(all, SumOfStates(batch));
+      Combine(all, SumOfStates(batch, few));
     }
     if (last_batch) {
       // The whole warp has read the row's states, one of which may lie where this one goes.
@@ -104,7 +110,7 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
   // By turns, because a copy of what is on its way would wait for it.
   PartialState even[kFoldBatch], odd[kFoldBatch];
 #pragma unroll
-  for (int i = 0; i < kFoldBatch; ++i) even[i] = IdentityState();
+  for (int i = 0; i < kFoldBatch; ++i) even[i] = odd[i] = IdentityState();
 #pragma unroll 1
   while (turn(even, odd) && turn(odd, even)) {
   }

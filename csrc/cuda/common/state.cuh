@@ -74,18 +74,30 @@ __device__ __forceinline__ PartialState IdentityState() {
 
 // A fold of many states is one of batches: the states of a batch become one, all at once, and these
 // are added one after the other. Both are exact where a state is the identity. kFoldBatch:
-// params.h.
-__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kFoldBatch]) {
+// params.h. few: all but the first kFewStates are the identity.
+inline constexpr int kFewStates = 4;
+__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kFoldBatch],
+                                                    bool few) {
   PartialState sum = IdentityState();
+  auto take_max = [&](const PartialState& state) {
+    sum.row.max_log2 = fmaxf(sum.row.max_log2, state.row.max_log2);
+  };
+  auto add = [&](const PartialState& state) {
+    const float weight = StateWeight(state.row.max_log2, sum.row.max_log2);
+    sum.row.sum = fmaf(weight, state.row.sum, sum.row.sum);
+    Accumulate(sum.o, weight, state.o);
+  };
 #pragma unroll
-  for (int i = 0; i < kFoldBatch; ++i) {
-    sum.row.max_log2 = fmaxf(sum.row.max_log2, states[i].row.max_log2);
+  for (int i = 0; i < kFewStates; ++i) take_max(states[i]);
+  if (!few) {
+#pragma unroll
+    for (int i = kFewStates; i < kFoldBatch; ++i) take_max(states[i]);
   }
 #pragma unroll
-  for (int i = 0; i < kFoldBatch; ++i) {
-    const float weight = StateWeight(states[i].row.max_log2, sum.row.max_log2);
-    sum.row.sum = fmaf(weight, states[i].row.sum, sum.row.sum);
-    Accumulate(sum.o, weight, states[i].o);
+  for (int i = 0; i < kFewStates; ++i) add(states[i]);
+  if (!few) {
+#pragma unroll
+    for (int i = kFewStates; i < kFoldBatch; ++i) add(states[i]);
   }
   return sum;
 }
