@@ -138,7 +138,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   const auto trial = [&](int64_t num_tiles, int64_t cut_chunks) {
     const int64_t chunks = balanced ? num_tiles + cut_chunks
                                     : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
-    return 4 * num_tiles + 12 * queues + 8 * (sort_size(chunks) + chunks) +
+    return (4 + sizeof(TileCut)) * num_tiles + 12 * queues + 8 * (sort_size(chunks) + chunks) +
            8 * chunks * rules.num_units;
   };
   const auto results = [&](int64_t num_tiles) {

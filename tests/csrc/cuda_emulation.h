@@ -548,6 +548,13 @@ inline u32 WarpMin(u32 x) {
   });
 }
 inline u32 WarpMax(u32 x) { return ~WarpMin(~x); }
+inline u32 WarpSum(u32 x) {
+  return emulation::Collective("redux.add", x, [](auto of) {
+    u32 sum = 0;
+    for (int i = 0; i < 32; ++i) sum += of(i);
+    return sum;
+  });
+}
 
 inline i32 LoadConstant(const i32* global) { return *global; }
 template <typename T>

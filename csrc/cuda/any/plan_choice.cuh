@@ -13,11 +13,11 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
   using Base::Base;
 
  protected:
-  using Base::by_ranges_, Base::chosen_, Base::CutByLength, Base::DealTrial, Base::first_tile_,
-      Base::kNumWarps, Base::longest_cost_, Base::MakeSharedTrial, Base::makespan_, Base::MakeTrial,
-      Base::num_chunks_, Base::num_tiles_, Base::p_, Base::rules_, Base::several_heights_,
-      Base::shared_, Base::shared_tiling_, Base::sharing_, Base::SortChunks, Base::span_cost_,
-      Base::Sum, Base::TakeChunks, Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_,
+  using Base::by_ranges_, Base::chosen_, Base::CutByLength, Base::Deal, Base::first_tile_,
+      Base::kNumWarps, Base::MakeSharedTrial, Base::makespan_, Base::MakeTrial, Base::num_chunks_,
+      Base::num_tiles_, Base::p_, Base::rules_, Base::several_heights_, Base::shared_,
+      Base::shared_tiling_, Base::sharing_, Base::SortChunks, Base::span_cost_, Base::Sum,
+      Base::TakeChunks, Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_,
       Base::TryRanges, Base::UseSharedTiles;
   using typename Base::Cta;
   using typename Base::Trial;
@@ -36,7 +36,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
 #pragma unroll 1
       for (i32 r = first + thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
         const Trial& t = shared_.trials[r];
-        const i64 makespan = t.num_chunks < 0 ? 0 : DealTrial(t);
+        const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t);
         if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
       }
       __syncthreads();
@@ -51,6 +51,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
         TryRanges(shared_.makespan[0]);
         return {};
       }
+      if (!MayBeWorthMoreSplits(total_cost, rules_.num_queues, shared_.makespan[0])) break;
       num_trials = 1 + kNumRetries;
     }
     TakeTrial(ChooseTrial(num_trials, total_cost));
@@ -76,7 +77,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
     PrefixForest<Cta> forest(*this, p_, flat, num_flat, first_tile_);
     bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);
     PlanTrial chosen = {};
-    i32 num_chunks = 0, divisor = 0;
+    i32 num_chunks = 0;
     i64 makespan = 0;
     if (shares) {
       const i64 flat_cost = Sum(
@@ -86,7 +87,6 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       if (shares && makespan_ <= flat_cost * rules_.num_units / rules_.num_queues) return {};
       chosen = chosen_;
       num_chunks = num_chunks_;
-      divisor = longest_cost_;
       makespan = makespan_;
       tiles_ = flat;
       num_tiles_ = num_flat;
@@ -98,7 +98,6 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
     UseSharedTiles();
     chosen_ = chosen;
     num_chunks_ = num_chunks;
-    longest_cost_ = divisor;
     by_ranges_ = false;
     return {};
   }
@@ -108,15 +107,15 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
 #pragma unroll 1
     for (i32 r = 0; r < kNumFewerSplits && num_chunks_ > num_tiles_; ++r) {
       Trial t = {};
-      t.longest_cost = LongestOfFewer(rules_, span_cost_, r);
       t.arrays = TakeTiles();
-      t.num_chunks = static_cast<i32>(CutByLength(t.arrays, t.longest_cost));
+      const i32 longest_cost = LongestOfFewer(rules_, span_cost_, r);
+      t.num_chunks = static_cast<i32>(CutByLength(t.arrays, longest_cost));
       TakeChunks(&t.arrays, t.num_chunks);
-      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+      SortChunks(&t);
       if (thread_ == 0) shared_.trials[r] = t;
       __syncthreads();
       if (thread_ < kWarpSize) {
-        const i64 makespan = DealTrial(shared_.trials[r]);
+        const i64 makespan = Deal(shared_.trials[r]);
         if (thread_ == 0) shared_.makespan[r] = makespan;
       }
       __syncthreads();
@@ -135,7 +134,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
 #pragma unroll 1
     for (i32 r = thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
       const Trial& t = shared_.trials[r];
-      const i64 makespan = t.num_chunks < 0 ? 0 : DealTrial(t);
+      const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t);
       if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
     }
     __syncthreads();

@@ -60,7 +60,8 @@ class PlanCta {
     i64 mine = 0;
 #pragma unroll 1
     for (i32 i = thread_; i < n; i += kNumThreads) mine += of(i);
-    return Scan(mine).total;
+    phase_ ^= 1;  // as in Scan
+    return SumThreads(mine, warp_sums_[phase_]);
   }
 
   // The size of an array of keys that Sort takes.
@@ -69,6 +70,26 @@ class PlanCta {
 #pragma unroll 1
     while (size < num_keys) size *= 2;
     return size;
+  }
+
+  // Ascending; a key for each thread at most, no two alike: its place is the number of smaller
+  // ones. keys: [num_keys, to an even number].
+  __device__ void SortFew(u64* keys, i32 num_keys) {
+    const u64 mine = thread_ < num_keys ? keys[thread_] : 0;
+    if (thread_ == 0 && num_keys % 2 != 0) keys[num_keys] = ~0ull;
+    __syncthreads();
+    i32 place = 0;
+    if (thread_ < num_keys) {
+#pragma unroll 4
+      for (i32 k = 0; k < num_keys; k += 2) {
+        const uint4 two = *reinterpret_cast<const uint4*>(keys + k);
+        place += (static_cast<u64>(two.y) << 32 | two.x) < mine;
+        place += (static_cast<u64>(two.w) << 32 | two.z) < mine;
+      }
+    }
+    __syncthreads();
+    if (thread_ < num_keys) keys[place] = mine;
+    __syncthreads();
   }
 
   // Ascending, bitonic. size: a power of two, at least 2. Strides of up to 32 stay within the 64
@@ -110,9 +131,9 @@ class PlanCta {
     return x;
   }
 
+  // Of those of(0), ..., of(n - 1), and `fault`, which every thread has.
   template <class Of>
-  __device__ PlanFault FirstFault(i32 n, Of of) {
-    PlanFault fault = {};
+  __device__ PlanFault FirstFault(i32 n, Of of, PlanFault fault = {}) {
 #pragma unroll 1
     for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all find the first
 #pragma unroll 1
@@ -130,6 +151,16 @@ class PlanCta {
     const u32 high = WarpMax(static_cast<u32>(bits >> 32));
     const u32 low = WarpMax(bits >> 32 == high ? static_cast<u32>(bits) : 0u);
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
+  }
+
+  // The sum of x >= 0 of a warp; 32 numbers of 27 bits have 32.
+  __device__ static i64 WarpSum64(i64 x) {
+    constexpr u32 kMask = (1u << 27) - 1;
+    const u64 bits = static_cast<u64>(x);
+    const u64 low = WarpSum(static_cast<u32>(bits) & kMask);
+    const u64 middle = WarpSum(static_cast<u32>(bits >> 27) & kMask);
+    const u64 high = WarpSum(static_cast<u32>(bits >> 54));
+    return static_cast<i64>(low + (middle << 27) + (high << 54));
   }
 
  protected:
@@ -159,6 +190,16 @@ class PlanCta {
       total += s;
     }
     return {before + sum - x, total};
+  }
+
+  __device__ __noinline__ static i64 SumThreads(i64 x, i64* warp_sums) {
+    const i64 sum = WarpSum64(x);
+    if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = sum;
+    __syncthreads();
+    i64 total = 0;
+#pragma unroll
+    for (int w = 0; w < kNumWarps; ++w) total += warp_sums[w];
+    return total;
   }
 
   __device__ Sums Scan(i64 x) {

@@ -16,36 +16,22 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   using Base::rules_, Base::SourceOf, Base::thread_, Base::WarpMax64;
   using typename Base::Trial;
 
+  // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
+  // equal ones. Returns the load of the fullest.
   // Code is read from memory, too: once for flat schedules and for those that share.
-  __device__ i64 DealTrial(const Trial& t) {
+  __device__ i64 Deal(const Trial& t) {
     if constexpr (kGeneral) return DealOnce(t);
-    return Deal(t.arrays, t.num_chunks, t.cost);
-  }
-  __device__ __noinline__ i64 DealOnce(const Trial& t) {
-    return Deal(t.arrays, t.num_chunks, t.cost);
+    return DealInline(t);
   }
 
  private:
-  // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
-  // equal ones. Returns the load of the fullest.
-  __device__ i64 Deal(const PlanTrial& trial, i32 num_chunks, i64 total_cost) {
-    // A queue that takes a chunk had no more than the mean; another one may be asked what it would
-    // have.
-    i64 most = 0;
-#pragma unroll 1
-    for (i32 k = thread_ % kWarpSize; k < num_chunks; k += kWarpSize) {
-      most = Largest(most, trial.costs[k]);
+  __device__ __noinline__ i64 DealOnce(const Trial& t) { return DealInline(t); }
+  __device__ i64 DealInline(const Trial& t) {
+    if (t.key_bits >= 0) {
+      if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(t);
+      if (rules_.num_queues <= 10 * kWarpSize) return DealInRegisters<10>(t);
     }
-    most = WarpMax64(most);
-    const i64 queues = rules_.num_queues;
-    i32 bits = 0;
-#pragma unroll 1
-    while (1 << bits < queues) ++bits;
-    if (bits < 16 && total_cost + (2 * most + 1) * queues < queues << (32 - bits)) {
-      if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(trial, num_chunks, bits);
-      if (rules_.num_queues <= 10 * kWarpSize) return DealInRegisters<10>(trial, num_chunks, bits);
-    }
-    return DealInMemory(trial, num_chunks);
+    return DealInMemory(t.arrays, t.num_chunks);
   }
 
   // A lane holds queues lane, lane + 32, ... as load << bits | queue, so that the least key is the
@@ -53,11 +39,12 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   // has less than every queue would have after taking a chunk (the first the first, the second the
   // second, ...) takes its own whatever the others do. Where that are few, one after the other.
   template <int kQueues>
-  __device__ i64 DealInRegisters(const PlanTrial& trial, i32 num_chunks, i32 bits) {
+  __device__ i64 DealInRegisters(const Trial& t) {
     constexpr i32 kFew = 4, kAlone = 16;
     const int lane = thread_ % kWarpSize;
-    const i32 num_queues = rules_.num_queues;
-    const i32 num_slots = num_chunks * rules_.num_units;
+    const PlanTrial& trial = t.arrays;
+    const i32 num_queues = rules_.num_queues, bits = t.key_bits;
+    const i32 num_slots = t.num_chunks * rules_.num_units;
     u32* shown = reinterpret_cast<u32*>(trial.loads);  // [num_queues, to a multiple of 4] all keys
     u32 keys[kQueues];
     i32 filled[kQueues];
@@ -67,11 +54,12 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       keys[j] = queue < num_queues ? static_cast<u32>(queue) : ~0u;
       filled[j] = 0;
     }
-    auto cost_of = [&](i32 slot) {
-      return static_cast<u32>(trial.costs[SourceOf(trial, num_chunks, slot).key]) << bits;
-    };
+    auto cost_of = [&](i32 slot) { return trial.slots[slot].cost; };
     auto take = [&](int j, i32 slot, u32 cost) {
-      trial.slots[slot] = {lane + j * kWarpSize, filled[j]++};
+      PlanSlot taken;
+      taken.queue = lane + j * kWarpSize;
+      taken.place = filled[j]++;
+      trial.slots[slot] = taken;
       keys[j] += cost;
     };
     i32 next = 0;
@@ -161,7 +149,8 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       const u32 low = WarpMin(near ? static_cast<u32>(least) : ~0u);
       const u32 winners = __ballot_sync(kFullWarp, near && static_cast<u32>(least) == low);
       if ((winners >> lane & 1) != 0 && (winners & ((1u << lane) - 1)) == 0) {
-        trial.slots[s] = {queue, trial.filled[queue]++};
+        trial.slots[s].queue = queue;
+        trial.slots[s].place = trial.filled[queue]++;
         trial.loads[queue] += cost;
       }
     }

@@ -13,11 +13,10 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   using Base::Base;
 
  protected:
-  using Base::by_ranges_, Base::chosen_, Base::CutOf, Base::kNumThreads, Base::longest_cost_,
-      Base::num_chunks_, Base::num_tiles_, Base::NumStates, Base::p_, Base::Prefix,
-      Base::RangeBegin, Base::RangeEnd, Base::rules_, Base::several_heights_, Base::shared_tiling_,
-      Base::sharing_, Base::SharingOf, Base::SourceOf, Base::SplitsOf, Base::StateRows, Base::Sum,
-      Base::thread_, Base::TileOfChunk, Base::tiles_;
+  using Base::by_ranges_, Base::chosen_, Base::kNumThreads, Base::num_chunks_, Base::num_tiles_,
+      Base::NumStates, Base::p_, Base::Prefix, Base::RangeBegin, Base::RangeEnd, Base::rules_,
+      Base::several_heights_, Base::shared_tiling_, Base::sharing_, Base::SharingOf, Base::SourceOf,
+      Base::SplitsOf, Base::StateRows, Base::Sum, Base::thread_, Base::TileOfChunk, Base::tiles_;
   using typename Base::SlotSource;
 
   // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
@@ -221,7 +220,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         begin = RangeBegin(chosen_, t, i, split);
         end = RangeEnd(chosen_, t, i, split, splits);
       } else {
-        const TileCut cut = CutOf(longest_cost_, i);
+        const TileCut cut = chosen_.cuts[i];
         begin = cut.Begin(t, split);
         end = cut.End(t, split);
       }

@@ -26,16 +26,9 @@ class PlanTiles : public PlanCta<Traits::kNumThreads> {
   using Base::FirstFault, Base::kNumThreads, Base::Prefix, Base::Sum, Base::thread_;
 
   __device__ PlanFault Check() {
-    PlanFault fault = CheckBatch(rules_, in_);
-#pragma unroll 1
-    for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all find the first
-#pragma unroll 1
-      for (i32 r = every > 1 ? thread_ : 0; r < in_.batch_size; r += every) {
-        const PlanFault f = CheckRequest(rules_, in_, r);
-        if (IsBefore(f, fault)) fault = f;
-      }
-      if (!__syncthreads_or(fault.code != kNoFault) || every == 1) return fault;
-    }
+    return FirstFault(
+        static_cast<i32>(in_.batch_size), [&](i32 r) { return CheckRequest(rules_, in_, r); },
+        CheckBatch(rules_, in_));
   }
 
   __device__ PlanFault CheckLevels() {

@@ -6,14 +6,20 @@
 
 namespace jax_attn {
 
-// Where a chunk of one head unit went: a queue, and how many went there before it.
+// Where a chunk of one head unit went: a queue, and how many went there before it. Until then its
+// cost, as far as its dealer wants it.
 struct __align__(8) PlanSlot {
-  i32 queue, place;
+  union {
+    i32 queue;
+    u32 cost;
+  };
+  i32 place;
 };
 
 // One way to cut and hand out the tiles.
 struct PlanTrial {
   i32* chunk_base;  // [num_tiles + 1] first chunk of a tile
+  TileCut* cuts;    // [num_tiles] unless by ranges
   u64* keys;        // [num_chunks, to a power of two] in the order of rules.h
   i64* costs;       // [num_chunks] in the order of keys
   PlanSlot* slots;  // [num_chunks * num_units] in the order of keys, sections head by head
@@ -33,7 +39,9 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     PlanTrial arrays;
     i64 cost;  // of all chunks of all units
     i32 num_chunks;
-    i32 longest_cost;
+    // Of the queue in the keys by which chunks are dealt, 32 bits with a load above; negative: the
+    // loads may be too large.
+    i32 key_bits;
   };
   struct Shared {
     typename Cta::WarpSums warp_sums;
@@ -48,13 +56,14 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
         shared_(*reinterpret_cast<Shared*>(smem + kArenaBytes)) {}
 
  protected:
-  using Base::CostOf, Base::CutOf, Base::first_tile_, Base::kNumThreads, Base::num_tiles_,
-      Base::Prefix, Base::rules_, Base::SharingOf, Base::Sort, Base::SortSize, Base::span_cost_,
-      Base::Sum, Base::thread_, Base::tiles_;
+  using Base::CostOf, Base::CutOf, Base::first_tile_, Base::kNumThreads, Base::MostOf,
+      Base::num_tiles_, Base::Prefix, Base::rules_, Base::SharingOf, Base::Sort, Base::SortFew,
+      Base::SortSize, Base::span_cost_, Base::Sum, Base::thread_, Base::tiles_;
 
   __device__ PlanTrial TakeTiles() {
     PlanTrial trial = {};
     trial.chunk_base = this->template Take<i32>(num_tiles_ + 1);
+    trial.cuts = this->template Take<TileCut>(num_tiles_);
     trial.filled = this->template Take<i32>(rules_.num_queues);
     trial.loads = this->template Take<i64>(rules_.num_queues);
     return trial;
@@ -72,44 +81,6 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   __device__ static i64 SplitsOf(const PlanTrial& trial, i32 i) {  // 0: not cut
     const i64 splits = trial.chunk_base[i + 1] - trial.chunk_base[i];
     return splits > 1 ? splits : 0;
-  }
-
-  // First chunks of all tiles; returns their number.
-  __device__ i64 CutByLength(const PlanTrial& trial, i32 longest_cost) {
-    return Prefix(num_tiles_, trial.chunk_base,
-                  [&](i32 i) { return static_cast<i64>(CutOf(longest_cost, i).num_splits); });
-  }
-
-  // Sorts the chunks, heaviest first; returns the cost of all.
-  __device__ i64 SortChunks(const PlanTrial& trial, i32 num_chunks, i32 longest_cost) {
-    const i32 size = SortSize(num_chunks);
-    const i64 cost = Sum(size, [&](i32 c) {
-      if (c >= num_chunks) {
-        trial.keys[c] = ~0ull;
-        return 0ll;
-      }
-      const i32 i = TileOfChunk(trial, num_chunks, c);
-      const QueryTile& t = tiles_[i];
-      const TileCut cut = CutOf(longest_cost, i);
-      const i32 split = c - trial.chunk_base[i];
-      const i64 kv_tokens = cut.End(t, split) - cut.Begin(t, split);
-      const i64 cost = CostOf(i, kv_tokens, cut.num_splits);
-      const i64 first = SharingOf(i).shared() ? kSharedFirst : 0;
-      trial.keys[c] = t.section > 0 ? SectionKey(t.section, c) : ChunkKey(cost + first, c);
-      return cost;
-    });
-    Sort(trial.keys, size);
-#pragma unroll 1
-    for (i32 k = thread_; k < num_chunks; k += kNumThreads) {
-      const i32 c = ChunkOfKey(trial.keys[k]);
-      const i32 i = TileOfChunk(trial, num_chunks, c);
-      const QueryTile& t = tiles_[i];
-      const TileCut cut = CutOf(longest_cost, i);
-      const i32 split = c - trial.chunk_base[i];
-      trial.costs[k] = CostOf(i, cut.End(t, split) - cut.Begin(t, split), cut.num_splits);
-    }
-    __syncthreads();
-    return cost * rules_.num_units;
   }
 
   // Which chunk, in the order of keys, and which head unit a slot is for.
@@ -130,6 +101,66 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     return {begin + within % count, within / count};
   }
 
+  // Cuts of all tiles, and their first chunks; returns the number of chunks.
+  __device__ i64 CutByLength(const PlanTrial& trial, i32 longest_cost) {
+    return Prefix(num_tiles_, trial.chunk_base, [&](i32 i) {
+      const TileCut cut = CutOf(longest_cost, i);
+      trial.cuts[i] = cut;
+      return static_cast<i64>(cut.num_splits);
+    });
+  }
+
+  // The chunks of t, cut by length, become sorted slots, heaviest first.
+  __device__ void SortChunks(Trial* t) {
+    const PlanTrial& trial = t->arrays;
+    const i32 num_chunks = t->num_chunks, size = SortSize(num_chunks);
+    i64* unsorted = reinterpret_cast<i64*>(trial.slots);  // costs; slots are not yet
+    i64 longest = 0;
+    const i64 cost = Sum(size, [&](i32 c) {
+      if (c >= num_chunks) {
+        trial.keys[c] = ~0ull;
+        return 0ll;
+      }
+      const i32 i = TileOfChunk(trial, num_chunks, c);
+      const QueryTile& tile = tiles_[i];
+      const TileCut cut = trial.cuts[i];
+      const i32 split = c - trial.chunk_base[i];
+      const i64 kv_tokens = cut.End(tile, split) - cut.Begin(tile, split);
+      const i64 cost = CostOf(i, kv_tokens, cut.num_splits);
+      const i64 first = SharingOf(i).shared() ? kSharedFirst : 0;
+      trial.keys[c] = tile.section > 0 ? SectionKey(tile.section, c) : ChunkKey(cost + first, c);
+      unsorted[c] = cost;
+      longest = Largest(longest, cost);
+      return cost;
+    });
+    t->cost = cost * rules_.num_units;
+    longest = MostOf(longest);
+    if (num_chunks <= kNumThreads) {
+      SortFew(trial.keys, num_chunks);
+    } else {
+      Sort(trial.keys, size);
+    }
+#pragma unroll 1
+    for (i32 k = thread_; k < num_chunks; k += kNumThreads) {
+      trial.costs[k] = unsorted[ChunkOfKey(trial.keys[k])];
+    }
+    __syncthreads();
+    // A queue that takes a chunk had no more than the mean; another one may be asked what it would
+    // have. A key holds a load and a queue.
+    const i64 queues = rules_.num_queues;
+    i32 bits = 0;
+#pragma unroll 1
+    while (1 << bits < queues) ++bits;
+    t->key_bits = -1;
+    if (bits >= 16 || t->cost + (2 * longest + 1) * queues >= queues << (32 - bits)) return;
+    t->key_bits = bits;
+#pragma unroll 1
+    for (i32 s = thread_; s < num_chunks * rules_.num_units; s += kNumThreads) {
+      trial.slots[s].cost = static_cast<u32>(trial.costs[SourceOf(trial, num_chunks, s).key])
+                            << bits;
+    }
+  }
+
   // Partial states of a tile, for one kv head.
   __device__ i64 NumStates(const PlanTrial& trial, i32 i) const {
     const i64 splits = trial.chunk_base[i + 1] - trial.chunk_base[i];
@@ -146,9 +177,9 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   // Cuts the tiles and sorts the chunks. num_chunks < 0: more splits than a retry may have.
   __device__ PlanFault MakeTrial(i32 r) {
     Trial t = {};
-    t.longest_cost = LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : kRetryDivisors[r - 1]);
     t.arrays = TakeTiles();
-    const i64 num_chunks = CutByLength(t.arrays, t.longest_cost);
+    const i64 num_chunks = CutByLength(
+        t.arrays, LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : kRetryDivisors[r - 1]));
     if (r == 0) {
       if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
       // Other schedules have no retries; balanced ones never need more here than scratch has.
@@ -161,7 +192,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
       t.num_chunks = -1;
     } else {
       TakeChunks(&t.arrays, t.num_chunks);
-      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+      SortChunks(&t);
     }
     if (thread_ == 0) shared_.trials[r] = t;
     __syncthreads();
@@ -171,9 +202,8 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   // num_chunks < 0: the trial has more parts than a plan may.
   __device__ PlanFault MakeSharedTrial(i32 r) {
     Trial t = {};
-    t.longest_cost = SharedDivisor(r);
     t.arrays = TakeTiles();
-    const i64 num_chunks = CutByLength(t.arrays, t.longest_cost);
+    const i64 num_chunks = CutByLength(t.arrays, SharedDivisor(r));
     bool fits = num_chunks < kMaxChunks;
     if (rules_.schedule != kBalanced) {
       if (fits && num_chunks * rules_.num_kv_heads > rules_.max_items) {
@@ -188,7 +218,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     t.num_chunks = fits ? static_cast<i32>(num_chunks) : -1;
     if (fits) {
       TakeChunks(&t.arrays, t.num_chunks);
-      t.cost = SortChunks(t.arrays, t.num_chunks, t.longest_cost);
+      SortChunks(&t);
     }
     if (thread_ == 0) shared_.trials[r] = t;
     __syncthreads();
@@ -199,14 +229,12 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     if constexpr (kGeneral) makespan_ = shared_.makespan[r];
     chosen_ = shared_.trials[r].arrays;
     num_chunks_ = shared_.trials[r].num_chunks;
-    longest_cost_ = shared_.trials[r].longest_cost;
   }
 
   Shared& shared_;
 
   PlanTrial chosen_ = {};
   i32 num_chunks_ = 0;
-  i32 longest_cost_ = 0;
   i64 makespan_ = 0;  // with kGeneral
 };
 

@@ -157,6 +157,11 @@ __device__ __forceinline__ u32 WarpMax(u32 x) {
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
   return y;
 }
+__device__ __forceinline__ u32 WarpSum(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
 
 // --- global memory ---
 
