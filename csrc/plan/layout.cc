@@ -135,20 +135,24 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
     return size;
   };
   // kBalanced: what is cut at all has at most so many chunks for a head unit.
+  const auto max_chunks = [&](int64_t num_tiles, int64_t cut_chunks) {
+    return balanced ? num_tiles + cut_chunks
+                    : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
+  };
   const auto trial = [&](int64_t num_tiles, int64_t cut_chunks) {
-    const int64_t chunks = balanced ? num_tiles + cut_chunks
-                                    : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
+    const int64_t chunks = max_chunks(num_tiles, cut_chunks);
     return (4 + sizeof(TileCut)) * num_tiles + 12 * queues + 8 * (sort_size(chunks) + chunks) +
            8 * chunks * rules.num_units;
   };
-  const auto results = [&](int64_t num_tiles) {
-    return (4 + 4 + 8) * num_tiles + 4 * (queues + 1);
+  const auto results = [&](int64_t num_tiles, int64_t cut_chunks) {
+    const int64_t slots = max_chunks(num_tiles, cut_chunks) * rules.num_units;
+    return (4 + 4 + 8) * num_tiles + 4 * (queues + 1) + (sizeof(WorkItem) + 8) * slots;
   };
   int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
   if (rules.fewer_splits) num_trials += kNumFewerSplits;
   const int64_t ranges = 8 * tiles + 5 * 4 * queues;
   int64_t bytes = 4 * (requests + 1) + sizeof(QueryTile) * tiles +
-                  num_trials * trial(tiles, 2 * queues) + ranges + results(tiles);
+                  num_trials * trial(tiles, 2 * queues) + ranges + results(tiles, 2 * queues);
   bytes += 64 * 16;  // each array is rounded up to 16 bytes
   if (num_levels == 0) return bytes;
   // cuda/any/prefix.cuh.
@@ -158,7 +162,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
                          12 * nodes * (num_levels + 1) + 8 * sort_size(nodes) +
                          12 * (requests + 1) + 4 * (nodes + 1) + 8 * num_levels * requests;
   bytes += forest + (sizeof(QueryTile) + sizeof(TileSharing) + 4) * shared_tiles +
-           kNumSharedTrials * trial(shared_tiles, 3 * queues) + results(shared_tiles) +
+           kNumSharedTrials * trial(shared_tiles, 3 * queues) + results(shared_tiles, 3 * queues) +
            4 * (requests + 1);
   return bytes + 64 * 16;
 }

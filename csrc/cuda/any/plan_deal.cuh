@@ -72,13 +72,24 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       }
       __syncwarp();
       i32 rank[kQueues] = {};
-#pragma unroll kQueues <= 2 ? 3 : 1
+      constexpr int kTogether = kQueues == 2 ? 1 : kQueues;
+#pragma unroll kTogether == 1 ? 3 : 1
       for (i32 q = 0; q < num_queues; q += 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(shown + q);
 #pragma unroll
-        for (int j = 0; j < kQueues; ++j) {
+        for (int j = 0; j < kTogether; ++j) {
           rank[j] += (four.x < keys[j]) + (four.y < keys[j]);
           rank[j] += (four.z < keys[j]) + (four.w < keys[j]);
+        }
+      }
+      if constexpr (kQueues == 2) {  // second queues: of one lane on Hopper, which has 33 a head
+        rank[1] = num_queues;
+#pragma unroll 2
+        for (i32 owner = 0; owner < num_queues - kWarpSize; ++owner) {
+          const u32 key = __shfl_sync(kFullWarp, keys[1], owner);
+          const i32 below = __popc(__ballot_sync(kFullWarp, keys[0] < key)) +
+                            __popc(__ballot_sync(kFullWarp, keys[1] < key));
+          if (lane == owner) rank[1] = below;
         }
       }
       u32 costs[kQueues], least = ~0u;

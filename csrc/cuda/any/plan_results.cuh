@@ -13,10 +13,11 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   using Base::Base;
 
  protected:
-  using Base::by_ranges_, Base::chosen_, Base::kNumThreads, Base::num_chunks_, Base::num_tiles_,
-      Base::NumStates, Base::p_, Base::Prefix, Base::RangeBegin, Base::RangeEnd, Base::rules_,
-      Base::several_heights_, Base::shared_tiling_, Base::sharing_, Base::SharingOf, Base::SourceOf,
-      Base::SplitsOf, Base::StateRows, Base::Sum, Base::thread_, Base::TileOfChunk, Base::tiles_;
+  using Base::by_ranges_, Base::chosen_, Base::kNumThreads, Base::kNumWarps, Base::num_chunks_,
+      Base::num_tiles_, Base::NumStates, Base::p_, Base::Prefix, Base::RangeBegin, Base::RangeEnd,
+      Base::rules_, Base::several_heights_, Base::shared_tiling_, Base::sharing_, Base::SharingOf,
+      Base::SourceOf, Base::SplitsOf, Base::StateRows, Base::Sum, Base::thread_, Base::TileOfChunk,
+      Base::tiles_;
   using typename Base::SlotSource;
 
   // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
@@ -198,13 +199,11 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   }
 
   __device__ void WriteItems(const i32* chunks_before) {
-    // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
-    // tiles.
-    bool both_ends = several_heights_;
-    if constexpr (kGeneral) both_ends = both_ends && sharing_ == nullptr;
-    const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
-    const i32 each = rules_.heads_per_unit;
     const i32 num_slots = num_chunks_ * rules_.num_units;
+    uint4* rows = this->template Take<uint4>(num_slots);
+    uint4* spans = this->template Take<uint4>(num_slots);
+    uint4* results = this->template Take<uint4>(num_slots);
+    uint2* steps = this->template Take<uint2>(num_slots);
 #pragma unroll 1
     for (i32 s = thread_; s < num_slots; s += kNumThreads) {
       const SlotSource source = SourceOf(chosen_, num_chunks_, s);
@@ -224,46 +223,69 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         begin = cut.Begin(t, split);
         end = cut.End(t, split);
       }
-      const i32 rows = t.qo_len * rules_.group_size;
+      const i32 num_rows = t.qo_len * rules_.group_size;
       i32 first_row = 0, first_group = 0;
       i32 group_step = 1, num_groups = 1;
       if (splits > 1) {
-        first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * rows;
-        group_step = NumMergeGroups(rules_, t, splits);
-        first_group =
-            rules_.num_kv_heads * groups_before_[i] + MergeGroupOfSplit(group_step, split);
+        first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
+        first_group = rules_.num_kv_heads * groups_before_[i];
       }
       // With shared prefixes: partial states of units, which may be of tiles that are not cut.
       bool partial = splits > 1;
+      i32 group_step = 1, num_units = 1;
       if constexpr (kGeneral) {
         const TileSharing sharing = SharingOf(i);
         if (sharing.partial()) {
           partial = true;
-          first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * rows;
+          first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
           first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
           group_step = shared_tiling_.num_units;
-          num_groups = static_cast<i32>(Largest(1, sharing.num_units));
+          num_units = static_cast<i32>(Largest(1, sharing.num_units));
         } else {
           first_group += NumUnitGroups();
         }
       }
-      const i32 filled = chosen_.filled[slot.queue];
-      const i32 queues_begin = rules_.num_partitions * chunks_before[slot.queue];
-#pragma unroll 1
-      for (i32 p = 0; p < rules_.num_partitions; ++p) {
-        const i32 cta = slot.queue * rules_.num_partitions + p;
-        const i32 place = cta < first_backwards ? slot.place : filled - slot.place - 1;
-        const i32 at = (queues_begin + p * filled + place) * each;
-#pragma unroll 1
-        for (i32 h = 0; h < each; ++h) {
-          const i32 head = (p * rules_.num_units + unit) * each + h;
-          uint4* item = reinterpret_cast<uint4*>(p_.items + at + h);
-          item[0] = Words(t.qo_begin, t.qo_len, head, t.tile);
-          item[1] = Words(begin, end, t.kv_base, t.q_pos);
-          item[2] = partial ? Words(first_row + head * rows * splits,
-                                    first_group + head * group_step, t.request, num_groups)
+      const i32 at = chunks_before[slot.queue] + slot.place;
+      const i32 num_groups = partial ? num_units : 0;
+      rows[at] = Words(t.qo_begin, t.qo_len, unit, t.tile);
+      spans[at] = Words(begin, end, t.kv_base, t.q_pos);
+      results[at] = partial ? Words(first_row, first_group, t.request, num_groups)
                             : Words(-1, -1, t.request, 0);
+      steps[at] = partial ? make_uint2(num_rows * splits, group_step) : make_uint2(0, 0);
+    }
+    __syncthreads();
+    CopyItems(chunks_before, rows, spans, results, steps);
+  }
+
+  // By a warp for each queue: records of 48 bytes, 16 a lane. Arguments: records of head 0 and what
+  // changes from head to head, in the order of queues.
+  __device__ void CopyItems(const i32* chunks_before, const uint4* rows, const uint4* spans,
+                            const uint4* results, const uint2* steps) const {
+    // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
+    // tiles.
+    bool both_ends = several_heights_;
+    if constexpr (kGeneral) both_ends = both_ends && sharing_ == nullptr;
+    const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
+    const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
+#pragma unroll 1
+    for (i32 cta = thread_ / kWarpSize; cta < rules_.num_ctas; cta += kNumWarps) {
+      const i32 queue = cta / partitions, p = cta % partitions;
+      const i32 before = chunks_before[queue], filled = chosen_.filled[queue];
+      uint4* items = reinterpret_cast<uint4*>(p_.items + each * (partitions * before + p * filled));
+#pragma unroll 1
+      for (i32 i = thread_ % kWarpSize; i < 3 * each * filled; i += kWarpSize) {
+        const i32 item = i / 3, part = i - 3 * item;
+        const i32 place = each > 1 ? item / each : item;
+        const i32 at = before + (cta < first_backwards ? place : filled - place - 1);
+        const i32 first_head = p * rules_.num_units * each + item - place * each;
+        uint4 words = part == 0 ? rows[at] : part == 1 ? spans[at] : results[at];
+        if (part == 0) words.z = words.z * each + first_head;
+        if (part == 2) {
+          const u32 head = rows[at].z * each + first_head;
+          words.x += head * steps[at].x;
+          words.y += head * steps[at].y;
         }
+        items[i] = words;
       }
     }
   }
