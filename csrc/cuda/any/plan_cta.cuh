@@ -183,7 +183,7 @@ class PlanCta {
     if (lane == kWarpSize - 1) warp_sums[warp] = sum;
     __syncthreads();
     i64 before = 0, total = 0;
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < kNumWarps; ++w) {
       const i64 s = warp_sums[w];
       if (w < warp) before += s;

@@ -18,7 +18,6 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
 
   // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
   // equal ones. Returns the load of the fullest.
-  // Code is read from memory, too: once for flat schedules and for those that share.
   __device__ i64 Deal(const Trial& t) {
     if constexpr (kGeneral) return DealOnce(t);
     return DealInline(t);

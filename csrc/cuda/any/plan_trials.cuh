@@ -103,6 +103,24 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
 
   // Cuts of all tiles, and their first chunks; returns the number of chunks.
   __device__ i64 CutByLength(const PlanTrial& trial, i32 longest_cost) {
+    if constexpr (kGeneral) return CutOnce(trial, longest_cost);
+    return CutInline(trial, longest_cost);
+  }
+
+  // The chunks of t, cut by length, become sorted slots, heaviest first.
+  __device__ void SortChunks(Trial* t) {
+    if constexpr (kGeneral) return SortOnce(t);
+    SortInline(t);
+  }
+
+ private:
+  // Code is read from memory, too: once for flat schedules and for those that share.
+  __device__ __noinline__ i64 CutOnce(const PlanTrial& trial, i32 longest_cost) {
+    return CutInline(trial, longest_cost);
+  }
+  __device__ __noinline__ void SortOnce(Trial* t) { SortInline(t); }
+
+  __device__ i64 CutInline(const PlanTrial& trial, i32 longest_cost) {
     return Prefix(num_tiles_, trial.chunk_base, [&](i32 i) {
       const TileCut cut = CutOf(longest_cost, i);
       trial.cuts[i] = cut;
@@ -110,8 +128,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     });
   }
 
-  // The chunks of t, cut by length, become sorted slots, heaviest first.
-  __device__ void SortChunks(Trial* t) {
+  __device__ void SortInline(Trial* t) {
     const PlanTrial& trial = t->arrays;
     const i32 num_chunks = t->num_chunks, size = SortSize(num_chunks);
     i64* unsorted = reinterpret_cast<i64*>(trial.slots);  // costs; slots are not yet
@@ -161,6 +178,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     }
   }
 
+ protected:
   // Partial states of a tile, for one kv head.
   __device__ i64 NumStates(const PlanTrial& trial, i32 i) const {
     const i64 splits = trial.chunk_base[i + 1] - trial.chunk_base[i];
