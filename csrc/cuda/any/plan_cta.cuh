@@ -8,7 +8,8 @@ namespace jax_attn {
 
 // One object a thread; every function is called by all threads of the CTA, with the same arguments
 // but for what is said to be a thread's own.
-template <int kThreads>
+// kOnce: what is used at many places is in the code once. Else the object stays in registers.
+template <int kThreads, bool kOnce>
 class PlanCta {
  public:
   static constexpr int kNumThreads = kThreads;
@@ -18,24 +19,14 @@ class PlanCta {
   // arena: shared memory to be handed out; scratch: as in PlanParams.
   __device__ PlanCta(unsigned char* arena, int arena_bytes, unsigned char* scratch,
                      WarpSums& warp_sums)
-      : thread_(threadIdx.x),
-        arena_(arena),
-        arena_bytes_(arena_bytes),
-        scratch_(scratch),
-        warp_sums_(warp_sums) {}
+      : thread_(threadIdx.x), memory_{arena, arena + arena_bytes, scratch}, warp_sums_(warp_sums) {}
 
   // Shared memory as long as there is some, then scratch. The same for every thread.
   template <class T>
   __device__ T* Take(i64 count) {
     const i64 bytes = CeilDivide(count * static_cast<i64>(sizeof(T)), 16) * 16;
-    if (bytes <= arena_bytes_ - arena_used_) {
-      T* array = reinterpret_cast<T*>(arena_ + arena_used_);
-      arena_used_ += static_cast<int>(bytes);
-      return array;
-    }
-    T* array = reinterpret_cast<T*>(scratch_);
-    scratch_ += bytes;
-    return array;
+    if constexpr (kOnce) return reinterpret_cast<T*>(TakeOnce(memory_, bytes));
+    return reinterpret_cast<T*>(TakeInline(memory_, bytes));
   }
 
   // sums[i] = of(0) + ... + of(i - 1) for i in [0, n]; returns sums[n].
@@ -167,6 +158,23 @@ class PlanCta {
   const int thread_;
 
  private:
+  struct Memory {
+    unsigned char *arena, *arena_end, *scratch;
+  };
+  __device__ __noinline__ static unsigned char* TakeOnce(Memory& m, i64 bytes) {
+    return TakeInline(m, bytes);
+  }
+  __device__ static unsigned char* TakeInline(Memory& m, i64 bytes) {
+    unsigned char* array = m.scratch;
+    if (bytes <= m.arena_end - m.arena) {
+      array = m.arena;
+      m.arena += bytes;
+    } else {
+      m.scratch += bytes;
+    }
+    return array;
+  }
+
   struct Sums {
     i64 before, total;  // over the threads before this one, over all of them
   };
@@ -213,11 +221,8 @@ class PlanCta {
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
   }
 
-  unsigned char* arena_;
-  const int arena_bytes_;
-  unsigned char* scratch_;
+  Memory memory_;
   WarpSums& warp_sums_;
-  int arena_used_ = 0;
   int phase_ = 0;
 };
 

@@ -12,8 +12,8 @@ namespace jax_attn {
 // The device planner is one class in layers, a file each; see plan.cuh.
 // kGeneral: prefixes may be told, PlanParams::levels, and the schedule may be kAuto.
 template <class Traits, bool kGeneral>
-class PlanTiles : public PlanCta<Traits::kNumThreads> {
-  using Base = PlanCta<Traits::kNumThreads>;
+class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
+  using Base = PlanCta<Traits::kNumThreads, kGeneral>;
 
  public:
   using Cta = Base;
