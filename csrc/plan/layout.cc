@@ -146,14 +146,15 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   };
   const auto results = [&](int64_t num_tiles, int64_t cut_chunks) {
     const int64_t slots = max_chunks(num_tiles, cut_chunks) * rules.num_units;
-    return (4 + 4 + 8) * num_tiles + 4 * (queues + 1) + (sizeof(WorkItem) + 8) * slots;
+    return (4 + 4 + 8) * num_tiles + 4 * (queues + 1) + (sizeof(WorkItem) + 16 + 4) * slots;
   };
   int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
   if (rules.fewer_splits) num_trials += kNumFewerSplits;
   const int64_t ranges = 8 * tiles + 5 * 4 * queues;
   int64_t bytes = 4 * (requests + 1) + sizeof(QueryTile) * tiles +
-                  num_trials * trial(tiles, 2 * queues) + ranges + results(tiles, 2 * queues);
-  bytes += 64 * 16;  // each array is rounded up to 16 bytes
+                  num_trials * trial(tiles, 2 * queues) + ranges +
+                  2 * results(tiles, 2 * queues);  // of the first trial, and of what is chosen
+  bytes += 64 * 16;                                // each array is rounded up to 16 bytes
   if (num_levels == 0) return bytes;
   // cuda/any/prefix.cuh.
   const int64_t nodes = num_levels * num_prefixes;

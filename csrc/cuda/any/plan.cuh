@@ -44,10 +44,16 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
       MakeTiles();
       if constexpr (kGeneral) {
         fault = ChooseGeneral();
+        if (fault.code == kNoFault) counts = Count();
       } else {
-        fault = Choose();
+        const auto prepare = [&] {
+          const PlanCounts n = Count();
+          if (thread_ == 0) shared_.counts = n;
+          TakeRecords();
+        };
+        fault = Choose(prepare, [&](i32 first, i32 step) { MakeRecords(first, step); });
+        if (fault.code == kNoFault) counts = shared_.counts;
       }
-      if (fault.code == kNoFault) counts = Count();
       if (fault.code == kNoFault) fault = CheckCapacities(rules_, counts);
       if (fault.code == kNoFault) Write(counts);
     }
@@ -70,8 +76,8 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
 
  private:
   using Base::Check, Base::CheckLevels, Base::Choose, Base::ChooseGeneral, Base::CopyLengths,
-      Base::Count, Base::in_, Base::MakeTiles, Base::num_shared_tokens_, Base::p_, Base::rules_,
-      Base::thread_, Base::Write;
+      Base::Count, Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles,
+      Base::num_shared_tokens_, Base::p_, Base::rules_, Base::shared_, Base::thread_, Base::Write;
 };
 
 // --- the kernel ---

@@ -14,52 +14,68 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
 
  protected:
   using Base::by_ranges_, Base::chosen_, Base::CutByLength, Base::Deal, Base::first_tile_,
-      Base::kNumWarps, Base::MakeSharedTrial, Base::makespan_, Base::MakeTrial, Base::num_chunks_,
-      Base::num_tiles_, Base::p_, Base::rules_, Base::several_heights_, Base::shared_,
-      Base::shared_tiling_, Base::sharing_, Base::SortChunks, Base::span_cost_, Base::Sum,
-      Base::TakeChunks, Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_,
+      Base::kNumThreads, Base::kNumWarps, Base::MakeSharedTrial, Base::makespan_, Base::MakeTrial,
+      Base::num_chunks_, Base::num_tiles_, Base::p_, Base::rules_, Base::several_heights_,
+      Base::shared_, Base::shared_tiling_, Base::sharing_, Base::SortChunks, Base::span_cost_,
+      Base::Sum, Base::TakeChunks, Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_,
       Base::TryRanges, Base::UseSharedTiles;
   using typename Base::Cta;
   using typename Base::Trial;
 
   // Decides on a schedule, as WriteSchedule and Rebalance in plan/schedule.cc do: the first trial
-  // if it will do, else ranges, or all retries of Algorithm 1 at once, a warp each.
-  __device__ PlanFault Choose() {
-    i32 num_trials = 1;
-    i64 total_cost = 0;
+  // if it will do, else ranges, or all retries of Algorithm 1 at once, a warp each. prepare(), by
+  // all, and record(first, step), by threads that have nothing to deal, for what is chosen: for the
+  // first trial, and again for another one.
+  template <class Prepare, class Record>
+  __device__ PlanFault Choose(Prepare prepare, Record record) {
+    i32 first = 0, num_trials = 1;  // trials to be made; none: one is chosen
 #pragma unroll 1
-    for (i32 first = 0; first < num_trials; ++first) {
+    while (true) {
 #pragma unroll 1
       for (i32 r = first; r < num_trials; ++r) {
         if (const PlanFault f = MakeTrial(r); f.code != kNoFault) return f;
       }
+      if (first == 0) TakeTrial(0);
+      const bool chosen = first == num_trials, records = first == 0 || chosen;
+      if (records) prepare();
 #pragma unroll 1
       for (i32 r = first + thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
         const Trial& t = shared_.trials[r];
         const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t);
         if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
       }
+      const i32 dealers = kNumWarps > 1 ? (num_trials - first) * kWarpSize : 0;
+      if (records && thread_ >= dealers) record(thread_ - dealers, kNumThreads - dealers);
       __syncthreads();
-      if (first > 0) break;
-      total_cost = shared_.trials[0].cost;
-      if (rules_.schedule != kBalanced ||
-          IsBalanced(shared_.makespan[0], total_cost, rules_.num_queues)) {
-        break;
+      if (chosen) return {};
+      if (first == 0) {
+        const i64 makespan = shared_.makespan[0];
+        if constexpr (kGeneral) makespan_ = makespan;
+        const i64 total_cost = shared_.trials[0].cost;
+        if (rules_.schedule != kBalanced || IsBalanced(makespan, total_cost, rules_.num_queues)) {
+          return {};
+        }
+        if (rules_.num_units == 1 && !several_heights_) {
+          TryRanges(makespan);
+          if (!by_ranges_) return {};
+          first = num_trials;
+          continue;
+        }
+        if (!MayBeWorthMoreSplits(total_cost, rules_.num_queues, makespan)) return {};
+        first = 1;
+        num_trials = 1 + kNumRetries;
+        continue;
       }
-      if (rules_.num_units == 1 && !several_heights_) {
-        TakeTrial(0);
-        TryRanges(shared_.makespan[0]);
-        return {};
-      }
-      if (!MayBeWorthMoreSplits(total_cost, rules_.num_queues, shared_.makespan[0])) break;
-      num_trials = 1 + kNumRetries;
+      const i32 best = ChooseTrial(num_trials);
+      if (best == 0) return {};
+      TakeTrial(best);
+      first = num_trials;
     }
-    TakeTrial(ChooseTrial(num_trials, total_cost));
-    return {};
   }
 
   // Of the trials up to the first that is balanced or has too many splits.
-  __device__ i32 ChooseTrial(i32 num_trials, i64 total_cost) const {
+  __device__ i32 ChooseTrial(i32 num_trials) const {
+    const i64 total_cost = shared_.trials[0].cost;
     i32 best = 0;
 #pragma unroll 1
     for (i32 r = 1; r < num_trials && shared_.trials[r].num_chunks >= 0; ++r) {
@@ -92,7 +108,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       num_tiles_ = num_flat;
       sharing_ = nullptr;
     }
-    const PlanFault f = Choose();
+    const PlanFault f = Choose([] {}, [](i32, i32) {});
     if (f.code == kNoFault && rules_.fewer_splits) TryFewerSplits();
     if (!shares || (f.code == kNoFault && makespan_ < makespan)) return f;
     UseSharedTiles();

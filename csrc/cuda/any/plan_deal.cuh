@@ -28,7 +28,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   __device__ i64 DealInline(const Trial& t) {
     if (t.key_bits >= 0) {
       if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(t);
-      if (rules_.num_queues <= 10 * kWarpSize) return DealInRegisters<10>(t);
+      if (rules_.num_queues <= 9 * kWarpSize) return DealInRegisters<9>(t);
     }
     return DealInMemory(t.arrays, t.num_chunks);
   }

@@ -83,8 +83,66 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     return n;
   }
 
+  // What the slots of the chosen schedule become, whichever queues they go to.
+  __device__ void TakeRecords() {
+    records_ = this->template Take<uint4>(4ll * num_chunks_ * rules_.num_units);
+  }
+  __device__ void MakeRecords(i32 first, i32 step) {
+    const i32 num_slots = num_chunks_ * rules_.num_units;
+#pragma unroll 1
+    for (i32 s = first; s < num_slots; s += step) {
+      const SlotSource source = SourceOf(chosen_, num_chunks_, s);
+      const i32 chunk = ChunkOfKey(chosen_.keys[source.key]);
+      const i32 unit = source.unit;
+      const i32 i = TileOfChunk(chosen_, num_chunks_, chunk);
+      const QueryTile& t = tiles_[i];
+      const i32 split = chunk - chosen_.chunk_base[i];
+      const i32 splits = chosen_.chunk_base[i + 1] - chosen_.chunk_base[i];
+      i32 begin, end;
+      if (by_ranges_) {
+        begin = RangeBegin(chosen_, t, i, split);
+        end = RangeEnd(chosen_, t, i, split, splits);
+      } else {
+        const TileCut cut = chosen_.cuts[i];
+        begin = cut.Begin(t, split);
+        end = cut.End(t, split);
+      }
+      const i32 num_rows = t.qo_len * rules_.group_size;
+      i32 first_row = 0, first_group = 0;
+      if (splits > 1) {
+        first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
+        first_group = rules_.num_kv_heads * groups_before_[i];
+      }
+      // With shared prefixes: partial states of units, which may be of tiles that are not cut.
+      bool partial = splits > 1;
+      i32 group_step = 1, num_units = 1;
+      if constexpr (kGeneral) {
+        const TileSharing sharing = SharingOf(i);
+        if (sharing.partial()) {
+          partial = true;
+          first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
+          first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
+          group_step = shared_tiling_.num_units;
+          num_units = static_cast<i32>(Largest(1, sharing.num_units));
+        } else {
+          first_group += NumUnitGroups();
+        }
+      }
+      const i32 num_groups = partial ? num_units : 0;
+      uint4* record = records_ + s;
+      record[0] = Words(t.qo_begin, t.qo_len, unit, t.tile);
+      record[num_slots] = Words(begin, end, t.kv_base, t.q_pos);
+      record[2 * num_slots] = partial ? Words(first_row, first_group, t.request, num_groups)
+                                      : Words(-1, -1, t.request, 0);
+      record[3 * num_slots] =
+          partial ? Words(num_rows * splits, group_step, 0, 0) : Words(0, 0, 0, 0);
+    }
+  }
+
   __device__ void Write(const PlanCounts& counts) {
     if constexpr (kGeneral) {
+      TakeRecords();
+      MakeRecords(thread_, kNumThreads);
       if (sharing_ != nullptr) WriteUnits();
     }
     if (counts.num_merge_groups > 0) WriteMergeGroups();
@@ -200,73 +258,25 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
 
   __device__ void WriteItems(const i32* chunks_before) {
     const i32 num_slots = num_chunks_ * rules_.num_units;
-    uint4* rows = this->template Take<uint4>(num_slots);
-    uint4* spans = this->template Take<uint4>(num_slots);
-    uint4* results = this->template Take<uint4>(num_slots);
-    uint2* steps = this->template Take<uint2>(num_slots);
+    i32* order = this->template Take<i32>(num_slots);  // slots, queue by queue
 #pragma unroll 1
     for (i32 s = thread_; s < num_slots; s += kNumThreads) {
-      const SlotSource source = SourceOf(chosen_, num_chunks_, s);
-      const i32 chunk = ChunkOfKey(chosen_.keys[source.key]);
-      const i32 unit = source.unit;
       const PlanSlot slot = chosen_.slots[s];
-      const i32 i = TileOfChunk(chosen_, num_chunks_, chunk);
-      const QueryTile& t = tiles_[i];
-      const i32 split = chunk - chosen_.chunk_base[i];
-      const i32 splits = chosen_.chunk_base[i + 1] - chosen_.chunk_base[i];
-      i32 begin, end;
-      if (by_ranges_) {
-        begin = RangeBegin(chosen_, t, i, split);
-        end = RangeEnd(chosen_, t, i, split, splits);
-      } else {
-        const TileCut cut = chosen_.cuts[i];
-        begin = cut.Begin(t, split);
-        end = cut.End(t, split);
-      }
-      const i32 num_rows = t.qo_len * rules_.group_size;
-      i32 first_row = 0, first_group = 0;
-      i32 group_step = 1, num_groups = 1;
-      if (splits > 1) {
-        first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
-        first_group = rules_.num_kv_heads * groups_before_[i];
-      }
-      // With shared prefixes: partial states of units, which may be of tiles that are not cut.
-      bool partial = splits > 1;
-      i32 group_step = 1, num_units = 1;
-      if constexpr (kGeneral) {
-        const TileSharing sharing = SharingOf(i);
-        if (sharing.partial()) {
-          partial = true;
-          first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
-          first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
-          group_step = shared_tiling_.num_units;
-          num_units = static_cast<i32>(Largest(1, sharing.num_units));
-        } else {
-          first_group += NumUnitGroups();
-        }
-      }
-      const i32 at = chunks_before[slot.queue] + slot.place;
-      const i32 num_groups = partial ? num_units : 0;
-      rows[at] = Words(t.qo_begin, t.qo_len, unit, t.tile);
-      spans[at] = Words(begin, end, t.kv_base, t.q_pos);
-      results[at] = partial ? Words(first_row, first_group, t.request, num_groups)
-                            : Words(-1, -1, t.request, 0);
-      steps[at] = partial ? make_uint2(num_rows * splits, group_step) : make_uint2(0, 0);
+      order[chunks_before[slot.queue] + slot.place] = s;
     }
     __syncthreads();
-    CopyItems(chunks_before, rows, spans, results, steps);
+    CopyItems(chunks_before, order);
   }
 
-  // By a warp for each queue: records of 48 bytes, 16 a lane. Arguments: records of head 0 and what
-  // changes from head to head, in the order of queues.
-  __device__ void CopyItems(const i32* chunks_before, const uint4* rows, const uint4* spans,
-                            const uint4* results, const uint2* steps) const {
+  // By a warp for each queue: items of 48 bytes, 16 a lane.
+  __device__ void CopyItems(const i32* chunks_before, const i32* order) const {
     // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
     // tiles.
     bool both_ends = several_heights_;
     if constexpr (kGeneral) both_ends = both_ends && sharing_ == nullptr;
     const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
     const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
+    const i32 num_slots = num_chunks_ * rules_.num_units;
 #pragma unroll 1
     for (i32 cta = thread_ / kWarpSize; cta < rules_.num_ctas; cta += kNumWarps) {
       const i32 queue = cta / partitions, p = cta % partitions;
@@ -276,19 +286,25 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       for (i32 i = thread_ % kWarpSize; i < 3 * each * filled; i += kWarpSize) {
         const i32 item = i / 3, part = i - 3 * item;
         const i32 place = each > 1 ? item / each : item;
-        const i32 at = before + (cta < first_backwards ? place : filled - place - 1);
+        const i32 slot = order[before + (cta < first_backwards ? place : filled - place - 1)];
         const i32 first_head = p * rules_.num_units * each + item - place * each;
-        uint4 words = part == 0 ? rows[at] : part == 1 ? spans[at] : results[at];
+        const uint4* record = records_ + slot;
+        uint4 words = record[part * num_slots];
         if (part == 0) words.z = words.z * each + first_head;
         if (part == 2) {
-          const u32 head = rows[at].z * each + first_head;
-          words.x += head * steps[at].x;
-          words.y += head * steps[at].y;
+          const u32 head = record[0].z * each + first_head;
+          const uint4 step = record[3 * num_slots];
+          words.x += head * step.x;
+          words.y += head * step.y;
         }
         items[i] = words;
       }
     }
   }
+
+  // [4, num_slots], slots in the order of keys: the three parts of an item of the first head, with
+  // a unit instead of the head, and what row and group grow by from head to head.
+  uint4* records_ = nullptr;
 
   i32* groups_before_ = nullptr;         // [num_tiles + 1], these three for one kv head
   i32* partials_before_ = nullptr;       // [num_tiles + 1]

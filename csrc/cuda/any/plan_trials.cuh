@@ -47,6 +47,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     typename Cta::WarpSums warp_sums;
     Trial trials[1 + kNumRetries];
     i64 makespan[1 + kNumRetries];
+    PlanCounts counts;
   };
   static constexpr int kArenaBytes =
       (Traits::kSmemBytes - static_cast<int>(sizeof(Shared))) / 16 * 16;
