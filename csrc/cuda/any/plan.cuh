@@ -17,7 +17,8 @@
 //
 // Everything is done by all threads at once but one thing: each chunk goes to the queue that has
 // the least then. All kv heads have the same lengths, so that is a few hundred chunks for the 33
-// queues of a head (H200), held in the registers of one warp.
+// queues of a head (H200), held in the registers of one warp, while the others prepare the items
+// but for their places.
 #pragma once
 
 #include "cuda/any/plan_pages.cuh"
