@@ -93,7 +93,7 @@ __device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
       "{\n"
       ".reg .pred p, q;\n"
       "setp.ne.u32 p, %3, 0;\n"
-      "barrier.red.or.pred q, %1, %2, p;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
       "selp.u32 %0, 1, 0, q;\n"
       "}\n"
       : "=r"(any)
