@@ -109,13 +109,15 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       }
       const i32 num_rows = t.qo_len * rules_.group_size;
       i32 first_row = 0, first_group = 0;
+      i32 group_step = 1, num_units = 1;
       if (splits > 1) {
         first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
-        first_group = rules_.num_kv_heads * groups_before_[i];
+        group_step = NumMergeGroups(rules_, t, splits);
+        first_group =
+            rules_.num_kv_heads * groups_before_[i] + MergeGroupOfSplit(group_step, split);
       }
       // With shared prefixes: partial states of units, which may be of tiles that are not cut.
       bool partial = splits > 1;
-      i32 group_step = 1, num_units = 1;
       if constexpr (kGeneral) {
         const TileSharing sharing = SharingOf(i);
         if (sharing.partial()) {
