@@ -17,14 +17,7 @@ from jax_attn import reference
 CODES = np.arange(256, dtype=np.uint8).view(reference.E4M3)
 
 
-@pytest.fixture
-def dtype(request, backend):
-    if request.param == "float32" and backend.platform == "gpu":
-        pytest.skip("kv_dtype float8_e4m3fn: bfloat16 and float16 on CUDA")
-    return request.param
-
-
-every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"], indirect=True)
+every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 
 
 def one_key(backend, dtype, num_tokens, **fields):

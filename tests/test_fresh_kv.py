@@ -92,8 +92,9 @@ def test_new_tokens_beside_the_pages(case, backend):
 
 
 @on_every_backend
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_new_tokens_after_a_shared_prefix(dtype, backend):
+# Tiles of float32 on CUDA have 16 rows: sharing pays with 16 tokens in one, not with 4 of 4 heads.
+@pytest.mark.parametrize("dtype, num_qo_heads", [("float32", 2), ("bfloat16", 8)])
+def test_new_tokens_after_a_shared_prefix(dtype, num_qo_heads, backend):
     """One launch of shared spans, own pages and new tokens."""
     case = Case(
         "prefix",
@@ -101,7 +102,7 @@ def test_new_tokens_after_a_shared_prefix(dtype, backend):
         kv_lens=(513, 530, 600, 640, 552, 900, 514, 519),
         branches=("a",) * 8,
         branch_tokens=512,
-        num_qo_heads=8,
+        num_qo_heads=num_qo_heads,
         num_ctas=2,
         dtype=dtype,
     )

@@ -183,7 +183,7 @@ def test_attention_over_told_levels(schedule, kv_split):
 @on_every_platform
 def test_levels_inside_a_compiled_function(backend):
     """One executable for any levels of the same shapes, with the bits of the host."""
-    told = one_document()
+    told = one_document(num_ctas=4)  # with all queues of a GPU it would not pay
     spec = backend.spec(**told.fields)
 
     @functools.partial(jax.jit)
