@@ -3,54 +3,10 @@
 
 #include "cuda/any/attention_row.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/common/variant.cuh"
+#include "cuda/sm90/logits.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace jax_attn {
-
-// From q . k to logits.
-template <class Traits>
-class Logits {
- public:
-  __device__ __forceinline__ explicit Logits(const AttentionParams& p) : p_(p) {}
-
-  // After it, s * scale() is the logit in log2 units; of the first num_tiles.
-  template <int kTiles>
-  __device__ __forceinline__ void Transform(float (&s)[kTiles][4], int num_tiles = kTiles) const {
-    if constexpr (!kScalesLater) {
-      const Variant variant(p_);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        if (j >= num_tiles) break;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
-                                               : s[j][c] * (p_.sm_scale * kLog2E);
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ float scale() const {
-    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
-  }
-
- private:
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
-  // A scale that is not positive would turn the maximum around, so it is applied at once.
-  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
-
-  const AttentionParams& p_;
-};
-
-// The reference of a row's exponents follows its maximum only when that has grown by more than a
-// factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
-// (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
-// neighbours; for rows that keep their reference the factor is exactly 1.
-inline constexpr float kReferenceSlack = 8.0f;
-
-// Whether rows of an item may see different tokens.
-template <class Traits>
-inline constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
 
 // What a warp knows of its 16 rows after the kv tokens it has seen, besides o. Index h is row 8h +
 // lane / 4, of which the lane has columns 8j + 2 * (lane % 4) + {0, 1} in logits and o.
