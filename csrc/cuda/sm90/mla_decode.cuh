@@ -6,15 +6,13 @@
 // p^T. Both have the same tile of shared memory as operand a, as its rows lie and transposed. One
 // consumer warpgroup does all of it, and gives back a step's memory as soon as it has multiplied
 // it; a producer warpgroup copies latent rows and another one q, so that the rows of an item do not
-// wait for its q.
-//
-// The ring's units are 64 tokens and some blocks of 64 columns. So a ring holds more than two steps
-// beside q, and what is landing is multiplied with q meanwhile.
+// wait for its q. Two steps fit beside q. Measured (H200, 128 x 4096 tokens of 16 heads): steps
+// that land and are given back by 1 or 3 blocks of 64 columns took 182 and 187 us, whole ones 182.
 #pragma once
 
 #include "cuda/common/partials.cuh"
-#include "cuda/common/variant.cuh"
 #include "cuda/sm90/latent_rows.cuh"
+#include "cuda/sm90/logits.cuh"
 
 namespace jax_attn {
 
@@ -47,18 +45,12 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
 
-  // Columns of a row that are copied together: 384 bytes. To be measured (num_stages 2 and 4): 128
-  // and all 1152.
-  static constexpr int kUnitBlocks = Min(kBlocks, Traits::kNumStages % 8 < 2   ? 3
-                                                  : Traits::kNumStages % 8 < 4 ? 1
-                                                                               : 16);
-  static constexpr int kUnits = CeilDiv(kBlocks, kUnitBlocks);  // of a step; the last may be less
-  using Unit = SwizzledTile<64 * kUnitBlocks, kStep>;
-  __device__ static constexpr int UnitInOrder(int i) { return i; }
-  __device__ static constexpr int FirstBlock(int unit) { return unit * kUnitBlocks; }
-  __device__ static constexpr int NumBlocks(int unit) {
-    return Min(kUnitBlocks, kBlocks - unit * kUnitBlocks);
-  }
+  // Steps are loaded and given back as a whole.
+  static constexpr int kUnits = 1;
+  using Slot = SwizzledTile<Traits::kHeadDimQk, kStep>;
+  __device__ static constexpr int UnitInOrder(int) { return 0; }
+  __device__ static constexpr int FirstBlock(int) { return 0; }
+  __device__ static constexpr int NumBlocks(int) { return kBlocks; }
 
   template <int kRows>
   using Q = SwizzledTile<Traits::kHeadDimQk, kRows>;
@@ -67,22 +59,21 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   using P = SwizzledTile<64, kRows>;
 
   static constexpr int kSmallBytes = 3 << 10;
-  static constexpr int kSlots =  // units; beyond 32 there is nothing to be gained
-      Min(32, (CtaSmemBudget(Traits::kArch, 1) - Q<kMaxRows>::kBytes - 2 * P<kMaxRows>::kBytes -
-               kSmallBytes) /
-                  Unit::kBytes);
-  static_assert(kSlots > kUnits, "the next step comes in while one is multiplied");
+  static constexpr int kSlots =  // beyond 8 there is nothing to be gained
+      Min(8, (CtaSmemBudget(Traits::kArch, 1) - Q<kMaxRows>::kBytes - 2 * P<kMaxRows>::kBytes -
+              kSmallBytes) /
+                 Slot::kBytes);
+  static_assert(kSlots > 1, "the next step comes in while one is multiplied");
 
-  // Every unit has a slot of its own.
   struct RingPlace {
     RingCursor<kSlots> cursor;
     __device__ int Barrier(int) const { return cursor.slot; }
     __device__ u32 parity() const { return cursor.parity; }
     __device__ int Block(int, int i) const {
-      return cursor.slot * Unit::kBytes + i * Unit::kBlockBytes;
+      return cursor.slot * Slot::kBytes + i * Slot::kBlockBytes;
     }
-    __device__ __forceinline__ void NextUnit() { cursor.Advance(); }
-    __device__ __forceinline__ void NextStep() {}
+    __device__ __forceinline__ void NextUnit() {}
+    __device__ __forceinline__ void NextStep() { cursor.Advance(); }
   };
 
   struct Barriers {
@@ -91,7 +82,7 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   };
   struct Shared {
     alignas(1024) unsigned char q[Q<kMaxRows>::kBytes];
-    alignas(1024) unsigned char ring[kSlots * Unit::kBytes];
+    alignas(1024) unsigned char ring[kSlots * Slot::kBytes];
     // By turns, so that nobody has to know whether the other warps' products have read the last
     // one.
     alignas(1024) unsigned char p[2][P<kMaxRows>::kBytes];
@@ -197,10 +188,9 @@ class HopperMlaDecodeItem {
   using Shared = typename Shape::Shared;
   using Team = HopperMlaDecodeConsumers;
   using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
   using Q = typename Shape::template Q<kRows>;
   using P = typename Shape::template P<kRows>;
-  using Unit = typename Shape::Unit;
+  using Slot = typename Shape::Slot;
   using Cursor = RingCursor<Shape::kSlots>;
 
   __device__ __forceinline__ HopperMlaDecodeItem(const AttentionParams& p, Shared& shared,
@@ -224,7 +214,7 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // All steps. cursor: the unit of the ring that comes next.
+  // All steps. cursor: the slot that comes next.
   __device__ __forceinline__ void RunSteps(Cursor& cursor) {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
@@ -233,15 +223,16 @@ class HopperMlaDecodeItem {
     u32 p = SharedAddress(shared_.p[0]);
 #pragma unroll 1
     for (int pos = FirstStep<kStep>(item); pos < end; pos += kStep) {
-      Logits s;
+      Scores s;
       MultiplyQk(cursor, s);
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
-      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) Mend(cursor);
-      TransformLogits(s);
+      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) Mend(cursor);
+      Logits<Traits>(p_).Transform(s);
       if (!seen_by_all) Mask(item, pos, s);
       Exponentiate(s, p);
       MultiplyPv(cursor, p);
+      cursor.Advance();
       p ^= SharedAddress(shared_.p[0]) ^ SharedAddress(shared_.p[1]);
     }
   }
@@ -286,9 +277,7 @@ class HopperMlaDecodeItem {
   static constexpr int kStep = Shape::kStep;
   static constexpr int kTiles = kRows / 8;
   static constexpr int kValueBlocks = Shape::kValueBlocks;
-  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
-  static constexpr float kSlack = 8.0f;  // of references, see Exponentiate
-  using Logits = float[kTiles][4];
+  using Scores = float[kTiles][4];
   using Product = Wgmma<kRows, Traits::kDtype>;
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
@@ -298,29 +287,22 @@ class HopperMlaDecodeItem {
 
   // --- products ---
 
-  // Each unit as soon as it has landed. Two chains of sums: short products wait for each other.
-  __device__ __forceinline__ void MultiplyQk(Cursor cursor, Logits& s) const {
-    Logits chains[2] = {};
-    PinRegisters(chains[0]);
-    PinRegisters(chains[1]);
+  // Two chains of sums: short products wait for each other.
+  __device__ __forceinline__ void MultiplyQk(const Cursor& cursor, Scores& s) const {
+    Scores chains[2] = {};
+    PinBlocks(chains);
     const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
+    const u64 k = Slot::Descriptor(SlotAddress(cursor), 0);
+    WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot), cursor.parity);
+    FenceSharedForWgmma();
+    WgmmaFence();
 #pragma unroll
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
-      WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot), cursor.parity);
-      FenceSharedForWgmma();
-      WgmmaFence();
-      const u64 k = Unit::Descriptor(SharedAddress(shared_.ring) + cursor.slot * Unit::kBytes, 0);
-#pragma unroll
-      for (int kk = 0; kk < 4 * Shape::NumBlocks(unit); ++kk) {
-        Product::SharedA(chains[kk % 2], Unit::AlongK(k, kk),
-                         Q::AlongK(q, unit * 4 * Shape::kUnitBlocks + kk), true);
-      }
-      cursor.Advance();
+    for (int kk = 0; kk < 4 * Shape::kBlocks; ++kk) {
+      Product::SharedA(chains[kk % 2], Slot::AlongK(k, kk), Q::AlongK(q, kk), true);
     }
     WgmmaCommit();
     WgmmaWait<0>();
-    PinRegisters(chains[0]);
-    PinRegisters(chains[1]);
+    PinBlocks(chains);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -328,75 +310,39 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // Adds a step to o, and gives back its units one by one.
-  __device__ __forceinline__ void MultiplyPv(Cursor& cursor, u32 p) {
-    PinOutput();
+  // Adds a step to o, and gives it back.
+  __device__ __forceinline__ void MultiplyPv(const Cursor& cursor, u32 p) {
+    PinBlocks(o_);
     WgmmaFence();
-    Cursor at = cursor;
+    const u64 v = Slot::TransposedDescriptor(SlotAddress(cursor), 0);
+    const u64 b = P::Descriptor(p, 0);
 #pragma unroll
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
-      const u32 slot = SharedAddress(shared_.ring) + at.slot * Unit::kBytes;
-      const u64 b = P::Descriptor(p, 0);
+    for (int kk = 0; kk < kStep / 16; ++kk) {
 #pragma unroll
-      for (int kk = 0; kk < kStep / 16; ++kk) {
-#pragma unroll
-        for (int i = 0; i < Shape::NumBlocks(unit); ++i) {
-          const int block = unit * Shape::kUnitBlocks + i;
-          if (block >= kValueBlocks) continue;
-          const u64 a = Unit::TransposedDescriptor(slot + i * Unit::kBlockBytes, 0);
-          Product::TransposedSharedA(o_[block], Unit::AlongRows(a, kk), P::AlongK(b, kk), true);
-        }
+      for (int block = 0; block < kValueBlocks; ++block) {
+        const u64 a = Slot::AlongRows(Slot::Right(v, block), kk);
+        Product::TransposedSharedA(o_[block], a, P::AlongK(b, kk), true);
       }
-      WgmmaCommit();
-      at.Advance();
     }
-    WaitAndRelease<Shape::kUnits - 1>(cursor);
-    PinOutput();
+    WgmmaCommit();
+    WgmmaWait<0>();
+    PinBlocks(o_);
+    Release(shared_.barriers.empty + cursor.slot);
   }
-  // One group of products is a unit's.
-  template <int kPending>
-  __device__ __forceinline__ void WaitAndRelease(Cursor& cursor) const {
-    WgmmaWait<kPending>();
+
+  __device__ u32 SlotAddress(const Cursor& cursor) const {
+    return SharedAddress(shared_.ring) + cursor.slot * Slot::kBytes;
+  }
+  __device__ __forceinline__ void ReleaseQ() const { Release(&shared_.barriers.empty_q); }
+  __device__ __forceinline__ void Release(const u64* barrier) const {
     __syncwarp();  // one arrival a warp
-    if (Lane() == 0) {
-      ArriveBarrier(SharedAddress(shared_.barriers.empty + cursor.slot));
-    }
-    cursor.Advance();
-    if constexpr (kPending > 0) WaitAndRelease<kPending - 1>(cursor);
-  }
-  __device__ __forceinline__ void ReleaseQ() const {
-    __syncwarp();
-    if (Lane() == 0) ArriveBarrier(SharedAddress(&shared_.barriers.empty_q));
-  }
-  __device__ __forceinline__ void PinOutput() {
-#pragma unroll
-    for (int block = 0; block < kValueBlocks; ++block) PinRegisters(o_[block]);
+    if (Lane() == 0) ArriveBarrier(SharedAddress(barrier));
   }
 
   // --- softmax ---
 
-  // After it, s * LogitScale() is the logit in log2 units. A scale that is not positive would turn
-  // the maximum around, so it is applied at once.
-  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
-  __device__ __forceinline__ void TransformLogits(Logits& s) const {
-    if constexpr (!kScalesLater) {
-      const Variant variant(p_);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
-                                               : s[j][c] * (p_.sm_scale * kLog2E);
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ float LogitScale() const {
-    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
-  }
-
   // Sets what a row does not see to -inf.
-  __device__ __forceinline__ void Mask(const ItemRecord& item, int pos, Logits& s) const {
+  __device__ __forceinline__ void Mask(const ItemRecord& item, int pos, Scores& s) const {
     const int kv_begin = item.kv_begin(), kv_end = item.kv_end(), q_pos = item.q_pos();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -414,12 +360,11 @@ class HopperMlaDecodeItem {
   }
 
   // Probabilities 2^(logit - reference) of a step to shared memory, and their sums.
-  // The reference of a row follows its maximum only when that has grown by more than a factor of
-  // 2^8, as in TileRows, each row by itself. That hardly ever happens after the first step, and the
+  // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
   // barrier that products wait for anyway tells it to everybody.
-  __device__ __forceinline__ void Exponentiate(const Logits& s, u32 p) {
-    const float scale = LogitScale();
-    Logits x;
+  __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
+    const float scale = Logits<Traits>(p_).scale();
+    Scores x;
 #pragma unroll 1
     while (true) {
       bool grows = false;
@@ -429,7 +374,7 @@ class HopperMlaDecodeItem {
         for (int c = 0; c < 2; ++c) {
           const float reference = FiniteMax(max_log2_[j][c]);
           // -inf is not above -inf.
-          grows |= fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kSlack;
+          grows |= fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
           x[j][c] = Exp2(fmaf(s[j][c], scale, -reference));
           x[j][2 + c] = Exp2(fmaf(s[j][2 + c], scale, -reference));
         }
@@ -447,7 +392,7 @@ class HopperMlaDecodeItem {
   }
 
   // New references for the rows that need one; sums and o follow.
-  __device__ __forceinline__ void FollowMaxima(const Logits& s, float scale) {
+  __device__ __forceinline__ void FollowMaxima(const Scores& s, float scale) {
     auto& maxima = shared_.rows;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -470,7 +415,7 @@ class HopperMlaDecodeItem {
 #pragma unroll
         for (int warp = 1; warp < 4; ++warp) step_max = fmaxf(step_max, maxima[warp][Row(j, c)]);
         const float old_max = max_log2_[j][c];
-        if (step_max > old_max + kSlack) max_log2_[j][c] = step_max;
+        if (step_max > old_max + kReferenceSlack) max_log2_[j][c] = step_max;
         const float factor = Exp2(old_max - FiniteMax(max_log2_[j][c]));
         sum_[j][c] *= factor;
 #pragma unroll
@@ -484,7 +429,7 @@ class HopperMlaDecodeItem {
   }
 
   // Accumulators as 16-bit rows of q, 64 tokens or columns each.
-  __device__ __forceinline__ void StoreTransposed(u32 tile, const Logits& x) const {
+  __device__ __forceinline__ void StoreTransposed(u32 tile, const Scores& x) const {
     const int lane = Lane();
     // Lanes 0 to 15 give addresses of 8 rows of each of two matrices, Across(0) and Across(1).
     const int chunk = 2 * Warp() + lane / 8 % 2;
@@ -497,24 +442,19 @@ class HopperMlaDecodeItem {
 
   // In a step that some rows see more of than others, 0 times a value that is not finite must not
   // reach the rows that do not see it. Those that do have it in their logits already, all of whose
-  // columns take part in them; so it becomes 0, for everybody.
-  __device__ __forceinline__ void Mend(Cursor cursor) const {
+  // columns take part in them; so it becomes 0, for everybody. A thread looks after half of a row
+  // of 64 columns; columns beyond v do no harm.
+  __device__ __forceinline__ void Mend(const Cursor& cursor) const {
     Team::Sync();  // the products of the other warps have read the keys, too
-                   // A thread looks after half of a row of 64 columns. Columns beyond v do no harm.
 #pragma unroll 1
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+    for (int block = 0; block < kValueBlocks; ++block) {
+      unsigned char* from =
+          shared_.ring + cursor.slot * Slot::kBytes + block * Slot::kBlockBytes + thread_ * 64;
 #pragma unroll 1
-      for (int block = 0; block < Shape::NumBlocks(unit); ++block) {
-        unsigned char* from =
-            shared_.ring + cursor.slot * Unit::kBytes + block * Unit::kBlockBytes + thread_ * 64;
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          uint4& x = *reinterpret_cast<uint4*>(from + i * 16);
-          x = make_uint4(FiniteOrZero(x.x), FiniteOrZero(x.y), FiniteOrZero(x.z),
-                         FiniteOrZero(x.w));
-        }
+      for (int i = 0; i < 4; ++i) {
+        uint4& x = *reinterpret_cast<uint4*>(from + i * 16);
+        x = make_uint4(FiniteOrZero(x.x), FiniteOrZero(x.y), FiniteOrZero(x.z), FiniteOrZero(x.w));
       }
-      cursor.Advance();
     }
     FenceSharedForWgmma();  // the barrier of the probabilities comes before the products
   }

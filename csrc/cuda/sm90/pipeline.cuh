@@ -43,6 +43,13 @@ struct SwizzledTile {
   }
 };
 
+// The accumulators of several products side by side.
+template <class T, int kBlocks, int kTiles>
+__device__ __forceinline__ void PinBlocks(T (&d)[kBlocks][kTiles][4]) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) PinRegisters(d[b]);
+}
+
 // Position in a ring of slots. The parity is that of the slot's current phase.
 template <int kSlots>
 struct RingCursor {
