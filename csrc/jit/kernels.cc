@@ -82,9 +82,8 @@ int64_t BoxRows(const AttentionProblem& problem) {
 Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
                      int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
   using u64 = unsigned long long;
-  const int64_t num_heads = problem.spec.num_stored_heads();
-  const u64 row_bytes = static_cast<u64>(num_heads * head_dim * 2);
-  const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(num_heads),
+  const u64 row_bytes = static_cast<u64>(problem.spec.num_kv_heads * head_dim * 2);
+  const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(problem.spec.num_kv_heads),
                       static_cast<u64>(num_rows), static_cast<u64>(num_layers)};
   const u64 strides[] = {static_cast<u64>(head_dim * 2), row_bytes, row_bytes * dims[2]};
   const unsigned box[] = {64, 1, static_cast<unsigned>(BoxRows(problem)), 1};
@@ -102,13 +101,13 @@ Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const
 Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
   const AttentionSpec& spec = problem.spec;
   const int64_t rows = spec.paged() ? p->num_pages * spec.page_size : spec.max_kv_tokens;
-  // Coordinates of a box are 32-bit integers.
-  if (problem.config.main_loop != kHopper || BoxRows(problem) == 0 || rows == 0 ||
+  // Latent rows are copied one by one; coordinates of a box are 32-bit integers.
+  if (problem.config.main_loop != kHopper || spec.mla || BoxRows(problem) == 0 || rows == 0 ||
       rows >= (int64_t{1} << 31)) {
     return Status::Ok();
   }
   Status s = MakeTensorMap(d, problem, p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map);
-  if (s.ok() && !spec.mla) {
+  if (s.ok()) {
     s = MakeTensorMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
   }
   if (s.ok() && spec.fresh_kv) {

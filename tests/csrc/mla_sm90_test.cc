@@ -9,51 +9,30 @@
 namespace jax_attn {
 namespace {
 
-// Tensor maps of the latent rows.
-template <class Shape>
-void AddLatentMap(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
-  p->num_layers = 1;
-  p->has_tensor_maps = Shape::kBoxRows > 0;
-  const emulation::BoxedArray boxed = {static_cast<const u16*>(p->k),      1,
-                                       static_cast<u64>(num_rows),         1,
-                                       static_cast<u64>(spec.head_dim_qk), Shape::kBoxRows};
-  std::memcpy(&p->k_map, &boxed, sizeof(boxed));
-}
-
-// As select/cuda.cc has it. kStages: see LatentShape and HopperMlaDecodeShape.
-template <int kStages>
-struct Sm90Mla {
+// As select/cuda.cc has it.
+struct Sm90Mla : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
     static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0, kTileQ2 = 0;
-    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = kStages;
+    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = 0;
   };
   template <class Shape>
   using Body = HopperMlaBody<Traits<Shape>>;
-  template <class S>
-  static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
-    AddLatentMap<HopperMlaShape<Traits<S>>>(spec, num_rows, p);
-  }
 };
 
 // Likewise.
-template <int kStages>
-struct Sm90MlaDecode {
+struct Sm90MlaDecode : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
     static constexpr int kNumTiles = Shape::kGroupSize > 16 ? 1 : 2;
     static constexpr int kTileQ0 = Shape::kGroupSize > 16 ? 32 : 16;
     static constexpr int kTileQ1 = kNumTiles == 2 ? 32 : 0, kTileQ2 = 0;
-    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = kStages;
+    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = 0;
   };
   template <class Shape>
   using Body = HopperMlaDecodeBody<Traits<Shape>>;
-  template <class S>
-  static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
-    AddLatentMap<HopperMlaDecodeShape<Traits<S>>>(spec, num_rows, p);
-  }
 };
 
 // Numbers of heads and page sizes, with one query token and several.
@@ -68,31 +47,19 @@ void RunDecodeCase(const char* name) {
        .sharpness = 8},
       31);
 }
-template <int kStages>
-void RunDecodeCases() {
-  using Kernel = Sm90MlaDecode<kStages>;
-  RunDecodeCase<Kernel, 16, 1>("mla decode, 16 heads, page 1");
-  RunDecodeCase<Kernel, 16, 64>("mla decode, 16 heads, page 64");
-  RunDecodeCase<Kernel, 32, 16>("mla decode, 32 heads, page 16");
-}
 
 }  // namespace
 }  // namespace jax_attn
 
 int main() {
   using namespace jax_attn;
-  RunDecodeCase<Sm90MlaDecode<0>, 1, 1>("mla decode, 1 head");
-  RunDecodeCase<Sm90MlaDecode<0>, 8, 64>("mla decode, 8 heads, page 64");
-  RunDecodeCase<Sm90MlaDecode<0>, 17, 64>("mla decode, 17 heads, page 64");
-  RunDecodeCase<Sm90MlaDecode<0>, 32, 1>("mla decode, 32 heads, page 1");
-  RunDecodeCases<0>();
-  RunDecodeCases<1>();
-  RunDecodeCases<2>();
-  RunDecodeCases<3>();
-  RunDecodeCases<4>();
-  RunDecodeCases<5>();
-  RunDecodeCase<Sm90Mla<0>, 64, 64>("mla, 64 heads, page 64");
-  RunDecodeCase<Sm90Mla<1>, 64, 64>("mla, 64 heads, page 64, boxes");
-  return RunMlaCases<Sm90MlaDecode<0>, 128, 192>() | RunMlaCases<Sm90MlaDecode<1>, 128, 192>() |
-         RunMlaCases<Sm90Mla<0>, 128, 192>() | RunMlaCases<Sm90Mla<1>, 128, 192>();
+  RunDecodeCase<Sm90MlaDecode, 1, 1>("mla decode, 1 head");
+  RunDecodeCase<Sm90MlaDecode, 8, 64>("mla decode, 8 heads, page 64");
+  RunDecodeCase<Sm90MlaDecode, 17, 64>("mla decode, 17 heads, page 64");
+  RunDecodeCase<Sm90MlaDecode, 32, 1>("mla decode, 32 heads, page 1");
+  RunDecodeCase<Sm90MlaDecode, 16, 1>("mla decode, 16 heads, page 1");
+  RunDecodeCase<Sm90MlaDecode, 16, 64>("mla decode, 16 heads, page 64");
+  RunDecodeCase<Sm90MlaDecode, 32, 16>("mla decode, 32 heads, page 16");
+  RunDecodeCase<Sm90Mla, 64, 64>("mla, 64 heads, page 64");
+  return RunMlaCases<Sm90MlaDecode, 128, 192>() | RunMlaCases<Sm90Mla, 128, 192>();
 }

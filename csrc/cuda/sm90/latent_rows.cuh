@@ -16,10 +16,9 @@ class LatentRows {
   using Shared = typename Shape::Shared;
 
   __device__ __forceinline__ LatentRows(const AttentionParams& p, Shared& shared)
-      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)), layer_(0) {
+      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)) {
     if (Traits::kPageSize > 0 && p.layer != nullptr) {
-      layer_ = LoadConstant(p.layer);
-      pool_ += layer_ * p.num_pages * (Traits::kPageSize * kRowBytes);
+      pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
     }
   }
 
@@ -27,7 +26,7 @@ class LatentRows {
   // come into L2. With pages of a token they are as many lines as steps take at a time, and each is
   // read once, so they come from memory, which under load answers in about the time of a step.
   __device__ __forceinline__ void PrefetchPages(int index, int pos, int end) const {
-    if (Traits::kPageSize == 0 || !Shape::kPrefetches || Warp() != 0) return;
+    if (Traits::kPageSize == 0 || Warp() != 0) return;
     constexpr int kSteps = 3;  // ahead: 6 us, while L2 keeps a line for some 10
     const ItemRecord item(p_, index);
     if (pos == FirstStep<Shape::kStep>(item)) {
@@ -43,8 +42,6 @@ class LatentRows {
   // The rows of a step that this warp copies, each unit once nobody needs what was there.
   // lane_row: in the pool, of the token that the lane looked up, or kNoRow.
   __device__ __forceinline__ void LoadStep(u32 lane_row) {
-    const bool boxes = Shape::kByBoxes && kBoxRows > 0 && p_.has_tensor_maps != 0 &&
-                       __all_sync(kFullWarp, lane_row != kNoRow);
 #pragma unroll
     for (int order = 0; order < Shape::kUnits; ++order) {
       const int unit = Shape::UnitInOrder(order);
@@ -52,12 +49,8 @@ class LatentRows {
       const u32 full = SharedAddress(shared_.barriers.full + place_.Barrier(unit));
       WaitBarrier(SharedAddress(shared_.barriers.empty + place_.Barrier(unit)),
                   place_.parity() ^ 1);
-      if (boxes) {
-        CopyBoxes(unit, lane_row, full);
-      } else {
-        CopyRows(unit, lane_row);
-        ArriveBarrierAfterCopies(full);
-      }
+      CopyRows(unit, lane_row);
+      ArriveBarrierAfterCopies(full);
       place_.NextUnit();
     }
     place_.NextStep();
@@ -68,7 +61,6 @@ class LatentRows {
   static constexpr int kWarpTokens = Shape::kStep / 4;
   static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
   static constexpr int kCopies = kWarpTokens / kRowsPerCopy;
-  static constexpr int kBoxRows = Shape::kBoxRows;
 
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
@@ -108,27 +100,9 @@ class LatentRows {
     }
   }
 
-  // This warp's rows by the copy engine: a lane a box and block.
-  __device__ __forceinline__ void CopyBoxes(int unit, u32 lane_row, u32 full) const {
-    if (Lane() == 0) {
-      ExpectBytes(full, kWarpTokens * 128 * Shape::NumBlocks(unit));
-      ArriveBarrier(full, kWarpSize);
-    }
-    __syncwarp();
-    if (Lane() % Max(kBoxRows, 1) == 0 && Lane() < kWarpTokens) {
-      const u32 to = SharedAddress(shared_.ring) + (Warp() * kWarpTokens + Lane()) * 128;
-#pragma unroll
-      for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
-        CopyBox(to + place_.Block(unit, b), p_.k_map, (Shape::FirstBlock(unit) + b) * 64, 0,
-                static_cast<int>(lane_row), layer_, full);
-      }
-    }
-  }
-
   const AttentionParams& p_;
   Shared& shared_;
   const char* pool_;  // rows of the layer
-  int layer_;
   typename Shape::RingPlace place_;
 };
 
@@ -142,17 +116,6 @@ struct LatentShape {
   static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
 
   static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
-  // Rows of a box of the copy engine, as jit/kernels.cc has it; 0: pages are not made of boxes.
-  static constexpr int kPageSize = Traits::kPageSize;
-  static constexpr int kBoxRows = kPageSize % kWarpTokens == 0 ? kWarpTokens
-                                  : kPageSize > 0 && kPageSize % 8 == 0 &&
-                                          kWarpTokens % Max(kPageSize, 1) == 0
-                                      ? kPageSize
-                                      : 0;
-  // To be measured, so num_stages, which has no other use here, chooses: 1: whole steps by the copy
-  // engine; 8: page ids are not brought into L2 ahead of their use.
-  static constexpr bool kByBoxes = Traits::kNumStages % 2 == 1;
-  static constexpr bool kPrefetches = Traits::kNumStages < 8;
 
   // kv position of the token that a producer's lane looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
