@@ -29,7 +29,7 @@ struct HopperMlaDecodeRoles {
 // The consumer warpgroup as a group of threads.
 struct HopperMlaDecodeConsumers {
   static constexpr int kNamedBarrier = 1;
-  __device__ static int thread() { return threadIdx.x - HopperMlaDecodeRoles::kConsumer; }
+  __device__ static int thread() { return Anew(threadIdx.x) - HopperMlaDecodeRoles::kConsumer; }
   __device__ static int num_threads() { return HopperMlaDecodeRoles::kGroupThreads; }
   __device__ static void Sync() { SyncNamed(kNamedBarrier, num_threads()); }
   // Whether x holds for any of them.
@@ -537,20 +537,26 @@ class HopperMlaDecodeConsumer {
   __device__ __forceinline__ void Run(int begin, int end) {
 #pragma unroll 1
     for (int index = begin; index < end; ++index) {
-      if (Traits::kNumTiles == 1 || ItemRecord(p_, index).tile() == 0) {
+      RecordBegin<Traits>(p_, index, Team::thread());
+      const ItemRecord item(p_, index);
+      PrefetchMergeGroup(p_, item.merge_idx());
+      if (Traits::kNumTiles == 1 || item.tile() == 0) {
         RunItem<Traits::kTileQ0>(index);
       } else {
         RunItem<Max(Traits::kTileQ1, 16)>(index);
       }
+      const int num_groups = item.num_groups();
+      if (num_groups > 0) {
+        ArriveAndMerge<Traits, Team>(p_, item.merge_idx(), num_groups, shared_.merge);
+      }
+      RecordEnd<Traits>(p_, index, Team::thread());
     }
   }
 
  private:
   template <int kRows>
   __device__ __forceinline__ void RunItem(int index) {
-    RecordBegin<Traits>(p_, index, Team::thread());
     const ItemRecord item(p_, index);
-    PrefetchMergeGroup(p_, item.merge_idx());
     HopperMlaDecodeItem<Traits, kRows> work(p_, shared_, index);
     if (FirstStep<Shape::kStep>(item) < item.kv_end()) {
       WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
@@ -558,11 +564,6 @@ class HopperMlaDecodeConsumer {
       work.RunSteps(cursor_);
     }
     work.Write();
-    const int num_groups = item.num_groups();
-    if (num_groups > 0) {
-      ArriveAndMerge<Traits, Team>(p_, item.merge_idx(), num_groups, shared_.merge);
-    }
-    RecordEnd<Traits>(p_, index, Team::thread());
   }
 
   const AttentionParams& p_;
