@@ -39,6 +39,7 @@ struct Case {
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
   double sharpness = 1;  // of the softmax: beyond 5 the references of rows grow in later steps, too
+  int late_keys = 0;  // keys of a request's second half are 2^late_keys times larger
   // Tokens that all requests have in common, and that every other one does besides.
   int64_t prefix = 0, half_prefix = 0;
 };
@@ -202,6 +203,9 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
       const int64_t at = spec.paged() ? b.page_indices[b.kv_indptr[r] + i / page] * page + i % page
                                       : b.kv_indptr[r] + i;
       std::vector<uint16_t> k = RandomBf16(k_row, random), v = RandomBf16(v_row, random);
+      if (2 * i >= c.requests[r].kv_len) {
+        for (uint16_t& x : k) x += (x & 0x7fff) != 0 ? c.late_keys << 7 : 0;
+      }
       if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) (spec.mla ? k : v)[5] = 0x7fff;
       PutRow(k, spec.kv_is_e4m3, at, &b.k);
       PutRow(v, spec.kv_is_e4m3, at, &b.v);
@@ -573,6 +577,14 @@ int RunAllCases() {
                                             {2, 390}, {6, 130}, {7, 900}};
   RunCase<Kernel, Page16>(
       {.name = "speculation, sharp", .requests = speculation, .num_ctas = 2, .sharpness = 10}, 13);
+  // Weights of infinity, unless references follow.
+  RunCase<Kernel, ShapeOf<128, 128, 2, 16, false, true, false>>(
+      {.name = "maxima that rise late",
+       .requests = {{70, 600}, {3, 500}, {1, 900}, {20, 300}},
+       .num_ctas = 2,
+       .sharpness = 10,
+       .late_keys = 5},
+      15);
   RunCase<Kernel, ShapeOf<128, 128, 1, 16, false, true, true>>(
       {.name = "up to 32 tokens, soft cap",
        .requests = {{9, 300}, {32, 270}, {17, 150}, {24, 500}, {33, 140}},

@@ -519,6 +519,7 @@ void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, in
 }
 inline void Nanosleep() {}
 inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
+inline bool TestBarrier(u32, u32) { return false; }  // as unlucky as can be
 inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
   WaitBarrier(barrier, parity);
   return true;

@@ -276,11 +276,11 @@ class HopperProducer {
   __device__ __forceinline__ void LoadHalfQ(const ItemRecord& item, int half, int first_row,
                                             int num_tile_rows) {
     using Q = typename Shape::Q;
-    WaitBarrier(SharedAddress(Barriers().empty_q + half), (q_parity_ >> half & 1) ^ 1);
     const int num_rows = NumRows<Traits>(item);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());
     const int chunk = Lane() % 8;
+    WaitBarrier(SharedAddress(Barriers().empty_q + half), (q_parity_ >> half & 1) ^ 1);
 #pragma unroll 1
     for (int r = Warp() * kRowsPerCopy + Lane() / 8; r < num_tile_rows;
          r += HopperRoles::kProducerThreads / 8) {
@@ -375,6 +375,8 @@ class HopperConsumer {
 
   using Cursor = RingCursor<Shape::kSlots>;
 
+  __device__ u32 FullK() const { return SharedAddress(Barriers().full_k + k_cursor_.slot); }
+  __device__ u32 FullV() const { return SharedAddress(Barriers().full_v + v_cursor_.slot); }
   __device__ __forceinline__ void WaitFull(const u64* full, const Cursor& cursor) const {
     WaitBarrier(SharedAddress(full + cursor.slot), cursor.parity);
     FenceSharedForWgmma();
@@ -476,14 +478,15 @@ class HopperConsumer {
       for (int c = 0; c < 4; ++c) o[j][c] = 0.0f;
     }
 
-    const int end = Uniform(item.kv_end());
-    const bool boxes = Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
+    const int begin = Uniform(item.kv_begin()), end = Uniform(item.kv_end());
+    const bool boxes = joint && Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
     const int border = Border(item);
     int pos = Uniform(FirstStep<kStep>(item));
     if (pos < end) {
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
       u32 p[kStep / 16][4];
+      bool again, has_k = false, has_v = false;  // asked for ahead: an answer takes its time
       {
         float s[kSTiles][4] = {};
         WaitFull(Barriers().full_k, k_cursor_);
@@ -491,16 +494,29 @@ class HopperConsumer {
         StartQk(s);
         WgmmaWait<0>();
         PinRegisters(s);
-        Release(Barriers().empty_k, k_cursor_, joint);
-        rows.Exponentiate(pos, s);
-        rows.Pack(s, p);
+        rows.MakeLogits(pos, s);
+        again = rows.Exponentiate(true, s, p, [] {});
       }
-      for (pos += kStep; pos < end; pos += kStep) {
+      for (bool is_first = true;; is_first = false) {
+        if (OneHopperConsumer::SyncOr(again)) {
+          float s[kSTiles][4] = {};
+          WgmmaFence();
+          StartQk(s);
+          WgmmaWait<0>();
+          PinRegisters(s);
+          rows.MakeLogits(pos, s);
+          rows.ExponentiateAnew(is_first, s, p);
+          rows.Rescale(o);
+        }
+        rows.AddSums();
+        Release(Barriers().empty_k, k_cursor_, joint);
+        pos += kStep;
+        if (pos >= end) break;
         float s[kSTiles][4] = {};
-        WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
-        WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
+        if (!has_k) WaitBarrier(FullK(), k_cursor_.parity);
+        if (!has_v) WaitBarrier(FullV(), v_cursor_.parity);
         // What the copy engine wrote needs none: K of this step and V of the one before.
-        if (!joint || !boxes || pos - kStep < item.kv_begin() || pos + kStep > end ||
+        if (!boxes || pos - kStep < begin || pos + kStep > end ||
             (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
           FenceSharedForWgmma();
         }
@@ -513,14 +529,16 @@ class HopperConsumer {
         if (joint) PassTurn();
         WgmmaWait<1>();
         PinRegisters(s);
-        Release(Barriers().empty_k, k_cursor_, joint);
-        rows.Exponentiate(pos, s);
-        KeepBefore(rows.sum[0] + rows.sum[1]);  // all exponentials; the sums are not negative
-        WgmmaWait<0>();
-        PinRegisters(o);
-        Release(Barriers().empty_v, v_cursor_, joint);
-        rows.Rescale(o);
-        rows.Pack(s, p);
+        rows.MakeLogits(pos, s);
+        again = rows.Exponentiate(false, s, p, [&] {
+          WgmmaWait<0>();
+          PinRegisters(o);
+          Release(Barriers().empty_v, v_cursor_, joint);
+          Cursor next_k = k_cursor_;
+          next_k.Advance();
+          has_k = TestBarrier(SharedAddress(Barriers().full_k + next_k.slot), next_k.parity);
+          has_v = TestBarrier(FullV(), v_cursor_.parity);
+        });
       }
       ReleaseQ();
       WaitFull(Barriers().full_v, v_cursor_);

@@ -65,7 +65,7 @@ class DecodeRows {
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        reference_[j][c] = kNone;
+        reference_[j][c] = kNoReference;
         sum_[j][c] = 0.0f;
       }
     }
@@ -205,7 +205,7 @@ class DecodeRows {
     const bool final = partial_row < 0;
     const float (&sums)[4][32] = exchange_.of_warps;
     const float reference = exchange_.references[row];
-    const RowState state = {reference == kNone ? -Infinity() : reference,
+    const RowState state = {reference == kNoReference ? -Infinity() : reference,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
     exchange_.o_scales[row] = WriteState(p_, final, final ? map.Index(row) : partial_row + row,
                                          map.QoHead(row), true, state);
@@ -222,9 +222,6 @@ class DecodeRows {
   }
 
  private:
-  // Below any logit; that a logit of -inf does not exceed it keeps NaN out.
-  static constexpr float kNone = -3.402823466e38f;
-
   __device__ int Row(int j, int c) const { return 8 * j + 2 * (lane_ % 4) + c; }
   // Of s, or column of o, within 64.
   __device__ int Token() const { return 16 * warp_ + lane_ / 4; }

@@ -302,8 +302,8 @@ class HopperMlaConsumer {
     if (is_last) ReleaseQ();
     Mend(item, pos, cursor_);
     Probabilities p;
-    rows.Exponentiate(pos, s);
-    rows.Pack(s, p);
+    rows.MakeLogits(pos, s);
+    rows.ExponentiateByMaxima(s, p);
     HandOver(rows, p);
     rows.Rescale(o);
     MultiplyPv(cursor_, p, o);
@@ -396,7 +396,7 @@ class HopperMlaConsumer {
       const i64 at = final ? map.Index(row) : partial_row + row;
       const float o_scale =
           WriteState(p_, final, at, map.QoHead(row), group_ == 0 && Lane() % 4 == 0,
-                     {rows.max_log2[h], rows.sum[h]});
+                     rows.state(h));
       const i64 first = at * Traits::kHeadDimVo + group_ * kColumns + 2 * (Lane() % 4);
       float* partial = p_.partial_o + first;
       u16* to = static_cast<u16*>(p_.o) + first;

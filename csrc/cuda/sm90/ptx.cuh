@@ -69,6 +69,21 @@ __device__ __forceinline__ bool TryWaitBarrier(u32 barrier, u32 parity) {
   return done != 0;
 }
 
+// Whether the phase is over, without any waiting.
+__device__ __forceinline__ bool TestBarrier(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 __device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
   while (!TryWaitBarrier(barrier, parity)) {
   }

@@ -15,7 +15,7 @@ class TileRows {
  public:
   using E = Element<Traits::kDtype>;
 
-  float max_log2[2] = {-Infinity(), -Infinity()};  // reference of the exponents, see Exponentiate
+  float max_log2[2] = {0.0f, 0.0f};  // references of the exponents, see Exponentiate
   float sum[2] = {0.0f, 0.0f};  // over this lane's columns only, until FinishSums
   float factor[2];              // from the references before the last step to those after it
 
@@ -39,15 +39,46 @@ class TileRows {
   // Whether any row of the warp exists. One without rows keeps the identity.
   __device__ bool warp_is_live() const { return live_; }
 
-  // s: q . k of the tokens [begin, begin + 8 * kTiles); becomes p = 2^(logit - reference).
+  // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
   template <int kTiles>
-  __device__ __forceinline__ void Exponentiate(int begin, float (&s)[kTiles][4]) {
-    const Logits<Traits> logits(p_);
-    logits.Transform(s);
+  __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4]) const {
+    Logits<Traits>(p_).Transform(s);
     if (begin < all_begin_ || begin + 8 * kTiles > all_end_) Mask(begin, s);
-    const float scale = logits.scale();
-    float new_max[2];
-    bool grows = false;
+  }
+
+  // p = 2^(logit - reference), packed: the accumulators of two neighbouring 8-column tiles are
+  // operand a of the second product as they are. s is lost. p is written behind between(): until
+  // then products of the step before may read it.
+  //
+  // Maxima are not looked for, which would take as long as the exponentials. Any reference is as
+  // good as the maximum while nothing overflows or vanishes; so it is 0 until the sums of a step
+  // say that it does not do. Then this returns true for some of the row's four lanes, and
+  // ExponentiateAnew comes next, with the same logits. Each row decides for itself, so its bits do
+  // not depend on its neighbours.
+  template <int kTiles, class Between>
+  __device__ __forceinline__ bool Exponentiate(bool is_first, float (&s)[kTiles][4],
+                                               u32 (&p)[kTiles / 2][4], const Between& between) {
+    constexpr int kHalf = kTiles / 4 * 2;
+    StepSums sums = {};
+    Weights<0, kHalf>(s, sums);
+    KeepBefore(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]);
+    between();
+    Pack<0, kHalf>(s, p);
+    Weights<kHalf, kTiles>(s, sums);
+    Pack<kHalf, kTiles>(s, p);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
+    grows_ = false;
+    bool again = IsTooMuch(0) || IsTooMuch(1);
+    if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
+    return again;
+  }
+
+  // The same with the maxima of the step as references of the rows that need it.
+  template <int kTiles>
+  __device__ __forceinline__ void ExponentiateAnew(bool is_first, float (&s)[kTiles][4],
+                                                   u32 (&p)[kTiles / 2][4]) {
+    const float scale = Logits<Traits>(p_).scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float maxima[4];  // four chains: one would wait for its own latency
@@ -58,34 +89,35 @@ class TileRows {
       }
       const float step_max =
           QuadMax(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]))) * scale;
-      // False if both are -inf, where the difference is NaN.
-      const bool row_grows = step_max - max_log2[h] > kReferenceSlack;
-      new_max[h] = row_grows ? step_max : max_log2[h];
-      grows |= row_grows;
+      const bool too_little = is_first && IsTooLittle(h);
+      const u32 lanes = __ballot_sync(kFullWarp, too_little || IsTooMuch(h));
+      factor[h] = 1.0f;
+      if ((lanes >> lane_ / 4 * 4 & 0xf) == 0) continue;
+      const float new_max = fmaxf(is_first ? kNoReference : max_log2[h], step_max);
+      if (!is_first) factor[h] = Exp2(max_log2[h] - new_max);
+      max_log2[h] = new_max;
+      sum[h] *= factor[h];
     }
-    grows_ = __any_sync(kFullWarp, grows);
-    if (grows_) {
+    StepSums sums = {};
+    Weights<0, kTiles>(s, sums);
+    Pack<0, kTiles>(s, p);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        factor[h] = Exp2(max_log2[h] - FiniteMax(new_max[h]));
-        max_log2[h] = new_max[h];
-        sum[h] *= factor[h];
-      }
-    }
+    for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
+    grows_ = true;
+  }
+  // Both at once, where logits need not be multiplied again for it: with maxima.
+  template <int kTiles>
+  __device__ __forceinline__ void ExponentiateByMaxima(float (&s)[kTiles][4],
+                                                       u32 (&p)[kTiles / 2][4]) {
+    step_sum_[0] = step_sum_[1] = Infinity();
+    ExponentiateAnew(false, s, p);
+    grows_ = __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f);
+    AddSums();
+  }
+  // After either, once it is the last of a step.
+  __device__ __forceinline__ void AddSums() {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float reference = FiniteMax(max_log2[h]);
-      float sums[2] = {sum[h], 0.0f};
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          s[j][2 * h + c] = Exp2(fmaf(s[j][2 * h + c], scale, -reference));
-          sums[c] += s[j][2 * h + c];
-        }
-      }
-      sum[h] = sums[0] + sums[1];
-    }
+    for (int h = 0; h < 2; ++h) sum[h] += step_sum_[h];
   }
 
   // Takes over the references after a step that another warp exponentiated.
@@ -95,7 +127,7 @@ class TileRows {
     if (!grows_) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      factor[h] = Exp2(max_log2[h] - FiniteMax(new_max[h]));
+      factor[h] = Exp2(max_log2[h] - new_max[h]);
       max_log2[h] = new_max[h];
       sum[h] *= factor[h];
     }
@@ -112,20 +144,13 @@ class TileRows {
     }
   }
 
-  // The accumulators of two neighbouring 8-column tiles, packed, are operand a of the second
-  // product as they are.
-  template <int kTiles>
-  __device__ __forceinline__ void Pack(const float (&s)[kTiles][4], u32 (&p)[kTiles / 2][4]) const {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) p[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h], s[j][2 * h + 1]);
-    }
-  }
-
   __device__ __forceinline__ void FinishSums() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] = QuadSum(sum[h]);
+  }
+
+  __device__ __forceinline__ RowState state(int h) const {
+    return {sum[h] == 0.0f ? -Infinity() : max_log2[h], sum[h]};  // the identity
   }
 
   // Final rows: a row's four lanes store 64 neighbouring bytes at a time. Measured (H200): by 16
@@ -149,7 +174,7 @@ class TileRows {
       i64 at = 0;
       if (exists) {
         at = final ? map.Index(row) : partial_row + row;
-        o_scale = WriteState(p_, final, at, map.QoHead(row), column == 0, {max_log2[h], sum[h]});
+        o_scale = WriteState(p_, final, at, map.QoHead(row), column == 0, state(h));
       }
       if (final) {
         uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo);
@@ -180,6 +205,41 @@ class TileRows {
 
  private:
   static constexpr bool kMayDiffer = kRowsMayDiffer<Traits>;
+  using StepSums = float[2][2];  // of a row's even and odd columns: two chains
+
+  // Of the tiles [kFirst, kEnd): logits become weights.
+  template <int kFirst, int kEnd, int kTiles>
+  __device__ __forceinline__ void Weights(float (&s)[kTiles][4], StepSums& sums) const {
+    const float scale = Logits<Traits>(p_).scale();
+#pragma unroll
+    for (int j = kFirst; j < kEnd; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[j][c] = Exp2(fmaf(s[j][c], scale, -max_log2[c / 2]));
+        sums[c / 2][c % 2] += s[j][c];
+      }
+    }
+  }
+  template <int kFirst, int kEnd, int kTiles>
+  __device__ __forceinline__ static void Pack(const float (&s)[kTiles][4],
+                                              u32 (&p)[kTiles / 2][4]) {
+#pragma unroll
+    for (int j = kFirst; j < kEnd; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) p[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h], s[j][2 * h + 1]);
+    }
+  }
+
+  // Bounds of a step's sum of weights. bf16 has the exponents of f32: up to 2^60 neither sums nor o
+  // come near infinity, and from 2^-60 on nothing that counts becomes zero. f16 ends at 2^16, and
+  // loses bits below 2^-14.
+  static constexpr bool kWide = Traits::kDtype == kElementBf16;
+  static constexpr float kMost = kWide ? 0x1p60f : 0x1p8f;
+  static constexpr float kLeast = kWide ? 0x1p-60f : 1.0f;
+  // Of this lane's columns; true for NaN.
+  __device__ bool IsTooMuch(int h) const { return !(step_sum_[h] <= kMost); }
+  // Of the row, by all of its lanes. True as well for a row that sees nothing in the step.
+  __device__ bool IsTooLittle(int h) const { return QuadSum(step_sum_[h]) < kLeast; }
 
   // Lane i of a quad gives x[j] of column pair i of tile j, and gets tile i: all four pairs.
   __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4]) const {
@@ -243,6 +303,7 @@ class TileRows {
   int all_begin_, all_end_;  // inside of it every row of the warp sees everything
   bool live_, differ_;       // differ_: some rows see tokens that others do not
   bool grows_ = false;
+  float step_sum_[2];  // of the last Exponentiate
 };
 
 }  // namespace jax_attn
