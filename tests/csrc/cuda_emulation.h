@@ -406,6 +406,7 @@ inline u32 SharedAddress(const void* shared) {
   return static_cast<u32>(static_cast<const unsigned char*>(shared) - smem);
 }
 inline int Anew(int x) { return x; }
+inline const char* Anew(const char* x) { return x; }
 inline void PrefetchL2(const void*) {}
 inline i64 GlobalTimer() {
   static i64 time = 0;

@@ -22,6 +22,10 @@ __device__ __forceinline__ int Anew(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ const char* Anew(const char* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 // --- asynchronous copies ---
 

@@ -6,50 +6,127 @@
 
 namespace jax_attn {
 
-// A Shape has kUnits units of a step, which are loaded by themselves, in the order of UnitInOrder:
-// NumBlocks(unit) blocks of 64 columns from FirstBlock(unit) on. Its RingPlace says where they go:
-// Barrier(unit) of Shared::full and empty, phase parity(); the offset in bytes of Block(unit, i),
-// and on it moves by NextUnit and NextStep.
+// A producer's way through the kv steps of a queue, as QueueSteps. What a step needs of its item
+// stays in registers: a producer that loads it in every step is late, as slots come back late.
+template <class Traits, class Shape>
+class LatentSteps {
+ public:
+  __device__ __forceinline__ explicit LatentSteps(const AttentionParams& p) : p_(p) {}
+
+  __device__ __forceinline__ void Start(int begin, int end) {
+    index_ = begin - 1;
+    end_ = end;
+    pos_ = 0;
+    end_pos_ = 0;
+    Next();
+  }
+
+  __device__ bool has_item() const { return index_ < end_; }
+  __device__ int index() const { return index_; }  // of the item
+  __device__ int pos() const { return pos_; }      // of the step
+  // An item without a span is passed, too, but has no step.
+  __device__ bool has_step() const { return pos_ < end_pos_; }
+  __device__ bool is_first() const { return pos_ <= begin_pos_; }
+
+  // On to the next step; its page is asked for at once and used one step later.
+  __device__ __forceinline__ void Next() {
+    pos_ += Shape::kStep;
+    if (pos_ >= end_pos_) {
+      ++index_;
+      if (index_ >= end_) return;
+      const ItemRecord item(p_, index_);
+      begin_pos_ = item.kv_begin();
+      end_pos_ = item.kv_end();
+      base_ = item.kv_base();
+      pos_ = FirstStep<Shape::kStep>(item);
+      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
+    }
+    if constexpr (Traits::kPageSize > 0) {
+      const int pos = Shape::LanePosition(pos_);
+      page_ = 0;
+      if (Sees(pos)) page_ = LoadPage<Traits::kPageSize>(p_, base_, pos);
+    }
+  }
+
+  // Row of this lane's token in the pool, kNoRow outside of the item's span.
+  __device__ __forceinline__ u32 Row() const {
+    const int pos = Shape::LanePosition(pos_);
+    if (!Sees(pos)) return kNoRow;
+    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
+    return static_cast<u32>(base_) + pos;
+  }
+
+  // Brings the page ids of steps to come into L2. With pages of a token they are as many lines as
+  // steps take at a time, and each is read once, so they come from memory, which under load answers
+  // in about the time of a step.
+  __device__ __forceinline__ void PrefetchPages() const {
+    if (Traits::kPageSize == 0 || threadIdx.x / kWarpSize != 0) return;
+    constexpr int kSteps = 3;  // ahead: 6 us, while L2 keeps a line for some 10
+    if (is_first()) {
+      PrefetchPages<kSteps + 1>(pos_, end_pos_, base_);
+    } else {
+      PrefetchPages<1>(pos_ + kSteps * Shape::kStep, end_pos_, base_);
+    }
+    if (pos_ + Shape::kStep < end_pos_ || index_ + 1 == end_) return;
+    const ItemRecord next(p_, index_ + 1);
+    PrefetchPages<kSteps + 1>(FirstStep<Shape::kStep>(next), next.kv_end(), next.kv_base());
+  }
+
+ private:
+  __device__ bool Sees(int pos) const { return pos >= begin_pos_ && pos < end_pos_; }
+
+  // Ids of 16 positions are 64 bytes, or less with larger pages.
+  template <int kSteps>
+  __device__ __forceinline__ void PrefetchPages(int pos, int end_pos, int base) const {
+    if constexpr (Traits::kPageSize > 0) {
+      const int lane = threadIdx.x % kWarpSize, at = pos + lane * 16;
+      if (at >= end_pos || lane * 16 >= kSteps * Shape::kStep) return;
+      PrefetchL2(p_.page_indices + (base + static_cast<i64>(at / Traits::kPageSize)));
+    }
+  }
+
+  const AttentionParams& p_;
+  int index_, end_;              // item of the step
+  int pos_;                      // kv position of the step
+  int begin_pos_ = 0, end_pos_;  // span of its item
+  int base_ = 0;                 // where its pages are, or rows
+  i32 page_ = 0;                 // page of this lane's token
+};
+
+// A Shape has kUnits units of a step, which are loaded by themselves, one after the other:
+// NumBlocks(unit) blocks of 64 columns. Its RingPlace says which, after StartStep, and where they
+// go: from FirstBlock(unit) on; Barrier(unit) of Shared::full and empty, phase parity(); the offset in bytes
+// of Block(unit, i), and on it moves by NextUnit and NextStep.
 template <class Traits, class Shape>
 class LatentRows {
  public:
   using Shared = typename Shape::Shared;
 
   __device__ __forceinline__ LatentRows(const AttentionParams& p, Shared& shared)
-      : p_(p), shared_(shared), pool_(static_cast<const char*>(p.k)) {
+      : shared_(shared), pool_(static_cast<const char*>(p.k)) {
     if (Traits::kPageSize > 0 && p.layer != nullptr) {
       pool_ += LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * kRowBytes);
     }
   }
 
-  // In the step at `pos` of item `index`, of a queue up to `end`: brings the page ids of steps to
-  // come into L2. With pages of a token they are as many lines as steps take at a time, and each is
-  // read once, so they come from memory, which under load answers in about the time of a step.
-  __device__ __forceinline__ void PrefetchPages(int index, int pos, int end) const {
-    if (Traits::kPageSize == 0 || Warp() != 0) return;
-    constexpr int kSteps = 3;  // ahead: 6 us, while L2 keeps a line for some 10
-    const ItemRecord item(p_, index);
-    if (pos == FirstStep<Shape::kStep>(item)) {
-      PrefetchPages<kSteps + 1>(item, pos);
-    } else {
-      PrefetchPages<1>(item, pos + kSteps * Shape::kStep);
-    }
-    if (pos + Shape::kStep < item.kv_end() || index + 1 == end) return;
-    const ItemRecord next(p_, index + 1);
-    PrefetchPages<kSteps + 1>(next, FirstStep<Shape::kStep>(next));
-  }
-
   // The rows of a step that this warp copies, each unit once nobody needs what was there.
-  // lane_row: in the pool, of the token that the lane looked up, or kNoRow.
-  __device__ __forceinline__ void LoadStep(u32 lane_row) {
+  // lane_row: in the pool, of the token that the lane looked up, or kNoRow. pos: of the step.
+  __device__ __forceinline__ void LoadStep(u32 lane_row, int pos) {
+    place_.StartStep(pos);
+    const Sources sources = FindSources(lane_row);
+    // What is asked for ahead of its slot comes from L2 once there is one, not from memory: that
+    // is how long the slot is on its way.
+    if (Shape::kPrefetchesRows && Lane() < kWarpTokens && lane_row != kNoRow) {
+      PrefetchL2(RowAt(lane_row), Traits::kHeadDimVo * 2);
+    }
+    if (Shape::kPrefetchesLines) PrefetchValues(sources);
 #pragma unroll
-    for (int order = 0; order < Shape::kUnits; ++order) {
-      const int unit = Shape::UnitInOrder(order);
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
       if (Shape::NumBlocks(unit) == 0) continue;
       const u32 full = SharedAddress(shared_.barriers.full + place_.Barrier(unit));
       WaitBarrier(SharedAddress(shared_.barriers.empty + place_.Barrier(unit)),
                   place_.parity() ^ 1);
-      CopyRows(unit, lane_row);
+      CopyRows(unit, sources);
       ArriveBarrierAfterCopies(full);
       place_.NextUnit();
     }
@@ -61,46 +138,63 @@ class LatentRows {
   static constexpr int kWarpTokens = Shape::kStep / 4;
   static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
   static constexpr int kCopies = kWarpTokens / kRowsPerCopy;
+  // What the lane copies of the first block of columns.
+  struct Sources {
+    const char* from[kCopies];
+    bool valid[kCopies];
+  };
 
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return threadIdx.x / kWarpSize; }
 
-  // Ids of 16 positions are 64 bytes, or less with larger pages.
-  template <int kSteps>
-  __device__ __forceinline__ void PrefetchPages(const ItemRecord& item, int pos) const {
-    if constexpr (Traits::kPageSize > 0) {
-      const int at = pos + Lane() * 16;
-      if (at >= item.kv_end() || Lane() * 16 >= kSteps * Shape::kStep) return;
-      PrefetchL2(p_.page_indices + (item.kv_base() + static_cast<i64>(at / Traits::kPageSize)));
+  __device__ __forceinline__ const char* RowAt(u32 row) const {
+    return pool_ + static_cast<u64>(row) * kRowBytes;
+  }
+
+  __device__ __forceinline__ Sources FindSources(u32 lane_row) const {
+    Sources x;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const u32 row = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + Lane() / 8);
+      x.valid[i] = row != kNoRow;
+      // The address of a copy that reads nothing still is one of the pool.
+      x.from[i] = RowAt(x.valid[i] ? row : 0) + Lane() % 8 * 16;
+    }
+    return x;
+  }
+
+  // The same, by 64 bytes.
+  __device__ __forceinline__ void PrefetchValues(const Sources& sources) const {
+    constexpr int kPieces = Traits::kHeadDimVo * 2 / 64;
+    const int piece = Lane() % 8;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+#pragma unroll
+      for (int l = 0; l < kPieces; l += 8) {
+        if (sources.valid[i] && l + piece < kPieces) {
+          PrefetchL2(sources.from[i] + (l * 64 + piece * (64 - 16)));
+        }
+      }
     }
   }
 
-  // This warp's rows one by one. Addresses are computed for every unit: a producer has few
-  // registers.
-  __device__ __forceinline__ void CopyRows(int unit, u32 lane_row) const {
+  // This warp's rows one by one.
+  __device__ __forceinline__ void CopyRows(int unit, const Sources& sources) const {
     const int lane_token = Lane() / 8, chunk = Lane() % 8;
-    u32 rows[kCopies];
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      rows[i] = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + lane_token);
-    }
     const u32 ring = SharedAddress(shared_.ring) + (Warp() * kWarpTokens + lane_token) * 128;
     const u32 swizzled[2] = {ring + (chunk ^ lane_token) * 16,
                              ring + (chunk ^ (lane_token + 4)) * 16};
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const bool valid = rows[i] != kNoRow;
-      // The address of a copy that reads nothing still is one of the pool.
-      const char* from = pool_ + (valid ? static_cast<u64>(rows[i]) * kRowBytes : 0) + chunk * 16;
-      const u32 to = swizzled[i % 2] + i * kRowsPerCopy * 128;
+      const char* from = Anew(sources.from[i] + place_.FirstBlock(unit) * 128);
+      const u32 to = swizzled[i % 2] + i * kRowsPerCopy * 128 + place_.Block(unit, 0);
 #pragma unroll
       for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
-        CopyAsync16(to + place_.Block(unit, b), from + (Shape::FirstBlock(unit) + b) * 128, valid);
+        CopyAsync16(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i]);
       }
     }
   }
 
-  const AttentionParams& p_;
   Shared& shared_;
   const char* pool_;  // rows of the layer
   typename Shape::RingPlace place_;
@@ -116,7 +210,6 @@ struct LatentShape {
   static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
 
   static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
-
   // kv position of the token that a producer's lane looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
     return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;

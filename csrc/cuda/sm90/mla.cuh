@@ -4,17 +4,22 @@
 // blocks of heads count as kv heads. o of 64 rows and 512 columns fills the registers of two
 // warpgroups: each consumer has all rows and half of the columns (FlashMLA's arrangement).
 //
-// kv steps have 64 tokens. Consumer 0 computes logits and probabilities of the first, third, ...
-// step of an item, consumer 1 those of the others; both multiply the probabilities of every step
-// with their half of its values. So they hand over: probabilities, as the fragments that they are
-// in the registers of the same thread of the other consumer, and the references of the rows, which
-// go from step to step in order.
+// kv steps have 64 tokens. Of a pair of steps one consumer owns the first and the other the second:
+// it computes logits and probabilities. Both multiply the probabilities of every step with their
+// half of its values. So they hand over: probabilities, as the fragments that they are in the
+// registers of the same thread of the other consumer, and the references of the rows, which go from
+// step to step in order.
 //
 // The cache's rows lie in one ring of two steps beside q, which is all that fits, so what counts is
 // how soon the memory of a step is given back, and how soon what lands there is multiplied. Hence
 // the units of a step are columns: each consumer's values, which it gives back by itself, and the
 // columns beyond v, which are through with the logits. Logits are summed up unit by unit, as they
-// land. And both consumers multiply what they can before they wait for what is to come.
+// land.
+//
+// From one step's probabilities to the next's, which nothing else can hide, there are: handing
+// over, the products with the values, those of the logits, the softmax. So the owner of a step
+// begins its logits before it takes over the probabilities of the step before, with what lands
+// first: its own half of the columns, the other's being given back later.
 #pragma once
 
 #include "cuda/common/partials.cuh"
@@ -22,6 +27,12 @@
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
+
+// A producer that keeps what it knows of a step and its rows.
+struct HopperMlaRoles : HopperRoles {
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+};
 
 template <class Traits>
 struct HopperMlaShape : LatentShape<Traits> {
@@ -34,17 +45,36 @@ struct HopperMlaShape : LatentShape<Traits> {
   static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
   static_assert(kColumns % 64 == 0, "whole blocks of columns");
 
-  // Parts of a step that are loaded and given back by themselves: the values of consumers 0 and 1,
-  // and the columns beyond v, which come first, as they are given back first.
-  static constexpr int kUnits = 3, kBeyond = 2;
-  __device__ static constexpr int UnitInOrder(int i) { return (i + kBeyond) % kUnits; }
-  __device__ static constexpr int FirstBlock(int unit) { return unit * (kValueBlocks / 2); }
+  // To be measured, so num_stages chooses: 16: rows are not brought into L2 ahead of their slots;
+  // 32: the logits of a step begin behind the products of the step before; 64: rows are brought
+  // into L2 by 64 bytes instead of 1024.
+  static constexpr bool kPrefetchesRows = Traits::kNumStages / 16 % 2 == 0 &&
+                                          Traits::kNumStages < 64;
+  static constexpr bool kPrefetchesLines = Traits::kNumStages >= 64;
+  static constexpr bool kEarly = Traits::kNumStages / 32 % 2 == 0;
+
+  // The consumer that owns the step at `pos`. The order of a step's units depends on it, and so do
+  // bits, hence it depends on nothing else.
+  __device__ static int Owner(int pos) { return pos / kStep % 2; }
+  // Units of a step, in the order in which they are loaded and multiplied: the columns beyond v,
+  // which are given back first, the values of its owner, those of the other consumer.
+  static constexpr int kUnits = 3, kBeyond = 0, kOwners = 1, kOthers = 2;
   __device__ static constexpr int NumBlocks(int unit) {
     return unit == kBeyond ? kBlocks - kValueBlocks : kValueBlocks / 2;
   }
+  // Where they are, which is what barriers go with: the values of consumers 0 and 1, and beyond.
+  __device__ static constexpr int Part(int unit, int owner) {
+    return unit == kBeyond ? 2 : (unit == kOwners) == (owner == 1);
+  }
+  __device__ static constexpr int FirstBlock(int part) { return part * (kValueBlocks / 2); }
   struct RingPlace {
     RingCursor<kSlots> cursor;
-    __device__ int Barrier(int unit) const { return cursor.slot * kUnits + unit; }
+    int owner = 0;
+    __device__ __forceinline__ void StartStep(int pos) { owner = Owner(pos); }
+    __device__ int FirstBlock(int unit) const {
+      return HopperMlaShape::FirstBlock(Part(unit, owner));
+    }
+    __device__ int Barrier(int unit) const { return cursor.slot * kUnits + Part(unit, owner); }
     __device__ u32 parity() const { return cursor.parity; }
     __device__ int Block(int unit, int i) const {
       return cursor.slot * kStep * 128 + (FirstBlock(unit) + i) * Ring::kBlockBytes;
@@ -94,13 +124,13 @@ class HopperMlaProducer {
   __device__ __forceinline__ void Run(int begin, int end) {
     steps_.Start(begin, end);
     while (steps_.has_item()) {
-      const ItemRecord item(p_, steps_.index());
       const bool has_step = steps_.has_step();
-      const u32 row = has_step ? steps_.Row(item) : kNoRow;
-      if (has_step && steps_.is_first(item)) LoadQ(item);
-      if (has_step) rows_.PrefetchPages(steps_.index(), steps_.pos(), end);
+      const int pos = steps_.pos();
+      const u32 row = has_step ? steps_.Row() : kNoRow;
+      if (has_step && steps_.is_first()) LoadQ(ItemRecord(p_, steps_.index()));
+      if (has_step) steps_.PrefetchPages();
       steps_.Next();
-      if (has_step) rows_.LoadStep(row);
+      if (has_step) rows_.LoadStep(row, pos);
     }
   }
 
@@ -135,7 +165,7 @@ class HopperMlaProducer {
 
   const AttentionParams& p_;
   Shared& shared_;
-  QueueSteps<Traits, Shape> steps_;
+  LatentSteps<Traits, Shape> steps_;
   LatentRows<Traits, Shape> rows_;
   u32 q_parity_ = 0;
 };
@@ -155,7 +185,7 @@ class HopperMlaConsumer {
   __device__ __forceinline__ HopperMlaConsumer(const AttentionParams& p, Shared& shared)
       : p_(p),
         shared_(shared),
-        group_(__shfl_sync(kFullWarp, threadIdx.x / 128, 0) - 1),  // the same in the whole warp
+        group_(Uniform(threadIdx.x / 128) - 1),
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
@@ -169,27 +199,49 @@ class HopperMlaConsumer {
   static constexpr int kOTiles = kColumns / 8;
   static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
   static constexpr int kBoth = HopperRoles::kConsumerThreads;
-  // Named barriers: what consumer 0 or 1 hands over is there; a consumer by itself.
-  static constexpr int kHandOver = 1, kAlone = 4;
-  using Logits = float[kStep / 8][4];
-  using Probabilities = u32[kStep / 16][4];
+  // Named barriers: each half of what consumer 0 or 1 hands over is there; a consumer by itself.
+  static constexpr int kHandOver[2] = {1, 6}, kAlone = 4;
+  // Whether q . k of several tokens of a row need no more than their scale to be compared.
+  static constexpr bool kPlainLogits = !Traits::kHasSoftCap && Traits::kPositiveScale;
+  using StepLogits = float[kStep / 8][4];
+  // Of half of a step.
+  static constexpr int kHalf = kStep / 2;
+  using Probabilities = u32[kHalf / 16][4];
   using Output = float[kOTiles][4];
   using Cursor = RingCursor<Shape::kSlots>;
 
+  // Tokens of an item that all of its rows see.
+  struct SeenByAll {
+    int begin, end;
+    __device__ __forceinline__ SeenByAll(const AttentionParams& p, const ItemRecord& item) {
+      const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(),
+                                                    item.q_pos(), 0, item.qo_len() - 1);
+      begin = span.all_begin;
+      end = span.all_end;
+    }
+    __device__ bool Has(int pos) const { return pos >= begin && pos + kStep <= end; }
+  };
+
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
+  // x is the same in the whole warp, and the compiler knows: it moves descriptors in uniform
+  // registers, where wgmma wants them, instead of four detours a product.
+  __device__ static int Uniform(int x) { return __shfl_sync(kFullWarp, x, 0); }
+  __device__ static u64 UniformDescriptor(u64 x) {
+    return (x & 0xffffffff00000000ull) | static_cast<u32>(Uniform(static_cast<int>(x)));
+  }
 
   // --- ring ---
 
-  __device__ __forceinline__ void WaitFull(const Cursor& cursor, int unit) const {
-    WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot * kUnits + unit), cursor.parity);
+  __device__ __forceinline__ void WaitFull(const Cursor& cursor, int part) const {
+    WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot * kUnits + part), cursor.parity);
     FenceSharedForWgmma();
   }
   // One arrival a warp: the others may still read.
-  __device__ __forceinline__ void ReleaseUnit(const Cursor& cursor, int unit) const {
+  __device__ __forceinline__ void Release(const Cursor& cursor, int part) const {
     __syncwarp();
     if (Lane() == 0) {
-      ArriveBarrier(SharedAddress(shared_.barriers.empty + cursor.slot * kUnits + unit));
+      ArriveBarrier(SharedAddress(shared_.barriers.empty + cursor.slot * kUnits + part));
     }
   }
   __device__ __forceinline__ void ReleaseQ() const {
@@ -199,70 +251,129 @@ class HopperMlaConsumer {
 
   // --- products ---
 
-  // Logits of a step, each unit as soon as it has landed.
-  __device__ __forceinline__ void MultiplyQk(const Cursor& cursor, Logits& s) const {
-    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
-    const u64 k = Ring::Descriptor(Anew(SharedAddress(shared_.ring)), cursor.slot * kStep);
-    PinRegisters(s);
-#pragma unroll
-    for (int order = 0; order < kUnits; ++order) {
-      const int unit = Shape::UnitInOrder(order);
-      if (Shape::NumBlocks(unit) == 0) continue;
-      WaitFull(cursor, unit);
+  // Adds what the columns of a unit of the consumer's own step give to its logits, once they have
+  // landed.
+  template <int kUnit>
+  __device__ __forceinline__ void StartQk(const Cursor& cursor, StepLogits& s) const {
+    if constexpr (Shape::NumBlocks(kUnit) > 0) {
+      const int part = Shape::Part(kUnit, group_), block = Shape::FirstBlock(part);
+      const u64 q = UniformDescriptor(
+          Q::Descriptor(Anew(SharedAddress(shared_.q)) + block * Q::kBlockBytes, 0));
+      const u64 k = UniformDescriptor(Ring::Descriptor(
+          Anew(SharedAddress(shared_.ring)) + block * Ring::kBlockBytes, cursor.slot * kStep));
+      WaitFull(cursor, part);
       WgmmaFence();
 #pragma unroll
-      for (int i = 0; i < 4 * Shape::NumBlocks(unit); ++i) {
-        const int kk = 4 * Shape::FirstBlock(unit) + i;
+      for (int kk = 0; kk < 4 * Shape::NumBlocks(kUnit); ++kk) {
         Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), Ring::AlongK(k, kk), true);
       }
     }
-    WgmmaCommit();
-    WgmmaWait<0>();
-    PinRegisters(s);
-    if (Shape::NumBlocks(Shape::kBeyond) > 0) ReleaseUnit(cursor, Shape::kBeyond);
   }
 
-  // Adds the consumer's columns of a step to o, and gives them back.
-  __device__ __forceinline__ void MultiplyPv(const Cursor& cursor, Probabilities& p,
-                                             Output& o) const {
-    PinRegisters(p);
-    PinRegisters(o);
-    WgmmaFence();
+  // Adds the consumer's columns of half of a step to o.
+  template <int kPart>
+  __device__ __forceinline__ void StartPv(const Cursor& cursor, Probabilities& p, Output& o) const {
     const u32 half = SharedAddress(shared_.ring) + group_ * (kColumns / 64) * Ring::kBlockBytes;
-    const u64 v = Ring::TransposedDescriptor(Anew(half), cursor.slot * kStep);
+    const u64 v = Ring::TransposedDescriptor(Anew(half), cursor.slot * kStep + kPart * kHalf);
+    PinRegisters(p);
+    if (kPart == 0) PinRegisters(o);
+    WgmmaFence();
 #pragma unroll
-    for (int kk = 0; kk < kStep / 16; ++kk) {
+    for (int kk = 0; kk < kHalf / 16; ++kk) {
       Wgmma<kColumns, Traits::kDtype>::RegistersATransposedB(o, p[kk], Ring::AlongRows(v, kk),
                                                              true);
     }
-    WgmmaCommit();
-    WgmmaWait<0>();
-    PinRegisters(o);
-    ReleaseUnit(cursor, group_);
   }
 
   // --- handing over ---
 
+  template <int kPart>
   __device__ __forceinline__ void HandOver(const Rows& rows, const Probabilities& p) {
 #pragma unroll
-    for (int kk = 0; kk < kStep / 16; ++kk) {
-      shared_.probabilities[kk][thread_] = make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
+    for (int kk = 0; kk < kHalf / 16; ++kk) {
+      shared_.probabilities[kPart * (kHalf / 16) + kk][thread_] =
+          make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
     }
-    shared_.max_log2[thread_] = make_float2(rows.max_log2[0], rows.max_log2[1]);
-    ArriveNamed(kHandOver + group_, kBoth);
+    if (kPart == 0) shared_.max_log2[thread_] = make_float2(rows.max_log2[0], rows.max_log2[1]);
+    ArriveNamed(kHandOver[kPart] + group_, kBoth);
   }
+  template <int kPart>
   __device__ __forceinline__ void TakeOver(Rows& rows, Probabilities& p) const {
-    SyncNamed(kHandOver + 1 - group_, kBoth);
+    SyncNamed(kHandOver[kPart] + 1 - group_, kBoth);
 #pragma unroll
-    for (int kk = 0; kk < kStep / 16; ++kk) {
-      const uint4 x = shared_.probabilities[kk][thread_];
+    for (int kk = 0; kk < kHalf / 16; ++kk) {
+      const uint4 x = shared_.probabilities[kPart * (kHalf / 16) + kk][thread_];
       p[kk][0] = x.x;
       p[kk][1] = x.y;
       p[kk][2] = x.z;
       p[kk][3] = x.w;
     }
+    if (kPart != 0) return;
     const float2 max_log2 = shared_.max_log2[thread_];
     rows.Follow(max_log2.x, max_log2.y);
+  }
+  // The products of the other's step, in flight: by halves, as its owner exponentiates it.
+  __device__ __forceinline__ void TakeOverAndStartPv(const Cursor& other, Rows& rows,
+                                                     Probabilities (&p)[2], Output& o) const {
+    WaitFull(other, group_);  // for its owner it was so before it handed over
+    TakeOver<0>(rows, p[0]);
+    rows.Rescale(o);  // rarely; o must not change beside products in flight
+    StartPv<0>(other, p[0], o);
+    TakeOver<1>(rows, p[1]);
+    StartPv<1>(other, p[1], o);
+    WgmmaCommit();
+  }
+
+  // --- probabilities of the own step ---
+
+  // Whether the reference of any row would change, see TileRows::Exponentiate. A row grows if and
+  // only if what one of its lanes has does: no lane needs to ask the others.
+  __device__ __forceinline__ bool AnyGrows(const Rows& rows, const StepLogits& s) const {
+    const float scale = Logits<Traits>(p_).scale();
+    bool grows = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float maxima[4];  // four chains: one would wait for its own latency
+#pragma unroll
+      for (int j = 0; j < kStep / 8; ++j) {
+        const float pair_max = fmaxf(s[j][2 * h], s[j][2 * h + 1]);
+        maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
+      }
+      const float max = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+      grows |= max * scale - rows.max_log2[h] > kReferenceSlack;
+    }
+    return __any_sync(kFullWarp, grows);
+  }
+  // 2^(logit - reference) of half of a step; sums go on from half to half.
+  template <int kPart>
+  __device__ __forceinline__ void Exponentiate(Rows& rows, StepLogits& s, float (&odd)[2]) const {
+    const float scale = Logits<Traits>(p_).scale();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float reference = FiniteMax(rows.max_log2[h]);
+      float sums[2] = {rows.sum[h], kPart == 0 ? 0.0f : odd[h]};
+#pragma unroll
+      for (int j = kPart * (kHalf / 8); j < (kPart + 1) * (kHalf / 8); ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          s[j][2 * h + c] = Exp2(fmaf(s[j][2 * h + c], scale, -reference));
+          sums[c] += s[j][2 * h + c];
+        }
+      }
+      rows.sum[h] = kPart == 0 ? sums[0] : sums[0] + sums[1];
+      odd[h] = sums[1];
+    }
+  }
+  template <int kPart>
+  __device__ __forceinline__ void Pack(const StepLogits& s, Probabilities& p) const {
+#pragma unroll
+    for (int j = 0; j < kHalf / 8; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float(&x)[4] = s[kPart * (kHalf / 8) + j];
+        p[j / 2][j % 2 * 2 + h] = E::Pack(x[2 * h], x[2 * h + 1]);
+      }
+    }
   }
 
   // --- one item ---
@@ -278,11 +389,11 @@ class HopperMlaConsumer {
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[j][c] = 0.0f;
     }
-    const int begin = FirstStep<kStep>(item), end = item.kv_end();
+    const int begin = Uniform(FirstStep<kStep>(item)), end = Uniform(item.kv_end());
     if (begin < end) {
       WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
       q_parity_ ^= 1;
-      RunSteps(item, begin, end, rows, o);
+      RunSteps(index, begin, end, rows, o);
       rows.FinishSums();
       AddSums(rows);
     }
@@ -294,57 +405,96 @@ class HopperMlaConsumer {
     RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
 
-  // A step of the consumer's own: its probabilities are handed over before they are multiplied.
-  __device__ __forceinline__ void RunOwn(const ItemRecord& item, int pos, bool is_last, Rows& rows,
-                                         Output& o) {
-    Logits s = {};
-    MultiplyQk(cursor_, s);
-    if (is_last) ReleaseQ();
-    Mend(item, pos, cursor_);
-    Probabilities p;
-    rows.MakeLogits(pos, s);
-    rows.ExponentiateByMaxima(s, p);
-    HandOver(rows, p);
-    rows.Rescale(o);
-    MultiplyPv(cursor_, p, o);
+  // A step of the consumer's own, at `pos`; kFollows: and the other's before it.
+  template <bool kFollows>
+  __device__ __forceinline__ void RunOwn(int index, const SeenByAll& seen, int pos, bool is_last,
+                                         Rows& rows, Output& o) {
+    const Cursor other = cursor_;
+    if (kFollows) cursor_.Advance();
+    const Cursor own = cursor_;
     cursor_.Advance();
+    StepLogits s = {};
+    Probabilities p[2];
+    PinRegisters(s);
+    StartQk<Shape::kBeyond>(own, s);
+    if (kFollows && !Shape::kEarly) FinishQkBeyond(own, s);
+    if (Shape::kEarly) {
+      StartQk<Shape::kOwners>(own, s);
+      FinishQkBeyond(own, s);
+    }
+    if (kFollows) TakeOverAndStartPv(other, rows, p, o);
+    if (!Shape::kEarly) StartQk<Shape::kOwners>(own, s);
+    StartQk<Shape::kOthers>(own, s);
+    WgmmaCommit();
+    if (kFollows) {
+      WgmmaWait<1>();
+      PinRegisters(o);
+      Release(other, group_);
+    }
+    WgmmaWait<0>();
+    PinRegisters(s);
+    if (!Shape::kEarly && !kFollows) FinishQkBeyond(own, s);
+    if (is_last) ReleaseQ();
+    // Nearly always no row needs a mask or another reference.
+    const bool plain = kPlainLogits && seen.Has(pos) && !AnyGrows(rows, s);
+    float odd_sums[2];
+    if (plain) {
+      Exponentiate<0>(rows, s, odd_sums);
+    } else {
+      if (!seen.Has(pos)) Mend(index, own);
+      rows.Exponentiate(pos, s);
+    }
+    Pack<0>(s, p[0]);
+    HandOver<0>(rows, p[0]);
+    if (!plain) rows.Rescale(o);
+    StartPv<0>(own, p[0], o);
+    if (plain) Exponentiate<1>(rows, s, odd_sums);
+    Pack<1>(s, p[1]);
+    HandOver<1>(rows, p[1]);
+    StartPv<1>(own, p[1], o);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    PinRegisters(o);
+    Release(own, group_);
+  }
+  __device__ __forceinline__ void FinishQkBeyond(const Cursor& own, StepLogits& s) const {
+    WgmmaCommit();
+    WgmmaWait<0>();
+    PinRegisters(s);
+    if (Shape::NumBlocks(Shape::kBeyond) > 0) Release(own, Shape::Part(Shape::kBeyond, group_));
   }
   __device__ __forceinline__ void RunOther(Rows& rows, Output& o) {
-    Probabilities p;
-    TakeOver(rows, p);
-    WaitFull(cursor_, group_);  // for the other consumer it was so before it handed over
-    rows.Rescale(o);
-    MultiplyPv(cursor_, p, o);
+    Probabilities p[2];
+    TakeOverAndStartPv(cursor_, rows, p, o);
+    WgmmaWait<0>();
+    PinRegisters(o);
+    Release(cursor_, group_);
     cursor_.Advance();
   }
 
-  // Steps are consumer 0's and consumer 1's in turns. To begin the logits of the next step ahead of
-  // the other's probabilities would cost more than it gains: the next step is not there yet
-  // (benchmarks/NOTES.md has a model).
-  __device__ __forceinline__ void RunSteps(const ItemRecord& item, int begin, int end, Rows& rows,
+  __device__ __forceinline__ void RunSteps(int index, int begin, int end, Rows& rows,
                                            Output& o) {
-    if (group_ == 1 && begin + kStep >= end) ReleaseQ();  // no step is its own
+    const SeenByAll seen(p_, ItemRecord(p_, index));
     int pos = begin;
-    if (group_ == 1) {
-      RunOther(rows, o);
+    if (Shape::Owner(begin) == group_) {
+      RunOwn<false>(index, seen, pos, pos + 2 * kStep >= end, rows, o);
       pos += kStep;
+    } else if (begin + kStep >= end) {
+      ReleaseQ();  // no step is its own
     }
 #pragma unroll 1
-    for (; pos < end; pos += 2 * kStep) {
-      RunOwn(item, pos, pos + 2 * kStep >= end, rows, o);
-      if (pos + kStep < end) RunOther(rows, o);
+    for (; pos + kStep < end; pos += 2 * kStep) {
+      RunOwn<true>(index, seen, pos + kStep, pos + 3 * kStep >= end, rows, o);
     }
+    if (pos < end) RunOther(rows, o);
   }
 
   // In a step that some rows see more of than others, 0 times a value that is not finite must not
   // reach the rows that do not see it. Those that do have it in their logits already, all of whose
   // columns take part in them; so it becomes 0, for everybody. The logits of the step are complete,
   // its values are not read by anyone before its probabilities are handed over.
-  __device__ __forceinline__ void Mend(const ItemRecord& item, int pos, const Cursor& cursor) {
-    if (!kRowsMayDiffer || item.qo_len() == 1) return;
-    const VisibleSpan span = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
-                                                  0, item.qo_len() - 1);
-    if (pos >= span.all_begin && pos + kStep <= span.all_end) return;
+  __device__ __forceinline__ void Mend(int index, const Cursor& cursor) const {
+    if (!kRowsMayDiffer || ItemRecord(p_, index).qo_len() == 1) return;
     SyncNamed(kAlone + group_, 128);  // the products of the other warps have read the keys, too
     unsigned char* slot = shared_.ring + cursor.slot * kStep * 128;
     // A thread looks after half of a row of 64 columns. Columns beyond v do no harm.
@@ -382,35 +532,69 @@ class HopperMlaConsumer {
     HopperConsumers::Sync();  // before the next item's probabilities
   }
 
-  // A row's four lanes store 16 or 32 neighbouring bytes at a time.
+  // Final rows: a row's four lanes store 64 neighbouring bytes at a time. By 16 bytes, half a sector,
+  // it took as long as three steps (profiled, H200).
   __device__ __forceinline__ void Write(const ItemRecord& item, const Rows& rows,
                                         const Output& o) const {
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
+    const int column = Lane() % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = Warp() * 16 + 8 * h + Lane() / 4;
-      if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
-      const i64 at = final ? map.Index(row) : partial_row + row;
-      const float o_scale =
-          WriteState(p_, final, at, map.QoHead(row), group_ == 0 && Lane() % 4 == 0,
-                     rows.state(h));
-      const i64 first = at * Traits::kHeadDimVo + group_ * kColumns + 2 * (Lane() % 4);
-      float* partial = p_.partial_o + first;
-      u16* to = static_cast<u16*>(p_.o) + first;
+      const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
+      float o_scale = 0.0f;
+      i64 first = 0;
+      if (exists) {
+        const i64 at = final ? map.Index(row) : partial_row + row;
+        o_scale = WriteState(p_, final, at, map.QoHead(row), group_ == 0 && column == 0,
+                             {rows.max_log2[h], rows.sum[h]});
+        first = at * Traits::kHeadDimVo + group_ * kColumns;
+      }
+      if (final) {
+        uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + first) + column;
 #pragma unroll
-      for (int j = 0; j < kOTiles; ++j) {
-        const float left = o[j][2 * h] * o_scale;
-        const float right = o[j][2 * h + 1] * o_scale;
-        if (final) {
-          *reinterpret_cast<u32*>(to + 8 * j) = E::Pack(left, right);
-        } else {
-          *reinterpret_cast<float2*>(partial + 8 * j) = make_float2(left, right);
+        for (int j = 0; j < kOTiles; j += 4) {
+          u32 x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            x[i] = E::Pack(o[j + i][2 * h] * o_scale, o[j + i][2 * h + 1] * o_scale);
+          }
+          const uint4 tile = TransposeQuad(x);
+          if (exists) to[j] = tile;
+        }
+      } else if (exists) {
+        float* to = p_.partial_o + first + 2 * column;
+#pragma unroll
+        for (int j = 0; j < kOTiles; ++j) {
+          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[j][2 * h], o[j][2 * h + 1]);
         }
       }
     }
+  }
+
+  // As TileRows has it: lane i of a quad gives x[j] of column pair i of tile j, and gets tile i.
+  __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4]) const {
+    const bool odd = Lane() % 2 != 0, upper = Lane() % 4 >= 2;
+    const u32 kept[2] = {odd ? x[1] : x[0], odd ? x[3] : x[2]};
+    const u32 got[2] = {__shfl_xor_sync(kFullWarp, odd ? x[0] : x[1], 1),
+                        __shfl_xor_sync(kFullWarp, odd ? x[2] : x[3], 1)};
+    u32 pair[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      pair[i][0] = odd ? got[i] : kept[i];
+      pair[i][1] = odd ? kept[i] : got[i];
+    }
+    u32 mine[2], others[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      mine[c] = upper ? pair[1][c] : pair[0][c];
+      others[c] = __shfl_xor_sync(kFullWarp, upper ? pair[0][c] : pair[1][c], 2);
+    }
+    return upper ? make_uint4(others[0], others[1], mine[0], mine[1])
+                 : make_uint4(mine[0], mine[1], others[0], others[1]);
   }
 
   const AttentionParams& p_;
@@ -425,6 +609,6 @@ class HopperMlaConsumer {
 
 template <class Traits>
 using HopperMlaBody = HopperBody<Traits, HopperMlaShape<Traits>, HopperMlaProducer<Traits>,
-                                 HopperMlaConsumer<Traits>>;
+                                 HopperMlaConsumer<Traits>, HopperMlaRoles>;
 
 }  // namespace jax_attn

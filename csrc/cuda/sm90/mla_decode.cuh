@@ -48,8 +48,9 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   // Steps are loaded and given back as a whole.
   static constexpr int kUnits = 1;
   using Slot = SwizzledTile<Traits::kHeadDimQk, kStep>;
-  __device__ static constexpr int UnitInOrder(int) { return 0; }
-  __device__ static constexpr int FirstBlock(int) { return 0; }
+  using Ring = Slot;
+  // The other slot is on its way meanwhile.
+  static constexpr bool kPrefetchesRows = false, kPrefetchesLines = false;
   __device__ static constexpr int NumBlocks(int) { return kBlocks; }
 
   template <int kRows>
@@ -67,6 +68,8 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
 
   struct RingPlace {
     RingCursor<kSlots> cursor;
+    __device__ __forceinline__ void StartStep(int) {}
+    __device__ int FirstBlock(int) const { return 0; }
     __device__ int Barrier(int) const { return cursor.slot; }
     __device__ u32 parity() const { return cursor.parity; }
     __device__ int Block(int, int i) const {
@@ -113,15 +116,15 @@ class HopperMlaDecodeProducer {
   __device__ __forceinline__ static void Run(const AttentionParams& p,
                                              typename Shape::Shared& shared, int begin, int end) {
     LatentRows<Traits, Shape> rows(p, shared);
-    QueueSteps<Traits, Shape> steps(p);
+    LatentSteps<Traits, Shape> steps(p);
     steps.Start(begin, end);
     while (steps.has_item()) {
-      const ItemRecord item(p, steps.index());
       const bool has_step = steps.has_step();
-      const u32 row = has_step ? steps.Row(item) : kNoRow;
-      if (has_step) rows.PrefetchPages(steps.index(), steps.pos(), end);
+      const int pos = steps.pos();
+      const u32 row = has_step ? steps.Row() : kNoRow;
+      if (has_step) steps.PrefetchPages();
       steps.Next();
-      if (has_step) rows.LoadStep(row);
+      if (has_step) rows.LoadStep(row, pos);
     }
   }
 };

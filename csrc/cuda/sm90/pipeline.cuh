@@ -171,7 +171,7 @@ class QueueSteps {
 };
 
 // The kernel around a producer and its consumers. A Shape has Shared, and inits its barriers.
-template <class Traits, class Shape, class Producer, class Consumer>
+template <class Traits, class Shape, class Producer, class Consumer, class Roles = HopperRoles>
 struct HopperBody {
   using Shared = typename Shape::Shared;
   static constexpr int kNumThreads = HopperRoles::kNumThreads;
@@ -190,10 +190,10 @@ struct HopperBody {
     if (threadIdx.x == 0) Shape::InitBarriers(shared);
     __syncthreads();
     if (threadIdx.x < HopperRoles::kProducerThreads) {
-      LowerRegisterLimit<HopperRoles::kProducerRegisters>();
+      LowerRegisterLimit<Roles::kProducerRegisters>();
       Producer(p, shared).Run(begin, end);
     } else {
-      RaiseRegisterLimit<HopperRoles::kConsumerRegisters>();
+      RaiseRegisterLimit<Roles::kConsumerRegisters>();
       Consumer(p, shared).Run(begin, end);
     }
     BlankPaddingRows<Traits, 2>(p);
