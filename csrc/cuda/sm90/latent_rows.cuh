@@ -95,8 +95,8 @@ class LatentSteps {
 
 // A Shape has kUnits units of a step, which are loaded by themselves, one after the other:
 // NumBlocks(unit) blocks of 64 columns. Its RingPlace says which, after StartStep, and where they
-// go: from FirstBlock(unit) on; Barrier(unit) of Shared::full and empty, phase parity(); the offset in bytes
-// of Block(unit, i), and on it moves by NextUnit and NextStep.
+// go: from FirstBlock(unit) on; Barrier(unit) of Shared::full and empty, phase parity(); the offset
+// in bytes of Block(unit, i), and on it moves by NextUnit and NextStep.
 template <class Traits, class Shape>
 class LatentRows {
  public:

@@ -19,7 +19,8 @@
 // From one step's probabilities to the next's, which nothing else can hide, there are: handing
 // over, the products with the values, those of the logits, the softmax. So the owner of a step
 // begins its logits before it takes over the probabilities of the step before, with what lands
-// first: its own half of the columns, the other's being given back later.
+// first: its own half of the columns, the other's being given back later. And probabilities are
+// handed over by halves of the step: the first is multiplied while the second is exponentiated.
 #pragma once
 
 #include "cuda/common/partials.cuh"
@@ -48,8 +49,8 @@ struct HopperMlaShape : LatentShape<Traits> {
   // To be measured, so num_stages chooses: 16: rows are not brought into L2 ahead of their slots;
   // 32: the logits of a step begin behind the products of the step before; 64: rows are brought
   // into L2 by 64 bytes instead of 1024.
-  static constexpr bool kPrefetchesRows = Traits::kNumStages / 16 % 2 == 0 &&
-                                          Traits::kNumStages < 64;
+  static constexpr bool kPrefetchesRows =
+      Traits::kNumStages / 16 % 2 == 0 && Traits::kNumStages < 64;
   static constexpr bool kPrefetchesLines = Traits::kNumStages >= 64;
   static constexpr bool kEarly = Traits::kNumStages / 32 % 2 == 0;
 
@@ -214,8 +215,8 @@ class HopperMlaConsumer {
   struct SeenByAll {
     int begin, end;
     __device__ __forceinline__ SeenByAll(const AttentionParams& p, const ItemRecord& item) {
-      const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(),
-                                                    item.q_pos(), 0, item.qo_len() - 1);
+      const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(),
+                                                    0, item.qo_len() - 1);
       begin = span.all_begin;
       end = span.all_end;
     }
@@ -370,7 +371,7 @@ class HopperMlaConsumer {
     for (int j = 0; j < kHalf / 8; ++j) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float(&x)[4] = s[kPart * (kHalf / 8) + j];
+        const float (&x)[4] = s[kPart * (kHalf / 8) + j];
         p[j / 2][j % 2 * 2 + h] = E::Pack(x[2 * h], x[2 * h + 1]);
       }
     }
@@ -472,8 +473,7 @@ class HopperMlaConsumer {
     cursor_.Advance();
   }
 
-  __device__ __forceinline__ void RunSteps(int index, int begin, int end, Rows& rows,
-                                           Output& o) {
+  __device__ __forceinline__ void RunSteps(int index, int begin, int end, Rows& rows, Output& o) {
     const SeenByAll seen(p_, ItemRecord(p_, index));
     int pos = begin;
     if (Shape::Owner(begin) == group_) {
@@ -532,8 +532,8 @@ class HopperMlaConsumer {
     HopperConsumers::Sync();  // before the next item's probabilities
   }
 
-  // Final rows: a row's four lanes store 64 neighbouring bytes at a time. By 16 bytes, half a sector,
-  // it took as long as three steps (profiled, H200).
+  // Final rows: a row's four lanes store 64 neighbouring bytes at a time. By 16 bytes, half a
+  // sector, it took as long as three steps (profiled, H200).
   __device__ __forceinline__ void Write(const ItemRecord& item, const Rows& rows,
                                         const Output& o) const {
     const int num_rows = item.qo_len() * Traits::kGroupSize;
