@@ -328,7 +328,8 @@ class HopperMlaConsumer {
   // --- probabilities of the own step ---
 
   // Whether the reference of any row would change, see TileRows::Exponentiate. A row grows if and
-  // only if what one of its lanes has does: no lane needs to ask the others.
+  // only if what one of its lanes has does: no lane needs to ask the others. Never false where
+  // TileRows says otherwise, whether or not the compiler rounds the product there.
   __device__ __forceinline__ bool AnyGrows(const Rows& rows, const StepLogits& s) const {
     const float scale = Logits<Traits>(p_).scale();
     bool grows = false;
@@ -341,7 +342,8 @@ class HopperMlaConsumer {
         maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
       }
       const float max = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
-      grows |= max * scale - rows.max_log2[h] > kReferenceSlack;
+      grows |= __fmul_rn(max, scale) - rows.max_log2[h] > kReferenceSlack;
+      grows |= fmaf(max, scale, -rows.max_log2[h]) > kReferenceSlack;
     }
     return __any_sync(kFullWarp, grows);
   }
