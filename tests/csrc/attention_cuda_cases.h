@@ -39,7 +39,7 @@ struct Case {
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
   double sharpness = 1;  // of the softmax: beyond 5 the references of rows grow in later steps, too
-  int late_keys = 0;  // keys of a request's second half are 2^late_keys times larger
+  int late_keys = 0;     // keys of a request's second half are 2^late_keys times larger
   // Tokens that all requests have in common, and that every other one does besides.
   int64_t prefix = 0, half_prefix = 0;
 };

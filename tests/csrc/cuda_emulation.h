@@ -536,7 +536,6 @@ inline u32 E4m3ToF16x2(u16 codes) {
 }
 
 using std::fmaf;
-inline float __fmul_rn(float a, float b) { return a * b; }
 using std::fmaxf;
 inline float Exp2(float x) { return std::exp2(x); }
 inline float Log2(float x) { return std::log2(x); }

@@ -519,13 +519,7 @@ void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, in
 }
 inline void Nanosleep() {}
 inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
-inline void PrefetchL2(const void* global, int num_bytes) {
-  if (reinterpret_cast<u64>(global) % 16 != 0 || num_bytes % 16 != 0) {
-    emulation::Fail("cp.async.bulk.prefetch: not whole pieces of 16 bytes");
-  }
-}
-
-inline bool TestBarrier(u32, u32) { return false; }  // as unlucky as can be
+inline bool TestBarrier(u32, u32) { return false; }    // as unlucky as can be
 inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
   WaitBarrier(barrier, parity);
   return true;

@@ -9,14 +9,13 @@
 namespace jax_attn {
 namespace {
 
-// As select/cuda.cc has it. kStages: see HopperMlaShape.
-template <int kStages>
+// As select/cuda.cc has it.
 struct Sm90Mla : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
     static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0, kTileQ2 = 0;
-    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = kStages;
+    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = 0;
   };
   template <class Shape>
   using Body = HopperMlaBody<Traits<Shape>>;
@@ -61,9 +60,9 @@ int main() {
   RunDecodeCase<Sm90MlaDecode, 16, 1>("mla decode, 16 heads, page 1");
   RunDecodeCase<Sm90MlaDecode, 16, 64>("mla decode, 16 heads, page 64");
   RunDecodeCase<Sm90MlaDecode, 32, 16>("mla decode, 32 heads, page 16");
-  RunDecodeCase<Sm90Mla<0>, 64, 64>("mla, 64 heads, page 64");
+  RunDecodeCase<Sm90Mla, 64, 64>("mla, 64 heads, page 64");
   // Late maxima that would overflow with the references of the first steps.
-  RunCase<Sm90Mla<0>, MlaShapeOf<576, 512, 64, 3, false, true, false>>(
+  RunCase<Sm90Mla, MlaShapeOf<576, 512, 64, 3, false, true, false>>(
       {.name = "mla, 64 heads, very sharp",
        .requests = {{1, 700}, {1, 130}, {2, 390}},
        .num_ctas = 1,
@@ -71,6 +70,5 @@ int main() {
        .qo_heads = 64,
        .sharpness = 250},
       32);
-  return RunMlaCases<Sm90MlaDecode, 128, 192>() | RunMlaCases<Sm90Mla<0>, 128, 192>() |
-         RunMlaCases<Sm90Mla<32>, 128, 192>();
+  return RunMlaCases<Sm90MlaDecode, 128, 192>() | RunMlaCases<Sm90Mla, 128, 192>();
 }

@@ -469,7 +469,7 @@ class HopperConsumer {
     const int team_thread = joint ? HopperConsumers::thread() : thread_;
     RecordBegin<Traits>(p_, index, team_thread);
     const ItemRecord item(p_, index);
-    Rows rows(p_, index, joint ? group_ * 64 : 0, thread_);
+    Rows rows(p_, index, joint ? group_ * 64 : 0, thread_, 0.0f);
     PrefetchMergeGroup(p_, item.merge_idx());
     Output o;
 #pragma unroll

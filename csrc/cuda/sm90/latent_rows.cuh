@@ -114,12 +114,6 @@ class LatentRows {
   __device__ __forceinline__ void LoadStep(u32 lane_row, int pos) {
     place_.StartStep(pos);
     const Sources sources = FindSources(lane_row);
-    // What is asked for ahead of its slot comes from L2 once there is one, not from memory: that
-    // is how long the slot is on its way.
-    if (Shape::kPrefetchesRows && Lane() < kWarpTokens && lane_row != kNoRow) {
-      PrefetchL2(RowAt(lane_row), Traits::kHeadDimVo * 2);
-    }
-    if (Shape::kPrefetchesLines) PrefetchValues(sources);
 #pragma unroll
     for (int unit = 0; unit < Shape::kUnits; ++unit) {
       if (Shape::NumBlocks(unit) == 0) continue;
@@ -161,21 +155,6 @@ class LatentRows {
       x.from[i] = RowAt(x.valid[i] ? row : 0) + Lane() % 8 * 16;
     }
     return x;
-  }
-
-  // The same, by 64 bytes.
-  __device__ __forceinline__ void PrefetchValues(const Sources& sources) const {
-    constexpr int kPieces = Traits::kHeadDimVo * 2 / 64;
-    const int piece = Lane() % 8;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-#pragma unroll
-      for (int l = 0; l < kPieces; l += 8) {
-        if (sources.valid[i] && l + piece < kPieces) {
-          PrefetchL2(sources.from[i] + (l * 64 + piece * (64 - 16)));
-        }
-      }
-    }
   }
 
   // This warp's rows one by one.

@@ -39,8 +39,8 @@ class Logits {
   const AttentionParams& p_;
 };
 
-// How far a logit may exceed the reference of its row's exponents where maxima are looked for: until
-// then the reference stays, sums are far from overflow, and nearly every step is spared the
+// How far a logit may exceed the reference of its row's exponents where maxima are looked for:
+// until then the reference stays, sums are far from overflow, and nearly every step is spared the
 // rescaling of o (FlashAttention-4's observation). Each row decides for itself, so its bits do not
 // depend on its neighbours; for rows that keep their reference the factor is exactly 1.
 inline constexpr float kReferenceSlack = 8.0f;

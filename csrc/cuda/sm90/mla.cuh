@@ -46,14 +46,6 @@ struct HopperMlaShape : LatentShape<Traits> {
   static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
   static_assert(kColumns % 64 == 0, "whole blocks of columns");
 
-  // To be measured, so num_stages chooses: 16: rows are not brought into L2 ahead of their slots;
-  // 32: the logits of a step begin behind the products of the step before; 64: rows are brought
-  // into L2 by 64 bytes instead of 1024.
-  static constexpr bool kPrefetchesRows =
-      Traits::kNumStages / 16 % 2 == 0 && Traits::kNumStages < 64;
-  static constexpr bool kPrefetchesLines = Traits::kNumStages >= 64;
-  static constexpr bool kEarly = Traits::kNumStages / 32 % 2 == 0;
-
   // The consumer that owns the step at `pos`. The order of a step's units depends on it, and so do
   // bits, hence it depends on nothing else.
   __device__ static int Owner(int pos) { return pos / kStep % 2; }
@@ -327,33 +319,13 @@ class HopperMlaConsumer {
 
   // --- probabilities of the own step ---
 
-  // Whether the reference of any row would change, see TileRows::Exponentiate. A row grows if and
-  // only if what one of its lanes has does: no lane needs to ask the others. Never false where
-  // TileRows says otherwise, whether or not the compiler rounds the product there.
-  __device__ __forceinline__ bool AnyGrows(const Rows& rows, const StepLogits& s) const {
-    const float scale = Logits<Traits>(p_).scale();
-    bool grows = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float maxima[4];  // four chains: one would wait for its own latency
-#pragma unroll
-      for (int j = 0; j < kStep / 8; ++j) {
-        const float pair_max = fmaxf(s[j][2 * h], s[j][2 * h + 1]);
-        maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
-      }
-      const float max = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
-      grows |= __fmul_rn(max, scale) - rows.max_log2[h] > kReferenceSlack;
-      grows |= fmaf(max, scale, -rows.max_log2[h]) > kReferenceSlack;
-    }
-    return __any_sync(kFullWarp, grows);
-  }
   // 2^(logit - reference) of half of a step; sums go on from half to half.
   template <int kPart>
   __device__ __forceinline__ void Exponentiate(Rows& rows, StepLogits& s, float (&odd)[2]) const {
     const float scale = Logits<Traits>(p_).scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float reference = FiniteMax(rows.max_log2[h]);
+      const float reference = rows.max_log2[h];
       float sums[2] = {rows.sum[h], kPart == 0 ? 0.0f : odd[h]};
 #pragma unroll
       for (int j = kPart * (kHalf / 8); j < (kPart + 1) * (kHalf / 8); ++j) {
@@ -384,7 +356,7 @@ class HopperMlaConsumer {
   __device__ __forceinline__ void RunItem(int index) {
     RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
-    Rows rows(p_, index, 0, thread_);
+    Rows rows(p_, index, 0, thread_, kNoReference);
     PrefetchMergeGroup(p_, item.merge_idx());
     Output o;
 #pragma unroll
@@ -420,13 +392,12 @@ class HopperMlaConsumer {
     Probabilities p[2];
     PinRegisters(s);
     StartQk<Shape::kBeyond>(own, s);
-    if (kFollows && !Shape::kEarly) FinishQkBeyond(own, s);
-    if (Shape::kEarly) {
-      StartQk<Shape::kOwners>(own, s);
-      FinishQkBeyond(own, s);
-    }
+    StartQk<Shape::kOwners>(own, s);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    PinRegisters(s);
+    if (Shape::NumBlocks(Shape::kBeyond) > 0) Release(own, Shape::Part(Shape::kBeyond, group_));
     if (kFollows) TakeOverAndStartPv(other, rows, p, o);
-    if (!Shape::kEarly) StartQk<Shape::kOwners>(own, s);
     StartQk<Shape::kOthers>(own, s);
     WgmmaCommit();
     if (kFollows) {
@@ -436,16 +407,16 @@ class HopperMlaConsumer {
     }
     WgmmaWait<0>();
     PinRegisters(s);
-    if (!Shape::kEarly && !kFollows) FinishQkBeyond(own, s);
     if (is_last) ReleaseQ();
     // Nearly always no row needs a mask or another reference.
-    const bool plain = kPlainLogits && seen.Has(pos) && !AnyGrows(rows, s);
+    const bool plain = kPlainLogits && seen.Has(pos) && !rows.AnyGrows(s);
     float odd_sums[2];
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);
     } else {
       if (!seen.Has(pos)) Mend(index, own);
-      rows.Exponentiate(pos, s);
+      rows.MakeLogits(pos, s);
+      rows.ExponentiateByMaxima(s);
     }
     Pack<0>(s, p[0]);
     HandOver<0>(rows, p[0]);
@@ -459,12 +430,6 @@ class HopperMlaConsumer {
     WgmmaWait<0>();
     PinRegisters(o);
     Release(own, group_);
-  }
-  __device__ __forceinline__ void FinishQkBeyond(const Cursor& own, StepLogits& s) const {
-    WgmmaCommit();
-    WgmmaWait<0>();
-    PinRegisters(s);
-    if (Shape::NumBlocks(Shape::kBeyond) > 0) Release(own, Shape::Part(Shape::kBeyond, group_));
   }
   __device__ __forceinline__ void RunOther(Rows& rows, Output& o) {
     Probabilities p[2];
@@ -551,8 +516,8 @@ class HopperMlaConsumer {
       i64 first = 0;
       if (exists) {
         const i64 at = final ? map.Index(row) : partial_row + row;
-        o_scale = WriteState(p_, final, at, map.QoHead(row), group_ == 0 && column == 0,
-                             {rows.max_log2[h], rows.sum[h]});
+        o_scale =
+            WriteState(p_, final, at, map.QoHead(row), group_ == 0 && column == 0, rows.state(h));
         first = at * Traits::kHeadDimVo + group_ * kColumns;
       }
       if (final) {
@@ -564,7 +529,7 @@ class HopperMlaConsumer {
           for (int i = 0; i < 4; ++i) {
             x[i] = E::Pack(o[j + i][2 * h] * o_scale, o[j + i][2 * h + 1] * o_scale);
           }
-          const uint4 tile = TransposeQuad(x);
+          const uint4 tile = TransposeQuad(x, Lane());
           if (exists) to[j] = tile;
         }
       } else if (exists) {
@@ -575,28 +540,6 @@ class HopperMlaConsumer {
         }
       }
     }
-  }
-
-  // As TileRows has it: lane i of a quad gives x[j] of column pair i of tile j, and gets tile i.
-  __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4]) const {
-    const bool odd = Lane() % 2 != 0, upper = Lane() % 4 >= 2;
-    const u32 kept[2] = {odd ? x[1] : x[0], odd ? x[3] : x[2]};
-    const u32 got[2] = {__shfl_xor_sync(kFullWarp, odd ? x[0] : x[1], 1),
-                        __shfl_xor_sync(kFullWarp, odd ? x[2] : x[3], 1)};
-    u32 pair[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pair[i][0] = odd ? got[i] : kept[i];
-      pair[i][1] = odd ? kept[i] : got[i];
-    }
-    u32 mine[2], others[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      mine[c] = upper ? pair[1][c] : pair[0][c];
-      others[c] = __shfl_xor_sync(kFullWarp, upper ? pair[0][c] : pair[1][c], 2);
-    }
-    return upper ? make_uint4(others[0], others[1], mine[0], mine[1])
-                 : make_uint4(mine[0], mine[1], others[0], others[1]);
   }
 
   const AttentionParams& p_;

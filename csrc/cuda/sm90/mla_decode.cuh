@@ -50,7 +50,6 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   using Slot = SwizzledTile<Traits::kHeadDimQk, kStep>;
   using Ring = Slot;
   // The other slot is on its way meanwhile.
-  static constexpr bool kPrefetchesRows = false, kPrefetchesLines = false;
   __device__ static constexpr int NumBlocks(int) { return kBlocks; }
 
   template <int kRows>

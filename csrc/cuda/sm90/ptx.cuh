@@ -55,12 +55,6 @@ __device__ __forceinline__ void CopyBox(u32 shared, const TensorMap& map, int co
       : "memory");
 }
 
-// num_bytes are on their way into L2, in multiples of 16 as their address.
-__device__ __forceinline__ void PrefetchL2(const void* global, int num_bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(num_bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ bool TryWaitBarrier(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(

@@ -8,6 +8,30 @@
 
 namespace jax_attn {
 
+// Lane i of a quad gives x[j] of column pair i of tile j, and gets tile i: all four pairs.
+__device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4], int lane) {
+  const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
+  // Tiles odd and 2 + odd, of this lane and its neighbour.
+  const u32 kept[2] = {odd ? x[1] : x[0], odd ? x[3] : x[2]};
+  const u32 got[2] = {__shfl_xor_sync(kFullWarp, odd ? x[0] : x[1], 1),
+                      __shfl_xor_sync(kFullWarp, odd ? x[2] : x[3], 1)};
+  u32 pair[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pair[i][0] = odd ? got[i] : kept[i];
+    pair[i][1] = odd ? kept[i] : got[i];
+  }
+  // Of these the one that this lane is for, of both halves of the quad.
+  u32 mine[2], others[2];
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    mine[c] = upper ? pair[1][c] : pair[0][c];
+    others[c] = __shfl_xor_sync(kFullWarp, upper ? pair[0][c] : pair[1][c], 2);
+  }
+  return upper ? make_uint4(others[0], others[1], mine[0], mine[1])
+               : make_uint4(mine[0], mine[1], others[0], others[1]);
+}
+
 // What a warp knows of its 16 rows after the kv tokens it has seen, besides o. Index h is row 8h +
 // lane / 4, of which the lane has columns 8j + 2 * (lane % 4) + {0, 1} in logits and o.
 template <class Traits>
@@ -15,14 +39,18 @@ class TileRows {
  public:
   using E = Element<Traits::kDtype>;
 
-  float max_log2[2] = {0.0f, 0.0f};  // references of the exponents, see Exponentiate
+  float max_log2[2];            // references of the exponents, see Exponentiate
   float sum[2] = {0.0f, 0.0f};  // over this lane's columns only, until FinishSums
   float factor[2];              // from the references before the last step to those after it
 
-  // first_row: of this warpgroup, within the item.
+  // first_row: of this warpgroup, within the item. reference: of all rows, to begin with.
   __device__ __forceinline__ TileRows(const AttentionParams& p, int index, int first_row,
-                                      int thread)
-      : p_(p), index_(index), first_row_(first_row + thread / kWarpSize * 16), lane_(thread % 32) {
+                                      int thread, float reference)
+      : max_log2{reference, reference},
+        p_(p),
+        index_(index),
+        first_row_(first_row + thread / kWarpSize * 16),
+        lane_(thread % 32) {
     const ItemRecord item(p, index);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     live_ = first_row_ < num_rows;
@@ -81,14 +109,7 @@ class TileRows {
     const float scale = Logits<Traits>(p_).scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float maxima[4];  // four chains: one would wait for its own latency
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const float pair_max = fmaxf(s[j][2 * h], s[j][2 * h + 1]);
-        maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
-      }
-      const float step_max =
-          QuadMax(fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]))) * scale;
+      const float step_max = QuadMax(LaneMax(s, h)) * scale;
       const bool too_little = is_first && IsTooLittle(h);
       const u32 lanes = __ballot_sync(kFullWarp, too_little || IsTooMuch(h));
       factor[h] = 1.0f;
@@ -105,19 +126,41 @@ class TileRows {
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
     grows_ = true;
   }
-  // Both at once, where logits need not be multiplied again for it: with maxima.
-  template <int kTiles>
-  __device__ __forceinline__ void ExponentiateByMaxima(float (&s)[kTiles][4],
-                                                       u32 (&p)[kTiles / 2][4]) {
-    step_sum_[0] = step_sum_[1] = Infinity();
-    ExponentiateAnew(false, s, p);
-    grows_ = __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f);
-    AddSums();
-  }
   // After either, once it is the last of a step.
   __device__ __forceinline__ void AddSums() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] += step_sum_[h];
+  }
+
+  // For loops that look for maxima; the rows begin with kNoReference. s becomes p. A reference
+  // follows when a logit exceeds it by kReferenceSlack.
+  template <int kTiles>
+  __device__ __forceinline__ void ExponentiateByMaxima(float (&s)[kTiles][4]) {
+    const float scale = Logits<Traits>(p_).scale();
+    grows_ = AnyGrows(s);
+    if (grows_) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float step_max = QuadMax(LaneMax(s, h));
+        const bool row_grows = fmaf(step_max, scale, -max_log2[h]) > kReferenceSlack;
+        const float new_max = row_grows ? step_max * scale : max_log2[h];
+        factor[h] = Exp2(max_log2[h] - new_max);
+        max_log2[h] = new_max;
+        sum[h] *= factor[h];
+      }
+    }
+    StepSums sums = {{sum[0], 0.0f}, {sum[1], 0.0f}};
+    Weights<0, kTiles>(s, sums);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[h] = sums[h][0] + sums[h][1];
+  }
+  // Whether it would change a reference of the warp's rows. A row's does if and only if one of its
+  // lanes says so.
+  template <int kTiles>
+  __device__ __forceinline__ bool AnyGrows(const float (&s)[kTiles][4]) const {
+    const float scale = Logits<Traits>(p_).scale();
+    return __any_sync(kFullWarp, fmaf(LaneMax(s, 0), scale, -max_log2[0]) > kReferenceSlack ||
+                                     fmaf(LaneMax(s, 1), scale, -max_log2[1]) > kReferenceSlack);
   }
 
   // Takes over the references after a step that another warp exponentiated.
@@ -187,7 +230,7 @@ class TileRows {
             nan_or_zero = fmaf(left, 0.0f, fmaf(right, 0.0f, nan_or_zero));
             x[i] = E::Pack(left, right);
           }
-          const uint4 tile = TransposeQuad(x);
+          const uint4 tile = TransposeQuad(x, lane_);
           if (exists && j + column < kLiveTiles) to[j + column] = tile;
         }
       } else if (exists) {
@@ -206,6 +249,18 @@ class TileRows {
  private:
   static constexpr bool kMayDiffer = kRowsMayDiffer<Traits>;
   using StepSums = float[2][2];  // of a row's even and odd columns: two chains
+
+  // Of row h, over this lane's columns.
+  template <int kTiles>
+  __device__ __forceinline__ static float LaneMax(const float (&s)[kTiles][4], int h) {
+    float maxima[4];  // four chains: one would wait for its own latency
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float pair_max = fmaxf(s[j][2 * h], s[j][2 * h + 1]);
+      maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
+    }
+    return fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+  }
 
   // Of the tiles [kFirst, kEnd): logits become weights.
   template <int kFirst, int kEnd, int kTiles>
@@ -240,30 +295,6 @@ class TileRows {
   __device__ bool IsTooMuch(int h) const { return !(step_sum_[h] <= kMost); }
   // Of the row, by all of its lanes. True as well for a row that sees nothing in the step.
   __device__ bool IsTooLittle(int h) const { return QuadSum(step_sum_[h]) < kLeast; }
-
-  // Lane i of a quad gives x[j] of column pair i of tile j, and gets tile i: all four pairs.
-  __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4]) const {
-    const bool odd = lane_ % 2 != 0, upper = lane_ % 4 >= 2;
-    // Tiles odd and 2 + odd, of this lane and its neighbour.
-    const u32 kept[2] = {odd ? x[1] : x[0], odd ? x[3] : x[2]};
-    const u32 got[2] = {__shfl_xor_sync(kFullWarp, odd ? x[0] : x[1], 1),
-                        __shfl_xor_sync(kFullWarp, odd ? x[2] : x[3], 1)};
-    u32 pair[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pair[i][0] = odd ? got[i] : kept[i];
-      pair[i][1] = odd ? kept[i] : got[i];
-    }
-    // Of these the one that this lane is for, of both halves of the quad.
-    u32 mine[2], others[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      mine[c] = upper ? pair[1][c] : pair[0][c];
-      others[c] = __shfl_xor_sync(kFullWarp, upper ? pair[0][c] : pair[1][c], 2);
-    }
-    return upper ? make_uint4(others[0], others[1], mine[0], mine[1])
-                 : make_uint4(mine[0], mine[1], others[0], others[1]);
-  }
 
   // The products multiply a value that a row does not see by 0, and 0 * NaN is NaN, but only rows
   // that see a NaN may get it. Rows that came out as such are computed again, token by token.
