@@ -178,9 +178,9 @@ struct WorkItem {
 static_assert(sizeof(WorkItem) == 48, "a work item is three 16-byte loads");
 
 // What softmax knows of a row after some keys: their base-2 logits sum up to sum * 2^max_log2 once
-// exponentiated. (-inf, 0): no key. max_log2 is a reference near the maximum, exact or a little
-// below it; logits of any size keep their differences, which the logarithm of the sum in f32 would
-// not.
+// exponentiated. (-inf, 0): no key. max_log2 is the reference of the exponents, the maximum or as
+// good as it: nothing overflows and nothing that counts vanishes. Logits of any size keep their
+// differences, which the logarithm of the sum in f32 would not.
 struct RowState {
   float max_log2;
   float sum;

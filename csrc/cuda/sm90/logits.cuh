@@ -9,6 +9,11 @@ namespace jax_attn {
 template <class Traits>
 class Logits {
  public:
+  // Whether Transform does nothing, and q . k are compared as they are. A scale that is not
+  // positive would turn the maximum around, so it is applied at once.
+  static constexpr bool kScalesLater =
+      !BuiltInVariant<Traits::kHasSoftCap>::Type::kTransformsLogits && Traits::kPositiveScale;
+
   __device__ __forceinline__ explicit Logits(const AttentionParams& p) : p_(p) {}
 
   // After it, s * scale() is the logit in log2 units; of the first num_tiles.
@@ -33,9 +38,6 @@ class Logits {
 
  private:
   using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
-  // A scale that is not positive would turn the maximum around, so it is applied at once.
-  static constexpr bool kScalesLater = !Variant::kTransformsLogits && Traits::kPositiveScale;
-
   const AttentionParams& p_;
 };
 

@@ -190,12 +190,9 @@ class HopperMlaConsumer {
   static constexpr int kUnits = Shape::kUnits;
   static constexpr int kColumns = Shape::kColumns;
   static constexpr int kOTiles = kColumns / 8;
-  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
   static constexpr int kBoth = HopperRoles::kConsumerThreads;
   // Named barriers: each half of what consumer 0 or 1 hands over is there; a consumer by itself.
   static constexpr int kHandOver[2] = {1, 6}, kAlone = 4;
-  // Whether q . k of several tokens of a row need no more than their scale to be compared.
-  static constexpr bool kPlainLogits = !Traits::kHasSoftCap && Traits::kPositiveScale;
   using StepLogits = float[kStep / 8][4];
   // Of half of a step.
   static constexpr int kHalf = kStep / 2;
@@ -217,9 +214,7 @@ class HopperMlaConsumer {
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
-  // x is the same in the whole warp, and the compiler knows: it moves descriptors in uniform
-  // registers, where wgmma wants them, instead of four detours a product.
-  __device__ static int Uniform(int x) { return __shfl_sync(kFullWarp, x, 0); }
+  // Moved in uniform registers, where wgmma wants it, instead of four detours a product.
   __device__ static u64 UniformDescriptor(u64 x) {
     return (x & 0xffffffff00000000ull) | static_cast<u32>(Uniform(static_cast<int>(x)));
   }
@@ -287,7 +282,7 @@ class HopperMlaConsumer {
       shared_.probabilities[kPart * (kHalf / 16) + kk][thread_] =
           make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
     }
-    if (kPart == 0) shared_.max_log2[thread_] = make_float2(rows.max_log2[0], rows.max_log2[1]);
+    if (kPart == 0) shared_.max_log2[thread_] = make_float2(rows.reference[0], rows.reference[1]);
     ArriveNamed(kHandOver[kPart] + group_, kBoth);
   }
   template <int kPart>
@@ -325,7 +320,7 @@ class HopperMlaConsumer {
     const float scale = Logits<Traits>(p_).scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float reference = rows.max_log2[h];
+      const float reference = rows.reference[h];
       float sums[2] = {rows.sum[h], kPart == 0 ? 0.0f : odd[h]};
 #pragma unroll
       for (int j = kPart * (kHalf / 8); j < (kPart + 1) * (kHalf / 8); ++j) {
@@ -409,7 +404,7 @@ class HopperMlaConsumer {
     PinRegisters(s);
     if (is_last) ReleaseQ();
     // Nearly always no row needs a mask or another reference.
-    const bool plain = kPlainLogits && seen.Has(pos) && !rows.AnyGrows(s);
+    const bool plain = Logits<Traits>::kScalesLater && seen.Has(pos) && !rows.AnyGrows(s);
     float odd_sums[2];
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);
@@ -461,7 +456,7 @@ class HopperMlaConsumer {
   // columns take part in them; so it becomes 0, for everybody. The logits of the step are complete,
   // its values are not read by anyone before its probabilities are handed over.
   __device__ __forceinline__ void Mend(int index, const Cursor& cursor) const {
-    if (!kRowsMayDiffer || ItemRecord(p_, index).qo_len() == 1) return;
+    if (!kRowsMayDiffer<Traits> || ItemRecord(p_, index).qo_len() == 1) return;
     SyncNamed(kAlone + group_, 128);  // the products of the other warps have read the keys, too
     unsigned char* slot = shared_.ring + cursor.slot * kStep * 128;
     // A thread looks after half of a row of 64 columns. Columns beyond v do no harm.

@@ -39,14 +39,14 @@ class TileRows {
  public:
   using E = Element<Traits::kDtype>;
 
-  float max_log2[2];            // references of the exponents, see Exponentiate
+  float reference[2];           // of the exponents, see Exponentiate
   float sum[2] = {0.0f, 0.0f};  // over this lane's columns only, until FinishSums
   float factor[2];              // from the references before the last step to those after it
 
-  // first_row: of this warpgroup, within the item. reference: of all rows, to begin with.
+  // first_row: of this warpgroup, within the item. first_reference: of all rows.
   __device__ __forceinline__ TileRows(const AttentionParams& p, int index, int first_row,
-                                      int thread, float reference)
-      : max_log2{reference, reference},
+                                      int thread, float first_reference)
+      : reference{first_reference, first_reference},
         p_(p),
         index_(index),
         first_row_(first_row + thread / kWarpSize * 16),
@@ -61,11 +61,6 @@ class TileRows {
     all_end_ = span.all_end;
     differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
   }
-
-  // Whether the references of the warp's rows changed in the last step.
-  __device__ bool grows() const { return grows_; }
-  // Whether any row of the warp exists. One without rows keeps the identity.
-  __device__ bool warp_is_live() const { return live_; }
 
   // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
   template <int kTiles>
@@ -114,9 +109,9 @@ class TileRows {
       const u32 lanes = __ballot_sync(kFullWarp, too_little || IsTooMuch(h));
       factor[h] = 1.0f;
       if ((lanes >> lane_ / 4 * 4 & 0xf) == 0) continue;
-      const float new_max = fmaxf(is_first ? kNoReference : max_log2[h], step_max);
-      if (!is_first) factor[h] = Exp2(max_log2[h] - new_max);
-      max_log2[h] = new_max;
+      const float new_max = fmaxf(is_first ? kNoReference : reference[h], step_max);
+      if (!is_first) factor[h] = Exp2(reference[h] - new_max);
+      reference[h] = new_max;
       sum[h] *= factor[h];
     }
     StepSums sums = {};
@@ -142,10 +137,10 @@ class TileRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float step_max = QuadMax(LaneMax(s, h));
-        const bool row_grows = fmaf(step_max, scale, -max_log2[h]) > kReferenceSlack;
-        const float new_max = row_grows ? step_max * scale : max_log2[h];
-        factor[h] = Exp2(max_log2[h] - new_max);
-        max_log2[h] = new_max;
+        const bool row_grows = fmaf(step_max, scale, -reference[h]) > kReferenceSlack;
+        const float new_max = row_grows ? step_max * scale : reference[h];
+        factor[h] = Exp2(reference[h] - new_max);
+        reference[h] = new_max;
         sum[h] *= factor[h];
       }
     }
@@ -159,19 +154,19 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ bool AnyGrows(const float (&s)[kTiles][4]) const {
     const float scale = Logits<Traits>(p_).scale();
-    return __any_sync(kFullWarp, fmaf(LaneMax(s, 0), scale, -max_log2[0]) > kReferenceSlack ||
-                                     fmaf(LaneMax(s, 1), scale, -max_log2[1]) > kReferenceSlack);
+    return __any_sync(kFullWarp, fmaf(LaneMax(s, 0), scale, -reference[0]) > kReferenceSlack ||
+                                     fmaf(LaneMax(s, 1), scale, -reference[1]) > kReferenceSlack);
   }
 
   // Takes over the references after a step that another warp exponentiated.
   __device__ __forceinline__ void Follow(float new_max_0, float new_max_1) {
     const float new_max[2] = {new_max_0, new_max_1};
-    grows_ = __any_sync(kFullWarp, new_max[0] != max_log2[0] || new_max[1] != max_log2[1]);
+    grows_ = __any_sync(kFullWarp, new_max[0] != reference[0] || new_max[1] != reference[1]);
     if (!grows_) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      factor[h] = Exp2(max_log2[h] - new_max[h]);
-      max_log2[h] = new_max[h];
+      factor[h] = Exp2(reference[h] - new_max[h]);
+      reference[h] = new_max[h];
       sum[h] *= factor[h];
     }
   }
@@ -193,7 +188,7 @@ class TileRows {
   }
 
   __device__ __forceinline__ RowState state(int h) const {
-    return {sum[h] == 0.0f ? -Infinity() : max_log2[h], sum[h]};  // the identity
+    return {sum[h] == 0.0f ? -Infinity() : reference[h], sum[h]};  // the identity
   }
 
   // Final rows: a row's four lanes store 64 neighbouring bytes at a time. Measured (H200): by 16
@@ -270,7 +265,7 @@ class TileRows {
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[j][c] = Exp2(fmaf(s[j][c], scale, -max_log2[c / 2]));
+        s[j][c] = Exp2(fmaf(s[j][c], scale, -reference[c / 2]));
         sums[c / 2][c % 2] += s[j][c];
       }
     }
