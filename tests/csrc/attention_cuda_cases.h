@@ -40,6 +40,7 @@ struct Case {
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
   double sharpness = 1;  // of the softmax: beyond 5 the references of rows grow in later steps, too
   int late_keys = 0;     // keys of a request's second half are 2^late_keys times larger
+  bool low = false;      // all logits are far below 0
   // Tokens that all requests have in common, and that every other one does besides.
   int64_t prefix = 0, half_prefix = 0;
 };
@@ -206,6 +207,7 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
       if (2 * i >= c.requests[r].kv_len) {
         for (uint16_t& x : k) x += (x & 0x7fff) != 0 ? c.late_keys << 7 : 0;
       }
+      for (uint16_t& x : k) x |= c.low ? 0x8000 : 0;
       if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) (spec.mla ? k : v)[5] = 0x7fff;
       PutRow(k, spec.kv_is_e4m3, at, &b.k);
       PutRow(v, spec.kv_is_e4m3, at, &b.v);
@@ -213,7 +215,9 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
   }
   b.q = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * Traits::kHeadDimQk);
   for (int64_t i = 0; i < b.qo_indptr.back(); ++i) {
-    PutRow(RandomBf16(spec.num_qo_heads * Traits::kHeadDimQk, random), spec.q_is_e4m3, i, &b.q);
+    std::vector<uint16_t> q = RandomBf16(spec.num_qo_heads * Traits::kHeadDimQk, random);
+    for (uint16_t& x : q) x &= c.low ? 0x7fff : 0xffff;
+    PutRow(q, spec.q_is_e4m3, i, &b.q);
   }
   const auto scales = [&](bool given, int64_t n) {
     std::vector<float> x(given ? n : 0);
@@ -585,6 +589,15 @@ int RunAllCases() {
        .sharpness = 10,
        .late_keys = 5},
       15);
+  // Weights of 0, likewise.
+  RunCase<Kernel, ShapeOf<128, 128, 2, 16, true, true, false>>(
+      {.name = "logits far below 0",
+       .requests = {{70, 600}, {3, 500}, {1, 300}, {20, 300}},
+       .window_left = 200,
+       .num_ctas = 2,
+       .sharpness = 30,
+       .low = true},
+      16);
   RunCase<Kernel, ShapeOf<128, 128, 1, 16, false, true, true>>(
       {.name = "up to 32 tokens, soft cap",
        .requests = {{9, 300}, {32, 270}, {17, 150}, {24, 500}, {33, 140}},
