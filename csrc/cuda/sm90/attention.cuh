@@ -666,7 +666,7 @@ class HopperConsumer {
 // --- kernel ---
 
 template <class Traits>
-using HopperAttentionBody =
-    HopperBody<Traits, HopperShape<Traits>, HopperProducer<Traits>, HopperConsumer<Traits>>;
+using HopperAttentionBody = HopperBody<Traits, HopperShape<Traits>,
+                                       HopperTeams<HopperProducer<Traits>, HopperConsumer<Traits>>>;
 
 }  // namespace jax_attn

@@ -548,7 +548,8 @@ class HopperMlaConsumer {
 // --- kernel ---
 
 template <class Traits>
-using HopperMlaBody = HopperBody<Traits, HopperMlaShape<Traits>, HopperMlaProducer<Traits>,
-                                 HopperMlaConsumer<Traits>, HopperMlaRoles>;
+using HopperMlaBody =
+    HopperBody<Traits, HopperMlaShape<Traits>,
+               HopperTeams<HopperMlaProducer<Traits>, HopperMlaConsumer<Traits>, HopperMlaRoles>>;
 
 }  // namespace jax_attn

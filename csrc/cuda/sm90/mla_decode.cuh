@@ -577,25 +577,13 @@ class HopperMlaDecodeConsumer {
 // --- kernel ---
 
 template <class Traits>
-struct HopperMlaDecodeBody {
-  using Shape = HopperMlaDecodeShape<Traits>;
-  using Shared = typename Shape::Shared;
+struct HopperMlaDecodeTeams {
   using Roles = HopperMlaDecodeRoles;
+  using Shared = typename HopperMlaDecodeShape<Traits>::Shared;
   static constexpr int kNumThreads = Roles::kNumThreads;
-  static constexpr int kMinCtasPerSm = 1;
-  static constexpr int kSmemBytes = sizeof(Shared);
-  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
 
-  __device__ __forceinline__ static void Run(const AttentionParams& p) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Shared& shared = *reinterpret_cast<Shared*>(smem);
-    // For later, so that they are near by then.
-    LoadConstant(&p.header->nnz_qo);
-    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
-    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
-    const int end = QueueEnd(p);
-    if (threadIdx.x == 0) Shape::InitBarriers(shared);
-    __syncthreads();
+  __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
+                                             int end) {
     if (threadIdx.x < Roles::kGroupThreads) {
       LowerRegisterLimit<Roles::kProducerRegisters>();
       HopperMlaDecodeProducer<Traits>::Run(p, shared, begin, end);
@@ -606,8 +594,11 @@ struct HopperMlaDecodeBody {
       RaiseRegisterLimit<Roles::kConsumerRegisters>();
       HopperMlaDecodeConsumer<Traits>(p, shared).Run(begin, end);
     }
-    BlankPaddingRows<Traits, 2>(p);
   }
 };
+
+template <class Traits>
+using HopperMlaDecodeBody =
+    HopperBody<Traits, HopperMlaDecodeShape<Traits>, HopperMlaDecodeTeams<Traits>>;
 
 }  // namespace jax_attn

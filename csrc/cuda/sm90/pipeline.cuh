@@ -170,11 +170,30 @@ class QueueSteps {
   i32 page_ = 0;       // page of this lane's token
 };
 
-// The kernel around a producer and its consumers. A Shape has Shared, and inits its barriers.
-template <class Traits, class Shape, class Producer, class Consumer, class Roles = HopperRoles>
+// A producer and its consumers as the warpgroups of a CTA.
+template <class Producer, class Consumer, class Roles = HopperRoles>
+struct HopperTeams {
+  static constexpr int kNumThreads = Roles::kNumThreads;
+
+  template <class Shared>
+  __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
+                                             int end) {
+    if (threadIdx.x < Roles::kProducerThreads) {
+      LowerRegisterLimit<Roles::kProducerRegisters>();
+      Producer(p, shared).Run(begin, end);
+    } else {
+      RaiseRegisterLimit<Roles::kConsumerRegisters>();
+      Consumer(p, shared).Run(begin, end);
+    }
+  }
+};
+
+// The kernel around the warpgroups: Teams::Run has a queue's items [begin, end). A Shape has
+// Shared, and inits its barriers.
+template <class Traits, class Shape, class Teams>
 struct HopperBody {
   using Shared = typename Shape::Shared;
-  static constexpr int kNumThreads = HopperRoles::kNumThreads;
+  static constexpr int kNumThreads = Teams::kNumThreads;
   static constexpr int kMinCtasPerSm = 1;
   static constexpr int kSmemBytes = sizeof(Shared);
   static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
@@ -189,13 +208,7 @@ struct HopperBody {
     const int end = QueueEnd(p);
     if (threadIdx.x == 0) Shape::InitBarriers(shared);
     __syncthreads();
-    if (threadIdx.x < HopperRoles::kProducerThreads) {
-      LowerRegisterLimit<Roles::kProducerRegisters>();
-      Producer(p, shared).Run(begin, end);
-    } else {
-      RaiseRegisterLimit<Roles::kConsumerRegisters>();
-      Consumer(p, shared).Run(begin, end);
-    }
+    Teams::Run(p, shared, begin, end);
     BlankPaddingRows<Traits, 2>(p);
   }
 };
