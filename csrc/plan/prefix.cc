@@ -355,7 +355,7 @@ class Forest {
 
 }  // namespace
 
-void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
+void CutShared(const PlanRules& rules, const Tiling& tiling, SharedTrial trial,
                std::vector<Chunk>* chunks) {
   chunks->clear();
   int64_t total[2] = {0, 0};
@@ -365,7 +365,7 @@ void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
   for (size_t i = 0; i < tiling.tiles.size(); ++i) {
     const QueryTile& t = tiling.tiles[i];
     const TileSharing& s = tiling.sharing[i];
-    const TileCut cut = CutSharedTile(rules, t, s, total[s.shared()], twice_divisor);
+    const TileCut cut = CutSharedTile(rules, t, s, total[s.shared()], trial);
     for (i32 split = 0; split < cut.num_splits; ++split) {
       const i32 begin = cut.Begin(t, split), end = cut.End(t, split);
       chunks->push_back({static_cast<int32_t>(i), begin, end, split, cut.num_splits,

@@ -17,7 +17,7 @@ bool SharePrefixes(const AttentionProblem& problem, const PlanRules& rules, cons
                    const PrefixLevels* levels, const std::vector<QueryTile>& flat, Tiling* shared);
 
 // Chunks of the tiles, like CutByLength.
-void CutShared(const PlanRules& rules, const Tiling& tiling, i32 twice_divisor,
+void CutShared(const PlanRules& rules, const Tiling& tiling, SharedTrial trial,
                std::vector<Chunk>* chunks);
 
 }  // namespace jax_attn

@@ -338,6 +338,22 @@ inline TileCut CutTile(const PlanRules& rules, i32 longest_cost, const QueryTile
   return cut;
 }
 
+// What any tile's span may cost where kBalanced cuts none at first; -1: it does. Where tiles are no
+// more than queues, queues are uneven by what the longest tile is above the mean, and to even that
+// out costs every queue an item and two states. Measured (H200, mla/128x4096/16): 187 us with 118
+// of 128 tiles cut in two, 156 us without.
+inline i64 LongestWholeCost(const PlanRules& rules, i64 num_tiles, i64 total_span_cost) {
+  if (num_tiles * rules.num_units > rules.num_queues) return -1;
+  const i64 fixed = i64{rules.item_cost} + 2 * rules.split_cost;
+  return LongestChunkCost(rules, total_span_cost, 2) + fixed * rules.kv_cost[0];
+}
+// Longest chunks of the first schedule. any_longer: a tile's span costs more than
+// LongestWholeCost.
+inline i32 FirstLongestChunkCost(const PlanRules& rules, i64 total_span_cost, bool any_longer) {
+  return any_longer ? LongestChunkCost(rules, total_span_cost, 2)
+                    : static_cast<i32>(kPositionLimit);
+}
+
 // --- merges ---
 
 // One CTA folds a group at 80 to 100 bytes/ns (H200, reasoned from 64 bytes a clock between L2 and
@@ -497,22 +513,33 @@ inline i64 ChunkCost(const PlanRules& rules, const QueryTile& t, const TileShari
   return PartialCost(rules, t, s.state_cost, kv_tokens);
 }
 
+// What CutSharedTile is tried with. Own chunks of kBalanced are at most 2 / twice_divisor of what a
+// queue has of them. Shared chunks are at most what a queue has of them, so some queues have two;
+// or, with `fewer`, about as much on average, so that hardly any has.
+struct SharedTrial {
+  i32 twice_divisor;
+  bool fewer;
+};
+inline constexpr int kNumSharedTrials = 5;
+inline constexpr SharedTrial kSharedTrials[kNumSharedTrials] = {
+    {2, false}, {1, false}, {4, false}, {2, true}, {1, true}};
+
 // total_span_cost: of all shared tiles if t is one, of all others if it is not. Shared chunks and
 // own chunks are spread over the queues apart from each other, because queues begin with the
-// former: each gets its part of both. twice_divisor: own chunks of kBalanced are at most 2 /
-// twice_divisor of what a queue has of them.
+// former: each gets its part of both.
 inline TileCut CutSharedTile(const PlanRules& rules, const QueryTile& t, const TileSharing& s,
-                             i64 total_span_cost, i32 twice_divisor) {
+                             i64 total_span_cost, SharedTrial trial) {
   TileCut cut = CutTile(rules, 0, t);
   if (rules.schedule != kBalanced) return cut;
-  const i64 queues = static_cast<i64>(rules.num_queues) * (s.shared() ? 2 : twice_divisor);
+  const i64 queues = static_cast<i64>(rules.num_queues) * (s.shared() ? 2 : trial.twice_divisor);
   const i64 fair = 2 * total_span_cost * rules.num_units / (queues * t.kv_cost) + 1;
   // A large state costs as much as many keys.
   const i64 fixed = 2 * PartialCost(rules, t, s.partial() ? s.state_cost : 0, 0) / t.kv_cost;
-  const i64 longest = Largest(Largest(fair, rules.min_chunk), s.shared() ? fixed : 0);
+  const bool fewer = s.shared() && trial.fewer;
+  const i64 longest = Largest(Largest(fair, rules.min_chunk), s.shared() && !fewer ? fixed : 0);
   const i64 len = static_cast<i64>(t.kv_end) - t.kv_begin;
   // Of equal length: a short remainder costs as much in states as a long one.
-  const i64 pieces = Largest(1, CeilDivide(len, longest));
+  const i64 pieces = Largest(1, fewer ? len / longest : CeilDivide(len, longest));
   const i64 steps = CeilDivide(CeilDivide(len, pieces), rules.tile_kv);
   cut.length = static_cast<i32>(Largest(1, steps) * rules.tile_kv);
   cut.num_splits = static_cast<i32>(Largest(1, CeilDivide(len, cut.length)));
@@ -524,10 +551,6 @@ inline TileCut CutSharedTile(const PlanRules& rules, const QueryTile& t, const T
 inline i64 SharingWeight(i64 kv_tokens, i64 num_units) {
   return Least(kSectionFirst - 1, kv_tokens * num_units);
 }
-
-// What CutSharedTile is tried with, in order.
-enum : i32 { kNumSharedTrials = 3 };
-constexpr i32 SharedDivisor(i32 trial) { return trial == 0 ? 2 : trial == 1 ? 1 : 4; }
 
 // Shared tiles of a plan for that many requests.
 inline i64 MaxSharedTiles(i64 num_requests) {

@@ -199,8 +199,12 @@ PlanFault CheckItems(const PlanRules& rules, i64 num_chunks) {
 
 // Under the spec's schedule, without regard to shared prefixes.
 PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
-  const i32 longest_cost = LongestChunkCost(rules, SpanCostOf(tiling.tiles), 2);
-  CutByLength(rules, tiling.tiles, longest_cost, &best->chunks);
+  const std::vector<QueryTile>& tiles = tiling.tiles;
+  const int64_t span_cost = SpanCostOf(tiles);
+  const int64_t longest = LongestWholeCost(rules, static_cast<int64_t>(tiles.size()), span_cost);
+  const bool any_longer = std::any_of(tiles.begin(), tiles.end(),
+                                      [&](const QueryTile& t) { return SpanCost(t) > longest; });
+  CutByLength(rules, tiles, FirstLongestChunkCost(rules, span_cost, any_longer), &best->chunks);
   const auto num_chunks = static_cast<i64>(best->chunks.size());
   if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
   if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
@@ -216,7 +220,7 @@ PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment*
   thread_local Assignment trial;
   *found = false;
   for (i32 r = 0; r < kNumSharedTrials; ++r) {
-    CutShared(rules, tiling, SharedDivisor(r), &trial.chunks);
+    CutShared(rules, tiling, kSharedTrials[r], &trial.chunks);
     const auto num_chunks = static_cast<i64>(trial.chunks.size());
     if (num_chunks >= kMaxChunks) return {};
     if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;

@@ -73,7 +73,7 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
     several_heights_ = __syncthreads_or(other_height);
   }
 
-  // With shared prefixes longest_cost is a divisor, that of CutSharedTile.
+  // With shared prefixes longest_cost is the number of a SharedTrial.
   __device__ TileCut CutOf(i32 longest_cost, i32 i) const {
     if constexpr (kGeneral) {
       if (sharing_ != nullptr) {
@@ -83,10 +83,10 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
     return CutTile(rules_, longest_cost, tiles_[i]);
   }
 
-  __device__ __noinline__ TileCut SharedCut(i32 divisor, i32 i) const {
+  __device__ __noinline__ TileCut SharedCut(i32 trial, i32 i) const {
     const i64 span_cost =
         sharing_[i].shared() ? shared_tiling_.shared_span_cost : shared_tiling_.span_cost;
-    return CutSharedTile(rules_, tiles_[i], sharing_[i], span_cost, divisor);
+    return CutSharedTile(rules_, tiles_[i], sharing_[i], span_cost, kSharedTrials[trial]);
   }
 
   __device__ i64 CostOf(i32 i, i64 kv_tokens, i32 num_splits) const {

@@ -49,6 +49,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     i64 makespan[1 + kNumRetries];
     PlanCounts counts;
   };
+  static_assert(kNumSharedTrials <= 1 + kNumRetries, "trials of both kinds have room");
   static constexpr int kArenaBytes =
       (Traits::kSmemBytes - static_cast<int>(sizeof(Shared))) / 16 * 16;
 
@@ -193,12 +194,18 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     return Sum(num_tiles_, [&](i32 i) { return SplitsOf(trial, i); });
   }
 
+  __device__ i32 LongestCostOf(i32 r) {
+    if (r > 0) return LongestChunkCost(rules_, span_cost_, kRetryDivisors[r - 1]);
+    const i64 longest = LongestWholeCost(rules_, num_tiles_, span_cost_);
+    const i64 num_longer = Sum(num_tiles_, [&](i32 i) { return SpanCost(tiles_[i]) > longest; });
+    return FirstLongestChunkCost(rules_, span_cost_, num_longer > 0);
+  }
+
   // Cuts the tiles and sorts the chunks. num_chunks < 0: more splits than a retry may have.
   __device__ PlanFault MakeTrial(i32 r) {
     Trial t = {};
     t.arrays = TakeTiles();
-    const i64 num_chunks = CutByLength(
-        t.arrays, LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : kRetryDivisors[r - 1]));
+    const i64 num_chunks = CutByLength(t.arrays, LongestCostOf(r));
     if (r == 0) {
       if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
       // Other schedules have no retries; balanced ones never need more here than scratch has.
@@ -222,7 +229,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   __device__ PlanFault MakeSharedTrial(i32 r) {
     Trial t = {};
     t.arrays = TakeTiles();
-    const i64 num_chunks = CutByLength(t.arrays, SharedDivisor(r));
+    const i64 num_chunks = CutByLength(t.arrays, r);
     bool fits = num_chunks < kMaxChunks;
     if (rules_.schedule != kBalanced) {
       if (fits && num_chunks * rules_.num_kv_heads > rules_.max_items) {
