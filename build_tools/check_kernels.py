@@ -51,7 +51,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-page1-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
     "attention-f16-d128-g8-page16-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
-    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma": _AT_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma": (
+        16,
+        _AT_END[1] + "; and which consumer has the next single item, once an item",
+    ),
     "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma-times": _AT_END,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
     "attention-bf16-d72-g5-page5-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,

@@ -13,7 +13,7 @@ using u64 = unsigned long long;
 
 inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
 inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault
-inline constexpr i32 kPlanVersion = 3;
+inline constexpr i32 kPlanVersion = 4;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
 
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
@@ -83,6 +83,7 @@ struct PlanRules {
   i32 num_kv_heads;
   i32 group_size;
   i32 state_bytes;   // of a query token and kv head
+  i32 shares_folds;  // 1: CTAs share the fold of a merge group, so that none needs a parent
   i32 window_left;   // -1: unlimited
   i32 window_right;  // -1: unlimited; causal is 0
   i32 kv_split;      // tokens a chunk: kFixedSplit; 2^30, as many as there may be: kNoSplit
@@ -194,9 +195,10 @@ inline constexpr i32 kFoldBatch = 8;
 // items. Partial i is at rows [first, first + qo_len * group_size) of the workspace with first =
 // partial_rows[partials_begin + i * partials_step], in kv order. Whoever completes the group last
 // folds the partials in that order, so the bits do not depend on who it is.
-// Where there is much to fold, several CTAs share it: each batch is a group of its own, whose
-// result is written to the rows of its first partial, and whoever does it arrives at the parent. A
-// parent adds the states of batches, so the bits are those that one group would have left.
+// Where there is much to fold, several CTAs share it. Of mla, whose states are large, they take
+// slices of a group's rows. Elsewhere each batch is a group of its own, whose result is written to
+// the rows of its first partial, and whoever does it arrives at the parent. A parent adds the
+// states of batches, so the bits are those that one group would have left.
 struct MergeGroup {
   i32 qo_begin;  // a row of q
   i32 qo_len;
@@ -234,7 +236,7 @@ struct AttentionParams {
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
   float* lse;  // [max_qo_tokens, num_qo_heads] natural log
 
-  i32* merge_counters;       // [max_merge_groups] arrivals; zero at entry
+  i32* merge_counters;       // [max_merge_groups] arrivals, then slices taken; zero at entry
   RowState* partial_states;  // [max_partial_rows]
   float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
   i64* item_times;           // [max_items, 2] begin and end, ns since any time; null: not asked for

@@ -75,6 +75,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
   rules.group_size = static_cast<i32>(spec.group_size());
   rules.state_bytes = static_cast<i32>(spec.group_size() * 4 * spec.head_dim_vo);
+  rules.shares_folds = spec.mla && spec.arch != 0;  // cuda/common/partials.cuh
   rules.window_left = static_cast<i32>(spec.window_left);
   rules.window_right = static_cast<i32>(spec.window_right);
   rules.kv_split = static_cast<i32>(

@@ -361,6 +361,9 @@ inline i32 FirstLongestChunkCost(const PlanRules& rules, i64 total_span_cost, bo
 // done. Beyond this many bytes, some 6 us, batches are shared out; a second level costs 2 to 3 us
 // of an arrival, a record and the first answer from L2. Decodes of few rows stay below: their folds
 // wait for answers, not for bytes.
+//
+// With shares_folds each CTA has two rows of 64 states of 512 columns, 5 us (H200,
+// mla/1x65536/128: 63 us; 134 as a tree, whose first level has whole batches).
 inline constexpr i64 kOneFoldBytes = 512 << 10;
 
 // The place of a tile's first partial state among the batches of a fold. With kFixedSplit a chunk
@@ -374,7 +377,7 @@ inline i32 FirstFoldPlace(const PlanRules& rules, const QueryTile& t) {
 // batches gain nothing, and what does not begin with a full one is rare.
 inline i32 NumMergeGroups(const PlanRules& rules, const QueryTile& t, i32 num_splits) {
   const i64 bytes = static_cast<i64>(num_splits) * t.qo_len * rules.state_bytes;
-  if (num_splits < 2 * kFoldBatch || bytes <= kOneFoldBytes) return 1;
+  if (rules.shares_folds || num_splits < 2 * kFoldBatch || bytes <= kOneFoldBytes) return 1;
   if (FirstFoldPlace(rules, t) > 0) return 1;
   return 1 + (num_splits + kFoldBatch - 2) / kFoldBatch;
 }

@@ -310,8 +310,9 @@ std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, co
   return plan;
 }
 
-// The plan with its merges as trees. Its queues are the same.
+// The plan with its merges as trees, which those of mla never are. Its queues are the same.
 std::vector<int32_t> WithMergeTrees(const AttentionProblem& problem, std::vector<int32_t> plan) {
+  if (problem.spec.mla) return plan;
   const PlanLayout layout = MakePlanLayout(problem);
   PlanHeader header;
   std::memcpy(&header, plan.data() + layout.header, sizeof(header));
@@ -504,6 +505,13 @@ int RunMlaCases() {
        .qo_heads = 16},
       5);
   RunCase<Kernel, MlaShapeOf<576, 512, 32, 0, false, true, false>>(
+      {.name = "mla, large states, shared out",
+       .requests = {{1, 1400}},
+       .num_ctas = 20,
+       .kv_heads = 2,
+       .qo_heads = 63},
+      9);
+  RunCase<Kernel, MlaShapeOf<576, 512, 32, 0, false, true, false>>(
       {.name = "mla, DeepSeek's, 64 heads, ragged",
        .requests = {{1, 100}, {1, 40}},
        .kv_heads = 2,
@@ -517,6 +525,14 @@ int RunMlaCases() {
        .qo_heads = 5,
        .prefix = 256},
       8);
+  RunCase<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>>(
+      {.name = "mla, shared prefixes, large states, shared out",
+       .requests = {{1, 1054}, {1, 1060}, {1, 1055}, {1, 1030}, {1, 1100}, {1, 1056}},
+       .num_ctas = 6,
+       .kv_heads = 1,
+       .qo_heads = 16,
+       .prefix = 1024},
+      10);
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }
@@ -631,6 +647,12 @@ int RunAllCases() {
        .sinks = true,
        .prefix = 330},
       12);
+  // Whoever has a shared chunk last completes many groups, of rows fewer than warps.
+  std::vector<Request> many;
+  for (int i = 0; i < 100; ++i) many.push_back({i % 7 == 3 ? 2 : 1, 260 + i * 37 % 50});
+  RunCase<Kernel, ShapeOf<40, 40, 1, 16, false, true, false>>(
+      {.name = "shared prefixes, many requests", .requests = many, .num_ctas = 8, .prefix = 256},
+      28);
   RunFreshCases<Kernel>();
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;

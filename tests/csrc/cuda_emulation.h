@@ -72,6 +72,8 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 inline float __int_as_float(int x) { return EmulationBits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+// 1 + the place of the lowest bit; 0: there is none.
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 
 namespace jax_attn {
 
@@ -140,6 +142,8 @@ class Unit {
   virtual ~Unit() = default;
   virtual void BeginCta(int num_threads) = 0;
   virtual void EndCta() = 0;  // fails if something is left over
+  // Exchanges the state of the running CTA for what lies in a drawer.
+  virtual void Exchange(int drawer) = 0;
 };
 
 // What was started and nobody has seen finished. Of one sequence, in order.
@@ -148,19 +152,38 @@ struct InFlight {
   std::function<void()> finish;
 };
 
+// A CTA while others run: all that is its own, but for what units have.
+struct Sleeper {
+  int cta;
+  bool eager;
+  int drawer;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<InFlight> in_flight;
+  std::vector<unsigned char> smem, async_smem;
+};
+
 class Machine {
  public:
-  // Runs `kernel` on every thread of every CTA, CTAs one after another in random order.
+  // Runs `kernel` on every thread of every CTA, CTAs in random order, one at a time: until it ends,
+  // or all of its threads that can do anything let others go first.
   void Launch(int num_ctas, int num_threads, unsigned seed, std::function<void()> kernel) {
     random_.seed(seed);
     kernel_ = std::move(kernel);
     grid_dim = {num_ctas};
     block_dim = {num_threads};
-    while (fibers_.size() < static_cast<size_t>(num_threads)) fibers_.emplace_back(new Fiber);
     std::vector<int> ctas(num_ctas);
     std::iota(ctas.begin(), ctas.end(), 0);
     std::shuffle(ctas.begin(), ctas.end(), random_);
-    for (int i = 0; i < num_ctas; ++i) RunCta(ctas[i], i % 2 == 1);
+    int num_begun = 0;
+    while (num_begun < num_ctas || !sleepers_.empty()) {
+      if (num_begun < num_ctas && (sleepers_.empty() || random_() % 2 == 0)) {
+        BeginCta(ctas[num_begun], num_begun % 2 == 1);
+        ++num_begun;
+      } else {
+        WakeCta(random_() % sleepers_.size());
+      }
+      RunCta();
+    }
   }
 
   Fiber& current() { return *current_; }
@@ -181,6 +204,14 @@ class Machine {
     Wait(Waits::kForEvent, "an event");
   }
 
+  // Lets other CTAs run, maybe.
+  void LetOthersGoFirst() {
+    if (grid_dim.x == 1) return;
+    const int64_t now = num_turns_;
+    is_sleepy_ = true;
+    WaitUntil([this, now] { return num_turns_ > now; }, [] { return std::string("others"); });
+  }
+
   // `finish` runs when no warp can run without it or, in every other CTA, at random times before.
   // in_order: after what this thread started before.
   void Later(bool in_order, std::function<void()> finish) {
@@ -195,11 +226,13 @@ class Machine {
 
   static void Entry();
 
-  void RunCta(int cta, bool eager) {
+  void BeginCta(int cta, bool eager) {
     block = {cta};
+    eager_ = eager;
     std::memset(smem, 0xff, sizeof(smem));
     std::memset(async_smem, 0xff, sizeof(async_smem));
     for (Unit* unit : units) unit->BeginCta(block_dim.x);
+    while (fibers_.size() < static_cast<size_t>(block_dim.x)) fibers_.emplace_back(new Fiber);
     for (int i = 0; i < block_dim.x; ++i) {
       Fiber& f = *fibers_[i];
       f.thread = {i};
@@ -214,14 +247,48 @@ class Machine {
       f.context.uc_link = &scheduler_;
       makecontext(&f.context, &Machine::Entry, 0);
     }
+  }
+
+  void RunCta() {
+    ++num_turns_;
+    is_sleepy_ = false;
     do {
-      if (eager && random_() % 4 == 0) FinishSomething();
+      if (eager_ && random_() % 4 == 0) FinishSomething();
     } while (RunSomeWarp() || ReleaseCta() || FinishSomething());
+    if (is_sleepy_) return PutToSleep();
     for (int i = 0; i < block_dim.x; ++i) {
       if (!fibers_[i]->done) FailStuck();
     }
     if (!in_flight_.empty()) Fail("the CTA ends before its copies arrive");
     for (Unit* unit : units) unit->EndCta();
+  }
+
+  void PutToSleep() {
+    Sleeper s = {block.x, eager_, num_drawers_++, std::move(fibers_), std::move(in_flight_),
+                 {},      {}};
+    s.smem.assign(smem, smem + sizeof(smem));
+    s.async_smem.assign(async_smem, async_smem + sizeof(async_smem));
+    for (Unit* unit : units) unit->Exchange(s.drawer);
+    fibers_.clear();
+    if (!spare_fibers_.empty()) {
+      fibers_ = std::move(spare_fibers_.back());
+      spare_fibers_.pop_back();
+    }
+    in_flight_.clear();
+    sleepers_.push_back(std::move(s));
+  }
+
+  void WakeCta(size_t i) {
+    Sleeper s = std::move(sleepers_[i]);
+    sleepers_.erase(sleepers_.begin() + static_cast<std::ptrdiff_t>(i));
+    block = {s.cta};
+    eager_ = s.eager;
+    std::copy(s.smem.begin(), s.smem.end(), smem);
+    std::copy(s.async_smem.begin(), s.async_smem.end(), async_smem);
+    for (Unit* unit : units) unit->Exchange(s.drawer);
+    spare_fibers_.push_back(std::move(fibers_));
+    fibers_ = std::move(s.fibers);
+    in_flight_ = std::move(s.in_flight);
   }
 
   bool CanRun(const Fiber& f) const {
@@ -315,6 +382,11 @@ class Machine {
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<InFlight> in_flight_;
+  std::vector<Sleeper> sleepers_;
+  std::vector<std::vector<std::unique_ptr<Fiber>>> spare_fibers_;
+  bool eager_ = false, is_sleepy_ = false;
+  int64_t num_turns_ = 0;
+  int num_drawers_ = 0;
   int num_unordered_ = 0;
   Fiber* current_ = nullptr;
   ucontext_t scheduler_;
@@ -576,7 +648,9 @@ inline float4 LoadCoherent16If(bool loads, const float* global) {
 inline void MaxRelaxed(i32* global, u32 x) {
   *global = static_cast<i32>(std::max(static_cast<u32>(*global), x));
 }
+inline void Nap() { emulation::machine.LetOthersGoFirst(); }
 inline i32 AddAcquireRelease(i32* counter, i32 x) {
+  emulation::machine.LetOthersGoFirst();
   const i32 before = *counter;
   *counter += x;
   return before;

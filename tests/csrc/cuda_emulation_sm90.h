@@ -192,6 +192,14 @@ class Sm90 : public Unit {
     }
   }
 
+  void Exchange(int drawer) override {
+    Drawer& d = drawers_[drawer];
+    std::swap(shared_barriers_, d.shared_barriers);
+    std::swap(named_barriers_, d.named_barriers);
+    std::swap(warps_, d.warps);
+    std::swap(issued_, d.issued);
+  }
+
   // --- mbarrier ---
 
   void Init(u32 barrier, int num_arrivals) {
@@ -428,6 +436,13 @@ class Sm90 : public Unit {
     w.accumulators.erase(key);
   }
 
+  struct Drawer {
+    std::map<u32, SharedBarrier> shared_barriers;
+    NamedBarrier named_barriers[16];
+    std::vector<WarpState> warps;
+    std::vector<std::vector<ProductShape>> issued;
+  };
+  std::map<int, Drawer> drawers_;
   std::map<u32, SharedBarrier> shared_barriers_;  // by address
   NamedBarrier named_barriers_[16];
   std::vector<WarpState> warps_;

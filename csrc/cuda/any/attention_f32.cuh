@@ -45,7 +45,7 @@ struct AttentionF32Body {
     const KvPools pools = FindPools<Traits, sizeof(float)>(p);
     for (int index = LoadConstant(p.queue_indptr + blockIdx.x); index < QueueEnd(p); ++index) {
       RecordBegin<Traits>(p, index, threadIdx.x);
-      RunItem(p, pools, p.items[index], shared);
+      RunItem(p, pools, index, shared);
       RecordEnd<Traits>(p, index, threadIdx.x);
     }
     BlankPaddingRows<Traits, sizeof(float)>(p);
@@ -97,8 +97,9 @@ struct AttentionF32Body {
 
   // --- one item ---
 
-  __device__ static void RunItem(const AttentionParams& p, const KvPools& pools,
-                                 const WorkItem& item, Shared& shared) {
+  __device__ static void RunItem(const AttentionParams& p, const KvPools& pools, int index,
+                                 Shared& shared) {
+    const WorkItem& item = p.items[index];
     const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
     const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin, item.kv_end, item.q_pos,
                                                   row / kGroupSize, row / kGroupSize);
@@ -133,7 +134,7 @@ struct AttentionF32Body {
     }
     Finish(p, item, row, part, max_log2, sum, o);
     if (item.num_groups > 0) {
-      ArriveAndMerge<Traits>(p, item.merge_idx, item.num_groups, shared.merge);
+      ArriveAndMerge<Traits>(p, index, item.merge_idx, item.num_groups, shared.merge);
     }
     __syncthreads();  // the next item's q takes the place of this one's
   }

@@ -1,6 +1,10 @@
 // Split items: each leaves its state in the workspace, and whoever completes a merge group folds
 // the group's states in kv order, in the same launch, and arrives at the group's parent, if it has
-// one. The bits do not depend on who that is. Nobody waits for anybody.
+// one. The bits do not depend on who that is.
+//
+// States of mla are large, and CTAs share the fold of a group in slices: whoever completed it takes
+// one after the other until none is left, and who has nothing else left to do helps. For that a CTA
+// waits at the group of its last item, but not for long, so nobody depends on anybody's running.
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
@@ -10,13 +14,15 @@
 
 namespace jax_attn {
 
-// What a CTA keeps of the merge groups of an item that it just finished, in shared memory.
+// What a CTA keeps of the merge groups of an item that it just finished, in shared memory: an
+// arrival empties L1.
 struct MergeScratch {
   static constexpr int kMaxGroups = 128;  // of an item: a tile has up to 128 rows
-  static constexpr int kMaxKept = 32;     // partials
-  MergeGroup group;                       // the item's first
+  static constexpr int kMaxKept = 64;     // partials
+  MergeGroup group;                       // the item's, if it has one
   i32 partial_rows[kMaxKept];             // of it
   u32 completed[kMaxGroups / kWarpSize];  // a bit each: we came last
+  int slices[2];                          // taken, by turns
 };
 
 // The threads that execute an item together.
@@ -26,62 +32,126 @@ struct WholeCta {
   __device__ static void Sync() { __syncthreads(); }
 };
 
-// A batch of the states of a row, for the columns of a lane.
-struct FoldPlace {
-  int row;
-  int round;  // of columns
-  int first;  // partial
+__device__ __forceinline__ MergeGroup LoadGroup(const MergeGroup* group) {
+  const uint4 a = LoadConstant16(group), b = LoadConstant16(&group->partials_begin);
+  return {static_cast<i32>(a.x), static_cast<i32>(a.y), static_cast<i32>(a.z),
+          static_cast<i32>(a.w), static_cast<i32>(b.x), static_cast<i32>(b.y),
+          static_cast<i32>(b.z), static_cast<i32>(b.w)};
+}
+
+// The strips of a merge group: of a row the columns that a warp adds up at once, four a lane; those
+// of row 0 from left to right, then row 1's.
+template <class Traits>
+struct FoldStrips {
+  static constexpr int kVectors = Traits::kHeadDimVo / 4;
+  static constexpr int kOfRow = CeilDiv(kVectors, kWarpSize);
+  int num_heads;  // of the kv head; the last of mla's blocks of heads may not be full
+
+  __device__ __forceinline__ FoldStrips(const AttentionParams& p, int kv_head)
+      : num_heads(Traits::kIsMla
+                      ? Min(Traits::kGroupSize, p.num_qo_heads - kv_head * Traits::kGroupSize)
+                      : Traits::kGroupSize) {}
+  __device__ int Count(int qo_len) const { return qo_len * num_heads * kOfRow; }
+  __device__ int Row(int strip) const {
+    const int i = strip / kOfRow;
+    return i / num_heads * Traits::kGroupSize + i % num_heads;
+  }
+  __device__ static int Vector(int strip, int lane) { return strip % kOfRow * kWarpSize + lane; }
 };
 
-// Folds one group by the whole team. A warp takes a row, its lanes four columns each, in as many
-// rounds as that takes, and kFoldBatch states at a time. The next batch is on its way while one is
-// added up: a multiprocessor gets up to 64 bytes a clock from L2, and an answer takes 600 to 800
-// clocks, of which 8 warps with 4 KB each and nothing else to do use half. Not inlined: one copy
-// serves all tile heights.
-// partial_rows: first rows of the partial states, `step` apart.
+// A batch of the states of a strip.
+struct FoldPlace {
+  int group;  // the lane that knows it; kWarpSize: none is left
+  int strip;
+  int row;
+  int first;  // place of the first state
+};
+
+// Folds merge groups by the whole team: of 32 groups those that `completed` has a bit of. They have
+// a kv head in common, and a parent only where they are one. Their strips are dealt to the warps in
+// turn, because a group of a decode has fewer rows than there are warps, and an item may complete
+// 32 such groups. A warp takes kFoldBatch states at a time, and the next batch is on its way while
+// one is added up: a multiprocessor gets up to 64 bytes a clock from L2, and an answer takes 600 to
+// 800 clocks, of which 8 warps with 4 KB each and nothing else to do use half. Not inlined: one
+// copy serves all tile heights.
+// only: has the group that is an item's only one; else null. [strip_begin, strip_end): of what is
+// one group, those that are folded.
 template <class Traits, class Team>
-__device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const MergeGroup& group,
-                                            const i32* partial_rows, int step) {
-  constexpr int kDim = Traits::kHeadDimVo, kVectors = kDim / 4;
-  constexpr int kRounds = (kVectors + kWarpSize - 1) / kWarpSize;
-  const int num_rows = group.qo_len * Traits::kGroupSize;
-  const int num_partials = group.num_partials;
-  const bool few = num_partials + group.first_place <= kFewStates;
-  const bool is_final = group.parent < 0, is_parent = group.partials_step > 1;
+__device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const MergeGroup* groups,
+                                             u32 completed, const MergeScratch* only,
+                                             int strip_begin = 0, int strip_end = 1 << 30) {
+  using Strips = FoldStrips<Traits>;
+  constexpr int kDim = Traits::kHeadDimVo;
+  // Strips that a warp takes before others have their turn: a result that goes where one of the
+  // row's states lies has to wait for the whole row. Groups of mla have no parent.
+  constexpr int kRun = Traits::kIsMla ? 1 : Strips::kOfRow;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
-  const RowMap<Traits::kGroupSize> map(p, group.qo_begin, group.kv_head);
-  auto skip_dead_rows = [&](int row) {  // the last of mla's blocks of heads may not be full
-    while (Traits::kIsMla && row < num_rows && map.QoHead(row) >= map.num_qo_heads) {
-      row += num_warps;
-    }
-    return row;
+  const bool kept = only != nullptr && only->group.num_partials <= MergeScratch::kMaxKept;
+  MergeGroup mine = {};  // that of the lane
+  if (only != nullptr) {
+    mine = only->group;
+  } else if ((completed >> lane & 1) != 0) {
+    mine = LoadGroup(groups + lane);
+    const i32* rows = p.partial_rows + mine.partials_begin;  // they come near, all at once
+    LoadConstant(rows);
+    LoadConstant(rows + mine.num_partials - 1);
+  }
+  auto of = [](int x, int group) { return __shfl_sync(kFullWarp, x, group); };
+  const int first_group = __ffs(completed) - 1;
+  const int kv_head = of(mine.kv_head, first_group);
+  const int first_place = of(mine.first_place, first_group);
+  const int group_step = Traits::kIsMla ? 1 : of(mine.partials_step, first_group);
+  const bool is_parent = group_step > 1;
+  const bool is_final = Traits::kIsMla || of(mine.parent, first_group) < 0;
+  const int step = kept ? 1 : group_step;
+  auto rows_of = [&](int group) {
+    return kept ? only->partial_rows : p.partial_rows + of(mine.partials_begin, group);
   };
-  const int first_place = group.first_place;
-  FoldPlace next = {skip_dead_rows(Team::thread() / kWarpSize), 0, -first_place - kFoldBatch};
-  if (next.row >= num_rows) return;
+  const Strips strips(p, kv_head);
+  // To what lies place.strip strips behind the begin of place.group.
+  auto settle = [&](FoldPlace& place) {
+#pragma unroll 1
+    while (place.group < kWarpSize) {
+      const int end = Min(strips.Count(of(mine.qo_len, place.group)), strip_end);
+      if (place.strip < end) break;
+      place.strip -= end;
+      const u32 left = completed >> place.group >> 1;
+      place.group = left == 0 ? kWarpSize : place.group + __ffs(left);
+    }
+    place.row = strips.Row(place.strip);
+  };
+  const int warp = Team::thread() / kWarpSize;
+  FoldPlace next = {first_group, strip_begin + warp * kRun, 0, -kFoldBatch};  // of nothing
+  settle(next);
+  if (next.group == kWarpSize) return;
+  const i32* partial_rows = rows_of(next.group);
   PartialState all = IdentityState();
   // Asks for the batch behind the one at `next`, and adds that up; false: it is the last.
   auto turn = [&](const PartialState(&batch)[kFoldBatch], PartialState(&ahead)[kFoldBatch]) {
     const FoldPlace at = next;
-    const int vector = at.round * kWarpSize + lane;
-    const bool last_batch = at.first + kFoldBatch >= num_partials;
-    const bool last_round = at.round == kRounds - 1;
-    next.first = last_batch ? -first_place : at.first + kFoldBatch;
-    if (last_batch) next.round = last_round ? 0 : at.round + 1;
-    if (last_batch && last_round) next.row = skip_dead_rows(at.row + num_warps);
-    const int count = next.row < num_rows ? num_partials : 0;
-    const int next_vector = next.round * kWarpSize + lane;
+    const int num_places = of(mine.num_partials, at.group) + first_place;
+    const bool last_batch = at.first + kFoldBatch >= num_places;
+    next.first = last_batch ? 0 : at.first + kFoldBatch;
+    if (last_batch) {
+      ++next.strip;
+      if (next.strip % kRun == 0) next.strip += (num_warps - 1) * kRun;
+      settle(next);
+    }
+    const bool more = next.group < kWarpSize;
+    const int next_places = more ? of(mine.num_partials, next.group) + first_place : 0;
+    if (more && next.group != at.group) partial_rows = rows_of(next.group);
+    const int next_vector = Strips::Vector(next.strip, lane);
     auto load = [&](int i) {
-      const int partial = next.first + i;
-      const bool is_there = partial >= 0 && partial < count;
-      const i64 row = partial_rows[is_there ? partial * step : 0] + i64{next.row};
+      const int place = next.first + i;
+      const bool is_there = place >= first_place && place < next_places;
+      const i64 row = partial_rows[is_there ? (place - first_place) * step : 0] + i64{next.row};
       ahead[i].row = LoadCoherentIf(is_there, p.partial_states + row, {-Infinity(), 0.0f});
-      ahead[i].o = LoadCoherent16If(is_there && next_vector < kVectors,
+      ahead[i].o = LoadCoherent16If(is_there && next_vector < Strips::kVectors,
                                     p.partial_o + row * kDim + 4 * next_vector);
     };
 #pragma unroll
     for (int i = 0; i < kFewStates; ++i) load(i);
-    if (!few) {
+    if (next_places > kFewStates) {
 #pragma unroll
       for (int i = kFewStates; i < kFoldBatch; ++i) load(i);
     }
@@ -89,23 +159,27 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
 #pragma unroll
       for (int i = 0; i < kFoldBatch; ++i) Combine(all, batch[i]);
     } else {
-      Combine(all, SumOfStates(batch, few));
+      Combine(all, SumOfStates(batch, num_places <= kFewStates));
     }
     if (last_batch) {
       // The whole warp has read the row's states, one of which may lie where this one goes.
       __syncwarp();
+      const RowMap<Traits::kGroupSize> map(p, of(mine.qo_begin, at.group), kv_head);
+      // What is not final is the only group.
       const i64 row = is_final ? map.Index(at.row) : partial_rows[0] + i64{at.row};
+      const bool last_strip = (at.strip + 1) % Strips::kOfRow == 0;
       const float o_scale =
-          WriteState(p, is_final, row, map.QoHead(at.row), lane == 0 && last_round, all.row);
-      if (vector < kVectors && is_final) {
-        Scale(all.o, WithValueScale<Traits>(p, group.kv_head, o_scale));
+          WriteState(p, is_final, row, map.QoHead(at.row), lane == 0 && last_strip, all.row);
+      const int vector = Strips::Vector(at.strip, lane);
+      if (vector < Strips::kVectors && is_final) {
+        Scale(all.o, WithValueScale<Traits>(p, kv_head, o_scale));
         Store4<Traits::kDtype>(p.o, row * kDim + 4 * vector, all.o);
-      } else if (vector < kVectors) {
+      } else if (vector < Strips::kVectors) {
         Store4<kElementF32>(p.partial_o, row * kDim + 4 * vector, all.o);
       }
       all = IdentityState();
     }
-    return next.row < num_rows;
+    return more;
   };
   // By turns, because a copy of what is on its way would wait for it.
   PartialState even[kFoldBatch], odd[kFoldBatch];
@@ -116,21 +190,65 @@ __device__ __noinline__ void FoldMergeGroup(const AttentionParams& p, const Merg
   }
 }
 
+// Whether a merge group is complete, or will be within some 50 us.
+__device__ __forceinline__ bool IsCompleteSoon(const i32* counter, int num_partials) {
+#pragma unroll 1
+  for (int naps = 0; naps < 256; ++naps) {
+    if (LoadCoherent(counter) >= num_partials) return true;
+    Nap();
+  }
+  return false;
+}
+
+// Folds what others leave of a merge group, by the whole team, which completed it or else waits for
+// that. only: as above. slices: shared memory.
+template <class Traits, class Team>
+__device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx, bool completed,
+                                        const MergeScratch* only, int (&slices)[2]) {
+  // Slices of fewer bytes take as long to take as to fold, and eight warps have a strip each. They
+  // go by the group alone, so that all say the same.
+  constexpr int kBytes = 64 << 10, kStrips = 8;
+  constexpr int kMost = kBytes / (4 * Traits::kHeadDimVo / FoldStrips<Traits>::kOfRow);
+  const MergeGroup* groups = p.merge_groups + merge_idx;
+  const MergeGroup group = only != nullptr ? only->group : LoadGroup(groups);
+  const int length = Max(1, kMost / group.num_partials / kStrips) * kStrips;
+  const int num_strips = FoldStrips<Traits>(p, group.kv_head).Count(group.qo_len);
+  const int num_slices = CeilDiv(num_strips, length);
+  if (!completed && num_slices == 1) return;
+  // The counter goes on from arrivals to slices, of which the last arrival has the first.
+  i32* counter = p.merge_counters + merge_idx;
+  int slice = completed ? 0 : -1;
+#pragma unroll 1
+  for (int turn = 0; slice < num_slices; ++turn) {
+    if (slice >= 0) {
+      FoldMergeGroups<Traits, Team>(p, groups, 1, only, slice * length, (slice + 1) * length);
+      if (num_slices == 1) return;
+    }
+    if (Team::thread() == 0) {
+      const bool is_complete = slice >= 0 || IsCompleteSoon(counter, group.num_partials);
+      slices[turn % 2] =
+          is_complete ? AddAcquireRelease(counter, 1) - group.num_partials + 1 : num_slices;
+    }
+    Team::Sync();
+    slice = slices[turn % 2];
+  }
+}
+
 // Brings the record of an item's first merge group near, ahead of ArriveAndMerge.
 __device__ __forceinline__ void PrefetchMergeGroup(const AttentionParams& p, int merge_idx) {
   if (merge_idx >= 0) LoadConstant(&p.merge_groups[merge_idx].num_partials);
 }
 
-// Called by the whole team after it wrote the state of an item of groups [merge_idx, merge_idx +
-// num_groups), which have a parent only where they are one. scratch: shared memory.
+// Called by the whole team after it wrote the state of item `index`, of groups [merge_idx,
+// merge_idx + num_groups), which have a parent only where they are one. scratch: shared memory.
 template <class Traits, class Team = WholeCta>
-__device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int merge_idx,
+__device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int index, int merge_idx,
                                                int num_groups, MergeScratch& scratch) {
   static_assert(Max(Traits::kTileQ0, Max(Traits::kTileQ1, Traits::kTileQ2)) / Traits::kGroupSize <=
                     MergeScratch::kMaxGroups,
                 "a group has at least one token");
-  static_assert(Traits::kNumWarps >= 2, "the second warp keeps what the first will need");
-  const int thread = Team::thread();
+  static_assert(Traits::kNumWarps >= 2, "the second warp keeps what a fold begins with");
+  const int thread = Team::thread(), lane = thread % kWarpSize;
 #pragma unroll 1
   for (;;) {
     const MergeGroup* groups = p.merge_groups + merge_idx;
@@ -140,48 +258,56 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int mer
     // meanwhile the second warp brings what a fold begins with.
     Team::Sync();
     if (thread / kWarpSize != 1 || num_groups > 1) {
-      const int warp_begin = thread / kWarpSize * kWarpSize;
 #pragma unroll 1
-      for (int first = warp_begin; first < num_groups; first += Team::num_threads()) {
-        const int i = first + thread - warp_begin;
+      for (int first = thread - lane; first < num_groups; first += Team::num_threads()) {
+        const int i = first + lane;
         bool last = false;
         if (i < num_groups) {
           const int num_partials = LoadConstant(&groups[i].num_partials);
           last = AddAcquireRelease(p.merge_counters + merge_idx + i, 1) == num_partials - 1;
         }
         const u32 completed = __ballot_sync(kFullWarp, last);
-        if (thread == warp_begin) scratch.completed[first / kWarpSize] = completed;
+        if (lane == 0) scratch.completed[first / kWarpSize] = completed;
       }
     } else {
-      constexpr int kWords = sizeof(MergeGroup) / sizeof(i32);
-      const int lane = thread % kWarpSize;
-      const int num_partials = LoadConstant(&groups->num_partials);
-      const int step = LoadConstant(&groups->partials_step);
-      const i32* partial_rows = p.partial_rows + LoadConstant(&groups->partials_begin);
-      if (lane < kWords) {
-        reinterpret_cast<i32*>(&scratch.group)[lane] =
-            LoadConstant(reinterpret_cast<const i32*>(groups) + lane);
-      }
-      if (lane < Min(num_partials, MergeScratch::kMaxKept)) {
-        scratch.partial_rows[lane] = LoadConstant(partial_rows + lane * step);
+      const MergeGroup group = LoadGroup(groups);
+      if (lane == 0) scratch.group = group;
+#pragma unroll
+      for (int i = lane; i < MergeScratch::kMaxKept; i += kWarpSize) {
+        if (i < group.num_partials) {
+          scratch.partial_rows[i] =
+              LoadConstant(p.partial_rows + group.partials_begin + i * group.partials_step);
+        }
       }
     }
     Team::Sync();
     if (num_groups > 1) break;
-    if (scratch.completed[0] == 0) return;
-    const MergeGroup& group = scratch.group;
-    const bool kept = group.num_partials <= MergeScratch::kMaxKept;
-    FoldMergeGroup<Traits, Team>(
-        p, group, kept ? scratch.partial_rows : p.partial_rows + group.partials_begin,
-        kept ? 1 : group.partials_step);
-    merge_idx = group.parent;
-    if (merge_idx < 0) return;
+    const bool completed = scratch.completed[0] != 0;
+    if constexpr (Traits::kIsMla) {
+      if (completed || index + 1 == QueueEnd(p)) {
+        FoldSlices<Traits, Team>(p, merge_idx, completed, &scratch, scratch.slices);
+      }
+      return;
+    } else {
+      if (!completed) return;
+      FoldMergeGroups<Traits, Team>(p, groups, 1, &scratch);
+      merge_idx = scratch.group.parent;
+      if (merge_idx < 0) return;
+    }
   }
 #pragma unroll 1
-  for (int i = 0; i < num_groups; ++i) {
-    if ((scratch.completed[i / kWarpSize] >> i % kWarpSize & 1) == 0) continue;
-    const MergeGroup& group = p.merge_groups[merge_idx + i];
-    FoldMergeGroup<Traits, Team>(p, group, p.partial_rows + group.partials_begin, 1);
+  for (int first = 0; first < num_groups; first += kWarpSize) {
+    u32 completed = scratch.completed[first / kWarpSize];
+    if constexpr (Traits::kIsMla) {
+#pragma unroll 1
+      for (; completed != 0; completed &= completed - 1) {
+        FoldSlices<Traits, Team>(p, merge_idx + first + __ffs(completed) - 1, true, nullptr,
+                                 scratch.slices);
+        Team::Sync();  // the next one takes slices anew
+      }
+    } else if (completed != 0) {
+      FoldMergeGroups<Traits, Team>(p, p.merge_groups + merge_idx + first, completed, nullptr);
+    }
   }
 }
 

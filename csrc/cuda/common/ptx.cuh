@@ -237,6 +237,9 @@ __device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {
   return before;
 }
 
+// Some 100 to 200 ns of doing nothing.
+__device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
+
 }  // namespace jax_attn
 
 #endif  // JAX_ATTN_CUDA_COMMON_PTX_CUH_

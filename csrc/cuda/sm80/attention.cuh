@@ -780,7 +780,7 @@ class TilePath {
     }
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+      ArriveAndMerge<Traits>(p_, index, item.merge_idx(), num_groups, shared_.small.merge);
     }
     RecordEnd<Traits>(p_, index, thread_);
   }

@@ -452,7 +452,7 @@ class MlaPath {
     WriteRows(item, state);
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits>(p_, item.merge_idx(), num_groups, shared_.small.merge);
+      ArriveAndMerge<Traits>(p_, index_, item.merge_idx(), num_groups, shared_.small.merge);
     }
   }
 

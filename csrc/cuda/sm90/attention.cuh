@@ -552,18 +552,18 @@ class HopperConsumer {
       Release(Barriers().empty_v, v_cursor_, joint);
     }
     rows.Write(o);
-    Merge(item, joint);
+    Merge(index, item, joint);
     RecordEnd<Traits>(p_, index, team_thread);
   }
 
-  __device__ __forceinline__ void Merge(const ItemRecord& item, bool joint) {
+  __device__ __forceinline__ void Merge(int index, const ItemRecord& item, bool joint) {
     const int num_groups = item.num_groups();
     if (num_groups == 0) return;
     if (joint) {
-      ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups,
+      ArriveAndMerge<Traits, HopperConsumers>(p_, index, item.merge_idx(), num_groups,
                                               shared_.small.merge[2]);
     } else {
-      ArriveAndMerge<Traits, OneHopperConsumer>(p_, item.merge_idx(), num_groups,
+      ArriveAndMerge<Traits, OneHopperConsumer>(p_, index, item.merge_idx(), num_groups,
                                                 shared_.small.merge[group_]);
     }
   }
@@ -639,7 +639,7 @@ class HopperConsumer {
     Release(Barriers().empty_v, v_cursor_, false);
     rows.Write(o);
     ReleaseQ();
-    Merge(item, false);
+    Merge(index, item, false);
     RecordEnd<Traits>(p_, index, thread_);
   }
 

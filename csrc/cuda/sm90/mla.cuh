@@ -370,7 +370,8 @@ class HopperMlaConsumer {
     Write(item, rows, o);
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits, HopperConsumers>(p_, item.merge_idx(), num_groups, shared_.merge);
+      ArriveAndMerge<Traits, HopperConsumers>(p_, index, item.merge_idx(), num_groups,
+                                              shared_.merge);
     }
     RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }

@@ -549,7 +549,7 @@ class HopperMlaDecodeConsumer {
       }
       const int num_groups = item.num_groups();
       if (num_groups > 0) {
-        ArriveAndMerge<Traits, Team>(p_, item.merge_idx(), num_groups, shared_.merge);
+        ArriveAndMerge<Traits, Team>(p_, index, item.merge_idx(), num_groups, shared_.merge);
       }
       RecordEnd<Traits>(p_, index, Team::thread());
     }
