@@ -143,7 +143,7 @@ class DecodeRows {
   // which must have met since anybody read its exchange, and meet again before the next use of it.
   __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
     const float scale = Logits<Traits>(p_).scale();
-    float maxima[kTiles][2];
+    float maxima[kTiles][2] = {};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       if (j >= num_tiles_) break;
@@ -362,8 +362,9 @@ class DecodeRows {
   int all_begin_, all_end_;   // inside of it every row sees everything
   bool differ_;               // some rows see tokens that others do not
   float reference_[kTiles][2];
-  float sum_[kTiles][2], step_sum_[kTiles][2];  // over this thread's tokens only, until FinishSums
-  u32 weights_[kBlocks][kTiles][2];             // p of the last step, packed
+  float sum_[kTiles][2],
+      step_sum_[kTiles][2] = {};          // over this thread's tokens only, until FinishSums
+  u32 weights_[kBlocks][kTiles][2] = {};  // p of the last step, packed
 };
 
 }  // namespace jax_attn
