@@ -40,34 +40,28 @@ REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
 # Kernel name (as printed, without its architecture) -> bytes of stack that are accepted, and why.
 # Compilers differ: what NVRTC 13.0 keeps in registers, 13.5 may not.
 _PADDED = (40, "in the producer's copies of rows that end in padding, not in the consumers")
-_THREE_LOOPS = (
-    72,
+_ITEM_TO_ITEM = (
+    40,
     "what consumers keep from item to item, which the loops of joint, single and decode items leave"
-    " no registers for; joint items of 256 columns read two of these words in every step",
+    " no registers for; with windows and a soft cap two of these words are read in every step",
 )
-_AT_END = (8, "13.5: a pointer for the padding rows, read once, when the kernel ends")
 SPILLS: dict[str, tuple[int, str]] = {
-    "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
-    "attention-bf16-d128-g4-page1-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
-    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
-    "attention-f16-d128-g8-page16-q32_128-kv128-w12-s0-right-wgmma": _AT_END,
-    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma": (
-        16,
-        _AT_END[1] + "; and which consumer has the next single item, once an item",
-    ),
-    "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma-times": _AT_END,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
     "attention-bf16-d72-g5-page5-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,
     "attention-bf16-d80-g16-page1-q32_128-kv128-w12-s0-right-wgmma": _PADDED,
     "attention-bf16-d112-g7-page48-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,
     "attention-bf16-d96-g5-page5-q32_128-kv128-w12-s0-left-right-cap-fresh-wgmma": _PADDED,
-    "attention-bf16-d192x128-g1-ragged-q32_128-kv128-w12-s0-right-wgmma": _THREE_LOOPS,
-    "attention-f16-d192x128-g16-page16-q32_128-kv128-w12-s0-right-wgmma": _THREE_LOOPS,
-    "attention-bf16-d192-g4-page16-q32_128-kv64-w12-s0-right-wgmma": _THREE_LOOPS,
-    "attention-bf16-d64x256-g4-page1-q32_128-kv64-w12-s0-right-wgmma": _THREE_LOOPS,
-    "attention-bf16-d256-g2-page16-q32_128-kv64-w12-s0-left-right-cap-wgmma": _THREE_LOOPS,
-    "attention-bf16-d256-g8-ragged-q32_128-kv64-w12-s0-wgmma": _THREE_LOOPS,
-    "attention-bf16-d256-g2-page1-q32_128-kv64-w12-s0-right-fresh-wgmma": _THREE_LOOPS,
+    "attention-bf16-d64-g1-page16-q32_192-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-f16-d64-g8-ragged-q32_192-kv128-w16-s0-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d64-g4-page16-q64-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d40-g5-page5-q32_192-kv128-w16-s0-left-right-cap-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d64-g8-page64-q32_192-kv128-w16-s0-fresh-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d256x64-g2-page1-q32_192-kv64-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d192x128-g1-ragged-q32_128-kv128-w12-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-f16-d192x128-g16-page16-q32_128-kv128-w12-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d192-g4-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d256-g2-page16-q32_128-kv64-w12-s0-left-right-cap-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d256-g8-ragged-q32_128-kv64-w12-s0-wgmma": _ITEM_TO_ITEM,
     "attention-f16-d128-qe4m3-kve4m3-g8-page1-q16_128-kv64-w4-s6-right": (
         24,
         "sm_90a: three addresses of the loader, once a step of 128 rows, of 5,800 instructions",
@@ -127,6 +121,9 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     # Head dims, each with other groups, pages and masks.
     yield spec(64, 1, 16)
     yield spec(64, 8, None, causal=False, dtype="float16")
+    yield spec(64, 4, 16, schedule="fixed_split", kv_split=1024)
+    yield spec(40, 5, 5, window_left=100, logits_soft_cap=30.0)
+    yield spec((256, 64), 2, 1)
     yield spec(72, 5, 5, window_left=100)
     yield spec(80, 16, 1)
     yield spec(96, 4, 5, logits_soft_cap=30.0)

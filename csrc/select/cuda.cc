@@ -105,27 +105,30 @@ void SelectHopper(Choice& c) {
   c.Because("main_loop",
             "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name));
   c.config.main_loop = kHopper;
-  c.config.num_warps = 12;
   const int64_t dim_qk = (c.spec.head_dim_qk + 63) / 64 * 64;
   const int64_t dim_vo = (c.spec.head_dim_vo + 63) / 64 * 64;
-  const int64_t smem_128 = 2 * (2 * 128 * (dim_qk + dim_vo) + 128 * dim_qk) + (6 << 10);
+  // A third one's logits, probabilities and o leave 32 of 160 registers.
+  const int64_t consumers = dim_vo <= 64 ? 3 : 2;
+  c.config.num_warps = 4 + 4 * consumers;
+  const int64_t smem_128 = 2 * (2 * 128 * (dim_qk + dim_vo) + 64 * consumers * dim_qk) + (6 << 10);
   c.config.tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
-  c.Because("tile_kv",
-            "a step of logits and probabilities takes 3/4 of tile_kv registers a thread, o half "
-            "its head_dim, of 232; two slots of K and V must fit beside 128 rows of q, and rows "
-            "are padded to whole 128-byte blocks");
+  c.Because(
+      "tile_kv",
+      "a step of logits and probabilities takes 3/4 of tile_kv registers a thread, o half "
+      "its head_dim, of 232 or, of three consumers, 160; two slots of K and V must fit beside "
+      "q, and rows are padded to whole 128-byte blocks");
   // 64 rows are the height of a wgmma, which decode.cuh has turned by 90 degrees.
   if (c.spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneHeight);
   } else if (c.spec.group_size() <= 32) {
-    c.TakeTiles({32, 128},
-                "32: one consumer, tokens and columns of v are the 64 rows of a wgmma; 128: both, "
+    c.TakeTiles({32, 64 * consumers},
+                "32: one consumer, tokens and columns of v are the 64 rows of a wgmma; more: all, "
                 "with 64 rows each, or one where there are no more");
   } else {
-    c.TakeTiles({64, 128}, "64: one consumer; 128: both, with 64 rows each");
+    c.TakeTiles({64, 64 * consumers}, "64: one consumer; more: all, with 64 rows each");
   }
   c.config.num_ctas = 1;
-  c.Because("num_ctas", "two consumer warpgroups and a producer fill a multiprocessor");
+  c.Because("num_ctas", "its warpgroups fill a multiprocessor");
 }
 
 void SelectMla(Choice& c) {

@@ -597,6 +597,19 @@ int RunAllCases() {
                                             {2, 390}, {6, 130}, {7, 900}};
   RunCase<Kernel, Page16>(
       {.name = "speculation, sharp", .requests = speculation, .num_ctas = 2, .sharpness = 10}, 13);
+  // Consumers meet for an item of more than 64 rows, and have one each of those that are left.
+  RunCase<Kernel, Page16>({.name = "tall and low items by turns",
+                           .requests = {{45, 600},
+                                        {12, 300},
+                                        {1, 517},
+                                        {20, 150},
+                                        {16, 700},
+                                        {100, 100},
+                                        {3, 400},
+                                        {12, 12},
+                                        {10, 640}},
+                           .num_ctas = 1},
+                          17);
   // Weights of infinity, unless references follow.
   RunCase<Kernel, ShapeOf<128, 128, 2, 16, false, true, false>>(
       {.name = "maxima that rise late",

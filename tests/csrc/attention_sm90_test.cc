@@ -15,8 +15,10 @@ struct Sm90Kernel {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr int kNumTiles = 2, kTileQ0 = kSmallTile, kTileQ1 = 128, kTileQ2 = 0;
-    static constexpr int kTileKv = Shape::kHeadDimVo > 128 ? 64 : 128, kNumWarps = 12;
+    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 ? 2 : 3;
+    static constexpr int kNumTiles = 2, kTileQ0 = kSmallTile, kTileQ1 = 64 * kNumConsumers;
+    static constexpr int kTileQ2 = 0, kNumWarps = 4 + 4 * kNumConsumers;
+    static constexpr int kTileKv = Shape::kHeadDimVo > 128 ? 64 : 128;
     static constexpr int kNumStages = 0;
   };
   template <class Shape>

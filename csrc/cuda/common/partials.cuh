@@ -17,7 +17,7 @@ namespace jax_attn {
 // What a CTA keeps of the merge groups of an item that it just finished, in shared memory: an
 // arrival empties L1.
 struct MergeScratch {
-  static constexpr int kMaxGroups = 128;  // of an item: a tile has up to 128 rows
+  static constexpr int kMaxGroups = 192;  // of an item: a tile has up to 192 rows
   static constexpr int kMaxKept = 64;     // partials
   MergeGroup group;                       // the item's, if it has one
   i32 partial_rows[kMaxKept];             // of it

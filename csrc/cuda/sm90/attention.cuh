@@ -1,12 +1,12 @@
 // Attention on Hopper: wgmma fed by a producer warpgroup through barriers in shared memory.
 //
-// A persistent CTA of three warpgroups executes the items of its queue in order. Warpgroup 0
-// produces: it copies q, and K and V rows in steps of kStep tokens, as far ahead as the rings have
-// room, across the borders of items. Warpgroups 1 and 2 consume, in one of two arrangements:
-//   joint items (up to 128 rows)   each has 64 rows, and they take turns on the tensor cores: while
-//                                  one multiplies, the other exponentiates.
-//   single items (up to 64 rows)   one has all rows, and the other has the next item: while one
-//                                  writes results and merges, the other multiplies.
+// A persistent CTA executes the items of its queue in order. Its first warpgroup produces: it
+// copies q, and K and V rows in steps of kStep tokens, as far ahead as the rings have room, across
+// the borders of items. The others, two or three, consume, in one of two arrangements:
+//   joint items (more rows)        each has 64 rows, and they take turns on the tensor cores: while
+//                                  one multiplies, the others exponentiate.
+//   single items (up to 64 rows)   one has all rows, and the next one the next item: while one
+//                                  writes results and merges, another multiplies.
 // Single items of up to 32 rows are products of their own, see decode.cuh.
 // Within a warpgroup q . k of a step runs while p * v of the step before does (FlashAttention-3,
 // arXiv 2407.08608, section 3.2).
@@ -27,7 +27,18 @@ __device__ __forceinline__ int NumRows(const ItemRecord& item) {
   return item.qo_len() * Traits::kGroupSize;
 }
 
-// Whether the two consumers share an item.
+template <class Traits>
+using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - 1>;
+
+// The consumer whose turn comes after that of `consumer`.
+template <class Traits>
+__device__ __forceinline__ int NextConsumer(int consumer) {
+  constexpr int kNumConsumers = RolesOf<Traits>::kNumConsumers;
+  if constexpr (kNumConsumers == 2) return consumer ^ 1;
+  return consumer == kNumConsumers - 1 ? 0 : consumer + 1;
+}
+
+// Whether the consumers share an item.
 template <class Traits>
 __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
   constexpr int kTallest = Traits::kNumTiles == 1 ? Traits::kTileQ0 : Traits::kTileQ1;
@@ -58,6 +69,8 @@ inline constexpr int kMaxSlots = 8;
 template <class Traits>
 struct HopperShape {
   static constexpr int kStep = Traits::kTileKv;
+  using Roles = RolesOf<Traits>;
+  static constexpr int kNumConsumers = Roles::kNumConsumers;
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;  // of a consumer
   using K = SwizzledTile<Traits::kHeadDimQk, kStep>;
   using V = SwizzledTile<Traits::kHeadDimVo, kStep>;
@@ -79,26 +92,27 @@ struct HopperShape {
   }
 
   struct Barriers {
-    u64 full_q[2], empty_q[2];
+    u64 full_q[kNumConsumers], empty_q[kNumConsumers];
     u64 full_k[kMaxSlots], empty_k[kMaxSlots], full_v[kMaxSlots], empty_v[kMaxSlots];
   };
   struct Small {
     Barriers barriers;
     KvPools pools;
-    MergeScratch merge[3];  // of single items of consumer 0 and 1, and of joint items
-    DecodeExchange exchange[2];
+    MergeScratch merge[kNumConsumers + 1];  // of each one's single items, and of joint items
+    DecodeExchange exchange[kNumConsumers];
   };
   // What belongs to a consumer until it releases q.
-  union Half {
+  union Share {
     alignas(1024) unsigned char q[Q::kBytes];
     DecodeShared<Traits> decode;
   };
   static constexpr int kRoom = CtaSmemBudget(Traits::kArch, 1) -
-                               2 * static_cast<int>(sizeof(Half)) - static_cast<int>(sizeof(Small));
+                               kNumConsumers * static_cast<int>(sizeof(Share)) -
+                               static_cast<int>(sizeof(Small));
   static constexpr int kSlots = Clamp(kRoom / (K::kBytes + V::kBytes), 2, kMaxSlots);
 
   struct Shared {
-    Half halves[2];
+    Share shares[kNumConsumers];
     alignas(1024) unsigned char k[kSlots][K::kBytes];
     alignas(1024) unsigned char v[kSlots][V::kBytes];
     Small small;
@@ -106,16 +120,15 @@ struct HopperShape {
 
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
     Barriers& b = shared.small.barriers;
-    for (int i = 0; i < 2; ++i) {
-      InitBarrier(SharedAddress(b.full_q + i), HopperRoles::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty_q + i),
-                  HopperRoles::kConsumerWarps / 2);  // half i: its own
+    for (int i = 0; i < kNumConsumers; ++i) {
+      InitBarrier(SharedAddress(b.full_q + i), Roles::kProducerThreads);
+      InitBarrier(SharedAddress(b.empty_q + i), 4);  // its own warps
     }
     for (int i = 0; i < kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full_k + i), HopperRoles::kProducerThreads);
-      InitBarrier(SharedAddress(b.full_v + i), HopperRoles::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty_k + i), HopperRoles::kConsumerWarps);
-      InitBarrier(SharedAddress(b.empty_v + i), HopperRoles::kConsumerWarps);
+      InitBarrier(SharedAddress(b.full_k + i), Roles::kProducerThreads);
+      InitBarrier(SharedAddress(b.full_v + i), Roles::kProducerThreads);
+      InitBarrier(SharedAddress(b.empty_k + i), Roles::kConsumerWarps);
+      InitBarrier(SharedAddress(b.empty_v + i), Roles::kConsumerWarps);
     }
   }
 };
@@ -272,22 +285,22 @@ class HopperProducer {
     }
   }
 
-  // num_tile_rows rows of q into half `half`, zeros beyond those of the item.
-  __device__ __forceinline__ void LoadHalfQ(const ItemRecord& item, int half, int first_row,
-                                            int num_tile_rows) {
+  // num_tile_rows rows of q for `consumer`, zeros beyond those of the item.
+  __device__ __forceinline__ void LoadQ(const ItemRecord& item, int consumer, int first_row,
+                                        int num_tile_rows) {
     using Q = typename Shape::Q;
     const int num_rows = NumRows<Traits>(item);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());
     const int chunk = Lane() % 8;
-    WaitBarrier(SharedAddress(Barriers().empty_q + half), (q_parity_ >> half & 1) ^ 1);
+    WaitBarrier(SharedAddress(Barriers().empty_q + consumer), (q_parity_ >> consumer & 1) ^ 1);
 #pragma unroll 1
     for (int r = Warp() * kRowsPerCopy + Lane() / 8; r < num_tile_rows;
-         r += HopperRoles::kProducerThreads / 8) {
+         r += Shape::Roles::kProducerThreads / 8) {
       const int row = first_row + r;
       const u16* from = static_cast<const u16*>(p_.q);
       if (row < num_rows) from += rows.Index(row) * Traits::kHeadDimQk;
-      const u32 to = SharedAddress(shared_.halves[half].q) + r * 128 + (chunk ^ r % 8) * 16;
+      const u32 to = SharedAddress(shared_.shares[consumer].q) + r * 128 + (chunk ^ r % 8) * 16;
 #pragma unroll
       for (int block = 0; block < Q::kBlocks; ++block) {
         const int column = block * 8 + chunk;
@@ -295,18 +308,18 @@ class HopperProducer {
         CopyAsync16(to + block * (num_tile_rows * 128), valid ? from + column * 8 : from, valid);
       }
     }
-    ArriveBarrierAfterCopies(SharedAddress(Barriers().full_q + half));
-    q_parity_ ^= 1u << half;
+    ArriveBarrierAfterCopies(SharedAddress(Barriers().full_q + consumer));
+    q_parity_ ^= 1u << consumer;
   }
 
   __device__ __forceinline__ void LoadQ(const ItemRecord& item) {
     if (IsJoint<Traits>(item)) {
-      LoadHalfQ(item, 0, 0, 64);
-      LoadHalfQ(item, 1, 64, 64);
-      next_half_ = 0;
+#pragma unroll
+      for (int i = 0; i < Shape::kNumConsumers; ++i) LoadQ(item, i, 64 * i, 64);
+      next_consumer_ = 0;
     } else {
-      LoadHalfQ(item, next_half_, 0, IsDecode<Traits>(item) ? DecodeShared<Traits>::kRows : 64);
-      next_half_ ^= 1;
+      LoadQ(item, next_consumer_, 0, IsDecode<Traits>(item) ? DecodeShared<Traits>::kRows : 64);
+      next_consumer_ = NextConsumer<Traits>(next_consumer_);
     }
   }
 
@@ -316,8 +329,8 @@ class HopperProducer {
   const int layer_;
   QueueSteps<Traits, Shape> steps_;
   RingCursor<Shape::kSlots> k_cursor_, v_cursor_;
-  u32 q_parity_ = 0;  // bit h: phase of half h
-  int next_half_ = 0;
+  u32 q_parity_ = 0;       // bit i: phase of consumer i's
+  int next_consumer_ = 0;  // has the next single item
 };
 
 // --- consumers ---
@@ -333,6 +346,7 @@ class HopperConsumer {
   using K = typename Shape::K;
   using V = typename Shape::V;
   using Decode = DecodeRows<Traits>;
+  using Consumers = HopperConsumersOf<typename Shape::Roles>;
 
   __device__ __forceinline__ HopperConsumer(const AttentionParams& p, Shared& shared)
       : p_(p),
@@ -341,8 +355,9 @@ class HopperConsumer {
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
-    if (group_ == 1) ArriveNamed(kTurn, kBoth);  // the first turn is that of group 0
-    int owner = 0;  // of the next single item; half `owner` of q is its
+    // The first turn is that of group 0.
+    if (group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
+    int owner = 0;  // of the next single item
     for (int index = Uniform(begin); index < end; ++index) {
       const ItemRecord item(p_, index);
       const bool joint = IsJoint<Traits>(item);
@@ -354,14 +369,15 @@ class HopperConsumer {
         RunItem(index, joint);
       }
       if (item.kv_begin() < item.kv_end())
-        owner = joint ? 0 : owner ^ 1;  // as HopperProducer::LoadQ
+        owner = joint ? 0 : NextConsumer<Traits>(owner);  // as HopperProducer::LoadQ
     }
     if (group_ == 0) SyncNamed(kTurn, kBoth);  // takes the turn that nobody needs
   }
 
  private:
-  static constexpr int kBoth = HopperRoles::kConsumerThreads;
-  static constexpr int kTurn = 1;  // and 2: named barriers of the turns of group 0 and 1
+  static constexpr int kBoth = 256;  // threads of two consumers: who passes the turn, who takes it
+  // Named barriers of the turns of group 0 and up.
+  static constexpr int kTurn = Shape::kNumConsumers == 2 ? 1 : 7;
   static constexpr int kStep = Shape::kStep;
   static constexpr int kSTiles = kStep / 8;
   static constexpr int kOTiles = V::kPadded / 8;
@@ -382,12 +398,12 @@ class HopperConsumer {
     FenceSharedForWgmma();
   }
   // An arrival for each warp that reads the slot: the products of the others may still do. Of a
-  // single item a warp arrives for one of the other consumer, too.
+  // single item a warp arrives for one of each other consumer, too.
   __device__ __forceinline__ void Release(const u64* empty, Cursor& cursor, bool joint) {
     __syncwarp();
     if (Lane() == 0) {
       const u32 barrier = SharedAddress(empty + cursor.slot);
-      ArriveBarrier(barrier, joint ? 1 : 2);
+      ArriveBarrier(barrier, joint ? 1 : Shape::kNumConsumers);
     }
     cursor.Advance();
   }
@@ -396,7 +412,7 @@ class HopperConsumer {
     if (Lane() == 0) ArriveBarrier(SharedAddress(Barriers().empty_q + group_));
   }
 
-  // Passes the steps of an item that the other consumer has. Its barriers are not waited for, and
+  // Passes the steps of an item that another consumer has. Its barriers are not waited for, and
   // one tells apart two phases in a row, no more. What comes next is the wait for q of an item, and
   // q comes after all rows of the steps before, which the same threads have copied: so those phases
   // are over by then.
@@ -409,10 +425,15 @@ class HopperConsumer {
 
   // --- products ---
 
-  __device__ __forceinline__ void StartQk(float (&s)[kSTiles][4]) const {
+  // Of the slots whose turn it is. Uniform: the descriptors of a step are then made beside the
+  // products, and take no registers from them.
+  __device__ u32 KSlot() const { return Uniform(SharedAddress(shared_.k[k_cursor_.slot])); }
+  __device__ u32 VSlot() const { return Uniform(SharedAddress(shared_.v[v_cursor_.slot])); }
+
+  __device__ __forceinline__ void StartQk(u32 k_slot, float (&s)[kSTiles][4]) const {
     // Made anew in every step: kept in registers it would push out others.
-    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.halves[group_].q)), 0);
-    const u64 k = K::Descriptor(Anew(SharedAddress(shared_.k[k_cursor_.slot])), 0);
+    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.shares[group_].q)), 0);
+    const u64 k = K::Descriptor(k_slot, 0);
 #pragma unroll
     for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
       Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
@@ -420,8 +441,9 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
-  __device__ __forceinline__ void StartPv(const u32 (&p)[kStep / 16][4], Output& o) const {
-    const u64 v = V::TransposedDescriptor(Anew(SharedAddress(shared_.v[v_cursor_.slot])), 0);
+  __device__ __forceinline__ void StartPv(const u32 (&p)[kStep / 16][4], u32 v_slot,
+                                          Output& o) const {
+    const u64 v = V::TransposedDescriptor(v_slot, 0);
 #pragma unroll
     for (int kk = 0; kk < kStep / 16; ++kk) {
       Wgmma<V::kPadded, Traits::kDtype>::RegistersATransposedB(o, p[kk], V::AlongRows(v, kk), true);
@@ -429,10 +451,11 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
-  // Joint items: the other consumer's products run while this one exponentiates, and the other way
-  // around.
+  // Joint items: the others' products run while this one exponentiates, and the other way around.
   __device__ __forceinline__ void TakeTurn() const { SyncNamed(kTurn + group_, kBoth); }
-  __device__ __forceinline__ void PassTurn() const { ArriveNamed(kTurn + 1 - group_, kBoth); }
+  __device__ __forceinline__ void PassTurn() const {
+    ArriveNamed(kTurn + NextConsumer<Traits>(group_), kBoth);
+  }
 
   // Of a decode item. Addresses are uniform, so 16 descriptors are made of each at half the price.
   __device__ __forceinline__ static void StartKq(typename Decode::Scores& s, u32 k_slot, u32 q_at) {
@@ -466,7 +489,7 @@ class HopperConsumer {
   // --- one item ---
 
   __device__ __forceinline__ void RunItem(int index, bool joint) {
-    const int team_thread = joint ? HopperConsumers::thread() : thread_;
+    const int team_thread = joint ? Consumers::thread() : thread_;
     RecordBegin<Traits>(p_, index, team_thread);
     const ItemRecord item(p_, index);
     Rows rows(p_, index, joint ? group_ * 64 : 0, thread_, 0.0f);
@@ -480,18 +503,19 @@ class HopperConsumer {
 
     const int begin = Uniform(item.kv_begin()), end = Uniform(item.kv_end());
     const bool boxes = joint && Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
+    const int boxes_begin = boxes ? begin : end;
     const int border = Border(item);
     int pos = Uniform(FirstStep<kStep>(item));
     if (pos < end) {
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
       u32 p[kStep / 16][4];
-      bool again, has_k = false, has_v = false;  // asked for ahead: an answer takes its time
+      bool again, has_rows = false;  // asked for ahead: an answer takes its time
       {
         float s[kSTiles][4] = {};
         WaitFull(Barriers().full_k, k_cursor_);
         WgmmaFence();
-        StartQk(s);
+        StartQk(KSlot(), s);
         WgmmaWait<0>();
         PinRegisters(s);
         rows.MakeLogits(pos, s);
@@ -501,7 +525,7 @@ class HopperConsumer {
         if (OneHopperConsumer::SyncOr(again)) {
           float s[kSTiles][4] = {};
           WgmmaFence();
-          StartQk(s);
+          StartQk(KSlot(), s);
           WgmmaWait<0>();
           PinRegisters(s);
           rows.MakeLogits(pos, s);
@@ -513,19 +537,22 @@ class HopperConsumer {
         pos += kStep;
         if (pos >= end) break;
         float s[kSTiles][4] = {};
-        if (!has_k) WaitBarrier(FullK(), k_cursor_.parity);
-        if (!has_v) WaitBarrier(FullV(), v_cursor_.parity);
+        if (!has_rows) {
+          WaitBarrier(FullK(), k_cursor_.parity);
+          WaitBarrier(FullV(), v_cursor_.parity);
+        }
         // What the copy engine wrote needs none: K of this step and V of the one before.
-        if (!boxes || pos - kStep < begin || pos + kStep > end ||
+        if (pos - kStep < boxes_begin || pos + kStep > end ||
             (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
           FenceSharedForWgmma();
         }
+        const u32 k_slot = KSlot(), v_slot = VSlot();  // ahead of the turn
         if (joint) TakeTurn();
         PinRegisters(p);
         PinRegisters(o);
         WgmmaFence();
-        StartQk(s);
-        StartPv(p, o);
+        StartQk(k_slot, s);
+        StartPv(p, v_slot, o);
         if (joint) PassTurn();
         WgmmaWait<1>();
         PinRegisters(s);
@@ -536,8 +563,8 @@ class HopperConsumer {
           Release(Barriers().empty_v, v_cursor_, joint);
           Cursor next_k = k_cursor_;
           next_k.Advance();
-          has_k = TestBarrier(SharedAddress(Barriers().full_k + next_k.slot), next_k.parity);
-          has_v = TestBarrier(FullV(), v_cursor_.parity);
+          has_rows = TestBarrier(SharedAddress(Barriers().full_k + next_k.slot), next_k.parity) &
+                     TestBarrier(FullV(), v_cursor_.parity);
         });
       }
       ReleaseQ();
@@ -545,7 +572,7 @@ class HopperConsumer {
       PinRegisters(p);
       PinRegisters(o);
       WgmmaFence();
-      StartPv(p, o);
+      StartPv(p, VSlot(), o);
       WgmmaWait<0>();
       PinRegisters(o);
       rows.FinishSums();
@@ -560,8 +587,8 @@ class HopperConsumer {
     const int num_groups = item.num_groups();
     if (num_groups == 0) return;
     if (joint) {
-      ArriveAndMerge<Traits, HopperConsumers>(p_, index, item.merge_idx(), num_groups,
-                                              shared_.small.merge[2]);
+      ArriveAndMerge<Traits, Consumers>(p_, index, item.merge_idx(), num_groups,
+                                        shared_.small.merge[Shape::kNumConsumers]);
     } else {
       ArriveAndMerge<Traits, OneHopperConsumer>(p_, index, item.merge_idx(), num_groups,
                                                 shared_.small.merge[group_]);
@@ -575,7 +602,7 @@ class HopperConsumer {
     const ItemRecord item(p_, index);
     // Anew: else addresses that only this loop needs would be kept in registers all along.
     const int group = Uniform(Anew(group_));
-    typename Decode::Shared& mine = shared_.halves[group].decode;
+    typename Decode::Shared& mine = shared_.shares[group].decode;
     const u32 q_at = SharedAddress(mine.q), p_at = SharedAddress(mine.p);
     Decode rows(p_, index, Anew(thread_), mine, shared_.small.exchange[group]);
     PrefetchMergeGroup(p_, item.merge_idx());
@@ -657,7 +684,7 @@ class HopperConsumer {
 
   const AttentionParams& p_;
   Shared& shared_;
-  const int group_;   // 0 or 1
+  const int group_;   // which consumer
   const int thread_;  // of the group
   Cursor k_cursor_, v_cursor_;
   u32 q_parity_ = 0;
@@ -666,7 +693,8 @@ class HopperConsumer {
 // --- kernel ---
 
 template <class Traits>
-using HopperAttentionBody = HopperBody<Traits, HopperShape<Traits>,
-                                       HopperTeams<HopperProducer<Traits>, HopperConsumer<Traits>>>;
+using HopperAttentionBody =
+    HopperBody<Traits, HopperShape<Traits>,
+               HopperTeams<HopperProducer<Traits>, HopperConsumer<Traits>, RolesOf<Traits>>>;
 
 }  // namespace jax_attn

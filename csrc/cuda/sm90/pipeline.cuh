@@ -75,30 +75,36 @@ __device__ __forceinline__ int FirstStep(const ItemRecord& item) {
   return item.kv_begin() / kStep * kStep;
 }
 
-// Warpgroup 0 of a CTA produces, 1 and 2 consume.
-struct HopperRoles {
+// Warpgroup 0 of a CTA produces, the others consume.
+template <int kConsumers>
+struct HopperRolesOf {
+  static_assert(kConsumers == 2 || kConsumers == 3);
+  static constexpr int kNumConsumers = kConsumers;
   static constexpr int kProducerThreads = 128;
-  static constexpr int kConsumerThreads = 256;
+  static constexpr int kConsumerThreads = 128 * kNumConsumers;
   static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
   // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kNumConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : 160;
 };
+using HopperRoles = HopperRolesOf<2>;
 
 // The consumers as one group of threads.
-struct HopperConsumers {
+template <class Roles>
+struct HopperConsumersOf {
   static constexpr int kNamedBarrier = 3;
-  __device__ static int thread() { return Anew(threadIdx.x) - HopperRoles::kProducerThreads; }
-  __device__ static int num_threads() { return HopperRoles::kConsumerThreads; }
-  __device__ static void Sync() { SyncNamed(kNamedBarrier, HopperRoles::kConsumerThreads); }
+  __device__ static int thread() { return Anew(threadIdx.x) - Roles::kProducerThreads; }
+  __device__ static int num_threads() { return Roles::kConsumerThreads; }
+  __device__ static void Sync() { SyncNamed(kNamedBarrier, Roles::kConsumerThreads); }
 };
+using HopperConsumers = HopperConsumersOf<HopperRoles>;
 
 // The threads of one consumer.
 struct OneHopperConsumer {
-  static constexpr int kNamedBarrier = 4;  // and 5
+  static constexpr int kNamedBarrier = 4;  // and 5; 6 of a third
   __device__ static int thread() { return Anew(threadIdx.x) % 128; }
-  __device__ static int num_threads() { return HopperRoles::kConsumerThreads / 2; }
+  __device__ static int num_threads() { return 128; }
   __device__ static int barrier() { return kNamedBarrier - 1 + threadIdx.x / 128; }
   __device__ static void Sync() { SyncNamed(barrier(), num_threads()); }
   // Whether x holds for any thread.
