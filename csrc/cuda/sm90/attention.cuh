@@ -378,6 +378,9 @@ class HopperConsumer {
   static constexpr int kBoth = 256;  // threads of two consumers: who passes the turn, who takes it
   // Named barriers of the turns of group 0 and up.
   static constexpr int kTurn = Shape::kNumConsumers == 2 ? 1 : 7;
+  // K of a step is given back while the next products run, which is on nobody's way, unless its
+  // slot is needed at once.
+  static constexpr bool kReleasesLate = Shape::kSlots > 2;
   static constexpr int kStep = Shape::kStep;
   static constexpr int kSTiles = kStep / 8;
   static constexpr int kOTiles = V::kPadded / 8;
@@ -399,12 +402,14 @@ class HopperConsumer {
   }
   // An arrival for each warp that reads the slot: the products of the others may still do. Of a
   // single item a warp arrives for one of each other consumer, too.
-  __device__ __forceinline__ void Release(const u64* empty, Cursor& cursor, bool joint) {
+  __device__ __forceinline__ void Release(const u64* empty, int slot, bool joint) const {
     __syncwarp();
     if (Lane() == 0) {
-      const u32 barrier = SharedAddress(empty + cursor.slot);
-      ArriveBarrier(barrier, joint ? 1 : Shape::kNumConsumers);
+      ArriveBarrier(SharedAddress(empty + slot), joint ? 1 : Shape::kNumConsumers);
     }
+  }
+  __device__ __forceinline__ void Release(const u64* empty, Cursor& cursor, bool joint) {
+    Release(empty, cursor.slot, joint);
     cursor.Advance();
   }
   __device__ __forceinline__ void ReleaseQ() {
@@ -519,7 +524,7 @@ class HopperConsumer {
         WgmmaWait<0>();
         PinRegisters(s);
         rows.MakeLogits(pos, s);
-        again = rows.Exponentiate(true, s, p, [] {});
+        again = rows.Exponentiate(rows.Scale(), true, s, p, [] {});
       }
       for (bool is_first = true;; is_first = false) {
         if (OneHopperConsumer::SyncOr(again)) {
@@ -533,7 +538,9 @@ class HopperConsumer {
           rows.Rescale(o);
         }
         rows.AddSums();
-        Release(Barriers().empty_k, k_cursor_, joint);
+        // K of this step, which is where V of it is in the other ring.
+        if (!kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
+        k_cursor_.Advance();
         pos += kStep;
         if (pos >= end) break;
         float s[kSTiles][4] = {};
@@ -554,10 +561,13 @@ class HopperConsumer {
         StartQk(k_slot, s);
         StartPv(p, v_slot, o);
         if (joint) PassTurn();
+        if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
+        const float scale = rows.Scale();
+        KeepBefore(scale);
         WgmmaWait<1>();
         PinRegisters(s);
         rows.MakeLogits(pos, s);
-        again = rows.Exponentiate(false, s, p, [&] {
+        again = rows.Exponentiate(scale, false, s, p, [&] {
           WgmmaWait<0>();
           PinRegisters(o);
           Release(Barriers().empty_v, v_cursor_, joint);
@@ -568,6 +578,7 @@ class HopperConsumer {
         });
       }
       ReleaseQ();
+      if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
       WaitFull(Barriers().full_v, v_cursor_);
       PinRegisters(p);
       PinRegisters(o);

@@ -62,6 +62,8 @@ class TileRows {
     differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
   }
 
+  __device__ __forceinline__ float Scale() const { return Logits<Traits>(p_).scale(); }
+
   // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
   template <int kTiles>
   __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4]) const {
@@ -78,16 +80,17 @@ class TileRows {
   // say that it does not do. Then this returns true for some of the row's four lanes, and
   // ExponentiateAnew comes next, with the same logits. Each row decides for itself, so its bits do
   // not depend on its neighbours.
+  // scale: that of the logits, which the caller loads ahead of them.
   template <int kTiles, class Between>
-  __device__ __forceinline__ bool Exponentiate(bool is_first, float (&s)[kTiles][4],
+  __device__ __forceinline__ bool Exponentiate(float scale, bool is_first, float (&s)[kTiles][4],
                                                u32 (&p)[kTiles / 2][4], const Between& between) {
     constexpr int kHalf = kTiles / 4 * 2;
     StepSums sums = {};
-    Weights<0, kHalf>(s, sums);
+    Weights<0, kHalf>(scale, s, sums);
     KeepBefore(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]);
     between();
     Pack<0, kHalf>(s, p);
-    Weights<kHalf, kTiles>(s, sums);
+    Weights<kHalf, kTiles>(scale, s, sums);
     Pack<kHalf, kTiles>(s, p);
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
@@ -115,7 +118,7 @@ class TileRows {
       sum[h] *= factor[h];
     }
     StepSums sums = {};
-    Weights<0, kTiles>(s, sums);
+    Weights<0, kTiles>(scale, s, sums);
     Pack<0, kTiles>(s, p);
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
@@ -145,7 +148,7 @@ class TileRows {
       }
     }
     StepSums sums = {{sum[0], 0.0f}, {sum[1], 0.0f}};
-    Weights<0, kTiles>(s, sums);
+    Weights<0, kTiles>(scale, s, sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] = sums[h][0] + sums[h][1];
   }
@@ -259,8 +262,8 @@ class TileRows {
 
   // Of the tiles [kFirst, kEnd): logits become weights.
   template <int kFirst, int kEnd, int kTiles>
-  __device__ __forceinline__ void Weights(float (&s)[kTiles][4], StepSums& sums) const {
-    const float scale = Logits<Traits>(p_).scale();
+  __device__ __forceinline__ void Weights(float scale, float (&s)[kTiles][4],
+                                          StepSums& sums) const {
 #pragma unroll
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
