@@ -462,6 +462,17 @@ def test_balanced_spreads_one_long_request_over_all_queues(target):
     assert costs.max() <= 1.35 * costs.mean()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_short_tile_of_a_request_is_its_first(target):
+    """Under a causal mask it sees the fewest keys."""
+    case = Case("short tile", (700,), (700,), num_qo_heads=2, num_kv_heads=2, schedule="no_split")
+    items = make_plan(case, target).items()
+    items = items[items["kv_head"] == 0]
+    lengths = items["qo_len"][np.argsort(items["qo_begin"])]
+    assert lengths.sum() == 700 and 0 < lengths[0] < lengths[1]
+    assert (lengths[1:] == lengths[1]).all()
+
+
 def test_empty_batches_have_no_items():
     for case in (Case("", (), ()), Case("", (0, 0), (5, 0))):
         for schedule, split in SCHEDULES:
