@@ -180,18 +180,20 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
 
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Sources, with the CTAs of a multiprocessor that launches count on (0: as many as fit)."""
-    appends: dict[str, _core.Problem] = {}  # what they differ by: the type they convert
+    appends: dict[str, _core.KernelSource] = {}  # by name
     for spec in attention_specs(target):
         num_sms = spec.problem.spec["num_processors"]
         yield _core.attention_source(spec.problem), spec.kernel_config["num_ctas"] // num_sms
-        if spec.is_paged:
-            appends.setdefault((spec.dtype if spec.is_quantized else "any"), spec.problem)
+        for rotates in (False, True):
+            if spec.is_paged and not (rotates and spec.mla):
+                append = _core.append_source(spec.problem, rotates)
+                appends[append.name] = append
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
     yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0
     arch = int(target.removeprefix("sm_"))
-    for problem in appends.values():
-        yield _core.append_source(problem), 0
+    for append in appends.values():
+        yield append, 0
     for general in range(2):
         yield _core.plan_source(arch, general), 0
     for dtype in range(3):

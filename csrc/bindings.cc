@@ -216,9 +216,10 @@ NB_MODULE(_core, m) {
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });
-  m.def("prepare_append", [](const AttentionProblem& problem) {
-    return Prepared(
-        [&](KernelInfo* info) { return PrepareAppend(MakeAppendKernel(problem.spec), info); });
+  m.def("prepare_append", [](const AttentionProblem& problem, bool rotates) {
+    return Prepared([&](KernelInfo* info) {
+      return PrepareAppend(MakeAppendKernel(problem.spec, rotates), info);
+    });
   });
   m.def("prepare_merge", [](int64_t arch, int64_t dtype) {
     return Prepared([&](KernelInfo* info) { return PrepareMerge({arch, dtype}, info); });
@@ -239,8 +240,8 @@ NB_MODULE(_core, m) {
         return nb::make_tuple(nb::bytes(cubin.data(), cubin.size()), log);
       });
   m.def("attention_source", &AttentionKernelSource);
-  m.def("append_source", [](const AttentionProblem& problem) {
-    return AppendKernelSource(MakeAppendKernel(problem.spec));
+  m.def("append_source", [](const AttentionProblem& problem, bool rotates) {
+    return AppendKernelSource(MakeAppendKernel(problem.spec, rotates));
   });
   m.def("plan_source",
         [](int64_t arch, int64_t general) { return PlanKernelSource({arch, general}); });

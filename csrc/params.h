@@ -306,7 +306,24 @@ struct AppendParams {
   i32 num_kv_heads;
   i32 head_dim_qk;
   i32 head_dim_vo;
+
+  // append_rotated: what is new comes as one array, and its queries and keys are rotated on the
+  // way; k_new and v_new are null.
+  const void* qkv;   // [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads *
+                     // head_dim_vo]: heads of q, of k, of v
+  const float* cos;  // [max_qo_tokens, head_dim_qk / 2]
+  const float* sin;
+  void* q;  // [max_qo_tokens, num_qo_heads, head_dim_qk]
+  i32 num_qo_heads;
 };
+
+// Warps that share a token of append_rotated: each has 32 times four elements of v, or of q and k
+// with the four they are rotated with.
+constexpr i32 AppendRotatedWarps(const AppendParams& p) {
+  const i32 quads =
+      (p.num_qo_heads + p.num_kv_heads) * p.head_dim_qk / 8 + p.num_kv_heads * p.head_dim_vo / 4;
+  return (quads + 31) / 32;
+}
 
 // The device planner: sections of one plan buffer, all words of which are 0 at entry.
 struct PlanParams {

@@ -11,7 +11,7 @@ if find_spec("jax_attn._core") is None:
 from jax_attn import mla, reference
 from jax_attn.attention import attention, dot_product_attention, item_times
 from jax_attn.jit import precompile
-from jax_attn.kv_cache import append_kv
+from jax_attn.kv_cache import append_kv, append_rotated
 from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
 from jax_attn.plan import AttentionPlan, PlanBucket, plan
 from jax_attn.spec import AttentionSpec
@@ -21,6 +21,7 @@ __all__ = [
     "AttentionSpec",
     "PlanBucket",
     "append_kv",
+    "append_rotated",
     "attention",
     "dot_product_attention",
     "item_times",

@@ -129,6 +129,36 @@ def append_kv(
     return k_out, v_out[0] if v_out else None
 
 
+def append_rotated(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    jit.compile_ahead("append_rotated", spec)
+    q_shape = (spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk)
+    call = jax.ffi.ffi_call(
+        "jax_attn_append_rotated",
+        (
+            jax.ShapeDtypeStruct(q_shape, spec.dtype),
+            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
+        ),
+        input_output_aliases={3: 1, 4: 2},
+    )
+    scales = [a for a in (k_scale, v_scale) if a is not None]
+    q, k_out, v_out = call(
+        qkv, cos, sin, k_pages, v_pages, plan_buffer, layer, *scales, problem=spec.problem_words
+    )
+    return q, k_out, v_out
+
+
 def merge_states(
     o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
 ) -> tuple[jax.Array, jax.Array]:

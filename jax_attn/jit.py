@@ -61,8 +61,8 @@ def compile_ahead(operation: str, spec: AttentionSpec) -> None:
     """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
     own work, waits for the rest of the compile, if any, instead of the whole.
 
-    operation: "attention", "append", "plan" or "plan_general". Nothing happens unless a GPU is the
-        default backend.
+    operation: "attention", "append", "append_rotated", "plan" or "plan_general". Nothing happens
+        unless a GPU is the default backend.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
         _start(operation, spec)
@@ -99,7 +99,9 @@ def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     if spec.schedule == "auto" or spec.share_prefixes:
         jobs[f"plan_general-{arch}"] = lambda: _core.prepare_plan(arch, 1)
     if spec.is_paged:
-        jobs[_core.append_source(spec.problem).name] = lambda: _core.prepare_append(spec.problem)
+        for rotates in (False, True)[: 1 if spec.mla else 2]:
+            name = _core.append_source(spec.problem, rotates).name
+            jobs[name] = functools.partial(_core.prepare_append, spec.problem, rotates)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
     return jobs
 

@@ -1,7 +1,8 @@
-"""The paged kv cache: appending new keys and values in place."""
+"""The paged kv cache: appending new keys and values in place, rotated on the way or not."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, overload
 
 import jax
@@ -89,3 +90,50 @@ def append_kv(
     if v_pages is None:
         return k_stacked.reshape(k_pages.shape), None
     return k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)
+
+
+def append_rotated(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    plan: AttentionPlan,
+    *,
+    layer: Any = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotary embeddings of queries and keys, and append_kv, in one kernel.
+
+    Element i of a head is paired with i + head_dim_qk / 2, and the pair (a, b) becomes
+    (a cos - b sin, b cos + a sin), computed in f32 and rounded to the spec's dtype. What a decode
+    does between its projection and attention is then one launch instead of four.
+
+    qkv: [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads * head_dim_vo]:
+        of each token the heads of q, of k, and of v. Rows beyond the plan's tokens are not read.
+    cos, sin: [max_qo_tokens, head_dim_qk / 2], f32, of the angles of each token's position.
+    k_pages, v_pages, layer, k_scale, v_scale: as in append_kv; e4m3 pages get what is rounded.
+
+    Returns q: [max_qo_tokens, num_qo_heads, head_dim_qk], whose rows beyond the plan's tokens are
+    undefined, k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
+    """
+    op, spec = "append_rotated", plan.spec
+    if not spec.is_paged:
+        raise ValueError(f"{op}: plan: expected one of a paged spec, got page_size=None.")
+    if spec.mla:
+        raise NotImplementedError(f"{op}: plan: mla=True rotates a part of its rows: append_kv.")
+    tokens, half = spec.max_qo_tokens, spec.head_dim_qk // 2
+    shapes = (spec.q_shape, *spec.kv_shapes(tokens))
+    row_dim = sum(math.prod(shape[1:]) for shape in shapes if shape is not None)
+    scales = check_scales(op, spec, {"k_scale": k_scale, "v_scale": v_scale})
+    qkv = check_array(op, "qkv", qkv, (tokens, row_dim), spec.dtype)
+    cos = check_array(op, "cos", cos, (tokens, half), "float32")
+    sin = check_array(op, "sin", sin, (tokens, half), "float32")
+    k_stacked, v_stacked = as_stacked(op, spec, k_pages, v_pages, layer)
+    layer_index = layer_operand(op, layer, k_stacked.shape[0])
+    check_data(op, plan, layer_index, k_stacked.shape)
+    q, k_stacked, v_stacked = refuse_vmap(op, ffi.append_rotated)(
+        qkv, cos, sin, k_stacked, v_stacked, jnp.asarray(plan.buffer), layer_index, *scales, spec
+    )
+    return q, k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)

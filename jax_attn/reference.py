@@ -266,6 +266,52 @@ def append_kv(
     return k_pages, v_pages
 
 
+def append_rotated(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    k_pages: Array,
+    v_pages: Array,
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    page_indptr: np.ndarray,
+    page_indices: np.ndarray,
+    *,
+    layer: int | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """q rotated, and the pages with the batch's new tokens in, whose keys are rotated.
+
+    Args:
+      qkv: [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads *
+        head_dim_vo]: the heads of q, of k, of v.
+      cos, sin: [max_qo_tokens, head_dim_qk / 2]. Element i of a head is paired with i +
+        head_dim_qk / 2.
+      k_pages, v_pages, qo_indptr, kv_lens, page_indptr, page_indices, layer, k_scale, v_scale: as
+        in `append_kv`.
+    """
+    num_kv_heads, head_dim = k_pages.shape[-2:]
+    v_dim = num_kv_heads * v_pages.shape[-1]
+    xp = _namespace(qkv)
+    heads = qkv[:, :-v_dim].reshape(len(qkv), -1, head_dim)
+    a, b = xp.split(heads.astype(_compute_dtype(qkv)), 2, axis=-1)
+    c, s = cos[:, None], sin[:, None]
+    rotated = xp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(qkv.dtype)
+    v_new = qkv[:, -v_dim:].reshape(len(qkv), num_kv_heads, -1)
+    pages = append_kv(
+        k_pages,
+        v_pages,
+        rotated[:, -num_kv_heads:],
+        v_new,
+        *(qo_indptr, kv_lens, page_indptr, page_indices),
+        layer=layer,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return rotated[:, :-num_kv_heads], *pages
+
+
 def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """The state of the union of two disjoint key sets.
 

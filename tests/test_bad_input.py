@@ -339,7 +339,7 @@ def run_time(call, *words):
         assert word in str(caught.value)
 
 
-CPU = pytest.mark.parametrize("op", ["attention", "append_kv"])
+CPU = pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated"])
 
 
 def call_of(op, plan, layer=1, num_pages=9):
@@ -347,6 +347,9 @@ def call_of(op, plan, layer=1, num_pages=9):
     q, new = jnp.ones((8, 4, 64)), jnp.ones((8, 2, 64))
     if op == "attention":
         call = jax.jit(lambda plan, layer: ja.attention(q, k, v, plan, layer=layer))
+    elif op == "append_rotated":
+        rotated = jnp.ones((8, 8 * 64)), jnp.ones((8, 32)), jnp.ones((8, 32))
+        call = jax.jit(lambda plan, layer: ja.append_rotated(*rotated, k, v, plan, layer=layer))
     else:
         call = jax.jit(lambda plan, layer: ja.append_kv(k, v, new, new, plan, layer=layer))
     return lambda: call(plan, jnp.int32(layer))

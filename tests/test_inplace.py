@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +53,28 @@ def layer(x, k_pages, v_pages, plan, index):
     return jnp.tanh(o[:, :HEADS] + o[:, HEADS:] + x), k_pages, v_pages
 
 
+def rotated_layer(x, k_pages, v_pages, plan, index):
+    """The same, rotated by quarters of a turn."""
+    qkv = jnp.concatenate([x, 1 - x, x + 1, x - 1], axis=1).reshape(BATCH, -1)
+    cos, sin = (jnp.full((BATCH, DIM // 2), value, jnp.float32) for value in (0, 1))
+    q, k_pages, v_pages = ja.append_rotated(qkv, cos, sin, k_pages, v_pages, plan, layer=index)
+    o = ja.attention(q, k_pages, v_pages, plan, layer=index)
+    return jnp.tanh(o[:, :HEADS] + o[:, HEADS:] + x), k_pages, v_pages
+
+
 def unrolled(x, k_pages, v_pages, plan):
     for index in range(LAYERS):
         x, k_pages, v_pages = layer(x, k_pages, v_pages, plan, index)
     return x, k_pages, v_pages
 
 
-def scanned(x, k_pages, v_pages, plan):
+def rotated(x, k_pages, v_pages, plan):
+    for index in range(LAYERS):
+        x, k_pages, v_pages = rotated_layer(x, k_pages, v_pages, plan, index)
+    return x, k_pages, v_pages
+
+
+def scanned(x, k_pages, v_pages, plan, layer=layer):
     def body(carry, index):
         return layer(*carry, plan, index), None
 
@@ -96,16 +112,17 @@ def assert_no_cache_copy(compiled):
 
 
 STEPS = {"unrolled": unrolled, "scanned": scanned, "one_of_two": one_of_two}
+ROTATED = {"rotated": rotated, "rotated, scanned": partial(scanned, layer=rotated_layer)}
 
 
 @on_every_platform
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", STEPS | ROTATED)
 def test_one_step(name, backend):
     if name == "one_of_two" and jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10 copies what one branch of a conditional returns as it is")
     spec = make_spec(backend)
     plan = make_plan(spec, 0)
-    step = jax.jit(STEPS[name], donate_argnums=(1, 2))
+    step = jax.jit((STEPS | ROTATED)[name], donate_argnums=(1, 2))
     compiled = step.lower(*inputs(), plan).compile()
     assert_no_cache_copy(compiled)
 

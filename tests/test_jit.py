@@ -171,6 +171,7 @@ def test_precompile_without_gpu(cache_dir_here):
         ["plan", "sm_90a"],  # and the one that is told which prefixes are shared
         ["plan", "sm_90a"],
         ["append", "sm_90a"],
+        ["append_rotated", "sm_90a"],
         ["merge", "sm_90a"],
     ]
     attention = kernels[0]  # the others may be known from other tests of this process

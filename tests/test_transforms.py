@@ -141,7 +141,7 @@ def test_an_executable_from_the_persistent_cache_runs_in_a_fresh_process(tmp_pat
 
 
 @on_every_platform
-@pytest.mark.parametrize("op", ["attention", "append_kv", "merge_states"])
+@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated", "merge_states"])
 def test_vmap_works_or_refuses_in_one_sentence(op, backend):
     plan, b = prepare(backend)
     if op == "attention":
@@ -149,6 +149,11 @@ def test_vmap_works_or_refuses_in_one_sentence(op, backend):
     elif op == "append_kv":
         new = np.ones((len(b.q), 2, 64), np.float32)
         call, x = lambda n: ja.append_kv(b.k, b.v, n, n, plan, layer=1), np.stack([new, 2 * new])
+    elif op == "append_rotated":
+        n, num_heads = len(b.q), b.q.shape[1] + 2 * b.k.shape[-2]
+        angles = (np.ones((n, 32), np.float32),) * 2
+        call = lambda x: ja.append_rotated(x, *angles, b.k, b.v, plan, layer=1)  # noqa: E731
+        x = np.ones((2, n, num_heads * 64), np.float32)
     else:
         rng = np.random.default_rng(0)
         lse = rng.normal(size=(3, 5, 2)).astype(np.float32)

@@ -1,4 +1,5 @@
-// jax_attn_append_kv: unpack, check, launch, return. Results alias the page operands.
+// jax_attn_append_kv and jax_attn_append_rotated: unpack, check, launch, return. Results alias the
+// page operands.
 #include "cpu/append.h"
 
 #include <optional>
@@ -13,46 +14,72 @@
 namespace jax_attn {
 namespace {
 
-constexpr char kOp[] = "append_kv";
+// What is new, and where append_rotated leaves q.
+struct RotatedBuffers {
+  ffi::AnyBuffer qkv, cos, sin, q;
+};
 
 struct AppendBuffers {
-  ffi::AnyBuffer k_pages, k_new, plan, layer, k_out;
-  std::optional<ffi::AnyBuffer> v_pages, v_new, v_out;  // none of them with mla
+  ffi::AnyBuffer k_pages, plan, layer, k_out;
+  std::optional<ffi::AnyBuffer> v_pages, v_out;  // none of them with mla
+  std::optional<ffi::AnyBuffer> k_new, v_new;    // none with mla, or of append_rotated
   std::optional<ffi::AnyBuffer> k_scale, v_scale;
+  std::optional<RotatedBuffers> rotated;
+
+  const char* op() const { return rotated ? "append_rotated" : "append_kv"; }
 };
+
+Status CheckNew(const AttentionSpec& spec, const AppendBuffers& b) {
+  const ffi::DataType type = ToDataType(spec.dtype);
+  const int64_t tokens = spec.max_qo_tokens, heads = spec.num_stored_heads();
+  if (!b.rotated) {
+    Status s = CheckBuffer(b.op(), "k_new", *b.k_new, type, {tokens, heads, spec.head_dim_qk});
+    if (s.ok() && b.v_new) {
+      s = CheckBuffer(b.op(), "v_new", *b.v_new, type, {tokens, heads, spec.head_dim_vo});
+    }
+    return s;
+  }
+  const RotatedBuffers& r = *b.rotated;
+  const int64_t row_dim = (spec.num_qo_heads + heads) * spec.head_dim_qk + heads * spec.head_dim_vo;
+  Status s = CheckBuffer(b.op(), "qkv", r.qkv, type, {tokens, row_dim});
+  if (s.ok()) s = CheckBuffer(b.op(), "cos", r.cos, ffi::F32, {tokens, spec.head_dim_qk / 2});
+  if (s.ok()) s = CheckBuffer(b.op(), "sin", r.sin, ffi::F32, {tokens, spec.head_dim_qk / 2});
+  if (s.ok()) {
+    s = CheckBuffer(b.op(), "q", r.q, type, {tokens, spec.num_qo_heads, spec.head_dim_qk});
+  }
+  return s;
+}
 
 Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
   const AttentionSpec& spec = problem.spec;
-  const ffi::DataType type = ToDataType(spec.dtype), kv_type = ToDataType(spec.kv_dtype());
+  const ffi::DataType kv_type = ToDataType(spec.kv_dtype());
+  const std::string op = b.op();
   const auto dims = b.k_pages.dimensions();
   if (!spec.paged() || dims.size() != 5) {
-    return Status::Error("append_kv: k_pages: expected a paged cache of rank 5, got rank " +
+    return Status::Error(op + ": k_pages: expected a paged cache of rank 5, got rank " +
                          std::to_string(dims.size()) + ".");
   }
   const int64_t heads = spec.num_stored_heads();
   auto check_pages = [&](const char* name, const ffi::AnyBuffer& pages, int64_t head_dim) {
-    return CheckBuffer(kOp, name, pages, kv_type,
+    return CheckBuffer(b.op(), name, pages, kv_type,
                        {dims[0], dims[1], spec.page_size, heads, head_dim});
   };
   Status s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
-  if (s.ok()) {
-    s = CheckBuffer(kOp, "k_new", b.k_new, type, {spec.max_qo_tokens, heads, spec.head_dim_qk});
-  }
-  const bool has_v = b.v_pages && b.v_new && b.v_out;
-  if (s.ok() && has_v == (spec.mla != 0)) {
-    s = Status::Error("append_kv: v_pages, v_new: expected both, or neither with mla.");
+  const bool has_v = b.v_pages && b.v_out;
+  if (s.ok() && (has_v == (spec.mla != 0) || (!b.rotated && b.v_new.has_value() != has_v))) {
+    s = Status::Error(op + ": v_pages, v_new: expected both, or neither with mla.");
   }
   if (s.ok() && has_v) s = check_pages("v_pages", *b.v_pages, spec.head_dim_vo);
-  if (s.ok() && has_v) {
-    s = CheckBuffer(kOp, "v_new", *b.v_new, type, {spec.max_qo_tokens, heads, spec.head_dim_vo});
+  if (s.ok()) s = CheckNew(spec, b);
+  if (s.ok()) s = CheckFloats(b.op(), "k_scale", b.k_scale, spec.num_kv_heads);
+  if (s.ok()) s = CheckFloats(b.op(), "v_scale", b.v_scale, spec.num_kv_heads);
+  if (s.ok()) {
+    s = CheckBuffer(b.op(), "plan", b.plan, ffi::S32, {MakePlanLayout(problem).num_words});
   }
-  if (s.ok()) s = CheckFloats(kOp, "k_scale", b.k_scale, spec.num_kv_heads);
-  if (s.ok()) s = CheckFloats(kOp, "v_scale", b.v_scale, spec.num_kv_heads);
-  if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {MakePlanLayout(problem).num_words});
-  if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
+  if (s.ok()) s = CheckBuffer(b.op(), "layer", b.layer, ffi::S32, {});
   if (s.ok() && (b.k_out.untyped_data() != b.k_pages.untyped_data() ||
                  (has_v && b.v_out->untyped_data() != b.v_pages->untyped_data()))) {
-    s = Status::Error("append_kv: k_pages, v_pages: expected results that alias them, got copies.");
+    s = Status::Error(op + ": k_pages, v_pages: expected results that alias them, got copies.");
   }
   return s;
 }
@@ -65,7 +92,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
   AppendParams p = {};
   p.k_pages = b.k_out.untyped_data();
   p.v_pages = b.v_out ? b.v_out->untyped_data() : nullptr;
-  p.k_new = b.k_new.untyped_data();
+  p.k_new = b.k_new ? b.k_new->untyped_data() : nullptr;
   p.v_new = b.v_new ? b.v_new->untyped_data() : nullptr;
   p.layer = static_cast<const int32_t*>(b.layer.untyped_data());
   p.header = reinterpret_cast<const PlanHeader*>(plan + layout.header);
@@ -75,7 +102,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
   p.page_indices = plan + layout.page_indices;
   p.num_pages = b.k_pages.dimensions()[1];
   p.k_row_bytes = head_bytes * spec.head_dim_qk;
-  p.v_row_bytes = b.v_new ? head_bytes * spec.head_dim_vo : 0;
+  p.v_row_bytes = b.v_pages ? head_bytes * spec.head_dim_vo : 0;
   p.page_size = static_cast<i32>(spec.page_size);
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
   p.k_scale = FloatsOf(b.k_scale);
@@ -85,15 +112,58 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
   p.num_kv_heads = static_cast<i32>(spec.num_stored_heads());
   p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
   p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
+  if (b.rotated) {
+    p.qkv = b.rotated->qkv.untyped_data();
+    p.cos = static_cast<const float*>(b.rotated->cos.untyped_data());
+    p.sin = static_cast<const float*>(b.rotated->sin.untyped_data());
+    p.q = b.rotated->q.untyped_data();
+    p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
+  }
   return p;
 }
 
 Status Unpack(ffi::Span<const int64_t> words, const AppendBuffers& buffers,
               AttentionProblem* problem, AppendParams* params) {
-  if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
+  if (Status s = ReadProblem(buffers.op(), words, problem); !s.ok()) return s;
   if (Status s = Check(*problem, buffers); !s.ok()) return s;
   *params = MakeParams(*problem, buffers);
   return Status::Ok();
+}
+
+ffi::Error RunCpu(ffi::ThreadPool pool, ffi::Span<const int64_t> words, const AppendBuffers& b) {
+  AttentionProblem problem;
+  AppendParams params;
+  Status s = Unpack(words, b, &problem, &params);
+  if (s.ok()) s = CheckPlanHeader(b.op(), problem, *params.header, params.num_pages);
+  if (s.ok()) s = CheckLayer(b.op(), *params.layer, b.k_pages.dimensions()[0]);
+  if (!s.ok()) return ToFfi(s);
+  XlaTaskPool task_pool(pool);
+  b.rotated ? AppendRotatedCpu(params, task_pool) : AppendCpu(params, task_pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error RunCuda(CUstream_st* stream, int32_t device_ordinal, ffi::Span<const int64_t> words,
+                   const AppendBuffers& b) {
+  AttentionProblem problem;
+  AppendParams params;
+  Status s = Unpack(words, b, &problem, &params);
+  return ToFfi(s.ok() ? LaunchAppend(MakeAppendKernel(problem.spec, b.rotated.has_value()), params,
+                                     stream, device_ordinal)
+                      : s);
+}
+
+template <bool kRotates>
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
+  return RunStage(kRotates ? "append_rotated" : "append_kv", words, [](const AttentionProblem& p) {
+    return PrepareAppend(MakeAppendKernel(p.spec, kRotates));
+  });
+}
+
+template <bool kRotates>
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
+  return RunStage(kRotates ? "append_rotated" : "append_kv", words, [=](const AttentionProblem& p) {
+    return LoadAppend(MakeAppendKernel(p.spec, kRotates), device);
+  });
 }
 
 using OptionalBuffer = std::optional<ffi::AnyBuffer>;
@@ -103,54 +173,13 @@ AppendBuffers Buffers(ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new, ffi::AnyBuff
                       ffi::AnyBuffer layer, OptionalBuffer v_pages, OptionalBuffer v_new,
                       OptionalBuffer k_scale, OptionalBuffer v_scale,
                       ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out) {
-  AppendBuffers buffers{k_pages, k_new, plan,         layer,   *k_out,
-                        v_pages, v_new, std::nullopt, k_scale, v_scale};
-  if (v_out) buffers.v_out = **v_out;
-  return buffers;
-}
-
-ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new,
-                      ffi::AnyBuffer plan, ffi::AnyBuffer layer, OptionalBuffer v_pages,
-                      OptionalBuffer v_new, OptionalBuffer k_scale, OptionalBuffer v_scale,
-                      ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out,
-                      ffi::Span<const int64_t> words) {
-  AttentionProblem problem;
-  AppendParams params;
-  Status s = Unpack(
-      words, Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out),
-      &problem, &params);
-  if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
-  if (s.ok()) s = CheckLayer(kOp, *params.layer, k_pages.dimensions()[0]);
-  if (!s.ok()) return ToFfi(s);
-  XlaTaskPool task_pool(pool);
-  AppendCpu(params, task_pool);
-  return ffi::Error::Success();
-}
-
-ffi::Error InstantiateCuda(ffi::Span<const int64_t> words) {
-  return RunStage(kOp, words, [](const AttentionProblem& p) {
-    return PrepareAppend(MakeAppendKernel(p.spec));
-  });
-}
-
-ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
-  return RunStage(kOp, words, [=](const AttentionProblem& p) {
-    return LoadAppend(MakeAppendKernel(p.spec), device);
-  });
-}
-
-ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer k_pages,
-                       ffi::AnyBuffer k_new, ffi::AnyBuffer plan, ffi::AnyBuffer layer,
-                       OptionalBuffer v_pages, OptionalBuffer v_new, OptionalBuffer k_scale,
-                       OptionalBuffer v_scale, ffi::Result<ffi::AnyBuffer> k_out,
-                       OptionalResult v_out, ffi::Span<const int64_t> words) {
-  AttentionProblem problem;
-  AppendParams params;
-  Status s = Unpack(
-      words, Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out),
-      &problem, &params);
-  return ToFfi(s.ok() ? LaunchAppend(MakeAppendKernel(problem.spec), params, stream, device_ordinal)
-                      : s);
+  AppendBuffers b{k_pages, plan, layer, *k_out, v_pages};
+  b.k_new = k_new;
+  b.v_new = v_new;
+  b.k_scale = k_scale;
+  b.v_scale = v_scale;
+  if (v_out) b.v_out = **v_out;
+  return b;
 }
 
 template <typename Binding>
@@ -169,25 +198,104 @@ auto BindCall(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("problem");
 }
 
-XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+// The operands of append_rotated: v_pages always, since mla rotates by itself.
+AppendBuffers RotatedAppend(ffi::AnyBuffer qkv, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
+                            ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::AnyBuffer plan,
+                            ffi::AnyBuffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale,
+                            ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k_out,
+                            ffi::Result<ffi::AnyBuffer> v_out) {
+  AppendBuffers b{k_pages, plan, layer, *k_out, v_pages, *v_out};
+  b.k_scale = k_scale;
+  b.v_scale = v_scale;
+  b.rotated = RotatedBuffers{qkv, cos, sin, *q};
+  return b;
+}
 
-XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
-                       ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem"));
+template <typename Binding>
+auto BindRotated(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()          // qkv
+      .template Arg<ffi::AnyBuffer>()          // cos
+      .template Arg<ffi::AnyBuffer>()          // sin
+      .template Arg<ffi::AnyBuffer>()          // k_pages
+      .template Arg<ffi::AnyBuffer>()          // v_pages
+      .template Arg<ffi::AnyBuffer>()          // plan
+      .template Arg<ffi::AnyBuffer>()          // layer
+      .template OptionalArg<ffi::AnyBuffer>()  // k_scale
+      .template OptionalArg<ffi::AnyBuffer>()  // v_scale
+      .template Ret<ffi::AnyBuffer>()          // q
+      .template Ret<ffi::AnyBuffer>()          // k_pages
+      .template Ret<ffi::AnyBuffer>()          // v_pages
+      .template Attr<ffi::Span<const int64_t>>("problem");
+}
+
+using Words = ffi::Span<const int64_t>;
+using Buffer = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
 
 XLA_FFI_DEFINE_HANDLER(
-    kInitializeCuda, InitializeCuda,
-    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attr<ffi::Span<const int64_t>>("problem"));
+    kExecuteCpu,
+    [](ffi::ThreadPool pool, Buffer k_pages, Buffer k_new, Buffer plan, Buffer layer,
+       OptionalBuffer v_pages, OptionalBuffer v_new, OptionalBuffer k_scale, OptionalBuffer v_scale,
+       Result k_out, OptionalResult v_out, Words words) {
+      return RunCpu(
+          pool, words,
+          Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out));
+    },
+    BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
-    kExecuteCuda, ExecuteCuda,
+    kExecuteCuda,
+    [](CUstream_st* stream, int32_t device, Buffer k_pages, Buffer k_new, Buffer plan, Buffer layer,
+       OptionalBuffer v_pages, OptionalBuffer v_new, OptionalBuffer k_scale, OptionalBuffer v_scale,
+       Result k_out, OptionalResult v_out, Words words) {
+      return RunCuda(
+          stream, device, words,
+          Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out));
+    },
     BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    kRotateCpu,
+    [](ffi::ThreadPool pool, Buffer qkv, Buffer cos, Buffer sin, Buffer k_pages, Buffer v_pages,
+       Buffer plan, Buffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale, Result q,
+       Result k_out, Result v_out, Words words) {
+      return RunCpu(pool, words,
+                    RotatedAppend(qkv, cos, sin, k_pages, v_pages, plan, layer, k_scale, v_scale, q,
+                                  k_out, v_out));
+    },
+    BindRotated(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+XLA_FFI_DEFINE_HANDLER(
+    kRotateCuda,
+    [](CUstream_st* stream, int32_t device, Buffer qkv, Buffer cos, Buffer sin, Buffer k_pages,
+       Buffer v_pages, Buffer plan, Buffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale,
+       Result q, Result k_out, Result v_out, Words words) {
+      return RunCuda(stream, device, words,
+                     RotatedAppend(qkv, cos, sin, k_pages, v_pages, plan, layer, k_scale, v_scale,
+                                   q, k_out, v_out));
+    },
+    BindRotated(
+        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda<false>,
+                       ffi::Ffi::BindInstantiate().Attr<Words>("problem"));
+XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda<false>,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attr<Words>("problem"));
+XLA_FFI_DEFINE_HANDLER(kInstantiateRotated, InstantiateCuda<true>,
+                       ffi::Ffi::BindInstantiate().Attr<Words>("problem"));
+XLA_FFI_DEFINE_HANDLER(kInitializeRotated, InitializeCuda<true>,
+                       ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attr<Words>("problem"));
 
 }  // namespace
 
 const std::vector<Target> kAppendTargets = {
     {"jax_attn_append_kv", "cpu", nullptr, nullptr, kExecuteCpu},
     {"jax_attn_append_kv", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
+    {"jax_attn_append_rotated", "cpu", nullptr, nullptr, kRotateCpu},
+    {"jax_attn_append_rotated", "CUDA", kInstantiateRotated, kInitializeRotated, kRotateCuda},
 };
 
 }  // namespace jax_attn

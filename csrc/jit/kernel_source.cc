@@ -155,9 +155,10 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
           Options(kernel.arch)};
 }
 
-AppendKernel MakeAppendKernel(const AttentionSpec& spec) {
+AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates) {
   AppendKernel kernel{spec.arch, spec.kv_is_e4m3};
-  if (kernel.kv_is_e4m3) kernel.dtype = spec.dtype;
+  if (kernel.kv_is_e4m3 || rotates) kernel.dtype = spec.dtype;
+  kernel.rotates = rotates;
   return kernel;
 }
 
@@ -165,12 +166,16 @@ KernelSource MakeSource(const AppendKernel& kernel) {
   TraitsWriter traits;
   traits.Int("kArch", kernel.arch);
   traits.Bool("kKvIsE4m3", kernel.kv_is_e4m3);
-  traits.Int("kDtype", kernel.dtype, kernel.kv_is_e4m3 ? DTypeName(kernel.dtype) : "any");
+  const bool any_dtype = !kernel.kv_is_e4m3 && !kernel.rotates;
+  traits.Int("kDtype", kernel.dtype, any_dtype ? "any" : DTypeName(kernel.dtype));
   const std::string entry = "append_kernel";
-  std::string name = "append-" + ArchName(kernel.arch);
-  if (kernel.kv_is_e4m3) name += std::string("-") + DTypeName(kernel.dtype) + "-kve4m3";
+  const std::string op = kernel.rotates ? "append_rotated" : "append";
+  std::string name = op + "-" + ArchName(kernel.arch);
+  if (!any_dtype) name += std::string("-") + DTypeName(kernel.dtype);
+  if (kernel.kv_is_e4m3) name += "-kve4m3";
   return {name, entry,
-          TranslationUnit("cuda/any/append.cuh", traits.str(), "AppendBody", "Append", entry),
+          TranslationUnit("cuda/any/" + op + ".cuh", traits.str(),
+                          kernel.rotates ? "AppendRotatedBody" : "AppendBody", "Append", entry),
           Options(kernel.arch)};
 }
 
@@ -222,7 +227,7 @@ KernelKey MakeKey(const AttentionKernel& k) {
           k.kv_is_e4m3,
           k.record_times};
 }
-KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch, k.kv_is_e4m3, k.dtype}; }
+KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch, k.kv_is_e4m3, k.dtype, k.rotates}; }
 KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }
 KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch, k.general}; }
 

@@ -41,9 +41,10 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 struct AppendKernel {
   int64_t arch = 0;        // 0: that of device 0
   int64_t kv_is_e4m3 = 0;  // 0: bytes are copied, whatever their type
-  int64_t dtype = kBF16;   // of k_new and v_new, where pages are e4m3
+  int64_t dtype = kBF16;   // of k_new and v_new, where elements are computed with
+  int64_t rotates = 0;     // 1: append_rotated
 };
-AppendKernel MakeAppendKernel(const AttentionSpec& spec);
+AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates);
 
 struct MergeKernel {
   int64_t arch = 0;  // 0: that of device 0

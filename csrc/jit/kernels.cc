@@ -217,8 +217,9 @@ Status LaunchAppend(const AppendKernel& kernel, const AppendParams& params, void
   if (Status s = FindResolved("append_kv", kernel, device_ordinal, &loaded); !s.ok()) return s;
   if (params.max_qo_tokens == 0) return Status::Ok();
   Launch launch;
+  const int64_t warps_a_token = kernel.rotates ? AppendRotatedWarps(params) : 2;
   launch.num_ctas =
-      GridFor(int64_t{2} * params.max_qo_tokens, loaded->num_threads / kWarpSize, *loaded);
+      GridFor(warps_a_token * params.max_qo_tokens, loaded->num_threads / kWarpSize, *loaded);
   return LaunchLoaded("append_kv", *loaded, launch, params, stream);
 }
 

@@ -22,6 +22,19 @@ __device__ __forceinline__ int FindRequest(const i32* qo_indptr, int batch_size,
   return first;
 }
 
+// The row of the pools where query token `token` goes, found by a whole warp; -1: it has none.
+__device__ __forceinline__ i64 FindRow(const AppendParams& p, int batch_size, int token) {
+  const int request = FindRequest(p.qo_indptr, batch_size, token);
+  const i64 page_begin = LoadConstant(p.page_indptr + request);
+  const i64 layer = p.layer != nullptr ? LoadConstant(p.layer) : 0;
+  const int pos =
+      LoadConstant(p.kv_lens + request) - LoadConstant(p.qo_indptr + request + 1) + token;
+  if (pos < 0) return -1;
+  const i64 page =
+      layer * p.num_pages + LoadConstant(p.page_indices + page_begin + pos / p.page_size);
+  return page * p.page_size + pos % p.page_size;
+}
+
 template <class Traits>
 struct AppendBody {
   static constexpr int kNumThreads = 256;
@@ -34,19 +47,12 @@ struct AppendBody {
     const int batch_size = LoadConstant(&p.header->batch_size);
     const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // of a token
     const i64 num_tasks = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) << tasks_log2;
-    const i64 layer = p.layer != nullptr ? LoadConstant(p.layer) : 0;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
       const int token = static_cast<int>(task >> tasks_log2);
       const bool is_v = (task & tasks_log2) != 0;
-      const int request = FindRequest(p.qo_indptr, batch_size, token);
-      const int pos =
-          LoadConstant(p.kv_lens + request) - LoadConstant(p.qo_indptr + request + 1) + token;
-      if (pos < 0) continue;
-      const i64 page_at =
-          static_cast<i64>(LoadConstant(p.page_indptr + request)) + pos / p.page_size;
-      const i64 page = layer * p.num_pages + LoadConstant(p.page_indices + page_at);
-      const i64 row = page * p.page_size + pos % p.page_size;
+      const i64 row = FindRow(p, batch_size, token);
+      if (row < 0) continue;
       if constexpr (Traits::kKvIsE4m3) {
         if (is_v) {
           QuantizeRow(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);

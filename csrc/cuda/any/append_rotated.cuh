@@ -1,0 +1,143 @@
+// Rotates new queries and keys, and writes keys and values to their places in the page pools.
+#pragma once
+
+#include "cuda/any/append.cuh"
+#include "cuda/common/types.cuh"
+
+namespace jax_attn {
+
+template <class Traits>
+struct AppendRotatedBody {
+  static constexpr int kNumThreads = 256;
+  static constexpr int kSmemBytes = 0;
+  static constexpr int kMinCtasPerSm = 5;
+  static constexpr int kDtype = Traits::kDtype;
+
+  // A thread has four neighbouring elements of a token, and with them the four that they pair with:
+  // first those of q, then of k, then, without pairs, of v. A warp stays with one token.
+  __device__ __forceinline__ static void Run(const AppendParams& p) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
+    const int batch_size = LoadConstant(&p.header->batch_size);
+    const int q_quads = p.num_qo_heads * p.head_dim_qk / 8;
+    const int rotated_quads = q_quads + p.num_kv_heads * p.head_dim_qk / 8;
+    const int num_quads = rotated_quads + p.num_kv_heads * p.head_dim_vo / 4;
+    const i64 row_dim = rotated_quads * 8 + (num_quads - rotated_quads) * 4;
+    const int half = p.head_dim_qk / 2;
+    const int warps_a_token = AppendRotatedWarps(p);
+    const int num_tasks = LoadConstant(&p.header->nnz_qo) * warps_a_token;
+    for (int task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
+         task < num_tasks; task += num_warps) {
+      const int token = task / warps_a_token, first = task % warps_a_token * kWarpSize;
+      const int quad = first + lane;
+      const bool is_rotated = quad < rotated_quads;
+      const i64 from = token * row_dim;
+      // All that is read is under way before the row is looked up, which takes longer.
+      Bits low = {}, high = {};
+      float4 c = {}, s = {};
+      if (is_rotated) {
+        const i64 angle = i64{token} * half + quad % (half / 4) * 4;
+        low = Quad(p.qkv, from + LowElement(p, quad));
+        high = Quad(p.qkv, from + LowElement(p, quad) + half);
+        c = *reinterpret_cast<const float4*>(p.cos + angle);
+        s = *reinterpret_cast<const float4*>(p.sin + angle);
+      } else if (quad < num_quads) {
+        low = Quad(p.qkv, from + (quad + rotated_quads) * 4);
+      }
+      // Nobody asks for the row of a warp that has nothing but queries.
+      const i64 row = first + kWarpSize > q_quads ? FindRow(p, batch_size, token) : -1;
+      if (is_rotated) {
+        const float4 a = Floats(low), b = Floats(high);
+        const Pair pair = {{a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y, a.z * c.z - b.z * s.z,
+                            a.w * c.w - b.w * s.w},
+                           {b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y, b.z * c.z + a.z * s.z,
+                            b.w * c.w + a.w * s.w}};
+        if (quad < q_quads) {
+          StorePair(p, p.q, token * i64{8} * q_quads, quad, pair);
+        } else if (row >= 0) {
+          StoreKeys(p, row * 8 * (rotated_quads - q_quads), quad - q_quads, pair);
+        }
+      } else if (row >= 0 && quad < num_quads) {
+        const int v_quads = num_quads - rotated_quads;
+        StoreValues(p, row * 4 * v_quads + (quad - rotated_quads) * 4, quad - rotated_quads, low);
+      }
+    }
+  }
+
+ private:
+  using Bits = typename Choose<kDtype == kElementF32, uint4, uint2>::Type;  // of four elements
+
+  struct Pair {
+    float4 low, high;  // elements i and i + head_dim_qk / 2 of a head
+  };
+
+  __device__ __forceinline__ static Bits Quad(const void* array, i64 at) {
+    return static_cast<const Bits*>(array)[at / 4];
+  }
+
+  __device__ __forceinline__ static float4 Floats(Bits x) {
+    if constexpr (kDtype == kElementF32) {
+      return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                         __uint_as_float(x.w));
+    } else {
+      using E = Element<kDtype>;
+      return make_float4(E::ToFloat(static_cast<u16>(x.x)), E::ToFloat(static_cast<u16>(x.x >> 16)),
+                         E::ToFloat(static_cast<u16>(x.y)),
+                         E::ToFloat(static_cast<u16>(x.y >> 16)));
+    }
+  }
+
+  // Of quad `quad` among heads of head_dim_qk: the index of its low elements.
+  __device__ __forceinline__ static int LowElement(const AppendParams& p, int quad) {
+    const int head_quads = p.head_dim_qk / 8;
+    return quad / head_quads * p.head_dim_qk + quad % head_quads * 4;
+  }
+
+  __device__ __forceinline__ static void StorePair(const AppendParams& p, void* to, i64 begin,
+                                                   int quad, const Pair& pair) {
+    const i64 at = begin + LowElement(p, quad);
+    Store4<kDtype>(to, at, pair.low);
+    Store4<kDtype>(to, at + p.head_dim_qk / 2, pair.high);
+  }
+
+  __device__ __forceinline__ static void StoreKeys(const AppendParams& p, i64 begin, int quad,
+                                                   const Pair& pair) {
+    if constexpr (Traits::kKvIsE4m3) {
+      const i64 at = begin + LowElement(p, quad);
+      const float scale = Scale(p.k_scale, LowElement(p, quad) / p.head_dim_qk);
+      StoreCodes(p.k_pages, at, pair.low, scale);
+      StoreCodes(p.k_pages, at + p.head_dim_qk / 2, pair.high, scale);
+    } else {
+      StorePair(p, p.k_pages, begin, quad, pair);
+    }
+  }
+
+  // As they are, NaN as well.
+  __device__ __forceinline__ static void StoreValues(const AppendParams& p, i64 at, int quad,
+                                                     Bits bits) {
+    if constexpr (Traits::kKvIsE4m3) {
+      StoreCodes(p.v_pages, at, Floats(bits), Scale(p.v_scale, quad * 4 / p.head_dim_vo));
+    } else {
+      static_cast<Bits*>(p.v_pages)[at / 4] = bits;
+    }
+  }
+
+  __device__ __forceinline__ static float Scale(const float* scales, int head) {
+    return scales != nullptr ? scales[head] : 1.0f;
+  }
+
+  // Codes of x as it is in kDtype.
+  __device__ __forceinline__ static void StoreCodes(void* pool, i64 at, float4 x, float scale) {
+    using E = Element<kDtype>;
+    const u32 pairs[2] = {E::Pack(x.x, x.y), E::Pack(x.z, x.w)};
+    u32 codes = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float element = E::ToFloat(static_cast<u16>(pairs[j / 2] >> j % 2 * 16));
+      codes |= ToE4m3(element / scale) << j * 8;
+    }
+    static_cast<u32*>(pool)[at / 4] = codes;
+  }
+};
+
+}  // namespace jax_attn
