@@ -36,8 +36,11 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
     caches = list(caches)
     for i, kind in enumerate(config.layers):
 
-        def attend(q: Any, k: Any, v: Any, i: int = i) -> Any:
-            q, k, v = (a.reshape(batch_size, num_new, *a.shape[1:]) for a in (q, k, v))
+        def attend(qkv: Any, i: int = i, kind: Any = kind) -> Any:
+            q, k, v = (
+                a.reshape(batch_size, num_new, *a.shape[1:])
+                for a in decoder._rotated_heads(qkv, positions, config, kind)
+            )
             pages = [
                 jax.lax.dynamic_update_slice(cache, new, (0, begin, 0, 0))
                 for cache, new in zip(caches[i], (k, v), strict=True)
@@ -52,8 +55,7 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
             caches[i] = tuple(pages)
             return o.reshape(-1, *o.shape[2:])
 
-        angles = kind.rope.angles(config.head_dim, positions)
-        x = decoder._layer(x, params["layers"][i], config, angles, attend)
+        x = decoder._layer(x, params["layers"][i], config, attend)
     last = x.reshape(batch_size, num_new, -1)[:, -1]
     return jnp.argmax(decoder._logits(last, params, config), axis=-1)[:, None], caches
 

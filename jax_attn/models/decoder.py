@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 import jax_attn as ja
-from jax_attn.models.config import ModelConfig
+from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 
-Angles = tuple[jax.Array, jax.Array]
 Attend = Callable[..., jax.Array]
-"""(q, k, v, idx, kind) -> o [n, num_qo_heads, head_dim]: the attention of layer `idx`."""
+"""(qkv, idx, kind) -> o [n, num_qo_heads, head_dim]: rotation and attention of layer `idx`.
+qkv: [n, num_qo_heads + 2 * num_kv_heads, head_dim], the heads of q, of k, and of v."""
 
 
 def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
@@ -78,15 +78,18 @@ def forward(
     if len(plans) != len(config.kinds):
         raise ValueError(f"forward: plans: expected {len(config.kinds)}, got {len(plans)}.")
     plan_of = dict(zip(config.kinds, plans, strict=True))
+    angles_of = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
 
-    def attend(q, k, v, idx, kind):
+    def attend(qkv, idx, kind):
         nonlocal k_pages, v_pages
         # The stacked cache and an index, never a slice: slicing it would make XLA copy it. What is
         # appended depends on lengths and pages alone, so that any plan will do.
-        k_pages, v_pages = ja.append_kv(k_pages, v_pages, k, v, plans[0], layer=idx)
+        q, k_pages, v_pages = ja.append_rotated(
+            qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, plans[0], layer=idx
+        )
         return ja.attention(q, k_pages, v_pages, plan_of[kind], layer=idx)
 
-    x = _layers(tokens, positions, params, config, attend)
+    x = _layers(tokens, params, config, attend)
     return _logits(x[logit_rows], params, config), k_pages, v_pages
 
 
@@ -96,7 +99,8 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
 
     distance = positions[:, None] - positions
 
-    def attend(q, k, v, idx, kind):
+    def attend(qkv, idx, kind):
+        q, k, v = _rotated_heads(qkv, positions, config, kind)
         visible = distance >= 0
         if kind.window is not None:
             visible &= distance < kind.window
@@ -107,21 +111,18 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(v.dtype)
         return jnp.einsum("hqk,khd->qhd", weights, v)
 
-    return _logits(_layers(tokens, positions, params, config, attend), params, config)
+    return _logits(_layers(tokens, params, config, attend), params, config)
 
 
-def _layers(
-    tokens: jax.Array, positions: jax.Array, params: Params, config: ModelConfig, attend: Attend
-) -> jax.Array:
+def _layers(tokens: jax.Array, params: Params, config: ModelConfig, attend: Attend) -> jax.Array:
     """[n, hidden]: all layers, one after the other.
 
     No loop of XLA's: its body would have to slice the weights of each layer out of a stack, and
     what cannot be fused with that slice (Triton's matmuls, so a decode's) reads a copy of them.
     """
-    angles = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
     x = _embed(tokens, params, config)
     for idx, (kind, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        x = _layer(x, weights, config, angles[kind], partial(attend, idx=idx, kind=kind))
+        x = _layer(x, weights, config, partial(attend, idx=idx, kind=kind))
     return x
 
 
@@ -129,10 +130,9 @@ def _layer(
     x: jax.Array,
     weights: Params,
     config: ModelConfig,
-    angles: Angles,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """x: [n, hidden] -> x, with attend(q, k, v) -> o [n, num_qo_heads, head_dim]."""
+    """x: [n, hidden] -> x, with attend(qkv) -> o [n, num_qo_heads, head_dim]."""
 
     def norm(x: jax.Array, name: str) -> jax.Array:
         return _rms_norm(x, weights[name], config)
@@ -140,11 +140,14 @@ def _layer(
     qkv = norm(x, "attention_norm") @ weights["qkv"]
     if config.qkv_bias:
         qkv += weights["qkv_bias"]
-    heads = qkv.reshape(len(x), -1, config.head_dim)
-    q, k, v = jnp.split(heads, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
+    qkv = qkv.reshape(len(x), -1, config.head_dim)
     if config.qk_norm:
-        q, k = norm(q, "q_norm"), norm(k, "k_norm")
-    o = attend(rotate(q, angles), rotate(k, angles), v)
+        # All heads at once, and those of v not: a kernel, where three parts would be three.
+        head = jnp.arange(qkv.shape[1])[:, None]
+        scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
+        is_v = head >= config.num_qo_heads + config.num_kv_heads
+        qkv = jnp.where(is_v, qkv, _rms_norm(qkv, scale, config))
+    o = attend(qkv)
     h = o.reshape(len(x), -1) @ weights["o"]
     if config.o_bias:
         h += weights["o_bias"]
@@ -153,6 +156,19 @@ def _layer(
     gate, up = jnp.split(norm(x, "mlp_norm") @ weights["gate_up"], 2, axis=-1)
     h = (_ACTIVATIONS[config.activation](gate) * up) @ weights["down"]
     return x + (norm(h, "mlp_post_norm") if config.post_norms else h)
+
+
+def _split_heads(qkv: jax.Array, config: ModelConfig) -> list[jax.Array]:
+    return jnp.split(qkv, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
+
+
+def _rotated_heads(
+    qkv: jax.Array, positions: jax.Array, config: ModelConfig, kind: LayerKind
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k, v for who attends without append_rotated."""
+    q, k, v = _split_heads(qkv, config)
+    angles = kind.rope.angles(config.head_dim, positions)
+    return rotate(q, angles), rotate(k, angles), v
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form

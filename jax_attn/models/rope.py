@@ -51,14 +51,14 @@ class Rope:
         return frequencies if self.scaling is None else self.scaling.apply(frequencies)
 
     def angles(self, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos, sin: [n, 1, head_dim / 2] f32 of positions [n]."""
+        """cos, sin: [n, head_dim / 2] f32 of positions [n]."""
         frequencies = jnp.asarray(self.frequencies(head_dim), jnp.float32)
-        angles = positions[:, None, None].astype(jnp.float32) * frequencies
+        angles = positions[:, None].astype(jnp.float32) * frequencies
         return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates x: [n, heads, head_dim], pairing element i with i + head_dim / 2."""
-    cos, sin = angles
+    cos, sin = (x[:, None] for x in angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
