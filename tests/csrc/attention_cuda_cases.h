@@ -39,7 +39,7 @@ struct Case {
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
   double sharpness = 1;  // of the softmax: beyond 5 the references of rows grow in later steps, too
-  int late_keys = 0;     // keys of a request's second half are 2^late_keys times larger
+  int late_keys = 0;     // keys of a request's second half, mla: beyond v, times 2^late_keys
   bool low = false;      // all logits are far below 0
   // Tokens that all requests have in common, and that every other one does besides.
   int64_t prefix = 0, half_prefix = 0;
@@ -205,7 +205,10 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
                                       : b.kv_indptr[r] + i;
       std::vector<uint16_t> k = RandomBf16(k_row, random), v = RandomBf16(v_row, random);
       if (2 * i >= c.requests[r].kv_len) {
-        for (uint16_t& x : k) x += (x & 0x7fff) != 0 ? c.late_keys << 7 : 0;
+        // Not of what are mla's values, too: o is compared as it is.
+        for (size_t j = spec.mla ? Traits::kHeadDimVo : 0; j < k.size(); ++j) {
+          k[j] += (k[j] & 0x7fff) != 0 ? c.late_keys << 7 : 0;
+        }
       }
       for (uint16_t& x : k) x |= c.low ? 0x8000 : 0;
       if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) (spec.mla ? k : v)[5] = 0x7fff;

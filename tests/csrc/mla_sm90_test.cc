@@ -48,6 +48,28 @@ void RunDecodeCase(const char* name) {
       31);
 }
 
+// References that have to follow, some of them in every step, and logits that are far below 0.
+template <class Kernel, int kHeads, int kPage>
+void RunReferenceCases() {
+  using Shape = MlaShapeOf<576, 512, kHeads, kPage, false, true, false>;
+  Case c = {.name = "mla, very sharp",
+            .requests = {{1, 700}, {1, 130}, {2, 390}},
+            .num_ctas = 1,
+            .kv_heads = 1,
+            .qo_heads = kHeads,
+            .sharpness = 250};
+  RunCase<Kernel, Shape>(c, 32);
+  c.name = "mla, maxima that rise late";
+  c.sharpness = 10;
+  c.late_keys = 5;
+  RunCase<Kernel, Shape>(c, 33);
+  c.name = "mla, logits far below 0";
+  c.sharpness = 30;
+  c.late_keys = 0;
+  c.low = true;
+  RunCase<Kernel, Shape>(c, 34);
+}
+
 }  // namespace
 }  // namespace jax_attn
 
@@ -61,14 +83,7 @@ int main() {
   RunDecodeCase<Sm90MlaDecode, 16, 64>("mla decode, 16 heads, page 64");
   RunDecodeCase<Sm90MlaDecode, 32, 16>("mla decode, 32 heads, page 16");
   RunDecodeCase<Sm90Mla, 64, 64>("mla, 64 heads, page 64");
-  // Late maxima that would overflow with the references of the first steps.
-  RunCase<Sm90Mla, MlaShapeOf<576, 512, 64, 3, false, true, false>>(
-      {.name = "mla, 64 heads, very sharp",
-       .requests = {{1, 700}, {1, 130}, {2, 390}},
-       .num_ctas = 1,
-       .kv_heads = 1,
-       .qo_heads = 64,
-       .sharpness = 250},
-      32);
+  RunReferenceCases<Sm90Mla, 64, 3>();
+  RunReferenceCases<Sm90MlaDecode, 16, 64>();
   return RunMlaCases<Sm90MlaDecode, 128, 192>() | RunMlaCases<Sm90Mla, 128, 192>();
 }
