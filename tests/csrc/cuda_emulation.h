@@ -13,6 +13,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -20,6 +21,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -407,6 +409,54 @@ inline void Machine::Entry() {
 
 inline void WarpBarrier(const char* where) { machine.Wait(Waits::kForWarp, where); }
 
+// bar.sync, bar.arrive.
+class NamedBarriers : public Unit {
+ public:
+  NamedBarriers() { machine.units.push_back(this); }
+
+  void BeginCta(int) override { barriers_ = {}; }
+  void EndCta() override {}
+  void Exchange(int drawer) override { std::swap(barriers_, drawers_[drawer]); }
+
+  // Returns whether `x` holds for any of those that met, if it waits.
+  bool Arrive(int id, int num_threads, bool wait, bool x) {
+    if (id < 1 || id > 15) Fail(Text("there is no named barrier %d", id));
+    if (num_threads < 32 || num_threads % 32 != 0) Fail("named barriers count whole warps");
+    Barrier& b = barriers_[id];
+    if (b.arrived > 0 && b.num_threads != num_threads) {
+      Fail(Text("named barrier %d: of %d threads or %d?", id, b.num_threads, num_threads));
+    }
+    b.num_threads = num_threads;
+    const uint32_t phase = b.phase;
+    b.any = b.any || x;
+    if (++b.arrived == num_threads) {
+      b.arrived = 0;
+      ++b.phase;
+      b.any_last = b.any;
+      b.any = false;
+    }
+    if (!wait) return false;
+    machine.WaitUntil([&b, phase] { return b.phase != phase; },
+                      [&b, id] {
+                        return Text("named barrier %d: %d of %d arrived", id, b.arrived,
+                                    b.num_threads);
+                      });
+    return b.any_last;  // the next phase ends with us
+  }
+
+ private:
+  struct Barrier {
+    int num_threads;
+    int arrived;
+    uint32_t phase;
+    bool any;       // of the predicates of this phase,
+    bool any_last;  // and of the one before
+  };
+  std::array<Barrier, 16> barriers_ = {};
+  std::map<int, std::array<Barrier, 16>> drawers_;
+};
+inline NamedBarriers named_barriers;
+
 // Hands `value` to the warp; read(lane) sees what lane handed in.
 template <typename Read>
 auto Collective(const char* where, uint32_t value, Read read) {
@@ -629,6 +679,19 @@ inline u32 WarpSum(u32 x) {
   });
 }
 
+inline void SyncNamed(int id, int num_threads) {
+  emulation::WarpBarrier("bar.sync");
+  emulation::named_barriers.Arrive(id, num_threads, true, false);
+}
+inline bool SyncNamedOr(int id, int num_threads, bool x) {
+  emulation::WarpBarrier("barrier.red");
+  return emulation::named_barriers.Arrive(id, num_threads, true, x);
+}
+inline void ArriveNamed(int id, int num_threads) {
+  emulation::WarpBarrier("bar.arrive");
+  emulation::named_barriers.Arrive(id, num_threads, false, false);
+}
+
 inline i32 LoadConstant(const i32* global) { return *global; }
 template <typename T>
 T EmulationLoad16(const void* global) {
@@ -639,6 +702,7 @@ T EmulationLoad16(const void* global) {
 }
 inline uint4 LoadConstant16(const void* global) { return EmulationLoad16<uint4>(global); }
 inline i32 LoadCoherent(const i32* global) { return *global; }
+inline i32 LoadAcquire(const i32* counter) { return *counter; }
 inline RowState LoadCoherentIf(bool loads, const RowState* global, RowState otherwise) {
   return loads ? *global : otherwise;
 }

@@ -42,15 +42,6 @@ struct BoxedArray {
   u64 box_rows;  // of 64 columns of one head
 };
 
-// bar.sync, bar.arrive.
-struct NamedBarrier {
-  int num_threads;
-  int arrived;
-  u32 phase;
-  bool any;       // of the predicates of this phase,
-  bool any_last;  // and of the one before
-};
-
 // One of the two matrices of a product in shared memory, as a descriptor has it. In 16-byte chunks,
 // the layouts of the PTX ISA ("Asynchronous warpgroup-level matrix shared memory layout") in the
 // notation of CUTLASS (cute/atom/mma_traits_sm90_gmma.hpp); T is the 8 elements of a chunk.
@@ -165,7 +156,6 @@ class Sm90 : public Unit {
 
   void BeginCta(int num_threads) override {
     shared_barriers_.clear();
-    std::fill(std::begin(named_barriers_), std::end(named_barriers_), NamedBarrier{});
     warps_.clear();
     warps_.resize(num_threads / 32);
     issued_.clear();
@@ -195,7 +185,6 @@ class Sm90 : public Unit {
   void Exchange(int drawer) override {
     Drawer& d = drawers_[drawer];
     std::swap(shared_barriers_, d.shared_barriers);
-    std::swap(named_barriers_, d.named_barriers);
     std::swap(warps_, d.warps);
     std::swap(issued_, d.issued);
   }
@@ -229,34 +218,6 @@ class Sm90 : public Unit {
                             " %d bytes",
                             barrier, parity, b.phase, b.pending, b.num_arrivals, b.pending_bytes);
                       });
-  }
-
-  // --- named barriers ---
-
-  // Returns whether `x` holds for any of those that met, if it waits.
-  bool ArriveNamed(int id, int num_threads, bool wait, bool x) {
-    if (id < 1 || id > 15) Fail(Text("there is no named barrier %d", id));
-    if (num_threads < 32 || num_threads % 32 != 0) Fail("named barriers count whole warps");
-    NamedBarrier& b = named_barriers_[id];
-    if (b.arrived > 0 && b.num_threads != num_threads) {
-      Fail(Text("named barrier %d: of %d threads or %d?", id, b.num_threads, num_threads));
-    }
-    b.num_threads = num_threads;
-    const u32 phase = b.phase;
-    b.any = b.any || x;
-    if (++b.arrived == num_threads) {
-      b.arrived = 0;
-      ++b.phase;
-      b.any_last = b.any;
-      b.any = false;
-    }
-    if (!wait) return false;
-    machine.WaitUntil([&b, phase] { return b.phase != phase; },
-                      [&b, id] {
-                        return Text("named barrier %d: %d of %d arrived", id, b.arrived,
-                                    b.num_threads);
-                      });
-    return b.any_last;  // the next phase ends with us
   }
 
   // --- wgmma: called by one lane for its warp, between barriers of the warp ---
@@ -438,13 +399,11 @@ class Sm90 : public Unit {
 
   struct Drawer {
     std::map<u32, SharedBarrier> shared_barriers;
-    NamedBarrier named_barriers[16];
     std::vector<WarpState> warps;
     std::vector<std::vector<ProductShape>> issued;
   };
   std::map<int, Drawer> drawers_;
   std::map<u32, SharedBarrier> shared_barriers_;  // by address
-  NamedBarrier named_barriers_[16];
   std::vector<WarpState> warps_;
   std::vector<std::vector<ProductShape>> issued_;  // by the first warp to come, a warpgroup
 };
@@ -540,19 +499,6 @@ inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
   return true;
 }
 inline void FenceSharedForWgmma() { std::memcpy(emulation::async_smem, smem, sizeof(smem)); }
-
-inline void SyncNamed(int id, int num_threads) {
-  emulation::WarpBarrier("bar.sync");
-  emulation::sm90.ArriveNamed(id, num_threads, true, false);
-}
-inline bool SyncNamedOr(int id, int num_threads, bool x) {
-  emulation::WarpBarrier("barrier.red");
-  return emulation::sm90.ArriveNamed(id, num_threads, true, x);
-}
-inline void ArriveNamed(int id, int num_threads) {
-  emulation::WarpBarrier("bar.arrive");
-  emulation::sm90.ArriveNamed(id, num_threads, false, false);
-}
 
 inline void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
   if (threadIdx.x % 32 < 16 && shared % 16 != 0) emulation::Fail("misaligned row of a matrix");

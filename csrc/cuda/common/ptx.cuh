@@ -167,6 +167,33 @@ __device__ __forceinline__ u32 WarpSum(u32 x) {
   return y;
 }
 
+// --- named barriers: num_threads of the CTA meet at barrier `id` (0 is __syncthreads) ---
+
+__device__ __forceinline__ void SyncNamed(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// The same, and whether x holds for any of them.
+__device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
+  u32 any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(num_threads), "r"(static_cast<u32>(x))
+      : "memory");
+  return any != 0;
+}
+
+// Counts as having met, without waiting for the others.
+__device__ __forceinline__ void ArriveNamed(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
 // --- global memory ---
 
 // Reads of what nothing writes during the kernel.
@@ -192,6 +219,12 @@ __device__ __forceinline__ void PrefetchL2(const void* global) {
 __device__ __forceinline__ i32 LoadCoherent(const i32* global) {
   i32 x;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
+}
+// The same, and what was written before by whoever added to it with AddAcquireRelease is visible.
+__device__ __forceinline__ i32 LoadAcquire(const i32* counter) {
+  i32 x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
   return x;
 }
 // `otherwise` and zeros where it is not to be loaded.

@@ -95,33 +95,6 @@ __device__ __forceinline__ void FenceSharedForWgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- named barriers: num_threads of the CTA meet at barrier `id` (0 is __syncthreads) ---
-
-__device__ __forceinline__ void SyncNamed(int id, int num_threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
-// The same, and whether x holds for any of them.
-__device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
-  u32 any;
-  asm volatile(
-      "{\n"
-      ".reg .pred p, q;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "bar.red.or.pred q, %1, %2, p;\n"
-      "selp.u32 %0, 1, 0, q;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(id), "r"(num_threads), "r"(static_cast<u32>(x))
-      : "memory");
-  return any != 0;
-}
-
-// Counts as having met, without waiting for the others.
-__device__ __forceinline__ void ArriveNamed(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
 // --- matrix fragments ---
 
 // Stores two 8x8 matrices of 16-bit elements, each transposed. Of each matrix a lane has, before,
