@@ -142,12 +142,13 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   };
   const auto trial = [&](int64_t num_tiles, int64_t cut_chunks) {
     const int64_t chunks = max_chunks(num_tiles, cut_chunks);
-    return (4 + sizeof(TileCut)) * num_tiles + 12 * queues + 8 * (sort_size(chunks) + chunks) +
-           8 * chunks * rules.num_units;
+    return (4 + sizeof(TileCut)) * num_tiles + 12 * queues + 5120 +
+           8 * (sort_size(chunks) + chunks) + 12 * chunks * rules.num_units;
   };
   const auto results = [&](int64_t num_tiles, int64_t cut_chunks) {
-    const int64_t slots = max_chunks(num_tiles, cut_chunks) * rules.num_units;
-    return (4 + 4 + 8) * num_tiles + 4 * (queues + 1) + (sizeof(WorkItem) + 16 + 4) * slots;
+    const int64_t chunks = max_chunks(num_tiles, cut_chunks);
+    return (8 + 8) * num_tiles + 4 * (queues + 1) +
+           ((sizeof(WorkItem) + 16) * rules.num_units + 8 * rules.num_kv_heads) * chunks;
   };
   int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
   if (rules.fewer_splits) num_trials += kNumFewerSplits;

@@ -2,8 +2,9 @@
 // does.
 //
 // CTA 0 schedules; the others check page ids and copy them into the plan, which is most of its
-// bytes. The CTA that finishes last writes the header. A batch that the host planner would refuse
-// leaves a faulty plan: kFaultyPlanMagic, no items, and the fault in the header.
+// bytes. The CTA that finishes last writes the header, mostly CTA 0, which has seen the others done
+// before. A batch that the host planner would refuse leaves a faulty plan: kFaultyPlanMagic, no
+// items, and the fault in the header.
 //
 // The scheduler is one class in layers, a file each, every layer over the one before:
 //   plan_cta      what a whole CTA does at once: memory, sums, sorting
@@ -17,7 +18,7 @@
 //
 // Everything is done by all threads at once but one thing: each chunk goes to the queue that has
 // the least then. All kv heads have the same lengths, so that is a few hundred chunks for the 33
-// queues of a head (H200), held in the registers of one warp, while the others prepare the items
+// queues of a head (H200), held in the registers of four warps, while the others prepare the items
 // but for their places.
 #pragma once
 
@@ -33,15 +34,20 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
  public:
   using Base::Base;
 
-  // Writes everything but the header's magic, version and max_page_id.
-  __device__ void Run() {
+  // Writes everything but the header's magic, version and max_page_id. Returns the fault, and, of a
+  // batch without one, whether the other CTAs were seen done, and what they found.
+  struct End {
+    PlanFault fault;
+    bool others_done;
+    PageFindings found;
+  };
+  __device__ End Run() {
     PlanFault fault = Check();
     if constexpr (kGeneral) {
       if (fault.code == kNoFault) fault = CheckLevels();
     }
     PlanCounts counts = {};
     if (fault.code == kNoFault) {
-      CopyLengths();
       MakeTiles();
       if constexpr (kGeneral) {
         fault = ChooseGeneral();
@@ -73,12 +79,14 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
       h.num_partial_rows = static_cast<i32>(counts.num_partial_rows);
       if constexpr (kGeneral) h.num_shared_tokens = num_shared_tokens_;
     }
+    if (fault.code != kNoFault) return {fault, false, {}};
+    return {fault, shared_.others_done, shared_.found};
   }
 
  private:
-  using Base::Check, Base::CheckLevels, Base::Choose, Base::ChooseGeneral, Base::CopyLengths,
-      Base::Count, Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles,
-      Base::num_shared_tokens_, Base::p_, Base::rules_, Base::shared_, Base::thread_, Base::Write;
+  using Base::Check, Base::CheckLevels, Base::Choose, Base::ChooseGeneral, Base::Count,
+      Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles, Base::num_shared_tokens_,
+      Base::p_, Base::rules_, Base::shared_, Base::thread_, Base::Write;
 };
 
 // --- the kernel ---
@@ -91,44 +99,32 @@ struct PlanBodyOf {
 
   __device__ __forceinline__ static void Run(const PlanParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
+    typename PlanScheduler<Traits, kGeneral>::End end = {};
     if (blockIdx.x == 0) {
-      PlanScheduler<Traits, kGeneral>(p, smem).Run();
+      end = PlanScheduler<Traits, kGeneral>(p, smem).Run();
     } else {
       CopyPages<kGeneral>(p);
     }
     __syncthreads();
     // `magic` counts arrivals until then.
     const bool last = threadIdx.x == 0 &&
-                      AddAcquireRelease(&p.header->magic, 1) == static_cast<i32>(gridDim.x) - 1;
-    if (__syncthreads_or(last)) Finish(p);
+                      (end.others_done ||
+                       AddAcquireRelease(&p.header->magic, 1) == static_cast<i32>(gridDim.x) - 1);
+    if (__syncthreads_or(last)) Finish(p, end);
   }
 
-  __device__ __forceinline__ static void Finish(const PlanParams& p) {
+  template <class End>
+  __device__ __forceinline__ static void Finish(const PlanParams& p, End end) {
     PlanHeader& h = *p.header;
-    PlanFault fault = {};
     if (threadIdx.x == 0) {
-      fault = {LoadCoherent(&h.fault), LoadCoherent(&h.fault_at), LoadCoherent(&h.fault_got),
-               LoadCoherent(&h.fault_expected)};
-      if (const i32 complement = LoadCoherent(&h.version); complement != 0) {
-        const i32 at = ~complement;
-        const PlanFault page =
-            MakeFault(kFaultPageId, at, p.inputs.page_indices[at], RequestOfPage(p.inputs, at));
-        if (IsBefore(page, fault)) fault = page;
+      if (!end.others_done) {
+        end.fault = {LoadCoherent(&h.fault), LoadCoherent(&h.fault_at), LoadCoherent(&h.fault_got),
+                     LoadCoherent(&h.fault_expected)};
+        end.found = FindingsOf<kGeneral>(h);
       }
-      if constexpr (kGeneral) {
-        if (const i32 complement = LoadCoherent(&h.reserved); complement != 0) {
-          const i32 at = ~complement;
-          const i32 request = RequestOfPage(p.inputs, at);
-          const CommonPages common = CommonPagesWithin(p, request);
-          const i32 other = p.inputs.kv_indptr[common.request] + at - p.inputs.kv_indptr[request];
-          const PlanFault page = MakeFault(kFaultPrefixPages, at, p.inputs.page_indices[at],
-                                           p.inputs.page_indices[other]);
-          if (IsBefore(page, fault)) fault = page;
-          h.reserved = 0;
-        }
-      }
+      end.fault = FirstFaultOf<kGeneral>(p, end.found, end.fault);
     }
-    const bool faulty = __syncthreads_or(fault.code != kNoFault);
+    const bool faulty = __syncthreads_or(end.fault.code != kNoFault);
     if (faulty) {
 #pragma unroll 1
       for (i32 cta = threadIdx.x; cta <= p.rules.num_ctas; cta += kNumThreads) {
@@ -138,13 +134,14 @@ struct PlanBodyOf {
     if (threadIdx.x != 0) return;
     if (faulty) {
       h = {};
-      h.fault = fault.code;
-      h.fault_at = fault.at;
-      h.fault_got = fault.got;
-      h.fault_expected = fault.expected;
+      h.fault = end.fault.code;
+      h.fault_at = end.fault.at;
+      h.fault_got = end.fault.got;
+      h.fault_expected = end.fault.expected;
       h.max_page_id = -1;
     } else {
-      h.max_page_id = static_cast<i32>(static_cast<u32>(LoadCoherent(&h.max_page_id)) - 1);
+      if constexpr (kGeneral) h.reserved = 0;
+      h.max_page_id = static_cast<i32>(static_cast<u32>(end.found.largest) - 1);
     }
     h.magic = faulty ? kFaultyPlanMagic : kPlanMagic;
     h.version = kPlanVersion;

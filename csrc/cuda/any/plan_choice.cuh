@@ -14,16 +14,16 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
 
  protected:
   using Base::by_ranges_, Base::chosen_, Base::CutByLength, Base::Deal, Base::first_tile_,
-      Base::kNumThreads, Base::kNumWarps, Base::MakeSharedTrial, Base::makespan_, Base::MakeTrial,
-      Base::num_chunks_, Base::num_tiles_, Base::p_, Base::rules_, Base::several_heights_,
-      Base::shared_, Base::shared_tiling_, Base::sharing_, Base::SortChunks, Base::span_cost_,
-      Base::Sum, Base::TakeChunks, Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_,
-      Base::TryRanges, Base::UseSharedTiles;
+      Base::kNumTeams, Base::kNumThreads, Base::kTeamThreads, Base::MakeSharedTrial,
+      Base::makespan_, Base::MakeTrial, Base::num_chunks_, Base::num_tiles_, Base::p_, Base::rules_,
+      Base::several_heights_, Base::shared_, Base::shared_tiling_, Base::sharing_, Base::SortChunks,
+      Base::span_cost_, Base::Sum, Base::TakeChunks, Base::TakeTiles, Base::TakeTrial,
+      Base::thread_, Base::tiles_, Base::TryRanges, Base::UseSharedTiles;
   using typename Base::Cta;
   using typename Base::Trial;
 
   // Decides on a schedule, as WriteSchedule and Rebalance in plan/schedule.cc do: the first trial
-  // if it will do, else ranges, or all retries of Algorithm 1 at once, a warp each. prepare(), by
+  // if it will do, else ranges, or all retries of Algorithm 1 at once, a team each. prepare(), by
   // all, and record(first, step), by threads that have nothing to deal, for what is chosen: for the
   // first trial, and again for another one.
   template <class Prepare, class Record>
@@ -39,12 +39,8 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       const bool chosen = first == num_trials, records = first == 0 || chosen;
       if (records) prepare();
 #pragma unroll 1
-      for (i32 r = first + thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
-        const Trial& t = shared_.trials[r];
-        const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t);
-        if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
-      }
-      const i32 dealers = kNumWarps > 1 ? (num_trials - first) * kWarpSize : 0;
+      for (i32 r = first + thread_ / kTeamThreads; r < num_trials; r += kNumTeams) DealTrial(r);
+      const i32 dealers = kNumTeams > 1 ? (num_trials - first) * kTeamThreads : 0;
       if (records && thread_ >= dealers) record(thread_ - dealers, kNumThreads - dealers);
       __syncthreads();
       if (chosen) return {};
@@ -71,6 +67,13 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       TakeTrial(best);
       first = num_trials;
     }
+  }
+
+  // By a team.
+  __device__ void DealTrial(i32 r) {
+    const Trial& t = shared_.trials[r];
+    const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t);
+    if (thread_ % kTeamThreads == 0) shared_.makespan[r] = makespan;
   }
 
   // Of the trials up to the first that is balanced or has too many splits.
@@ -130,10 +133,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       SortChunks(&t);
       if (thread_ == 0) shared_.trials[r] = t;
       __syncthreads();
-      if (thread_ < kWarpSize) {
-        const i64 makespan = Deal(shared_.trials[r]);
-        if (thread_ == 0) shared_.makespan[r] = makespan;
-      }
+      if (thread_ < kTeamThreads) DealTrial(r);
       __syncthreads();
       if (shared_.makespan[r] >= makespan_) continue;
       TakeTrial(r);
@@ -148,11 +148,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       if (const PlanFault f = MakeSharedTrial(r); f.code != kNoFault) return f;
     }
 #pragma unroll 1
-    for (i32 r = thread_ / kWarpSize; r < num_trials; r += kNumWarps) {
-      const Trial& t = shared_.trials[r];
-      const i64 makespan = t.num_chunks < 0 ? 0 : Deal(t);
-      if (thread_ % kWarpSize == 0) shared_.makespan[r] = makespan;
-    }
+    for (i32 r = thread_ / kTeamThreads; r < num_trials; r += kNumTeams) DealTrial(r);
     __syncthreads();
     i32 best = -1;
 #pragma unroll 1

@@ -14,12 +14,19 @@ class PlanCta {
  public:
   static constexpr int kNumThreads = kThreads;
   static constexpr int kNumWarps = kNumThreads / kWarpSize;
-  using WarpSums = i64[2][kNumWarps];  // in shared memory
+  // Sums, and the largest of three numbers, over threads.
+  struct Totals {
+    i64 sum;
+    u32 most[3];
+  };
+  using WarpTotals = Totals[2][kNumWarps];  // in shared memory
 
   // arena: shared memory to be handed out; scratch: as in PlanParams.
   __device__ PlanCta(unsigned char* arena, int arena_bytes, unsigned char* scratch,
-                     WarpSums& warp_sums)
-      : thread_(threadIdx.x), memory_{arena, arena + arena_bytes, scratch}, warp_sums_(warp_sums) {}
+                     WarpTotals& warp_totals)
+      : thread_(threadIdx.x),
+        memory_{arena, arena + arena_bytes, scratch},
+        warp_totals_(warp_totals) {}
 
   // Shared memory as long as there is some, then scratch. The same for every thread.
   template <class T>
@@ -32,6 +39,14 @@ class PlanCta {
   // sums[i] = of(0) + ... + of(i - 1) for i in [0, n]; returns sums[n].
   template <class T, class Of>
   __device__ i64 Prefix(i32 n, T* sums, Of of) {
+    const i64 total = StartPrefix(n, sums, of);
+    __syncthreads();
+    return total;
+  }
+
+  // The same, but for a barrier before `sums` is read by other threads.
+  template <class T, class Of>
+  __device__ i64 StartPrefix(i32 n, T* sums, Of of) {
     i64 carry = 0;
 #pragma unroll 1
     for (i32 first = 0; first < n; first += kNumThreads) {
@@ -41,18 +56,24 @@ class PlanCta {
       carry += all.total;
     }
     if (thread_ == 0) sums[n] = static_cast<T>(carry);
-    __syncthreads();
     return carry;
   }
 
   // of(0) + ... + of(n - 1); `of` may also do something for each of them.
   template <class Of>
   __device__ i64 Sum(i32 n, Of of) {
-    i64 mine = 0;
+    return Total(n, [&](i32 i, Totals* mine) { mine->sum += of(i); }).sum;
+  }
+
+  // add(i, mine) for i in [0, n) puts something into a thread's own totals; returns those of all.
+  // What `add` writes is visible to all threads then.
+  template <class Add>
+  __device__ Totals Total(i32 n, Add add) {
+    Totals mine = {};
 #pragma unroll 1
-    for (i32 i = thread_; i < n; i += kNumThreads) mine += of(i);
+    for (i32 i = thread_; i < n; i += kNumThreads) add(i, &mine);
     phase_ ^= 1;  // as in Scan
-    return SumThreads(mine, warp_sums_[phase_]);
+    return TotalOfThreads(mine, warp_totals_[phase_]);
   }
 
   // The size of an array of keys that Sort takes.
@@ -63,24 +84,29 @@ class PlanCta {
     return size;
   }
 
-  // Ascending; a key for each thread at most, no two alike: its place is the number of smaller
-  // ones. keys: [num_keys, to an even number].
-  __device__ void SortFew(u64* keys, i32 num_keys) {
-    const u64 mine = thread_ < num_keys ? keys[thread_] : 0;
-    if (thread_ == 0 && num_keys % 2 != 0) keys[num_keys] = ~0ull;
-    __syncthreads();
+  // The place of a key among keys in order, no two of them alike: the number of smaller ones. Of
+  // key thread_, if there are so many threads. Where there are twice as many, two share a key's
+  // comparisons. keys: to an even number, the last of them larger than any; counts: [num_keys].
+  // Meets at a barrier between reading the keys and returning.
+  __device__ i32 PlaceOf(const u64* keys, i32 num_keys, i32* counts) {
+    const bool shared = 2 * num_keys <= kNumThreads, helper = shared && thread_ >= kNumThreads / 2;
+    const i32 key = helper ? thread_ - kNumThreads / 2 : thread_;
+    const i32 num_pairs = (num_keys + 1) / 2, border = shared ? num_pairs / 2 : num_pairs;
     i32 place = 0;
-    if (thread_ < num_keys) {
+    if (key < num_keys) {
+      const u64 mine = keys[key];
+      const i32 end = helper ? num_pairs : border;
 #pragma unroll 4
-      for (i32 k = 0; k < num_keys; k += 2) {
-        const uint4 two = *reinterpret_cast<const uint4*>(keys + k);
+      for (i32 k = helper ? border : 0; k < end; ++k) {
+        const uint4 two = *reinterpret_cast<const uint4*>(keys + 2 * k);
         place += (static_cast<u64>(two.y) << 32 | two.x) < mine;
         place += (static_cast<u64>(two.w) << 32 | two.z) < mine;
       }
+      if (helper) counts[key] = place;
     }
     __syncthreads();
-    if (thread_ < num_keys) keys[place] = mine;
-    __syncthreads();
+    if (shared && !helper && key < num_keys) place += counts[key];
+    return place;
   }
 
   // Ascending, bitonic. size: a power of two, at least 2. Strides of up to 32 stay within the 64
@@ -113,13 +139,11 @@ class PlanCta {
   // The largest x >= 0 of all threads.
   __device__ i64 MostOf(i64 x) {
     phase_ ^= 1;  // as in Scan
-    i64* warps = warp_sums_[phase_];
+    Totals* warps = warp_totals_[phase_];
     x = WarpMax64(x);
-    if (thread_ % kWarpSize == 0) warps[thread_ / kWarpSize] = x;
+    if (thread_ % kWarpSize == 0) warps[thread_ / kWarpSize].sum = x;
     __syncthreads();
-#pragma unroll 1
-    for (int w = 0; w < kNumWarps; ++w) x = Largest(x, warps[w]);
-    return x;
+    return WarpMax64(thread_ % kWarpSize < kNumWarps ? warps[thread_ % kWarpSize].sum : 0);
   }
 
   // Of those of(0), ..., of(n - 1), and `fault`, which every thread has.
@@ -180,7 +204,7 @@ class PlanCta {
   };
 
   // Called by every thread. Not inlined: code is read from memory, too, and most of it runs once.
-  __device__ __noinline__ static Sums ScanThreads(i64 x, i64* warp_sums) {
+  __device__ __noinline__ static Sums ScanThreads(i64 x, Totals* warps) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     i64 sum = x;
 #pragma unroll
@@ -188,31 +212,30 @@ class PlanCta {
       const i64 other = ShuffleUp(sum, d);
       if (lane >= d) sum += other;
     }
-    if (lane == kWarpSize - 1) warp_sums[warp] = sum;
+    if (lane == kWarpSize - 1) warps[warp].sum = sum;
     __syncthreads();
-    i64 before = 0, total = 0;
-#pragma unroll 4
-    for (int w = 0; w < kNumWarps; ++w) {
-      const i64 s = warp_sums[w];
-      if (w < warp) before += s;
-      total += s;
-    }
-    return {before + sum - x, total};
+    const i64 other = lane < kNumWarps ? warps[lane].sum : 0;
+    return {WarpSum64(lane < warp ? other : 0) + sum - x, WarpSum64(other)};
   }
 
-  __device__ __noinline__ static i64 SumThreads(i64 x, i64* warp_sums) {
-    const i64 sum = WarpSum64(x);
-    if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = sum;
+  __device__ __noinline__ static Totals TotalOfThreads(Totals mine, Totals* warps) {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    mine = TotalOfWarp(mine);
+    if (lane == 0) warps[warp] = mine;
     __syncthreads();
-    i64 total = 0;
+    return TotalOfWarp(lane < kNumWarps ? warps[lane] : Totals{});
+  }
+
+  __device__ static Totals TotalOfWarp(Totals t) {
+    t.sum = WarpSum64(t.sum);
 #pragma unroll
-    for (int w = 0; w < kNumWarps; ++w) total += warp_sums[w];
-    return total;
+    for (int i = 0; i < 3; ++i) t.most[i] = WarpMax(t.most[i]);
+    return t;
   }
 
   __device__ Sums Scan(i64 x) {
     phase_ ^= 1;  // whoever writes these sums again has met a barrier after all have read them
-    return ScanThreads(x, warp_sums_[phase_]);
+    return ScanThreads(x, warp_totals_[phase_]);
   }
 
   __device__ static i64 ShuffleUp(i64 x, int d) {
@@ -222,7 +245,7 @@ class PlanCta {
   }
 
   Memory memory_;
-  WarpSums& warp_sums_;
+  WarpTotals& warp_totals_;
   int phase_ = 0;
 };
 

@@ -13,11 +13,15 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   using Base::Base;
 
  protected:
-  using Base::rules_, Base::SourceOf, Base::thread_, Base::WarpMax64;
+  using Base::kMostQueues, Base::kTeamWarps, Base::rules_, Base::SourceOf, Base::thread_,
+      Base::WarpMax64;
   using typename Base::Trial;
 
-  // By one warp: every chunk, once for each unit, goes to the least loaded queue, the first of
-  // equal ones. Returns the load of the fullest.
+  static constexpr int kTeamThreads = kTeamWarps * kWarpSize;
+  static constexpr int kNumTeams = Base::kNumWarps / kTeamWarps;
+
+  // By one team: every chunk, once for each unit, goes to the least loaded queue, the first of
+  // equal ones. Returns, to the first warp, the load of the fullest.
   __device__ i64 Deal(const Trial& t) {
     if constexpr (kGeneral) return DealOnce(t);
     return DealInline(t);
@@ -28,23 +32,27 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   __device__ i64 DealInline(const Trial& t) {
     if (t.key_bits >= 0) {
       if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(t);
-      if (rules_.num_queues <= 9 * kWarpSize) return DealInRegisters<9>(t);
+      if (rules_.num_queues <= kMostQueues * kWarpSize) return DealInRegisters<kMostQueues>(t);
     }
-    return DealInMemory(t.arrays, t.num_chunks);
+    return thread_ % kTeamThreads < kWarpSize ? DealInMemory(t.arrays, t.num_chunks) : 0;
   }
 
-  // A lane holds queues lane, lane + 32, ... as load << bits | queue, so that the least key is the
-  // queue that takes the next chunk. Many take theirs at once: with the queues in order, one that
-  // has less than every queue would have after taking a chunk (the first the first, the second the
-  // second, ...) takes its own whatever the others do. Where that are few, one after the other.
+  __device__ void SyncTeam() const { SyncNamed(1 + thread_ / kTeamThreads, kTeamThreads); }
+
+  // Every warp has all queues: a lane those of lane, lane + 32, ... as load << bits | queue, so
+  // that the least key is the queue that takes the next chunk. Many take theirs at once: with the
+  // queues in order, one that has less than every queue would have after taking a chunk (the first
+  // the first, the second the second, ...) takes its own whatever the others do. Where few do, one
+  // after the other. For places in that order each warp counts a part of the queues below.
   template <int kQueues>
   __device__ i64 DealInRegisters(const Trial& t) {
     constexpr i32 kFew = 4, kAlone = 16;
-    const int lane = thread_ % kWarpSize;
-    const PlanTrial& trial = t.arrays;
+    constexpr int kShare = kWarpSize / kTeamWarps;
+    constexpr int kWords = (kQueues + 1) / 2;  // counts of two queues each
+    const int lane = thread_ % kWarpSize, warp = Uniform(thread_ / kWarpSize % kTeamWarps);
+    const PlanTrial trial = t.arrays;
     const i32 num_queues = rules_.num_queues, bits = t.key_bits;
-    const i32 num_slots = t.num_chunks * rules_.num_units;
-    u32* shown = reinterpret_cast<u32*>(trial.loads);  // [num_queues, to a multiple of 4] all keys
+    const i32 num_slots = Uniform(t.num_chunks * rules_.num_units);
     u32 keys[kQueues];
     i32 filled[kQueues];
 #pragma unroll
@@ -53,62 +61,77 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       keys[j] = queue < num_queues ? static_cast<u32>(queue) : ~0u;
       filled[j] = 0;
     }
-    auto cost_of = [&](i32 slot) { return trial.slots[slot].cost; };
-    auto take = [&](int j, i32 slot, u32 cost) {
-      PlanSlot taken;
-      taken.queue = lane + j * kWarpSize;
-      taken.place = filled[j]++;
-      trial.slots[slot] = taken;
-      keys[j] += cost;
+    const auto take = [&](bool takes, int j, i32 slot, u32 cost) {
+      if (takes && warp == 0) trial.slots[slot] = {lane + j * kWarpSize, filled[j]};
+      filled[j] += takes;
+      keys[j] += takes ? cost : 0;
     };
+    // [2, kWords, 32, kTeamWarps]: while this round's counts are read, the next one's are written.
+    u32* counts = trial.counts + lane * kTeamWarps;
+    i32 other_counts = kWords * kWarpSize * kTeamWarps;
     i32 next = 0;
 #pragma unroll 1
     while (next < num_slots) {
       const i32 last = Min(num_queues, num_slots - next);
+      u32 below[2 * kWords] = {}, others[kQueues];
 #pragma unroll
-      for (int j = 0; j < kQueues; ++j) {
-        if (lane + j * kWarpSize < (num_queues + 3) / 4 * 4) shown[lane + j * kWarpSize] = keys[j];
-      }
-      __syncwarp();
-      i32 rank[kQueues] = {};
-      constexpr int kTogether = kQueues == 2 ? 1 : kQueues;
-#pragma unroll kTogether == 1 ? 3 : 1
-      for (i32 q = 0; q < num_queues; q += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(shown + q);
+      for (int j = 0; j < kQueues; ++j) others[j] = keys[j];
+#pragma unroll(kQueues == 2 ? 2 : 1)
+      for (int j = 0; j < kQueues; ++j) {  // queues j * 32 and on, which are in others[0] then
+        const i32 count = Min(kWarpSize, num_queues - j * kWarpSize);
+        const auto compare = [&](i32 owner) {
+          const u32 other = __shfl_sync(kFullWarp, others[0], owner);
 #pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          rank[j] += (four.x < keys[j]) + (four.y < keys[j]);
-          rank[j] += (four.z < keys[j]) + (four.w < keys[j]);
+          for (int k = 0; k < kQueues; ++k) {
+            below[k] += (other - keys[k]) >> 31;  // keys have 31 bits
+          }
+        };
+        if (kQueues == 2 && j == 0 && count == kWarpSize) {
+#pragma unroll
+          for (int i = 0; i < kShare; ++i) compare(warp + i * kTeamWarps);
+        } else {
+#pragma unroll 1
+          for (i32 owner = warp; owner < count; owner += kTeamWarps) compare(owner);
         }
+        const u32 first = others[0];
+#pragma unroll
+        for (int k = 0; k + 1 < kQueues; ++k) others[k] = others[k + 1];
+        others[kQueues - 1] = first;
       }
-      if constexpr (kQueues == 2) {  // second queues: of one lane on Hopper, which has 33 a head
-        rank[1] = num_queues;
-#pragma unroll 2
-        for (i32 owner = 0; owner < num_queues - kWarpSize; ++owner) {
-          const u32 key = __shfl_sync(kFullWarp, keys[1], owner);
-          const i32 below = __popc(__ballot_sync(kFullWarp, keys[0] < key)) +
-                            __popc(__ballot_sync(kFullWarp, keys[1] < key));
-          if (lane == owner) rank[1] = below;
-        }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        counts[w * kWarpSize * kTeamWarps + warp] = below[2 * w + 1] << 16 | below[2 * w];
       }
+      SyncTeam();
+      i32 places[kQueues];
       u32 costs[kQueues], least = ~0u;
 #pragma unroll
-      for (int j = 0; j < kQueues; ++j) {
-        costs[j] = rank[j] < last ? cost_of(next + rank[j]) : 0;
-        if (rank[j] < last && keys[j] + costs[j] < least) least = keys[j] + costs[j];
+      for (int w = 0; w < kWords; ++w) {
+        const u32 sum = SumOfTeam(counts + w * kWarpSize * kTeamWarps);
+#pragma unroll
+        for (int j = 2 * w; j < 2 * w + 2 && j < kQueues; ++j) {
+          const i32 place = static_cast<i32>(sum >> (16 * (j % 2)) & 0xffff);
+          places[j] = lane + j * kWarpSize < num_queues ? place : num_queues;
+          costs[j] = 0;
+          if (places[j] >= last) continue;
+          costs[j] = trial.weights[next + places[j]];
+          if (keys[j] + costs[j] < least) least = keys[j] + costs[j];
+        }
       }
       least = WarpMin(least);
       i32 taken = 0;
 #pragma unroll
       for (int j = 0; j < kQueues; ++j) {
-        const bool takes = rank[j] < last && (keys[j] < least || rank[j] == 0);
-        if (takes) take(j, next + rank[j], costs[j]);
+        const bool takes = places[j] < last && (keys[j] < least || places[j] == 0);
+        take(takes, j, next + places[j], costs[j]);
         taken += __popc(__ballot_sync(kFullWarp, takes));
       }
       next += taken;
+      counts += other_counts;
+      other_counts = -other_counts;
       if (taken > kFew) continue;
       const i32 count = Min(kAlone, num_slots - next);
-      const u32 mine = lane < count ? cost_of(next + lane) : 0;
+      const u32 mine = lane < count ? trial.weights[next + lane] : 0;
 #pragma unroll 1
       for (i32 i = 0; i < count; ++i) {
         const u32 cost = __shfl_sync(kFullWarp, mine, i);
@@ -118,7 +141,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
         first = WarpMin(first);
 #pragma unroll
         for (int j = 0; j < kQueues; ++j) {
-          if (keys[j] == first) take(j, next + i, cost);
+          take(keys[j] == first, j, next + i, cost);
         }
       }
       next += count;
@@ -128,10 +151,21 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
     for (int j = 0; j < kQueues; ++j) {
       const i32 queue = lane + j * kWarpSize;
       if (queue >= num_queues) continue;
-      trial.filled[queue] = filled[j];
+      if (warp == 0) trial.filled[queue] = filled[j];
       fullest = fullest > keys[j] ? fullest : keys[j];
     }
     return WarpMax(fullest) >> bits;
+  }
+
+  __device__ static u32 SumOfTeam(const u32* counts) {
+    if constexpr (kTeamWarps == 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(counts);
+      return (four.x + four.y) + (four.z + four.w);
+    }
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < kTeamWarps; ++i) sum += counts[i];
+    return sum;
   }
 
   // Any loads, any number of queues.

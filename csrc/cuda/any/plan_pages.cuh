@@ -17,9 +17,42 @@ __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 r
   return CommonPagesOf(p.rules, p.inputs, p.levels, request);
 }
 
-// CTAs 1 and on. Until the header is written, max_page_id counts from 1 and `version` holds the
-// complement of the first entry that is out of range; 0: none. With levels, so does `reserved` of
-// the first that is not the same as in the request before.
+// What CTAs 1 and on find, in words of the header until it is written.
+struct PageFindings {
+  i32 largest;      // in max_page_id: counts from 1
+  i32 first_bad;    // in version: complement of the first entry that is out of range; 0: none
+  i32 first_other;  // in reserved, with levels: likewise, not the same as in the request before
+};
+
+// When they are all done.
+template <bool kGeneral>
+__device__ __forceinline__ PageFindings FindingsOf(const PlanHeader& h) {
+  return {LoadCoherent(&h.max_page_id), LoadCoherent(&h.version),
+          kGeneral ? LoadCoherent(&h.reserved) : 0};
+}
+
+// The first fault of pages and `fault`.
+template <bool kGeneral>
+__device__ __forceinline__ PlanFault FirstFaultOf(const PlanParams& p, const PageFindings& found,
+                                                  PlanFault fault) {
+  if (found.first_bad != 0) {
+    const i32 at = ~found.first_bad;
+    const PlanFault page =
+        MakeFault(kFaultPageId, at, p.inputs.page_indices[at], RequestOfPage(p.inputs, at));
+    if (IsBefore(page, fault)) fault = page;
+  }
+  if (kGeneral && found.first_other != 0) {
+    const i32 at = ~found.first_other;
+    const i32 request = RequestOfPage(p.inputs, at);
+    const CommonPages common = CommonPagesWithin(p, request);
+    const i32 other = p.inputs.kv_indptr[common.request] + at - p.inputs.kv_indptr[request];
+    const PlanFault page =
+        MakeFault(kFaultPrefixPages, at, p.inputs.page_indices[at], p.inputs.page_indices[other]);
+    if (IsBefore(page, fault)) fault = page;
+  }
+  return fault;
+}
+
 template <bool kGeneral>
 __device__ __forceinline__ void CopyPages(const PlanParams& p) {
   const PlanInputs& in = p.inputs;

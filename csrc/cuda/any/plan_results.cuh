@@ -15,9 +15,9 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
  protected:
   using Base::by_ranges_, Base::chosen_, Base::kNumThreads, Base::kNumWarps, Base::num_chunks_,
       Base::num_tiles_, Base::NumStates, Base::p_, Base::Prefix, Base::RangeBegin, Base::RangeEnd,
-      Base::rules_, Base::several_heights_, Base::shared_tiling_, Base::sharing_, Base::SharingOf,
-      Base::SourceOf, Base::SplitsOf, Base::StateRows, Base::Sum, Base::thread_, Base::TileOfChunk,
-      Base::tiles_;
+      Base::rules_, Base::several_heights_, Base::shared_, Base::shared_tiling_, Base::sharing_,
+      Base::SharingOf, Base::SourceOf, Base::SplitsOf, Base::StartPrefix, Base::StateRows,
+      Base::Sum, Base::thread_, Base::TileOfChunk, Base::tiles_;
   using typename Base::SlotSource;
 
   // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
@@ -29,18 +29,29 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       if (sharing_ != nullptr) return CountShared();
     }
     if (num_chunks_ == num_tiles_) return n;
-    groups_before_ = this->template Take<i32>(num_tiles_ + 1);
-    partials_before_ = this->template Take<i32>(num_tiles_ + 1);
-    rows_before_ = this->template Take<i64>(num_tiles_ + 1);
-    n.num_merge_groups = heads * Prefix(num_tiles_, groups_before_,
-                                        [&](i32 i) { return static_cast<i64>(NumGroups(i)); });
-    n.num_partials =
-        heads * Prefix(num_tiles_, partials_before_, [&](i32 i) { return SplitsOf(chosen_, i); });
-    n.num_partial_rows = heads * Prefix(num_tiles_, rows_before_, [&](i32 i) {
-                           return SplitsOf(chosen_, i) * tiles_[i].qo_len * rules_.group_size;
-                         });
+    CountParts(&n, [&](i32 i) { return Parts(NumGroups(i), SplitsOf(chosen_, i)); });
     return n;
   }
+
+  // parts(i): the merge groups and partial states of a tile but for those of units.
+  template <class PartsOf>
+  __device__ void CountParts(PlanCounts* n, PartsOf parts) {
+    const i64 heads = rules_.num_kv_heads;
+    parts_before_ = this->template Take<i64>(num_tiles_ + 1);
+    rows_before_ = this->template Take<i64>(num_tiles_ + 1);
+    const i64 num_parts = StartPrefix(num_tiles_, parts_before_, parts);
+    n->num_merge_groups = heads * GroupsIn(num_parts);
+    n->num_partials = heads * PartialsIn(num_parts);
+    n->num_partial_rows =
+        heads * Prefix(num_tiles_, rows_before_, [&](i32 i) { return StateRows(chosen_, i); });
+  }
+
+  // Merge groups and partial states, fewer than kMaxChunks each, in one number.
+  __device__ static i64 Parts(i64 groups, i64 partials) { return groups << 32 | partials; }
+  __device__ static i32 GroupsIn(i64 parts) { return static_cast<i32>(parts >> 32); }
+  __device__ static i32 PartialsIn(i64 parts) { return static_cast<i32>(parts); }
+  __device__ i32 GroupsBefore(i32 i) const { return GroupsIn(parts_before_[i]); }
+  __device__ i32 PartialsBefore(i32 i) const { return PartialsIn(parts_before_[i]); }
 
   // Merge groups of a tile that shares nothing, for one kv head.
   __device__ i64 NumGroups(i32 i) const {
@@ -55,17 +66,11 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     const i32 num_units = shared_tiling_.num_units;
     PlanCounts n = {};
     n.num_items = num_chunks_ * heads;
-    groups_before_ = this->template Take<i32>(num_tiles_ + 1);
-    partials_before_ = this->template Take<i32>(num_tiles_ + 1);
-    rows_before_ = this->template Take<i64>(num_tiles_ + 1);
     unit_partials_before_ = this->template Take<i32>(num_units + 1);
-    const auto own_splits = [&](i32 i) {
-      return SharingOf(i).partial() ? 0ll : SplitsOf(chosen_, i);
-    };
-    n.num_merge_groups = heads * (num_units + Prefix(num_tiles_, groups_before_, [&](i32 i) {
-                                    return SharingOf(i).partial() ? 0ll : NumGroups(i);
-                                  }));
-    n.num_partials = heads * Prefix(num_tiles_, partials_before_, own_splits);
+    CountParts(&n, [&](i32 i) {
+      return SharingOf(i).partial() ? 0 : Parts(NumGroups(i), SplitsOf(chosen_, i));
+    });
+    n.num_merge_groups += heads * num_units;
     n.num_partials += heads * Prefix(num_units, unit_partials_before_, [&](i32 u) {
                         i64 partials = NumStates(chosen_, shared_tiling_.unit_tiles[u]);
 #pragma unroll 1
@@ -75,12 +80,18 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
                         }
                         return partials;
                       });
-    n.num_partial_rows =
-        heads * Prefix(num_tiles_, rows_before_, [&](i32 i) { return StateRows(chosen_, i); });
     num_shared_tokens_ = static_cast<i32>(Sum(num_tiles_, [&](i32 i) {
       return SharingOf(i).num_units > 1 ? static_cast<i64>(tiles_[i].qo_len) : 0ll;
     }));
     return n;
+  }
+
+  // Whether the other CTAs are done, which they mostly are long before this one: then they need not
+  // be met.
+  __device__ void LookAtPages() {
+    const PlanHeader& h = *p_.header;
+    shared_.others_done = LoadAcquire(&h.magic) == static_cast<i32>(gridDim.x) - 1;
+    shared_.found = FindingsOf<kGeneral>(h);
   }
 
   // What the slots of the chosen schedule become, whichever queues they go to.
@@ -88,6 +99,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     records_ = this->template Take<uint4>(4ll * num_chunks_ * rules_.num_units);
   }
   __device__ void MakeRecords(i32 first, i32 step) {
+    if (thread_ == kNumThreads - 1) LookAtPages();
     const i32 num_slots = num_chunks_ * rules_.num_units;
 #pragma unroll 1
     for (i32 s = first; s < num_slots; s += step) {
@@ -113,8 +125,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       if (splits > 1) {
         first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
         group_step = NumMergeGroups(rules_, t, splits);
-        first_group =
-            rules_.num_kv_heads * groups_before_[i] + MergeGroupOfSplit(group_step, split);
+        first_group = rules_.num_kv_heads * GroupsBefore(i) + MergeGroupOfSplit(group_step, split);
       }
       // With shared prefixes: partial states of units, which may be of tiles that are not cut.
       bool partial = splits > 1;
@@ -177,7 +188,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       const i32 u = task / heads, head = task % heads;
       const QueryTile& t = tiles_[shared_tiling_.unit_tiles[u]];
       const i32 begin =
-          heads * partials_before_[num_tiles_] + head * all_partials + unit_partials_before_[u];
+          heads * PartialsBefore(num_tiles_) + head * all_partials + unit_partials_before_[u];
       i32 end = begin;
       // Those of tile i, whose states have the unit's rows from query token `token` on.
       const auto add = [&](i32 i, i32 token) {
@@ -232,9 +243,9 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         if (SharingOf(i).partial()) continue;
       }
       const QueryTile& t = tiles_[i];
-      const i32 partials_begin = heads * partials_before_[i] + head * splits;
+      const i32 partials_begin = heads * PartialsBefore(i) + head * splits;
       const i32 num_groups = NumMergeGroups(rules_, t, splits);
-      const i32 first_group = NumUnitGroups() + heads * groups_before_[i] + head * num_groups;
+      const i32 first_group = NumUnitGroups() + heads * GroupsBefore(i) + head * num_groups;
       uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + first_group);
       const i32 step = num_groups > 1 ? kFoldBatch : 1;
       group[0] = Words(t.qo_begin, t.qo_len, head, (splits + step - 1) / step);
@@ -258,20 +269,9 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
                       static_cast<u32>(w));
   }
 
+  // Items are 48 bytes, which warps write 16 a lane, whole lines at a time: first which slot and
+  // head each is of.
   __device__ void WriteItems(const i32* chunks_before) {
-    const i32 num_slots = num_chunks_ * rules_.num_units;
-    i32* order = this->template Take<i32>(num_slots);  // slots, queue by queue
-#pragma unroll 1
-    for (i32 s = thread_; s < num_slots; s += kNumThreads) {
-      const PlanSlot slot = chosen_.slots[s];
-      order[chunks_before[slot.queue] + slot.place] = s;
-    }
-    __syncthreads();
-    CopyItems(chunks_before, order);
-  }
-
-  // By a warp for each queue: items of 48 bytes, 16 a lane.
-  __device__ void CopyItems(const i32* chunks_before, const i32* order) const {
     // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
     // tiles.
     bool both_ends = several_heights_;
@@ -279,37 +279,57 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
     const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
     const i32 num_slots = num_chunks_ * rules_.num_units;
+    const i32 num_items = num_chunks_ * rules_.num_kv_heads;
+    ItemSource* sources = this->template Take<ItemSource>(num_items);
 #pragma unroll 1
-    for (i32 cta = thread_ / kWarpSize; cta < rules_.num_ctas; cta += kNumWarps) {
-      const i32 queue = cta / partitions, p = cta % partitions;
-      const i32 before = chunks_before[queue], filled = chosen_.filled[queue];
-      uint4* items = reinterpret_cast<uint4*>(p_.items + each * (partitions * before + p * filled));
+    for (i32 s = thread_; s < num_slots; s += kNumThreads) {
+      const PlanSlot slot = chosen_.slots[s];
+      const i32 before = chunks_before[slot.queue], filled = chosen_.filled[slot.queue];
+      const i32 unit = static_cast<i32>(records_[s].z);
 #pragma unroll 1
-      for (i32 i = thread_ % kWarpSize; i < 3 * each * filled; i += kWarpSize) {
-        const i32 item = i / 3, part = i - 3 * item;
-        const i32 place = each > 1 ? item / each : item;
-        const i32 slot = order[before + (cta < first_backwards ? place : filled - place - 1)];
-        const i32 first_head = p * rules_.num_units * each + item - place * each;
-        const uint4* record = records_ + slot;
-        uint4 words = record[part * num_slots];
-        if (part == 0) words.z = words.z * each + first_head;
-        if (part == 2) {
-          const u32 head = record[0].z * each + first_head;
-          const uint4 step = record[3 * num_slots];
-          words.x += head * step.x;
-          words.y += head * step.y;
+      for (i32 p = 0; p < partitions; ++p) {
+        const bool forwards = slot.queue * partitions + p < first_backwards;
+        const i32 place = forwards ? slot.place : filled - slot.place - 1;
+        const i32 first = each * (partitions * before + p * filled + place);
+#pragma unroll 1
+        for (i32 h = 0; h < each; ++h) {
+          sources[first + h] = {s, (p * rules_.num_units + unit) * each + h};
         }
-        items[i] = words;
+      }
+    }
+    __syncthreads();
+    constexpr int kParts = sizeof(WorkItem) / sizeof(uint4);
+    const int lane = thread_ % kWarpSize;
+    uint4* items = reinterpret_cast<uint4*>(p_.items);
+#pragma unroll 1
+    for (i32 first = thread_ - lane; first < num_items; first += kNumThreads) {
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) {
+        const i32 word = lane + k * kWarpSize, item = first + word / kParts, part = word % kParts;
+        if (item >= num_items) continue;
+        const ItemSource source = sources[item];
+        const uint4* record = records_ + source.slot;
+        uint4 words = record[part * num_slots];
+        if (part == 0) words.z = source.head;
+        if (part == 2) {
+          const uint4 step = record[kParts * num_slots];
+          words.x += source.head * step.x;
+          words.y += source.head * step.y;
+        }
+        items[kParts * first + word] = words;
       }
     }
   }
+
+  struct __align__(8) ItemSource {
+    i32 slot, head;
+  };
 
   // [4, num_slots], slots in the order of keys: the three parts of an item of the first head, with
   // a unit instead of the head, and what row and group grow by from head to head.
   uint4* records_ = nullptr;
 
-  i32* groups_before_ = nullptr;         // [num_tiles + 1], these three for one kv head
-  i32* partials_before_ = nullptr;       // [num_tiles + 1]
+  i64* parts_before_ = nullptr;          // [num_tiles + 1], these two for one kv head
   i64* rows_before_ = nullptr;           // [num_tiles + 1]
   i32* unit_partials_before_ = nullptr;  // [num_units + 1], likewise, with levels only
 };

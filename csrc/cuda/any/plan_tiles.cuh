@@ -19,13 +19,17 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
   using Cta = Base;
 
   __device__ PlanTiles(const PlanParams& p, unsigned char* arena, int arena_bytes,
-                       typename Cta::WarpSums& warp_sums)
-      : Cta(arena, arena_bytes, p.scratch, warp_sums), p_(p), rules_(p.rules), in_(p.inputs) {}
+                       typename Cta::WarpTotals& warp_totals)
+      : Cta(arena, arena_bytes, p.scratch, warp_totals), p_(p), rules_(p.rules), in_(p.inputs) {}
 
  protected:
-  using Base::FirstFault, Base::kNumThreads, Base::Prefix, Base::Sum, Base::thread_;
+  using Base::FirstFault, Base::kNumThreads, Base::Prefix, Base::thread_, Base::Total;
+  using typename Base::Totals;
 
+  // Lengths, on their way into the plan, come from memory all at once; what is checked and used
+  // after that is near.
   __device__ PlanFault Check() {
+    CopyLengths();
     return FirstFault(
         static_cast<i32>(in_.batch_size), [&](i32 r) { return CheckRequest(rules_, in_, r); },
         CheckBatch(rules_, in_));
@@ -45,9 +49,11 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
   __device__ void CopyLengths() {
 #pragma unroll 1
     for (i32 r = thread_; r <= in_.batch_size; r += kNumThreads) {
-      p_.qo_indptr[r] = in_.qo_indptr[r];
-      p_.kv_indptr[r] = in_.kv_indptr[r];
-      if (r < in_.batch_size) p_.kv_lens[r] = in_.kv_lens[r];
+      const i32 qo = in_.qo_indptr[r], kv = in_.kv_indptr[r];
+      const i32 kv_len = r < in_.batch_size ? in_.kv_lens[r] : 0;
+      p_.qo_indptr[r] = qo;
+      p_.kv_indptr[r] = kv;
+      if (r < in_.batch_size) p_.kv_lens[r] = kv_len;
     }
   }
 
@@ -58,20 +64,28 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
       return static_cast<i64>(NumTilesOf(rules_, in_.qo_indptr[r + 1] - in_.qo_indptr[r]));
     }));
     QueryTile* tiles = this->template Take<QueryTile>(num_tiles_);
-    span_cost_ = Sum(num_tiles_, [&](i32 i) {
-      const i32 request = LastAtMost(first_tile, batch_size, i);
-      tiles[i] = MakeTile(rules_, LengthsOf(in_, request), request, i - first_tile[request]);
-      return SpanCost(tiles[i]);
+    const Totals totals = Total(num_tiles_, [&](i32 i, Totals* mine) {
+      i32 request = i;  // where every request before has one tile
+      if (i >= batch_size || first_tile[i] != i || first_tile[i + 1] == i) {
+        request = LastAtMost(first_tile, batch_size, i);
+      }
+      const QueryTile t =
+          MakeTile(rules_, LengthsOf(in_, request), request, i - first_tile[request]);
+      tiles[i] = t;
+      const i64 cost = SpanCost(t);
+      mine->sum += cost;
+      mine->most[0] = static_cast<u32>(Largest(mine->most[0], ClampToWord(cost)));
+      mine->most[1] = static_cast<u32>(Largest(mine->most[1], t.tile));
+      mine->most[2] = static_cast<u32>(Largest(mine->most[2], kMaxTiles - t.tile));
     });
     tiles_ = tiles;
     first_tile_ = first_tile;
-    bool other_height = false;
-#pragma unroll 1
-    for (i32 i = thread_; i < num_tiles_; i += kNumThreads) {
-      other_height |= tiles[i].tile != tiles[0].tile;
-    }
-    several_heights_ = __syncthreads_or(other_height);
+    span_cost_ = totals.sum;
+    longest_span_cost_ = totals.most[0];
+    several_heights_ = num_tiles_ > 0 && totals.most[1] + totals.most[2] != kMaxTiles;
   }
+
+  __device__ static u32 ClampToWord(i64 x) { return static_cast<u32>(Least(x, 0xffffffffll)); }
 
   // With shared prefixes longest_cost is the number of a SharedTrial.
   __device__ TileCut CutOf(i32 longest_cost, i32 i) const {
@@ -119,6 +133,7 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
   i32 num_tiles_ = 0;
   const QueryTile* tiles_ = nullptr;  // [num_tiles]
   i64 span_cost_ = 0;
+  u32 longest_span_cost_ = 0;  // or all ones, if it is longer
   bool several_heights_ = false;
   const i32* first_tile_ = nullptr;  // [batch_size + 1] of each request
 

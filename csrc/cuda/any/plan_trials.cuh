@@ -2,18 +2,14 @@
 // them.
 #pragma once
 
+#include "cuda/any/plan_pages.cuh"
 #include "cuda/any/plan_tiles.cuh"
 
 namespace jax_attn {
 
-// Where a chunk of one head unit went: a queue, and how many went there before it. Until then its
-// cost, as far as its dealer wants it.
+// Where a chunk of one head unit went: a queue, and how many went there before it.
 struct __align__(8) PlanSlot {
-  union {
-    i32 queue;
-    u32 cost;
-  };
-  i32 place;
+  i32 queue, place;
 };
 
 // One way to cut and hand out the tiles.
@@ -23,8 +19,12 @@ struct PlanTrial {
   u64* keys;        // [num_chunks, to a power of two] in the order of rules.h
   i64* costs;       // [num_chunks] in the order of keys
   PlanSlot* slots;  // [num_chunks * num_units] in the order of keys, sections head by head
+  u32* weights;     // [num_chunks * num_units] costs of slots as dealers add them
   i32* filled;      // [num_queues] chunks of a queue
-  i64* loads;       // [num_queues] for whoever assigns chunks
+  union {           // for whoever assigns chunks
+    i64* loads;     // [num_queues]
+    u32* counts;    // see DealInRegisters
+  };
 };
 
 static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
@@ -39,41 +39,53 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     PlanTrial arrays;
     i64 cost;  // of all chunks of all units
     i32 num_chunks;
-    // Of the queue in the keys by which chunks are dealt, 32 bits with a load above; negative: the
+    // Of the queue in the keys by which chunks are dealt, 31 bits with a load above; negative: the
     // loads may be too large.
     i32 key_bits;
   };
   struct Shared {
-    typename Cta::WarpSums warp_sums;
+    typename Cta::WarpTotals warp_totals;
     Trial trials[1 + kNumRetries];
     i64 makespan[1 + kNumRetries];
     PlanCounts counts;
+    bool others_done;  // CTAs 1 and on, and what they found
+    PageFindings found;
   };
   static_assert(kNumSharedTrials <= 1 + kNumRetries, "trials of both kinds have room");
   static constexpr int kArenaBytes =
       (Traits::kSmemBytes - static_cast<int>(sizeof(Shared))) / 16 * 16;
 
   __device__ PlanTrials(const PlanParams& p, unsigned char* smem)
-      : Base(p, smem, kArenaBytes, reinterpret_cast<Shared*>(smem + kArenaBytes)->warp_sums),
+      : Base(p, smem, kArenaBytes, reinterpret_cast<Shared*>(smem + kArenaBytes)->warp_totals),
         shared_(*reinterpret_cast<Shared*>(smem + kArenaBytes)) {}
 
  protected:
-  using Base::CostOf, Base::CutOf, Base::first_tile_, Base::kNumThreads, Base::MostOf,
-      Base::num_tiles_, Base::Prefix, Base::rules_, Base::SharingOf, Base::Sort, Base::SortFew,
-      Base::SortSize, Base::span_cost_, Base::Sum, Base::thread_, Base::tiles_;
+  using Base::CostOf, Base::CutOf, Base::first_tile_, Base::ClampToWord, Base::kNumThreads,
+      Base::longest_span_cost_, Base::num_tiles_, Base::Prefix, Base::rules_, Base::SharingOf,
+      Base::PlaceOf, Base::Sort, Base::SortSize, Base::span_cost_, Base::Sum, Base::thread_,
+      Base::tiles_, Base::Total;
+  using typename Base::Totals;
+
+  // Chunks are dealt by a team of warps, one on each scheduler of a multiprocessor, so that several
+  // trials are at once, or the rest of the CTA does something else.
+  static constexpr int kTeamWarps = Min(4, Base::kNumWarps);
+  // Queues of a lane at most, and what their counts take, for two rounds.
+  static constexpr int kMostQueues = 9;
+  static constexpr i32 kMostCounts = 2 * ((kMostQueues + 1) / 2) * kWarpSize * kTeamWarps;
 
   __device__ PlanTrial TakeTiles() {
     PlanTrial trial = {};
     trial.chunk_base = this->template Take<i32>(num_tiles_ + 1);
     trial.cuts = this->template Take<TileCut>(num_tiles_);
     trial.filled = this->template Take<i32>(rules_.num_queues);
-    trial.loads = this->template Take<i64>(rules_.num_queues);
+    trial.loads = this->template Take<i64>(Largest(rules_.num_queues, kMostCounts / 2));
     return trial;
   }
   __device__ void TakeChunks(PlanTrial* trial, i32 num_chunks) {
     trial->keys = this->template Take<u64>(SortSize(num_chunks));
     trial->costs = this->template Take<i64>(num_chunks);
     trial->slots = this->template Take<PlanSlot>(static_cast<i64>(num_chunks) * rules_.num_units);
+    trial->weights = this->template Take<u32>(static_cast<i64>(num_chunks) * rules_.num_units);
   }
 
   __device__ i32 TileOfChunk(const PlanTrial& trial, i32 num_chunks, i32 chunk) const {
@@ -134,34 +146,40 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     const PlanTrial& trial = t->arrays;
     const i32 num_chunks = t->num_chunks, size = SortSize(num_chunks);
     i64* unsorted = reinterpret_cast<i64*>(trial.slots);  // costs; slots are not yet
-    i64 longest = 0;
-    const i64 cost = Sum(size, [&](i32 c) {
+    i64 cost = 0;
+    u64 key = 0;
+    const Totals totals = Total(size, [&](i32 c, Totals* mine) {
       if (c >= num_chunks) {
         trial.keys[c] = ~0ull;
-        return 0ll;
+        return;
       }
       const i32 i = TileOfChunk(trial, num_chunks, c);
       const QueryTile& tile = tiles_[i];
       const TileCut cut = trial.cuts[i];
       const i32 split = c - trial.chunk_base[i];
       const i64 kv_tokens = cut.End(tile, split) - cut.Begin(tile, split);
-      const i64 cost = CostOf(i, kv_tokens, cut.num_splits);
+      cost = CostOf(i, kv_tokens, cut.num_splits);
       const i64 first = SharingOf(i).shared() ? kSharedFirst : 0;
-      trial.keys[c] = tile.section > 0 ? SectionKey(tile.section, c) : ChunkKey(cost + first, c);
+      key = tile.section > 0 ? SectionKey(tile.section, c) : ChunkKey(cost + first, c);
+      trial.keys[c] = key;
       unsorted[c] = cost;
-      longest = Largest(longest, cost);
-      return cost;
+      mine->sum += cost;
+      mine->most[0] = static_cast<u32>(Largest(mine->most[0], ClampToWord(cost)));
     });
-    t->cost = cost * rules_.num_units;
-    longest = MostOf(longest);
-    if (num_chunks <= kNumThreads) {
-      SortFew(trial.keys, num_chunks);
+    t->cost = totals.sum * rules_.num_units;
+    const i64 longest = totals.most[0];  // clamped, it is too large for a key all the same
+    if (num_chunks <= kNumThreads) {     // a chunk for each thread, which still has it
+      const i32 place = PlaceOf(trial.keys, num_chunks, reinterpret_cast<i32*>(trial.slots));
+      if (thread_ < num_chunks) {
+        trial.keys[place] = key;
+        trial.costs[place] = cost;
+      }
     } else {
       Sort(trial.keys, size);
-    }
 #pragma unroll 1
-    for (i32 k = thread_; k < num_chunks; k += kNumThreads) {
-      trial.costs[k] = unsorted[ChunkOfKey(trial.keys[k])];
+      for (i32 k = thread_; k < num_chunks; k += kNumThreads) {
+        trial.costs[k] = unsorted[ChunkOfKey(trial.keys[k])];
+      }
     }
     __syncthreads();
     // A queue that takes a chunk had no more than the mean; another one may be asked what it would
@@ -171,12 +189,11 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
 #pragma unroll 1
     while (1 << bits < queues) ++bits;
     t->key_bits = -1;
-    if (bits >= 16 || t->cost + (2 * longest + 1) * queues >= queues << (32 - bits)) return;
+    if (bits >= 16 || t->cost + (2 * longest + 1) * queues >= queues << (31 - bits)) return;
     t->key_bits = bits;
 #pragma unroll 1
     for (i32 s = thread_; s < num_chunks * rules_.num_units; s += kNumThreads) {
-      trial.slots[s].cost = static_cast<u32>(trial.costs[SourceOf(trial, num_chunks, s).key])
-                            << bits;
+      trial.weights[s] = static_cast<u32>(trial.costs[SourceOf(trial, num_chunks, s).key]) << bits;
     }
   }
 
@@ -197,8 +214,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   __device__ i32 LongestCostOf(i32 r) {
     if (r > 0) return LongestChunkCost(rules_, span_cost_, kRetryDivisors[r - 1]);
     const i64 longest = LongestWholeCost(rules_, num_tiles_, span_cost_);
-    const i64 num_longer = Sum(num_tiles_, [&](i32 i) { return SpanCost(tiles_[i]) > longest; });
-    return FirstLongestChunkCost(rules_, span_cost_, num_longer > 0);
+    return FirstLongestChunkCost(rules_, span_cost_, longest_span_cost_ > longest);
   }
 
   // Cuts the tiles and sorts the chunks. num_chunks < 0: more splits than a retry may have.
