@@ -653,7 +653,7 @@ int RunAllCases() {
   RunCase<Kernel, ShapeOf<192, 128, 2, 0, false, true, false>>(
       {.name = "long chunk, 192 and 128", .requests = {{150, 900}, {64, 70}}, .kv_heads = 1}, 8);
   RunCase<Kernel, ShapeOf<256, 256, 3, 7, false, true, false>>(
-      {.name = "head_dim 256, page 7", .requests = {{1, 300}, {50, 130}}, .num_ctas = 2}, 9);
+      {.name = "head_dim 256, page 7", .requests = {{1, 300}, {50, 130}}, .kv_split = 64}, 9);
   RunCase<Kernel, Page16>(
       {.name = "shared prefixes", .requests = kForest, .prefix = 256, .half_prefix = 64}, 10);
   RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>(

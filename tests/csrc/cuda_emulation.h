@@ -170,6 +170,7 @@ class Machine {
   // or all of its threads that can do anything let others go first.
   void Launch(int num_ctas, int num_threads, unsigned seed, std::function<void()> kernel) {
     random_.seed(seed);
+    seed_ = seed;
     kernel_ = std::move(kernel);
     grid_dim = {num_ctas};
     block_dim = {num_threads};
@@ -205,6 +206,10 @@ class Machine {
     current_->event = std::move(event);
     Wait(Waits::kForEvent, "an event");
   }
+
+  // Whether the running CTA lets others go first at its arrivals. Others run until they wait, and
+  // complete what those have left behind.
+  bool IsPolite() const { return (seed_ >> block.x % 32 & 1) != 0; }
 
   // Lets other CTAs run, maybe.
   void LetOthersGoFirst() {
@@ -393,6 +398,7 @@ class Machine {
   Fiber* current_ = nullptr;
   ucontext_t scheduler_;
   std::function<void()> kernel_;
+  unsigned seed_ = 0;
   std::mt19937 random_;
 };
 inline Machine machine;
@@ -714,7 +720,7 @@ inline void MaxRelaxed(i32* global, u32 x) {
 }
 inline void Nap() { emulation::machine.LetOthersGoFirst(); }
 inline i32 AddAcquireRelease(i32* counter, i32 x) {
-  emulation::machine.LetOthersGoFirst();
+  if (emulation::machine.IsPolite()) emulation::machine.LetOthersGoFirst();
   const i32 before = *counter;
   *counter += x;
   return before;
