@@ -142,11 +142,10 @@ def append_rotated(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     jit.compile_ahead("append_rotated", spec)
-    q_shape = (spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk)
     call = jax.ffi.ffi_call(
         "jax_attn_append_rotated",
         (
-            jax.ShapeDtypeStruct(q_shape, spec.dtype),
+            jax.ShapeDtypeStruct(spec.q_shape, spec.dtype),
             jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
             jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
         ),

@@ -158,15 +158,11 @@ def _layer(
     return x + (norm(h, "mlp_post_norm") if config.post_norms else h)
 
 
-def _split_heads(qkv: jax.Array, config: ModelConfig) -> list[jax.Array]:
-    return jnp.split(qkv, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
-
-
 def _rotated_heads(
     qkv: jax.Array, positions: jax.Array, config: ModelConfig, kind: LayerKind
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v for who attends without append_rotated."""
-    q, k, v = _split_heads(qkv, config)
+    q, k, v = jnp.split(qkv, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
     angles = kind.rope.angles(config.head_dim, positions)
     return rotate(q, angles), rotate(k, angles), v
 
