@@ -33,6 +33,8 @@ inline constexpr int CU_TENSOR_MAP_SWIZZLE_128B = 3;
 inline constexpr int CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3;
 inline constexpr int CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0;
 
+inline constexpr int CU_STREAM_NON_BLOCKING = 1;
+
 inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;
 
@@ -57,6 +59,10 @@ struct CudaDriver {
                                      const unsigned long long* strides, const unsigned int* box,
                                      const unsigned int* element_strides, int interleave,
                                      int swizzle, int l2_promotion, int oob_fill);
+  CUresult (*cuMemAlloc)(CUdeviceptr* address, size_t num_bytes);
+  CUresult (*cuStreamCreate)(CUstream* stream, unsigned int flags);
+  CUresult (*cuStreamSynchronize)(CUstream stream);
+  CUresult (*cuStreamDestroy)(CUstream stream);
   CUresult (*cuMemsetD8Async)(CUdeviceptr address, unsigned char value, size_t count,
                               CUstream stream);
   CUresult (*cuMemsetD32Async)(CUdeviceptr address, unsigned int value, size_t count,

@@ -193,13 +193,22 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
   if (kernel == nullptr) return NotLoaded("attention", device_ordinal);
   Launch launch;
   launch.num_ctas = problem.config.num_ctas;
+  AttentionParams complete = params;
   if (problem.config.max_partial_rows > 0) {
-    launch.zero_words = params.merge_counters;
-    launch.num_zero_words = problem.config.max_merge_groups;
+    const int64_t num_counters = problem.config.max_merge_groups;
+    i32* counters = nullptr;
+    if (kernel->counters != nullptr && !problem.spec.mla) {
+      counters = kernel->counters->Find(params.merge_counters, num_counters);
+    }
+    if (counters != nullptr) {
+      complete.merge_counters = counters;
+    } else {
+      launch.zero_words = params.merge_counters;
+      launch.num_zero_words = num_counters;
+    }
   }
-  AttentionParams with_maps = params;
-  if (Status s = AddTensorMaps(*kernel->driver, problem, &with_maps); !s.ok()) return s;
-  return LaunchLoaded("attention", *kernel, launch, with_maps, stream);
+  if (Status s = AddTensorMaps(*kernel->driver, problem, &complete); !s.ok()) return s;
+  return LaunchLoaded("attention", *kernel, launch, complete, stream);
 }
 
 Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info) {

@@ -36,7 +36,8 @@ struct KernelInfo {
 // `info` may be null.
 Status PrepareAttention(const AttentionProblem& problem, KernelInfo* info = nullptr);
 Status LoadAttention(const AttentionProblem& problem, int device_ordinal);
-// Grid: config.num_ctas. Zeroes merge_counters first if the problem has room for splits at all.
+// Grid: config.num_ctas. If the problem has room for splits at all, counters of the device's
+// pool take the place of params.merge_counters, or else these are zeroed first.
 Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& params, void* stream,
                        int device_ordinal);
 

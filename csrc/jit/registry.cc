@@ -50,6 +50,9 @@ struct Registry {
   std::string cache_dir;
   bool cache_trouble_told = false;
 
+  std::mutex counters_mutex;
+  std::unordered_map<int, std::unique_ptr<CounterPool>> counters;  // of devices
+
   std::mutex stats_mutex;
   JitStats stats;
 };
@@ -194,6 +197,15 @@ Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   return Status::Ok();
 }
 
+// The device's counters, made by whoever loads its first kernel.
+CounterPool* FindOrMakeCounters(const CudaDriver& driver, int device_ordinal) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.counters_mutex);
+  std::unique_ptr<CounterPool>& pool = registry.counters[device_ordinal];
+  if (pool == nullptr) pool = CounterPool::Make(driver);
+  return pool.get();
+}
+
 Status LoadOnDevice(const Kernel& kernel, int device_ordinal, LoadedKernel* loaded) {
   if (Status status = GetCudaDriver(&loaded->driver); !status.ok()) return status;
   const CudaDriver& d = *loaded->driver;
@@ -209,6 +221,7 @@ Status LoadOnDevice(const Kernel& kernel, int device_ordinal, LoadedKernel* load
     return Status::Error(d.Describe("cuCtxPushCurrent", r));
   }
   const Status status = LoadHere(kernel, device, loaded);
+  if (status.ok()) loaded->counters = FindOrMakeCounters(d, device_ordinal);
   CUcontext popped = nullptr;
   d.cuCtxPopCurrent(&popped);
   return status;

@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include "jit/counter_pool.h"
 #include "jit/cuda_api.h"
 #include "jit/kernel_source.h"
 #include "jit/kernels.h"
@@ -19,7 +20,8 @@ struct LoadedKernel {
   CUfunction function = nullptr;
   unsigned num_threads = 0;
   unsigned smem_bytes = 0;
-  int num_sms = 0;  // of the device
+  int num_sms = 0;                  // of the device
+  CounterPool* counters = nullptr;  // of the device; null: it had no memory left
 };
 
 void SetCacheDir(const std::string& cache_dir);

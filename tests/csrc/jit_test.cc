@@ -10,12 +10,15 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "jit/compiler.h"
+#include "jit/counter_pool.h"
 #include "jit/cubin.h"
 #include "jit/cuda_api.h"
 #include "jit/disk_cache.h"
@@ -148,7 +151,7 @@ struct {
   std::mutex mutex;
   std::vector<Call> calls;  // memsets and launches
   std::atomic<int> module_loads{0}, set_smem{0}, other_calls{0};
-  std::atomic<int> load_error{0}, launch_error{0}, smem_limit{232448};
+  std::atomic<int> load_error{0}, launch_error{0}, memory_error{0}, smem_limit{232448};
   std::atomic<size_t> param_bytes{0};
 } fake_driver;
 thread_local std::vector<uintptr_t> context_stack = {0};
@@ -211,6 +214,16 @@ FAKE int cuFuncSetAttribute(uintptr_t, int attribute, int value) {
   return 0;
 }
 FAKE int cuFuncLoad(uintptr_t) { return ++fake_driver.other_calls, 0; }
+FAKE int cuMemAlloc_v2(unsigned long long* address, size_t) {
+  ++fake_driver.other_calls;
+  return *address = context_stack.back() << 32, fake_driver.memory_error;
+}
+FAKE int cuStreamCreate(const void** stream, unsigned flags) {
+  ++fake_driver.other_calls;
+  return *stream = nullptr, flags == 1 ? 0 : 1;
+}
+FAKE int cuStreamSynchronize(const void*) { return ++fake_driver.other_calls, 0; }
+FAKE int cuStreamDestroy_v2(const void*) { return ++fake_driver.other_calls, 0; }
 FAKE int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t count,
                          const void* stream) {
   Record({"memset8 " + std::to_string(value),
@@ -489,10 +502,12 @@ void TestPrepareFailures() {
 }
 
 void TestAttentionLaunch() {
+  constexpr int64_t kPool = CounterPool::kNumCounters;
   AttentionProblem problem = MakeProblem(128);
+  problem.config.max_merge_groups = kPool / 2 - 5;
   AttentionParams params = {};
-  std::vector<i32> counters(1);
-  params.merge_counters = counters.data();
+  std::vector<i32> workspaces(3);
+  params.merge_counters = workspaces.data();
   params.max_qo_tokens = 4711;
   fake_driver.param_bytes = sizeof(AttentionParams);
 
@@ -504,25 +519,46 @@ void TestAttentionLaunch() {
   CHECK_OK(LoadAttention(problem, 0));
   CHECK(fake_driver.module_loads == 2);
   CHECK_ERROR(LoadAttention(problem, 2), "device 2: cuDeviceGet");
-  CHECK(TakeCalls().empty());
+  const std::vector<Call> zeroed = TakeCalls();  // the counters of each device
+  CHECK(zeroed.size() == 2 && zeroed[0].context == 2 && zeroed[1].context == 1);
+  for (const Call& call : zeroed) CHECK(call.name == "memset32 0" && call.count == kPool);
 
   const int64_t before = GetJitStats().attention_launches;
   const int other_calls = fake_driver.other_calls;
+  // Other counters for each workspace and device, always the same, until the pool is used up.
   for (int device : {0, 1, 0}) {
-    CHECK_OK(LaunchAttention(problem, params, Stream(device), device));
-    const std::vector<Call> calls = TakeCalls();
-    CHECK(calls.size() == 2);
-    CHECK(calls[0].name == "memset32 0" && calls[0].count == 777);
-    CHECK(calls[0].address == reinterpret_cast<uintptr_t>(counters.data()));
-    CHECK(calls[1].name == "launch 1" && calls[1].grid == 264);
-    CHECK(calls[1].block == kNumThreads && calls[1].smem == kSmemBytes);
-    CHECK(std::memcmp(calls[1].params.data(), &params, sizeof(params)) == 0);
-    for (const Call& call : calls) {
-      CHECK(call.stream == Stream(device) && call.context == static_cast<uintptr_t>(device) + 1);
+    for (int workspace : {0, 1, 0, 2}) {
+      params.merge_counters = workspaces.data() + workspace;
+      CHECK_OK(LaunchAttention(problem, params, Stream(device), device));
+      const std::vector<Call> calls = TakeCalls();
+      for (const Call& call : calls) {
+        CHECK(call.stream == Stream(device) && call.context == static_cast<uintptr_t>(device) + 1);
+      }
+      const Call& launch = calls.back();
+      CHECK(launch.name == "launch 1" && launch.grid == 264);
+      CHECK(launch.block == kNumThreads && launch.smem == kSmemBytes);
+      AttentionParams got;
+      std::memcpy(&got, launch.params.data(), sizeof(got));
+      const auto counters =
+          reinterpret_cast<uintptr_t>(std::exchange(got.merge_counters, params.merge_counters));
+      CHECK(std::memcmp(&got, &params, sizeof(params)) == 0);
+      if (workspace == 2) {
+        CHECK((calls.size() == 2 && counters == reinterpret_cast<uintptr_t>(&workspaces[2])));
+        CHECK((calls[0].name == "memset32 0" && calls[0].address == counters));
+        CHECK(calls[0].count == kPool / 2 - 5);
+      } else {
+        CHECK(calls.size() == 1);
+        CHECK(counters == (uintptr_t{device + 1u} << 32) + workspace * kPool / 2 * sizeof(i32));
+      }
     }
   }
   CHECK(fake_driver.other_calls == other_calls);  // a captured execute may only memset and launch
-  CHECK(GetJitStats().attention_launches == before + 3);
+  const CudaDriver* driver = nullptr;
+  CHECK_OK(GetCudaDriver(&driver));
+  fake_driver.memory_error = 2;  // then there is no pool, which is no error
+  CHECK(CounterPool::Make(*driver) == nullptr);
+  fake_driver.memory_error = 0;
+  CHECK(GetJitStats().attention_launches == before + 12);
   CHECK(context_stack.size() == 1);
 
   problem.config.max_partial_rows = 0;  // a schedule that never splits has no counters
@@ -668,7 +704,9 @@ void TestConcurrentDevices() {
   const int loads = fake_driver.module_loads;
   for (std::thread& thread : threads) thread.join();
   CHECK(fake_nvrtc.compiles - compiles <= 6 && fake_driver.module_loads - loads <= 12);
-  CHECK(TakeCalls().size() == 2 * 8 * 6 * 20);
+  size_t num_launches = 0;
+  for (const Call& call : TakeCalls()) num_launches += call.name == "launch 1";
+  CHECK(num_launches == 8 * 6 * 20);
 }
 
 void TestLookupCost() {

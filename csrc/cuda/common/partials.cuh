@@ -264,7 +264,9 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
         bool last = false;
         if (i < num_groups) {
           const int num_partials = LoadConstant(&groups[i].num_partials);
-          last = AddAcquireRelease(p.merge_counters + merge_idx + i, 1) == num_partials - 1;
+          i32* counter = p.merge_counters + merge_idx + i;
+          last = AddAcquireRelease(counter, 1) == num_partials - 1;
+          if (last && !Traits::kIsMla) *counter = 0;  // as the next launch expects it
         }
         const u32 completed = __ballot_sync(kFullWarp, last);
         if (lane == 0) scratch.completed[first / kWarpSize] = completed;
