@@ -48,7 +48,7 @@ struct AttentionF32Body {
       RunItem(p, pools, index, shared);
       RecordEnd<Traits>(p, index, threadIdx.x);
     }
-    BlankPaddingRows<Traits, sizeof(float)>(p);
+    BlankPaddingRows<Traits, sizeof(float)>(p, threadIdx.x, blockDim.x);
   }
 
   // --- load ---

@@ -161,12 +161,13 @@ struct FreshTokens {
   __device__ u32 Row(int pos) const { return static_cast<u32>(first_row + pos); }
 };
 
-// o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by the whole grid. NaN, and in all rows, if
-// a device planner could not make the plan: it has no tokens then.
+// o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by num_threads threads of every CTA. NaN,
+// and in all rows, if a device planner could not make the plan: it has no tokens then.
 template <class Traits, int kElementBytes>
-__device__ __forceinline__ void BlankPaddingRows(const AttentionParams& p) {
-  const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+__device__ __forceinline__ void BlankPaddingRows(const AttentionParams& p, u32 thread,
+                                                 u32 num_threads) {
+  const i64 first = static_cast<i64>(blockIdx.x) * num_threads + thread;
+  const i64 step = static_cast<i64>(gridDim.x) * num_threads;
   const i64 begin = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) * p.num_qo_heads;
   const i64 end = static_cast<i64>(p.max_qo_tokens) * p.num_qo_heads;
   const bool is_plan = LoadConstant(&p.header->magic) == kPlanMagic;

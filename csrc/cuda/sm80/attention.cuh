@@ -485,7 +485,6 @@ class TilePath {
     if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
     if constexpr (kE4m3) PutLogitScales();
     __syncwarp();
-    PrefetchMergeGroup(p_, Item().merge_idx());
     const int end_of_steps = EndOfSteps(Item()) - FirstStep(Item());
 #pragma unroll 1
     for (int pos = warm_up ? -kWarmUpSteps * kStep : 0; pos < end_of_steps; pos += kStep) {
@@ -954,7 +953,7 @@ struct QueueBody {
         item = Path<2>::Run(p, smem, item);
       }
     }
-    BlankPaddingRows<Traits, 2>(p);
+    BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
   }
 };
 

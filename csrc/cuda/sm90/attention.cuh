@@ -143,16 +143,16 @@ class HopperProducer {
   using E = Element<Traits::kDtype>;
 
   __device__ __forceinline__ HopperProducer(const AttentionParams& p, Shared& shared)
-      : p_(p),
-        shared_(shared),
-        pools_(FindPools<Traits, E::kBytes>(p)),
-        layer_(Traits::kPageSize > 0 && p.layer != nullptr ? LoadConstant(p.layer) : 0),
-        steps_(p) {}
+      : p_(p), shared_(shared), steps_(p) {}
 
   // Steps of the queue in order. K of a step goes ahead of V of the step before, which is the order
-  // in which consumers ask for them.
+  // in which consumers ask for them, and q behind both, but for the first q, while the first page
+  // is on its way.
   __device__ __forceinline__ void Run(int begin, int end) {
     steps_.Start(begin, end);
+    if (Traits::kPageSize > 0 && p_.layer != nullptr) layer_ = LoadConstant(p_.layer);
+    pools_ = FindPools<Traits, E::kBytes>(p_);
+    if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
     bool has_v = false;
     u32 v_row = kNoRow;
     int v_head = 0;
@@ -160,8 +160,8 @@ class HopperProducer {
       const ItemRecord item(p_, steps_.index());
       const int head = item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
       const bool has_step = steps_.has_step();
-      const bool first = steps_.is_first(item);
       const int index = steps_.index();
+      const bool has_q = has_step && index > begin && steps_.is_first(item);
       const u32 row = has_step ? steps_.Row(item) : kNoRow;
       steps_.Next();
       if (has_step) {
@@ -170,12 +170,14 @@ class HopperProducer {
             p_.k_map, p_.k_new, p_.k_new_map, row, head);
       }
       if (has_v) LoadV(v_row, v_head);
-      if (first && has_step) LoadQ(ItemRecord(p_, index));
+      if (has_q) LoadQ(ItemRecord(p_, index));
       has_v = has_step;
       v_row = row;
       v_head = head;
     }
     if (has_v) LoadV(v_row, v_head);
+    // Here, while the consumers still compute: for them the header would be a trip to memory more.
+    BlankPaddingRows<Traits, 2>(p_, threadIdx.x, HopperRoles::kProducerThreads);
   }
 
  private:
@@ -292,11 +294,11 @@ class HopperProducer {
     const int num_rows = NumRows<Traits>(item);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());
-    const int chunk = Lane() % 8;
+    const int thread = Anew(threadIdx.x);  // or registers would keep what only q needs
+    const int chunk = thread % 8;
     WaitBarrier(SharedAddress(Barriers().empty_q + consumer), (q_parity_ >> consumer & 1) ^ 1);
 #pragma unroll 1
-    for (int r = Warp() * kRowsPerCopy + Lane() / 8; r < num_tile_rows;
-         r += Shape::Roles::kProducerThreads / 8) {
+    for (int r = thread / 8; r < num_tile_rows; r += Shape::Roles::kProducerThreads / 8) {
       const int row = first_row + r;
       const u16* from = static_cast<const u16*>(p_.q);
       if (row < num_rows) from += rows.Index(row) * Traits::kHeadDimQk;
@@ -325,8 +327,8 @@ class HopperProducer {
 
   const AttentionParams& p_;
   Shared& shared_;
-  const KvPools pools_;
-  const int layer_;
+  KvPools pools_ = {};
+  int layer_ = 0;
   QueueSteps<Traits, Shape> steps_;
   RingCursor<Shape::kSlots> k_cursor_, v_cursor_;
   u32 q_parity_ = 0;       // bit i: phase of consumer i's
@@ -498,7 +500,6 @@ class HopperConsumer {
     RecordBegin<Traits>(p_, index, team_thread);
     const ItemRecord item(p_, index);
     Rows rows(p_, index, joint ? group_ * 64 : 0, thread_, 0.0f);
-    PrefetchMergeGroup(p_, item.merge_idx());
     Output o;
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {
@@ -616,7 +617,6 @@ class HopperConsumer {
     typename Decode::Shared& mine = shared_.shares[group].decode;
     const u32 q_at = SharedAddress(mine.q), p_at = SharedAddress(mine.p);
     Decode rows(p_, index, Anew(thread_), mine, shared_.small.exchange[group]);
-    PrefetchMergeGroup(p_, item.merge_idx());
     typename Decode::Output o = {};
     typename Decode::Scores s = {};
     const int end = Uniform(item.kv_end());
@@ -636,11 +636,7 @@ class HopperConsumer {
       const bool is_last = pos >= end;
       const u32 k_slot = Uniform(SharedAddress(shared_.k[k_cursor_.slot]));
       const u32 v_slot = Uniform(SharedAddress(shared_.v[v_cursor_.slot]));
-      WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
-      if (!is_last) {
-        WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
-      }
-      FenceSharedForWgmma();  // rows of these, and our weights
+      FenceSharedForWgmma();  // our weights
       if (OneHopperConsumer::SyncOr(grows)) {
         rows.Grow(s, o);
         rows.Exponentiate(s);
@@ -649,6 +645,11 @@ class HopperConsumer {
         OneHopperConsumer::Sync();
       }
       rows.AddSums();
+      WaitBarrier(SharedAddress(Barriers().full_v + v_cursor_.slot), v_cursor_.parity);
+      if (!is_last) {
+        WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
+      }
+      FenceSharedForWgmma();  // rows of these
       PinBlocks(o);
       if (is_last) {
         WgmmaFence();

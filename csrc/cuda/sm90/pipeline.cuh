@@ -207,15 +207,12 @@ struct HopperBody {
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
-    // For later, so that they are near by then.
-    LoadConstant(&p.header->nnz_qo);
-    if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
     const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
     const int end = QueueEnd(p);
     if (threadIdx.x == 0) Shape::InitBarriers(shared);
     __syncthreads();
     Teams::Run(p, shared, begin, end);
-    BlankPaddingRows<Traits, 2>(p);
+    if constexpr (Traits::kIsMla) BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
   }
 };
 
