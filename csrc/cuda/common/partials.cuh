@@ -59,6 +59,64 @@ struct FoldStrips {
   __device__ static int Vector(int strip, int lane) { return strip % kOfRow * kWarpSize + lane; }
 };
 
+// A state of a strip, but where there is none. vector: the lane's columns.
+template <class Traits>
+__device__ __forceinline__ PartialState LoadState(const AttentionParams& p, bool is_there, i64 row,
+                                                  int vector) {
+  PartialState state;
+  state.row = LoadCoherentIf(is_there, p.partial_states + row, {-Infinity(), 0.0f});
+  state.o = LoadCoherent16If(is_there && vector < FoldStrips<Traits>::kVectors,
+                             p.partial_o + row * Traits::kHeadDimVo + 4 * vector);
+  return state;
+}
+
+// Stores what all states of a strip come to, in o and lse or at row `partial_row` of the workspace.
+template <class Traits>
+__device__ __forceinline__ void WriteStrip(const AttentionParams& p, bool is_final, int qo_begin,
+                                           int kv_head, i64 partial_row, int strip,
+                                           int row_in_group, int lane, PartialState& all) {
+  using Strips = FoldStrips<Traits>;
+  constexpr int kDim = Traits::kHeadDimVo;
+  const RowMap<Traits::kGroupSize> map(p, qo_begin, kv_head);
+  const i64 row = is_final ? map.Index(row_in_group) : partial_row;
+  const bool last_strip = (strip + 1) % Strips::kOfRow == 0;
+  const float o_scale =
+      WriteState(p, is_final, row, map.QoHead(row_in_group), lane == 0 && last_strip, all.row);
+  const int vector = Strips::Vector(strip, lane);
+  if (vector < Strips::kVectors && is_final) {
+    Scale(all.o, WithValueScale<Traits>(p, kv_head, o_scale));
+    Store4<Traits::kDtype>(p.o, row * kDim + 4 * vector, all.o);
+  } else if (vector < Strips::kVectors) {
+    Store4<kElementF32>(p.partial_o, row * kDim + 4 * vector, all.o);
+  }
+}
+
+// Folds an item's only group, whose states are one batch and make the result, by the whole team:
+// what decodes of few requests wait for. Not inlined: one copy serves all tile heights.
+template <class Traits, class Team>
+__device__ __noinline__ void FoldOneBatch(const AttentionParams& p, const MergeScratch& scratch) {
+  using Strips = FoldStrips<Traits>;
+  const MergeGroup& group = scratch.group;
+  const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
+  const int first_place = group.first_place, num_places = first_place + group.num_partials;
+  const Strips strips(p, group.kv_head);
+#pragma unroll 1
+  for (int strip = Team::thread() / kWarpSize; strip < strips.Count(group.qo_len);
+       strip += num_warps) {
+    const int row = strips.Row(strip), vector = Strips::Vector(strip, lane);
+    PartialState batch[kFoldBatch];
+#pragma unroll
+    for (int i = 0; i < kFoldBatch; ++i) {
+      const bool is_there = i >= first_place && i < num_places;
+      const int partial = is_there ? i - first_place : 0;
+      batch[i] = LoadState<Traits>(p, is_there, scratch.partial_rows[partial] + i64{row}, vector);
+    }
+    PartialState all = IdentityState();
+    Combine(all, SumOfStates(batch, num_places <= kFewStates));
+    WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, row, lane, all);
+  }
+}
+
 // A batch of the states of a strip.
 struct FoldPlace {
   int group;  // the lane that knows it; kWarpSize: none is left
@@ -81,7 +139,6 @@ __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const Mer
                                              u32 completed, const MergeScratch* only,
                                              int strip_begin = 0, int strip_end = 1 << 30) {
   using Strips = FoldStrips<Traits>;
-  constexpr int kDim = Traits::kHeadDimVo;
   // Strips that a warp takes before others have their turn: a result that goes where one of the
   // row's states lies has to wait for the whole row. Groups of mla have no parent.
   constexpr int kRun = Traits::kIsMla ? 1 : Strips::kOfRow;
@@ -145,9 +202,7 @@ __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const Mer
       const int place = next.first + i;
       const bool is_there = place >= first_place && place < next_places;
       const i64 row = partial_rows[is_there ? (place - first_place) * step : 0] + i64{next.row};
-      ahead[i].row = LoadCoherentIf(is_there, p.partial_states + row, {-Infinity(), 0.0f});
-      ahead[i].o = LoadCoherent16If(is_there && next_vector < Strips::kVectors,
-                                    p.partial_o + row * kDim + 4 * next_vector);
+      ahead[i] = LoadState<Traits>(p, is_there, row, next_vector);
     };
 #pragma unroll
     for (int i = 0; i < kFewStates; ++i) load(i);
@@ -164,19 +219,9 @@ __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const Mer
     if (last_batch) {
       // The whole warp has read the row's states, one of which may lie where this one goes.
       __syncwarp();
-      const RowMap<Traits::kGroupSize> map(p, of(mine.qo_begin, at.group), kv_head);
       // What is not final is the only group.
-      const i64 row = is_final ? map.Index(at.row) : partial_rows[0] + i64{at.row};
-      const bool last_strip = (at.strip + 1) % Strips::kOfRow == 0;
-      const float o_scale =
-          WriteState(p, is_final, row, map.QoHead(at.row), lane == 0 && last_strip, all.row);
-      const int vector = Strips::Vector(at.strip, lane);
-      if (vector < Strips::kVectors && is_final) {
-        Scale(all.o, WithValueScale<Traits>(p, kv_head, o_scale));
-        Store4<Traits::kDtype>(p.o, row * kDim + 4 * vector, all.o);
-      } else if (vector < Strips::kVectors) {
-        Store4<kElementF32>(p.partial_o, row * kDim + 4 * vector, all.o);
-      }
+      WriteStrip<Traits>(p, is_final, of(mine.qo_begin, at.group), kv_head,
+                         partial_rows[0] + i64{at.row}, at.strip, at.row, lane, all);
       all = IdentityState();
     }
     return more;
@@ -292,8 +337,14 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
       return;
     } else {
       if (!completed) return;
+      const MergeGroup& group = scratch.group;
+      if (group.first_place + group.num_partials <= kFoldBatch && group.parent < 0 &&
+          group.partials_step == 1) {
+        FoldOneBatch<Traits, Team>(p, scratch);
+        return;
+      }
       FoldMergeGroups<Traits, Team>(p, groups, 1, &scratch);
-      merge_idx = scratch.group.parent;
+      merge_idx = group.parent;
       if (merge_idx < 0) return;
     }
   }
