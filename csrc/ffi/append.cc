@@ -22,7 +22,7 @@ struct RotatedBuffers {
 struct AppendBuffers {
   ffi::AnyBuffer k_pages, plan, layer, k_out;
   std::optional<ffi::AnyBuffer> v_pages, v_out;  // none of them with mla
-  std::optional<ffi::AnyBuffer> k_new, v_new;    // none with mla, or of append_rotated
+  std::optional<ffi::AnyBuffer> k_new, v_new;    // none of append_rotated, no v_new with mla
   std::optional<ffi::AnyBuffer> k_scale, v_scale;
   std::optional<RotatedBuffers> rotated;
 

@@ -222,14 +222,15 @@ Status LoadAppend(const AppendKernel& kernel, int device_ordinal) {
 Status LaunchAppend(const AppendKernel& kernel, const AppendParams& params, void* stream,
                     int device_ordinal) {
   append_launches.fetch_add(1, std::memory_order_relaxed);
+  const char* op = kernel.rotates ? "append_rotated" : "append_kv";
   const LoadedKernel* loaded;
-  if (Status s = FindResolved("append_kv", kernel, device_ordinal, &loaded); !s.ok()) return s;
+  if (Status s = FindResolved(op, kernel, device_ordinal, &loaded); !s.ok()) return s;
   if (params.max_qo_tokens == 0) return Status::Ok();
   Launch launch;
   const int64_t warps_a_token = kernel.rotates ? AppendRotatedWarps(params) : 2;
   launch.num_ctas =
       GridFor(warps_a_token * params.max_qo_tokens, loaded->num_threads / kWarpSize, *loaded);
-  return LaunchLoaded("append_kv", *loaded, launch, params, stream);
+  return LaunchLoaded(op, *loaded, launch, params, stream);
 }
 
 Status PrepareMerge(const MergeKernel& kernel, KernelInfo* info) {
