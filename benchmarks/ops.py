@@ -73,6 +73,7 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
         "mla": workload.head_dim_latent is not None,
         "causal": workload.causal,
         "page_size": workload.page_size,
+        "kv_dtype": "float8_e4m3fn" if workload.kv_dtype == "e4m3" else None,
         "max_batch": workload.batch_size,
         "max_qo_tokens": workload.nnz_qo,
         "target": target,
@@ -171,6 +172,8 @@ def make_data(workload: Workload) -> AttentionData:
         (k,), v = normal((num_sets, w.num_pages, w.page_size, *row), seed=1), None
     else:
         k, v = normal((num_sets, w.num_pages, w.page_size, *row), 2, seed=1)
+    if w.kv_dtype == "e4m3":
+        k, v = (jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn), a) for a in (k, v))
     return AttentionData(w, q, k, v, num_sets)
 
 

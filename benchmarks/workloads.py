@@ -36,6 +36,7 @@ class Workload:
     num_layers: int = 0  # step
     head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
     shared_len: int = 0  # leading tokens, whole pages, that all requests have in common
+    kv_dtype: str = "bf16"  # of k and v: or e4m3; all else is bf16
 
     @property
     def batch_size(self) -> int:
@@ -95,7 +96,7 @@ class Workload:
         """K and V, each read once."""
         columns = self.head_dim * (2 if self.head_dim_latent is None else 1)
         tokens = sum(self.kv_lens) - max(0, self.batch_size - 1) * self.shared_len
-        return tokens * self.num_kv_heads * columns * 2
+        return tokens * self.num_kv_heads * columns * (1 if self.kv_dtype == "e4m3" else 2)
 
     @property
     def bytes(self) -> int:
@@ -176,6 +177,7 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
         num_layers=entry.get("num_layers", 0),
         head_dim_latent=entry["head_dim_ckv"] if is_mla else None,
         shared_len=shared_len,
+        kv_dtype=entry.get("kv_dtype", "bf16"),
     )
     if "h200_best_peer_tflops" in entry and shrink == 1:
         anchor_us = workload.flops / entry["h200_best_peer_tflops"] / 1e6

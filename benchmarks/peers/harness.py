@@ -31,7 +31,8 @@ class Peer:
 
     def workloads(self, *kinds: str) -> list[Workload]:
         select = [name for name in self.arguments.select.split(",") if name]
-        return load(select, kinds, self.arguments.shrink)
+        every = load(select, kinds, self.arguments.shrink)
+        return [w for w in every if w.kv_dtype == "bf16"]  # the peers here are called with that
 
     def report(self, **fields: Any) -> None:
         print(json.dumps(fields), flush=True)
