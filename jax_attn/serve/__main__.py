@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,21 @@ _KV_SHARE = 0.85  # of the free memory; the rest is for activations and logits
 _NEXT_TRY = 0.9  # of the pages that did not fit
 _CPU_BYTES = 2 << 30
 _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
+
+
+class _Steps(NamedTuple):
+    """What a step has room for, unless options say otherwise."""
+
+    max_running: int
+    max_step_tokens: int
+    # A step's time grows with its tokens, and whoever decodes waits for it: with chunks of this size
+    # the 99th percentile between tokens is about twice the median, with steps full of prompts three
+    # times and more (benchmarks/NOTES.md).
+    prefill_chunk: int
+
+
+_ON_CPU, _ON_GPU = _Steps(32, 512, 32), _Steps(256, 2048, 256)
+_BATCH_INVARIANT = _Steps(32, 512, 512)  # every step is padded to the largest
 
 
 class _Uvicorn(uvicorn.Server):
@@ -201,9 +217,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     add("--num-pages", type=_positive, help="of the kv cache (what the device's memory holds)")
     add("--page-size", type=_positive, default=16, help="tokens of a page (%(default)s)")
-    add("--max-running", type=_positive, default=32, help="sequences at once (%(default)s)")
-    add("--max-step-tokens", type=_positive, default=512, help="tokens of a step (%(default)s)")
-    chunk = "of them, about, of prompts beside decodes (all; on CPU as many as --max-running)"
+    add("--max-running", type=_positive, help="sequences at once (32; on a GPU 256)")
+    add("--max-step-tokens", type=_positive, help="tokens of a step (512; on a GPU 2048)")
+    chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
     add("--prefill-chunk", type=_positive, help=chunk)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
@@ -212,10 +228,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     on_cpu = jax.default_backend() == "cpu"
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    if on_cpu and args.prefill_chunk is None:
-        # A step's time grows with its tokens there, and whoever decodes waits for it: the 99th
-        # percentile between tokens falls from 3 to 1.9 times the median (benchmarks/NOTES.md).
-        args.prefill_chunk = args.max_running
+    steps = _BATCH_INVARIANT if args.batch_invariant else _ON_CPU if on_cpu else _ON_GPU
+    args.max_step_tokens = args.max_step_tokens or steps.max_step_tokens
+    args.max_running = args.max_running or min(steps.max_running, args.max_step_tokens)
+    args.prefill_chunk = args.prefill_chunk or steps.prefill_chunk
     return args
 
 

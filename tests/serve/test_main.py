@@ -119,3 +119,19 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
     monkeypatch.setattr("jax_attn.serve.engine.Engine.warm_up", fail)
     assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
     assert "no memory for a step" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "running", "tokens", "chunk"),
+    [
+        ("cpu", [], 32, 512, 32),
+        ("gpu", [], 256, 2048, 256),
+        ("gpu", ["--max-step-tokens", "128"], 128, 128, 256),
+        ("gpu", ["--max-running", "4", "--prefill-chunk", "64"], 4, 2048, 64),
+        ("gpu", ["--batch-invariant"], 32, 512, 512),
+    ],
+)
+def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens, chunk):
+    monkeypatch.setattr(main.jax, "default_backend", lambda: backend)
+    args = main._parse(options)
+    assert (args.max_running, args.max_step_tokens, args.prefill_chunk) == (running, tokens, chunk)
