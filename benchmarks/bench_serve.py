@@ -3,6 +3,7 @@
     python -m benchmarks.bench_serve                     starts one with the bundled model, beside
                                                          the same model through jax.nn; writes
                                                          results/<device>-serve.json
+    python -m benchmarks.bench_serve -- --model DIR      with another model, which has no peer
     python -m benchmarks.bench_serve --url http://127.0.0.1:8000 --out FILE
 
 Closed loop: so many clients that each send the next request when the last is answered. Open loop:
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-llama-stdlib"  # what a server has that gets no --model
 RAMP = 0.2  # share of a loop's time that is not counted
 PEER = "jax.nn, padded caches"
-WHOLE_STEP = 512  # tokens of prompts beside decodes: all that a step of the server has
+WHOLE_STEP = 1 << 20  # tokens of prompts beside decodes: what a step has room for
 
 
 @dataclasses.dataclass
@@ -153,7 +154,7 @@ class Bench:
             row = self.add(f"closed/{num_clients}{suffix}", 1e6 / tokens_per_s, answers)
             row.more["tokens_per_s"] = round(tokens_per_s, 1)
             row.more["requests_per_s"] = round(rate, 3)
-            if not (a.url or suffix):
+            if not (a.url or suffix or "--model" in a.server):
                 self.measure_peer(row, num_clients)
             log(f"{row.workload}: {row.more} {row.peers}")
         for share in a.shares:
