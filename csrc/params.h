@@ -236,8 +236,8 @@ struct AttentionParams {
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
   float* lse;  // [max_qo_tokens, num_qo_heads] natural log
 
-  i32* merge_counters;       // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry,
-                             // but for mla at exit, too
+  i32* merge_counters;       // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry
+                             // and at exit
   RowState* partial_states;  // [max_partial_rows]
   float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
   i64* item_times;           // [max_items, 2] begin and end, ns since any time; null: not asked for

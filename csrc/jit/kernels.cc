@@ -197,7 +197,7 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
   if (problem.config.max_partial_rows > 0) {
     const int64_t num_counters = problem.config.max_merge_groups;
     i32* counters = nullptr;
-    if (kernel->counters != nullptr && !problem.spec.mla) {
+    if (kernel->counters != nullptr) {
       counters = kernel->counters->Find(params.merge_counters, num_counters);
     }
     if (counters != nullptr) {

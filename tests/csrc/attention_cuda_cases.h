@@ -426,8 +426,7 @@ void RunCase(const Case& c, unsigned seed) {
     out = MakeOutputs(problem, &p);
     emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
                               [&p] { Body::Run(p); });
-    if (!Traits::kIsMla &&
-        std::any_of(p.merge_counters, p.merge_counters + problem.config.max_merge_groups,
+    if (std::any_of(p.merge_counters, p.merge_counters + problem.config.max_merge_groups,
                     [](i32 x) { return x != 0; })) {
       std::printf("FAILED %s: a counter is not 0 for the next launch\n", c.name);
       ++g_failures;

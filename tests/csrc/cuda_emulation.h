@@ -725,5 +725,6 @@ inline i32 AddAcquireRelease(i32* counter, i32 x) {
   *counter += x;
   return before;
 }
+inline void AddRelaxed(i32* counter, i32 x) { *counter += x; }
 
 }  // namespace jax_attn

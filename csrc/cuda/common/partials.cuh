@@ -3,8 +3,9 @@
 // one. The bits do not depend on who that is.
 //
 // States of mla are large, and CTAs share the fold of a group in slices: whoever completed it takes
-// one after the other until none is left, and who has nothing else left to do helps. For that a CTA
-// waits at the group of its last item, but not for long, so nobody depends on anybody's running.
+// one after the other until none is left, and who has nothing else left to do helps with its share.
+// For that a CTA waits at the group of its last item, but not for long, so nobody depends on
+// anybody's running.
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
@@ -22,7 +23,7 @@ struct MergeScratch {
   MergeGroup group;                       // the item's, if it has one
   i32 partial_rows[kMaxKept];             // of it
   u32 completed[kMaxGroups / kWarpSize];  // a bit each: we came last
-  int slices[2];                          // taken, by turns
+  int slices[2];  // of mla: taken, by turns; before that, in [1], how many came earlier
 };
 
 // The threads that execute an item together.
@@ -91,6 +92,24 @@ __device__ __forceinline__ void WriteStrip(const AttentionParams& p, bool is_fin
   }
 }
 
+// How strips of MLA are found and what they come to is stored, see FoldSlice: row by row.
+template <class Traits>
+struct RowStrips : FoldStrips<Traits> {
+  using FoldStrips<Traits>::FoldStrips;
+  __device__ int Row(int strip, int) const { return FoldStrips<Traits>::Row(strip); }
+  __device__ int At(int strip, int lane) const {
+    return Row(strip, lane) * Traits::kHeadDimVo + 4 * this->Vector(strip, lane);
+  }
+  __device__ bool Has(int strip, int lane) const {
+    return this->Vector(strip, lane) < FoldStrips<Traits>::kVectors;
+  }
+  __device__ __forceinline__ void Store(const AttentionParams& p, const MergeGroup& group,
+                                        int strip, int lane, PartialState& all) const {
+    WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, Row(strip, lane), lane,
+                       all);
+  }
+};
+
 // Folds an item's only group, whose states are one batch and make the result, by the whole team:
 // what decodes of few requests wait for. Not inlined: one copy serves all tile heights.
 template <class Traits, class Team>
@@ -132,16 +151,14 @@ struct FoldPlace {
 // one is added up: a multiprocessor gets up to 64 bytes a clock from L2, and an answer takes 600 to
 // 800 clocks, of which 8 warps with 4 KB each and nothing else to do use half. Not inlined: one
 // copy serves all tile heights.
-// only: has the group that is an item's only one; else null. [strip_begin, strip_end): of what is
-// one group, those that are folded.
+// only: has the group that is an item's only one; else null.
 template <class Traits, class Team>
 __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const MergeGroup* groups,
-                                             u32 completed, const MergeScratch* only,
-                                             int strip_begin = 0, int strip_end = 1 << 30) {
+                                             u32 completed, const MergeScratch* only) {
   using Strips = FoldStrips<Traits>;
   // Strips that a warp takes before others have their turn: a result that goes where one of the
-  // row's states lies has to wait for the whole row. Groups of mla have no parent.
-  constexpr int kRun = Traits::kIsMla ? 1 : Strips::kOfRow;
+  // row's states lies has to wait for the whole row.
+  constexpr int kRun = Strips::kOfRow;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
   const bool kept = only != nullptr && only->group.num_partials <= MergeScratch::kMaxKept;
   MergeGroup mine = {};  // that of the lane
@@ -157,9 +174,9 @@ __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const Mer
   const int first_group = __ffs(completed) - 1;
   const int kv_head = of(mine.kv_head, first_group);
   const int first_place = of(mine.first_place, first_group);
-  const int group_step = Traits::kIsMla ? 1 : of(mine.partials_step, first_group);
+  const int group_step = of(mine.partials_step, first_group);
   const bool is_parent = group_step > 1;
-  const bool is_final = Traits::kIsMla || of(mine.parent, first_group) < 0;
+  const bool is_final = of(mine.parent, first_group) < 0;
   const int step = kept ? 1 : group_step;
   auto rows_of = [&](int group) {
     return kept ? only->partial_rows : p.partial_rows + of(mine.partials_begin, group);
@@ -169,16 +186,16 @@ __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const Mer
   auto settle = [&](FoldPlace& place) {
 #pragma unroll 1
     while (place.group < kWarpSize) {
-      const int end = Min(strips.Count(of(mine.qo_len, place.group)), strip_end);
-      if (place.strip < end) break;
-      place.strip -= end;
+      const int count = strips.Count(of(mine.qo_len, place.group));
+      if (place.strip < count) break;
+      place.strip -= count;
       const u32 left = completed >> place.group >> 1;
       place.group = left == 0 ? kWarpSize : place.group + __ffs(left);
     }
     place.row = strips.Row(place.strip);
   };
   const int warp = Team::thread() / kWarpSize;
-  FoldPlace next = {first_group, strip_begin + warp * kRun, 0, -kFoldBatch};  // of nothing
+  FoldPlace next = {first_group, warp * kRun, 0, -kFoldBatch};  // of nothing
   settle(next);
   if (next.group == kWarpSize) return;
   const i32* partial_rows = rows_of(next.group);
@@ -235,48 +252,134 @@ __device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const Mer
   }
 }
 
-// Whether a merge group is complete, or will be within some 50 us.
-__device__ __forceinline__ bool IsCompleteSoon(const i32* counter, int num_partials) {
+// Folds strips [begin, end) of a merge group of MLA by the whole team, a strip a warp, a batch of
+// states at a time; the next batch is on its way while one is added up.
+// Strips: as RowStrips. partial_rows: those of the group.
+template <class Traits, class Team, class Strips>
+__device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeGroup& group,
+                                          const i32* partial_rows, int begin, int end) {
+  const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
+  const int first_place = group.first_place, num_places = first_place + group.num_partials;
+  const bool few = num_places <= kFewStates;
+  const Strips strips(p, group.kv_head);
+  end = Min(end, strips.Count(group.qo_len));
+  int strip = begin + Team::thread() / kWarpSize, first = -kFoldBatch;  // of nothing
+  if (strip >= end) return;
+  const RowState* row_states;  // the lane's of the strip, in a state that begins at row 0
+  const float* columns;
+  bool has_columns;
+  auto find = [&] {
+    row_states = p.partial_states + strips.Row(strip, lane);
+    columns = p.partial_o + strips.At(strip, lane);
+    has_columns = strips.Has(strip, lane);
+  };
+  find();
+  PartialState all = IdentityState();
+  // Asks for the batch behind the one at `first`, and adds that up; false: it is the last.
+  auto turn = [&](const PartialState(&batch)[kFoldBatch], PartialState(&ahead)[kFoldBatch]) {
+    const int folded = strip;
+    const bool last_batch = first + kFoldBatch >= num_places;
+    first = last_batch ? 0 : first + kFoldBatch;
+    if (last_batch) {
+      strip += num_warps;
+      find();
+    }
+    const bool more = strip < end;
+    const int places_ahead = more ? num_places : 0;
+    auto load = [&](int i) {
+      const int place = first + i;
+      const bool is_there = place >= first_place && place < places_ahead;
+      const i64 row = partial_rows[is_there ? place - first_place : 0];
+      ahead[i].row = LoadCoherentIf(is_there, row_states + row, {-Infinity(), 0.0f});
+      ahead[i].o = LoadCoherent16If(is_there && has_columns, columns + row * Traits::kHeadDimVo);
+    };
+#pragma unroll
+    for (int i = 0; i < kFewStates; ++i) load(i);
+    if (!few) {
+#pragma unroll
+      for (int i = kFewStates; i < kFoldBatch; ++i) load(i);
+    }
+    Combine(all, SumOfStates(batch, few));
+    if (last_batch) {
+      strips.Store(p, group, folded, lane, all);
+      all = IdentityState();
+    }
+    return more;
+  };
+  // By turns, because a copy of what is on its way would wait for it.
+  PartialState even[kFoldBatch], odd[kFoldBatch];
+#pragma unroll
+  for (int i = 0; i < kFoldBatch; ++i) even[i] = odd[i] = IdentityState();
 #pragma unroll 1
-  for (int naps = 0; naps < 256; ++naps) {
-    if (LoadCoherent(counter) >= num_partials) return true;
-    Nap();
+  while (turn(even, odd) && turn(odd, even)) {
   }
-  return false;
 }
 
-// Folds what others leave of a merge group, by the whole team, which completed it or else waits for
-// that. only: as above. slices: shared memory.
-template <class Traits, class Team>
+// The slices of a merge group of MLA, taken from its counter, which goes on from arrivals to
+// slices: whoever makes the last arrival has slice 0. Who takes the last slice takes everything
+// back that was counted, and who comes later what it counted itself, so that it ends at 0.
+struct SliceCounter {
+  i32* counter;
+  int num_partials, num_slices;
+
+  // The next one; num_slices: none is left.
+  __device__ int Take() const {
+    const int slice = AddAcquireRelease(counter, 1) - num_partials + 1;
+    if (slice >= 1 && slice < num_slices - 1) return slice;
+    const bool is_last = slice == num_slices - 1;
+    AddRelaxed(counter, is_last ? -(num_partials + num_slices - 1) : -1);
+    return is_last ? slice : num_slices;
+  }
+  // Whether the group is complete, or will be within some 50 us, and slices may be left. arrival:
+  // how many came before this CTA.
+  __device__ bool IsCompleteSoon(int arrival) const {
+#pragma unroll 1
+    for (int naps = 0; naps < 256; ++naps) {
+      const int count = LoadCoherent(counter);
+      if (count >= num_partials) return true;
+      if (count <= arrival) return false;  // begins anew: all were taken
+      Nap();
+    }
+    return false;
+  }
+};
+
+// Folds what others leave of a merge group of MLA, by the whole team, which completed it or else
+// waits for that. only: has the group that is an item's only one; else null. slices: shared memory.
+template <class Traits, class Team, class Strips>
 __device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx, bool completed,
                                         const MergeScratch* only, int (&slices)[2]) {
   // Slices of fewer bytes take as long to take as to fold, and eight warps have a strip each. They
   // go by the group alone, so that all say the same.
   constexpr int kBytes = 64 << 10, kStrips = 8;
   constexpr int kMost = kBytes / (4 * Traits::kHeadDimVo / FoldStrips<Traits>::kOfRow);
-  const MergeGroup* groups = p.merge_groups + merge_idx;
-  const MergeGroup group = only != nullptr ? only->group : LoadGroup(groups);
+  const MergeGroup group = only != nullptr ? only->group : LoadGroup(p.merge_groups + merge_idx);
+  const bool kept = only != nullptr && group.num_partials <= MergeScratch::kMaxKept;
+  const i32* partial_rows = kept ? only->partial_rows : p.partial_rows + group.partials_begin;
   const int length = Max(1, kMost / group.num_partials / kStrips) * kStrips;
-  const int num_strips = FoldStrips<Traits>(p, group.kv_head).Count(group.qo_len);
-  const int num_slices = CeilDiv(num_strips, length);
-  if (!completed && num_slices == 1) return;
-  // The counter goes on from arrivals to slices, of which the last arrival has the first.
-  i32* counter = p.merge_counters + merge_idx;
+  const int num_strips = Strips(p, group.kv_head).Count(group.qo_len);
+  const SliceCounter counter = {p.merge_counters + merge_idx, group.num_partials,
+                                CeilDiv(num_strips, length)};
+  const bool is_first_thread = Team::thread() == 0;
+  if (!completed && counter.num_slices == 1) return;
   int slice = completed ? 0 : -1;
+  // Whoever completed the group takes all that nobody else does.
+  int share = completed ? counter.num_slices : CeilDiv(counter.num_slices, group.num_partials);
 #pragma unroll 1
-  for (int turn = 0; slice < num_slices; ++turn) {
+  for (int turn = 0;; ++turn) {
     if (slice >= 0) {
-      FoldMergeGroups<Traits, Team>(p, groups, 1, only, slice * length, (slice + 1) * length);
-      if (num_slices == 1) return;
+      FoldSlice<Traits, Team, Strips>(p, group, partial_rows, slice * length, (slice + 1) * length);
+      if (--share == 0) break;
     }
-    if (Team::thread() == 0) {
-      const bool is_complete = slice >= 0 || IsCompleteSoon(counter, group.num_partials);
-      slices[turn % 2] =
-          is_complete ? AddAcquireRelease(counter, 1) - group.num_partials + 1 : num_slices;
+    if (is_first_thread) {
+      const bool is_complete = slice >= 0 || counter.IsCompleteSoon(slices[1]);
+      slices[turn % 2] = is_complete ? counter.Take() : counter.num_slices;
     }
     Team::Sync();
     slice = slices[turn % 2];
+    if (slice >= counter.num_slices) break;
   }
+  if (counter.num_slices == 1 && is_first_thread) *counter.counter = 0;
 }
 
 // Brings the record of an item's first merge group near, ahead of ArriveAndMerge.
@@ -284,55 +387,69 @@ __device__ __forceinline__ void PrefetchMergeGroup(const AttentionParams& p, int
   if (merge_idx >= 0) LoadConstant(&p.merge_groups[merge_idx].num_partials);
 }
 
-// Called by the whole team after it wrote the state of item `index`, of groups [merge_idx,
-// merge_idx + num_groups), which have a parent only where they are one. scratch: shared memory.
-template <class Traits, class Team = WholeCta>
-__device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int index, int merge_idx,
-                                               int num_groups, MergeScratch& scratch) {
+// The whole team wrote the states of an item, of groups [merge_idx, merge_idx + num_groups):
+// scratch has which of them it completed, and of an only group what a fold begins with. Groups of
+// up to kMostAlone partials are folded by whoever completed them, alone: their counters are
+// through.
+template <class Traits, class Team, int kMostAlone>
+__device__ __forceinline__ void Arrive(const AttentionParams& p, int merge_idx, int num_groups,
+                                       MergeScratch& scratch) {
   static_assert(Max(Traits::kTileQ0, Max(Traits::kTileQ1, Traits::kTileQ2)) / Traits::kGroupSize <=
                     MergeScratch::kMaxGroups,
                 "a group has at least one token");
   static_assert(Traits::kNumWarps >= 2, "the second warp keeps what a fold begins with");
   const int thread = Team::thread(), lane = thread % kWarpSize;
+  const MergeGroup* groups = p.merge_groups + merge_idx;
+  // One thread a group arrives for all: the barrier before it makes their writes part of what it
+  // releases, the barrier after it makes what it acquired theirs. The others wait for no fence,
+  // and neither do their loads for the next item. An arrival takes a trip to L2 and more;
+  // meanwhile the second warp brings what a fold begins with.
+  Team::Sync();
+  if (thread / kWarpSize != 1 || num_groups > 1) {
 #pragma unroll 1
-  for (;;) {
-    const MergeGroup* groups = p.merge_groups + merge_idx;
-    // One thread a group arrives for all: the barrier before it makes their writes part of what it
-    // releases, the barrier after it makes what it acquired theirs. The others wait for no fence,
-    // and neither do their loads for the next item. An arrival takes a trip to L2 and more;
-    // meanwhile the second warp brings what a fold begins with.
-    Team::Sync();
-    if (thread / kWarpSize != 1 || num_groups > 1) {
-#pragma unroll 1
-      for (int first = thread - lane; first < num_groups; first += Team::num_threads()) {
-        const int i = first + lane;
-        bool last = false;
-        if (i < num_groups) {
-          const int num_partials = LoadConstant(&groups[i].num_partials);
-          i32* counter = p.merge_counters + merge_idx + i;
-          last = AddAcquireRelease(counter, 1) == num_partials - 1;
-          if (last && !Traits::kIsMla) *counter = 0;  // as the next launch expects it
-        }
-        const u32 completed = __ballot_sync(kFullWarp, last);
-        if (lane == 0) scratch.completed[first / kWarpSize] = completed;
+    for (int first = thread - lane; first < num_groups; first += Team::num_threads()) {
+      const int i = first + lane;
+      bool last = false;
+      if (i < num_groups) {
+        const int num_partials = LoadConstant(&groups[i].num_partials);
+        i32* counter = p.merge_counters + merge_idx + i;
+        const int arrival = AddAcquireRelease(counter, 1);
+        last = arrival == num_partials - 1;
+        if (Traits::kIsMla && num_groups == 1) scratch.slices[1] = arrival;
+        if (last && num_partials <= kMostAlone) *counter = 0;  // as the next launch expects it
       }
-    } else {
-      const MergeGroup group = LoadGroup(groups);
-      if (lane == 0) scratch.group = group;
+      const u32 completed = __ballot_sync(kFullWarp, last);
+      if (lane == 0) scratch.completed[first / kWarpSize] = completed;
+    }
+  } else {
+    const MergeGroup group = LoadGroup(groups);
+    if (lane == 0) scratch.group = group;
 #pragma unroll
-      for (int i = lane; i < MergeScratch::kMaxKept; i += kWarpSize) {
-        if (i < group.num_partials) {
-          scratch.partial_rows[i] =
-              LoadConstant(p.partial_rows + group.partials_begin + i * group.partials_step);
-        }
+    for (int i = lane; i < MergeScratch::kMaxKept; i += kWarpSize) {
+      if (i < group.num_partials) {
+        scratch.partial_rows[i] =
+            LoadConstant(p.partial_rows + group.partials_begin + i * group.partials_step);
       }
     }
-    Team::Sync();
+  }
+  Team::Sync();
+}
+
+// Called by the whole team after it wrote the state of item `index`, of groups [merge_idx,
+// merge_idx + num_groups), which have a parent only where they are one. scratch: shared memory.
+template <class Traits, class Team = WholeCta>
+__device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int index, int merge_idx,
+                                               int num_groups, MergeScratch& scratch) {
+  using Strips = RowStrips<Traits>;
+  constexpr int kMostAlone = Traits::kIsMla ? 0 : 0x7fffffff;
+#pragma unroll 1
+  for (;;) {
+    Arrive<Traits, Team, kMostAlone>(p, merge_idx, num_groups, scratch);
     if (num_groups > 1) break;
     const bool completed = scratch.completed[0] != 0;
     if constexpr (Traits::kIsMla) {
       if (completed || index + 1 == QueueEnd(p)) {
-        FoldSlices<Traits, Team>(p, merge_idx, completed, &scratch, scratch.slices);
+        FoldSlices<Traits, Team, Strips>(p, merge_idx, completed, &scratch, scratch.slices);
       }
       return;
     } else {
@@ -343,7 +460,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
         FoldOneBatch<Traits, Team>(p, scratch);
         return;
       }
-      FoldMergeGroups<Traits, Team>(p, groups, 1, &scratch);
+      FoldMergeGroups<Traits, Team>(p, p.merge_groups + merge_idx, 1, &scratch);
       merge_idx = group.parent;
       if (merge_idx < 0) return;
     }
@@ -354,8 +471,8 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
     if constexpr (Traits::kIsMla) {
 #pragma unroll 1
       for (; completed != 0; completed &= completed - 1) {
-        FoldSlices<Traits, Team>(p, merge_idx + first + __ffs(completed) - 1, true, nullptr,
-                                 scratch.slices);
+        FoldSlices<Traits, Team, Strips>(p, merge_idx + first + __ffs(completed) - 1, true, nullptr,
+                                         scratch.slices);
         Team::Sync();  // the next one takes slices anew
       }
     } else if (completed != 0) {

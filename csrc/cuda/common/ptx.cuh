@@ -270,6 +270,10 @@ __device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {
   return before;
 }
 
+// Adds to a counter of the whole device, whenever.
+__device__ __forceinline__ void AddRelaxed(i32* counter, i32 x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+}
 // Some 100 to 200 ns of doing nothing.
 __device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
 

@@ -21,6 +21,9 @@
 // begins its logits before it takes over the probabilities of the step before, with what lands
 // first: its own half of the columns, the other's being given back later. And probabilities are
 // handed over by halves of the step: the first is multiplied while the second is exponentiated.
+//
+// Partial states lie in the workspace as they do in registers. Of two of a tile whoever comes last
+// adds the other's to its own, which it still has; more are folded in slices.
 #pragma once
 
 #include "cuda/common/partials.cuh"
@@ -163,6 +166,50 @@ class HopperMlaProducer {
   u32 q_parity_ = 0;
 };
 
+// --- partial states ---
+
+// A tile has one query token, so its rows are one merge group's. Where the consumers' registers of
+// eight rows lie, behind the first row of the state: chunks of 16 columns, in each of them four
+// words a lane, those of rows of a warp as TileRows has them. As RowStrips, a chunk a strip.
+template <class Traits>
+struct HopperMlaStrips {
+  static constexpr int kRows = Traits::kGroupSize, kDim = Traits::kHeadDimVo;
+  static_assert(kRows > 32 && kRows <= 64, "one token a tile, as select/cuda.cc has it");
+  static constexpr int kChunks = kDim / 16;
+  int num_heads;  // the last of the blocks of heads may not be full
+
+  __device__ __forceinline__ HopperMlaStrips(const AttentionParams& p, int kv_head)
+      : num_heads(Min(kRows, p.num_qo_heads - kv_head * kRows)) {}
+
+  // Of eight rows, from `row` on: how many there are, words of a chunk of them, and where the
+  // lane's are behind the first of their words.
+  __device__ static int Height(int row) { return kRows % 8 == 0 ? 8 : Min(8, kRows - row); }
+  __device__ static int ChunkWords(int row) { return Height(row) * 16; }
+  __device__ static int InEight(int row, int chunk, int lane) {
+    return chunk * ChunkWords(row) + lane * 4;
+  }
+
+  __device__ int Count(int) const { return CeilDiv(num_heads, 8) * kChunks; }
+  __device__ static int Row(int strip, int lane) { return strip / kChunks * 8 + lane / 4; }
+  __device__ static int At(int strip, int lane) {
+    const int row = strip / kChunks * 8;
+    return row * kDim + InEight(row, strip % kChunks, lane);
+  }
+  __device__ bool Has(int strip, int lane) const { return Row(strip, lane) < num_heads; }
+  __device__ __forceinline__ void Store(const AttentionParams& p, const MergeGroup& group,
+                                        int strip, int lane, PartialState& all) const {
+    using E = Element<Traits::kDtype>;
+    if (!Has(strip, lane)) return;
+    const RowMap<kRows> map(p, group.qo_begin, group.kv_head);
+    const int row = Row(strip, lane), chunk = strip % kChunks;
+    const i64 at = map.Index(row);
+    Scale(all.o, WriteState(p, true, at, map.QoHead(row), chunk == 0 && lane % 4 == 0, all.row));
+    u16* o = static_cast<u16*>(p.o) + at * kDim + chunk * 16 + lane % 4 * 2;
+    *reinterpret_cast<u32*>(o) = E::Pack(all.o.x, all.o.y);
+    *reinterpret_cast<u32*>(o + 8) = E::Pack(all.o.z, all.o.w);
+  }
+};
+
 // --- consumers ---
 
 template <class Traits>
@@ -182,7 +229,7 @@ class HopperMlaConsumer {
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
-    for (int index = begin; index < end; ++index) RunItem(index);
+    for (int index = Uniform(begin); index < QueueEnd(p_); ++index) RunItem(index);
   }
 
  private:
@@ -367,11 +414,18 @@ class HopperMlaConsumer {
       rows.FinishSums();
       AddSums(rows);
     }
-    Write(item, rows, o);
-    const int num_groups = item.num_groups();
-    if (num_groups > 0) {
-      ArriveAndMerge<Traits, HopperConsumers>(p_, index, item.merge_idx(), num_groups,
-                                              shared_.merge);
+    int is_final = 1;
+    const bool is_split = item.num_groups() > 0;
+    if (is_split) {
+      const int own_row = item.partial_row(), merge_idx = item.merge_idx();
+      WritePartial(own_row, rows, o);
+      Arrive<Traits, HopperConsumers, 2>(p_, merge_idx, 1, shared_.merge);
+      is_final = IsLastOfTwo();
+      if (is_final) AddOther(own_row, rows, o);
+    }
+    if (Anew(is_final) != 0) Write(ItemRecord(p_, index), rows, o);  // one copy of it
+    if (is_split && shared_.merge.group.num_partials > 2) {
+      HelpFold(index, ItemRecord(p_, index).merge_idx());
     }
     RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
@@ -499,42 +553,127 @@ class HopperMlaConsumer {
   // sector, it took as long as three steps (profiled, H200).
   __device__ __forceinline__ void Write(const ItemRecord& item, const Rows& rows,
                                         const Output& o) const {
-    const int num_rows = item.qo_len() * Traits::kGroupSize;
     const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
-    const int partial_row = item.partial_row();
-    const bool final = partial_row < 0;
     const int column = Lane() % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = Warp() * 16 + 8 * h + Lane() / 4;
-      const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
+      const int row = RowOf(h);
+      const bool exists = row < Traits::kGroupSize && map.QoHead(row) < p_.num_qo_heads;
       float o_scale = 0.0f;
-      i64 first = 0;
+      i64 at = 0;
       if (exists) {
-        const i64 at = final ? map.Index(row) : partial_row + row;
+        at = map.Index(row);
         o_scale =
-            WriteState(p_, final, at, map.QoHead(row), group_ == 0 && column == 0, rows.state(h));
-        first = at * Traits::kHeadDimVo + group_ * kColumns;
+            WriteState(p_, true, at, map.QoHead(row), group_ == 0 && column == 0, rows.state(h));
       }
-      if (final) {
-        uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + first) + column;
+      uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo +
+                                           group_ * kColumns) +
+                  column;
 #pragma unroll
-        for (int j = 0; j < kOTiles; j += 4) {
-          u32 x[4];
+      for (int j = 0; j < kOTiles; j += 4) {
+        u32 x[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            x[i] = E::Pack(o[j + i][2 * h] * o_scale, o[j + i][2 * h + 1] * o_scale);
-          }
-          const uint4 tile = TransposeQuad(x, Lane());
-          if (exists) to[j] = tile;
+        for (int i = 0; i < 4; ++i) {
+          x[i] = E::Pack(o[j + i][2 * h] * o_scale, o[j + i][2 * h + 1] * o_scale);
         }
-      } else if (exists) {
-        float* to = p_.partial_o + first + 2 * column;
-#pragma unroll
-        for (int j = 0; j < kOTiles; ++j) {
-          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[j][2 * h], o[j][2 * h + 1]);
-        }
+        const uint4 tile = TransposeQuad(x, Lane());
+        if (exists) to[j] = tile;
       }
+    }
+  }
+
+  using Strips = HopperMlaStrips<Traits>;
+  static constexpr int kChunks = kColumns / 16;
+
+  __device__ int RowOf(int h) const { return Warp() * 16 + 8 * h + Lane() / 4; }
+  // Where the lane's words of row h are in the state that begins at `partial_row`; on it goes by
+  // kChunkWords(h) a chunk.
+  // The lane's words of row h of the state that begins at `partial_row`, and on to the next chunk.
+  __device__ float* PartialWords(i64 partial_row, int h) const {
+    return p_.partial_o + (partial_row + Warp() * 16) * Traits::kHeadDimVo +
+           h * (8 * Traits::kHeadDimVo) +
+           Strips::InEight(Warp() * 16 + 8 * h, group_ * kChunks, Lane());
+  }
+  __device__ int ChunkWords(int h) const { return Strips::ChunkWords(Warp() * 16 + 8 * h); }
+
+  __device__ __forceinline__ void WritePartial(int partial_row, const Rows& rows,
+                                               const Output& o) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (RowOf(h) >= Traits::kGroupSize) continue;
+      if (group_ == 0 && Lane() % 4 == 0) {
+        p_.partial_states[partial_row + RowOf(h)] = rows.state(h);
+      }
+      float* to = PartialWords(partial_row, h);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const float (&a)[4] = o[2 * i], (&b)[4] = o[2 * i + 1];
+        *reinterpret_cast<float4*>(to + i * ChunkWords(h)) =
+            make_float4(a[2 * h], a[2 * h + 1], b[2 * h], b[2 * h + 1]);
+      }
+    }
+  }
+
+  // Whether the tile was split in two, and the other half's state is there.
+  __device__ bool IsLastOfTwo() const {
+    return shared_.merge.completed[0] != 0 && shared_.merge.group.num_partials == 2;
+  }
+  // Products are rounded by themselves, so that it does not matter which is whose.
+  __device__ static float Add(float own_weight, float own, float other_weight, float other) {
+    return fmaf(own_weight, own, 0.0f) + fmaf(other_weight, other, 0.0f);
+  }
+  // Adds that state to the own one.
+  __device__ __forceinline__ void AddOther(int own_row, Rows& rows, Output& o) const {
+    const i32(&partial_rows)[MergeScratch::kMaxKept] = shared_.merge.partial_rows;
+    const int other_row = partial_rows[0] == own_row ? partial_rows[1] : partial_rows[0];
+    RowState states[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      states[h] = LoadCoherentIf(RowOf(h) < Traits::kGroupSize,
+                                 p_.partial_states + other_row + RowOf(h), {-Infinity(), 0.0f});
+    }
+    constexpr int kAhead = 16, kAll = 2 * kChunks;  // of what is on its way there are registers for
+    float4 others[kAhead];
+    const float* from = nullptr;
+    auto load = [&](int n) {
+      const int h = n / kChunks, i = n % kChunks;
+      if (i == 0) from = PartialWords(Anew(other_row), h);
+      others[n % kAhead] =
+          LoadCoherent16If(RowOf(h) < Traits::kGroupSize, from + i * ChunkWords(h));
+    };
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) load(n);
+    float own_weight[2], other_weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowState own = rows.state(h);
+      const float max_log2 = fmaxf(own.max_log2, states[h].max_log2);
+      own_weight[h] = StateWeight(own.max_log2, max_log2);
+      other_weight[h] = StateWeight(states[h].max_log2, max_log2);
+      rows.reference[h] = max_log2;
+      rows.sum[h] = Add(own_weight[h], own.sum, other_weight[h], states[h].sum);
+    }
+    auto add = [&](int h, float own, float other) {
+      return Add(own_weight[h], own, other_weight[h], other);
+    };
+#pragma unroll
+    for (int n = 0; n < kAll; ++n) {
+      const int h = n / kChunks, i = n % kChunks;
+      const float4 x = others[n % kAhead];
+      if (n + kAhead < kAll) load(n + kAhead);
+      float (&a)[4] = o[2 * i], (&b)[4] = o[2 * i + 1];
+      a[2 * h] = add(h, a[2 * h], x.x);
+      a[2 * h + 1] = add(h, a[2 * h + 1], x.y);
+      b[2 * h] = add(h, b[2 * h], x.z);
+      b[2 * h + 1] = add(h, b[2 * h + 1], x.w);
+    }
+  }
+
+  __device__ __forceinline__ void HelpFold(int index, int merge_idx) {
+    MergeScratch& merge = shared_.merge;
+    const bool completed = merge.completed[0] != 0;
+    if (completed || index + 1 == QueueEnd(p_)) {
+      FoldSlices<Traits, HopperConsumers, Strips>(p_, merge_idx, completed, &merge, merge.slices);
     }
   }
 
