@@ -62,6 +62,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d192-g4-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d256-g2-page16-q32_128-kv64-w12-s0-left-right-cap-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d256-g8-ragged-q32_128-kv64-w12-s0-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d576x512-mla-g39-ragged-q64-kv64-w12-s0-wgmma": (
+        8,
+        "an address where two states are added, once an item",
+    ),
     "attention-f16-d128-qe4m3-kve4m3-g8-page1-q16_128-kv64-w4-s6-right": (
         24,
         "sm_90a: three addresses of the loader, once a step of 128 rows, of 5,800 instructions",
