@@ -131,7 +131,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   const int64_t tiles = MaxTiles(problem) + 1;
   const bool balanced = rules.schedule == kBalanced;
   const auto sort_size = [](int64_t count) {
-    int64_t size = 2;
+    int64_t size = 4;
     while (size < count) size *= 2;
     return size;
   };
@@ -148,7 +148,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   const auto results = [&](int64_t num_tiles, int64_t cut_chunks) {
     const int64_t chunks = max_chunks(num_tiles, cut_chunks);
     return (8 + 8) * num_tiles + 4 * (queues + 1) +
-           ((sizeof(WorkItem) + 16) * rules.num_units + 8 * rules.num_kv_heads) * chunks;
+           (sizeof(WorkItem) + 16 + 8 * rules.num_kv_heads) * chunks;
   };
   int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
   if (rules.fewer_splits) num_trials += kNumFewerSplits;

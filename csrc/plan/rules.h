@@ -60,10 +60,11 @@ inline bool IsBefore(const PlanFault& a, const PlanFault& b) {
 
 // Of the batch as a whole.
 inline PlanFault CheckBatch(const PlanRules& rules, const PlanInputs& in) {
+  const i64 first_qo = in.qo_indptr[0], first_kv = in.kv_indptr[0];
   const i64 nnz_qo = in.qo_indptr[in.batch_size], nnz_kv = in.kv_indptr[in.batch_size];
-  if (in.qo_indptr[0] != 0) return MakeFault(kFaultQoIndptrBegin, 0, in.qo_indptr[0]);
+  if (first_qo != 0) return MakeFault(kFaultQoIndptrBegin, 0, first_qo);
   if (nnz_qo > rules.max_qo_tokens) return MakeFault(kFaultQoTokens, 0, nnz_qo);
-  if (in.kv_indptr[0] < 0) return MakeFault(kFaultKvIndptrBegin, 0, in.kv_indptr[0]);
+  if (first_kv < 0) return MakeFault(kFaultKvIndptrBegin, 0, first_kv);
   if (nnz_kv > rules.max_kv) return MakeFault(kFaultKvCapacity, 0, nnz_kv);
   if (rules.page_size > 0 && nnz_kv > in.num_page_indices) {
     return MakeFault(kFaultPageIndices, 0, in.num_page_indices, nnz_kv);
@@ -345,16 +346,18 @@ inline TileCut CutTile(const PlanRules& rules, i32 longest_cost, const QueryTile
 // more than queues, queues are uneven by what the longest tile is above the mean, and to even that
 // out costs every queue an item and two states. Measured (H200, mla/128x4096/16): 187 us with 118
 // of 128 tiles cut in two, 156 us without.
-inline i64 LongestWholeCost(const PlanRules& rules, i64 num_tiles, i64 total_span_cost) {
+inline i64 LongestWholeCost(const PlanRules& rules, i64 num_tiles, i32 longest_cost) {
   if (num_tiles * rules.num_units > rules.num_queues) return -1;
   const i64 fixed = i64{rules.item_cost} + 2 * rules.split_cost;
-  return LongestChunkCost(rules, total_span_cost, 2) + fixed * rules.kv_cost[0];
+  return longest_cost + fixed * rules.kv_cost[0];
 }
-// Longest chunks of the first schedule. any_longer: a tile's span costs more than
-// LongestWholeCost.
-inline i32 FirstLongestChunkCost(const PlanRules& rules, i64 total_span_cost, bool any_longer) {
-  return any_longer ? LongestChunkCost(rules, total_span_cost, 2)
-                    : static_cast<i32>(kPositionLimit);
+// Longest chunks of the first schedule, if it were longest_cost for what is cut. longest_span_cost:
+// of all tiles.
+inline i32 FirstLongestCost(const PlanRules& rules, i64 num_tiles, i64 longest_span_cost,
+                            i32 longest_cost) {
+  return longest_span_cost > LongestWholeCost(rules, num_tiles, longest_cost)
+             ? longest_cost
+             : static_cast<i32>(kPositionLimit);
 }
 
 // --- merges ---
@@ -595,6 +598,6 @@ inline i32 LongestOfFewer(const PlanRules& rules, i64 total_span_cost, i32 r) {
 
 // Twice the divisors by which Algorithm 1 is tried again, in order, while queues are uneven.
 inline constexpr int kNumRetries = 4;
-inline constexpr i32 kRetryDivisors[kNumRetries] = {3, 4, 6, 8};
+constexpr i32 RetryDivisor(i32 r) { return r == 0 ? 3 : r == 1 ? 4 : r == 2 ? 6 : 8; }
 
 }  // namespace jax_attn

@@ -167,9 +167,9 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
     }
     return;
   }
-  for (i32 twice_divisor : kRetryDivisors) {
+  for (i32 r = 0; r < kNumRetries; ++r) {
     if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, best->makespan)) return;
-    const i32 longest_cost = LongestChunkCost(rules, span_cost, twice_divisor);
+    const i32 longest_cost = LongestChunkCost(rules, span_cost, RetryDivisor(r));
     CutByLength(rules, tiling.tiles, longest_cost, &trial.chunks);
     AssignChunks(rules, tiling, &trial);
     if (trial.counts.num_partials > rules.max_balanced_partials) return;
@@ -200,11 +200,16 @@ PlanFault CheckItems(const PlanRules& rules, i64 num_chunks) {
 // Under the spec's schedule, without regard to shared prefixes.
 PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   const std::vector<QueryTile>& tiles = tiling.tiles;
-  const int64_t span_cost = SpanCostOf(tiles);
-  const int64_t longest = LongestWholeCost(rules, static_cast<int64_t>(tiles.size()), span_cost);
-  const bool any_longer = std::any_of(tiles.begin(), tiles.end(),
-                                      [&](const QueryTile& t) { return SpanCost(t) > longest; });
-  CutByLength(rules, tiles, FirstLongestChunkCost(rules, span_cost, any_longer), &best->chunks);
+  int64_t span_cost = 0, longest_span_cost = 0;
+  for (const QueryTile& t : tiles) {
+    span_cost += SpanCost(t);
+    longest_span_cost = std::max(longest_span_cost, static_cast<int64_t>(SpanCost(t)));
+  }
+  const i32 longest_cost = LongestChunkCost(rules, span_cost, 2);
+  CutByLength(
+      rules, tiles,
+      FirstLongestCost(rules, static_cast<int64_t>(tiles.size()), longest_span_cost, longest_cost),
+      &best->chunks);
   const auto num_chunks = static_cast<i64>(best->chunks.size());
   if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
   if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;

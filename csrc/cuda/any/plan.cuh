@@ -105,12 +105,14 @@ struct PlanBodyOf {
     } else {
       CopyPages<kGeneral>(p);
     }
-    __syncthreads();
-    // `magic` counts arrivals until then.
-    const bool last = threadIdx.x == 0 &&
-                      (end.others_done ||
-                       AddAcquireRelease(&p.header->magic, 1) == static_cast<i32>(gridDim.x) - 1);
-    if (__syncthreads_or(last)) Finish(p, end);
+    if (!end.others_done) {
+      __syncthreads();
+      // `magic` counts arrivals until then.
+      const bool last = threadIdx.x == 0 &&
+                        AddAcquireRelease(&p.header->magic, 1) == static_cast<i32>(gridDim.x) - 1;
+      if (!__syncthreads_or(last)) return;
+    }
+    Finish(p, end);
   }
 
   template <class End>

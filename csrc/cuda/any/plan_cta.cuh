@@ -24,14 +24,12 @@ class PlanCta {
   // arena: shared memory to be handed out; scratch: as in PlanParams.
   __device__ PlanCta(unsigned char* arena, int arena_bytes, unsigned char* scratch,
                      WarpTotals& warp_totals)
-      : thread_(threadIdx.x),
-        memory_{arena, arena + arena_bytes, scratch},
-        warp_totals_(warp_totals) {}
+      : thread_(threadIdx.x), memory_{arena, arena_bytes, scratch}, warp_totals_(warp_totals) {}
 
   // Shared memory as long as there is some, then scratch. The same for every thread.
   template <class T>
   __device__ T* Take(i64 count) {
-    const i64 bytes = CeilDivide(count * static_cast<i64>(sizeof(T)), 16) * 16;
+    const i64 bytes = (count * static_cast<i64>(sizeof(T)) + 15) & ~15ll;
     if constexpr (kOnce) return reinterpret_cast<T*>(TakeOnce(memory_, bytes));
     return reinterpret_cast<T*>(TakeInline(memory_, bytes));
   }
@@ -78,7 +76,7 @@ class PlanCta {
 
   // The size of an array of keys that Sort takes.
   __device__ static i32 SortSize(i32 num_keys) {
-    i32 size = 2;
+    i32 size = 4;
 #pragma unroll 1
     while (size < num_keys) size *= 2;
     return size;
@@ -86,27 +84,35 @@ class PlanCta {
 
   // The place of a key among keys in order, no two of them alike: the number of smaller ones. Of
   // key thread_, if there are so many threads. Where there are twice as many, two share a key's
-  // comparisons. keys: to an even number, the last of them larger than any; counts: [num_keys].
-  // Meets at a barrier between reading the keys and returning.
-  __device__ i32 PlaceOf(const u64* keys, i32 num_keys, i32* counts) {
+  // comparisons. keys: whole 16 bytes, filled up with what is not smaller than any; those of 32
+  // bits have 31. counts: [num_keys]. Meets at a barrier between reading the keys and returning.
+  template <class Key>
+  __device__ i32 PlaceOf(const Key* keys, i32 num_keys, i32* counts) {
+    constexpr int kKeys = 16 / sizeof(Key);
     const bool shared = 2 * num_keys <= kNumThreads, helper = shared && thread_ >= kNumThreads / 2;
     const i32 key = helper ? thread_ - kNumThreads / 2 : thread_;
-    const i32 num_pairs = (num_keys + 1) / 2, border = shared ? num_pairs / 2 : num_pairs;
-    i32 place = 0;
+    const i32 end = (num_keys + kKeys - 1) / kKeys, border = shared ? end / 2 : end;
+    u32 place = 0;
     if (key < num_keys) {
-      const u64 mine = keys[key];
-      const i32 end = helper ? num_pairs : border;
+      const Key mine = keys[key];
+      const uint4* groups = reinterpret_cast<const uint4*>(keys);
+      const i32 last = helper ? end : border;
 #pragma unroll 4
-      for (i32 k = helper ? border : 0; k < end; ++k) {
-        const uint4 two = *reinterpret_cast<const uint4*>(keys + 2 * k);
-        place += (static_cast<u64>(two.y) << 32 | two.x) < mine;
-        place += (static_cast<u64>(two.w) << 32 | two.z) < mine;
+      for (i32 k = helper ? border : 0; k < last; ++k) {
+        const uint4 four = groups[k];
+        if constexpr (kKeys == 4) {
+          place += ((four.x - mine) >> 31) + ((four.y - mine) >> 31);
+          place += ((four.z - mine) >> 31) + ((four.w - mine) >> 31);
+        } else {
+          place += (static_cast<u64>(four.y) << 32 | four.x) < mine;
+          place += (static_cast<u64>(four.w) << 32 | four.z) < mine;
+        }
       }
-      if (helper) counts[key] = place;
+      if (helper) counts[key] = static_cast<i32>(place);
     }
     __syncthreads();
-    if (shared && !helper && key < num_keys) place += counts[key];
-    return place;
+    if (shared && !helper && key < num_keys) place += static_cast<u32>(counts[key]);
+    return static_cast<i32>(place);
   }
 
   // Ascending, bitonic. size: a power of two, at least 2. Strides of up to 32 stay within the 64
@@ -183,19 +189,20 @@ class PlanCta {
 
  private:
   struct Memory {
-    unsigned char *arena, *arena_end, *scratch;
+    unsigned char* arena;
+    i32 arena_bytes;
+    unsigned char* scratch;
   };
   __device__ __noinline__ static unsigned char* TakeOnce(Memory& m, i64 bytes) {
     return TakeInline(m, bytes);
   }
   __device__ static unsigned char* TakeInline(Memory& m, i64 bytes) {
-    unsigned char* array = m.scratch;
-    if (bytes <= m.arena_end - m.arena) {
-      array = m.arena;
-      m.arena += bytes;
-    } else {
-      m.scratch += bytes;
+    if (bytes <= m.arena_bytes) {  // from the end
+      m.arena_bytes -= static_cast<i32>(bytes);
+      return m.arena + m.arena_bytes;
     }
+    unsigned char* array = m.scratch;
+    m.scratch += bytes;
     return array;
   }
 

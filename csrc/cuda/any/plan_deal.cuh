@@ -13,8 +13,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   using Base::Base;
 
  protected:
-  using Base::kMostQueues, Base::kTeamWarps, Base::rules_, Base::SourceOf, Base::thread_,
-      Base::WarpMax64;
+  using Base::kMostQueues, Base::kTeamWarps, Base::rules_, Base::thread_, Base::WarpMax64;
   using typename Base::Trial;
 
   static constexpr int kTeamThreads = kTeamWarps * kWarpSize;
@@ -32,7 +31,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   __device__ i64 DealInline(const Trial& t) {
     if (t.key_bits >= 0) {
       if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(t);
-      if (rules_.num_queues <= kMostQueues * kWarpSize) return DealInRegisters<kMostQueues>(t);
+      return DealInRegisters<kMostQueues>(t);
     }
     return thread_ % kTeamThreads < kWarpSize ? DealInMemory(t.arrays, t.num_chunks) : 0;
   }
@@ -48,8 +47,9 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   __device__ i64 DealInRegisters(const Trial& t) {
     constexpr i32 kFew = 4, kAlone = 16;
     constexpr int kShare = kWarpSize / kTeamWarps;
-    constexpr int kWords = (kQueues + 1) / 2;  // counts of two queues each
-    const int lane = thread_ % kWarpSize, warp = Uniform(thread_ / kWarpSize % kTeamWarps);
+    constexpr int kWords = (kQueues + 1) / 2;    // counts of two queues each
+    const int lane = Anew(thread_ % kWarpSize);  // what follows from it is not kept by all warps
+    const int warp = Uniform(thread_ / kWarpSize % kTeamWarps);
     const PlanTrial trial = t.arrays;
     const i32 num_queues = rules_.num_queues, bits = t.key_bits;
     const i32 num_slots = Uniform(t.num_chunks * rules_.num_units);
@@ -179,7 +179,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
     const i32 num_slots = num_chunks * rules_.num_units;
 #pragma unroll 1
     for (i32 s = 0; s < num_slots; ++s) {
-      const i64 cost = trial.costs[SourceOf(trial, num_chunks, s).key];
+      const i64 cost = trial.costs[trial.weights[s]];
       u64 least = ~0ull;
       i32 queue = 0;
 #pragma unroll 1

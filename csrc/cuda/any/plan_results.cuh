@@ -16,9 +16,9 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   using Base::by_ranges_, Base::chosen_, Base::kNumThreads, Base::kNumWarps, Base::num_chunks_,
       Base::num_tiles_, Base::NumStates, Base::p_, Base::Prefix, Base::RangeBegin, Base::RangeEnd,
       Base::rules_, Base::several_heights_, Base::shared_, Base::shared_tiling_, Base::sharing_,
-      Base::SharingOf, Base::SourceOf, Base::SplitsOf, Base::StartPrefix, Base::StateRows,
-      Base::Sum, Base::thread_, Base::TileOfChunk, Base::tiles_;
-  using typename Base::SlotSource;
+      Base::SharingOf, Base::SlotsOf, Base::SplitsOf, Base::StartPrefix, Base::StateRows, Base::Sum,
+      Base::thread_, Base::TileOfChunk, Base::tiles_;
+  using typename Base::SlotsOfKey;
 
   // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
   __device__ PlanCounts Count() {
@@ -94,18 +94,13 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     shared_.found = FindingsOf<kGeneral>(h);
   }
 
-  // What the slots of the chosen schedule become, whichever queues they go to.
-  __device__ void TakeRecords() {
-    records_ = this->template Take<uint4>(4ll * num_chunks_ * rules_.num_units);
-  }
+  // What the chunks of the chosen schedule become, whichever queues they go to.
+  __device__ void TakeRecords() { records_ = this->template Take<uint4>(4ll * num_chunks_); }
   __device__ void MakeRecords(i32 first, i32 step) {
     if (thread_ == kNumThreads - 1) LookAtPages();
-    const i32 num_slots = num_chunks_ * rules_.num_units;
 #pragma unroll 1
-    for (i32 s = first; s < num_slots; s += step) {
-      const SlotSource source = SourceOf(chosen_, num_chunks_, s);
-      const i32 chunk = ChunkOfKey(chosen_.keys[source.key]);
-      const i32 unit = source.unit;
+    for (i32 k = first; k < num_chunks_; k += step) {
+      const i32 chunk = ChunkOfKey(chosen_.keys[k]);
       const i32 i = TileOfChunk(chosen_, num_chunks_, chunk);
       const QueryTile& t = tiles_[i];
       const i32 split = chunk - chosen_.chunk_base[i];
@@ -142,12 +137,12 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         }
       }
       const i32 num_groups = partial ? num_units : 0;
-      uint4* record = records_ + s;
-      record[0] = Words(t.qo_begin, t.qo_len, unit, t.tile);
-      record[num_slots] = Words(begin, end, t.kv_base, t.q_pos);
-      record[2 * num_slots] = partial ? Words(first_row, first_group, t.request, num_groups)
-                                      : Words(-1, -1, t.request, 0);
-      record[3 * num_slots] =
+      uint4* record = records_ + k;
+      record[0] = Words(t.qo_begin, t.qo_len, 0, t.tile);
+      record[num_chunks_] = Words(begin, end, t.kv_base, t.q_pos);
+      record[2 * num_chunks_] = partial ? Words(first_row, first_group, t.request, num_groups)
+                                        : Words(-1, -1, t.request, 0);
+      record[3 * num_chunks_] =
           partial ? Words(num_rows * splits, group_step, 0, 0) : Words(0, 0, 0, 0);
     }
   }
@@ -269,7 +264,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
                       static_cast<u32>(w));
   }
 
-  // Items are 48 bytes, which warps write 16 a lane, whole lines at a time: first which slot and
+  // Items are 48 bytes, which warps write 16 a lane, whole lines at a time: first which chunk and
   // head each is of.
   __device__ void WriteItems(const i32* chunks_before) {
     // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
@@ -278,22 +273,23 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     if constexpr (kGeneral) both_ends = both_ends && sharing_ == nullptr;
     const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
     const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
-    const i32 num_slots = num_chunks_ * rules_.num_units;
     const i32 num_items = num_chunks_ * rules_.num_kv_heads;
     ItemSource* sources = this->template Take<ItemSource>(num_items);
 #pragma unroll 1
-    for (i32 s = thread_; s < num_slots; s += kNumThreads) {
-      const PlanSlot slot = chosen_.slots[s];
-      const i32 before = chunks_before[slot.queue], filled = chosen_.filled[slot.queue];
-      const i32 unit = static_cast<i32>(records_[s].z);
+    for (i32 k = thread_; k < num_chunks_; k += kNumThreads) {
+      const SlotsOfKey slots = SlotsOf(chosen_, num_chunks_, k);
 #pragma unroll 1
-      for (i32 p = 0; p < partitions; ++p) {
-        const bool forwards = slot.queue * partitions + p < first_backwards;
-        const i32 place = forwards ? slot.place : filled - slot.place - 1;
-        const i32 first = each * (partitions * before + p * filled + place);
+      for (i32 u = 0; u < rules_.num_units; ++u) {
+        const PlanSlot slot = chosen_.slots[slots.first + u * slots.step];
+        const i32 before = chunks_before[slot.queue], filled = chosen_.filled[slot.queue];
 #pragma unroll 1
-        for (i32 h = 0; h < each; ++h) {
-          sources[first + h] = {s, (p * rules_.num_units + unit) * each + h};
+        for (i32 p = 0; p < partitions; ++p) {
+          const bool forwards = slot.queue * partitions + p < first_backwards;
+          const i32 place = forwards ? slot.place : filled - slot.place - 1;
+          const i32 first = each * (partitions * before + p * filled + place);
+          const i32 head = (p * rules_.num_units + u) * each;
+#pragma unroll 1
+          for (i32 h = 0; h < each; ++h) sources[first + h] = {k, head + h};
         }
       }
     }
@@ -308,11 +304,11 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         const i32 word = lane + k * kWarpSize, item = first + word / kParts, part = word % kParts;
         if (item >= num_items) continue;
         const ItemSource source = sources[item];
-        const uint4* record = records_ + source.slot;
-        uint4 words = record[part * num_slots];
+        const uint4* record = records_ + source.key;
+        uint4 words = record[part * num_chunks_];
         if (part == 0) words.z = source.head;
         if (part == 2) {
-          const uint4 step = record[kParts * num_slots];
+          const uint4 step = record[kParts * num_chunks_];
           words.x += source.head * step.x;
           words.y += source.head * step.y;
         }
@@ -322,11 +318,11 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   }
 
   struct __align__(8) ItemSource {
-    i32 slot, head;
+    i32 key, head;
   };
 
-  // [4, num_slots], slots in the order of keys: the three parts of an item of the first head, with
-  // a unit instead of the head, and what row and group grow by from head to head.
+  // [4, num_chunks] in the order of keys: the three parts of an item of the first head, and what
+  // row and group grow by from head to head.
   uint4* records_ = nullptr;
 
   i64* parts_before_ = nullptr;          // [num_tiles + 1], these two for one kv head

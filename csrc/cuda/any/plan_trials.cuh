@@ -19,7 +19,7 @@ struct PlanTrial {
   u64* keys;        // [num_chunks, to a power of two] in the order of rules.h
   i64* costs;       // [num_chunks] in the order of keys
   PlanSlot* slots;  // [num_chunks * num_units] in the order of keys, sections head by head
-  u32* weights;     // [num_chunks * num_units] costs of slots as dealers add them
+  u32* weights;     // [num_chunks * num_units] costs of slots as dealers add them, or their keys
   i32* filled;      // [num_queues] chunks of a queue
   union {           // for whoever assigns chunks
     i64* loads;     // [num_queues]
@@ -40,7 +40,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     i64 cost;  // of all chunks of all units
     i32 num_chunks;
     // Of the queue in the keys by which chunks are dealt, 31 bits with a load above; negative: the
-    // loads may be too large.
+    // queues are too many, or the loads may be too large.
     i32 key_bits;
   };
   struct Shared {
@@ -69,6 +69,11 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   // Chunks are dealt by a team of warps, one on each scheduler of a multiprocessor, so that several
   // trials are at once, or the rest of the CTA does something else.
   static constexpr int kTeamWarps = Min(4, Base::kNumWarps);
+  // Short keys: 31 bits.
+  static constexpr int kShortChunkBits = 9;
+  static constexpr u32 kShortCosts = 1u << (31 - kShortChunkBits), kNoShortKey = 0x7fffffff;
+  static_assert(kNumThreads <= 1 << kShortChunkBits, "a short key holds a chunk");
+
   // Queues of a lane at most, and what their counts take, for two rounds.
   static constexpr int kMostQueues = 9;
   static constexpr i32 kMostCounts = 2 * ((kMostQueues + 1) / 2) * kWarpSize * kTeamWarps;
@@ -97,22 +102,19 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     return splits > 1 ? splits : 0;
   }
 
-  // Which chunk, in the order of keys, and which head unit a slot is for.
-  struct SlotSource {
-    i32 key, unit;
+  // The slots of key k: `first` is for head unit 0, those of the other units follow, `step` apart.
+  struct SlotsOfKey {
+    i32 first, step;
   };
-  __device__ SlotSource SourceOf(const PlanTrial& trial, i32 num_chunks, i32 slot) const {
+  __device__ SlotsOfKey SlotsOf(const PlanTrial& trial, i32 num_chunks, i32 k) const {
     const i32 units = rules_.num_units;
-    if (units == 1) return {slot, 0};
-    const i32 key = slot / units;
-    if (!IsSectionKey(trial.keys[key])) return {key, slot - key * units};
-    const i32 chunk = ChunkOfKey(trial.keys[key]);
+    if (units == 1 || !IsSectionKey(trial.keys[k])) return {k * units, 1};
+    const i32 chunk = ChunkOfKey(trial.keys[k]);
     const i32 request = tiles_[TileOfChunk(trial, num_chunks, chunk)].request;
     const i32 first = trial.chunk_base[first_tile_[request]];
     const i32 count = trial.chunk_base[first_tile_[request + 1]] - first;
-    const i32 begin = key - (first + count - 1 - chunk);  // the section's last chunk comes first
-    const i32 within = slot - begin * units;
-    return {begin + within % count, within / count};
+    const i32 within = first + count - 1 - chunk;  // the section's last chunk comes first
+    return {(k - within) * units + within, count};
   }
 
   // Cuts of all tiles, and their first chunks; returns the number of chunks.
@@ -145,12 +147,17 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   __device__ void SortInline(Trial* t) {
     const PlanTrial& trial = t->arrays;
     const i32 num_chunks = t->num_chunks, size = SortSize(num_chunks);
-    i64* unsorted = reinterpret_cast<i64*>(trial.slots);  // costs; slots are not yet
+    // Slots are not yet: in their place, short keys if every thread has a chunk at most, else
+    // costs.
+    const bool few = num_chunks <= kNumThreads;
+    u32* short_keys = reinterpret_cast<u32*>(trial.slots);
+    i64* unsorted = reinterpret_cast<i64*>(trial.slots);
     i64 cost = 0;
     u64 key = 0;
     const Totals totals = Total(size, [&](i32 c, Totals* mine) {
       if (c >= num_chunks) {
         trial.keys[c] = ~0ull;
+        if (few && c < (num_chunks + 3) / 4 * 4) short_keys[c] = kNoShortKey;
         return;
       }
       const i32 i = TileOfChunk(trial, num_chunks, c);
@@ -162,15 +169,26 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
       const i64 first = SharingOf(i).shared() ? kSharedFirst : 0;
       key = tile.section > 0 ? SectionKey(tile.section, c) : ChunkKey(cost + first, c);
       trial.keys[c] = key;
-      unsorted[c] = cost;
       mine->sum += cost;
-      mine->most[0] = static_cast<u32>(Largest(mine->most[0], ClampToWord(cost)));
+      const u32 word = ClampToWord(cost);
+      mine->most[0] = static_cast<u32>(Largest(mine->most[0], word));
+      if (!few) {
+        unsorted[c] = cost;
+        return;
+      }
+      // In the same order, as long as there are neither sections, nor shared chunks, nor high
+      // costs.
+      const bool fits = tile.section == 0 && first == 0 && word < kShortCosts;
+      mine->most[1] |= !fits;
+      short_keys[c] = (kShortCosts - 1 - word) << kShortChunkBits | static_cast<u32>(c);
     });
     t->cost = totals.sum * rules_.num_units;
     const i64 longest = totals.most[0];  // clamped, it is too large for a key all the same
-    if (num_chunks <= kNumThreads) {     // a chunk for each thread, which still has it
-      const i32 place = PlaceOf(trial.keys, num_chunks, reinterpret_cast<i32*>(trial.slots));
-      if (thread_ < num_chunks) {
+    if (few) {
+      i32* counts = reinterpret_cast<i32*>(trial.weights);
+      const i32 place = totals.most[1] == 0 ? PlaceOf(short_keys, num_chunks, counts)
+                                            : PlaceOf(trial.keys, num_chunks, counts);
+      if (thread_ < num_chunks) {  // the chunk that the thread still has
         trial.keys[place] = key;
         trial.costs[place] = cost;
       }
@@ -188,12 +206,17 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     i32 bits = 0;
 #pragma unroll 1
     while (1 << bits < queues) ++bits;
-    t->key_bits = -1;
-    if (bits >= 16 || t->cost + (2 * longest + 1) * queues >= queues << (31 - bits)) return;
-    t->key_bits = bits;
+    const bool fits = queues <= kMostQueues * kWarpSize &&
+                      t->cost + (2 * longest + 1) * queues < queues << (31 - bits);
+    t->key_bits = fits ? bits : -1;
 #pragma unroll 1
-    for (i32 s = thread_; s < num_chunks * rules_.num_units; s += kNumThreads) {
-      trial.weights[s] = static_cast<u32>(trial.costs[SourceOf(trial, num_chunks, s).key]) << bits;
+    for (i32 k = thread_; k < num_chunks; k += kNumThreads) {
+      const SlotsOfKey slots = SlotsOf(trial, num_chunks, k);
+      const u32 weight = fits ? static_cast<u32>(trial.costs[k]) << bits : static_cast<u32>(k);
+#pragma unroll 1
+      for (i32 u = 0; u < rules_.num_units; ++u) {
+        trial.weights[slots.first + u * slots.step] = weight;
+      }
     }
   }
 
@@ -212,9 +235,9 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   }
 
   __device__ i32 LongestCostOf(i32 r) {
-    if (r > 0) return LongestChunkCost(rules_, span_cost_, kRetryDivisors[r - 1]);
-    const i64 longest = LongestWholeCost(rules_, num_tiles_, span_cost_);
-    return FirstLongestChunkCost(rules_, span_cost_, longest_span_cost_ > longest);
+    const i32 longest_cost = LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : RetryDivisor(r - 1));
+    if (r > 0) return longest_cost;
+    return FirstLongestCost(rules_, num_tiles_, longest_span_cost_, longest_cost);
   }
 
   // Cuts the tiles and sorts the chunks. num_chunks < 0: more splits than a retry may have.
