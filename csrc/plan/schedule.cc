@@ -19,7 +19,7 @@ class LoadTree {
     num_queues_ = num_queues;
     leaves_ = 1;
     while (leaves_ < num_queues) leaves_ *= 2;
-    keys_.assign(2 * leaves_, ~uint64_t{0});
+    keys_.assign(2 * leaves_, kClosed);
     std::iota(keys_.begin() + leaves_, keys_.begin() + leaves_ + num_queues, uint64_t{0});
     for (int64_t i = leaves_ - 1; i > 0; --i) keys_[i] = std::min(keys_[2 * i], keys_[2 * i + 1]);
   }
@@ -38,13 +38,25 @@ class LoadTree {
     return static_cast<int32_t>(queue);
   }
 
+  // Queues without a load get none from now on.
+  void CloseEmpty() {
+    for (int64_t i = leaves_; i < leaves_ + num_queues_; ++i) {
+      if (keys_[i] >> kQueueBits == 0) keys_[i] = kClosed;
+    }
+    for (int64_t i = leaves_ - 1; i > 0; --i) keys_[i] = std::min(keys_[2 * i], keys_[2 * i + 1]);
+  }
+
   int64_t MaxLoad() const {
-    const auto first = keys_.begin() + leaves_;
-    return static_cast<int64_t>(*std::max_element(first, first + num_queues_) >> kQueueBits);
+    uint64_t most = 0;
+    for (int64_t i = leaves_; i < leaves_ + num_queues_; ++i) {
+      if (keys_[i] != kClosed) most = std::max(most, keys_[i]);
+    }
+    return static_cast<int64_t>(most >> kQueueBits);
   }
 
  private:
   static constexpr int kQueueBits = 20;
+  static constexpr uint64_t kClosed = ~uint64_t{0};
   int64_t num_queues_ = 0, leaves_ = 0;
   std::vector<uint64_t> keys_;
 };
@@ -85,8 +97,9 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-// But before them requests of several tiles, section by section (rules.h).
-void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
+// But before them requests of several tiles, section by section (rules.h). leaves_empty: as in
+// SharedTrial.
+void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
   thread_local LoadTree loads;
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
@@ -109,6 +122,10 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
   };
   for (size_t begin = 0, end; begin < num_chunks; begin = end) {
     end = begin + 1;
+    if (leaves_empty && keys[begin] > LastSharedKey()) {
+      loads.CloseEmpty();
+      leaves_empty = false;
+    }
     if (IsSectionKey(keys[begin])) {
       while (end < num_chunks && IsSectionKey(keys[end]) && request_at(end) == request_at(begin)) {
         ++end;
@@ -171,7 +188,7 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
     if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, best->makespan)) return;
     const i32 longest_cost = LongestChunkCost(rules, span_cost, RetryDivisor(r));
     CutByLength(rules, tiling.tiles, longest_cost, &trial.chunks);
-    AssignChunks(rules, tiling, &trial);
+    AssignChunks(rules, tiling, false, &trial);
     if (trial.counts.num_partials > rules.max_balanced_partials) return;
     if (IsWorthMoreSplits(trial.makespan, best->makespan)) std::swap(*best, trial);
     if (balanced()) return;
@@ -184,7 +201,7 @@ void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, Assignment* be
   const int64_t span_cost = SpanCostOf(tiling.tiles);
   for (i32 r = 0; r < kNumFewerSplits && best->num_cut_items > 0; ++r) {
     CutByLength(rules, tiling.tiles, LongestOfFewer(rules, span_cost, r), &trial.chunks);
-    AssignChunks(rules, tiling, &trial);
+    AssignChunks(rules, tiling, false, &trial);
     if (trial.makespan < best->makespan) std::swap(*best, trial);
   }
 }
@@ -213,7 +230,7 @@ PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best)
   const auto num_chunks = static_cast<i64>(best->chunks.size());
   if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
   if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
-  AssignChunks(rules, tiling, best);
+  AssignChunks(rules, tiling, false, best);
   if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
   if (rules.fewer_splits) TryFewerSplits(rules, tiling, best);
   return {};
@@ -229,7 +246,7 @@ PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment*
     const auto num_chunks = static_cast<i64>(trial.chunks.size());
     if (num_chunks >= kMaxChunks) return {};
     if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
-    AssignChunks(rules, tiling, &trial);
+    AssignChunks(rules, tiling, kSharedTrials[r].leaves_empty, &trial);
     const bool fits =
         rules.schedule != kBalanced || (trial.num_cut_items <= rules.max_balanced_partials &&
                                         trial.counts.num_partial_rows <= MaxSharedRows(rules));

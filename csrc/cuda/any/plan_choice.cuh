@@ -126,6 +126,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
 #pragma unroll 1
     for (i32 r = 0; r < kNumFewerSplits && num_chunks_ > num_tiles_; ++r) {
       Trial t = {};
+      t.leaves_empty_from = Base::kNoSlot;
       t.arrays = TakeTiles();
       const i32 longest_cost = LongestOfFewer(rules_, span_cost_, r);
       t.num_chunks = static_cast<i32>(CutByLength(t.arrays, longest_cost));

@@ -33,7 +33,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       if (rules_.num_queues <= 2 * kWarpSize) return DealInRegisters<2>(t);
       return DealInRegisters<kMostQueues>(t);
     }
-    return thread_ % kTeamThreads < kWarpSize ? DealInMemory(t.arrays, t.num_chunks) : 0;
+    return thread_ % kTeamThreads < kWarpSize ? DealInMemory(t) : 0;
   }
 
   __device__ void SyncTeam() const { SyncNamed(1 + thread_ / kTeamThreads, kTeamThreads); }
@@ -46,6 +46,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   template <int kQueues>
   __device__ i64 DealInRegisters(const Trial& t) {
     constexpr i32 kFew = 4, kAlone = 16;
+    constexpr u32 kClosed = 0x7fffffff;  // above all keys: a queue that takes no more
     constexpr int kShare = kWarpSize / kTeamWarps;
     constexpr int kWords = (kQueues + 1) / 2;    // counts of two queues each
     const int lane = Anew(thread_ % kWarpSize);  // what follows from it is not kept by all warps
@@ -69,10 +70,20 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
     // [2, kWords, 32, kTeamWarps]: while this round's counts are read, the next one's are written.
     u32* counts = trial.counts + lane * kTeamWarps;
     i32 other_counts = kWords * kWarpSize * kTeamWarps;
-    i32 next = 0;
+    i32 next = 0, num_open = num_queues;
+    i32 end = kGeneral ? Min(t.leaves_empty_from, num_slots) : num_slots;
 #pragma unroll 1
     while (next < num_slots) {
-      const i32 last = Min(num_queues, num_slots - next);
+      if (kGeneral && next == end) {
+        num_open = 0;
+#pragma unroll
+        for (int j = 0; j < kQueues; ++j) {
+          if (filled[j] == 0) keys[j] = kClosed;
+          num_open += __popc(__ballot_sync(kFullWarp, filled[j] > 0));
+        }
+        end = num_slots;
+      }
+      const i32 last = Min(num_open, end - next);
       u32 below[2 * kWords] = {}, others[kQueues];
 #pragma unroll
       for (int j = 0; j < kQueues; ++j) others[j] = keys[j];
@@ -130,7 +141,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       counts += other_counts;
       other_counts = -other_counts;
       if (taken > kFew) continue;
-      const i32 count = Min(kAlone, num_slots - next);
+      const i32 count = Min(kAlone, end - next);
       const u32 mine = lane < count ? trial.weights[next + lane] : 0;
 #pragma unroll 1
       for (i32 i = 0; i < count; ++i) {
@@ -152,6 +163,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
       const i32 queue = lane + j * kWarpSize;
       if (queue >= num_queues) continue;
       if (warp == 0) trial.filled[queue] = filled[j];
+      if (kGeneral && filled[j] == 0) continue;
       fullest = fullest > keys[j] ? fullest : keys[j];
     }
     return WarpMax(fullest) >> bits;
@@ -169,16 +181,24 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
   }
 
   // Any loads, any number of queues.
-  __device__ i64 DealInMemory(const PlanTrial& trial, i32 num_chunks) {
+  __device__ i64 DealInMemory(const Trial& t) {
+    const PlanTrial& trial = t.arrays;
     const int lane = thread_ % kWarpSize;
     const i32 each = static_cast<i32>(CeilDivide(rules_.num_queues, kWarpSize));
     const i32 begin = Min(lane * each, rules_.num_queues);
     const i32 end = Min(begin + each, rules_.num_queues);
 #pragma unroll 1
     for (i32 q = begin; q < end; ++q) trial.loads[q] = trial.filled[q] = 0;
-    const i32 num_slots = num_chunks * rules_.num_units;
+    const i32 num_slots = t.num_chunks * rules_.num_units;
+    constexpr i64 kClosed = i64{1} << 62;
 #pragma unroll 1
     for (i32 s = 0; s < num_slots; ++s) {
+      if (kGeneral && s == t.leaves_empty_from) {
+#pragma unroll 1
+        for (i32 q = begin; q < end; ++q) {
+          if (trial.filled[q] == 0) trial.loads[q] = kClosed;
+        }
+      }
       const i64 cost = trial.costs[trial.weights[s]];
       u64 least = ~0ull;
       i32 queue = 0;
@@ -201,6 +221,7 @@ class PlanDealer : public PlanTrials<Traits, kGeneral> {
     u64 fullest = 0;
 #pragma unroll 1
     for (i32 q = begin; q < end; ++q) {
+      if (kGeneral && trial.filled[q] == 0) continue;
       fullest = static_cast<u64>(Largest(static_cast<i64>(fullest), trial.loads[q]));
     }
     return WarpMax64(static_cast<i64>(fullest));

@@ -42,16 +42,19 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     // Of the queue in the keys by which chunks are dealt, 31 bits with a load above; negative: the
     // queues are too many, or the loads may be too large.
     i32 key_bits;
+    // With kGeneral: from this slot on queues that have none get none.
+    i32 leaves_empty_from;
   };
+  static constexpr int kMostTrials =
+      kGeneral ? Max(1 + kNumRetries, kNumSharedTrials) : 1 + kNumRetries;
   struct Shared {
     typename Cta::WarpTotals warp_totals;
-    Trial trials[1 + kNumRetries];
-    i64 makespan[1 + kNumRetries];
+    Trial trials[kMostTrials];
+    i64 makespan[kMostTrials];
     PlanCounts counts;
     bool others_done;  // CTAs 1 and on, and what they found
     PageFindings found;
   };
-  static_assert(kNumSharedTrials <= 1 + kNumRetries, "trials of both kinds have room");
   static constexpr int kArenaBytes =
       (Traits::kSmemBytes - static_cast<int>(sizeof(Shared))) / 16 * 16;
 
@@ -65,6 +68,8 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
       Base::PlaceOf, Base::Sort, Base::SortSize, Base::span_cost_, Base::Sum, Base::thread_,
       Base::tiles_, Base::Total;
   using typename Base::Totals;
+
+  static constexpr i32 kNoSlot = kMaxInt32;
 
   // Chunks are dealt by a team of warps, one on each scheduler of a multiprocessor, so that several
   // trials are at once, or the rest of the CTA does something else.
@@ -243,6 +248,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   // Cuts the tiles and sorts the chunks. num_chunks < 0: more splits than a retry may have.
   __device__ PlanFault MakeTrial(i32 r) {
     Trial t = {};
+    t.leaves_empty_from = kNoSlot;
     t.arrays = TakeTiles();
     const i64 num_chunks = CutByLength(t.arrays, LongestCostOf(r));
     if (r == 0) {
@@ -281,6 +287,13 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
              num_rows * heads <= MaxSharedRows(rules_);
     }
     t.num_chunks = fits ? static_cast<i32>(num_chunks) : -1;
+    t.leaves_empty_from = kNoSlot;
+    if (rules_.schedule == kBalanced && kSharedTrials[r].leaves_empty) {
+      const i64 num_shared = Sum(num_tiles_, [&](i32 i) {
+        return SharingOf(i).shared() ? i64{t.arrays.cuts[i].num_splits} : i64{0};
+      });
+      t.leaves_empty_from = static_cast<i32>(num_shared) * rules_.num_units;
+    }
     if (fits) {
       TakeChunks(&t.arrays, t.num_chunks);
       SortChunks(&t);
