@@ -26,8 +26,47 @@ struct MergeScratch {
   int slices[2];  // of mla: taken, by turns; before that, in [1], how many came earlier
 };
 
-// The threads that execute an item together.
+// What a fold of attention reads of the kernel's parameters. Passed by value: a function that is
+// not inlined would read a reference to them from memory, one after the other, each a trip to L2
+// because the arrival before it emptied L1; inlined code has them as constants.
+struct FoldParams {
+  RowState* partial_states;
+  float* partial_o;
+  const i32* partial_rows;
+  void* o;
+  float* lse;
+  const float* sinks;
+  const float* v_scale;
+  i32 num_qo_heads;
+
+  __device__ __forceinline__ FoldParams(const AttentionParams& p)
+      : partial_states(p.partial_states),
+        partial_o(p.partial_o),
+        partial_rows(p.partial_rows),
+        o(p.o),
+        lse(p.lse),
+        sinks(p.sinks),
+        v_scale(p.v_scale),
+        num_qo_heads(p.num_qo_heads) {}
+  // These, and nothing else.
+  __device__ __forceinline__ operator AttentionParams() const {
+    AttentionParams p;
+    p.partial_states = partial_states;
+    p.partial_o = partial_o;
+    p.partial_rows = partial_rows;
+    p.o = o;
+    p.lse = lse;
+    p.sinks = sinks;
+    p.v_scale = v_scale;
+    p.num_qo_heads = num_qo_heads;
+    return p;
+  }
+};
+
+// The threads that execute an item together, and how they pass parameters to a fold. The portable
+// kernels have no registers left for that: by reference.
 struct WholeCta {
+  using Params = const AttentionParams&;
   __device__ static int thread() { return threadIdx.x; }
   __device__ static int num_threads() { return blockDim.x; }
   __device__ static void Sync() { __syncthreads(); }
@@ -113,7 +152,9 @@ struct RowStrips : FoldStrips<Traits> {
 // Folds an item's only group, whose states are one batch and make the result, by the whole team:
 // what decodes of few requests wait for. Not inlined: one copy serves all tile heights.
 template <class Traits, class Team>
-__device__ __noinline__ void FoldOneBatch(const AttentionParams& p, const MergeScratch& scratch) {
+__device__ __noinline__ void FoldOneBatch(typename Team::Params params,
+                                          const MergeScratch& scratch) {
+  const AttentionParams& p = params;
   using Strips = FoldStrips<Traits>;
   const MergeGroup& group = scratch.group;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
@@ -128,8 +169,10 @@ __device__ __noinline__ void FoldOneBatch(const AttentionParams& p, const MergeS
     for (int i = 0; i < kFoldBatch; ++i) {
       const bool is_there = i >= first_place && i < num_places;
       const int partial = is_there ? i - first_place : 0;
-      batch[i] = LoadState<Traits>(p, is_there, scratch.partial_rows[partial] + i64{row}, vector);
+      const int first_row = scratch.partial_rows[partial];
+      batch[i] = LoadState<Traits>(p, is_there, static_cast<i64>(first_row + row), vector);
     }
+    __syncwarp();  // or ptxas would ask for half of them behind the first answers
     PartialState all = IdentityState();
     Combine(all, SumOfStates(batch, num_places <= kFewStates));
     WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, row, lane, all);
@@ -153,8 +196,9 @@ struct FoldPlace {
 // copy serves all tile heights.
 // only: has the group that is an item's only one; else null.
 template <class Traits, class Team>
-__device__ __noinline__ void FoldMergeGroups(const AttentionParams& p, const MergeGroup* groups,
+__device__ __noinline__ void FoldMergeGroups(typename Team::Params params, const MergeGroup* groups,
                                              u32 completed, const MergeScratch* only) {
+  const AttentionParams& p = params;
   using Strips = FoldStrips<Traits>;
   // Strips that a warp takes before others have their turn: a result that goes where one of the
   // row's states lies has to wait for the whole row.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/partials.cuh"
 #include "cuda/common/work.cuh"
 #include "cuda/sm90/ptx.cuh"
 
@@ -93,6 +94,7 @@ using HopperRoles = HopperRolesOf<2>;
 // The consumers as one group of threads.
 template <class Roles>
 struct HopperConsumersOf {
+  using Params = FoldParams;
   static constexpr int kNamedBarrier = 3;
   __device__ static int thread() { return Anew(threadIdx.x) - Roles::kProducerThreads; }
   __device__ static int num_threads() { return Roles::kConsumerThreads; }
@@ -102,6 +104,7 @@ using HopperConsumers = HopperConsumersOf<HopperRoles>;
 
 // The threads of one consumer.
 struct OneHopperConsumer {
+  using Params = FoldParams;
   static constexpr int kNamedBarrier = 4;  // and 5; 6 of a third
   __device__ static int thread() { return Anew(threadIdx.x) % 128; }
   __device__ static int num_threads() { return 128; }
