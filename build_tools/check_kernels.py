@@ -146,6 +146,12 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(96, 5, 5, fresh_kv=True, window_left=100, logits_soft_cap=30.0)
     yield spec(256, 2, 1, fresh_kv=True)
     yield spec(128, 4, 16, fresh_kv=True, schedule="fixed_split", kv_split=1024)
+    # Batches of so few rows that sm_90 has a kernel of decodes alone for them.
+    yield spec(128, 4, 16, max_qo_tokens=8)
+    yield spec((192, 128), 16, None, dtype="float16", max_qo_tokens=2)
+    yield spec(256, 2, 1, logits_soft_cap=50.0, window_left=4096, max_qo_tokens=16)
+    yield spec((64, 256), 4, 16, max_qo_tokens=8)
+    yield spec(96, 5, 5, fresh_kv=True, window_left=100, max_qo_tokens=4)
     # MLA: blocks of up to 64 heads, 32 where shared memory is short.
     for heads, page_size, options in (
         (128, 1, {}),

@@ -58,6 +58,27 @@ def test_loops_of_devices():
     assert _spec("sm_90:114").kernel_config["num_ctas"] == 114
 
 
+def test_batches_of_decodes_alone():
+    """On Hopper, where no batch has more rows of a kv head than a decode tile, whatever it is."""
+
+    def tiles(**options: object) -> list[int]:
+        config = _spec("sm_90", **options).kernel_config
+        return [config[f"tile_q_{i}"] for i in range(config["num_tiles"])]
+
+    assert tiles(max_qo_tokens=8) == tiles(max_qo_tokens=8, share_prefixes=True) == [32]
+    assert tiles(max_qo_tokens=9) == [32, 128] and tiles(max_qo_tokens=9, head_dim_qk=64) == [
+        32,
+        192,
+    ]
+    assert tiles(max_qo_tokens=2, num_kv_heads=2) == [32]
+    assert tiles(max_qo_tokens=3, num_kv_heads=2) == [32, 128]
+    # Steps and queues are those of larger batches, and so are the bits of a row.
+    few, many = (_spec("sm_90", max_qo_tokens=n).kernel_config for n in (8, 9))
+    assert all(few[f] == many[f] for f in ("tile_kv", "num_ctas", "min_chunk", "kv_cost_0"))
+    # One height, whatever the capacities.
+    assert tiles(max_qo_tokens=1, schedule="fixed_split", kv_split=256) == [64]
+
+
 def test_portable_loop_says_once_that_it_serves(caplog):
     spec_module._tell_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, "jax_attn"):

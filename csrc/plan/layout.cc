@@ -45,7 +45,8 @@ PlanLayout MakePlanLayout(const AttentionProblem& problem) {
   layout.merge_groups = section(config.max_merge_groups * kMergeGroupWords);
   layout.partial_rows = section(config.max_partials);
   layout.qo_indices = section(config.max_shared_tokens);
-  layout.items = section(config.max_items * kItemWords);
+  // A CTA may ask for the item of its own number before it knows of any (sm90/pipeline.cuh).
+  layout.items = section(std::max(config.max_items, config.num_ctas) * kItemWords);
   layout.page_indices = section(spec.max_kv_pages);
   layout.num_words = end;
   return layout;

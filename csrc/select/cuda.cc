@@ -109,7 +109,10 @@ void SelectHopper(Choice& c) {
   const int64_t dim_vo = (c.spec.head_dim_vo + 63) / 64 * 64;
   // A third one's logits, probabilities and o leave 32 of 160 registers.
   const int64_t consumers = dim_vo <= 64 ? 3 : 2;
-  c.config.num_warps = 4 + 4 * consumers;
+  // No batch of the plan has more rows of a kv head, so no tile has, whatever shares prefixes.
+  const bool only_decodes = c.spec.schedule != kFixedSplit && c.spec.group_size() <= 32 &&
+                            c.spec.max_qo_tokens * c.spec.group_size() <= 32;
+  c.config.num_warps = only_decodes ? 16 : 4 + 4 * consumers;
   const int64_t smem_128 = 2 * (2 * 128 * (dim_qk + dim_vo) + 64 * consumers * dim_qk) + (6 << 10);
   c.config.tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
   c.Because(
@@ -120,6 +123,10 @@ void SelectHopper(Choice& c) {
   // 64 rows are the height of a wgmma, which decode.cuh has turned by 90 degrees.
   if (c.spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneHeight);
+  } else if (only_decodes) {
+    c.TakeTiles({32},
+                "max_qo_tokens: no batch has more rows of a kv head, so a kernel of a third of the "
+                "code will do: two producers, for K and for V, and two consumers");
   } else if (c.spec.group_size() <= 32) {
     c.TakeTiles({32, 64 * consumers},
                 "32: one consumer, tokens and columns of v are the 64 rows of a wgmma; more: all, "

@@ -9,15 +9,16 @@
 namespace jax_attn {
 namespace {
 
-// As select/cuda.cc has it.
-template <bool kBoxes, int kSmallTile>
+// As select/cuda.cc has it. kTiles: 1 is decodes alone.
+template <bool kBoxes, int kSmallTile, int kTiles = 2>
 struct Sm90Kernel {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
     static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 ? 2 : 3;
-    static constexpr int kNumTiles = 2, kTileQ0 = kSmallTile, kTileQ1 = 64 * kNumConsumers;
-    static constexpr int kTileQ2 = 0, kNumWarps = 4 + 4 * kNumConsumers;
+    static constexpr int kNumTiles = kTiles, kTileQ0 = kSmallTile;
+    static constexpr int kTileQ1 = kTiles == 1 ? 0 : 64 * kNumConsumers, kTileQ2 = 0;
+    static constexpr int kNumWarps = kTiles == 1 ? 16 : 4 + 4 * kNumConsumers;
     static constexpr int kTileKv = Shape::kHeadDimVo > 128 ? 64 : 128;
     static constexpr int kNumStages = 0;
   };
@@ -51,5 +52,5 @@ struct Sm90Kernel {
 int main() {
   using namespace jax_attn;
   return RunAllCases<Sm90Kernel<false, 32>>() | RunAllCases<Sm90Kernel<true, 32>>() |
-         RunAllCases<Sm90Kernel<true, 64>>();
+         RunAllCases<Sm90Kernel<true, 64>>() | RunAllCases<Sm90Kernel<false, 32, 1>>();
 }

@@ -31,6 +31,24 @@ class ItemRecord {
   const WorkItem* item_;
 };
 
+// The same in registers, which fields that nobody reads do not take.
+class ItemCopy {
+ public:
+  ItemCopy() = default;
+  __device__ __forceinline__ ItemCopy(const AttentionParams& p, int index)
+      : words_{LoadConstant16(&p.items[index].qo_begin), LoadConstant16(&p.items[index].kv_begin),
+               LoadConstant16(&p.items[index].partial_row)} {}
+
+  __device__ int kv_head() const { return static_cast<int>(words_[0].z); }
+  __device__ int kv_begin() const { return static_cast<int>(words_[1].x); }
+  __device__ int kv_end() const { return static_cast<int>(words_[1].y); }
+  __device__ int kv_base() const { return static_cast<int>(words_[1].z); }
+  __device__ int request() const { return static_cast<int>(words_[2].z); }
+
+ private:
+  uint4 words_[3];
+};
+
 // One past the last item of this CTA's queue.
 __device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
   return LoadConstant(p.queue_indptr + blockIdx.x + 1);

@@ -7,7 +7,10 @@
 //                                  one multiplies, the others exponentiate.
 //   single items (up to 64 rows)   one has all rows, and the next one the next item: while one
 //                                  writes results and merges, another multiplies.
-// Single items of up to 32 rows are products of their own, see decode.cuh.
+// Single items of up to 32 rows are products of their own, see decode.cuh. Where no tile is taller,
+// the kernel has nothing else, and is made for batches that are done in microseconds: K and V have
+// a producer each, and a consumer copies its q itself, so that nobody waits for copies that are not
+// its own to be issued.
 // Within a warpgroup q . k of a step runs while p * v of the step before does (FlashAttention-3,
 // arXiv 2407.08608, section 3.2).
 //
@@ -28,7 +31,8 @@ __device__ __forceinline__ int NumRows(const ItemRecord& item) {
 }
 
 template <class Traits>
-using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - 1>;
+using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - (kOnlyDecodes<Traits> ? 2 : 1),
+                              kOnlyDecodes<Traits> ? 2 : 1>;
 
 // The consumer whose turn comes after that of `consumer`.
 template <class Traits>
@@ -45,14 +49,22 @@ __device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
 
-// Whether decode.cuh has the item, which must have tokens. Not where all tiles have 64 rows: a row
-// is to be computed the same way in every batch there.
+// Whether the item has steps. One without tokens has none, but for decodes alone, where it is a
+// step of zeros that nobody sees.
+template <class Traits>
+__device__ __forceinline__ bool HasSteps(const ItemRecord& item) {
+  return kOnlyDecodes<Traits> || item.kv_begin() < item.kv_end();
+}
+
+// Whether decode.cuh has the item. Not where all tiles have 64 rows: a row is to be computed the
+// same way in every batch there.
 template <class Traits>
 inline constexpr bool kHasDecode = Traits::kTileQ0 == DecodeShared<Traits>::kRows;
 template <class Traits>
 __device__ __forceinline__ bool IsDecode(const ItemRecord& item) {
+  if constexpr (kOnlyDecodes<Traits>) return true;
   return kHasDecode<Traits> && NumRows<Traits>(item) <= DecodeShared<Traits>::kRows &&
-         item.kv_begin() < item.kv_end();
+         HasSteps<Traits>(item);
 }
 
 // Whether the copy engine copies steps that lie in the item's span as a whole. Joint items wait for
@@ -79,7 +91,8 @@ struct HopperShape {
   // the pages.
   static constexpr int kWarpTokens = kStep / 4;
   static constexpr int kPageSize = Traits::kPageSize;
-  static constexpr int kBoxRows = kPageSize % kWarpTokens == 0 ? kWarpTokens
+  static constexpr int kBoxRows = kOnlyDecodes<Traits>           ? 0
+                                  : kPageSize % kWarpTokens == 0 ? kWarpTokens
                                   : kPageSize > 0 && kPageSize % 8 == 0 &&
                                           kWarpTokens % Max(kPageSize, 1) == 0
                                       ? kPageSize
@@ -87,8 +100,12 @@ struct HopperShape {
 
   // kv position of the token that a producer's lane looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const int lane = threadIdx.x % kWarpSize, warp = ProducerWarp();
     return pos + warp * kWarpTokens + lane % kWarpTokens;
+  }
+  // Of the producer that the thread is of.
+  __device__ static int ProducerWarp() {
+    return (kOnlyDecodes<Traits> ? threadIdx.x % 128 : threadIdx.x) / kWarpSize;
   }
 
   struct Barriers {
@@ -120,13 +137,13 @@ struct HopperShape {
 
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
     Barriers& b = shared.small.barriers;
-    for (int i = 0; i < kNumConsumers; ++i) {
-      InitBarrier(SharedAddress(b.full_q + i), Roles::kProducerThreads);
+    for (int i = 0; i < kNumConsumers && !kOnlyDecodes<Traits>; ++i) {
+      InitBarrier(SharedAddress(b.full_q + i), 128);
       InitBarrier(SharedAddress(b.empty_q + i), 4);  // its own warps
     }
     for (int i = 0; i < kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full_k + i), Roles::kProducerThreads);
-      InitBarrier(SharedAddress(b.full_v + i), Roles::kProducerThreads);
+      InitBarrier(SharedAddress(b.full_k + i), 128);
+      InitBarrier(SharedAddress(b.full_v + i), 128);
       InitBarrier(SharedAddress(b.empty_k + i), Roles::kConsumerWarps);
       InitBarrier(SharedAddress(b.empty_v + i), Roles::kConsumerWarps);
     }
@@ -145,10 +162,19 @@ class HopperProducer {
   __device__ __forceinline__ HopperProducer(const AttentionParams& p, Shared& shared)
       : p_(p), shared_(shared), steps_(p) {}
 
+  __device__ __forceinline__ void Run(int begin, int end) {
+    if constexpr (kOnlyDecodes<Traits>) {
+      RunOne(begin, end);
+    } else {
+      RunBoth(begin, end);
+    }
+  }
+
+ private:
   // Steps of the queue in order. K of a step goes ahead of V of the step before, which is the order
   // in which consumers ask for them, and q behind both, but for the first q, while the first page
   // is on its way.
-  __device__ __forceinline__ void Run(int begin, int end) {
+  __device__ __forceinline__ void RunBoth(int begin, int end) {
     steps_.Start(begin, end);
     if (Traits::kPageSize > 0 && p_.layer != nullptr) layer_ = LoadConstant(p_.layer);
     pools_ = FindPools<Traits, E::kBytes>(p_);
@@ -177,10 +203,45 @@ class HopperProducer {
     }
     if (has_v) LoadV(v_row, v_head);
     // Here, while the consumers still compute: for them the header would be a trip to memory more.
-    BlankPaddingRows<Traits, 2>(p_, threadIdx.x, HopperRoles::kProducerThreads);
+    BlankPaddingRows<Traits, 2>(p_, threadIdx.x, Shape::Roles::kProducerThreads);
   }
 
- private:
+  // The same of K or of V alone, by a producer each. V is not needed before there are weights: the
+  // first rows of K have a trip to memory's start, or both would arrive late.
+  __device__ __forceinline__ void RunOne(int begin, int end) {
+    const bool is_v = Uniform(threadIdx.x / 128) != 0;
+    if (is_v) BlankPaddingRows<Traits, 2>(p_, threadIdx.x % 128, 128);
+    steps_.Start(begin, end);
+    pools_ = FindPools<Traits, E::kBytes>(p_);
+    auto& b = Barriers();
+    if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one piece of code for both
+      FillSteps<Traits::kHeadDimQk, typename Shape::K>(
+          is_v ? b.full_v : b.full_k, is_v ? b.empty_v : b.empty_k,
+          is_v ? shared_.v[0] : shared_.k[0], is_v ? pools_.v : pools_.k,
+          is_v ? p_.v_new : p_.k_new);
+    } else if (is_v) {
+      FillSteps<Traits::kHeadDimVo, typename Shape::V>(b.full_v, b.empty_v, shared_.v[0], pools_.v,
+                                                       p_.v_new);
+    } else {
+      FillSteps<Traits::kHeadDimQk, typename Shape::K>(b.full_k, b.empty_k, shared_.k[0], pools_.k,
+                                                       p_.k_new);
+    }
+  }
+
+  template <int kHeadDim, class Tile>
+  __device__ __forceinline__ void FillSteps(const u64* full, const u64* empty,
+                                            const unsigned char* slots, const char* pool,
+                                            const void* fresh_rows) {
+#pragma unroll 1
+    while (steps_.has_item()) {
+      const int head = steps_.item().kv_head();
+      const u32 row = steps_.Row(steps_.item());
+      steps_.Next();
+      Fill<kHeadDim, Tile>(k_cursor_, full, empty, slots + k_cursor_.slot * Tile::kBytes, pool,
+                           p_.k_map, fresh_rows, p_.k_new_map, row, head);
+    }
+  }
+
   static constexpr int kWarpTokens = Shape::kWarpTokens;  // of a step, that a warp copies
   static constexpr int kBoxRows = Shape::kBoxRows;
   static constexpr int kByBoxes = 1 << 30;  // beside a kv head: its rows come by the copy engine
@@ -188,7 +249,7 @@ class HopperProducer {
 
   __device__ typename Shape::Barriers& Barriers() const { return shared_.small.barriers; }
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
-  __device__ static int Warp() { return threadIdx.x / kWarpSize; }
+  __device__ static int Warp() { return Shape::ProducerWarp(); }
 
   __device__ __forceinline__ void LoadV(u32 row, int head) {
     Fill<Traits::kHeadDimVo, typename Shape::V>(v_cursor_, Barriers().full_v, Barriers().empty_v,
@@ -353,12 +414,12 @@ class HopperConsumer {
   __device__ __forceinline__ HopperConsumer(const AttentionParams& p, Shared& shared)
       : p_(p),
         shared_(shared),
-        group_(Uniform(threadIdx.x / 128) - 1),
+        group_(Uniform(threadIdx.x / 128) - Shape::Roles::kProducerThreads / 128),
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
     // The first turn is that of group 0.
-    if (group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
+    if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
     int owner = 0;  // of the next single item
     for (int index = Uniform(begin); index < end; ++index) {
       const ItemRecord item(p_, index);
@@ -366,14 +427,15 @@ class HopperConsumer {
       if (!joint && owner != group_) {
         Pass(item);
       } else if (IsDecode<Traits>(item)) {
-        if constexpr (kHasDecode<Traits>) RunDecodeItem(index);
-      } else {
+        if constexpr (kHasDecode<Traits>) RunDecodeItem(index, index > begin, index + 1 < end);
+      } else if constexpr (!kOnlyDecodes<Traits>) {
         RunItem(index, joint);
       }
-      if (item.kv_begin() < item.kv_end())
+      if (HasSteps<Traits>(item))
         owner = joint ? 0 : NextConsumer<Traits>(owner);  // as HopperProducer::LoadQ
     }
-    if (group_ == 0) SyncNamed(kTurn, kBoth);  // takes the turn that nobody needs
+    // Takes the turn that nobody needs.
+    if (!kOnlyDecodes<Traits> && group_ == 0) SyncNamed(kTurn, kBoth);
   }
 
  private:
@@ -422,10 +484,12 @@ class HopperConsumer {
   // Passes the steps of an item that another consumer has. Its barriers are not waited for, and
   // one tells apart two phases in a row, no more. What comes next is the wait for q of an item, and
   // q comes after all rows of the steps before, which the same threads have copied: so those phases
-  // are over by then.
+  // are over by then. Of decodes alone a consumer passes its turn when all rows of its item are
+  // there.
   __device__ __forceinline__ void Pass(const ItemRecord& item) {
-    if (item.kv_begin() >= item.kv_end()) return;
-    const int num_steps = Uniform(CeilDiv(item.kv_end() - FirstStep<kStep>(item), kStep));
+    if (!HasSteps<Traits>(item)) return;
+    int num_steps = Uniform(CeilDiv(item.kv_end() - FirstStep<kStep>(item), kStep));
+    if (kOnlyDecodes<Traits>) num_steps = Max(num_steps, 1);
     k_cursor_.Advance(num_steps);
     v_cursor_.Advance(num_steps);
   }
@@ -609,20 +673,32 @@ class HopperConsumer {
 
   // Weights go to the other warps by shared memory. The barrier that lets them be read says as well
   // whether the reference of a row has to grow first, as all have to in the first step.
-  __device__ __forceinline__ void RunDecodeItem(int index) {
+  // takes_turn, passes_turn: of decodes alone, whether there is an item before it, or behind it.
+  __device__ __forceinline__ void RunDecodeItem(int index, bool takes_turn, bool passes_turn) {
     RecordBegin<Traits>(p_, index, thread_);
     const ItemRecord item(p_, index);
     // Anew: else addresses that only this loop needs would be kept in registers all along.
     const int group = Uniform(Anew(group_));
     typename Decode::Shared& mine = shared_.shares[group].decode;
     const u32 q_at = SharedAddress(mine.q), p_at = SharedAddress(mine.p);
+    if constexpr (kOnlyDecodes<Traits>) {
+      if (takes_turn) OneHopperConsumer::Sync();  // nobody reads results of the item before
+      LoadDecodeQ(item, q_at);
+    }
     Decode rows(p_, index, Anew(thread_), mine, shared_.small.exchange[group]);
     typename Decode::Output o = {};
     typename Decode::Scores s = {};
     const int end = Uniform(item.kv_end());
     int pos = Uniform(FirstStep<kStep>(item));
-    WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
-    q_parity_ ^= 1;
+    if constexpr (kOnlyDecodes<Traits>) {
+      WaitCopies<0>();  // q
+      FenceSharedForWgmma();
+      OneHopperConsumer::Sync();
+      if (takes_turn) TakeTurn();
+    } else {
+      WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
+      q_parity_ ^= 1;
+    }
     WaitFull(Barriers().full_k, k_cursor_);
     WgmmaFence();
     StartKq(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])), q_at);
@@ -631,13 +707,13 @@ class HopperConsumer {
     Release(Barriers().empty_k, k_cursor_, false);
     rows.MakeLogits(pos, s);
     bool grows = true;
-    while (true) {
+    for (bool is_first = true;; is_first = false) {
       pos += kStep;
       const bool is_last = pos >= end;
       const u32 k_slot = Uniform(SharedAddress(shared_.k[k_cursor_.slot]));
       const u32 v_slot = Uniform(SharedAddress(shared_.v[v_cursor_.slot]));
       FenceSharedForWgmma();  // our weights
-      if (OneHopperConsumer::SyncOr(grows)) {
+      if ((kOnlyDecodes<Traits> && is_first) || OneHopperConsumer::SyncOr(grows)) {
         rows.Grow(s, o);
         rows.Exponentiate(s);
         rows.StoreWeights();
@@ -652,6 +728,7 @@ class HopperConsumer {
       FenceSharedForWgmma();  // rows of these
       PinBlocks(o);
       if (is_last) {
+        if (kOnlyDecodes<Traits> && passes_turn) PassTurn();
         WgmmaFence();
         StartVp(o, v_slot, p_at);
         break;
@@ -677,9 +754,31 @@ class HopperConsumer {
     PinBlocks(o);
     Release(Barriers().empty_v, v_cursor_, false);
     rows.Write(o);
-    ReleaseQ();
+    if constexpr (!kOnlyDecodes<Traits>) ReleaseQ();
     Merge(index, item, false);
     RecordEnd<Traits>(p_, index, thread_);
+  }
+
+  // By the consumer that has the item.
+  __device__ __forceinline__ void LoadDecodeQ(const ItemRecord& item, u32 q_at) const {
+    using DecodeQ = typename Decode::Shared::Q;
+    const int num_rows = NumRows<Traits>(item);
+    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
+                                             item.num_groups());
+    const int chunk = thread_ % 8;
+#pragma unroll 1
+    for (int row = thread_ / 8; row < CeilDiv(num_rows, 8) * 8; row += 16) {
+      const u16* from = static_cast<const u16*>(p_.q);
+      if (row < num_rows) from += rows.Index(row) * Traits::kHeadDimQk;
+      const u32 to = q_at + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+      for (int block = 0; block < DecodeQ::kBlocks; ++block) {
+        const int column = block * 8 + chunk;
+        const bool valid = row < num_rows && column < DecodeQ::kLiveChunks;
+        CopyAsync16(to + block * DecodeQ::kBlockBytes, valid ? from + column * 8 : from, valid);
+      }
+    }
+    CommitCopies();
   }
 
   template <class Blocks>

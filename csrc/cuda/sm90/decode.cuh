@@ -13,7 +13,7 @@ namespace jax_attn {
 // What a consumer keeps in shared memory for an item of up to kRows rows.
 template <class Traits>
 struct DecodeShared {
-  static constexpr int kRows = 32;
+  static constexpr int kRows = kDecodeRows;
   using Q = SwizzledTile<Traits::kHeadDimQk, kRows>;
   using O = SwizzledTile<Traits::kHeadDimVo, kRows>;
   using P = SwizzledTile<Traits::kTileKv, kRows>;

@@ -9,6 +9,12 @@
 
 namespace jax_attn {
 
+// Rows of an item that decode.cuh has, and whether there are no others.
+inline constexpr int kDecodeRows = 32;
+template <class Traits>
+inline constexpr bool kOnlyDecodes =
+    !Traits::kIsMla && Traits::kNumTiles == 1 && Traits::kTileQ0 == kDecodeRows;
+
 // A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, and in each block
 // rows of 128 bytes, swizzled. head_dim is padded with zeros to a multiple of 64.
 template <int kHeadDim, int kRows>
@@ -71,23 +77,23 @@ struct RingCursor {
 
 // The steps of an item: absolute multiples of kStep from the first that its span touches. An item
 // without a span has none.
-template <int kStep>
-__device__ __forceinline__ int FirstStep(const ItemRecord& item) {
+template <int kStep, class Item>
+__device__ __forceinline__ int FirstStep(const Item& item) {
   return item.kv_begin() / kStep * kStep;
 }
 
-// Warpgroup 0 of a CTA produces, the others consume.
-template <int kConsumers>
+// The first warpgroups of a CTA, usually one, produce, the others consume.
+template <int kConsumers, int kProducers = 1>
 struct HopperRolesOf {
-  static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kConsumers + kProducers == 3 || kConsumers + kProducers == 4);
   static constexpr int kNumConsumers = kConsumers;
-  static constexpr int kProducerThreads = 128;
+  static constexpr int kProducerThreads = 128 * kProducers;
   static constexpr int kConsumerThreads = 128 * kNumConsumers;
   static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
   // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
-  static constexpr int kProducerRegisters = kNumConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kProducers == 2 ? 56 : kNumConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kProducers == 2 ? 200 : kNumConsumers == 2 ? 232 : 160;
 };
 using HopperRoles = HopperRolesOf<2>;
 
@@ -131,7 +137,14 @@ class QueueSteps {
 
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
-  __device__ int pos() const { return pos_; }      // of the step
+  __device__ auto item() const {
+    if constexpr (kOnlyDecodes<Traits>) {
+      return item_;
+    } else {
+      return ItemRecord(p_, index_);
+    }
+  }
+  __device__ int pos() const { return pos_; }  // of the step
   // An item without a span is passed, too, but has no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
   __device__ bool is_first(const ItemRecord& item) const {
@@ -144,13 +157,14 @@ class QueueSteps {
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
-      const ItemRecord item(p_, index_);
+      if constexpr (kOnlyDecodes<Traits>) item_ = ItemCopy(p_, index_);
+      const auto item = this->item();
       pos_ = FirstStep<Shape::kStep>(item);
       end_pos_ = item.kv_end();
       if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
     }
     if constexpr (Traits::kPageSize > 0) {
-      const ItemRecord item(p_, index_);
+      const auto item = this->item();
       const int pos = Shape::LanePosition(pos_);
       page_ = 0;
       if (pos >= item.kv_begin() && pos < item.kv_end()) {
@@ -161,7 +175,8 @@ class QueueSteps {
 
   // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
   // of the item's span.
-  __device__ __forceinline__ u32 Row(const ItemRecord& item) const {
+  template <class Item>
+  __device__ __forceinline__ u32 Row(const Item& item) const {
     const int pos = Shape::LanePosition(pos_);
     if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
     if constexpr (Traits::kHasFreshKv) {
@@ -175,6 +190,7 @@ class QueueSteps {
  private:
   const AttentionParams& p_;
   int index_, end_;    // item of the step
+  ItemCopy item_;      // of decodes alone, whose producers have registers for it
   int pos_, end_pos_;  // kv position of the step, end of its item's span
   i32 page_ = 0;       // page of this lane's token
 };
@@ -210,12 +226,30 @@ struct HopperBody {
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
+    if constexpr (kOnlyDecodes<Traits>) BringFirstItemNear(p, SharedAddress(smem));
     const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
     const int end = QueueEnd(p);
     if (threadIdx.x == 0) Shape::InitBarriers(shared);
+    if constexpr (kOnlyDecodes<Traits>) WaitCopies<0>();
     __syncthreads();
     Teams::Run(p, shared, begin, end);
     if constexpr (Traits::kIsMla) BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
+  }
+
+ private:
+  // Where queues have one item each, as in small batches, it is item blockIdx.x of the plan. Its
+  // record and the layer come together with the borders of the queue, and the first page a trip to
+  // memory earlier. room: shared memory that nobody needs yet.
+  __device__ __forceinline__ static void BringFirstItemNear(const AttentionParams& p, u32 room) {
+    constexpr int kParts = sizeof(WorkItem) / 16;
+    const int part = static_cast<int>(threadIdx.x) - (kNumThreads - kWarpSize);  // the last warp
+    if (part >= 0 && part < kParts) {
+      const auto* item = reinterpret_cast<const char*>(p.items + blockIdx.x);
+      CopyAsyncNear<16>(room + 16 * part, item + 16 * part);
+    } else if (part == kParts && Traits::kPageSize > 0 && p.layer != nullptr) {
+      CopyAsyncNear<4>(room + 16 * part, p.layer);
+    }
+    CommitCopies();
   }
 };
 
