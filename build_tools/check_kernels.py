@@ -41,10 +41,11 @@ REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
 # Compilers differ: what NVRTC 13.0 keeps in registers, 13.5 may not.
 _PADDED = (40, "in the producer's copies of rows that end in padding, not in the consumers")
 _ITEM_TO_ITEM = (
-    40,
+    72,
     "what consumers keep from item to item, which the loops of joint, single and decode items leave"
     " no registers for; with windows and a soft cap two of these words are read in every step",
 )
+_QUEUE_END = (16, "the end of the queue, which consumers read once an item")
 SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
     "attention-bf16-d72-g5-page5-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,
@@ -66,6 +67,16 @@ SPILLS: dict[str, tuple[int, str]] = {
         8,
         "an address where two states are added, once an item",
     ),
+    "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma": _QUEUE_END,
+    "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma-times": _QUEUE_END,
+    "attention-bf16-d128-g4-page1-q32_128-kv128-w12-s0-right-wgmma": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma": _QUEUE_END,
+    "attention-bf16-d128-g1-ragged-q32_128-kv128-w12-s0-wgmma": _QUEUE_END,
+    "attention-f16-d128-g8-page16-q32_128-kv128-w12-s0-right-wgmma": _QUEUE_END,
+    "attention-bf16-d128-g16-page5-q32_128-kv128-w12-s0-left-right-cap-wgmma": _QUEUE_END,
+    "attention-bf16-d64x256-g4-page1-q32_128-kv64-w12-s0-right-wgmma": _QUEUE_END,
+    "attention-bf16-d256-g2-page1-q32_128-kv64-w12-s0-right-fresh-wgmma": _QUEUE_END,
     "attention-f16-d128-qe4m3-kve4m3-g8-page1-q16_128-kv64-w4-s6-right": (
         24,
         "sm_90a: three addresses of the loader, once a step of 128 rows, of 5,800 instructions",
