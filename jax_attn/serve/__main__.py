@@ -45,9 +45,9 @@ class _Steps(NamedTuple):
 
     max_running: int
     max_step_tokens: int
-    # A step's time grows with its tokens, and whoever decodes waits for it: with chunks of this size
-    # the 99th percentile between tokens is about twice the median, with steps full of prompts three
-    # times and more (benchmarks/NOTES.md).
+    # A step's time grows with its tokens, and whoever decodes waits for it: with chunks of this
+    # size the 99th percentile between tokens is about twice the median, with steps full of prompts
+    # three times and more (benchmarks/NOTES.md).
     prefill_chunk: int
 
 
