@@ -431,52 +431,18 @@ __device__ __forceinline__ void PrefetchMergeGroup(const AttentionParams& p, int
   if (merge_idx >= 0) LoadConstant(&p.merge_groups[merge_idx].num_partials);
 }
 
-// The whole team wrote the states of an item, of groups [merge_idx, merge_idx + num_groups):
-// scratch has which of them it completed, and of an only group what a fold begins with. Groups of
-// up to kMostAlone partials are folded by whoever completed them, alone: their counters are
-// through.
-template <class Traits, class Team, int kMostAlone>
-__device__ __forceinline__ void Arrive(const AttentionParams& p, int merge_idx, int num_groups,
-                                       MergeScratch& scratch) {
-  static_assert(Max(Traits::kTileQ0, Max(Traits::kTileQ1, Traits::kTileQ2)) / Traits::kGroupSize <=
-                    MergeScratch::kMaxGroups,
-                "a group has at least one token");
-  static_assert(Traits::kNumWarps >= 2, "the second warp keeps what a fold begins with");
-  const int thread = Team::thread(), lane = thread % kWarpSize;
-  const MergeGroup* groups = p.merge_groups + merge_idx;
-  // One thread a group arrives for all: the barrier before it makes their writes part of what it
-  // releases, the barrier after it makes what it acquired theirs. The others wait for no fence,
-  // and neither do their loads for the next item. An arrival takes a trip to L2 and more;
-  // meanwhile the second warp brings what a fold begins with.
-  Team::Sync();
-  if (thread / kWarpSize != 1 || num_groups > 1) {
-#pragma unroll 1
-    for (int first = thread - lane; first < num_groups; first += Team::num_threads()) {
-      const int i = first + lane;
-      bool last = false;
-      if (i < num_groups) {
-        const int num_partials = LoadConstant(&groups[i].num_partials);
-        i32* counter = p.merge_counters + merge_idx + i;
-        const int arrival = AddAcquireRelease(counter, 1);
-        last = arrival == num_partials - 1;
-        if (Traits::kIsMla && num_groups == 1) scratch.slices[1] = arrival;
-        if (last && num_partials <= kMostAlone) *counter = 0;  // as the next launch expects it
-      }
-      const u32 completed = __ballot_sync(kFullWarp, last);
-      if (lane == 0) scratch.completed[first / kWarpSize] = completed;
-    }
-  } else {
-    const MergeGroup group = LoadGroup(groups);
-    if (lane == 0) scratch.group = group;
+// Keeps what a fold of a merge group begins with, by one warp.
+__device__ __forceinline__ void KeepGroup(const AttentionParams& p, int merge_idx, int lane,
+                                          MergeScratch& scratch) {
+  const MergeGroup group = LoadGroup(p.merge_groups + merge_idx);
+  if (lane == 0) scratch.group = group;
 #pragma unroll
-    for (int i = lane; i < MergeScratch::kMaxKept; i += kWarpSize) {
-      if (i < group.num_partials) {
-        scratch.partial_rows[i] =
-            LoadConstant(p.partial_rows + group.partials_begin + i * group.partials_step);
-      }
+  for (int i = lane; i < MergeScratch::kMaxKept; i += kWarpSize) {
+    if (i < group.num_partials) {
+      scratch.partial_rows[i] =
+          LoadConstant(p.partial_rows + group.partials_begin + i * group.partials_step);
     }
   }
-  Team::Sync();
 }
 
 // Called by the whole team after it wrote the state of item `index`, of groups [merge_idx,
@@ -484,16 +450,45 @@ __device__ __forceinline__ void Arrive(const AttentionParams& p, int merge_idx, 
 template <class Traits, class Team = WholeCta>
 __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int index, int merge_idx,
                                                int num_groups, MergeScratch& scratch) {
-  using Strips = RowStrips<Traits>;
-  constexpr int kMostAlone = Traits::kIsMla ? 0 : 0x7fffffff;
+  static_assert(Max(Traits::kTileQ0, Max(Traits::kTileQ1, Traits::kTileQ2)) / Traits::kGroupSize <=
+                    MergeScratch::kMaxGroups,
+                "a group has at least one token");
+  static_assert(Traits::kNumWarps >= 2, "the second warp keeps what a fold begins with");
+  const int thread = Team::thread(), lane = thread % kWarpSize;
 #pragma unroll 1
   for (;;) {
-    Arrive<Traits, Team, kMostAlone>(p, merge_idx, num_groups, scratch);
+    const MergeGroup* groups = p.merge_groups + merge_idx;
+    // One thread a group arrives for all: the barrier before it makes their writes part of what it
+    // releases, the barrier after it makes what it acquired theirs. The others wait for no fence,
+    // and neither do their loads for the next item. An arrival takes a trip to L2 and more;
+    // meanwhile the second warp brings what a fold begins with.
+    Team::Sync();
+    if (thread / kWarpSize != 1 || num_groups > 1) {
+#pragma unroll 1
+      for (int first = thread - lane; first < num_groups; first += Team::num_threads()) {
+        const int i = first + lane;
+        bool last = false;
+        if (i < num_groups) {
+          const int num_partials = LoadConstant(&groups[i].num_partials);
+          i32* counter = p.merge_counters + merge_idx + i;
+          const int arrival = AddAcquireRelease(counter, 1);
+          last = arrival == num_partials - 1;
+          if (Traits::kIsMla && num_groups == 1) scratch.slices[1] = arrival;
+          if (last && !Traits::kIsMla) *counter = 0;  // as the next launch expects it
+        }
+        const u32 completed = __ballot_sync(kFullWarp, last);
+        if (lane == 0) scratch.completed[first / kWarpSize] = completed;
+      }
+    } else {
+      KeepGroup(p, merge_idx, lane, scratch);
+    }
+    Team::Sync();
     if (num_groups > 1) break;
     const bool completed = scratch.completed[0] != 0;
     if constexpr (Traits::kIsMla) {
       if (completed || index + 1 == QueueEnd(p)) {
-        FoldSlices<Traits, Team, Strips>(p, merge_idx, completed, &scratch, scratch.slices);
+        FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx, completed, &scratch,
+                                                    scratch.slices);
       }
       return;
     } else {
@@ -504,7 +499,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
         FoldOneBatch<Traits, Team>(p, scratch);
         return;
       }
-      FoldMergeGroups<Traits, Team>(p, p.merge_groups + merge_idx, 1, &scratch);
+      FoldMergeGroups<Traits, Team>(p, groups, 1, &scratch);
       merge_idx = group.parent;
       if (merge_idx < 0) return;
     }
@@ -515,8 +510,8 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
     if constexpr (Traits::kIsMla) {
 #pragma unroll 1
       for (; completed != 0; completed &= completed - 1) {
-        FoldSlices<Traits, Team, Strips>(p, merge_idx + first + __ffs(completed) - 1, true, nullptr,
-                                         scratch.slices);
+        FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx + first + __ffs(completed) - 1,
+                                                    true, nullptr, scratch.slices);
         Team::Sync();  // the next one takes slices anew
       }
     } else if (completed != 0) {

@@ -96,7 +96,8 @@ class LatentSteps {
 // A Shape has kUnits units of a step, which are loaded by themselves, one after the other:
 // NumBlocks(unit) blocks of 64 columns. Its RingPlace says which, after StartStep, and where they
 // go: from FirstBlock(unit) on; Barrier(unit) of Shared::full and empty, phase parity(); the offset
-// in bytes of Block(unit, i), and on it moves by NextUnit and NextStep.
+// in bytes of Block(unit, i), and on it moves by NextUnit and NextStep. kReadsOnce: a row is read
+// by nobody else, as a rule.
 template <class Traits, class Shape>
 class LatentRows {
  public:
@@ -169,7 +170,11 @@ class LatentRows {
       const u32 to = swizzled[i % 2] + i * kRowsPerCopy * 128 + place_.Block(unit, 0);
 #pragma unroll
       for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
-        CopyAsync16(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i]);
+        if constexpr (Shape::kReadsOnce) {
+          CopyAsync16Once(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i]);
+        } else {
+          CopyAsync16(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i]);
+        }
       }
     }
   }

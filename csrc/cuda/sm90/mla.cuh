@@ -42,7 +42,8 @@ template <class Traits>
 struct HopperMlaShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep, Base::kValueBlocks;
-  static constexpr int kSlots = 2;  // steps in the ring
+  static constexpr int kSlots = 2;           // steps in the ring
+  static constexpr bool kReadsOnce = false;  // other blocks of heads read it, too
   static_assert(Traits::kTileQ0 == 64 && Traits::kNumTiles == 1, "as select/cuda.cc has it");
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;
   using Ring = SwizzledTile<Traits::kHeadDimQk, kSlots * kStep>;
@@ -91,6 +92,7 @@ struct HopperMlaShape : LatentShape<Traits> {
     float2 max_log2[128];
     Barriers barriers;
     MergeScratch merge;
+    int other_came;  // of two items of a tile
   };
 
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
@@ -106,64 +108,68 @@ struct HopperMlaShape : LatentShape<Traits> {
 
 // --- producer ---
 
+// q of an item, by 128 threads. Zeros where there is no row.
+template <class Traits>
+__device__ __forceinline__ void LoadHopperMlaQ(const AttentionParams& p,
+                                               typename HopperMlaShape<Traits>::Shared& shared,
+                                               int index, int thread) {
+  using Q = typename HopperMlaShape<Traits>::Q;
+  constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
+  const ItemRecord item(p, index);
+  const RowMap<Traits::kGroupSize> map(p, item.qo_begin(), item.kv_head());
+  const int lane = thread % kWarpSize, chunk = lane % 8, first = thread / kWarpSize * 16;
+#pragma unroll 1
+  for (int row = first + lane / 8; row < first + 16; row += kRowsPerCopy) {
+    const bool valid = row < Traits::kGroupSize && map.QoHead(row) < p.num_qo_heads;
+    const u16* from = static_cast<const u16*>(p.q) + chunk * 8;
+    if (valid) from += map.Index(row) * Traits::kHeadDimQk;
+    const u32 to = SharedAddress(shared.q) + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+    for (int block = 0; block < Q::kBlocks; ++block) {
+      CopyAsync16(to + block * Q::kBlockBytes, from + block * 64, valid);
+    }
+  }
+  ArriveBarrierAfterCopies(SharedAddress(&shared.barriers.full_q));
+}
+
 template <class Traits>
 class HopperMlaProducer {
  public:
   using Shape = HopperMlaShape<Traits>;
   using Shared = typename Shape::Shared;
-  using E = Element<Traits::kDtype>;
 
   __device__ __forceinline__ HopperMlaProducer(const AttentionParams& p, Shared& shared)
-      : p_(p), shared_(shared), steps_(p), rows_(p, shared) {}
+      : p_(p), shared_(shared) {}
 
-  // q of an item goes ahead of its first step.
+  // q of an item goes ahead of its first step. The queue's first q is loaded by a consumer, who has
+  // nothing else to do yet.
   __device__ __forceinline__ void Run(int begin, int end) {
-    steps_.Start(begin, end);
-    while (steps_.has_item()) {
-      const bool has_step = steps_.has_step();
-      const int pos = steps_.pos();
-      const u32 row = has_step ? steps_.Row() : kNoRow;
-      if (has_step && steps_.is_first()) LoadQ(ItemRecord(p_, steps_.index()));
-      if (has_step) steps_.PrefetchPages();
-      steps_.Next();
-      if (has_step) rows_.LoadStep(row, pos);
+    LatentSteps<Traits, Shape> steps(p_);
+    steps.Start(begin, end);
+    LatentRows<Traits, Shape> rows(p_, shared_);  // the layer comes beside the first page
+    bool is_first_q = true;
+    u32 q_parity = 0;
+    while (steps.has_item()) {
+      const bool has_step = steps.has_step();
+      const int pos = steps.pos();
+      const u32 row = has_step ? steps.Row() : kNoRow;
+      if (has_step && steps.is_first()) {
+        if (!is_first_q) {
+          WaitBarrier(SharedAddress(&shared_.barriers.empty_q), q_parity);
+          q_parity ^= 1;
+          LoadHopperMlaQ<Traits>(p_, shared_, steps.index(), threadIdx.x);
+        }
+        is_first_q = false;
+      }
+      if (has_step) steps.PrefetchPages();
+      steps.Next();
+      if (has_step) rows.LoadStep(row, pos);
     }
   }
 
  private:
-  static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
-
-  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
-  __device__ static int Warp() { return threadIdx.x / kWarpSize; }
-
-  // Zeros where there is no row.
-  __device__ __forceinline__ void LoadQ(const ItemRecord& item) {
-    using Q = typename Shape::Q;
-    WaitBarrier(SharedAddress(&shared_.barriers.empty_q), q_parity_ ^ 1);
-    const int num_rows = item.qo_len() * Traits::kGroupSize;
-    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
-                                             item.num_groups());
-    const int chunk = Lane() % 8;
-#pragma unroll 1
-    for (int row = Warp() * 16 + Lane() / 8; row < Warp() * 16 + 16; row += kRowsPerCopy) {
-      const bool valid = row < num_rows && rows.map.QoHead(row) < p_.num_qo_heads;
-      const u16* from = static_cast<const u16*>(p_.q) + chunk * 8;
-      if (valid) from += rows.Index(row) * Traits::kHeadDimQk;
-      const u32 to = SharedAddress(shared_.q) + row * 128 + (chunk ^ row % 8) * 16;
-#pragma unroll
-      for (int block = 0; block < Q::kBlocks; ++block) {
-        CopyAsync16(to + block * Q::kBlockBytes, from + block * 64, valid);
-      }
-    }
-    ArriveBarrierAfterCopies(SharedAddress(&shared_.barriers.full_q));
-    q_parity_ ^= 1;
-  }
-
   const AttentionParams& p_;
   Shared& shared_;
-  LatentSteps<Traits, Shape> steps_;
-  LatentRows<Traits, Shape> rows_;
-  u32 q_parity_ = 0;
 };
 
 // --- partial states ---
@@ -238,8 +244,8 @@ class HopperMlaConsumer {
   static constexpr int kColumns = Shape::kColumns;
   static constexpr int kOTiles = kColumns / 8;
   static constexpr int kBoth = HopperRoles::kConsumerThreads;
-  // Named barriers: each half of what consumer 0 or 1 hands over is there; a consumer by itself.
-  static constexpr int kHandOver[2] = {1, 6}, kAlone = 4;
+  // Named barriers: each half of what consumer 0 or 1 hands over is there.
+  static constexpr int kHandOver[2] = {1, 6};
   using StepLogits = float[kStep / 8][4];
   // Of half of a step.
   static constexpr int kHalf = kStep / 2;
@@ -247,7 +253,7 @@ class HopperMlaConsumer {
   using Output = float[kOTiles][4];
   using Cursor = RingCursor<Shape::kSlots>;
 
-  // Tokens of an item that all of its rows see.
+  // Tokens of an item that its rows see. All see the same: they are of one query token.
   struct SeenByAll {
     int begin, end;
     __device__ __forceinline__ SeenByAll(const AttentionParams& p, const ItemRecord& item) {
@@ -399,7 +405,6 @@ class HopperMlaConsumer {
     RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
     Rows rows(p_, index, 0, thread_, kNoReference);
-    PrefetchMergeGroup(p_, item.merge_idx());
     Output o;
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {
@@ -407,20 +412,33 @@ class HopperMlaConsumer {
       for (int c = 0; c < 4; ++c) o[j][c] = 0.0f;
     }
     const int begin = Uniform(FirstStep<kStep>(item)), end = Uniform(item.kv_end());
-    if (begin < end) {
+    const bool has_steps = begin < end;
+    if (has_steps && is_first_q_ && group_ == 0) {
+      LoadHopperMlaQ<Traits>(p_, shared_, index, thread_);
+    }
+    const bool is_split = item.num_groups() > 0;
+    if (is_split) {
+      HopperConsumers::Sync();  // nobody needs what is kept of the item before
+      // By the consumer that has to wait for the first step anyway.
+      if (Shape::Owner(begin) != group_ && Warp() == 1) {
+        KeepGroup(p_, item.merge_idx(), Lane(), shared_.merge);
+      }
+    }
+    if (has_steps) {
+      is_first_q_ = false;
       WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
       q_parity_ ^= 1;
       RunSteps(index, begin, end, rows, o);
       rows.FinishSums();
       AddSums(rows);
+    } else {
+      HopperConsumers::Sync();  // what is kept is there
     }
     int is_final = 1;
-    const bool is_split = item.num_groups() > 0;
     if (is_split) {
-      const int own_row = item.partial_row(), merge_idx = item.merge_idx();
-      WritePartial(own_row, rows, o);
-      Arrive<Traits, HopperConsumers, 2>(p_, merge_idx, 1, shared_.merge);
-      is_final = IsLastOfTwo();
+      const int own_row = item.partial_row();
+      const bool is_last = Arrive(item.merge_idx(), own_row, rows, o);
+      is_final = is_last && shared_.merge.group.num_partials == 2;
       if (is_final) AddOther(own_row, rows, o);
     }
     if (Anew(is_final) != 0) Write(ItemRecord(p_, index), rows, o);  // one copy of it
@@ -432,8 +450,8 @@ class HopperMlaConsumer {
 
   // A step of the consumer's own, at `pos`; kFollows: and the other's before it.
   template <bool kFollows>
-  __device__ __forceinline__ void RunOwn(int index, const SeenByAll& seen, int pos, bool is_last,
-                                         Rows& rows, Output& o) {
+  __device__ __forceinline__ void RunOwn(const SeenByAll& seen, int pos, bool is_last, Rows& rows,
+                                         Output& o) {
     const Cursor other = cursor_;
     if (kFollows) cursor_.Advance();
     const Cursor own = cursor_;
@@ -464,7 +482,6 @@ class HopperMlaConsumer {
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);
     } else {
-      if (!seen.Has(pos)) Mend(index, own);
       rows.MakeLogits(pos, s);
       rows.ExponentiateByMaxima(s);
     }
@@ -494,44 +511,16 @@ class HopperMlaConsumer {
     const SeenByAll seen(p_, ItemRecord(p_, index));
     int pos = begin;
     if (Shape::Owner(begin) == group_) {
-      RunOwn<false>(index, seen, pos, pos + 2 * kStep >= end, rows, o);
+      RunOwn<false>(seen, pos, pos + 2 * kStep >= end, rows, o);
       pos += kStep;
     } else if (begin + kStep >= end) {
       ReleaseQ();  // no step is its own
     }
 #pragma unroll 1
     for (; pos + kStep < end; pos += 2 * kStep) {
-      RunOwn<true>(index, seen, pos + kStep, pos + 3 * kStep >= end, rows, o);
+      RunOwn<true>(seen, pos + kStep, pos + 3 * kStep >= end, rows, o);
     }
     if (pos < end) RunOther(rows, o);
-  }
-
-  // In a step that some rows see more of than others, 0 times a value that is not finite must not
-  // reach the rows that do not see it. Those that do have it in their logits already, all of whose
-  // columns take part in them; so it becomes 0, for everybody. The logits of the step are complete,
-  // its values are not read by anyone before its probabilities are handed over.
-  __device__ __forceinline__ void Mend(int index, const Cursor& cursor) const {
-    if (!kRowsMayDiffer<Traits> || ItemRecord(p_, index).qo_len() == 1) return;
-    SyncNamed(kAlone + group_, 128);  // the products of the other warps have read the keys, too
-    unsigned char* slot = shared_.ring + cursor.slot * kStep * 128;
-    // A thread looks after half of a row of 64 columns. Columns beyond v do no harm.
-#pragma unroll 1
-    for (int block = 0; block < Traits::kHeadDimVo / 64; ++block) {
-      unsigned char* from = slot + block * Ring::kBlockBytes + thread_ * 64;
-#pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
-        uint4 x = *reinterpret_cast<const uint4*>(from + i * 16);
-        x = make_uint4(FiniteOrZero(x.x), FiniteOrZero(x.y), FiniteOrZero(x.z), FiniteOrZero(x.w));
-        *reinterpret_cast<uint4*>(from + i * 16) = x;
-      }
-    }
-    FenceSharedForWgmma();
-    SyncNamed(kAlone + group_, 128);
-  }
-  __device__ static u32 FiniteOrZero(u32 x) {
-    const u32 not_finite = E::FmaX2(x, 0, 0);  // 0 * x is NaN unless x is finite
-    return ((not_finite & 0x7fff) != 0 ? 0 : x & 0xffff) |
-           ((not_finite & 0x7fff0000) != 0 ? 0 : x & 0xffff0000);
   }
 
   // --- results ---
@@ -614,15 +603,37 @@ class HopperMlaConsumer {
     }
   }
 
-  // Whether the tile was split in two, and the other half's state is there.
-  __device__ bool IsLastOfTwo() const {
-    return shared_.merge.completed[0] != 0 && shared_.merge.group.num_partials == 2;
+  // Leaves the item's state to whoever comes last of its merge group. Whether it is this CTA.
+  __device__ __forceinline__ bool Arrive(int merge_idx, int own_row, const Rows& rows,
+                                         const Output& o) {
+    MergeScratch& merge = shared_.merge;
+    const bool is_first_thread = HopperConsumers::thread() == 0;
+    i32* counter = p_.merge_counters + merge_idx;
+    // If the other of two has come already, nobody waits for the own state, which is on its way.
+    if (is_first_thread) {
+      shared_.other_came = merge.group.num_partials == 2 && LoadAcquire(counter) == 1;
+    }
+    WritePartial(own_row, rows, o);
+    HopperConsumers::Sync();
+    bool is_last = shared_.other_came != 0;
+    if (!is_last) {
+      if (is_first_thread) {
+        merge.slices[1] = AddAcquireRelease(counter, 1);
+        merge.completed[0] = merge.slices[1] == merge.group.num_partials - 1;
+      }
+      HopperConsumers::Sync();
+      is_last = merge.completed[0] != 0;
+    }
+    // As the next launch expects it; slices go on from there.
+    if (is_first_thread && is_last && merge.group.num_partials == 2) *counter = 0;
+    return is_last;
   }
+
   // Products are rounded by themselves, so that it does not matter which is whose.
   __device__ static float Add(float own_weight, float own, float other_weight, float other) {
     return fmaf(own_weight, own, 0.0f) + fmaf(other_weight, other, 0.0f);
   }
-  // Adds that state to the own one.
+  // Adds the state of the other of two items to the own one.
   __device__ __forceinline__ void AddOther(int own_row, Rows& rows, Output& o) const {
     const i32(&partial_rows)[MergeScratch::kMaxKept] = shared_.merge.partial_rows;
     const int other_row = partial_rows[0] == own_row ? partial_rows[1] : partial_rows[0];
@@ -682,6 +693,7 @@ class HopperMlaConsumer {
   const int group_;   // 0 or 1
   const int thread_;  // of the group
   Cursor cursor_;     // next step to be multiplied
+  bool is_first_q_ = true;
   u32 q_parity_ = 0;
 };
 

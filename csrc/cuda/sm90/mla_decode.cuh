@@ -41,6 +41,7 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep;
   using Roles = HopperMlaDecodeRoles;
+  static constexpr bool kReadsOnce = true;  // all heads are one block
   static constexpr int kMaxRows = Max(Traits::kTileQ0, Traits::kTileQ1);
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
@@ -114,9 +115,9 @@ class HopperMlaDecodeProducer {
 
   __device__ __forceinline__ static void Run(const AttentionParams& p,
                                              typename Shape::Shared& shared, int begin, int end) {
-    LatentRows<Traits, Shape> rows(p, shared);
     LatentSteps<Traits, Shape> steps(p);
     steps.Start(begin, end);
+    LatentRows<Traits, Shape> rows(p, shared);  // the layer comes beside the first page
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
       const int pos = steps.pos();
