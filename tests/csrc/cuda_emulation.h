@@ -729,6 +729,10 @@ inline i32 AddAcquireRelease(i32* counter, i32 x) {
   *counter += x;
   return before;
 }
-inline void AddRelaxed(i32* counter, i32 x) { *counter += x; }
+inline i32 AddRelaxed(i32* counter, i32 x) {
+  const i32 before = *counter;
+  *counter += x;
+  return before;
+}
 
 }  // namespace jax_attn

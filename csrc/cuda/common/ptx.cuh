@@ -278,9 +278,14 @@ __device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {
   return before;
 }
 
-// Adds to a counter of the whole device, whenever.
-__device__ __forceinline__ void AddRelaxed(i32* counter, i32 x) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+// The same without a word about anything else that is written.
+__device__ __forceinline__ i32 AddRelaxed(i32* counter, i32 x) {
+  i32 before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(x)
+               : "memory");
+  return before;
 }
 // Some 100 to 200 ns of doing nothing.
 __device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }

@@ -92,7 +92,6 @@ struct HopperMlaShape : LatentShape<Traits> {
     float2 max_log2[128];
     Barriers barriers;
     MergeScratch merge;
-    int other_came;  // of two items of a tile
   };
 
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
@@ -419,9 +418,9 @@ class HopperMlaConsumer {
     const bool is_split = item.num_groups() > 0;
     if (is_split) {
       HopperConsumers::Sync();  // nobody needs what is kept of the item before
-      // By the consumer that has to wait for the first step anyway.
-      if (Shape::Owner(begin) != group_ && Warp() == 1) {
+      if (HopperConsumers::thread() < kWarpSize) {
         KeepGroup(p_, item.merge_idx(), Lane(), shared_.merge);
+        __syncwarp();
       }
     }
     if (has_steps) {
@@ -429,15 +428,14 @@ class HopperMlaConsumer {
       WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
       q_parity_ ^= 1;
       RunSteps(index, begin, end, rows, o);
-      rows.FinishSums();
-      AddSums(rows);
-    } else {
-      HopperConsumers::Sync();  // what is kept is there
     }
+    const int came_before = is_split ? ComeToOther(item.merge_idx()) : 0;
+    rows.FinishSums();
+    AddSums(rows);
     int is_final = 1;
     if (is_split) {
       const int own_row = item.partial_row();
-      const bool is_last = Arrive(item.merge_idx(), own_row, rows, o);
+      const bool is_last = Arrive(item.merge_idx(), came_before, own_row, rows, o);
       is_final = is_last && shared_.merge.group.num_partials == 2;
       if (is_final) AddOther(own_row, rows, o);
     }
@@ -603,30 +601,39 @@ class HopperMlaConsumer {
     }
   }
 
+  // Of two items of a tile the first to come leaves its state to the other, which waits until it is
+  // there: not for long, it is being written. So the other writes none. To the first thread: how
+  // many came before. The counter goes on by one when the state is there.
+  __device__ __forceinline__ int ComeToOther(int merge_idx) const {
+    if (HopperConsumers::thread() > 0 || shared_.merge.group.num_partials != 2) return 0;
+    return AddRelaxed(p_.merge_counters + merge_idx, 1);
+  }
   // Leaves the item's state to whoever comes last of its merge group. Whether it is this CTA.
-  __device__ __forceinline__ bool Arrive(int merge_idx, int own_row, const Rows& rows,
-                                         const Output& o) {
+  __device__ __forceinline__ bool Arrive(int merge_idx, int came_before, int own_row,
+                                         const Rows& rows, const Output& o) {
     MergeScratch& merge = shared_.merge;
     const bool is_first_thread = HopperConsumers::thread() == 0;
+    const bool are_two = merge.group.num_partials == 2;
     i32* counter = p_.merge_counters + merge_idx;
-    // If the other of two has come already, nobody waits for the own state, which is on its way.
-    if (is_first_thread) {
-      shared_.other_came = merge.group.num_partials == 2 && LoadAcquire(counter) == 1;
+    if (are_two) {
+      if (is_first_thread) {
+        merge.completed[0] = came_before > 0;
+        if (came_before > 0) {
+          while (LoadAcquire(counter) < 3) Nap();
+          *counter = 0;  // as the next launch expects it
+        }
+      }
+      HopperConsumers::Sync();
+      if (merge.completed[0] != 0) return true;
     }
     WritePartial(own_row, rows, o);
     HopperConsumers::Sync();
-    bool is_last = shared_.other_came != 0;
-    if (!is_last) {
-      if (is_first_thread) {
-        merge.slices[1] = AddAcquireRelease(counter, 1);
-        merge.completed[0] = merge.slices[1] == merge.group.num_partials - 1;
-      }
-      HopperConsumers::Sync();
-      is_last = merge.completed[0] != 0;
+    if (is_first_thread) {
+      merge.slices[1] = AddAcquireRelease(counter, 1);
+      merge.completed[0] = !are_two && merge.slices[1] == merge.group.num_partials - 1;
     }
-    // As the next launch expects it; slices go on from there.
-    if (is_first_thread && is_last && merge.group.num_partials == 2) *counter = 0;
-    return is_last;
+    HopperConsumers::Sync();
+    return merge.completed[0] != 0;
   }
 
   // Products are rounded by themselves, so that it does not matter which is whose.
