@@ -303,18 +303,19 @@ template <class Traits, class Team, class Strips>
 __device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeGroup& group,
                                           const i32* partial_rows, int begin, int end) {
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
-  const int first_place = group.first_place, num_places = first_place + group.num_partials;
-  const bool few = num_places <= kFewStates;
+  const int first_place = Uniform(group.first_place);
+  const int num_places = first_place + Uniform(group.num_partials);
   const Strips strips(p, group.kv_head);
-  end = Min(end, strips.Count(group.qo_len));
-  int strip = begin + Team::thread() / kWarpSize, first = -kFoldBatch;  // of nothing
+  end = Uniform(Min(end, strips.Count(group.qo_len)));
+  int strip = Uniform(begin + Team::thread() / kWarpSize), first = -kFoldBatch;  // of nothing
   if (strip >= end) return;
-  const RowState* row_states;  // the lane's of the strip, in a state that begins at row 0
-  const float* columns;
+  const RowState* const row_states = p.partial_states;
+  const float* const columns = p.partial_o;
+  int row, at;  // the lane's of the strip, in a state that begins at row 0
   bool has_columns;
   auto find = [&] {
-    row_states = p.partial_states + strips.Row(strip, lane);
-    columns = p.partial_o + strips.At(strip, lane);
+    row = strips.Row(strip, lane);
+    at = strips.At(strip, lane);
     has_columns = strips.Has(strip, lane);
   };
   find();
@@ -330,20 +331,16 @@ __device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeG
     }
     const bool more = strip < end;
     const int places_ahead = more ? num_places : 0;
-    auto load = [&](int i) {
+#pragma unroll
+    for (int i = 0; i < kFoldBatch; ++i) {
       const int place = first + i;
       const bool is_there = place >= first_place && place < places_ahead;
-      const i64 row = partial_rows[is_there ? place - first_place : 0];
-      ahead[i].row = LoadCoherentIf(is_there, row_states + row, {-Infinity(), 0.0f});
-      ahead[i].o = LoadCoherent16If(is_there && has_columns, columns + row * Traits::kHeadDimVo);
-    };
-#pragma unroll
-    for (int i = 0; i < kFewStates; ++i) load(i);
-    if (!few) {
-#pragma unroll
-      for (int i = kFewStates; i < kFoldBatch; ++i) load(i);
+      const i64 first_row = partial_rows[is_there ? place - first_place : 0];
+      ahead[i].row = LoadCoherentIf(is_there, row_states + (first_row + row), {-Infinity(), 0.0f});
+      ahead[i].o = LoadCoherent16If(is_there && has_columns,
+                                    columns + (first_row * Traits::kHeadDimVo + at));
     }
-    Combine(all, SumOfStates(batch, few));
+    Combine(all, SumOfStates(batch, false));
     if (last_batch) {
       strips.Store(p, group, folded, lane, all);
       all = IdentityState();

@@ -412,7 +412,7 @@ class HopperMlaConsumer {
     }
     const int begin = Uniform(FirstStep<kStep>(item)), end = Uniform(item.kv_end());
     const bool has_steps = begin < end;
-    if (has_steps && is_first_q_ && group_ == 0) {
+    if (has_steps && num_q_ == 0 && group_ == 0) {
       LoadHopperMlaQ<Traits>(p_, shared_, index, thread_);
     }
     const bool is_split = item.num_groups() > 0;
@@ -424,9 +424,7 @@ class HopperMlaConsumer {
       }
     }
     if (has_steps) {
-      is_first_q_ = false;
-      WaitBarrier(SharedAddress(&shared_.barriers.full_q), q_parity_);
-      q_parity_ ^= 1;
+      WaitBarrier(SharedAddress(&shared_.barriers.full_q), num_q_++ % 2);
       RunSteps(index, begin, end, rows, o);
     }
     const int came_before = is_split ? ComeToOther(item.merge_idx()) : 0;
@@ -700,8 +698,7 @@ class HopperMlaConsumer {
   const int group_;   // 0 or 1
   const int thread_;  // of the group
   Cursor cursor_;     // next step to be multiplied
-  bool is_first_q_ = true;
-  u32 q_parity_ = 0;
+  u32 num_q_ = 0;     // that were waited for
 };
 
 // --- kernel ---
