@@ -89,7 +89,8 @@ struct HopperMlaShape : LatentShape<Traits> {
     alignas(1024) unsigned char ring[Ring::kBytes];
     // What the consumers hand over. A thread overwrites only what it has read itself.
     uint4 probabilities[kStep / 16][128];
-    float2 max_log2[128];
+    float2 references[128];
+    u32 grows[4];  // whether a warp's references are others than before the step
     Barriers barriers;
     MergeScratch merge;
   };
@@ -327,18 +328,23 @@ class HopperMlaConsumer {
 
   // --- handing over ---
 
+  // grows: whether references of the warp's rows are others than before the step; with the first
+  // half.
   template <int kPart>
-  __device__ __forceinline__ void HandOver(const Rows& rows, const Probabilities& p) {
+  __device__ __forceinline__ void HandOver(const Rows& rows, bool grows, const Probabilities& p) {
 #pragma unroll
     for (int kk = 0; kk < kHalf / 16; ++kk) {
       shared_.probabilities[kPart * (kHalf / 16) + kk][thread_] =
           make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
     }
-    if (kPart == 0) shared_.max_log2[thread_] = make_float2(rows.reference[0], rows.reference[1]);
+    if (kPart == 0) {
+      if (grows) shared_.references[thread_] = make_float2(rows.reference[0], rows.reference[1]);
+      shared_.grows[Warp()] = grows;  // all lanes say the same
+    }
     ArriveNamed(kHandOver[kPart] + group_, kBoth);
   }
   template <int kPart>
-  __device__ __forceinline__ void TakeOver(Rows& rows, Probabilities& p) const {
+  __device__ __forceinline__ void TakeOver(Probabilities& p) const {
     SyncNamed(kHandOver[kPart] + 1 - group_, kBoth);
 #pragma unroll
     for (int kk = 0; kk < kHalf / 16; ++kk) {
@@ -348,18 +354,22 @@ class HopperMlaConsumer {
       p[kk][2] = x.z;
       p[kk][3] = x.w;
     }
-    if (kPart != 0) return;
-    const float2 max_log2 = shared_.max_log2[thread_];
-    rows.Follow(max_log2.x, max_log2.y);
+  }
+  // After the first half was taken over. Rarely; o must not change beside products in flight.
+  __device__ __forceinline__ void FollowReferences(Rows& rows, Output& o) const {
+    if (shared_.grows[Warp()] == 0) return;
+    const float2 references = shared_.references[thread_];
+    rows.Follow(references.x, references.y);
+    rows.Rescale(o);
   }
   // The products of the other's step, in flight: by halves, as its owner exponentiates it.
   __device__ __forceinline__ void TakeOverAndStartPv(const Cursor& other, Rows& rows,
                                                      Probabilities (&p)[2], Output& o) const {
     WaitFull(other, group_);  // for its owner it was so before it handed over
-    TakeOver<0>(rows, p[0]);
-    rows.Rescale(o);  // rarely; o must not change beside products in flight
+    TakeOver<0>(p[0]);
+    FollowReferences(rows, o);
     StartPv<0>(other, p[0], o);
-    TakeOver<1>(rows, p[1]);
+    TakeOver<1>(p[1]);
     StartPv<1>(other, p[1], o);
     WgmmaCommit();
   }
@@ -471,23 +481,24 @@ class HopperMlaConsumer {
     }
     WgmmaWait<0>();
     PinRegisters(s);
-    if (is_last) ReleaseQ();
     // Nearly always no row needs a mask or another reference.
-    const bool plain = Logits<Traits>::kScalesLater && seen.Has(pos) && !rows.AnyGrows(s);
+    bool plain = false, grows = false;
+    if constexpr (Logits<Traits>::kScalesLater) plain = seen.Has(pos) & !rows.AnyGrows(s);
     float odd_sums[2];
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);
     } else {
       rows.MakeLogits(pos, s);
-      rows.ExponentiateByMaxima(s);
+      grows = rows.ExponentiateByMaxima(s);
     }
     Pack<0>(s, p[0]);
-    HandOver<0>(rows, p[0]);
-    if (!plain) rows.Rescale(o);
+    HandOver<0>(rows, grows, p[0]);
+    if (grows) rows.Rescale(o);
     StartPv<0>(own, p[0], o);
+    if (is_last) ReleaseQ();
     if (plain) Exponentiate<1>(rows, s, odd_sums);
     Pack<1>(s, p[1]);
-    HandOver<1>(rows, p[1]);
+    HandOver<1>(rows, grows, p[1]);
     StartPv<1>(own, p[1], o);
     WgmmaCommit();
     WgmmaWait<0>();

@@ -131,9 +131,9 @@ class TileRows {
   }
 
   // For loops that look for maxima; the rows begin with kNoReference. s becomes p. A reference
-  // follows when a logit exceeds it by kReferenceSlack.
+  // follows when a logit exceeds it by kReferenceSlack; whether any of the warp's rows did.
   template <int kTiles>
-  __device__ __forceinline__ void ExponentiateByMaxima(float (&s)[kTiles][4]) {
+  __device__ __forceinline__ bool ExponentiateByMaxima(float (&s)[kTiles][4]) {
     const float scale = Logits<Traits>(p_).scale();
     grows_ = AnyGrows(s);
     if (grows_) {
@@ -151,21 +151,22 @@ class TileRows {
     Weights<0, kTiles>(scale, s, sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] = sums[h][0] + sums[h][1];
+    return grows_;
   }
   // Whether it would change a reference of the warp's rows. A row's does if and only if one of its
   // lanes says so.
   template <int kTiles>
   __device__ __forceinline__ bool AnyGrows(const float (&s)[kTiles][4]) const {
     const float scale = Logits<Traits>(p_).scale();
-    return __any_sync(kFullWarp, fmaf(LaneMax(s, 0), scale, -reference[0]) > kReferenceSlack ||
-                                     fmaf(LaneMax(s, 1), scale, -reference[1]) > kReferenceSlack);
+    const float excess =
+        fmaxf(fmaf(LaneMax(s, 0), scale, -reference[0]), fmaf(LaneMax(s, 1), scale, -reference[1]));
+    return __any_sync(kFullWarp, excess > kReferenceSlack);
   }
 
-  // Takes over the references after a step that another warp exponentiated.
+  // Takes over the references after a step that another warp exponentiated, and that changed some.
   __device__ __forceinline__ void Follow(float new_max_0, float new_max_1) {
     const float new_max[2] = {new_max_0, new_max_1};
-    grows_ = __any_sync(kFullWarp, new_max[0] != reference[0] || new_max[1] != reference[1]);
-    if (!grows_) return;
+    grows_ = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       factor[h] = Exp2(reference[h] - new_max[h]);
