@@ -342,7 +342,7 @@ class AttentionSpec:
         }
         problem = _core.Problem(spec, overrides)
         if arch:
-            _tell_fallback(arch, self.is_quantized)
+            _tell_fallback(arch, self.q_dtype == _E4M3)
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -405,9 +405,9 @@ def parse_target(target: str) -> tuple[int, int]:
 
 
 @functools.cache
-def _tell_fallback(arch: int, kv_is_e4m3: bool) -> None:
-    """Once an architecture, also with e4m3: a faster main loop could exist, and does not."""
-    if sentence := _core.describe_fallback(arch, kv_is_e4m3):
+def _tell_fallback(arch: int, q_is_e4m3: bool) -> None:
+    """Once an architecture, also with e4m3 queries: a faster main loop could exist and does not."""
+    if sentence := _core.describe_fallback(arch, q_is_e4m3):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 

@@ -63,7 +63,8 @@ def test_every_code_of_a_key(q_dtype, dtype, backend):
     codes = np.where(np.isnan(CODES), 0, CODES).astype(E4M3)
     k, v = codes.reshape(1, 1, 1, 256), np.zeros((1, 1, 1, 256), E4M3)
     _, lse = ja.attention(q, k, v, plan, return_lse=True)
-    np.testing.assert_allclose(lse[:, 0], codes.astype(np.float32), rtol=1e-6)
+    # A reference of 0 instead of the maximum leaves the error of exp2 and log2 of numbers around 1.
+    np.testing.assert_allclose(lse[:, 0], codes.astype(np.float32), rtol=1e-6, atol=1e-6)
     if q_dtype is None:
         return
     # The other way round; token by token, as NaN is in the products of its own row alone.

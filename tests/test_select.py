@@ -49,8 +49,12 @@ def test_loops_of_devices():
     chosen = {t: _spec(t).kernel_config for t in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")}
     assert {t: c["main_loop"] for t, c in chosen.items() if c["main_loop"]} == {"sm_90": 1}
     assert _spec("sm_90", dtype="float32").kernel_config["main_loop"] == 0
-    e4m3 = _spec("sm_90", kv_dtype="float8_e4m3fn").kernel_config
-    assert e4m3["main_loop"] == 0 and e4m3["num_stages"] > chosen["sm_100"]["num_stages"]
+    e4m3 = {"kv_dtype": "float8_e4m3fn"}
+    assert _spec("sm_90", **e4m3).kernel_config["main_loop"] == 1
+    portable = [_spec("sm_100", **e4m3), _spec("sm_90", **e4m3, q_dtype="float8_e4m3fn")]
+    for spec in portable:
+        assert spec.kernel_config["main_loop"] == 0
+        assert spec.kernel_config["num_stages"] > chosen["sm_100"]["num_stages"]
     assert chosen["sm_80"]["tile_q_1"] == 128 and chosen["sm_86"]["tile_q_1"] == 64
     assert chosen["sm_100"]["num_stages"] > chosen["sm_80"]["num_stages"]
     # The usual part of an architecture, or what the target says.
@@ -90,6 +94,8 @@ def test_portable_loop_says_once_that_it_serves(caplog):
     assert "tcgen05" in told[0]
     with caplog.at_level(logging.WARNING, "jax_attn"):
         assert _spec("sm_90", kv_dtype="float8_e4m3fn").problem
+        assert len(caplog.records) == 2
+        assert _spec("sm_90", kv_dtype="float8_e4m3fn", q_dtype="float8_e4m3fn").problem
     e4m3 = caplog.records[-1].getMessage()
     assert len(caplog.records) == 3 and "sm_90 (H100, H200)" in e4m3 and "float8_e4m3fn" in e4m3
     assert "sm_97 (unknown)" in told[1] and "csrc/select/devices.cc" in told[1]

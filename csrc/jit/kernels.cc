@@ -69,19 +69,22 @@ Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& la
   return Status::Ok();
 }
 
-// Rows in a box of the copy engine: what one warp of the producer copies of a page, or of a ragged
+// Rows in a box of the copy engine: what one warp of the producers copies of a page, or of a ragged
 // step. 0: boxes of 8 rows and more do not tile the pages (csrc/cuda/sm90/attention.cuh).
 int64_t BoxRows(const AttentionProblem& problem) {
-  const int64_t slice = problem.config.tile_kv / 4, page_size = problem.spec.page_size;
+  const int64_t num_warps = problem.spec.kv_is_e4m3 && problem.spec.head_dim_vo <= 192 ? 8 : 4;
+  const int64_t slice = problem.config.tile_kv / num_warps, page_size = problem.spec.page_size;
   if (page_size % slice == 0) return slice;  // ragged as well
   return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
 }
 
 // [num_layers, rows of a layer, num_kv_heads, head_dim] in boxes of 64 columns of a head, which
-// arrive as rows of 128 bytes, swizzled. Columns beyond head_dim arrive as zeros.
+// arrive as rows of 128 bytes, swizzled. Columns beyond head_dim arrive as zeros. Two e4m3 are a
+// column.
 Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
                      int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
   using u64 = unsigned long long;
+  if (problem.spec.kv_is_e4m3) head_dim /= 2;
   const u64 row_bytes = static_cast<u64>(problem.spec.num_kv_heads * head_dim * 2);
   const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(problem.spec.num_kv_heads),
                       static_cast<u64>(num_rows), static_cast<u64>(num_layers)};

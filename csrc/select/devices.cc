@@ -109,6 +109,15 @@ constexpr Costs kH200 = {
          "element, 0.13 us); in tall tiles every warp converts all of them, 0.5 us beside the "
          "products of 16-bit ones"},
     },
+    // hopper_e4m3: likewise.
+    {
+        {128, "reasoned: one step"},
+        {384, "reasoned: 3 us of 34 bytes/ns"},
+        {256, "reasoned: 2 us of 34 bytes/ns"},
+        {{{32, 16}, {128, 29}},
+         "reasoned: decode moves 4 KB in 0.12 us, the share of a CTA when all of them do; 128 rows "
+         "multiply for 0.22 us"},
+    },
     {kMlaChunk, kMlaItem, {96, "reasoned: a state is 2 KB a row, written and read: 2 us"}, kMlaKv},
     {kMlaChunk, kMlaItem, {192, "reasoned: a state is 2 KB a row, written and read: 4 us"}, kMlaKv},
     {

@@ -30,6 +30,6 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config,
 int64_t DefaultProcessors(int64_t arch);
 
 // What a CUDA device does without, in a sentence; empty for one that has all there is.
-std::string DescribeFallback(int64_t arch, bool kv_is_e4m3);
+std::string DescribeFallback(int64_t arch, bool q_is_e4m3);
 
 }  // namespace jax_attn

@@ -103,6 +103,7 @@ using E4m3Shape = E4m3Of<ShapeOf<kDimQk, kDimVo, kGroup, kPage, kLeft, true, kCa
 void RunE4m3Cases() {
   TestUnpack<Conversion<kElementBf16, 80>>();
   TestUnpack<Conversion<kElementF16, 80>>();
+  TestUnpack<Conversion<kElementBf16, 90>>();
   TestUnpack<Conversion<kElementF16, 90>>();
   TestToE4m3();
   const std::vector<Request> decode = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {1, 65}, {2, 300}};

@@ -15,11 +15,14 @@ struct Sm90Kernel {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 ? 2 : 3;
+    static constexpr bool kE4m3 = Shape::kKvIsE4m3;
+    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kE4m3 ? 2 : 3;
+    static constexpr int kNumProducers = kE4m3 && Shape::kHeadDimVo <= 192 ? 2 : 1;
     static constexpr int kNumTiles = kTiles, kTileQ0 = kSmallTile;
     static constexpr int kTileQ1 = kTiles == 1 ? 0 : 64 * kNumConsumers, kTileQ2 = 0;
-    static constexpr int kNumWarps = kTiles == 1 ? 16 : 4 + 4 * kNumConsumers;
-    static constexpr int kTileKv = Shape::kHeadDimVo > 128 ? 64 : 128;
+    static constexpr int kNumWarps = kTiles == 1 ? 16 : 4 * (kNumConsumers + kNumProducers);
+    static constexpr int kTileKv =
+        Shape::kHeadDimVo > 128 || (kE4m3 && Shape::kHeadDimQk > 128) ? 64 : 128;
     static constexpr int kNumStages = 0;
   };
   template <class Shape>
@@ -31,6 +34,7 @@ struct Sm90Kernel {
     p->num_layers = 1;
     p->has_tensor_maps = kBoxes && kBoxRows > 0;
     auto map = [&](const void* array, i64 head_dim, i64 rows) {
+      if (spec.kv_is_e4m3) head_dim /= 2;  // two are a column
       const emulation::BoxedArray boxed = {
           static_cast<const u16*>(array), 1,
           static_cast<u64>(rows),         static_cast<u64>(spec.num_kv_heads),
@@ -46,11 +50,65 @@ struct Sm90Kernel {
   }
 };
 
+template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kCap>
+using E4m3Shape = E4m3Of<ShapeOf<kDimQk, kDimVo, kGroup, kPage, kLeft, true, kCap>, false>;
+
+template <class Kernel>
+void RunE4m3Cases() {
+  const std::vector<Request> decode = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {1, 65}, {2, 300}};
+  const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}};
+  // Of all three kinds, with more steps than both rings have slots, and some with none.
+  const std::vector<Request> by_turns = {{45, 600}, {12, 300},  {1, 917},  {20, 150}, {4, 0},
+                                         {16, 700}, {100, 100}, {3, 1400}, {12, 12},  {10, 640}};
+  RunCase<Kernel, E4m3Shape<128, 128, 4, 16, false, false>>(
+      {.name = "e4m3, decode", .requests = decode, .sinks = true, .kv_split = 64}, 1);
+  RunCase<Kernel, E4m3Shape<128, 128, 4, 16, false, false>>(
+      {.name = "e4m3, tall and low items by turns", .requests = by_turns, .num_ctas = 1}, 2);
+  RunCase<Kernel, E4m3Shape<64, 64, 4, 64, false, false>>(
+      {.name = "e4m3, head_dim 64, page 64", .requests = by_turns, .num_ctas = 2}, 3);
+  RunCase<Kernel, E4m3Shape<48, 80, 5, 5, true, true>>({.name = "e4m3, window, soft cap, odd sizes",
+                                                        .requests = mixed,
+                                                        .window_left = 30,
+                                                        .soft_cap = 3.0,
+                                                        .sinks = true,
+                                                        .kv_split = 64},
+                                                       4);
+  RunCase<Kernel, E4m3Shape<48, 48, 5, 5, true, false>>(
+      {.name = "e4m3, NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 5);
+  RunCase<Kernel, E4m3Shape<96, 96, 1, 16, true, false>>({.name = "e4m3, NaN values, boxes",
+                                                          .requests = {{150, 400}, {70, 70}},
+                                                          .window_left = 50,
+                                                          .nan_values = true},
+                                                         6);
+  RunCase<Kernel, E4m3Shape<192, 128, 2, 0, false, false>>(
+      {.name = "e4m3, long chunk, ragged", .requests = {{150, 900}, {64, 70}}, .kv_heads = 1}, 7);
+  RunCase<Kernel, E4m3Shape<192, 192, 1, 16, false, false>>(
+      {.name = "e4m3, head_dim 192", .requests = {{80, 300}, {1, 500}}}, 8);
+  RunCase<Kernel, E4m3Shape<256, 256, 3, 1, false, false>>(
+      {.name = "e4m3, head_dim 256, page 1", .requests = {{1, 300}, {50, 330}}, .num_ctas = 2}, 9);
+  RunCase<Kernel, E4m3Shape<128, 128, 2, 16, false, false>>(
+      {.name = "e4m3, maxima that rise late",
+       .requests = {{70, 600}, {3, 500}, {1, 900}, {20, 300}},
+       .num_ctas = 2,
+       .sharpness = 10,
+       .late_keys = 3},
+      10);
+  RunCase<Kernel, E4m3Shape<64, 64, 4, 16, false, false>>({.name = "e4m3, shared prefixes",
+                                                           .requests = kForest,
+                                                           .kv_split = 64,
+                                                           .prefix = 256,
+                                                           .half_prefix = 64},
+                                                          11);
+}
+
 }  // namespace
 }  // namespace jax_attn
 
 int main() {
   using namespace jax_attn;
+  RunE4m3Cases<Sm90Kernel<false, 32>>();
+  RunE4m3Cases<Sm90Kernel<true, 32>>();
+  RunE4m3Cases<Sm90Kernel<true, 64>>();
   return RunAllCases<Sm90Kernel<false, 32>>() | RunAllCases<Sm90Kernel<true, 32>>() |
          RunAllCases<Sm90Kernel<true, 64>>() | RunAllCases<Sm90Kernel<false, 32, 1>>();
 }

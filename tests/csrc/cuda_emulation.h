@@ -666,6 +666,7 @@ inline u32 FmaF16x2(u32 a, u32 b, u32 c) {
 inline u32 E4m3ToF16x2(u16 codes) {
   return PackF16(E4m3ToFloat(codes & 0xff), E4m3ToFloat(codes >> 8));
 }
+inline u32 E4m3HighToF16x2(u32 codes) { return E4m3ToF16x2(static_cast<u16>(codes >> 16)); }
 
 using std::fmaf;
 using std::fmaxf;

@@ -2,12 +2,25 @@
 // tiled kernels cannot do exactly.
 #pragma once
 
+#include "cuda/common/e4m3.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
 #include "cuda/common/variant.cuh"
 #include "cuda/common/work.cuh"
 
 namespace jax_attn {
+
+// Elements of keys and values; of e4m3 but for the scale of their head.
+template <class Traits>
+using KvBits = typename Choose<Traits::kKvIsE4m3, unsigned char, u16>::Type;
+template <class Traits>
+__device__ __forceinline__ float KvToFloat(KvBits<Traits> bits) {
+  if constexpr (Traits::kKvIsE4m3) {
+    return __uint_as_float(E4m3HighBytes<kElementBf16>(bits << 8) << 16);
+  } else {
+    return Element<Traits::kDtype>::ToFloat(bits);
+  }
+}
 
 // Writes the result or, for a split item, the state of row `row` of item `index`. Only tokens that
 // the row sees are read. Called by a whole warp; 16-bit elements.
@@ -19,7 +32,8 @@ __device__ __noinline__ void ComputeRow(const AttentionParams& p, int index, int
   constexpr int kQ = CeilDiv(kDimQk, kWarpSize), kO = CeilDiv(kDimVo, kWarpSize);
   const ItemRecord item(p, index);
   const Variant variant(p);
-  KvPools pools = FindPools<Traits, E::kBytes>(p);
+  using Kv = KvBits<Traits>;
+  KvPools pools = FindPools<Traits, sizeof(Kv)>(p);
   const QueryRows<Traits::kGroupSize> rows(p, item.qo_begin(), item.kv_head(), item.num_groups());
   const int token = row / Traits::kGroupSize;
   const VisibleSpan span =
@@ -50,18 +64,19 @@ __device__ __noinline__ void ComputeRow(const AttentionParams& p, int index, int
       }
     }
     at = at * p.num_kv_heads + item.kv_head();
-    const u16* k = reinterpret_cast<const u16*>(pools.k) + at * kDimQk;
-    const u16* v = reinterpret_cast<const u16*>(pools.v) + at * kDimVo;
+    const Kv* k = reinterpret_cast<const Kv*>(pools.k) + at * kDimQk;
+    const Kv* v = reinterpret_cast<const Kv*>(pools.v) + at * kDimVo;
     float qk = 0.0f;
 #pragma unroll
     for (int i = 0; i < kQ; ++i) {
       const int column = lane + i * kWarpSize;
-      if (column < kDimQk) qk = fmaf(q[i], E::ToFloat(k[column]), qk);
+      if (column < kDimQk) qk = fmaf(q[i], KvToFloat<Traits>(k[column]), qk);
     }
 #pragma unroll
     for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
       qk += __shfl_xor_sync(kFullWarp, qk, lanes);
     }
+    if constexpr (Traits::kKvIsE4m3) qk *= LogitScaleOfHead(p.k_scale, item.kv_head());
     const float logit = Variant::kTransformsLogits ? variant.Logit(qk) : qk * (p.sm_scale * kLog2E);
     const float max_log2 = fmaxf(state.max_log2, logit);
     const float factor = StateWeight(state.max_log2, max_log2);
@@ -70,7 +85,7 @@ __device__ __noinline__ void ComputeRow(const AttentionParams& p, int index, int
 #pragma unroll
     for (int i = 0; i < kO; ++i) {
       const int column = lane + i * kWarpSize;
-      if (column < kDimVo) o[i] = fmaf(weight, E::ToFloat(v[column]), o[i] * factor);
+      if (column < kDimVo) o[i] = fmaf(weight, KvToFloat<Traits>(v[column]), o[i] * factor);
     }
   }
 
@@ -78,7 +93,8 @@ __device__ __noinline__ void ComputeRow(const AttentionParams& p, int index, int
   const int partial_row = item.partial_row();
   const bool final = partial_row < 0;
   const i64 at = final ? map.Index(row) : partial_row + row;
-  const float o_scale = WriteState(p, final, at, map.QoHead(row), lane == 0, state);
+  float o_scale = WriteState(p, final, at, map.QoHead(row), lane == 0, state);
+  if constexpr (Traits::kKvIsE4m3) o_scale = WithValueScale<Traits>(p, item.kv_head(), o_scale);
 #pragma unroll
   for (int i = 0; i < kO; ++i) {
     const int column = lane + i * kWarpSize;

@@ -42,13 +42,20 @@ __device__ __forceinline__ u32 E4m3HighBytes(u32 x) {
   return Element<kDtype>::FmaX2(y | (x & minus_zero), InBothHalves(Bits::kFactor), minus_zero);
 }
 
+// From sm_89 on there is an instruction for f16, from which this makes the type of q.
+template <int kDtype>
+__device__ __forceinline__ u32 FromF16x2(u32 x) {
+  if constexpr (kDtype == kElementF16) return x;
+  return PackBf16(F16ToFloat(static_cast<u16>(x)), F16ToFloat(static_cast<u16>(x >> 16)));
+}
+
 // Four codes a, b, c, d, a in the lowest byte, as the pairs (a, c) and (b, d).
 template <class Traits>
 __device__ __forceinline__ void UnpackE4m3Alternate(u32 codes, u32& a_c, u32& b_d) {
-  if constexpr (Traits::kDtype == kElementF16 && Traits::kArch >= 89) {
+  if constexpr (Traits::kArch >= 89) {
     const u32 sorted = __byte_perm(codes, 0, 0x3120);
-    a_c = E4m3ToF16x2(static_cast<u16>(sorted));
-    b_d = E4m3ToF16x2(static_cast<u16>(sorted >> 16));
+    a_c = FromF16x2<Traits::kDtype>(E4m3ToF16x2(static_cast<u16>(sorted)));
+    b_d = FromF16x2<Traits::kDtype>(E4m3HighToF16x2(sorted));
   } else {
     a_c = E4m3HighBytes<Traits::kDtype>(codes << 8);
     b_d = E4m3HighBytes<Traits::kDtype>(codes);
@@ -58,9 +65,9 @@ __device__ __forceinline__ void UnpackE4m3Alternate(u32 codes, u32& a_c, u32& b_
 // The same as the pairs (a, b) and (c, d).
 template <class Traits>
 __device__ __forceinline__ void UnpackE4m3(u32 codes, u32& a_b, u32& c_d) {
-  if constexpr (Traits::kDtype == kElementF16 && Traits::kArch >= 89) {
-    a_b = E4m3ToF16x2(static_cast<u16>(codes));
-    c_d = E4m3ToF16x2(static_cast<u16>(codes >> 16));
+  if constexpr (Traits::kArch >= 89) {
+    a_b = FromF16x2<Traits::kDtype>(E4m3ToF16x2(static_cast<u16>(codes)));
+    c_d = FromF16x2<Traits::kDtype>(E4m3HighToF16x2(codes));
   } else {
     UnpackE4m3Alternate<Traits>(__byte_perm(codes, 0, 0x3120), a_b, c_d);
   }

@@ -126,6 +126,18 @@ __device__ __forceinline__ u32 E4m3ToF16x2(u16 codes) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"(codes));
   return x;
 }
+// Of the high half: a shift would be an instruction of its own.
+__device__ __forceinline__ u32 E4m3HighToF16x2(u32 codes) {
+  u32 x;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, high;\n"
+      "}\n"
+      : "=r"(x)
+      : "r"(codes));
+  return x;
+}
 __device__ __forceinline__ float F16ToFloat(u16 bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

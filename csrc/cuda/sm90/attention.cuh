@@ -1,6 +1,7 @@
 // Attention on Hopper: wgmma fed by a producer warpgroup through barriers in shared memory.
 //
-// A persistent CTA executes the items of its queue in order. Its first warpgroup produces: it
+// A persistent CTA executes the items of its queue in order. Its first warpgroup produces (of e4m3
+// keys and values, which become 16-bit ones on their way, the first two: see e4m3.cuh): it
 // copies q, and K and V rows in steps of kStep tokens, as far ahead as the rings have room, across
 // the borders of items. The others, two or three, consume, in one of two arrangements:
 //   joint items (more rows)        each has 64 rows, and they take turns on the tensor cores: while
@@ -20,6 +21,7 @@
 
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/decode.cuh"
+#include "cuda/sm90/e4m3.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
@@ -31,8 +33,10 @@ __device__ __forceinline__ int NumRows(const ItemRecord& item) {
 }
 
 template <class Traits>
-using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - (kOnlyDecodes<Traits> ? 2 : 1),
-                              kOnlyDecodes<Traits> ? 2 : 1>;
+inline constexpr int kNumProducers = kOnlyDecodes<Traits> || kTwoConvert<Traits> ? 2 : 1;
+template <class Traits>
+using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
+                              Traits::kKvIsE4m3>;
 
 // The consumer whose turn comes after that of `consumer`.
 template <class Traits>
@@ -86,10 +90,12 @@ struct HopperShape {
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;  // of a consumer
   using K = SwizzledTile<Traits::kHeadDimQk, kStep>;
   using V = SwizzledTile<Traits::kHeadDimVo, kStep>;
+  static constexpr bool kE4m3 = Traits::kKvIsE4m3;
+  using Codes = CodeTiles<Traits, kStep>;
 
   // Rows in a box of the copy engine, what a producer warp copies of a page; 0: boxes do not tile
   // the pages.
-  static constexpr int kWarpTokens = kStep / 4;
+  static constexpr int kWarpTokens = kStep / (kOnlyDecodes<Traits> ? 4 : Roles::kProducerWarps);
   static constexpr int kPageSize = Traits::kPageSize;
   static constexpr int kBoxRows = kOnlyDecodes<Traits>           ? 0
                                   : kPageSize % kWarpTokens == 0 ? kWarpTokens
@@ -108,7 +114,7 @@ struct HopperShape {
     return (kOnlyDecodes<Traits> ? threadIdx.x % 128 : threadIdx.x) / kWarpSize;
   }
 
-  struct Barriers {
+  struct Barriers : CodeBarriers<kE4m3> {
     u64 full_q[kNumConsumers], empty_q[kNumConsumers];
     u64 full_k[kMaxSlots], empty_k[kMaxSlots], full_v[kMaxSlots], empty_v[kMaxSlots];
   };
@@ -126,9 +132,15 @@ struct HopperShape {
   static constexpr int kRoom = CtaSmemBudget(Traits::kArch, 1) -
                                kNumConsumers * static_cast<int>(sizeof(Share)) -
                                static_cast<int>(sizeof(Small));
-  static constexpr int kSlots = Clamp(kRoom / (K::kBytes + V::kBytes), 2, kMaxSlots);
+  // e4m3: two slots are enough for products that take turns with the conversion; codes have what
+  // is left, which is what is on its way from memory.
+  static constexpr int kSlotBytes = K::kBytes + V::kBytes;
+  static constexpr int kCodeSlots =
+      kE4m3 ? Clamp((kRoom - 2 * kSlotBytes) / Codes::kSlotBytes, 1, kMaxCodeSlots) : 0;
+  static constexpr int kSlots =
+      Clamp((kRoom - kCodeSlots * Codes::kSlotBytes) / kSlotBytes, 2, kMaxSlots);
 
-  struct Shared {
+  struct Shared : CodeRings<Codes, kCodeSlots> {
     Share shares[kNumConsumers];
     alignas(1024) unsigned char k[kSlots][K::kBytes];
     alignas(1024) unsigned char v[kSlots][V::kBytes];
@@ -138,14 +150,22 @@ struct HopperShape {
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
     Barriers& b = shared.small.barriers;
     for (int i = 0; i < kNumConsumers && !kOnlyDecodes<Traits>; ++i) {
-      InitBarrier(SharedAddress(b.full_q + i), 128);
+      InitBarrier(SharedAddress(b.full_q + i), Roles::kProducerThreads);
       InitBarrier(SharedAddress(b.empty_q + i), 4);  // its own warps
     }
     for (int i = 0; i < kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full_k + i), 128);
-      InitBarrier(SharedAddress(b.full_v + i), 128);
+      // Copies arrive for each thread of a producer, conversions for each warp.
+      constexpr int kArrivals = kE4m3 ? Roles::kProducerWarps : 128;
+      InitBarrier(SharedAddress(b.full_k + i), kArrivals);
+      InitBarrier(SharedAddress(b.full_v + i), kArrivals);
       InitBarrier(SharedAddress(b.empty_k + i), Roles::kConsumerWarps);
       InitBarrier(SharedAddress(b.empty_v + i), Roles::kConsumerWarps);
+    }
+    if constexpr (kE4m3) {
+      for (int i = 0; i < kCodeSlots; ++i) {
+        InitBarrier(SharedAddress(b.full_k_codes + i), Roles::kProducerThreads);
+        InitBarrier(SharedAddress(b.full_v_codes + i), Roles::kProducerThreads);
+      }
     }
   }
 };
@@ -170,21 +190,18 @@ class HopperProducer {
     }
   }
 
- private:
+ protected:
   // Steps of the queue in order. K of a step goes ahead of V of the step before, which is the order
   // in which consumers ask for them, and q behind both, but for the first q, while the first page
   // is on its way.
   __device__ __forceinline__ void RunBoth(int begin, int end) {
-    steps_.Start(begin, end);
-    if (Traits::kPageSize > 0 && p_.layer != nullptr) layer_ = LoadConstant(p_.layer);
-    pools_ = FindPools<Traits, E::kBytes>(p_);
-    if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
+    Start(begin, end);
     bool has_v = false;
     u32 v_row = kNoRow;
     int v_head = 0;
     while (steps_.has_item()) {
       const ItemRecord item(p_, steps_.index());
-      const int head = item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
+      const int head = Head(item);
       const bool has_step = steps_.has_step();
       const int index = steps_.index();
       const bool has_q = has_step && index > begin && steps_.is_first(item);
@@ -202,8 +219,7 @@ class HopperProducer {
       v_head = head;
     }
     if (has_v) LoadV(v_row, v_head);
-    // Here, while the consumers still compute: for them the header would be a trip to memory more.
-    BlankPaddingRows<Traits, 2>(p_, threadIdx.x, Shape::Roles::kProducerThreads);
+    Finish();
   }
 
   // The same of K or of V alone, by a producer each. V is not needed before there are weights: the
@@ -251,6 +267,21 @@ class HopperProducer {
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return Shape::ProducerWarp(); }
 
+  __device__ __forceinline__ void Start(int begin, int end) {
+    steps_.Start(begin, end);
+    if (Traits::kPageSize > 0 && p_.layer != nullptr) layer_ = LoadConstant(p_.layer);
+    pools_ = FindPools<Traits, Shape::kE4m3 ? 1 : E::kBytes>(p_);
+    if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
+  }
+  // The kv head, and whether its rows come by boxes.
+  __device__ __forceinline__ int Head(const ItemRecord& item) const {
+    return item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
+  }
+  // While the consumers still compute: for them the header would be a trip to memory more.
+  __device__ __forceinline__ void Finish() {
+    BlankPaddingRows<Traits, 2>(p_, threadIdx.x, Shape::Roles::kProducerThreads);
+  }
+
   __device__ __forceinline__ void LoadV(u32 row, int head) {
     Fill<Traits::kHeadDimVo, typename Shape::V>(v_cursor_, Barriers().full_v, Barriers().empty_v,
                                                 shared_.v[v_cursor_.slot], pools_.v, p_.v_map,
@@ -265,6 +296,15 @@ class HopperProducer {
                                        const void* fresh_rows, const TensorMap& fresh_map, u32 row,
                                        int head) {
     WaitBarrier(SharedAddress(empty + cursor.slot), cursor.parity ^ 1);
+    Copy<kHeadDim, Tile>(cursor, full, slot, pool, map, fresh_rows, fresh_map, row, head);
+  }
+
+  // The same into a slot that nobody reads any more.
+  template <int kHeadDim, class Tile, int kSlots>
+  __device__ __forceinline__ void Copy(RingCursor<kSlots>& cursor, const u64* full,
+                                       const unsigned char* slot, const char* pool,
+                                       const TensorMap& map, const void* fresh_rows,
+                                       const TensorMap& fresh_map, u32 row, int head) const {
     const u32 barrier = SharedAddress(full + cursor.slot);
     if constexpr (kBoxRows > 0) {
       if constexpr (Traits::kHasFreshKv) {  // a box is of one kind
@@ -414,7 +454,7 @@ class HopperConsumer {
   __device__ __forceinline__ HopperConsumer(const AttentionParams& p, Shared& shared)
       : p_(p),
         shared_(shared),
-        group_(Uniform(threadIdx.x / 128) - Shape::Roles::kProducerThreads / 128),
+        group_(Uniform(threadIdx.x / 128) - Shape::Roles::kNumProducers),
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
@@ -804,8 +844,12 @@ class HopperConsumer {
 // --- kernel ---
 
 template <class Traits>
+using ProducerOf =
+    typename Choose<Traits::kKvIsE4m3, E4m3Producer<Traits>, HopperProducer<Traits>>::Type;
+
+template <class Traits>
 using HopperAttentionBody =
     HopperBody<Traits, HopperShape<Traits>,
-               HopperTeams<HopperProducer<Traits>, HopperConsumer<Traits>, RolesOf<Traits>>>;
+               HopperTeams<ProducerOf<Traits>, HopperConsumer<Traits>, RolesOf<Traits>>>;
 
 }  // namespace jax_attn

@@ -51,6 +51,7 @@ class DecodeRows {
         warp_(thread / kWarpSize),
         lane_(thread % kWarpSize),
         lane_offset_(lane_ % 8 * 128 + ((2 * warp_ + lane_ / 8 % 2) ^ lane_ % 8) * 16),
+        k_scale_(KeyScale<Traits>(p, index)),
         shared_(shared),
         exchange_(exchange) {
     const ItemRecord item(p, index);
@@ -74,14 +75,14 @@ class DecodeRows {
   // From k * q^T of the tokens [begin, begin + 64 * kBlocks) to logits, but for their scale.
   __device__ __forceinline__ void MakeLogits(int begin, Scores& s) const {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_).Transform(s[b], num_tiles_);
+    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_, k_scale_).Transform(s[b], num_tiles_);
     if (begin < all_begin_ || begin + 64 * kBlocks > all_end_) Mask(begin, s);
   }
 
   // p = 2^(logit - reference), into shared memory by StoreWeights. Returns whether a logit of this
   // thread exceeds its reference by more than the slack: then Grow has to come first.
   __device__ __forceinline__ bool Exponentiate(const Scores& s) {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = Logits<Traits>(p_, k_scale_).scale();
     float highest = -Infinity();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -142,7 +143,7 @@ class DecodeRows {
   // The references follow the maxima of the step, o and sums the references. By the whole consumer,
   // which must have met since anybody read its exchange, and meet again before the next use of it.
   __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = Logits<Traits>(p_, k_scale_).scale();
     float maxima[kTiles][2] = {};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -207,8 +208,12 @@ class DecodeRows {
     const float reference = exchange_.references[row];
     const RowState state = {reference == kNoReference ? -Infinity() : reference,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
-    exchange_.o_scales[row] = WriteState(p_, final, final ? map.Index(row) : partial_row + row,
-                                         map.QoHead(row), true, state);
+    float o_scale = WriteState(p_, final, final ? map.Index(row) : partial_row + row,
+                               map.QoHead(row), true, state);
+    if constexpr (Traits::kKvIsE4m3) {
+      o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
+    }
+    exchange_.o_scales[row] = o_scale;
   }
 
   // Stores o. Final rows go through q, which all warps must be through with.
@@ -356,6 +361,7 @@ class DecodeRows {
   const int index_;  // of the item
   const int warp_, lane_;
   const u32 lane_offset_;  // in a tile, of the row of an 8x8 matrix that this lane has to address
+  const float k_scale_;
   Shared& shared_;
   DecodeExchange& exchange_;
   int num_rows_, num_tiles_;  // tiles of 8 rows; what lies beyond is anything

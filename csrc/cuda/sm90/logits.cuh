@@ -1,9 +1,19 @@
 // Logits as the loops of sm90 leave them to their softmax, whatever the rows of a wgmma are.
 #pragma once
 
+#include "cuda/common/e4m3.cuh"
 #include "cuda/common/variant.cuh"
+#include "cuda/common/work.cuh"
 
 namespace jax_attn {
+
+// What the keys of an item are multiplied by: of e4m3, a scale of their head.
+template <class Traits>
+__device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
+  if constexpr (Traits::kKvIsE4m3)
+    return LogitScaleOfHead(p.k_scale, ItemRecord(p, index).kv_head());
+  return 1.0f;
+}
 
 // From q . k to logits.
 template <class Traits>
@@ -14,7 +24,9 @@ class Logits {
   static constexpr bool kScalesLater =
       !BuiltInVariant<Traits::kHasSoftCap>::Type::kTransformsLogits && Traits::kPositiveScale;
 
-  __device__ __forceinline__ explicit Logits(const AttentionParams& p) : p_(p) {}
+  // k_scale: see KeyScale.
+  __device__ __forceinline__ explicit Logits(const AttentionParams& p, float k_scale = 1.0f)
+      : p_(p), k_scale_(k_scale) {}
 
   // After it, s * scale() is the logit in log2 units; of the first num_tiles.
   template <int kTiles>
@@ -26,19 +38,20 @@ class Logits {
         if (j >= num_tiles) break;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c])
-                                               : s[j][c] * (p_.sm_scale * kLog2E);
+          s[j][c] = Variant::kTransformsLogits ? variant.Logit(s[j][c] * k_scale_)
+                                               : s[j][c] * (p_.sm_scale * kLog2E * k_scale_);
         }
       }
     }
   }
   __device__ __forceinline__ float scale() const {
-    return kScalesLater ? p_.sm_scale * kLog2E : 1.0f;
+    return kScalesLater ? p_.sm_scale * kLog2E * k_scale_ : 1.0f;
   }
 
  private:
   using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
   const AttentionParams& p_;
+  const float k_scale_;
 };
 
 // How far a logit may exceed the reference of its row's exponents where maxima are looked for:

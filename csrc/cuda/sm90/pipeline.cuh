@@ -82,18 +82,26 @@ __device__ __forceinline__ int FirstStep(const Item& item) {
   return item.kv_begin() / kStep * kStep;
 }
 
-// The first warpgroups of a CTA, usually one, produce, the others consume.
-template <int kConsumers, int kProducers = 1>
+// The first warpgroups of a CTA, usually one, produce, the others consume. kConverts: producers
+// also convert what they copied, for which they need registers.
+template <int kConsumers, int kProducers = 1, bool kConverts = false>
 struct HopperRolesOf {
   static_assert(kConsumers + kProducers == 3 || kConsumers + kProducers == 4);
   static constexpr int kNumConsumers = kConsumers;
+  static constexpr int kNumProducers = kProducers;
   static constexpr int kProducerThreads = 128 * kProducers;
+  static constexpr int kProducerWarps = kProducerThreads / kWarpSize;
   static constexpr int kConsumerThreads = 128 * kNumConsumers;
   static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
   // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
-  static constexpr int kProducerRegisters = kProducers == 2 ? 56 : kNumConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kProducers == 2 ? 200 : kNumConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kProducers == 2 || kConverts ? 56
+                                            : kNumConsumers == 2         ? 40
+                                                                         : 32;
+  static constexpr int kConsumerRegisters = kProducers == 2      ? 200
+                                            : kConverts          ? 224
+                                            : kNumConsumers == 2 ? 232
+                                                                 : 160;
 };
 using HopperRoles = HopperRolesOf<2>;
 

@@ -50,7 +50,8 @@ class TileRows {
         p_(p),
         index_(index),
         first_row_(first_row + thread / kWarpSize * 16),
-        lane_(thread % 32) {
+        lane_(thread % 32),
+        k_scale_(KeyScale<Traits>(p, index)) {
     const ItemRecord item(p, index);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     live_ = first_row_ < num_rows;
@@ -62,12 +63,12 @@ class TileRows {
     differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
   }
 
-  __device__ __forceinline__ float Scale() const { return Logits<Traits>(p_).scale(); }
+  __device__ __forceinline__ float Scale() const { return Logits<Traits>(p_, k_scale_).scale(); }
 
   // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
   template <int kTiles>
   __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4]) const {
-    Logits<Traits>(p_).Transform(s);
+    Logits<Traits>(p_, k_scale_).Transform(s);
     if (begin < all_begin_ || begin + 8 * kTiles > all_end_) Mask(begin, s);
   }
 
@@ -104,7 +105,7 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ void ExponentiateAnew(bool is_first, float (&s)[kTiles][4],
                                                    u32 (&p)[kTiles / 2][4]) {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = Logits<Traits>(p_, k_scale_).scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float step_max = QuadMax(LaneMax(s, h)) * scale;
@@ -134,7 +135,7 @@ class TileRows {
   // follows when a logit exceeds it by kReferenceSlack; whether any of the warp's rows did.
   template <int kTiles>
   __device__ __forceinline__ bool ExponentiateByMaxima(float (&s)[kTiles][4]) {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = Logits<Traits>(p_, k_scale_).scale();
     grows_ = AnyGrows(s);
     if (grows_) {
 #pragma unroll
@@ -157,7 +158,7 @@ class TileRows {
   // lanes says so.
   template <int kTiles>
   __device__ __forceinline__ bool AnyGrows(const float (&s)[kTiles][4]) const {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = Logits<Traits>(p_, k_scale_).scale();
     const float excess =
         fmaxf(fmaf(LaneMax(s, 0), scale, -reference[0]), fmaf(LaneMax(s, 1), scale, -reference[1]));
     return __any_sync(kFullWarp, excess > kReferenceSlack);
@@ -217,6 +218,9 @@ class TileRows {
       if (exists) {
         at = final ? map.Index(row) : partial_row + row;
         o_scale = WriteState(p_, final, at, map.QoHead(row), column == 0, state(h));
+        if constexpr (Traits::kKvIsE4m3) {
+          o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
+        }
       }
       if (final) {
         uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo);
@@ -330,6 +334,7 @@ class TileRows {
   const AttentionParams& p_;
   const int index_;  // of the item
   const int first_row_, lane_;
+  const float k_scale_;
   int all_begin_, all_end_;  // inside of it every row of the warp sees everything
   bool live_, differ_;       // differ_: some rows see tokens that others do not
   bool grows_ = false;
