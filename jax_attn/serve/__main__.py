@@ -45,9 +45,9 @@ class _Steps(NamedTuple):
 
     max_running: int
     max_step_tokens: int
-    # A step's time grows with its tokens, and whoever decodes waits for it: with chunks of this
-    # size the 99th percentile between tokens is about twice the median, with steps full of prompts
-    # three times and more (benchmarks/NOTES.md).
+    # A step's time grows with its tokens, and whoever decodes waits for it. With chunks of this
+    # size the 99th percentile between tokens is 1.6 to 2.1 times the median on a CPU and 2.4 to 2.6
+    # times on an H200, in steps full of prompts up to 4 and 3.7 times (benchmarks/NOTES.md).
     prefill_chunk: int
 
 
