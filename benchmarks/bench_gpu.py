@@ -270,6 +270,8 @@ class GpuBench(Bench):
                 f"{name}: "
                 + ", ".join(f"{v:.1f} us" if k == "us" else str(v) for k, v in found.items())
             )
+            if "error" in found:
+                self.missing_peers.append(f"{found['peer']}, {found['workload']}: {found['error']}")
             for row in self.rows:
                 if "us" in found and row.workload.split("#")[0] == found["workload"]:
                     row.peers[found["peer"]] = found["us"]
