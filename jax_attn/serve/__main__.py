@@ -34,7 +34,8 @@ _BUNDLED_MODEL = Path("models") / "tiny-llama-stdlib"
 _MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
 _BACKLOG = 2048
 _MAX_FILES = 65536  # open ones; many a shell allows 1,024, fewer than the queue has clients
-_KV_SHARE = 0.85  # of the free memory; the rest is for activations and logits
+_SAMPLING_BYTES = 48  # for each of [max_running, vocab]: logits, counts, ten f32 of XLA's to sort
+_KV_SHARE = 0.85  # of the memory that is left; the rest is for activations
 _NEXT_TRY = 0.9  # of the pages that did not fit
 _CPU_BYTES = 2 << 30
 _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
@@ -185,7 +186,9 @@ def _default_num_pages(
     """What the device's free memory holds; on CPU, whose memory others need too, far less."""
     num_running = args.max_running * -(-config.max_positions // args.page_size)
     if memory := jax.devices()[0].memory_stats():
-        budget = int(_KV_SHARE * (memory["bytes_limit"] - memory["bytes_in_use"]))
+        left = memory["bytes_limit"] - memory["bytes_in_use"]
+        left -= _SAMPLING_BYTES * args.max_running * config.vocab_size
+        budget = int(_KV_SHARE * left)
         most = _MAX_CACHE * num_running
     else:
         budget, most = _CPU_BYTES, num_running

@@ -12,6 +12,7 @@ from jax_attn.serve import __main__ as main
 from jax_attn.serve.async_engine import AsyncEngine, Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
+VOCAB = 4096
 
 
 class Allocator:
@@ -29,7 +30,10 @@ class Allocator:
 
 
 class FakeGpu:
+    """`limit`: beside what 32 rows of logits take."""
+
     def __init__(self, limit: int, in_use: int):
+        limit += 32 * VOCAB * main._SAMPLING_BYTES
         self._stats = {"bytes_limit": limit, "bytes_in_use": in_use}
 
     def memory_stats(self):
@@ -135,3 +139,10 @@ def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens
     monkeypatch.setattr(main.jax, "default_backend", lambda: backend)
     args = main._parse(options)
     assert (args.max_running, args.max_step_tokens, args.prefill_chunk) == (running, tokens, chunk)
+
+
+def test_more_rows_leave_less_room_for_pages(model, monkeypatch):
+    allocator = Allocator(10**9)
+    make(model, monkeypatch, allocator, "--max-running", "64", device=FakeGpu(3000 * PAGE_BYTES, 0))
+    more = 32 * VOCAB * main._SAMPLING_BYTES
+    assert allocator.asked == [int(0.85 * (3000 * PAGE_BYTES - more)) // PAGE_BYTES]
