@@ -77,7 +77,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g16-page5-q32_128-kv128-w12-s0-left-right-cap-wgmma": _QUEUE_END,
     "attention-bf16-d64x256-g4-page1-q32_128-kv64-w12-s0-right-wgmma": _QUEUE_END,
     "attention-bf16-d256-g2-page1-q32_128-kv64-w12-s0-right-fresh-wgmma": _QUEUE_END,
-    "attention-bf16-d80-kve4m3-g5-page5-q32_128-kv128-w16-s0-left-right-cap-wgmma": _PADDED,
+    "attention-bf16-d80-kve4m3-g5-page5-q32_128-kv128-w16-s0-left-right-cap-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-f16-d256-kve4m3-g2-page16-q32_128-kv64-w12-s0-right-wgmma": (
         48,
