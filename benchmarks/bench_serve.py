@@ -145,6 +145,7 @@ class Bench:
     def loops(self, client: Client, nums_clients: list[int], suffix: str = "") -> None:
         a = self.arguments
         requests = Requests(self.text(client), a.prompt, tuple(a.output), random.Random(0))
+        other_model = any(option.partition("=")[0] == "--model" for option in a.server)
         asyncio.run(closed_loop(client, requests, 2, 2))  # connections, imports, caches
         rate = 0.0
         for num_clients in nums_clients:
@@ -154,7 +155,7 @@ class Bench:
             row = self.add(f"closed/{num_clients}{suffix}", 1e6 / tokens_per_s, answers)
             row.more["tokens_per_s"] = round(tokens_per_s, 1)
             row.more["requests_per_s"] = round(rate, 3)
-            if not (a.url or suffix or "--model" in a.server):
+            if not (a.url or suffix or other_model):
                 self.measure_peer(row, num_clients)
             log(f"{row.workload}: {row.more} {row.peers}")
         for share in a.shares:

@@ -12,7 +12,7 @@ from jax_attn.serve import __main__ as main
 from jax_attn.serve.async_engine import AsyncEngine, Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
-VOCAB = 4096
+VOCAB = 4096  # of it
 
 
 class Allocator:
