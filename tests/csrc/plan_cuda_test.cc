@@ -354,9 +354,8 @@ struct Request {
   int64_t qo_len, kv_len;
 };
 
-// Causal decodes and prompts in pages of 16, a schedule of an H200.
-template <class Traits>
-void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64_t num_ctas) {
+// Causal, four query heads a kv head, pages of 16. An H200 has 132 processors.
+AttentionProblem HopperProblem(int64_t num_kv_heads, int64_t num_processors) {
   AttentionProblem problem;
   AttentionSpec& spec = problem.spec;
   spec.num_kv_heads = num_kv_heads;
@@ -365,7 +364,15 @@ void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64
   spec.window_right = 0;
   spec.page_size = 16;
   spec.arch = 90;
-  spec.num_processors = 132;
+  spec.num_processors = num_processors;
+  return problem;
+}
+
+// Decodes and prompts, a schedule of an H200.
+template <class Traits>
+void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64_t num_ctas) {
+  AttentionProblem problem = HopperProblem(num_kv_heads, 132);
+  AttentionSpec& spec = problem.spec;
   if (Traits::kGeneral) spec.schedule = kAuto;
   Batch b;
   b.kv_indptr.push_back(0);
@@ -412,15 +419,8 @@ void RunRetries(unsigned seed) {
 
 // More shared tiles than a plan holds, 200 for 400 requests: 13 for all of them, one for each pair.
 void RunPairs() {
-  AttentionProblem problem;
+  AttentionProblem problem = HopperProblem(2, 132);
   AttentionSpec& spec = problem.spec;
-  spec.num_kv_heads = 2;
-  spec.num_qo_heads = 8;
-  spec.head_dim_qk = spec.head_dim_vo = 128;
-  spec.window_right = 0;
-  spec.page_size = 16;
-  spec.arch = 90;
-  spec.num_processors = 132;
   spec.share_prefixes = 1;
   Batch b;
   b.num_levels = 2;
@@ -463,15 +463,8 @@ void RunPairs() {
 
 // Decodes behind one prefix, whose chunks leave a queue without one: it stays empty.
 void RunOnePrefix(int32_t batch_size, int32_t shared_len, int64_t num_kv_heads, int64_t num_ctas) {
-  AttentionProblem problem;
+  AttentionProblem problem = HopperProblem(num_kv_heads, num_ctas);
   AttentionSpec& spec = problem.spec;
-  spec.num_kv_heads = num_kv_heads;
-  spec.num_qo_heads = 4 * num_kv_heads;
-  spec.head_dim_qk = spec.head_dim_vo = 128;
-  spec.window_right = 0;
-  spec.page_size = 16;
-  spec.arch = 90;
-  spec.num_processors = num_ctas;
   spec.share_prefixes = 1;
   Batch b;
   b.num_levels = b.num_prefixes = 1;
