@@ -706,8 +706,9 @@ class HopperConsumer {
       ArriveAndMerge<Traits, Consumers>(p_, index, item.merge_idx(), num_groups,
                                         shared_.small.merge[Shape::kNumConsumers]);
     } else {
-      ArriveAndMerge<Traits, OneHopperConsumer>(p_, index, item.merge_idx(), num_groups,
-                                                shared_.small.merge[group_]);
+      struct One : OneHopperConsumer, HopperFold<Shape::kNumConsumers> {};
+      ArriveAndMerge<Traits, One>(p_, index, item.merge_idx(), num_groups,
+                                  shared_.small.merge[group_]);
     }
   }
 

@@ -105,10 +105,20 @@ struct HopperRolesOf {
 };
 using HopperRoles = HopperRolesOf<2>;
 
+// How consumers pass parameters to a fold. Three have no registers left for them, and would keep
+// on the stack what their steps need.
+template <int kConsumers>
+struct HopperFold {
+  using Params = FoldParams;
+};
+template <>
+struct HopperFold<3> {
+  using Params = const AttentionParams&;
+};
+
 // The consumers as one group of threads.
 template <class Roles>
-struct HopperConsumersOf {
-  using Params = FoldParams;
+struct HopperConsumersOf : HopperFold<Roles::kNumConsumers> {
   static constexpr int kNamedBarrier = 3;
   __device__ static int thread() { return Anew(threadIdx.x) - Roles::kProducerThreads; }
   __device__ static int num_threads() { return Roles::kConsumerThreads; }
@@ -118,7 +128,6 @@ using HopperConsumers = HopperConsumersOf<HopperRoles>;
 
 // The threads of one consumer.
 struct OneHopperConsumer {
-  using Params = FoldParams;
   static constexpr int kNamedBarrier = 4;  // and 5; 6 of a third
   __device__ static int thread() { return Anew(threadIdx.x) % 128; }
   __device__ static int num_threads() { return 128; }
