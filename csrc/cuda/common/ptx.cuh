@@ -299,6 +299,7 @@ __device__ __forceinline__ i32 AddRelaxed(i32* counter, i32 x) {
                : "memory");
   return before;
 }
+
 // Some 100 to 200 ns of doing nothing.
 __device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
 
