@@ -210,9 +210,6 @@ __device__ __noinline__ void FoldMergeGroups(typename Team::Params params, const
     mine = only->group;
   } else if ((completed >> lane & 1) != 0) {
     mine = LoadGroup(groups + lane);
-    const i32* rows = p.partial_rows + mine.partials_begin;  // they come near, all at once
-    LoadConstant(rows);
-    LoadConstant(rows + mine.num_partials - 1);
   }
   auto of = [](int x, int group) { return __shfl_sync(kFullWarp, x, group); };
   const int first_group = __ffs(completed) - 1;
@@ -421,11 +418,6 @@ __device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx,
     if (slice >= counter.num_slices) break;
   }
   if (counter.num_slices == 1 && is_first_thread) *counter.counter = 0;
-}
-
-// Brings the record of an item's first merge group near, ahead of ArriveAndMerge.
-__device__ __forceinline__ void PrefetchMergeGroup(const AttentionParams& p, int merge_idx) {
-  if (merge_idx >= 0) LoadConstant(&p.merge_groups[merge_idx].num_partials);
 }
 
 // Keeps what a fold of a merge group begins with, by one warp.

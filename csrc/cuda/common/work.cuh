@@ -7,7 +7,7 @@
 namespace jax_attn {
 
 // One work item of the plan. A field is read from L1 whenever it is needed, which costs less than
-// the registers that would hold it; Prefetch brings the record there ahead of its use.
+// the registers that would hold it.
 class ItemRecord {
  public:
   __device__ __forceinline__ ItemRecord(const AttentionParams& p, int index)
@@ -25,7 +25,6 @@ class ItemRecord {
   __device__ int merge_idx() const { return LoadConstant(&item_->merge_idx); }
   __device__ int request() const { return LoadConstant(&item_->request); }
   __device__ int num_groups() const { return LoadConstant(&item_->num_groups); }
-  __device__ void Prefetch() const { LoadConstant(&item_->tile); }
 
  private:
   const WorkItem* item_;

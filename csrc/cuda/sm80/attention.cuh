@@ -230,7 +230,6 @@ class TilePath {
       if (next >= QueueEnd(p_) || ItemRecord(p_, next).tile() != kTile) return;
       index_ = next;
       pos_ = FirstStep(ItemRecord(p_, next));
-      if (next + 1 < QueueEnd(p_)) ItemRecord(p_, next + 1).Prefetch();
     }
 
     // kv position of the slice's token 0, or of this lane's token.

@@ -182,7 +182,6 @@ class MlaPath {
     if (load_pos_ == kNone && IsMine(load_index_ + 1)) {
       ++load_index_;
       load_pos_ = FirstStep(ItemRecord(p_, load_index_));
-      if (load_index_ + 1 < QueueEnd(p_)) ItemRecord(p_, load_index_ + 1).Prefetch();
     }
     if (kPageSize > 0 && load_pos_ != kNone) {
       const ItemRecord item(p_, load_index_);
@@ -290,7 +289,6 @@ class MlaPath {
     }
     __syncwarp();
     const int first_step = FirstStep(item), end_of_steps = EndOfSteps(item);
-    PrefetchMergeGroup(p_, item.merge_idx());
 #pragma unroll 1
     for (int pos = first_step; pos < end_of_steps; pos += kStep) {
       const bool is_first = pos == first_step;

@@ -39,7 +39,6 @@ class LatentSteps {
       end_pos_ = item.kv_end();
       base_ = item.kv_base();
       pos_ = FirstStep<Shape::kStep>(item);
-      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
     }
     if constexpr (Traits::kPageSize > 0) {
       const int pos = Shape::LanePosition(pos_);

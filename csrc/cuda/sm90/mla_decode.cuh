@@ -542,7 +542,6 @@ class HopperMlaDecodeConsumer {
     for (int index = begin; index < end; ++index) {
       RecordBegin<Traits>(p_, index, Team::thread());
       const ItemRecord item(p_, index);
-      PrefetchMergeGroup(p_, item.merge_idx());
       if (Traits::kNumTiles == 1 || item.tile() == 0) {
         RunItem<Traits::kTileQ0>(index);
       } else {

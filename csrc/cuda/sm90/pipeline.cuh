@@ -178,7 +178,6 @@ class QueueSteps {
       const auto item = this->item();
       pos_ = FirstStep<Shape::kStep>(item);
       end_pos_ = item.kv_end();
-      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
     }
     if constexpr (Traits::kPageSize > 0) {
       const auto item = this->item();
