@@ -69,11 +69,11 @@ Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& la
   return Status::Ok();
 }
 
-// Rows in a box of the copy engine: what one warp of the producers copies of a page, or of a ragged
-// step. 0: boxes of 8 rows and more do not tile the pages (csrc/cuda/sm90/attention.cuh).
+// Rows in a box of the copy engine: what one of the four warps of a producer copies of a page, or
+// of a ragged step. 0: boxes of 8 rows and more do not tile the pages
+// (csrc/cuda/sm90/attention.cuh).
 int64_t BoxRows(const AttentionProblem& problem) {
-  const int64_t num_warps = problem.spec.kv_is_e4m3 && problem.spec.head_dim_vo <= 192 ? 8 : 4;
-  const int64_t slice = problem.config.tile_kv / num_warps, page_size = problem.spec.page_size;
+  const int64_t slice = problem.config.tile_kv / 4, page_size = problem.spec.page_size;
   if (page_size % slice == 0) return slice;  // ragged as well
   return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
 }

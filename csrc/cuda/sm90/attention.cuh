@@ -27,8 +27,8 @@
 
 namespace jax_attn {
 
-template <class Traits>
-__device__ __forceinline__ int NumRows(const ItemRecord& item) {
+template <class Traits, class Item>
+__device__ __forceinline__ int NumRows(const Item& item) {
   return item.qo_len() * Traits::kGroupSize;
 }
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ int NextConsumer(int consumer) {
 }
 
 // Whether the consumers share an item.
-template <class Traits>
-__device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
+template <class Traits, class Item>
+__device__ __forceinline__ bool IsJoint(const Item& item) {
   constexpr int kTallest = Traits::kNumTiles == 1 ? Traits::kTileQ0 : Traits::kTileQ1;
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool IsDecode(const ItemRecord& item) {
 // the tensor cores, and the producer's instructions take issue slots from the softmax. Single items
 // wait for memory, which single rows reach sooner. Measured (H200): 4 x 4096 without mask 545
 // TFLOP/s by rows and 586 by boxes; 64 decodes at 4096 254 us by rows and 270 by boxes.
-template <class Traits>
-__device__ __forceinline__ bool UsesBoxes(const AttentionParams& p, const ItemRecord& item) {
+template <class Traits, class Item>
+__device__ __forceinline__ bool UsesBoxes(const AttentionParams& p, const Item& item) {
   return p.has_tensor_maps && IsJoint<Traits>(item);
 }
 
@@ -95,7 +95,7 @@ struct HopperShape {
 
   // Rows in a box of the copy engine, what a producer warp copies of a page; 0: boxes do not tile
   // the pages.
-  static constexpr int kWarpTokens = kStep / (kOnlyDecodes<Traits> ? 4 : Roles::kProducerWarps);
+  static constexpr int kWarpTokens = kStep / 4;
   static constexpr int kPageSize = Traits::kPageSize;
   static constexpr int kBoxRows = kOnlyDecodes<Traits>           ? 0
                                   : kPageSize % kWarpTokens == 0 ? kWarpTokens
@@ -110,9 +110,7 @@ struct HopperShape {
     return pos + warp * kWarpTokens + lane % kWarpTokens;
   }
   // Of the producer that the thread is of.
-  __device__ static int ProducerWarp() {
-    return (kOnlyDecodes<Traits> ? threadIdx.x % 128 : threadIdx.x) / kWarpSize;
-  }
+  __device__ static int ProducerWarp() { return threadIdx.x % 128 / kWarpSize; }
 
   struct Barriers : CodeBarriers<kE4m3> {
     u64 full_q[kNumConsumers], empty_q[kNumConsumers];
@@ -155,7 +153,7 @@ struct HopperShape {
     }
     for (int i = 0; i < kSlots; ++i) {
       // Copies arrive for each thread of a producer, conversions for each warp.
-      constexpr int kArrivals = kE4m3 ? Roles::kProducerWarps : 128;
+      constexpr int kArrivals = kE4m3 ? 4 : 128;
       InitBarrier(SharedAddress(b.full_k + i), kArrivals);
       InitBarrier(SharedAddress(b.full_v + i), kArrivals);
       InitBarrier(SharedAddress(b.empty_k + i), Roles::kConsumerWarps);
@@ -163,8 +161,8 @@ struct HopperShape {
     }
     if constexpr (kE4m3) {
       for (int i = 0; i < kCodeSlots; ++i) {
-        InitBarrier(SharedAddress(b.full_k_codes + i), Roles::kProducerThreads);
-        InitBarrier(SharedAddress(b.full_v_codes + i), Roles::kProducerThreads);
+        InitBarrier(SharedAddress(b.full_k_codes + i), 128);
+        InitBarrier(SharedAddress(b.full_v_codes + i), 128);
       }
     }
   }
@@ -274,7 +272,8 @@ class HopperProducer {
     if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
   }
   // The kv head, and whether its rows come by boxes.
-  __device__ __forceinline__ int Head(const ItemRecord& item) const {
+  template <class Item>
+  __device__ __forceinline__ int Head(const Item& item) const {
     return item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
   }
   // While the consumers still compute: for them the header would be a trip to memory more.

@@ -155,7 +155,7 @@ class QueueSteps {
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
   __device__ auto item() const {
-    if constexpr (kOnlyDecodes<Traits>) {
+    if constexpr (kCopiesItems) {
       return item_;
     } else {
       return ItemRecord(p_, index_);
@@ -164,7 +164,8 @@ class QueueSteps {
   __device__ int pos() const { return pos_; }  // of the step
   // An item without a span is passed, too, but has no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
-  __device__ bool is_first(const ItemRecord& item) const {
+  template <class Item>
+  __device__ bool is_first(const Item& item) const {
     return pos_ == FirstStep<Shape::kStep>(item);
   }
 
@@ -174,7 +175,7 @@ class QueueSteps {
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
-      if constexpr (kOnlyDecodes<Traits>) item_ = ItemCopy(p_, index_);
+      if constexpr (kCopiesItems) item_ = ItemCopy(p_, index_);
       const auto item = this->item();
       pos_ = FirstStep<Shape::kStep>(item);
       end_pos_ = item.kv_end();
@@ -204,9 +205,12 @@ class QueueSteps {
   }
 
  private:
+  // Where producers have registers for it.
+  static constexpr bool kCopiesItems = kOnlyDecodes<Traits> || Traits::kKvIsE4m3;
+
   const AttentionParams& p_;
   int index_, end_;    // item of the step
-  ItemCopy item_;      // of decodes alone, whose producers have registers for it
+  ItemCopy item_;
   int pos_, end_pos_;  // kv position of the step, end of its item's span
   i32 page_ = 0;       // page of this lane's token
 };
