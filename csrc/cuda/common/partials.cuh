@@ -21,7 +21,7 @@ struct MergeScratch {
   static constexpr int kMaxGroups = 192;  // of an item: a tile has up to 192 rows
   static constexpr int kMaxKept = 64;     // partials
   MergeGroup group;                       // the item's, if it has one
-  i32 partial_rows[kMaxKept];             // of it
+  alignas(16) i32 partial_rows[kMaxKept];  // of it
   u32 completed[kMaxGroups / kWarpSize];  // a bit each: we came last
   int slices[2];  // of mla: taken, by turns; before that, in [1], how many came earlier
 };
@@ -150,33 +150,51 @@ struct RowStrips : FoldStrips<Traits> {
 };
 
 // Folds an item's only group, whose states are one batch and make the result, by the whole team:
-// what decodes of few requests wait for. Not inlined: one copy serves all tile heights.
+// what decodes of few requests wait for. Until the states are asked for, every instruction counts.
 template <class Traits, class Team>
-__device__ __noinline__ void FoldOneBatch(typename Team::Params params,
-                                          const MergeScratch& scratch) {
-  const AttentionParams& p = params;
+__device__ __forceinline__ void FoldOneBatchHere(const AttentionParams& p,
+                                                 const MergeScratch& scratch) {
   using Strips = FoldStrips<Traits>;
   const MergeGroup& group = scratch.group;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
-  const int first_place = group.first_place, num_places = first_place + group.num_partials;
+  const int num_partials = Uniform(group.num_partials);
   const Strips strips(p, group.kv_head);
+  const int num_strips = Uniform(strips.Count(group.qo_len));
+  int first_rows[kFoldBatch];  // anything beyond num_partials
+#pragma unroll
+  for (int i = 0; i < kFoldBatch; i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(scratch.partial_rows + i);
+    first_rows[i] = static_cast<int>(four.x);
+    first_rows[i + 1] = static_cast<int>(four.y);
+    first_rows[i + 2] = static_cast<int>(four.z);
+    first_rows[i + 3] = static_cast<int>(four.w);
+  }
 #pragma unroll 1
-  for (int strip = Team::thread() / kWarpSize; strip < strips.Count(group.qo_len);
-       strip += num_warps) {
+  for (int strip = Uniform(Team::thread() / kWarpSize); strip < num_strips; strip += num_warps) {
     const int row = strips.Row(strip), vector = Strips::Vector(strip, lane);
+    // Anew: one multiplication makes the address of a state, which the compiler would share out.
+    const char* const columns = Anew(reinterpret_cast<const char*>(p.partial_o + 4 * vector));
+    // The batch's other places, wherever they are, have the identity.
     PartialState batch[kFoldBatch];
 #pragma unroll
     for (int i = 0; i < kFoldBatch; ++i) {
-      const bool is_there = i >= first_place && i < num_places;
-      const int partial = is_there ? i - first_place : 0;
-      const int first_row = scratch.partial_rows[partial];
-      batch[i] = LoadState<Traits>(p, is_there, static_cast<i64>(first_row + row), vector);
+      const bool is_there = i < num_partials;
+      const i64 at = first_rows[i] + row;
+      batch[i].row = LoadCoherentIf(is_there, p.partial_states + at, {-Infinity(), 0.0f});
+      batch[i].o = LoadCoherent16If(
+          is_there && vector < Strips::kVectors,
+          reinterpret_cast<const float*>(columns + at * (4 * Traits::kHeadDimVo)));
     }
     __syncwarp();  // or ptxas would ask for half of them behind the first answers
-    PartialState all = IdentityState();
-    Combine(all, SumOfStates(batch, num_places <= kFewStates));
+    PartialState all = SumOfStates(batch, num_partials <= kFewStates);
     WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, row, lane, all);
   }
+}
+// Not inlined: one copy serves all tile heights, where there are several.
+template <class Traits, class Team>
+__device__ __noinline__ void FoldOneBatch(typename Team::Params params,
+                                          const MergeScratch& scratch) {
+  FoldOneBatchHere<Traits, Team>(params, scratch);
 }
 
 // A batch of the states of a strip.
@@ -485,7 +503,11 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
       const MergeGroup& group = scratch.group;
       if (group.first_place + group.num_partials <= kFoldBatch && group.parent < 0 &&
           group.partials_step == 1) {
-        FoldOneBatch<Traits, Team>(p, scratch);
+        if constexpr (Traits::kNumTiles == 1) {
+          FoldOneBatchHere<Traits, Team>(p, scratch);
+        } else {
+          FoldOneBatch<Traits, Team>(p, scratch);
+        }
         return;
       }
       FoldMergeGroups<Traits, Team>(p, groups, 1, &scratch);
