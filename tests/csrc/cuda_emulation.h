@@ -552,10 +552,6 @@ inline void CopyAsync16(u32 shared, const void* global, bool valid) {
 inline void CopyAsync16Once(u32 shared, const void* global, bool valid) {
   CopyAsync16(shared, global, valid);
 }
-template <int kBytes>
-void CopyAsyncNear(u32 shared, const void* global) {
-  std::memcpy(smem + shared, global, kBytes);
-}
 inline void CommitCopies() {
   emulation::Fiber& f = emulation::machine.current();
   f.groups.push_back(std::move(f.open_group));

@@ -18,11 +18,11 @@ namespace jax_attn {
 // What a CTA keeps of the merge groups of an item that it just finished, in shared memory: an
 // arrival empties L1.
 struct MergeScratch {
-  static constexpr int kMaxGroups = 192;  // of an item: a tile has up to 192 rows
-  static constexpr int kMaxKept = 64;     // partials
-  MergeGroup group;                       // the item's, if it has one
+  static constexpr int kMaxGroups = 192;   // of an item: a tile has up to 192 rows
+  static constexpr int kMaxKept = 64;      // partials
+  MergeGroup group;                        // the item's, if it has one
   alignas(16) i32 partial_rows[kMaxKept];  // of it
-  u32 completed[kMaxGroups / kWarpSize];  // a bit each: we came last
+  u32 completed[kMaxGroups / kWarpSize];   // a bit each: we came last
   int slices[2];  // of mla: taken, by turns; before that, in [1], how many came earlier
 };
 
@@ -181,9 +181,9 @@ __device__ __forceinline__ void FoldOneBatchHere(const AttentionParams& p,
       const bool is_there = i < num_partials;
       const i64 at = first_rows[i] + row;
       batch[i].row = LoadCoherentIf(is_there, p.partial_states + at, {-Infinity(), 0.0f});
-      batch[i].o = LoadCoherent16If(
-          is_there && vector < Strips::kVectors,
-          reinterpret_cast<const float*>(columns + at * (4 * Traits::kHeadDimVo)));
+      batch[i].o =
+          LoadCoherent16If(is_there && vector < Strips::kVectors,
+                           reinterpret_cast<const float*>(columns + at * (4 * Traits::kHeadDimVo)));
     }
     __syncwarp();  // or ptxas would ask for half of them behind the first answers
     PartialState all = SumOfStates(batch, num_partials <= kFewStates);

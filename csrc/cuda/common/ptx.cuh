@@ -48,14 +48,6 @@ __device__ __forceinline__ void CopyAsync16Once(u32 shared, const void* global, 
       : "memory");
 }
 
-// Copies 4 or 16 bytes through L1, where they stay: what brings them near. A load that nobody uses
-// does not, because ptxas deletes it.
-template <int kBytes>
-__device__ __forceinline__ void CopyAsyncNear(u32 shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes)
-               : "memory");
-}
-
 // Closes the group of this thread's copies since the last commit; it may be empty.
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -147,21 +147,30 @@ __device__ __forceinline__ u32 PoolRow(i32 page, int pos) {
   return static_cast<u32>(page) * kPageSize + static_cast<u32>(pos) % kPageSize;
 }
 
-// k and v of the layer that this call reads, row 0, head 0.
+// The layer that this call reads; 0 where there is one.
+template <class Traits>
+__device__ __forceinline__ int LoadLayer(const AttentionParams& p) {
+  return Traits::kPageSize > 0 && p.layer != nullptr ? LoadConstant(p.layer) : 0;
+}
+
+// k and v of a layer, row 0, head 0.
 struct KvPools {
   const char *k, *v;
 };
 
 template <class Traits, int kElementBytes>
-__device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {
+__device__ __forceinline__ KvPools FindPools(const AttentionParams& p, int layer) {
   KvPools pools = {static_cast<const char*>(p.k), static_cast<const char*>(p.v)};
   if (Traits::kPageSize > 0 && p.layer != nullptr) {
-    const i64 rows_times_heads =
-        LoadConstant(p.layer) * p.num_pages * (Traits::kPageSize * p.num_kv_heads);
+    const i64 rows_times_heads = layer * p.num_pages * (Traits::kPageSize * p.num_kv_heads);
     pools.k += rows_times_heads * (Traits::kHeadDimQk * kElementBytes);
     pools.v += rows_times_heads * (Traits::kHeadDimVo * kElementBytes);
   }
   return pools;
+}
+template <class Traits, int kElementBytes>
+__device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {
+  return FindPools<Traits, kElementBytes>(p, LoadLayer<Traits>(p));
 }
 
 // The tokens of a request whose k and v come from k_new and v_new: positions from `begin` on.

@@ -180,12 +180,9 @@ class HopperProducer {
   __device__ __forceinline__ HopperProducer(const AttentionParams& p, Shared& shared)
       : p_(p), shared_(shared), steps_(p) {}
 
-  __device__ __forceinline__ void Run(int begin, int end) {
-    if constexpr (kOnlyDecodes<Traits>) {
-      RunOne(begin, end);
-    } else {
-      RunBoth(begin, end);
-    }
+  __device__ __forceinline__ void Run(int begin, int end) { RunBoth(begin, end); }
+  __device__ __forceinline__ void Run(int begin, int end, const FirstItem<Traits>& first) {
+    RunOne(begin, end, first);
   }
 
  protected:
@@ -222,11 +219,12 @@ class HopperProducer {
 
   // The same of K or of V alone, by a producer each. V is not needed before there are weights: the
   // first rows of K have a trip to memory's start, or both would arrive late.
-  __device__ __forceinline__ void RunOne(int begin, int end) {
+  __device__ __forceinline__ void RunOne(int begin, int end, const FirstItem<Traits>& first) {
     const bool is_v = Uniform(threadIdx.x / 128) != 0;
+    steps_.Start(begin, end, first.item);
+    pools_ = FindPools<Traits, E::kBytes>(p_, first.layer);
+    __syncthreads();  // the barriers are made
     if (is_v) BlankPaddingRows<Traits, 2>(p_, threadIdx.x % 128, 128);
-    steps_.Start(begin, end);
-    pools_ = FindPools<Traits, E::kBytes>(p_);
     auto& b = Barriers();
     if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one piece of code for both
       FillSteps<Traits::kHeadDimQk, typename Shape::K>(
@@ -457,6 +455,7 @@ class HopperConsumer {
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
+    if constexpr (kOnlyDecodes<Traits>) __syncthreads();  // as the producers
     // The first turn is that of group 0.
     if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
     int owner = 0;  // of the next single item

@@ -151,6 +151,16 @@ class QueueSteps {
     end_pos_ = 0;
     Next();
   }
+  // The same, but that item blockIdx.x is known.
+  __device__ __forceinline__ void Start(int begin, int end, const ItemCopy& item) {
+    index_ = begin;
+    end_ = end;
+    if (begin >= end) return;
+    item_ = item;
+    if (begin != static_cast<int>(blockIdx.x)) item_ = ItemCopy(p_, begin);
+    BeginItem();
+    AskForPage();
+  }
 
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
@@ -176,18 +186,9 @@ class QueueSteps {
       ++index_;
       if (index_ >= end_) return;
       if constexpr (kCopiesItems) item_ = ItemCopy(p_, index_);
-      const auto item = this->item();
-      pos_ = FirstStep<Shape::kStep>(item);
-      end_pos_ = item.kv_end();
+      BeginItem();
     }
-    if constexpr (Traits::kPageSize > 0) {
-      const auto item = this->item();
-      const int pos = Shape::LanePosition(pos_);
-      page_ = 0;
-      if (pos >= item.kv_begin() && pos < item.kv_end()) {
-        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
-      }
-    }
+    AskForPage();
   }
 
   // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
@@ -208,29 +209,56 @@ class QueueSteps {
   // Where producers have registers for it.
   static constexpr bool kCopiesItems = kOnlyDecodes<Traits> || Traits::kKvIsE4m3;
 
+  __device__ __forceinline__ void BeginItem() {
+    const auto item = this->item();
+    pos_ = FirstStep<Shape::kStep>(item);
+    end_pos_ = item.kv_end();
+  }
+  __device__ __forceinline__ void AskForPage() {
+    if constexpr (Traits::kPageSize > 0) {
+      const auto item = this->item();
+      const int pos = Shape::LanePosition(pos_);
+      page_ = 0;
+      if (pos >= item.kv_begin() && pos < item.kv_end()) {
+        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
+      }
+    }
+  }
+
   const AttentionParams& p_;
-  int index_, end_;    // item of the step
+  int index_, end_;  // item of the step
   ItemCopy item_;
   int pos_, end_pos_;  // kv position of the step, end of its item's span
   i32 page_ = 0;       // page of this lane's token
 };
 
-// A producer and its consumers as the warpgroups of a CTA.
+// A producer and its consumers as the warpgroups of a CTA. first: what the producer knows besides.
 template <class Producer, class Consumer, class Roles = HopperRoles>
 struct HopperTeams {
   static constexpr int kNumThreads = Roles::kNumThreads;
 
-  template <class Shared>
+  template <class Shared, class... First>
   __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
-                                             int end) {
+                                             int end, const First&... first) {
     if (threadIdx.x < Roles::kProducerThreads) {
       LowerRegisterLimit<Roles::kProducerRegisters>();
-      Producer(p, shared).Run(begin, end);
+      Producer(p, shared).Run(begin, end, first...);
     } else {
       RaiseRegisterLimit<Roles::kConsumerRegisters>();
       Consumer(p, shared).Run(begin, end);
     }
   }
+};
+
+// What a queue probably begins with: queues of small batches have one item each, which is item
+// blockIdx.x of the plan. Asked for beside the borders of the queue it is there two trips to memory
+// earlier.
+template <class Traits>
+struct FirstItem {
+  ItemCopy item;
+  int layer;
+  __device__ __forceinline__ explicit FirstItem(const AttentionParams& p)
+      : item(p, blockIdx.x), layer(LoadLayer<Traits>(p)) {}
 };
 
 // The kernel around the warpgroups: Teams::Run has a queue's items [begin, end). A Shape has
@@ -246,30 +274,19 @@ struct HopperBody {
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
-    if constexpr (kOnlyDecodes<Traits>) BringFirstItemNear(p, SharedAddress(smem));
     const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
     const int end = QueueEnd(p);
-    if (threadIdx.x == 0) Shape::InitBarriers(shared);
-    if constexpr (kOnlyDecodes<Traits>) WaitCopies<0>();
-    __syncthreads();
-    Teams::Run(p, shared, begin, end);
-    if constexpr (Traits::kIsMla) BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
-  }
-
- private:
-  // Where queues have one item each, as in small batches, it is item blockIdx.x of the plan. Its
-  // record and the layer come together with the borders of the queue, and the first page a trip to
-  // memory earlier. room: shared memory that nobody needs yet.
-  __device__ __forceinline__ static void BringFirstItemNear(const AttentionParams& p, u32 room) {
-    constexpr int kParts = sizeof(WorkItem) / 16;
-    const int part = static_cast<int>(threadIdx.x) - (kNumThreads - kWarpSize);  // the last warp
-    if (part >= 0 && part < kParts) {
-      const auto* item = reinterpret_cast<const char*>(p.items + blockIdx.x);
-      CopyAsyncNear<16>(room + 16 * part, item + 16 * part);
-    } else if (part == kParts && Traits::kPageSize > 0 && p.layer != nullptr) {
-      CopyAsyncNear<4>(room + 16 * part, p.layer);
+    if constexpr (kOnlyDecodes<Traits>) {
+      const FirstItem<Traits> first(p);
+      // By a consumer. The teams meet when the producers have asked for the first page.
+      if (threadIdx.x == kNumThreads - 1) Shape::InitBarriers(shared);
+      Teams::Run(p, shared, begin, end, first);
+    } else {
+      if (threadIdx.x == 0) Shape::InitBarriers(shared);
+      __syncthreads();
+      Teams::Run(p, shared, begin, end);
     }
-    CommitCopies();
+    if constexpr (Traits::kIsMla) BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
   }
 };
 
