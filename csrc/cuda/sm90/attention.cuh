@@ -445,7 +445,6 @@ class HopperConsumer {
   using Q = typename Shape::Q;
   using K = typename Shape::K;
   using V = typename Shape::V;
-  using Decode = DecodeRows<Traits>;
   using Consumers = HopperConsumersOf<typename Shape::Roles>;
 
   __device__ __forceinline__ HopperConsumer(const AttentionParams& p, Shared& shared)
@@ -465,7 +464,7 @@ class HopperConsumer {
       if (!joint && owner != group_) {
         Pass(item);
       } else if (IsDecode<Traits>(item)) {
-        if constexpr (kHasDecode<Traits>) RunDecodeItem(index, index > begin, index + 1 < end);
+        if constexpr (kHasDecode<Traits>) RunDecode(index, index > begin, index + 1 < end);
       } else if constexpr (!kOnlyDecodes<Traits>) {
         RunItem(index, joint);
       }
@@ -567,6 +566,7 @@ class HopperConsumer {
   }
 
   // Of a decode item. Addresses are uniform, so 16 descriptors are made of each at half the price.
+  template <class Decode>
   __device__ __forceinline__ static void StartKq(typename Decode::Scores& s, u32 k_slot, u32 q_at) {
     using DecodeQ = typename Decode::Shared::Q;
     const u64 k = K::Descriptor(k_slot, 0), q = DecodeQ::Descriptor(q_at, 0);
@@ -581,6 +581,7 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
+  template <class Decode>
   __device__ __forceinline__ static void StartVp(typename Decode::Output& o, u32 v_slot, u32 p_at) {
     using P = typename Decode::Shared::P;
     const u64 v = V::TransposedDescriptor(v_slot, 0), p = P::Descriptor(p_at, 0);
@@ -710,11 +711,23 @@ class HopperConsumer {
     }
   }
 
+  // takes_turn, passes_turn: of decodes alone, whether there is an item before it, or behind it.
+  __device__ __forceinline__ void RunDecode(int index, bool takes_turn, bool passes_turn) {
+    RecordBegin<Traits>(p_, index, thread_);
+    const ItemRecord item(p_, index);
+    if (Traits::kGroupSize <= kFewRows && NumRows<Traits>(item) <= kFewRows) {
+      RunDecodeItem<DecodeRows<Traits, kFewRows>>(index, takes_turn, passes_turn);
+    } else {
+      RunDecodeItem<DecodeRows<Traits, kDecodeRows>>(index, takes_turn, passes_turn);
+    }
+    Merge(index, item, false);
+    RecordEnd<Traits>(p_, index, thread_);
+  }
+
   // Weights go to the other warps by shared memory. The barrier that lets them be read says as well
   // whether the reference of a row has to grow first, as all have to in the first step.
-  // takes_turn, passes_turn: of decodes alone, whether there is an item before it, or behind it.
+  template <class Decode>
   __device__ __forceinline__ void RunDecodeItem(int index, bool takes_turn, bool passes_turn) {
-    RecordBegin<Traits>(p_, index, thread_);
     const ItemRecord item(p_, index);
     // Anew: else addresses that only this loop needs would be kept in registers all along.
     const int group = Uniform(Anew(group_));
@@ -740,7 +753,7 @@ class HopperConsumer {
     }
     WaitFull(Barriers().full_k, k_cursor_);
     WgmmaFence();
-    StartKq(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])), q_at);
+    StartKq<Decode>(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])), q_at);
     WgmmaWait<0>();
     PinBlocks(s);
     Release(Barriers().empty_k, k_cursor_, false);
@@ -769,13 +782,13 @@ class HopperConsumer {
       if (is_last) {
         if (kOnlyDecodes<Traits> && passes_turn) PassTurn();
         WgmmaFence();
-        StartVp(o, v_slot, p_at);
+        StartVp<Decode>(o, v_slot, p_at);
         break;
       }
       PinBlocks(s);
       WgmmaFence();
-      StartKq(s, k_slot, q_at);
-      StartVp(o, v_slot, p_at);
+      StartKq<Decode>(s, k_slot, q_at);
+      StartVp<Decode>(o, v_slot, p_at);
       WgmmaWait<1>();
       PinBlocks(s);
       Release(Barriers().empty_k, k_cursor_, false);
@@ -794,13 +807,11 @@ class HopperConsumer {
     Release(Barriers().empty_v, v_cursor_, false);
     rows.Write(o);
     if constexpr (!kOnlyDecodes<Traits>) ReleaseQ();
-    Merge(index, item, false);
-    RecordEnd<Traits>(p_, index, thread_);
   }
 
   // By the consumer that has the item.
   __device__ __forceinline__ void LoadDecodeQ(const ItemRecord& item, u32 q_at) const {
-    using DecodeQ = typename Decode::Shared::Q;
+    using DecodeQ = typename DecodeShared<Traits>::Q;
     const int num_rows = NumRows<Traits>(item);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());

@@ -1,6 +1,7 @@
 // Items of few rows: the operands of both products change places. What a wgmma has 64 of is tokens
 // in s^T = k * q^T and columns of v in o^T = v^T * p^T, and the rows of the item are its n. So a
 // step costs as many exponentials as there are rows, not 64, and little more than reading k and v.
+// Up to 8 rows, which is a token of a group of heads, have a copy of the code.
 #pragma once
 
 #include "cuda/any/attention_row.cuh"
@@ -32,12 +33,12 @@ struct DecodeExchange {
 // What a consumer knows of the rows of an item after the kv tokens it has seen, besides o. Of
 // accumulators [64, kRows] a thread has rows 8j + 2 * (lane % 4) + {0, 1} of the item; 64b + 16 *
 // warp + 8h + lane / 4 is its token in s, and its column in o.
-template <class Traits>
+template <class Traits, int kMostRows>
 class DecodeRows {
  public:
   using E = Element<Traits::kDtype>;
   using Shared = DecodeShared<Traits>;
-  static constexpr int kRows = Shared::kRows;
+  static constexpr int kRows = kMostRows;
   static constexpr int kTiles = kRows / 8;
   static constexpr int kBlocks = Traits::kTileKv / 64;
   static constexpr int kOBlocks = Shared::O::kBlocks;
@@ -56,7 +57,6 @@ class DecodeRows {
         exchange_(exchange) {
     const ItemRecord item(p, index);
     num_rows_ = Uniform(item.qo_len() * Traits::kGroupSize);
-    num_tiles_ = CeilDiv(num_rows_, 8);
     const VisibleSpan span =
         SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), 0, item.qo_len() - 1);
     all_begin_ = span.all_begin;
@@ -75,7 +75,7 @@ class DecodeRows {
   // From k * q^T of the tokens [begin, begin + 64 * kBlocks) to logits, but for their scale.
   __device__ __forceinline__ void MakeLogits(int begin, Scores& s) const {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_, k_scale_).Transform(s[b], num_tiles_);
+    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_, k_scale_).Transform(s[b], num_tiles());
     if (begin < all_begin_ || begin + 64 * kBlocks > all_end_) Mask(begin, s);
   }
 
@@ -86,7 +86,7 @@ class DecodeRows {
     float highest = -Infinity();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
       step_sum_[j][0] = step_sum_[j][1] = 0.0f;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -112,7 +112,7 @@ class DecodeRows {
     float all = 0.0f;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
       all += step_sum_[j][0] + step_sum_[j][1];
     }
     return all;
@@ -122,7 +122,7 @@ class DecodeRows {
     const u32 to = SharedAddress(shared_.p) + lane_offset_;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         StoreMatrix2Transposed(to + b * Shared::P::kBlockBytes + j * 1024, weights_[b][j][0],
@@ -134,7 +134,7 @@ class DecodeRows {
   __device__ __forceinline__ void AddSums() {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) sum_[j][c] += step_sum_[j][c];
     }
@@ -147,7 +147,7 @@ class DecodeRows {
     float maxima[kTiles][2] = {};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float x = fmaxf(s[0][j][c], s[0][j][2 + c]);
@@ -163,7 +163,7 @@ class DecodeRows {
     Publish(maxima);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = Row(j, c);
@@ -187,7 +187,7 @@ class DecodeRows {
   __device__ __forceinline__ void FinishStates() {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -230,12 +230,14 @@ class DecodeRows {
   __device__ int Row(int j, int c) const { return 8 * j + 2 * (lane_ % 4) + c; }
   // Of s, or column of o, within 64.
   __device__ int Token() const { return 16 * warp_ + lane_ / 4; }
+  // Tiles of 8 rows; what lies beyond is anything.
+  __device__ int num_tiles() const { return kTiles == 1 ? 1 : CeilDiv(num_rows_, 8); }
   // A number a row of each warp, for all warps.
   __device__ __forceinline__ void Publish(const float (&x)[kTiles][2]) {
     if (lane_ < 4) {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        if (j >= num_tiles_) break;
+        if (j >= num_tiles()) break;
 #pragma unroll
         for (int c = 0; c < 2; ++c) exchange_.of_warps[warp_][Row(j, c)] = x[j][c];
       }
@@ -248,7 +250,7 @@ class DecodeRows {
     const ItemRecord item(p_, index_);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int token = Row(j, c) / Traits::kGroupSize;
@@ -273,7 +275,7 @@ class DecodeRows {
     const u32 to = SharedAddress(shared_.q) + lane_offset_;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
       const float scales[2] = {exchange_.o_scales[Row(j, 0)], exchange_.o_scales[Row(j, 1)]};
 #pragma unroll
       for (int m = 0; m < kOBlocks; ++m) {
@@ -304,7 +306,7 @@ class DecodeRows {
     const int partial_row = ItemRecord(p_, index_).partial_row();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = Row(j, c);
@@ -327,7 +329,7 @@ class DecodeRows {
     u32 rows = 0;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles_) break;
+      if (j >= num_tiles()) break;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float nan_or_zero = 0.0f;
@@ -364,9 +366,9 @@ class DecodeRows {
   const float k_scale_;
   Shared& shared_;
   DecodeExchange& exchange_;
-  int num_rows_, num_tiles_;  // tiles of 8 rows; what lies beyond is anything
-  int all_begin_, all_end_;   // inside of it every row sees everything
-  bool differ_;               // some rows see tokens that others do not
+  int num_rows_;
+  int all_begin_, all_end_;  // inside of it every row sees everything
+  bool differ_;              // some rows see tokens that others do not
   float reference_[kTiles][2];
   float sum_[kTiles][2],
       step_sum_[kTiles][2] = {};          // over this thread's tokens only, until FinishSums

@@ -9,8 +9,8 @@
 
 namespace jax_attn {
 
-// Rows of an item that decode.cuh has, and whether there are no others.
-inline constexpr int kDecodeRows = 32;
+// Rows of an item that decode.cuh has, few of them, and whether there are no others.
+inline constexpr int kDecodeRows = 32, kFewRows = 8;
 template <class Traits>
 inline constexpr bool kOnlyDecodes =
     !Traits::kIsMla && Traits::kNumTiles == 1 && Traits::kTileQ0 == kDecodeRows;

@@ -185,6 +185,7 @@ template <int kN, int kDtype>
 struct Wgmma;
 
 // Operands 0 .. kN / 2 - 1 are the accumulators.
+#define JAX_ATTN_LIST_4 "%0, %1, %2, %3"
 #define JAX_ATTN_LIST_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_ATTN_LIST_16 JAX_ATTN_LIST_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_ATTN_LIST_32 \
@@ -207,6 +208,7 @@ struct Wgmma;
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "   \
   "%125, %126, %127"
+#define JAX_ATTN_REGISTERS_4 "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
 #define JAX_ATTN_REGISTERS_8_AT(i)                                            \
   "+f"(d[i / 4][0]), "+f"(d[i / 4][1]), "+f"(d[i / 4][2]), "+f"(d[i / 4][3]), \
       "+f"(d[i / 4 + 1][0]), "+f"(d[i / 4 + 1][1]), "+f"(d[i / 4 + 1][2]), "+f"(d[i / 4 + 1][3])
@@ -260,6 +262,7 @@ struct Wgmma;
   JAX_ATTN_WGMMA(n, count, kElementBf16, "bf16", __VA_ARGS__) \
   JAX_ATTN_WGMMA(n, count, kElementF16, "f16", __VA_ARGS__)
 
+JAX_ATTN_WGMMA_BOTH(8, 4, "%4", "%5", "%6", "%7", "%8", "%9")
 JAX_ATTN_WGMMA_BOTH(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
 JAX_ATTN_WGMMA_BOTH(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 JAX_ATTN_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
