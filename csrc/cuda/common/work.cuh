@@ -39,6 +39,7 @@ class ItemCopy {
       : words_{LoadConstant16(&p.items[index].qo_begin), LoadConstant16(&p.items[index].kv_begin),
                LoadConstant16(&p.items[index].partial_row)} {}
 
+  __device__ int qo_len() const { return static_cast<int>(words_[0].y); }
   __device__ int kv_head() const { return static_cast<int>(words_[0].z); }
   __device__ int kv_begin() const { return static_cast<int>(words_[1].x); }
   __device__ int kv_end() const { return static_cast<int>(words_[1].y); }

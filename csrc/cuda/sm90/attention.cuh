@@ -27,8 +27,8 @@
 
 namespace jax_attn {
 
-template <class Traits>
-__device__ __forceinline__ int NumRows(const ItemRecord& item) {
+template <class Traits, class Item>
+__device__ __forceinline__ int NumRows(const Item& item) {
   return item.qo_len() * Traits::kGroupSize;
 }
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ int NextConsumer(int consumer) {
 }
 
 // Whether the consumers share an item.
-template <class Traits>
-__device__ __forceinline__ bool IsJoint(const ItemRecord& item) {
+template <class Traits, class Item>
+__device__ __forceinline__ bool IsJoint(const Item& item) {
   constexpr int kTallest = Traits::kNumTiles == 1 ? Traits::kTileQ0 : Traits::kTileQ1;
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool IsDecode(const ItemRecord& item) {
 // the tensor cores, and the producer's instructions take issue slots from the softmax. Single items
 // wait for memory, which single rows reach sooner. Measured (H200): 4 x 4096 without mask 545
 // TFLOP/s by rows and 586 by boxes; 64 decodes at 4096 254 us by rows and 270 by boxes.
-template <class Traits>
-__device__ __forceinline__ bool UsesBoxes(const AttentionParams& p, const ItemRecord& item) {
+template <class Traits, class Item>
+__device__ __forceinline__ bool UsesBoxes(const AttentionParams& p, const Item& item) {
   return p.has_tensor_maps && IsJoint<Traits>(item);
 }
 
@@ -200,12 +200,11 @@ class HopperProducer {
     u32 v_row = kNoRow;
     int v_head = 0;
     while (steps_.has_item()) {
-      const ItemRecord item(p_, steps_.index());
-      const int head = Head(item);
+      const int head = Head(steps_.item());
       const bool has_step = steps_.has_step();
       const int index = steps_.index();
-      const bool has_q = has_step && index > begin && steps_.is_first(item);
-      const u32 row = has_step ? steps_.Row(item) : kNoRow;
+      const bool has_q = has_step && index > begin && steps_.is_first();
+      const u32 row = has_step ? steps_.Row() : kNoRow;
       steps_.Next();
       if (has_step) {
         Fill<Traits::kHeadDimQk, typename Shape::K>(
@@ -251,7 +250,7 @@ class HopperProducer {
 #pragma unroll 1
     while (steps_.has_item()) {
       const int head = steps_.item().kv_head();
-      const u32 row = steps_.Row(steps_.item());
+      const u32 row = steps_.Row();
       steps_.Next();
       Fill<kHeadDim, Tile>(k_cursor_, full, empty, slots + k_cursor_.slot * Tile::kBytes, pool,
                            p_.k_map, fresh_rows, p_.k_new_map, row, head);
@@ -274,7 +273,7 @@ class HopperProducer {
     if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
   }
   // The kv head, and whether its rows come by boxes.
-  __device__ __forceinline__ int Head(const ItemRecord& item) const {
+  __device__ __forceinline__ int Head(const ItemCopy& item) const {
     return item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
   }
   // While the consumers still compute: for them the header would be a trip to memory more.

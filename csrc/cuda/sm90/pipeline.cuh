@@ -138,7 +138,9 @@ struct OneHopperConsumer {
 };
 
 // A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
-// up the pool row of one token of each step, the one at Shape::LanePosition(step).
+// up the pool row of one token of each step, the one at Shape::LanePosition(step). What a step has
+// to know of its item is in registers: read from L1 it would be five answers, one waited for after
+// the other, of 200 clocks in all, in each step.
 template <class Traits, class Shape>
 class QueueSteps {
  public:
@@ -154,19 +156,12 @@ class QueueSteps {
 
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
-  __device__ auto item() const {
-    if constexpr (kOnlyDecodes<Traits>) {
-      return item_;
-    } else {
-      return ItemRecord(p_, index_);
-    }
-  }
+  __device__ const ItemCopy& item() const { return item_; }
   __device__ int pos() const { return pos_; }  // of the step
   // An item without a span is passed, too, but has no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
-  __device__ bool is_first(const ItemRecord& item) const {
-    return pos_ == FirstStep<Shape::kStep>(item);
-  }
+  // Of its item.
+  __device__ bool is_first() const { return pos_ == FirstStep<Shape::kStep>(item_); }
 
   // On to the next step; its page is asked for at once and used one step later.
   __device__ __forceinline__ void Next() {
@@ -174,40 +169,36 @@ class QueueSteps {
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
-      if constexpr (kOnlyDecodes<Traits>) item_ = ItemCopy(p_, index_);
-      const auto item = this->item();
-      pos_ = FirstStep<Shape::kStep>(item);
-      end_pos_ = item.kv_end();
-      if (index_ + 1 < end_) ItemRecord(p_, index_ + 1).Prefetch();
+      item_ = ItemCopy(p_, index_);
+      pos_ = FirstStep<Shape::kStep>(item_);
+      end_pos_ = item_.kv_end();
     }
     if constexpr (Traits::kPageSize > 0) {
-      const auto item = this->item();
       const int pos = Shape::LanePosition(pos_);
       page_ = 0;
-      if (pos >= item.kv_begin() && pos < item.kv_end()) {
-        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
+      if (pos >= item_.kv_begin() && pos < item_.kv_end()) {
+        page_ = LoadPage<Traits::kPageSize>(p_, item_.kv_base(), pos);
       }
     }
   }
 
   // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
   // of the item's span.
-  template <class Item>
-  __device__ __forceinline__ u32 Row(const Item& item) const {
+  __device__ __forceinline__ u32 Row() const {
     const int pos = Shape::LanePosition(pos_);
-    if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
+    if (pos < item_.kv_begin() || pos >= item_.kv_end()) return kNoRow;
     if constexpr (Traits::kHasFreshKv) {
-      const FreshTokens fresh(p_, item.request());
+      const FreshTokens fresh(p_, item_.request());
       if (pos >= fresh.begin) return kFreshRow | fresh.Row(pos);
     }
     if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
-    return static_cast<u32>(item.kv_base()) + pos;
+    return static_cast<u32>(item_.kv_base()) + pos;
   }
 
  private:
   const AttentionParams& p_;
-  int index_, end_;    // item of the step
-  ItemCopy item_;      // of decodes alone, whose producers have registers for it
+  int index_, end_;  // item of the step
+  ItemCopy item_;
   int pos_, end_pos_;  // kv position of the step, end of its item's span
   i32 page_ = 0;       // page of this lane's token
 };
