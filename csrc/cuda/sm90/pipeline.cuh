@@ -163,22 +163,20 @@ class QueueSteps {
   // Of its item.
   __device__ bool is_first() const { return pos_ == FirstStep<Shape::kStep>(item_); }
 
-  // On to the next step; its page is asked for at once and used one step later.
+  // On to the next step; what its pages are is asked at once and used one step later.
   __device__ __forceinline__ void Next() {
     pos_ += Shape::kStep;
+    bool asks = static_cast<u32>(pos_) % kGroupTokens == 0;
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
       item_ = ItemCopy(p_, index_);
       pos_ = FirstStep<Shape::kStep>(item_);
       end_pos_ = item_.kv_end();
+      asks = true;
     }
     if constexpr (Traits::kPageSize > 0) {
-      const int pos = Shape::LanePosition(pos_);
-      page_ = 0;
-      if (pos >= item_.kv_begin() && pos < item_.kv_end()) {
-        page_ = LoadPage<Traits::kPageSize>(p_, item_.kv_base(), pos);
-      }
+      if (asks) page_ = AskPage(pos_);
     }
   }
 
@@ -186,21 +184,46 @@ class QueueSteps {
   // of the item's span.
   __device__ __forceinline__ u32 Row() const {
     const int pos = Shape::LanePosition(pos_);
-    if (pos < item_.kv_begin() || pos >= item_.kv_end()) return kNoRow;
+    i32 page = page_;
+    if constexpr (kHasGroups) {
+      page = __shfl_sync(kFullWarp, page_, static_cast<u32>(pos) / Traits::kPageSize % kWarpSize);
+    }
+    if (!IsInSpan(pos)) return kNoRow;
     if constexpr (Traits::kHasFreshKv) {
       const FreshTokens fresh(p_, item_.request());
       if (pos >= fresh.begin) return kFreshRow | fresh.Row(pos);
     }
-    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
+    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page, pos);
     return static_cast<u32>(item_.kv_base()) + pos;
   }
 
  private:
+  // Steps whose pages are asked for at the same time: those of a group of 32 entries of a page
+  // table, one a lane, or one step, whose lanes ask for the pages of their tokens.
+  static constexpr int kWarpPages = kWarpSize * Traits::kPageSize;  // tokens
+  static constexpr bool kHasGroups = kWarpPages > 0 && kWarpPages % Shape::kStep == 0;
+  static constexpr int kGroupTokens = kHasGroups ? kWarpPages : Shape::kStep;
+
+  __device__ bool IsInSpan(int pos) const {
+    return pos >= item_.kv_begin() && pos < item_.kv_end();
+  }
+  __device__ __forceinline__ i32 AskPage(int step) const {
+    int pos = Shape::LanePosition(step);
+    bool needed = IsInSpan(pos);
+    if constexpr (kHasGroups) {
+      const int lane = threadIdx.x % kWarpSize;
+      const int place = static_cast<int>(static_cast<u32>(step) % kGroupTokens);
+      pos = step - place + lane * Traits::kPageSize;
+      needed = pos + Traits::kPageSize > item_.kv_begin() && pos < item_.kv_end();
+    }
+    return needed ? LoadPage<Traits::kPageSize>(p_, item_.kv_base(), pos) : 0;
+  }
+
   const AttentionParams& p_;
   int index_, end_;  // item of the step
   ItemCopy item_;
   int pos_, end_pos_;  // kv position of the step, end of its item's span
-  i32 page_ = 0;       // page of this lane's token
+  i32 page_ = 0;       // what this lane asked for
 };
 
 // A producer and its consumers as the warpgroups of a CTA.
