@@ -473,6 +473,18 @@ def test_the_short_tile_of_a_request_is_its_first(target):
     assert (lengths[1:] == lengths[1]).all()
 
 
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_neighbours_begin_with_different_heights(target):
+    """One with what waits for arithmetic, one with what waits for memory, all over the grid."""
+    mixed = Case("mixed", (1,) * 128 + (4096,), (8192,) * 129, 32, 8, dtype="bfloat16")
+    plan = make_plan(dataclasses.replace(mixed, num_ctas=132), target)
+    first = plan.items()["tile"][plan.queue_indptr()[:-1]]
+    last = plan.items()["tile"][plan.queue_indptr()[1:] - 1]
+    assert (first != last).all()
+    assert (first[::2] != first[1::2]).all()
+    assert (first[:66] != first[66:]).all()
+
+
 def test_empty_batches_have_no_items():
     for case in (Case("", (), ()), Case("", (0, 0), (5, 0))):
         for schedule, split in SCHEDULES:

@@ -414,11 +414,8 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
   queue_indptr[num_ctas] = begin;
   out->num_items = begin;
 
-  // Large tiles are bound by arithmetic, small ones by memory. The two halves of the grid share the
-  // multiprocessors; when heights mix, the second half takes its items from the other end, so that
-  // both units are busy all the time. Not with shared tiles, which come first for another reason.
+  // Not with shared tiles, which come first for another reason.
   const bool both_ends = HaveSeveralHeights(tiles) && tiling.unit_tiles.empty();
-  const int64_t first_backwards = both_ends ? num_ctas / 2 : num_ctas;
   filled.assign(rules.num_queues, 0);
   for (const Slot& slot : a.slots) {
     const Chunk& c = a.chunks[slot.chunk];
@@ -434,8 +431,9 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
     for (int64_t p = 0; p < partitions; ++p) {
       const int64_t cta = slot.queue * partitions + p;
       const int64_t first = (p * num_units + slot.unit) * heads_per_unit;
-      WorkItem* to = items + (cta < first_backwards ? queue_indptr[cta] + at
-                                                    : queue_indptr[cta + 1] - at - heads_per_unit);
+      const bool backwards = both_ends && BeginsWithSmallTiles(num_ctas, cta);
+      WorkItem* to = items + (backwards ? queue_indptr[cta + 1] - at - heads_per_unit
+                                        : queue_indptr[cta] + at);
       for (int64_t h = 0; h < heads_per_unit; ++h) {
         const auto head = static_cast<int32_t>(first + h);
         item.kv_head = head;

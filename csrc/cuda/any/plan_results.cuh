@@ -267,11 +267,8 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   // Items are 48 bytes, which warps write 16 a lane, whole lines at a time: first which chunk and
   // head each is of.
   __device__ void WriteItems(const i32* chunks_before) {
-    // As in plan/schedule.cc: when heights mix, the second half of the grid begins with small
-    // tiles.
     bool both_ends = several_heights_;
     if constexpr (kGeneral) both_ends = both_ends && sharing_ == nullptr;
-    const i32 first_backwards = both_ends ? rules_.num_ctas / 2 : rules_.num_ctas;
     const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
     const i32 num_items = num_chunks_ * rules_.num_kv_heads;
     ItemSource* sources = this->template Take<ItemSource>(num_items);
@@ -284,8 +281,9 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         const i32 before = chunks_before[slot.queue], filled = chosen_.filled[slot.queue];
 #pragma unroll 1
         for (i32 p = 0; p < partitions; ++p) {
-          const bool forwards = slot.queue * partitions + p < first_backwards;
-          const i32 place = forwards ? slot.place : filled - slot.place - 1;
+          const bool backwards =
+              both_ends && BeginsWithSmallTiles(rules_.num_ctas, slot.queue * partitions + p);
+          const i32 place = backwards ? filled - slot.place - 1 : slot.place;
           const i32 first = each * (partitions * before + p * filled + place);
           const i32 head = (p * rules_.num_units + u) * each;
 #pragma unroll 1

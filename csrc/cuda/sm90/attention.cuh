@@ -195,12 +195,11 @@ class HopperProducer {
     u32 v_row = kNoRow;
     int v_head = 0;
     while (steps_.has_item()) {
-      const ItemRecord item(p_, steps_.index());
-      const int head = Head(item);
+      const int head = Head(steps_.item());
       const bool has_step = steps_.has_step();
       const int index = steps_.index();
-      const bool has_q = has_step && index > begin && steps_.is_first(item);
-      const u32 row = has_step ? steps_.Row(item) : kNoRow;
+      const bool has_q = has_step && index > begin && steps_.is_first();
+      const u32 row = has_step ? steps_.Row() : kNoRow;
       steps_.Next();
       if (has_step) {
         Fill<Traits::kHeadDimQk, typename Shape::K>(
@@ -247,7 +246,7 @@ class HopperProducer {
 #pragma unroll 1
     while (steps_.has_item()) {
       const int head = steps_.item().kv_head();
-      const u32 row = steps_.Row(steps_.item());
+      const u32 row = steps_.Row();
       steps_.Next();
       Fill<kHeadDim, Tile>(k_cursor_, full, empty, slots + k_cursor_.slot * Tile::kBytes, pool,
                            p_.k_map, fresh_rows, p_.k_new_map, row, head);
@@ -270,8 +269,7 @@ class HopperProducer {
     if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
   }
   // The kv head, and whether its rows come by boxes.
-  template <class Item>
-  __device__ __forceinline__ int Head(const Item& item) const {
+  __device__ __forceinline__ int Head(const ItemCopy& item) const {
     return item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
   }
   // While the consumers still compute: for them the header would be a trip to memory more.

@@ -183,10 +183,9 @@ class E4m3Producer : public HopperProducer<Traits> {
       u32 row = kNoRow;
       int head = 0;
       if (copies) {
-        const auto item = steps_.item();
-        head = this->Head(item);
-        row = steps_.Row(item);
-        begins_item |= u32{steps_.index() > begin && steps_.is_first(item)} << num_codes;
+        head = this->Head(steps_.item());
+        row = steps_.Row();
+        begins_item |= u32{steps_.index() > begin && steps_.is_first()} << num_codes;
         fences |= u32{(head & Base::kByBoxes) != 0} << num_codes;
         ++num_codes;
         steps_.Next();

@@ -138,7 +138,9 @@ struct OneHopperConsumer {
 };
 
 // A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
-// up the pool row of one token of each step, the one at Shape::LanePosition(step).
+// up the pool row of one token of each step, the one at Shape::LanePosition(step). What a step has
+// to know of its item is in registers: read from L1 it would be five answers, one waited for after
+// the other, of 200 clocks in all, in each step.
 template <class Traits, class Shape>
 class QueueSteps {
  public:
@@ -159,69 +161,74 @@ class QueueSteps {
     item_ = item;
     if (begin != static_cast<int>(blockIdx.x)) item_ = ItemCopy(p_, begin);
     BeginItem();
-    AskForPage();
+    AskForPages();
   }
 
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
-  __device__ auto item() const {
-    if constexpr (kCopiesItems) {
-      return item_;
-    } else {
-      return ItemRecord(p_, index_);
-    }
-  }
+  __device__ const ItemCopy& item() const { return item_; }
   __device__ int pos() const { return pos_; }  // of the step
   // An item without a span is passed, too, but has no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
-  template <class Item>
-  __device__ bool is_first(const Item& item) const {
-    return pos_ == FirstStep<Shape::kStep>(item);
-  }
+  // Of its item.
+  __device__ bool is_first() const { return pos_ == FirstStep<Shape::kStep>(item_); }
 
-  // On to the next step; its page is asked for at once and used one step later.
+  // On to the next step; what its pages are is asked at once and used one step later.
   __device__ __forceinline__ void Next() {
     pos_ += Shape::kStep;
+    bool asks = static_cast<u32>(pos_) % kGroupTokens == 0;
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
-      if constexpr (kCopiesItems) item_ = ItemCopy(p_, index_);
+      item_ = ItemCopy(p_, index_);
       BeginItem();
+      asks = true;
     }
-    AskForPage();
+    if (asks) AskForPages();
   }
 
   // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
   // of the item's span.
-  template <class Item>
-  __device__ __forceinline__ u32 Row(const Item& item) const {
+  __device__ __forceinline__ u32 Row() const {
     const int pos = Shape::LanePosition(pos_);
-    if (pos < item.kv_begin() || pos >= item.kv_end()) return kNoRow;
+    i32 page = page_;
+    if constexpr (kHasGroups) {
+      page = __shfl_sync(kFullWarp, page_, static_cast<u32>(pos) / Traits::kPageSize % kWarpSize);
+    }
+    if (!IsInSpan(pos)) return kNoRow;
     if constexpr (Traits::kHasFreshKv) {
-      const FreshTokens fresh(p_, item.request());
+      const FreshTokens fresh(p_, item_.request());
       if (pos >= fresh.begin) return kFreshRow | fresh.Row(pos);
     }
-    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
-    return static_cast<u32>(item.kv_base()) + pos;
+    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page, pos);
+    return static_cast<u32>(item_.kv_base()) + pos;
   }
 
  private:
-  // Where producers have registers for it.
-  static constexpr bool kCopiesItems = kOnlyDecodes<Traits> || Traits::kKvIsE4m3;
+  // Steps whose pages are asked for at the same time: those of a group of 32 entries of a page
+  // table, one a lane, or one step, whose lanes ask for the pages of their tokens.
+  static constexpr int kWarpPages = kWarpSize * Traits::kPageSize;  // tokens
+  static constexpr bool kHasGroups = kWarpPages > 0 && kWarpPages % Shape::kStep == 0;
+  static constexpr int kGroupTokens = kHasGroups ? kWarpPages : Shape::kStep;
 
-  __device__ __forceinline__ void BeginItem() {
-    const auto item = this->item();
-    pos_ = FirstStep<Shape::kStep>(item);
-    end_pos_ = item.kv_end();
+  __device__ bool IsInSpan(int pos) const {
+    return pos >= item_.kv_begin() && pos < item_.kv_end();
   }
-  __device__ __forceinline__ void AskForPage() {
+  __device__ __forceinline__ void BeginItem() {
+    pos_ = FirstStep<Shape::kStep>(item_);
+    end_pos_ = item_.kv_end();
+  }
+  __device__ __forceinline__ void AskForPages() {
     if constexpr (Traits::kPageSize > 0) {
-      const auto item = this->item();
-      const int pos = Shape::LanePosition(pos_);
-      page_ = 0;
-      if (pos >= item.kv_begin() && pos < item.kv_end()) {
-        page_ = LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos);
+      int pos = Shape::LanePosition(pos_);
+      bool needed = IsInSpan(pos);
+      if constexpr (kHasGroups) {
+        const int lane = threadIdx.x % kWarpSize;
+        const int place = static_cast<int>(static_cast<u32>(pos_) % kGroupTokens);
+        pos = pos_ - place + lane * Traits::kPageSize;
+        needed = pos + Traits::kPageSize > item_.kv_begin() && pos < item_.kv_end();
       }
+      page_ = needed ? LoadPage<Traits::kPageSize>(p_, item_.kv_base(), pos) : 0;
     }
   }
 
@@ -229,7 +236,7 @@ class QueueSteps {
   int index_, end_;  // item of the step
   ItemCopy item_;
   int pos_, end_pos_;  // kv position of the step, end of its item's span
-  i32 page_ = 0;       // page of this lane's token
+  i32 page_ = 0;       // what this lane asked for
 };
 
 // A producer and its consumers as the warpgroups of a CTA. first: what the producer knows besides.
