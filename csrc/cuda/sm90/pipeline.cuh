@@ -138,9 +138,9 @@ struct OneHopperConsumer {
 };
 
 // A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
-// up the pool row of one token of each step, the one at Shape::LanePosition(step). What a step has
-// to know of its item is in registers: read from L1 it would be five answers, one waited for after
-// the other, of 200 clocks in all, in each step.
+// up the pool row of one token of each step, the one at Shape::LanePosition(step). What steps have
+// to know of their item is in registers: read from L1 in each step it would be five answers, one
+// asked for after the other, a quarter of the time that a producer had a step of decodes in.
 template <class Traits, class Shape>
 class QueueSteps {
  public:
