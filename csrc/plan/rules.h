@@ -303,10 +303,11 @@ inline i32 ChunkOfKey(u64 key) {
 
 // When heights mix, half of the queues take their items from the other end: large tiles wait for
 // the tensor cores, small ones for memory, and so both are busy all the time. Neighbours differ,
-// since the grid lies on the device GPC by GPC, and who reads keys that L2 does not have slows all
-// others that read through the same half of it. Measured (H200, 1 x 4096 of 8192 beside 128 decodes
-// at 8192, with the grid's second half the other way around): where 50 of 66 multiprocessors decode
-// they get 47 bytes/ns each and a step of 128 rows takes 1.74 us, where 16 do it is 59 and 1.44.
+// since by its speeds the grid lies on the device GPC by GPC, and who reads keys that L2 does not
+// have slows all others that read through the same half of it. Measured (H200, 1 x 4096 of 8192
+// beside 128 decodes at 8192, with the grid's second half the other way around): where 50 of 66
+// multiprocessors decode they get 47 bytes/ns each and a step of 128 rows takes 1.74 us, where 16
+// do it is 59 and 1.44.
 // CTAs half a grid apart differ, too: they share a multiprocessor where it has two.
 inline bool BeginsWithSmallTiles(i64 num_ctas, i64 cta) {
   return ((cta + (cta >= num_ctas / 2)) & 1) != 0;
