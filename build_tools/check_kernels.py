@@ -79,6 +79,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d256-g2-page1-q32_128-kv64-w12-s0-right-fresh-wgmma": _QUEUE_END,
     "attention-bf16-d80-kve4m3-g5-page5-q32_128-kv128-w16-s0-left-right-cap-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kve4m3-g4-page16-q64-kv128-w16-s0-right-wgmma": (
+        8,
+        "13.5: two words of a producer, read once a step of 128 codes a lane",
+    ),
     "attention-f16-d256-kve4m3-g2-page16-q32_128-kv64-w12-s0-right-wgmma": (
         48,
         "as above, and what its one producer keeps from turn to turn beside 64 codes a lane",
