@@ -18,11 +18,12 @@ from jax_attn.operands import (
     check_scales,
     check_values,
     layer_operand,
-    refuse_vmap,
+    spec_of,
 )
 from jax_attn.plan import AttentionPlan
 from jax_attn.plan import plan as make_plan
 from jax_attn.spec import AttentionSpec
+from jax_attn.transforms import refusing
 
 
 @overload
@@ -105,8 +106,16 @@ def attention(
     operands = _operands(
         "attention", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
     )
-    o, lse, _ = refuse_vmap("attention", ffi.attention)(*operands)
+    o, lse, _ = _attention(*operands)
     return (o, lse) if return_lse else o
+
+
+_attention = refusing(
+    "attention",
+    ffi.attention,
+    vmap="put the batch into the plan, one request per element",
+    gradients="jax_attn.dot_product_attention and merge_states have them",
+)
 
 
 def item_times(
@@ -133,16 +142,17 @@ def item_times(
     kernel of its own is compiled, and the clock is %globaltimer; loads for an item may have begun
     while the one before it ran.
     """
-    spec = plan.spec
     operands = _operands(
         "item_times", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
     )
+    if any(isinstance(x, jax.core.Tracer) for x in operands):
+        raise ValueError("item_times: expected arrays that are there, got traced ones: inside jit.")
     timed = jax.jit(
         functools.partial(ffi.attention, record_times=True), static_argnums=len(operands) - 1
     )
     for _ in range(2):
         workspace = np.asarray(timed(*operands)[2])
-    times = workspace[spec.workspace_words :].view(np.int64).reshape(-1, 2)
+    times = workspace[plan.spec.workspace_words :].view(np.int64).reshape(-1, 2)
     return times[: plan.header()["num_items"]] * 1e-9
 
 
@@ -161,7 +171,7 @@ def _operands(
     v_scale: Any,
 ) -> tuple[Any, ...]:
     """The arguments of ffi.attention, checked."""
-    spec = plan.spec
+    spec = spec_of(op, plan)
     q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
         k, v = as_stacked(op, spec, k, v, layer)
@@ -234,14 +244,32 @@ def dot_product_attention(
             )
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     q, k, v = (a if a.ndim == 4 else a[None] for a in (query, key, value))
-    if q.ndim != 4 or k.ndim != 4 or v.shape[:-1] != k.shape[:-1] or q.shape[0] != k.shape[0]:
+    fits = q.ndim == k.ndim == v.ndim == 4 and v.shape[:-1] == k.shape[:-1]
+    if not (fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         raise ValueError(
             "dot_product_attention: query, key, value: expected [batch, T, num_qo_heads, head_dim],"
-            " [batch, S, num_kv_heads, head_dim] twice, got"
+            " [batch, S, num_kv_heads, head_dim], and the same but for head_dim, got"
             f" {list(query.shape)}, {list(key.shape)}, {list(value.shape)}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            "dot_product_attention: query, key, value: expected one dtype, got"
+            f" {q.dtype}, {k.dtype}, {v.dtype}; cast them."
+        )
+    if isinstance(scale, jax.core.Tracer):
+        raise NotImplementedError(
+            "dot_product_attention: scale: a number known while tracing is supported, got a traced"
+            " one; multiply query by it and pass scale=1.0."
         )
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
+    if local_window_size is not None and (
+        len(local_window_size) != 2 or min(local_window_size) < 0
+    ):
+        raise ValueError(
+            "dot_product_attention: local_window_size: expected (left, right) or one int for both,"
+            f" >= 0, got {local_window_size}."
+        )
     batch = q.shape[0]
     problem = _DenseProblem(
         query_lens=_host_lengths("query_seq_lengths", query_seq_lengths, batch, q.shape[1]),
@@ -275,13 +303,14 @@ def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int,
             f"dot_product_attention: {name}: lengths known on the host are supported, got a traced"
             " array; use jax_attn.plan outside jit and jax_attn.attention inside."
         )
-    values = tuple(np.asarray(lengths).tolist())
-    if len(values) != batch or not all(0 <= n <= limit for n in values):
+    array = np.asarray(lengths)
+    is_whole = array.dtype.kind in "iu" or not array.size
+    if array.shape != (batch,) or not is_whole or not ((array >= 0) & (array <= limit)).all():
         raise ValueError(
-            f"dot_product_attention: {name}: expected {batch} lengths in [0, {limit}], got"
-            f" {values}."
+            f"dot_product_attention: {name}: expected {batch} whole numbers in [0, {limit}], got"
+            f" {array.tolist()}."
         )
-    return values
+    return tuple(array.tolist())
 
 
 @functools.lru_cache(maxsize=128)

@@ -34,7 +34,7 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
             f"merge_states: lse_parts: expected float32{list(o_parts.shape[:-1])}, got"
             f" {lse_parts.dtype}{list(lse_parts.shape)}."
         )
-    dtype_code(o_parts.dtype)
+    dtype_code(o_parts.dtype, "merge_states: o_parts")
     if o_parts.shape[-1] % 8:
         raise NotImplementedError(
             "merge_states: head_dim_vo: multiples of 8 are supported, got"
@@ -109,7 +109,7 @@ def state_from_triplet(
 
 
 def _check_triplet(op: str, o: jax.Array, **rows: jax.Array) -> None:
-    dtype_code(o.dtype)
+    dtype_code(o.dtype, f"{op}: o")
     if o.ndim < 2:
         raise ValueError(f"{op}: o: expected [..., num_heads, head_dim_vo], got {list(o.shape)}.")
     for name, row in rows.items():

@@ -140,46 +140,71 @@ def test_an_executable_from_the_persistent_cache_runs_in_a_fresh_process(tmp_pat
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-@on_every_platform
-@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated", "merge_states"])
-def test_vmap_works_or_refuses_in_one_sentence(op, backend):
-    plan, b = prepare(backend)
+def call_with_a_batch_axis(op, plan, b):
+    """The operation as a function of one array, and two of these."""
     if op == "attention":
-        call, x = lambda q: ja.attention(q, b.k, b.v, plan, layer=1), np.stack([b.q, b.q + 1])
-    elif op == "append_kv":
+        return lambda q: ja.attention(q, b.k, b.v, plan, layer=1), np.stack([b.q, b.q + 1])
+    if op == "append_kv":
         new = np.ones((len(b.q), 2, 64), np.float32)
-        call, x = lambda n: ja.append_kv(b.k, b.v, n, n, plan, layer=1), np.stack([new, 2 * new])
-    elif op == "append_rotated":
+        return lambda n: ja.append_kv(b.k, b.v, n, n, plan, layer=1), np.stack([new, 2 * new])
+    if op == "append_rotated":
         n, num_heads = len(b.q), b.q.shape[1] + 2 * b.k.shape[-2]
         angles = (np.ones((n, 32), np.float32),) * 2
-        call = lambda x: ja.append_rotated(x, *angles, b.k, b.v, plan, layer=1)  # noqa: E731
-        x = np.ones((2, n, num_heads * 64), np.float32)
-    else:
-        rng = np.random.default_rng(0)
-        lse = rng.normal(size=(3, 5, 2)).astype(np.float32)
-        call, x = (
-            lambda o: ja.merge_states(o, lse),
-            rng.normal(size=(2, 3, 5, 2, 8)).astype(np.float32),
-        )
-    try:
-        got = jax.vmap(call)(x)
-    except NotImplementedError as error:
-        assert op in str(error) and "vmap" in str(error)
-        return
+        qkv = np.ones((2, n, num_heads * 64), np.float32)
+        return lambda x: ja.append_rotated(x, *angles, b.k, b.v, plan, layer=1), qkv
+    lengths = b.lengths.plan_arguments()
+    lens = np.array(lengths.pop("kv_lens"), np.int32)
+    return lambda x: ja.plan(plan.spec, kv_lens=x, **lengths).buffer, np.stack([lens, lens])
+
+
+@on_every_platform
+@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated", "plan"])
+def test_vmap_refuses_in_one_sentence(op, backend):
+    call, x = call_with_a_batch_axis(op, *prepare(backend))
+    for run in (jax.vmap(call), jax.jit(jax.vmap(call))):
+        with pytest.raises(NotImplementedError, match=f"^{op}: vmap: not supported; .* plan"):
+            run(x)
+
+
+@on_every_platform
+def test_vmap_of_a_merge(backend):
+    rng = np.random.default_rng(0)
+    lse = rng.normal(size=(3, 5, 2)).astype(np.float32)
+    o = rng.normal(size=(2, 3, 5, 2, 8)).astype(np.float32)
+    got = jax.vmap(lambda o: ja.merge_states(o, lse))(o)
     for i in range(2):
-        for a, want in zip(jax.tree.leaves(got), jax.tree.leaves(call(x[i])), strict=True):
-            assert_same_bits(op, a[i], want)
+        for name, a, want in zip(("o", "lse"), got, ja.merge_states(o[i], lse), strict=True):
+            assert_same_bits(name, a[i], want)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
 @on_every_platform
-def test_attention_refuses_gradients_clearly(backend):
+@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated"])
+def test_what_has_no_gradient_refuses_in_one_sentence(op, backend):
     plan, b = prepare(backend)
-    with pytest.raises((NotImplementedError, ValueError, TypeError)) as caught:
-        jax.grad(lambda q: ja.attention(q, b.k, b.v, plan, layer=1).sum())(b.q)
-    assert "attention" in str(caught.value)
+    call, x = call_with_a_batch_axis(op, plan, b)
+    for transform in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
+        loss = transform(lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(call(x))))
+        for run in (loss, jax.jit(loss), jax.checkpoint(loss)):
+            with pytest.raises(
+                NotImplementedError, match=f"^{op}: gradients: not supported; .*dot"
+            ):
+                run(x[0])
+
+
+@on_every_platform
+def test_a_loss_may_use_attention_that_it_does_not_differentiate(backend):
+    plan, b = prepare(backend)
+
+    def loss(w):
+        o = ja.attention(jax.lax.stop_gradient(b.q * w), b.k, b.v, plan, layer=1)
+        return jnp.sum(w * o)
+
+    gradient = jax.jit(jax.grad(loss))(1.0)
+    want = np.asarray(ja.attention(b.q, b.k, b.v, plan, layer=1)).sum()
+    np.testing.assert_allclose(gradient, want, rtol=1e-4)
 
 
 @on_every_platform
