@@ -151,9 +151,11 @@ def table(result: dict, name: str) -> str:
 
 
 def table_lines(rows: list[dict]) -> list[str]:
+    sustained = any("sustained_us" in row for row in rows)
     lines = [
-        "| workload | µs | floor, µs | GB/s | TFLOP/s | best peer in the same run, µs |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "| workload | µs | floor, µs | GB/s | TFLOP/s | best peer in the same run, µs |"
+        + sustained * " sustained, µs | that peer's |",
+        "| --- | ---: | ---: | ---: | ---: | --- |" + sustained * " ---: | ---: |",
     ]
     for row in rows:
         peers = row.get("peers") or {}
@@ -166,6 +168,10 @@ def table_lines(rows: list[dict]) -> list[str]:
             *(number(row.get(field)) for field in ("median_us", "floor_us", "gbps", "tflops")),
             "" if best is None else f"{peers[best]:.1f} {best}",
         ]
+        if sustained:
+            peers = row.get("peers_sustained") or {}
+            cells.append(number(row.get("sustained_us")))
+            cells.append(f"{peers[best]:.1f}" if best in peers else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
