@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 TARGET_US = 4000  # of a short chain: long beside the host's jitter of some 10 us
 MEASURE_S = 0.6
-REST = 3  # times as long as a pair of chains takes: a quarter of the time at work
+REST = 3  # times as long as a repeat is at work
 SUSTAINED_S = 0.4
 
 
@@ -47,11 +47,12 @@ def measure(
         short = short_us()
         return (long_us() - short) / num_calls
 
-    pair_s = 1e-6 * (short_us() + long_us())
-    repeats = max(9, min(41, int(MEASURE_S / ((1 + REST) * pair_s))))
+    busy_s = 1e-6 * (2 * short_us() + long_us())
+    repeats = max(9, min(41, int(MEASURE_S / ((1 + REST) * busy_s))))
     differences = []
     for _ in range(repeats):
-        time.sleep(REST * pair_s)
+        time.sleep(REST * busy_s)
+        short_us()  # whoever comes first wakes up host and device, 150 us
         differences.append(difference_us())
     low, middle, high = statistics.quantiles(differences, n=4)
     if not sustained:
