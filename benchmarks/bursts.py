@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-TARGET_US = 4000  # of a short chain: long beside the host's jitter of some 10 us
+TARGET_US = 2000  # of a short chain: long beside the jitter of the host, some 10 us
 MEASURE_S = 0.6
 REST = 3  # times as long as a repeat is at work
 SUSTAINED_S = 0.4
