@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_attn import ffi
 from jax_attn.spec import default_target, dtype_code, parse_target
+from jax_attn.transforms import Axes, partitioned
 
 
 def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,10 +121,22 @@ def _check_triplet(op: str, o: jax.Array, **rows: jax.Array) -> None:
             )
 
 
-@jax.custom_batching.custom_vmap
-def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _fold_rows(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     arch, _ = parse_target(default_target())
     return ffi.merge_states(o_parts, lse_parts, arch, dtype_code(o_parts.dtype))
+
+
+# Rows and heads do not know of each other.
+_fold_on_mesh = partitioned(
+    "merge_states",
+    _fold_rows,
+    lambda: Axes("s n h d, s n h -> n h d, n h", split=("n", "h")),
+)
+
+
+@jax.custom_batching.custom_vmap
+def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _fold_on_mesh(o_parts, lse_parts)
 
 
 @_fold.def_vmap

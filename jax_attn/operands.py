@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jax_attn import config
 from jax_attn.plan import AttentionPlan
@@ -38,7 +39,18 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
             f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
             f" {array.dtype}{list(array.shape)}.{advice}"
         )
+    _refuse_parts(op, name, array)
     return array
+
+
+def _refuse_parts(op: str, name: str, array: jax.Array) -> None:
+    """Arrays that are known to be split over a mesh: each device would get, and compute, it all."""
+    sharding = (jax.typeof(array) if isinstance(array, jax.core.Tracer) else array).sharding
+    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 and any(sharding.spec):
+        raise NotImplementedError(
+            f"{op}: {name}: arrays split over a mesh are supported inside of jax.shard_map, with a"
+            f" plan of what one device sees (examples/shard_heads.py), got {sharding.spec}."
+        )
 
 
 def check_values(
