@@ -40,8 +40,8 @@ class Bench:
         self.failures.append(f"{name}: {message}")
         log(f"FAILED {name}: {message}")
 
-    def measure_ceilings(self) -> None:
-        self.ceilings, rows = ops.measure_ceilings()
+    def measure_ceilings(self, *, sustained: bool = False) -> None:
+        self.ceilings, rows = ops.measure_ceilings(sustained=sustained)
         self.rows += rows
         log(
             f"ceilings: read {self.ceilings.bytes_per_us / 1e6:.2f} TB/s,"

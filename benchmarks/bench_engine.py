@@ -190,7 +190,8 @@ class EngineBench(Bench):
 
     def run(self) -> None:
         log(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-        self.guard("ceilings", self.measure_ceilings)
+        # Steps follow each other without rests.
+        self.guard("ceilings", lambda: self.measure_ceilings(sustained=True))
         for shape in self.arguments.shapes.split(","):
             self.guard(f"{shape}, setup", lambda s=shape: self.make_driver(s))
             if (driver := self.drivers.get(shape)) is None:

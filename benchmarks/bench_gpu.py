@@ -77,6 +77,7 @@ import jax  # noqa: E402
 
 from benchmarks import compile_time, decode_step, ops, report, timing, workloads  # noqa: E402
 from benchmarks.bench import Bench  # noqa: E402
+from benchmarks.bursts import Timing  # noqa: E402
 from benchmarks.report import Row, log  # noqa: E402
 from jax_attn import _core  # noqa: E402
 
@@ -150,13 +151,13 @@ class GpuBench(Bench):
             return
         if workload.kind == "merge":
             chain = timing.time_chain(ops.merge_chain(workload), 8 if ops.on_gpu() else 2)
-            self.add(workload, variant, chain.us, spread_us=round(chain.spread, 2))
+            self.add(workload, variant, chain)
             return
         spec = ops.make_spec(workload, variant)
         plan = ops.make_plan(workload, spec)
         if workload.kind == "append":
             chain = timing.time_chain(ops.append_chain(workload, spec, plan), self.append_calls())
-            self.add(workload, variant, chain.us, spread_us=round(chain.spread, 2))
+            self.add(workload, variant, chain)
         elif workload.kind == "step":
             layer_us = self.layer_us(workload)
             for row in decode_step.bench_step(workload, spec, plan, layer_us):
@@ -186,13 +187,13 @@ class GpuBench(Bench):
         more: dict[str, Any] = {}
         if self.arguments.check:
             more["error"] = float(f"{ops.relative_error(data, _first(once())):.2e}")
-        chain = timing.time_chain(make_chain, ops.attention_chain_length(workload))
-        more["spread_us"] = round(chain.spread, 2)
+        num_calls = ops.attention_chain_length(workload)
+        chain = timing.time_chain(make_chain, num_calls, sustained=workload.sustained)
         more["single_call_us"] = round(timing.median_us(once), 1)
         more["plan_host_us"] = round(ops.plan_us(workload, spec), 1)
         if not more.get("error", 0) < MAX_ERROR:
             self.fail(workload.id, f"wrong result: relative error {more['error']}")
-        self.add(workload, variant, chain.us, **more)
+        self.add(workload, variant, chain, **more)
 
     def data_of(self, workload: workloads.Workload) -> ops.AttentionData:
         """Kept while one workload's variants are measured."""
@@ -216,14 +217,20 @@ class GpuBench(Bench):
         log(f"{workload.id}: attention {attention_us:.2f} us, append {append_us:.2f} us a layer")
         return attention_us + append_us
 
-    def add(self, workload: workloads.Workload, variant: dict[str, Any], us: float, **more: Any):
+    def add(
+        self, workload: workloads.Workload, variant: dict[str, Any], chain: Timing, **more: Any
+    ) -> None:
+        us, more = chain.us, {"spread_us": round(chain.spread, 2), **more}
         row = report.workload_row(workload, us, **more)
+        row.sustained_us = chain.sustained_us
         if variant:
             row.workload += "#" + ",".join(f"{k}={v}" for k, v in variant.items())
         self.rows.append(row)
         rate = f"{row.bytes / us / 1e3:.0f} GB/s" + (
             f", {row.flops / us / 1e6:.0f} TFLOP/s" if row.flops > us * 1e6 else ""
         )
+        if chain.sustained_us is not None:
+            rate += f", sustained {chain.sustained_us:.2f} us"
         log(f"{row.workload}: {us:.2f} us, floor {row.floor_us(self.ceilings):.1f}, {rate}, {more}")
 
     # ---- peers ---------------------------------------------------------------------------------
@@ -268,13 +275,15 @@ class GpuBench(Bench):
             found = json.loads(line) if line.startswith("{") else {"note": line.strip()[:300]}
             log(
                 f"{name}: "
-                + ", ".join(f"{v:.1f} us" if k == "us" else str(v) for k, v in found.items())
+                + ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else v for k, v in found.items())
             )
             if "error" in found:
                 self.missing_peers.append(f"{found['peer']}, {found['workload']}: {found['error']}")
             for row in self.rows:
                 if "us" in found and row.workload.split("#")[0] == found["workload"]:
                     row.peers[found["peer"]] = found["us"]
+                    if "sustained_us" in found:
+                        row.peers_sustained[found["peer"]] = found["sustained_us"]
         timer.cancel()
         if process.wait():
             self.miss(name, f"ended with {process.returncode}")

@@ -22,6 +22,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,9 @@ async def closed_loop(
     num_tokens = sum(
         answer.num_tokens * _share_between(answer.times, *counted) for answer in answers
     )
-    num_answers = sum(counted[0] <= answer.times[-1] < counted[1] for answer in answers)
-    measured_s = counted[1] - counted[0]
-    return answers, num_tokens / measured_s, num_answers / measured_s
+    tokens_per_s = num_tokens / (counted[1] - counted[0])
+    tokens_each = sum(answer.num_tokens for answer in answers) / len(answers)
+    return answers, tokens_per_s, tokens_per_s / tokens_each
 
 
 async def open_loop(
@@ -125,13 +126,15 @@ class Bench:
         if a.url:
             self.measure(Client(a.url))
             return
-        with running_server(*a.server) as client:
-            self.measure(client)
-        # Prompts as fast as they go: whoever decodes waits for those of others.
-        with running_server(*a.server, "--prefill-chunk", str(WHOLE_STEP)) as client:
-            self.loops(client, a.clients[-1:], "/whole-prompts")
-        with running_server(*a.server, "--no-prefix-cache") as client:
-            without = self.measure_prefix(client)
+        with tempfile.TemporaryDirectory() as cache:
+            with running_server(*a.server, cache=cache) as client:
+                self.measure(client)
+            # Prompts as fast as they go: whoever decodes waits for those of others.
+            whole = "--prefill-chunk", str(WHOLE_STEP)
+            with running_server(*a.server, *whole, cache=cache) as client:
+                self.loops(client, a.clients[-1:], "/whole-prompts")
+            with running_server(*a.server, "--no-prefix-cache", cache=cache) as client:
+                without = self.measure_prefix(client)
         shared = next(row for row in self.rows if "/shared-prefix/" in row.workload)
         shared.peers["without prefix cache"] = 1e3 * without["ttft_mean_ms"]
         log(f"{shared.workload}: mean TTFT without the cache {without['ttft_mean_ms']} ms")
@@ -205,12 +208,14 @@ class Bench:
             self.failures.append(f"{what}: {len(answers) - len(good)} requests were refused")
         ttfts = [answer.ttft for answer in good]
         gaps = [gap for answer in good for gap in answer.gaps]
+        median, p99 = np.quantile(gaps, [0.5, 0.99])
         more = {
             "requests": len(good),
             "ttft_p50_ms": _ms(np.quantile(ttfts, 0.5)),
             "ttft_p99_ms": _ms(np.quantile(ttfts, 0.99)),
-            "inter_token_p50_ms": _ms(np.quantile(gaps, 0.5)),
-            "inter_token_p99_ms": _ms(np.quantile(gaps, 0.99)),
+            "inter_token_p50_ms": _ms(median),
+            "inter_token_p99_ms": _ms(p99),
+            "inter_token_p99_over_p50": round(float(p99 / median), 2),
         }
         row = Row(self.name(what), us, more=more)
         self.rows.append(row)

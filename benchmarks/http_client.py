@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -92,11 +93,20 @@ class Client:
 
 
 @contextlib.contextmanager
-def running_server(*options: str) -> Iterator[Client]:
-    """`python -m jax_attn.serve` with these options, on a free port, until the block ends."""
+def running_server(*options: str, cache: str) -> Iterator[Client]:
+    """`python -m jax_attn.serve` with these options, on a free port, until the block ends.
+
+    cache: a directory for what XLA compiles, so that the next server of the same shapes starts
+      sooner.
+    """
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "jax_attn.serve", "--port", "0", *options],
+            env=os.environ | kept,
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -45,6 +45,8 @@ class Row:
     flops: float = 0
     min_bytes: float = 0  # of the floor: every input read once, every output written once
     peers: dict[str, float] = dataclasses.field(default_factory=dict)
+    sustained_us: float | None = None  # without rests, where power is a limit (bursts.py)
+    peers_sustained: dict[str, float] = dataclasses.field(default_factory=dict)
     anchor_us: float | None = None
     parts_floor_us: float | None = None  # of a row that is a sequence of parts: their floors' sum
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,8 +67,15 @@ class Row:
             "gbps": round(self.bytes / self.median_us / 1e3, 1),
             "tflops": round(self.flops / self.median_us / 1e6, 1),
             "peers": {name: round(us, 2) for name, us in self.peers.items()},
+            **self._sustained(),
             **self.more,
         }
+
+    def _sustained(self) -> dict[str, Any]:
+        if self.sustained_us is None:
+            return {}
+        peers = {name: round(us, 2) for name, us in self.peers_sustained.items()}
+        return {"sustained_us": round(self.sustained_us, 2), "peers_sustained": peers}
 
 
 def workload_row(workload: Workload, us: float, **more: Any) -> Row:

@@ -119,6 +119,11 @@ class Workload:
             pairs += qo * kv - (qo * (qo - 1) // 2 if self.causal else 0)
         return 2 * pairs * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
 
+    @property
+    def sustained(self) -> bool:
+        """Whether it multiplies enough for the power limit to matter (bursts.py)."""
+        return self.kind in ("mixed", "prefill", "mla")
+
     def floor_us(self, bytes_per_us: float, flops_per_us: float) -> float:
         """No version runs faster than this on a device that does so much in a microsecond."""
         return max(self.bytes / bytes_per_us, self.flops / flops_per_us)

@@ -10,17 +10,22 @@ Prints a table and fails if a kernel
   - does not fit its CTAs on a multiprocessor as select/cuda.cc launches them (registers, shared
     memory).
 
-Compile times are printed, not bounded: they are those of this machine and of its other work.
+Compile times are printed, not bounded: they are those of this machine and of its other work. NVRTC
+uses one core, so that there is a process for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import multiprocessing
+import os
 import struct
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import jax_attn as ja
@@ -301,30 +306,29 @@ def faults(usage: Usage, arch: int, num_ctas: int) -> list[str]:
     return found
 
 
-def check(target: str, only: str) -> int:
-    """Prints a line for every kernel of an architecture; returns how many fail."""
-    failures = 0
-    for source, num_ctas in kernels(target):
-        if only not in source.name:
-            continue
-        start = time.perf_counter()
-        cubin, _ = source.compile()
-        milliseconds = 1e3 * (time.perf_counter() - start)
-        usage = read_usage(cubin, source.entry)
-        found = faults(usage, int(target.removeprefix("sm_")), num_ctas)
-        arch_name = source.name.split("-")[1]
-        bytes_accepted, reason = SPILLS.get(source.name.replace(f"-{arch_name}", "", 1), (0, ""))
-        if usage.stack <= bytes_accepted:
-            found = [fault for fault in found if not fault.endswith("of stack")]
-        accepted = f"accepted: {reason}" if usage.stack else "ok"
-        failures += bool(found)
-        print(
-            f"{source.name:<62} {usage.registers:>4} {usage.stack:>6} {usage.smem:>7}"
-            f" {num_ctas or '':>4} {milliseconds:>6.0f} ms"
-            f"  {'; '.join(found) or accepted}",
-            flush=True,
-        )
-    return failures
+@functools.cache
+def kernels_of(target: str) -> list[tuple[_core.KernelSource, int]]:
+    return list(kernels(target))
+
+
+def check(which: tuple[str, int]) -> tuple[bool, str]:
+    """Whether a kernel, the i-th of its target, is as it should be, and a line about it."""
+    target, i = which
+    source, num_ctas = kernels_of(target)[i]
+    start = time.perf_counter()
+    cubin, _ = source.compile()
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    usage = read_usage(cubin, source.entry)
+    found = faults(usage, int(target.removeprefix("sm_")), num_ctas)
+    arch_name = source.name.split("-")[1]
+    bytes_accepted, reason = SPILLS.get(source.name.replace(f"-{arch_name}", "", 1), (0, ""))
+    if usage.stack <= bytes_accepted:
+        found = [fault for fault in found if not fault.endswith("of stack")]
+    accepted = f"accepted: {reason}" if usage.stack else "ok"
+    return not found, (
+        f"{source.name:<62} {usage.registers:>4} {usage.stack:>6} {usage.smem:>7}"
+        f" {num_ctas or '':>4} {milliseconds:>6.0f} ms  {'; '.join(found) or accepted}"
+    )
 
 
 def main() -> int:
@@ -332,8 +336,22 @@ def main() -> int:
     parser.add_argument("archs", nargs="*", default=ARCHS, metavar="ARCH", help="default: all")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     arguments = parser.parse_args()
+    chosen = [
+        (target, i)
+        for target in (arch.rstrip("a") for arch in arguments.archs)
+        for i, (source, _) in enumerate(kernels_of(target))
+        if arguments.only in source.name
+    ]
+    if not chosen:
+        parser.error(f"no kernel has {arguments.only!r} in its name")
     print(f"{'kernel':<62} regs  stack    smem CTAs   compile")
-    failures = sum(check(arch.rstrip("a"), arguments.only) for arch in arguments.archs)
+    failures = 0
+    num_processes = min(os.cpu_count() or 1, len(chosen))
+    # Not forked: jax has threads.
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
+        for ok, line in processes.map(check, chosen):
+            failures += not ok
+            print(line, flush=True)
     print(f"{failures} kernels fail" if failures else "all kernels fit, none spills")
     return int(failures > 0)
 

@@ -1,10 +1,14 @@
-"""Rewrites the marked blocks of README.md from what they quote: readme_tables.py [--check].
+"""Rewrites the marked blocks of documents from what they quote: readme_tables.py [--check].
 
+    README.md
     <!-- begin: results -->     benchmarks/results/*.json: every measured number in README
     <!-- begin: serving -->     of them, *-engine.json and *-serve.json
     <!-- begin: quickstart -->  examples/quickstart.py, which CI runs
 
---check changes nothing and fails if a block differs from its source.
+    benchmarks/NOTES.md
+    <!-- begin: targets -->     benchmarks/targets.toml beside benchmarks/results/*.json
+
+--check changes nothing and fails if a block differs from its source, or a link leads nowhere.
 """
 
 import json
@@ -12,8 +16,9 @@ import re
 import sys
 from pathlib import Path
 
+import targets
+
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
 
 # What a reader wants to see first; everything else is folded.
 SHOWN = [
@@ -151,9 +156,11 @@ def table(result: dict, name: str) -> str:
 
 
 def table_lines(rows: list[dict]) -> list[str]:
+    sustained = any("sustained_us" in row for row in rows)
     lines = [
-        "| workload | µs | floor, µs | GB/s | TFLOP/s | best peer in the same run, µs |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "| workload | µs | floor, µs | GB/s | TFLOP/s | best peer in the same run, µs |"
+        + sustained * " sustained, µs | that peer's |",
+        "| --- | ---: | ---: | ---: | ---: | --- |" + sustained * " ---: | ---: |",
     ]
     for row in rows:
         peers = row.get("peers") or {}
@@ -166,6 +173,10 @@ def table_lines(rows: list[dict]) -> list[str]:
             *(number(row.get(field)) for field in ("median_us", "floor_us", "gbps", "tflops")),
             "" if best is None else f"{peers[best]:.1f} {best}",
         ]
+        if sustained:
+            peers = row.get("peers_sustained") or {}
+            cells.append(number(row.get("sustained_us")))
+            cells.append(f"{peers[best]:.1f}" if best in peers else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -174,25 +185,48 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if value else ""
 
 
-def rewritten(text: str) -> str:
-    contents = {"results": results(), "serving": serving(), "quickstart": quickstart()}
+def rewritten(text: str, contents: dict[str, str], document: str) -> str:
     for name, content in contents.items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         text, found = pattern.subn(lambda _, block=f"{begin}\n{content}\n{end}": block, text)
         if found != 1:
-            raise SystemExit(f"README.md: expected one block {begin} ... {end}, got {found}")
+            raise SystemExit(f"{document}: expected one block {begin} ... {end}, got {found}")
     return text
 
 
+def broken_links(document: Path) -> list[str]:
+    """Links of a document to files that are not there, or to headings that no file has."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{document.name}: {link}")
+    return broken
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub calls its headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def main(arguments: list[str]) -> None:
-    text = README.read_text()
-    new_text = rewritten(text)
-    if arguments == ["--check"]:
-        if new_text != text:
-            raise SystemExit("README.md is out of date: run python build_tools/readme_tables.py")
-    else:
-        README.write_text(new_text)
+    documents = {
+        "README.md": {"results": results(), "serving": serving(), "quickstart": quickstart()},
+        "benchmarks/NOTES.md": {"targets": targets.table()},
+    }
+    for document, contents in documents.items():
+        text = (ROOT / document).read_text()
+        new_text = rewritten(text, contents, document)
+        if arguments != ["--check"]:
+            (ROOT / document).write_text(new_text)
+        elif new_text != text:
+            raise SystemExit(f"{document} is out of date: run python build_tools/readme_tables.py")
+    if broken := [link for document in documents for link in broken_links(ROOT / document)]:
+        raise SystemExit("links that lead nowhere: " + ", ".join(broken))
 
 
 if __name__ == "__main__":

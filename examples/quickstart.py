@@ -34,9 +34,8 @@ k_new, v_new = jax.random.normal(keys[1], (2, 64, 2, 64), jnp.bfloat16)
 k_pages, v_pages = jax.random.normal(keys[2], (2, 100, 16, 2, 64), jnp.bfloat16)  # a pool of 100
 
 # One batch: a prompt of 37 tokens, 5 more tokens of a prompt that has 20 cached, one decode at 91.
-qo_indptr = np.array(
-    [0, 37, 42, 43]
-)  # tokens of request r are rows [qo_indptr[r], qo_indptr[r + 1])
+# Tokens of request r are rows [qo_indptr[r], qo_indptr[r + 1]) of q.
+qo_indptr = np.array([0, 37, 42, 43])
 kv_lens = np.array([37, 25, 91])  # the new tokens included
 page_indptr = np.array([0, 3, 5, 11])  # pages of request r are page_indices[page_indptr[r] : ...]
 page_indices = np.array([7, 3, 99, 12, 40, 1, 2, 50, 51, 60, 8])

@@ -9,7 +9,9 @@ if find_spec("jax_attn._core") is None:
     )
 
 from jax_attn import mla, reference
-from jax_attn.attention import attention, dot_product_attention, item_times
+from jax_attn.attention import attention, item_times
+from jax_attn.dense import dot_product_attention
+from jax_attn.export import export_checks
 from jax_attn.jit import precompile
 from jax_attn.kv_cache import append_kv, append_rotated
 from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
@@ -24,6 +26,7 @@ __all__ = [
     "append_rotated",
     "attention",
     "dot_product_attention",
+    "export_checks",
     "item_times",
     "merge_state",
     "merge_states",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 
 from jax_attn import _core, config, jit
 from jax_attn.spec import AttentionSpec
+from jax_attn.transforms import refusing
 
 
 def _runtime_ffi_version() -> tuple[int, int]:
@@ -59,7 +61,14 @@ def plan(
         ),
     )
     operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
-    buffer, _ = call(*operands, problem=spec.problem_words, levels=bool(shape[0]))
+
+    def plan_batch(*operands_and_levels: Any) -> Any:
+        *operands, has_levels = operands_and_levels
+        return call(*operands, problem=spec.problem_words, levels=has_levels)
+
+    buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
+        *operands, bool(shape[0])
+    )
     return buffer
 
 

@@ -31,7 +31,7 @@ class CompiledKernel:
 
 
 def precompile(
-    specs: AttentionSpec | Iterable[AttentionSpec], arch: str | None = None
+    specs: AttentionSpec | Iterable[AttentionSpec], target: str | None = None
 ) -> list[CompiledKernel]:
     """Compiles every CUDA kernel the specs need into the cache, so that no later process waits.
 
@@ -39,10 +39,8 @@ def precompile(
     container, with JAX_ATTN_CACHE_DIR inside the image. The cache is keyed by NVRTC's version too,
     so use the one that the image will run with.
 
-    Args:
-        specs: one spec or several. Attention, plan, append (paged specs) and merge kernels are
-            compiled.
-        arch: "sm_90" and the like, instead of each spec's own target.
+    specs: one spec or several. Of attention, plan, append (paged specs) and merge.
+    target: "sm_90" and the like, instead of each spec's own.
 
     Returns what is in the cache now, each kernel once.
 
@@ -52,7 +50,7 @@ def precompile(
         specs = [specs]
     jobs: dict[str, Callable[[], dict[str, Any]]] = {}
     for spec in specs:
-        jobs |= _jobs(spec if arch is None else dataclasses.replace(spec, target=arch))
+        jobs |= _jobs(spec if target is None else dataclasses.replace(spec, target=target))
     running = [_pool().submit(job) for job in jobs.values()]
     return [CompiledKernel(**future.result()) for future in running]
 
@@ -88,7 +86,7 @@ def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     if arch == 0:
         raise ValueError(
             f"precompile: target: expected a CUDA target, got {spec.target!r}; without a GPU, say"
-            ' which one to compile for: precompile(specs, arch="sm_90").'
+            ' which one to compile for: precompile(specs, target="sm_90").'
         )
     dtype = dtype_code(spec.dtype)
     jobs = {

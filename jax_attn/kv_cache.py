@@ -16,9 +16,17 @@ from jax_attn.operands import (
     check_scales,
     check_values,
     layer_operand,
-    refuse_vmap,
+    spec_of,
 )
 from jax_attn.plan import AttentionPlan
+from jax_attn.transforms import refusing
+
+_INSTEAD = {
+    "vmap": "put the batch into the plan, one request per element",
+    "gradients": "the paged cache is for inference; train on jax_attn.dot_product_attention",
+}
+_append_kv = refusing("append_kv", ffi.append_kv, **_INSTEAD)
+_append_rotated = refusing("append_rotated", ffi.append_rotated, **_INSTEAD)
 
 
 @overload
@@ -74,7 +82,7 @@ def append_kv(
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
     """
-    spec = plan.spec
+    spec = spec_of("append_kv", plan)
     if not spec.is_paged:
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
     k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
@@ -84,7 +92,7 @@ def append_kv(
     k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
     layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
     check_data("append_kv", plan, layer_index, k_stacked.shape)
-    k_stacked, v_stacked = refuse_vmap("append_kv", ffi.append_kv)(
+    k_stacked, v_stacked = _append_kv(
         k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, *scales, spec
     )
     if v_pages is None:
@@ -118,7 +126,7 @@ def append_rotated(
     Returns q: [max_qo_tokens, num_qo_heads, head_dim_qk], whose rows beyond the plan's tokens are
     undefined, k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
     """
-    op, spec = "append_rotated", plan.spec
+    op, spec = "append_rotated", spec_of("append_rotated", plan)
     if not spec.is_paged:
         raise ValueError(f"{op}: plan: expected one of a paged spec, got page_size=None.")
     if spec.mla:
@@ -133,7 +141,7 @@ def append_rotated(
     k_stacked, v_stacked = as_stacked(op, spec, k_pages, v_pages, layer)
     layer_index = layer_operand(op, layer, k_stacked.shape[0])
     check_data(op, plan, layer_index, k_stacked.shape)
-    q, k_stacked, v_stacked = refuse_vmap(op, ffi.append_rotated)(
+    q, k_stacked, v_stacked = _append_rotated(
         qkv, cos, sin, k_stacked, v_stacked, jnp.asarray(plan.buffer), layer_index, *scales, spec
     )
     return q, k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)

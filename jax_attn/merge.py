@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_attn import ffi
 from jax_attn.spec import default_target, dtype_code, parse_target
+from jax_attn.transforms import Axes, partitioned
 
 
 def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,7 +35,7 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
             f"merge_states: lse_parts: expected float32{list(o_parts.shape[:-1])}, got"
             f" {lse_parts.dtype}{list(lse_parts.shape)}."
         )
-    dtype_code(o_parts.dtype)
+    dtype_code(o_parts.dtype, "merge_states: o_parts")
     if o_parts.shape[-1] % 8:
         raise NotImplementedError(
             "merge_states: head_dim_vo: multiples of 8 are supported, got"
@@ -109,7 +110,7 @@ def state_from_triplet(
 
 
 def _check_triplet(op: str, o: jax.Array, **rows: jax.Array) -> None:
-    dtype_code(o.dtype)
+    dtype_code(o.dtype, f"{op}: o")
     if o.ndim < 2:
         raise ValueError(f"{op}: o: expected [..., num_heads, head_dim_vo], got {list(o.shape)}.")
     for name, row in rows.items():
@@ -120,10 +121,22 @@ def _check_triplet(op: str, o: jax.Array, **rows: jax.Array) -> None:
             )
 
 
-@jax.custom_batching.custom_vmap
-def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _fold_rows(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     arch, _ = parse_target(default_target())
     return ffi.merge_states(o_parts, lse_parts, arch, dtype_code(o_parts.dtype))
+
+
+# Rows and heads do not know of each other.
+_fold_on_mesh = partitioned(
+    "merge_states",
+    _fold_rows,
+    lambda: Axes("s n h d, s n h -> n h d, n h", split=("n", "h")),
+)
+
+
+@jax.custom_batching.custom_vmap
+def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _fold_on_mesh(o_parts, lse_parts)
 
 
 @_fold.def_vmap

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jax_attn import config
 from jax_attn.plan import AttentionPlan
 from jax_attn.spec import AttentionSpec
+
+
+def spec_of(op: str, plan: Any) -> AttentionSpec:
+    """The spec of a plan; what is no plan gets a sentence."""
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(
+            f"{op}: plan: expected an AttentionPlan, which jax_attn.plan makes, got"
+            f" {type(plan).__name__}."
+        )
+    return plan.spec
 
 
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -19,13 +29,28 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
     array = jnp.asarray(array)
     if array.shape != shape or array.dtype != dtype:
         advice = ""
-        if array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
+        if array.shape == shape:
+            advice = f" Cast it: {name}.astype({dtype!r})."
+        elif array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
             advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
+        elif sorted(array.shape) == sorted(shape):
+            advice = " These are the same axes in another order: transpose it."
         raise ValueError(
             f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
             f" {array.dtype}{list(array.shape)}.{advice}"
         )
+    _refuse_parts(op, name, array)
     return array
+
+
+def _refuse_parts(op: str, name: str, array: jax.Array) -> None:
+    """Arrays that are known to be split over a mesh: each device would get, and compute, it all."""
+    sharding = (jax.typeof(array) if isinstance(array, jax.core.Tracer) else array).sharding
+    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 and any(sharding.spec):
+        raise NotImplementedError(
+            f"{op}: {name}: arrays split over a mesh are supported inside of jax.shard_map, with a"
+            f" plan of what one device sees (examples/shard_heads.py), got {sharding.spec}."
+        )
 
 
 def check_values(
@@ -100,15 +125,14 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
     """The layer index as an i32 scalar; one known now is checked now."""
     if layer is None:
         return jnp.int32(0)
-    if not isinstance(layer, jax.core.Tracer):
-        if np.ndim(layer) or not 0 <= int(layer) < num_layers:
-            raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
-    layer = jnp.asarray(layer)
-    if layer.shape or layer.dtype.kind not in "iu":
+    array = layer if isinstance(layer, jax.Array) else np.asarray(layer)
+    if array.shape or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{op}: layer: expected an integer scalar, got {layer.dtype}{list(layer.shape)}."
+            f"{op}: layer: expected an integer scalar, got {array.dtype}{list(array.shape)}."
         )
-    return layer.astype(jnp.int32)
+    if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < num_layers:
+        raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+    return jnp.asarray(layer, jnp.int32)
 
 
 def check_data(
@@ -135,26 +159,3 @@ def check_data(
             raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
 
     jax.debug.callback(check, plan.buffer, layer)
-
-
-def refuse_vmap(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call(*arrays, spec)`, except that vmap gets a sentence instead of a batched kernel."""
-
-    def wrapped(*args: Any) -> Any:
-        *arrays, spec = args
-        present = [a for a in arrays if a is not None]
-
-        @jax.custom_batching.custom_vmap
-        def flat(*operands: jax.Array) -> Any:
-            rest = iter(operands)
-            return call(*(None if a is None else next(rest) for a in arrays), spec)
-
-        @flat.def_vmap
-        def rule(axis_size: int, in_batched: Any, *operands: Any) -> Any:
-            raise NotImplementedError(
-                f"{op}: vmap: not supported; put the batch into the plan, one request per element."
-            )
-
-        return flat(*present)
-
-    return wrapped

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from .plan import AttentionSpec
+    from jax_attn.spec import AttentionSpec
 
 Array = Any  # numpy.ndarray | jax.Array
 E4M3 = jnp.float8_e4m3fn

@@ -107,11 +107,17 @@ class AttentionSpec:
         def settle(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.generic):
+                settle(field.name, value.item())  # a spec is hashed, and written to files
         settle("dtype", _dtype_name(self.dtype))
         for name in ("kv_dtype", "q_dtype"):
             settle(name, self._operand_dtype(name))  # None is the one way to say dtype
         if self.q_dtype == _E4M3 != self.kv_dtype:
             _refuse("q_dtype", f"None unless kv_dtype={_E4M3!r}", self.q_dtype)
+        for name in ("mla", "causal", "fresh_kv"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, "True or False", getattr(self, name))
         for name in ("num_qo_heads", "num_kv_heads", "max_batch", "max_qo_tokens"):
             _require_int(name, getattr(self, name), 1)
         if self.num_qo_heads % self.num_kv_heads:
@@ -140,14 +146,14 @@ class AttentionSpec:
             _refuse("window_right", "-1 or 0 with causal=True", self.window_right)
         if self.window_right == 0:
             settle("causal", True)
-        if not (np.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
-            _refuse("logits_soft_cap", "a finite number >= 0", self.logits_soft_cap)
+        settle("logits_soft_cap", _finite("logits_soft_cap", self.logits_soft_cap))
+        if self.logits_soft_cap < 0:
+            _refuse("logits_soft_cap", "a finite number >= 0; 0 is none", self.logits_soft_cap)
         if self.sm_scale is None and self.mla:
             _refuse("sm_scale", "the model's scale with mla=True, such as (128 + 64) ** -0.5", None)
         if self.sm_scale is None:
             settle("sm_scale", float(self.head_dim_qk) ** -0.5)
-        elif not np.isfinite(self.sm_scale):
-            _refuse("sm_scale", "a finite number", self.sm_scale)
+        settle("sm_scale", _finite("sm_scale", self.sm_scale))
         self._settle_storage(settle)
         if self.schedule not in _SCHEDULES:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
@@ -155,7 +161,7 @@ class AttentionSpec:
         if self.share_prefixes and not can_share:
             _refuse("share_prefixes", "False or None without pages or with no_split", True)
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        settle("target", self.target or default_target())
+        settle("target", default_target() if self.target is None else self.target)
         parse_target(self.target)  # refuses what it does not know
         if self.mla:
             self._check_mla()
@@ -198,7 +204,7 @@ class AttentionSpec:
 
     def _operand_dtype(self, name: str) -> str | None:
         given = getattr(self, name)
-        dtype = self.dtype if given is None else jax.numpy.dtype(given).name
+        dtype = self.dtype if given is None else _plain_name(given)
         if dtype not in (self.dtype, _E4M3):
             raise NotImplementedError(
                 f"AttentionSpec: {name}: {self.dtype}, as dtype, and {_E4M3} are supported, got"
@@ -389,6 +395,8 @@ def parse_target(target: str) -> tuple[int, int]:
     if target == "cpu":
         has_affinity = hasattr(os, "sched_getaffinity")
         return 0, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if not isinstance(target, str):
+        _refuse("target", '"cpu", "sm_90" or "sm_90:132" (multiprocessors)', target)
     name, _, count = target.partition(":")
     arch = name.removeprefix("sm_").rstrip("a")
     if not (name.startswith("sm_") and arch.isdigit() and (count.isdigit() or not count)):
@@ -428,23 +436,42 @@ def _explain(spec: AttentionSpec, problem: _core.Problem) -> str:
     return "\n".join([f"jax_attn: {spec}", *lines, f"  and {rest}"])
 
 
-def dtype_code(dtype: Any) -> int:
-    """The DType of csrc/spec.h. Raises NotImplementedError for any other dtype."""
-    return _DTYPES.index(_dtype_name(dtype))
+def dtype_code(dtype: Any, argument: str = "AttentionSpec: dtype") -> int:
+    """The DType of csrc/spec.h. Raises NotImplementedError that names the argument for others."""
+    return _DTYPES.index(_dtype_name(dtype, argument))
 
 
-def _dtype_name(dtype: Any) -> str:
-    name = jax.numpy.dtype(dtype).name
+def _dtype_name(dtype: Any, argument: str = "AttentionSpec: dtype") -> str:
+    name = _plain_name(dtype)
     if name not in _DTYPES:
         raise NotImplementedError(
-            f"AttentionSpec: dtype: {', '.join(_DTYPES)} are supported, got {name}"
+            f"{argument}: {', '.join(_DTYPES)} are supported, got {name}"
             + (f"; {name} is for kv_dtype and q_dtype." if name == _E4M3 else ".")
         )
     return name
 
 
+def _plain_name(dtype: Any) -> str:
+    """The name of a dtype, however it is given; of what is none, itself."""
+    try:
+        return "None" if dtype is None else jax.numpy.dtype(dtype).name
+    except TypeError:
+        return repr(dtype)
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, jax.core.Tracer):
+        _refuse(name, "a number known while tracing, for it selects the kernel", value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, (np.ndarray, jax.Array)) and value.shape == ():
+        is_number, value = value.dtype.kind in "fiu", value.item()
+    if not is_number or not np.isfinite(value):
+        _refuse(name, "a finite number", value)
+    return float(value)
+
+
 def _require_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if isinstance(value, bool) or not isinstance(value, int):
         _refuse(name, "an integer", value)
     if not minimum <= value <= _MAX_INT32:
         _refuse(name, f"an integer in [{minimum}, 2^31)", value)

@@ -61,11 +61,20 @@ _EG = ("expected", "got")
     ("head_dim_float", {"head_dim_qk": 64.0}, ValueError, "head_dim_qk", "integer", "64.0"),
     ("f64", {"dtype": "float64"}, NotImplementedError, "dtype", "bfloat16", "float64"),
     ("int8", {"dtype": "int8"}, NotImplementedError, "dtype", "bfloat16", "int8"),
+    ("no_dtype", {"dtype": None}, NotImplementedError, "dtype", "bfloat16", "got None"),
+    ("dtype_name", {"dtype": "bf16"}, NotImplementedError, "dtype", "bfloat16", "'bf16'"),
+    ("kv_dtype_name", {"kv_dtype": "fp8"}, NotImplementedError, "kv_dtype", E4M3, "'fp8'"),
+    ("causal", {"causal": None}, ValueError, "causal", "True or False", *_EG, "None"),
+    ("mla", {"mla": "no"}, ValueError, "mla", "True or False", *_EG, "'no'"),
     ("window_left", {"window_left": -2}, ValueError, "window_left", *_EG, "-2"),
     ("window_right", {"window_right": 3}, ValueError, "window_right", "causal", *_EG, "3"),
     ("cap", {"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap", *_EG),
     ("cap_nan", {"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap", *_EG),
+    ("no_cap", {"logits_soft_cap": None}, ValueError, "logits_soft_cap", *_EG, "None"),
     ("scale", {"sm_scale": float("inf")}, ValueError, "sm_scale", *_EG),
+    ("scale_nan", {"sm_scale": jnp.float32("nan")}, ValueError, "sm_scale", *_EG, "nan"),
+    ("scale_name", {"sm_scale": "auto"}, ValueError, "sm_scale", *_EG, "'auto'"),
+    ("scales", {"sm_scale": np.ones(2)}, ValueError, "sm_scale", *_EG),
     ("page_size", {"page_size": 0}, ValueError, "page_size", *_EG, "0"),
     ("page_size_bool", {"page_size": True}, ValueError, "page_size", *_EG),
     ("no_pages", {"max_kv_pages": None}, ValueError, "max_kv_pages", *_EG),
@@ -80,6 +89,7 @@ _EG = ("expected", "got")
     ("split_0", {"schedule": "fixed_split", "kv_split": 0}, ValueError, "kv_split", *_EG),
     ("split_odd", {"schedule": "fixed_split", "kv_split": 100}, ValueError, "kv_split", "tile_kv"),
     ("target", {"target": "tpu"}, ValueError, "target", "cpu", "sm_90", "tpu"),
+    ("target_int", {"target": 90}, ValueError, "target", "sm_90", "90"),
     ("old_gpu", {"target": "sm_70"}, NotImplementedError, "target", "sm_80", "sm_70"),
     ("ctas", {"num_ctas": 0}, ValueError, "num_ctas", *_EG),
     ("e5m2", {"kv_dtype": "float8_e5m2"}, NotImplementedError, "kv_dtype", "float8_e4m3fn", "e5m2"),
@@ -107,6 +117,20 @@ _EG = ("expected", "got")
 def test_spec(row):
     changed, exception, *words = row
     check(lambda: ja.AttentionSpec(**(FIELDS | changed)), exception, "AttentionSpec", *words)
+
+
+def test_a_traced_scale():
+    make = jax.jit(lambda scale: ja.AttentionSpec(**FIELDS, sm_scale=scale).plan_words)
+    check(lambda: make(0.1), ValueError, "AttentionSpec", "sm_scale", "tracing", *_EG)
+
+
+def test_numbers_of_numpy_and_jax_make_the_same_spec():
+    """A spec is hashed, and written to files."""
+    plain = ja.AttentionSpec(**FIELDS, sm_scale=0.125, causal=True)
+    fields = {n: np.int64(x) if isinstance(x, int) else x for n, x in FIELDS.items()}
+    for scale in (np.float32(0.125), np.array(0.125), jnp.float32(0.125)):
+        spec = ja.AttentionSpec(**fields, sm_scale=scale, causal=np.True_)
+        assert spec == plain and repr(spec) == repr(plain) and hash(spec) == hash(plain)
 
 
 # ---- plan ----------------------------------------------------------------------------------------
@@ -219,7 +243,8 @@ _CACHE = (2, 9, 16, 2, 64)
 @table(
     ("q_rows", {"q": _ones((4, 4, 64))}, "q", "[8, 4, 64]", *_EG, "[4, 4, 64]"),
     ("q_heads", {"q": _ones((8, 2, 64))}, "q", *_EG),
-    ("q_dtype", {"q": np.ones((8, 4, 64), np.float16)}, "q", "float32", *_EG, "float16"),
+    ("q_dtype", {"q": np.ones((8, 4, 64), np.float16)}, "q", *_EG, "float16", "astype('float32')"),
+    ("k_heads_first", {"k": _ones((2, 9, 2, 16, 64))}, "k", *_EG, "[2, 9, 2, 16, 64]", "transpose"),
     ("k_rank", {"k": _ones(_CACHE[1:])}, "k", *_EG, "layer"),
     ("k_no_layer", {"layer": None}, "k", *_EG, "layer"),
     ("k_page_size", {"k": _ones((2, 9, 8, 2, 64))}, "k", *_EG),
@@ -279,8 +304,10 @@ def test_scales_of_what_is_not_e4m3(backend):
 def test_attention_wants_a_plan(backend):
     given = operands(backend)
     given["plan"] = given["plan"].buffer
-    with pytest.raises((TypeError, ValueError, AttributeError), match="plan|spec"):
-        ja.attention(**given)
+    check(lambda: ja.attention(**given), TypeError, "attention", "plan", "AttentionPlan", *_EG)
+    new = _ones((8, 2, 64))
+    call = functools.partial(ja.append_kv, given["k"], given["v"], new, new, layer=1)
+    check(lambda: call(None), TypeError, "append_kv", "plan", "AttentionPlan", *_EG, "None")
 
 
 @on_every_platform
@@ -326,6 +353,37 @@ def test_append(row, backend):
         "layer": 1,
     } | changed
     check(lambda: ja.append_kv(**given), ValueError, "append_kv", *words)
+
+
+_QKV = {name: _ones((2, 5, 2, 16)) for name in ("query", "key", "value")}
+
+
+@table(
+    ("batch", {"key": _ones((1, 5, 2, 16))}, ValueError, "key", *_EG, "[1, 5, 2, 16]"),
+    ("head_dim", {"query": _ones((2, 5, 2, 8))}, ValueError, "query", *_EG, "[2, 5, 2, 8]"),
+    ("dtypes", {"key": jnp.ones((2, 5, 2, 16), "bfloat16")}, ValueError, "key", *_EG, "bfloat16"),
+    ("lens", {"query_seq_lengths": [5, 6]}, ValueError, "query_seq_lengths", *_EG, "[0, 5]", "6"),
+    ("half", {"key_value_seq_lengths": [1, 1.5]}, ValueError, "key_value_seq_lengths", *_EG, "1.5"),
+    ("few", {"key_value_seq_lengths": [1]}, ValueError, "key_value_seq_lengths", "2", *_EG, "[1]"),
+    ("window", {"local_window_size": (-3, 0)}, ValueError, "local_window_size", *_EG, "(-3, 0)"),
+    ("windows", {"local_window_size": (1, 2, 3)}, ValueError, "local_window_size", *_EG),
+)
+def test_dot_product_attention(row):
+    changed, exception, *words = row
+    given = _QKV | changed
+    check(lambda: ja.dot_product_attention(**given), exception, "dot_product_attention", *words)
+
+
+def test_a_traced_scale_of_dot_product_attention():
+    call = jax.jit(lambda scale: ja.dot_product_attention(**_QKV, scale=scale))
+    words = "dot_product_attention", "scale", "tracing", "multiply"
+    check(lambda: call(0.1), NotImplementedError, *words)
+
+
+def test_item_times_inside_jit():
+    given = {"q": _ones((8, 4, 64)), "k": _ones(_CACHE), "v": _ones(_CACHE), "layer": 1}
+    given["plan"] = ja.plan(ja.AttentionSpec(**FIELDS), **BATCH)
+    check(lambda: jax.jit(ja.item_times)(**given), ValueError, "item_times", "jit", *_EG)
 
 
 # Data that only a run sees: refused by the CPU handlers always, with the words of a value error.
@@ -422,7 +480,11 @@ def test_a_traced_plan_refuses_at_run_time():
         (_ones((2, 3, 2, 8)), np.ones((2, 3, 2), np.float16)),
         *(ValueError, "lse_parts", "float32", *_EG),
     ),
-    ("int", (np.ones((2, 3, 2, 8), np.int32), _ones((2, 3, 2))), NotImplementedError, "int32"),
+    (
+        "int",
+        (np.ones((2, 3, 2, 8), np.int32), _ones((2, 3, 2))),
+        *(NotImplementedError, "merge_states: o_parts", "float32", "int32"),
+    ),
 )
 def test_merge_states(row):
     arguments, exception, *words = row

@@ -1,15 +1,17 @@
 """dot_product_attention against jax.nn's and the float64 reference, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import o_bound
 from backends import on_every_backend, on_every_platform
-from checking import assert_close_state
+from checking import assert_close_state, assert_same_bits
 
 import jax_attn as ja
-from jax_attn import reference
+from jax_attn import dense, reference
 
 # batch, T, S, N, K, head_dim
 SHAPES = {
@@ -128,21 +130,129 @@ def test_the_residual_is_the_lse(backend):
         np.testing.assert_allclose(lse[b], want, rtol=1e-5, atol=1e-5)
 
 
+def gradients(attend, operands, weights, **options):
+    """Of a loss of o, and of lse if `attend` returns it."""
+
+    def loss(q, k, v):
+        o = attend(q, k, v, **options)
+        o, lse = o if isinstance(o, tuple) else (o, 0)
+        finite = jnp.where(jnp.isneginf(lse), 0, lse)
+        return jnp.sum(weights * o) + jnp.sum(jnp.sin(finite))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*operands)
+
+
 @on_every_platform
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True, "scale": 0.2}, {"local_window_size": (3, 1)}], ids=str
+    "shape,options",
+    [*(("gqa", name) for name in OPTIONS), *((name, "causal") for name in SHAPES if name != "gqa")],
 )
-def test_gradients(options, backend):
-    q, k, v = (jnp.asarray(x) for x in arrays((2, 20, 20, 4, 2, 32), "float32"))
-    weights = jnp.asarray(np.random.default_rng(5).normal(size=q.shape), jnp.float32)
+def test_gradients(shape, options, backend, monkeypatch):
+    """Against those of the reference in float64: as far off as the reference is in float32."""
+    options = OPTIONS[options]
+    monkeypatch.setattr(dense, "_BLOCK", 16)  # several blocks, of which the last is shorter
+    operands = arrays(SHAPES[shape], "float32")
+    weights = np.random.default_rng(5).normal(size=operands[0].shape)
+    with jax.enable_x64():
+        exact = [jnp.asarray(x, jnp.float64) for x in operands]
+        want = gradients(reference.dot_product_attention, exact, weights, **options)
+        want = [np.asarray(x) for x in want]
+    weights = weights.astype(np.float32)
+    plain = gradients(
+        reference.dot_product_attention, [*map(jnp.asarray, operands)], weights, **options
+    )
+    got = gradients(ja.dot_product_attention, operands, weights, **options)
+    for name, a, b, c in zip("qkv", got, plain, want, strict=True):
+        error, plain_error = np.abs(a - c).max(), np.abs(b - c).max()
+        assert error <= 2 * plain_error + 1e-5 * max(1, np.abs(c).max()), name
 
-    def gradients(attend):
-        loss = lambda *qkv: jnp.sum(weights * attend(*qkv, **options))  # noqa: E731
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
 
-    got = gradients(ja.dot_product_attention)
-    for name, a, b in zip("qkv", got, gradients(jax.nn.dot_product_attention), strict=True):
+@on_every_platform
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_in_16_bits(dtype, backend):
+    operands = [jnp.asarray(x) for x in arrays((2, 70, 70, 4, 2, 32), dtype)]
+    weights = np.random.default_rng(5).normal(size=operands[0].shape).astype(np.float32)
+    with jax.enable_x64():
+        exact = [jnp.asarray(x, jnp.float64) for x in operands]
+        want = gradients(reference.dot_product_attention, exact, weights, is_causal=True)
+        want = [np.asarray(x) for x in want]
+    got, plain = (
+        gradients(attend, operands, weights, is_causal=True)
+        for attend in (ja.dot_product_attention, reference.dot_product_attention)
+    )
+    for name, a, b, c in zip("qkv", got, plain, want, strict=True):
+        assert a.dtype == dtype
+        error, plain_error = (np.abs(np.float64(x) - c).max() for x in (a, b))
+        assert error <= 2 * plain_error, name
+
+
+@on_every_platform
+def test_gradients_of_the_residual(backend, monkeypatch):
+    monkeypatch.setattr(dense, "_BLOCK", 16)
+    operands = arrays((2, 20, 37, 4, 2, 32), "float32")
+
+    def plain(q, k, v):
+        states = [
+            reference.attention_dense(*x, reference.visible_keys(20, 37, 0, 5, 0))
+            for x in zip(q, k, v, strict=True)
+        ]
+        return tuple(jnp.stack(x) for x in zip(*states, strict=True))
+
+    attend = functools.partial(
+        ja.dot_product_attention, is_causal=True, local_window_size=(5, 0), return_residual=True
+    )
+    got, want = (gradients(f, [*map(jnp.asarray, operands)], 0.3) for f in (attend, plain))
+    for name, a, b in zip("qkv", got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@on_every_platform
+def test_what_lies_beyond_the_lengths_has_no_part_in_gradients(backend):
+    q, k, v = arrays((2, 9, 20, 2, 2, 16), "float32")
+    lengths = {"query_seq_lengths": [9, 4], "key_value_seq_lengths": [20, 7]}
+    weights = np.float32(1)
+    want = gradients(ja.dot_product_attention, (q, k, v), weights, **lengths)
+    for x, length in ((q, 4), (k, 7), (v, 7)):
+        x[1, length:] = np.nan
+    got = gradients(ja.dot_product_attention, (q, k, v), weights, **lengths)
+    for name, a, b, length in zip("qkv", got, want, (4, 7, 7), strict=True):
+        assert_same_bits(name, a, b)
+        assert not np.asarray(a[1, length:]).any()
+
+
+def test_memory_of_a_backward_pass_is_linear():
+    """Logits of 4,096 x 4,096 would be 67 MB a head."""
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
+    loss = lambda *qkv: ja.dot_product_attention(*qkv, is_causal=True).sum()  # noqa: E731
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 67e6
+
+
+@on_every_platform
+def test_second_derivatives(backend):
+    q, k, v = (jnp.asarray(x) for x in arrays((1, 3, 4, 2, 1, 8), "float32"))
+
+    def slope(attend):
+        loss = lambda k: jnp.sum(jnp.sin(attend(q, k, v, is_causal=True)))  # noqa: E731
+        return jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2))(k)
+
+    got, want = slope(ja.dot_product_attention), slope(reference.dot_product_attention)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@on_every_platform
+@pytest.mark.parametrize("options", [{}, {"key_value_seq_lengths": [20, 7]}], ids=["", "lengths"])
+def test_vmap(options, backend):
+    """A mapped axis joins the batch; so does one of gradients."""
+    q, k, v = (np.stack([x, 2 * x, x - 1]) for x in arrays((2, 9, 20, 4, 2, 16), "float32"))
+    attend = functools.partial(ja.dot_product_attention, **options)
+    shared_k = jax.vmap(attend, in_axes=(0, None, 0))(q, k[0], v)
+    slope = jax.grad(lambda *qkv: attend(*qkv).sum(), argnums=(0, 1, 2))
+    slopes = jax.jit(jax.vmap(slope))(q, k, v)
+    for i in range(3):
+        assert_same_bits("o", shared_k[i], attend(q[i], k[0], v[i]))
+        for name, a, b in zip("qkv", slopes, jax.jit(slope)(q[i], k[i], v[i]), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @on_every_platform
@@ -150,11 +260,10 @@ def test_gradients_of_rows_that_see_nothing_are_zero(backend):
     q, k, v = (jnp.asarray(x) for x in arrays((2, 6, 9, 2, 2, 16), "float32"))
     lengths = {"query_seq_lengths": np.array([6, 3]), "key_value_seq_lengths": np.array([0, 5])}
 
-    def gradients(attend):
-        loss = lambda *qkv: jnp.sum(jnp.sin(attend(*qkv, **lengths)))  # noqa: E731
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-
-    got, want = gradients(ja.dot_product_attention), gradients(reference.dot_product_attention)
+    got, want = (
+        gradients(attend, (q, k, v), 0.7, **lengths)
+        for attend in (ja.dot_product_attention, reference.dot_product_attention)
+    )
     for name, a, b in zip("qkv", got, want, strict=True):
         assert np.isfinite(a).all() and not np.asarray(a[0]).any(), name
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -174,7 +283,5 @@ def test_what_is_not_supported_says_so(backend):
         jax.jit(lambda n: ja.dot_product_attention(q, k, v, key_value_seq_lengths=n))(
             np.array([1, 2])
         )
-    with pytest.raises(NotImplementedError, match="vmap"):
-        jax.vmap(ja.dot_product_attention)(*(np.stack([x, x]) for x in (q, k, v)))
     with pytest.raises(ValueError, match="query, key, value: expected .* got"):
         ja.dot_product_attention(q, k[:1], v[:1])

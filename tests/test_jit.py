@@ -179,7 +179,7 @@ def test_precompile_without_gpu(cache_dir_here):
     assert pathlib.Path(attention.cache_path, "kernel.cu").exists()
     assert pathlib.Path(attention.cache_path) in entries(cache_dir_here)
     assert all(kernel.origin == "memory" for kernel in ja.precompile(SPEC))
-    [other, *_] = ja.precompile(SPEC, arch="sm_80")
+    [other, *_] = ja.precompile(SPEC, target="sm_80")
     assert other.name.startswith("attention-sm_80-") and other.origin == "compiled"
 
 
@@ -218,7 +218,7 @@ def test_precompile_refuses_a_cpu_target():
     spec = ja.AttentionSpec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, max_kv_pages=32, target="cpu"
     )
-    with pytest.raises(ValueError, match=r'expected a CUDA target, got \'cpu\'.*arch="sm_90"'):
+    with pytest.raises(ValueError, match=r'expected a CUDA target, got \'cpu\'.*target="sm_90"'):
         ja.precompile(spec)
 
 

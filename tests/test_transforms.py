@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -137,49 +138,125 @@ def test_an_executable_from_the_persistent_cache_runs_in_a_fresh_process(tmp_pat
     assert second_o == first_o
 
 
+EXPORTED = textwrap.dedent(
+    """
+    import pathlib, sys
+    import jax.export, numpy as np
+    import jax_attn as ja
+
+    folder = pathlib.Path(sys.argv[1])
+    exported = jax.export.deserialize(bytearray((folder / "step").read_bytes()))
+    plan = ja.AttentionPlan.load(folder / "plan.npz")
+    arrays = np.load(folder / "arrays.npz")
+    k, o = exported.call(*(arrays[name] for name in ("q", "k", "new")), plan)
+    np.testing.assert_array_equal(k, arrays["k_out"])
+    np.testing.assert_array_equal(o, arrays["o"])
+    print("done")
+    """
+)
+
+
+def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype="float32", max_batch=2, max_qo_tokens=4, max_kv_pages=4, target="cpu"
+    )
+    plan = ja.plan(spec, [0, 3], [40], [0, 3], [2, 0, 1])
+
+    @jax.jit
+    def step(q, k, new, plan):
+        k, v = ja.append_kv(k, k, new, new, plan)
+        o = ja.attention(q, k, v, plan)
+        return k, o + ja.dot_product_attention(q, new, new)
+
+    rng = np.random.default_rng(0)
+    shapes = {"q": (4, 4, 64), "k": (3, 16, 2, 64), "new": (4, 2, 64)}
+    arrays = {n: rng.normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+    with pytest.raises(ValueError, match="no compatibility guarantees"):
+        jax.export.export(step)(*arrays.values(), plan)
+    exported = jax.export.export(step, disabled_checks=ja.export_checks())(*arrays.values(), plan)
+    (tmp_path / "step").write_bytes(exported.serialize())
+    plan.save(tmp_path / "plan.npz")
+    k_out, o = step(*arrays.values(), plan)
+    np.savez(tmp_path / "arrays.npz", **arrays, k_out=k_out, o=o)
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTED, tmp_path],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr[-4000:]
+
+
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-@on_every_platform
-@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated", "merge_states"])
-def test_vmap_works_or_refuses_in_one_sentence(op, backend):
-    plan, b = prepare(backend)
+def call_with_a_batch_axis(op, plan, b):
+    """The operation as a function of one array, and two of these."""
     if op == "attention":
-        call, x = lambda q: ja.attention(q, b.k, b.v, plan, layer=1), np.stack([b.q, b.q + 1])
-    elif op == "append_kv":
+        return lambda q: ja.attention(q, b.k, b.v, plan, layer=1), np.stack([b.q, b.q + 1])
+    if op == "append_kv":
         new = np.ones((len(b.q), 2, 64), np.float32)
-        call, x = lambda n: ja.append_kv(b.k, b.v, n, n, plan, layer=1), np.stack([new, 2 * new])
-    elif op == "append_rotated":
+        return lambda n: ja.append_kv(b.k, b.v, n, n, plan, layer=1), np.stack([new, 2 * new])
+    if op == "append_rotated":
         n, num_heads = len(b.q), b.q.shape[1] + 2 * b.k.shape[-2]
         angles = (np.ones((n, 32), np.float32),) * 2
-        call = lambda x: ja.append_rotated(x, *angles, b.k, b.v, plan, layer=1)  # noqa: E731
-        x = np.ones((2, n, num_heads * 64), np.float32)
-    else:
-        rng = np.random.default_rng(0)
-        lse = rng.normal(size=(3, 5, 2)).astype(np.float32)
-        call, x = (
-            lambda o: ja.merge_states(o, lse),
-            rng.normal(size=(2, 3, 5, 2, 8)).astype(np.float32),
-        )
-    try:
-        got = jax.vmap(call)(x)
-    except NotImplementedError as error:
-        assert op in str(error) and "vmap" in str(error)
-        return
+        qkv = np.ones((2, n, num_heads * 64), np.float32)
+        return lambda x: ja.append_rotated(x, *angles, b.k, b.v, plan, layer=1), qkv
+    lengths = b.lengths.plan_arguments()
+    lens = np.array(lengths.pop("kv_lens"), np.int32)
+    return lambda x: ja.plan(plan.spec, kv_lens=x, **lengths).buffer, np.stack([lens, lens])
+
+
+@on_every_platform
+@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated", "plan"])
+def test_vmap_refuses_in_one_sentence(op, backend):
+    call, x = call_with_a_batch_axis(op, *prepare(backend))
+    for run in (jax.vmap(call), jax.jit(jax.vmap(call))):
+        with pytest.raises(NotImplementedError, match=f"^{op}: vmap: not supported; .* plan"):
+            run(x)
+
+
+@on_every_platform
+def test_vmap_of_a_merge(backend):
+    rng = np.random.default_rng(0)
+    lse = rng.normal(size=(3, 5, 2)).astype(np.float32)
+    o = rng.normal(size=(2, 3, 5, 2, 8)).astype(np.float32)
+    got = jax.vmap(lambda o: ja.merge_states(o, lse))(o)
     for i in range(2):
-        for a, want in zip(jax.tree.leaves(got), jax.tree.leaves(call(x[i])), strict=True):
-            assert_same_bits(op, a[i], want)
+        for name, a, want in zip(("o", "lse"), got, ja.merge_states(o[i], lse), strict=True):
+            assert_same_bits(name, a[i], want)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
 @on_every_platform
-def test_attention_refuses_gradients_clearly(backend):
+@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated"])
+def test_what_has_no_gradient_refuses_in_one_sentence(op, backend):
     plan, b = prepare(backend)
-    with pytest.raises((NotImplementedError, ValueError, TypeError)) as caught:
-        jax.grad(lambda q: ja.attention(q, b.k, b.v, plan, layer=1).sum())(b.q)
-    assert "attention" in str(caught.value)
+    call, x = call_with_a_batch_axis(op, plan, b)
+    for transform in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
+        loss = transform(lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(call(x))))
+        for run in (loss, jax.jit(loss), jax.checkpoint(loss)):
+            with pytest.raises(
+                NotImplementedError, match=f"^{op}: gradients: not supported; .*dot"
+            ):
+                run(x[0])
+
+
+@on_every_platform
+def test_a_loss_may_use_attention_that_it_does_not_differentiate(backend):
+    plan, b = prepare(backend)
+
+    def loss(w):
+        o = ja.attention(jax.lax.stop_gradient(b.q * w), b.k, b.v, plan, layer=1)
+        return jnp.sum(w * o)
+
+    gradient = jax.jit(jax.grad(loss))(1.0)
+    want = np.asarray(ja.attention(b.q, b.k, b.v, plan, layer=1)).sum()
+    np.testing.assert_allclose(gradient, want, rtol=1e-4)
 
 
 @on_every_platform
@@ -266,17 +343,96 @@ SHARDED = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_heads_and_over_kv(check_vma):
+def run_on_cpus(num_devices, program):
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
     }
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED.replace("CHECK_VMA", str(check_vma))],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_heads_and_over_kv(check_vma):
+    run_on_cpus(2, SHARDED.replace("CHECK_VMA", str(check_vma)))
+
+
+ON_MESH = textwrap.dedent(
+    """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    import jax_attn as ja
+
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(4, 20, n, 32)).astype(np.float32) for n in (8, 4, 4)]
+    lengths = {"query_seq_lengths": [20, 3, 0, 7], "key_value_seq_lengths": [5, 20, 7, 1]}
+
+    def check(name, compute, arrays, spec, gathers=False):
+        want = compute(*arrays)
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.KIND,) * 2)
+        split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(compute).lower(*split).compile()
+            eager = jax.tree.leaves(compute(*split))
+        text = compiled.as_text()
+        for op in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+            assert gathers or op not in text, (name, spec, op)
+        for a, b, c in zip(jax.tree.leaves(compiled(*split)), eager, jax.tree.leaves(want)):
+            np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6, err_msg=f"{name} {spec}")
+            np.testing.assert_allclose(b, c, rtol=1e-6, atol=1e-6, err_msg=f"{name} {spec}")
+            assert gathers or any(b.sharding.spec), (name, spec)
+
+    def loss(q, k, v, **options):
+        return jnp.sum(jnp.sin(ja.dot_product_attention(q, k, v, **options)))
+
+    slope = jax.grad(loss, argnums=(0, 1, 2))
+    batch, heads, both = P("data"), P(None, None, "model"), P("data", None, "model")
+    for spec in (batch, heads, both, P(None, None, ("data", "model"))):
+        check("o", ja.dot_product_attention, qkv, spec)
+        check("gradients", slope, qkv, spec)
+    check("lengths", lambda *x: ja.dot_product_attention(*x, **lengths), qkv, heads)
+    check("gradients", lambda *x: slope(*x, **lengths), qkv, heads)
+    states = qkv[0], qkv[0][..., 0]
+    for spec in (P(None, "data"), heads, P(None, "data", "model")):
+        check("merge", ja.merge_states, states, spec)
+
+    def few_kv_heads(q):
+        return ja.dot_product_attention(q, *(x[:, :, :2] for x in qkv[1:]))
+
+    # Otherwise: what XLA propagates is brought together, what is said explicitly is refused.
+    for compute, arrays, spec in (
+        (ja.dot_product_attention, qkv, P(None, "data")),
+        (few_kv_heads, qkv[:1], P(None, None, ("data", "model"))),
+        (lambda *x: ja.dot_product_attention(*x, **lengths), qkv, batch),
+        (ja.merge_states, states, P("data")),
+    ):
+        try:
+            check("others", compute, arrays, spec, gathers=True)
+            assert "KIND" == "Auto"
+        except ValueError as error:
+            assert "KIND" == "Explicit", error
+            assert ": sharding: expected " in str(error), error
+
+    # What needs a plan refuses arrays that are known to be split.
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.KIND,), devices=jax.devices()[:2])
+    spec = ja.AttentionSpec(8, 4, 32, dtype="float32", max_batch=1, max_qo_tokens=3, page_size=None,
+                            max_kv_tokens=20)
+    plan = ja.plan(spec, [0, 3], [20])
+    q, k, v = (jax.device_put(x[0], NamedSharding(mesh, P(None, "model"))) for x in qkv)
+    with jax.set_mesh(mesh):
+        for attend in (ja.attention, jax.jit(ja.attention))[: 2 if "KIND" == "Explicit" else 1]:
+            try:
+                attend(q[:3], k, v, plan)
+                raise AssertionError
+            except NotImplementedError as error:
+                assert "attention: q: " in str(error) and "shard_map" in str(error), error
+    print("done")
+    """
+)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_dense_attention_and_merges_stay_where_a_mesh_has_them(kind):
+    run_on_cpus(4, ON_MESH.replace("KIND", kind))

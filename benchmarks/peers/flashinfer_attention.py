@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers.harness import Peer, expected_us, graph_us, num_sets
+from benchmarks.bursts import Timing
+from benchmarks.peers.harness import Peer, expected_us, num_sets, time_graph
 from benchmarks.workloads import Workload
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -85,8 +86,8 @@ def candidates(workload: Workload, prefills: list[str]) -> dict[str, Callable[[W
     return makers if workload.page_size is None else {**makers, "persistent": make_persistent}
 
 
-def _time(workload: Workload, make: Callable[[Workload], Callable[[int], Any]]) -> float:
-    return graph_us(make(workload), expected_us(workload))
+def _time(workload: Workload, make: Callable[[Workload], Callable[[int], Any]]) -> Timing:
+    return time_graph(make(workload), expected_us(workload), sustained=workload.sustained)
 
 
 # Each maker plans once and returns run(i) over data set i.

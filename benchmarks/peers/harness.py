@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import bursts
+from benchmarks.bursts import Timing
 from benchmarks.workloads import Workload, load
 
 ROTATE_BYTES = 256 << 20  # as in ops.py: data sets that take turns outgrow the cache
-TARGET_US = 4000
 
 
 class Peer:
@@ -37,13 +37,15 @@ class Peer:
     def report(self, **fields: Any) -> None:
         print(json.dumps(fields), flush=True)
 
-    def measure(self, workload: str, peer: str, time_us: Callable[[], float]) -> None:
+    def measure(self, workload: str, peer: str, take: Callable[[], Timing]) -> None:
         """A peer that cannot do a workload costs a line, not the run."""
         if time.perf_counter() - self._begin > self.arguments.budget:
             self.report(workload=workload, peer=peer, error="no time left")
             return
         try:
-            self.report(workload=workload, peer=peer, us=time_us())
+            timing = take()
+            more = {} if timing.sustained_us is None else {"sustained_us": timing.sustained_us}
+            self.report(workload=workload, peer=peer, us=timing.us, **more)
         except Exception as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             self.report(workload=workload, peer=peer, error=text)
@@ -53,15 +55,15 @@ def num_sets(workload: Workload) -> int:
     return max(2, min(64, -(-ROTATE_BYTES // max(workload.kv_bytes, 1))))
 
 
-def graph_us(run: Callable[[int], Any], expected_us: float) -> float:
+def time_graph(run: Callable[[int], Any], expected_us: float, *, sustained: bool = False) -> Timing:
     """Device time of run(i), the i-th of a CUDA graph's calls, i choosing its data set.
 
-    The same difference as ours: a graph of n calls and one of 2n, so that what a launch of a graph
-    costs cancels. Medians of several replays, timed by events.
+    The same difference as ours, and the same rests: a graph of n calls and one of 2n, so that what
+    a launch of a graph costs cancels, timed by events.
     """
     import torch
 
-    num_calls = max(2, min(32, round(TARGET_US / max(expected_us, 1.0))))
+    num_calls = max(2, min(32, round(bursts.TARGET_US / max(expected_us, 1.0))))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = []
@@ -84,13 +86,12 @@ def graph_us(run: Callable[[int], Any], expected_us: float) -> float:
         torch.cuda.synchronize()
         return 1e3 * begin.elapsed_time(end)
 
-    for _ in range(3):
-        replay_us(graphs[0]), replay_us(graphs[1])
-    differences = []
-    for _ in range(15):
-        short_us = replay_us(graphs[0])
-        differences.append((replay_us(graphs[1]) - short_us) / num_calls)
-    return statistics.median(differences)
+    for graph in graphs * 2:
+        replay_us(graph)
+    short, long = graphs
+    return bursts.measure(
+        lambda: replay_us(short), lambda: replay_us(long), num_calls, sustained=sustained
+    )
 
 
 def expected_us(workload: Workload) -> float:

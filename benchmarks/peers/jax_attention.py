@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from benchmarks import ops, timing
+from benchmarks.bursts import Timing
 from benchmarks.peers.harness import Peer, expected_us, num_sets
 from benchmarks.workloads import Workload
 
@@ -23,10 +24,10 @@ def main() -> None:
             continue
         if w.kind == "decode":
             if w.page_size == 16:
-                peer.measure(w.id, "jax.nn cudnn dense", lambda w=w: dense_us(w, cudnn))
+                peer.measure(w.id, "jax.nn cudnn dense", lambda w=w: time_dense(w, cudnn))
         elif w.page_size is None:
-            peer.measure(w.id, "jax.nn cudnn", lambda w=w: dense_us(w, cudnn))
-            peer.measure(w.id, "pallas mosaic gpu", lambda w=w: dense_us(w, mosaic))
+            peer.measure(w.id, "jax.nn cudnn", lambda w=w: time_dense(w, cudnn))
+            peer.measure(w.id, "pallas mosaic gpu", lambda w=w: time_dense(w, mosaic))
 
 
 def cudnn(workload: Workload) -> Callable[..., Any]:
@@ -55,7 +56,7 @@ def mosaic(workload: Workload) -> Callable[..., Any]:
     return lambda q, k, v: attention_mgpu.attention(q, k, v, config)
 
 
-def dense_us(workload: Workload, make: Callable[[Workload], Callable[..., Any]]) -> float:
+def time_dense(workload: Workload, make: Callable[[Workload], Callable[..., Any]]) -> Timing:
     """Chains as ops.attention_chain makes them: linked for decode, else distinct queries."""
     w = workload
     attend = make(w)
@@ -84,7 +85,8 @@ def dense_us(workload: Workload, make: Callable[[Workload], Callable[..., Any]])
 
         return lambda: run(q[:count], k, v)
 
-    return timing.time_chain(linked if w.kind == "decode" else separate, num_calls).us
+    make_chain = linked if w.kind == "decode" else separate
+    return timing.time_chain(make_chain, num_calls, sustained=w.sustained)
 
 
 if __name__ == "__main__":

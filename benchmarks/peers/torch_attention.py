@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.peers.harness import Peer, expected_us, graph_us, num_sets
+from benchmarks.bursts import Timing
+from benchmarks.peers.harness import Peer, expected_us, num_sets, time_graph
 from benchmarks.workloads import READ_BYTES, Workload
 
 BACKENDS = {
@@ -32,11 +33,11 @@ def main() -> None:
             if name == "torch flash" and workload.kind == "decode":
                 continue
             label = f"{name} dense" if workload.kind == "decode" else name
-            peer.measure(workload.id, label, lambda w=workload, b=backend: sdpa_us(w, b))
+            peer.measure(workload.id, label, lambda w=workload, b=backend: time_sdpa(w, b))
         torch.cuda.empty_cache()
 
 
-def sdpa_us(workload: Workload, backend: SDPBackend) -> float:
+def time_sdpa(workload: Workload, backend: SDPBackend) -> Timing:
     w = workload
     sets = [
         [
@@ -59,7 +60,7 @@ def sdpa_us(workload: Workload, backend: SDPBackend) -> float:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **gqa)
 
     with sdpa_kernel(backend):
-        return graph_us(run, expected_us(w))
+        return time_graph(run, expected_us(w), sustained=w.sustained)
 
 
 def ceilings(peer: Peer) -> None:
@@ -73,7 +74,7 @@ def ceilings(peer: Peer) -> None:
         ("ceiling/matmul", "torch"): lambda: lambda i: torch.mm(*matrices),
     }
     for (workload, name), make in runs.items():
-        peer.measure(workload, name, lambda m=make: graph_us(m(), 1000))
+        peer.measure(workload, name, lambda m=make: time_graph(m(), 1000))
 
 
 def read_kernel(data: torch.Tensor) -> Callable[[int], Any]:

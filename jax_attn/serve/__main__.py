@@ -50,10 +50,12 @@ class _Steps(NamedTuple):
     # size the 99th percentile between tokens is 1.6 to 2.1 times the median on a CPU and 2.4 to 2.6
     # times on an H200, in steps full of prompts up to 4 and 3.7 times (benchmarks/NOTES.md).
     prefill_chunk: int
+    # Where many wait. A GPU reads a larger chunk in little more time, a CPU does not.
+    max_prefill_chunk: int
 
 
-_ON_CPU, _ON_GPU = _Steps(32, 512, 32), _Steps(256, 2048, 256)
-_BATCH_INVARIANT = _Steps(32, 512, 512)  # every step is padded to the largest
+_ON_CPU, _ON_GPU = _Steps(32, 512, 32, 32), _Steps(256, 2048, 256, 512)
+_BATCH_INVARIANT = _Steps(32, 512, 512, 512)  # every step is padded to the largest
 
 
 class _Uvicorn(uvicorn.Server):
@@ -174,6 +176,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         max_running=args.max_running,
         max_step_tokens=args.max_step_tokens,
         prefill_chunk=args.prefill_chunk,
+        max_prefill_chunk=args.max_prefill_chunk,
         max_waiting=args.max_waiting,
         prefix_cache=args.prefix_cache,
         batch_invariant=args.batch_invariant,
@@ -234,6 +237,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     steps = _BATCH_INVARIANT if args.batch_invariant else _ON_CPU if on_cpu else _ON_GPU
     args.max_step_tokens = args.max_step_tokens or steps.max_step_tokens
     args.max_running = args.max_running or min(steps.max_running, args.max_step_tokens)
+    args.max_prefill_chunk = args.prefill_chunk or steps.max_prefill_chunk
     args.prefill_chunk = args.prefill_chunk or steps.prefill_chunk
     return args
 

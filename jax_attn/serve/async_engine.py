@@ -71,6 +71,7 @@ class AsyncEngine:
         self._subscribers: dict[str, _Subscriber] = {}  # of the engine's thread
         self._num_failures = 0
         self._is_warm = self._has_ended = False
+        self._is_at_rest = False  # the thread waits; guarded by _wake
         self._stats, self._snapshot = self._engine.stats(), self._engine.snapshot()
         self._wants_snapshot = False
 
@@ -131,6 +132,9 @@ class AsyncEngine:
 
     def snapshot(self) -> dict[str, Any]:
         """See Engine.snapshot; as of the last call while steps run, else of the last step."""
+        with self._wake:
+            if self._is_at_rest:  # so the engine is nobody's: its thread would need the lock
+                return self._engine.snapshot()
         self._wants_snapshot = True
         return self._snapshot
 
@@ -172,8 +176,10 @@ class AsyncEngine:
         """Commands, then a step. False: it is time to stop."""
         with self._wake:
             while not (self._commands or self._engine.has_work or self._stopping):
-                self._publish(at_rest=True)
+                self._publish()
+                self._is_at_rest = True
                 self._wake.wait()
+            self._is_at_rest = False
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
@@ -233,9 +239,9 @@ class AsyncEngine:
                 for events in batches.values():
                     self._abort({event.seq_id for event in events})
 
-    def _publish(self, at_rest: bool = False) -> None:
+    def _publish(self) -> None:
         self._stats = self._engine.stats()
-        if at_rest or self._wants_snapshot:
+        if self._wants_snapshot:  # some milliseconds, which a request should not wait for
             self._wants_snapshot = False
             self._snapshot = self._engine.snapshot()
 
@@ -251,7 +257,8 @@ class AsyncEngine:
         self._deliver([TokenEvent(id, finish_reason=reason, error=message) for id in left])
         if self.failure is None:
             self._abort(set(left))
-            self._publish(at_rest=True)
+            self._wants_snapshot = True
+            self._publish()
 
 
 def _all_news(first: list[TokenEvent], events: asyncio.Queue[list[TokenEvent]]) -> list[TokenEvent]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -223,13 +224,15 @@ def _indptr(lens: np.ndarray) -> np.ndarray:
     return out
 
 
-def make_forward(config: models.ModelConfig, bucket: Bucket) -> Callable[..., Any]:
-    """(params, words, last_tokens, k_pages, v_pages) -> logits, rows, k_pages, v_pages.
+def make_forward(config: models.ModelConfig, tree: Any, bucket: Bucket) -> Callable[..., Any]:
+    """(weights, words, last_tokens, k_pages, v_pages) -> logits, rows, k_pages, v_pages.
 
-    words: of a Batch; rows: its part of them, for `sample`. To be jitted, the pages donated.
+    weights: the leaves of the model's params, whose structure is `tree`; words: of a Batch; rows:
+      its part of them, for `sample`. To be jitted, the pages donated.
     """
 
-    def forward(params, words, last_tokens, k_pages, v_pages):
+    def forward(weights, words, last_tokens, k_pages, v_pages):
+        params = jax.tree.unflatten(tree, weights)
         (tokens, positions), logit_rows, rows, plans = bucket.unpack(words)
         tokens = jnp.where(tokens < 0, last_tokens[~tokens], tokens)
         logits, k_pages, v_pages = models.forward(

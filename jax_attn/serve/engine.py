@@ -51,6 +51,7 @@ class EngineConfig:
     max_running: int = 32  # sequences that run at once
     max_step_tokens: int = 512  # query tokens of a step
     prefill_chunk: int | None = None  # of them, about, of prompts beside decodes; None: all
+    max_prefill_chunk: int = 0  # to which it grows where many wait
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     starvation_steps: int = 16  # see SchedulerConfig
@@ -466,6 +467,7 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         prefill_chunk=config.prefill_chunk or config.max_step_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
         max_waiting=config.max_waiting,
         max_kv_pages_step=config.max_kv_pages_step or enough,
         starvation_steps=config.starvation_steps,

@@ -52,12 +52,15 @@ def snapshot(scheduler: Scheduler, stats: StepStats, plan: StepPlan | None) -> d
 
 def _page_states(scheduler: Scheduler) -> str:
     """A letter a page: f free, c cached, l cached and locked by a running sequence, u private."""
-    is_allocated = scheduler.allocator.is_allocated
-    states = ["c" if is_allocated(page) else "f" for page in range(scheduler.config.num_pages)]
+    states = bytearray(scheduler.allocator.allocated().translate(_FREE_OR_CACHED))
     for seq in scheduler.running:
         for i, page in enumerate(seq.pages):
-            states[page] = "l" if i < seq.num_shared else "u"
-    return "".join(states)
+            states[page] = _LOCKED if i < seq.num_shared else _PRIVATE
+    return states.decode()
+
+
+_FREE_OR_CACHED = b"fc".ljust(256)  # by whether a page is allocated
+_LOCKED, _PRIVATE = b"lu"
 
 
 def _tree(scheduler: Scheduler) -> list[dict[str, Any]]:

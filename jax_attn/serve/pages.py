@@ -22,6 +22,10 @@ class PageAllocator:
     def is_allocated(self, page: int) -> bool:
         return 0 <= page < self.num_pages and bool(self._is_allocated[page])
 
+    def allocated(self) -> bytes:
+        """A 1 for each page that is, else a 0."""
+        return bytes(self._is_allocated)
+
     def allocate(self, num_pages: int) -> list[int] | None:
         """That many pages, or None and no change if fewer are free."""
         if num_pages < 0:

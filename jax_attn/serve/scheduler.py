@@ -27,6 +27,8 @@ from jax_attn.serve.request import FinishReason, Sequence, Status
 # Waiting sequences, from the head of the queue, that are looked up in the prefix cache for a step:
 # a lookup takes some microseconds, and the queue may hold thousands.
 _LOOKUPS = 128
+# In how many steps the prompts that wait should be read, as far as max_prefill_chunk lets them.
+_READ_STEPS = 8
 
 
 class QueueFull(Exception):
@@ -45,11 +47,12 @@ class SchedulerConfig:
     num_pages: int
     max_running: int  # sequences that run at once, and rows of a step's logits
     max_step_tokens: int  # query tokens of a step
-    # Of them, prompt tokens (of all sequences) in a step that also decodes: about so many, where
-    # there are step_sizes to fill.
+    # Of them, prompt tokens (of all sequences) in a step that also decodes, about, as there may be
+    # step_sizes to fill. Where many wait it grows, up to max_prefill_chunk.
     prefill_chunk: int
     max_waiting: int  # sequences; the preempted count, but are never refused
     max_kv_pages_step: int  # entries of a step's page table, shared pages counted for each sequence
+    max_prefill_chunk: int = 0  # less than prefill_chunk: that one, however many wait
     starvation_steps: int = 16  # a sequence overtaken in that many steps is overtaken no more
     prefix_cache: bool = True
     step_sizes: tuple[int, ...] = ()  # tokens that a step is padded to, where it has fewer
@@ -319,20 +322,32 @@ class Scheduler:
             num_left -= self._schedule_chunk(step, seq, num_left)
         num_prefill_left = num_left
         if step.entries:
-            num_prefill_left = self._chunk_beside(self.config.max_step_tokens - num_left)
+            chunk = self._wanted_chunk(prefills)
+            num_prefill_left = self._chunk_beside(self.config.max_step_tokens - num_left, chunk)
         for seq in prefills:
             num_tokens = self._schedule_chunk(step, seq, min(num_left, num_prefill_left))
             num_left -= num_tokens
             num_prefill_left -= num_tokens
         return num_left, num_prefill_left
 
-    def _chunk_beside(self, num_others: int) -> int:
-        """Tokens of prompts in a step of so many others: about prefill_chunk, as fill a size.
+    def _wanted_chunk(self, prefills: list[Sequence]) -> int:
+        """Tokens of prompts beside decodes: what reads all that wait in _READ_STEPS steps."""
+        most = self.config.max_prefill_chunk
+        chunk = num_waiting = 0
+        for seq in itertools.chain(prefills, self._waiting):
+            if chunk >= most:
+                break
+            num_waiting += len(seq.tokens) - seq.num_computed
+            chunk = num_waiting // _READ_STEPS
+        return max(self.config.prefill_chunk, min(chunk, most))
+
+    def _chunk_beside(self, num_others: int, chunk: int) -> int:
+        """Tokens of prompts in a step of so many others: about a chunk, as fill a size.
 
         The size below, where five eighths of a chunk fit: all who decode wait for the padding of
         the one above. Else that one: half empty it takes as long (benchmarks/NOTES.md).
         """
-        chunk, sizes = self.config.prefill_chunk, self.config.step_sizes
+        sizes = self.config.step_sizes
         wanted = num_others + chunk
         fits = max((size for size in sizes if size <= wanted), default=0) - num_others
         if 8 * fits >= 5 * chunk:

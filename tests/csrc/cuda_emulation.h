@@ -124,11 +124,28 @@ struct Copy {
 
 enum class Waits { kNot, kForWarp, kForCta, kForEvent };
 
+// Where a thread of control stopped. swapcontext would do, but asks the system for the signal mask
+// every time, and emulation switches millions of times.
+struct Place {
+  void* registers[5];  // of __builtin_setjmp
+
+  [[noreturn]] __attribute__((noinline)) void GoOn() { __builtin_longjmp(registers, 1); }
+  // Goes on there; returns when somebody goes on here.
+  __attribute__((noinline)) void SwitchTo(Place* there) {
+    if (__builtin_setjmp(registers) == 0) there->GoOn();
+  }
+  // Begins a context; returns when somebody goes on here.
+  __attribute__((noinline)) void Begin(const ucontext_t& context) {
+    if (__builtin_setjmp(registers) == 0) setcontext(&context);
+  }
+};
+
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  Place place;
   std::unique_ptr<char[]> stack;
   Index thread;
-  bool done;
+  bool begun, done;
   Waits waits;
   const char* where;                   // the barrier it waits at
   std::function<bool()> happened;      // the event it waits for,
@@ -196,7 +213,7 @@ class Machine {
   void Wait(Waits waits, const char* where) {
     current_->waits = waits;
     current_->where = where;
-    swapcontext(&current_->context, &scheduler_);
+    current_->place.SwitchTo(&scheduler_);
   }
 
   // `event` is asked for when nothing can run any more.
@@ -243,16 +260,15 @@ class Machine {
     for (int i = 0; i < block_dim.x; ++i) {
       Fiber& f = *fibers_[i];
       f.thread = {i};
-      f.done = false;
+      f.begun = f.done = false;
       f.waits = Waits::kNot;
       f.groups.clear();
       f.open_group.clear();
       if (!f.stack) f.stack.reset(new char[kStackBytes]);
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.get();
-      f.context.uc_stack.ss_size = kStackBytes;
-      f.context.uc_link = &scheduler_;
-      makecontext(&f.context, &Machine::Entry, 0);
+      getcontext(&f.start);
+      f.start.uc_stack.ss_sp = f.stack.get();
+      f.start.uc_stack.ss_size = kStackBytes;
+      makecontext(&f.start, &Machine::Entry, 0);
     }
   }
 
@@ -304,18 +320,25 @@ class Machine {
 
   // A random warp among those that can run, until its lanes wait. False if there is none.
   bool RunSomeWarp() {
-    std::vector<int> ready;
+    ready_.clear();
     for (int i = 0; i < block_dim.x; ++i) {
-      if (CanRun(*fibers_[i])) ready.push_back(i);
+      if (CanRun(*fibers_[i])) ready_.push_back(i);
     }
-    if (ready.empty()) return false;
-    const int warp = ready[random_() % ready.size()] / 32;
-    std::shuffle(ready.begin(), ready.end(), random_);
-    for (int i : ready) {
-      if (i / 32 != warp) continue;
-      current_ = fibers_[i].get();
+    if (ready_.empty()) return false;
+    const int warp = ready_[random_() % ready_.size()] / 32;
+    const auto of_warp = [warp](int i) { return i / 32 == warp; };
+    const auto first = std::find_if(ready_.begin(), ready_.end(), of_warp);
+    const auto last = std::find_if_not(first, ready_.end(), of_warp);
+    std::shuffle(first, last, random_);
+    for (auto lane = first; lane != last; ++lane) {
+      current_ = fibers_[*lane].get();
       current_->waits = Waits::kNot;
-      swapcontext(&scheduler_, &current_->context);
+      if (current_->begun) {
+        scheduler_.SwitchTo(&current_->place);
+      } else {
+        current_->begun = true;
+        scheduler_.Begin(current_->start);
+      }
     }
     ReleaseWarp(warp);
     return true;
@@ -388,6 +411,7 @@ class Machine {
   }
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<int> ready_;  // threads that can run
   std::vector<InFlight> in_flight_;
   std::vector<Sleeper> sleepers_;
   std::vector<std::vector<std::unique_ptr<Fiber>>> spare_fibers_;
@@ -396,7 +420,7 @@ class Machine {
   int num_drawers_ = 0;
   int num_unordered_ = 0;
   Fiber* current_ = nullptr;
-  ucontext_t scheduler_;
+  Place scheduler_;
   std::function<void()> kernel_;
   unsigned seed_ = 0;
   std::mt19937 random_;
@@ -411,6 +435,7 @@ inline void Machine::Entry() {
   }
   if (!f.open_group.empty()) Fail("a thread ends before its copies arrive");
   f.done = true;
+  machine.scheduler_.GoOn();
 }
 
 inline void WarpBarrier(const char* where) { machine.Wait(Waits::kForWarp, where); }
@@ -635,11 +660,16 @@ inline float E4m3ToFloat(u32 code) { return SmallToFloat(code, 4, 3, false); }
 // The nearest, the even one of two; by search.
 inline u32 FloatToE4m3(float x) {
   if (std::isnan(x)) return 0x7f;
+  static const std::array<float, 128> kValues = [] {
+    std::array<float, 128> values;
+    for (u32 code = 0; code < 127; ++code) values[code] = E4m3ToFloat(code);
+    values[127] = INFINITY;
+    return values;
+  }();
   const float size = std::min(std::abs(x), 448.0f);
-  u32 code = 0;
-  while (E4m3ToFloat(code + 1) <= size) ++code;
-  const float below = size - E4m3ToFloat(code);
-  const float above = code < 0x7e ? E4m3ToFloat(code + 1) - size : INFINITY;
+  const auto next = std::upper_bound(kValues.begin(), kValues.end(), size);
+  u32 code = static_cast<u32>(next - kValues.begin()) - 1;
+  const float below = size - next[-1], above = *next - size;
   code += above < below || (above == below && code % 2 == 1);
   return code | (std::signbit(x) ? 0x80 : 0);
 }

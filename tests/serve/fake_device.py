@@ -152,7 +152,8 @@ class FakeDevice:
         decodes = {seq.id for seq in seqs if seq.num_computed >= seq.num_prompt}
         decodes -= {seq.id for seq in step.admitted}
         prefill = sum(e.num_tokens for e in step.entries if e.seq.id not in decodes)
-        assert prefill <= max(config.prefill_chunk, *config.step_sizes, 0) or not decodes
+        chunk = max(config.prefill_chunk, config.max_prefill_chunk, *config.step_sizes)
+        assert prefill <= chunk or not decodes
         for seq in self.scheduler.running:
             if seq.num_computed >= seq.num_prompt and seq.num_pending == 1:
                 assert seq in seqs, "a running decode was left out"

@@ -403,8 +403,29 @@ def test_snapshot(engine):
                 seen.append(json.loads(json.dumps(engine.snapshot())))
             assert max(len(snapshot["requests"]) for snapshot in seen) == 2
             assert any(len(snapshot["step"]["entries"]) == 2 for snapshot in seen)
+            while engine.snapshot()["requests"]:  # until the thread is at rest
+                await asyncio.sleep(0.01)
         assert engine.snapshot()["requests"] == []
         assert set(engine.snapshot()["pages"]["states"]) == {"f", "c"}
+
+    asyncio.run(main())
+
+
+def test_a_snapshot_is_made_only_where_somebody_looks(engine, monkeypatch):
+    """A large cache takes milliseconds, in which no request begins and nothing is delivered."""
+    made = []
+    monkeypatch.setattr(engine._engine, "snapshot", lambda: made.append(1) or {"requests": []})
+
+    async def main():
+        async with running(engine):
+            for _ in range(2):
+                async for _ in engine.generate([sequence(max_tokens=4)]):
+                    pass
+            assert not made
+            engine.snapshot()
+            while not made:
+                await asyncio.sleep(0.01)
+                engine.snapshot()
 
     asyncio.run(main())
 

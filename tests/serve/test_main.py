@@ -126,19 +126,20 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "running", "tokens", "chunk"),
+    ("backend", "options", "running", "tokens", "chunks"),
     [
-        ("cpu", [], 32, 512, 32),
-        ("gpu", [], 256, 2048, 256),
-        ("gpu", ["--max-step-tokens", "128"], 128, 128, 256),
-        ("gpu", ["--max-running", "4", "--prefill-chunk", "64"], 4, 2048, 64),
-        ("gpu", ["--batch-invariant"], 32, 512, 512),
+        ("cpu", [], 32, 512, (32, 32)),
+        ("gpu", [], 256, 2048, (256, 512)),
+        ("gpu", ["--max-step-tokens", "128"], 128, 128, (256, 512)),
+        ("gpu", ["--max-running", "4", "--prefill-chunk", "64"], 4, 2048, (64, 64)),
+        ("gpu", ["--batch-invariant"], 32, 512, (512, 512)),
     ],
 )
-def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens, chunk):
+def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens, chunks):
     monkeypatch.setattr(main.jax, "default_backend", lambda: backend)
     args = main._parse(options)
-    assert (args.max_running, args.max_step_tokens, args.prefill_chunk) == (running, tokens, chunk)
+    assert (args.max_running, args.max_step_tokens) == (running, tokens)
+    assert (args.prefill_chunk, args.max_prefill_chunk) == chunks
 
 
 def test_more_rows_leave_less_room_for_pages(model, monkeypatch):

@@ -121,6 +121,7 @@ class Traffic:
 SYSTEMS = {
     "roomy": config(),
     "tight": config(num_pages=30, max_step_tokens=12, prefill_chunk=5),
+    "growing": config(num_pages=30, prefill_chunk=3, max_prefill_chunk=20, step_sizes=(8, 16)),
     "tight table": config(max_kv_pages_step=30),
     "one at a time": config(max_running=1, max_step_tokens=7, prefill_chunk=7),
     "no prefix cache": config(num_pages=40, prefix_cache=False),
@@ -277,6 +278,19 @@ def test_chunks_fill_what_a_step_is_padded_to():
         advance(scheduler)
         scheduler.add(sequence("long", range(40, 240)))
         assert scheduled(advance(scheduler))["long"] == num_tokens
+
+
+def test_chunks_grow_with_what_waits():
+    """An eighth of it, from prefill_chunk to max_prefill_chunk, whether it runs or queues."""
+    for lens, num_tokens in (((16,), 2), ((40,), 5), ((20, 20), 5), ((60, 60, 60, 60), 9)):
+        scheduler = Scheduler(config(prefill_chunk=2, max_prefill_chunk=9))
+        scheduler.add(sequence("d", [1], max_tokens=50))
+        advance(scheduler)
+        scheduler.add(*[sequence(f"{i}", range(100 * i, 100 * i + n)) for i, n in enumerate(lens)])
+        for _ in range(2):
+            steps = scheduled(advance(scheduler))
+            assert steps.pop("d") == 1
+            assert sum(steps.values()) in (num_tokens, num_tokens - 1)  # less waits by then
 
 
 def test_a_prompt_whose_logprobs_are_wanted_has_as_many_tokens_as_rows_are_left():

@@ -1,0 +1,63 @@
+"""When chains run, and when the device rests: one protocol for us and for the peers.
+
+What multiplies matrices without a pause brings a GPU to its power limit in 0.1 s, and its clock
+falls by up to a sixth (an H200: 1980 MHz, then 1600 to 1780; the driver names the power limit as
+the reason). A number without that beside it is of an unknown clock, so there are two: `us` of short
+bursts with rests, in which the clock stays where it is, as graphs of 10 to 20 calls have it
+elsewhere; and `sustained_us`, without rests, of the second half of 0.4 s. Work that waits for
+memory stays below the limit: there both are the same, and the second is not measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+TARGET_US = 2000  # of a short chain: long beside the jitter of the host, some 10 us
+MEASURE_S = 0.6
+REST = 3  # times as long as a repeat is at work
+SUSTAINED_S = 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call. spread: between the quartiles of the repeats."""
+
+    us: float
+    spread: float
+    sustained_us: float | None = None
+
+
+def measure(
+    short_us: Callable[[], float],
+    long_us: Callable[[], float],
+    num_calls: int,
+    *,
+    sustained: bool = False,
+) -> Timing:
+    """short_us, long_us: run a chain of n calls, one of 2n, and return what it took.
+
+    What one call costs is the difference over n; dispatch, synchronisation and the edges of a chain
+    are in both and cancel.
+    """
+
+    def difference_us() -> float:
+        short = short_us()
+        return (long_us() - short) / num_calls
+
+    busy_s = 1e-6 * (2 * short_us() + long_us())
+    repeats = max(9, min(41, int(MEASURE_S / ((1 + REST) * busy_s))))
+    differences = []
+    for _ in range(repeats):
+        time.sleep(REST * busy_s)
+        short_us()  # whoever comes first wakes up host and device, 150 us
+        differences.append(difference_us())
+    low, middle, high = statistics.quantiles(differences, n=4)
+    if not sustained:
+        return Timing(middle, high - low)
+    end, differences = time.perf_counter() + SUSTAINED_S, []
+    while time.perf_counter() < end or len(differences) < 2:
+        differences.append(difference_us())
+    return Timing(middle, high - low, statistics.median(differences[len(differences) // 2 :]))

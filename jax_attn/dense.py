@@ -1,0 +1,387 @@
+"""The drop-in for jax.nn.dot_product_attention: dense batches, with gradients, on meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn.attention import attention
+from jax_attn.plan import AttentionPlan, plan
+from jax_attn.spec import AttentionSpec
+from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
+
+_OP = "dot_product_attention"
+
+# Of the backward pass: keys whose logits are in memory at the same time, and parts of the rows,
+# each of which passes over the blocks that it sees. With four, 5/8 of all logits are computed under
+# a causal mask, of which half are visible; each part is a loop to compile.
+_BLOCK, _PANELS = 512, 4
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Drop-in for jax.nn.dot_product_attention: dense batches, same arguments, same meaning.
+
+    query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim].
+    key, value: [batch, S, num_kv_heads, head_dim] or without the batch.
+    scale: of the logits; None: 1 / sqrt(head_dim).
+    is_causal: query i sees keys j <= i. As in jax.nn this counts from the start of both sequences,
+        also where T != S, unlike AttentionSpec.causal.
+    query_seq_lengths, key_value_seq_lengths: [batch], i32, known on the host. Query rows beyond
+        their length are 0.
+    local_window_size: (left, right) or one int for both: query i sees i - left <= j <= i + right.
+    return_residual: also return lse, [batch, T, num_qo_heads], f32 natural log (jax.nn rounds it to
+        query's dtype).
+
+    A row that sees no key is 0 here; jax.nn returns the mean of all values.
+
+    Differentiable in query, key and value, lse too: the backward pass is FlashAttention-2's (arXiv
+    2307.08691, Algorithm 2), from lse and block by block, in jnp. Its memory grows with T + S, not
+    with T * S. What lies beyond the lengths has gradient 0 and no influence, whatever it holds.
+
+    On a mesh, arrays sharded over batch or heads stay where they are and nothing is gathered; with
+    lengths over heads alone.
+
+    Raises ValueError for arrays that do not fit each other, NotImplementedError for bias, mask,
+    lengths traced by jit, or another `implementation` than None.
+    """
+    for name, argument in (("bias", bias), ("mask", mask), ("implementation", implementation)):
+        if argument is not None:
+            raise NotImplementedError(
+                f"{_OP}: {name}: only None is supported; use jax.nn.dot_product_attention."
+            )
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    q, k, v = (a if a.ndim == 4 else a[None] for a in (query, key, value))
+    _check_operands(q, k, v)
+    if isinstance(scale, jax.core.Tracer):
+        raise NotImplementedError(
+            f"{_OP}: scale: a number known while tracing is supported, got a traced one; multiply"
+            " query by it and pass scale=1.0."
+        )
+    batch, q_len, _, head_dim = q.shape
+    problem = _Problem(
+        query_lens=_host_lengths("query_seq_lengths", query_seq_lengths, batch, q_len),
+        kv_lens=_host_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
+        sm_scale=float(head_dim) ** -0.5 if scale is None else float(scale),
+        window=_window(local_window_size, is_causal),
+    )
+    o, lse = _attend(problem, q, k, v)
+    if query.ndim == 3:
+        o, lse = o[0], lse[0]
+    return (o, lse) if return_residual else o
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """The static side of a call."""
+
+    query_lens: tuple[int, ...] | None  # None: all of T
+    kv_lens: tuple[int, ...] | None  # None: all of S
+    sm_scale: float
+    window: tuple[int, int]  # query i sees i - left <= j <= i + right; -1: all
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """Along what devices may share the work: lengths belong to requests."""
+        has_lengths = self.query_lens is not None or self.kv_lens is not None
+        return ("h",) if has_lengths else ("b", "h")
+
+    def repeated(self, n: int) -> _Problem:
+        """That of n such batches in one."""
+        query_lens, kv_lens = (x and n * x for x in (self.query_lens, self.kv_lens))
+        return dataclasses.replace(self, query_lens=query_lens, kv_lens=kv_lens)
+
+
+def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    fits = q.ndim == k.ndim == v.ndim == 4 and v.shape[:-1] == k.shape[:-1]
+    if not (fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
+        raise ValueError(
+            f"{_OP}: query, key, value: expected [batch, T, num_qo_heads, head_dim], [batch, S,"
+            " num_kv_heads, head_dim], and the same but for head_dim, got"
+            f" {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{_OP}: query, key, value: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype};"
+            " cast them."
+        )
+
+
+def _window(size: Any, is_causal: bool) -> tuple[int, int]:
+    left, right = (-1, -1)
+    if size is not None:
+        both = (size, size) if isinstance(size, int) else tuple(size)
+        if len(both) != 2 or min(both) < 0:
+            raise ValueError(
+                f"{_OP}: local_window_size: expected (left, right) or one int for both, >= 0, got"
+                f" {size}."
+            )
+        left, right = both
+    return left, 0 if is_causal else right
+
+
+def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int, ...] | None:
+    if lengths is None:
+        return None
+    if isinstance(lengths, jax.core.Tracer):
+        raise NotImplementedError(
+            f"{_OP}: {name}: lengths known on the host are supported, got a traced array; use"
+            " jax_attn.plan outside jit and jax_attn.attention inside."
+        )
+    array = np.asarray(lengths)
+    is_whole = array.dtype.kind in "iu" or not array.size
+    if array.shape != (batch,) or not is_whole or not ((array >= 0) & (array <= limit)).all():
+        raise ValueError(
+            f"{_OP}: {name}: expected {batch} whole numbers in [0, {limit}], got {array.tolist()}."
+        )
+    return tuple(array.tolist())
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """o: [batch, T, num_qo_heads, head_dim_vo]; lse: [batch, T, num_qo_heads], f32."""
+
+    @jax.custom_batching.custom_vmap
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _attend_batch(problem, q, k, v)
+
+    @attend.def_vmap
+    def attend_all(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
+        """Requests are independent: a mapped axis joins the batch."""
+        joined = []
+        for x, is_batched in zip(operands, in_batched, strict=True):
+            x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            joined.append(x.reshape(-1, *x.shape[2:]))
+        results = _attend(problem.repeated(axis_size), *joined)
+        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), (True, True)
+
+    return attend(q, k, v)
+
+
+def _attend_batch(
+    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if not q.size or not k.size or not v.size:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf)
+    whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
+    o, lse = _attend_planned(problem, whole.spec, q, k, v, jnp.asarray(whole.buffer))
+    if problem.query_lens is not None:
+        live = np.arange(q.shape[1]) < np.asarray(problem.query_lens)[:, None]
+        o = jnp.where(live[..., None, None], o, 0)
+        lse = jnp.where(live[..., None], lse, -jnp.inf)
+    return o, lse
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(
+    problem: _Problem, q_shape: tuple[int, ...], k_shape: tuple[int, ...], vo: int, dtype: str
+) -> AttentionPlan:
+    batch, q_len, num_qo_heads, head_dim = q_shape
+    kv_len, num_kv_heads = k_shape[1:3]
+    left, right = problem.window
+    spec = AttentionSpec(
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim,
+        head_dim_vo=vo,
+        dtype=dtype,
+        causal=right == 0,
+        window_left=left,
+        window_right=right,
+        sm_scale=problem.sm_scale,
+        page_size=None,
+        max_batch=batch,
+        max_qo_tokens=batch * q_len,
+        max_kv_tokens=batch * kv_len,
+    )
+    return plan(
+        spec,
+        np.arange(batch + 1) * q_len,
+        np.asarray(problem.kv_lens or (kv_len,) * batch, np.int32),
+        kv_indptr=np.arange(batch + 1) * kv_len,
+        q_offsets=np.zeros(batch, np.int32),  # causal and windows count from the start
+    )
+
+
+def _attend_flat(
+    problem: _Problem,
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffer: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+    o, lse = attention(flat_q, flat_k, flat_v, AttentionPlan(buffer, spec), return_lse=True)
+    return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+
+def _attend_part(
+    problem: _Problem,
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffer: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What a device of a mesh does: some requests and heads, planned for themselves."""
+    own = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
+    return _attend_flat(problem, own.spec, q, k, v, jnp.asarray(own.buffer))
+
+
+def _axes(problem: _Problem, spec: AttentionSpec) -> Axes:
+    """Requests and kv heads, with their groups of query heads, do not know of each other."""
+    names = "b t (h g) d, b s h d, b s h e, w -> b t (h g) e, b t (h g)"
+    return Axes(names, problem.split, {"g": spec.group_size})
+
+
+_attend_planned = partitioned(_OP, _attend_flat, _axes, num_static=2, per_device=_attend_part)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def _forward(
+    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    o, lse = _attend(problem, q, k, v)
+    return (o, lse), (q, k, v, o, lse)
+
+
+def _backward(
+    problem: _Problem, saved: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = saved[:3]
+    if not q.size or not k.size or not v.size:
+        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    outer = "b t (h g) d, b s h d, b s h e"
+    names = f"{outer}, b t (h g) e, b t (h g), b t (h g) e, b t (h g) -> {outer}"
+    about = Axes(names, problem.split, {"g": q.shape[2] // k.shape[2]})
+    run = functools.partial(_gradients, problem)  # jnp, which XLA splits by itself
+    return on_explicit_mesh(_OP, run, about, otherwise=run)(*saved, *gradients)
+
+
+def _gradients(
+    problem: _Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    d_o: jax.Array,
+    d_lse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For blocks of keys: p = exp(logits - lse), and with D = sum(do * o) - dlse of each row
+
+    dv = p^T do,  ds = p * (do v^T - D),  dq = sm_scale ds k,  dk = sm_scale ds^T q.
+    """
+    (batch, q_len, num_qo_heads, _), (kv_len, num_kv_heads) = q.shape, k.shape[1:3]
+    # Rows without a key are constant; 0 * NaN would be NaN, so what lies beyond lengths is cleared.
+    is_empty = jnp.isneginf(lse)
+    q, o, d_o = (jnp.where(is_empty[..., None], 0, x) for x in (q, o, d_o))
+    d = _einsum("btnd,btnd->btn", d_o, o) - d_lse
+    kv_lens = np.asarray(problem.kv_lens or (kv_len,) * batch)[:, None]
+    if problem.kv_lens is not None:
+        live = (np.arange(kv_len) < kv_lens)[..., None, None]
+        k, v = jnp.where(live, k, 0), jnp.where(live, v, 0)
+    # [num_blocks, batch, block, num_kv_heads, head_dim], the last block padded with zeros.
+    num_blocks = -(-kv_len // _BLOCK)
+    block = -(-kv_len // num_blocks)
+    padding = ((0, 0), (0, num_blocks * block - kv_len), (0, 0), (0, 0))
+    k_blocks, v_blocks = (
+        jnp.moveaxis(jnp.pad(x, padding).reshape(batch, num_blocks, block, num_kv_heads, -1), 1, 0)
+        for x in (k, v)
+    )
+    # Rows: [batch, T, num_kv_heads, group_size, head_dim], and heads in front where logits are.
+    groups = num_kv_heads, num_qo_heads // num_kv_heads
+    q, d_o = (x.reshape(batch, q_len, *groups, -1) for x in (q, d_o))
+    lse, d = (
+        jnp.moveaxis(x.reshape(batch, q_len, *groups), 1, -1)[..., None]
+        for x in (jnp.where(is_empty, jnp.inf, lse), d)
+    )
+    d_q_panels = []
+    d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (k_blocks, v_blocks))
+    panel = -(-q_len // min(_PANELS, num_blocks))
+    for first in range(0, q_len, panel):
+        rows = slice(first, min(first + panel, q_len))
+        seen = _blocks_seen(problem.window, rows, block, num_blocks)
+
+        def add_block(d_q_panel: jax.Array, of_block: Any, rows: slice = rows) -> Any:
+            begin, k_block, v_block = of_block
+            q_rows, d_o_rows = q[:, rows], d_o[:, rows]
+            logits = problem.sm_scale * _einsum("bthgd,bshd->bhgts", q_rows, k_block)
+            visible = _visible(problem.window, rows, begin + jnp.arange(block), kv_lens)
+            p = jnp.where(visible, jnp.exp(logits - lse[..., rows, :]), 0)
+            d_s = p * (_einsum("bthge,bshe->bhgts", d_o_rows, v_block) - d[..., rows, :])
+            p, d_s = p.astype(q.dtype), (problem.sm_scale * d_s).astype(q.dtype)
+            d_q_panel += _einsum("bhgts,bshd->bthgd", d_s, k_block)
+            d_k_block = _einsum("bhgts,bthgd->bshd", d_s, q_rows)
+            return d_q_panel, (d_k_block, _einsum("bhgts,bthge->bshe", p, d_o_rows))
+
+        blocks = jnp.arange(num_blocks) * block, k_blocks, v_blocks
+        d_q_panel, of_blocks = jax.lax.scan(
+            add_block,
+            jnp.zeros(q[:, rows].shape, jnp.float32),
+            tuple(x[seen] for x in blocks),
+        )
+        d_q_panels.append(d_q_panel)
+        around = ((seen.start, num_blocks - seen.stop), *((0, 0),) * 4)
+        d_k, d_v = (x + jnp.pad(y, around) for x, y in zip((d_k, d_v), of_blocks, strict=True))
+    d_k, d_v = (
+        jnp.moveaxis(x, 0, 1).reshape(batch, num_blocks * block, num_kv_heads, -1)[:, :kv_len]
+        for x in (d_k, d_v)
+    )
+    d_q = jnp.concatenate(d_q_panels, axis=1).reshape(batch, q_len, num_qo_heads, -1)
+    return d_q.astype(q.dtype), d_k.astype(q.dtype), d_v.astype(q.dtype)
+
+
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _blocks_seen(window: tuple[int, int], rows: slice, block: int, num_blocks: int) -> slice:
+    """The blocks of keys of which some of the query rows may see a part."""
+    left, right = window
+    first = max(0, rows.start - left) // block if left >= 0 else 0
+    last = (rows.stop - 1 + right) // block + 1 if right >= 0 else num_blocks
+    last = min(last, num_blocks)
+    return slice(min(first, last), last)
+
+
+def _visible(
+    window: tuple[int, int], rows: slice, keys: jax.Array, kv_lens: np.ndarray
+) -> jax.Array:
+    """[batch, 1, 1, rows, keys] bool."""
+    visible = (keys < kv_lens)[:, None, None, None, :]
+    i = jnp.arange(rows.start, rows.stop)[:, None]
+    left, right = window
+    if left >= 0:
+        visible &= keys >= i - left
+    if right >= 0:
+        visible &= keys <= i + right
+    return visible
+
+
+_attend.defvjp(_forward, _backward)
