@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -322,40 +322,59 @@ def _gradients(
         jnp.moveaxis(x.reshape(batch, q_len, *groups), 1, -1)[..., None]
         for x in (jnp.where(is_empty, jnp.inf, lse), d)
     )
-    d_q_panels = []
+    d_q = []
     d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (k_blocks, v_blocks))
-    panel = -(-q_len // min(_PANELS, num_blocks))
-    for first in range(0, q_len, panel):
-        rows = slice(first, min(first + panel, q_len))
+    num_rows = -(-q_len // min(_PANELS, num_blocks))
+    for first in range(0, q_len, num_rows):
+        rows = slice(first, min(first + num_rows, q_len))
         seen = _blocks_seen(problem.window, rows, block, num_blocks)
-
-        def add_block(d_q_panel: jax.Array, of_block: Any, rows: slice = rows) -> Any:
-            begin, k_block, v_block = of_block
-            q_rows, d_o_rows = q[:, rows], d_o[:, rows]
-            logits = problem.sm_scale * _einsum("bthgd,bshd->bhgts", q_rows, k_block)
-            visible = _visible(problem.window, rows, begin + jnp.arange(block), kv_lens)
-            p = jnp.where(visible, jnp.exp(logits - lse[..., rows, :]), 0)
-            d_s = p * (_einsum("bthge,bshe->bhgts", d_o_rows, v_block) - d[..., rows, :])
-            p, d_s = p.astype(q.dtype), (problem.sm_scale * d_s).astype(q.dtype)
-            d_q_panel += _einsum("bhgts,bshd->bthgd", d_s, k_block)
-            d_k_block = _einsum("bhgts,bthgd->bshd", d_s, q_rows)
-            return d_q_panel, (d_k_block, _einsum("bhgts,bthge->bshe", p, d_o_rows))
-
-        blocks = jnp.arange(num_blocks) * block, k_blocks, v_blocks
-        d_q_panel, of_blocks = jax.lax.scan(
-            add_block,
-            jnp.zeros(q[:, rows].shape, jnp.float32),
-            tuple(x[seen] for x in blocks),
-        )
-        d_q_panels.append(d_q_panel)
+        panel = _Panel(q[:, rows], d_o[:, rows], lse[..., rows, :], d[..., rows, :])
+        blocks = (x[seen] for x in (jnp.arange(num_blocks) * block, k_blocks, v_blocks))
+        d_q_rows, of_blocks = _panel_gradients(problem, panel, rows, kv_lens, tuple(blocks))
+        d_q.append(d_q_rows)
         around = ((seen.start, num_blocks - seen.stop), *((0, 0),) * 4)
         d_k, d_v = (x + jnp.pad(y, around) for x, y in zip((d_k, d_v), of_blocks, strict=True))
     d_k, d_v = (
         jnp.moveaxis(x, 0, 1).reshape(batch, num_blocks * block, num_kv_heads, -1)[:, :kv_len]
         for x in (d_k, d_v)
     )
-    d_q = jnp.concatenate(d_q_panels, axis=1).reshape(batch, q_len, num_qo_heads, -1)
-    return d_q.astype(q.dtype), d_k.astype(q.dtype), d_v.astype(q.dtype)
+    d_q_all = jnp.concatenate(d_q, axis=1).reshape(batch, q_len, num_qo_heads, -1)
+    return d_q_all.astype(q.dtype), d_k.astype(q.dtype), d_v.astype(q.dtype)
+
+
+class _Panel(NamedTuple):
+    """Some of the query rows. lse: inf where a row sees no key."""
+
+    q: jax.Array  # [batch, rows, num_kv_heads, group_size, head_dim_qk]
+    d_o: jax.Array  # [batch, rows, num_kv_heads, group_size, head_dim_vo]
+    lse: jax.Array  # [batch, num_kv_heads, group_size, rows, 1]
+    d: jax.Array  # the same
+
+
+def _panel_gradients(
+    problem: _Problem,
+    panel: _Panel,
+    rows: slice,
+    kv_lens: np.ndarray,
+    blocks: tuple[jax.Array, ...],
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """What the rows have of dq, and each block of dk and dv from them, in f32.
+
+    blocks: first key, keys and values of each, [num_blocks, ...].
+    """
+    q, d_o, lse, d = panel
+
+    def add_block(d_q: jax.Array, of_block: Any) -> Any:
+        begin, k, v = of_block
+        visible = _visible(problem.window, rows, begin + jnp.arange(k.shape[1]), kv_lens)
+        logits = problem.sm_scale * _einsum("bthgd,bshd->bhgts", q, k)
+        p = jnp.where(visible, jnp.exp(logits - lse), 0)
+        d_s = problem.sm_scale * p * (_einsum("bthge,bshe->bhgts", d_o, v) - d)
+        p, d_s = p.astype(q.dtype), d_s.astype(q.dtype)
+        d_k, d_v = _einsum("bhgts,bthgd->bshd", d_s, q), _einsum("bhgts,bthge->bshe", p, d_o)
+        return d_q + _einsum("bhgts,bshd->bthgd", d_s, k), (d_k, d_v)
+
+    return jax.lax.scan(add_block, jnp.zeros(q.shape, jnp.float32), blocks)
 
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

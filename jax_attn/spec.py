@@ -155,29 +155,13 @@ class AttentionSpec:
             settle("sm_scale", float(self.head_dim_qk) ** -0.5)
         settle("sm_scale", _finite("sm_scale", self.sm_scale))
         self._settle_storage(settle)
-        if self.schedule not in _SCHEDULES:
-            _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
-        can_share = self.is_paged and self.schedule != "no_split"
-        if self.share_prefixes and not can_share:
-            _refuse("share_prefixes", "False or None without pages or with no_split", True)
-        settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
         settle("target", default_target() if self.target is None else self.target)
         parse_target(self.target)  # refuses what it does not know
         if self.mla:
             self._check_mla()
         if self.is_quantized:
             self._check_quantized()
-        for name in ("num_ctas", "max_items", "max_partial_rows"):
-            if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name), 1)
-        if self.schedule == "fixed_split":
-            settle("kv_split", 1024 if self.kv_split is None else self.kv_split)
-            _require_int("kv_split", self.kv_split, 1)
-            tile_kv = self.kernel_config["tile_kv"]
-            if self.kv_split is not None and self.kv_split % tile_kv:
-                _refuse("kv_split", f"a multiple of the kernel's tile_kv={tile_kv}", self.kv_split)
-        elif self.kv_split is not None:
-            _refuse("kv_split", "None unless schedule='fixed_split'", self.kv_split)
+        self._settle_schedule(settle)
 
     def _check_mla(self) -> None:
         if self.num_kv_heads != 1:
@@ -264,6 +248,27 @@ class AttentionSpec:
         _require_int("max_kv_pages", self.max_kv_pages, 0)
         if self.num_pages is not None:
             _require_int("num_pages", self.num_pages, 0)
+
+    def _settle_schedule(self, settle: Any) -> None:
+        if self.schedule not in _SCHEDULES:
+            _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
+        can_share = self.is_paged and self.schedule != "no_split"
+        if self.share_prefixes not in (None, True, False):
+            _refuse("share_prefixes", "True, False or None", self.share_prefixes)
+        if self.share_prefixes and not can_share:
+            _refuse("share_prefixes", "False or None without pages or with no_split", True)
+        settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
+        for name in ("num_ctas", "max_items", "max_partial_rows"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 1)
+        if self.schedule == "fixed_split":
+            settle("kv_split", 1024 if self.kv_split is None else self.kv_split)
+            _require_int("kv_split", self.kv_split, 1)
+            tile_kv = self.kernel_config["tile_kv"]
+            if self.kv_split is not None and self.kv_split % tile_kv:
+                _refuse("kv_split", f"a multiple of the kernel's tile_kv={tile_kv}", self.kv_split)
+        elif self.kv_split is not None:
+            _refuse("kv_split", "None unless schedule='fixed_split'", self.kv_split)
 
     @property
     def group_size(self) -> int:
