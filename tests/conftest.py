@@ -18,12 +18,19 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    # Those that may take longest come first, so that no worker ends long after the others.
+    items.sort(key=seconds_allowed, reverse=True)
     for name, why in ON_REQUEST.items():
         if name in (config.option.markexpr or ""):
             continue
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
+
+
+def seconds_allowed(item):
+    marker = item.get_closest_marker("timeout")
+    return marker.args[0] if marker else 0
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -240,13 +240,13 @@ def test_block_prefills_and_decodes_as_the_formulas_say(name, dtype, tolerance, 
     on_cpu = backend.platform == "cpu"
     if dtype == "float32" and not on_cpu:
         pytest.skip("no float32 over a latent cache on CUDA")
-    params = deepseek.random_block(config, jax.random.key(0), dtype)
+    # Jitted, and all of one length: operation by operation XLA would compile hundreds.
+    random_block = jax.jit(deepseek.random_block, static_argnames=("config", "dtype"))
+    reference_block = jax.jit(deepseek.reference_block, static_argnames="config")
+    params = random_block(config, jax.random.key(0), dtype)
     lens = np.array([9, 1, 20])
-    xs = [
-        jax.random.normal(jax.random.key(r), (n + 7, config.hidden_size), dtype)
-        for r, n in enumerate(lens)
-    ]
-    want = [deepseek.reference_block(params, config, x) for x in xs]
+    xs = np.random.default_rng(1).normal(size=(3, 27, config.hidden_size)).astype(jnp.dtype(dtype))
+    want = [np.asarray(reference_block(params, config, x), np.float32) for x in xs]
     target = "cpu" if on_cpu else None
     step = jax.jit(deepseek.block, static_argnames="config", donate_argnames="latent_pages")
     max_tokens, page_size, pages_each = 32, 4, 8
@@ -268,21 +268,22 @@ def test_block_prefills_and_decodes_as_the_formulas_say(name, dtype, tolerance, 
     for new in (lens, [1, 1, 1], [2, 0, 1], [1, 4, 2]):
         new = np.asarray(new)
         qo_indptr = np.concatenate([[0], np.cumsum(new)])
-        x = np.full((max_tokens, config.hidden_size), np.nan, xs[0].dtype)
+        x = np.full((max_tokens, config.hidden_size), np.nan, xs.dtype)
         positions = np.zeros(max_tokens, np.int32)
         for r in range(3):
             rows = slice(qo_indptr[r], qo_indptr[r + 1])
-            x[rows] = xs[r][done[r] : done[r] + new[r]]
+            x[rows] = xs[r, done[r] : done[r] + new[r]]
             positions[rows] = np.arange(done[r], done[r] + new[r])
         plan = ja.plan(cache, qo_indptr, done + new, pages_each * np.arange(4), page_indices)
         is_prompt = not done.any()
         prompt_plan = ja.plan(prompt, qo_indptr, new) if is_prompt else None
         got, pages = step(params, config, x, positions, pages, plan, prompt_plan, layer=1)
+        got = np.asarray(got, np.float32)
         for r in range(3):
             np.testing.assert_allclose(
-                np.asarray(got[qo_indptr[r] : qo_indptr[r + 1]], np.float32),
-                np.asarray(want[r][done[r] : done[r] + new[r]], np.float32),
-                atol=tolerance * float(jnp.abs(want[r]).max()),
+                got[qo_indptr[r] : qo_indptr[r + 1]],
+                want[r][done[r] : done[r] + new[r]],
+                atol=tolerance * np.abs(want[r]).max(),
                 rtol=0,
             )
         done += new

@@ -1,5 +1,6 @@
 """Incremental text: joined it is the decoding of all tokens, or what precedes a stop string."""
 
+import functools
 import random
 
 import pytest
@@ -10,9 +11,12 @@ from jax_attn.serve.detokenizer import Detokenizer, Texts
 REPLACEMENT = "\ufffd"
 
 
+texts_of = functools.cache(Texts)  # it looks at all tokens
+
+
 def pieces(tokenizer, tokens, stop=(), **options) -> list[str]:
     """A piece for each token, then the rest; nothing after a stop string."""
-    detokenizer = Detokenizer(Texts(tokenizer), stop, **options)
+    detokenizer = Detokenizer(texts_of(tokenizer), stop, **options)
     out = []
     for token in tokens:
         out.append(detokenizer.push(token))
@@ -42,7 +46,7 @@ def test_whole_text(tokenizer, text):
 def test_text_comes_at_once(tokenizer):
     """A token that completes a character shows it; nothing is held without a reason."""
     tokens = tokenizer.encode("import os\nimport sys  # 🎉\n").ids
-    detokenizer = Detokenizer(Texts(tokenizer), stop=["zebra"])
+    detokenizer = Detokenizer(texts_of(tokenizer), stop=["zebra"])
     shown = ""
     for i, token in enumerate(tokens):
         shown += detokenizer.push(token)
@@ -105,7 +109,7 @@ def test_random_stops(tokenizer):
         if ends:
             text = text[: ends[0]]
             text = text[: min(text.index(stop) for stop in stops if stop in text)]
-        detokenizer, shown = Detokenizer(Texts(tokenizer), stops), ""
+        detokenizer, shown = Detokenizer(texts_of(tokenizer), stops), ""
         for token in tokens:
             shown += detokenizer.push(token)
             assert text.startswith(shown)
@@ -114,18 +118,18 @@ def test_random_stops(tokenizer):
 
 
 def test_what_cannot_stop_is_not_held(tokenizer):
-    detokenizer = Detokenizer(Texts(tokenizer), ["</end>"])
+    detokenizer = Detokenizer(texts_of(tokenizer), ["</end>"])
     a, less, slash = (tokenizer.token_to_id(c) for c in "a</")
     assert [detokenizer.push(t) for t in (a, less, slash, a)] == ["a", "", "", "</a"]
 
 
 def test_a_stop_that_does_not_count_yet(tokenizer):
     tokens = tokenizer.encode("xyz xyz").ids
-    detokenizer = Detokenizer(Texts(tokenizer), ["yz"])
+    detokenizer = Detokenizer(texts_of(tokenizer), ["yz"])
     out = [detokenizer.push(t, may_stop=i >= len(tokens) - 1) for i, t in enumerate(tokens)]
     assert detokenizer.stopped and "".join(out).startswith("xyz")
 
 
 def test_an_empty_stop_string_is_refused(tokenizer):
     with pytest.raises(ValueError, match="stop: expected strings that are not empty"):
-        Detokenizer(Texts(tokenizer), ["a", ""])
+        Detokenizer(texts_of(tokenizer), ["a", ""])
