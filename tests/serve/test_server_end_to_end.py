@@ -436,7 +436,7 @@ def test_bad_command_lines(tmp_path, options, message):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=START_SECONDS,
     )
     assert done.returncode in (1, 2) and message in done.stderr
     assert "Traceback" not in done.stderr
