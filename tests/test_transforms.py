@@ -157,7 +157,6 @@ EXPORTED = textwrap.dedent(
 
 
 def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
-    pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
     spec = ja.AttentionSpec(
         4, 2, 64, dtype="float32", max_batch=2, max_qo_tokens=4, max_kv_pages=4, target="cpu"
     )
