@@ -47,7 +47,9 @@ def measure(
         short = short_us()
         return (long_us() - short) / num_calls
 
-    busy_s = 1e-6 * (2 * short_us() + long_us())
+    begin = time.perf_counter()
+    short_us(), difference_us()
+    busy_s = time.perf_counter() - begin
     repeats = max(9, min(41, int(MEASURE_S / ((1 + REST) * busy_s))))
     differences = []
     for _ in range(repeats):

@@ -230,7 +230,7 @@ def attention_chain_length(workload: Workload) -> int:
         return 2
     expected = workload.floor_us(NOMINAL.bytes_per_us, NOMINAL.flops_per_us) + 5
     if workload.kind in ("decode", "shared_prefix"):
-        return timing.chain_length(expected, 8, 48)
+        return timing.chain_length(expected, 8, 160)
     return timing.chain_length(expected, 2, 16)
 
 

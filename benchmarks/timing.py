@@ -1,11 +1,13 @@
 """Device time of one call inside jit, free of what a jit call costs on the host.
 
 A chain of n calls and one of 2n are compiled, each one executable; what a call costs is in their
-difference (bursts.py).
+difference (bursts.py). Each runs behind another chain and is timed by the device (device_clock.py);
+where there is no GPU, by the host.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import bursts
+from benchmarks import bursts, device_clock
 from benchmarks.bursts import Timing
 
 
@@ -44,18 +46,10 @@ def time_chain(
     for _ in range(2):
         jax.block_until_ready((short(), long()))
 
-    def behind_another_us(run: Callable[[], Any]) -> float:
-        """What the host does for each call before it launches the first, some us a call, is done
-        while the device is busy with the chain ahead.
-        """
-        begin = time.perf_counter()
-        results = short(), run()
-        jax.block_until_ready(results)
-        return 1e6 * (time.perf_counter() - begin)
-
+    if jax.default_backend() == "gpu":
+        time_us = functools.partial(device_clock.elapsed_us, short)
+    else:
+        time_us = wall_us
     return bursts.measure(
-        lambda: behind_another_us(short),
-        lambda: behind_another_us(long),
-        num_calls,
-        sustained=sustained,
+        lambda: time_us(short), lambda: time_us(long), num_calls, sustained=sustained
     )

@@ -63,7 +63,7 @@ def time_graph(run: Callable[[int], Any], expected_us: float, *, sustained: bool
     """
     import torch
 
-    num_calls = max(2, min(32, round(bursts.TARGET_US / max(expected_us, 1.0))))
+    num_calls = max(2, min(160, round(bursts.TARGET_US / max(expected_us, 1.0))))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = []

@@ -64,7 +64,7 @@ def time_dense(workload: Workload, make: Callable[[Workload], Callable[..., Any]
     q_shape = (w.batch_size, w.qo_lens[0], w.num_qo_heads, w.head_dim)
     sets = num_sets(w) if w.kind == "decode" and ops.on_gpu() else 2
     k, v = ops.normal(kv_shape, sets, seed=1), ops.normal(kv_shape, sets, seed=2)
-    shortest, longest = (8, 32) if w.kind == "decode" else (2, 8)
+    shortest, longest = (8, 160) if w.kind == "decode" else (2, 8)
     num_calls = timing.chain_length(expected_us(w), shortest, longest) if ops.on_gpu() else 2
     q = ops.normal(q_shape, 1 if w.kind == "decode" else 2 * num_calls)
 
