@@ -50,7 +50,7 @@ def precompile(
         specs = [specs]
     jobs: dict[str, Callable[[], dict[str, Any]]] = {}
     for spec in specs:
-        jobs |= _jobs(spec if target is None else dataclasses.replace(spec, target=target))
+        jobs |= jobs_of(spec if target is None else dataclasses.replace(spec, target=target))
     running = [_pool().submit(job) for job in jobs.values()]
     return [CompiledKernel(**future.result()) for future in running]
 
@@ -70,7 +70,9 @@ def compile_ahead(operation: str, spec: AttentionSpec) -> None:
 def _start(operation: str, spec: AttentionSpec) -> list[Future[dict[str, Any]]]:
     # An error is left to whom the kernel is for: it tries again, and says it.
     return [
-        _pool().submit(job) for name, job in _jobs(spec).items() if name.startswith(f"{operation}-")
+        _pool().submit(job)
+        for name, job in jobs_of(spec).items()
+        if name.startswith(f"{operation}-")
     ]
 
 
@@ -80,7 +82,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jax_attn-nvrtc")
 
 
-def _jobs(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
+def jobs_of(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     """The kernels of a spec by name; each call gets one ready and says how."""
     arch, _ = parse_target(spec.target)
     if arch == 0:
