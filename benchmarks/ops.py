@@ -96,7 +96,7 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
 
 
 def plan_arguments(workload: Workload) -> tuple[Any, ...]:
-    lengths = workload.qo_indptr, workload.kv_lens
+    lengths = workload.qo_indptr, np.asarray(workload.kv_lens, np.int32)
     if workload.page_size is None:
         return lengths
     return *lengths, workload.page_indptr, workload.page_indices()

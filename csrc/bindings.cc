@@ -1,13 +1,12 @@
 // Python bindings: registrations, the planner's entry, kernel and cache controls. No logic.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
@@ -21,9 +20,27 @@ namespace nb = nanobind;
 namespace jax_attn {
 namespace {
 
-using Int32Array = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Int32Matrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Int32Buffer = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A contiguous numpy array of int32. By the buffer protocol alone: nb::ndarray asks for DLPack
+// first, which takes a plan of a few arrays microseconds.
+class Int32Array {
+ public:
+  Int32Array(nb::handle array, int num_dims, bool writeable = false) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writeable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw nb::python_error();
+    const std::string_view format = view_.format == nullptr ? "B" : view_.format;
+    if (format == "i" && view_.ndim == num_dims) return;
+    PyBuffer_Release(&view_);
+    throw nb::type_error("plan: expected an array of int32");
+  }
+  Int32Array(const Int32Array&) = delete;
+  ~Int32Array() { PyBuffer_Release(&view_); }
+
+  int32_t* data() const { return static_cast<int32_t*>(view_.buf); }
+  int64_t shape(int i) const { return view_.shape[i]; }
+
+ private:
+  Py_buffer view_;
+};
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw std::invalid_argument(status.message);
@@ -59,26 +76,31 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
   return problem;
 }
 
-void PlanInto(const AttentionProblem& problem, Int32Array qo_indptr, Int32Array kv_lens,
-              Int32Array kv_indptr, Int32Array page_indices, std::optional<Int32Array> q_offsets,
-              std::optional<Int32Matrix> request_indptr, std::optional<Int32Matrix> prefix_lens,
-              Int32Buffer buffer) {
+void PlanInto(const AttentionProblem& problem, nb::handle qo_indptr, nb::handle kv_lens,
+              nb::handle kv_indptr, nb::handle page_indices, nb::handle q_offsets,
+              nb::handle request_indptr, nb::handle prefix_lens, nb::handle buffer) {
+  const Int32Array qo(qo_indptr, 1), lens(kv_lens, 1), kv(kv_indptr, 1), pages(page_indices, 1);
+  const Int32Array plan(buffer, 1, true);
+  std::optional<Int32Array> offsets, borders, prefixes;
   PlanInputs inputs;
-  inputs.qo_indptr = qo_indptr.data();
-  inputs.kv_lens = kv_lens.data();
-  inputs.kv_indptr = kv_indptr.data();
-  inputs.page_indices = page_indices.data();
-  inputs.q_offsets = q_offsets ? q_offsets->data() : nullptr;
-  inputs.batch_size = static_cast<int64_t>(kv_lens.shape(0));
-  inputs.num_page_indices = static_cast<int64_t>(page_indices.shape(0));
+  inputs.qo_indptr = qo.data();
+  inputs.kv_lens = lens.data();
+  inputs.kv_indptr = kv.data();
+  inputs.page_indices = pages.data();
+  if (!q_offsets.is_none()) offsets.emplace(q_offsets, 1);
+  inputs.q_offsets = offsets ? offsets->data() : nullptr;
+  inputs.batch_size = lens.shape(0);
+  inputs.num_page_indices = pages.shape(0);
   PrefixLevels levels = {};
-  if (prefix_lens) {
-    levels.request_indptr = request_indptr->data();
-    levels.prefix_lens = prefix_lens->data();
-    levels.num_levels = static_cast<i32>(prefix_lens->shape(0));
-    levels.num_prefixes = static_cast<i32>(prefix_lens->shape(1));
+  if (!prefix_lens.is_none()) {
+    borders.emplace(request_indptr, 2);
+    prefixes.emplace(prefix_lens, 2);
+    levels.request_indptr = borders->data();
+    levels.prefix_lens = prefixes->data();
+    levels.num_levels = static_cast<i32>(prefixes->shape(0));
+    levels.num_prefixes = static_cast<i32>(prefixes->shape(1));
   }
-  ThrowIfError(Plan(problem, inputs, prefix_lens ? &levels : nullptr, buffer.data()));
+  ThrowIfError(Plan(problem, inputs, prefixes ? &levels : nullptr, plan.data()));
 }
 
 // [(what, why)] of the configuration that select/ chose.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from jax_attn import _core, ffi, plan_file, plot
 from jax_attn.spec import AttentionSpec
 
+_INT32 = np.dtype(np.int32)
 # Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
 _HEADER_FIELDS = (
     "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
@@ -380,6 +382,12 @@ def _given(**arguments: Any) -> str:
 
 def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
     """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
+    if xp is np:
+        if type(value) in (list, tuple) and value:
+            value = _int32_of_sequence(value)
+        if type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
+            if length in (None, len(value)) and value.flags.c_contiguous:
+                return value
     array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
     if array.size == 0 and array.dtype.kind == "f":  # of an empty list
         array = array.astype(np.int32)
@@ -401,6 +409,14 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
             if not -(2**31) <= extreme < 2**31:
                 raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
     return array.astype(np.int32)
+
+
+def _int32_of_sequence(value: list[Any] | tuple[Any, ...]) -> Any:
+    """An array of it, where all are integers that fit; else what it was, to be refused by name."""
+    try:
+        return np.frombuffer(array.array("i", value), np.int32)
+    except (TypeError, OverflowError):
+        return value
 
 
 def _range(values: np.ndarray) -> str:
