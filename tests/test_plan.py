@@ -622,6 +622,35 @@ def test_a_plan_may_be_written_to_memory_of_another(target):
         )
 
 
+def test_a_plan_that_anyone_holds_is_not_written_again():
+    spec = ja.AttentionSpec(4, 2, 64, page_size=16, max_batch=2, max_kv_pages=300, target="sm_90")
+    tables = np.arange(301, dtype=np.int32)
+
+    def plan(length: int) -> np.ndarray:
+        pages = -(-length // 16)
+        return ja.plan(spec, [0, 1], [length], [0, pages], tables[:pages]).buffer
+
+    addresses = {plan(n).ctypes.data for n in range(1, 20)}
+    assert len(addresses) == 1
+    holders = (
+        lambda x: x,
+        lambda x: x[5:][10:],
+        memoryview,
+        lambda x: x[3:].view(np.uint8),
+        jnp.asarray,
+        jax.jit(lambda x: x),
+        jax.device_put,
+    )
+    held = [(hold(plan(n)), n) for n in range(1, 4000, 300) for hold in holders]
+    words = [(np.array(x), n) for x, n in held]
+    for n in range(1, 4000, 200):
+        plan(n)
+    for (x, n), (before, _) in zip(held, words, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), before, err_msg=str(n))
+    del held
+    assert len({plan(n).ctypes.data for n in range(1, 20)}) == 1
+
+
 def test_the_bits_of_the_specs_do_not_alias():
     """Specs are static jit arguments: equal ones must hash alike, different ones differ."""
     fields = Case("", (1,), (5,)).spec_fields()
