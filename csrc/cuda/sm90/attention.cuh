@@ -707,6 +707,7 @@ class HopperConsumer {
       if (has_room) {
         __syncwarp();
         if (Lane() == 0) ArriveBarrier(SharedAddress(&Barriers().free_room));
+        is_written = rows.AreWhole();
       } else if (kReleasesLate) {
         Release(Barriers().empty_k, slot, joint);
       }
@@ -715,18 +716,21 @@ class HopperConsumer {
       PinRegisters(o);
       WgmmaFence();
       StartPv(p, VSlot(), o);
+      rows.FinishSums();
+      float o_scale[2];
+      if (is_written) rows.WriteStates(o_scale);
       WgmmaWait<0>();
       PinRegisters(o);
-      rows.FinishSums();
       Release(Barriers().empty_v, v_cursor_, joint);
       if constexpr (Shape::kWritesBoxes) {
         if (has_room) {
           WaitBarrier(SharedAddress(&Barriers().free_room), room_parity_);
           room_parity_ ^= 1;
-          is_written = rows.AreWhole();
           if (is_written) {
             constexpr int kWarpBytes = 16 * V::kPadded * 2;
-            rows.WriteBoxes(o, SharedAddress(shared_.k[slot]) + (group_ * 4 + Warp()) * kWarpBytes);
+            rows.WriteBoxes(o, o_scale,
+                            Uniform(SharedAddress(shared_.k[slot]) +
+                                    (group_ * 4 + Warp()) * kWarpBytes));
             room_slot_ = slot;
           } else {
             Release(Barriers().empty_k, slot, true);
