@@ -262,6 +262,10 @@ struct AttentionParams {
   i32 has_tensor_maps;
   i32 num_layers;
   TensorMap k_map, v_map;
+  // o likewise, [max_qo_tokens, num_qo_heads, head_dim_vo], in boxes of the 16 rows that a warp has
+  // of a kv head's group of heads.
+  i32 has_o_map;
+  TensorMap o_map;
 
   // Keys and values of the batch's query tokens, which then are not read from pages: row i of
   // request r, that is row qo_indptr[r] + i, is position kv_len - qo_len + i. Null: pages have all.

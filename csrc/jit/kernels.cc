@@ -78,27 +78,54 @@ int64_t BoxRows(const AttentionProblem& problem) {
   return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
 }
 
-// [num_layers, rows of a layer, num_kv_heads, head_dim] in boxes of 64 columns of a head, which
-// arrive as rows of 128 bytes, swizzled. Columns beyond head_dim arrive as zeros. Two e4m3 are a
-// column.
-Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
-                     int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
+// [num_layers, num_rows, num_heads, head_dim] of 16-bit elements in boxes of 64 columns of some heads
+// and rows, which in shared memory are rows of 128 bytes, swizzled. Columns beyond head_dim arrive
+// as zeros, and are not written.
+struct BoxedArray {
+  const void* array;
+  int64_t num_layers, num_rows, num_heads, head_dim;
+  int64_t box_rows, box_heads;
+};
+
+Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const BoxedArray& of,
+                     TensorMap* map) {
   using u64 = unsigned long long;
-  if (problem.spec.kv_is_e4m3) head_dim /= 2;
-  const u64 row_bytes = static_cast<u64>(problem.spec.num_kv_heads * head_dim * 2);
-  const u64 dims[] = {static_cast<u64>(head_dim), static_cast<u64>(problem.spec.num_kv_heads),
-                      static_cast<u64>(num_rows), static_cast<u64>(num_layers)};
-  const u64 strides[] = {static_cast<u64>(head_dim * 2), row_bytes, row_bytes * dims[2]};
-  const unsigned box[] = {64, 1, static_cast<unsigned>(BoxRows(problem)), 1};
+  const u64 row_bytes = static_cast<u64>(of.num_heads * of.head_dim * 2);
+  const u64 dims[] = {static_cast<u64>(of.head_dim), static_cast<u64>(of.num_heads),
+                      static_cast<u64>(of.num_rows), static_cast<u64>(of.num_layers)};
+  const u64 strides[] = {static_cast<u64>(of.head_dim * 2), row_bytes, row_bytes * dims[2]};
+  const unsigned box[] = {64, static_cast<unsigned>(of.box_heads),
+                          static_cast<unsigned>(of.box_rows), 1};
   const unsigned steps[] = {1, 1, 1, 1};
   const int type = problem.spec.dtype == kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult r = d.cuTensorMapEncodeTiled(
-      map, type, 4, const_cast<void*>(array), dims, strides, box, steps,
+      map, type, 4, const_cast<void*>(of.array), dims, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? Status::Ok()
                            : Status::Error("attention: " + d.Describe("cuTensorMapEncodeTiled", r));
+}
+
+// Of keys or values. Two e4m3 are a column.
+Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
+                 int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
+  if (problem.spec.kv_is_e4m3) head_dim /= 2;
+  const BoxedArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
+                         head_dim, BoxRows(problem), 1};
+  return MakeTensorMap(d, problem, of, map);
+}
+
+// The copy engine writes results where it has the 16 rows of a warp as one box: tokens of a group.
+Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
+  const AttentionSpec& spec = problem.spec;
+  const int64_t group = spec.num_qo_heads / spec.num_kv_heads;
+  if (problem.config.main_loop != kHopper || spec.mla || 16 % group != 0) return Status::Ok();
+  const BoxedArray of = {p->o,  1, p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
+                         16 / group, group};
+  const Status s = MakeTensorMap(d, problem, of, &p->o_map);
+  p->has_o_map = s.ok();
+  return s;
 }
 
 Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
@@ -109,15 +136,15 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
       rows >= (int64_t{1} << 31)) {
     return Status::Ok();
   }
-  Status s = MakeTensorMap(d, problem, p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map);
+  Status s = MakeKvMap(d, problem, p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map);
   if (s.ok()) {
-    s = MakeTensorMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
+    s = MakeKvMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
   }
   if (s.ok() && spec.fresh_kv) {
-    s = MakeTensorMap(d, problem, p->k_new, spec.head_dim_qk, 1, p->max_qo_tokens, &p->k_new_map);
+    s = MakeKvMap(d, problem, p->k_new, spec.head_dim_qk, 1, p->max_qo_tokens, &p->k_new_map);
   }
   if (s.ok() && spec.fresh_kv) {
-    s = MakeTensorMap(d, problem, p->v_new, spec.head_dim_vo, 1, p->max_qo_tokens, &p->v_new_map);
+    s = MakeKvMap(d, problem, p->v_new, spec.head_dim_vo, 1, p->max_qo_tokens, &p->v_new_map);
   }
   p->has_tensor_maps = s.ok();
   return s;
@@ -211,6 +238,7 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
     }
   }
   if (Status s = AddTensorMaps(*kernel->driver, problem, &complete); !s.ok()) return s;
+  if (Status s = AddOutputMap(*kernel->driver, problem, &complete); !s.ok()) return s;
   return LaunchLoaded("attention", *kernel, launch, complete, stream);
 }
 

@@ -416,7 +416,6 @@ void RunCase(const Case& c, unsigned seed) {
   if (spec.fresh_kv) MoveNewTokens(c, spec, &b);
   AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
   const i64 num_rows = spec.paged() ? b.num_pages * spec.page_size : spec.max_kv_tokens;
-  Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
 
   // Other orders of warps and CTAs, and merges as trees: the same bits.
   Outputs got[2];
@@ -424,6 +423,7 @@ void RunCase(const Case& c, unsigned seed) {
   for (Outputs& out : got) {
     if (&out != got) UsePlan(problem, with_trees, &p);
     out = MakeOutputs(problem, &p);
+    Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
     emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
                               [&p] { Body::Run(p); });
     if (std::any_of(p.merge_counters, p.merge_counters + problem.config.max_merge_groups,

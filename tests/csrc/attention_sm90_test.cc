@@ -33,16 +33,22 @@ struct Sm90Kernel {
     constexpr int kBoxRows = HopperShape<Traits<Shape>>::kBoxRows;
     p->num_layers = 1;
     p->has_tensor_maps = kBoxes && kBoxRows > 0;
-    auto map = [&](const void* array, i64 head_dim, i64 rows) {
-      if (spec.kv_is_e4m3) head_dim /= 2;  // two are a column
-      const emulation::BoxedArray boxed = {
-          static_cast<const u16*>(array), 1,
-          static_cast<u64>(rows),         static_cast<u64>(spec.num_kv_heads),
-          static_cast<u64>(head_dim),     kBoxRows};
+    auto bits_of = [](const emulation::BoxedArray& boxed) {
       TensorMap bits = {};
       std::memcpy(&bits, &boxed, sizeof(boxed));
       return bits;
     };
+    auto map = [&](const void* array, i64 head_dim, i64 rows) {
+      if (spec.kv_is_e4m3) head_dim /= 2;  // two are a column
+      return bits_of({static_cast<u16*>(const_cast<void*>(array)), 1, static_cast<u64>(rows),
+                      static_cast<u64>(spec.num_kv_heads), static_cast<u64>(head_dim), kBoxRows,
+                      1});
+    };
+    constexpr int kGroup = Shape::kGroupSize;
+    p->has_o_map = kBoxes && 16 % kGroup == 0;
+    p->o_map = bits_of({static_cast<u16*>(p->o), 1, static_cast<u64>(spec.max_qo_tokens),
+                        static_cast<u64>(spec.num_qo_heads), static_cast<u64>(spec.head_dim_vo),
+                        16 / kGroup, kGroup});
     p->k_map = map(p->k, spec.head_dim_qk, num_rows);
     p->v_map = map(p->v, spec.head_dim_vo, num_rows);
     p->k_new_map = map(p->k_new, spec.head_dim_qk, spec.max_qo_tokens);

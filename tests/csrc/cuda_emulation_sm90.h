@@ -37,9 +37,17 @@ struct SharedBarrier {
 
 // What stands for a CUtensorMap here, in the words of a TensorMap.
 struct BoxedArray {
-  const u16* array;  // [num_layers, num_rows, num_heads, head_dim]
+  u16* array;  // [num_layers, num_rows, num_heads, head_dim]
   u64 num_layers, num_rows, num_heads, head_dim;
-  u64 box_rows;  // of 64 columns of one head
+  u64 box_rows, box_heads;  // of 64 columns
+};
+
+// A box on its way to memory, which it reaches as late as it may.
+struct BoxOfResults {
+  BoxedArray to;
+  u64 row, head, column;
+  u32 shared;
+  std::vector<u16> elements;  // as they were when the copy was issued
 };
 
 // One of the two matrices of a product in shared memory, as a descriptor has it. In 16-byte chunks,
@@ -137,6 +145,7 @@ struct WarpState {
   int num_products = 0;
   int num_fences = 0;
   int num_registers = 0;  // a thread, 0: as launched
+  std::vector<BoxOfResults> open_stores, stores;
   std::deque<std::vector<Product>> groups;
   std::vector<Product> open_group;
   std::map<float*, Accumulators> accumulators;  // in flight, by the registers of lane 0
@@ -169,6 +178,9 @@ class Sm90 : public Unit {
       const WarpState& warp = warps_[i];
       if (!warp.groups.empty() || !warp.open_group.empty()) {
         Fail(Text("warp %zu ends before its products", i));
+      }
+      if (!warp.stores.empty() || !warp.open_stores.empty()) {
+        Fail(Text("warp %zu ends before its boxes are read", i));
       }
       if (warp.num_products != warps_[i / 4 * 4].num_products) {
         Fail(Text("warps %zu and %zu of a warpgroup issue %d and %d products", i / 4 * 4, i,
@@ -491,6 +503,46 @@ void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, in
     emulation::sm90.Arrive(barrier, 0, -num_bytes);
   });
 }
+inline std::vector<u16> ReadBox(const emulation::BoxedArray& of, u32 shared) {
+  std::vector<u16> elements(of.box_rows * of.box_heads * 64);
+  for (size_t e = 0; e < elements.size(); ++e) {
+    const u32 from = shared + 2 * static_cast<u32>(e);
+    std::memcpy(&elements[e], emulation::async_smem + (from ^ (from >> 7 & 7) << 4), 2);
+  }
+  return elements;
+}
+template <class TensorMap>
+void StoreBox(const TensorMap& map, int column, int head, int row, u32 shared) {
+  if (reinterpret_cast<uintptr_t>(&map) % 64 != 0) emulation::Fail("misaligned tensor map");
+  emulation::BoxOfResults box;
+  std::memcpy(&box.to, &map, sizeof(box.to));
+  box.row = row, box.head = head, box.column = column, box.shared = shared;
+  if (shared % 1024 != 0) emulation::Fail("misplaced box");
+  box.elements = ReadBox(box.to, shared);
+  emulation::sm90.warp().open_stores.push_back(box);
+}
+inline void CommitStores() {
+  auto& w = emulation::sm90.warp();
+  w.stores.insert(w.stores.end(), w.open_stores.begin(), w.open_stores.end());
+  w.open_stores.clear();
+}
+inline void WaitStores() {
+  auto& w = emulation::sm90.warp();
+  for (const emulation::BoxOfResults& box : w.stores) {
+    if (ReadBox(box.to, box.shared) != box.elements) {
+      emulation::Fail("a box was written again while the copy engine could read it");
+    }
+    const emulation::BoxedArray& to = box.to;
+    for (size_t e = 0; e < box.elements.size(); ++e) {
+      const u64 column = box.column + e % 64, head = box.head + e / 64 % to.box_heads;
+      const u64 row = box.row + e / 64 / to.box_heads;
+      if (column >= to.head_dim || head >= to.num_heads || row >= to.num_rows) continue;
+      to.array[(row * to.num_heads + head) * to.head_dim + column] = box.elements[e];
+    }
+  }
+  w.stores.clear();
+}
+inline void WaitStoresRead() { WaitStores(); }
 inline void Nanosleep() {}
 inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
 inline bool TestBarrier(u32, u32) { return false; }    // as unlucky as can be
@@ -514,6 +566,23 @@ inline void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
           const u32 pair = emulation::machine.lane(e * 4 + row / 2).exchange[1 + m];
           const u16 x = static_cast<u16>(pair >> 16 * (row % 2));
           std::memcpy(smem + to + 2 * e, &x, sizeof(x));
+        }
+      }
+    }
+  });
+}
+
+inline void StoreMatrix4(u32 shared, const u32 (&r)[4]) {
+  if (shared % 16 != 0) emulation::Fail("misaligned row of a matrix");
+  uint32_t* mine = emulation::machine.current().exchange;
+  mine[0] = shared;
+  for (int m = 0; m < 4; ++m) mine[1 + m] = r[m];
+  emulation::OncePerWarp("stmatrix", [] {
+    for (int m = 0; m < 4; ++m) {
+      for (int row = 0; row < 8; ++row) {
+        const u32 to = emulation::machine.lane(m * 8 + row).exchange[0];
+        for (int i = 0; i < 4; ++i) {
+          std::memcpy(smem + to + 4 * i, &emulation::machine.lane(row * 4 + i).exchange[1 + m], 4);
         }
       }
     }

@@ -115,6 +115,7 @@ struct HopperShape {
   struct Barriers : CodeBarriers<kE4m3> {
     u64 full_q[kNumConsumers], empty_q[kNumConsumers];
     u64 full_k[kMaxSlots], empty_k[kMaxSlots], full_v[kMaxSlots], empty_v[kMaxSlots];
+    u64 free_room;  // nobody reads K of a joint item's last step any more
   };
   struct Small {
     Barriers barriers;
@@ -138,6 +139,14 @@ struct HopperShape {
   static constexpr int kSlots =
       Clamp((kRoom - kCodeSlots * Codes::kSlotBytes) / kSlotBytes, 2, kMaxSlots);
 
+  // K of a step is given back while the next products run, which is on nobody's way, unless its
+  // slot is needed at once.
+  static constexpr bool kReleasesLate = kSlots > 2;
+  // Whether results of joint items go by way of the slot of the last K.
+  static constexpr bool kWritesBoxes = kReleasesLate && !kOnlyDecodes<Traits> &&
+                                       16 % Traits::kGroupSize == 0 &&
+                                       kNumConsumers * 64 * V::kPadded * 2 <= K::kBytes;
+
   struct Shared : CodeRings<Codes, kCodeSlots> {
     Share shares[kNumConsumers];
     alignas(1024) unsigned char k[kSlots][K::kBytes];
@@ -151,6 +160,7 @@ struct HopperShape {
       InitBarrier(SharedAddress(b.full_q + i), Roles::kProducerThreads);
       InitBarrier(SharedAddress(b.empty_q + i), 4);  // its own warps
     }
+    InitBarrier(SharedAddress(&b.free_room), Roles::kConsumerWarps);
     for (int i = 0; i < kSlots; ++i) {
       // Copies arrive for each thread of a producer, conversions for each warp.
       constexpr int kArrivals = kE4m3 ? 4 : 128;
@@ -469,6 +479,7 @@ class HopperConsumer {
       if (HasSteps<Traits>(item))
         owner = joint ? 0 : NextConsumer<Traits>(owner);  // as HopperProducer::LoadQ
     }
+    ReleaseRoom();
     // Takes the turn that nobody needs.
     if (!kOnlyDecodes<Traits> && group_ == 0) SyncNamed(kTurn, kBoth);
   }
@@ -477,9 +488,7 @@ class HopperConsumer {
   static constexpr int kBoth = 256;  // threads of two consumers: who passes the turn, who takes it
   // Named barriers of the turns of group 0 and up.
   static constexpr int kTurn = Shape::kNumConsumers == 2 ? 1 : 7;
-  // K of a step is given back while the next products run, which is on nobody's way, unless its
-  // slot is needed at once.
-  static constexpr bool kReleasesLate = Shape::kSlots > 2;
+  static constexpr bool kReleasesLate = Shape::kReleasesLate;
   static constexpr int kStep = Shape::kStep;
   static constexpr int kSTiles = kStep / 8;
   static constexpr int kOTiles = V::kPadded / 8;
@@ -510,6 +519,17 @@ class HopperConsumer {
   __device__ __forceinline__ void Release(const u64* empty, Cursor& cursor, bool joint) {
     Release(empty, cursor.slot, joint);
     cursor.Advance();
+  }
+  // The slot that results are written from, which this comes to ask when the next item begins.
+  __device__ __forceinline__ void ReleaseRoom() {
+    if constexpr (Shape::kWritesBoxes) {
+      if (room_slot_ < 0) return;
+      if (Lane() == 0) {
+        WaitStoresRead();
+        ArriveBarrier(SharedAddress(Barriers().empty_k + room_slot_));
+      }
+      room_slot_ = -1;
+    }
   }
   __device__ __forceinline__ void ReleaseQ() {
     __syncwarp();
@@ -613,6 +633,8 @@ class HopperConsumer {
     const int boxes_begin = boxes ? begin : end;
     const int border = Border(item);
     int pos = Uniform(FirstStep<kStep>(item));
+    ReleaseRoom();
+    bool is_written = false;
     if (pos < end) {
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
@@ -680,18 +702,43 @@ class HopperConsumer {
         });
       }
       ReleaseQ();
-      if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
+      const bool has_room = Shape::kWritesBoxes && joint;
+      const int slot = v_cursor_.slot;
+      if (has_room) {
+        __syncwarp();
+        if (Lane() == 0) ArriveBarrier(SharedAddress(&Barriers().free_room));
+        is_written = rows.AreWhole();
+      } else if (kReleasesLate) {
+        Release(Barriers().empty_k, slot, joint);
+      }
       WaitFull(Barriers().full_v, v_cursor_);
       PinRegisters(p);
       PinRegisters(o);
       WgmmaFence();
       StartPv(p, VSlot(), o);
+      rows.FinishSums();
+      float o_scale[2];
+      if (is_written) rows.WriteStates(o_scale);
       WgmmaWait<0>();
       PinRegisters(o);
-      rows.FinishSums();
       Release(Barriers().empty_v, v_cursor_, joint);
+      if constexpr (Shape::kWritesBoxes) {
+        if (has_room) {
+          WaitBarrier(SharedAddress(&Barriers().free_room), room_parity_);
+          room_parity_ ^= 1;
+          if (is_written) {
+            constexpr int kWarpBytes = 16 * V::kPadded * 2;
+            rows.WriteBoxes(o, o_scale,
+                            Uniform(SharedAddress(shared_.k[slot]) +
+                                    (group_ * 4 + Warp()) * kWarpBytes));
+            room_slot_ = slot;
+          } else {
+            Release(Barriers().empty_k, slot, true);
+          }
+        }
+      }
     }
-    rows.Write(o);
+    if (!is_written) rows.Write(o);
     Merge(index, item, joint);
     RecordEnd<Traits>(p_, index, team_thread);
   }
@@ -711,6 +758,7 @@ class HopperConsumer {
 
   // takes_turn, passes_turn: of decodes alone, whether there is an item before it, or behind it.
   __device__ __forceinline__ void RunDecode(int index, bool takes_turn, bool passes_turn) {
+    ReleaseRoom();
     RecordBegin<Traits>(p_, index, thread_);
     const ItemRecord item(p_, index);
     if (Traits::kGroupSize <= kFewRows && NumRows<Traits>(item) <= kFewRows) {
@@ -847,6 +895,8 @@ class HopperConsumer {
   const int thread_;  // of the group
   Cursor k_cursor_, v_cursor_;
   u32 q_parity_ = 0;
+  u32 room_parity_ = 0;
+  int room_slot_ = -1;  // of this warp's results on their way; -1: none
 };
 
 // --- kernel ---

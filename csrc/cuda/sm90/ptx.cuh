@@ -55,6 +55,27 @@ __device__ __forceinline__ void CopyBox(u32 shared, const TensorMap& map, int co
       : "memory");
 }
 
+// The other way: one box of the 16 rows that WriteBoxes has in shared memory. What the copies read
+// may be written again after WaitStoresRead, and what they write after WaitStores, both by the
+// thread that issued them.
+__device__ __forceinline__ void StoreBox(const TensorMap& map, int column, int head, int row,
+                                         u32 shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+      ::"l"(&map),
+      "r"(column), "r"(head), "r"(row), "r"(0), "r"(shared)
+      : "memory");
+}
+__device__ __forceinline__ void CommitStores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void WaitStoresRead() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void WaitStores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 __device__ __forceinline__ bool TryWaitBarrier(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -89,7 +110,8 @@ __device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
   }
 }
 
-// Shared memory that was written by ordinary instructions or CopyAsync16 may now be read by wgmma.
+// Shared memory that was written by ordinary instructions or CopyAsync16 may now be read by wgmma,
+// and by StoreBox.
 // Executed by the reader after it waited for the writers, or by the writers before they arrive.
 __device__ __forceinline__ void FenceSharedForWgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -103,6 +125,14 @@ __device__ __forceinline__ void FenceSharedForWgmma() {
 __device__ __forceinline__ void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared),
                "r"(r0), "r"(r1)
+               : "memory");
+}
+
+// Stores four 8x8 matrices of 16-bit elements. Of each a lane has elements 2 * (l % 4) and the next
+// of row l / 4, and gives the address of row l % 8 of matrix l / 8, 16 bytes.
+__device__ __forceinline__ void StoreMatrix4(u32 shared, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

@@ -249,7 +249,71 @@ class TileRows {
     if (kMayDiffer && differ_ && (nan_rows[0] | nan_rows[1]) != 0) Mend(nan_rows);
   }
 
+  // Whether WriteBoxes does for the rows: they are final, and none of the 16 is missing.
+  __device__ __forceinline__ bool AreWhole() const {
+    const ItemRecord item(p_, index_);
+    const int partial_row = item.partial_row(), num_rows = item.qo_len() * Traits::kGroupSize;
+    return p_.has_o_map && partial_row < 0 && first_row_ + 16 <= num_rows;
+  }
+
+  // Writes lse of such rows, and tells by what their o is to be multiplied.
+  __device__ __forceinline__ void WriteStates(float (&o_scale)[2]) const {
+    const ItemRecord item(p_, index_);
+    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row_ + 8 * h + lane_ / 4;
+      o_scale[h] =
+          WriteState(p_, true, map.Index(row), map.QoHead(row), lane_ % 4 == 0, state(h));
+    }
+  }
+
+  // Writes o of such rows by the copy engine: in `room` 16 rows of 128 bytes for each 64 columns,
+  // swizzled, which are read until lane 0 has waited for it.
+  template <int kTiles>
+  __device__ __forceinline__ void WriteBoxes(const float (&o)[kTiles][4],
+                                             const float (&o_scale)[2], u32 room) const {
+    const ItemRecord item(p_, index_);
+    const int head = Uniform(item.kv_head()) * Traits::kGroupSize;
+    const int token = Uniform(item.qo_begin() + first_row_ / Traits::kGroupSize);
+    const u32 to = room + lane_ % 16 * 128 + (lane_ / 16 ^ lane_ % 8) * 16;
+    u32 nan_or_zero[2] = {};
+#pragma unroll
+    for (int j = 0; j < kTiles; j += 2) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i % 2;
+        const float(&pair)[4] = o[j + i / 2];
+        x[i] = E::Pack(pair[2 * h] * o_scale[h], pair[2 * h + 1] * o_scale[h]);
+        if (kMayDiffer) nan_or_zero[h] = E::FmaX2(x[i], 0, nan_or_zero[h]);
+      }
+      StoreMatrix4((to ^ j % 8 * 16) + j / 8 * kBoxBytes, x);
+    }
+    FenceSharedForWgmma();
+    __syncwarp();
+    if (lane_ == 0) {
+#pragma unroll
+      for (int block = 0; block < kTiles / 8; ++block) {
+        StoreBox(p_.o_map, 64 * block, head, token, room + block * kBoxBytes);
+      }
+      CommitStores();
+    }
+    if constexpr (kMayDiffer) {
+      u32 nan_rows[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // -0 is not NaN
+        nan_rows[h] = __ballot_sync(kFullWarp, (nan_or_zero[h] & 0x7fff7fff) != 0);
+      }
+      if (differ_ && (nan_rows[0] | nan_rows[1]) != 0) {
+        if (lane_ == 0) WaitStores();
+        Mend(nan_rows);
+      }
+    }
+  }
+
  private:
+  static constexpr int kBoxBytes = 16 * 128;
   static constexpr bool kMayDiffer = kRowsMayDiffer<Traits>;
   using StepSums = float[2][2];  // of a row's even and odd columns: two chains
 
