@@ -572,7 +572,7 @@ void TestAttentionLaunch() {
   TakeCalls();
 }
 
-// What the copy engine learns of k and v, where its boxes tile the pages.
+// What the copy engine learns of k and v, where its boxes tile the pages, and of o.
 void TestTensorMaps() {
   AttentionProblem problem = MakeProblem(128);
   problem.config.main_loop = kHopper;
@@ -588,9 +588,11 @@ void TestTensorMaps() {
     return got;
   };
   AttentionParams params = {};
-  char k[1], v[1];
+  char k[1], v[1], o[1];
   params.k = k;
   params.v = v;
+  params.o = o;
+  params.max_qo_tokens = 77;
   params.num_layers = 3;
   params.num_pages = 100;
   const AttentionParams paged = launch(16, params);
@@ -603,15 +605,22 @@ void TestTensorMaps() {
     CHECK(std::memcmp(map->words + 5, strides, sizeof(strides)) == 0);
     CHECK(std::memcmp(map->words + 8, box, sizeof(box)) == 0);
   }
+  const unsigned long long o_dims[] = {128, 32, 77, 1}, o_box[] = {64, 4, 4, 1};
+  CHECK(paged.has_o_map == 1);
+  CHECK(paged.o_map.words[0] == reinterpret_cast<uintptr_t>(o));
+  CHECK(std::memcmp(paged.o_map.words + 1, o_dims, sizeof(o_dims)) == 0);
+  CHECK(std::memcmp(paged.o_map.words + 8, o_box, sizeof(o_box)) == 0);
   CHECK(launch(64, params).k_map.words[10] == 32);  // what a warp copies of a step
   CHECK(launch(48, params).has_tensor_maps == 0);
-  CHECK(launch(1, params).has_tensor_maps == 0);
+  CHECK(launch(1, params).has_tensor_maps == 0 && launch(1, params).has_o_map == 1);
   params.num_pages = int64_t{1} << 27;  // rows of a layer beyond 32-bit coordinates
   CHECK(launch(16, params).has_tensor_maps == 0);
   problem.spec.max_kv_tokens = 5000;
   params.num_layers = params.num_pages = 1;
   const AttentionParams ragged = launch(0, params);
   CHECK(ragged.has_tensor_maps == 1 && ragged.k_map.words[3] == 5000);
+  problem.spec.num_qo_heads = 3 * problem.spec.num_kv_heads;  // 16 rows are no whole tokens
+  CHECK(launch(0, params).has_o_map == 0);
 }
 
 void TestLoadFailures() {

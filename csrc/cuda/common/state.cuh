@@ -15,10 +15,12 @@ struct RowResult {
 // Direct items and merges both end in it. The sink is one more logit without a value; -inf: none. A
 // row that saw no key is (0, -inf) and gets no sink. NaN passes through.
 __device__ __forceinline__ RowResult FinishRow(RowState state, float sink_log2) {
-  if (state.sum == 0.0f) return {0.0f, -Infinity()};
-  if (sink_log2 == -Infinity()) {
-    return {Reciprocal(state.sum), state.max_log2 + Log2(state.sum)};
+  const bool sees = state.sum != 0.0f;
+  if (sink_log2 == -Infinity()) {  // choices, not branches: they stand at the end of every item
+    return {sees ? Reciprocal(state.sum) : 0.0f,
+            sees ? state.max_log2 + Log2(state.sum) : -Infinity()};
   }
+  if (!sees) return {0.0f, -Infinity()};
   const float max_log2 = fmaxf(state.max_log2, sink_log2);
   const float own = Exp2(state.max_log2 - max_log2);
   const float sum = fmaf(own, state.sum, Exp2(sink_log2 - max_log2));

@@ -728,9 +728,8 @@ class HopperConsumer {
           room_parity_ ^= 1;
           if (is_written) {
             constexpr int kWarpBytes = 16 * V::kPadded * 2;
-            rows.WriteBoxes(o, o_scale,
-                            Uniform(SharedAddress(shared_.k[slot]) +
-                                    (group_ * 4 + Warp()) * kWarpBytes));
+            const u32 room = SharedAddress(shared_.k[slot]) + (group_ * 4 + Warp()) * kWarpBytes;
+            rows.WriteBoxes(o, o_scale, Uniform(room));
             room_slot_ = slot;
           } else {
             Release(Barriers().empty_k, slot, true);

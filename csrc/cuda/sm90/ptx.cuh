@@ -61,8 +61,8 @@ __device__ __forceinline__ void CopyBox(u32 shared, const TensorMap& map, int co
 __device__ __forceinline__ void StoreBox(const TensorMap& map, int column, int head, int row,
                                          u32 shared) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
-      ::"l"(&map),
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::
+          "l"(&map),
       "r"(column), "r"(head), "r"(row), "r"(0), "r"(shared)
       : "memory");
 }

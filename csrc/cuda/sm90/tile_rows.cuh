@@ -258,21 +258,32 @@ class TileRows {
 
   // Writes lse of such rows, and tells by what their o is to be multiplied.
   __device__ __forceinline__ void WriteStates(float (&o_scale)[2]) const {
+    constexpr int kGroup = Traits::kGroupSize;
     const ItemRecord item(p_, index_);
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<kGroup> map(p_, item.qo_begin(), item.kv_head());
+    const int row = first_row_ + lane_ / 4;
+    RowResult results[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row_ + 8 * h + lane_ / 4;
-      o_scale[h] =
-          WriteState(p_, true, map.Index(row), map.QoHead(row), lane_ % 4 == 0, state(h));
+    for (int h = 0; h < 2; ++h) results[h] = FinishRow(state(h), -Infinity());
+    if (p_.sinks != nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        results[h] = FinishRow(state(h), SinkLog2(p_, map.QoHead(row + 8 * h)));
+      }
     }
+    // A lane each; eight rows further are other tokens of the same head, or heads of the token.
+    const bool second = lane_ % 4 == 1;
+    const i64 at = map.Index(row) + (second ? Max(8 / kGroup * p_.num_qo_heads, 8 % kGroup) : 0);
+    if (lane_ % 4 < 2) p_.lse[at] = (second ? results[1] : results[0]).lse_log2 * kLn2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) o_scale[h] = results[h].o_scale;
   }
 
   // Writes o of such rows by the copy engine: in `room` 16 rows of 128 bytes for each 64 columns,
   // swizzled, which are read until lane 0 has waited for it.
   template <int kTiles>
-  __device__ __forceinline__ void WriteBoxes(const float (&o)[kTiles][4],
-                                             const float (&o_scale)[2], u32 room) const {
+  __device__ __forceinline__ void WriteBoxes(const float (&o)[kTiles][4], const float (&o_scale)[2],
+                                             u32 room) const {
     const ItemRecord item(p_, index_);
     const int head = Uniform(item.kv_head()) * Traits::kGroupSize;
     const int token = Uniform(item.qo_begin() + first_row_ / Traits::kGroupSize);
@@ -284,7 +295,7 @@ class TileRows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int h = i % 2;
-        const float(&pair)[4] = o[j + i / 2];
+        const float (&pair)[4] = o[j + i / 2];
         x[i] = E::Pack(pair[2 * h] * o_scale[h], pair[2 * h + 1] * o_scale[h]);
         if (kMayDiffer) nan_or_zero[h] = E::FmaX2(x[i], 0, nan_or_zero[h]);
       }
