@@ -78,9 +78,9 @@ int64_t BoxRows(const AttentionProblem& problem) {
   return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
 }
 
-// [num_layers, num_rows, num_heads, head_dim] of 16-bit elements in boxes of 64 columns of some heads
-// and rows, which in shared memory are rows of 128 bytes, swizzled. Columns beyond head_dim arrive
-// as zeros, and are not written.
+// [num_layers, num_rows, num_heads, head_dim] of 16-bit elements in boxes of 64 columns of some
+// heads and rows, which in shared memory are rows of 128 bytes, swizzled. Columns beyond head_dim
+// arrive as zeros, and are not written.
 struct BoxedArray {
   const void* array;
   int64_t num_layers, num_rows, num_heads, head_dim;
@@ -116,12 +116,17 @@ Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const voi
   return MakeTensorMap(d, problem, of, map);
 }
 
-// The copy engine writes results where it has the 16 rows of a warp as one box: tokens of a group.
+// Results that consumers share are written by the copy engine, where a warp's 16 rows are one box:
+// whole tokens of a kv head's group.
 Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
   const AttentionSpec& spec = problem.spec;
   const int64_t group = spec.num_qo_heads / spec.num_kv_heads;
-  if (problem.config.main_loop != kHopper || spec.mla || 16 % group != 0) return Status::Ok();
-  const BoxedArray of = {p->o,  1, p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
+  const int64_t tallest = problem.config.tile_q[problem.config.num_tiles - 1];
+  if (problem.config.main_loop != kHopper || spec.mla || tallest <= 64 || 16 % group != 0 ||
+      p->max_qo_tokens == 0) {
+    return Status::Ok();
+  }
+  const BoxedArray of = {p->o,       1,    p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
                          16 / group, group};
   const Status s = MakeTensorMap(d, problem, of, &p->o_map);
   p->has_o_map = s.ok();

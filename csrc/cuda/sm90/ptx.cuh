@@ -111,8 +111,8 @@ __device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
 }
 
 // Shared memory that was written by ordinary instructions or CopyAsync16 may now be read by wgmma,
-// and by StoreBox.
-// Executed by the reader after it waited for the writers, or by the writers before they arrive.
+// and by StoreBox. Executed by the reader after it waited for the writers, or by the writers before
+// they arrive.
 __device__ __forceinline__ void FenceSharedForWgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
