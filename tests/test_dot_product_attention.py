@@ -183,7 +183,9 @@ def test_gradients_in_16_bits(dtype, backend):
     for name, a, b, c in zip("qkv", got, plain, want, strict=True):
         assert a.dtype == dtype
         error, plain_error = (np.abs(np.float64(x) - c).max() for x in (a, b))
-        assert error <= 2 * plain_error, name
+        # The reference rounds what it returns; ours weights and o, too, ahead of products.
+        rounded = float(jnp.finfo(dtype).eps) / 2 * np.abs(c).max()
+        assert error <= 2 * plain_error + rounded, name
 
 
 @on_every_platform
