@@ -453,10 +453,14 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
 
 
 def _int32_of_sequence(value: list[Any] | tuple[Any, ...]) -> Any:
-    """An array of it, where all are integers that fit; else what it was, to be refused by name."""
+    """An array of it, where all are Python's integers that fit; else what it was, which may be fine
+    all the same, or is to be refused by name: a bool would be an integer here.
+    """
+    if set(map(type, value)) != {int}:
+        return value
     try:
         return np.frombuffer(array.array("i", value), np.int32)
-    except (TypeError, OverflowError):
+    except OverflowError:
         return value
 
 
