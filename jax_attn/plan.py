@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import dataclasses
 import os
@@ -423,12 +422,9 @@ def _given(**arguments: Any) -> str:
 
 def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
     """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
-    if xp is np:
-        if type(value) in (list, tuple) and value:
-            value = _int32_of_sequence(value)
-        if type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
-            if length in (None, len(value)) and value.flags.c_contiguous:
-                return value
+    if xp is np and type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
+        if length in (None, len(value)) and value.flags.c_contiguous:
+            return value
     array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
     if array.size == 0 and array.dtype.kind == "f":  # of an empty list
         array = array.astype(np.int32)
@@ -450,18 +446,6 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
             if not -(2**31) <= extreme < 2**31:
                 raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
     return array.astype(np.int32)
-
-
-def _int32_of_sequence(value: list[Any] | tuple[Any, ...]) -> Any:
-    """An array of it, where all are Python's integers that fit; else what it was, which may be fine
-    all the same, or is to be refused by name: a bool would be an integer here.
-    """
-    if set(map(type, value)) != {int}:
-        return value
-    try:
-        return np.frombuffer(array.array("i", value), np.int32)
-    except OverflowError:
-        return value
 
 
 def _range(values: np.ndarray) -> str:
