@@ -142,8 +142,9 @@ struct HopperShape {
   // K of a step is given back while the next products run, which is on nobody's way, unless its
   // slot is needed at once.
   static constexpr bool kReleasesLate = kSlots > 2;
-  // Whether results of joint items go by way of the slot of the last K.
-  static constexpr bool kWritesBoxes = kReleasesLate && !kOnlyDecodes<Traits> &&
+  // Whether results of joint items go by way of the slot of the last K. Not those of e4m3 values,
+  // which WriteBoxes does not scale: their two slots are needed at once anyway.
+  static constexpr bool kWritesBoxes = kReleasesLate && !kE4m3 && !kOnlyDecodes<Traits> &&
                                        16 % Traits::kGroupSize == 0 &&
                                        kNumConsumers * 64 * V::kPadded * 2 <= K::kBytes;
 
