@@ -47,8 +47,8 @@ class Peer:
             more = {} if timing.sustained_us is None else {"sustained_us": timing.sustained_us}
             self.report(workload=workload, peer=peer, us=timing.us, **more)
         except Exception as error:
-            words = (word.rpartition("/")[2] if "/" in word else word for word in str(error).split())
-            text = f"{type(error).__name__}: {' '.join(words)[:200]}"  # without the machine's paths
+            words = [word.rpartition("/")[2] for word in str(error).split()]  # no paths
+            text = f"{type(error).__name__}: {' '.join(words)[:200]}"
             self.report(workload=workload, peer=peer, error=text)
 
 
