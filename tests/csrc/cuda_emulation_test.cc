@@ -339,16 +339,21 @@ void ExpectDeath(const char* name, const std::string& message, Function function
          std::string(name) + ": expected '" + message + "', got '" + text + "'");
 }
 
-// The mistake shows in wrong results or, sooner, in a failure.
+// The mistake shows in wrong results or, sooner, in a failure, in most runs (which warpgroup is far
+// behind may hide it).
 void ExpectTrouble(const char* name, const PipelineMistakes& mistakes) {
-  for (unsigned seed = 0; seed < 6; ++seed) {
+  int num_runs = 0, num_found = 0;
+  for (unsigned seed = 0; seed < 12; ++seed) {
     const bool boxes = seed % 2 == 1;
     if (boxes && mistakes.no_fence) continue;  // they need none
     const std::string text = Death([&] {
       if (WrongResultsOfPipeline(seed, boxes, mistakes) > 0) emulation::Fail("wrong results");
     });
-    Expect(!text.empty(), std::string(name) + ": not found");
+    ++num_runs;
+    num_found += !text.empty();
   }
+  Expect(4 * num_found >= 3 * num_runs,
+         emulation::Text("%s: found in %d of %d runs", name, num_found, num_runs));
 }
 
 void TestMistakes() {
