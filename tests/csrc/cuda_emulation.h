@@ -6,8 +6,8 @@
 // was not waited for, a slot that was refilled while it was still read, shared memory that was
 // never written (all of them read as NaN), barriers that part of a warp or CTA does not reach
 // (abort, with what every warp waits for). Warps run in random order, in every other CTA with one
-// warpgroup far behind the others. What it cannot find: wrong PTX, and races between lanes of a warp
-// that lie within one stretch without collectives.
+// warpgroup far behind the others. What it cannot find: wrong PTX, and races between lanes of a
+// warp that lie within one stretch without collectives.
 #pragma once
 #define JAX_ATTN_CUDA_COMMON_PTX_CUH_
 
