@@ -9,7 +9,11 @@ import pytest
 
 from jax_attn import config
 
-ON_REQUEST = {"big": "needs many GB of memory", "slow": "takes a minute or more"}
+ON_REQUEST = {
+    "big": "needs many GB of memory",
+    "sanitizers": "runs the CUDA kernels under compute-sanitizer",
+    "slow": "takes a minute or more",
+}
 
 
 def pytest_configure(config):

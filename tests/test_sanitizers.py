@@ -1,0 +1,58 @@
+"""compute-sanitizer over every CUDA kernel: reads out of bounds, races in shared memory, misuse of
+barriers. A few small cases of each kernel, compared with the reference as elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SANITIZER = "compute-sanitizer"  # of the CUDA toolkit
+CASES = """
+test_append.py::test_attention_right_after_append_sees_the_new_tokens[cuda]
+test_attention.py::test_case[batch_157x1-cuda]
+test_attention.py::test_case[batch_157x2-cuda]
+test_attention.py::test_case[e4m3-bf16-cuda]
+test_attention.py::test_case[e4m3_q_ragged-bf16-cuda]
+test_attention.py::test_case[head_dim_128_128-bf16-cuda]
+test_attention.py::test_case[head_dim_256_256-bf16-cuda]
+test_attention.py::test_case[page_size_1-bf16-cuda]
+test_attention.py::test_case[page_size_16-bf16-cuda]
+test_attention.py::test_case[page_size_16-f32-cuda]
+test_attention.py::test_case[prefill_577-cuda]
+test_attention.py::test_case[prefix_bf16-cuda]
+test_attention.py::test_case[prefix_mixed_bf16-cuda]
+test_fresh_kv.py::test_append_before_after_or_never[cuda]
+test_merge.py::test_attention_over_parts_merges_to_attention_over_all[cuda]
+test_mla.py::test_case[heads_128-bf16-cuda]
+test_mla.py::test_case[heads_16-bf16-cuda]
+test_mla.py::test_case[shared_prefixes_128-cuda]
+test_plan.py::test_a_traced_plan_has_the_bits_of_a_host_plan[mixed-cuda]
+""".split()
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitizers
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizer(tool):
+    if shutil.which(SANITIZER) is None:
+        pytest.skip(f"no {SANITIZER}")
+    folder = Path(__file__).parent
+    result = subprocess.run(
+        # Ours are named so; instrumenting XLA's takes minutes.
+        [SANITIZER, "--tool", tool, "--kernel-name", "kernel_substring=_kernel"]
+        + ["--error-exitcode", "1", sys.executable, "-m", "pytest", "-q", "-x"]
+        + ["-p", "no:cacheprovider", *(str(folder / case) for case in CASES)],
+        cwd=folder.parent,
+        # Each array is an allocation of its own, whose end memcheck knows.
+        env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    print(result.stdout)
+    assert result.returncode == 0
+    assert f"{len(CASES)} passed" in result.stdout, "a case was skipped"
