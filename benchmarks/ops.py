@@ -106,10 +106,10 @@ def make_plan(workload: Workload, spec: Any) -> Any:
     return ja.plan(spec, *plan_arguments(workload))
 
 
-def plan_us(workload: Workload, spec: Any) -> float:
+def plan_us(workload: Workload, spec: Any, repeats: int = 101) -> float:
     """Median time of jax_attn.plan on the host, given arrays; its Python included."""
     arguments = plan_arguments(workload)
-    return timing.median_us(lambda: ja.plan(spec, *arguments).buffer, repeats=101)
+    return timing.median_us(lambda: ja.plan(spec, *arguments).buffer, repeats)
 
 
 def plan_chain(workload: Workload, spec: Any, *, plans: bool) -> Callable[[int], Callable[[], Any]]:
