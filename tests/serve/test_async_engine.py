@@ -435,9 +435,9 @@ def test_limits(engine):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_soak(model, device):
-    """20,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
+    """5,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
 
-    The same behind HTTP: test_soak.py.
+    20,000 behind HTTP: test_soak.py.
     """
     rng = random.Random(0)
     texts = [grammar.from_regex(pattern) for pattern in ("[a-z]{3}", "(", "forced text", "a|b")]
@@ -478,7 +478,7 @@ def test_soak(model, device):
             for _ in range(5):
 
                 async def worker():
-                    for _ in range(100):
+                    for _ in range(25):
                         await client(made, counts)
 
                 await asyncio.gather(*(worker() for _ in range(40)))
@@ -486,10 +486,10 @@ def test_soak(model, device):
         return counts, memory, made.stats()
 
     counts, memory, stats = asyncio.run(main())
-    assert sum(counts.values()) == 20_000
-    assert counts["left"] > 2_000 and counts["ValueError"] > 500 and counts["GrammarError"] > 200
+    assert sum(counts.values()) == 5_000
+    assert counts["left"] > 500 and counts["ValueError"] > 125 and counts["GrammarError"] > 50
     assert counts[FinishReason.ERROR] == counts[FinishReason.ABORT] == 0
-    assert stats["preemptions"] > 50
+    assert stats["preemptions"] > 12
     assert device.num_compiles_after_warm_up == 0
     assert memory[-1] < memory[2] + 30, memory
 
