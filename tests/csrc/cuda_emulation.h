@@ -6,8 +6,8 @@
 // was not waited for, a slot that was refilled while it was still read, shared memory that was
 // never written (all of them read as NaN), barriers that part of a warp or CTA does not reach
 // (abort, with what every warp waits for). Warps run in random order, in every other CTA with one
-// warpgroup far behind the others. What it cannot find: wrong PTX, and races between lanes of a
-// warp that lie within one stretch without collectives.
+// warpgroup far behind the others and their copies. What it cannot find: wrong PTX, and races
+// between lanes of a warp that lie within one stretch without collectives.
 #pragma once
 #define JAX_ATTN_CUDA_COMMON_PTX_CUH_
 
@@ -279,7 +279,8 @@ class Machine {
     slow_ = random_() % 2 == 0 ? static_cast<int>(random_() % ((block_dim.x + 127) / 128)) : -1;
     do {
       if (eager_ && random_() % 4 == 0) FinishSomething();
-    } while (RunSomeWarp() || ReleaseCta() || FinishSomething());
+    } while (RunSomeWarp(false) || (slow_ >= 0 && FinishSomething()) || RunSomeWarp(true) ||
+             ReleaseCta() || FinishSomething());
     if (is_sleepy_) return PutToSleep();
     for (int i = 0; i < block_dim.x; ++i) {
       if (!fibers_[i]->done) FailStuck();
@@ -320,15 +321,12 @@ class Machine {
     return !f.done && (f.waits == Waits::kNot || (f.waits == Waits::kForEvent && f.happened()));
   }
 
-  // A random warp among those that can run, until its lanes wait; one of the slow warpgroup if
-  // there is no other. False if there is none.
-  bool RunSomeWarp() {
+  // A random warp among those that can run, of the slow warpgroup or of the others, until its lanes
+  // wait. False if there is none.
+  bool RunSomeWarp(bool slow) {
     ready_.clear();
-    for (const bool slow : {false, true}) {
-      for (int i = 0; i < block_dim.x; ++i) {
-        if ((i / 128 == slow_) == slow && CanRun(*fibers_[i])) ready_.push_back(i);
-      }
-      if (!ready_.empty()) break;
+    for (int i = 0; i < block_dim.x; ++i) {
+      if ((i / 128 == slow_) == slow && CanRun(*fibers_[i])) ready_.push_back(i);
     }
     if (ready_.empty()) return false;
     const int warp = ready_[random_() % ready_.size()] / 32;
@@ -430,7 +428,7 @@ class Machine {
   std::function<void()> kernel_;
   unsigned seed_ = 0;
   std::mt19937 random_;
-  int slow_ = -1;  // a warpgroup that others are far ahead of
+  int slow_ = -1;  // a warpgroup that others, and their copies, are far ahead of; -1: none
 };
 inline Machine machine;
 
