@@ -42,7 +42,7 @@ def test_sanitizer(tool):
         pytest.skip(f"no {SANITIZER}")
     folder = Path(__file__).parent
     result = subprocess.run(
-        # Ours are named so; instrumenting XLA's takes minutes.
+        # As ours are named; XLA's are not asked about.
         [SANITIZER, "--tool", tool, "--kernel-name", "kernel_substring=_kernel"]
         + ["--error-exitcode", "1", sys.executable, "-m", "pytest", "-q", "-x"]
         + ["-p", "no:cacheprovider", *(str(folder / case) for case in CASES)],
