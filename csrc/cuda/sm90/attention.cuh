@@ -155,6 +155,10 @@ struct HopperShape {
     Small small;
   };
 
+  // Decodes alone: all threads, when the barriers are made. By a name, because the teams come from
+  // different places in the code, where they must not meet by __syncthreads.
+  __device__ __forceinline__ static void MeetOnce() { SyncNamed(7, Roles::kNumThreads); }
+
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
     Barriers& b = shared.small.barriers;
     for (int i = 0; i < kNumConsumers && !kOnlyDecodes<Traits>; ++i) {
@@ -233,7 +237,7 @@ class HopperProducer {
     const bool is_v = Uniform(threadIdx.x / 128) != 0;
     steps_.Start(begin, end, first.item);
     pools_ = FindPools<Traits, E::kBytes>(p_, first.layer);
-    __syncthreads();  // the barriers are made
+    Shape::MeetOnce();
     if (is_v) BlankPaddingRows<Traits, 2>(p_, threadIdx.x % 128, 128);
     auto& b = Barriers();
     if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one piece of code for both
@@ -463,7 +467,7 @@ class HopperConsumer {
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
-    if constexpr (kOnlyDecodes<Traits>) __syncthreads();  // as the producers
+    if constexpr (kOnlyDecodes<Traits>) Shape::MeetOnce();
     // The first turn is that of group 0.
     if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
     int owner = 0;  // of the next single item
