@@ -107,11 +107,69 @@ void RunE4m3Cases() {
                                                           11);
 }
 
+// Consumers of a joint item whose rows' keys end in different steps leave it one after the other.
+template <class Kernel>
+void RunEarlyCases() {
+  // Some see a step and no more of an item, or nothing.
+  const std::vector<Request> prompts = {{450, 450}, {1, 300}, {200, 500}, {150, 60}, {130, 1100},
+                                        {70, 70},   {3, 400}, {193, 193}, {64, 200}};
+  RunCase<Kernel, ShapeOf<64, 64, 1, 16, false, true, false>>(
+      {.name = "head_dim 64, consumers leave early",
+       .requests = prompts,
+       .num_ctas = 2,
+       .kv_heads = 1},
+      1);
+  RunCase<Kernel, ShapeOf<48, 48, 1, 5, true, true, true>>(
+      {.name = "consumers leave early, windows, soft cap, page 5",
+       .requests = prompts,
+       .window_left = 150,
+       .window_right = 40,
+       .soft_cap = 3.0,
+       .kv_heads = 1,
+       .kv_split = 128},
+      2);
+  RunCase<Kernel, ShapeOf<64, 64, 1, 16, true, true, false>>({.name = "consumers leave early, NaN",
+                                                              .requests = {{190, 500}, {70, 70}},
+                                                              .window_left = 50,
+                                                              .nan_values = true,
+                                                              .num_ctas = 1},
+                                                             3);
+  RunCase<Kernel, ShapeOf<256, 256, 1, 0, false, true, false>>(
+      {.name = "head_dim 256, consumers leave early",
+       .requests = {{300, 300}, {2, 200}, {128, 333}, {100, 100}},
+       .num_ctas = 1,
+       .kv_heads = 1,
+       .sharpness = 10},
+      4);
+  RunCase<Kernel, ShapeOf<256, 256, 1, 16, false, true, false>>(
+      {.name = "head_dim 256, consumers leave early, splits",
+       .requests = {{150, 170}, {128, 333}},
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .kv_split = 64},
+      5);
+  RunCase<Kernel, Fresh<ShapeOf<64, 64, 1, 16, false, true, false>>>(
+      {.name = "consumers leave early, fresh",
+       .requests = {{150, 170}, {128, 333}, {9, 90}},
+       .num_ctas = 1,
+       .kv_heads = 1},
+      6);
+  RunCase<Kernel, E4m3Shape<256, 256, 1, 16, false, false>>(
+      {.name = "e4m3, consumers leave early",
+       .requests = {{150, 170}, {128, 333}, {9, 90}},
+       .num_ctas = 1,
+       .kv_heads = 1},
+      7);
+}
+
 }  // namespace
 }  // namespace jax_attn
 
 int main() {
   using namespace jax_attn;
+  RunEarlyCases<Sm90Kernel<false, 32>>();
+  RunEarlyCases<Sm90Kernel<true, 32>>();
+  RunEarlyCases<Sm90Kernel<true, 64>>();
   RunE4m3Cases<Sm90Kernel<false, 32>>();
   RunE4m3Cases<Sm90Kernel<true, 32>>();
   RunE4m3Cases<Sm90Kernel<true, 64>>();

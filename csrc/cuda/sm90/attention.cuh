@@ -498,6 +498,13 @@ class HopperConsumer {
   static constexpr int kSTiles = kStep / 8;
   static constexpr int kOTiles = V::kPadded / 8;
   using Output = float[kOTiles][4];
+  static constexpr int kLast = Shape::kNumConsumers - 1;
+  // Consumers of a joint item leave it behind the last key that their rows see, where it is a step
+  // or more from the first consumer's to the last one's, who has the item to its end.
+  static constexpr int kConsumerTokens = CeilDiv(64, Traits::kGroupSize);
+  // Not where results are written from the slot of the last K, which is everybody's last then.
+  static constexpr bool kLeavesEarly =
+      Traits::kHasWindowRight && !Shape::kWritesBoxes && kLast * 64 >= kStep * Traits::kGroupSize;
 
   __device__ typename Shape::Barriers& Barriers() const { return shared_.small.barriers; }
   __device__ int Lane() const { return thread_ % kWarpSize; }
@@ -554,6 +561,19 @@ class HopperConsumer {
     v_cursor_.Advance(num_steps);
   }
 
+  // Passes the steps of a joint item that others have still to do, when this consumer leaves it.
+  // Their slots are given back unread, but not before their rows are there: two phases further a
+  // barrier looks as it did, and this consumer would wait for it for ever.
+  __device__ __forceinline__ void PassUnread(int num_steps) {
+#pragma unroll 1
+    for (; num_steps > 0; --num_steps) {
+      WaitBarrier(FullK(), k_cursor_.parity);
+      Release(Barriers().empty_k, k_cursor_, true);
+      WaitBarrier(FullV(), v_cursor_.parity);
+      Release(Barriers().empty_v, v_cursor_, true);
+    }
+  }
+
   // --- products ---
 
   // Of the slots whose turn it is. Uniform: the descriptors of a step are then made beside the
@@ -584,8 +604,25 @@ class HopperConsumer {
 
   // Joint items: the others' products run while this one exponentiates, and the other way around.
   __device__ __forceinline__ void TakeTurn() const { SyncNamed(kTurn + group_, kBoth); }
-  __device__ __forceinline__ void PassTurn() const {
-    ArriveNamed(kTurn + NextConsumer<Traits>(group_), kBoth);
+  __device__ __forceinline__ void PassTurn(int consumer) const {
+    ArriveNamed(kTurn + consumer, kBoth);
+  }
+  __device__ __forceinline__ void PassTurn() const { PassTurn(NextConsumer<Traits>(group_)); }
+
+  // Where consumers leave early: what rows of the first one see ends here, what those of each other
+  // one see, at most kConsumerTokens behind that of the one before.
+  __device__ __forceinline__ int FirstEnd(const ItemRecord& item) const {
+    constexpr int kLastToken = 63 / Traits::kGroupSize;
+    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), kLastToken,
+                                kLastToken)
+        .any_end;
+  }
+  // Who has the turn after this consumer's. The last one passes it to the first one that has not
+  // left before the next step, at `pos`, which may be itself.
+  __device__ __forceinline__ int AfterThis(int pos, int end, int first_end) const {
+    if (!kLeavesEarly || group_ < kLast) return NextConsumer<Traits>(group_);
+    if (pos >= end || pos < first_end) return 0;
+    return Min(static_cast<int>(static_cast<u32>(pos - first_end) / kConsumerTokens) + 1, kLast);
   }
 
   // Of a decode item. Addresses are uniform, so 16 descriptors are made of each at half the price.
@@ -633,14 +670,22 @@ class HopperConsumer {
       for (int c = 0; c < 4; ++c) o[j][c] = 0.0f;
     }
 
-    const int begin = Uniform(item.kv_begin()), end = Uniform(item.kv_end());
+    const int begin = Uniform(item.kv_begin());
+    int end = Uniform(item.kv_end());
     const bool boxes = joint && Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
     const int boxes_begin = boxes ? begin : end;
     const int border = Border(item);
     int pos = Uniform(FirstStep<kStep>(item));
     ReleaseRoom();
     bool is_written = false;
+    int num_left = 0;  // steps of the item behind this consumer's last
     if (pos < end) {
+      int first_end = end;
+      bool takes_turn = joint;
+      if (kLeavesEarly && joint) {
+        first_end = Uniform(FirstEnd(item));
+        if (group_ < kLast) end = Min(first_end + group_ * kConsumerTokens, end);
+      }
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
       u32 p[kStep / 16][4];
@@ -683,13 +728,16 @@ class HopperConsumer {
           FenceSharedForWgmma();
         }
         const u32 k_slot = KSlot(), v_slot = VSlot();  // ahead of the turn
-        if (joint) TakeTurn();
+        const int next = AfterThis(pos + kStep, end, first_end);
+        const bool passes_turn = joint && next != group_;
+        if (takes_turn) TakeTurn();
         PinRegisters(p);
         PinRegisters(o);
         WgmmaFence();
         StartQk(k_slot, s);
         StartPv(p, v_slot, o);
-        if (joint) PassTurn();
+        if (passes_turn) PassTurn(next);
+        takes_turn = passes_turn;
         if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
         const float scale = rows.Scale();
         KeepBefore(scale);
@@ -741,8 +789,20 @@ class HopperConsumer {
           }
         }
       }
+      if (kLeavesEarly && joint && group_ < kLast) {
+        const int item_end = item.kv_end();
+        if (pos < item_end) {
+          // In the second step everybody has a turn.
+          if (pos == FirstStep<kStep>(item) + kStep) {
+            TakeTurn();
+            PassTurn();
+          }
+          num_left = Uniform(CeilDiv(item_end - pos, kStep));
+        }
+      }
     }
     if (!is_written) rows.Write(o);
+    if constexpr (kLeavesEarly) PassUnread(num_left);
     Merge(index, item, joint);
     RecordEnd<Traits>(p_, index, team_thread);
   }
