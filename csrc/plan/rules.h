@@ -296,6 +296,12 @@ inline bool IsSectionKey(u64 key) {
 }
 // Keys of shared chunks are not above it, all others are.
 constexpr u64 LastSharedKey() { return (kMaxRank - kSharedFirst) << kChunkBits | kChunkMask; }
+// Whether the tiles of the last request go one after the other for all heads, heaviest first, and
+// not head by head, where nothing comes behind it that would fill the gaps: its keys stay in the
+// cache either way.
+inline bool GoesByWeight(const PlanRules& rules, i32 section) {
+  return section <= rules.cached_tokens;
+}
 inline i32 ChunkOfKey(u64 key) {
   const u64 low = key & kChunkMask;
   return static_cast<i32>(IsSectionKey(key) ? kChunkMask - low : low);

@@ -130,6 +130,8 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empt
       while (end < num_chunks && IsSectionKey(keys[end]) && request_at(end) == request_at(begin)) {
         ++end;
       }
+      const i32 section = tiling.tiles[a->chunks[ChunkOfKey(keys[begin])].tile_idx].section;
+      if (end == num_chunks && GoesByWeight(rules, section)) end = begin + 1;
     }
     for (i32 u = 0; u < rules.num_units; ++u) {
       for (size_t i = begin; i < end; ++i) {

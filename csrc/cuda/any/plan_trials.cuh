@@ -115,10 +115,13 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     const i32 units = rules_.num_units;
     if (units == 1 || !IsSectionKey(trial.keys[k])) return {k * units, 1};
     const i32 chunk = ChunkOfKey(trial.keys[k]);
-    const i32 request = tiles_[TileOfChunk(trial, num_chunks, chunk)].request;
+    const QueryTile& tile = tiles_[TileOfChunk(trial, num_chunks, chunk)];
+    const i32 request = tile.request;
     const i32 first = trial.chunk_base[first_tile_[request]];
     const i32 count = trial.chunk_base[first_tile_[request + 1]] - first;
     const i32 within = first + count - 1 - chunk;  // the section's last chunk comes first
+    const bool last = k - within + count == num_chunks;
+    if (last && GoesByWeight(rules_, tile.section)) return {k * units, 1};
     return {(k - within) * units + within, count};
   }
 
