@@ -96,7 +96,7 @@ struct PlanRules {
   i32 item_cost;
   i32 split_cost;
   i32 kv_cost[kMaxTiles];
-  i32 cached_tokens;  // keys and values of all heads that a cache holds: see GoesByWeight
+  i32 cached_tokens;  // see GoesByWeight
 
   // Queues and kv heads fall into equal partitions that all get the same schedule: every head has
   // the same lengths, so one partition is planned and the others are copies.

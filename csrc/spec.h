@@ -73,7 +73,8 @@ struct KernelConfig {
   int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
   int64_t split_cost = 0;      // more for an item whose state goes through the workspace, likewise
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0] has 16
-  int64_t cost_by_rows = 0;  // 1: a tile costs in proportion to its live rows, tile_q[0] at least
+  int64_t cached_tokens = 0;  // a cache holds so many of a request's, keys and values of all heads
+  int64_t cost_by_rows = 0;   // 1: a tile costs in proportion to its live rows, tile_q[0] at least
   int64_t max_items = 0;     // capacities of the plan's sections
   int64_t max_merge_groups = 0;
   int64_t max_partials = 0;
@@ -130,6 +131,7 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
   visit("kv_cost_0", c.kv_cost[0]);
   visit("kv_cost_1", c.kv_cost[1]);
   visit("kv_cost_2", c.kv_cost[2]);
+  visit("cached_tokens", c.cached_tokens);
   visit("cost_by_rows", c.cost_by_rows);
   visit("max_items", c.max_items);
   visit("max_merge_groups", c.max_merge_groups);

@@ -30,6 +30,17 @@ test_mla.py::test_case[shared_prefixes_128-cuda]
 test_plan.py::test_a_traced_plan_has_the_bits_of_a_host_plan[mixed-cuda]
 """.split()
 
+# What racecheck (2025.3) calls a race in kernels of ten lines, too, that PTX allows.
+_A_SHARED_BARRIER = "__syncthreads, after some threads of the CTA alone have met at a named barrier"
+_ONE_ARRIVES = "a named barrier that one side arrives at and the other waits for"
+_LANE_0_ARRIVES = "an mbarrier at which lane 0 arrives for its warp, behind __syncwarp"
+NOT_FOR_RACECHECK = {
+    "test_attention.py::test_case[prefix_mixed_bf16-cuda]": _LANE_0_ARRIVES,
+    "test_mla.py::test_case[heads_128-bf16-cuda]": _ONE_ARRIVES,
+    "test_mla.py::test_case[shared_prefixes_128-cuda]": _ONE_ARRIVES,
+    "test_plan.py::test_a_traced_plan_has_the_bits_of_a_host_plan[mixed-cuda]": _A_SHARED_BARRIER,
+}
+
 
 @pytest.mark.cuda
 @pytest.mark.sanitizers
@@ -37,11 +48,12 @@ test_plan.py::test_a_traced_plan_has_the_bits_of_a_host_plan[mixed-cuda]
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_sanitizer(tool):
     folder = Path(__file__).parent
+    cases = [c for c in CASES if tool != "racecheck" or c not in NOT_FOR_RACECHECK]
     result = subprocess.run(
         # As ours are named; XLA's are not asked about.
         ["compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=_kernel"]
         + ["--error-exitcode", "1", sys.executable, "-m", "pytest", "-q", "-x"]
-        + ["-p", "no:cacheprovider", *(str(folder / case) for case in CASES)],
+        + ["-p", "no:cacheprovider", *(str(folder / case) for case in cases)],
         cwd=folder.parent,
         # Each array is an allocation of its own, whose end memcheck knows.
         env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
@@ -51,4 +63,4 @@ def test_sanitizer(tool):
     )
     print(result.stdout)
     assert result.returncode == 0
-    assert f"{len(CASES)} passed" in result.stdout, "a case was skipped"
+    assert f"{len(cases)} passed" in result.stdout, "a case was skipped"

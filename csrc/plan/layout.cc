@@ -91,7 +91,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.min_chunk = static_cast<i32>(config.min_chunk);
   rules.item_cost = static_cast<i32>(config.item_cost);
   rules.split_cost = static_cast<i32>(config.split_cost);
-  rules.cached_tokens = spec.arch == 0 ? 0 : static_cast<i32>((32 << 20) / (spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * ElementBytes(spec.kv_dtype())));
+  rules.cached_tokens = static_cast<i32>(config.cached_tokens);
   rules.num_ctas = static_cast<i32>(config.num_ctas);
   rules.num_partitions = static_cast<i32>(partitions);
   rules.num_queues = static_cast<i32>(config.num_ctas / partitions);

@@ -97,8 +97,8 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-// But before them requests of several tiles, section by section (rules.h). leaves_empty: as in
-// SharedTrial.
+// But before them requests of several tiles, section by section, head by head (rules.h).
+// leaves_empty: as in SharedTrial.
 void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
   thread_local LoadTree loads;
   thread_local std::vector<uint64_t> keys;
@@ -120,18 +120,20 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empt
   auto request_at = [&](size_t i) {
     return tiling.tiles[a->chunks[ChunkOfKey(keys[i])].tile_idx].request;
   };
+  bool by_weight = false;  // all that is left
   for (size_t begin = 0, end; begin < num_chunks; begin = end) {
     end = begin + 1;
     if (leaves_empty && keys[begin] > LastSharedKey()) {
       loads.CloseEmpty();
       leaves_empty = false;
     }
-    if (IsSectionKey(keys[begin])) {
+    if (IsSectionKey(keys[begin]) && !by_weight) {
       while (end < num_chunks && IsSectionKey(keys[end]) && request_at(end) == request_at(begin)) {
         ++end;
       }
       const i32 section = tiling.tiles[a->chunks[ChunkOfKey(keys[begin])].tile_idx].section;
-      if (end == num_chunks && GoesByWeight(rules, section)) end = begin + 1;
+      by_weight = end == num_chunks && GoesByWeight(rules, section);
+      if (by_weight) end = begin + 1;
     }
     for (i32 u = 0; u < rules.num_units; ++u) {
       for (size_t i = begin; i < end; ++i) {

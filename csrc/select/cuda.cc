@@ -215,6 +215,11 @@ void TakeCosts(Choice& c) {
     c.config.kv_cost[i] = costs.kv_cost.At(c.config.tile_q[i]);
   }
   c.Because("kv_cost", costs.kv_cost.why);
+  const Number& cached = c.device.costs->cached_bytes;
+  c.config.cached_tokens =
+      cached.value / (c.spec.num_kv_heads * (c.spec.head_dim_qk + c.spec.head_dim_vo) *
+                      ElementBytes(c.spec.kv_dtype()));
+  c.Because("cached_tokens", cached.why);
 }
 
 std::string CostsFrom(const CudaDevice& device) {

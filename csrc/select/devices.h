@@ -59,6 +59,7 @@ struct KernelCosts {
 
 struct Costs {
   const char* measured_on;
+  Number cached_bytes;  // of a request's keys and values, which CTAs read at different times
   KernelCosts portable, hopper, portable_e4m3, hopper_e4m3;
   KernelCosts mla_16, mla_32, mla_64;  // sm80/mla.cuh, by the rows of its smallest tile
   KernelCosts mla_hopper;              // sm90/mla.cuh

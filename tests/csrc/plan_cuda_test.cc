@@ -191,6 +191,7 @@ void SettleProblem(const Batch& b, Random& random, AttentionProblem* problem) {
   (spec.paged() ? spec.max_kv_pages : spec.max_kv_tokens) = b.kv_indptr.back() + random() % 9;
   SelectCuda(spec, &problem->config);
   if (random() % 3 == 0) problem->config.num_ctas = Pick(random, {1, 3, 13, 24, 132, 352, 1000});
+  if (b.kv_lens.size() % 3 == 2) problem->config.cached_tokens = b.kv_lens[0];
   if (random() % 8 == 0) problem->config.max_items = 1 + random() % 200;
   if (random() % 8 == 0) problem->config.max_partial_rows = 1 + random() % 500;
   if (spec.schedule == kFixedSplit && random() % 2 == 0) {

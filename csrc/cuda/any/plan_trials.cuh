@@ -18,7 +18,7 @@ struct PlanTrial {
   TileCut* cuts;    // [num_tiles] unless by ranges
   u64* keys;        // [num_chunks, to a power of two] in the order of rules.h
   i64* costs;       // [num_chunks] in the order of keys
-  PlanSlot* slots;  // [num_chunks * num_units] in the order of keys, sections head by head
+  PlanSlot* slots;  // [num_chunks * num_units] in the order of keys; sections as SlotsOf says
   u32* weights;     // [num_chunks * num_units] costs of slots as dealers add them, or their keys
   i32* filled;      // [num_queues] chunks of a queue
   union {           // for whoever assigns chunks

@@ -180,6 +180,9 @@ __device__ __forceinline__ u32 WarpSum(u32 x) {
 }
 
 // --- named barriers: num_threads of the CTA meet at barrier `id` (0 is __syncthreads) ---
+//
+// Who waits does so at one place in the code, as bar.sync, which is barrier.sync.aligned, promises.
+// Threads that come from another place arrive.
 
 __device__ __forceinline__ void SyncNamed(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");

@@ -155,10 +155,6 @@ struct HopperShape {
     Small small;
   };
 
-  // Decodes alone: all threads, when the barriers are made. By a name, because the teams come from
-  // different places in the code, where they must not meet by __syncthreads.
-  __device__ __forceinline__ static void MeetOnce() { SyncNamed(7, Roles::kNumThreads); }
-
   __device__ __forceinline__ static void InitBarriers(Shared& shared) {
     Barriers& b = shared.small.barriers;
     for (int i = 0; i < kNumConsumers && !kOnlyDecodes<Traits>; ++i) {
@@ -237,7 +233,7 @@ class HopperProducer {
     const bool is_v = Uniform(threadIdx.x / 128) != 0;
     steps_.Start(begin, end, first.item);
     pools_ = FindPools<Traits, E::kBytes>(p_, first.layer);
-    Shape::MeetOnce();
+    SyncNamed(kBarriersMade, Shape::Roles::kNumThreads);
     if (is_v) BlankPaddingRows<Traits, 2>(p_, threadIdx.x % 128, 128);
     auto& b = Barriers();
     if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one piece of code for both
@@ -467,7 +463,10 @@ class HopperConsumer {
         thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
-    if constexpr (kOnlyDecodes<Traits>) Shape::MeetOnce();
+    if constexpr (kOnlyDecodes<Traits>) {
+      Consumers::Sync();
+      ArriveNamed(kBarriersMade, Shape::Roles::kNumThreads);
+    }
     // The first turn is that of group 0.
     if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
     int owner = 0;  // of the next single item

@@ -126,6 +126,9 @@ struct HopperConsumersOf : HopperFold<Roles::kNumConsumers> {
 };
 using HopperConsumers = HopperConsumersOf<HopperRoles>;
 
+// Of decodes alone, whose consumers make the barriers: producers wait for them here.
+inline constexpr int kBarriersMade = 7;
+
 // The threads of one consumer.
 struct OneHopperConsumer {
   static constexpr int kNamedBarrier = 4;  // and 5; 6 of a third
@@ -285,7 +288,7 @@ struct HopperBody {
     const int end = QueueEnd(p);
     if constexpr (kOnlyDecodes<Traits>) {
       const FirstItem<Traits> first(p);
-      // By a consumer. The teams meet when the producers have asked for the first page.
+      // By a consumer, while the producers ask for the first page.
       if (threadIdx.x == kNumThreads - 1) Shape::InitBarriers(shared);
       Teams::Run(p, shared, begin, end, first);
     } else {
