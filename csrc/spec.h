@@ -75,7 +75,7 @@ struct KernelConfig {
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0] has 16
   int64_t cached_tokens = 0;  // a cache holds so many of a request's, keys and values of all heads
   int64_t cost_by_rows = 0;   // 1: a tile costs in proportion to its live rows, tile_q[0] at least
-  int64_t max_items = 0;     // capacities of the plan's sections
+  int64_t max_items = 0;      // capacities of the plan's sections
   int64_t max_merge_groups = 0;
   int64_t max_partials = 0;
   int64_t max_shared_tokens = 0;

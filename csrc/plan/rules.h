@@ -300,10 +300,10 @@ inline i32 ChunkOfKey(u64 key) {
   const u64 low = key & kChunkMask;
   return static_cast<i32>(IsSectionKey(key) ? kChunkMask - low : low);
 }
-// Whether the last section goes tile by tile for all heads, the heaviest first, where no chunk comes
-// behind it that would fill the gaps which its last heads leave: the keys of all of them have to
-// stay in the cache. section: of its tiles. Measured (H200): 16 x 1024 tokens, causal, 150 -> 145 us;
-// for all sections 147, and 4 x 4096 402 -> 412.
+// Whether the last section goes tile by tile for all heads, the heaviest first, where no chunk
+// comes behind it that would fill the gaps which its last heads leave: the keys of all of them have
+// to stay in the cache. section: of its tiles. Measured (H200, causal, 16 heads): 1 x 2048 tokens
+// 42.2 -> 34.9 us, 16 x 1024 150 -> 145; with all sections so 147, and 4 x 4096 402 -> 412.
 inline bool GoesByWeight(const PlanRules& rules, i32 section) {
   return section <= rules.cached_tokens;
 }

@@ -78,8 +78,8 @@ constexpr Steps kMlaKv = {
 constexpr Costs kH200 = {
     "an H200",
     {32 << 20,
-     "of 50 MB of second cache; the last request's tiles for all heads in turn, heaviest first: "
-     "4 x 4096 tokens, 32 heads of 64 (32 MB) 598 -> 585 us, 16 x 1024 150 -> 145"},
+     "of 50 MB of second cache; 4 x 4096 tokens, 32 heads of 64, of which the last request's tiles "
+     "go for all heads in turn, took 598 us and 585 so"},
     // portable: two CTAs a multiprocessor, 17 bytes/ns each.
     {
         {64, "one step; 8 requests of 1024 took 19.0 us, with chunks of 128 and more 23.0"},

@@ -579,7 +579,10 @@ inline void CopyAsync16(u32 shared, const void* global, bool valid) {
   std::memset(emulation::async_smem + shared, 0xff, 16);
   emulation::machine.current().open_group.push_back({smem + shared, global, valid});
 }
-inline void CopyAsync16Once(u32 shared, const void* global, bool valid) {
+inline u64 EvictFirst() { return 1; }
+inline u64 EvictNormal() { return 2; }
+inline void CopyAsync16(u32 shared, const void* global, bool valid, u64 policy) {
+  if (policy != EvictFirst() && policy != EvictNormal()) emulation::Fail("no policy of L2's");
   CopyAsync16(shared, global, valid);
 }
 inline void CommitCopies() {

@@ -37,11 +37,21 @@ __device__ __forceinline__ void CopyAsync16(u32 shared, const void* global, bool
                : "memory");
 }
 
-// The same for data that nobody else is going to read: it leaves L2 before anything else does.
-__device__ __forceinline__ void CopyAsync16Once(u32 shared, const void* global, bool valid) {
-  const u32 bytes = valid ? 16 : 0;
+// The same with a hint to L2: to drop, before anything else, what nobody else is going to read; or
+// none after all.
+__device__ __forceinline__ u64 EvictFirst() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ u64 EvictNormal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void CopyAsync16(u32 shared, const void* global, bool valid,
+                                            u64 policy) {
+  const u32 bytes = valid ? 16 : 0;
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
       "l"(global), "r"(bytes), "l"(policy)

@@ -321,7 +321,7 @@ class TilePath {
             if constexpr (kSplitKv) {
               // A decode reads its keys and values once. Measured (H200): 128 x 2048 tokens 260 us,
               // with the hint 257.
-              CopyAsync16Once(to_chunk, from_chunk, valid);
+              CopyAsync16(to_chunk, from_chunk, valid, EvictFirst());
             } else {
               CopyAsync16(to_chunk, from_chunk, valid);
             }

@@ -170,7 +170,8 @@ class LatentRows {
 #pragma unroll
       for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
         if constexpr (Shape::kReadsOnce) {
-          CopyAsync16Once(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i]);
+          CopyAsync16(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i],
+                      EvictFirst());
         } else {
           CopyAsync16(to + b * Shape::Ring::kBlockBytes, from + b * 128, sources.valid[i]);
         }
