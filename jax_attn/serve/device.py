@@ -70,13 +70,17 @@ class Device:
         self.reset()
 
     def reset(self) -> None:
-        """An empty kv cache and new sampler state, also after a failure that took the old ones."""
+        """An empty kv cache and new sampler state, also after a failure that took the old ones.
+
+        Raises jax.errors.JaxRuntimeError if they do not fit: here, not where they are first used.
+        """
         for name in ("_k_pages", "_v_pages", "_state"):
             setattr(self, name, None)  # frees the memory that the new ones need
         self._k_pages, self._v_pages = models.init_pages(
             self._config, self.buckets[0].specs, self._num_pages
         )
         self._state = sampling.init_state(self._max_running, self._config.vocab_size)
+        jax.block_until_ready((self._k_pages, self._v_pages, self._state))
 
     # ---- a step --------------------------------------------------------------------------------
 
