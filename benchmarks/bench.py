@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ class Bench:
 
     def main(self) -> int:
         """Runs; the exit status."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`
         try:
             self.run()
         except KeyboardInterrupt:

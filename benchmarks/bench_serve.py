@@ -20,6 +20,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -267,7 +268,11 @@ def main() -> int:
     add("--out", type=Path, help="result file instead of results/<device>-serve.json")
     add("server", nargs="*", help="behind --: options for the server that is started")
     bench = Bench(parser.parse_args())
-    bench.run()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        bench.failures.append("interrupted: the rows so far are kept")
     return bench.finish()
 
 
