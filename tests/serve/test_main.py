@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from jax_attn.serve import __main__ as main
+from jax_attn.serve import device
 from jax_attn.serve.async_engine import AsyncEngine, Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
@@ -59,6 +60,24 @@ def test_pages_that_the_allocator_cannot_give_are_done_without(model, monkeypatc
     make(model, monkeypatch, allocator)
     assert allocator.asked == [1700, 1530, 1377]
     assert "1377 pages of 16 tokens" in caplog.text
+
+
+def test_pages_that_the_device_fails_to_make_later_are_done_without(model, monkeypatch):
+    """JAX makes arrays asynchronously: nobody else may be the first to wait for them."""
+    init_pages, asked = device.models.init_pages, []
+
+    class Missing:
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def init(config, specs, num_pages):
+        asked.append(num_pages)
+        return init_pages(config, specs, num_pages) if len(asked) > 1 else (Missing(), Missing())
+
+    monkeypatch.setattr(device.models, "init_pages", init)
+    monkeypatch.setattr(main, "_default_num_pages", lambda *_: 200)
+    main._make_engine(model, main._parse(["--dtype", "float32"]))
+    assert asked == [200, 180]
 
 
 def test_pages_that_were_asked_for_must_fit(model, monkeypatch):
