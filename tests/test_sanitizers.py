@@ -30,7 +30,7 @@ test_mla.py::test_case[shared_prefixes_128-cuda]
 test_plan.py::test_a_traced_plan_has_the_bits_of_a_host_plan[mixed-cuda]
 """.split()
 
-# What racecheck (2025.3) calls a race in kernels of ten lines, too, that PTX allows.
+# What racecheck of CUDA 13.0 calls a race, in kernels of ten lines, too, and is none by PTX.
 _A_SHARED_BARRIER = "__syncthreads, after some threads of the CTA alone have met at a named barrier"
 _ONE_ARRIVES = "a named barrier that one side arrives at and the other waits for"
 _LANE_0_ARRIVES = "an mbarrier at which lane 0 arrives for its warp, behind __syncwarp"
