@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,8 +30,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.bench import Bench
 from benchmarks.http_client import Answer, Client, running_server
-from benchmarks.report import Ceilings, Row, log
+from benchmarks.report import Row, log
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-llama-stdlib"  # what a server has that gets no --model
@@ -116,12 +116,7 @@ async def shared_prefix(
     }
 
 
-class Bench:
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.rows: list[Row] = []
-        self.failures: list[str] = []
-
+class ServeBench(Bench):
     def run(self) -> None:
         a = self.arguments
         if a.url:
@@ -194,7 +189,7 @@ class Bench:
         command += ["--output", *map(str, a.output), "--seconds", str(a.seconds)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
-            self.failures.append(f"{PEER}: {done.stderr.strip()[-300:]}")
+            self.fail(PEER, done.stderr.strip()[-300:])
             return
         tokens_per_s = json.loads(done.stdout)["tokens_per_s"]
         row.peers[PEER] = 1e6 / tokens_per_s
@@ -206,7 +201,7 @@ class Bench:
     def add(self, what: str, us: float, answers: list[Answer]) -> Row:
         good = [answer for answer in answers if answer.status == 200]
         if len(good) < len(answers):
-            self.failures.append(f"{what}: {len(answers) - len(good)} requests were refused")
+            self.fail(what, f"{len(answers) - len(good)} requests were refused")
         ttfts = [answer.ttft for answer in good]
         gaps = [gap for answer in good for gap in answer.gaps]
         median, p99 = np.quantile(gaps, [0.5, 0.99])
@@ -222,7 +217,7 @@ class Bench:
         self.rows.append(row)
         return row
 
-    def finish(self) -> int:
+    def write(self) -> None:
         a = self.arguments
         # Only now, when a server that was started here has given the device back.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -231,7 +226,7 @@ class Bench:
         report.write(
             path,
             self.rows,
-            Ceilings(1, 1),  # nothing here has a floor
+            self.ceilings,
             device=f"{device}, {os.cpu_count()} processors",
             failures=self.failures,
             prompt_tokens=a.prompt,
@@ -239,9 +234,6 @@ class Bench:
             server_options=a.server,
         )
         log(f"wrote {path}")
-        for failure in self.failures:
-            print(f"FAILED {failure}")
-        return 1 if self.failures else 0
 
 
 def _ms(seconds: Any) -> float:
@@ -267,13 +259,7 @@ def main() -> int:
     add("--seconds", type=float, default=15, help="of a closed loop; an open one takes twice that")
     add("--out", type=Path, help="result file instead of results/<device>-serve.json")
     add("server", nargs="*", help="behind --: options for the server that is started")
-    bench = Bench(parser.parse_args())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`
-    try:
-        bench.run()
-    except KeyboardInterrupt:
-        bench.failures.append("interrupted: the rows so far are kept")
-    return bench.finish()
+    return ServeBench(parser.parse_args()).main()
 
 
 if __name__ == "__main__":
