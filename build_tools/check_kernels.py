@@ -230,7 +230,7 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     arch = int(target.removeprefix("sm_"))
     for append in appends.values():
         yield append, 0
-    for general in range(2):
+    for general in (False, True):
         yield _core.plan_source(arch, general), 0
     for dtype in range(3):
         yield _core.merge_source(arch, dtype), 0

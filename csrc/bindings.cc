@@ -246,7 +246,7 @@ NB_MODULE(_core, m) {
   m.def("prepare_merge", [](int64_t arch, int64_t dtype) {
     return Prepared([&](KernelInfo* info) { return PrepareMerge({arch, dtype}, info); });
   });
-  m.def("prepare_plan", [](int64_t arch, int64_t general) {
+  m.def("prepare_plan", [](int64_t arch, bool general) {
     return Prepared([&](KernelInfo* info) { return PreparePlan({arch, general}, info); });
   });
   m.def("jit_stats", &StatsDict);
@@ -266,7 +266,7 @@ NB_MODULE(_core, m) {
     return AppendKernelSource(MakeAppendKernel(problem.spec, rotates));
   });
   m.def("plan_source",
-        [](int64_t arch, int64_t general) { return PlanKernelSource({arch, general}); });
+        [](int64_t arch, bool general) { return PlanKernelSource({arch, general}); });
   m.def("merge_source",
         [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
 }

@@ -95,9 +95,9 @@ def jobs_of(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
         _core.attention_source(spec.problem).name: lambda: _core.prepare_attention(spec.problem),
     }
     if spec.schedule != "auto":
-        jobs[f"plan-{arch}"] = lambda: _core.prepare_plan(arch, 0)
+        jobs[f"plan-{arch}"] = lambda: _core.prepare_plan(arch, False)
     if spec.schedule == "auto" or spec.share_prefixes:
-        jobs[f"plan_general-{arch}"] = lambda: _core.prepare_plan(arch, 1)
+        jobs[f"plan_general-{arch}"] = lambda: _core.prepare_plan(arch, True)
     if spec.is_paged:
         for rotates in (False, True)[: 1 if spec.mla else 2]:
             name = _core.append_source(spec.problem, rotates).name

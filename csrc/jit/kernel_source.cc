@@ -9,13 +9,13 @@ const char* DTypeName(int64_t dtype) {
   return dtype == kBF16 ? "bf16" : dtype == kF16 ? "f16" : "f32";
 }
 
-// Writes `struct Traits`, one readable member a line.
+// A visitor of fields that writes `struct Traits`, one readable member a line.
 class TraitsWriter {
  public:
-  void Int(const char* name, int64_t value, const std::string& comment = "") {
+  void operator()(const char* name, int64_t value, const char* comment = "") {
     Line("int", name, std::to_string(value), comment);
   }
-  void Bool(const char* name, bool value, const std::string& comment = "") {
+  void operator()(const char* name, bool value, const char* comment = "") {
     Line("bool", name, value ? "true" : "false", comment);
   }
   std::string str() const {
@@ -24,14 +24,92 @@ class TraitsWriter {
   }
 
  private:
-  void Line(const char* type, const char* name, const std::string& value,
-            const std::string& comment) {
+  void Line(const char* type, const char* name, const std::string& value, const char* comment) {
     out_ << "  static constexpr " << type << " " << name << " = " << value << ";";
-    if (!comment.empty()) out_ << "  // " << comment;
+    if (*comment != 0) out_ << "  // " << comment;
     out_ << "\n";
   }
   std::ostringstream out_;
 };
+
+// A visitor of fields that writes the words of a key behind the operation's.
+class KeyWriter {
+ public:
+  explicit KeyWriter(int64_t op) { key_[0] = op; }
+  void operator()(const char*, int64_t value, const char* = "") { key_.at(size_++) = value; }
+  const KernelKey& key() const { return key_; }
+
+ private:
+  KernelKey key_{};
+  size_t size_ = 1;
+};
+
+// One place that names every field of a kernel: its key and its Traits come from it, so that
+// neither can miss one. visit(name in Traits, value[, comment]).
+template <typename Visitor>
+void VisitFields(const AttentionKernel& k, Visitor& visit) {
+  constexpr const char* kTileNames[kMaxTiles] = {"kTileQ0", "kTileQ1", "kTileQ2"};
+  visit("kArch", k.arch);
+  visit("kDtype", k.dtype, DTypeName(k.dtype));
+  visit("kQIsE4m3", k.q_is_e4m3);
+  visit("kKvIsE4m3", k.kv_is_e4m3);
+  visit("kHeadDimQk", k.head_dim_qk);
+  visit("kHeadDimVo", k.head_dim_vo);
+  visit("kIsMla", k.mla, "v is the first columns of k");
+  visit("kGroupSize", k.group_size);
+  visit("kPageSize", k.page_size, k.page_size == 0 ? "ragged" : "tokens");
+  visit("kHasWindowLeft", k.window_left);
+  visit("kHasWindowRight", k.window_right, "causal is window_right 0");
+  visit("kHasSoftCap", k.logits_soft_cap);
+  visit("kPositiveScale", k.positive_scale, "sm_scale > 0");
+  visit("kHasFreshKv", k.fresh_kv, "the query tokens' k and v are k_new, v_new");
+  visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
+  visit("kNumTiles", k.num_tiles);
+  for (int i = 0; i < kMaxTiles; ++i) {
+    visit(kTileNames[i], k.tile_q[i], i < k.num_tiles ? "rows" : "unused");
+  }
+  visit("kTileKv", k.tile_kv, "kv tokens a main-loop step");
+  visit("kNumWarps", k.num_warps);
+  visit("kNumStages", k.num_stages, "depth of the kv pipeline");
+  visit("kRecordsTimes", k.record_times, "of items");
+}
+
+// Whether bytes are copied, whatever their type.
+bool CopiesBytes(const AppendKernel& k) { return !k.kv_is_e4m3 && !k.rotates; }
+
+template <typename Visitor>
+void VisitFields(const AppendKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kKvIsE4m3", k.kv_is_e4m3);
+  visit("kDtype", k.dtype, CopiesBytes(k) ? "any" : DTypeName(k.dtype));
+  visit("kRotates", k.rotates);
+}
+
+template <typename Visitor>
+void VisitFields(const MergeKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", k.dtype, DTypeName(k.dtype));
+}
+
+template <typename Visitor>
+void VisitFields(const PlanKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kGeneral", k.general);
+}
+
+template <typename Kernel>
+KernelKey KeyOf(int64_t op, const Kernel& kernel) {
+  KeyWriter key(op);
+  VisitFields(kernel, key);
+  return key.key();
+}
+
+template <typename Kernel>
+TraitsWriter TraitsOf(const Kernel& kernel) {
+  TraitsWriter traits;
+  VisitFields(kernel, traits);
+  return traits;
+}
 
 // The kernel is a thin shell: the body, its thread count and its shared memory are the header's.
 std::string TranslationUnit(const std::string& header, const std::string& traits,
@@ -94,31 +172,6 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
 }
 
 KernelSource MakeSource(const AttentionKernel& kernel) {
-  TraitsWriter traits;
-  traits.Int("kArch", kernel.arch);
-  traits.Int("kDtype", kernel.dtype, DTypeName(kernel.dtype));
-  traits.Bool("kQIsE4m3", kernel.q_is_e4m3);
-  traits.Bool("kKvIsE4m3", kernel.kv_is_e4m3);
-  traits.Int("kHeadDimQk", kernel.head_dim_qk);
-  traits.Int("kHeadDimVo", kernel.head_dim_vo);
-  traits.Bool("kIsMla", kernel.mla, "v is the first columns of k");
-  traits.Int("kGroupSize", kernel.group_size);
-  traits.Int("kPageSize", kernel.page_size, kernel.page_size == 0 ? "ragged" : "tokens");
-  traits.Bool("kHasWindowLeft", kernel.window_left);
-  traits.Bool("kHasWindowRight", kernel.window_right, "causal is window_right 0");
-  traits.Bool("kHasSoftCap", kernel.logits_soft_cap);
-  traits.Bool("kPositiveScale", kernel.positive_scale, "sm_scale > 0");
-  traits.Bool("kHasFreshKv", kernel.fresh_kv, "the query tokens' k and v are k_new, v_new");
-  traits.Int("kNumTiles", kernel.num_tiles);
-  for (int i = 0; i < kMaxTiles; ++i) {
-    const std::string name = "kTileQ" + std::to_string(i);
-    traits.Int(name.c_str(), kernel.tile_q[i], i < kernel.num_tiles ? "rows" : "unused");
-  }
-  traits.Int("kTileKv", kernel.tile_kv, "kv tokens a main-loop step");
-  traits.Int("kNumWarps", kernel.num_warps);
-  traits.Int("kNumStages", kernel.num_stages, "depth of the kv pipeline");
-  traits.Bool("kRecordsTimes", kernel.record_times, "of items");
-
   std::ostringstream name;
   name << "attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
        << kernel.head_dim_qk;
@@ -151,49 +204,44 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   const std::string body = std::string(hopper ? "Hopper" : "") + (mla_decode   ? "MlaDecodeBody"
                                                                   : kernel.mla ? "MlaBody"
                                                                                : "AttentionBody");
-  return {name.str(), entry, TranslationUnit(header, traits.str(), body, "Attention", entry),
+  return {name.str(), entry,
+          TranslationUnit(header, TraitsOf(kernel).str(), body, "Attention", entry),
           Options(kernel.arch)};
 }
 
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates) {
-  AppendKernel kernel{spec.arch, spec.kv_is_e4m3};
+  AppendKernel kernel;
+  kernel.arch = spec.arch;
+  kernel.kv_is_e4m3 = spec.kv_is_e4m3;
   if (kernel.kv_is_e4m3 || rotates) kernel.dtype = spec.dtype;
   kernel.rotates = rotates;
   return kernel;
 }
 
 KernelSource MakeSource(const AppendKernel& kernel) {
-  TraitsWriter traits;
-  traits.Int("kArch", kernel.arch);
-  traits.Bool("kKvIsE4m3", kernel.kv_is_e4m3);
-  const bool any_dtype = !kernel.kv_is_e4m3 && !kernel.rotates;
-  traits.Int("kDtype", kernel.dtype, any_dtype ? "any" : DTypeName(kernel.dtype));
   const std::string entry = "append_kernel";
   const std::string op = kernel.rotates ? "append_rotated" : "append";
   std::string name = op + "-" + ArchName(kernel.arch);
-  if (!any_dtype) name += std::string("-") + DTypeName(kernel.dtype);
+  if (!CopiesBytes(kernel)) name += std::string("-") + DTypeName(kernel.dtype);
   if (kernel.kv_is_e4m3) name += "-kve4m3";
   return {name, entry,
-          TranslationUnit("cuda/any/" + op + ".cuh", traits.str(),
+          TranslationUnit("cuda/any/" + op + ".cuh", TraitsOf(kernel).str(),
                           kernel.rotates ? "AppendRotatedBody" : "AppendBody", "Append", entry),
           Options(kernel.arch)};
 }
 
 KernelSource MakeSource(const MergeKernel& kernel) {
-  TraitsWriter traits;
-  traits.Int("kArch", kernel.arch);
-  traits.Int("kDtype", kernel.dtype, DTypeName(kernel.dtype));
   const std::string entry = "merge_kernel";
-  return {"merge-" + ArchName(kernel.arch) + "-" + DTypeName(kernel.dtype), entry,
-          TranslationUnit("cuda/any/merge.cuh", traits.str(), "MergeBody", "Merge", entry),
-          Options(kernel.arch)};
+  return {
+      "merge-" + ArchName(kernel.arch) + "-" + DTypeName(kernel.dtype), entry,
+      TranslationUnit("cuda/any/merge.cuh", TraitsOf(kernel).str(), "MergeBody", "Merge", entry),
+      Options(kernel.arch)};
 }
 
 KernelSource MakeSource(const PlanKernel& kernel) {
-  TraitsWriter traits;
-  traits.Int("kArch", kernel.arch);
-  traits.Int("kNumThreads", 512, "a chunk each, for a few hundred requests");
-  traits.Int("kSmemBytes", 96 * 1024, "what every architecture has");
+  TraitsWriter traits = TraitsOf(kernel);
+  traits("kNumThreads", int64_t{512}, "a chunk each, for a few hundred requests");
+  traits("kSmemBytes", int64_t{96 * 1024}, "what every architecture has");
   const std::string entry = "plan_kernel";
   return {"plan-" + ArchName(kernel.arch) + (kernel.general ? "-general" : ""), entry,
           TranslationUnit("cuda/any/plan.cuh", traits.str(),
@@ -201,34 +249,9 @@ KernelSource MakeSource(const PlanKernel& kernel) {
           Options(kernel.arch)};
 }
 
-KernelKey MakeKey(const AttentionKernel& k) {
-  return {0,
-          k.arch,
-          k.dtype,
-          k.head_dim_qk,
-          k.head_dim_vo,
-          k.mla,
-          k.group_size,
-          k.page_size,
-          k.window_left,
-          k.window_right,
-          k.logits_soft_cap,
-          k.num_tiles,
-          k.tile_q[0],
-          k.tile_q[1],
-          k.tile_q[2],
-          k.tile_kv,
-          k.num_warps,
-          k.num_stages,
-          k.positive_scale,
-          k.main_loop,
-          k.fresh_kv,
-          k.q_is_e4m3,
-          k.kv_is_e4m3,
-          k.record_times};
-}
-KernelKey MakeKey(const AppendKernel& k) { return {1, k.arch, k.kv_is_e4m3, k.dtype, k.rotates}; }
-KernelKey MakeKey(const MergeKernel& k) { return {2, k.arch, k.dtype}; }
-KernelKey MakeKey(const PlanKernel& k) { return {3, k.arch, k.general}; }
+KernelKey MakeKey(const AttentionKernel& kernel) { return KeyOf(0, kernel); }
+KernelKey MakeKey(const AppendKernel& kernel) { return KeyOf(1, kernel); }
+KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
+KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
 
 }  // namespace jax_attn
