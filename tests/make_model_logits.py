@@ -7,6 +7,8 @@ Needs torch and transformers (5.23 made the file), and jax_attn for the names of
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import model_cases
@@ -14,20 +16,17 @@ import numpy as np
 import torch
 import transformers
 
-from jax_attn import models
-
 
 def transformers_model(raw: dict[str, Any]) -> transformers.PreTrainedModel:
-    """The model of a config.json in f32, with the weights of model_cases.random_tensors."""
-    config = transformers.AutoConfig.for_model(**raw)
-    # eager: the other implementations leave out Gemma 2's soft cap of attention.
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
-    tensors = model_cases.random_tensors(models.parse_config(raw))
-    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    """The model of a directory in f32, with the weights of model_cases.random_tensors."""
+    with tempfile.TemporaryDirectory() as directory:
+        model_cases.write(Path(directory), raw)
+        # eager: the other implementations leave out Gemma 2's soft cap of attention.
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+    problems = {key: names for key, names in loading.items() if names}
+    assert not problems, problems
     return model.eval()
 
 

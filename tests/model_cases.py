@@ -38,6 +38,14 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 10000.0}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "sliding_window": 7}
 
 # config.json of each, mostly as transformers 5 writes it; "4" marks the keys of transformers 4.
@@ -131,6 +139,100 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000.0,
         "rope_local_base_freq": 50.0,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "mixtral window": {"model_type": "mixtral", "sliding_window": 7, **_EXPERTS},
+    "mixtral tied, mha": {
+        "model_type": "mixtral",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "rope_theta": 1000.0,
+    },
+    "qwen3 moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "rope_theta": 10000.0,
+    },
+    "qwen3 moe, some dense": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 9, "pad_token_id": 0},
+    "phi3 long, partial": {
+        "model_type": "phi3",
+        "hidden_size": 64,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 6,
+            "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 8.0],
+        },
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "phi3 short": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 128,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.4, 1.6],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        },
+        "pad_token_id": 0,
+    },
+    "olmo2": {"model_type": "olmo2", "rope_theta": 10000.0},
+    "olmo2 bias, yarn": {
+        "model_type": "olmo2",
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.5, "mscale_all_dim": 0.5, "truncate": False},
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.7,
+        "tie_word_embeddings": True,
+        "rope_theta": 10000.0,
+    },
+    "granite bias, dynamic": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "rope_theta": 5e4,
+        "pad_token_id": 0,
+    },
+    "smollm3 windows": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layers": [0, 1, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "pad_token_id": 0,
     },
 }
 CONFIGS = {name: _COMMON | config for name, config in CONFIGS.items()}

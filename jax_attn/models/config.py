@@ -12,8 +12,30 @@ from jax_attn.models.rope import Rope
 class LayerKind:
     """What layers of one model may differ in."""
 
-    rope: Rope
+    rope: Rope | None  # None: positions are not told
     window: int | None = None  # tokens that a token sees, itself included; None: all before it
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of an MLP; each token goes to the `per_token` likeliest."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    names: ExpertNames
+    normalize: bool = True  # probabilities of the experts that a token goes to add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers that have an MLP nevertheless
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Of tensors in the files, behind "model.layers.0."; {} is the expert."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +59,18 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of each head's q and k, before RoPE
-    post_norms: bool = False  # RMSNorm of what attention and MLP add to the residual, too
+    packed: bool = False  # files have q, k, v in one tensor, and gate and up in another
+    # RMSNorm of q and k before RoPE: of each head, or of all heads together.
+    qk_norm: Literal["none", "per_head", "all_heads"] = "none"
+    pre_norms: bool = True  # RMSNorm of what goes into attention and MLP
+    post_norms: bool = False  # RMSNorm of what attention and MLP add to the residual
+    residual_scale: float = 1.0  # of what attention and MLP add
     norm_offset: float = 0.0  # RMSNorm multiplies by norm_offset + weight
     embedding_scale: float = 1.0
     attention_soft_cap: float = 0.0  # 0: none
     logit_soft_cap: float = 0.0
+    logit_scale: float = 1.0
+    experts: Experts | None = None
     tensor_prefix: str = ""  # of the names in the files
 
     @property

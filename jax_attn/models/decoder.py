@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_attn as ja
 from jax_attn.models.config import LayerKind, ModelConfig
@@ -78,7 +79,7 @@ def forward(
     if len(plans) != len(config.kinds):
         raise ValueError(f"forward: plans: expected {len(config.kinds)}, got {len(plans)}.")
     plan_of = dict(zip(config.kinds, plans, strict=True))
-    angles_of = {kind: kind.rope.angles(config.head_dim, positions) for kind in config.kinds}
+    angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds}
 
     def attend(qkv, idx, kind):
         nonlocal k_pages, v_pages
@@ -134,14 +135,22 @@ def _layer(
 ) -> jax.Array:
     """x: [n, hidden] -> x, with attend(qkv) -> o [n, num_qo_heads, head_dim]."""
 
-    def norm(x: jax.Array, name: str) -> jax.Array:
-        return _rms_norm(x, weights[name], config)
+    def norm(x: jax.Array, name: str, is_on: bool) -> jax.Array:
+        return _rms_norm(x, weights[name], config) if is_on else x
 
-    qkv = norm(x, "attention_norm") @ weights["qkv"]
+    def add(x: jax.Array, h: jax.Array) -> jax.Array:
+        return x + (h if config.residual_scale == 1 else h * config.residual_scale)
+
+    qkv = norm(x, "attention_norm", config.pre_norms) @ weights["qkv"]
     if config.qkv_bias:
         qkv += weights["qkv_bias"]
+    if config.qk_norm == "all_heads":
+        sizes = [n * config.head_dim for n in (config.num_qo_heads, config.num_kv_heads)]
+        q, k, v = jnp.split(qkv, np.cumsum(sizes), axis=-1)
+        q, k = norm(q, "q_norm", True), norm(k, "k_norm", True)
+        qkv = jnp.concatenate([q, k, v], axis=-1)
     qkv = qkv.reshape(len(x), -1, config.head_dim)
-    if config.qk_norm:
+    if config.qk_norm == "per_head":
         # All heads at once, and those of v not: a kernel, where three parts would be three.
         head = jnp.arange(qkv.shape[1])[:, None]
         scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
@@ -151,11 +160,37 @@ def _layer(
     h = o.reshape(len(x), -1) @ weights["o"]
     if config.o_bias:
         h += weights["o_bias"]
-    x = x + (norm(h, "attention_post_norm") if config.post_norms else h)
+    x = add(x, norm(h, "attention_post_norm", config.post_norms))
 
-    gate, up = jnp.split(norm(x, "mlp_norm") @ weights["gate_up"], 2, axis=-1)
-    h = (_ACTIVATIONS[config.activation](gate) * up) @ weights["down"]
-    return x + (norm(h, "mlp_post_norm") if config.post_norms else h)
+    mlp = _experts if "router" in weights else _mlp
+    h = mlp(norm(x, "mlp_norm", config.pre_norms), weights, config)
+    return add(x, norm(h, "mlp_post_norm", config.post_norms))
+
+
+def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
+    gate, up = jnp.split(x @ weights["gate_up"], 2, axis=-1)
+    return (_ACTIVATIONS[config.activation](gate) * up) @ weights["down"]
+
+
+def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
+    """x: [n, hidden] -> the sum of what each token's experts make of it, times their probability.
+
+    Tokens are sorted by expert, so that each expert multiplies its own rows alone.
+    """
+    assert config.experts is not None
+    per_token, count = config.experts.per_token, config.experts.count
+    logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
+    scores, chosen = jax.lax.top_k(jax.nn.softmax(logits), per_token)  # [n, per_token]
+    if config.experts.normalize:
+        scores /= scores.sum(-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    num_rows = jnp.bincount(chosen.reshape(-1), length=count).astype(jnp.int32)
+    gate_up = jax.lax.ragged_dot(x[order // per_token], weights["expert_gate_up"], num_rows)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    h = _ACTIVATIONS[config.activation](gate) * up
+    h = jax.lax.ragged_dot(h, weights["expert_down"], num_rows)
+    by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
+    return jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
 
 
 def _rotated_heads(
@@ -163,8 +198,18 @@ def _rotated_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v for who attends without append_rotated."""
     q, k, v = jnp.split(qkv, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
-    angles = kind.rope.angles(config.head_dim, positions)
+    angles = _angles(kind, positions, config)
     return rotate(q, angles), rotate(k, angles), v
+
+
+def _angles(
+    kind: LayerKind, positions: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """cos, sin: [n, head_dim / 2] f32; 1 and 0 in layers without RoPE."""
+    if kind.rope is None:
+        shape = (len(positions), config.head_dim // 2)
+        return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    return kind.rope.angles(config.head_dim, positions)
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form
@@ -178,7 +223,7 @@ def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
 def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     x = _rms_norm(x, params["final_norm"], config)
     head = params["embed"].T if config.tie_embeddings else params["head"]
-    logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
+    logits = jnp.dot(x, head, preferred_element_type=jnp.float32) * config.logit_scale
     return _soft_cap(logits, config.logit_soft_cap)
 
 

@@ -7,18 +7,31 @@ those of transformers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.config import ExpertNames, Experts, LayerKind, ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, read_json
-from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
+from jax_attn.models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
-_SCALINGS: dict[str, type[LinearScaling | Llama3Scaling]] = {
+# The fields of these are the keys of config.json; "longrope" has a function of its own.
+_SCALINGS: dict[str, type[LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling]] = {
     "linear": LinearScaling,
+    "dynamic": DynamicScaling,
     "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
 }
+_MLP = ("gate", "up", "down")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -114,7 +127,104 @@ def _qwen2(keys: _Keys) -> ModelConfig:
 
 def _qwen3(keys: _Keys) -> ModelConfig:
     head_dim = keys.size("head_dim", 128)
-    return _silu_model(keys, _qwen_layers(keys), head_dim=head_dim, qk_norm=True, **_biases(keys))
+    layers = _qwen_layers(keys)
+    return _silu_model(keys, layers, head_dim=head_dim, qk_norm="per_head", **_biases(keys))
+
+
+def _qwen3_moe(keys: _Keys) -> ModelConfig:
+    num_layers, step = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
+    named = keys.get("mlp_only_layers") or []
+    window = None
+    if keys.flag("use_sliding_window"):
+        window = keys.size("sliding_window", 4096)
+    return _silu_model(
+        keys,
+        [LayerKind(_rope(keys), window)] * num_layers,
+        qk_norm="per_head",
+        experts=Experts(
+            # transformers 5 writes the second name.
+            count=keys.size("num_experts", keys.get("num_local_experts") or 128),
+            per_token=keys.size("num_experts_per_tok", 8),
+            intermediate_size=keys.size("moe_intermediate_size", 768),
+            names=ExpertNames("mlp.gate", *(f"mlp.experts.{{}}.{x}_proj" for x in _MLP)),
+            normalize=keys.flag("norm_topk_prob"),
+            dense_layers=tuple(i for i in range(num_layers) if i in named or (i + 1) % step),
+        ),
+        **_biases(keys),
+    )
+
+
+def _mixtral(keys: _Keys) -> ModelConfig:
+    window = keys.get("sliding_window") and keys.size("sliding_window")
+    block = "block_sparse_moe"
+    return _silu_model(
+        keys,
+        [LayerKind(_rope(keys, 1e6), window)] * keys.size("num_hidden_layers"),
+        experts=Experts(
+            count=keys.size("num_local_experts", 8),
+            per_token=keys.size("num_experts_per_tok", 2),
+            intermediate_size=keys.size("intermediate_size"),
+            names=ExpertNames(
+                f"{block}.gate", *(f"{block}.experts.{{}}.{x}" for x in ("w1", "w3", "w2"))
+            ),
+        ),
+    )
+
+
+def _phi3(keys: _Keys) -> ModelConfig:
+    window = keys.get("sliding_window") and keys.size("sliding_window")
+    rope = _rope(keys, phi3=True)
+    return _silu_model(
+        keys, [LayerKind(rope, window)] * keys.size("num_hidden_layers"), packed=True
+    )
+
+
+def _olmo2(keys: _Keys) -> ModelConfig:
+    return _silu_model(
+        keys,
+        [LayerKind(_rope(keys))] * keys.size("num_hidden_layers"),
+        qk_norm="all_heads",
+        pre_norms=False,
+        post_norms=True,
+        **_biases(keys),
+    )
+
+
+def _granite(keys: _Keys) -> ModelConfig:
+    keys.expect("mlp_bias", False)
+    return _silu_model(
+        keys,
+        [LayerKind(_rope(keys))] * keys.size("num_hidden_layers"),
+        sm_scale=keys.number("attention_multiplier", 1.0),
+        embedding_scale=keys.number("embedding_multiplier", 1.0),
+        residual_scale=keys.number("residual_multiplier", 1.0),
+        logit_scale=1 / keys.number("logits_scaling", 1.0),
+        **_biases(keys),
+    )
+
+
+def _smollm3(keys: _Keys) -> ModelConfig:
+    keys.expect("mlp_bias", False)
+    num_layers = keys.size("num_hidden_layers")
+    interval = keys.size("no_rope_layer_interval", 4)
+    # 1: the layer has RoPE, in spite of the name.
+    has_rope = keys.get("no_rope_layers") or [
+        int((i + 1) % interval != 0) for i in range(num_layers)
+    ]
+    if len(has_rope) < num_layers or not all(x in (0, 1) for x in has_rope):
+        raise keys.error(f"no_rope_layers: expected {num_layers} times 0 or 1, got {has_rope!r}")
+    window = None
+    if keys.flag("use_sliding_window") and keys.get("sliding_window") is not None:
+        window = keys.size("sliding_window")
+    rope = _rope(keys, 2e6)
+    types = [_SLIDING if window and not has_rope[i] else _FULL for i in range(num_layers)]
+    kinds = _layers(keys, types, LayerKind(rope), LayerKind(rope, window))
+    layers = [
+        kind if has_rope[i] else dataclasses.replace(kind, rope=None)
+        for i, kind in enumerate(kinds)
+    ]
+    tied = keys.flag("tie_word_embeddings", True)
+    return _silu_model(keys, layers, tie_embeddings=tied, **_biases(keys))
 
 
 def _gemma2(keys: _Keys) -> ModelConfig:
@@ -147,7 +257,7 @@ def _gemma3(keys: _Keys) -> ModelConfig:
             LayerKind(_parse_rope(keys, full, 1e6)),
             LayerKind(_parse_rope(keys, sliding, 1e4), window),
         ),
-        qk_norm=True,
+        qk_norm="per_head",
         logit_soft_cap=_soft_cap(keys, "final_logit_softcapping", None),
     )
 
@@ -178,6 +288,12 @@ _FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "granite": _granite,
+    "smollm3": _smollm3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gemma3": _gemma3_with_images,
@@ -274,29 +390,74 @@ def _layers(
     return [kinds[name] for name in named]
 
 
-def _rope(keys: _Keys) -> Rope:
+def _rope(keys: _Keys, default_theta: float = 10000.0, *, phi3: bool = False) -> Rope:
     # transformers 5 keeps everything about RoPE in one dict; 4 kept the base outside of it.
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-    return _parse_rope(keys, rope, keys.get("rope_theta", 10000.0))
+    outside = {k: keys.raw[k] for k in ("rope_theta", "partial_rotary_factor") if k in keys.raw}
+    rope = {k: v for k, v in outside.items() if v is not None} | rope
+    if phi3 and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # older names of it
+        rope = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": "longrope"}
+    return _parse_rope(keys, rope, default_theta)
 
 
 def _parse_rope(keys: _Keys, rope: dict[str, Any], default_theta: float) -> Rope:
     theta = keys.check_number("rope_theta", rope.get("rope_theta", default_theta))
+    fraction = keys.check_number("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", *_SCALINGS):
-        raise keys.error(
-            f"rope_type: expected {_one_of(['default', *_SCALINGS])}, got {rope_type!r}"
-        )
-    scaling = _SCALINGS.get(rope_type)
-    names = [field.name for field in dataclasses.fields(scaling)] if scaling else []
-    for name in rope:
-        if name not in ("rope_type", "type", "rope_theta", *names):
+    settings = {
+        key: value
+        for key, value in rope.items()
+        if key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+        and value is not None
+    }
+    scaling: Scaling | None = None
+    if rope_type == "longrope":
+        scaling = _long_rope(keys, settings)
+    elif rope_type in _SCALINGS:
+        scaling = _scaling(keys, rope_type, settings)
+    elif rope_type != "default":
+        known = ["default", "longrope", *_SCALINGS]
+        raise keys.error(f"rope_type: expected {_one_of(known)}, got {rope_type!r}")
+    elif settings:
+        raise keys.error(f"rope_scaling: key '{[*settings][0]}' is not supported with 'default'")
+    return Rope(theta, scaling, fraction)
+
+
+def _scaling(keys: _Keys, rope_type: str, settings: dict[str, Any]) -> Scaling:
+    fields = {field.name: field for field in dataclasses.fields(_SCALINGS[rope_type])}
+    for name, value in settings.items():
+        if name not in fields:
             raise keys.error(f"rope_scaling: key '{name}' is not supported with {rope_type!r}")
-    for name in names:
-        if name not in rope:
+        if not (fields[name].type == "bool" and isinstance(value, bool)):
+            keys.check_number(f"rope_scaling: {name}", value)
+    for name, field in fields.items():
+        if name not in settings and field.default is dataclasses.MISSING:
             raise keys.error(f"rope_scaling: key '{name}' is missing")
-        keys.check_number(f"rope_scaling: {name}", rope[name])
-    return Rope(theta, scaling(**{name: rope[name] for name in names}) if scaling else None)
+    return _SCALINGS[rope_type](**settings)
+
+
+def _long_rope(keys: _Keys, settings: dict[str, Any]) -> LongRopeScaling:
+    """`factor` is, if it is missing, the ratio of the two lengths."""
+    outer = keys.get("original_max_position_embeddings")
+    settings = ({} if outer is None else {"original_max_position_embeddings": outer}) | settings
+    names = "short_factor", "long_factor", "original_max_position_embeddings"
+    for name in settings:
+        if name not in (*names, "factor", "attention_factor"):
+            raise keys.error(f"rope_scaling: key '{name}' is not supported with 'longrope'")
+    for name in names:
+        if name not in settings:
+            raise keys.error(f"rope_scaling: key '{name}' is missing")
+    short, long, original = (settings[name] for name in names)
+    keys.check_number("original_max_position_embeddings", original)
+    served = keys.size("max_position_embeddings")
+    factors = long if served > original else short
+    for factor in factors:
+        keys.check_number("rope_scaling: long_factor", factor)
+    amplitude = settings.get("attention_factor")
+    if amplitude is None:
+        factor = settings.get("factor", served / original)
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(tuple(factors), keys.check_number("attention_factor", amplitude))
 
 
 def _eos_tokens(value: int | list[int] | None) -> tuple[int, ...]:

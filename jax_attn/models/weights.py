@@ -13,46 +13,71 @@ import numpy as np
 
 from jax_attn.models.config import ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
+from jax_attn.models.rope import Rope, rotary_order
 
 Params: TypeAlias = dict[str, Any]
 """embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
 of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k
-and v, gate_up is gate and up, side by side."""
+and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]."""
 
 Shape: TypeAlias = tuple[int, ...]
+
+Parts: TypeAlias = dict[str, Shape]
+"""Tensors of the files that make one matrix, side by side; a list of them makes a stack."""
 
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
-def layer_tensors(config: ModelConfig) -> dict[str, dict[str, Shape]]:
-    """For each weight of a layer the tensors it is made of, side by side, as torch shapes them.
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
+    """For each weight of a layer the tensors it is made of, as torch shapes them.
 
     A matrix is [out, in] in torch, and the other way round in Params.
     """
-    d, ff = config.hidden_size, config.intermediate_size
+    d = config.hidden_size
     q_size = config.num_qo_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     qkv_sizes = {"q": q_size, "k": kv_size, "v": kv_size}
     # Where there are norms after attention and MLP, they take the name of the one before the MLP.
     before_mlp = "pre_feedforward" if config.post_norms else "post_attention"
-    tensors: dict[str, dict[str, Shape]] = {
-        "attention_norm": {"input_layernorm.weight": (d,)},
-        "qkv": {f"self_attn.{x}_proj.weight": (size, d) for x, size in qkv_sizes.items()},
-        "o": {"self_attn.o_proj.weight": (d, q_size)},
-        "mlp_norm": {f"{before_mlp}_layernorm.weight": (d,)},
-        "gate_up": {f"mlp.{x}_proj.weight": (ff, d) for x in ("gate", "up")},
-        "down": {"mlp.down_proj.weight": (d, ff)},
-    }
+    tensors: dict[str, Parts | list[Parts]] = {"o": {"self_attn.o_proj.weight": (d, q_size)}}
+    if config.packed:
+        tensors["qkv"] = {"self_attn.qkv_proj.weight": (q_size + 2 * kv_size, d)}
+    else:
+        tensors["qkv"] = {f"self_attn.{x}_proj.weight": (n, d) for x, n in qkv_sizes.items()}
+    if config.pre_norms:
+        tensors["attention_norm"] = {"input_layernorm.weight": (d,)}
+        tensors["mlp_norm"] = {f"{before_mlp}_layernorm.weight": (d,)}
     if config.qkv_bias:
         tensors["qkv_bias"] = {f"self_attn.{x}_proj.bias": (n,) for x, n in qkv_sizes.items()}
     if config.o_bias:
         tensors["o_bias"] = {"self_attn.o_proj.bias": (d,)}
-    if config.qk_norm:
-        tensors |= {f"{x}_norm": {f"self_attn.{x}_norm.weight": (config.head_dim,)} for x in "qk"}
+    if config.qk_norm != "none":
+        for x in "qk":
+            size = config.head_dim if config.qk_norm == "per_head" else qkv_sizes[x]
+            tensors[f"{x}_norm"] = {f"self_attn.{x}_norm.weight": (size,)}
     if config.post_norms:
         tensors["attention_post_norm"] = {"post_attention_layernorm.weight": (d,)}
         tensors["mlp_post_norm"] = {"post_feedforward_layernorm.weight": (d,)}
-    return tensors
+    return tensors | _mlp_tensors(config, layer)
+
+
+def _mlp_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
+    d, ff, experts = config.hidden_size, config.intermediate_size, config.experts
+    if experts is not None and layer not in experts.dense_layers:
+        names, ff, all_experts = experts.names, experts.intermediate_size, range(experts.count)
+        return {
+            "router": {f"{names.router}.weight": (experts.count, d)},
+            "expert_gate_up": [
+                {f"{x.format(e)}.weight": (ff, d) for x in (names.gate, names.up)}
+                for e in all_experts
+            ],
+            "expert_down": [{f"{names.down.format(e)}.weight": (d, ff)} for e in all_experts],
+        }
+    if config.packed:
+        gate_up: Parts = {"mlp.gate_up_proj.weight": (2 * ff, d)}
+    else:
+        gate_up = {f"mlp.{x}_proj.weight": (ff, d) for x in ("gate", "up")}
+    return {"gate_up": gate_up, "down": {"mlp.down_proj.weight": (d, ff)}}
 
 
 def file_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -63,9 +88,10 @@ def file_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for tensors in layer_tensors(config).values():
-        for i in range(config.num_layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in tensors.items()}
+    for i in range(config.num_layers):
+        for weight in layer_tensors(config, i).values():
+            for parts in weight if isinstance(weight, list) else [weight]:
+                shapes |= {f"model.layers.{i}.{name}": shape for name, shape in parts.items()}
     return shapes
 
 
@@ -89,9 +115,15 @@ def load_params(
             f"{len(missing) - 1} more"
         )
 
-    def side_by_side(names: list[str]) -> jax.Array:
+    def side_by_side(layer: int, weight: str, parts: Parts) -> np.ndarray:
         # pop: the parts of a large model must not stay in memory beside the whole.
-        return jnp.asarray(np.concatenate([tensors.pop(name) for name in names]).T, dtype)
+        whole = np.concatenate([tensors.pop(f"model.layers.{layer}.{name}") for name in parts])
+        return _in_rotary_order(whole, weight, config).T
+
+    def make(layer: int, weight: str, parts: Parts | list[Parts]) -> jax.Array:
+        if isinstance(parts, list):
+            return jnp.asarray(np.stack([side_by_side(layer, weight, x) for x in parts]), dtype)
+        return jnp.asarray(side_by_side(layer, weight, parts), dtype)
 
     params: Params = {
         "embed": jnp.asarray(tensors["model.embed_tokens.weight"], dtype),
@@ -100,13 +132,31 @@ def load_params(
     if not config.tie_embeddings:
         params["head"] = jnp.asarray(tensors["lm_head.weight"].T, dtype)
     params["layers"] = [
-        {
-            weight: side_by_side([f"model.layers.{i}.{name}" for name in parts])
-            for weight, parts in layer_tensors(config).items()
-        }
+        {weight: make(i, weight, parts) for weight, parts in layer_tensors(config, i).items()}
         for i in range(config.num_layers)
     ]
     return params
+
+
+def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
+    """q and k, and what else has their dimensions, with those of each head as kernels rotate them.
+
+    tensor: [out, ...].
+    """
+    ropes = {kind.rope for kind in config.layers if kind.rope is not None}
+    if all(rope.fraction == 1 for rope in ropes):
+        return tensor
+    (fraction,) = {rope.fraction for rope in ropes}
+    num_heads = {
+        "qkv": config.num_qo_heads + config.num_kv_heads,
+        "qkv_bias": config.num_qo_heads + config.num_kv_heads,
+        "q_norm": 1 if config.qk_norm == "per_head" else config.num_qo_heads,
+        "k_norm": 1 if config.qk_norm == "per_head" else config.num_kv_heads,
+    }.get(weight, 0)
+    order = rotary_order(Rope(1.0, fraction=fraction), config.head_dim)
+    rotated = num_heads * config.head_dim
+    heads = tensor[:rotated].reshape(num_heads, config.head_dim, *tensor.shape[1:])
+    return np.concatenate([heads[:, order].reshape(tensor[:rotated].shape), tensor[rotated:]])
 
 
 def random_params(
@@ -120,11 +170,10 @@ def random_params(
     shapes: Params = {"embed": (config.vocab_size, d), "final_norm": (d,)}
     if not config.tie_embeddings:
         shapes["head"] = (d, config.vocab_size)
-    layer = {}
-    for weight, parts in layer_tensors(config).items():
-        sizes, *rest = zip(*parts.values(), strict=True)
-        layer[weight] = (*(x[0] for x in rest), sum(sizes))
-    shapes["layers"] = [layer] * config.num_layers
+    shapes["layers"] = [
+        {weight: _shape_in_memory(parts) for weight, parts in layer_tensors(config, i).items()}
+        for i in range(config.num_layers)
+    ]
 
     def make(path: tuple[jax.tree_util.DictKey, ...], shape: Shape, key: jax.Array) -> jax.Array:
         name = path[-1].key
@@ -136,6 +185,13 @@ def random_params(
     keys = jax.random.split(key, len(leaves))
     made = [make(*leaf, k) for leaf, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, made)
+
+
+def _shape_in_memory(parts: Parts | list[Parts]) -> Shape:
+    if isinstance(parts, list):
+        return (len(parts), *_shape_in_memory(parts[0]))
+    sizes, *rest = zip(*parts.values(), strict=True)
+    return (*(x[0] for x in rest), sum(sizes))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
