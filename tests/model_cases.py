@@ -172,6 +172,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "rope_parameters": _YARN_ROPE,
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        **_EXPERTS,
+        "num_local_experts": 5,
+        "sliding_window": 7,
+        "swiglu_limit": 0.9,
+        "rope_parameters": _YARN_ROPE | {"truncate": False},
+    },
+    "gpt-oss mxfp4": {
+        "model_type": "gpt_oss",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        **_EXPERTS,
+        "sliding_window": 7,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 9, "pad_token_id": 0},
     "phi3 long, partial": {
         "model_type": "phi3",
@@ -246,7 +266,12 @@ def random_tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np
     """All tensors of the files. The legacy generator: its numbers never change."""
     tensors = {}
     for name, shape in file_shapes(config).items():
-        normal = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+        random = np.random.RandomState(zlib.crc32(name.encode()))
+        if name.endswith(("_blocks", "_scales")):  # of MXFP4; scales of 2 ** -4 and around it
+            low, high = (0, 256) if name.endswith("_blocks") else (122, 125)
+            tensors[name] = random.randint(low, high, shape).astype(np.uint8)
+            continue
+        normal = random.standard_normal(shape)
         is_norm = name.endswith("norm.weight")
         tensors[name] = ((1 - config.norm_offset if is_norm else 0) + 0.3 * normal).astype(dtype)
     return tensors

@@ -244,6 +244,170 @@ PUBLISHED = {
             },
         },
     ),
+    "gpt-oss 20B": (
+        20_914_757_184,
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "eos_token_id": 200002,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "intermediate_size": 2880,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        },
+    ),
+    "Mixtral 8x7B": (
+        46_702_792_704,
+        {
+            "model_type": "mixtral",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        },
+    ),
+    "Qwen3 30B-A3B": (
+        30_532_122_624,
+        {
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Phi-4 mini": (
+        3_836_021_760,
+        {
+            "model_type": "phi3",
+            "attention_bias": False,
+            "bos_token_id": 199999,
+            "eos_token_id": 199999,
+            "full_attn_mod": 1,
+            "hidden_act": "silu",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [1.0] * 48,
+                "short_factor": [1.0] * 48,
+                "type": "longrope",
+            },
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+    ),
+    "SmolLM3 3B": (
+        3_075_098_624,
+        {
+            "model_type": "smollm3",
+            "attention_bias": False,
+            "bos_token_id": 128000,
+            "eos_token_id": 128012,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "layer_types": ["full_attention"] * 36,
+            "max_position_embeddings": 65536,
+            "mlp_bias": False,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 128256,
+        },
+    ),
+    "OLMo-2 7B": (
+        7_298_617_344,
+        {
+            "model_type": "olmo2",
+            "attention_bias": False,
+            "eos_token_id": 100257,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 500000,
+            "tie_word_embeddings": False,
+            "vocab_size": 100352,
+        },
+    ),
 }
 
 
@@ -256,7 +420,7 @@ def test_published_models(name):
         specs = models.attention_specs(
             config, max_batch=64, max_qo_tokens=64, max_kv_pages=4096, target=target
         )
-        assert len(specs) == (2 if "gemma" in config.family else 1)
+        assert len(specs) == (2 if config.family.startswith(("gemma", "gpt_oss")) else 1)
         assert all(spec.kernel_config for spec in specs)
 
 
@@ -321,10 +485,11 @@ MISFITS = {
     ),
     "missing key": (edit_config(hidden_size=...), "key 'hidden_size' is missing"),
     "no model type": (edit_config(model_type=...), "key 'model_type' is missing"),
-    "mixture of experts": (
-        edit_config(model_type="mixtral"),
-        "model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text' or "
-        "'gemma3', got 'mixtral'",
+    "state space model": (
+        edit_config(model_type="mamba"),
+        "model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_moe', 'mixtral', "
+        "'gpt_oss', 'phi3', 'olmo2', 'granite', 'smollm3', 'gemma2', 'gemma3_text' or 'gemma3', "
+        "got 'mamba'",
     ),
     "not a number": (edit_config(vocab_size="48"), "vocab_size: expected a number > 0, got '48'"),
     "not an integer": (
@@ -343,8 +508,9 @@ MISFITS = {
         "num_attention_heads: expected a multiple of num_key_value_heads 3, got 4",
     ),
     "rope type": (
-        edit_config(rope_scaling={"type": "yarn", "factor": 2.0}),
-        "rope_type: expected 'default', 'linear' or 'llama3', got 'yarn'",
+        edit_config(rope_scaling={"type": "mrope", "factor": 2.0}),
+        "rope_type: expected 'default', 'longrope', 'linear', 'dynamic', 'llama3' or 'yarn', got "
+        "'mrope'",
     ),
     "rope key": (
         edit_config(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
@@ -356,7 +522,42 @@ MISFITS = {
     ),
     "partial rope": (
         edit_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
-        "rope_scaling: key 'partial_rotary_factor' is not supported with 'default'",
+        "partial_rotary_factor: expected 1.0, got 0.5",
+    ),
+    "partial rope outside": (
+        edit_config(partial_rotary_factor=0.5),
+        "partial_rotary_factor: expected 1.0, got 0.5",
+    ),
+    "yarn without a length": (
+        edit_config(rope_scaling={"type": "yarn", "factor": 2.0}),
+        "rope_scaling: key 'original_max_position_embeddings' is missing",
+    ),
+    "yarn with a word": (
+        edit_config(
+            rope_scaling={
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "truncate": "no",
+            }
+        ),
+        "rope_scaling: truncate: expected False or True, got 'no'",
+    ),
+    "longrope of another head_dim": (
+        edit_config(
+            model_type="phi3",
+            original_max_position_embeddings=64,
+            rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+        ),
+        "rope_scaling: short_factor: expected a list of 4 numbers > 0, got [1.0]",
+    ),
+    "quantized experts": (
+        edit_config(model_type="gpt_oss", quantization_config={"quant_method": "fp8"}),
+        "quantization_config: expected quant_method 'mxfp4', got 'fp8'",
+    ),
+    "layers without rope": (
+        edit_config(model_type="smollm3", no_rope_layers=[1, 0]),
+        "no_rope_layers: expected 3 times 0 or 1, got [1, 0]",
     ),
     "window of a Llama": (edit_config(sliding_window=7), "sliding_window: expected None, got 7"),
     "no window": (

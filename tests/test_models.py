@@ -16,6 +16,7 @@ import pytest
 
 import jax_attn as ja
 from jax_attn import models
+from jax_attn.models import experts
 
 pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
@@ -43,6 +44,16 @@ def largest_difference(got, expected) -> float:
 def load_case(name: str, directory: Path) -> tuple[models.ModelConfig, models.Params]:
     config = model_cases.write(directory, model_cases.CONFIGS[name])
     return config, models.load_params(directory, config, "float32")
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 70, 1], [0, 0, 0, 5], [33, 32, 31, 1], [0, 0, 0, 0]])
+def test_each_row_meets_the_matrix_of_its_group(sizes):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(sum(sizes), 8)).astype(np.float32)
+    weights = rng.normal(size=(4, 8, 5)).astype(np.float32)
+    got = jax.jit(experts.grouped_matmul)(x, weights, np.array(sizes, np.int32))
+    expected = np.einsum("ni,nio->no", x, weights[np.repeat(np.arange(4), sizes)])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- transformers ------------------------------------------------------------------------------
@@ -115,6 +126,21 @@ def change(**changes):
     return lambda config: dataclasses.replace(config, **changes)
 
 
+def change_experts(**changes):
+    return lambda config: dataclasses.replace(
+        config, experts=dataclasses.replace(config.experts, **changes)
+    )
+
+
+def change_scaling(**changes):
+    def change(config: models.ModelConfig) -> models.ModelConfig:
+        rope = config.layers[0].rope
+        scaling = dataclasses.replace(rope.scaling, **changes)
+        return change_layers(rope=dataclasses.replace(rope, scaling=scaling))(config)
+
+    return change
+
+
 MISTAKES = {
     "window 1 longer": ("mistral window", change_windows(1)),
     "window 1 shorter": ("gemma3", change_windows(-1)),
@@ -137,6 +163,21 @@ MISTAKES = {
         "llama bias tied, llama3 rope",
         change_layers(rope=models.Rope(500.0)),
     ),
+    "no yarn": ("olmo2 bias, yarn", change_layers(rope=models.Rope(100.0))),
+    "yarn without amplitude": ("gpt-oss", change_scaling(attention_factor=1.0)),
+    "yarn truncated": ("gpt-oss", change_scaling(truncate=True)),
+    "no longrope": ("phi3 long, partial", change_layers(rope=models.Rope(1e4, fraction=0.75))),
+    "all of a head rotates": ("phi3 long, partial", change_layers(rope=models.Rope(1e4))),
+    "rope in all layers": ("smollm3 windows", change_layers(rope=models.Rope(1000.0))),
+    "pre norms": ("olmo2", lambda config: dataclasses.replace(config, post_norms=False)),
+    "no residual scale": ("granite", change(residual_scale=1.0)),
+    "no logit scale": ("granite", change(logit_scale=1.0)),
+    "expert probabilities as they are": ("mixtral window", change_experts(normalize=False)),
+    "expert probabilities made 1": ("qwen3 moe, some dense", change_experts(normalize=True)),
+    "an expert less": ("qwen3 moe", change_experts(per_token=2)),
+    "no sinks": ("gpt-oss", change(sinks=False)),
+    "another limit": ("gpt-oss", change(activation_limit=2.0)),
+    "plain silu": ("gpt-oss", change(activation="silu")),
 }
 
 

@@ -26,6 +26,9 @@ class Experts:
     names: ExpertNames
     normalize: bool = True  # probabilities of the experts that a token goes to add up to 1
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP nevertheless
+    # All experts are one tensor in the files, [experts, in, out], where gate and up alternate; they
+    # and the router have biases. "mxfp4": two tensors, codes and scales, widened when loaded.
+    stacked: Literal["", "plain", "mxfp4"] = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,7 @@ class ExpertNames:
     """Of tensors in the files, behind "model.layers.0."; {} is the expert."""
 
     router: str
-    gate: str
-    up: str
+    gate_up: tuple[str, ...]
     down: str
 
 
@@ -56,13 +58,15 @@ class ModelConfig:
     bos_token: int | None
     eos_tokens: tuple[int, ...]
     sm_scale: float  # attention logits = sm_scale * (q . k)
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation_limit: float = 0.0  # of clamped_swiglu
     qkv_bias: bool = False
     o_bias: bool = False
     packed: bool = False  # files have q, k, v in one tensor, and gate and up in another
     # RMSNorm of q and k before RoPE: of each head, or of all heads together.
     qk_norm: Literal["none", "per_head", "all_heads"] = "none"
     pre_norms: bool = True  # RMSNorm of what goes into attention and MLP
+    sinks: bool = False  # a logit of each head that takes part in its softmax, without a value
     post_norms: bool = False  # RMSNorm of what attention and MLP add to the residual
     residual_scale: float = 1.0  # of what attention and MLP add
     norm_offset: float = 0.0  # RMSNorm multiplies by norm_offset + weight
@@ -79,5 +83,10 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The distinct kinds of layers, in order of appearance; attention has a spec for each."""
+        """The distinct kinds of layers, in order of appearance."""
         return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows of layers, in order of appearance; attention has a spec for each."""
+        return tuple(dict.fromkeys(kind.window for kind in self.layers))

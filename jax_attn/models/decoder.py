@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
+from jax_attn.models import experts
 from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 
 Attend = Callable[..., jax.Array]
-"""(qkv, idx, kind) -> o [n, num_qo_heads, head_dim]: rotation and attention of layer `idx`.
-qkv: [n, num_qo_heads + 2 * num_kv_heads, head_dim], the heads of q, of k, and of v."""
+"""(qkv, sinks, idx, kind) -> o [n, num_qo_heads, head_dim]: rotation and attention of layer `idx`.
+qkv: [n, num_qo_heads + 2 * num_kv_heads, head_dim], the heads of q, of k, and of v.
+sinks: [num_qo_heads] f32 or None."""
 
 
 def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
-    """The attention of each of config.kinds; `kwargs` are capacities and the like of AttentionSpec.
+    """The attention of each of config.windows; `kwargs` are what else AttentionSpec takes.
 
     One batch needs a plan for each of them, all made of the same lengths and page table.
     """
@@ -32,10 +34,10 @@ def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpe
             head_dim_qk=config.head_dim,
             sm_scale=config.sm_scale,
             logits_soft_cap=config.attention_soft_cap,
-            window_left=-1 if kind.window is None else kind.window - 1,
+            window_left=-1 if window is None else window - 1,
             **kwargs,
         )
-        for kind in config.kinds
+        for window in config.windows
     )
 
 
@@ -76,19 +78,19 @@ def forward(
       logits: [n, vocab_size] f32.
       k_pages, v_pages: with the new tokens.
     """
-    if len(plans) != len(config.kinds):
-        raise ValueError(f"forward: plans: expected {len(config.kinds)}, got {len(plans)}.")
-    plan_of = dict(zip(config.kinds, plans, strict=True))
+    if len(plans) != len(config.windows):
+        raise ValueError(f"forward: plans: expected {len(config.windows)}, got {len(plans)}.")
+    plan_of = dict(zip(config.windows, plans, strict=True))
     angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds}
 
-    def attend(qkv, idx, kind):
+    def attend(qkv, sinks, idx, kind):
         nonlocal k_pages, v_pages
         # The stacked cache and an index, never a slice: slicing it would make XLA copy it. What is
         # appended depends on lengths and pages alone, so that any plan will do.
         q, k_pages, v_pages = ja.append_rotated(
             qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, plans[0], layer=idx
         )
-        return ja.attention(q, k_pages, v_pages, plan_of[kind], layer=idx)
+        return ja.attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
 
     x = _layers(tokens, params, config, attend)
     return _logits(x[logit_rows], params, config), k_pages, v_pages
@@ -100,7 +102,7 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
 
     distance = positions[:, None] - positions
 
-    def attend(qkv, idx, kind):
+    def attend(qkv, sinks, idx, kind):
         q, k, v = _rotated_heads(qkv, positions, config, kind)
         visible = distance >= 0
         if kind.window is not None:
@@ -109,7 +111,11 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
         k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
         scores = _soft_cap(config.sm_scale * scores, config.attention_soft_cap)
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(v.dtype)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        if sinks is not None:  # one more logit, without a value
+            sinks = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([scores, sinks], axis=-1)
+        weights = jax.nn.softmax(scores)[..., : len(k)].astype(v.dtype)
         return jnp.einsum("hqk,khd->qhd", weights, v)
 
     return _logits(_layers(tokens, params, config, attend), params, config)
@@ -131,9 +137,9 @@ def _layer(
     x: jax.Array,
     weights: Params,
     config: ModelConfig,
-    attend: Callable[[jax.Array], jax.Array],
+    attend: Attend,
 ) -> jax.Array:
-    """x: [n, hidden] -> x, with attend(qkv) -> o [n, num_qo_heads, head_dim]."""
+    """x: [n, hidden] -> x, with attend(qkv, sinks) -> o [n, num_qo_heads, head_dim]."""
 
     def norm(x: jax.Array, name: str, is_on: bool) -> jax.Array:
         return _rms_norm(x, weights[name], config) if is_on else x
@@ -156,7 +162,7 @@ def _layer(
         scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
         is_v = head >= config.num_qo_heads + config.num_kv_heads
         qkv = jnp.where(is_v, qkv, _rms_norm(qkv, scale, config))
-    o = attend(qkv)
+    o = attend(qkv, weights["sinks"].astype(jnp.float32) if config.sinks else None)
     h = o.reshape(len(x), -1) @ weights["o"]
     if config.o_bias:
         h += weights["o_bias"]
@@ -168,8 +174,17 @@ def _layer(
 
 
 def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    gate, up = jnp.split(x @ weights["gate_up"], 2, axis=-1)
-    return (_ACTIVATIONS[config.activation](gate) * up) @ weights["down"]
+    return _gated(x @ weights["gate_up"], config) @ weights["down"]
+
+
+def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
+    """The activation of an MLP's first product, [n, 2 * size] -> [n, size]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    if config.activation == "clamped_swiglu":  # of gpt-oss
+        limit = config.activation_limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+    return _ACTIVATIONS[config.activation](gate) * up
 
 
 def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
@@ -180,15 +195,20 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     assert config.experts is not None
     per_token, count = config.experts.per_token, config.experts.count
     logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
-    scores, chosen = jax.lax.top_k(jax.nn.softmax(logits), per_token)  # [n, per_token]
-    if config.experts.normalize:
-        scores /= scores.sum(-1, keepdims=True)
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    num_rows = jnp.bincount(chosen.reshape(-1), length=count).astype(jnp.int32)
-    gate_up = jax.lax.ragged_dot(x[order // per_token], weights["expert_gate_up"], num_rows)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    h = _ACTIVATIONS[config.activation](gate) * up
-    h = jax.lax.ragged_dot(h, weights["expert_down"], num_rows)
+    if "router_bias" in weights:
+        logits += weights["router_bias"].astype(jnp.float32)
+    scores, chosen = experts.route(logits, per_token, config.experts.normalize)
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)
+
+    def product(x: jax.Array, name: str) -> jax.Array:
+        y = experts.grouped_matmul(x, weights[name], num_rows)
+        bias = weights.get(f"{name}_bias")
+        return y if bias is None else y + bias[expert[order]]
+
+    h = _gated(product(x[order // per_token], "expert_gate_up"), config)
+    h = product(h, "expert_down")
     by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
     return jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
 

@@ -31,7 +31,6 @@ _SCALINGS: dict[str, type[LinearScaling | DynamicScaling | Llama3Scaling | YarnS
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
 }
-_MLP = ("gate", "up", "down")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -57,7 +56,8 @@ def parse_config(raw: dict[str, Any], path: Path | str = "config.json") -> Model
     keys = _Keys(raw, path)
     keys.need("model_type")
     keys.expect("model_type", *_FAMILIES)
-    keys.expect("quantization_config", None)
+    if raw["model_type"] != "gpt_oss":
+        keys.expect("quantization_config", None)
     return _FAMILIES[raw["model_type"]](keys)
 
 
@@ -146,7 +146,11 @@ def _qwen3_moe(keys: _Keys) -> ModelConfig:
             count=keys.size("num_experts", keys.get("num_local_experts") or 128),
             per_token=keys.size("num_experts_per_tok", 8),
             intermediate_size=keys.size("moe_intermediate_size", 768),
-            names=ExpertNames("mlp.gate", *(f"mlp.experts.{{}}.{x}_proj" for x in _MLP)),
+            names=ExpertNames(
+                "mlp.gate",
+                ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+                "mlp.experts.{}.down_proj",
+            ),
             normalize=keys.flag("norm_topk_prob"),
             dense_layers=tuple(i for i in range(num_layers) if i in named or (i + 1) % step),
         ),
@@ -165,8 +169,48 @@ def _mixtral(keys: _Keys) -> ModelConfig:
             per_token=keys.size("num_experts_per_tok", 2),
             intermediate_size=keys.size("intermediate_size"),
             names=ExpertNames(
-                f"{block}.gate", *(f"{block}.experts.{{}}.{x}" for x in ("w1", "w3", "w2"))
+                f"{block}.gate",
+                (f"{block}.experts.{{}}.w1", f"{block}.experts.{{}}.w3"),
+                f"{block}.experts.{{}}.w2",
             ),
+        ),
+    )
+
+
+def _gpt_oss(keys: _Keys) -> ModelConfig:
+    num_layers = keys.size("num_hidden_layers")
+    keys.expect("swiglu_alpha", 1.702)
+    quantized = keys.get("quantization_config")
+    if quantized is not None and quantized.get("quant_method") != "mxfp4":
+        raise keys.error(
+            f"quantization_config: expected quant_method 'mxfp4', got"
+            f" {quantized.get('quant_method')!r}"
+        )
+    default_rope = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    rope = _rope(keys, 150000.0, default=default_rope)
+    alternating = [_FULL if i % 2 else _SLIDING for i in range(num_layers)]
+    window = keys.size("sliding_window", 128)
+    bias = keys.flag("attention_bias", True)
+    return _silu_model(
+        keys,
+        _layers(keys, alternating, LayerKind(rope), LayerKind(rope, window)),
+        head_dim=keys.size("head_dim", 64),
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+        activation="clamped_swiglu",
+        activation_limit=keys.number("swiglu_limit", 7.0),
+        experts=Experts(
+            count=keys.size("num_local_experts", 128),
+            per_token=keys.size("num_experts_per_tok", 4),
+            intermediate_size=keys.size("intermediate_size"),
+            names=ExpertNames("mlp.router", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
+            stacked="plain" if quantized is None else "mxfp4",
         ),
     )
 
@@ -290,6 +334,7 @@ _FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,
@@ -390,19 +435,29 @@ def _layers(
     return [kinds[name] for name in named]
 
 
-def _rope(keys: _Keys, default_theta: float = 10000.0, *, phi3: bool = False) -> Rope:
+def _rope(
+    keys: _Keys,
+    default_theta: float = 10000.0,
+    *,
+    default: dict[str, Any] | None = None,
+    phi3: bool = False,
+) -> Rope:
     # transformers 5 keeps everything about RoPE in one dict; 4 kept the base outside of it.
-    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or default or {}
     outside = {k: keys.raw[k] for k in ("rope_theta", "partial_rotary_factor") if k in keys.raw}
     rope = {k: v for k, v in outside.items() if v is not None} | rope
     if phi3 and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # older names of it
         rope = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": "longrope"}
-    return _parse_rope(keys, rope, default_theta)
+    return _parse_rope(keys, rope, default_theta, partial=phi3)
 
 
-def _parse_rope(keys: _Keys, rope: dict[str, Any], default_theta: float) -> Rope:
+def _parse_rope(
+    keys: _Keys, rope: dict[str, Any], default_theta: float, partial: bool = False
+) -> Rope:
     theta = keys.check_number("rope_theta", rope.get("rope_theta", default_theta))
     fraction = keys.check_number("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    if fraction != 1 and not partial:
+        raise keys.error(f"partial_rotary_factor: expected 1.0, got {fraction!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     settings = {
         key: value
@@ -412,7 +467,7 @@ def _parse_rope(keys: _Keys, rope: dict[str, Any], default_theta: float) -> Rope
     }
     scaling: Scaling | None = None
     if rope_type == "longrope":
-        scaling = _long_rope(keys, settings)
+        scaling = _long_rope(keys, settings, fraction)
     elif rope_type in _SCALINGS:
         scaling = _scaling(keys, rope_type, settings)
     elif rope_type != "default":
@@ -428,15 +483,17 @@ def _scaling(keys: _Keys, rope_type: str, settings: dict[str, Any]) -> Scaling:
     for name, value in settings.items():
         if name not in fields:
             raise keys.error(f"rope_scaling: key '{name}' is not supported with {rope_type!r}")
-        if not (fields[name].type == "bool" and isinstance(value, bool)):
+        if fields[name].type != "bool":
             keys.check_number(f"rope_scaling: {name}", value)
+        elif not isinstance(value, bool):
+            raise keys.error(f"rope_scaling: {name}: expected False or True, got {value!r}")
     for name, field in fields.items():
         if name not in settings and field.default is dataclasses.MISSING:
             raise keys.error(f"rope_scaling: key '{name}' is missing")
     return _SCALINGS[rope_type](**settings)
 
 
-def _long_rope(keys: _Keys, settings: dict[str, Any]) -> LongRopeScaling:
+def _long_rope(keys: _Keys, settings: dict[str, Any], fraction: float) -> LongRopeScaling:
     """`factor` is, if it is missing, the ratio of the two lengths."""
     outer = keys.get("original_max_position_embeddings")
     settings = ({} if outer is None else {"original_max_position_embeddings": outer}) | settings
@@ -450,14 +507,20 @@ def _long_rope(keys: _Keys, settings: dict[str, Any]) -> LongRopeScaling:
     short, long, original = (settings[name] for name in names)
     keys.check_number("original_max_position_embeddings", original)
     served = keys.size("max_position_embeddings")
-    factors = long if served > original else short
-    for factor in factors:
-        keys.check_number("rope_scaling: long_factor", factor)
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    size = int(head_dim * fraction) // 2
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        is_list = isinstance(factors, list) and len(factors) == size
+        if not is_list or not all(isinstance(x, (int, float)) and x > 0 for x in factors):
+            raise keys.error(
+                f"rope_scaling: {name}: expected a list of {size} numbers > 0, got {factors!r}"
+            )
     amplitude = settings.get("attention_factor")
     if amplitude is None:
         factor = settings.get("factor", served / original)
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return LongRopeScaling(tuple(factors), keys.check_number("attention_factor", amplitude))
+    factors = tuple(long if served > original else short)
+    return LongRopeScaling(factors, keys.check_number("attention_factor", amplitude))
 
 
 def _eos_tokens(value: int | list[int] | None) -> tuple[int, ...]:

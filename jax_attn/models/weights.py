@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.models.config import ModelConfig
+from jax_attn.models import mxfp4
+from jax_attn.models.config import Experts, ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
 from jax_attn.models.rope import Rope, rotary_order
 
@@ -49,6 +50,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Par
         tensors["mlp_norm"] = {f"{before_mlp}_layernorm.weight": (d,)}
     if config.qkv_bias:
         tensors["qkv_bias"] = {f"self_attn.{x}_proj.bias": (n,) for x, n in qkv_sizes.items()}
+    if config.sinks:
+        tensors["sinks"] = {"self_attn.sinks": (config.num_qo_heads,)}
     if config.o_bias:
         tensors["o_bias"] = {"self_attn.o_proj.bias": (d,)}
     if config.qk_norm != "none":
@@ -64,20 +67,40 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Par
 def _mlp_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
     d, ff, experts = config.hidden_size, config.intermediate_size, config.experts
     if experts is not None and layer not in experts.dense_layers:
-        names, ff, all_experts = experts.names, experts.intermediate_size, range(experts.count)
-        return {
-            "router": {f"{names.router}.weight": (experts.count, d)},
-            "expert_gate_up": [
-                {f"{x.format(e)}.weight": (ff, d) for x in (names.gate, names.up)}
-                for e in all_experts
-            ],
-            "expert_down": [{f"{names.down.format(e)}.weight": (d, ff)} for e in all_experts],
-        }
+        return _expert_tensors(experts, d)
     if config.packed:
         gate_up: Parts = {"mlp.gate_up_proj.weight": (2 * ff, d)}
     else:
         gate_up = {f"mlp.{x}_proj.weight": (ff, d) for x in ("gate", "up")}
     return {"gate_up": gate_up, "down": {"mlp.down_proj.weight": (d, ff)}}
+
+
+def _expert_tensors(experts: Experts, d: int) -> dict[str, Parts | list[Parts]]:
+    names, ff, count = experts.names, experts.intermediate_size, experts.count
+    router: dict[str, Parts | list[Parts]] = {"router": {f"{names.router}.weight": (count, d)}}
+    if not experts.stacked:
+        return router | {
+            "expert_gate_up": [
+                {f"{name.format(e)}.weight": (ff, d) for name in names.gate_up}
+                for e in range(count)
+            ],
+            "expert_down": [{f"{names.down.format(e)}.weight": (d, ff)} for e in range(count)],
+        }
+    (gate_up,), down = names.gate_up, names.down
+    return router | {
+        "router_bias": {f"{names.router}.bias": (count,)},
+        "expert_gate_up": _stack(experts, gate_up, d, 2 * ff),
+        "expert_gate_up_bias": {f"{gate_up}_bias": (count, 2 * ff)},
+        "expert_down": _stack(experts, down, ff, d),
+        "expert_down_bias": {f"{down}_bias": (count, d)},
+    }
+
+
+def _stack(experts: Experts, name: str, inner: int, outer: int) -> Parts:
+    if experts.stacked == "plain":
+        return {name: (experts.count, inner, outer)}
+    blocks = (experts.count, outer, inner // mxfp4.BLOCK)
+    return {f"{name}_blocks": (*blocks, mxfp4.BLOCK // 2), f"{name}_scales": blocks}
 
 
 def file_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -117,8 +140,13 @@ def load_params(
 
     def side_by_side(layer: int, weight: str, parts: Parts) -> np.ndarray:
         # pop: the parts of a large model must not stay in memory beside the whole.
-        whole = np.concatenate([tensors.pop(f"model.layers.{layer}.{name}") for name in parts])
-        return _in_rotary_order(whole, weight, config).T
+        found = [tensors.pop(f"model.layers.{layer}.{name}") for name in parts]
+        if any(name.endswith("_blocks") for name in parts):
+            return _gate_then_up(mxfp4.widen(*found), weight, config)
+        whole = _in_rotary_order(np.concatenate(found), weight, config)
+        if whole.ndim == 3 or weight.endswith("_bias"):  # [experts, ...] as in memory
+            return _gate_then_up(whole, weight, config)
+        return whole.T
 
     def make(layer: int, weight: str, parts: Parts | list[Parts]) -> jax.Array:
         if isinstance(parts, list):
@@ -136,6 +164,13 @@ def load_params(
         for i in range(config.num_layers)
     ]
     return params
+
+
+def _gate_then_up(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
+    """Where the columns of gate and up alternate, those of gate first."""
+    if config.experts is None or not config.experts.stacked or "gate_up" not in weight:
+        return tensor
+    return np.concatenate([tensor[..., ::2], tensor[..., 1::2]], axis=-1)
 
 
 def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
@@ -171,7 +206,10 @@ def random_params(
     if not config.tie_embeddings:
         shapes["head"] = (d, config.vocab_size)
     shapes["layers"] = [
-        {weight: _shape_in_memory(parts) for weight, parts in layer_tensors(config, i).items()}
+        {
+            weight: _shape_in_memory(weight, parts)
+            for weight, parts in layer_tensors(config, i).items()
+        }
         for i in range(config.num_layers)
     ]
 
@@ -179,7 +217,8 @@ def random_params(
         name = path[-1].key
         if name.endswith("norm"):
             return _normal(key, shape, dtype, 0.1, 1 - config.norm_offset)
-        return _normal(key, shape, dtype, 0.1 if name.endswith("bias") else shape[-2] ** -0.5)
+        is_vector = name.endswith("bias") or name == "sinks"
+        return _normal(key, shape, dtype, 0.1 if is_vector else shape[-2] ** -0.5)
 
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
@@ -187,10 +226,16 @@ def random_params(
     return jax.tree.unflatten(tree, made)
 
 
-def _shape_in_memory(parts: Parts | list[Parts]) -> Shape:
+def _shape_in_memory(weight: str, parts: Parts | list[Parts]) -> Shape:
     if isinstance(parts, list):
-        return (len(parts), *_shape_in_memory(parts[0]))
-    sizes, *rest = zip(*parts.values(), strict=True)
+        return (len(parts), *_shape_in_memory("", parts[0]))
+    shapes = list(parts.values())
+    if len(shapes) == 2 and len(shapes[0]) == 4:  # codes and scales
+        count, outer, num_blocks = shapes[1]
+        return (count, num_blocks * mxfp4.BLOCK, outer)
+    if len(shapes[0]) == 3 or weight.startswith("expert"):
+        return shapes[0]
+    sizes, *rest = zip(*shapes, strict=True)
     return (*(x[0] for x in rest), sum(sizes))
 
 
@@ -235,8 +280,10 @@ def _read_tensors(
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if shape != shapes[name]:
                 raise ModelDirectoryError(f"{where}: expected shape {shapes[name]}, got {shape}")
-            if dtype not in ("BF16", "F16", "F32"):
-                raise ModelDirectoryError(f"{where}: expected dtype BF16, F16 or F32, got {dtype}")
+            is_mxfp4 = name.endswith(("_blocks", "_scales"))
+            if dtype not in (("U8",) if is_mxfp4 else ("BF16", "F16", "F32")):
+                expected = "U8" if is_mxfp4 else "BF16, F16 or F32"
+                raise ModelDirectoryError(f"{where}: expected dtype {expected}, got {dtype}")
             yield name, file.get_tensor(full_name)
 
 
