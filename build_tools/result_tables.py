@@ -86,6 +86,8 @@ def highlights() -> list[Highlight]:
             raise SystemExit(f"benchmarks/results/{file}.json: no row {workload}, which README has")
         peer = best_peer(row)
         words = " ".join(_PEER_WORDS.get(word, word) for word in peer.split())
+        if workload.startswith("cpu/decode/"):
+            words += " (dense cache)"  # bench_cpu.py: peers have no pages
         times = row["median_us"], words, row["peers"][peer], row["floor_us"]
         found.append(Highlight(kind, batch, MACHINES[file], *times))
     return found
@@ -273,4 +275,4 @@ def _milliseconds(us: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return f"{value:.1f}" if value else ""
+    return "" if not value else f"{value:.1f}" if value >= 1 else f"{value:.2g}"

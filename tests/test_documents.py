@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_attn as ja
@@ -52,6 +54,57 @@ def test_every_route_and_own_field_has_an_entry():
     own = (own + "grammar priority deadline cache_salt").split()
     assert set(own) <= set(schemas["CompletionRequest"]["properties"])
     assert not lacks("docs/server.md", [*own, "chat_template_kwargs"])
+
+
+def own_code(page: str) -> str:
+    """The Python of a page that is not an example, which CI runs by itself."""
+    text = re.sub(r"<!-- begin: .*?<!-- end: ", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+
+
+def test_code_of_concepts_runs(tmp_path, monkeypatch):
+    """A batch that shares what the page says it does: 64 decodes, pages of 16."""
+    monkeypatch.chdir(tmp_path)
+    spec = ja.AttentionSpec(8, 2, 64, fresh_kv=True, max_qo_tokens=64, max_kv_pages=64 * 400)
+    shared = np.arange(400)
+    tables = np.arange(64)[:, None] * 400 + 1000 + shared
+    tables[:, :128] = shared[:128]  # 2048 tokens
+    tables[:16, :384], tables[16:32, :256] = shared[:384], 500 + shared[:256]
+    tables[16:32, :128] = shared[:128]
+    pages, new = (
+        jnp.zeros((2, 30_000, 16, 2, 64), spec.dtype),
+        jnp.zeros((2, 64, 2, 64), spec.dtype),
+    )
+    names = {
+        "ja": ja,
+        "spec": spec,
+        "qo_indptr": np.arange(65),
+        "kv_lens": np.full(64, 6300),
+        "page_indptr": 400 * np.arange(65),
+        "page_indices": tables.reshape(-1),
+        "q": jnp.zeros(spec.q_shape, spec.dtype),
+        **dict(zip(("k_pages", "v_pages", "k_new", "v_new"), (*pages, *new), strict=True)),
+    }
+    exec(own_code("docs/concepts.md"), names)
+    assert names["plan"].bucket().num_shared_pages > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"schedule.html", "plan.npz"}
+
+
+def test_code_of_e4m3_runs():
+    pages, new = jnp.zeros((2, 8, 16, 2, 64), "float8_e4m3fn"), jnp.ones((2, 64, 2, 64), "bfloat16")
+    names = {
+        "ja": ja,
+        "qo_indptr": np.array([0, 5]),
+        "kv_lens": np.array([5]),
+        "page_indptr": np.array([0, 1]),
+        "page_indices": np.array([3]),
+        "q": jnp.ones((64, 8, 64), "bfloat16"),
+        "k_scale": jnp.full(2, 0.5, jnp.float32),
+        "v_scale": jnp.full(2, 0.5, jnp.float32),
+        **dict(zip(("k_pages", "v_pages", "k_new", "v_new"), (*pages, *new), strict=True)),
+    }
+    exec(own_code("docs/e4m3.md"), names)
+    np.testing.assert_allclose(np.float32(names["o"][:5]), 1, atol=1e-2)
 
 
 @pytest.fixture
