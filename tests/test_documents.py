@@ -1,5 +1,6 @@
 """README and docs/: whether they name all there is, and whether their checks see what is wrong."""
 
+import collections
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax_attn as ja
 from jax_attn import config
 from jax_attn.serve import __main__ as command
 from jax_attn.serve import openapi
+from jax_attn.serve.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "build_tools"))
@@ -54,6 +56,23 @@ def test_every_route_and_own_field_has_an_entry():
     own = (own + "grammar priority deadline cache_salt").split()
     assert set(own) <= set(schemas["CompletionRequest"]["properties"])
     assert not lacks("docs/server.md", [*own, "chat_template_kwargs"])
+
+
+class Engine:
+    """What the metrics ask of an engine: every number is there."""
+
+    ready = True
+
+    def stats(self):
+        return collections.defaultdict(int, step_seconds={"plan": 1.0})
+
+
+def test_every_metric_has_an_entry():
+    names = re.findall(r"^# TYPE jax_attn_(\w+)", Metrics(Engine()).text().decode(), re.MULTILINE)
+    names = [name for name in names if not name.endswith("_created")]  # of the library itself
+    assert len(names) >= 12
+    text = re.sub(r"\{\w+\}", "", coded("docs/server.md"))
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
 def own_code(page: str) -> str:
