@@ -13,7 +13,8 @@ In README.md, docs/**/*.md and benchmarks/NOTES.md, a block between these lines:
     targets          benchmarks/targets.toml beside benchmarks/results/*.json (targets.py)
 
 It also writes docs/images/results.svg, the plot of the ten rows. --check changes nothing and fails
-if anything differs from its source. Both fail where a link leads nowhere.
+if anything differs from its source. Both fail where a link leads nowhere, also in the READMEs of
+models/ and examples/.
 """
 
 import re
@@ -39,12 +40,17 @@ _CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
 
 def documents() -> list[Path]:
-    """README and NOTES, whose blocks and links this looks after, and all of docs/."""
+    """The documents that may have blocks."""
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "benchmarks" / "NOTES.md",
     ]
+
+
+def linked() -> list[Path]:
+    """The documents whose links are checked."""
+    return [*documents(), *ROOT.glob("models/*/README.md"), *ROOT.glob("examples/*/README.md")]
 
 
 def block(name: str) -> str:
@@ -99,7 +105,7 @@ def main(arguments: list[str]) -> None:
         elif not is_same:
             name = path.relative_to(ROOT)
             raise SystemExit(f"{name} is out of date: run python build_tools/readme_tables.py")
-    if broken := [link for document in documents() for link in broken_links(document)]:
+    if broken := [link for document in linked() for link in broken_links(document)]:
         raise SystemExit("links that lead nowhere: " + ", ".join(broken))
 
 
