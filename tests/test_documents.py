@@ -1,6 +1,7 @@
 """README and docs/: whether they name all there is, and whether their checks see what is wrong."""
 
 import collections
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -33,6 +34,25 @@ def lacks(page: str, names: list[str]) -> list[str]:
 
 def test_every_public_name_is_in_the_api():
     assert not lacks("docs/api.md", ja.__all__)
+
+
+def test_calls_in_the_api_are_written_as_they_are():
+    """Names of arguments, their order, and their defaults; "...": there are more."""
+    calls = re.findall(r"^(\w+)\((.+)\)$", coded("docs/api.md"), re.MULTILINE)
+    calls = [(name, text) for name, text in calls if name in ja.__all__ and text != "..."]
+    assert len(calls) >= 10
+    for name, text in calls:
+        parameters = inspect.signature(getattr(ja, name)).parameters.values()
+        is_needed = {p.name: p.default is p.empty for p in parameters}
+        there = [p.name if is_needed[p.name] else f"{p.name}={p.default}" for p in parameters]
+        written = [piece for piece in text.split(", ") if piece not in ("*", "...")]
+        # plan's page table is optional, but a paged spec needs it
+        there = [
+            x.removesuffix("=None") if x.removesuffix("=None") in written else x for x in there
+        ]
+        assert [x for x in there if x in written] == written, name
+        missing = [x for x in is_needed if is_needed[x] and x not in written]
+        assert "..." in text or not missing, name
 
 
 def test_every_environment_variable_has_an_entry():
