@@ -4,6 +4,7 @@ import collections
 import inspect
 import re
 import sys
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -127,6 +128,12 @@ def test_code_of_concepts_runs(tmp_path, monkeypatch):
     exec(own_code("docs/concepts.md"), names)
     assert names["plan"].bucket().num_shared_pages > 0
     assert {path.name for path in tmp_path.iterdir()} == {"schedule.html", "plan.npz"}
+
+
+def test_code_of_the_api_fits_its_call():
+    """Without compiling: test_jit.py does that."""
+    fits = inspect.signature(ja.precompile).bind
+    exec(own_code("docs/api.md"), {"ja": types.SimpleNamespace(precompile=fits), "spec": None})
 
 
 def test_code_of_e4m3_runs():
