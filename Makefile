@@ -6,7 +6,7 @@
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
 #   make bench-serve  the server over HTTP -> benchmarks/results/
-#   make lint       ruff, mypy, clang-format, and whether README.md is up to date
+#   make lint       ruff, mypy, clang-format, and whether README.md and docs/ are up to date
 #   make digest     hash of the sources that a result file must carry
 #   make clean      remove what the above made
 #

@@ -1,7 +1,7 @@
 // Plain arguments of every kernel, and the records of a plan.
 //
 // Read by host C++ and by NVRTC alike, so this file includes nothing and uses only built-in types.
-// Every pointer has its shape beside it; the words are those of README.md, "Words".
+// Every pointer has its shape beside it; the words are those of docs/api.md, "Shapes".
 // Indices are int32 in storage. Addresses are computed in 64 bits.
 #pragma once
 

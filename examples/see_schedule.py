@@ -12,6 +12,7 @@ import numpy as np
 import jax_attn as ja
 
 folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+folder.mkdir(parents=True, exist_ok=True)
 
 # A plan needs no device: this one is for a GPU with 10 multiprocessors.
 spec = ja.AttentionSpec(

@@ -1,7 +1,7 @@
-"""The server and OpenAI's own client: a stream, a JSON object by schema, and a shared beginning.
+"""The server and OpenAI's client: a stream, a JSON object that follows a schema, a shared prefix.
 
-The server is `python -m jax_attn.serve` with the bundled model, here with few buckets so that it
-compiles in seconds. Started by `make serve`, it needs only the second half of this file.
+The server is `python -m jax_attn.serve` with the bundled model, here with small capacities, so that
+it compiles in seconds. If `make serve` has started one, use only what follows `client`.
 """
 
 import atexit

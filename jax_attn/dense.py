@@ -1,4 +1,4 @@
-"""The drop-in for jax.nn.dot_product_attention: dense batches, with gradients, on meshes."""
+"""The drop-in for jax.nn.dot_product_attention: dense batches, gradients, meshes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
 
 _OP = "dot_product_attention"
 
-# Of the backward pass: keys whose logits are in memory at the same time, and parts of the rows,
-# each of which passes over the blocks that it sees. With four, 5/8 of all logits are computed under
-# a causal mask, of which half are visible; each part is a loop to compile.
+# Of the backward pass. _BLOCK: keys whose logits are in memory at the same time. _PANELS: parts of
+# the query rows; each part loops over the blocks of keys that it sees. Under a causal mask, half of
+# all logits are visible; four panels compute 5/8 of them. Each panel is one more loop to compile.
 _BLOCK, _PANELS = 512, 4
 
 
@@ -40,28 +40,37 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Drop-in for jax.nn.dot_product_attention: dense batches, same arguments, same meaning.
 
-    query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim].
-    key, value: [batch, S, num_kv_heads, head_dim] or without the batch.
-    scale: of the logits; None: 1 / sqrt(head_dim).
-    is_causal: query i sees keys j <= i. As in jax.nn this counts from the start of both sequences,
-        also where T != S, unlike AttentionSpec.causal.
-    query_seq_lengths, key_value_seq_lengths: [batch], i32, known on the host. Query rows beyond
-        their length are 0.
-    local_window_size: (left, right) or one int for both: query i sees i - left <= j <= i + right.
-    return_residual: also return lse, [batch, T, num_qo_heads], f32 natural log (jax.nn rounds it to
-        query's dtype).
+    query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim], bf16 | f16 | f32.
+    key: [batch, S, num_kv_heads, head_dim] or without the batch, dtype of query.
+    value: [batch, S, num_kv_heads, head_dim_vo] or without the batch, dtype of query.
+    bias, mask: None only.
+    scale: logits = scale * (query . key), a number known while tracing. None: 1 / sqrt(head_dim).
+    is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, also
+        where T != S. (AttentionSpec.causal aligns their ends.)
+    query_seq_lengths, key_value_seq_lengths: [batch], integers in [0, T] and [0, S], known on the
+        host. Query rows beyond their length are 0.
+    local_window_size: (left, right) or one int for both. Query i sees i - left <= j <= i + right.
+    implementation: None only.
+    return_residual: also return lse.
 
-    A row that sees no key is 0 here; jax.nn returns the mean of all values.
+    Returns o: [batch, T, num_qo_heads, head_dim_vo] in query's dtype, and with return_residual lse:
+    [batch, T, num_qo_heads], f32, natural log. Without the batch where query has none. A row that
+    sees no key has o = 0, lse = -inf.
 
-    Differentiable in query, key and value, lse too: the backward pass is FlashAttention-2's (arXiv
-    2307.08691, Algorithm 2), from lse and block by block, in jnp. Its memory grows with T + S, not
-    with T * S. What lies beyond the lengths has gradient 0 and no influence, whatever it holds.
+    Two results differ from jax.nn, which returns the mean of all values for a row that sees no key,
+    and rounds lse to query's dtype.
 
-    On a mesh, arrays sharded over batch or heads stay where they are and nothing is gathered; with
-    lengths over heads alone.
+    Differentiable in query, key and value; lse may be part of the loss. The backward pass is that
+    of FlashAttention-2 (arXiv 2307.08691, Algorithm 2), block by block in jnp. Its memory grows
+    with T + S, not with T * S. What lies beyond the lengths has gradient 0 and no influence,
+    whatever it holds. vmap joins the mapped axis to the batch.
 
-    Raises ValueError for arrays that do not fit each other, NotImplementedError for bias, mask,
-    lengths traced by jit, or another `implementation` than None.
+    On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
+    With lengths, arrays may be split over heads only.
+
+    Raises ValueError for arrays that do not fit each other, or for a wrong length or window.
+    Raises NotImplementedError for bias, mask, implementation, and for a scale or lengths that are
+    traced by jit.
     """
     for name, argument in (("bias", bias), ("mask", mask), ("implementation", implementation)):
         if argument is not None:
@@ -91,7 +100,7 @@ def dot_product_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The static side of a call."""
+    """What is static in a call."""
 
     query_lens: tuple[int, ...] | None  # None: all of T
     kv_lens: tuple[int, ...] | None  # None: all of S
@@ -100,12 +109,12 @@ class _Problem:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Along what devices may share the work: lengths belong to requests."""
+        """Axes along which devices may split the work; with lengths, which requests have, not b."""
         has_lengths = self.query_lens is not None or self.kv_lens is not None
         return ("h",) if has_lengths else ("b", "h")
 
     def repeated(self, n: int) -> _Problem:
-        """That of n such batches in one."""
+        """The problem of n such batches joined into one."""
         query_lens, kv_lens = (x and n * x for x in (self.query_lens, self.kv_lens))
         return dataclasses.replace(self, query_lens=query_lens, kv_lens=kv_lens)
 
@@ -247,13 +256,13 @@ def _attend_part(
     v: jax.Array,
     buffer: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """What a device of a mesh does: some requests and heads, planned for themselves."""
+    """What one device of a mesh does: it plans its own requests and heads."""
     own = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
     return _attend_flat(problem, own.spec, q, k, v, jnp.asarray(own.buffer))
 
 
 def _axes(problem: _Problem, spec: AttentionSpec) -> Axes:
-    """Requests and kv heads, with their groups of query heads, do not know of each other."""
+    """The work may be split over requests, and over KV heads with their groups of query heads."""
     names = "b t (h g) d, b s h d, b s h e, w -> b t (h g) e, b t (h g)"
     return Axes(names, problem.split, {"g": spec.group_size})
 
@@ -294,9 +303,10 @@ def _gradients(
     d_o: jax.Array,
     d_lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For blocks of keys: p = exp(logits - lse), and with D = sum(do * o) - dlse of each row
+    """Gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
 
-    dv = p^T do,  ds = p * (do v^T - D),  dq = sm_scale ds k,  dk = sm_scale ds^T q.
+    For each block of keys, P = exp(logits - lse). With D = sum(do * o) - dlse of each row:
+    dv = P^T do,  ds = P * (do v^T - D),  dq = sm_scale ds k,  dk = sm_scale ds^T q.
     """
     (batch, q_len, num_qo_heads, _), (kv_len, num_kv_heads) = q.shape, k.shape[1:3]
     # Rows without a key are constant; 0 * NaN would be NaN, so what lies beyond lengths is cleared.
@@ -343,7 +353,7 @@ def _gradients(
 
 
 class _Panel(NamedTuple):
-    """Some of the query rows. lse: inf where a row sees no key."""
+    """Some of the query rows. lse is inf where a row sees no key, so that its P is 0."""
 
     q: jax.Array  # [batch, rows, num_kv_heads, group_size, head_dim_qk]
     d_o: jax.Array  # [batch, rows, num_kv_heads, group_size, head_dim_vo]
@@ -358,9 +368,9 @@ def _panel_gradients(
     kv_lens: np.ndarray,
     blocks: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """What the rows have of dq, and each block of dk and dv from them, in f32.
+    """The rows' dq, and what they add to dk and dv of each block; all f32.
 
-    blocks: first key, keys and values of each, [num_blocks, ...].
+    blocks: the first key, the keys and the values of each block, [num_blocks, ...].
     """
     q, d_o, lse, d = panel
 
@@ -381,7 +391,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _blocks_seen(window: tuple[int, int], rows: slice, block: int, num_blocks: int) -> slice:
-    """The blocks of keys of which some of the query rows may see a part."""
+    """The range of blocks in which at least one of the query rows may see a key."""
     left, right = window
     first = max(0, rows.start - left) // block if left >= 0 else 0
     last = (rows.stop - 1 + right) // block + 1 if right >= 0 else num_blocks
@@ -392,7 +402,7 @@ def _blocks_seen(window: tuple[int, int], rows: slice, block: int, num_blocks: i
 def _visible(
     window: tuple[int, int], rows: slice, keys: jax.Array, kv_lens: np.ndarray
 ) -> jax.Array:
-    """[batch, 1, 1, rows, keys] bool."""
+    """[batch, 1, 1, rows, keys], bool: which row sees which key."""
     visible = (keys < kv_lens)[:, None, None, None, :]
     i = jnp.arange(rows.start, rows.stop)[:, None]
     left, right = window

@@ -1,4 +1,4 @@
-"""What a saved plan holds: `python -m jax_attn.inspect plan.npz [--plot out.html]`."""
+"""Shows a saved plan: `python -m jax_attn.inspect plan.npz [--plot out.html] [--rows N]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax_attn.plot import timeline
 
 
 def tables(plan: AttentionPlan, num_rows: int) -> str:
-    """describe(), then the fullest queues, the heaviest items and the largest merge groups."""
+    """plan.describe(), then tables of the fullest queues, the heaviest items and the largest merge
+    groups, each of at most num_rows rows."""
     items, costs = plan.items(), plan.item_costs()
     queue = timeline(plan).queue
     loads, lengths = plan.queue_costs(), np.diff(plan.queue_indptr())

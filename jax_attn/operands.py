@@ -1,4 +1,7 @@
-"""What attention and append_kv ask of their operands, in one place."""
+"""Checks of the operands of attention and append_kv, in one place.
+
+Each function takes `op`, the name of the operation for messages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from jax_attn.spec import AttentionSpec
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
-    """The spec of a plan; what is no plan gets a sentence."""
+    """The spec of a plan. Raises TypeError for anything else."""
     if not isinstance(plan, AttentionPlan):
         raise TypeError(
             f"{op}: plan: expected an AttentionPlan, which jax_attn.plan makes, got"
@@ -25,7 +28,11 @@ def spec_of(op: str, plan: Any) -> AttentionSpec:
 
 
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """`array` as a jax.Array if it has this shape and dtype; else a ValueError says what to do."""
+    """`array` as a jax.Array.
+
+    Raises ValueError, with advice, for another shape or dtype; NotImplementedError for an array
+    that is visibly split over a mesh.
+    """
     array = jnp.asarray(array)
     if array.shape != shape or array.dtype != dtype:
         advice = ""
@@ -44,7 +51,8 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
 
 
 def _refuse_parts(op: str, name: str, array: jax.Array) -> None:
-    """Arrays that are known to be split over a mesh: each device would get, and compute, it all."""
+    """Raises NotImplementedError for an array that is visibly split over a mesh: each device would
+    gather all of it and compute everything."""
     sharding = (jax.typeof(array) if isinstance(array, jax.core.Tracer) else array).sharding
     if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 and any(sharding.spec):
         raise NotImplementedError(
@@ -56,7 +64,10 @@ def _refuse_parts(op: str, name: str, array: jax.Array) -> None:
 def check_values(
     op: str, name: str, v: Any, shape: tuple[int, ...] | None, dtype: str
 ) -> jax.Array | None:
-    """`v` as check_array gives it; None where its shape is None: with mla k holds the values."""
+    """`v` as check_array returns it. shape None (mla: v is columns of k): v must be None.
+
+    Raises ValueError, too, where v is None and should not be, or the reverse.
+    """
     if shape is None:
         if v is not None:
             raise ValueError(
@@ -70,10 +81,16 @@ def check_values(
 
 
 def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[jax.Array | None]:
-    """q_scale, k_scale, v_scale, or some of them, as float32 arrays of a number a head.
+    """q_scale, k_scale, v_scale, or some of them, as FFI operands.
 
-    None where nothing of spec is float8_e4m3fn; else an array without elements stands for 1: XLA's
-    optional operands are the last ones.
+    scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None.
+
+    Returns the arrays in the same order. Without float8_e4m3fn in the spec: all None, no operands.
+    With it: a scale of None becomes an array of no elements, which stands for 1, because only the
+    last operands of an XLA FFI call may be left out.
+
+    Raises ValueError for another shape or dtype, or for a scale of an operand that is not
+    float8_e4m3fn.
     """
     arrays: list[jax.Array | None] = []
     for name, scale in scales.items():
@@ -95,7 +112,13 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
 def as_stacked(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The paged cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], no copy."""
+    """The cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], without a copy.
+
+    layer: None if the pages have no leading [num_layers]; they get one of length 1.
+
+    Raises ValueError for another rank, shape or dtype; NotImplementedError for more token slots in
+    a layer than 32 bits can number.
+    """
     k_pages = jnp.asarray(k_pages)
     rank = 4 if layer is None else 5
     if k_pages.ndim != rank:
@@ -122,7 +145,10 @@ def as_stacked(
 
 
 def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
-    """The layer index as an i32 scalar; one known now is checked now."""
+    """The layer index as an i32 scalar; None is 0.
+
+    Raises ValueError for what is no integer, or, unless it is traced, out of range.
+    """
     if layer is None:
         return jnp.int32(0)
     array = layer if isinstance(layer, jax.Array) else np.asarray(layer)
@@ -138,7 +164,11 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
 def check_data(
     op: str, plan: AttentionPlan, layer: jax.Array, pages_shape: tuple[int, ...]
 ) -> None:
-    """JAX_ATTN_CHECK=1: looks at the data of plan and layer, wherever they live, at run time."""
+    """With JAX_ATTN_CHECK=1: checks the contents of plan and layer at run time, also inside jit.
+
+    Raises ValueError (as JAX reports it from a callback) for a faulty plan, a buffer that is no
+    plan, page ids beyond the pool, or a layer out of range. Else it does nothing.
+    """
     if not config.check:
         return
     num_layers, num_pages = pages_shape[:2] if plan.spec.is_paged else (1, 1)

@@ -1,4 +1,4 @@
-"""Pictures of a schedule: the queue of every CTA over time."""
+"""Pictures of a schedule: the queue of each CTA over time. See AttentionPlan.plot."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MAX_IN_LEGEND = 12  # requests; beyond it colours repeat, more or less
 
 
 class Timeline(NamedTuple):
-    """What a picture shows, whoever draws it."""
+    """What a picture shows, whether as a page or as a figure. The label has the unit of time."""
 
     queue: np.ndarray  # [num_items]
-    begin: np.ndarray  # [num_items], of an item
-    end: np.ndarray
-    request: np.ndarray  # [num_items], -1: of several
-    links: np.ndarray  # [num_links, 2] items: of a partial state, the one that merges it
+    begin: np.ndarray  # [num_items], when each item begins
+    end: np.ndarray  # [num_items], when each item ends
+    request: np.ndarray  # [num_items]; -1: several requests share the item
+    links: np.ndarray  # [num_links, 2]: an item with a partial state, the item that merges it
     num_queues: int
     label: str  # of the time axis
 
@@ -36,6 +36,13 @@ class Timeline(NamedTuple):
 
 
 def timeline(plan: AttentionPlan, item_times: Any = None) -> Timeline:
+    """The times of a plan's items.
+
+    item_times: [num_items, 2], seconds, as jax_attn.item_times returns them; shown in µs from the
+        first begin on. None: the costs that the planner predicts, queue by queue.
+
+    Raises ValueError for item_times of another shape, or that end before they begin.
+    """
     items, indptr = plan.items(), plan.queue_indptr()
     queue = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
     if item_times is None:
@@ -61,8 +68,8 @@ def timeline(plan: AttentionPlan, item_times: Any = None) -> Timeline:
 
 
 def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """From each item to those that complete its merge groups, and from these to those that complete
-    the parents, once each."""
+    """Pairs of items without duplicates: from each item with a partial state to the item that
+    completes its merge group, and from that item to the one that completes the parent group."""
     counts = items["num_groups"]
     item = np.repeat(np.arange(len(items)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -80,6 +87,11 @@ def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray
 
 
 def draw(plan: AttentionPlan, path: str | os.PathLike[str], item_times: Any) -> None:
+    """AttentionPlan.plot.
+
+    Raises ValueError for another suffix of path or for item_times that do not fit the plan,
+    ImportError if a figure is wanted and matplotlib is missing.
+    """
     path = pathlib.Path(path)
     if path.suffix not in (".html", *_FIGURES):
         raise ValueError(
@@ -104,7 +116,7 @@ def _color(request: int) -> str:
 
 
 def _legend(times: Timeline) -> list[tuple[str, int]]:
-    """(text, request) of the colours."""
+    """(text, request) of each entry. With many requests, only the colour of shared items."""
     requests = np.unique(times.request)
     entries = [("shared by several requests", -1)] if -1 in requests else []
     requests = requests[requests >= 0]
@@ -169,7 +181,7 @@ def _page(plan: AttentionPlan, times: Timeline, title: str, about: str) -> str:
 
 
 def _tell(plan: AttentionPlan, times: Timeline) -> list[str]:
-    """What there is to say about each item."""
+    """The text that the page shows for each item."""
     group_size, groups = plan.spec.heads_per_item, plan.merge_groups()
     texts = []
     for i, item in enumerate(plan.items()):
@@ -194,7 +206,7 @@ def _tell(plan: AttentionPlan, times: Timeline) -> list[str]:
 
 
 def _ticks(length: float) -> list[float]:
-    """Round numbers from 0 on, five to ten of them."""
+    """Round numbers from 0 to length, about five to ten of them."""
     step = 10.0 ** np.floor(np.log10(length))
     step *= next(f for f in (1, 0.5, 0.2, 0.1) if length / (step * f) >= 5)
     return [float(t) for t in np.arange(0, length * 1.0001, step)]

@@ -1,9 +1,11 @@
 """The oracle: every operation of this library in its simplest form, dense, request by request.
 
-Written to be read and to be right; never fast. The same lines run on numpy and on jax arrays, and
-the precision follows the inputs: float64 arrays (numpy, or jax with x64) give the float64 truth;
-bf16 and f16 arrays give what a plain implementation in that dtype gives (float32 logits and
-softmax, probabilities and results rounded to the dtype).
+The code is written to be read and to be right. It is never fast. It runs on numpy and on jax
+arrays, and the precision follows the inputs:
+
+    float64         (numpy, or jax with x64) everything in float64: the truth
+    float32         everything in float32
+    bf16, f16       logits and softmax in float32; P and the results are rounded to the dtype
 
 Lengths and page tables are host arrays (numpy), as `jax_attn.plan` takes them.
 """
@@ -53,31 +55,37 @@ def attention(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attention of a batch of requests over a paged or ragged kv.
+    """Attention of a batch of requests over a paged or ragged KV, as jax_attn.attention.
 
     Args:
       q: [max_qo_tokens, num_qo_heads, head_dim_qk]. Request r has the rows
         [qo_indptr[r], qo_indptr[r + 1]).
       k: [num_pages, page_size, num_kv_heads, head_dim_qk], or ragged [max_kv_tokens, num_kv_heads,
         head_dim_qk]; with `layer`, a leading [num_layers].
-      v: as k, with head_dim_vo; None: the first spec.head_dim_vo columns of k (mla).
-      qo_indptr: [batch_size + 1] tokens.
-      kv_lens: [batch_size] tokens, the new ones included.
-      page_indptr: [batch_size + 1] pages; None if ragged.
-      page_indices: [>= page_indptr[-1]] pages; None if ragged.
+      v: as k, with head_dim_vo. None: the first spec.head_dim_vo columns of k (mla).
+      qo_indptr: [batch_size + 1], i32, tokens.
+      kv_lens: [batch_size], i32, tokens; the new ones included.
+      page_indptr: [batch_size + 1], i32, pages. None if ragged.
+      page_indices: [>= page_indptr[-1]], i32, page ids. None if ragged.
       spec: windows, soft cap and scale are read from it.
-      kv_indptr: ragged only, [>= batch_size] first row of each request; None: cumsum of kv_lens.
-      q_offsets: [batch_size] kv position of each first query token; None: kv_len - qo_len.
-      sinks: [num_qo_heads] an extra logit per head with value 0, natural-log units; counted once.
-      q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads]; None: 1. q, k and v stand for
-        themselves times the scale of the head, and float8_e4m3fn arrays are first brought to the
-        dtype of q, or of spec if q is one of them.
+      kv_indptr: ragged only: [>= batch_size], i32, the first row of each request. None: the
+        cumulative sum of kv_lens.
+      q_offsets: [batch_size], i32, position of each request's first query token. None:
+        kv_len - qo_len.
+      layer: index of the layer if k and v have a leading [num_layers].
+      sinks: [num_qo_heads], natural-log units: an extra logit per head that takes part in the
+        softmax and has value 0. It is counted once.
+      q_scale: [num_qo_heads], or None, which is 1.
+      k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
+        multiplied by the scale of its head. Arrays of float8_e4m3fn are first cast to the dtype
+        of q, or to the spec's dtype if q is float8_e4m3fn.
 
     Returns:
-      o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q, or of spec. 0 where no key is
-        visible and in the padding.
-      lse: [max_qo_tokens, num_qo_heads], float32 (float64 if q is), natural log of the sum over
-        visible keys (and the sink) of exp(logit). -inf where no key is visible, even with sinks.
+      o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q, or the spec's if q is
+        float8_e4m3fn. 0 in rows that see no key and in padding rows.
+      lse: [max_qo_tokens, num_qo_heads], float32 (float64 if q is): the natural log of the sum of
+        exp(logit) over the visible keys and the sink. -inf in rows that see no key, even with
+        sinks.
     """
     if v is None:
         v = k[..., : spec.head_dim_vo]
@@ -123,7 +131,7 @@ def attention(
 
 
 def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:
-    """x times the scale of its head, in dtype; x itself if it is no float8_e4m3fn and has no scale.
+    """x times the scale of its head, as dtype. Without a scale, only float8_e4m3fn is converted.
 
     x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1.
     """
@@ -134,7 +142,9 @@ def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:
 
 
 def quantize(x: Array, scale: Array | None = None) -> Array:
-    """x / scale as float8_e4m3fn: the nearest, ties to even, at most +-448; NaN stays NaN.
+    """x / scale as float8_e4m3fn: the nearest value, ties to even, limited to +-448.
+
+    NaN stays NaN.
 
     x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1.
     """
@@ -146,7 +156,10 @@ def quantize(x: Array, scale: Array | None = None) -> Array:
 def visible_keys(
     qo_len: int, kv_len: int, q_offset: int, window_left: int = -1, window_right: int = -1
 ) -> np.ndarray:
-    """[qo_len, kv_len] bool: does query token i, at kv position q_offset + i, see key j?"""
+    """[qo_len, kv_len], bool: whether query token i, at position q_offset + i, sees key j.
+
+    window_left, window_right: as in AttentionSpec; -1: no limit on that side.
+    """
     pos = q_offset + np.arange(qo_len)[:, None]
     j = np.arange(kv_len)[None, :]
     visible = np.ones((qo_len, kv_len), bool)
@@ -175,11 +188,14 @@ def attention_dense(
       k: [kv_len, num_kv_heads, head_dim_qk].
       v: [kv_len, num_kv_heads, head_dim_vo].
       visible: bool, broadcastable to [num_qo_heads, qo_len, kv_len].
-      bias: added to the logits after the scale, before the masks; broadcasts as `visible` does.
-      sinks: [num_qo_heads].
+      sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk).
+      logits_soft_cap: c > 0: logits = c * tanh(logits / c). 0: off.
+      bias: added to the logits after scale and soft cap, before the masks; broadcasts as `visible`.
+      sinks: [num_qo_heads], natural-log units, or None.
 
     Returns:
-      o: [qo_len, num_qo_heads, head_dim_vo] and lse: [qo_len, num_qo_heads], as in `attention`.
+      o: [qo_len, num_qo_heads, head_dim_vo], dtype of q.
+      lse: [qo_len, num_qo_heads], as in `attention`.
     """
     xp = _namespace(q)
     dtype = _compute_dtype(q)
@@ -235,7 +251,8 @@ def append_kv(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The pages with the batch's new tokens in: token i of a request at kv_len - qo_len + i.
+    """Writes the batch's new tokens into their pages: token i of a request at position
+    kv_len - qo_len + i.
 
     Args:
       k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk]; with `layer`, a leading
@@ -244,7 +261,11 @@ def append_kv(
       k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond qo_indptr[-1] are not read.
       v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
       qo_indptr, kv_lens, page_indptr, page_indices: as in `attention`.
-      k_scale, v_scale: [num_kv_heads] or None, of float8_e4m3fn pages, see `quantize`.
+      layer: index of the layer if the pages have a leading [num_layers].
+      k_scale, v_scale: [num_kv_heads] or None, for pages of float8_e4m3fn; see `quantize`.
+
+    Returns:
+      k_pages, v_pages: copies of the pages with the new tokens.
     """
     page_size = k_pages.shape[-3]
     pages, slots = [], []
@@ -281,15 +302,20 @@ def append_rotated(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """q rotated, and the pages with the batch's new tokens in, whose keys are rotated.
+    """Rotary embeddings of q and k (RoFormer, arXiv 2104.09864), then append_kv.
+
+    Element i of a head is paired with i + head_dim_qk / 2. The pair (a, b) becomes
+    (a cos - b sin, b cos + a sin).
 
     Args:
       qkv: [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads *
-        head_dim_vo]: the heads of q, of k, of v.
-      cos, sin: [max_qo_tokens, head_dim_qk / 2]. Element i of a head is paired with i +
-        head_dim_qk / 2.
+        head_dim_vo]: the heads of q, then of k, then of v.
+      cos, sin: [max_qo_tokens, head_dim_qk / 2], for the position of each token.
       k_pages, v_pages, qo_indptr, kv_lens, page_indptr, page_indices, layer, k_scale, v_scale: as
         in `append_kv`.
+
+    Returns:
+      q: [max_qo_tokens, num_qo_heads, head_dim_qk], rotated; k_pages, v_pages: as in `append_kv`.
     """
     num_kv_heads, head_dim = k_pages.shape[-2:]
     v_dim = num_kv_heads * v_pages.shape[-1]
@@ -313,22 +339,23 @@ def append_rotated(
 
 
 def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """The state of the union of two disjoint key sets.
+    """Merges two states of the same queries over disjoint sets of keys. See `merge_states`.
 
     Args:
       o_a, o_b: [n, num_heads, head_dim].
-      lse_a, lse_b: [n, num_heads] natural log; (0, -inf) is the identity.
+      lse_a, lse_b: [n, num_heads], natural log.
     """
     xp = _namespace(o_a)
     return merge_states(xp.stack([o_a, o_b]), xp.stack([lse_a, lse_b]))
 
 
 def merge_states(o_parts: Array, lse_parts: Array) -> tuple[Array, Array]:
-    """o = sum_i exp(lse_i - lse) * o_i with lse = log sum_i exp(lse_i).
+    """Merges states of the same queries over disjoint sets of keys (FlashInfer, arXiv 2501.01005,
+    section 2.2): lse = log sum_i exp(lse_i), o = sum_i exp(lse_i - lse) * o_i.
 
     Args:
       o_parts: [num_states, n, num_heads, head_dim].
-      lse_parts: [num_states, n, num_heads] natural log; (0, -inf) is the identity.
+      lse_parts: [num_states, n, num_heads], natural log. (0, -inf) is the identity.
 
     Returns:
       o: [n, num_heads, head_dim], dtype of o_parts; lse: [n, num_heads].
@@ -361,17 +388,21 @@ def dot_product_attention(
     key_value_seq_lengths: Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
 ) -> Array:
-    """`jax.nn.dot_product_attention`, but a row which sees no key is 0, not a mean of values.
+    """`jax.nn.dot_product_attention`, except that a row that sees no key is 0, not the mean of v.
 
     Args:
       query: [B, T, N, H] or [T, N, H].
       key: [B, S, K, H] or [S, K, H].
       value: [B, S, K, Hv] or [S, K, Hv].
-      bias, mask: [B or 1, N or 1, T or 1, S or 1].
-      is_causal: query i sees keys [0, i], whatever T and S are (top-left aligned).
-      query_seq_lengths: [B]; queries beyond it give 0.
-      key_value_seq_lengths: [B]; keys beyond it are not seen.
+      bias, mask: [B or 1, N or 1, T or 1, S or 1]. mask: bool, True where a key is visible.
+      scale: logits = scale * (query . key). None: 1 / sqrt(H).
+      is_causal: query i sees keys [0, i], also where T != S (top-left aligned).
+      query_seq_lengths: [B]. Queries beyond it give 0.
+      key_value_seq_lengths: [B]. Keys beyond it are not visible.
       local_window_size: (left, right), or one number for both: i sees [i - left, i + right].
+
+    Returns:
+      [B, T, N, Hv] or [T, N, Hv], dtype of query.
     """
     if query.ndim == 3:
         lead = lambda x: None if x is None else x.reshape(1, *x.shape)  # noqa: E731

@@ -1,4 +1,4 @@
-"""What attention to run: the static half of a plan."""
+"""AttentionSpec: the static half of a batch."""
 
 from __future__ import annotations
 
@@ -21,55 +21,61 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """A family of batches that one compiled kernel and one set of buffers serve.
+    """The static half of a batch: what selects a kernel or fixes the shape of an array.
 
-    Everything here is static: it selects the kernel or fixes a shape. Lengths and page tables are
-    data and live in the plan, so new ones never recompile. Lengths are in tokens.
+    One compiled kernel and one set of buffers serve every batch of a spec. Lengths and page tables
+    are data. They are in the plan, so new ones never recompile. Lengths are in tokens.
 
-    Heads and types
-        num_qo_heads, num_kv_heads: group size num_qo_heads / num_kv_heads in 1..16.
-        head_dim_qk, head_dim_vo: multiples of 8 up to 256; head_dim_vo defaults to head_dim_qk.
-        mla: multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434):
-            one kv head, whose v is the first head_dim_vo columns of k. The cache is one array, each
-            of its rows is read once for both, and v is None wherever k and v are given. Up to 128
-            query heads; head dims up to 576 and 512 (on CUDA multiples of 16 and of 128).
+    Heads and dtypes
+        num_qo_heads, num_kv_heads: the group size, num_qo_heads / num_kv_heads, is 1 to 16.
+        head_dim_qk, head_dim_vo: multiples of 8, up to 256. head_dim_vo None: head_dim_qk.
+        mla: multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434,
+            section 2.1). There is one KV head, and v is the first head_dim_vo columns of k. So the
+            cache is one array, a kernel reads each of its rows once for both, and v is None
+            everywhere. Up to 128 query heads, head_dim_qk up to 576, head_dim_vo up to 512. On
+            CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
-        kv_dtype: of k and v, or of their pages: dtype (None) or float8_e4m3fn, whose elements stand
-            for their value times k_scale, v_scale of their head. append_kv takes k_new and v_new in
-            dtype. On CUDA with 16-bit dtypes and head dims that are multiples of 16.
-        q_dtype: of q: dtype (None) or, with a kv_dtype of it, float8_e4m3fn; o is of dtype.
+        kv_dtype: of k and v, or of their pages: None (dtype) or float8_e4m3fn. An element of
+            float8_e4m3fn stands for its value times the k_scale or v_scale of its head. append_kv
+            takes k_new and v_new in dtype. On CUDA: a 16-bit dtype, and head dims that are
+            multiples of 16.
+        q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
     Logits
-        sm_scale: logits = sm_scale * (q . k); None: 1 / sqrt(head_dim_qk). With mla it is the
-            model's, that of its heads before absorption, and must be given.
-        logits_soft_cap: c > 0: logits = c * tanh(logits / c), before masks; 0: off.
+        sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). With mla it is required:
+            the model's own scale, that of its heads before absorption.
+        logits_soft_cap: c > 0: logits = c * tanh(logits / c), before the masks. 0: off.
         causal: a query token sees no later position; the same as window_right=0. Query token i of
-            a request sits at position kv_len - qo_len + i.
+            a request is at position kv_len - qo_len + i.
         window_left, window_right: a query token at position p sees positions
-            [p - window_left, p + window_right]; -1: unlimited on that side.
+            [p - window_left, p + window_right]. -1: no limit on that side.
     Storage
-        page_size: tokens a page; None: k and v are ragged arrays instead of a paged cache.
-        fresh_kv: attention takes the keys and values of the batch's query tokens from k_new and
-            v_new, as append_kv gets them, and only those before them from the pages. So the two
-            need not wait for each other: what pages hold for the new tokens is not read.
-        num_pages: pages of one layer's pool, so that the planner refuses ids beyond it. None: ids
-            are checked for sign by the planner and against the pool where attention runs on CPU.
-    Capacities, which fix shapes and never change a result's bits
-        max_batch: requests. max_qo_tokens: query tokens, exactly the rows of q and o.
+        page_size: tokens per page. None: k and v are ragged arrays, not a paged cache.
+        fresh_kv: attention reads the keys and values of the query tokens from k_new and v_new, and
+            those of earlier tokens from the pages. It does not read what the pages hold for the
+            query tokens, so append_kv may run before it, after it or never.
+        num_pages: pages in the pool of one layer. The planner then refuses page ids beyond it.
+            None: the planner refuses negative ids only, and attention on a CPU checks the rest.
+    Capacities. They fix shapes and never change the bits of a result.
+        max_batch: requests. max_qo_tokens: query tokens, and exactly the rows of q and o.
         max_kv_pages: entries of page_indices (paged). max_kv_tokens: rows of k and v (ragged).
-        max_items, max_partial_rows: sections of the plan and workspace. None: enough for any batch
-            (fixed_split: any decode batch); the planner names them when they are short.
+        max_items, max_partial_rows: sizes of sections of the plan and of the workspace. None:
+            enough for any batch; with fixed_split, enough for any batch of decodes. If one is too
+            small, the planner raises and names it.
     Schedule
-        schedule: "balanced" (FlashInfer, arXiv 2501.01005, Algorithm 1; where that leaves queues
-            uneven, the contiguous ranges of LeanAttention, arXiv 2405.10480), "fixed_split" (chunks
-            of kv_split tokens: a request's bits do not depend on the batch it is in), "no_split" or
-            "auto": what "balanced" does, or longer chunks, or none split, whichever is predicted to
-            be done first. Chunks of fixed_split are a promise, so "auto" never takes them.
-        kv_split: chunk length for fixed_split.
-        share_prefixes: the planner looks for requests whose leading pages are the same ids and
-            attends what they share once for all of them, where that is predicted to be faster. With
-            fixed_split it changes no bits. None: True for a paged cache, but for no_split.
-        target: "cpu" or "sm_90" and the like; None: what jax.default_backend() is now.
-        num_ctas: queues of the plan, the grid of the launch; None: from the device.
+        schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
+            2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
+            (LeanAttention, arXiv 2405.10480).
+            "fixed_split": chunks of kv_split tokens. The bits of a request do not depend on the
+            batch it is in.
+            "no_split": no keys are split (FlashAttention-2, arXiv 2307.08691).
+            "auto": tries what "balanced" tries, chunks twice as long and no split; takes the one
+            predicted to be fastest.
+        kv_split: tokens per chunk of fixed_split, a multiple of the kernel's tile_kv. None: 1024.
+        share_prefixes: the planner looks for requests whose first pages have the same ids, and
+            attends to the shared keys once for all of them, if it predicts a speed-up. With
+            fixed_split this changes no bits. None: True for a paged cache, unless no_split.
+        target: "cpu", or "sm_90" and the like. None: that of jax.default_backend() now.
+        num_ctas: queues of the plan, and the grid of the launch. None: from the device.
 
     Raises ValueError for an argument out of range, NotImplementedError for a legal one that no
     kernel supports.
@@ -277,48 +283,56 @@ class AttentionSpec:
 
     @functools.cached_property
     def heads_per_item(self) -> int:
-        """Query heads of an item: group_size; with mla a block of them, as csrc/select chose."""
+        """Query heads per work item: group_size; with mla a block of heads (csrc/select)."""
         return -(-self.num_qo_heads // self.problem.spec["num_kv_heads"])
 
     @property
     def dtype_of_q(self) -> str:
+        """The name of the dtype of q."""
         return self.q_dtype or self.dtype
 
     @property
     def dtype_of_kv(self) -> str:
+        """The name of the dtype of k and v, or of their pages."""
         return self.kv_dtype or self.dtype
 
     @property
     def is_quantized(self) -> bool:
-        """k and v are float8_e4m3fn, and have scales."""
+        """Whether k and v are float8_e4m3fn. Then they have scales."""
         return self.kv_dtype == _E4M3
 
     @property
     def is_paged(self) -> bool:
+        """Whether k and v are a paged cache; else they are ragged arrays."""
         return self.page_size is not None
 
     @property
     def value_dim(self) -> int:
-        """head_dim_vo, which __post_init__ has settled."""
+        """head_dim_vo as an int: __post_init__ replaces None."""
         assert self.head_dim_vo is not None
         return self.head_dim_vo
 
     @property
     def q_shape(self) -> tuple[int, int, int]:
+        """[max_qo_tokens, num_qo_heads, head_dim_qk]"""
         return self.max_qo_tokens, self.num_qo_heads, self.head_dim_qk
 
     @property
     def o_shape(self) -> tuple[int, int, int]:
+        """[max_qo_tokens, num_qo_heads, head_dim_vo]"""
         return self.max_qo_tokens, self.num_qo_heads, self.value_dim
 
     def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Shapes of k and v, or of their pages, under leading dimensions. With mla v has none."""
+        """[*lead, num_kv_heads, head_dim_qk] of k, and the shape of v; with mla v has none: None.
+
+        lead: (max_kv_tokens,) of ragged arrays, (num_pages, page_size) of pages.
+        """
         rows = (*lead, self.num_kv_heads)
         return (*rows, self.head_dim_qk), None if self.mla else (*rows, self.value_dim)
 
     @functools.cached_property
     def problem(self) -> _core.Problem:
-        """The spec as csrc/ sees it, with the kernel configuration that select/ chose."""
+        """The spec in C++, with the kernel configuration that csrc/select chose."""
         overrides = {
             name: getattr(self, name)
             for name in ("num_ctas", "max_items", "max_partial_rows")
@@ -360,32 +374,35 @@ class AttentionSpec:
 
     @functools.cached_property
     def problem_words(self) -> np.ndarray:
-        """int64 words of the FFI attribute that carries spec and configuration."""
+        """The FFI attribute that carries spec and configuration: int64 words."""
         return np.asarray(self.problem.words, np.int64)
 
     @functools.cached_property
     def kernel_config(self) -> dict[str, int]:
-        """Tile sizes, queues, costs and capacities of the chosen kernel (csrc/spec.h)."""
+        """Tiles, queues, costs and capacities of the chosen kernel (KernelConfig, csrc/spec.h)."""
         return self.problem.config
 
     @functools.cached_property
     def layout(self) -> dict[str, int]:
-        """First int32 word of each section of the plan buffer."""
+        """Where each section of the plan buffer begins, in int32 words."""
         return self.problem.layout
 
     @property
     def plan_words(self) -> int:
-        """int32 words of a plan buffer."""
+        """Size of a plan buffer, in int32 words."""
         return self.layout["num_words"]
 
     @functools.cached_property
     def workspace_words(self) -> int:
-        """4-byte words of the workspace of one attention call."""
+        """Size of the workspace of one attention call, in words of 4 bytes."""
         return self.problem.workspace_words
 
 
 def default_target() -> str:
-    """The target of jax.default_backend(): "cpu" or "sm_<compute capability>"."""
+    """The target of jax.default_backend(): "cpu" or "sm_<compute capability>".
+
+    Raises NotImplementedError for another backend.
+    """
     backend = jax.default_backend()
     if backend == "cpu":
         return "cpu"
@@ -396,7 +413,13 @@ def default_target() -> str:
 
 @functools.cache
 def parse_target(target: str) -> tuple[int, int]:
-    """(compute capability or 0 for cpu, processors) of "cpu", "sm_90" or "sm_90:132"."""
+    """(compute capability, processors) of a target; the compute capability of "cpu" is 0.
+
+    target: "cpu", "sm_90", or "sm_90:132" to give the number of multiprocessors. Without it: that
+        of the GPU if it has this compute capability, else a default. For "cpu": usable cores.
+
+    Raises ValueError for another form, NotImplementedError below sm_80.
+    """
     if target == "cpu":
         has_affinity = hasattr(os, "sched_getaffinity")
         return 0, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -419,13 +442,13 @@ def parse_target(target: str) -> tuple[int, int]:
 
 @functools.cache
 def _tell_fallback(arch: int, q_is_e4m3: bool) -> None:
-    """Once an architecture, also with e4m3 queries: a faster main loop could exist and does not."""
+    """Warns, once per architecture, that it runs a main loop that is not made for it."""
     if sentence := _core.describe_fallback(arch, q_is_e4m3):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 
 def _explain(spec: AttentionSpec, problem: _core.Problem) -> str:
-    """What csrc/select chose, field by field, with its reasons."""
+    """The kernel configuration that csrc/select chose: each field with its reason."""
     chosen = problem.config
 
     def value(field: str) -> str:
@@ -442,7 +465,10 @@ def _explain(spec: AttentionSpec, problem: _core.Problem) -> str:
 
 
 def dtype_code(dtype: Any, argument: str = "AttentionSpec: dtype") -> int:
-    """The DType of csrc/spec.h. Raises NotImplementedError that names the argument for others."""
+    """The number of a dtype in csrc/spec.h (DType).
+
+    Raises NotImplementedError, which names `argument`, for a dtype that kernels do not have.
+    """
     return _DTYPES.index(_dtype_name(dtype, argument))
 
 
@@ -457,7 +483,7 @@ def _dtype_name(dtype: Any, argument: str = "AttentionSpec: dtype") -> str:
 
 
 def _plain_name(dtype: Any) -> str:
-    """The name of a dtype, however it is given; of what is none, itself."""
+    """The name of a dtype in any form; for what is no dtype, its repr."""
     try:
         return "None" if dtype is None else jax.numpy.dtype(dtype).name
     except TypeError:

@@ -1,4 +1,4 @@
-"""What JAX's transformations and XLA's partitioner get of kernels that they cannot see into."""
+"""How vmap, gradients and XLA's partitioner treat custom calls, which they cannot look into."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 def refusing(
     op: str, call: Callable[..., Any], *, vmap: str, gradients: str | None = None
 ) -> Callable[..., Any]:
-    """`call(*arrays, static)`, except that transformations of it raise NotImplementedError.
+    """`call(*arrays, static)` that raises NotImplementedError under vmap and differentiation.
 
-    vmap, gradients: what to do instead, the ends of these sentences. Without float results there
-    are no gradients to refuse. Arrays may be None.
+    op: the name of the operation in the message.
+    vmap, gradients: the end of the message: what to do instead. gradients None: nothing to refuse,
+        because no result is a float.
+    Arrays may be None.
     """
 
     def refuse(transformation: str, advice: str) -> Any:
@@ -46,14 +48,15 @@ def refusing(
 
 
 class Axes(NamedTuple):
-    """The axes of a function's arrays by name, and along which of them it may be split."""
+    """Names for the axes of a function's arrays, and the axes along which work may be split."""
 
-    names: str  # "b t (h g) d, ... -> ...": h is the major part of its axis
-    split: tuple[str, ...]  # parts along these do not know of each other
-    sizes: dict[str, int] = {}  # of the minor parts
+    names: str  # "b t (h g) d, ... -> ...": of (h g), h is the major part
+    split: tuple[str, ...]  # parts along these axes are independent of each other
+    sizes: dict[str, int] = {}  # of the minor parts, by name
 
     def arrays(self) -> tuple[list[list[tuple[str, int]]], list[list[tuple[str, int]]]]:
-        """(name of the major part, size of the minor one) of each axis of arguments and results."""
+        """Of each axis of all arguments, then of all results: (name of its major part, size of its
+        minor part)."""
 
         def read(array: str) -> list[tuple[str, int]]:
             found = re.findall(r"\((\w+) (\w+)\)|(\w+)", array)
@@ -71,13 +74,15 @@ def partitioned(
     num_static: int = 0,
     per_device: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`call(*static, *arrays)`, which is split over the devices of a mesh where its arrays are.
+    """`call(*static, *arrays)` that runs on each device of a mesh for the parts that are there.
 
-    axes(*static): of the arrays, and of the tuple of results.
-    per_device: what a device does with its parts; None: the same as `call`.
+    op: the name of the operation in messages.
+    axes(*static): the Axes of the arrays and of the tuple of results.
+    num_static: how many of the arguments are static; they come first.
+    per_device: what a device does with its parts. None: `call`.
 
-    Outside of a mesh, and inside of shard_map, it is `call` and nothing else. XLA brings arrays
-    together that are split otherwise; on a mesh of explicit axes they are refused.
+    Without a mesh, and inside shard_map, it is `call` and nothing else. Arrays that are split along
+    other axes are gathered by XLA; on a mesh of explicit axes they raise ValueError.
     """
     part = per_device or call
     static_argnums = tuple(range(num_static))
@@ -123,7 +128,11 @@ def partitioned(
 def on_explicit_mesh(
     op: str, part: Callable[..., Any], about: Axes, *, otherwise: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`part(*arrays)` on each device of a mesh whose axes are explicit; without one `otherwise`."""
+    """`part(*arrays)` on each device of a mesh whose axes are explicit; else `otherwise(*arrays)`.
+
+    Raises ValueError, when called, for arrays that are split along other axes than `about.split`,
+    or not alike.
+    """
 
     def call(*arrays: jax.Array) -> Any:
         types = [jax.typeof(x) for x in arrays]
@@ -153,7 +162,7 @@ def on_explicit_mesh(
 def _specs(
     about: Axes, mesh: Any, arrays: Iterable[tuple[list[tuple[str, int]], Any]]
 ) -> dict[str, Any]:
-    """Over which axes of the mesh each name is split, as the first array says that has it split."""
+    """The axes of the mesh over which each name is split, from the first array that splits it."""
     specs: dict[str, Any] = {}
     for axes, array in arrays:
         for (name, minor), size, spec in zip(axes, array.shape, array.sharding.spec, strict=False):

@@ -345,7 +345,7 @@ def test_disconnect_frees_the_engine(server, client):
     ids=["headers", "body"],
 )
 def test_caps(server, header, status):
-    """As README says, of the server as the command starts it."""
+    """As docs/server.md says, of the server as the command starts it."""
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     request = "\r\n".join([*lines, f"Authorization: Bearer {KEYS[0]}", header, "", ""])
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:

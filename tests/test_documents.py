@@ -1,0 +1,208 @@
+"""README and docs/: whether they name all there is, and whether their checks see what is wrong."""
+
+import collections
+import inspect
+import re
+import sys
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_attn as ja
+from jax_attn import config
+from jax_attn.serve import __main__ as command
+from jax_attn.serve import openapi
+from jax_attn.serve.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "build_tools"))
+import readme_tables  # noqa: E402
+
+
+def coded(page: str) -> str:
+    """What a page sets as code, one piece a line, fences left out."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return "\n".join(re.findall(r"`([^`]+)`", text))
+
+
+def lacks(page: str, names: list[str]) -> list[str]:
+    text = coded(page)
+    return [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+
+
+def test_every_public_name_is_in_the_api():
+    assert not lacks("docs/api.md", ja.__all__)
+
+
+def test_calls_in_the_api_are_written_as_they_are():
+    """Names of arguments, their order, and their defaults; "...": there are more."""
+    calls = re.findall(r"^(\w+)\((.+)\)$", coded("docs/api.md"), re.MULTILINE)
+    calls = [(name, text) for name, text in calls if name in ja.__all__ and text != "..."]
+    assert len(calls) >= 10
+    for name, text in calls:
+        parameters = inspect.signature(getattr(ja, name)).parameters.values()
+        is_needed = {p.name: p.default is p.empty for p in parameters}
+        there = [p.name if is_needed[p.name] else f"{p.name}={p.default}" for p in parameters]
+        written = [piece for piece in text.split(", ") if piece not in ("*", "...")]
+        # plan's page table is optional, but a paged spec needs it
+        there = [
+            x.removesuffix("=None") if x.removesuffix("=None") in written else x for x in there
+        ]
+        assert [x for x in there if x in written] == written, name
+        missing = [x for x in is_needed if is_needed[x] and x not in written]
+        assert "..." in text or not missing, name
+
+
+def test_every_environment_variable_has_an_entry():
+    names = re.findall(r"^\w+(?:, \w+)?(?==1|  )", config.__doc__, re.MULTILINE)
+    names = [name for line in names for name in line.split(", ")]
+    assert len(names) >= 6 and not lacks("docs/development.md", names)
+
+
+def test_every_option_of_the_server_has_an_entry(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    options = sorted(set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"})
+    assert len(options) >= 15 and not lacks("docs/server.md", options)
+
+
+def test_every_route_and_own_field_has_an_entry():
+    description = openapi.describe()
+    assert not lacks("docs/server.md", list(description["paths"]))
+    schemas = description["components"]["schemas"]
+    own = "top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids json_schema regex "
+    own = (own + "grammar priority deadline cache_salt").split()
+    assert set(own) <= set(schemas["CompletionRequest"]["properties"])
+    assert not lacks("docs/server.md", [*own, "chat_template_kwargs"])
+
+
+class Engine:
+    """What the metrics ask of an engine: every number is there."""
+
+    ready = True
+
+    def stats(self):
+        return collections.defaultdict(int, step_seconds={"plan": 1.0})
+
+
+def test_every_metric_has_an_entry():
+    names = re.findall(r"^# TYPE jax_attn_(\w+)", Metrics(Engine()).text().decode(), re.MULTILINE)
+    names = [name for name in names if not name.endswith("_created")]  # of the library itself
+    assert len(names) >= 12
+    text = re.sub(r"\{\w+\}", "", coded("docs/server.md"))
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
+
+
+def own_code(page: str) -> str:
+    """The Python of a page that is not an example, which CI runs by itself."""
+    text = re.sub(r"<!-- begin: .*?<!-- end: ", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+
+
+def test_code_of_concepts_runs(tmp_path, monkeypatch):
+    """A batch that shares what the page says it does: 64 decodes, pages of 16."""
+    monkeypatch.chdir(tmp_path)
+    spec = ja.AttentionSpec(8, 2, 64, fresh_kv=True, max_qo_tokens=64, max_kv_pages=64 * 400)
+    shared = np.arange(400)
+    tables = np.arange(64)[:, None] * 400 + 1000 + shared
+    tables[:, :128] = shared[:128]  # 2048 tokens
+    tables[:16, :384], tables[16:32, :256] = shared[:384], 500 + shared[:256]
+    tables[16:32, :128] = shared[:128]
+    pages, new = (
+        jnp.zeros((2, 30_000, 16, 2, 64), spec.dtype),
+        jnp.zeros((2, 64, 2, 64), spec.dtype),
+    )
+    names = {
+        "ja": ja,
+        "spec": spec,
+        "qo_indptr": np.arange(65),
+        "kv_lens": np.full(64, 6300),
+        "page_indptr": 400 * np.arange(65),
+        "page_indices": tables.reshape(-1),
+        "q": jnp.zeros(spec.q_shape, spec.dtype),
+        **dict(zip(("k_pages", "v_pages", "k_new", "v_new"), (*pages, *new), strict=True)),
+    }
+    exec(own_code("docs/concepts.md"), names)
+    assert names["plan"].bucket().num_shared_pages > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"schedule.html", "plan.npz"}
+
+
+def test_code_of_the_api_fits_its_call():
+    """Without compiling: test_jit.py does that."""
+    fits = inspect.signature(ja.precompile).bind
+    exec(own_code("docs/api.md"), {"ja": types.SimpleNamespace(precompile=fits), "spec": None})
+
+
+def test_code_of_e4m3_runs():
+    pages, new = jnp.zeros((2, 8, 16, 2, 64), "float8_e4m3fn"), jnp.ones((2, 64, 2, 64), "bfloat16")
+    names = {
+        "ja": ja,
+        "qo_indptr": np.array([0, 5]),
+        "kv_lens": np.array([5]),
+        "page_indptr": np.array([0, 1]),
+        "page_indices": np.array([3]),
+        "q": jnp.ones((64, 8, 64), "bfloat16"),
+        "k_scale": jnp.full(2, 0.5, jnp.float32),
+        "v_scale": jnp.full(2, 0.5, jnp.float32),
+        **dict(zip(("k_pages", "v_pages", "k_new", "v_new"), (*pages, *new), strict=True)),
+    }
+    exec(own_code("docs/e4m3.md"), names)
+    np.testing.assert_allclose(np.float32(names["o"][:5]), 1, atol=1e-2)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A checkout that is up to date: a README with one example, and a page with a link."""
+    for folder in ("docs", "benchmarks", "examples"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "examples" / "a.py").write_text("print(1)\n")
+    (tmp_path / "benchmarks" / "NOTES.md").write_text("# Notes\n")
+    (tmp_path / "docs" / "page.md").write_text("# One page\n\n[up](../README.md#the-top)\n")
+    block = "<!-- begin: example a.py -->\n```python\nprint(1)\n```\n<!-- end: example a.py -->\n"
+    (tmp_path / "README.md").write_text(f"# The top\n\n[page](docs/page.md)\n\n{block}")
+    monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
+    monkeypatch.setattr(readme_tables, "PICTURES", {"docs/picture.svg": lambda: "<svg/>\n"})
+    (tmp_path / "docs" / "picture.svg").write_text("<svg/>\n")
+    return tmp_path
+
+
+def test_documents_that_are_up_to_date_pass(tree):
+    readme_tables.main(["--check"])
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("examples/a.py", "1", "2", "README.md is out of date"),
+        ("docs/picture.svg", "<svg/>", "<svg></svg>", "picture.svg is out of date"),
+        ("README.md", "docs/page.md", "docs/pages.md", "README.md: docs/pages.md"),
+        ("docs/page.md", "#the-top", "#the-end", "docs/page.md: ../README.md#the-end"),
+        ("docs/page.md", "[up]", "![picture](no.svg) [up]", "docs/page.md: no.svg"),
+        ("README.md", "begin: example a.py", "begin: example b.py", "ends as 'example a.py'"),
+        ("README.md", "example a.py", "example b.py", "expected highlights, "),
+        ("README.md", "<!-- end: example a.py -->", "", "lacks its begin or its end"),
+    ],
+    ids=["code", "picture", "link", "anchor", "image", "names", "unknown", "unclosed"],
+)
+def test_what_is_wrong_is_said(tree, file, old, new, message):
+    path = tree / file
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        readme_tables.main(["--check"])
+
+
+def test_writing_repairs_a_block_and_a_picture(tree):
+    (tree / "examples" / "a.py").write_text("print(2)\n")
+    (tree / "docs" / "picture.svg").unlink()
+    readme_tables.main([])
+    readme_tables.main(["--check"])
+    assert "print(2)" in (tree / "README.md").read_text()
+
+
+def test_a_link_in_code_is_no_link(tree):
+    page = tree / "docs" / "page.md"
+    page.write_text(page.read_text() + "\n`x[0](y)`\n\n```\n[a](b.md)\n```\n")
+    readme_tables.main(["--check"])
