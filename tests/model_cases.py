@@ -46,6 +46,18 @@ _YARN_ROPE = {
     "beta_fast": 4.0,
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 10000.0}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "sliding_window": 7}
 
 # config.json of each, mostly as transformers 5 writes it; "4" marks the keys of transformers 4.
@@ -191,6 +203,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_EXPERTS,
         "sliding_window": 7,
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    },
+    "deepseek v2": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_routed_experts": 4,
+        "rope_theta": 10000.0,
+    },
+    "deepseek v2 groups, yarn": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "topk_method": "group_limited_greedy",
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "rope_parameters": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "deepseek v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek v3 halves": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 0.8,
+        "rope_interleave": False,
+        "first_k_dense_replace": 0,
+        "rope_theta": 100.0,
     },
     "phi3": {"model_type": "phi3", "sliding_window": 9, "pad_token_id": 0},
     "phi3 long, partial": {

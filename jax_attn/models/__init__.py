@@ -18,7 +18,7 @@
 models there are and what of them is refused.
 
 Loading needs the packages of the extra `models`: pip install 'jax_attn[models]'.
-deepseek.py is a single block of DeepSeek's models, with latent attention, and no model yet.
+deepseek.py is a single block of DeepSeek's models that attends in both ways, absorbed and not.
 """
 
 from jax_attn.models import deepseek

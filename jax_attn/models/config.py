@@ -29,6 +29,25 @@ class Experts:
     # All experts are one tensor in the files, [experts, in, out], where gate and up alternate; they
     # and the router have biases. "mxfp4": two tensors, codes and scales, widened when loaded.
     stacked: Literal["", "plain", "mxfp4"] = ""
+    # DeepSeek's: scores are sigmoids, to which the choice, but not the weight, adds a bias of each
+    # expert; only experts of the best groups are chosen; scores are scaled; all tokens go to an MLP
+    # of shared_size besides.
+    sigmoid: bool = False
+    groups: ExpertGroups | None = None
+    scale: float = 1.0
+    shared_size: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroups:
+    """Experts fall into `count` groups; a token's are of its best `chosen` groups.
+
+    A group is as good as its best expert, or the sum of its best two.
+    """
+
+    count: int
+    chosen: int
+    by_two: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +57,18 @@ class ExpertNames:
     router: str
     gate_up: tuple[str, ...]
     down: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Sizes of latent attention. The cache has one head of kv_rank + rope columns."""
+
+    q_rank: int | None  # None: queries come from the hidden state directly
+    kv_rank: int
+    nope: int  # of a head's q and k, without RoPE
+    rope: int  # and with
+    v: int
+    interleaved: bool  # files pair neighbours for RoPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +106,8 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     logit_scale: float = 1.0
     experts: Experts | None = None
+    latent: Latent | None = None  # num_kv_heads is 1 and head_dim that of the cache then
+    extra_layers: int = 0  # of the files, behind the others, that are not for here
     tensor_prefix: str = ""  # of the names in the files
 
     @property

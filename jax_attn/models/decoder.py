@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn.models import experts
+from jax_attn.models import experts, latent
 from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
@@ -19,7 +19,9 @@ from jax_attn.models.weights import Params
 Attend = Callable[..., jax.Array]
 """(qkv, sinks, idx, kind) -> o [n, num_qo_heads, head_dim]: rotation and attention of layer `idx`.
 qkv: [n, num_qo_heads + 2 * num_kv_heads, head_dim], the heads of q, of k, and of v.
-sinks: [num_qo_heads] f32 or None."""
+sinks: [num_qo_heads] f32 or None.
+With latent attention (projected, weights, idx, kind) -> o [n, num_qo_heads, v]; projected:
+latent.Projected, not rotated; weights: of the layer."""
 
 
 def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
@@ -32,6 +34,8 @@ def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpe
             num_qo_heads=config.num_qo_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim_qk=config.head_dim,
+            head_dim_vo=config.latent.kv_rank if config.latent else config.head_dim,
+            mla=config.latent is not None,
             sm_scale=config.sm_scale,
             logits_soft_cap=config.attention_soft_cap,
             window_left=-1 if window is None else window - 1,
@@ -43,12 +47,15 @@ def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpe
 
 def init_pages(
     config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
-) -> tuple[jax.Array, jax.Array]:
-    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros.
+
+    With latent attention k_pages has all, and v_pages is None.
+    """
     page_size, dtype = specs[0].page_size, specs[0].dtype_of_kv
     assert page_size is not None
     shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    return jnp.zeros(shape, dtype), None if config.latent else jnp.zeros(shape, dtype)
 
 
 def forward(
@@ -57,10 +64,10 @@ def forward(
     tokens: jax.Array,
     positions: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     plans: tuple[ja.AttentionPlan, ...],
     logit_rows: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One step of a batch: appends the tokens to the cache, and attends over it.
 
     Args:
@@ -69,8 +76,7 @@ def forward(
       tokens: [max_qo_tokens] i32. Packed, request after request, as the plan's qo_indptr says; what
         stands in the padding is ignored.
       positions: [max_qo_tokens] i32. Of each token in its sequence: kv_len - qo_len + i.
-      k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim]. Written in
-        place where they are donated.
+      k_pages, v_pages: as `init_pages` makes them. Written in place where they are donated.
       plans: of the batch, one for each of `attention_specs`.
       logit_rows: [n] i32. The tokens to compute logits for, usually the last of each request.
 
@@ -85,6 +91,7 @@ def forward(
 
     def attend(qkv, sinks, idx, kind):
         nonlocal k_pages, v_pages
+        assert v_pages is not None
         # The stacked cache and an index, never a slice: slicing it would make XLA copy it. What is
         # appended depends on lengths and pages alone, so that any plan will do.
         q, k_pages, v_pages = ja.append_rotated(
@@ -92,7 +99,17 @@ def forward(
         )
         return ja.attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
 
-    x = _layers(tokens, params, config, attend)
+    def attend_latent(projected, weights, idx, kind):
+        nonlocal k_pages
+
+        def attend_rows(q, rows):
+            nonlocal k_pages
+            k_pages, _ = ja.append_kv(k_pages, None, rows, None, plans[0], layer=idx)
+            return ja.attention(q, k_pages, None, plan_of[kind.window], layer=idx)
+
+        return latent.absorbed(projected.rotated(angles_of[kind]), weights, config, attend_rows)
+
+    x = _layers(tokens, params, config, attend_latent if config.latent else attend)
     return _logits(x[logit_rows], params, config), k_pages, v_pages
 
 
@@ -102,13 +119,21 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
 
     distance = positions[:, None] - positions
 
+    def attend_latent(projected, weights, idx, kind):
+        rotated = projected.rotated(_angles(kind, positions, config))
+        q, k, v = latent.expanded(rotated, weights, config)
+        return dense(q, k, v, None, kind)
+
     def attend(qkv, sinks, idx, kind):
         q, k, v = _rotated_heads(qkv, positions, config, kind)
+        group_size = config.num_qo_heads // config.num_kv_heads
+        k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
+        return dense(q, k, v, sinks, kind)
+
+    def dense(q, k, v, sinks, kind):
         visible = distance >= 0
         if kind.window is not None:
             visible &= distance < kind.window
-        group_size = config.num_qo_heads // config.num_kv_heads
-        k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
         scores = _soft_cap(config.sm_scale * scores, config.attention_soft_cap)
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -118,7 +143,8 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
         weights = jax.nn.softmax(scores)[..., : len(k)].astype(v.dtype)
         return jnp.einsum("hqk,khd->qhd", weights, v)
 
-    return _logits(_layers(tokens, params, config, attend), params, config)
+    x = _layers(tokens, params, config, attend_latent if config.latent else attend)
+    return _logits(x, params, config)
 
 
 def _layers(tokens: jax.Array, params: Params, config: ModelConfig, attend: Attend) -> jax.Array:
@@ -147,22 +173,15 @@ def _layer(
     def add(x: jax.Array, h: jax.Array) -> jax.Array:
         return x + (h if config.residual_scale == 1 else h * config.residual_scale)
 
-    qkv = norm(x, "attention_norm", config.pre_norms) @ weights["qkv"]
-    if config.qkv_bias:
-        qkv += weights["qkv_bias"]
-    if config.qk_norm == "all_heads":
-        sizes = [n * config.head_dim for n in (config.num_qo_heads, config.num_kv_heads)]
-        q, k, v = jnp.split(qkv, np.cumsum(sizes), axis=-1)
-        q, k = norm(q, "q_norm", True), norm(k, "k_norm", True)
-        qkv = jnp.concatenate([q, k, v], axis=-1)
-    qkv = qkv.reshape(len(x), -1, config.head_dim)
-    if config.qk_norm == "per_head":
-        # All heads at once, and those of v not: a kernel, where three parts would be three.
-        head = jnp.arange(qkv.shape[1])[:, None]
-        scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
-        is_v = head >= config.num_qo_heads + config.num_kv_heads
-        qkv = jnp.where(is_v, qkv, _rms_norm(qkv, scale, config))
-    o = attend(qkv, weights["sinks"].astype(jnp.float32) if config.sinks else None)
+    h = norm(x, "attention_norm", config.pre_norms)
+    if config.latent:
+        projected = latent.project(h, weights, config, lambda x, w: _rms_norm(x, w, config))
+        o = attend(projected, weights)
+    else:
+        o = attend(
+            _qkv(h, weights, config),
+            weights["sinks"].astype(jnp.float32) if config.sinks else None,
+        )
     h = o.reshape(len(x), -1) @ weights["o"]
     if config.o_bias:
         h += weights["o_bias"]
@@ -171,6 +190,26 @@ def _layer(
     mlp = _experts if "router" in weights else _mlp
     h = mlp(norm(x, "mlp_norm", config.pre_norms), weights, config)
     return add(x, norm(h, "mlp_post_norm", config.post_norms))
+
+
+def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
+    """[n, num_qo_heads + 2 * num_kv_heads, head_dim], of x after the layer's norm."""
+    qkv = x @ weights["qkv"]
+    if config.qkv_bias:
+        qkv += weights["qkv_bias"]
+    if config.qk_norm == "all_heads":
+        sizes = [n * config.head_dim for n in (config.num_qo_heads, config.num_kv_heads)]
+        q, k, v = jnp.split(qkv, np.cumsum(sizes), axis=-1)
+        q, k = (_rms_norm(x, weights[f"{n}_norm"], config) for n, x in (("q", q), ("k", k)))
+        qkv = jnp.concatenate([q, k, v], axis=-1)
+    qkv = qkv.reshape(len(x), -1, config.head_dim)
+    if config.qk_norm == "per_head":
+        # All heads at once, and those of v not: a kernel, where three parts would be three.
+        head = jnp.arange(qkv.shape[1])[:, None]
+        scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
+        is_v = head >= config.num_qo_heads + config.num_kv_heads
+        qkv = jnp.where(is_v, qkv, _rms_norm(qkv, scale, config))
+    return qkv
 
 
 def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
@@ -197,7 +236,7 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
     if "router_bias" in weights:
         logits += weights["router_bias"].astype(jnp.float32)
-    scores, chosen = experts.route(logits, per_token, config.experts.normalize)
+    scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert, stable=True)
     num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)
@@ -210,7 +249,10 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     h = _gated(product(x[order // per_token], "expert_gate_up"), config)
     h = product(h, "expert_down")
     by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
-    return jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
+    y = jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
+    if "shared_down" in weights:
+        y += _gated(x @ weights["shared_gate_up"], config) @ weights["shared_down"]
+    return y
 
 
 def _rotated_heads(
@@ -226,10 +268,11 @@ def _angles(
     kind: LayerKind, positions: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """cos, sin: [n, head_dim / 2] f32; 1 and 0 in layers without RoPE."""
+    head_dim = config.latent.rope if config.latent else config.head_dim
     if kind.rope is None:
-        shape = (len(positions), config.head_dim // 2)
+        shape = (len(positions), head_dim // 2)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-    return kind.rope.angles(config.head_dim, positions)
+    return kind.rope.angles(head_dim, positions)
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form

@@ -5,16 +5,36 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_attn.models.config import ExpertGroups, Experts
+
 _TILE = 32  # rows of one product of the CPU's loop
 
 
-def route(logits: jax.Array, per_token: int, normalize: bool) -> tuple[jax.Array, jax.Array]:
-    """logits: [n, experts] f32 -> scores [n, per_token] f32, experts [n, per_token] i32.
+def route(
+    logits: jax.Array, correction: jax.Array | None, experts: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token and their weights: scores [n, per_token] f32, [n, per_token] i32.
 
-    The likeliest experts of each token and their probabilities; with `normalize` these add up to 1.
+    logits: [n, count] f32. correction: [count] or None; takes part in the choice alone.
     """
-    scores, experts = jax.lax.top_k(jax.nn.softmax(logits), per_token)
-    return scores / scores.sum(-1, keepdims=True) if normalize else scores, experts
+    scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits)
+    choice = scores if correction is None else scores + correction.astype(jnp.float32)
+    if experts.groups is not None:
+        choice = _of_best_groups(choice, experts.groups)
+    _, chosen = jax.lax.top_k(choice, experts.per_token)
+    scores = jnp.take_along_axis(scores, chosen, axis=1)
+    if experts.normalize:
+        scores /= scores.sum(-1, keepdims=True)
+    return scores * experts.scale, chosen
+
+
+def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
+    """-inf for experts of other groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    by_group = choice.reshape(len(choice), groups.count, -1)
+    best, _ = jax.lax.top_k(by_group, 2 if groups.by_two else 1)
+    _, chosen = jax.lax.top_k(best.sum(-1), groups.chosen)
+    is_chosen = jnp.zeros(by_group.shape[:2], bool).at[jnp.arange(len(choice))[:, None], chosen]
+    return jnp.where(is_chosen.set(True)[..., None], by_group, -jnp.inf).reshape(choice.shape)
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:

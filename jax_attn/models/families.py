@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jax_attn.models.config import ExpertNames, Experts, LayerKind, ModelConfig
+from jax_attn.models.config import (
+    ExpertGroups,
+    ExpertNames,
+    Experts,
+    Latent,
+    LayerKind,
+    ModelConfig,
+)
 from jax_attn.models.directory import ModelDirectoryError, read_json
 from jax_attn.models.rope import (
     DynamicScaling,
@@ -177,6 +184,77 @@ def _mixtral(keys: _Keys) -> ModelConfig:
     )
 
 
+def _deepseek_v2(keys: _Keys) -> ModelConfig:
+    keys.expect("scoring_func", "softmax")
+    keys.expect("norm_topk_prob", False)  # transformers passes it over
+    keys.expect("topk_method", "greedy", "group_limited_greedy")
+    groups = None
+    if keys.get("topk_method") == "group_limited_greedy":
+        groups = ExpertGroups(keys.size("n_group"), keys.size("topk_group"), by_two=False)
+    return _deepseek(
+        keys,
+        groups=groups,
+        normalize=False,
+        scale=keys.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _deepseek_v3(keys: _Keys) -> ModelConfig:
+    keys.expect("scoring_func", "sigmoid")
+    keys.expect("topk_method", "noaux_tc")
+    config = _deepseek(
+        keys,
+        groups=ExpertGroups(keys.size("n_group", 8), keys.size("topk_group", 4), by_two=True),
+        normalize=keys.flag("norm_topk_prob", True),
+        scale=keys.number("routed_scaling_factor", 2.5),
+        sigmoid=True,
+    )
+    # Those that predict more than one token.
+    return dataclasses.replace(config, extra_layers=keys.get("num_nextn_predict_layers") or 0)
+
+
+def _deepseek(keys: _Keys, **options: Any) -> ModelConfig:
+    for key, value in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1)):
+        keys.expect(key, value)
+    rope = _rope(keys)
+    q_rank = keys.get("q_lora_rank", 1536) and keys.size("q_lora_rank", 1536)
+    latent = Latent(
+        q_rank=q_rank,
+        kv_rank=keys.size("kv_lora_rank", 512),
+        nope=keys.size("qk_nope_head_dim", 128),
+        rope=keys.size("qk_rope_head_dim", 64),
+        v=keys.size("v_head_dim", 128),
+        interleaved=keys.flag("rope_interleave", True),
+    )
+    # Section 3.4 of YaRN once more, where the paper's scale of the logits was left to the model.
+    mscale = 1.0
+    if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
+        mscale = rope.scaling.mscale_of(rope.scaling.mscale_all_dim)
+    expert_size = keys.size("moe_intermediate_size", 1407)
+    experts = Experts(
+        count=keys.size("n_routed_experts"),
+        per_token=keys.size("num_experts_per_tok"),
+        intermediate_size=expert_size,
+        names=ExpertNames(
+            "mlp.gate",
+            ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+            "mlp.experts.{}.down_proj",
+        ),
+        dense_layers=tuple(range(keys.get("first_k_dense_replace", 0))),
+        shared_size=expert_size * keys.size("n_shared_experts"),
+        **options,
+    )
+    return _silu_model(
+        keys,
+        [LayerKind(rope)] * keys.size("num_hidden_layers"),
+        num_kv_heads=1,
+        head_dim=latent.kv_rank + latent.rope,
+        sm_scale=(latent.nope + latent.rope) ** -0.5 * mscale**2,
+        latent=latent,
+        experts=experts,
+    )
+
+
 def _gpt_oss(keys: _Keys) -> ModelConfig:
     num_layers = keys.size("num_hidden_layers")
     keys.expect("swiglu_alpha", 1.702)
@@ -335,6 +413,8 @@ _FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,

@@ -89,10 +89,10 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
+            return self.mscale_of(self.mscale) / self.mscale_of(self.mscale_all_dim)
+        return self.mscale_of(1.0)
 
-    def _mscale(self, mscale: float) -> float:
+    def mscale_of(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 

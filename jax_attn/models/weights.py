@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models import mxfp4
-from jax_attn.models.config import Experts, ModelConfig
+from jax_attn.models.config import Experts, Latent, ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
 from jax_attn.models.rope import Rope, rotary_order
 
@@ -41,7 +41,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Par
     # Where there are norms after attention and MLP, they take the name of the one before the MLP.
     before_mlp = "pre_feedforward" if config.post_norms else "post_attention"
     tensors: dict[str, Parts | list[Parts]] = {"o": {"self_attn.o_proj.weight": (d, q_size)}}
-    if config.packed:
+    if config.latent is not None:
+        tensors = _latent_tensors(config, config.latent)
+    elif config.packed:
         tensors["qkv"] = {"self_attn.qkv_proj.weight": (q_size + 2 * kv_size, d)}
     else:
         tensors["qkv"] = {f"self_attn.{x}_proj.weight": (n, d) for x, n in qkv_sizes.items()}
@@ -64,6 +66,24 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Par
     return tensors | _mlp_tensors(config, layer)
 
 
+def _latent_tensors(config: ModelConfig, latent: Latent) -> dict[str, Parts | list[Parts]]:
+    d, heads = config.hidden_size, config.num_qo_heads
+    q_size = heads * (latent.nope + latent.rope)
+    tensors: dict[str, Parts | list[Parts]] = {
+        "kv_a": {"self_attn.kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rope, d)},
+        "kv_a_norm": {"self_attn.kv_a_layernorm.weight": (latent.kv_rank,)},
+        "kv_b": {"self_attn.kv_b_proj.weight": (heads * (latent.nope + latent.v), latent.kv_rank)},
+        "o": {"self_attn.o_proj.weight": (d, heads * latent.v)},
+    }
+    if latent.q_rank is None:
+        return tensors | {"q_b": {"self_attn.q_proj.weight": (q_size, d)}}
+    return tensors | {
+        "q_a": {"self_attn.q_a_proj.weight": (latent.q_rank, d)},
+        "q_a_norm": {"self_attn.q_a_layernorm.weight": (latent.q_rank,)},
+        "q_b": {"self_attn.q_b_proj.weight": (q_size, latent.q_rank)},
+    }
+
+
 def _mlp_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
     d, ff, experts = config.hidden_size, config.intermediate_size, config.experts
     if experts is not None and layer not in experts.dense_layers:
@@ -78,6 +98,14 @@ def _mlp_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Part
 def _expert_tensors(experts: Experts, d: int) -> dict[str, Parts | list[Parts]]:
     names, ff, count = experts.names, experts.intermediate_size, experts.count
     router: dict[str, Parts | list[Parts]] = {"router": {f"{names.router}.weight": (count, d)}}
+    if experts.sigmoid:
+        router["router_correction"] = {f"{names.router}.e_score_correction_bias": (count,)}
+    if shared := experts.shared_size:
+        prefix = "mlp.shared_experts"
+        router["shared_gate_up"] = {
+            f"{prefix}.{x}_proj.weight": (shared, d) for x in ("gate", "up")
+        }
+        router["shared_down"] = {f"{prefix}.down_proj.weight": (d, shared)}
     if not experts.stacked:
         return router | {
             "expert_gate_up": [
@@ -178,6 +206,8 @@ def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np
 
     tensor: [out, ...].
     """
+    if config.latent is not None:
+        return _in_pairs_order(tensor, weight, config, config.latent)
     ropes = {kind.rope for kind in config.layers if kind.rope is not None}
     if all(rope.fraction == 1 for rope in ropes):
         return tensor
@@ -192,6 +222,18 @@ def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np
     rotated = num_heads * config.head_dim
     heads = tensor[:rotated].reshape(num_heads, config.head_dim, *tensor.shape[1:])
     return np.concatenate([heads[:, order].reshape(tensor[:rotated].shape), tensor[rotated:]])
+
+
+def _in_pairs_order(
+    tensor: np.ndarray, weight: str, config: ModelConfig, latent: Latent
+) -> np.ndarray:
+    """Of latent attention's q and k: neighbours that rotate together, half of them apart."""
+    if not latent.interleaved or weight not in ("q_b", "kv_a"):
+        return tensor
+    fixed = latent.nope if weight == "q_b" else latent.kv_rank
+    order = np.concatenate([np.arange(0, latent.rope, 2), np.arange(1, latent.rope, 2)])
+    heads = tensor.reshape(-1, fixed + latent.rope, tensor.shape[1])
+    return heads[:, np.concatenate([np.arange(fixed), fixed + order])].reshape(tensor.shape)
 
 
 def random_params(
@@ -217,7 +259,7 @@ def random_params(
         name = path[-1].key
         if name.endswith("norm"):
             return _normal(key, shape, dtype, 0.1, 1 - config.norm_offset)
-        is_vector = name.endswith("bias") or name == "sinks"
+        is_vector = name.endswith(("bias", "correction")) or name == "sinks"
         return _normal(key, shape, dtype, 0.1 if is_vector else shape[-2] ** -0.5)
 
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -288,10 +330,13 @@ def _read_tensors(
 
 
 def _is_passed_over(name: str, config: ModelConfig) -> bool:
-    """Old exports carry the RoPE table, tied ones the head a second time, and some an image encoder
-    beside the text model."""
+    """Old exports carry the RoPE table, tied ones the head a second time, some an image encoder
+    beside the text model, and DeepSeek's layers that predict more than one token."""
     return (
         name.endswith("rotary_emb.inv_freq")
         or (name == "lm_head.weight" and config.tie_embeddings)
         or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
+        or name.startswith(
+            tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+        )
     )
