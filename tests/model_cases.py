@@ -219,6 +219,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 12,
         "n_group": 4,
         "topk_group": 2,
+        "num_experts_per_tok": 4,
         "routed_scaling_factor": 1.7,
         "rope_parameters": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
     },
