@@ -6,7 +6,6 @@ import functools
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import ffi

@@ -6,7 +6,6 @@ import math
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 
 from jax_attn import ffi
 from jax_attn.operands import (
