@@ -78,6 +78,7 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
   SettleHeadBlocks(&problem.spec);
   problem.config = SelectAttention(problem.spec);
   FromDict(overrides, &problem.config);
+  ThrowIfBadSpec(CheckProblem(problem));  // that FillCapacities may compute with it
   FillCapacities(&problem);
   ThrowIfBadSpec(CheckProblem(problem));
   return problem;

@@ -94,9 +94,7 @@ def append_kv(
     k_stacked, v_stacked = _append_kv(
         k_stacked, v_stacked, k_new, v_new, buffer, layer_index, *scales, spec
     )
-    if v_pages is None:
-        return k_stacked.reshape(k_pages.shape), None
-    return k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)
+    return _as_given(k_stacked, layer), None if v_pages is None else _as_given(v_stacked, layer)
 
 
 def append_rotated(
@@ -143,4 +141,9 @@ def append_rotated(
     q, k_stacked, v_stacked = _append_rotated(
         qkv, cos, sin, k_stacked, v_stacked, buffer, layer_index, *scales, spec
     )
-    return q, k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)
+    return q, _as_given(k_stacked, layer), _as_given(v_stacked, layer)
+
+
+def _as_given(pages: jax.Array, layer: Any) -> jax.Array:
+    """Without the leading axis of a cache that has no layers."""
+    return pages.reshape(pages.shape[1:]) if layer is None else pages

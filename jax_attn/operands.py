@@ -10,23 +10,34 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_attn import config
-from jax_attn.plan import AttentionPlan
+from jax_attn.plan import AttentionPlan, traced_int32
 from jax_attn.spec import AttentionSpec
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
     """The spec of a plan; what is no plan gets a sentence."""
-    if not isinstance(plan, AttentionPlan):
+    if not isinstance(plan, AttentionPlan) or not isinstance(plan.spec, AttentionSpec):
         raise TypeError(
             f"{op}: plan: expected an AttentionPlan, which jax_attn.plan makes, got"
-            f" {type(plan).__name__}."
+            f" {type(plan).__name__}"
+            + (f" of {type(plan.spec).__name__}." if isinstance(plan, AttentionPlan) else ".")
         )
     return plan.spec
 
 
+def as_array(op: str, name: str, value: Any) -> jax.Array:
+    """`value` as a jax.Array; a ValueError says what is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{op}: {name}: expected an array, got {type(value).__name__} ({error})."
+        ) from None
+
+
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """`array` as a jax.Array if it has this shape and dtype; else a ValueError says what to do."""
-    array = jnp.asarray(array)
+    array = as_array(op, name, array)
     if array.shape != shape or array.dtype != dtype:
         advice = ""
         if array.shape == shape:
@@ -96,7 +107,7 @@ def as_stacked(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """The paged cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], no copy."""
-    k_pages = jnp.asarray(k_pages)
+    k_pages = as_array(op, "k_pages", k_pages)
     rank = 4 if layer is None else 5
     if k_pages.ndim != rank:
         raise ValueError(
@@ -132,7 +143,8 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
         )
     if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < num_layers:
         raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
-    return jnp.asarray(layer, jnp.int32)
+    is_traced = isinstance(layer, jax.core.Tracer)
+    return traced_int32(array) if is_traced else jnp.asarray(array, jnp.int32)
 
 
 def check_data(
@@ -142,6 +154,12 @@ def check_data(
 
     JAX_ATTN_CHECK=1: their data are looked at, wherever they live, before the kernel has them.
     """
+    shape, dtype = (getattr(plan.buffer, name, None) for name in ("shape", "dtype"))
+    if shape != (plan.spec.plan_words,) or dtype != np.int32:
+        raise ValueError(
+            f"{op}: plan: expected a buffer of int32[{plan.spec.plan_words}] as its spec says, got"
+            f" {dtype}{list(shape or ())}."
+        )
     buffer = jnp.asarray(plan.buffer)
     if not config.check:
         return buffer, layer
