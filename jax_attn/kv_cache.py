@@ -9,8 +9,8 @@ import jax
 
 from jax_attn import ffi
 from jax_attn.operands import (
-    as_stacked,
     check_array,
+    check_cache,
     check_data,
     check_scales,
     check_values,
@@ -88,13 +88,10 @@ def append_kv(
     scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
     v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
-    k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
-    layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
-    buffer, layer_index = check_data("append_kv", plan, layer_index, k_stacked.shape)
-    k_stacked, v_stacked = _append_kv(
-        k_stacked, v_stacked, k_new, v_new, buffer, layer_index, *scales, spec
-    )
-    return _as_given(k_stacked, layer), None if v_pages is None else _as_given(v_stacked, layer)
+    k_pages, v_pages, num_layers = check_cache("append_kv", spec, k_pages, v_pages, layer)
+    layer_index = layer_operand("append_kv", layer, num_layers)
+    buffer, layer_index = check_data("append_kv", plan, layer_index, k_pages, num_layers)
+    return _append_kv(k_pages, v_pages, k_new, v_new, buffer, layer_index, *scales, spec)
 
 
 def append_rotated(
@@ -135,15 +132,7 @@ def append_rotated(
     qkv = check_array(op, "qkv", qkv, (tokens, row_dim), spec.dtype)
     cos = check_array(op, "cos", cos, (tokens, half), "float32")
     sin = check_array(op, "sin", sin, (tokens, half), "float32")
-    k_stacked, v_stacked = as_stacked(op, spec, k_pages, v_pages, layer)
-    layer_index = layer_operand(op, layer, k_stacked.shape[0])
-    buffer, layer_index = check_data(op, plan, layer_index, k_stacked.shape)
-    q, k_stacked, v_stacked = _append_rotated(
-        qkv, cos, sin, k_stacked, v_stacked, buffer, layer_index, *scales, spec
-    )
-    return q, _as_given(k_stacked, layer), _as_given(v_stacked, layer)
-
-
-def _as_given(pages: jax.Array, layer: Any) -> jax.Array:
-    """Without the leading axis of a cache that has no layers."""
-    return pages.reshape(pages.shape[1:]) if layer is None else pages
+    k, v, num_layers = check_cache(op, spec, k_pages, v_pages, layer)
+    layer_index = layer_operand(op, layer, num_layers)
+    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
+    return _append_rotated(qkv, cos, sin, k, v, buffer, layer_index, *scales, spec)

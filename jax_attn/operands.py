@@ -103,10 +103,10 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
     return arrays
 
 
-def as_stacked(
+def check_cache(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """The paged cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], no copy."""
+) -> tuple[jax.Array, jax.Array | None, int]:
+    """The paged cache as it is, stacked or not, and its number of layers."""
     k_pages = as_array(op, "k_pages", k_pages)
     rank = 4 if layer is None else 5
     if k_pages.ndim != rank:
@@ -127,9 +127,7 @@ def as_stacked(
             f"{op}: k_pages: up to {most} token slots a layer are supported with"
             f" fresh_kv={spec.fresh_kv}, got {num_pages * spec.page_size}."
         )
-    if layer is None:
-        k_pages, v_pages = k_pages[None], None if v_pages is None else v_pages[None]
-    return k_pages, v_pages
+    return k_pages, v_pages, 1 if layer is None else k_pages.shape[0]
 
 
 def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
@@ -148,7 +146,7 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
 
 
 def check_data(
-    op: str, plan: AttentionPlan, layer: jax.Array, pages_shape: tuple[int, ...]
+    op: str, plan: AttentionPlan, layer: jax.Array, k: jax.Array, num_layers: int
 ) -> tuple[jax.Array, jax.Array]:
     """The plan's buffer and the layer, as operands of a kernel.
 
@@ -163,7 +161,7 @@ def check_data(
     buffer = jnp.asarray(plan.buffer)
     if not config.check:
         return buffer, layer
-    num_layers, num_pages = pages_shape[:2] if plan.spec.is_paged else (1, -1)
+    num_pages = k.shape[-4] if plan.spec.is_paged else -1
 
     def check(buffer: Any, layer: Any) -> np.ndarray:
         try:

@@ -88,16 +88,39 @@ Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProb
   return Prefixed(prefix, CheckProblem(*problem));
 }
 
-Status CheckPool(const char* op, const AttentionSpec& spec, int64_t num_layers, int64_t num_pages) {
+Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer& k_pages,
+                Pool* pool) {
+  const auto dims = k_pages.dimensions();
+  if (!spec.paged() || dims.size() < 4 || dims.size() > 5) {
+    return Status::Error(std::string(op) +
+                         ": k_pages: expected a paged cache of rank 4 or 5, got rank " +
+                         std::to_string(dims.size()) + ".");
+  }
+  pool->is_stacked = dims.size() == 5;
+  pool->num_layers = pool->is_stacked ? dims[0] : 1;
+  pool->num_pages = dims[dims.size() - 4];
   // Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
   const int64_t most = spec.fresh_kv ? int64_t{1} << 31 : (int64_t{1} << 32) - 2;
-  if (num_layers >= 1 && num_layers <= kMaxInt32 && num_pages <= most / spec.page_size) {
+  if (pool->num_layers >= 1 && pool->num_layers <= kMaxInt32 &&
+      pool->num_pages <= most / spec.page_size) {
     return Status::Ok();
   }
-  return Status::Error(std::string(op) + ": k_pages: expected at least a layer, and up to " +
-                       std::to_string(most) + " token slots in each, got " +
-                       std::to_string(num_layers) + " layers of " + std::to_string(num_pages) +
-                       " pages of " + std::to_string(spec.page_size) + ".");
+  return Status::Error(
+      std::string(op) + ": k_pages: expected at least a layer, and up to " + std::to_string(most) +
+      " token slots in each, got " + std::to_string(pool->num_layers) + " layers of " +
+      std::to_string(pool->num_pages) + " pages of " + std::to_string(spec.page_size) + ".");
+}
+
+Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
+                  const ffi::AnyBuffer& pages, int64_t head_dim) {
+  const ffi::DataType type = ToDataType(spec.kv_dtype());
+  const int64_t heads = spec.num_stored_heads();
+  if (!pool.is_stacked) {
+    return CheckBuffer(op, argument, pages, type,
+                       {pool.num_pages, spec.page_size, heads, head_dim});
+  }
+  return CheckBuffer(op, argument, pages, type,
+                     {pool.num_layers, pool.num_pages, spec.page_size, heads, head_dim});
 }
 
 Status CheckLayer(const char* op, int32_t layer, int64_t num_layers) {

@@ -48,8 +48,16 @@ ffi::Error RunStage(const char* op, ffi::Span<const int64_t> words, Stage stage)
   return ToFfi(s.ok() ? stage(problem) : s);
 }
 
-// The pool of a paged spec.
-Status CheckPool(const char* op, const AttentionSpec& spec, int64_t num_layers, int64_t num_pages);
+// A paged cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], or without num_layers,
+// which then is 1: XLA would copy what is reshaped on the way to a result that aliases it.
+struct Pool {
+  int64_t num_layers = 1, num_pages = 1;
+  bool is_stacked = false;
+};
+Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer& k_pages,
+                Pool* pool);
+Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
+                  const ffi::AnyBuffer& pages, int64_t head_dim);
 
 // Reads data, as the checks of plans do (plan/check.h), so only CPU handlers call it;
 // JAX_ATTN_CHECK=1 does both on any device.
