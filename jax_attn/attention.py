@@ -6,13 +6,12 @@ import functools
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import ffi
 from jax_attn.operands import (
-    as_stacked,
     check_array,
+    check_cache,
     check_data,
     check_scales,
     check_values,
@@ -171,10 +170,11 @@ def _operands(
     spec = spec_of(op, plan)
     q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
-        k, v = as_stacked(op, spec, k, v, layer)
+        k, v, num_layers = check_cache(op, spec, k, v, layer)
     else:
         if layer is not None:
             raise ValueError(f"{op}: layer: expected None with a ragged spec, got {layer}.")
+        num_layers = 1
         assert spec.max_kv_tokens is not None
         k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
         k = check_array(op, "k", k, k_shape, spec.dtype_of_kv)
@@ -193,7 +193,6 @@ def _operands(
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
     scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
-    layer_index = layer_operand(op, layer, k.shape[0])
-    check_data(op, plan, layer_index, k.shape)
-    buffer = jnp.asarray(plan.buffer)
+    layer_index = layer_operand(op, layer, num_layers)
+    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
     return q, k, v, buffer, layer_index, k_new, v_new, sinks, *scales, spec

@@ -6,12 +6,11 @@ import math
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 
 from jax_attn import ffi
 from jax_attn.operands import (
-    as_stacked,
     check_array,
+    check_cache,
     check_data,
     check_scales,
     check_values,
@@ -89,15 +88,10 @@ def append_kv(
     scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
     v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
-    k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
-    layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
-    check_data("append_kv", plan, layer_index, k_stacked.shape)
-    k_stacked, v_stacked = _append_kv(
-        k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, *scales, spec
-    )
-    if v_pages is None:
-        return k_stacked.reshape(k_pages.shape), None
-    return k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)
+    k_pages, v_pages, num_layers = check_cache("append_kv", spec, k_pages, v_pages, layer)
+    layer_index = layer_operand("append_kv", layer, num_layers)
+    buffer, layer_index = check_data("append_kv", plan, layer_index, k_pages, num_layers)
+    return _append_kv(k_pages, v_pages, k_new, v_new, buffer, layer_index, *scales, spec)
 
 
 def append_rotated(
@@ -138,10 +132,7 @@ def append_rotated(
     qkv = check_array(op, "qkv", qkv, (tokens, row_dim), spec.dtype)
     cos = check_array(op, "cos", cos, (tokens, half), "float32")
     sin = check_array(op, "sin", sin, (tokens, half), "float32")
-    k_stacked, v_stacked = as_stacked(op, spec, k_pages, v_pages, layer)
-    layer_index = layer_operand(op, layer, k_stacked.shape[0])
-    check_data(op, plan, layer_index, k_stacked.shape)
-    q, k_stacked, v_stacked = _append_rotated(
-        qkv, cos, sin, k_stacked, v_stacked, jnp.asarray(plan.buffer), layer_index, *scales, spec
-    )
-    return q, k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)
+    k, v, num_layers = check_cache(op, spec, k_pages, v_pages, layer)
+    layer_index = layer_operand(op, layer, num_layers)
+    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
+    return _append_rotated(qkv, cos, sin, k, v, buffer, layer_index, *scales, spec)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn import ffi
+from jax_attn.operands import as_array
 from jax_attn.spec import default_target, dtype_code, parse_target
 from jax_attn.transforms import Axes, partitioned
 
@@ -18,16 +19,18 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
     merging only identities gives the identity. Differentiable in both arguments and results, and
     vmap works.
 
-    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo a multiple of 8.
+    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo any multiple of
+        8. No state at all is the identity.
     lse_parts: [num_states, n, num_heads], f32, natural log.
 
     Returns o: [n, num_heads, head_dim_vo] in o_parts' dtype; lse: [n, num_heads], f32, natural log.
     Raises ValueError for shapes or dtypes that do not fit.
     """
-    o_parts, lse_parts = jnp.asarray(o_parts), jnp.asarray(lse_parts)
-    if o_parts.ndim != 4 or o_parts.shape[0] == 0:
+    o_parts = as_array("merge_states", "o_parts", o_parts)
+    lse_parts = as_array("merge_states", "lse_parts", lse_parts)
+    if o_parts.ndim != 4 or o_parts.shape[-1] == 0:
         raise ValueError(
-            "merge_states: o_parts: expected [num_states >= 1, n, num_heads, head_dim_vo], got"
+            "merge_states: o_parts: expected [num_states, n, num_heads, head_dim_vo >= 8], got"
             f" {list(o_parts.shape)}."
         )
     if lse_parts.shape != o_parts.shape[:-1] or lse_parts.dtype != jnp.float32:
@@ -52,8 +55,14 @@ def merge_state(
     o_a, o_b: [n, num_heads, head_dim_vo], of one dtype.
     lse_a, lse_b: [n, num_heads], f32, natural log.
     """
+    names = "o_a", "lse_a", "o_b", "lse_b"
+    given = zip(names, (o_a, lse_a, o_b, lse_b), strict=True)
+    o_a, lse_a, o_b, lse_b = (as_array("merge_state", *pair) for pair in given)
+    if o_a.ndim != 3:
+        raise ValueError(
+            f"merge_state: o_a: expected [n, num_heads, head_dim_vo], got {list(o_a.shape)}."
+        )
     for name, a, b in (("o_b", o_a, o_b), ("lse_b", lse_a, lse_b)):
-        a, b = jnp.asarray(a), jnp.asarray(b)
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(
                 f"merge_state: {name}: expected {a.dtype}{list(a.shape)} as in the first state, got"
@@ -77,8 +86,9 @@ def state_to_triplet(
     Returns o': [..., num_heads, head_dim_vo], max and sum: [..., num_heads], all f32.
     Differentiable. Raises ValueError for shapes or dtypes that do not fit.
     """
-    o, lse = jnp.asarray(o), jnp.asarray(lse)
-    reference = lse if max_logits is None else jnp.asarray(max_logits)
+    op = "state_to_triplet"
+    o, lse = as_array(op, "o", o), as_array(op, "lse", lse)
+    reference = lse if max_logits is None else as_array(op, "max_logits", max_logits)
     _check_triplet("state_to_triplet", o, lse=lse, max_logits=reference)
     is_empty = jnp.isneginf(lse)
     # An empty row must not form -inf - -inf, nor its gradient.
@@ -100,7 +110,8 @@ def state_from_triplet(
     natural log; (0, -inf) without a key. Differentiable. Raises ValueError for shapes or dtypes
     that do not fit.
     """
-    o, max_logits, sums = jnp.asarray(o), jnp.asarray(max_logits), jnp.asarray(sums)
+    given = {"o": o, "max_logits": max_logits, "sums": sums}
+    o, max_logits, sums = (as_array("state_from_triplet", *pair) for pair in given.items())
     _check_triplet("state_from_triplet", o, max_logits=max_logits, sums=sums)
     is_empty = sums == 0
     divisor = jnp.where(is_empty, 1.0, sums)

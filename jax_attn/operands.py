@@ -13,18 +13,29 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_attn import config
-from jax_attn.plan import AttentionPlan
+from jax_attn.plan import AttentionPlan, traced_int32
 from jax_attn.spec import AttentionSpec
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
     """The spec of a plan. Raises TypeError for anything else."""
-    if not isinstance(plan, AttentionPlan):
+    if not isinstance(plan, AttentionPlan) or not isinstance(plan.spec, AttentionSpec):
         raise TypeError(
             f"{op}: plan: expected an AttentionPlan, which jax_attn.plan makes, got"
-            f" {type(plan).__name__}."
+            f" {type(plan).__name__}"
+            + (f" of {type(plan.spec).__name__}." if isinstance(plan, AttentionPlan) else ".")
         )
     return plan.spec
+
+
+def as_array(op: str, name: str, value: Any) -> jax.Array:
+    """`value` as a jax.Array; a ValueError says what is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{op}: {name}: expected an array, got {type(value).__name__} ({error})."
+        ) from None
 
 
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -33,7 +44,7 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
     Raises ValueError, with advice, for another shape or dtype; NotImplementedError for an array
     that is visibly split over a mesh.
     """
-    array = jnp.asarray(array)
+    array = as_array(op, name, array)
     if array.shape != shape or array.dtype != dtype:
         advice = ""
         if array.shape == shape:
@@ -109,17 +120,15 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
     return arrays
 
 
-def as_stacked(
+def check_cache(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """The cache as [num_layers, num_pages, page_size, num_kv_heads, head_dim], without a copy.
-
-    layer: None if the pages have no leading [num_layers]; they get one of length 1.
+) -> tuple[jax.Array, jax.Array | None, int]:
+    """The paged cache as it is, stacked or not, and its number of layers.
 
     Raises ValueError for another rank, shape or dtype; NotImplementedError for more token slots in
     a layer than 32 bits can number.
     """
-    k_pages = jnp.asarray(k_pages)
+    k_pages = as_array(op, "k_pages", k_pages)
     rank = 4 if layer is None else 5
     if k_pages.ndim != rank:
         raise ValueError(
@@ -139,9 +148,7 @@ def as_stacked(
             f"{op}: k_pages: up to {most} token slots a layer are supported with"
             f" fresh_kv={spec.fresh_kv}, got {num_pages * spec.page_size}."
         )
-    if layer is None:
-        k_pages, v_pages = k_pages[None], None if v_pages is None else v_pages[None]
-    return k_pages, v_pages
+    return k_pages, v_pages, 1 if layer is None else k_pages.shape[0]
 
 
 def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
@@ -158,34 +165,43 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
         )
     if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < num_layers:
         raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
-    return jnp.asarray(layer, jnp.int32)
+    is_traced = isinstance(layer, jax.core.Tracer)
+    return traced_int32(array) if is_traced else jnp.asarray(array, jnp.int32)
 
 
 def check_data(
-    op: str, plan: AttentionPlan, layer: jax.Array, pages_shape: tuple[int, ...]
-) -> None:
-    """With JAX_ATTN_CHECK=1: checks the contents of plan and layer at run time, also inside jit.
+    op: str, plan: AttentionPlan, layer: jax.Array, k: jax.Array, num_layers: int
+) -> tuple[jax.Array, jax.Array]:
+    """The plan's buffer and the layer, as operands of a kernel.
 
-    Raises ValueError (as JAX reports it from a callback) for a faulty plan, a buffer that is no
-    plan, page ids beyond the pool, or a layer out of range. Else it does nothing.
+    With JAX_ATTN_CHECK=1 their contents are checked, wherever they live, before the kernel runs.
+
+    Raises ValueError (inside jit as JAX reports it from a callback) for a buffer that is no sound
+    plan, page ids beyond the pool, or a layer out of range.
     """
+    shape, dtype = (getattr(plan.buffer, name, None) for name in ("shape", "dtype"))
+    if shape != (plan.spec.plan_words,) or dtype != np.int32:
+        raise ValueError(
+            f"{op}: plan: expected a buffer of int32[{plan.spec.plan_words}] as its spec says, got"
+            f" {dtype}{list(shape or ())}."
+        )
+    buffer = jnp.asarray(plan.buffer)
     if not config.check:
-        return
-    num_layers, num_pages = pages_shape[:2] if plan.spec.is_paged else (1, 1)
+        return buffer, layer
+    num_pages = k.shape[-4] if plan.spec.is_paged else -1
 
-    def check(buffer: np.ndarray, layer: np.ndarray) -> None:
-        on_host = AttentionPlan(np.asarray(buffer), plan.spec)
-        if fault := on_host.fault():
-            raise ValueError(f"{op}: {fault}")
-        header = on_host.header()
-        if header["magic"] != 0x6A61706C:
-            raise ValueError(f"{op}: plan: expected a buffer made by jax_attn.plan.")
-        if plan.spec.is_paged and header["max_page_id"] >= num_pages:
-            raise ValueError(
-                f"{op}: plan: expected page ids below the pool's {num_pages} pages, got"
-                f" {header['max_page_id']}."
-            )
+    def check(buffer: Any, layer: Any) -> np.ndarray:
+        try:
+            plan.spec.problem.check_plan(np.ascontiguousarray(buffer), num_pages)
+        except ValueError as error:
+            raise ValueError(f"{op}: {error}") from None
         if not 0 <= int(layer) < num_layers:
             raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+        return np.asarray(layer, np.int32)
 
-    jax.debug.callback(check, plan.buffer, layer)
+    if not any(isinstance(x, jax.core.Tracer) for x in (buffer, layer)):
+        check(buffer, layer)
+        return buffer, layer
+    # The kernel has the layer from the check, so it waits for that.
+    shape = jax.ShapeDtypeStruct((), jnp.int32)
+    return buffer, jax.pure_callback(check, shape, buffer, layer, vmap_method="sequential")

@@ -125,8 +125,10 @@ class AttentionPlan:
         """A saved plan. It equals the one that was saved and runs as that does, also on a machine
         with another number of processors: the number of queues is kept.
 
-        Raises ValueError for another file, or if this version of jax_attn plans or configures
-        kernels otherwise.
+        The file may come from anywhere: what kernels follow is looked at word by word, page ids
+        against the spec's num_pages, or where that is None against the pool when attention runs on
+        CPU. Raises ValueError for another file, for a damaged plan, with section, index, expected
+        and got, or if this version of jax_attn plans or configures kernels otherwise.
         """
         return cls(*plan_file.read(path))
 
@@ -281,6 +283,8 @@ def plan(
     nothing is read out of bounds. `plan.fault()` and `plan.describe()` say the sentence once the
     buffer is on the host, and with JAX_ATTN_CHECK=1 attention and append_kv raise it.
     """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"plan: spec: expected an AttentionSpec, got {type(spec).__name__}.")
     if spec.is_paged:
         if page_indptr is None or page_indices is None or kv_indptr is not None:
             given = _given(page_indptr=page_indptr, page_indices=page_indices, kv_indptr=kv_indptr)
@@ -296,7 +300,8 @@ def plan(
         )
     starts = ("page_indptr", page_indptr) if spec.is_paged else ("kv_indptr", kv_indptr)
     arguments = (qo_indptr, kv_lens, starts[1], page_indices, q_offsets)
-    if prefix_levels:
+    if prefix_levels is not None:
+        _check_levels(prefix_levels)
         arguments += tuple(array for level in prefix_levels for array in level)
     traced = any(isinstance(a, jax.core.Tracer) for a in arguments)
     xp = jnp if traced else np
@@ -325,6 +330,18 @@ def plan(
     if offsets is None:
         offsets = lens - jnp.diff(qo)
     return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, levels, spec), spec)
+
+
+def _check_levels(prefix_levels: Any) -> None:
+    is_list = isinstance(prefix_levels, (list, tuple))
+    for level in prefix_levels if is_list else ():
+        if not isinstance(level, (list, tuple)) or len(level) != 2:
+            is_list = False
+    if not is_list:
+        raise ValueError(
+            "plan: prefix_levels: expected a list of pairs (request_indptr, prefix_lens), got"
+            f" {prefix_levels!r:.100}."
+        )
 
 
 def _levels(
@@ -425,7 +442,12 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
     if xp is np and type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
         if length in (None, len(value)) and value.flags.c_contiguous:
             return value
-    array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
+    try:
+        array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
+    except (TypeError, ValueError, OverflowError):  # lists in lists of other lengths, objects
+        raise ValueError(
+            f"plan: {name}: expected a 1-d integer array, got {value!r:.100}."
+        ) from None
     if array.size == 0 and array.dtype.kind == "f":  # of an empty list
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -438,13 +460,22 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
             f" {length - (name != 'q_offsets')}, got {len(array)}."
         )
     if xp is jnp:
-        return array.astype(np.int32)
+        return traced_int32(array)
     if array.dtype == np.int32:
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     if array.size:
         for extreme in (array.max(), array.min()):
             if not -(2**31) <= extreme < 2**31:
                 raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
+    return array.astype(np.int32)
+
+
+def traced_int32(array: Any) -> jax.Array:
+    """What does not fit becomes the nearest that does, and so stays out of any range."""
+    if array.dtype in (np.uint32, np.uint64):
+        array = jnp.minimum(array, np.array(2**31 - 1, array.dtype))
+    elif array.dtype == np.int64:
+        array = jnp.clip(array, -(2**31), 2**31 - 1)
     return array.astype(np.int32)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import logging
 import os
-from typing import Any, Literal
+import re
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
 _E4M3 = "float8_e4m3fn"
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
+_TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +164,8 @@ class AttentionSpec:
         settle("sm_scale", _finite("sm_scale", self.sm_scale))
         self._settle_storage(settle)
         settle("target", default_target() if self.target is None else self.target)
+        if not isinstance(self.target, str):
+            _refuse("target", _TARGETS, self.target)
         parse_target(self.target)  # refuses what it does not know
         if self.mla:
             self._check_mla()
@@ -256,10 +260,10 @@ class AttentionSpec:
             _require_int("num_pages", self.num_pages, 0)
 
     def _settle_schedule(self, settle: Any) -> None:
-        if self.schedule not in _SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in _SCHEDULES:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
         can_share = self.is_paged and self.schedule != "no_split"
-        if self.share_prefixes not in (None, True, False):
+        if not isinstance(self.share_prefixes, (bool, type(None))):
             _refuse("share_prefixes", "True, False or None", self.share_prefixes)
         if self.share_prefixes and not can_share:
             _refuse("share_prefixes", "False or None without pages or with no_split", True)
@@ -275,6 +279,10 @@ class AttentionSpec:
                 _refuse("kv_split", f"a multiple of the kernel's tile_kv={tile_kv}", self.kv_split)
         elif self.kv_split is not None:
             _refuse("kv_split", "None unless schedule='fixed_split'", self.kv_split)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles: the fields, not what was computed of them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def group_size(self) -> int:
@@ -423,12 +431,10 @@ def parse_target(target: str) -> tuple[int, int]:
     if target == "cpu":
         has_affinity = hasattr(os, "sched_getaffinity")
         return 0, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    if not isinstance(target, str):
-        _refuse("target", '"cpu", "sm_90" or "sm_90:132" (multiprocessors)', target)
-    name, _, count = target.partition(":")
-    arch = name.removeprefix("sm_").rstrip("a")
-    if not (name.startswith("sm_") and arch.isdigit() and (count.isdigit() or not count)):
-        _refuse("target", '"cpu", "sm_90" or "sm_90:132" (multiprocessors)', target)
+    known = re.fullmatch(r"sm_(\d{1,3})a?(?::(\d{1,7}))?", target, re.ASCII)
+    if known is None:
+        _refuse("target", _TARGETS, target)
+    arch, count = known.groups()
     if int(arch) < 80:
         raise NotImplementedError(
             f"AttentionSpec: target: sm_80 and later are supported, got {target}."
@@ -508,5 +514,5 @@ def _require_int(name: str, value: Any, minimum: int) -> None:
         _refuse(name, f"an integer in [{minimum}, 2^31)", value)
 
 
-def _refuse(name: str, expected: str, got: Any) -> None:
+def _refuse(name: str, expected: str, got: Any) -> NoReturn:
     raise ValueError(f"AttentionSpec: {name}: expected {expected}, got {got!r}.")

@@ -3,8 +3,10 @@
 A table: what is called, the exact exception type, and words the sentence must hold.
 """
 
+import copy
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +94,12 @@ _EG = ("expected", "got")
     ("target_int", {"target": 90}, ValueError, "target", "sm_90", "90"),
     ("old_gpu", {"target": "sm_70"}, NotImplementedError, "target", "sm_80", "sm_70"),
     ("ctas", {"num_ctas": 0}, ValueError, "num_ctas", *_EG),
+    ("target_list", {"target": ["cpu"]}, ValueError, "target", "sm_90", *_EG, "['cpu']"),
+    ("target_digits", {"target": "sm_²"}, ValueError, "target", "sm_90", *_EG, "sm_²"),
+    ("target_count", {"target": "sm_90:" + "9" * 5000}, ValueError, "target", "sm_90:132", *_EG),
+    ("schedules", {"schedule": np.array(["a", "b"])}, ValueError, "schedule", *_EG),
+    ("share_1", {"share_prefixes": 1}, ValueError, "share_prefixes", "True, False or None", *_EG),
+    ("shares", {"share_prefixes": np.ones(2)}, ValueError, "share_prefixes", *_EG),
     ("e5m2", {"kv_dtype": "float8_e5m2"}, NotImplementedError, "kv_dtype", "float8_e4m3fn", "e5m2"),
     ("fnuz", {"kv_dtype": "float8_e4m3fnuz"}, NotImplementedError, "kv_dtype", "fnuz", "got"),
     ("kv_f16", {"kv_dtype": "float16"}, NotImplementedError, "kv_dtype", "float32", "float16"),
@@ -117,6 +125,40 @@ _EG = ("expected", "got")
 def test_spec(row):
     changed, exception, *words = row
     check(lambda: ja.AttentionSpec(**(FIELDS | changed)), exception, "AttentionSpec", *words)
+
+
+_MOST = 2**31 - 1
+
+
+@table(
+    ("scale", {"sm_scale": 1e300}, "sm_scale", "float32"),
+    ("cap", {"logits_soft_cap": 1e300}, "logits_soft_cap", "float32"),
+    ("heads", {"num_qo_heads": 2**30, "num_kv_heads": 2**30}, "num_qo_heads", *_EG, "1073741824"),
+    ("queues", {"num_ctas": 2**21}, "num_ctas", *_EG, "2097152"),
+    ("processors", {"target": "sm_90:0"}, "num_processors", *_EG, "0"),
+    ("items", {"max_items": _MOST}, "capacities", "2^31", "max_items", *_EG),
+    ("batch", {"max_batch": _MOST, "max_qo_tokens": _MOST}, "lower max_batch", *_EG),
+    ("chunks", {"schedule": "fixed_split", "max_kv_pages": _MOST}, "max_kv_pages", *_EG),
+    (
+        "tokens",  # 2^62 of them
+        {"schedule": "fixed_split", "max_kv_pages": _MOST, "page_size": _MOST},
+        *("lower", *_EG),
+    ),
+)
+def test_capacities_that_no_plan_has(row):
+    """Nothing that is computed of them overflows, and nobody asks the system for them."""
+    changed, *words = row
+    make = functools.partial(ja.AttentionSpec, **(FIELDS | changed))
+    check(lambda: make().plan_words, ValueError, "AttentionSpec: ", *words)
+
+
+def test_specs_and_plans_are_copied_and_pickled():
+    spec = ja.AttentionSpec(**FIELDS)
+    plan = ja.plan(spec, **BATCH)
+    for copied in (copy.deepcopy(plan), copy.copy(plan), pickle.loads(pickle.dumps(plan))):
+        assert copied.spec == spec and hash(copied.spec) == hash(spec)
+        np.testing.assert_array_equal(copied.buffer, plan.buffer)
+        assert copied.describe() == plan.describe()
 
 
 def test_a_traced_scale():
@@ -173,12 +215,23 @@ BATCH = {
         *("max_kv_pages", *_EG, "10", "11", "raise"),
     ),
     ("offsets", {"q_offsets": [1]}, "q_offsets", *_EG, "2", "1"),
+    ("ragged_list", {"kv_lens": [20, [17]]}, "kv_lens", "1-d integer", *_EG, "[20, [17]]"),
+    ("object", {"qo_indptr": [0, None, 4]}, "qo_indptr", "integer", *_EG),
+    ("levels", {"prefix_levels": 5}, "prefix_levels", "pairs", *_EG, "5"),
+    ("level", {"prefix_levels": [([0, 2],)]}, "prefix_levels", "pairs", *_EG),
+    ("level_none", {"prefix_levels": [None]}, "prefix_levels", "pairs", *_EG),
+    ("level_int64", {"prefix_levels": [([0, 2**40], [16])]}, "prefix_levels[0]", "int32", *_EG),
     ("offset_overflow", {"q_offsets": [0, 2**31 - 1]}, "q_offsets[1]", *_EG),
 )
 def test_plan(row):
     changed, *words = row
     spec = ja.AttentionSpec(**FIELDS)
     check(lambda: ja.plan(spec, **(BATCH | changed)), ValueError, "plan", *words)
+
+
+def test_plan_wants_a_spec():
+    for spec in (None, FIELDS):
+        check(lambda: ja.plan(spec, **BATCH), TypeError, "plan: spec", "AttentionSpec", *_EG)  # noqa: B023
 
 
 def test_plan_knows_the_pool_if_the_spec_does():
@@ -244,6 +297,9 @@ _CACHE = (2, 9, 16, 2, 64)
     ("q_rows", {"q": _ones((4, 4, 64))}, "q", "[8, 4, 64]", *_EG, "[4, 4, 64]"),
     ("q_heads", {"q": _ones((8, 2, 64))}, "q", *_EG),
     ("q_dtype", {"q": np.ones((8, 4, 64), np.float16)}, "q", *_EG, "float16", "astype('float32')"),
+    ("no_q", {"q": None}, "q", "an array", *_EG, "None"),
+    ("q_text", {"q": "q"}, "q", "an array", *_EG, "str"),
+    ("no_k", {"k": None}, "k_pages", "an array", *_EG, "None"),
     ("k_heads_first", {"k": _ones((2, 9, 2, 16, 64))}, "k", *_EG, "[2, 9, 2, 16, 64]", "transpose"),
     ("k_rank", {"k": _ones(_CACHE[1:])}, "k", *_EG, "layer"),
     ("k_no_layer", {"layer": None}, "k", *_EG, "layer"),
@@ -305,6 +361,16 @@ def test_attention_wants_a_plan(backend):
     given = operands(backend)
     given["plan"] = given["plan"].buffer
     check(lambda: ja.attention(**given), TypeError, "attention", "plan", "AttentionPlan", *_EG)
+    whole = operands(backend)["plan"]
+    for plan, words in (
+        (dataclasses.replace(whole, spec=None), ("AttentionPlan of NoneType",)),
+        (dataclasses.replace(whole, buffer=whole.buffer[:-1]), ("plan: expected a buffer of",)),
+        (dataclasses.replace(whole, buffer=whole.buffer.astype(np.int64)), ("got int64[",)),
+        (dataclasses.replace(whole, buffer=whole.buffer.tolist()), ("expected a buffer of",)),
+        (dataclasses.replace(whole, buffer=None), ("expected a buffer of",)),
+    ):
+        exception = TypeError if plan.spec is None else ValueError
+        check(lambda: ja.attention(**given | {"plan": plan}), exception, "attention", *words)  # noqa: B023
     new = _ones((8, 2, 64))
     call = functools.partial(ja.append_kv, given["k"], given["v"], new, new, layer=1)
     check(lambda: call(None), TypeError, "append_kv", "plan", "AttentionPlan", *_EG, "None")
@@ -401,16 +467,17 @@ CPU = pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated"]
 
 
 def call_of(op, plan, layer=1, num_pages=9):
-    k, v = jnp.ones((2, num_pages, 16, 2, 64)), jnp.ones((2, num_pages, 16, 2, 64))
-    q, new = jnp.ones((8, 4, 64)), jnp.ones((8, 2, 64))
+    ones = functools.partial(jnp.ones, dtype="float32")
+    k, v = ones((2, num_pages, 16, 2, 64)), ones((2, num_pages, 16, 2, 64))
+    q, new = ones((8, 4, 64)), ones((8, 2, 64))
     if op == "attention":
         call = jax.jit(lambda plan, layer: ja.attention(q, k, v, plan, layer=layer))
     elif op == "append_rotated":
-        rotated = jnp.ones((8, 8 * 64)), jnp.ones((8, 32)), jnp.ones((8, 32))
+        rotated = ones((8, 8 * 64)), ones((8, 32)), ones((8, 32))
         call = jax.jit(lambda plan, layer: ja.append_rotated(*rotated, k, v, plan, layer=layer))
     else:
         call = jax.jit(lambda plan, layer: ja.append_kv(k, v, new, new, plan, layer=layer))
-    return lambda: call(plan, jnp.int32(layer))
+    return lambda: call(plan, layer if isinstance(layer, np.ndarray) else jnp.int32(layer))
 
 
 @CPU
@@ -418,6 +485,20 @@ def test_traced_layer_out_of_range(op):
     plan = ja.plan(ja.AttentionSpec(**FIELDS), **BATCH)
     for layer in (2, -1, 2**31 - 1):
         run_time(call_of(op, plan, layer), op, "layer", "[0, 2)", str(layer))
+
+
+def test_traced_integers_of_64_bits_do_not_wrap():
+    """2^32 + 1 would be 1."""
+    spec = ja.AttentionSpec(**FIELDS)
+    with jax.enable_x64(True):
+        for wide in (2**32 + 1, -(2**32) + 1, np.uint64(2**63 + 1), 2**31 + 1):
+            wide = np.asarray(wide)
+            call = call_of("attention", ja.plan(spec, **BATCH), layer=wide)
+            run_time(call, "attention", "layer", "[0, 2)")
+            make = jax.jit(lambda *lengths: ja.plan(spec, *lengths).buffer)
+            kv_lens = np.array([20, wide], wide.dtype)
+            arrays = BATCH | {"kv_lens": kv_lens}
+            run_time(lambda: make(*map(np.asarray, arrays.values())), "plan", "kv_lens[1]")  # noqa: B023
 
 
 @CPU
@@ -473,7 +554,7 @@ def test_a_traced_plan_refuses_at_run_time():
 
 @table(
     ("rank", (_ones((3, 2, 8)), _ones((3, 2))), ValueError, "o_parts", *_EG),
-    ("none", (_ones((0, 3, 2, 8)), _ones((0, 3, 2))), ValueError, "o_parts", *_EG),
+    ("no_columns", (_ones((2, 3, 2, 0)), _ones((2, 3, 2))), ValueError, "o_parts", *_EG),
     ("lse", (_ones((2, 3, 2, 8)), _ones((2, 3, 4))), ValueError, "lse_parts", *_EG),
     (
         "lse_dtype",
@@ -489,6 +570,14 @@ def test_a_traced_plan_refuses_at_run_time():
 def test_merge_states(row):
     arguments, exception, *words = row
     check(lambda: ja.merge_states(*arguments), exception, *words)
+
+
+def test_merge_of_no_arrays():
+    check(lambda: ja.merge_states(None, None), ValueError, "merge_states: o_parts", *_EG, "None")
+    check(lambda: ja.merge_states("a", "b"), ValueError, "merge_states: o_parts", *_EG, "str")
+    check(lambda: ja.merge_state(1.0, 1.0, 1.0, 1.0), ValueError, "merge_state: o_a", *_EG, "[]")
+    lists = [[[1.0] * 8]], [[0.0]]
+    assert ja.merge_state(*lists, *lists)[0].shape == (1, 1, 8)
 
 
 def test_merge_state_of_unlike_states():

@@ -56,6 +56,37 @@ def test_merge_states(shape, dtype, backend):
 
 
 @on_every_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 2, 520), (3, 2, 1, 1032), (2, 2, 1, 4096), (9, 1, 1, 100_000), (3000, 1, 1, 8)]
+)
+def test_any_head_dim_and_any_number_of_states(shape, dtype, backend):
+    """Columns know nothing of each other, so a wide row has the bits of the rows it is made of."""
+    o, lse = random_states(*shape, dtype)
+    got = merge(o, lse)
+    check(got, o, lse)
+    for first in range(0, shape[-1], 512 if shape[-1] < 5000 else 50_000):
+        columns = slice(first, first + 504)
+        part, part_lse = merge(o[..., columns], lse)
+        assert_same_bits("o", part, np.asarray(got[0])[..., columns])
+        assert_same_bits("lse", part_lse, got[1])
+
+
+@on_every_backend
+@pytest.mark.parametrize("n, num_heads", [(0, 0), (0, 3), (5, 0), (5, 3)])
+def test_no_state_is_the_identity(n, num_heads, backend):
+    for num_states in (0, 1, 4):
+        o_parts = jnp.zeros((num_states, n, num_heads, 16), "bfloat16")
+        o, lse = merge(o_parts, jnp.full(o_parts.shape[:-1], -jnp.inf))
+        assert o.shape == (n, num_heads, 16) and not np.asarray(o, np.float32).any()
+        assert lse.shape == (n, num_heads) and np.all(np.asarray(lse) == -np.inf)
+    d_o, d_lse = jax.grad(lambda *x: ja.merge_states(*x)[0].sum().astype(jnp.float32), (0, 1))(
+        jnp.zeros((0, n, num_heads, 16)), jnp.zeros((0, n, num_heads))
+    )
+    assert d_o.shape == (0, n, num_heads, 16) and d_lse.shape == (0, n, num_heads)
+
+
+@on_every_backend
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 100.0, 1e5])
 def test_any_size_of_lse(spread, backend):
     check(merge(*(parts := random_states(4, 40, 2, 64, "float32", spread=spread))), *parts)

@@ -9,6 +9,7 @@
 #include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
+#include "plan/check.h"
 #include "plan/plan.h"
 
 namespace jax_attn {
@@ -50,21 +51,14 @@ Status CheckNew(const AttentionSpec& spec, const AppendBuffers& b) {
   return s;
 }
 
-Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
+Status Check(const AttentionProblem& problem, const AppendBuffers& b, Pool* pool) {
   const AttentionSpec& spec = problem.spec;
-  const ffi::DataType kv_type = ToDataType(spec.kv_dtype());
   const std::string op = b.op();
-  const auto dims = b.k_pages.dimensions();
-  if (!spec.paged() || dims.size() != 5) {
-    return Status::Error(op + ": k_pages: expected a paged cache of rank 5, got rank " +
-                         std::to_string(dims.size()) + ".");
-  }
-  const int64_t heads = spec.num_stored_heads();
   auto check_pages = [&](const char* name, const ffi::AnyBuffer& pages, int64_t head_dim) {
-    return CheckBuffer(b.op(), name, pages, kv_type,
-                       {dims[0], dims[1], spec.page_size, heads, head_dim});
+    return CheckPages(b.op(), name, spec, *pool, pages, head_dim);
   };
-  Status s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
+  Status s = ReadPool(b.op(), spec, b.k_pages, pool);
+  if (s.ok()) s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
   const bool has_v = b.v_pages && b.v_out;
   if (s.ok() && (has_v == (spec.mla != 0) || (!b.rotated && b.v_new.has_value() != has_v))) {
     s = Status::Error(op + ": v_pages, v_new: expected both, or neither with mla.");
@@ -84,10 +78,14 @@ Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
   return s;
 }
 
-AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b) {
+const int32_t* PlanOf(const AppendBuffers& b) {
+  return static_cast<const int32_t*>(b.plan.untyped_data());
+}
+
+AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b, const Pool& pool) {
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
-  const auto* plan = static_cast<const int32_t*>(b.plan.untyped_data());
+  const int32_t* plan = PlanOf(b);
   const int64_t head_bytes = spec.num_stored_heads() * ElementBytes(spec.kv_dtype());
   AppendParams p = {};
   p.k_pages = b.k_out.untyped_data();
@@ -100,7 +98,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
   p.kv_lens = plan + layout.kv_lens;
   p.page_indptr = plan + layout.kv_indptr;
   p.page_indices = plan + layout.page_indices;
-  p.num_pages = b.k_pages.dimensions()[1];
+  p.num_pages = pool.num_pages;
   p.k_row_bytes = head_bytes * spec.head_dim_qk;
   p.v_row_bytes = b.v_pages ? head_bytes * spec.head_dim_vo : 0;
   p.page_size = static_cast<i32>(spec.page_size);
@@ -123,21 +121,22 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b)
 }
 
 Status Unpack(ffi::Span<const int64_t> words, const AppendBuffers& buffers,
-              AttentionProblem* problem, AppendParams* params) {
+              AttentionProblem* problem, Pool* pool, AppendParams* params) {
   if (Status s = ReadProblem(buffers.op(), words, problem); !s.ok()) return s;
-  if (Status s = Check(*problem, buffers); !s.ok()) return s;
-  *params = MakeParams(*problem, buffers);
+  if (Status s = Check(*problem, buffers, pool); !s.ok()) return s;
+  *params = MakeParams(*problem, buffers, *pool);
   return Status::Ok();
 }
 
-ffi::Error RunCpu(ffi::ThreadPool pool, ffi::Span<const int64_t> words, const AppendBuffers& b) {
+ffi::Error RunCpu(ffi::ThreadPool threads, ffi::Span<const int64_t> words, const AppendBuffers& b) {
   AttentionProblem problem;
+  Pool pool;
   AppendParams params;
-  Status s = Unpack(words, b, &problem, &params);
-  if (s.ok()) s = CheckPlanHeader(b.op(), problem, *params.header, params.num_pages);
-  if (s.ok()) s = CheckLayer(b.op(), *params.layer, b.k_pages.dimensions()[0]);
+  Status s = Unpack(words, b, &problem, &pool, &params);
+  if (s.ok()) s = Prefixed(b.op(), CheckPlanBatch(problem, PlanOf(b), params.num_pages));
+  if (s.ok()) s = CheckLayer(b.op(), *params.layer, pool.num_layers);
   if (!s.ok()) return ToFfi(s);
-  XlaTaskPool task_pool(pool);
+  XlaTaskPool task_pool(threads);
   b.rotated ? AppendRotatedCpu(params, task_pool) : AppendCpu(params, task_pool);
   return ffi::Error::Success();
 }
@@ -145,8 +144,9 @@ ffi::Error RunCpu(ffi::ThreadPool pool, ffi::Span<const int64_t> words, const Ap
 ffi::Error RunCuda(CUstream_st* stream, int32_t device_ordinal, ffi::Span<const int64_t> words,
                    const AppendBuffers& b) {
   AttentionProblem problem;
+  Pool pool;
   AppendParams params;
-  Status s = Unpack(words, b, &problem, &params);
+  Status s = Unpack(words, b, &problem, &pool, &params);
   return ToFfi(s.ok() ? LaunchAppend(MakeAppendKernel(problem.spec, b.rotated.has_value()), params,
                                      stream, device_ordinal)
                       : s);

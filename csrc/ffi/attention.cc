@@ -8,6 +8,7 @@
 #include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
+#include "plan/check.h"
 #include "plan/plan.h"
 
 namespace jax_attn {
@@ -23,33 +24,25 @@ struct AttentionBuffers {
   ffi::AnyBuffer o, lse, workspace;
 };
 
-// k and v: [num_layers, num_pages, page_size, num_kv_heads, head_dim] or ragged [max_kv_tokens,
-// ...].
+// k or v: of a pool, or ragged [max_kv_tokens, num_kv_heads, head_dim].
 Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
-               int64_t head_dim, int64_t num_layers, int64_t num_pages) {
-  const ffi::DataType type = ToDataType(spec.kv_dtype());
-  if (!spec.paged()) {
-    return CheckBuffer(kOp, name, kv, type,
-                       {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
-  }
-  return CheckBuffer(kOp, name, kv, type,
-                     {num_layers, num_pages, spec.page_size, spec.num_stored_heads(), head_dim});
+               int64_t head_dim, const Pool& pool) {
+  if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
+  return CheckBuffer(kOp, name, kv, ToDataType(spec.kv_dtype()),
+                     {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
 }
 
-Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
+Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* pool) {
   const AttentionSpec& spec = problem.spec;
   const ffi::DataType type = ToDataType(spec.dtype);
-  const auto kv_dims = b.k.dimensions();
-  const int64_t num_layers = kv_dims.size() == 5 ? kv_dims[0] : 1;
-  const int64_t num_pages = kv_dims.size() == 5 ? kv_dims[1] : 1;
   const int64_t plan_words = MakePlanLayout(problem).num_words;
   const int64_t workspace_words = MakeWorkspaceLayout(problem).num_words;
   Status s = CheckBuffer(kOp, "q", b.q, ToDataType(spec.q_dtype()),
                          {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
-  if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, num_layers, num_pages);
+  if (s.ok() && spec.paged()) s = ReadPool(kOp, spec, b.k, pool);
+  if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, *pool);
   if (s.ok()) {  // mla: k again
-    s = CheckKv(spec, "v", b.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, num_layers,
-                num_pages);
+    s = CheckKv(spec, "v", b.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, *pool);
   }
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {plan_words});
   if (s.ok()) s = CheckBuffer(kOp, "layer", b.layer, ffi::S32, {});
@@ -75,7 +68,8 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
   return s;
 }
 
-AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffers& b) {
+AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffers& b,
+                           const Pool& pool) {
   const AttentionSpec& spec = problem.spec;
   const WorkspaceLayout workspace = MakeWorkspaceLayout(problem);
   auto* workspace_words = static_cast<int32_t*>(b.workspace.untyped_data());
@@ -101,8 +95,8 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
     p.k_new = b.k_new->untyped_data();
     p.v_new = b.v_new->untyped_data();
   }
-  p.num_pages = spec.paged() ? b.k.dimensions()[1] : 1;
-  p.num_layers = static_cast<i32>(spec.paged() ? b.k.dimensions()[0] : 1);
+  p.num_pages = pool.num_pages;
+  p.num_layers = static_cast<i32>(pool.num_layers);
   return p;
 }
 
@@ -141,8 +135,9 @@ Status Unpack(ffi::Span<const int64_t> words, ffi::RemainingArgs rest, Attention
               AttentionProblem* problem, AttentionParams* params) {
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
   if (Status s = TakeOptional(problem->spec, rest, &buffers); !s.ok()) return s;
-  if (Status s = Check(*problem, buffers); !s.ok()) return s;
-  *params = MakeParams(*problem, buffers);
+  Pool kv_pool;
+  if (Status s = Check(*problem, buffers, &kv_pool); !s.ok()) return s;
+  *params = MakeParams(*problem, buffers, kv_pool);
   return Status::Ok();
 }
 
@@ -156,8 +151,12 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},
                                  {}, {}, {}, {},   *o,    *lse, *workspace};
   Status s = Unpack(words, rest, buffers, &problem, &params);
-  if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
-  if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, k.dimensions()[0]);
+  // Always, so that no buffer brings the process down: it takes less than a hundredth of the rest.
+  if (s.ok()) {
+    const auto* plan_words = static_cast<const int32_t*>(plan.untyped_data());
+    s = Prefixed(kOp, CheckPlan(problem, plan_words, params.num_pages));
+  }
+  if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, params.num_layers);
   if (!s.ok()) return ToFfi(s);
   if (poison) PoisonOnHost({*o, *lse, *workspace});
   XlaTaskPool task_pool(pool);

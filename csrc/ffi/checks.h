@@ -20,6 +20,9 @@ namespace ffi = xla::ffi;
 
 ffi::Error ToFfi(const Status& status);
 
+// The status of something that does not know the op.
+Status Prefixed(const std::string& prefix, const Status& status);
+
 // "op: argument: expected <type>[<dims>], got ..." unless the buffer has exactly this type and
 // shape.
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
@@ -33,7 +36,8 @@ const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer);
 
 ffi::DataType ToDataType(int64_t dtype);
 
-// The "problem" attribute of every attention and append call.
+// The "problem" attribute of every attention, append and plan call, as the only place that decodes
+// it: whatever the words were, the problem is one that CheckProblem accepts.
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem);
 
 // A stage of a handler that needs the problem alone: stage(problem) returns a Status.
@@ -44,9 +48,19 @@ ffi::Error RunStage(const char* op, ffi::Span<const int64_t> words, Stage stage)
   return ToFfi(s.ok() ? stage(problem) : s);
 }
 
-// The next two read data, so only CPU handlers call them; JAX_ATTN_CHECK=1 does it on any device.
-Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
-                       int64_t num_pages);
+// A paged cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], or without num_layers,
+// which then is 1: XLA would copy what is reshaped on the way to a result that aliases it.
+struct Pool {
+  int64_t num_layers = 1, num_pages = 1;
+  bool is_stacked = false;
+};
+Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer& k_pages,
+                Pool* pool);
+Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
+                  const ffi::AnyBuffer& pages, int64_t head_dim);
+
+// Reads data, as the checks of plans do (plan/check.h), so only CPU handlers call it;
+// JAX_ATTN_CHECK=1 does both on any device.
 Status CheckLayer(const char* op, int32_t layer, int64_t num_layers);
 
 // Fills results with 0xFF, NaN as floats, so that a test sees whatever a kernel leaves unwritten.

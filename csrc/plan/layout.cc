@@ -239,7 +239,8 @@ void FillCapacities(AttentionProblem* problem) {
     // one token, i.e. for any decode batch; prefill batches may need more and are refused by name.
     const int64_t kv_tokens =
         spec.paged() ? spec.max_kv_pages * spec.page_size : spec.max_kv_tokens;
-    const int64_t chunks = CeilDiv(kv_tokens, spec.kv_split) + spec.max_batch;
+    // No more than CheckProblem refuses, so that products stay within int64.
+    const int64_t chunks = Least(kMaxInt32 + 1, CeilDiv(kv_tokens, spec.kv_split) + spec.max_batch);
     max_chunks = chunks * spec.num_kv_heads;
     max_partial_rows = std::max(chunks * spec.num_qo_heads, 2 * config.num_ctas * largest_tile);
   }
