@@ -32,7 +32,9 @@ enum PlanFaultCode : i32 {
   kFaultPageIndices,     // got: entries; expected: page_indptr[-1]
   kFaultKvOfRequest,     // paged: got pages, expected kv_len; ragged: got kv_len, expected rows
   kFaultPageId,          // at: entry of page_indices; expected: its request
-  kFaultChunks,          // 2^26
+  kFaultTiles,           // got: query tiles, 2^25
+  kFaultCost,            // got: 2^32 kv tokens that query tiles read, all heads of a partition
+  kFaultChunks,          // got: chunks of kFixedSplit, 2^26
   kFaultItems,           // max_items
   kFaultMergeGroups,     // max_items
   kFaultPartials,        // max_items
