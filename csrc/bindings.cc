@@ -11,6 +11,7 @@
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
+#include "plan/check.h"
 #include "plan/plan.h"
 #include "select/select.h"
 #include "xla/ffi/api/c_api.h"
@@ -65,14 +66,20 @@ nb::dict ToDict(Struct value) {
   return dict;
 }
 
+void ThrowIfBadSpec(const Status& status) {
+  if (!status.ok()) throw std::invalid_argument("AttentionSpec: " + status.message);
+}
+
 // Fields named in `overrides` win over what select/ chose.
 AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
   AttentionProblem problem;
   FromDict(spec, &problem.spec);
+  ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
   problem.config = SelectAttention(problem.spec);
   FromDict(overrides, &problem.config);
   FillCapacities(&problem);
+  ThrowIfBadSpec(CheckProblem(problem));
   return problem;
 }
 
@@ -101,6 +108,16 @@ void PlanInto(const AttentionProblem& problem, nb::handle qo_indptr, nb::handle 
     levels.num_prefixes = static_cast<i32>(prefixes->shape(1));
   }
   ThrowIfError(Plan(problem, inputs, prefixes ? &levels : nullptr, plan.data()));
+}
+
+void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num_pages) {
+  const Int32Array plan(buffer, 1);
+  const int64_t num_words = MakePlanLayout(problem).num_words;
+  if (plan.shape(0) != num_words) {
+    throw std::invalid_argument("plan: buffer: expected int32[" + std::to_string(num_words) +
+                                "], got int32[" + std::to_string(plan.shape(0)) + "].");
+  }
+  ThrowIfError(CheckPlan(problem, plan.data(), num_pages));
 }
 
 // [(what, why)] of the configuration that select/ chose.
@@ -220,6 +237,7 @@ NB_MODULE(_core, m) {
            [](const AttentionProblem& p, int32_t code, int32_t at, int32_t got, int32_t expected) {
              return DescribeFault(p, {code, at, got, expected}).message;
            })
+      .def("check_plan", &CheckPlanOf, nb::arg("buffer"), nb::arg("num_pages"))
       .def("plan", &PlanInto, nb::arg("qo_indptr"), nb::arg("kv_lens"), nb::arg("kv_indptr"),
            nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("request_indptr").none(),
            nb::arg("prefix_lens").none(), nb::arg("buffer"));

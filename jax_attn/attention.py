@@ -194,6 +194,5 @@ def _operands(
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
     scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
     layer_index = layer_operand(op, layer, k.shape[0])
-    check_data(op, plan, layer_index, k.shape)
-    buffer = jnp.asarray(plan.buffer)
+    buffer, layer_index = check_data(op, plan, layer_index, k.shape)
     return q, k, v, buffer, layer_index, k_new, v_new, sinks, *scales, spec

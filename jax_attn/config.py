@@ -1,6 +1,7 @@
 """Every environment variable of jax_attn, read here and nowhere else.
 
-JAX_ATTN_CHECK=1         also check data on the device (plan header, page ids, layer), slowly
+JAX_ATTN_CHECK=1         before a kernel runs, check all that it will follow: the whole plan, page ids
+                         against the pool, the layer; on any device, slowly
 JAX_ATTN_POISON=1        fill results and workspaces with 0xFF before a kernel runs, for tests
 JAX_ATTN_PRINT_CONFIG=1  print the kernel configuration chosen for each new AttentionSpec, and why
 JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: none; default jax_attn in

@@ -91,9 +91,9 @@ def append_kv(
     v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
     k_stacked, v_stacked = as_stacked("append_kv", spec, k_pages, v_pages, layer)
     layer_index = layer_operand("append_kv", layer, k_stacked.shape[0])
-    check_data("append_kv", plan, layer_index, k_stacked.shape)
+    buffer, layer_index = check_data("append_kv", plan, layer_index, k_stacked.shape)
     k_stacked, v_stacked = _append_kv(
-        k_stacked, v_stacked, k_new, v_new, jnp.asarray(plan.buffer), layer_index, *scales, spec
+        k_stacked, v_stacked, k_new, v_new, buffer, layer_index, *scales, spec
     )
     if v_pages is None:
         return k_stacked.reshape(k_pages.shape), None
@@ -140,8 +140,8 @@ def append_rotated(
     sin = check_array(op, "sin", sin, (tokens, half), "float32")
     k_stacked, v_stacked = as_stacked(op, spec, k_pages, v_pages, layer)
     layer_index = layer_operand(op, layer, k_stacked.shape[0])
-    check_data(op, plan, layer_index, k_stacked.shape)
+    buffer, layer_index = check_data(op, plan, layer_index, k_stacked.shape)
     q, k_stacked, v_stacked = _append_rotated(
-        qkv, cos, sin, k_stacked, v_stacked, jnp.asarray(plan.buffer), layer_index, *scales, spec
+        qkv, cos, sin, k_stacked, v_stacked, buffer, layer_index, *scales, spec
     )
     return q, k_stacked.reshape(k_pages.shape), v_stacked.reshape(v_pages.shape)

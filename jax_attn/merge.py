@@ -18,16 +18,17 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
     merging only identities gives the identity. Differentiable in both arguments and results, and
     vmap works.
 
-    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo a multiple of 8.
+    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo any multiple of
+        8. No state at all is the identity.
     lse_parts: [num_states, n, num_heads], f32, natural log.
 
     Returns o: [n, num_heads, head_dim_vo] in o_parts' dtype; lse: [n, num_heads], f32, natural log.
     Raises ValueError for shapes or dtypes that do not fit.
     """
     o_parts, lse_parts = jnp.asarray(o_parts), jnp.asarray(lse_parts)
-    if o_parts.ndim != 4 or o_parts.shape[0] == 0:
+    if o_parts.ndim != 4 or o_parts.shape[-1] == 0:
         raise ValueError(
-            "merge_states: o_parts: expected [num_states >= 1, n, num_heads, head_dim_vo], got"
+            "merge_states: o_parts: expected [num_states, n, num_heads, head_dim_vo >= 8], got"
             f" {list(o_parts.shape)}."
         )
     if lse_parts.shape != o_parts.shape[:-1] or lse_parts.dtype != jnp.float32:
@@ -52,8 +53,8 @@ def merge_state(
     o_a, o_b: [n, num_heads, head_dim_vo], of one dtype.
     lse_a, lse_b: [n, num_heads], f32, natural log.
     """
+    o_a, lse_a, o_b, lse_b = (jnp.asarray(x) for x in (o_a, lse_a, o_b, lse_b))
     for name, a, b in (("o_b", o_a, o_b), ("lse_b", lse_a, lse_b)):
-        a, b = jnp.asarray(a), jnp.asarray(b)
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(
                 f"merge_state: {name}: expected {a.dtype}{list(a.shape)} as in the first state, got"

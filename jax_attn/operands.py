@@ -137,25 +137,28 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
 
 def check_data(
     op: str, plan: AttentionPlan, layer: jax.Array, pages_shape: tuple[int, ...]
-) -> None:
-    """JAX_ATTN_CHECK=1: looks at the data of plan and layer, wherever they live, at run time."""
-    if not config.check:
-        return
-    num_layers, num_pages = pages_shape[:2] if plan.spec.is_paged else (1, 1)
+) -> tuple[jax.Array, jax.Array]:
+    """The plan's buffer and the layer, as operands of a kernel.
 
-    def check(buffer: np.ndarray, layer: np.ndarray) -> None:
-        on_host = AttentionPlan(np.asarray(buffer), plan.spec)
-        if fault := on_host.fault():
-            raise ValueError(f"{op}: {fault}")
-        header = on_host.header()
-        if header["magic"] != 0x6A61706C:
-            raise ValueError(f"{op}: plan: expected a buffer made by jax_attn.plan.")
-        if plan.spec.is_paged and header["max_page_id"] >= num_pages:
-            raise ValueError(
-                f"{op}: plan: expected page ids below the pool's {num_pages} pages, got"
-                f" {header['max_page_id']}."
-            )
+    JAX_ATTN_CHECK=1: their data are looked at, wherever they live, before the kernel has them.
+    """
+    buffer = jnp.asarray(plan.buffer)
+    if not config.check:
+        return buffer, layer
+    num_layers, num_pages = pages_shape[:2] if plan.spec.is_paged else (1, -1)
+
+    def check(buffer: Any, layer: Any) -> np.ndarray:
+        try:
+            plan.spec.problem.check_plan(np.ascontiguousarray(buffer), num_pages)
+        except ValueError as error:
+            raise ValueError(f"{op}: {error}") from None
         if not 0 <= int(layer) < num_layers:
             raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+        return np.asarray(layer, np.int32)
 
-    jax.debug.callback(check, plan.buffer, layer)
+    if not any(isinstance(x, jax.core.Tracer) for x in (buffer, layer)):
+        check(buffer, layer)
+        return buffer, layer
+    # The kernel has the layer from the check, so it waits for that.
+    shape = jax.ShapeDtypeStruct((), jnp.int32)
+    return buffer, jax.pure_callback(check, shape, buffer, layer, vmap_method="sequential")

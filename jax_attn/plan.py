@@ -125,8 +125,10 @@ class AttentionPlan:
         """A saved plan. It equals the one that was saved and runs as that does, also on a machine
         with another number of processors: the number of queues is kept.
 
-        Raises ValueError for another file, or if this version of jax_attn plans or configures
-        kernels otherwise.
+        The file may come from anywhere: what kernels follow is looked at word by word, page ids
+        against the spec's num_pages, or where that is None against the pool when attention runs on
+        CPU. Raises ValueError for another file, for a damaged plan, with section, index, expected
+        and got, or if this version of jax_attn plans or configures kernels otherwise.
         """
         return cls(*plan_file.read(path))
 

@@ -124,7 +124,9 @@ def make_plan(case: Case, target: str = "cpu", **more: Any) -> ja.AttentionPlan:
     """Of the case's lengths; more: further arguments of AttentionSpec."""
     lengths, _ = make_lengths(case, np.random.default_rng(0))
     spec = ja.AttentionSpec(**(case.spec_fields() | more), target=target)
-    return ja.plan(spec, **lengths.plan_arguments())
+    plan = ja.plan(spec, **lengths.plan_arguments())
+    spec.problem.check_plan(plan.buffer, -1)  # which must accept whatever planners make
+    return plan
 
 
 def make_lengths(case: Case, rng: np.random.Generator) -> tuple[Lengths, int]:

@@ -69,8 +69,9 @@ void AddScaled(float weight, const T* part, i64 n, float* o) {
   }
 }
 
-// Rows of o that fit on the stack, above every supported head dim.
-constexpr i64 kMaxHeadDim = 1024;
+// Columns of o that are on the stack: of an attention row all, which is as many as CheckSpec
+// allows; of a merge call, whose head_dim is anything, those that are added up at once.
+constexpr i64 kMaxHeadDim = 512;
 
 // The partial states of one row of a merge group.
 template <class Isa>
@@ -168,19 +169,24 @@ void MergeStateRows(const MergeParams& params, i64 begin, i64 end) {
   const i64 dim = params.head_dim_vo;
   for (i64 r = begin; r < end; ++r) {
     const auto lse = [&](i64 i) { return params.lse_parts[i * params.num_rows + r]; };
-    float max = kNegInf, sum = 0;
+    float max = kNegInf;
     for (i64 i = 0; i < params.num_states; ++i) max = lse(i) > max ? lse(i) : max;
-    for (i64 d = 0; d < dim; ++d) o[d] = 0;
-    for (i64 i = 0; i < params.num_states; ++i) {
-      if (lse(i) == kNegInf) continue;  // its o is not read
-      const float weight = exp2f((lse(i) - max) * kLog2e);
-      sum += weight;
-      AddScaled<Isa>(
-          weight, static_cast<const T*>(params.o_parts) + (i * params.num_rows + r) * dim, dim, o);
+    for (i64 first = 0; first < dim; first += kMaxHeadDim) {
+      const i64 columns = Min(kMaxHeadDim, dim - first);
+      float sum = 0;
+      for (i64 d = 0; d < columns; ++d) o[d] = 0;
+      for (i64 i = 0; i < params.num_states; ++i) {
+        if (lse(i) == kNegInf) continue;  // its o is not read
+        const float weight = exp2f((lse(i) - max) * kLog2e);
+        sum += weight;
+        const T* part =
+            static_cast<const T*>(params.o_parts) + (i * params.num_rows + r) * dim + first;
+        AddScaled<Isa>(weight, part, columns, o);
+      }
+      const RowResult result = FinishRow({0.0f, sum}, kNegInf);
+      params.lse[r] = max + result.lse_log2 * kLn2;
+      StoreScaled<Isa>(result.o_scale, o, columns, static_cast<T*>(params.o) + r * dim + first);
     }
-    const RowResult result = FinishRow({0.0f, sum}, kNegInf);
-    params.lse[r] = max + result.lse_log2 * kLn2;
-    StoreScaled<Isa>(result.o_scale, o, dim, static_cast<T*>(params.o) + r * dim);
   }
 }
 

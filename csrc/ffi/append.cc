@@ -9,6 +9,7 @@
 #include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
+#include "plan/check.h"
 #include "plan/plan.h"
 
 namespace jax_attn {
@@ -64,7 +65,8 @@ Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
     return CheckBuffer(b.op(), name, pages, kv_type,
                        {dims[0], dims[1], spec.page_size, heads, head_dim});
   };
-  Status s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
+  Status s = CheckPool(b.op(), spec, dims[0], dims[1]);
+  if (s.ok()) s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
   const bool has_v = b.v_pages && b.v_out;
   if (s.ok() && (has_v == (spec.mla != 0) || (!b.rotated && b.v_new.has_value() != has_v))) {
     s = Status::Error(op + ": v_pages, v_new: expected both, or neither with mla.");
@@ -84,10 +86,14 @@ Status Check(const AttentionProblem& problem, const AppendBuffers& b) {
   return s;
 }
 
+const int32_t* PlanOf(const AppendBuffers& b) {
+  return static_cast<const int32_t*>(b.plan.untyped_data());
+}
+
 AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b) {
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
-  const auto* plan = static_cast<const int32_t*>(b.plan.untyped_data());
+  const int32_t* plan = PlanOf(b);
   const int64_t head_bytes = spec.num_stored_heads() * ElementBytes(spec.kv_dtype());
   AppendParams p = {};
   p.k_pages = b.k_out.untyped_data();
@@ -134,7 +140,7 @@ ffi::Error RunCpu(ffi::ThreadPool pool, ffi::Span<const int64_t> words, const Ap
   AttentionProblem problem;
   AppendParams params;
   Status s = Unpack(words, b, &problem, &params);
-  if (s.ok()) s = CheckPlanHeader(b.op(), problem, *params.header, params.num_pages);
+  if (s.ok()) s = Prefixed(b.op(), CheckPlanBatch(problem, PlanOf(b), params.num_pages));
   if (s.ok()) s = CheckLayer(b.op(), *params.layer, b.k_pages.dimensions()[0]);
   if (!s.ok()) return ToFfi(s);
   XlaTaskPool task_pool(pool);

@@ -8,6 +8,7 @@
 #include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
+#include "plan/check.h"
 #include "plan/plan.h"
 
 namespace jax_attn {
@@ -46,6 +47,7 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b) {
   const int64_t workspace_words = MakeWorkspaceLayout(problem).num_words;
   Status s = CheckBuffer(kOp, "q", b.q, ToDataType(spec.q_dtype()),
                          {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
+  if (s.ok() && spec.paged()) s = CheckPool(kOp, spec, num_layers, num_pages);
   if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, num_layers, num_pages);
   if (s.ok()) {  // mla: k again
     s = CheckKv(spec, "v", b.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, num_layers,
@@ -156,7 +158,11 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},
                                  {}, {}, {}, {},   *o,    *lse, *workspace};
   Status s = Unpack(words, rest, buffers, &problem, &params);
-  if (s.ok()) s = CheckPlanHeader(kOp, problem, *params.header, params.num_pages);
+  // Always, so that no buffer brings the process down: it takes less than a hundredth of the rest.
+  if (s.ok()) {
+    const auto* plan_words = static_cast<const int32_t*>(plan.untyped_data());
+    s = Prefixed(kOp, CheckPlan(problem, plan_words, params.num_pages));
+  }
   if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, k.dimensions()[0]);
   if (!s.ok()) return ToFfi(s);
   if (poison) PoisonOnHost({*o, *lse, *workspace});

@@ -4,7 +4,8 @@
 #include <sstream>
 
 #include "jit/kernels.h"
-#include "plan/plan.h"
+#include "plan/check.h"
+#include "plan/rules.h"
 
 namespace jax_attn {
 namespace {
@@ -45,6 +46,10 @@ ffi::Error ToFfi(const Status& status) {
   return status.ok() ? ffi::Error::Success() : ffi::Error::InvalidArgument(status.message);
 }
 
+Status Prefixed(const std::string& prefix, const Status& status) {
+  return status.ok() ? status : Status::Error(prefix + ": " + status.message);
+}
+
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
                    ffi::DataType type, std::initializer_list<int64_t> dims) {
   const auto got = buffer.dimensions();
@@ -74,31 +79,25 @@ ffi::DataType ToDataType(int64_t dtype) {
 }
 
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {
-  if (DecodeProblem(words.begin(), words.size(), problem)) return Status::Ok();
-  return Status::Error(
-      std::string(op) +
-      ": attribute problem: expected the words of this jax_attn version, got those "
-      "of another; export or compile the function again.");
+  const std::string prefix = std::string(op) + ": attribute problem";
+  if (!DecodeProblem(words.begin(), words.size(), problem)) {
+    return Status::Error(prefix +
+                         ": expected the words of this jax_attn version, got those of another; "
+                         "export or compile the function again.");
+  }
+  return Prefixed(prefix, CheckProblem(*problem));
 }
 
-Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
-                       int64_t num_pages) {
-  const std::string prefix = std::string(op) + ": plan: ";
-  if (header.magic == kFaultyPlanMagic) {
-    return {std::string(op) + ": " +
-            DescribeFault(problem,
-                          {header.fault, header.fault_at, header.fault_got, header.fault_expected})
-                .message};
+Status CheckPool(const char* op, const AttentionSpec& spec, int64_t num_layers, int64_t num_pages) {
+  // Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
+  const int64_t most = spec.fresh_kv ? int64_t{1} << 31 : (int64_t{1} << 32) - 2;
+  if (num_layers >= 1 && num_layers <= kMaxInt32 && num_pages <= most / spec.page_size) {
+    return Status::Ok();
   }
-  if (header.magic != kPlanMagic || header.version != kPlanVersion) {
-    return Status::Error(prefix + "expected a buffer made by jax_attn.plan, got something else.");
-  }
-  if (problem.spec.paged() && header.max_page_id >= num_pages) {
-    return Status::Error(prefix + "expected page ids below the pool's " +
-                         std::to_string(num_pages) + " pages, got " +
-                         std::to_string(header.max_page_id) + ".");
-  }
-  return Status::Ok();
+  return Status::Error(std::string(op) + ": k_pages: expected at least a layer, and up to " +
+                       std::to_string(most) + " token slots in each, got " +
+                       std::to_string(num_layers) + " layers of " + std::to_string(num_pages) +
+                       " pages of " + std::to_string(spec.page_size) + ".");
 }
 
 Status CheckLayer(const char* op, int32_t layer, int64_t num_layers) {

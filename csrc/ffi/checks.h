@@ -20,6 +20,9 @@ namespace ffi = xla::ffi;
 
 ffi::Error ToFfi(const Status& status);
 
+// The status of something that does not know the op.
+Status Prefixed(const std::string& prefix, const Status& status);
+
 // "op: argument: expected <type>[<dims>], got ..." unless the buffer has exactly this type and
 // shape.
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
@@ -33,7 +36,8 @@ const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer);
 
 ffi::DataType ToDataType(int64_t dtype);
 
-// The "problem" attribute of every attention and append call.
+// The "problem" attribute of every attention, append and plan call, as the only place that decodes
+// it: whatever the words were, the problem is one that CheckProblem accepts.
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem);
 
 // A stage of a handler that needs the problem alone: stage(problem) returns a Status.
@@ -44,9 +48,11 @@ ffi::Error RunStage(const char* op, ffi::Span<const int64_t> words, Stage stage)
   return ToFfi(s.ok() ? stage(problem) : s);
 }
 
-// The next two read data, so only CPU handlers call them; JAX_ATTN_CHECK=1 does it on any device.
-Status CheckPlanHeader(const char* op, const AttentionProblem& problem, const PlanHeader& header,
-                       int64_t num_pages);
+// The pool of a paged spec.
+Status CheckPool(const char* op, const AttentionSpec& spec, int64_t num_layers, int64_t num_pages);
+
+// Reads data, as the checks of plans do (plan/check.h), so only CPU handlers call it;
+// JAX_ATTN_CHECK=1 does both on any device.
 Status CheckLayer(const char* op, int32_t layer, int64_t num_layers);
 
 // Fills results with 0xFF, NaN as floats, so that a test sees whatever a kernel leaves unwritten.

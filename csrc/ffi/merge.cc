@@ -1,6 +1,7 @@
 // jax_attn_merge_states: unpack, check, launch, return.
 #include "cpu/merge.h"
 
+#include <string>
 #include <utility>
 
 #include "ffi/checks.h"
@@ -19,7 +20,15 @@ struct MergeBuffers {
   ffi::AnyBuffer o, lse;
 };
 
+// Of the attribute, which is an index into tables of kernels.
+Status CheckDType(int64_t dtype) {
+  if (dtype >= kBF16 && dtype <= kF32) return Status::Ok();
+  return Status::Error("merge_states: attribute dtype: expected 0 to 2, got " +
+                       std::to_string(dtype) + ".");
+}
+
 Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
+  if (Status s = CheckDType(dtype); !s.ok()) return s;
   const auto dims = b.o_parts.dimensions();
   if (dims.size() != 4) {
     return Status::Error("merge_states: o_parts: expected rank 4, got rank " +
@@ -32,6 +41,15 @@ Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
   }
   if (s.ok()) s = CheckBuffer(kOp, "o", b.o, type, {dims[1], dims[2], dims[3]});
   if (s.ok()) s = CheckBuffer(kOp, "lse", b.lse, ffi::F32, {dims[1], dims[2]});
+  // Kernels count both in 32 bits, and add to them.
+  for (int i : {0, 3}) {
+    if (s.ok() && (dims[i] > 1 << 30 || (i == 3 && dims[i] == 0))) {
+      s = Status::Error(
+          "merge_states: o_parts: expected up to 2^30 states and 1 to 2^30 columns, "
+          "got " +
+          std::to_string(dims[i]) + " in dimension " + std::to_string(i) + ".");
+    }
+  }
   if (!s.ok()) return s;
   p->o_parts = b.o_parts.untyped_data();
   p->lse_parts = static_cast<const float*>(b.lse_parts.untyped_data());
@@ -55,11 +73,13 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer o_parts, ffi::AnyBuff
 }
 
 ffi::Error InstantiateCuda(int64_t arch, int64_t dtype, bool) {
-  return ToFfi(PrepareMerge({arch, dtype}));
+  const Status s = CheckDType(dtype);
+  return ToFfi(s.ok() ? PrepareMerge({arch, dtype}) : s);
 }
 
 ffi::Error InitializeCuda(int32_t device_ordinal, int64_t arch, int64_t dtype, bool) {
-  return ToFfi(LoadMerge({arch, dtype}, device_ordinal));
+  const Status s = CheckDType(dtype);
+  return ToFfi(s.ok() ? LoadMerge({arch, dtype}, device_ordinal) : s);
 }
 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer o_parts,

@@ -73,16 +73,6 @@ PlanFault CheckPages(const PlanRules& rules, const PlanInputs& in, int32_t* max_
   return {};
 }
 
-PlanFault CheckInputs(const PlanRules& rules, const PlanInputs& in, int32_t* max_page_id) {
-  PlanFault fault = CheckBatch(rules, in);
-  for (int64_t r = 0; r < in.batch_size; ++r) {
-    const PlanFault f = CheckRequest(rules, in, r);
-    if (IsBefore(f, fault)) fault = f;
-  }
-  if (fault.code != kNoFault || rules.page_size == 0) return fault;
-  return CheckPages(rules, in, max_page_id);
-}
-
 PlanFault CheckLevels(const PlanInputs& in, const PrefixLevels& levels) {
   PlanFault fault = {};
   for (i32 level = 0; level < levels.num_levels; ++level) {
@@ -155,6 +145,16 @@ void ZeroPadding(const PlanLayout& layout, const PlanHeader& header, int64_t num
 }
 
 }  // namespace
+
+PlanFault CheckInputs(const PlanRules& rules, const PlanInputs& in, int32_t* max_page_id) {
+  PlanFault fault = CheckBatch(rules, in);
+  for (int64_t r = 0; r < in.batch_size; ++r) {
+    const PlanFault f = CheckRequest(rules, in, r);
+    if (IsBefore(f, fault)) fault = f;
+  }
+  if (fault.code != kNoFault || rules.page_size == 0) return fault;
+  return CheckPages(rules, in, max_page_id);
+}
 
 Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixLevels* levels,
             int32_t* buffer) {

@@ -54,12 +54,17 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
 // and the sizes of k, v are left to the caller. plan: [layout.num_words].
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);
 
-// Capacities that hold any batch within max_batch, max_qo_tokens (and for kFixedSplit any decode
-// batch within the kv capacity); a nonzero value set by the user is kept.
+// Of a valid spec (plan/check.h). Capacities that hold any batch within max_batch, max_qo_tokens
+// (and for kFixedSplit any decode batch within the kv capacity); a nonzero value set by the user is
+// kept.
 void FillCapacities(AttentionProblem* problem);
 
 // Refuses a batch of more requests than max_batch.
 Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);
+
+// The first fault of a batch, prefix levels apart. max_page_id: of all that its kv_lens need, where
+// there is one.
+PlanFault CheckInputs(const PlanRules& rules, const PlanInputs& inputs, int32_t* max_page_id);
 
 // "plan: argument: expected ..., got ..." of a fault; ok for kNoFault.
 Status DescribeFault(const AttentionProblem& problem, const PlanFault& fault);

@@ -1,0 +1,149 @@
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "plan/check.h"
+#include "plan/plan.h"
+
+namespace jax_attn {
+namespace {
+
+// Beyond any model; products of heads with what fits int32 fit int64.
+constexpr int64_t kMaxHeads = 1 << 16;
+// A planner keeps the number of a queue in so many bits.
+constexpr int64_t kMaxQueues = 1 << 20;
+// So the costs of a batch fit 64 bits (plan/rules.h).
+constexpr int64_t kMaxCost = 1 << 12;
+
+struct Field {
+  const char* name;
+  int64_t value, least, most;
+};
+
+Status Refuse(const char* name, const std::string& expected, int64_t got) {
+  return Status::Error(std::string(name) + ": expected " + expected + ", got " +
+                       std::to_string(got) + ".");
+}
+
+template <size_t kNum>
+Status CheckFields(const Field (&fields)[kNum]) {
+  for (const Field& f : fields) {
+    if (f.value < f.least || f.value > f.most) {
+      return Refuse(f.name, std::to_string(f.least) + " to " + std::to_string(f.most), f.value);
+    }
+  }
+  return Status::Ok();
+}
+
+Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
+  const Field fields[] = {
+      {"main_loop", c.main_loop, kPortable, kHopper},
+      {"num_tiles", c.num_tiles, 1, kMaxTiles},
+      {"tile_kv", c.tile_kv, 16, 1 << 16},
+      {"num_warps", c.num_warps, 0, 32},
+      {"num_stages", c.num_stages, 0, 64},
+      {"num_ctas", c.num_ctas, 1, kMaxQueues},
+      {"heads_per_unit", c.heads_per_unit, 1, s.num_kv_heads},
+      {"min_chunk", c.min_chunk, 0, kPositionLimit},
+      {"item_cost", c.item_cost, 0, kMaxCost},
+      {"split_cost", c.split_cost, 0, kMaxCost},
+      {"kv_cost_0", c.kv_cost[0], 1, kMaxCost},
+      {"kv_cost_1", c.kv_cost[1], 1, kMaxCost},
+      {"kv_cost_2", c.kv_cost[2], 1, kMaxCost},
+      {"cached_tokens", c.cached_tokens, 0, kMaxInt32},
+      {"cost_by_rows", c.cost_by_rows, 0, 1},
+      {"max_items", c.max_items, 0, kMaxInt32},
+      {"max_merge_groups", c.max_merge_groups, 0, kMaxInt32},
+      {"max_partials", c.max_partials, 0, kMaxInt32},
+      {"max_shared_tokens", c.max_shared_tokens, 0, kMaxInt32},
+      {"max_partial_rows", c.max_partial_rows, 0, kMaxInt32},
+      {"record_times", c.record_times, 0, 1},
+  };
+  if (Status status = CheckFields(fields); !status.ok()) return status;
+  static constexpr const char* kTileNames[] = {"tile_q_0", "tile_q_1", "tile_q_2"};
+  int64_t least = s.group_size();
+  for (int i = 0; i < c.num_tiles; least = c.tile_q[i++]) {
+    if (c.tile_q[i] < least || c.tile_q[i] > 1 << 12) {
+      return Refuse(kTileNames[i], std::to_string(least) + " to 4096 rows", c.tile_q[i]);
+    }
+  }
+  const int64_t step = s.arch == 0 ? 64 : 16;  // whole panels of keys, or fragments of mma
+  if (c.tile_kv % step != 0) {
+    return Refuse("tile_kv", "a multiple of " + std::to_string(step), c.tile_kv);
+  }
+  if (s.num_kv_heads % c.heads_per_unit != 0) {
+    return Refuse("heads_per_unit", "a divisor of num_kv_heads", c.heads_per_unit);
+  }
+  if (s.schedule == kFixedSplit && s.kv_split % c.tile_kv != 0) {
+    return Refuse("kv_split", "a multiple of tile_kv = " + std::to_string(c.tile_kv), s.kv_split);
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status CheckSpec(const AttentionSpec& s) {
+  const bool mla = s.mla != 0, cpu = s.arch == 0;
+  const Field fields[] = {
+      {"mla", s.mla, 0, 1},
+      {"num_qo_heads", s.num_qo_heads, 1, kMaxHeads},
+      {"num_kv_heads", s.num_kv_heads, 1, s.num_qo_heads},
+      {"head_dim_qk", s.head_dim_qk, 8, mla ? 576 : 256},
+      {"head_dim_vo", s.head_dim_vo, 8, mla ? 512 : 256},
+      {"dtype", s.dtype, kBF16, kF32},
+      {"q_is_e4m3", s.q_is_e4m3, 0, 1},
+      {"kv_is_e4m3", s.kv_is_e4m3, s.q_is_e4m3, mla ? 0 : 1},
+      {"window_left", s.window_left, -1, kMaxInt32},
+      {"window_right", s.window_right, -1, kMaxInt32},
+      {"page_size", s.page_size, 0, kMaxInt32},
+      {"max_batch", s.max_batch, 1, kMaxInt32},
+      {"max_qo_tokens", s.max_qo_tokens, 1, kMaxInt32},
+      {"max_kv_pages", s.max_kv_pages, 0, s.paged() ? kMaxInt32 : 0},
+      {"max_kv_tokens", s.max_kv_tokens, 0, s.paged() ? 0 : kMaxInt32},
+      {"num_pages", s.num_pages, -1, kMaxInt32},
+      {"schedule", s.schedule, kBalanced, kAuto},
+      {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
+      {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
+      {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && !s.kv_is_e4m3 ? 1 : 0},
+      {"arch", s.arch, cpu ? 0 : 80, 999},
+      {"num_processors", s.num_processors, 1, kMaxQueues},
+  };
+  if (Status status = CheckFields(fields); !status.ok()) return status;
+  const int64_t group = s.group_size();
+  if (group > (mla ? 128 : 16)) {
+    return Refuse("num_qo_heads / num_kv_heads", mla ? "1 to 128" : "1 to 16", group);
+  }
+  // The last block of mla's heads may not be full on CUDA, whose kernels know.
+  if (s.num_qo_heads % s.num_kv_heads != 0 && (!mla || cpu)) {
+    return Refuse("num_qo_heads", "a multiple of num_kv_heads", s.num_qo_heads);
+  }
+  if (s.head_dim_qk % 8 != 0) return Refuse("head_dim_qk", "a multiple of 8", s.head_dim_qk);
+  if (s.head_dim_vo % 8 != 0) return Refuse("head_dim_vo", "a multiple of 8", s.head_dim_vo);
+  if (mla && s.head_dim_vo > s.head_dim_qk) {
+    return Refuse("head_dim_vo", "at most head_dim_qk with mla", s.head_dim_vo);
+  }
+  // As the kernels have them. Comparisons with NaN are false.
+  constexpr double kMaxFloat = std::numeric_limits<float>::max();
+  if (!(std::abs(s.sm_scale) <= kMaxFloat)) {
+    return Status::Error("sm_scale: expected a number that is finite in float32, got " +
+                         std::to_string(s.sm_scale) + ".");
+  }
+  if (!(s.logits_soft_cap >= 0 && s.logits_soft_cap <= kMaxFloat)) {
+    return Status::Error("logits_soft_cap: expected a number >= 0 that is finite in float32, got " +
+                         std::to_string(s.logits_soft_cap) + ".");
+  }
+  return Status::Ok();
+}
+
+Status CheckProblem(const AttentionProblem& problem) {
+  if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
+  if (Status s = CheckConfig(problem.spec, problem.config); !s.ok()) return s;
+  const int64_t num_words = MakePlanLayout(problem).num_words;
+  if (num_words <= kMaxInt32) return Status::Ok();
+  return Refuse("capacities",
+                "a plan of at most 2^31 - 1 words; lower max_batch, max_qo_tokens, max_kv_pages or "
+                "max_items",
+                num_words);
+}
+
+}  // namespace jax_attn
