@@ -72,7 +72,7 @@ struct PrefixLevels {
   const i32* request_indptr;  // [num_levels, num_prefixes + 1] requests, 0 to batch_size
   const i32* prefix_lens;     // [num_levels, num_prefixes] tokens
   i32 num_levels;             // at most kMaxLevels
-  i32 num_prefixes;           // of each level; those at the end may be empty
+  i32 num_prefixes;           // of each level, fewer than 2^23; those at the end may be empty
 };
 enum : i32 { kMaxLevels = 8 };  // an agent's tools, a document, a conversation, its forks
 

@@ -96,11 +96,10 @@ Status DescribeFault(const AttentionProblem& problem, const PlanFault& f) {
       return {Refuse("qo_indptr", "fewer than 2^25 query tiles; plan fewer query tokens at a time",
                      f.got)};
     case kFaultCost:
-      return {Refuse("kv_lens",
-                     "at most 2^49 kv tokens to be read by all query tiles and kv heads; plan "
-                     "fewer query tokens at a time",
-                     f.got) +
-              " * 2^32"};
+      return {
+          "plan: kv_lens: expected at most 2^49 kv tokens to be read by all query tiles and kv "
+          "heads, got " +
+          std::to_string(f.got) + " * 2^32; plan fewer query tokens at a time."};
     case kFaultChunks:
       return {Refuse("kv_lens",
                      "fewer than 2^26 chunks of kv_split = " + std::to_string(spec.kv_split) +

@@ -313,7 +313,7 @@ inline bool MayCostTooMuch(const PlanRules& rules, i64 num_tiles, i64 longest) {
 // tokens without mask 586 -> 626 TFLOP/s, causal 487 -> 538.
 inline constexpr i32 kChunkBits = 26;
 inline constexpr u64 kMaxRank = (1ull << 38) - 1;
-inline constexpr i64 kSharedFirst = 1ll << 37;   // beside the cost of a chunk of a shared prefix
+inline constexpr i64 kSharedFirst = 1ll << 37;  // beside the cost of a chunk of a shared prefix
 inline constexpr i64 kSectionFirst = 1ll << 36;
 inline constexpr u64 kChunkMask = (1u << kChunkBits) - 1;
 
@@ -375,9 +375,9 @@ struct TileCut {
 // kBalanced: FlashInfer, Algorithm 1 (arXiv 2501.01005, section 3.3.1): no chunk is longer than an
 // ideally balanced queue, L = total cost / queues, so that handing chunks out heaviest first leaves
 // every queue close to L. The remainder of a cut tile stays short on purpose: it fills gaps.
-// total_span_cost: of all tiles. twice_divisor: chunks of at most 2 / twice_divisor of L. No smaller
-// limit in any case: tiles that are cut have at most twice_divisor chunks a queue, which is what
-// capacities and a device planner's scratch have room for.
+// total_span_cost: of all tiles. twice_divisor: chunks of at most 2 / twice_divisor of L. No
+// smaller limit in any case: tiles that are cut have at most twice_divisor chunks a queue, which is
+// what capacities and a device planner's scratch have room for.
 inline i64 LongestChunkCost(const PlanRules& rules, i64 total_span_cost, i32 twice_divisor) {
   const i64 queues = static_cast<i64>(rules.num_queues) * twice_divisor;
   return 2 * total_span_cost * rules.num_units / queues;

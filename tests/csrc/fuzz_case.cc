@@ -55,8 +55,8 @@ AttentionSpec RandomSpec(Random& random) {
       PickNumber(random, {-1, -1, -1, 0, 1, 63, 300, 5000, kLimit - 1, kLimit, 2 * kLimit - 1});
   spec.window_right =
       PickNumber(random, {0, 0, -1, -1, 1, 40, 5000, kLimit - 1, kLimit, 2 * kLimit - 1});
-  spec.page_size = PickNumber(random, {0, 0, 1, 3, 16, 16, 64, 1000, 1 << 20, kLimit - 1, kLimit,
-                                       2 * kLimit - 1});
+  spec.page_size = PickNumber(
+      random, {0, 0, 1, 3, 16, 16, 64, 1000, 1 << 20, kLimit - 1, kLimit, 2 * kLimit - 1});
   spec.num_pages = PickNumber(random, {-1, -1, 1, 100, 1 << 20, 2 * kLimit - 1});
   if (!spec.paged()) spec.num_pages = -1;
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
@@ -93,6 +93,10 @@ std::vector<Lengths> RandomLengths(const AttentionSpec& spec, Random& random) {
     if (kind == 3) l.kv_len = PickNumber(random, {0, 1, most, most / 2, 1 << 26, 1 << 28});
     l.kv_len = std::clamp<int64_t>(l.kv_len, 0, most);
     l.qo_len = PickNumber(random, {0, 1, 1, 1, 1, 2, 7, 63, 64, 65, 129, 300});
+    if (spec.share_prefixes && kind < 3) {  // enough to share that it pays
+      l.qo_len = PickNumber(random, {0, 1, 1, 1, 1, 1, 2, 7});
+      l.kv_len = std::min(most, most / 2 + Below(random, most / 2 + 1));
+    }
     if (long_queries) l.qo_len = Below(random, 10000);
     lengths.push_back(l);
   }
@@ -116,7 +120,8 @@ void AddRequests(const std::vector<Lengths>& lengths, Random& random, Case* c) {
   for (size_t r = 0; r < lengths.size(); ++r) {
     const Lengths& l = lengths[r];
     const int64_t spare = Below(random, 3), used = (l.kv_len + page - 1) / page;
-    const int64_t common = shares && r % group > 0 ? Below(random, used + 1) : 0;
+    const int64_t same = OneIn(random, 2) ? used : Below(random, used + 1);
+    const int64_t common = shares && r % group > 0 ? same : 0;
     const int64_t before = r == 0 ? 0 : c->kv_indptr[r - 1];
     const int64_t before_end = c->kv_indptr[r];
     for (int64_t i = 0; i < used + spare && spec.paged(); ++i) {
@@ -162,7 +167,9 @@ void AddLevels(Random& random, Case* c) {
       for (int32_t r = padded[i]; r < padded[i + 1]; ++r) {
         len = std::min<int64_t>(len, c->kv_lens[r]);
         if (r == padded[i]) continue;
-        const auto page = [&](int32_t of, int64_t p) { return c->page_indices[c->kv_indptr[of] + p]; };
+        const auto page = [&](int32_t of, int64_t p) {
+          return c->page_indices[c->kv_indptr[of] + p];
+        };
         int64_t same = 0;
         while (same * c->spec.page_size < len && page(r, same) == page(r - 1, same)) ++same;
         len = std::min(len, same * c->spec.page_size);
@@ -183,8 +190,9 @@ void Spoil(Random& random, Case* c) {
     std::vector<int32_t>& array = *arrays[random() % arrays.size()];
     if (array.empty()) continue;
     int32_t& x = array[random() % array.size()];
-    x = Wrap(OneIn(random, 2) ? x + Border(random)
-                              : OneIn(random, 8) ? static_cast<int64_t>(random()) : Border(random));
+    x = Wrap(OneIn(random, 2)   ? x + Border(random)
+             : OneIn(random, 8) ? static_cast<int64_t>(random())
+                                : Border(random));
   }
   if (OneIn(random, 8)) c->page_indices.resize(Below(random, c->page_indices.size() + 1));
 }
@@ -309,6 +317,7 @@ std::string ToText(const Case& c) {
   list("request_indptr", c.request_indptr);
   list("prefix_lens", c.prefix_lens);
   for (const auto& [word, value] : c.words) out << "word " << word << " " << value << "\n";
+  if (!c.expect.empty()) out << "expect " << c.expect << "\n";
   return out.str();
 }
 
@@ -352,6 +361,7 @@ bool FromText(const std::string& text, Case* c) {
       known = in >> part && (part == "damaged" || part == "batches");
       c->is_damaged = part == "damaged";
     }
+    if (name == "expect") known = static_cast<bool>(std::getline(in >> std::ws, c->expect));
     if (name == "word") {
       std::pair<int64_t, int32_t> word;
       known = static_cast<bool>(in >> word.first >> word.second);
@@ -464,7 +474,7 @@ Case SmallCase(Random& random) {
   spec.window_left = PickNumber(random, {-1, -1, 0, 20});
   spec.window_right = PickNumber(random, {0, 0, -1, 3});
   spec.page_size = PickNumber(random, {0, 1, 4, 16, 16, 16});
-  spec.num_pages = spec.paged() && OneIn(random, 2) ? 64 : -1;
+  spec.num_pages = spec.paged() && OneIn(random, 2) ? kPoolPages : -1;
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
   spec.kv_split = spec.schedule == kFixedSplit ? 128 : 0;
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
@@ -472,14 +482,14 @@ Case SmallCase(Random& random) {
   spec.num_processors = PickNumber(random, {1, 2, 4});
   spec.sm_scale = 0.25;
   std::vector<Lengths> lengths;
-  const int64_t longest = PickNumber(random, {10, 100, 700, 2000});
+  const int64_t longest = PickNumber(random, {10, 100, 700});
   int64_t prefix = 0;
   for (int64_t n = Below(random, 5); n >= 0; --n) {
     const int64_t qo_len = PickNumber(random, {0, 1, 1, 1, 2, 9, 70});
     lengths.push_back({qo_len, qo_len + Below(random, longest)});
   }
   AddRequests(lengths, random, &c);
-  for (int32_t& id : c.page_indices) id = id & 63;
+  for (int32_t& id : c.page_indices) id = id & (kPoolPages - 1);
   if (spec.share_prefixes) {
     prefix = Below(random, 1 + lengths[0].kv_len / spec.page_size);
     for (size_t r = 1; r < lengths.size(); ++r) {

@@ -15,6 +15,8 @@ namespace jax_attn::fuzz {
 
 using Random = std::mt19937_64;
 
+inline constexpr int64_t kPoolPages = 16;  // that damaged plans run over
+
 struct Case {
   bool is_damaged = false;  // part damaged; else batches
   AttentionSpec spec;
@@ -27,6 +29,7 @@ struct Case {
   std::vector<int32_t> request_indptr, prefix_lens;  // of all levels
   int64_t device_seed = -1;                          // of the emulation; -1: host alone
   std::vector<std::pair<int64_t, int32_t>> words;    // damaged: index and value
+  std::string expect;  // batches: a part of the sentence by which it must be refused; "": any
 
   int64_t batch_size() const { return static_cast<int64_t>(kv_lens.size()); }
   PlanInputs inputs() const;

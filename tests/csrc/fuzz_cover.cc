@@ -88,7 +88,8 @@ class Cover {
     for (int64_t r = 0; r < c_.batch_size() && spec_.paged(); ++r) {
       const int64_t begin = c_.kv_indptr[r];
       const int64_t used = (c_.kv_lens[r] + spec_.page_size - 1) / spec_.page_size;
-      for (int64_t i = begin; i < begin + used; ++i) largest = std::max(largest, c_.page_indices[i]);
+      for (int64_t i = begin; i < begin + used; ++i)
+        largest = std::max(largest, c_.page_indices[i]);
     }
     if (header_.max_page_id != largest) return "header: max_page_id";
     const auto same = [&](int64_t at, const std::vector<int32_t>& words, size_t n) {
@@ -140,8 +141,8 @@ class Cover {
       // One whole request may have a shared tile of its own: its position is made up then.
       const bool real = item.q_pos == PositionOf(r, item.qo_begin);
       if (item.request != r || item.kv_base != c_.kv_indptr[r]) return "request";
-      if (!real && !(item.num_groups == 1 && spec_.share_prefixes && AllSee(item, r, item.qo_begin,
-                                                                           item.qo_len, 0))) {
+      if (!real && !(item.num_groups == 1 && spec_.share_prefixes &&
+                     AllSee(item, r, item.qo_begin, item.qo_len, 0))) {
         return Text("q_pos %d", item.q_pos);
       }
       return AddPiece(item, item.qo_begin, item.qo_len, item.merge_idx, 0);
@@ -230,8 +231,8 @@ class Cover {
         if (is_parent && (group.partials_step != kFoldBatch || group.parent >= 0)) {
           return at + "partials_step";
         }
-        const int64_t last = group.partials_begin +
-                             int64_t{group.num_partials - 1} * group.partials_step;
+        const int64_t last =
+            group.partials_begin + int64_t{group.num_partials - 1} * group.partials_step;
         if (group.num_partials < (group.parent >= 0 ? 1 : 1) || group.partials_begin < 0 ||
             last >= header_.num_partials) {
           return at + "partials";
@@ -257,8 +258,7 @@ class Cover {
           }
           arrivals[group.parent][first] = arrivals[g][first];
         } else {
-          final_[group.kv_head].push_back(
-              {group.qo_begin, int64_t{group.qo_begin} + group.qo_len});
+          final_[group.kv_head].push_back({group.qo_begin, int64_t{group.qo_begin} + group.qo_len});
         }
       }
     }
@@ -317,7 +317,8 @@ class Cover {
               [](const Range& a, const Range& b) { return a.begin < b.begin; });
     int64_t at = 0;
     for (const Range& range : *ranges) {
-      if (range.begin != at) return Text("row %lld of o is written not once", static_cast<long long>(at));
+      if (range.begin != at)
+        return Text("row %lld of o is written not once", static_cast<long long>(at));
       at = range.end;
     }
     return at == c_.qo_indptr.back() ? "" : "rows of o that nobody writes";
@@ -414,9 +415,9 @@ std::string CheckLegal(const Case& c, const AttentionProblem& problem, const Sta
   if (refused.ok()) return is_legal ? "" : "a batch that is not legal has a plan";
   const std::string& message = refused.message;
   bool named = false;
-  for (const char* argument : {"qo_indptr", "kv_lens", "kv_indptr", "page_indptr", "page_indices",
-                               "q_offsets", "prefix_levels", "batch_size", "max_items",
-                               "max_partial_rows"}) {
+  for (const char* argument :
+       {"qo_indptr", "kv_lens", "kv_indptr", "page_indptr", "page_indices", "q_offsets",
+        "prefix_levels", "batch_size", "max_items", "max_partial_rows"}) {
     named |= Contains(message, argument);
   }
   if (message.rfind("plan: ", 0) != 0 || !named || !Contains(message, "expected") ||

@@ -25,8 +25,8 @@ std::string Launch(const Case& c, const AttentionProblem& problem, std::vector<i
   std::vector<int32_t> scratch(
       PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes) / 4 + kGuard, -1);
   std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
-  PlanParams p =
-      MakePlanParams(problem, c.inputs(), kGeneral ? &levels : nullptr, plan->data(), scratch.data());
+  PlanParams p = MakePlanParams(problem, c.inputs(), kGeneral ? &levels : nullptr, plan->data(),
+                                scratch.data());
   const int num_ctas = 1 + (problem.spec.paged() ? 1 + static_cast<int>(c.device_seed % 3) : 0);
   emulation::machine.Launch(num_ctas, T::kNumThreads, static_cast<unsigned>(c.device_seed),
                             [&p] { PlanBodyOf<T, kGeneral>::Run(p); });

@@ -32,7 +32,7 @@
 namespace jax_attn::fuzz {
 namespace {
 
-constexpr int kFound = 3;           // exit status of a worker with a finding
+constexpr int kFound = 3;            // exit status of a worker with a finding
 constexpr int kSecondsOfACase = 60;  // one that takes longer hangs
 
 // Between the worker and the process that watches it.
@@ -201,6 +201,9 @@ std::string RunBatch(const Case& c, std::string* outcome) {
   }
   plan.resize(layout.num_words);
   std::string wrong = CheckLegal(c, problem, refused);
+  if (refused.message.find(c.expect) == std::string::npos) {
+    wrong = "expected \"" + c.expect + "\", got \"" + refused.message + "\"";
+  }
   *outcome = "refused";
   if (wrong.empty() && refused.ok()) {
     wrong = CheckCover(c, problem, plan);
@@ -209,7 +212,7 @@ std::string RunBatch(const Case& c, std::string* outcome) {
     }
     PlanHeader header;
     std::memcpy(&header, plan.data() + layout.header, sizeof(header));
-    *outcome = header.num_shared_tokens > 0   ? "shared"
+    *outcome = header.num_shared_tokens > 0  ? "shared"
                : header.num_merge_groups > 0 ? "split"
                                              : "whole";
   }
@@ -227,8 +230,8 @@ std::string RunCase(const Case& c, std::string* outcome) {
 }
 
 int Main(int argc, char** argv) {
-  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 2;
   shared = static_cast<Shared*>(memory);
   std::string part, replay, folder = ".";
