@@ -960,7 +960,7 @@ def test_the_largest_forest_fits_the_default_capacities(target):
 
 
 def _long_spec(**fields):
-    fields = dict(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, max_batch=4) | fields
+    fields = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 64, "max_batch": 4} | fields
     return ja.AttentionSpec(page_size=None, max_kv_tokens=2**31 - 1, **fields)
 
 
