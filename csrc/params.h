@@ -32,7 +32,9 @@ enum PlanFaultCode : i32 {
   kFaultPageIndices,     // got: entries; expected: page_indptr[-1]
   kFaultKvOfRequest,     // paged: got pages, expected kv_len; ragged: got kv_len, expected rows
   kFaultPageId,          // at: entry of page_indices; expected: its request
-  kFaultChunks,          // 2^26
+  kFaultTiles,           // got: query tiles, 2^25
+  kFaultCost,            // got: 2^32 kv tokens that query tiles read, all heads of a partition
+  kFaultChunks,          // got: chunks of kFixedSplit, 2^26
   kFaultItems,           // max_items
   kFaultMergeGroups,     // max_items
   kFaultPartials,        // max_items
@@ -70,7 +72,7 @@ struct PrefixLevels {
   const i32* request_indptr;  // [num_levels, num_prefixes + 1] requests, 0 to batch_size
   const i32* prefix_lens;     // [num_levels, num_prefixes] tokens
   i32 num_levels;             // at most kMaxLevels
-  i32 num_prefixes;           // of each level; those at the end may be empty
+  i32 num_prefixes;           // of each level, fewer than 2^23; those at the end may be empty
 };
 enum : i32 { kMaxLevels = 8 };  // an agent's tools, a document, a conversation, its forks
 

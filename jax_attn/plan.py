@@ -17,6 +17,7 @@ from jax_attn import _core, ffi, plan_file, plot
 from jax_attn.spec import AttentionSpec
 
 _INT32 = np.dtype(np.int32)
+_MAX_PREFIXES = 2**23 - 1  # of a level: a planner sorts all levels' by keys of 26 bits
 # Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
 _HEADER_FIELDS = (
     "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
@@ -363,10 +364,11 @@ def _levels(
         lens = _int32(xp, f"prefix_levels[{i}] prefix_lens", lens)
         name = f"prefix_levels[{i}] request_indptr"
         borders = _int32(xp, name, borders)
-        if len(borders) != len(lens) + 1 or not 1 <= len(lens) <= max(1, spec.max_batch):
+        most = min(max(1, spec.max_batch), _MAX_PREFIXES)
+        if len(borders) != len(lens) + 1 or not 1 <= len(lens) <= most:
             raise ValueError(
                 f"plan: {name}: expected one entry more than prefix_lens, which has 1 to max_batch"
-                f" = {spec.max_batch}, got {len(borders)} and {len(lens)}."
+                f" = {spec.max_batch} and fewer than 2^23, got {len(borders)} and {len(lens)}."
             )
         pairs.append((borders, lens))
     most = max((len(lens) for _, lens in pairs), default=0)

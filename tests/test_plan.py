@@ -954,3 +954,67 @@ def test_the_largest_forest_fits_the_default_capacities(target):
             plan = make_plan(case, target, **exact)
             most = max(most, plan.header()["num_shared_tokens"])
     assert most > 130
+
+
+# ---- lengths near 2^30 ---------------------------------------------------------------------------
+
+
+def _long_spec(**fields):
+    fields = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 64, "max_batch": 4} | fields
+    return ja.AttentionSpec(page_size=None, max_kv_tokens=2**31 - 1, **fields)
+
+
+def _spans(spec, qo_lens, kv_lens):
+    """The spans of a plan's items, in the order of requests, tokens and positions."""
+    qo_indptr = np.concatenate([[0], np.cumsum(qo_lens)])
+    items = ja.plan(spec, qo_indptr, kv_lens).items()
+    items = np.sort(items, order=("request", "qo_begin", "kv_begin"))
+    return [(int(i["request"]), int(i["kv_begin"]), int(i["kv_end"])) for i in items]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_whole_spans_of_any_legal_length(target):
+    """Their costs are beyond what sorts chunks: 2^36 for 115 million tokens of a tall tile."""
+    spec = _long_spec(schedule="no_split", max_qo_tokens=101, target=target)
+    for kv_len in (115_000_000, 2**30 - 1):
+        spans = _spans(spec, [100, 1], [kv_len, kv_len])
+        assert (1, 0, kv_len) in spans
+        assert max(end for r, _, end in spans if r == 0) == kv_len
+
+
+def test_chunks_longer_than_any_length():
+    spec = _long_spec(
+        schedule="fixed_split", kv_split=2**31 - 128, max_qo_tokens=64, num_qo_heads=8, target="cpu"
+    )
+    spans = _spans(spec, [32, 32], [250_000_000, 250_000_001])
+    assert spans == [(0, 0, 250_000_000), (1, 0, 250_000_001)]
+
+
+@pytest.mark.parametrize("target", ("cpu", "sm_90:1", "sm_90:132"))
+def test_default_capacities_hold_the_longest_batch(target):
+    spec = _long_spec(max_qo_tokens=2, target=target)
+    for schedule in ("balanced", "auto"):
+        spans = _spans(dataclasses.replace(spec, schedule=schedule), [1, 1], [2**30 - 1, 2**30 - 1])
+        for request in (0, 1):
+            own = [(begin, end) for r, begin, end in spans if r == request]
+            assert own[0][0] == 0 and own[-1][1] == 2**30 - 1
+            assert all(a[1] == b[0] for a, b in zip(own, own[1:], strict=False))
+
+
+def test_positions_below_the_limit_are_refused():
+    spec = _long_spec(max_qo_tokens=2**31 - 1, max_items=1000, target="cpu")
+    with pytest.raises(ValueError, match=r"q_offsets\[0\].* positions in \(-2\^30, 2\^30\), got -"):
+        ja.plan(spec, [0, 2**30 + 50], [10])
+
+
+def test_more_chunks_than_there_may_be_are_counted_not_made():
+    spec = ja.AttentionSpec(
+        num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, page_size=2**30, max_kv_pages=64,
+        schedule="fixed_split", kv_split=128, max_batch=64, max_qo_tokens=64, max_items=10,
+        max_partial_rows=10, target="cpu",
+    )  # fmt: skip
+    indptr = np.arange(65)
+    with pytest.raises(
+        ValueError, match=r"kv_lens: .*2\^26 chunks of kv_split = 128 .*raise kv_split"
+    ):
+        ja.plan(spec, indptr, [2**30 - 1] * 64, indptr, [0] * 64)

@@ -31,9 +31,10 @@ Status UnpackLevels(const PlanBuffers& b, PrefixLevels* levels) {
   }
   const int64_t num_levels = b.prefix_lens->dimensions()[0];
   const int64_t num_prefixes = b.prefix_lens->dimensions()[1];
-  if (num_levels > kMaxLevels || num_prefixes > kMaxInt32 - 1) {
+  if (num_levels > kMaxLevels || num_prefixes >= kMaxChunks / kMaxLevels) {
     return Status::Error("plan: prefix_levels: expected at most " + std::to_string(kMaxLevels) +
-                         " levels, got " + std::to_string(num_levels) + ".");
+                         " levels of fewer than 2^23 prefixes, got " + std::to_string(num_levels) +
+                         " of " + std::to_string(num_prefixes) + ".");
   }
   Status s = CheckBuffer(kOp, "request_indptr", *b.request_indptr, ffi::S32,
                          {num_levels, num_prefixes + 1});

@@ -12,7 +12,8 @@ namespace {
 constexpr int64_t kMaxHeads = 1 << 16;
 // A planner keeps the number of a queue in so many bits.
 constexpr int64_t kMaxQueues = 1 << 20;
-constexpr int64_t kMaxCost = 1 << 20;
+// So the costs of a batch fit 64 bits (plan/rules.h).
+constexpr int64_t kMaxCost = 1 << 12;
 
 struct Field {
   const char* name;

@@ -4,7 +4,7 @@
 
 namespace jax_attn {
 
-void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 longest_cost,
+void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 longest_cost,
                  std::vector<Chunk>* chunks) {
   chunks->clear();
   for (size_t i = 0; i < tiles.size(); ++i) {

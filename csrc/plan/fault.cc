@@ -63,7 +63,8 @@ Status DescribeFault(const AttentionProblem& problem, const PlanFault& f) {
     case kFaultKvLenTooLarge:
       return {Refuse(At("kv_lens", f.at), "a length below 2^30", f.got)};
     case kFaultQueryPositions:
-      return {Refuse(At("q_offsets", f.at), "query positions in (-2^30, 2^30)", f.got)};
+      return {Refuse(At("q_offsets", f.at) + " (kv_len - qo_len unless given)",
+                     "query positions in (-2^30, 2^30)", f.got)};
     case kFaultKvCapacity:
       if (spec.paged()) {
         return {
@@ -91,8 +92,19 @@ Status DescribeFault(const AttentionProblem& problem, const PlanFault& f) {
                          ? "a page id in [0, " + std::to_string(spec.num_pages) + ")"
                          : "a page id >= 0",
                      f.got)};
+    case kFaultTiles:
+      return {Refuse("qo_indptr", "fewer than 2^25 query tiles; plan fewer query tokens at a time",
+                     f.got)};
+    case kFaultCost:
+      return {
+          "plan: kv_lens: expected at most 2^49 kv tokens to be read by all query tiles and kv "
+          "heads, got " +
+          std::to_string(f.got) + " * 2^32; plan fewer query tokens at a time."};
     case kFaultChunks:
-      return {"plan: the batch needs more than 2^26 kv chunks; raise kv_split."};
+      return {Refuse("kv_lens",
+                     "fewer than 2^26 chunks of kv_split = " + std::to_string(spec.kv_split) +
+                         " tokens; raise kv_split of the AttentionSpec",
+                     f.got)};
     case kFaultItems:
       return {RefuseCapacity("work items", "max_items", config.max_items, f.got)};
     case kFaultMergeGroups:

@@ -17,6 +17,9 @@ int64_t Align(int64_t words) { return (words + 15) / 16 * 16; }
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Counts are words of a plan, so no capacity is larger: a batch that needs more is refused.
+int64_t Capacity(int64_t count) { return std::min<int64_t>(count, kMaxInt32); }
+
 // Query tiles of any batch: a request ends in at most one that is not full.
 int64_t MaxTiles(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
@@ -163,7 +166,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
   // cuda/any/prefix.cuh.
   const int64_t nodes = num_levels * num_prefixes;
   const int64_t shared_tiles = tiles + MaxSharedTiles(requests);
-  const int64_t forest = 8 * (requests + 1) + 32 * nodes + 24 * (requests + 1) +
+  const int64_t forest = 8 * (requests + 1) + 40 * nodes + 24 * (requests + 1) +
                          12 * nodes * (num_levels + 1) + 8 * sort_size(nodes) +
                          12 * (requests + 1) + 4 * (nodes + 1) + 8 * num_levels * requests;
   bytes += forest + (sizeof(QueryTile) + sizeof(TileSharing) + 4) * shared_tiles +
@@ -239,8 +242,7 @@ void FillCapacities(AttentionProblem* problem) {
     // one token, i.e. for any decode batch; prefill batches may need more and are refused by name.
     const int64_t kv_tokens =
         spec.paged() ? spec.max_kv_pages * spec.page_size : spec.max_kv_tokens;
-    // No more than CheckProblem refuses, so that products stay within int64.
-    const int64_t chunks = Least(kMaxInt32 + 1, CeilDiv(kv_tokens, spec.kv_split) + spec.max_batch);
+    const int64_t chunks = Capacity(CeilDiv(kv_tokens, spec.kv_split) + spec.max_batch);
     max_chunks = chunks * spec.num_kv_heads;
     max_partial_rows = std::max(chunks * spec.num_qo_heads, 2 * config.num_ctas * largest_tile);
   }
@@ -251,16 +253,18 @@ void FillCapacities(AttentionProblem* problem) {
     config.max_items = max_tiles * spec.num_kv_heads + max_chunks;
     // Chunks of kFixedSplit are the same however many requests share them.
     if (spec.balances()) config.max_items += max_shared_tiles * spec.num_kv_heads;
+    config.max_items = Capacity(config.max_items);
   }
   config.max_partials = spec.balances() ? max_chunks : config.max_items;
   config.max_merge_groups = MaxMergeGroups(max_tiles * spec.num_kv_heads, config.max_partials);
   if (shares && spec.balances()) {  // the requests that share something, besides
-    config.max_merge_groups += max_units * spec.num_kv_heads;
-    config.max_partials = std::max(max_chunks, max_chunks * largest_tile / spec.group_size());
+    config.max_merge_groups = Capacity(config.max_merge_groups + max_units * spec.num_kv_heads);
+    config.max_partials =
+        Capacity(std::max(max_chunks, max_chunks * largest_tile / spec.group_size()));
   }
-  config.max_shared_tokens = max_shared_tiles * (largest_tile / spec.group_size());
+  config.max_shared_tokens = Capacity(max_shared_tiles * (largest_tile / spec.group_size()));
   if (spec.schedule == kNoSplit) config.max_merge_groups = config.max_partials = 0;
-  if (config.max_partial_rows == 0) config.max_partial_rows = max_partial_rows;
+  if (config.max_partial_rows == 0) config.max_partial_rows = Capacity(max_partial_rows);
 }
 
 }  // namespace jax_attn

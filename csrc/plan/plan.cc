@@ -103,20 +103,24 @@ PlanFault CheckPrefixPages(const PlanRules& rules, const PlanInputs& in,
   return {};
 }
 
-void MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<QueryTile>* tiles) {
-  size_t num_tiles = 0;
+PlanFault MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<QueryTile>* tiles) {
+  int64_t num_tiles = 0;
   for (int64_t r = 0; r < in.batch_size; ++r) {
     num_tiles += NumTilesOf(rules, in.qo_indptr[r + 1] - in.qo_indptr[r]);
   }
+  if (PlanFault f = CheckTiles(rules, num_tiles); f.code) return f;
   tiles->resize(num_tiles);
   QueryTile* next = tiles->data();
+  int64_t coarse_cost = 0;
   for (int64_t r = 0; r < in.batch_size; ++r) {
     const RequestLengths request = LengthsOf(in, r);
     const i32 num_tiles_of_request = NumTilesOf(rules, request.qo_len);
     for (i32 i = 0; i < num_tiles_of_request; ++i) {
-      *next++ = MakeTile(rules, request, static_cast<i32>(r), i);
+      *next = MakeTile(rules, request, static_cast<i32>(r), i);
+      coarse_cost += CoarseSpanCost(*next++);
     }
   }
+  return CheckCost(rules, coarse_cost);
 }
 
 // Zeros behind the live part of every section, so that equal plans are equal words.
@@ -173,7 +177,7 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
   header.max_page_id = max_page_id;
 
   thread_local Tiling flat, shared;
-  MakeTiles(rules, in, &flat.tiles);
+  if (PlanFault f = MakeTiles(rules, in, &flat.tiles); f.code) return DescribeFault(problem, f);
   const bool shares = SharePrefixes(problem, rules, in, levels, flat.tiles, &shared);
   ScheduleOutput out;
   out.queue_indptr = buffer + layout.queue_indptr;

@@ -10,8 +10,21 @@
 namespace jax_attn {
 
 inline constexpr i64 kMaxInt32 = 2147483647;
-// Kernels add positions and windows in 32 bits.
+
+// What bounds the planners' integers. Of a problem, by plan/check.h: heads 2^16, queues 2^20, items
+// 2^28, kv_cost and fixed costs 2^12. Of a batch, by the checks below:
+//   kv_len, |position|            2^30   CheckRequest; kernels add positions and windows in 32 bits
+//   query tiles                   2^25   CheckTiles; so items of tiles that are not cut
+//   cost of a tile                2^42   kv_len * kv_cost, more than a key holds: see ChunkKey
+//   cost of all, of a partition   2^53   CheckCost; with shared tiles, states and items below 2^57
+//   chunks                        2^26   kFixedSplit: kFaultChunks; kBalanced: 2^25 tiles and, of
+//                                        those that are cut, 8 a queue (LongestChunkCost)
+//   partial states, rows          2^31   CheckCapacities, before any is numbered
+// Products of a cost and a number of queues would not fit: see IsBalanced and BorderPlace.
 inline constexpr i64 kPositionLimit = 1ll << 30;
+inline constexpr i64 kMaxQueryTiles = 1ll << 25;
+inline constexpr i64 kMaxTotalCost = 1ll << 53;
+inline constexpr i64 kMaxChunks = 1ll << 26;
 
 // What one request brings to a plan.
 struct RequestLengths {
@@ -48,7 +61,7 @@ inline RequestLengths LengthsOf(const PlanInputs& in, i64 r) {
 // --- checks ---
 
 inline PlanFault MakeFault(PlanFaultCode code, i64 at, i64 got, i64 expected = 0) {
-  return {code, static_cast<i32>(at), static_cast<i32>(Least(got, kMaxInt32)),
+  return {code, static_cast<i32>(Least(at, kMaxInt32)), static_cast<i32>(Least(got, kMaxInt32)),
           static_cast<i32>(expected)};
 }
 
@@ -85,11 +98,10 @@ inline PlanFault CheckRequest(const PlanRules& rules, const PlanInputs& in, i64 
   if (kv_end < kv_begin) return MakeFault(kFaultKvIndptrOrder, r + 1, kv_end, kv_begin);
   if (kv_len < 0) return MakeFault(kFaultKvLenNegative, r, kv_len);
   if (kv_len >= kPositionLimit) return MakeFault(kFaultKvLenTooLarge, r, kv_len);
-  if (in.q_offsets != nullptr) {
-    const i64 first = in.q_offsets[r];
-    if (first <= -kPositionLimit || first + qo_end - qo_begin > kPositionLimit) {
-      return MakeFault(kFaultQueryPositions, r, first);
-    }
+  const i64 qo_len = qo_end - qo_begin;
+  const i64 first = in.q_offsets != nullptr ? in.q_offsets[r] : kv_len - qo_len;
+  if (first <= -kPositionLimit || first + qo_len > kPositionLimit) {
+    return MakeFault(kFaultQueryPositions, r, first);
   }
   if (rules.page_size > 0) {
     if (NumPages(rules, static_cast<i32>(kv_len)) > kv_end - kv_begin) {
@@ -191,7 +203,6 @@ inline i64 PageIdLimit(const PlanRules& rules) {
 struct PlanCounts {
   i64 num_items, num_merge_groups, num_partials, num_partial_rows;
 };
-inline constexpr i64 kMaxChunks = 1 << 26;
 
 inline PlanFault CheckCapacities(const PlanRules& rules, const PlanCounts& n) {
   if (n.num_items > rules.max_items) return MakeFault(kFaultItems, 0, n.num_items);
@@ -246,6 +257,16 @@ inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 r
   return t;
 }
 
+// Of a batch's query tiles, before any is made. Each is an item a head at least; where they are
+// few, what the schedule needs is found out, to be said exactly.
+inline PlanFault CheckTiles(const PlanRules& rules, i64 num_tiles) {
+  constexpr i64 kFew = 1 << 16;
+  if (num_tiles >= kMaxQueryTiles) return MakeFault(kFaultTiles, 0, num_tiles);
+  const i64 num_items = num_tiles * rules.num_kv_heads;
+  if (num_tiles <= kFew || num_items <= rules.max_items) return {};
+  return MakeFault(kFaultItems, 0, num_items);
+}
+
 // --- costs: 1/16 kv token of tile_q[0] ---
 //
 // The planners' model of time. An item takes item_cost + kv tokens * kv_cost[tile] / 16, and
@@ -269,6 +290,20 @@ inline i64 SpanCost(const QueryTile& t) {
   return static_cast<i64>(t.kv_end - t.kv_begin) * t.kv_cost;
 }
 
+// SpanCost of all tiles of a batch may exceed 64 bits; sums of this do not.
+inline constexpr int kCoarseBits = 16;
+inline i64 CoarseSpanCost(const QueryTile& t) { return SpanCost(t) >> kCoarseBits; }
+// coarse_cost: the sum over all tiles.
+inline PlanFault CheckCost(const PlanRules& rules, i64 coarse_cost) {
+  if (coarse_cost <= (kMaxTotalCost >> kCoarseBits) / rules.num_units) return {};
+  constexpr int kGotBits = 32 + 4 - kCoarseBits;  // 2^32 kv tokens of 16 each
+  return MakeFault(kFaultCost, 0, (coarse_cost >> kGotBits) * rules.num_units);
+}
+// Whether there is anything to be summed. longest: what a tile costs at most; 2^32 - 1: or more.
+inline bool MayCostTooMuch(const PlanRules& rules, i64 num_tiles, i64 longest) {
+  return longest == 0xffffffffll || num_tiles * longest > kMaxTotalCost / rules.num_units;
+}
+
 // --- order ---
 
 // Chunks are handed out in the order of their keys: descending cost, ascending chunk. Requests of
@@ -278,12 +313,15 @@ inline i64 SpanCost(const QueryTile& t) {
 // tokens without mask 586 -> 626 TFLOP/s, causal 487 -> 538.
 inline constexpr i32 kChunkBits = 26;
 inline constexpr u64 kMaxRank = (1ull << 38) - 1;
-inline constexpr i64 kSharedFirst = 1ll << 37;   // beside the cost of a chunk of a shared prefix
-inline constexpr i64 kSectionFirst = 1ll << 36;  // costs of one item stay far below it
+inline constexpr i64 kSharedFirst = 1ll << 37;  // beside the cost of a chunk of a shared prefix
+inline constexpr i64 kSectionFirst = 1ll << 36;
 inline constexpr u64 kChunkMask = (1u << kChunkBits) - 1;
 
-inline u64 ChunkKey(i64 cost, i64 chunk) {
-  return (kMaxRank - static_cast<u64>(cost)) << kChunkBits | static_cast<u64>(chunk);
+// Chunks that cost 2^36 and more, 115 million kv tokens of the costliest tile that there is, are
+// alike.
+inline u64 ChunkKey(i64 cost, i64 chunk, bool shared = false) {
+  const i64 rank = Largest(0, Least(cost, kSectionFirst - 1)) + (shared ? kSharedFirst : 0);
+  return (kMaxRank - static_cast<u64>(rank)) << kChunkBits | static_cast<u64>(chunk);
 }
 // section: of the chunk's tile, the request's kv_len.
 inline u64 SectionKey(i32 section, i64 chunk) {
@@ -327,31 +365,33 @@ struct TileCut {
   i32 first, length, num_splits;
 
   i32 Begin(const QueryTile& t, i32 split) const {
-    return static_cast<i32>(Largest(t.kv_begin, first + split * length));
+    return static_cast<i32>(Largest(t.kv_begin, first + split * i64{length}));
   }
   i32 End(const QueryTile& t, i32 split) const {
-    return static_cast<i32>(Least(t.kv_end, first + (split + 1) * length));
+    return static_cast<i32>(Least(t.kv_end, first + (split + i64{1}) * length));
   }
 };
 
 // kBalanced: FlashInfer, Algorithm 1 (arXiv 2501.01005, section 3.3.1): no chunk is longer than an
 // ideally balanced queue, L = total cost / queues, so that handing chunks out heaviest first leaves
 // every queue close to L. The remainder of a cut tile stays short on purpose: it fills gaps.
-// total_span_cost: of all tiles. twice_divisor >= 2: chunks of at most 2 / twice_divisor of L, and
-// of 2^30 in any case, so that positions stay within 32 bits.
-inline i32 LongestChunkCost(const PlanRules& rules, i64 total_span_cost, i32 twice_divisor) {
+// total_span_cost: of all tiles. twice_divisor: chunks of at most 2 / twice_divisor of L. No
+// smaller limit in any case: tiles that are cut have at most twice_divisor chunks a queue, which is
+// what capacities and a device planner's scratch have room for.
+inline i64 LongestChunkCost(const PlanRules& rules, i64 total_span_cost, i32 twice_divisor) {
   const i64 queues = static_cast<i64>(rules.num_queues) * twice_divisor;
-  return static_cast<i32>(Least(kPositionLimit, 2 * total_span_cost * rules.num_units / queues));
+  return 2 * total_span_cost * rules.num_units / queues;
 }
+inline constexpr i64 kUncut = 1ll << 62;  // longest chunks where no tile is cut
 
 // longest_cost: of kBalanced.
 // kFixedSplit counts from position 0: borders depend on nothing but the position, so a request has
 // the same partial states, and after the ordered merge the same bits, in any batch.
 // kNoSplit: FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
-inline TileCut CutTile(const PlanRules& rules, i32 longest_cost, const QueryTile& t) {
+inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
   if (rules.schedule == kBalanced) {
-    const i32 tokens = longest_cost / t.kv_cost + 1;
+    const i32 tokens = static_cast<i32>(Least(kPositionLimit, longest_cost / t.kv_cost + 1));
     const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
     cut.length = static_cast<i32>(Largest(rounded, rules.min_chunk));
   } else if (rules.schedule == kFixedSplit) {
@@ -367,18 +407,17 @@ inline TileCut CutTile(const PlanRules& rules, i32 longest_cost, const QueryTile
 // more than queues, queues are uneven by what the longest tile is above the mean, and to even that
 // out costs every queue an item and two states. Measured (H200, mla/128x4096/16): 187 us with 118
 // of 128 tiles cut in two, 156 us without.
-inline i64 LongestWholeCost(const PlanRules& rules, i64 num_tiles, i32 longest_cost) {
+inline i64 LongestWholeCost(const PlanRules& rules, i64 num_tiles, i64 longest_cost) {
   if (num_tiles * rules.num_units > rules.num_queues) return -1;
   const i64 fixed = i64{rules.item_cost} + 2 * rules.split_cost;
   return longest_cost + fixed * rules.kv_cost[0];
 }
 // Longest chunks of the first schedule, if it were longest_cost for what is cut. longest_span_cost:
 // of all tiles.
-inline i32 FirstLongestCost(const PlanRules& rules, i64 num_tiles, i64 longest_span_cost,
-                            i32 longest_cost) {
-  return longest_span_cost > LongestWholeCost(rules, num_tiles, longest_cost)
-             ? longest_cost
-             : static_cast<i32>(kPositionLimit);
+inline i64 FirstLongestCost(const PlanRules& rules, i64 num_tiles, i64 longest_span_cost,
+                            i64 longest_cost) {
+  return longest_span_cost > LongestWholeCost(rules, num_tiles, longest_cost) ? longest_cost
+                                                                              : kUncut;
 }
 
 // --- merges ---
@@ -455,7 +494,9 @@ inline RangeCut MakeRangeCut(const PlanRules& rules, const QueryTile& t, i64 lin
 // last border.
 inline i64 BorderPlace(const RangeCut& r, i32 b, i32 cut_tiles, i32 all_cut_tiles) {
   const i64 total = r.line + (r.num_ranges - 1) * r.cut + all_cut_tiles * r.split;
-  return Largest(0, b * total / r.num_ranges - (b - 1) * r.cut - cut_tiles * r.split);
+  const i64 each = total / r.num_ranges, left = total % r.num_ranges;
+  const i64 part = b * each + b * left / r.num_ranges;  // b * total / num_ranges, in 64 bits
+  return Largest(0, part - (b - 1) * r.cut - cut_tiles * r.split);
 }
 
 // The kv position of a border that lies at `place`, in a tile that begins at tile_place: the
@@ -603,7 +644,7 @@ inline i64 MaxSharedRows(const PlanRules& rules) {
 
 // Within 1 % of the mean the fullest queue is below the noise of a launch.
 inline bool IsBalanced(i64 makespan, i64 total_cost, i64 num_queues) {
-  return 100 * makespan * num_queues <= 101 * total_cost;
+  return makespan <= 101 * total_cost / (100 * num_queues);
 }
 
 // Large tiles leave large states. Measured (H200, decodes and prefill chunks, 714 us at
@@ -613,15 +654,15 @@ inline bool IsWorthMoreSplits(i64 makespan, i64 than) { return 10 * makespan < 9
 // Whether any retry can be. Shorter chunks are at least as many, so their costs add up to no less
 // than total_cost, that of the first cut, and no schedule's fullest queue is below the mean.
 inline bool MayBeWorthMoreSplits(i64 total_cost, i64 num_queues, i64 than) {
-  return 10 * total_cost < 9 * than * num_queues;
+  return 10 * total_cost / (9 * num_queues) < than;
 }
 
 // kAuto. Algorithm 1 splits whatever exceeds its limit, also where the rest of the queues would
 // wait less than a split costs: what a schedule of longer chunks, and one of whole tiles, is
 // predicted to take is compared, too. Longest chunks of trial r.
 enum : i32 { kNumFewerSplits = 2 };
-inline i32 LongestOfFewer(const PlanRules& rules, i64 total_span_cost, i32 r) {
-  return r == 0 ? LongestChunkCost(rules, total_span_cost, 1) : static_cast<i32>(kPositionLimit);
+inline i64 LongestOfFewer(const PlanRules& rules, i64 total_span_cost, i32 r) {
+  return r == 0 ? LongestChunkCost(rules, total_span_cost, 1) : kUncut;
 }
 
 // Twice the divisors by which Algorithm 1 is tried again, in order, while queues are uneven.

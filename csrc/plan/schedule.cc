@@ -13,23 +13,29 @@ namespace {
 // inputs. Keys are load << 20 | queue. A tournament: every node is the least of its two children,
 // and the matches of a queue that got heavier are played again. No branch depends on loads, which a
 // heap would mispredict at every level (512 chunks to 33 queues: half of the time).
+template <typename Key>
 class LoadTree {
  public:
+  // Whether loads that add up to no more than total_cost fit the keys.
+  static bool Holds(int64_t total_cost) {
+    return sizeof(Key) > 8 || total_cost < int64_t{1} << (63 - kQueueBits);
+  }
+
   void Reset(int64_t num_queues) {
     num_queues_ = num_queues;
     leaves_ = 1;
     while (leaves_ < num_queues) leaves_ *= 2;
     keys_.assign(2 * leaves_, kClosed);
-    std::iota(keys_.begin() + leaves_, keys_.begin() + leaves_ + num_queues, uint64_t{0});
+    std::iota(keys_.begin() + leaves_, keys_.begin() + leaves_ + num_queues, Key{0});
     for (int64_t i = leaves_ - 1; i > 0; --i) keys_[i] = std::min(keys_[2 * i], keys_[2 * i + 1]);
   }
 
   // Adds cost to the least loaded queue and returns it.
   int32_t Assign(int64_t cost) {
-    uint64_t* const keys = keys_.data();
-    uint64_t key = keys[1];
-    const uint64_t queue = key & ((uint64_t{1} << kQueueBits) - 1);
-    key += static_cast<uint64_t>(cost) << kQueueBits;
+    Key* const keys = keys_.data();
+    Key key = keys[1];
+    const auto queue = static_cast<uint64_t>(key & ((Key{1} << kQueueBits) - 1));
+    key += static_cast<Key>(cost) << kQueueBits;
     uint64_t i = leaves_ + queue;
     for (keys[i] = key; i > 1; keys[i] = key) {
       key = std::min(key, keys[i ^ 1]);
@@ -47,7 +53,7 @@ class LoadTree {
   }
 
   int64_t MaxLoad() const {
-    uint64_t most = 0;
+    Key most = 0;
     for (int64_t i = leaves_; i < leaves_ + num_queues_; ++i) {
       if (keys_[i] != kClosed) most = std::max(most, keys_[i]);
     }
@@ -56,9 +62,9 @@ class LoadTree {
 
  private:
   static constexpr int kQueueBits = 20;
-  static constexpr uint64_t kClosed = ~uint64_t{0};
+  static constexpr Key kClosed = ~Key{0};
   int64_t num_queues_ = 0, leaves_ = 0;
-  std::vector<uint64_t> keys_;
+  std::vector<Key> keys_;
 };
 
 // A chunk for one head unit, in a queue of a partition.
@@ -96,25 +102,12 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
   }
 }
 
-// Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-// But before them requests of several tiles, section by section, head by head (rules.h).
-// leaves_empty: as in SharedTrial.
-void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
-  thread_local LoadTree loads;
-  thread_local std::vector<uint64_t> keys;
+// Chunks go to queues in the order of their keys. leaves_empty: as in SharedTrial.
+template <typename Key>
+void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64_t>& keys,
+          bool leaves_empty, Assignment* a) {
+  thread_local LoadTree<Key> loads;
   const size_t num_chunks = a->chunks.size();
-  keys.resize(num_chunks);
-  for (size_t i = 0; i < num_chunks; ++i) {
-    const Chunk& c = a->chunks[i];
-    // Shared chunks come first: they complete few merge groups then, and so many folds by one CTA
-    // at the end would take longer than what they fold.
-    const bool shared = tiling.SharingOf(c.tile_idx).shared();
-    const i32 section = tiling.tiles[c.tile_idx].section;
-    keys[i] =
-        section > 0 ? SectionKey(section, i) : ChunkKey(c.cost + (shared ? kSharedFirst : 0), i);
-  }
-  std::sort(keys.begin(), keys.end());
-
   loads.Reset(rules.num_queues);
   a->slots.clear();
   auto request_at = [&](size_t i) {
@@ -143,7 +136,30 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empt
     }
   }
   a->makespan = loads.MaxLoad();
+}
+
+// Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
+// But before them requests of several tiles, section by section, head by head (rules.h).
+// leaves_empty: as in SharedTrial.
+void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
+  thread_local std::vector<uint64_t> keys;
+  const size_t num_chunks = a->chunks.size();
+  keys.resize(num_chunks);
+  for (size_t i = 0; i < num_chunks; ++i) {
+    const Chunk& c = a->chunks[i];
+    // Shared chunks come first: they complete few merge groups then, and so many folds by one CTA
+    // at the end would take longer than what they fold.
+    const bool shared = tiling.SharingOf(c.tile_idx).shared();
+    const i32 section = tiling.tiles[c.tile_idx].section;
+    keys[i] = section > 0 ? SectionKey(section, i) : ChunkKey(c.cost, i, shared);
+  }
+  std::sort(keys.begin(), keys.end());
   CountAssignment(rules, tiling, a);
+  if (LoadTree<uint64_t>::Holds(a->total_cost)) {
+    Deal<uint64_t>(rules, tiling, keys, leaves_empty, a);
+  } else {
+    Deal<unsigned __int128>(rules, tiling, keys, leaves_empty, a);
+  }
 }
 
 void AssignRanges(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
@@ -190,7 +206,7 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   }
   for (i32 r = 0; r < kNumRetries; ++r) {
     if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, best->makespan)) return;
-    const i32 longest_cost = LongestChunkCost(rules, span_cost, RetryDivisor(r));
+    const i64 longest_cost = LongestChunkCost(rules, span_cost, RetryDivisor(r));
     CutByLength(rules, tiling.tiles, longest_cost, &trial.chunks);
     AssignChunks(rules, tiling, false, &trial);
     if (trial.counts.num_partials > rules.max_balanced_partials) return;
@@ -210,12 +226,15 @@ void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, Assignment* be
   }
 }
 
-// Whether a schedule other than kBalanced, of which there is one, has room at all. Said before
-// anything is compared, because a device planner has no room for more chunks either.
-PlanFault CheckItems(const PlanRules& rules, i64 num_chunks) {
+// Whether a schedule other than kBalanced, of which there is one, has room at all. Said before its
+// chunks are made, which may be many more than there are words for.
+PlanFault CheckChunks(const PlanRules& rules, const std::vector<QueryTile>& tiles) {
+  if (rules.schedule == kBalanced) return {};
+  i64 num_chunks = 0;
+  for (const QueryTile& t : tiles) num_chunks += CutTile(rules, kUncut, t).num_splits;
+  if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
   const i64 num_items = num_chunks * rules.num_kv_heads;
-  if (rules.schedule == kBalanced || num_items <= rules.max_items) return {};
-  return MakeFault(kFaultItems, 0, num_items);
+  return num_items > rules.max_items ? MakeFault(kFaultItems, 0, num_items) : PlanFault{};
 }
 
 // Under the spec's schedule, without regard to shared prefixes.
@@ -226,14 +245,12 @@ PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best)
     span_cost += SpanCost(t);
     longest_span_cost = std::max(longest_span_cost, static_cast<int64_t>(SpanCost(t)));
   }
-  const i32 longest_cost = LongestChunkCost(rules, span_cost, 2);
+  if (PlanFault f = CheckChunks(rules, tiles); f.code) return f;
+  const i64 longest_cost = LongestChunkCost(rules, span_cost, 2);
   CutByLength(
       rules, tiles,
       FirstLongestCost(rules, static_cast<int64_t>(tiles.size()), longest_span_cost, longest_cost),
       &best->chunks);
-  const auto num_chunks = static_cast<i64>(best->chunks.size());
-  if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
-  if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
   AssignChunks(rules, tiling, false, best);
   if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
   if (rules.fewer_splits) TryFewerSplits(rules, tiling, best);
@@ -245,11 +262,11 @@ PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment*
                        bool* found) {
   thread_local Assignment trial;
   *found = false;
+  if (PlanFault f = CheckChunks(rules, tiling.tiles); f.code) {
+    return f.code == kFaultChunks ? PlanFault{} : f;
+  }
   for (i32 r = 0; r < kNumSharedTrials; ++r) {
     CutShared(rules, tiling, kSharedTrials[r], &trial.chunks);
-    const auto num_chunks = static_cast<i64>(trial.chunks.size());
-    if (num_chunks >= kMaxChunks) return {};
-    if (PlanFault f = CheckItems(rules, num_chunks); f.code) return f;
     AssignChunks(rules, tiling, kSharedTrials[r].leaves_empty, &trial);
     const bool fits =
         rules.schedule != kBalanced || (trial.num_cut_items <= rules.max_balanced_partials &&

@@ -33,7 +33,7 @@ struct Chunk {
 
 // The chunks of every tile, in kv order: pieces of equal length. longest_cost: of kBalanced, see
 // CutTile.
-void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i32 longest_cost,
+void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 longest_cost,
                  std::vector<Chunk>* chunks);
 
 // Chunks and the queue of each, for one kv head unit and tiles of one height: ranges of equal cost.

@@ -47,8 +47,8 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
       if (fault.code == kNoFault) fault = CheckLevels();
     }
     PlanCounts counts = {};
+    if (fault.code == kNoFault) fault = MakeTiles();
     if (fault.code == kNoFault) {
-      MakeTiles();
       if constexpr (kGeneral) {
         fault = ChooseGeneral();
         if (fault.code == kNoFault) counts = Count();

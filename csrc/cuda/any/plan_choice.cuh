@@ -128,7 +128,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
       Trial t = {};
       t.leaves_empty_from = Base::kNoSlot;
       t.arrays = TakeTiles();
-      const i32 longest_cost = LongestOfFewer(rules_, span_cost_, r);
+      const i64 longest_cost = LongestOfFewer(rules_, span_cost_, r);
       t.num_chunks = static_cast<i32>(CutByLength(t.arrays, longest_cost));
       TakeChunks(&t.arrays, t.num_chunks);
       SortChunks(&t);

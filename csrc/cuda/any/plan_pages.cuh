@@ -45,7 +45,7 @@ __device__ __forceinline__ PlanFault FirstFaultOf(const PlanParams& p, const Pag
     const i32 at = ~found.first_other;
     const i32 request = RequestOfPage(p.inputs, at);
     const CommonPages common = CommonPagesWithin(p, request);
-    const i32 other = p.inputs.kv_indptr[common.request] + at - p.inputs.kv_indptr[request];
+    const i64 other = i64{p.inputs.kv_indptr[common.request]} + at - p.inputs.kv_indptr[request];
     const PlanFault page =
         MakeFault(kFaultPrefixPages, at, p.inputs.page_indices[at], p.inputs.page_indices[other]);
     if (IsBefore(page, fault)) fault = page;

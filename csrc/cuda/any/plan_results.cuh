@@ -117,8 +117,12 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       const i32 num_rows = t.qo_len * rules_.group_size;
       i32 first_row = 0, first_group = 0;
       i32 group_step = 1, num_units = 1;
+      // In 64 bits: whether capacities hold them is checked when all else is known.
+      const auto row_of = [&] {
+        return static_cast<i32>(rules_.num_kv_heads * rows_before_[i] + i64{split} * num_rows);
+      };
       if (splits > 1) {
-        first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
+        first_row = row_of();
         group_step = NumMergeGroups(rules_, t, splits);
         first_group = rules_.num_kv_heads * GroupsBefore(i) + MergeGroupOfSplit(group_step, split);
       }
@@ -128,7 +132,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
         const TileSharing sharing = SharingOf(i);
         if (sharing.partial()) {
           partial = true;
-          first_row = static_cast<i32>(rules_.num_kv_heads * rows_before_[i]) + split * num_rows;
+          first_row = row_of();
           first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
           group_step = shared_tiling_.num_units;
           num_units = static_cast<i32>(Largest(1, sharing.num_units));
@@ -143,7 +147,8 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       record[2 * num_chunks_] = partial ? Words(first_row, first_group, t.request, num_groups)
                                         : Words(-1, -1, t.request, 0);
       record[3 * num_chunks_] =
-          partial ? Words(num_rows * splits, group_step, 0, 0) : Words(0, 0, 0, 0);
+          partial ? Words(static_cast<i32>(i64{num_rows} * splits), group_step, 0, 0)
+                  : Words(0, 0, 0, 0);
     }
   }
 

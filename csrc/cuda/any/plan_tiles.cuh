@@ -23,7 +23,8 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
       : Cta(arena, arena_bytes, p.scratch, warp_totals), p_(p), rules_(p.rules), in_(p.inputs) {}
 
  protected:
-  using Base::FirstFault, Base::kNumThreads, Base::Prefix, Base::thread_, Base::Total;
+  using Base::FirstFault, Base::kNumThreads, Base::MostOf, Base::Prefix, Base::Sum, Base::thread_,
+      Base::Total;
   using typename Base::Totals;
 
   // Lengths, on their way into the plan, come from memory all at once; what is checked and used
@@ -57,12 +58,14 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
     }
   }
 
-  __device__ void MakeTiles() {
+  __device__ PlanFault MakeTiles() {
     const i32 batch_size = static_cast<i32>(in_.batch_size);
     i32* first_tile = this->template Take<i32>(batch_size + 1);  // of each request
-    num_tiles_ = static_cast<i32>(Prefix(batch_size, first_tile, [&](i32 r) {
+    const i64 num_tiles = Prefix(batch_size, first_tile, [&](i32 r) {
       return static_cast<i64>(NumTilesOf(rules_, in_.qo_indptr[r + 1] - in_.qo_indptr[r]));
-    }));
+    });
+    if (const PlanFault f = CheckTiles(rules_, num_tiles); f.code != kNoFault) return f;
+    num_tiles_ = static_cast<i32>(num_tiles);
     QueryTile* tiles = this->template Take<QueryTile>(num_tiles_);
     const Totals totals = Total(num_tiles_, [&](i32 i, Totals* mine) {
       i32 request = i;  // where every request before has one tile
@@ -83,15 +86,23 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
     span_cost_ = totals.sum;
     longest_span_cost_ = totals.most[0];
     several_heights_ = num_tiles_ > 0 && totals.most[1] + totals.most[2] != kMaxTiles;
+    if (!MayCostTooMuch(rules_, num_tiles_, totals.most[0])) return {};
+    i64 longest = 0;
+    const i64 coarse_cost = Sum(num_tiles_, [&](i32 i) {
+      longest = Largest(longest, SpanCost(tiles[i]));
+      return CoarseSpanCost(tiles[i]);
+    });
+    longest_span_cost_ = MostOf(longest);
+    return CheckCost(rules_, coarse_cost);
   }
 
   __device__ static u32 ClampToWord(i64 x) { return static_cast<u32>(Least(x, 0xffffffffll)); }
 
   // With shared prefixes longest_cost is the number of a SharedTrial.
-  __device__ TileCut CutOf(i32 longest_cost, i32 i) const {
+  __device__ TileCut CutOf(i64 longest_cost, i32 i) const {
     if constexpr (kGeneral) {
       if (sharing_ != nullptr) {
-        return SharedCut(longest_cost, i);
+        return SharedCut(static_cast<i32>(longest_cost), i);
       }
     }
     return CutTile(rules_, longest_cost, tiles_[i]);
@@ -133,7 +144,7 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
   i32 num_tiles_ = 0;
   const QueryTile* tiles_ = nullptr;  // [num_tiles]
   i64 span_cost_ = 0;
-  u32 longest_span_cost_ = 0;  // or all ones, if it is longer
+  i64 longest_span_cost_ = 0;
   bool several_heights_ = false;
   const i32* first_tile_ = nullptr;  // [batch_size + 1] of each request
 

@@ -126,7 +126,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
   }
 
   // Cuts of all tiles, and their first chunks; returns the number of chunks.
-  __device__ i64 CutByLength(const PlanTrial& trial, i32 longest_cost) {
+  __device__ i64 CutByLength(const PlanTrial& trial, i64 longest_cost) {
     if constexpr (kGeneral) return CutOnce(trial, longest_cost);
     return CutInline(trial, longest_cost);
   }
@@ -139,12 +139,12 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
 
  private:
   // Code is read from memory, too: once for flat schedules and for those that share.
-  __device__ __noinline__ i64 CutOnce(const PlanTrial& trial, i32 longest_cost) {
+  __device__ __noinline__ i64 CutOnce(const PlanTrial& trial, i64 longest_cost) {
     return CutInline(trial, longest_cost);
   }
   __device__ __noinline__ void SortOnce(Trial* t) { SortInline(t); }
 
-  __device__ i64 CutInline(const PlanTrial& trial, i32 longest_cost) {
+  __device__ i64 CutInline(const PlanTrial& trial, i64 longest_cost) {
     return Prefix(num_tiles_, trial.chunk_base, [&](i32 i) {
       const TileCut cut = CutOf(longest_cost, i);
       trial.cuts[i] = cut;
@@ -174,8 +174,8 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
       const i32 split = c - trial.chunk_base[i];
       const i64 kv_tokens = cut.End(tile, split) - cut.Begin(tile, split);
       cost = CostOf(i, kv_tokens, cut.num_splits);
-      const i64 first = SharingOf(i).shared() ? kSharedFirst : 0;
-      key = tile.section > 0 ? SectionKey(tile.section, c) : ChunkKey(cost + first, c);
+      const bool shared = SharingOf(i).shared();
+      key = tile.section > 0 ? SectionKey(tile.section, c) : ChunkKey(cost, c, shared);
       trial.keys[c] = key;
       mine->sum += cost;
       const u32 word = ClampToWord(cost);
@@ -186,7 +186,7 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
       }
       // In the same order, as long as there are neither sections, nor shared chunks, nor high
       // costs.
-      const bool fits = tile.section == 0 && first == 0 && word < kShortCosts;
+      const bool fits = tile.section == 0 && !shared && word < kShortCosts;
       mine->most[1] |= !fits;
       short_keys[c] = (kShortCosts - 1 - word) << kShortChunkBits | static_cast<u32>(c);
     });
@@ -242,8 +242,8 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     return Sum(num_tiles_, [&](i32 i) { return SplitsOf(trial, i); });
   }
 
-  __device__ i32 LongestCostOf(i32 r) {
-    const i32 longest_cost = LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : RetryDivisor(r - 1));
+  __device__ i64 LongestCostOf(i32 r) {
+    const i64 longest_cost = LongestChunkCost(rules_, span_cost_, r == 0 ? 2 : RetryDivisor(r - 1));
     if (r > 0) return longest_cost;
     return FirstLongestCost(rules_, num_tiles_, longest_span_cost_, longest_cost);
   }
@@ -254,12 +254,11 @@ class PlanTrials : public PlanTiles<Traits, kGeneral> {
     t.leaves_empty_from = kNoSlot;
     t.arrays = TakeTiles();
     const i64 num_chunks = CutByLength(t.arrays, LongestCostOf(r));
-    if (r == 0) {
+    // Of balanced ones scratch holds any first cut (LongestChunkCost), and retries are counted.
+    if (rules_.schedule != kBalanced) {
       if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
-      // Other schedules have no retries; balanced ones never need more here than scratch has.
-      if (rules_.schedule != kBalanced && num_chunks * rules_.num_kv_heads > rules_.max_items) {
-        return MakeFault(kFaultItems, 0, num_chunks * rules_.num_kv_heads);
-      }
+      const i64 num_items = num_chunks * rules_.num_kv_heads;
+      if (num_items > rules_.max_items) return MakeFault(kFaultItems, 0, num_items);
     }
     t.num_chunks = static_cast<i32>(num_chunks);
     if (r > 0 && NumSplitChunks(t.arrays) * rules_.num_kv_heads > rules_.max_balanced_partials) {

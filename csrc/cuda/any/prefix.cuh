@@ -63,7 +63,7 @@ class PrefixForest {
     i32 kv_end;
     i32 shared;
     i32 num_tiles;
-    i32 kv_cost;  // sum over its tiles
+    i64 kv_cost;  // sum over its tiles
     i64 fixed;    // likewise, what they cost whatever their length
   };
 
@@ -220,8 +220,8 @@ class PrefixForest {
         const i32 i = task / (level + 1), border = task % (level + 1);
         const Node& node = NodeAt(level, i);
         const i32 kv_begin = PositionOf(level, i, border);
-        const i64 shared = node.fixed + static_cast<i64>(node.kv_end - kv_begin) * node.kv_cost +
-                           costs[at(level, i, level + 1)];
+        const i64 shared =
+            node.fixed + (node.kv_end - kv_begin) * node.kv_cost + costs[at(level, i, level + 1)];
         const bool longer = node.kv_end > PositionOf(level, i, level);
         const bool yes = node.num_tiles > 0 && longer && shared < costs[at(level, i, border)];
         pays[at(level, i, border)] = yes;

@@ -1,0 +1,66 @@
+// One case of the fuzzer of plans: a spec, a batch, and for damaged plans the words that are
+// changed. A function of a number, or of a text file that a test can run again.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/plan.h"
+#include "spec.h"
+
+namespace jax_attn::fuzz {
+
+using Random = std::mt19937_64;
+
+inline constexpr int64_t kPoolPages = 16;  // that damaged plans run over
+
+struct Case {
+  bool is_damaged = false;  // part damaged; else batches
+  AttentionSpec spec;
+  // Of the configuration that select/ chooses; 0: as chosen.
+  int64_t num_ctas = 0, max_items = 0, max_partial_rows = 0;
+  std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr{0}, page_indices;
+  std::vector<int32_t> q_offsets;  // empty: none are given
+  bool told = false;               // levels are
+  int32_t num_levels = 0, num_prefixes = 0;
+  std::vector<int32_t> request_indptr, prefix_lens;  // of all levels
+  int64_t device_seed = -1;                          // of the emulation; -1: host alone
+  std::vector<std::pair<int64_t, int32_t>> words;    // damaged: index and value
+  std::string expect;  // batches: a part of the sentence by which it must be refused; "": any
+
+  int64_t batch_size() const { return static_cast<int64_t>(kv_lens.size()); }
+  PlanInputs inputs() const;
+  PrefixLevels levels() const;
+};
+
+// Case `index` of a run.
+Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index);
+
+// The kernel configuration and the capacities.
+AttentionProblem MakeProblem(const Case& c);
+
+std::string ToText(const Case& c);
+bool FromText(const std::string& text, Case* c);
+
+// Cases that are a little smaller, most promising first.
+std::vector<Case> Smaller(const Case& c);
+
+// What is wrong, or "". *outcome: what happened, for the statistics.
+std::string RunCase(const Case& c, std::string* outcome);
+
+// The parts of RunCase. CheckCover: of a plan of this batch, whether items and merges give every
+// query row all the keys that it sees, each once. CheckLegal: whether the planner was right to
+// refuse the batch, or not to.
+std::string CheckCover(const Case& c, const AttentionProblem& problem,
+                       const std::vector<int32_t>& plan);
+std::string CheckLegal(const Case& c, const AttentionProblem& problem, const Status& refused);
+std::string CheckDevice(const Case& c, const AttentionProblem& problem);
+std::string RunDamaged(const Case& c, std::string* outcome);
+
+// printf into a string.
+std::string Text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace jax_attn::fuzz
