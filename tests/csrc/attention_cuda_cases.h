@@ -33,7 +33,8 @@ struct Case {
   int64_t window_right = 0;
   double soft_cap = 0;
   bool sinks = false;
-  bool nan_values = false;  // in visible values: must reach the rows that see them and no other
+  // In visible values (mla: keys, too) that must reach the rows that see them and no other.
+  bool nan_values = false, infinite_values = false;
   int64_t num_ctas = 3;     // few, so that queues are long and loads cross from item to item
   int64_t kv_heads = 2;
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
@@ -211,7 +212,11 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
         }
       }
       for (uint16_t& x : k) x |= c.low ? 0x8000 : 0;
-      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) (spec.mla ? k : v)[5] = 0x7fff;
+      std::vector<uint16_t>& values = spec.mla ? k : v;
+      const bool late = i == c.requests[r].kv_len - 2, middle = i == c.requests[r].kv_len / 3 * 2;
+      if (c.nan_values && middle) values[5] = 0x7fff;
+      if (c.infinite_values && middle) values[5] = 0x7f80;
+      if (c.infinite_values && (middle || late)) values[9] = 0xff80;
       PutRow(k, spec.kv_is_e4m3, at, &b.k);
       PutRow(v, spec.kv_is_e4m3, at, &b.v);
     }
@@ -488,6 +493,14 @@ int RunMlaCases() {
        .kv_heads = 1,
        .qo_heads = 16},
       3);
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 16, 1, false, true, false>>(
+      {.name = "mla, infinities",
+       .requests = {{4, 90}, {30, 70}, {1, 40}, {9, 20}},
+       .infinite_values = true,
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = 16},
+      11);
   RunCase<Kernel, MlaShapeOf<kDimB, 128, 26, 7, true, true, true>>(
       {.name = "mla, 77 heads in 3 blocks, window, soft cap",
        .requests = {{2, 150}, {1, 33}, {3, 20}},
@@ -655,6 +668,13 @@ int RunAllCases() {
       {.name = "ragged, full", .requests = {{130, 100}, {1, 33}, {20, 0}}, .window_right = -1}, 6);
   RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>(
       {.name = "NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 7);
+  RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>({.name = "infinite values, window",
+                                                             .requests = mixed,
+                                                             .window_left = 50,
+                                                             .infinite_values = true},
+                                                            7);
+  RunCase<Kernel, Page16>(
+      {.name = "infinite values", .requests = mixed, .infinite_values = true, .kv_split = 64}, 7);
   RunCase<Kernel, ShapeOf<192, 128, 2, 0, false, true, false>>(
       {.name = "long chunk, 192 and 128", .requests = {{150, 900}, {64, 70}}, .kv_heads = 1}, 8);
   RunCase<Kernel, ShapeOf<256, 256, 3, 7, false, true, false>>(

@@ -520,7 +520,7 @@ class TilePath {
       NextLoad<false>(pos >= 0);
       if constexpr (kRowsMayDiffer) {
         if (!seen_by_all && pos >= 0 && Item().qo_len() > 1) {
-          MendNanValues(FirstStep(Item()) + begin, seen, state);
+          MendValues(FirstStep(Item()) + begin, seen, state);
         }
       }
       if (seen) MultiplyPv(p, state);
@@ -529,7 +529,7 @@ class TilePath {
   }
 
   // What the rows of this warp may see, relative to the first step. "All" means the rows of all
-  // warps, which must agree on it in MendNanValues.
+  // warps, which must agree on it in MendValues.
   __device__ __forceinline__ VisibleSpan StepSpan() const {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
@@ -672,10 +672,10 @@ class TilePath {
     }
   }
 
-  // In a step that some rows see more of than others, a NaN among the values must reach the rows
-  // that see it and no other, but 0 * NaN is NaN. If there is one (every warp looks at the tokens
-  // it loaded), the rows that see it get their NaN here, and the value becomes 0.
-  __device__ __forceinline__ void MendNanValues(int begin, bool seen, State& state) {
+  // In a step that some rows see more of than others, a value that is not finite must reach the
+  // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one (every warp
+  // looks at the tokens it loaded), the rows that see it get it here, and the value becomes 0.
+  __device__ __forceinline__ void MendValues(int begin, bool seen, State& state) {
     unsigned char* step =
         shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) + WarpSliceOffset();
     unsigned char* slice = kSplitKv ? step : step + Warp() * (kSlice * Vo::kPitch);
@@ -698,7 +698,7 @@ class TilePath {
     const bool mend = kSplitKv ? __any_sync(kFullWarp, found) : __syncthreads_or(found);
     if (!mend) return;
 
-    if (seen) MarkNanRows(begin, step, state);
+    if (seen) MarkRows(begin, step, state);
     SyncReaders();
     if constexpr (kE4m3) {
 #pragma unroll 1
@@ -713,12 +713,12 @@ class TilePath {
     for (int i = Lane(); i < kVectors * 8; i += kWarpSize) {
       u16* x = reinterpret_cast<u16*>(slice + i / (Vo::kChunks * 8) * Vo::kPitch) +
                i % (Vo::kChunks * 8);
-      if (E::IsNan(*x)) *x = 0;
+      if (!E::IsFinite(*x)) *x = 0;
     }
     SyncReaders();
   }
 
-  __device__ __forceinline__ void MarkNanRows(int begin, const unsigned char* step,
+  __device__ __forceinline__ void MarkRows(int begin, const unsigned char* step,
                                               State& state) const {
 #pragma unroll 1
     for (int token = 0; token < kWarpTokens; ++token) {
@@ -751,10 +751,11 @@ class TilePath {
             *reinterpret_cast<const u32*>(step + token * Vo::kPitch + j * 16 + Lane() % 4 * 4);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const bool is_nan = E::IsNan(c % 2 == 0 ? x : x >> 16);
+          const u32 bits = c % 2 == 0 ? x : x >> 16;
+          if (E::IsFinite(bits)) continue;
 #pragma unroll
           for (int mt = 0; mt < kMTiles; ++mt) {
-            if (is_nan && sees[mt][c / 2]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
+            if (sees[mt][c / 2]) state.o[mt][j][c] += E::ToFloat(static_cast<u16>(bits));
           }
         }
       }
