@@ -769,6 +769,7 @@ inline void MaxRelaxed(i32* global, u32 x) {
   *global = static_cast<i32>(std::max(static_cast<u32>(*global), x));
 }
 inline void Nap() { emulation::machine.LetOthersGoFirst(); }
+inline constexpr int kMostNaps = 1000;
 inline i32 AddAcquireRelease(i32* counter, i32 x) {
   if (emulation::machine.IsPolite()) emulation::machine.LetOthersGoFirst();
   const i32 before = *counter;

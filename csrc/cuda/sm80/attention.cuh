@@ -153,7 +153,10 @@ class TilePath {
         read_slot_(SharedAddress(shared.ring) +
                    (4 * kSlots - 2 * kWarmUpSteps) % kSlots * kSlotBytes),
         q_vectors_{} {
-    if (thread_ == 0) shared.small.pools = FindPools<Traits, kKvBytes>(p);
+    if (thread_ == 0) {
+      shared.small.pools = FindPools<Traits, kKvBytes>(p);
+      shared.small.merge.counters = LaunchCounters(p);
+    }
     __syncthreads();
   }
 
@@ -940,9 +943,9 @@ struct QueueBody {
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
     // For later, so that they are near by then.
-    LoadConstant(&p.header->nnz_qo);
+    if (p.counter_turns != nullptr) LoadConstant(p.counter_turns + blockIdx.x);
     if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
-    int item = LoadConstant(p.queue_indptr + blockIdx.x);
+    int item = QueueBegin(p);
     while (item < QueueEnd(p)) {
       const int tile = Traits::kNumTiles == 1 ? 0 : LoadConstant(&p.items[item].tile);
       if (tile == 0) {
@@ -953,7 +956,7 @@ struct QueueBody {
         item = Path<2>::Run(p, smem, item);
       }
     }
-    BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
+    FinishLaunch<Traits, 2>(p, threadIdx.x, blockDim.x);
   }
 };
 

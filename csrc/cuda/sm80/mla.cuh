@@ -125,6 +125,7 @@ class MlaPath {
         page_(0),
         read_slot_(SharedAddress(shared.ring)) {
     if (thread_ == 0) {
+      shared.small.merge.counters = LaunchCounters(p);
       shared.small.pool = static_cast<const char*>(p.k);
       if (kPageSize > 0 && p.layer != nullptr) {
         shared.small.pool += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);

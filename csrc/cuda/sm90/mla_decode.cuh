@@ -94,7 +94,8 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
     MergeScratch merge;
   };
 
-  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+  __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
+    shared.merge.counters = counters;
     Barriers& b = shared.barriers;
     InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
     InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
