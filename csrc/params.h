@@ -237,7 +237,7 @@ struct AttentionParams {
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
   float* lse;  // [max_qo_tokens, num_qo_heads] natural log
 
-  i32* merge_counters;       // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry
+  i32* merge_counters;  // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry
   // With counter_turns there are two such arrays, one behind the other, and launches take turns:
   // each counts in one and zeroes the other for the next, whatever the last one left there.
   i32* counter_turns;        // [num_ctas] 0 or 1, the same for all; null: there is one array

@@ -35,7 +35,7 @@ struct Case {
   bool sinks = false;
   // In visible values (mla: keys, too) that must reach the rows that see them and no other.
   bool nan_values = false, infinite_values = false;
-  int64_t num_ctas = 3;     // few, so that queues are long and loads cross from item to item
+  int64_t num_ctas = 3;  // few, so that queues are long and loads cross from item to item
   int64_t kv_heads = 2;
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
@@ -404,7 +404,9 @@ class Counters {
   }
   // For a launch after those for which Use was called.
   bool AreReady() const {
-    const auto all = [](auto begin, auto end, i32 x) { return std::count(begin, end, x) == end - begin; };
+    const auto all = [](auto begin, auto end, i32 x) {
+      return std::count(begin, end, x) == end - begin;
+    };
     const auto mine = words_.begin() + launches_ % 2 * num_;
     return all(mine, mine + num_, 0) && all(words_.begin() + 2 * num_, words_.end(), launches_ % 2);
   }
@@ -492,7 +494,8 @@ void RunCase(const Case& c, unsigned seed) {
   AttentionProblem apart = problem;
   apart.spec.share_prefixes = 0;
   const std::vector<int32_t> flat = MakePlan(c, apart, b);
-  p = MakeParams(apart, b, flat, c.sinks ? sinks.data() : nullptr);  // counters that a memset zeroed
+  p = MakeParams(apart, b, flat,
+                 c.sinks ? sinks.data() : nullptr);  // counters that a memset zeroed
   const Outputs without = MakeOutputs(apart, &p);
   emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 1, [&p] { Body::Run(p); });
   if (p.header->num_shared_tokens != 0 || !SameBits(got[0], without)) {

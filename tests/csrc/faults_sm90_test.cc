@@ -82,8 +82,7 @@ class Series {
     } else {
       std::fill_n(p.merge_counters, problem_.config.max_merge_groups, counter);
     }
-    const i64 rows =
-        p.page_size > 0 ? batch.num_pages * p.page_size : problem_.spec.max_kv_tokens;
+    const i64 rows = p.page_size > 0 ? batch.num_pages * p.page_size : problem_.spec.max_kv_tokens;
     Kernel::template AddTensorMaps<Shape>(problem_.spec, rows, &p);
     emulation::num_exponentials = emulation::num_loads = 0;
     emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random_()),
@@ -252,8 +251,6 @@ void TestPoison(const char* name, const Request& request, i64 tile_rows) {
   check("NaN from the middle on", n / 2, n, all_nan, of_tile + last_tokens);
   check("infinities everywhere", 0, n, all_infinite, last_tokens);
 }
-
-
 
 }  // namespace
 }  // namespace jax_attn

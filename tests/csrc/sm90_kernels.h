@@ -1,5 +1,5 @@
-// The kernels of sm_90a as select/cuda.cc has them, for attention_cuda_cases.h; include that and the
-// emulation before this file.
+// The kernels of sm_90a as select/cuda.cc has them, for attention_cuda_cases.h; include that and
+// the emulation before this file.
 #pragma once
 
 #include "cuda/sm90/attention.cuh"

@@ -70,8 +70,8 @@ __device__ __forceinline__ int QueueBegin(const AttentionParams& p) {
   const int begin = LoadConstant(p.queue_indptr + blockIdx.x), end = QueueEnd(p);
   const uint4 header = LoadConstant16(&p.header->magic);
   const uint4 counts = LoadConstant16(&p.header->num_items);
-  const bool is_queue = static_cast<u32>(begin) <= static_cast<u32>(end) &&
-                        static_cast<u32>(end) <= counts.x;
+  const bool is_queue =
+      static_cast<u32>(begin) <= static_cast<u32>(end) && static_cast<u32>(end) <= counts.x;
   return IsPlan(p, header, counts) && is_queue ? begin : end;
 }
 

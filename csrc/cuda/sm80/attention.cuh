@@ -722,7 +722,7 @@ class TilePath {
   }
 
   __device__ __forceinline__ void MarkRows(int begin, const unsigned char* step,
-                                              State& state) const {
+                                           State& state) const {
 #pragma unroll 1
     for (int token = 0; token < kWarpTokens; ++token) {
       bool sees[kMTiles][2];

@@ -444,7 +444,8 @@ class MlaPath {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const u32 bits = c % 2 == 0 ? x : x >> 16;
-          const bool sees = pos + token >= spans[c / 2].any_begin && pos + token < spans[c / 2].any_end;
+          const bool sees =
+              pos + token >= spans[c / 2].any_begin && pos + token < spans[c / 2].any_end;
           if (sees && !E::IsFinite(bits)) state.o[0][j][c] += E::ToFloat(static_cast<u16>(bits));
         }
       }

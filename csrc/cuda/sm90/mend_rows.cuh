@@ -63,7 +63,7 @@ class RowMender {
  private:
   using E = Element<Traits::kDtype>;
   using Kv = KvBits<Traits>;
-  static constexpr int kRows = 4;  // at a time: they share what is loaded
+  static constexpr int kRows = 2;  // at a time: they share what is loaded
   static constexpr int kNone = -1;
   static constexpr int kColumns = 8;  // of a lane
   static constexpr int kDimQk = Traits::kHeadDimQk, kDimVo = Traits::kHeadDimVo;
@@ -128,8 +128,8 @@ class RowMender {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOf(__ffs(rows) - 1, 31 - __clz(static_cast<int>(rows)));
     const int begin = item.kv_begin(), end = item.kv_end();
-    u32 columns = NotFinite(begin, Min(span.all_begin, end)) |
-                  NotFinite(Max(span.all_end, begin), end);
+    u32 columns =
+        NotFinite(begin, Min(span.all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
 #pragma unroll
     for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
       columns |= __shfl_xor_sync(kFullWarp, columns, lanes);
@@ -144,7 +144,7 @@ class RowMender {
 #pragma unroll 1
     for (int first = begin; first < end; first += kWarpSize) {
       const u32 row = first + lane_ < end ? RowOf(first + lane_) : 0;
-#pragma unroll 8
+#pragma unroll 2
       for (int t = 0; t < kWarpSize; t += kTokens) {
         const int token = t + lane_ / kWidth;
         const u32 token_row = __shfl_sync(kFullWarp, row, token);
@@ -191,7 +191,7 @@ class RowMender {
       for (int i = 0; i < kRows; ++i) {
         if (pos < spans[i].any_begin || pos >= spans[i].any_end) weights[i] = kUnseen;
       }
-#pragma unroll 4
+#pragma unroll 1
       for (int t = 0; t < kWarpSize; t += kTokens) {
         const int token = t + lane_ / kWidth;
         const u32 token_row = __shfl_sync(kFullWarp, row, token);
@@ -237,8 +237,8 @@ class RowMender {
       const int row = first_row_ + (few[i] != kNone ? few[i] : few[0]);
       q[i] = static_cast<const u16*>(p_.q) + rows.Index(row) * kDimQk;
     }
-    float s[1][kRows] = {};
-#pragma unroll 2
+    float s[1][4] = {};
+#pragma unroll 1
     for (int column = 0; column < kDimQk; column += 8) {
       float x[8];
       Load(k + column, x);

@@ -620,8 +620,8 @@ class HopperMlaConsumer {
     return AddRelaxed(shared_.merge.counters + merge_idx, 1);
   }
   // Leaves the item's state to whoever comes last of its merge group. Whether it is this CTA.
-  __device__ __forceinline__ bool Arrive(int merge_idx, int came_before, int own_row,
-                                         Rows& rows, const Output& o) {
+  __device__ __forceinline__ bool Arrive(int merge_idx, int came_before, int own_row, Rows& rows,
+                                         const Output& o) {
     MergeScratch& merge = shared_.merge;
     const bool is_first_thread = HopperConsumers::thread() == 0;
     const bool are_two = merge.group.num_partials == 2;
