@@ -30,12 +30,14 @@ class CounterPool {
     CUdeviceptr counters = 0;
     CUstream stream = nullptr;
     if (driver.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS) return nullptr;
-    const bool made = driver.cuMemAlloc(&counters, kNumCounters * sizeof(i32)) == CUDA_SUCCESS &&
+    const bool has_memory =
+        driver.cuMemAlloc(&counters, kNumCounters * sizeof(i32)) == CUDA_SUCCESS;
+    const bool made = has_memory &&
                       driver.cuMemsetD32Async(counters, 0, kNumCounters, stream) == CUDA_SUCCESS &&
                       driver.cuStreamSynchronize(stream) == CUDA_SUCCESS;
     driver.cuStreamDestroy(stream);
     if (!made) {
-      if (counters != 0) driver.cuMemFree(counters);
+      if (has_memory) driver.cuMemFree(counters);
       return nullptr;
     }
     return std::unique_ptr<CounterPool>(new CounterPool(reinterpret_cast<i32*>(counters)));

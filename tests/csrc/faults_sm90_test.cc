@@ -143,9 +143,9 @@ void TestHeaders(const Case& c) {
     Expect(std::all_of(out.o.begin(), out.o.end(), is_blank) &&
                std::all_of(out.lse.begin(), out.lse.end(), [](float x) { return std::isnan(x); }),
            std::string(c.name) + ": a header that is none: not all results are NaN");
-    Expect(SameBits(series.Launch(series.plan), good),
-           std::string(c.name) + ": other bits behind a header that is none");
   }
+  Expect(SameBits(series.Launch(series.plan), good),
+         std::string(c.name) + ": other bits behind headers that are none");
   // Queues that are not of the plan's items have none.
   for (const auto& [at, value] : std::vector<std::pair<int, i32>>{
            {0, -7}, {config.num_ctas, too_large(config.max_items)}, {1, 0x7fffffff}}) {
@@ -257,7 +257,7 @@ void TestPoison(const char* name, const Request& request, i64 tile_rows) {
 
 int main() {
   using namespace jax_attn;
-  const std::vector<Request> mixed = {{45, 270}, {3, 5}, {1, 200}, {5, 330}};
+  const std::vector<Request> mixed = {{45, 170}, {3, 5}, {1, 200}, {5, 130}};
   const Case c = {.name = "sm80", .requests = mixed, .kv_split = 64};
   const auto named = [&c](const char* name) {
     Case copy = c;
@@ -266,7 +266,7 @@ int main() {
   };
   Case latent = c;
   latent.name = "sm80 mla";
-  latent.requests = {{1, 270}, {2, 205}, {1, 330}};
+  latent.requests = {{1, 170}, {2, 105}, {1, 130}};
   latent.kv_heads = 1;
   latent.qo_heads = 16;
   using Page16 = ShapeOf<64, 64, 4, 16, false, true, false>;
@@ -296,7 +296,7 @@ int main() {
                             .kv_split = 64,
                             .qo_heads = 64});
   using Page16Dim128 = ShapeOf<128, 128, 1, 16, false, true, false>;
-  TestPoison<Sm90Kernel<true, 32>, Page16Dim128>("sm90, prompt", {700, 700}, 128);
+  TestPoison<Sm90Kernel<true, 32>, Page16Dim128>("sm90, prompt", {400, 400}, 128);
   TestPoison<Sm90Kernel<true, 32>, Page16Dim128>("sm90, speculation", {9, 700}, 9);
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
