@@ -188,9 +188,9 @@ def attention_dense(
       NaN. A logit of -inf is a weight of 0: a row with no other logits is one that sees no key.
       `logits_soft_cap` makes infinities finite.
     - A value that is not finite makes its column of o, and no other, not finite in each row that
-      sees it: NaN, or the infinity, which is NaN too where its weight is 0. Weights vanish sooner
-      in float32 than here. Where a row sees several such values in a column, which of NaN and the
-      infinities it gets is not promised.
+      sees it: NaN, or the infinity, or NaN where the weight of that is 0 here or vanishes in
+      float32. Where a row sees several such values in a column, which of NaN and the infinities it
+      gets is not promised.
     """
     xp = _namespace(q)
     dtype = _compute_dtype(q)

@@ -405,8 +405,12 @@ class MlaPath {
 
   // --- pv ---
 
-  // As TilePath::MendValues. Keys have been read by now. A row that sees such a value has it in its
-  // logit as well, but that may be -inf.
+  // What a row gets of a value that is not finite. It is in the row's logit as well: if that is no
+  // NaN, it is -inf, the weight is 0, and 0 * inf is NaN. Not so with a soft cap, which is finite.
+  __device__ __forceinline__ static float Marked(u32 bits) {
+    return (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(static_cast<u16>(bits));
+  }
+  // As TilePath::MendValues. Keys have been read by now.
   __device__ __forceinline__ void MendValues(int pos, State& state) {
     constexpr int kVectors = Traits::kHeadDimVo / 8;
     unsigned char* step = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
@@ -446,7 +450,7 @@ class MlaPath {
           const u32 bits = c % 2 == 0 ? x : x >> 16;
           const bool sees =
               pos + token >= spans[c / 2].any_begin && pos + token < spans[c / 2].any_end;
-          if (sees && !E::IsFinite(bits)) state.o[0][j][c] += E::ToFloat(static_cast<u16>(bits));
+          if (sees && !E::IsFinite(bits)) state.o[0][j][c] += Marked(bits);
         }
       }
     }

@@ -505,11 +505,13 @@ class HopperMlaDecodeItem {
           const u16 x = *reinterpret_cast<const u16*>(slot + block * Slot::kBlockBytes +
                                                       token * 128 + chunk * 16 + Across(h) % 8 * 2);
           if (E::IsFinite(x)) continue;
+          // In the logit it is -inf, if that is no NaN, and its weight 0; a soft cap is finite.
+          const float mark = (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(x);
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              if (sees[j][c]) o_[block][j][2 * h + c] += E::ToFloat(x);
+              if (sees[j][c]) o_[block][j][2 * h + c] += mark;
             }
           }
         }
