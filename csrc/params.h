@@ -239,14 +239,19 @@ struct AttentionParams {
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
   float* lse;  // [max_qo_tokens, num_qo_heads] natural log
 
-  i32* merge_counters;       // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry
-                             // and at exit
+  i32* merge_counters;  // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry
+  // With counter_turns there are two such arrays, one behind the other, and launches take turns:
+  // each counts in one and zeroes the other for the next, whatever the last one left there.
+  i32* counter_turns;        // [num_ctas] 0 or 1, the same for all; null: there is one array
   RowState* partial_states;  // [max_partial_rows]
   float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
   i64* item_times;           // [max_items, 2] begin and end, ns since any time; null: not asked for
 
   i64 num_pages;  // pages a layer (1 when ragged): layer stride = num_pages * page_size * row
   i32 max_qo_tokens;
+  i32 max_items;
+  i32 max_merge_groups;
+  i32 max_partial_rows;
   i32 num_ctas;
   i32 num_qo_heads;
   i32 num_kv_heads;
@@ -304,6 +309,7 @@ struct AppendParams {
   i64 v_row_bytes;
   i32 page_size;
   i32 max_qo_tokens;
+  i32 max_batch;
 
   // Pages of e4m3: a code is new / scale of its head, the nearest, ties to even, at most +-448; NaN
   // stays NaN.

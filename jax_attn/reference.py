@@ -196,6 +196,17 @@ def attention_dense(
     Returns:
       o: [qo_len, num_qo_heads, head_dim_vo], dtype of q.
       lse: [qo_len, num_qo_heads], as in `attention`.
+
+    What is not finite, on every backend and in every loop:
+
+    - A key or value that a row does not see never influences it, NaN and infinities included.
+    - A logit of NaN or +inf, which a NaN or an infinity in q or k makes, makes o and lse of the row
+      NaN. A logit of -inf is a weight of 0: a row with no other logits is one that sees no key.
+      `logits_soft_cap` makes infinities finite.
+    - A value that is not finite makes its column of o, and no other, not finite in each row that
+      sees it: NaN, or the infinity, or NaN where the weight of that is 0 here or vanishes in
+      float32. Where a row sees several such values in a column, which of NaN and the infinities it
+      gets is not promised.
     """
     xp = _namespace(q)
     dtype = _compute_dtype(q)
@@ -215,7 +226,7 @@ def attention_dense(
         logits = logits + bias.astype(dtype)
     visible = xp.broadcast_to(visible, logits.shape)
     logits = xp.where(visible, logits, -np.inf)
-    sees_a_key = visible.any(axis=-1)
+    sees_a_key = (logits != -np.inf).any(axis=-1)  # NaN is seen
 
     logits_max = logits.max(axis=-1, initial=-np.inf)
     if sinks is not None:
@@ -229,11 +240,18 @@ def attention_dense(
     total = xp.where(sees_a_key, total, 1)
     lse = xp.where(sees_a_key, logits_max + xp.log(total), -np.inf)
 
-    # 0 * NaN is NaN: a NaN value must reach the rows that see it and no other.
-    nan_v = xp.isnan(v_h)
+    # 0 * NaN and 0 * inf are NaN: they must reach the rows that see them and no other.
     probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)
-    o = multiply(probs, xp.where(nan_v, 0, v_h))
-    o = xp.where(multiply(visible.astype(dtype), nan_v.astype(dtype)) > 0, np.nan, o)
+    o = multiply(probs, xp.where(xp.isfinite(v_h), v_h, 0))
+
+    def sees(which: Array, values: Array) -> Array:
+        """Whether any of the keys `which` has one of these values."""
+        return multiply((visible & which).astype(dtype), values.astype(dtype)) > 0
+
+    plus, minus = (sees(probs != 0, v_h == x) for x in (np.inf, -np.inf))
+    nan = sees(probs == probs, xp.isnan(v_h)) | sees(probs == 0, xp.isinf(v_h)) | (plus & minus)
+    o = xp.where(plus, np.inf, xp.where(minus, -np.inf, o))
+    o = xp.where(nan | xp.isnan(total)[..., None], np.nan, o)
     return o.swapaxes(0, 1).astype(q.dtype), lse.swapaxes(0, 1)
 
 
@@ -355,13 +373,15 @@ def merge_states(o_parts: Array, lse_parts: Array) -> tuple[Array, Array]:
 
     Args:
       o_parts: [num_states, n, num_heads, head_dim].
-      lse_parts: [num_states, n, num_heads], natural log. (0, -inf) is the identity.
+      lse_parts: [num_states, n, num_heads] natural log. A state with -inf is the identity,
+        whatever its o is; one with NaN or +inf makes the row NaN.
 
     Returns:
       o: [n, num_heads, head_dim], dtype of o_parts; lse: [n, num_heads].
     """
     xp = _namespace(o_parts)
     lse_parts = lse_parts.astype(_compute_dtype(o_parts))
+    o_parts = xp.where((lse_parts == -np.inf)[..., None], xp.zeros((), o_parts.dtype), o_parts)
     lse_max = lse_parts.max(axis=0, initial=-np.inf)
     empty = lse_max == -np.inf
     # Empty rows are given harmless numbers before exp and log, so that gradients stay finite too.

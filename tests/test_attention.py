@@ -115,6 +115,42 @@ def test_nan_inside_a_visible_key_reaches_only_the_rows_that_see_it(case, what, 
     assert_same_bits("lse of the other rows", lse[~hit], clean_lse[~hit])
 
 
+@on_every_backend
+@pytest.mark.parametrize("case", MIXED_CASES, ids=lambda case: case.name)
+def test_infinities_reach_only_the_rows_that_see_them(case, backend):
+    """Keys that are infinite make logits of both signs: NaN, or no weight."""
+    batch = build(case)
+    plan = make_plan(case, backend, batch)
+    clean_o, clean_lse = run(plan, batch)
+    starts = np.concatenate([[0], np.cumsum(case.kv_lens)])
+    places = np.stack(kv_places(batch.lengths, case.page_size))
+    k, v = batch.k.copy(), batch.v.copy()
+    for array, request, position, head, column, value in (
+        (v, 2, 3, 0, 5, np.inf),
+        (v, 4, 64, 1, 0, -np.inf),
+        (v, 6, 171, 0, 63, np.inf),
+        (v, 6, 299, 1, 7, np.inf),
+        (v, 8, 698, 1, 9, -np.inf),
+        (k, 4, 100, 0, 3, np.inf),
+        (k, 7, 1000, 1, 60, -np.inf),
+    ):
+        array[(*places[:, starts[request] + position], head, column)] = value
+    dirty = dataclasses.replace(batch, k=k, v=v)
+    want = expect(case, dirty)
+    hit = ~np.isfinite(want.o).all(-1)
+    touched = hit.copy()  # and rows of the infinite keys' requests and heads
+    for request, head in ((4, 0), (7, 1)):
+        rows = slice(*batch.lengths.qo_indptr[request : request + 2])
+        group = case.num_qo_heads // case.num_kv_heads
+        touched[rows, head * group : (head + 1) * group] = True
+    assert hit.any() and not touched.all()
+    o, lse = run(plan, dirty)
+    assert_close_state(o, lse, want.o, want.lse, want.o_bound, want.lse_bound)
+    if plan.spec.kernel_config["main_loop"] != HOPPER:  # as above
+        assert_same_bits("o of the other rows", o[~touched], clean_o[~touched])
+        assert_same_bits("lse of the other rows", lse[~touched], clean_lse[~touched])
+
+
 @on_every_platform
 def test_garbage_never_reaches_a_result(backend):
     """Other garbage than the NaN of every other test: zeros, infinities, large numbers."""

@@ -143,6 +143,23 @@ def test_nan_stays_in_its_row(backend):
     assert_same_bits("lse", np.delete(got_lse.ravel(), 9), np.delete(clean_lse.ravel(), 9))
 
 
+@on_every_backend
+def test_states_that_are_not_finite(backend):
+    """o of a state without keys counts for nothing; an infinite lse makes NaN."""
+    o, lse = random_states(6, 12, 2, 64, "float32", empty=0)
+    o[1, 3, 0, 5], o[5, 4, 1, 6] = np.inf, -np.inf
+    o[2, 5], lse[2, 5] = np.nan, -np.inf
+    o[:, 7], lse[:, 7] = np.inf, -np.inf
+    lse[5, 8, 0] = np.inf
+    with np.errstate(invalid="ignore"):
+        want_o, want_lse = reference.merge_states(o.astype(np.float64), lse.astype(np.float64))
+    assert np.isinf(want_o).sum() == 2 and np.isnan(want_o).sum() == 64
+    assert not want_o[7].any() and np.isfinite(want_o[5]).all()
+    got_o, got_lse = (np.asarray(x) for x in merge(o, lse))
+    np.testing.assert_allclose(got_o, want_o, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=1e-6)
+
+
 @on_every_platform
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_those_of_the_reference(dtype, backend):

@@ -153,6 +153,32 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(what):
     np.testing.assert_array_equal(np.isnan(lse[:, 0]), bad if what == "k" else np.zeros(6, bool))
 
 
+def test_infinities_reach_the_rows_that_see_them_and_no_other():
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.normal(size=(6, 1, 8)) for _ in "qkv")
+    v[3, 0, 1], v[3, 0, 2], v[4, 0, 2] = np.inf, -np.inf, np.inf
+    spec = make_spec(causal=True, window_left=1)
+    o, lse = reference.attention(q, k, v, np.array([0, 6]), np.array([6]), spec=spec)
+    assert np.isfinite(lse).all() and np.isfinite(o[[0, 1, 2]]).all()
+    np.testing.assert_array_equal(o[3:, 0, 1], [np.inf, np.inf, o[5, 0, 1]])
+    np.testing.assert_array_equal(o[3:, 0, 2], [-np.inf, np.nan, np.inf])
+    assert np.isfinite(np.delete(o, [1, 2], axis=2)).all() and np.isfinite(o[5, 0, 1])
+
+
+def test_infinite_logits():
+    """+inf makes NaN; -inf is no weight, and a row with nothing else sees no key."""
+    q, k, v = np.ones((3, 1, 8)), np.zeros((3, 1, 8)), np.ones((3, 1, 8))
+    k[0, 0, 3], k[2, 0, 3] = -np.inf, np.inf
+    spec = make_spec(causal=True)
+    o, lse = reference.attention(q, k, v, np.array([0, 3]), np.array([3]), spec=spec)
+    np.testing.assert_array_equal(o[:, 0, 0], [0, 1, np.nan])
+    np.testing.assert_array_equal(lse[:, 0], [-np.inf, 0, np.nan])
+    capped = make_spec(causal=True, logits_soft_cap=5.0)
+    o, lse = reference.attention(q, k, v, np.array([0, 3]), np.array([3]), spec=capped)
+    np.testing.assert_allclose(o[:, 0, 0], 1)
+    np.testing.assert_allclose(lse[[0, 2], 0], [-5, np.logaddexp(np.logaddexp(-5, 0), 5)])
+
+
 @pytest.mark.parametrize("layer", [None, 1])
 def test_append_writes_the_new_tokens_and_nothing_else(layer):
     lead = () if layer is None else (3,)

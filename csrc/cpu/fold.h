@@ -69,6 +69,11 @@ void AddScaled(float weight, const T* part, i64 n, float* o) {
   }
 }
 
+// The weight of a state in a sum of states with reference `max_log2`. -inf: none saw a key.
+inline float StateWeight(float state_max_log2, float max_log2) {
+  return exp2f(state_max_log2 - (max_log2 == kNegInf ? 0.0f : max_log2));
+}
+
 // Columns of o that are on the stack: of an attention row all, which is as many as CheckSpec
 // allows; of a merge call, whose head_dim is anything, those that are added up at once.
 constexpr i64 kMaxHeadDim = 512;
@@ -119,8 +124,7 @@ class FoldedRow {
     for (i64 d = 0; d < params_.head_dim_vo; ++d) o[d] = 0;
     for (i64 i = begin; i < end; ++i) {
       const RowState state = State(i);
-      if (state.sum == 0) continue;  // its o is not read
-      const float weight = exp2f(state.max_log2 - sum.max_log2);
+      const float weight = StateWeight(state.max_log2, sum.max_log2);
       sum.sum += weight * state.sum;
       AddScaled<Isa>(weight, Columns(i), params_.head_dim_vo, o);
     }
@@ -130,10 +134,9 @@ class FoldedRow {
   // One function for both of Fold's ways: the same instructions, the same bits.
   __attribute__((noinline)) void Add(RowState state, const float* columns, RowState* all,
                                      float* o) const {
-    if (state.sum == 0) return;
     const float max = state.max_log2 > all->max_log2 ? state.max_log2 : all->max_log2;
-    const float factor = all->sum == 0 ? 0.0f : exp2f(all->max_log2 - max);
-    const float weight = exp2f(state.max_log2 - max);
+    const float factor = StateWeight(all->max_log2, max);
+    const float weight = StateWeight(state.max_log2, max);
     *all = {max, factor * all->sum + weight * state.sum};
     StoreScaled<Isa>(factor, o, params_.head_dim_vo, o);
     AddScaled<Isa>(weight, columns, params_.head_dim_vo, o);

@@ -103,6 +103,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
   p.v_row_bytes = b.v_pages ? head_bytes * spec.head_dim_vo : 0;
   p.page_size = static_cast<i32>(spec.page_size);
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.max_batch = static_cast<i32>(spec.max_batch);
   p.k_scale = FloatsOf(b.k_scale);
   p.v_scale = FloatsOf(b.v_scale);
   p.kv_is_e4m3 = static_cast<i32>(spec.kv_is_e4m3);

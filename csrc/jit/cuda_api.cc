@@ -66,6 +66,7 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
       Resolve(handle, "cuModuleGetFunction", d->cuModuleGetFunction),
       Resolve(handle, "cuFuncSetAttribute", d->cuFuncSetAttribute),
       Resolve(handle, "cuMemAlloc_v2", d->cuMemAlloc),
+      Resolve(handle, "cuMemFree_v2", d->cuMemFree),
       Resolve(handle, "cuStreamCreate", d->cuStreamCreate),
       Resolve(handle, "cuStreamSynchronize", d->cuStreamSynchronize),
       Resolve(handle, "cuStreamDestroy_v2", d->cuStreamDestroy),

@@ -60,6 +60,7 @@ struct CudaDriver {
                                      const unsigned int* element_strides, int interleave,
                                      int swizzle, int l2_promotion, int oob_fill);
   CUresult (*cuMemAlloc)(CUdeviceptr* address, size_t num_bytes);
+  CUresult (*cuMemFree)(CUdeviceptr address);
   CUresult (*cuStreamCreate)(CUstream* stream, unsigned int flags);
   CUresult (*cuStreamSynchronize)(CUstream stream);
   CUresult (*cuStreamDestroy)(CUstream stream);

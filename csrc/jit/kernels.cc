@@ -231,12 +231,14 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
   AttentionParams complete = params;
   if (problem.config.max_partial_rows > 0) {
     const int64_t num_counters = problem.config.max_merge_groups;
-    i32* counters = nullptr;
+    CounterPool::Counters counters;
     if (kernel->counters != nullptr) {
-      counters = kernel->counters->Find(params.merge_counters, num_counters);
+      counters =
+          kernel->counters->Find(params.merge_counters, num_counters, problem.config.num_ctas);
     }
-    if (counters != nullptr) {
-      complete.merge_counters = counters;
+    if (counters.turns != nullptr) {
+      complete.merge_counters = counters.merge_counters;
+      complete.counter_turns = counters.turns;
     } else {
       launch.zero_words = params.merge_counters;
       launch.num_zero_words = num_counters;

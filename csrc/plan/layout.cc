@@ -211,6 +211,9 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.qo_indptr = plan + layout.qo_indptr;
   p.kv_lens = plan + layout.kv_lens;
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.max_items = static_cast<i32>(problem.config.max_items);
+  p.max_merge_groups = static_cast<i32>(problem.config.max_merge_groups);
+  p.max_partial_rows = static_cast<i32>(problem.config.max_partial_rows);
   p.num_ctas = static_cast<i32>(problem.config.num_ctas);
   p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
   p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);

@@ -45,6 +45,8 @@ class Batch {
     }
     num_pages_ = page_indptr_.back() + 2;
     for (int i = 0; i < num_pages_; ++i) page_indices_.push_back(num_pages_ - 1 - i);
+    header_.magic = kPlanMagic;
+    header_.version = kPlanVersion;
     header_.batch_size = static_cast<i32>(c.requests.size());
     header_.nnz_qo = qo_indptr_.back();
     const int row_dim = (c.q_heads + c.kv_heads) * c.dqk + c.kv_heads * c.dvo;
@@ -123,6 +125,7 @@ class Batch {
     p.v_row_bytes = c_.kv_heads * c_.dvo * kKvBytes;
     p.page_size = c_.page_size;
     p.max_qo_tokens = tokens_;
+    p.max_batch = header_.batch_size + 1;
     p.kv_is_e4m3 = Traits::kKvIsE4m3;
     p.dtype = Traits::kDtype;
     p.num_kv_heads = c_.kv_heads;
@@ -154,7 +157,7 @@ class Batch {
 
   const Case& c_;
   std::mt19937 rng_;
-  PlanHeader header_ = {};
+  alignas(64) PlanHeader header_ = {};
   std::vector<i32> qo_indptr_, kv_lens_, page_indptr_, page_indices_;
   std::vector<char> qkv_;
   std::vector<float> cos_, sin_;

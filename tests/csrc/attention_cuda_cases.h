@@ -33,8 +33,9 @@ struct Case {
   int64_t window_right = 0;
   double soft_cap = 0;
   bool sinks = false;
-  bool nan_values = false;  // in visible values: must reach the rows that see them and no other
-  int64_t num_ctas = 3;     // few, so that queues are long and loads cross from item to item
+  // In visible values (mla: keys, too) that must reach the rows that see them and no other.
+  bool nan_values = false, infinite_values = false;
+  int64_t num_ctas = 3;  // few, so that queues are long and loads cross from item to item
   int64_t kv_heads = 2;
   int64_t kv_split = 0;  // chunk of kFixedSplit; 0: kBalanced
   int64_t qo_heads = 0;  // mla: they fall into kv_heads blocks
@@ -211,7 +212,11 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
         }
       }
       for (uint16_t& x : k) x |= c.low ? 0x8000 : 0;
-      if (c.nan_values && i * 3 == c.requests[r].kv_len / 3 * 6) (spec.mla ? k : v)[5] = 0x7fff;
+      std::vector<uint16_t>& values = spec.mla ? k : v;
+      const bool late = i == c.requests[r].kv_len - 2, middle = i == c.requests[r].kv_len / 3 * 2;
+      if (c.nan_values && middle) values[5] = 0x7fff;
+      if (c.infinite_values && middle) values[5] = 0x7f80;
+      if (c.infinite_values && (middle || late)) values[9] = 0xff80;
       PutRow(k, spec.kv_is_e4m3, at, &b.k);
       PutRow(v, spec.kv_is_e4m3, at, &b.v);
     }
@@ -382,6 +387,36 @@ Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batc
   return out;
 }
 
+// What CounterPool has for the calls of a workspace: the first launch's counters are zero, the
+// second one's nonsense.
+class Counters {
+ public:
+  explicit Counters(const AttentionProblem& problem)
+      : num_(problem.config.max_merge_groups),
+        words_(2 * num_ + problem.config.num_ctas),
+        launches_(0) {
+    std::fill_n(words_.begin() + num_, num_, -1);
+  }
+  void Use(AttentionParams* p) {
+    p->merge_counters = words_.data();
+    p->counter_turns = words_.data() + 2 * num_;
+    ++launches_;
+  }
+  // For a launch after those for which Use was called.
+  bool AreReady() const {
+    const auto all = [](auto begin, auto end, i32 x) {
+      return std::count(begin, end, x) == end - begin;
+    };
+    const auto mine = words_.begin() + launches_ % 2 * num_;
+    return all(mine, mine + num_, 0) && all(words_.begin() + 2 * num_, words_.end(), launches_ % 2);
+  }
+
+ private:
+  const i64 num_;
+  std::vector<i32> words_;
+  int launches_;
+};
+
 // Every item has ended after it began.
 void CheckTimes(const Case& c, const AttentionParams& p) {
   for (i32 i = 0; i < p.header->num_items; ++i) {
@@ -417,17 +452,19 @@ void RunCase(const Case& c, unsigned seed) {
   AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
   const i64 num_rows = spec.paged() ? b.num_pages * spec.page_size : spec.max_kv_tokens;
 
-  // Other orders of warps and CTAs, and merges as trees: the same bits.
+  // Other orders of warps and CTAs, and merges as trees: the same bits. The counters are those of
+  // all launches, which leave theirs as they are and zero the next one's.
   Outputs got[2];
+  Counters counters(problem);
   const std::vector<int32_t> with_trees = WithMergeTrees(problem, plan);
   for (Outputs& out : got) {
     if (&out != got) UsePlan(problem, with_trees, &p);
     out = MakeOutputs(problem, &p);
+    counters.Use(&p);
     Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
     emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
                               [&p] { Body::Run(p); });
-    if (std::any_of(p.merge_counters, p.merge_counters + problem.config.max_merge_groups,
-                    [](i32 x) { return x != 0; })) {
+    if (!counters.AreReady()) {
       std::printf("FAILED %s: a counter is not 0 for the next launch\n", c.name);
       ++g_failures;
     }
@@ -457,7 +494,8 @@ void RunCase(const Case& c, unsigned seed) {
   AttentionProblem apart = problem;
   apart.spec.share_prefixes = 0;
   const std::vector<int32_t> flat = MakePlan(c, apart, b);
-  p = MakeParams(apart, b, flat, c.sinks ? sinks.data() : nullptr);
+  p = MakeParams(apart, b, flat,
+                 c.sinks ? sinks.data() : nullptr);  // counters that a memset zeroed
   const Outputs without = MakeOutputs(apart, &p);
   emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 1, [&p] { Body::Run(p); });
   if (p.header->num_shared_tokens != 0 || !SameBits(got[0], without)) {
@@ -488,6 +526,14 @@ int RunMlaCases() {
        .kv_heads = 1,
        .qo_heads = 16},
       3);
+  RunCase<Kernel, MlaShapeOf<kDimA, 128, 16, 1, false, true, false>>(
+      {.name = "mla, infinities",
+       .requests = {{4, 90}, {30, 70}, {1, 40}, {9, 20}},
+       .infinite_values = true,
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = 16},
+      11);
   RunCase<Kernel, MlaShapeOf<kDimB, 128, 26, 7, true, true, true>>(
       {.name = "mla, 77 heads in 3 blocks, window, soft cap",
        .requests = {{2, 150}, {1, 33}, {3, 20}},
@@ -655,6 +701,13 @@ int RunAllCases() {
       {.name = "ragged, full", .requests = {{130, 100}, {1, 33}, {20, 0}}, .window_right = -1}, 6);
   RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>(
       {.name = "NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 7);
+  RunCase<Kernel, ShapeOf<40, 40, 5, 5, true, true, false>>({.name = "infinite values, window",
+                                                             .requests = mixed,
+                                                             .window_left = 50,
+                                                             .infinite_values = true},
+                                                            7);
+  RunCase<Kernel, Page16>(
+      {.name = "infinite values", .requests = mixed, .infinite_values = true, .kv_split = 64}, 7);
   RunCase<Kernel, ShapeOf<192, 128, 2, 0, false, true, false>>(
       {.name = "long chunk, 192 and 128", .requests = {{150, 900}, {64, 70}}, .kv_heads = 1}, 8);
   RunCase<Kernel, ShapeOf<256, 256, 3, 7, false, true, false>>(

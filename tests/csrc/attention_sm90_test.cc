@@ -4,57 +4,10 @@
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
 #include "attention_cuda_cases.h"
-#include "cuda/sm90/attention.cuh"
+#include "sm90_kernels.h"
 
 namespace jax_attn {
 namespace {
-
-// As select/cuda.cc has it. kTiles: 1 is decodes alone.
-template <bool kBoxes, int kSmallTile, int kTiles = 2>
-struct Sm90Kernel {
-  template <class Shape>
-  struct Traits : Shape {
-    static constexpr int kArch = 90;
-    static constexpr bool kE4m3 = Shape::kKvIsE4m3;
-    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kE4m3 ? 2 : 3;
-    static constexpr int kNumProducers = kE4m3 && Shape::kHeadDimVo <= 192 ? 2 : 1;
-    static constexpr int kNumTiles = kTiles, kTileQ0 = kSmallTile;
-    static constexpr int kTileQ1 = kTiles == 1 ? 0 : 64 * kNumConsumers, kTileQ2 = 0;
-    static constexpr int kNumWarps = kTiles == 1 ? 16 : 4 * (kNumConsumers + kNumProducers);
-    static constexpr int kTileKv =
-        Shape::kHeadDimVo > 128 || (kE4m3 && Shape::kHeadDimQk > 128) ? 64 : 128;
-    static constexpr int kNumStages = 0;
-  };
-  template <class Shape>
-  using Body = HopperAttentionBody<Traits<Shape>>;
-
-  template <class Shape>
-  static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
-    constexpr int kBoxRows = HopperShape<Traits<Shape>>::kBoxRows;
-    p->num_layers = 1;
-    p->has_tensor_maps = kBoxes && kBoxRows > 0;
-    auto bits_of = [](const emulation::BoxedArray& boxed) {
-      TensorMap bits = {};
-      std::memcpy(&bits, &boxed, sizeof(boxed));
-      return bits;
-    };
-    auto map = [&](const void* array, i64 head_dim, i64 rows) {
-      if (spec.kv_is_e4m3) head_dim /= 2;  // two are a column
-      return bits_of({static_cast<u16*>(const_cast<void*>(array)), 1, static_cast<u64>(rows),
-                      static_cast<u64>(spec.num_kv_heads), static_cast<u64>(head_dim), kBoxRows,
-                      1});
-    };
-    constexpr int kGroup = Shape::kGroupSize;
-    p->has_o_map = kBoxes && 16 % kGroup == 0;
-    p->o_map = bits_of({static_cast<u16*>(p->o), 1, static_cast<u64>(spec.max_qo_tokens),
-                        static_cast<u64>(spec.num_qo_heads), static_cast<u64>(spec.head_dim_vo),
-                        16 / kGroup, kGroup});
-    p->k_map = map(p->k, spec.head_dim_qk, num_rows);
-    p->v_map = map(p->v, spec.head_dim_vo, num_rows);
-    p->k_new_map = map(p->k_new, spec.head_dim_qk, spec.max_qo_tokens);
-    p->v_new_map = map(p->v_new, spec.head_dim_vo, spec.max_qo_tokens);
-  }
-};
 
 template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kCap>
 using E4m3Shape = E4m3Of<ShapeOf<kDimQk, kDimVo, kGroup, kPage, kLeft, true, kCap>, false>;

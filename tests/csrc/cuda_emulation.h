@@ -75,6 +75,8 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 inline float __int_as_float(int x) { return EmulationBits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+// How many bits above the highest one are 0.
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 // 1 + the place of the lowest bit; 0: there is none.
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 
@@ -432,6 +434,9 @@ class Machine {
 };
 inline Machine machine;
 
+// What all threads did: a measure of work that no clock has to take.
+inline int64_t num_exponentials = 0, num_loads = 0;  // loads: LoadConstant16
+
 inline void Machine::Entry() {
   machine.kernel_();
   Fiber& f = *machine.current_;
@@ -704,7 +709,10 @@ inline u32 E4m3HighToF16x2(u32 codes) { return E4m3ToF16x2(static_cast<u16>(code
 
 using std::fmaf;
 using std::fmaxf;
-inline float Exp2(float x) { return std::exp2(x); }
+inline float Exp2(float x) {
+  ++emulation::num_exponentials;
+  return std::exp2(x);
+}
 inline float Log2(float x) { return std::log2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
 
@@ -745,7 +753,10 @@ T EmulationLoad16(const void* global) {
   std::memcpy(&x, global, sizeof(x));
   return x;
 }
-inline uint4 LoadConstant16(const void* global) { return EmulationLoad16<uint4>(global); }
+inline uint4 LoadConstant16(const void* global) {
+  ++emulation::num_loads;
+  return EmulationLoad16<uint4>(global);
+}
 inline i32 LoadCoherent(const i32* global) { return *global; }
 inline i32 LoadAcquire(const i32* counter) { return *counter; }
 inline RowState LoadCoherentIf(bool loads, const RowState* global, RowState otherwise) {
@@ -758,6 +769,7 @@ inline void MaxRelaxed(i32* global, u32 x) {
   *global = static_cast<i32>(std::max(static_cast<u32>(*global), x));
 }
 inline void Nap() { emulation::machine.LetOthersGoFirst(); }
+inline constexpr int kMostNaps = 1000;
 inline i32 AddAcquireRelease(i32* counter, i32 x) {
   if (emulation::machine.IsPolite()) emulation::machine.LetOthersGoFirst();
   const i32 before = *counter;

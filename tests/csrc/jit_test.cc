@@ -151,7 +151,8 @@ struct {
   std::mutex mutex;
   std::vector<Call> calls;  // memsets and launches
   std::atomic<int> module_loads{0}, set_smem{0}, other_calls{0};
-  std::atomic<int> load_error{0}, launch_error{0}, memory_error{0}, smem_limit{232448};
+  std::atomic<int> load_error{0}, launch_error{0}, memory_error{0}, memset_error{0},
+      live_allocations{0}, smem_limit{232448};
   std::atomic<size_t> param_bytes{0};
 } fake_driver;
 thread_local std::vector<uintptr_t> context_stack = {0};
@@ -216,8 +217,11 @@ FAKE int cuFuncSetAttribute(uintptr_t, int attribute, int value) {
 FAKE int cuFuncLoad(uintptr_t) { return ++fake_driver.other_calls, 0; }
 FAKE int cuMemAlloc_v2(unsigned long long* address, size_t) {
   ++fake_driver.other_calls;
-  return *address = context_stack.back() << 32, fake_driver.memory_error;
+  if (fake_driver.memory_error != 0) return fake_driver.memory_error;
+  ++fake_driver.live_allocations;
+  return *address = context_stack.back() << 32, 0;
 }
+FAKE int cuMemFree_v2(unsigned long long) { return --fake_driver.live_allocations, 0; }
 FAKE int cuStreamCreate(const void** stream, unsigned flags) {
   ++fake_driver.other_calls;
   return *stream = nullptr, flags == 1 ? 0 : 1;
@@ -248,7 +252,7 @@ FAKE int cuMemsetD32Async(unsigned long long address, unsigned value, size_t cou
           0,
           0,
           {}});
-  return 0;
+  return fake_driver.memset_error;
 }
 // Leaves the dimensions and the box where a driver has bits of its own.
 FAKE int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* address,
@@ -504,7 +508,8 @@ void TestPrepareFailures() {
 void TestAttentionLaunch() {
   constexpr int64_t kPool = CounterPool::kNumCounters;
   AttentionProblem problem = MakeProblem(128);
-  problem.config.max_merge_groups = kPool / 2 - 5;
+  const int64_t num_counters = kPool / 4 - 200;  // and turns for 264 CTAs: in all half of the pool
+  problem.config.max_merge_groups = num_counters;
   AttentionParams params = {};
   std::vector<i32> workspaces(3);
   params.merge_counters = workspaces.data();
@@ -541,14 +546,17 @@ void TestAttentionLaunch() {
       std::memcpy(&got, launch.params.data(), sizeof(got));
       const auto counters =
           reinterpret_cast<uintptr_t>(std::exchange(got.merge_counters, params.merge_counters));
+      const auto turns = reinterpret_cast<uintptr_t>(std::exchange(got.counter_turns, nullptr));
       CHECK(std::memcmp(&got, &params, sizeof(params)) == 0);
       if (workspace == 2) {
         CHECK((calls.size() == 2 && counters == reinterpret_cast<uintptr_t>(&workspaces[2])));
         CHECK((calls[0].name == "memset32 0" && calls[0].address == counters));
-        CHECK(calls[0].count == kPool / 2 - 5);
+        CHECK(calls[0].count == num_counters && turns == 0);
       } else {
+        const int64_t words = (2 * num_counters + 264 + 31) / 32 * 32;
         CHECK(calls.size() == 1);
-        CHECK(counters == (uintptr_t{device + 1u} << 32) + workspace * kPool / 2 * sizeof(i32));
+        CHECK(counters == (uintptr_t{device + 1u} << 32) + workspace * words * sizeof(i32));
+        CHECK(turns == counters + 2 * num_counters * sizeof(i32));
       }
     }
   }
@@ -558,6 +566,11 @@ void TestAttentionLaunch() {
   fake_driver.memory_error = 2;  // then there is no pool, which is no error
   CHECK(CounterPool::Make(*driver) == nullptr);
   fake_driver.memory_error = 0;
+  const int live_allocations = fake_driver.live_allocations;
+  fake_driver.memset_error = 1;
+  CHECK(CounterPool::Make(*driver) == nullptr && TakeCalls().size() == 1);
+  CHECK(fake_driver.live_allocations == live_allocations);
+  fake_driver.memset_error = 0;
   CHECK(GetJitStats().attention_launches == before + 12);
   CHECK(context_stack.size() == 1);
 

@@ -3,37 +3,10 @@
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
 #include "attention_cuda_cases.h"
-#include "cuda/sm90/mla.cuh"
-#include "cuda/sm90/mla_decode.cuh"
+#include "sm90_kernels.h"
 
 namespace jax_attn {
 namespace {
-
-// As select/cuda.cc has it.
-struct Sm90Mla : NoTensorMaps {
-  template <class Shape>
-  struct Traits : Shape {
-    static constexpr int kArch = 90;
-    static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0, kTileQ2 = 0;
-    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = 0;
-  };
-  template <class Shape>
-  using Body = HopperMlaBody<Traits<Shape>>;
-};
-
-// Likewise.
-struct Sm90MlaDecode : NoTensorMaps {
-  template <class Shape>
-  struct Traits : Shape {
-    static constexpr int kArch = 90;
-    static constexpr int kNumTiles = Shape::kGroupSize > 16 ? 1 : 2;
-    static constexpr int kTileQ0 = Shape::kGroupSize > 16 ? 32 : 16;
-    static constexpr int kTileQ1 = kNumTiles == 2 ? 32 : 0, kTileQ2 = 0;
-    static constexpr int kTileKv = 64, kNumWarps = 12, kNumStages = 0;
-  };
-  template <class Shape>
-  using Body = HopperMlaDecodeBody<Traits<Shape>>;
-};
 
 // Numbers of heads and page sizes, with one query token and several.
 template <class Kernel, int kHeads, int kPage>

@@ -35,6 +35,20 @@ __device__ __forceinline__ i64 FindRow(const AppendParams& p, int batch_size, in
   return page * p.page_size + pos % p.page_size;
 }
 
+// Of what is a plan for these parameters; else none of either.
+struct PlanTokens {
+  int batch_size, nnz_qo;
+
+  __device__ __forceinline__ explicit PlanTokens(const AppendParams& p) {
+    const uint4 header = LoadConstant16(&p.header->magic);
+    const bool is_plan = header.x == kPlanMagic && header.y == kPlanVersion &&
+                         header.z <= static_cast<u32>(p.max_batch) &&
+                         header.w <= static_cast<u32>(p.max_qo_tokens);
+    batch_size = is_plan ? static_cast<int>(header.z) : 0;
+    nnz_qo = is_plan ? static_cast<int>(header.w) : 0;
+  }
+};
+
 template <class Traits>
 struct AppendBody {
   static constexpr int kNumThreads = 256;
@@ -44,14 +58,14 @@ struct AppendBody {
   // A warp copies one row: even tasks k, odd tasks v of token task / 2; without v a task a token.
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const int batch_size = LoadConstant(&p.header->batch_size);
+    const PlanTokens plan(p);
     const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // of a token
-    const i64 num_tasks = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) << tasks_log2;
+    const i64 num_tasks = static_cast<i64>(plan.nnz_qo) << tasks_log2;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
       const int token = static_cast<int>(task >> tasks_log2);
       const bool is_v = (task & tasks_log2) != 0;
-      const i64 row = FindRow(p, batch_size, token);
+      const i64 row = FindRow(p, plan.batch_size, token);
       if (row < 0) continue;
       if constexpr (Traits::kKvIsE4m3) {
         if (is_v) {

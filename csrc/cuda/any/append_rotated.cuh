@@ -18,14 +18,14 @@ struct AppendRotatedBody {
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const int batch_size = LoadConstant(&p.header->batch_size);
+    const PlanTokens plan(p);
     const int q_quads = p.num_qo_heads * p.head_dim_qk / 8;
     const int rotated_quads = q_quads + p.num_kv_heads * p.head_dim_qk / 8;
     const int num_quads = rotated_quads + p.num_kv_heads * p.head_dim_vo / 4;
     const i64 row_dim = rotated_quads * 8 + (num_quads - rotated_quads) * 4;
     const int half = p.head_dim_qk / 2;
     const int warps_a_token = AppendRotatedWarps(p);
-    const int num_tasks = LoadConstant(&p.header->nnz_qo) * warps_a_token;
+    const int num_tasks = plan.nnz_qo * warps_a_token;
     for (int task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
       const int token = task / warps_a_token, first = task % warps_a_token * kWarpSize;
@@ -45,7 +45,7 @@ struct AppendRotatedBody {
         low = Quad(p.qkv, from + (quad + rotated_quads) * 4);
       }
       // Nobody asks for the row of a warp that has nothing but queries.
-      const i64 row = first + kWarpSize > q_quads ? FindRow(p, batch_size, token) : -1;
+      const i64 row = first + kWarpSize > q_quads ? FindRow(p, plan.batch_size, token) : -1;
       if (is_rotated) {
         const float4 a = Floats(low), b = Floats(high);
         const Pair pair = {{a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y, a.z * c.z - b.z * s.z,

@@ -43,12 +43,14 @@ struct AttentionF32Body {
     extern __shared__ __align__(128) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
     const KvPools pools = FindPools<Traits, sizeof(float)>(p);
-    for (int index = LoadConstant(p.queue_indptr + blockIdx.x); index < QueueEnd(p); ++index) {
+    if (threadIdx.x == 0) shared.merge.counters = LaunchCounters(p);
+    __syncthreads();
+    for (int index = QueueBegin(p); index < QueueEnd(p); ++index) {
       RecordBegin<Traits>(p, index, threadIdx.x);
       RunItem(p, pools, index, shared);
       RecordEnd<Traits>(p, index, threadIdx.x);
     }
-    BlankPaddingRows<Traits, sizeof(float)>(p, threadIdx.x, blockDim.x);
+    FinishLaunch<Traits, sizeof(float)>(p, threadIdx.x, blockDim.x);
   }
 
   // --- load ---

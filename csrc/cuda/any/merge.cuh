@@ -69,7 +69,7 @@ struct MergeBody {
       for (int c = 0; c < kWidth; ++c) o[c] *= factor;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (first + i < p.num_states) {
+        if (lse[i] != -Infinity()) {  // else o counts for nothing, whatever it is
           const float weight = Weight(lse[i], max_lse);
           sum += weight;
 #pragma unroll

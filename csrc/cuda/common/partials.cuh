@@ -23,7 +23,8 @@ struct MergeScratch {
   MergeGroup group;                        // the item's, if it has one
   alignas(16) i32 partial_rows[kMaxKept];  // of it
   u32 completed[kMaxGroups / kWarpSize];   // a bit each: we came last
-  int slices[2];  // of mla: taken, by turns; before that, in [1], how many came earlier
+  int slices[2];                           // of mla: taken, by turns
+  i32* counters;                           // LaunchCounters, since the beginning
 };
 
 // What a fold of attention reads of the kernel's parameters. Passed by value: a function that is
@@ -372,8 +373,7 @@ __device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeG
 }
 
 // The slices of a merge group of MLA, taken from its counter, which goes on from arrivals to
-// slices: whoever makes the last arrival has slice 0. Who takes the last slice takes everything
-// back that was counted, and who comes later what it counted itself, so that it ends at 0.
+// slices: whoever makes the last arrival has slice 0.
 struct SliceCounter {
   i32* counter;
   int num_partials, num_slices;
@@ -381,19 +381,14 @@ struct SliceCounter {
   // The next one; num_slices: none is left.
   __device__ int Take() const {
     const int slice = AddAcquireRelease(counter, 1) - num_partials + 1;
-    if (slice >= 1 && slice < num_slices - 1) return slice;
-    const bool is_last = slice == num_slices - 1;
-    AddRelaxed(counter, is_last ? -(num_partials + num_slices - 1) : -1);
-    return is_last ? slice : num_slices;
+    return slice >= 1 && slice < num_slices ? slice : num_slices;
   }
-  // Whether the group is complete, or will be within some 50 us, and slices may be left. arrival:
-  // how many came before this CTA.
-  __device__ bool IsCompleteSoon(int arrival) const {
+  // Whether the group is complete, or will be within some 50 us, and slices may be left.
+  __device__ bool IsCompleteSoon() const {
 #pragma unroll 1
     for (int naps = 0; naps < 256; ++naps) {
       const int count = LoadCoherent(counter);
-      if (count >= num_partials) return true;
-      if (count <= arrival) return false;  // begins anew: all were taken
+      if (count >= num_partials) return count < num_partials + num_slices - 1;
       Nap();
     }
     return false;
@@ -401,20 +396,21 @@ struct SliceCounter {
 };
 
 // Folds what others leave of a merge group of MLA, by the whole team, which completed it or else
-// waits for that. only: has the group that is an item's only one; else null. slices: shared memory.
+// waits for that. is_only: scratch has the group, which is an item's only one.
 template <class Traits, class Team, class Strips>
 __device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx, bool completed,
-                                        const MergeScratch* only, int (&slices)[2]) {
+                                        bool is_only, MergeScratch& scratch) {
   // Slices of fewer bytes take as long to take as to fold, and eight warps have a strip each. They
   // go by the group alone, so that all say the same.
   constexpr int kBytes = 64 << 10, kStrips = 8;
   constexpr int kMost = kBytes / (4 * Traits::kHeadDimVo / FoldStrips<Traits>::kOfRow);
-  const MergeGroup group = only != nullptr ? only->group : LoadGroup(p.merge_groups + merge_idx);
-  const bool kept = only != nullptr && group.num_partials <= MergeScratch::kMaxKept;
-  const i32* partial_rows = kept ? only->partial_rows : p.partial_rows + group.partials_begin;
+  int (&slices)[2] = scratch.slices;
+  const MergeGroup group = is_only ? scratch.group : LoadGroup(p.merge_groups + merge_idx);
+  const bool kept = is_only && group.num_partials <= MergeScratch::kMaxKept;
+  const i32* partial_rows = kept ? scratch.partial_rows : p.partial_rows + group.partials_begin;
   const int length = Max(1, kMost / group.num_partials / kStrips) * kStrips;
   const int num_strips = Strips(p, group.kv_head).Count(group.qo_len);
-  const SliceCounter counter = {p.merge_counters + merge_idx, group.num_partials,
+  const SliceCounter counter = {scratch.counters + merge_idx, group.num_partials,
                                 CeilDiv(num_strips, length)};
   const bool is_first_thread = Team::thread() == 0;
   if (!completed && counter.num_slices == 1) return;
@@ -428,14 +424,13 @@ __device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx,
       if (--share == 0) break;
     }
     if (is_first_thread) {
-      const bool is_complete = slice >= 0 || counter.IsCompleteSoon(slices[1]);
+      const bool is_complete = slice >= 0 || counter.IsCompleteSoon();
       slices[turn % 2] = is_complete ? counter.Take() : counter.num_slices;
     }
     Team::Sync();
     slice = slices[turn % 2];
     if (slice >= counter.num_slices) break;
   }
-  if (counter.num_slices == 1 && is_first_thread) *counter.counter = 0;
 }
 
 // Keeps what a fold of a merge group begins with, by one warp.
@@ -465,6 +460,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
 #pragma unroll 1
   for (;;) {
     const MergeGroup* groups = p.merge_groups + merge_idx;
+    i32* const counters = scratch.counters + merge_idx;
     // One thread a group arrives for all: the barrier before it makes their writes part of what it
     // releases, the barrier after it makes what it acquired theirs. The others wait for no fence,
     // and neither do their loads for the next item. An arrival takes a trip to L2 and more;
@@ -477,11 +473,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
         bool last = false;
         if (i < num_groups) {
           const int num_partials = LoadConstant(&groups[i].num_partials);
-          i32* counter = p.merge_counters + merge_idx + i;
-          const int arrival = AddAcquireRelease(counter, 1);
-          last = arrival == num_partials - 1;
-          if (Traits::kIsMla && num_groups == 1) scratch.slices[1] = arrival;
-          if (last && !Traits::kIsMla) *counter = 0;  // as the next launch expects it
+          last = AddAcquireRelease(counters + i, 1) == num_partials - 1;
         }
         const u32 completed = __ballot_sync(kFullWarp, last);
         if (lane == 0) scratch.completed[first / kWarpSize] = completed;
@@ -494,8 +486,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
     const bool completed = scratch.completed[0] != 0;
     if constexpr (Traits::kIsMla) {
       if (completed || index + 1 == QueueEnd(p)) {
-        FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx, completed, &scratch,
-                                                    scratch.slices);
+        FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx, completed, true, scratch);
       }
       return;
     } else {
@@ -522,7 +513,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
 #pragma unroll 1
       for (; completed != 0; completed &= completed - 1) {
         FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx + first + __ffs(completed) - 1,
-                                                    true, nullptr, scratch.slices);
+                                                    true, false, scratch);
         Team::Sync();  // the next one takes slices anew
       }
     } else if (completed != 0) {

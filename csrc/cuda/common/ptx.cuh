@@ -307,6 +307,10 @@ __device__ __forceinline__ i32 AddRelaxed(i32* counter, i32 x) {
 
 // Some 100 to 200 ns of doing nothing.
 __device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
+// Whoever waits for what another CTA is about to finish, in microseconds, waits no longer: some 0.1
+// s. Then the plan, or a counter, is not what it should be, and a result of NaN is better than a
+// device that hangs. Naps and no clock: a device shared with other processes stops both CTAs.
+inline constexpr int kMostNaps = 1 << 20;
 
 }  // namespace jax_attn
 

@@ -22,7 +22,7 @@ struct Element<kElementBf16> {
     MmaBf16(c, a, b0, b1);
   }
   __device__ static u32 FmaX2(u32 a, u32 b, u32 c) { return FmaBf16x2(a, b, c); }
-  __device__ static bool IsNan(u32 bits) { return (bits & 0x7fff) > 0x7f80; }
+  __device__ static bool IsFinite(u32 bits) { return (bits & 0x7f80) != 0x7f80; }
 };
 
 template <>
@@ -34,7 +34,7 @@ struct Element<kElementF16> {
     MmaF16(c, a, b0, b1);
   }
   __device__ static u32 FmaX2(u32 a, u32 b, u32 c) { return FmaF16x2(a, b, c); }
-  __device__ static bool IsNan(u32 bits) { return (bits & 0x7fff) > 0x7c00; }
+  __device__ static bool IsFinite(u32 bits) { return (bits & 0x7c00) != 0x7c00; }
 };
 
 template <>

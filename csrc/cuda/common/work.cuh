@@ -1,5 +1,5 @@
-// What every attention kernel does with a plan: read records of its queue, find rows of the kv
-// pool, and blank the padding rows of the results.
+// What every attention kernel does with a plan: see whether it is one, read records of its queue,
+// find rows of the kv pool, and blank the padding rows of the results.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -49,9 +49,30 @@ class ItemCopy {
   uint4 words_[3];
 };
 
+// Whether what follows the header may be believed to be a plan for these parameters. All words are
+// one trip to memory, which the borders of the queue take as well.
+__device__ __forceinline__ bool IsPlan(const AttentionParams& p, uint4 begin, uint4 counts) {
+  // Unsigned: what is negative is too large.
+  return begin.x == kPlanMagic && begin.y == kPlanVersion &&
+         begin.w <= static_cast<u32>(p.max_qo_tokens) &&
+         counts.x <= static_cast<u32>(p.max_items) &&
+         counts.y <= static_cast<u32>(p.max_merge_groups) &&
+         counts.z <= static_cast<u32>(p.max_partial_rows);
+}
+
 // One past the last item of this CTA's queue.
 __device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
   return LoadConstant(p.queue_indptr + blockIdx.x + 1);
+}
+
+// The first one; where there is no plan, or the queue is not of its items, QueueEnd.
+__device__ __forceinline__ int QueueBegin(const AttentionParams& p) {
+  const int begin = LoadConstant(p.queue_indptr + blockIdx.x), end = QueueEnd(p);
+  const uint4 header = LoadConstant16(&p.header->magic);
+  const uint4 counts = LoadConstant16(&p.header->num_items);
+  const bool is_queue =
+      static_cast<u32>(begin) <= static_cast<u32>(end) && static_cast<u32>(end) <= counts.x;
+  return IsPlan(p, header, counts) && is_queue ? begin : end;
 }
 
 // Where the result rows of an item, which is not shared, or of a merge group are.
@@ -188,16 +209,40 @@ struct FreshTokens {
   __device__ u32 Row(int pos) const { return static_cast<u32>(first_row + pos); }
 };
 
-// o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens), by num_threads threads of every CTA. NaN,
-// and in all rows, if a device planner could not make the plan: it has no tokens then.
+// Where this launch counts arrivals.
+__device__ __forceinline__ i32* LaunchCounters(const AttentionParams& p) {
+  if (p.counter_turns == nullptr) return p.merge_counters;
+  return p.merge_counters +
+         (LoadConstant(p.counter_turns + blockIdx.x) != 0 ? p.max_merge_groups : 0);
+}
+// Makes the counters of the next launch zero and passes it the turn; by a warp of every CTA, once
+// nobody of the CTA asks for LaunchCounters any more.
+__device__ __forceinline__ void PassCounters(const AttentionParams& p, int lane) {
+  if (p.counter_turns == nullptr) return;
+  i32* turn = p.counter_turns + blockIdx.x;
+  const bool second = LoadConstant(turn) != 0;
+  i32* next = p.merge_counters + (second ? 0 : p.max_merge_groups);
+#pragma unroll 1
+  for (int i = blockIdx.x * kWarpSize + lane; i < p.max_merge_groups; i += gridDim.x * kWarpSize) {
+    next[i] = 0;
+  }
+  __syncwarp();  // all lanes know whose turn it was
+  if (lane == 0) *turn = second ? 0 : 1;
+}
+
+// What is left to do for a launch besides its items, by num_threads threads of every CTA:
+// PassCounters, and o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens). NaN, and in all rows, if
+// there is no plan: a device planner could not make it, or it is not one for these parameters.
 template <class Traits, int kElementBytes>
-__device__ __forceinline__ void BlankPaddingRows(const AttentionParams& p, u32 thread,
-                                                 u32 num_threads) {
+__device__ __forceinline__ void FinishLaunch(const AttentionParams& p, u32 thread,
+                                             u32 num_threads) {
+  if (thread < kWarpSize) PassCounters(p, static_cast<int>(thread));
+  const uint4 header = LoadConstant16(&p.header->magic);
+  const bool is_plan = IsPlan(p, header, LoadConstant16(&p.header->num_items));
   const i64 first = static_cast<i64>(blockIdx.x) * num_threads + thread;
   const i64 step = static_cast<i64>(gridDim.x) * num_threads;
-  const i64 begin = static_cast<i64>(LoadConstant(&p.header->nnz_qo)) * p.num_qo_heads;
+  const i64 begin = is_plan ? static_cast<i64>(header.w) * p.num_qo_heads : 0;
   const i64 end = static_cast<i64>(p.max_qo_tokens) * p.num_qo_heads;
-  const bool is_plan = LoadConstant(&p.header->magic) == kPlanMagic;
   const u32 o_word = is_plan ? 0 : kFullWarp;  // all bits set are NaN in every type
   const float lse = is_plan ? -Infinity() : __uint_as_float(kFullWarp);
 #pragma unroll 1

@@ -153,7 +153,10 @@ class TilePath {
         read_slot_(SharedAddress(shared.ring) +
                    (4 * kSlots - 2 * kWarmUpSteps) % kSlots * kSlotBytes),
         q_vectors_{} {
-    if (thread_ == 0) shared.small.pools = FindPools<Traits, kKvBytes>(p);
+    if (thread_ == 0) {
+      shared.small.pools = FindPools<Traits, kKvBytes>(p);
+      shared.small.merge.counters = LaunchCounters(p);
+    }
     __syncthreads();
   }
 
@@ -520,7 +523,7 @@ class TilePath {
       NextLoad<false>(pos >= 0);
       if constexpr (kRowsMayDiffer) {
         if (!seen_by_all && pos >= 0 && Item().qo_len() > 1) {
-          MendNanValues(FirstStep(Item()) + begin, seen, state);
+          MendValues(FirstStep(Item()) + begin, seen, state);
         }
       }
       if (seen) MultiplyPv(p, state);
@@ -529,7 +532,7 @@ class TilePath {
   }
 
   // What the rows of this warp may see, relative to the first step. "All" means the rows of all
-  // warps, which must agree on it in MendNanValues.
+  // warps, which must agree on it in MendValues.
   __device__ __forceinline__ VisibleSpan StepSpan() const {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
@@ -672,10 +675,10 @@ class TilePath {
     }
   }
 
-  // In a step that some rows see more of than others, a NaN among the values must reach the rows
-  // that see it and no other, but 0 * NaN is NaN. If there is one (every warp looks at the tokens
-  // it loaded), the rows that see it get their NaN here, and the value becomes 0.
-  __device__ __forceinline__ void MendNanValues(int begin, bool seen, State& state) {
+  // In a step that some rows see more of than others, a value that is not finite must reach the
+  // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one (every warp
+  // looks at the tokens it loaded), the rows that see it get it here, and the value becomes 0.
+  __device__ __forceinline__ void MendValues(int begin, bool seen, State& state) {
     unsigned char* step =
         shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) + WarpSliceOffset();
     unsigned char* slice = kSplitKv ? step : step + Warp() * (kSlice * Vo::kPitch);
@@ -698,7 +701,7 @@ class TilePath {
     const bool mend = kSplitKv ? __any_sync(kFullWarp, found) : __syncthreads_or(found);
     if (!mend) return;
 
-    if (seen) MarkNanRows(begin, step, state);
+    if (seen) MarkRows(begin, step, state);
     SyncReaders();
     if constexpr (kE4m3) {
 #pragma unroll 1
@@ -713,13 +716,13 @@ class TilePath {
     for (int i = Lane(); i < kVectors * 8; i += kWarpSize) {
       u16* x = reinterpret_cast<u16*>(slice + i / (Vo::kChunks * 8) * Vo::kPitch) +
                i % (Vo::kChunks * 8);
-      if (E::IsNan(*x)) *x = 0;
+      if (!E::IsFinite(*x)) *x = 0;
     }
     SyncReaders();
   }
 
-  __device__ __forceinline__ void MarkNanRows(int begin, const unsigned char* step,
-                                              State& state) const {
+  __device__ __forceinline__ void MarkRows(int begin, const unsigned char* step,
+                                           State& state) const {
 #pragma unroll 1
     for (int token = 0; token < kWarpTokens; ++token) {
       bool sees[kMTiles][2];
@@ -751,10 +754,11 @@ class TilePath {
             *reinterpret_cast<const u32*>(step + token * Vo::kPitch + j * 16 + Lane() % 4 * 4);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const bool is_nan = E::IsNan(c % 2 == 0 ? x : x >> 16);
+          const u32 bits = c % 2 == 0 ? x : x >> 16;
+          if (E::IsFinite(bits)) continue;
 #pragma unroll
           for (int mt = 0; mt < kMTiles; ++mt) {
-            if (is_nan && sees[mt][c / 2]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
+            if (sees[mt][c / 2]) state.o[mt][j][c] += E::ToFloat(static_cast<u16>(bits));
           }
         }
       }
@@ -939,9 +943,9 @@ struct QueueBody {
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
     // For later, so that they are near by then.
-    LoadConstant(&p.header->nnz_qo);
+    if (p.counter_turns != nullptr) LoadConstant(p.counter_turns + blockIdx.x);
     if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
-    int item = LoadConstant(p.queue_indptr + blockIdx.x);
+    int item = QueueBegin(p);
     while (item < QueueEnd(p)) {
       const int tile = Traits::kNumTiles == 1 ? 0 : LoadConstant(&p.items[item].tile);
       if (tile == 0) {
@@ -952,7 +956,7 @@ struct QueueBody {
         item = Path<2>::Run(p, smem, item);
       }
     }
-    BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
+    FinishLaunch<Traits, 2>(p, threadIdx.x, blockDim.x);
   }
 };
 

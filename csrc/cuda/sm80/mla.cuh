@@ -125,6 +125,7 @@ class MlaPath {
         page_(0),
         read_slot_(SharedAddress(shared.ring)) {
     if (thread_ == 0) {
+      shared.small.merge.counters = LaunchCounters(p);
       shared.small.pool = static_cast<const char*>(p.k);
       if (kPageSize > 0 && p.layer != nullptr) {
         shared.small.pool += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);
@@ -322,7 +323,7 @@ class MlaPath {
       }
       UpdateMax(LogitScale<Variant>(p_), s, state);
       Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
-      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) MendValues();
+      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) MendValues(pos, state);
       ForgetThread();
       MultiplyPv(p, state);
       read_slot_ = NextSlot(read_slot_);
@@ -404,10 +405,13 @@ class MlaPath {
 
   // --- pv ---
 
-  // In a step that some rows see more of than others, 0 times a value that is not finite must not
-  // reach the rows that do not see it. Those that do have it in their logits already, all of whose
-  // columns take part in them; so it becomes 0, for everybody. Keys have been read by now.
-  __device__ __forceinline__ void MendValues() {
+  // What a row gets of a value that is not finite. It is in the row's logit as well: if that is no
+  // NaN, it is -inf, the weight is 0, and 0 * inf is NaN. Not so with a soft cap, which is finite.
+  __device__ __forceinline__ static float Marked(u32 bits) {
+    return (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(static_cast<u16>(bits));
+  }
+  // As TilePath::MendValues. Keys have been read by now.
+  __device__ __forceinline__ void MendValues(int pos, State& state) {
     constexpr int kVectors = Traits::kHeadDimVo / 8;
     unsigned char* step = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
     u32 not_finite = 0;
@@ -421,12 +425,35 @@ class MlaPath {
       not_finite = E::FmaX2(x.w, 0, not_finite);
     }
     if (!__syncthreads_or((not_finite & 0x7fff7fff) != 0)) return;
+    MarkRows(pos, step, state);
+    __syncthreads();
 #pragma unroll 1
     for (int i = thread_; i < kStep * kVectors * 8; i += kThreads) {
       u16* x = reinterpret_cast<u16*>(step + i / (kVectors * 8) * Row::kPitch) + i % (kVectors * 8);
-      if ((E::FmaX2(*x, 0, 0) & 0x7fff) != 0) *x = 0;
+      if (!E::IsFinite(*x)) *x = 0;
     }
     __syncthreads();
+  }
+
+  __device__ __forceinline__ void MarkRows(int pos, const unsigned char* step, State& state) const {
+    const unsigned char* columns = step + Part() * (kColumns * E::kBytes) + Lane() % 4 * 4;
+    VisibleSpan spans[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) spans[h] = SpanOfRow(FirstRow() + h * 8 + Lane() / 4);
+#pragma unroll 1
+    for (int token = 0; token < kStep; ++token) {
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) {
+        const u32 x = *reinterpret_cast<const u32*>(columns + token * Row::kPitch + j * 16);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const u32 bits = c % 2 == 0 ? x : x >> 16;
+          const bool sees =
+              pos + token >= spans[c / 2].any_begin && pos + token < spans[c / 2].any_end;
+          if (sees && !E::IsFinite(bits)) state.o[0][j][c] += Marked(bits);
+        }
+      }
+    }
   }
 
   __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {

@@ -155,7 +155,8 @@ struct HopperShape {
     Small small;
   };
 
-  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+  __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
+    for (MergeScratch& merge : shared.small.merge) merge.counters = counters;
     Barriers& b = shared.small.barriers;
     for (int i = 0; i < kNumConsumers && !kOnlyDecodes<Traits>; ++i) {
       InitBarrier(SharedAddress(b.full_q + i), Roles::kProducerThreads);
@@ -234,7 +235,7 @@ class HopperProducer {
     steps_.Start(begin, end, first.item);
     pools_ = FindPools<Traits, E::kBytes>(p_, first.layer);
     SyncNamed(kBarriersMade, Shape::Roles::kNumThreads);
-    if (is_v) BlankPaddingRows<Traits, 2>(p_, threadIdx.x % 128, 128);
+    if (is_v) FinishLaunch<Traits, 2>(p_, threadIdx.x % 128, 128);
     auto& b = Barriers();
     if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one piece of code for both
       FillSteps<Traits::kHeadDimQk, typename Shape::K>(
@@ -287,7 +288,7 @@ class HopperProducer {
   }
   // While the consumers still compute: for them the header would be a trip to memory more.
   __device__ __forceinline__ void Finish() {
-    BlankPaddingRows<Traits, 2>(p_, threadIdx.x, Shape::Roles::kProducerThreads);
+    FinishLaunch<Traits, 2>(p_, threadIdx.x, Shape::Roles::kProducerThreads);
   }
 
   __device__ __forceinline__ void LoadV(u32 row, int head) {

@@ -4,8 +4,8 @@
 // Up to 8 rows, which is a token of a group of heads, have a copy of the code.
 #pragma once
 
-#include "cuda/any/attention_row.cuh"
 #include "cuda/common/partials.cuh"
+#include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
@@ -343,7 +343,7 @@ class DecodeRows {
     return rows;
   }
 
-  // As TileRows::Mend: rows that came out as NaN are computed again, token by token.
+  // As TileRows::Mend, a quarter of the rows by each warp.
   __device__ __forceinline__ void Mend(u32 nan_rows) {
 #pragma unroll
     for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
@@ -353,10 +353,12 @@ class DecodeRows {
     OneHopperConsumer::Sync();  // what the others wrote is about to be overwritten, too
     nan_rows = exchange_.nan_rows[0] | exchange_.nan_rows[1] | exchange_.nan_rows[2] |
                exchange_.nan_rows[3];
-#pragma unroll 1
-    for (int row = warp_; row < num_rows_; row += 4) {
-      if ((nan_rows >> row & 1) != 0) ComputeRow<Traits>(p_, index_, row, lane_);
-    }
+    if (nan_rows == 0) return;
+    const float (&sums)[4][32] = exchange_.of_warps;
+    const float sum = sums[0][lane_] + sums[1][lane_] + sums[2][lane_] + sums[3][lane_];
+    nan_rows &= __ballot_sync(kFullWarp, lane_ < num_rows_ && sum == sum) & 0x11111111u << warp_;
+    MendRows<Traits>(p_, index_, 0, nan_rows, exchange_.references[lane_],
+                     exchange_.o_scales[lane_], lane_);
   }
 
   const AttentionParams& p_;

@@ -93,9 +93,11 @@ struct HopperMlaShape : LatentShape<Traits> {
     u32 grows[4];  // whether a warp's references are others than before the step
     Barriers barriers;
     MergeScratch merge;
+    bool gave_up;  // waiting for the other of two
   };
 
-  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+  __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
+    shared.merge.counters = counters;
     Barriers& b = shared.barriers;
     InitBarrier(SharedAddress(&b.full_q), HopperRoles::kProducerThreads);
     InitBarrier(SharedAddress(&b.empty_q), HopperRoles::kConsumerWarps);
@@ -615,31 +617,35 @@ class HopperMlaConsumer {
   // many came before. The counter goes on by one when the state is there.
   __device__ __forceinline__ int ComeToOther(int merge_idx) const {
     if (HopperConsumers::thread() > 0 || shared_.merge.group.num_partials != 2) return 0;
-    return AddRelaxed(p_.merge_counters + merge_idx, 1);
+    return AddRelaxed(shared_.merge.counters + merge_idx, 1);
   }
   // Leaves the item's state to whoever comes last of its merge group. Whether it is this CTA.
-  __device__ __forceinline__ bool Arrive(int merge_idx, int came_before, int own_row,
-                                         const Rows& rows, const Output& o) {
+  __device__ __forceinline__ bool Arrive(int merge_idx, int came_before, int own_row, Rows& rows,
+                                         const Output& o) {
     MergeScratch& merge = shared_.merge;
     const bool is_first_thread = HopperConsumers::thread() == 0;
     const bool are_two = merge.group.num_partials == 2;
-    i32* counter = p_.merge_counters + merge_idx;
+    i32* counter = merge.counters + merge_idx;
     if (are_two) {
       if (is_first_thread) {
         merge.completed[0] = came_before > 0;
+        int naps = 0;
         if (came_before > 0) {
-          while (LoadAcquire(counter) < 3) Nap();
-          *counter = 0;  // as the next launch expects it
+          while (LoadAcquire(counter) < 3 && ++naps < kMostNaps) Nap();
         }
+        shared_.gave_up = naps == kMostNaps;
       }
       HopperConsumers::Sync();
-      if (merge.completed[0] != 0) return true;
+      if (merge.completed[0] != 0) {
+        if (shared_.gave_up) rows.sum[0] = rows.sum[1] = __int_as_float(0x7fffffff);
+        return true;
+      }
     }
     WritePartial(own_row, rows, o);
     HopperConsumers::Sync();
     if (is_first_thread) {
-      merge.slices[1] = AddAcquireRelease(counter, 1);
-      merge.completed[0] = !are_two && merge.slices[1] == merge.group.num_partials - 1;
+      const int arrival = AddAcquireRelease(counter, 1);
+      merge.completed[0] = !are_two && arrival == merge.group.num_partials - 1;
     }
     HopperConsumers::Sync();
     return merge.completed[0] != 0;
@@ -700,7 +706,7 @@ class HopperMlaConsumer {
     MergeScratch& merge = shared_.merge;
     const bool completed = merge.completed[0] != 0;
     if (completed || index + 1 == QueueEnd(p_)) {
-      FoldSlices<Traits, HopperConsumers, Strips>(p_, merge_idx, completed, &merge, merge.slices);
+      FoldSlices<Traits, HopperConsumers, Strips>(p_, merge_idx, completed, true, merge);
     }
   }
 

@@ -94,7 +94,8 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
     MergeScratch merge;
   };
 
-  __device__ __forceinline__ static void InitBarriers(Shared& shared) {
+  __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
+    shared.merge.counters = counters;
     Barriers& b = shared.barriers;
     InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
     InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
@@ -230,10 +231,12 @@ class HopperMlaDecodeItem {
       MultiplyQk(cursor, s);
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
-      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) Mend(cursor);
       Logits<Traits>(p_).Transform(s);
       if (!seen_by_all) Mask(item, pos, s);
       Exponentiate(s, p);
+      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) {
+        MendValues(cursor, item, pos);
+      }
       MultiplyPv(cursor, p);
       cursor.Advance();
       p ^= SharedAddress(shared_.p[0]) ^ SharedAddress(shared_.p[1]);
@@ -443,28 +446,80 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // In a step that some rows see more of than others, 0 times a value that is not finite must not
-  // reach the rows that do not see it. Those that do have it in their logits already, all of whose
-  // columns take part in them; so it becomes 0, for everybody. A thread looks after half of a row
-  // of 64 columns; columns beyond v do no harm.
-  __device__ __forceinline__ void Mend(const Cursor& cursor) const {
-    Team::Sync();  // the products of the other warps have read the keys, too
+  // In a step that some rows see more of than others, a value that is not finite must reach the
+  // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one, the rows that
+  // see it get it here, and it becomes 0. All warps have read the keys: they met since. A thread
+  // looks after half of a row of 64 columns; columns beyond v do no harm.
+  __device__ __forceinline__ void MendValues(const Cursor& cursor, const ItemRecord& item,
+                                             int pos) {
+    unsigned char* slot = shared_.ring + cursor.slot * Slot::kBytes;
+    auto values = [&](int block, int i) -> uint4& {
+      return *reinterpret_cast<uint4*>(slot + block * Slot::kBlockBytes + thread_ * 64 + i * 16);
+    };
+    u32 not_finite = 0;
 #pragma unroll 1
     for (int block = 0; block < kValueBlocks; ++block) {
-      unsigned char* from =
-          shared_.ring + cursor.slot * Slot::kBytes + block * Slot::kBlockBytes + thread_ * 64;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 x = values(block, i);
+        not_finite = E::FmaX2(x.x, 0, not_finite);  // 0 * x is NaN unless x is finite
+        not_finite = E::FmaX2(x.y, 0, not_finite);
+        not_finite = E::FmaX2(x.z, 0, not_finite);
+        not_finite = E::FmaX2(x.w, 0, not_finite);
+      }
+    }
+    if (!Team::SyncOr((not_finite & 0x7fff7fff) != 0)) return;
+    MarkRows(slot, item, pos);
+    Team::Sync();
+#pragma unroll 1
+    for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll 1
       for (int i = 0; i < 4; ++i) {
-        uint4& x = *reinterpret_cast<uint4*>(from + i * 16);
+        uint4& x = values(block, i);
         x = make_uint4(FiniteOrZero(x.x), FiniteOrZero(x.y), FiniteOrZero(x.z), FiniteOrZero(x.w));
       }
     }
-    FenceSharedForWgmma();  // the barrier of the probabilities comes before the products
+    FenceSharedForWgmma();
+    Team::Sync();
+  }
+  __device__ __forceinline__ void MarkRows(const unsigned char* slot, const ItemRecord& item,
+                                           int pos) {
+#pragma unroll 1
+    for (int token = 0; token < kStep; ++token) {
+      bool sees[kTiles][2];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int of = Row(j, c) / Traits::kGroupSize;
+          const VisibleSpan span =
+              SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), of, of);
+          sees[j][c] = pos + token >= span.any_begin && pos + token < span.any_end;
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < kValueBlocks; ++block) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int chunk = Across(h) / 8 ^ token % 8;
+          const u16 x = *reinterpret_cast<const u16*>(slot + block * Slot::kBlockBytes +
+                                                      token * 128 + chunk * 16 + Across(h) % 8 * 2);
+          if (E::IsFinite(x)) continue;
+          // In the logit it is -inf, if that is no NaN, and its weight 0; a soft cap is finite.
+          const float mark = (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(x);
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              if (sees[j][c]) o_[block][j][2 * h + c] += mark;
+            }
+          }
+        }
+      }
+    }
   }
   __device__ static u32 FiniteOrZero(u32 x) {
-    const u32 not_finite = E::FmaX2(x, 0, 0);  // 0 * x is NaN unless x is finite
-    return ((not_finite & 0x7fff) != 0 ? 0 : x & 0xffff) |
-           ((not_finite & 0x7fff0000) != 0 ? 0 : x & 0xffff0000);
+    return (E::IsFinite(x) ? x & 0xffff : 0) | (E::IsFinite(x >> 16) ? x & 0xffff0000 : 0);
   }
 
   // --- results ---

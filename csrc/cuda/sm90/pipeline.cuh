@@ -219,7 +219,8 @@ class QueueSteps {
   }
   __device__ __forceinline__ void BeginItem() {
     pos_ = FirstStep<Shape::kStep>(item_);
-    end_pos_ = item_.kv_end();
+    // As consumers see it, who ask whether there is a span; of decodes alone nobody asks.
+    end_pos_ = item_.kv_begin() < item_.kv_end() ? item_.kv_end() : pos_;
   }
   __device__ __forceinline__ void AskForPages() {
     if constexpr (Traits::kPageSize > 0) {
@@ -272,7 +273,7 @@ struct FirstItem {
 };
 
 // The kernel around the warpgroups: Teams::Run has a queue's items [begin, end). A Shape has
-// Shared, and inits its barriers.
+// Shared, and inits its barriers and where it finds counters.
 template <class Traits, class Shape, class Teams>
 struct HopperBody {
   using Shared = typename Shape::Shared;
@@ -284,19 +285,19 @@ struct HopperBody {
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
-    const int begin = LoadConstant(p.queue_indptr + blockIdx.x);
-    const int end = QueueEnd(p);
     if constexpr (kOnlyDecodes<Traits>) {
       const FirstItem<Traits> first(p);
+      const int begin = QueueBegin(p);
       // By a consumer, while the producers ask for the first page.
-      if (threadIdx.x == kNumThreads - 1) Shape::InitBarriers(shared);
-      Teams::Run(p, shared, begin, end, first);
+      if (threadIdx.x == kNumThreads - 1) Shape::Init(shared, LaunchCounters(p));
+      Teams::Run(p, shared, begin, QueueEnd(p), first);
     } else {
-      if (threadIdx.x == 0) Shape::InitBarriers(shared);
+      const int begin = QueueBegin(p);
+      if (threadIdx.x == 0) Shape::Init(shared, LaunchCounters(p));
       __syncthreads();
-      Teams::Run(p, shared, begin, end);
+      Teams::Run(p, shared, begin, QueueEnd(p));
     }
-    if constexpr (Traits::kIsMla) BlankPaddingRows<Traits, 2>(p, threadIdx.x, blockDim.x);
+    if constexpr (Traits::kIsMla) FinishLaunch<Traits, 2>(p, threadIdx.x, blockDim.x);
   }
 };
 

@@ -1,9 +1,9 @@
 // The rows of a warp in registers: softmax of the logits that wgmma leaves there, and results.
 #pragma once
 
-#include "cuda/any/attention_row.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/logits.cuh"
+#include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace jax_attn {
@@ -209,11 +209,14 @@ class TileRows {
     const bool final = partial_row < 0;
     const int column = lane_ % 4;
     u32 nan_rows[2];
+    float o_scales[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row_ + 8 * h + lane_ / 4;
       const bool exists = row < num_rows;
-      float nan_or_zero = 0.0f, o_scale = 0.0f;
+      float nan_or_zero = 0.0f;
+      float& o_scale = o_scales[h];
+      o_scale = 0.0f;
       i64 at = 0;
       if (exists) {
         at = final ? map.Index(row) : partial_row + row;
@@ -246,7 +249,7 @@ class TileRows {
       }
       nan_rows[h] = kMayDiffer ? __ballot_sync(kFullWarp, exists && nan_or_zero != 0.0f) : 0;
     }
-    if (kMayDiffer && differ_ && (nan_rows[0] | nan_rows[1]) != 0) Mend(nan_rows);
+    if (kMayDiffer && differ_ && (nan_rows[0] | nan_rows[1]) != 0) Mend(nan_rows, o_scales);
   }
 
   // Whether WriteBoxes does for the rows: they are final, and none of the 16 is missing.
@@ -318,7 +321,7 @@ class TileRows {
       }
       if (differ_ && (nan_rows[0] | nan_rows[1]) != 0) {
         if (lane_ == 0) WaitStores();
-        Mend(nan_rows);
+        Mend(nan_rows, o_scale);
       }
     }
   }
@@ -374,15 +377,27 @@ class TileRows {
   // Of the row, by all of its lanes. True as well for a row that sees nothing in the step.
   __device__ bool IsTooLittle(int h) const { return QuadSum(step_sum_[h]) < kLeast; }
 
-  // The products multiply a value that a row does not see by 0, and 0 * NaN is NaN, but only rows
-  // that see a NaN may get it. Rows that came out as such are computed again, token by token.
-  __device__ __forceinline__ void Mend(const u32 (&nan_rows)[2]) const {
+  // Rows with a result that is not finite may have it from a value that they do not see. A row with
+  // a NaN among its logits does not: it is NaN. nan_rows: of each row the lanes that have such a
+  // result.
+  __device__ __forceinline__ void Mend(const u32 (&nan_rows)[2], const float (&o_scale)[2]) const {
     __syncwarp();  // what the lanes wrote is about to be overwritten by others
-#pragma unroll 1
-    for (int r = 0; r < 16; ++r) {
-      const u32 lanes = (r < 8 ? nan_rows[0] : nan_rows[1]) >> r % 8 * 4;
-      if ((lanes & 0xf) != 0) ComputeRow<Traits>(p_, index_, first_row_ + r, lane_);
+    u32 rows = 0;
+    float references[2], o_scales[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32 has_sum = __ballot_sync(kFullWarp, sum[h] == sum[h]);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        const u32 lanes = 0xfu << 4 * r;
+        rows |= u32{(nan_rows[h] & has_sum & lanes) != 0} << (8 * h + r);
+      }
+      references[h] = __shfl_sync(kFullWarp, reference[h], lane_ % 8 * 4);
+      o_scales[h] = __shfl_sync(kFullWarp, o_scale[h], lane_ % 8 * 4);
     }
+    const int h = lane_ / 8 % 2;
+    MendRows<Traits>(p_, index_, first_row_, rows, h == 0 ? references[0] : references[1],
+                     h == 0 ? o_scales[0] : o_scales[1], lane_);
   }
 
   // Sets what a row does not see to -inf.

@@ -1,0 +1,310 @@
+// Rows that a product has given a value which they do not see: 0 * NaN and 0 * inf are NaN.
+//
+// Products of sm90 take values from shared memory as they are, and nobody looks at them before.
+// Instead the results tell: where one is not finite, either a row saw such a value, and has what it
+// should, or it did not, and the columns in question are computed again here, straight from global
+// memory. What it costs stays with the rows that need it:
+//   - Rows of a tile see the same tokens but for some at the ends of their spans, no more than the
+//     tile has tokens. If all values there are finite, nothing is wrong.
+//   - Rows are computed from their last token backwards, until no column of theirs is finite any
+//     more. Behind a NaN that is soon; only those few rows of a tile that lie before the first one
+//     go back to their first token.
+#pragma once
+
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/state.cuh"
+#include "cuda/common/types.cuh"
+#include "cuda/common/work.cuh"
+#include "cuda/sm90/logits.cuh"
+
+namespace jax_attn {
+
+// Elements of keys and values; of e4m3 but for the scale of their head.
+template <class Traits>
+using KvBits = typename Choose<Traits::kKvIsE4m3, unsigned char, u16>::Type;
+template <class Traits>
+__device__ __forceinline__ float KvToFloat(KvBits<Traits> bits) {
+  if constexpr (Traits::kKvIsE4m3) {
+    return __uint_as_float(E4m3HighBytes<kElementBf16>(bits << 8) << 16);
+  } else {
+    return Element<Traits::kDtype>::ToFloat(bits);
+  }
+}
+
+__device__ __forceinline__ bool IsFinite(float x) {
+  return (__float_as_uint(x) & 0x7f800000) != 0x7f800000;
+}
+
+// Work of a warp on rows of an item.
+template <class Traits>
+class RowMender {
+ public:
+  __device__ __forceinline__ RowMender(const AttentionParams& p, int index, int first_row, int lane)
+      : p_(p), index_(index), first_row_(first_row), lane_(lane) {}
+
+  // rows: a bit for each row, from first_row on; their sums are not NaN. reference, o_scale: lane i
+  // has those of row first_row + i.
+  __device__ __forceinline__ void Run(u32 rows, float reference, float o_scale) {
+    if (rows == 0) return;
+    const u32 columns = UnseenColumns(rows);
+    if (!__any_sync(kFullWarp, columns != 0)) return;
+#pragma unroll 1
+    while (rows != 0) {
+      int few[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        few[i] = rows != 0 ? __ffs(rows) - 1 : kNone;
+        rows &= rows - 1;
+      }
+      MendFew(few, columns, reference, o_scale);
+    }
+  }
+
+ private:
+  using E = Element<Traits::kDtype>;
+  using Kv = KvBits<Traits>;
+  static constexpr int kRows = 2;  // at a time: they share what is loaded
+  static constexpr int kNone = -1;
+  static constexpr int kColumns = 8;  // of a lane
+  static constexpr int kDimQk = Traits::kHeadDimQk, kDimVo = Traits::kHeadDimVo;
+  // Lanes that have all columns of v; the others have those of other tokens.
+  static constexpr int kWidth = kDimVo > 128 ? 32 : kDimVo > 64 ? 16 : kDimVo > 32 ? 8 : 4;
+  static constexpr int kTokens = kWarpSize / kWidth;
+  static_assert(kDimVo <= kWidth * kColumns, "a warp has all columns");
+  static constexpr float kUnseen = -1.0f;  // a weight
+
+  __device__ int Column() const { return lane_ % kWidth * kColumns; }
+  __device__ bool HasColumns() const { return Column() < kDimVo; }
+
+  __device__ __forceinline__ VisibleSpan SpanOf(int first, int last) const {
+    const ItemRecord item(p_, index_);
+    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
+                                (first_row_ + first) / Traits::kGroupSize,
+                                (first_row_ + last) / Traits::kGroupSize);
+  }
+
+  // Row of the pool, or kFreshRow and that of k_new and v_new.
+  __device__ __forceinline__ u32 RowOf(int pos) const {
+    const ItemRecord item(p_, index_);
+    if constexpr (Traits::kHasFreshKv) {
+      const FreshTokens fresh(p_, item.request());
+      if (pos >= fresh.begin) return kFreshRow | fresh.Row(pos);
+    }
+    if constexpr (Traits::kPageSize > 0) {
+      return PoolRow<Traits::kPageSize>(LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos), pos);
+    }
+    return static_cast<u32>(item.kv_base()) + pos;
+  }
+  template <int kHeadDim>
+  __device__ __forceinline__ const Kv* At(const char* pool, const void* fresh, u32 row) const {
+    if (Traits::kHasFreshKv && row >= kFreshRow) {
+      pool = static_cast<const char*>(fresh);
+      row -= kFreshRow;
+    }
+    const i64 head = static_cast<i64>(row) * p_.num_kv_heads + ItemRecord(p_, index_).kv_head();
+    return reinterpret_cast<const Kv*>(pool) + head * kHeadDim;
+  }
+  // Eight elements.
+  __device__ __forceinline__ static void Load(const Kv* from, float (&x)[8]) {
+    if constexpr (Traits::kKvIsE4m3) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(from);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i] = KvToFloat<Traits>(static_cast<Kv>((i < 4 ? codes.x : codes.y) >> i % 4 * 8));
+      }
+    } else {
+      Unpack(LoadConstant16(from), x);
+    }
+  }
+  __device__ __forceinline__ static void Unpack(uint4 pairs, float (&x)[8]) {
+    const u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = E::ToFloat(static_cast<u16>(words[i / 2] >> i % 2 * 16));
+  }
+
+  // Of the lane's columns those, a bit each, in which a token that not all of the rows see has a
+  // value that is not finite.
+  __device__ __forceinline__ u32 UnseenColumns(u32 rows) const {
+    const ItemRecord item(p_, index_);
+    const VisibleSpan span = SpanOf(__ffs(rows) - 1, 31 - __clz(static_cast<int>(rows)));
+    const int begin = item.kv_begin(), end = item.kv_end();
+    u32 columns =
+        NotFinite(begin, Min(span.all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
+#pragma unroll
+    for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
+      columns |= __shfl_xor_sync(kFullWarp, columns, lanes);
+    }
+    return columns;
+  }
+  // The same of tokens [begin, end), of which this lane looks at every kTokens-th. 32 rows of the
+  // pool are looked up at a time, one a lane, so that their values are asked for together.
+  __device__ __forceinline__ u32 NotFinite(int begin, int end) const {
+    const KvPools pools = FindPools<Traits, sizeof(Kv)>(p_);
+    u32 columns = 0;
+#pragma unroll 1
+    for (int first = begin; first < end; first += kWarpSize) {
+      const u32 row = first + lane_ < end ? RowOf(first + lane_) : 0;
+#pragma unroll 2
+      for (int t = 0; t < kWarpSize; t += kTokens) {
+        const int token = t + lane_ / kWidth;
+        const u32 token_row = __shfl_sync(kFullWarp, row, token);
+        float x[8] = {};
+        if (first + token < end && HasColumns()) {
+          Load(At<kDimVo>(pools.v, p_.v_new, token_row) + Column(), x);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) columns |= static_cast<u32>(!IsFinite(x[i])) << i;
+      }
+    }
+    return columns;
+  }
+
+  // Columns of few rows anew; kNone: of none.
+  __device__ __forceinline__ void MendFew(const int (&few)[kRows], u32 columns, float reference,
+                                          float o_scale) const {
+    const KvPools pools = FindPools<Traits, sizeof(Kv)>(p_);
+    VisibleSpan spans[kRows];
+    float references[kRows];
+    float o[kRows][kColumns] = {};
+    int begin = 0x7fffffff, end = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      spans[i] = {0, 0, 0, 0};
+      if (few[i] != kNone) {
+        spans[i] = SpanOf(few[i], few[i]);
+        begin = Min(begin, spans[i].any_begin);
+        end = Max(end, spans[i].any_end);
+      }
+      references[i] = __shfl_sync(kFullWarp, reference, few[i] & 31);
+    }
+#pragma unroll 1
+    while (end > begin) {
+      const int first = Max(begin, end - kWarpSize), num_tokens = end - first;
+      const int pos = first + lane_;
+      u32 row = 0;
+      float weights[kRows];
+      if (lane_ < num_tokens) {
+        row = RowOf(pos);
+        Weights(few, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (pos < spans[i].any_begin || pos >= spans[i].any_end) weights[i] = kUnseen;
+      }
+#pragma unroll 1
+      for (int t = 0; t < kWarpSize; t += kTokens) {
+        const int token = t + lane_ / kWidth;
+        const u32 token_row = __shfl_sync(kFullWarp, row, token);
+        float v[8] = {};
+        if (token < num_tokens && HasColumns()) {
+          Load(At<kDimVo>(pools.v, p_.v_new, token_row) + Column(), v);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const float weight = __shfl_sync(kFullWarp, weights[i], token);
+          if (token >= num_tokens || weight == kUnseen) continue;  // not 0 * v
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) o[i][c] = fmaf(weight, v[c], o[i][c]);
+        }
+      }
+      end = first;
+      if (__all_sync(kFullWarp, AreSettled(few, columns, o))) break;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float scale = __shfl_sync(kFullWarp, o_scale, few[i] & 31);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
+          o[i][c] += __shfl_xor_sync(kFullWarp, o[i][c], lanes);
+        }
+      }
+      if (few[i] != kNone && lane_ < kWidth) Store(first_row_ + few[i], columns, scale, o[i]);
+    }
+  }
+
+  // Weights of a token, whether or not the rows see it.
+  __device__ __forceinline__ void Weights(const int (&few)[kRows], const Kv* k,
+                                          const float (&references)[kRows],
+                                          float (&weights)[kRows]) const {
+    const ItemRecord item(p_, index_);
+    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
+                                             item.num_groups());
+    const u16* q[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = first_row_ + (few[i] != kNone ? few[i] : few[0]);
+      q[i] = static_cast<const u16*>(p_.q) + rows.Index(row) * kDimQk;
+    }
+    float s[1][4] = {};
+#pragma unroll 1
+    for (int column = 0; column < kDimQk; column += 8) {
+      float x[8];
+      Load(k + column, x);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        float y[8];
+        Unpack(LoadConstant16(q[i] + column), y);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) s[0][i] = fmaf(x[c], y[c], s[0][i]);
+      }
+    }
+    const Logits<Traits> logits(p_, KeyScale<Traits>(p_, index_));
+    logits.Transform(s);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      weights[i] = Exp2(fmaf(s[0][i], logits.scale(), -references[i]));
+    }
+  }
+
+  // Whether none of the lane's columns that are asked for is finite in any of the rows.
+  __device__ __forceinline__ bool AreSettled(const int (&few)[kRows], u32 columns,
+                                             const float (&o)[kRows][kColumns]) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      u32 open = 0;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) open |= static_cast<u32>(IsFinite(o[i][c])) << c;
+#pragma unroll
+      for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
+        open &= __shfl_xor_sync(kFullWarp, open, lanes);
+      }
+      all &= few[i] == kNone || (open & columns) == 0;
+    }
+    return all;
+  }
+
+  // Columns of a row: its result, or of a split item its state, which stays as it is but for o.
+  __device__ __forceinline__ void Store(int row, u32 columns, float o_scale,
+                                        const float (&o)[kColumns]) const {
+    const ItemRecord item(p_, index_);
+    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const int partial_row = item.partial_row();
+    const bool final = partial_row < 0;
+    const i64 at = (final ? map.Index(row) : partial_row + row) * kDimVo + Column();
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if ((columns >> c & 1) == 0) continue;
+      if (final) {
+        static_cast<u16*>(p_.o)[at + c] = static_cast<u16>(E::Pack(o[c] * o_scale, 0.0f));
+      } else {
+        p_.partial_o[at + c] = o[c];
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  const int index_;  // of the item
+  const int first_row_, lane_;
+};
+
+// Called by a whole warp once results that are not finite are written; see RowMender::Run.
+template <class Traits>
+__device__ __noinline__ void MendRows(const AttentionParams& p, int index, int first_row, u32 rows,
+                                      float reference, float o_scale, int lane) {
+  RowMender<Traits>(p, index, first_row, lane).Run(rows, reference, o_scale);
+}
+
+}  // namespace jax_attn
