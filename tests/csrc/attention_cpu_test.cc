@@ -399,11 +399,9 @@ Output Run(const Problem& p, const PlanData& plan, TaskPool& pool) {
   Output out{Array(c.dtype, p.max_qo * c.num_qo_heads * c.dvo),
              std::vector<float>(p.max_qo * c.num_qo_heads, kNan)};
   for (int64_t i = 0; i < p.max_qo * c.num_qo_heads * c.dvo; ++i) out.o.Set(i, kNan);
-  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo});
-  std::vector<RowState> partial_states(plan.header.num_partial_rows);
+  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo}, kNan);
+  std::vector<RowState> partial_states(plan.header.num_partial_rows, {kNan, kNan});
   std::vector<i32> counters(plan.groups.size(), -1);
-  std::memset(partial_o.data(), 0xff, partial_o.size() * 4);
-  std::memset(partial_states.data(), 0xff, partial_states.size() * sizeof(RowState));
   AttentionParams a{};
   a.q = p.q.bytes.data();
   a.k = p.k.bytes.data();
