@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Iterator
 
 
@@ -25,14 +24,27 @@ def _flag(name: str) -> bool:
     return value == "1"
 
 
+def _cache_dir() -> str:
+    """An absolute path, or "" for none. One that begins with ~, on a machine that knows no home of
+    this user, is refused by whoever needs it."""
+    folder = os.environ.get("JAX_ATTN_CACHE_DIR")
+    if folder is None:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        # As XDG has it, a relative path is none.
+        folder = os.path.join(base if os.path.isabs(base) else "~/.cache", "jax_attn")
+    folder = os.path.expanduser(folder)
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"JAX_ATTN_CACHE_DIR: expected a path in UTF-8, got {folder!r}.") from None
+    return os.path.abspath(folder) if folder and folder[0] != "~" else folder
+
+
 check: bool = _flag("JAX_ATTN_CHECK")
 poison: bool = _flag("JAX_ATTN_POISON")
 print_config: bool = _flag("JAX_ATTN_PRINT_CONFIG")
 cpu_isa: str = os.environ.get("JAX_ATTN_CPU_ISA", "")
-cache_dir: str = os.environ.get(
-    "JAX_ATTN_CACHE_DIR",
-    str(pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jax_attn"),
-)
+cache_dir: str = _cache_dir()
 cuda_toolkits: list[str] = [
     *filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))),
     "/usr/local/cuda",

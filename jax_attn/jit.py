@@ -82,6 +82,15 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jax_attn-nvrtc")
 
 
+def _forget_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    _pool.cache_clear()
+    _start.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
 def jobs_of(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
     """The kernels of a spec by name; each call gets one ready and says how."""
     arch, _ = parse_target(spec.target)
