@@ -10,6 +10,8 @@
 # There are no suppressions. What is not looked at:
 #   leaks in Python: the interpreter and XLA keep to the end what they allocate, and so do the
 #     registry and the kernels on purpose; the C++ tests do look for leaks.
+#   fork in a process with threads: AddressSanitizer's allocator leaves its locks as they are (GCC
+#     before 14). ThreadSanitizer does run that test.
 #   races in Python: neither the interpreter nor XLA's thread pool is built for ThreadSanitizer, so
 #     it would miss what orders our threads there and call that a race. The C++ tests run the task
 #     pool on threads of their own, and kernels from many threads at once.
@@ -28,14 +30,15 @@ else
   address_tests=(tests/csrc/*_test.cc)
   address_tests=("${address_tests[@]##*/}")
   address_tests=("${address_tests[@]%.cc}")
-  python_tests=(tests/test_*.py)
+  python_tests=(tests/test_*.py
+    --deselect tests/test_jit.py::test_precompile_and_plan_in_a_forked_child)
 fi
 thread_tests=(jit_test attention_cpu_test)
 
 # configure SANITIZER: a build in $work/SANITIZER
 configure() {
   "$bin/cmake" -S build_tools -B "$work/$1" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
-    -DPython_EXECUTABLE="$python" -DXLA_FFI_INCLUDE_DIR="$headers" \
+    -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE="$python" -DXLA_FFI_INCLUDE_DIR="$headers" \
     -DJAX_ATTN_TESTS=ON -DJAX_ATTN_SANITIZE="$1" >"$work/$1.log" || { cat "$work/$1.log"; return 1; }
 }
 

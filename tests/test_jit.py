@@ -40,10 +40,10 @@ extension, nvrtc, cache_dir, dtype, user = json.loads(sys.argv[1])
 spec = importlib.util.spec_from_file_location("jax_attn._core", extension)
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
+core.set_jit_paths(nvrtc, [], cache_dir)
 if user:
     core.merge_source(90, dtype).compile()  # opens NVRTC, which that user may not reach
     os.setuid(user)
-core.set_jit_paths(nvrtc, [], cache_dir)
 sys.stdin.readline()  # so that several processes can start at once
 result = [core.prepare_merge(90, dtype) for _ in range(2)][0]
 print(json.dumps([result, core.jit_stats()]))
