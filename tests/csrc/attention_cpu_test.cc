@@ -645,7 +645,13 @@ void TestParallelFor(TaskPool& threads) {
   for (int64_t n : {0, 1, 2, 3, 100}) {
     for (int round = 0; round < 50; ++round) {
       std::vector<std::atomic<int>> counts(n);
-      ParallelFor(threads, n, [&](int64_t i) { counts[i]++; });
+      std::vector<int64_t> results(n, -1);  // no atomics, and looked at first: the call orders them
+      ParallelFor(threads, n, [&](int64_t i) {
+        results[i] = i;
+        counts[i]++;
+        std::this_thread::yield();  // for others to take some
+      });
+      for (int64_t i = 0; i < n; ++i) CHECK(results[i] == i, "no result");
       for (auto& count : counts) CHECK(count == 1, "index run %d times", count.load());
     }
   }
