@@ -5,6 +5,7 @@
 // anything is poisoned: unused slots and pages, page ids, workspace, outputs.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -646,10 +647,13 @@ void TestParallelFor(TaskPool& threads) {
     for (int round = 0; round < 50; ++round) {
       std::vector<std::atomic<int>> counts(n);
       std::vector<int64_t> results(n, -1);  // no atomics, and looked at first: the call orders them
+      const auto caller = std::this_thread::get_id();
       ParallelFor(threads, n, [&](int64_t i) {
+        // The caller runs out of work first, and has to wait.
+        const bool is_helper = std::this_thread::get_id() != caller;
+        std::this_thread::sleep_for(std::chrono::microseconds(is_helper ? 500 : 20));
         results[i] = i;
         counts[i]++;
-        std::this_thread::yield();  // for others to take some
       });
       for (int64_t i = 0; i < n; ++i) CHECK(results[i] == i, "no result");
       for (auto& count : counts) CHECK(count == 1, "index run %d times", count.load());
