@@ -3,6 +3,7 @@
 #   make demo       a small real model generates text for a dozen requests at once
 #   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
 #   make test       C++ and Python tests
+#   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: five minutes of it
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
 #   make bench-serve  the server over HTTP -> benchmarks/results/
@@ -19,7 +20,7 @@ VENV ?= .venv
 JAX ?= jax
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
-.PHONY: demo serve test bench bench-gpu bench-serve lint digest clean
+.PHONY: demo serve test sanitize bench bench-gpu bench-serve lint digest clean
 
 ifdef PY
 ready :=
@@ -52,6 +53,9 @@ serve: $(ready)
 test: $(ready)
 	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure)
 	$(PY) -m pytest $(pytest_workers) $(ARGS)
+
+sanitize: $(ready)
+	build_tools/sanitize.sh $(PY) $(ARGS)
 
 bench: $(ready)
 	$(PY) -m benchmarks.bench_cpu $(ARGS)

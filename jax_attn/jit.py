@@ -36,8 +36,9 @@ def precompile(
     """Compiles every CUDA kernel the specs need into the cache, so that no later process waits.
 
     Needs NVRTC (pip install 'jax-attn[cuda13]') but neither GPU nor driver: run it while building a
-    container, with JAX_ATTN_CACHE_DIR inside the image. The cache is keyed by NVRTC's version too,
-    so use the one that the image will run with.
+    container, with JAX_ATTN_CACHE_DIR inside the image. The cache is keyed by the build of NVRTC
+    too, so use the one that the image will run with. Others may read what root or the same user put
+    there.
 
     specs: one spec or several. Of attention, plan, append (paged specs) and merge.
     target: "sm_90" and the like, instead of each spec's own.
@@ -80,6 +81,15 @@ def _start(operation: str, spec: AttentionSpec) -> list[Future[dict[str, Any]]]:
 def _pool() -> ThreadPoolExecutor:
     """NVRTC uses one core for a kernel, and compiles several at once."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jax_attn-nvrtc")
+
+
+def _forget_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    _pool.cache_clear()
+    _start.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
 
 
 def jobs_of(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:

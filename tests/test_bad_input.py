@@ -608,4 +608,4 @@ def test_environment(name, value):
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError") and value in last
+    assert last.startswith(f"ValueError: {name}: expected ") and value in last

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,21 +35,32 @@ SPEC = ja.AttentionSpec(
 
 # A process of its own, with nothing but the extension: prepares one kernel, prints what came of it.
 CHILD = """
-import importlib.util, json, sys
-extension, nvrtc, cache_dir = json.loads(sys.argv[1])
+import importlib.util, json, os, sys
+extension, nvrtc, cache_dir, dtype, user = json.loads(sys.argv[1])
 spec = importlib.util.spec_from_file_location("jax_attn._core", extension)
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
 core.set_jit_paths(nvrtc, [], cache_dir)
+if user:
+    core.merge_source(90, dtype).compile()  # opens NVRTC, which that user may not reach
+    os.setuid(user)
 sys.stdin.readline()  # so that several processes can start at once
-result = [core.prepare_merge(90, 0) for _ in range(2)][0]
+result = [core.prepare_merge(90, dtype) for _ in range(2)][0]
 print(json.dumps([result, core.jit_stats()]))
 """
 
 
-def start(cache_dir: str, nvrtc: list[str] | None = None) -> subprocess.Popen[str]:
-    arguments = [_core.__file__, jit.nvrtc_candidates() if nvrtc is None else nvrtc, cache_dir]
-    command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
+def start(
+    cache_dir: str,
+    nvrtc: list[str] | None = None,
+    dtype: int = 0,
+    user: int = 0,
+    prefix: tuple[str, ...] = (),
+) -> subprocess.Popen[str]:
+    """user: whose id the process takes on, 0: nobody else's. prefix: a command that runs it."""
+    nvrtc = jit.nvrtc_candidates() if nvrtc is None else nvrtc
+    arguments = [_core.__file__, nvrtc, cache_dir, dtype, user]
+    command = [*prefix, sys.executable, "-c", CHILD, json.dumps(arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -143,6 +157,169 @@ def test_unwritable_folder_keeps_kernels_in_memory(tmp_path, nvrtc):
     assert result["origin"] == "compiled" and result["cache_path"] == ""
     assert stats["memory_hits"] == 1
     assert err.count("kept in memory only") == 1 and "JAX_ATTN_CACHE_DIR" in err
+
+
+def only_in_memory(result: dict, stats: dict, err: str, why: str) -> bool:
+    """The kernel is there, and one sentence says why it is nowhere else."""
+    assert result["origin"] == "compiled" and result["cache_path"] == "" and stats["corrupt"] == 0
+    [line] = err.splitlines()
+    assert line.startswith("jax_attn: compiled kernels are kept in memory only: ")
+    assert why in line and line.endswith(".") and "JAX_ATTN_CACHE_DIR" in line
+    return True
+
+
+def test_renamed_entry_is_a_miss(cache_dir):
+    finish(start(str(cache_dir), dtype=0))
+    [entry] = entries(cache_dir)
+    other, _, _ = finish(start(str(cache_dir), dtype=1))
+    shutil.rmtree(other["cache_path"])
+    entry.rename(other["cache_path"])
+    again, stats, err = finish(start(str(cache_dir), dtype=1))
+    assert again["origin"] == "compiled" and stats["disk_hits"] == 0 and err == ""
+    assert again["cache_path"] == other["cache_path"]
+    cubin, _ = _core.merge_source(ARCH, 1).compile()
+    [entry] = entries(cache_dir)
+    assert (entry / "kernel.cubin").read_bytes() == cubin
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_folder_that_others_may_write_is_no_cache(cache_dir, mode):
+    finish(start(str(cache_dir)))
+    before = entries(cache_dir)
+    cache_dir.parent.parent.chmod(0o755)
+    cache_dir.chmod(mode)
+    for folder in cache_dir.parents:
+        if folder.owner() == cache_dir.owner() and folder.stat().st_mode & 0o77 == 0:
+            folder.chmod(0o755)  # what pytest keeps to itself protects what is in it
+    why = f"{cache_dir} can be written by other users (its mode is {mode:o})"
+    assert only_in_memory(*finish(start(str(cache_dir))), why)
+    assert entries(cache_dir) == before
+
+
+@pytest.fixture
+def open_folder(nvrtc):
+    """A folder that other users can enter, with another user's id."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can take on another user's id")
+    with tempfile.TemporaryDirectory() as name:
+        pathlib.Path(name).chmod(0o755)
+        yield pathlib.Path(name), 12345
+
+
+def test_caches_of_root_and_of_users(open_folder):
+    folder, user = open_folder
+    root_s, users = folder / "root", folder / "user"
+    finish(start(str(root_s)))
+    result, _, err = finish(start(str(root_s), user=user))  # as from an image
+    assert result["origin"] == "disk" and err == ""
+    done = finish(start(str(root_s), user=user, dtype=1))
+    assert only_in_memory(*done, f"cannot create {root_s}/.tmp-")
+
+    users.mkdir()
+    os.chown(users, user, user)
+    assert finish(start(str(users), user=user))[0]["origin"] == "compiled"
+    assert finish(start(str(users), user=user))[0]["origin"] == "disk"
+    why = f"{users} belongs to user {user}, neither to root nor to user 0"
+    assert only_in_memory(*finish(start(str(users))), why)
+    why = f"{users} belongs to user {user}, neither to root nor to user {user + 1}"
+    assert only_in_memory(*finish(start(str(users), user=user + 1)), why)
+
+
+def test_read_only_and_vanished_homes(open_folder):
+    folder, user = open_folder
+    home = folder / "home"
+    home.mkdir()
+    os.chown(home, user, user)
+    home.chmod(0o555)
+    cache_dir = home / ".cache" / "jax_attn"
+    done = finish(start(str(cache_dir), user=user))
+    assert only_in_memory(*done, f"cannot create {home}/.cache: Permission denied")
+    home.rmdir()
+    done = finish(start(str(cache_dir), user=user))
+    assert only_in_memory(*done, f"cannot create {home}: Permission denied")
+
+
+def test_full_disk(tmp_path, nvrtc):
+    mount = 'mount -t tmpfs -o size=16k none {0} && exec "$@"'
+    in_full_disk = ("unshare", "-rm", "sh", "-c", mount.format(tmp_path), "sh")
+    probe = subprocess.run([*in_full_disk, "true"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        pytest.skip(f"no file system of a few bytes to be had: {probe.stderr.strip()}")
+    # Nothing is left of what did not fit: the second one fails for want of the same room.
+    result, stats, err = finish(start(str(tmp_path / "cache"), prefix=in_full_disk))
+    assert only_in_memory(result, stats, err, "No space left on device")
+
+
+# ---- configuration of the cache folder -----------------------------------------------------------
+
+
+def cache_dir_of(monkeypatch: pytest.MonkeyPatch, **env: str) -> str:
+    for name in ("JAX_ATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    return config._cache_dir()
+
+
+def test_cache_folder_of_the_environment(monkeypatch, tmp_path):
+    of = functools.partial(cache_dir_of, monkeypatch)
+    assert of(HOME="/h") == "/h/.cache/jax_attn"
+    assert of(HOME="/h", XDG_CACHE_HOME="/x") == "/x/jax_attn"
+    assert of(HOME="/h", XDG_CACHE_HOME="") == of(HOME="/h", XDG_CACHE_HOME="x")
+    assert of(HOME="/h", XDG_CACHE_HOME="x") == "/h/.cache/jax_attn"
+    assert of(HOME="/h", JAX_ATTN_CACHE_DIR="") == ""  # none
+    assert of(HOME="/h", JAX_ATTN_CACHE_DIR="~/c") == "/h/c"
+    monkeypatch.chdir(tmp_path)
+    assert of(JAX_ATTN_CACHE_DIR="c") == str(tmp_path / "c")  # wherever the process goes later
+    with pytest.raises(
+        ValueError, match=r"JAX_ATTN_CACHE_DIR: expected a path in UTF-8, got '/\\udc"
+    ):
+        of(JAX_ATTN_CACHE_DIR="/\udcff")
+
+
+def test_no_home(monkeypatch, nvrtc):
+    """Neither in the environment nor known to the system, as users of containers are."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    folder = cache_dir_of(monkeypatch)
+    assert only_in_memory(*finish(start(folder)), f"{folder} is no absolute path (is HOME set?)")
+    assert not os.path.lexists(folder)
+
+
+# ---- precompile ----------------------------------------------------------------------------------
+
+FORKS = """
+import dataclasses, os, signal
+import numpy as np
+import jax_attn as ja
+spec = ja.AttentionSpec(8, 2, 72, max_batch=4, max_qo_tokens=16, max_kv_pages=32, target="sm_90")
+assert len(ja.precompile(spec)) == 6  # the threads that do it are there, and wait for more
+pid = os.fork()
+if pid == 0:
+    signal.alarm(100)  # a deadlock ends in a signal
+    other = dataclasses.replace(spec, head_dim_qk=40)
+    assert ja.precompile(other)[0].origin == "compiled"
+    assert ja.precompile(spec)[0].origin == "disk"
+    host = dataclasses.replace(spec, target="cpu")
+    ja.plan(host, [0, 1, 3], [20, 30], [0, 2, 4], np.arange(4))
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert ja.precompile(spec)[0].origin == "memory"
+"""
+
+
+def test_precompile_and_plan_in_a_forked_child(cache_dir):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        env=os.environ | {"JAX_ATTN_CACHE_DIR": str(cache_dir)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_cache_folder(nvrtc):

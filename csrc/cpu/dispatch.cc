@@ -79,8 +79,8 @@ Status SetCpuIsa(const std::string& name) {
     Active().store(all.back(), std::memory_order_release);
     return Status::Ok();
   }
-  return Status::Error("cpu isa: expected one of " + supported + " on this machine, got " + name +
-                       ".");
+  return Status::Error("JAX_ATTN_CPU_ISA: expected one of " + supported + " on this machine, got " +
+                       name + "; leave it unset for the best.");
 }
 
 }  // namespace jax_attn

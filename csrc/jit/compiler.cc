@@ -1,6 +1,11 @@
 #include "jit/compiler.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <shared_mutex>
 #include <vector>
 
 #include "jit/cuda_api.h"
@@ -27,6 +32,16 @@ const std::string& EmbeddedDigest() {
     return Sha256Hex(all);
   }());
   return digest;
+}
+
+// Held by every compile, and by a fork, which so waits for them: a child would find NVRTC's own
+// locks taken by threads that it does not have. It gets a mutex for which none of those waits.
+std::shared_mutex& CompilesOrForks() {
+  static std::atomic<std::shared_mutex*> mutex{new std::shared_mutex};
+  [[maybe_unused]] static const int at_fork =
+      pthread_atfork([] { mutex.load()->lock(); }, [] { mutex.load()->unlock(); },
+                     [] { mutex = new std::shared_mutex; });
+  return *mutex.load(std::memory_order_acquire);
 }
 
 // Frees the program at the end of its scope.
@@ -97,19 +112,19 @@ Status CheckArch(const Nvrtc& nvrtc, const KernelSource& source) {
 
 }  // namespace
 
-std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc_version) {
+std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc) {
   std::string all;
   AddField(&all, EmbeddedDigest());
   AddField(&all, source.text);
   for (const std::string& option : source.options) AddField(&all, option);
-  AddField(&all, nvrtc_version);
+  AddField(&all, nvrtc);
   return Sha256Hex(all);
 }
 
 Status CacheKey(const KernelSource& source, std::string* key) {
   const Nvrtc* nvrtc = nullptr;
   if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
-  *key = CacheKeyFor(source, nvrtc->version);
+  *key = CacheKeyFor(source, nvrtc->version + " " + nvrtc->build);
   return Status::Ok();
 }
 
@@ -117,6 +132,7 @@ Status Compile(const KernelSource& source, std::string* cubin, std::string* log)
   const Nvrtc* nvrtc = nullptr;
   if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
   if (Status status = CheckArch(*nvrtc, source); !status.ok()) return status;
+  const std::shared_lock<std::shared_mutex> lock(CompilesOrForks());
   Program program(*nvrtc, source);
   nvrtcResult error = program.Compile(source.options);
   *log = program.Log();

@@ -9,9 +9,9 @@
 namespace jax_attn {
 
 // Hash of all that changes the binary: the device sources in this extension, the translation unit,
-// the options and the version of NVRTC.
-std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc_version);
-// With the version of the NVRTC that is installed.
+// the options and which NVRTC it is.
+std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc);
+// With the version and the build of the NVRTC in use.
 Status CacheKey(const KernelSource& source, std::string* key);
 
 // Includes are answered from the sources inside this extension, never from the file system.

@@ -1,7 +1,10 @@
 #include "jit/cuda_api.h"
 
 #include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
 
+#include <cstring>
 #include <mutex>
 #include <utility>
 
@@ -17,6 +20,10 @@ struct Libraries {
 };
 Libraries& GetLibraries() {
   static auto& libraries = *new Libraries;  // never destroyed: handlers may outlive static objects
+  // A fork waits for a library that is being opened: the child finds nothing half done.
+  [[maybe_unused]] static const int at_fork =
+      pthread_atfork([] { libraries.mutex.lock(); }, [] { libraries.mutex.unlock(); },
+                     [] { libraries.mutex.unlock(); });
   return libraries;
 }
 
@@ -58,11 +65,13 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
       Resolve(handle, "cuDeviceGet", d->cuDeviceGet),
       Resolve(handle, "cuDeviceGetAttribute", d->cuDeviceGetAttribute),
       Resolve(handle, "cuDevicePrimaryCtxRetain", d->cuDevicePrimaryCtxRetain),
+      Resolve(handle, "cuDevicePrimaryCtxRelease_v2", d->cuDevicePrimaryCtxRelease),
       Resolve(handle, "cuCtxGetCurrent", d->cuCtxGetCurrent),
       Resolve(handle, "cuCtxPushCurrent_v2", d->cuCtxPushCurrent),
       Resolve(handle, "cuCtxPopCurrent_v2", d->cuCtxPopCurrent),
       Resolve(handle, "cuStreamGetCtx", d->cuStreamGetCtx),
       Resolve(handle, "cuModuleLoadData", d->cuModuleLoadData),
+      Resolve(handle, "cuModuleUnload", d->cuModuleUnload),
       Resolve(handle, "cuModuleGetFunction", d->cuModuleGetFunction),
       Resolve(handle, "cuFuncSetAttribute", d->cuFuncSetAttribute),
       Resolve(handle, "cuMemAlloc_v2", d->cuMemAlloc),
@@ -97,6 +106,61 @@ void OpenNvrtcBuiltins(void* nvrtc_version, int major, int minor) {
   dlopen((path.substr(0, slash + 1) + name).c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
 
+// The linker's ID of a loaded file, or where that was left out its name and length in memory.
+std::string BuildId(const dl_phdr_info& file) {
+  std::string id;
+  size_t end = 0;
+  for (int i = 0; i < file.dlpi_phnum; ++i) {
+    const ElfW(Phdr) & segment = file.dlpi_phdr[i];
+    if (segment.p_type == PT_LOAD) end = segment.p_vaddr + segment.p_memsz;
+    if (segment.p_type != PT_NOTE) continue;
+    const char* note = reinterpret_cast<const char*>(file.dlpi_addr + segment.p_vaddr);
+    const char* notes_end = note + segment.p_memsz;
+    ElfW(Nhdr) header;
+    while (note + sizeof(header) <= notes_end) {
+      std::memcpy(&header, note, sizeof(header));
+      const char* name = note + sizeof(header);
+      const char* contents = name + (header.n_namesz + 3) / 4 * 4;
+      note = contents + (header.n_descsz + 3) / 4 * 4;
+      if (note > notes_end) break;
+      if (header.n_type != NT_GNU_BUILD_ID || header.n_namesz != 4 ||
+          std::memcmp(name, "GNU", 4) != 0) {
+        continue;
+      }
+      for (size_t byte = 0; byte < header.n_descsz; ++byte) {
+        for (int shift : {4, 0}) id += "0123456789abcdef"[contents[byte] >> shift & 15];
+      }
+    }
+  }
+  return !id.empty() ? id : std::string(file.dlpi_name) + ":" + std::to_string(end);
+}
+
+// Of the file that `function` is in and of NVRTC's table of built-ins, if that is loaded: both make
+// a cubin what it is, and wheels of one minor version have several of each.
+std::string NvrtcBuild(void* function) {
+  struct Search {
+    const void* base;
+    std::string builds;
+  } search = {nullptr, ""};
+  Dl_info info;
+  if (dladdr(function, &info) != 0) search.base = info.dli_fbase;
+  dl_iterate_phdr(
+      [](dl_phdr_info* file, size_t, void* data) {
+        auto* search = static_cast<Search*>(data);
+        bool is_nvrtc = std::strstr(file->dlpi_name, "libnvrtc-builtins") != nullptr;
+        for (int i = 0; i < file->dlpi_phnum; ++i) {
+          const ElfW(Phdr) & segment = file->dlpi_phdr[i];
+          const auto* begin = reinterpret_cast<const char*>(file->dlpi_addr + segment.p_vaddr);
+          const auto* base = static_cast<const char*>(search->base);
+          is_nvrtc |= segment.p_type == PT_LOAD && begin <= base && base < begin + segment.p_memsz;
+        }
+        if (is_nvrtc) search->builds += (search->builds.empty() ? "" : " ") + BuildId(*file);
+        return 0;
+      },
+      &search);
+  return search.builds;
+}
+
 Status OpenNvrtc(const std::vector<std::string>& candidates, Nvrtc* n) {
   std::string tried;
   void* handle = Open({"libnvrtc.so.13", "libnvrtc.so.12"}, candidates, &tried);
@@ -127,6 +191,7 @@ Status OpenNvrtc(const std::vector<std::string>& candidates, Nvrtc* n) {
   }
   OpenNvrtcBuiltins(reinterpret_cast<void*>(n->nvrtcVersion), major, minor);
   n->version = std::to_string(major) + "." + std::to_string(minor);
+  n->build = NvrtcBuild(reinterpret_cast<void*>(n->nvrtcVersion));
   return Status::Ok();
 }
 

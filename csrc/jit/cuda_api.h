@@ -46,11 +46,13 @@ struct CudaDriver {
   CUresult (*cuDeviceGet)(CUdevice* device, int ordinal);
   CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
   CUresult (*cuDevicePrimaryCtxRetain)(CUcontext* context, CUdevice device);
+  CUresult (*cuDevicePrimaryCtxRelease)(CUdevice device);
   CUresult (*cuCtxGetCurrent)(CUcontext* context);
   CUresult (*cuCtxPushCurrent)(CUcontext context);
   CUresult (*cuCtxPopCurrent)(CUcontext* context);
   CUresult (*cuStreamGetCtx)(CUstream stream, CUcontext* context);
   CUresult (*cuModuleLoadData)(CUmodule* module, const void* image);
+  CUresult (*cuModuleUnload)(CUmodule module);
   CUresult (*cuModuleGetFunction)(CUfunction* function, CUmodule module, const char* name);
   CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
   CUresult (*cuFuncLoad)(CUfunction function);  // null before driver 12.4
@@ -99,6 +101,7 @@ struct Nvrtc {
   nvrtcResult (*nvrtcGetProgramLog)(nvrtcProgram program, char* log);
 
   std::string version;  // "13.5"
+  std::string build;    // which of all libraries of that version: the build IDs of its files
 };
 
 // Libraries to try, in order. Ignored for a library that is already in use.

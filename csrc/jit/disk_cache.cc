@@ -1,10 +1,16 @@
 #include "jit/disk_cache.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
 #include <filesystem>
-#include <fstream>
+#include <random>
 #include <sstream>
 #include <system_error>
 
@@ -18,53 +24,158 @@ namespace fs = std::filesystem;
 constexpr char kCubinFile[] = "kernel.cubin";
 constexpr char kSourceFile[] = "kernel.cu";
 constexpr char kMetaFile[] = "meta";
+constexpr char kMetaTitle[] = "jax_attn kernel 2";
+constexpr char kTemporary[] = ".tmp-";
+constexpr char kTrash[] = ".trash-";
 constexpr int kMaxPublishAttempts = 20;
-constexpr char kMetaTitle[] = "jax_attn kernel 1";
+constexpr off_t kMaxFileBytes = off_t{1} << 28;  // many times the largest cubin
+constexpr time_t kDeadAfterSeconds = 3600;       // a writer takes milliseconds
+// Whatever the umask adds to it: root fills a cache in an image, others read it.
+constexpr mode_t kFolderMode = 0755, kFileMode = 0644;
+constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH, kOthersEnter = S_IXGRP | S_IXOTH;
 
-bool ReadFile(const fs::path& path, std::string* contents) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream buffer;
-  if (!file || !(buffer << file.rdbuf())) return false;
-  *contents = buffer.str();
+Status Errno(const std::string& what, const fs::path& path) {
+  return Status::Error("cannot " + what + " " + path.string() + ": " + std::strerror(errno));
+}
+
+class Fd {
+ public:
+  explicit Fd(int fd) : fd_(fd) {}
+  ~Fd() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+  bool ok() const { return fd_ >= 0; }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// ---- whom to trust ----------------------------------------------------------------------------
+
+// Whoever has the root of the file system has everything: in a user namespace that maps no root,
+// that is not user 0.
+bool IsTrusted(uid_t owner) {
+  struct stat root;
+  return owner == geteuid() || owner == 0 || (stat("/", &root) == 0 && owner == root.st_uid);
+}
+
+bool OnlyOursToWrite(const struct stat& s) {
+  return IsTrusted(s.st_uid) && (s.st_mode & kOthersWrite) == 0;
+}
+
+// As sshd has it of a home: other users write neither `folder` nor what it lies in. But folders of
+// which they can only rename what is theirs (sticky, as /tmp) do, and so does whatever lies in a
+// folder that they cannot enter.
+Status CheckFolder(const fs::path& folder) {
+  if (!folder.is_absolute()) {
+    return Status::Error(folder.string() + " is no absolute path (is HOME set?)");
+  }
+  std::error_code error;
+  const fs::path resolved = fs::canonical(folder, error);
+  if (error) return Status::Error("cannot open " + folder.string() + ": " + error.message());
+  std::string others_write;
+  for (fs::path at = resolved;; at = at.parent_path()) {
+    struct stat s;
+    if (stat(at.c_str(), &s) != 0) return Errno("open", at);
+    if (!S_ISDIR(s.st_mode)) return Status::Error(at.string() + " is not a folder");
+    if (!IsTrusted(s.st_uid)) {
+      return Status::Error(at.string() + " belongs to user " + std::to_string(s.st_uid) +
+                           ", neither to root nor to user " + std::to_string(geteuid()) +
+                           ", who runs this");
+    }
+    const bool is_sticky = at != resolved && (s.st_mode & S_ISVTX) != 0;
+    if ((s.st_mode & kOthersWrite) != 0 && !is_sticky) {
+      char mode[8];
+      std::snprintf(mode, sizeof(mode), "%o", static_cast<unsigned>(s.st_mode & 07777));
+      others_write = at.string() + " can be written by other users (its mode is " + mode + ")";
+    }
+    if ((s.st_mode & kOthersEnter) == 0) others_write.clear();
+    if (at == at.root_path()) break;
+  }
+  return others_write.empty() ? Status::Ok() : Status::Error(others_write);
+}
+
+// mkdir -p, for nobody else to write whatever the umask.
+Status MakeFolders(const fs::path& folder) {
+  fs::path made;
+  for (const fs::path& part : folder) {
+    made /= part;
+    std::error_code ignored;
+    if (mkdir(made.c_str(), kFolderMode) == 0 || errno == EEXIST) continue;
+    const Status status = Errno("create", made);
+    if (!fs::is_directory(made, ignored)) return status;
+  }
+  return Status::Ok();
+}
+
+// ---- reading ----------------------------------------------------------------------------------
+
+// A regular file in an open folder. No links, and no waiting for what turns out to be a pipe.
+bool ReadFile(const Fd& folder, const char* name, std::string* contents) {
+  const Fd file(openat(folder.get(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  struct stat s;
+  if (!file.ok() || fstat(file.get(), &s) != 0 || !S_ISREG(s.st_mode) || !OnlyOursToWrite(s) ||
+      s.st_size > kMaxFileBytes) {
+    return false;
+  }
+  contents->resize(static_cast<size_t>(s.st_size));
+  size_t done = 0;
+  while (done < contents->size()) {
+    const ssize_t n = read(file.get(), &(*contents)[done], contents->size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    done += static_cast<size_t>(n);
+  }
   return true;
 }
 
-bool WriteFile(const fs::path& path, const std::string& contents) {
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file.write(contents.data(), static_cast<std::streamsize>(contents.size()));
-  file.close();
-  return file.good();
+std::string KeyLines(const std::string& key) {
+  return std::string(kMetaTitle) + "\nkey_sha256 " + key + "\n";
 }
 
-// The lines of `meta` that a reader checks.
-std::string MetaHead(const std::string& cubin) {
-  return std::string(kMetaTitle) + "\ncubin_bytes " + std::to_string(cubin.size()) +
-         "\ncubin_sha256 " + Sha256Hex(cubin) + "\n";
+std::string CubinLines(const std::string& cubin) {
+  return "cubin_bytes " + std::to_string(cubin.size()) + "\ncubin_sha256 " + Sha256Hex(cubin) +
+         "\n";
 }
 
-// A name in the same folder that no other process or thread uses.
-fs::path UniqueSibling(const fs::path& path, const char* purpose) {
-  static std::atomic<unsigned> counter{0};
-  char host[64] = "";
-  gethostname(host, sizeof(host) - 1);  // the folder may be shared over a network
-  std::ostringstream name;
-  name << "." << purpose << "-" << host << "-" << getpid() << "-" << counter++;
-  return path.parent_path() / name.str();
+// ---- writing ----------------------------------------------------------------------------------
+
+// A name in the same folder that nobody else uses, on whatever machine that shares it.
+fs::path RandomSibling(const fs::path& path, const char* prefix) {
+  std::random_device random;
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%08x%08x", random(), random());
+  return path.parent_path() / (prefix + std::string(digits));
+}
+
+Status WriteFile(const fs::path& path, const std::string& contents) {
+  const Fd file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kFileMode));
+  if (!file.ok()) return Errno("create", path);
+  size_t done = 0;
+  while (done < contents.size()) {
+    const ssize_t n = write(file.get(), &contents[done], contents.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return Errno("write to", path);
+    done += static_cast<size_t>(n);
+  }
+  return Status::Ok();
 }
 
 Status WriteFiles(const fs::path& folder, const CacheEntry& entry) {
   std::ostringstream meta;
-  meta << MetaHead(entry.cubin) << "options " << entry.options << "\ncompile_ms "
-       << entry.compile_ms << "\n";
-  if (WriteFile(folder / kCubinFile, entry.cubin) &&
-      WriteFile(folder / kSourceFile, entry.source) && WriteFile(folder / kMetaFile, meta.str())) {
-    return Status::Ok();
-  }
-  return Status::Error("cannot write to " + folder.string());
+  meta << KeyLines(entry.key) << CubinLines(entry.cubin) << "options " << entry.options
+       << "\ncompile_ms " << entry.compile_ms << "\n";
+  Status status = WriteFile(folder / kCubinFile, entry.cubin);
+  if (status.ok()) status = WriteFile(folder / kSourceFile, entry.source);
+  if (status.ok()) status = WriteFile(folder / kMetaFile, meta.str());
+  return status;
 }
 
 // Renames a finished folder into place.
-Status Publish(const fs::path& finished, const fs::path& path) {
+Status Publish(const fs::path& finished, const fs::path& path, const std::string& key) {
   std::error_code error;
   // One round more than needed for each other writer that replaces the same corrupt entry
   // meanwhile.
@@ -72,37 +183,77 @@ Status Publish(const fs::path& finished, const fs::path& path) {
     fs::rename(finished, path, error);
     if (!error) return Status::Ok();
     CacheEntry other;
+    other.key = key;
     if (ReadCacheEntry(path.string(), &other) == CacheLookup::kHit) return Status::Ok();
     std::error_code ignored;
-    const fs::path trash = UniqueSibling(path, "trash");
+    const fs::path trash = RandomSibling(path, kTrash);
     fs::rename(path, trash, ignored);
     fs::remove_all(trash, ignored);
   }
   return Status::Error("cannot publish " + path.string() + ": " + error.message());
 }
 
+// A living writer locks its folder.
+Fd LockFolder(const fs::path& folder, bool* is_taken) {
+  const int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  *is_taken = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  return Fd(fd);
+}
+
+// Removes what killed writers left: old, and locked by nobody. Where the file system has no locks,
+// age alone tells.
+void SweepDead(const fs::path& folder) {
+  std::error_code error;
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (name.rfind(kTemporary, 0) != 0 && name.rfind(kTrash, 0) != 0) continue;
+    struct stat s;
+    if (lstat(it->path().c_str(), &s) != 0) continue;
+    if (std::time(nullptr) - s.st_mtime < kDeadAfterSeconds) continue;
+    bool is_taken = false;
+    const Fd lock = LockFolder(it->path(), &is_taken);
+    std::error_code ignored;
+    if (!is_taken) fs::remove_all(it->path(), ignored);
+  }
+}
+
 }  // namespace
 
 CacheLookup ReadCacheEntry(const std::string& path, CacheEntry* entry) {
+  const fs::path folder(path);
+  if (!CheckFolder(folder.parent_path()).ok()) return CacheLookup::kMiss;
   std::error_code error;
-  if (!fs::exists(fs::symlink_status(path, error))) return CacheLookup::kMiss;
+  if (!fs::exists(fs::symlink_status(folder, error))) return CacheLookup::kMiss;
+  const Fd fd(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  struct stat s;
   std::string meta, cubin;
-  if (!ReadFile(fs::path(path) / kMetaFile, &meta) ||
-      !ReadFile(fs::path(path) / kCubinFile, &cubin) || cubin.empty()) {
+  if (!fd.ok() || fstat(fd.get(), &s) != 0 || !OnlyOursToWrite(s) ||
+      !ReadFile(fd, kMetaFile, &meta) || !ReadFile(fd, kCubinFile, &cubin) || cubin.empty()) {
     return CacheLookup::kCorrupt;
   }
-  if (meta.rfind(MetaHead(cubin), 0) != 0) return CacheLookup::kCorrupt;
+  // Keys are of one length.
+  const std::string key_lines = KeyLines(entry->key), cubin_lines = CubinLines(cubin);
+  if (meta.size() < key_lines.size() ||
+      meta.compare(key_lines.size(), cubin_lines.size(), cubin_lines) != 0) {
+    return CacheLookup::kCorrupt;
+  }
+  if (meta.compare(0, key_lines.size(), key_lines) != 0) return CacheLookup::kMiss;
   entry->cubin = std::move(cubin);
   return CacheLookup::kHit;
 }
 
 Status WriteCacheEntry(const std::string& path, const CacheEntry& entry) {
-  const fs::path folder = UniqueSibling(path, "tmp");
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (error) return Status::Error("cannot create " + folder.string() + ": " + error.message());
-  Status status = WriteFiles(folder, entry);
-  if (status.ok()) status = Publish(folder, path);
+  const fs::path cache = fs::path(path).parent_path();
+  Status status = cache.is_absolute() ? MakeFolders(cache) : Status::Ok();
+  if (status.ok()) status = CheckFolder(cache);
+  if (!status.ok()) return status;
+  SweepDead(cache);
+  const fs::path folder = RandomSibling(path, kTemporary);
+  if (mkdir(folder.c_str(), kFolderMode) != 0) return Errno("create", folder);
+  bool is_taken = false;
+  const Fd lock = LockFolder(folder, &is_taken);
+  status = WriteFiles(folder, entry);
+  if (status.ok()) status = Publish(folder, path, entry.key);
   std::error_code ignored;
   fs::remove_all(folder, ignored);  // gone already if it was published
   return status;

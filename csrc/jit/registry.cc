@@ -1,5 +1,7 @@
 #include "jit/registry.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -43,6 +45,11 @@ struct KeyHash {
   size_t operator()(const DeviceKey& key) const { return (*this)(key.kernel) + key.device; }
 };
 
+struct Device {
+  bool is_retained = false;  // its primary context, once, for as long as the process lives
+  std::unique_ptr<CounterPool> counters;
+};
+
 struct Registry {
   std::shared_mutex mutex;  // guards the maps and cache_dir; never held during a compile or a load
   std::unordered_map<KernelKey, std::unique_ptr<Kernel>, KeyHash> kernels;
@@ -50,15 +57,26 @@ struct Registry {
   std::string cache_dir;
   bool cache_trouble_told = false;
 
-  std::mutex counters_mutex;
-  std::unordered_map<int, std::unique_ptr<CounterPool>> counters;  // of devices
+  std::mutex devices_mutex;
+  std::unordered_map<int, Device> devices;  // that have kernels
 
   std::mutex stats_mutex;
   JitStats stats;
 };
+// Never destroyed: handlers may outlive static objects. A forked child begins with an empty one,
+// because threads that are not there may hold locks of the parent's.
+std::atomic<Registry*> current_registry{nullptr};
+
 Registry& GetRegistry() {
-  static auto& registry = *new Registry;  // never destroyed: handlers may outlive static objects
-  return registry;
+  [[maybe_unused]] static const int made = [] {
+    current_registry = new Registry;
+    return pthread_atfork(nullptr, nullptr, [] {
+      auto* registry = new Registry;
+      registry->cache_dir = current_registry.load()->cache_dir;
+      current_registry = registry;
+    });
+  }();
+  return *current_registry.load(std::memory_order_acquire);
 }
 
 template <typename Update>
@@ -76,7 +94,7 @@ void TellCacheTrouble(const std::string& reason) {
   std::fprintf(
       stderr,
       "jax_attn: compiled kernels are kept in memory only: %s. Set JAX_ATTN_CACHE_DIR to a "
-      "folder that can be written.\n",
+      "folder that you, and no other user, can write.\n",
       reason.c_str());
 }
 
@@ -129,6 +147,7 @@ Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* i
     if (!registry.cache_dir.empty()) info->cache_path = registry.cache_dir + "/" + info->name;
   }
   CacheEntry entry;
+  entry.key = hash;
   CacheLookup lookup = CacheLookup::kMiss;
   if (!info->cache_path.empty()) lookup = ReadCacheEntry(info->cache_path, &entry);
   if (lookup == CacheLookup::kHit) {
@@ -153,7 +172,29 @@ Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, Ker
   return Status::Ok();
 }
 
-// Loads `kernel` into the current context of `device`.
+// The module's function, ready to be launched; on an error, `call` says by whom.
+CUresult SetUpFunction(const Kernel& kernel, CUmodule module, LoadedKernel* loaded,
+                       const char** call) {
+  const CudaDriver& d = *loaded->driver;
+  *call = "cuModuleGetFunction";
+  CUresult r = d.cuModuleGetFunction(&loaded->function, module, kernel.entry.c_str());
+  // Under lazy loading the code would reach the device at the first launch, which may be captured.
+  if (r == CUDA_SUCCESS && d.cuFuncLoad != nullptr) {
+    *call = "cuFuncLoad";
+    r = d.cuFuncLoad(loaded->function);
+  }
+  const auto set = [&](int attribute, int64_t value) {
+    if (r != CUDA_SUCCESS) return;
+    *call = "cuFuncSetAttribute";
+    r = d.cuFuncSetAttribute(loaded->function, attribute, static_cast<int>(value));
+  };
+  set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.info.smem_bytes);
+  // A kernel that uses shared memory was sized to fill a multiprocessor with its CTAs.
+  if (kernel.info.smem_bytes > 0) set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
+  return r;
+}
+
+// Loads `kernel` into the current context of `device`. An error leaves nothing loaded.
 Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   const CudaDriver& d = *loaded->driver;
   auto error = [&](const char* call, CUresult result) {
@@ -176,34 +217,48 @@ Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   if (CUresult r = d.cuModuleLoadData(&module, kernel.cubin.data())) {
     return error("cuModuleLoadData", r);
   }
-  if (CUresult r = d.cuModuleGetFunction(&loaded->function, module, kernel.entry.c_str())) {
-    return error("cuModuleGetFunction", r);
+  const char* call = "";
+  if (CUresult r = SetUpFunction(kernel, module, loaded, &call)) {
+    d.cuModuleUnload(module);
+    return error(call, r);
   }
-  // Under lazy loading the code would reach the device at the first launch, which may be captured.
-  if (d.cuFuncLoad != nullptr) {
-    if (CUresult r = d.cuFuncLoad(loaded->function)) return error("cuFuncLoad", r);
-  }
-  const auto set = [&](int attribute, int64_t value) {
-    return d.cuFuncSetAttribute(loaded->function, attribute, static_cast<int>(value));
-  };
-  CUresult r = set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.info.smem_bytes);
-  // A kernel that uses shared memory was sized to fill a multiprocessor with its CTAs.
-  if (r == CUDA_SUCCESS && kernel.info.smem_bytes > 0) {
-    r = set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
-  }
-  if (r != CUDA_SUCCESS) return error("cuFuncSetAttribute", r);
   loaded->smem_bytes = static_cast<unsigned>(kernel.info.smem_bytes);
   loaded->num_threads = static_cast<unsigned>(kernel.info.num_threads);
   return Status::Ok();
 }
 
-// The device's counters, made by whoever loads its first kernel.
-CounterPool* FindOrMakeCounters(const CudaDriver& driver, int device_ordinal) {
+// Leaves the device's primary context as it was, unless a kernel is in it.
+class RetainedContext {
+ public:
+  RetainedContext(const CudaDriver& driver, CUdevice device) : driver_(driver), device_(device) {}
+  ~RetainedContext() {
+    if (is_retained_) driver_.cuDevicePrimaryCtxRelease(device_);
+  }
+  RetainedContext(const RetainedContext&) = delete;
+  RetainedContext& operator=(const RetainedContext&) = delete;
+
+  CUresult Retain(CUcontext* context) {
+    const CUresult r = driver_.cuDevicePrimaryCtxRetain(context, device_);
+    is_retained_ = r == CUDA_SUCCESS;
+    return r;
+  }
+  void Keep() { is_retained_ = false; }
+
+ private:
+  const CudaDriver& driver_;
+  CUdevice device_;
+  bool is_retained_ = false;
+};
+
+// A kernel is in the device's context, which is current: it stays retained, once. Whoever loads the
+// first also makes the counters.
+CounterPool* KeepDevice(const CudaDriver& driver, int device_ordinal, RetainedContext* context) {
   Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.counters_mutex);
-  std::unique_ptr<CounterPool>& pool = registry.counters[device_ordinal];
-  if (pool == nullptr) pool = CounterPool::Make(driver);
-  return pool.get();
+  std::lock_guard<std::mutex> lock(registry.devices_mutex);
+  Device& device = registry.devices[device_ordinal];
+  if (!std::exchange(device.is_retained, true)) context->Keep();
+  if (device.counters == nullptr) device.counters = CounterPool::Make(driver);
+  return device.counters.get();
 }
 
 Status LoadOnDevice(const Kernel& kernel, int device_ordinal, LoadedKernel* loaded) {
@@ -214,14 +269,15 @@ Status LoadOnDevice(const Kernel& kernel, int device_ordinal, LoadedKernel* load
     return Status::Error("device " + std::to_string(device_ordinal) + ": " +
                          d.Describe("cuDeviceGet", r));
   }
-  if (CUresult r = d.cuDevicePrimaryCtxRetain(&loaded->context, device)) {
+  RetainedContext context(d, device);
+  if (CUresult r = context.Retain(&loaded->context)) {
     return Status::Error(d.Describe("cuDevicePrimaryCtxRetain", r));
   }
   if (CUresult r = d.cuCtxPushCurrent(loaded->context)) {
     return Status::Error(d.Describe("cuCtxPushCurrent", r));
   }
   const Status status = LoadHere(kernel, device, loaded);
-  if (status.ok()) loaded->counters = FindOrMakeCounters(d, device_ordinal);
+  if (status.ok()) loaded->counters = KeepDevice(d, device_ordinal, &context);
   CUcontext popped = nullptr;
   d.cuCtxPopCurrent(&popped);
   return status;

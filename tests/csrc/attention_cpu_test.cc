@@ -5,6 +5,7 @@
 // anything is poisoned: unused slots and pages, page ids, workspace, outputs.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -399,11 +400,9 @@ Output Run(const Problem& p, const PlanData& plan, TaskPool& pool) {
   Output out{Array(c.dtype, p.max_qo * c.num_qo_heads * c.dvo),
              std::vector<float>(p.max_qo * c.num_qo_heads, kNan)};
   for (int64_t i = 0; i < p.max_qo * c.num_qo_heads * c.dvo; ++i) out.o.Set(i, kNan);
-  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo});
-  std::vector<RowState> partial_states(plan.header.num_partial_rows);
+  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo}, kNan);
+  std::vector<RowState> partial_states(plan.header.num_partial_rows, {kNan, kNan});
   std::vector<i32> counters(plan.groups.size(), -1);
-  std::memset(partial_o.data(), 0xff, partial_o.size() * 4);
-  std::memset(partial_states.data(), 0xff, partial_states.size() * sizeof(RowState));
   AttentionParams a{};
   a.q = p.q.bytes.data();
   a.k = p.k.bytes.data();
@@ -647,7 +646,16 @@ void TestParallelFor(TaskPool& threads) {
   for (int64_t n : {0, 1, 2, 3, 100}) {
     for (int round = 0; round < 50; ++round) {
       std::vector<std::atomic<int>> counts(n);
-      ParallelFor(threads, n, [&](int64_t i) { counts[i]++; });
+      std::vector<int64_t> results(n, -1);  // no atomics, and looked at first: the call orders them
+      const auto caller = std::this_thread::get_id();
+      ParallelFor(threads, n, [&](int64_t i) {
+        // The caller runs out of work first, and has to wait.
+        const bool is_helper = std::this_thread::get_id() != caller;
+        std::this_thread::sleep_for(std::chrono::microseconds(is_helper ? 500 : 20));
+        results[i] = i;
+        counts[i]++;
+      });
+      for (int64_t i = 0; i < n; ++i) CHECK(results[i] == i, "no result");
       for (auto& count : counts) CHECK(count == 1, "index run %d times", count.load());
     }
   }

@@ -331,7 +331,8 @@ std::vector<int32_t> WithMergeTrees(const AttentionProblem& problem, std::vector
                  reinterpret_cast<WorkItem*>(plan.data() + layout.items), header.num_items, &all);
   header.num_merge_groups = static_cast<i32>(all.size());
   if (header.num_merge_groups > problem.config.max_merge_groups) std::abort();
-  std::memcpy(plan.data() + layout.merge_groups, all.data(), all.size() * sizeof(MergeGroup));
+  std::copy(all.begin(), all.end(),
+            reinterpret_cast<MergeGroup*>(plan.data() + layout.merge_groups));
   std::memcpy(plan.data() + layout.header, &header, sizeof(header));
   return plan;
 }

@@ -1,10 +1,16 @@
 // The host side of the CUDA kernels against a fake driver and a fake NVRTC, both defined here and
 // found by dlopen in this very program: no GPU and no CUDA library is needed, and every call the
 // real libraries would get is seen.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -32,14 +38,14 @@
 #define CHECK_OK(expression)                      \
   if (jax_attn::Status s = (expression); !s.ok()) \
   (std::printf("%s:%d: %s\n", __FILE__, __LINE__, s.message.c_str()), std::exit(1))
-#define CHECK_ERROR(expression, text)                                                         \
-  do {                                                                                        \
-    const jax_attn::Status s = (expression);                                                  \
-    if (s.message.find(text) == std::string::npos) {                                          \
-      std::printf("%s:%d: expected an error with '%s', got '%s'\n", __FILE__, __LINE__, text, \
-                  s.message.c_str());                                                         \
-      std::exit(1);                                                                           \
-    }                                                                                         \
+#define CHECK_ERROR(expression, text)                                                   \
+  do {                                                                                  \
+    const jax_attn::Status s = (expression);                                            \
+    if (s.message.find(text) == std::string::npos) {                                    \
+      std::printf("%s:%d: expected an error with '%s', got '%s'\n", __FILE__, __LINE__, \
+                  std::string(text).c_str(), s.message.c_str());                        \
+      std::exit(1);                                                                     \
+    }                                                                                   \
   } while (false)
 
 using namespace jax_attn;
@@ -118,8 +124,8 @@ FAKE int nvrtcDestroyProgram(FakeProgram** program) {
   return 0;
 }
 FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* const* options) {
+  const std::lock_guard<std::mutex> lock(fake_nvrtc.mutex);    // NVRTC has locks of its own
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // so that racing threads overlap
-  const std::lock_guard<std::mutex> lock(fake_nvrtc.mutex);
   ++fake_nvrtc.compiles;
   fake_nvrtc.options.assign(options, options + num_options);
   fake_nvrtc.last = *program;
@@ -151,11 +157,17 @@ struct {
   std::mutex mutex;
   std::vector<Call> calls;  // memsets and launches
   std::atomic<int> module_loads{0}, set_smem{0}, other_calls{0};
+  std::atomic<int> live_modules{0}, retained[2] = {};  // contexts, by device
   std::atomic<int> load_error{0}, launch_error{0}, memory_error{0}, memset_error{0},
       live_allocations{0}, smem_limit{232448};
+  std::atomic<const char*> failing{""};  // a function that returns an error
   std::atomic<size_t> param_bytes{0};
 } fake_driver;
 thread_local std::vector<uintptr_t> context_stack = {0};
+
+int Fails(const char* function) {
+  return std::strcmp(fake_driver.failing, function) == 0 ? 209 : 0;
+}
 
 uintptr_t StreamContext(const void* stream) { return reinterpret_cast<uintptr_t>(stream) >> 8; }
 
@@ -188,10 +200,14 @@ FAKE int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return 0;
 }
 FAKE int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
-  return ++fake_driver.other_calls, *context = device + 1, 0;
+  return ++fake_driver.other_calls, ++fake_driver.retained[device], *context = device + 1, 0;
 }
+FAKE int cuDevicePrimaryCtxRelease_v2(int device) { return --fake_driver.retained[device], 0; }
 FAKE int cuCtxGetCurrent(uintptr_t* context) { return *context = context_stack.back(), 0; }
-FAKE int cuCtxPushCurrent_v2(uintptr_t context) { return context_stack.push_back(context), 0; }
+FAKE int cuCtxPushCurrent_v2(uintptr_t context) {
+  if (const int error = Fails("cuCtxPushCurrent")) return error;
+  return context_stack.push_back(context), 0;
+}
 FAKE int cuCtxPopCurrent_v2(uintptr_t* context) {
   return *context = context_stack.back(), context_stack.pop_back(), 0;
 }
@@ -202,19 +218,21 @@ FAKE int cuModuleLoadData(uintptr_t* module, const void*) {
   ++fake_driver.other_calls;
   ++fake_driver.module_loads;
   *module = context_stack.back() << 16;  // a module belongs to the context it was loaded in
+  fake_driver.live_modules += fake_driver.load_error == 0;
   return fake_driver.load_error;
 }
+FAKE int cuModuleUnload(uintptr_t) { return --fake_driver.live_modules, 0; }
 FAKE int cuModuleGetFunction(uintptr_t* function, uintptr_t module, const char* name) {
   const std::string entry = name;
   const int op = entry == "attention_kernel" ? 1 : entry == "append_kernel" ? 2 : 3;
-  return *function = module + op, 0;
+  return *function = module + op, Fails("cuModuleGetFunction");
 }
 FAKE int cuFuncSetAttribute(uintptr_t, int attribute, int value) {
   ++fake_driver.other_calls;
   if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) fake_driver.set_smem = value;
-  return 0;
+  return Fails("cuFuncSetAttribute");
 }
-FAKE int cuFuncLoad(uintptr_t) { return ++fake_driver.other_calls, 0; }
+FAKE int cuFuncLoad(uintptr_t) { return ++fake_driver.other_calls, Fails("cuFuncLoad"); }
 FAKE int cuMemAlloc_v2(unsigned long long* address, size_t) {
   ++fake_driver.other_calls;
   if (fake_driver.memory_error != 0) return fake_driver.memory_error;
@@ -363,8 +381,9 @@ void TestDiskCache() {
   namespace fs = std::filesystem;
   const fs::path folder = TemporaryFolder();
   const std::string path = (folder / "deeper" / "entry").string();
-  CacheEntry entry{"the cubin", "the source", "-O9", 1.5};
+  const CacheEntry entry{Sha256Hex("the key"), "the cubin", "the source", "-O9", 1.5};
   CacheEntry read;
+  read.key = entry.key;
   CHECK(ReadCacheEntry(path, &read) == CacheLookup::kMiss);
   CHECK_OK(WriteCacheEntry(path, entry));
   CHECK(ReadCacheEntry(path, &read) == CacheLookup::kHit && read.cubin == entry.cubin);
@@ -385,6 +404,25 @@ void TestDiskCache() {
   damage([&] { fs::remove_all(path), fs::create_directory(path); });
   damage([&] { fs::remove_all(path), std::ofstream(path) << "a file in its place"; });
   damage([&] { fs::remove_all(path), fs::create_symlink("/nonexistent", path); });
+  damage([&] { fs::rename(path, path + "2"), fs::create_symlink(path + "2", path); });
+  const auto link = [&](const std::string& file) {
+    fs::rename(path + file, path + "2" + file), fs::create_symlink(path + "2" + file, path + file);
+  };
+  damage([&] { link("/meta"); });
+  damage([&] { link("/kernel.cubin"); });
+  damage([&] { fs::remove(path + "/meta"), mkfifo((path + "/meta").c_str(), 0600); });
+  fs::remove_all(path + "2");
+  // Files that others may write.
+  damage([&] { CHECK(chmod((path + "/meta").c_str(), 0664) == 0); });
+  damage([&] { CHECK(chmod((path + "/kernel.cubin").c_str(), 0646) == 0); });
+  damage([&] { CHECK(chmod(path.c_str(), 0777) == 0); });
+  if (geteuid() == 0) {
+    for (const char* file : {"", "/meta", "/kernel.cubin"}) {
+      damage([&] { CHECK(chown((path + file).c_str(), 12345, 0) == 0); });
+    }
+  } else {
+    std::printf("not tested, only root can: files of another user\n");
+  }
 
   // Many writers and readers at once, one of them damaging: a reader sees the entry or nothing.
   std::vector<std::thread> threads;
@@ -392,6 +430,7 @@ void TestDiskCache() {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 50; ++i) {
         CacheEntry seen;
+        seen.key = entry.key;
         if (t == 0) fs::remove(path + "/meta");
         CHECK_OK(WriteCacheEntry(path, entry));
         if (ReadCacheEntry(path, &seen) == CacheLookup::kHit) CHECK(seen.cubin == entry.cubin);
@@ -405,8 +444,172 @@ void TestDiskCache() {
   for (const auto& file : fs::directory_iterator(folder / "deeper")) num_left += file.exists();
   CHECK(num_left == 1);  // no temporary folders stay
 
-  CHECK_ERROR(WriteCacheEntry("/proc/nowhere/entry", entry), "cannot create /proc/nowhere/");
+  CHECK_ERROR(WriteCacheEntry("/proc/nowhere/entry", entry), "cannot create /proc/nowhere");
+  CHECK_ERROR(WriteCacheEntry("~/.cache/jax_attn/entry", entry), "is no absolute path");
   fs::remove_all(folder);
+}
+
+// An entry is its key's, whatever it is called.
+void TestCacheBindsKeys() {
+  namespace fs = std::filesystem;
+  const fs::path folder = TemporaryFolder();
+  const std::string one = folder / "one", other = folder / "other";
+  const CacheEntry entry{Sha256Hex("one"), "the cubin", "the source", "-O9", 1.5};
+  CacheEntry wanted{Sha256Hex("other"), "another cubin", "", "", 2.5}, read;
+  CHECK_OK(WriteCacheEntry(one, entry));
+  fs::copy(one, other, fs::copy_options::recursive);
+  read.key = wanted.key;
+  CHECK(ReadCacheEntry(other, &read) == CacheLookup::kMiss);
+  CHECK_OK(WriteCacheEntry(other, wanted));
+  CHECK(ReadCacheEntry(other, &read) == CacheLookup::kHit && read.cubin == "another cubin");
+  CHECK(ReadCacheEntry(one, &read) == CacheLookup::kMiss);
+  read.key = entry.key;
+  CHECK(ReadCacheEntry(one, &read) == CacheLookup::kHit && read.cubin == "the cubin");
+  fs::remove_all(folder);
+}
+
+// Folders that others may write are no cache.
+void TestCacheFolders() {
+  namespace fs = std::filesystem;
+  const fs::path home = TemporaryFolder(), above = home / "above", cache = above / "cache";
+  const CacheEntry entry{Sha256Hex("the key"), "the cubin", "the source", "-O9", 1.5};
+  const mode_t umask_before = umask(0);
+  CHECK_OK(WriteCacheEntry(cache / "entry", entry));
+  umask(umask_before);
+  for (const fs::path& made : {above, cache, cache / "entry"}) {  // for all to read
+    CHECK((fs::status(made).permissions() & fs::perms::all) == fs::perms(0755));
+  }
+  const auto set = [](const fs::path& folder, mode_t mode) {
+    CHECK(chmod(folder.c_str(), mode) == 0);
+  };
+  const auto is_hit = [&] {
+    CacheEntry read;
+    read.key = entry.key;
+    return ReadCacheEntry(cache / "entry", &read) == CacheLookup::kHit;
+  };
+  const auto is_cache = [&] {
+    const Status status = WriteCacheEntry(cache / "another", entry);
+    CHECK(status.ok() == is_hit());
+    if (!status.ok())
+      CHECK(status.message.find("can be written by other users") != std::string::npos);
+    return status.ok();
+  };
+  set(home, 0755);
+  for (const mode_t open : {0775, 0757, 0777}) {
+    for (const fs::path& folder : {cache, above, home}) {
+      set(folder, open);
+      CHECK(!is_cache());
+      set(folder, open | S_ISVTX);
+      CHECK(is_cache() == (folder != cache));
+      set(folder, 0755);
+      CHECK(is_cache());
+    }
+  }
+  set(cache, 0777);
+  CHECK_ERROR(WriteCacheEntry(cache / "another", entry),
+              cache.string() + " can be written by other users (its mode is 777)");
+  set(home, 0700);  // which nobody else can enter
+  CHECK(is_cache());
+  set(home, 0711);
+  CHECK(!is_cache());
+  set(cache, 0755);
+
+  fs::create_directory_symlink(cache, home / "link");  // to a folder that is one
+  CHECK_OK(WriteCacheEntry(home / "link" / "entry", entry));
+  set(above, 0777);
+  CHECK_ERROR(WriteCacheEntry(home / "link" / "entry", entry), above.string() + " can be written");
+  set(above, 0755);
+  if (geteuid() == 0) {
+    for (const fs::path& folder : {cache, above, home}) {
+      CHECK(chown(folder.c_str(), 12345, 0) == 0);
+      CHECK(!is_hit());
+      CHECK_ERROR(WriteCacheEntry(cache / "entry", entry),
+                  folder.string() + " belongs to user 12345, neither to root nor to user 0");
+      CHECK(chown(folder.c_str(), 0, 0) == 0);
+      CHECK(is_hit());
+    }
+  } else {
+    std::printf("not tested, only root can: folders of another user\n");
+  }
+  CHECK_ERROR(WriteCacheEntry(cache / "entry" / "meta" / "entry", entry), "meta is not a folder");
+  CHECK_ERROR(WriteCacheEntry(cache / "entry" / "meta" / "x" / "entry", entry), "cannot create");
+  fs::remove_all(home);
+}
+
+// A full disk, and what a writer leaves that is killed.
+void TestCacheLeftovers() {
+  namespace fs = std::filesystem;
+  const fs::path cache = TemporaryFolder();
+  const CacheEntry entry{Sha256Hex("the key"), "the cubin", "the source", "-O9", 1.5};
+  const auto old_handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0);
+  const rlimit small = {5, before.rlim_max};
+  CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
+  const Status status = WriteCacheEntry(cache / "entry", entry);
+  CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
+  std::signal(SIGXFSZ, old_handler);
+  CHECK_ERROR(status, "cannot write to " + cache.string());
+  CHECK(fs::is_empty(cache));
+
+  const auto leave = [&](const char* name, bool is_old) {
+    fs::create_directory(cache / name);
+    std::ofstream(cache / name / "kernel.cubin") << "half of";
+    const auto now = fs::file_time_type::clock::now();
+    if (is_old) fs::last_write_time(cache / name, now - std::chrono::hours(2));
+  };
+  leave(".tmp-old", true);
+  leave(".tmp-young", false);
+  leave(".tmp-locked", true);
+  leave(".trash-old", true);
+  leave("old", true);  // no temporary folder: an entry
+  const int living = open((cache / ".tmp-locked").c_str(), O_RDONLY | O_DIRECTORY);
+  CHECK(living >= 0 && flock(living, LOCK_EX) == 0);
+  CHECK_OK(WriteCacheEntry(cache / "entry", entry));
+  for (const char* name : {".tmp-young", ".tmp-locked", "old", "entry"}) {
+    CHECK(fs::exists(cache / name));
+  }
+  for (const char* name : {".tmp-old", ".trash-old"}) CHECK(!fs::exists(cache / name));
+  close(living);
+  CHECK_OK(WriteCacheEntry(cache / "entry2", entry));
+  CHECK(!fs::exists(cache / ".tmp-locked"));
+  fs::remove_all(cache);
+}
+
+// A child of a process whose threads compile compiles, too.
+void TestFork() {
+#ifdef __SANITIZE_ADDRESS__
+  std::printf(
+      "not tested: fork, for which that sanitizer's allocator leaves its locks as they are\n");
+  return;
+#endif
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      for (int64_t dim = 8; !stop; dim += 8) {
+        CHECK_OK(PrepareAttention(MakeProblem(1000 * t + dim)));
+      }
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      alarm(60);  // a deadlock ends in a signal
+      KernelInfo info;
+      if (!PrepareAttention(MakeProblem(100000 + 8 * i), &info).ok()) _exit(1);
+      if (info.origin != KernelOrigin::kCompiled) _exit(2);
+      if (!PrepareAttention(MakeProblem(8), &info).ok()) _exit(3);
+      if (info.origin != KernelOrigin::kDisk) _exit(4);  // nothing of the parent's
+      _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
 }
 
 void TestPrepare(const std::string& cache_dir) {
@@ -486,8 +689,12 @@ void TestCacheKey() {
   changed.options = {source.options[0] + source.options[1], source.options[2]};
   CHECK_OK(CacheKey(changed, &other));
   CHECK(key != other);
-  CHECK(CacheKeyFor(source, "13.5") == key);  // the fake one's
-  CHECK(CacheKeyFor(source, "13.6") != key);
+  const Nvrtc* nvrtc = nullptr;
+  CHECK_OK(GetNvrtc(&nvrtc));
+  CHECK(nvrtc->version == "13.5" && !nvrtc->build.empty());
+  CHECK(CacheKeyFor(source, "13.5 " + nvrtc->build) == key);
+  CHECK(CacheKeyFor(source, "13.5 " + nvrtc->build + "0") != key);  // another build of it
+  CHECK(CacheKeyFor(source, "13.6 " + nvrtc->build) != key);
   CHECK_OK(CacheKey(MergeKernelSource({80, kBF16}), &other));  // the architecture is an option
   CHECK(key != other);
 }
@@ -645,7 +852,20 @@ void TestLoadFailures() {
   fake_driver.smem_limit = 101000;
   CHECK_ERROR(LoadAttention(MakeProblem(64), 0), "the device has 101000");
   fake_driver.smem_limit = 232448;
+
+  // Whatever fails gives back what came before it.
+  const int modules = fake_driver.live_modules;
+  CHECK(fake_driver.retained[0] == 1 && fake_driver.retained[1] == 1);  // of the tests above
+  for (const char* function :
+       {"cuCtxPushCurrent", "cuModuleGetFunction", "cuFuncLoad", "cuFuncSetAttribute"}) {
+    fake_driver.failing = function;
+    CHECK_ERROR(LoadAttention(MakeProblem(64), 0), std::string(function) + ": CUDA_ERROR");
+    CHECK(fake_driver.live_modules == modules && fake_driver.retained[0] == 1);
+    CHECK(context_stack.size() == 1);
+  }
+  fake_driver.failing = "";
   CHECK_OK(LoadAttention(MakeProblem(64), 0));
+  CHECK(fake_driver.live_modules == modules + 1 && fake_driver.retained[0] == 1);
   CHECK(context_stack.size() == 1);
 }
 
@@ -747,6 +967,9 @@ int main() {
   TestSha256();
   TestCubin();
   TestDiskCache();
+  TestCacheBindsKeys();
+  TestCacheFolders();
+  TestCacheLeftovers();
 
   const std::filesystem::path cache_dir = TemporaryFolder();
   JitPaths paths;
@@ -766,6 +989,7 @@ int main() {
   TestAppendAndMerge();
   TestPlan();
   TestConcurrentDevices();
+  TestFork();
   TestLookupCost();
   std::filesystem::remove_all(cache_dir);
   std::printf("jit_test: ok\n");
