@@ -268,6 +268,7 @@ class Preparer:
                         priority=body.priority,
                         deadline=None if body.deadline is None else caller.arrival + body.deadline,
                         arrival=caller.arrival,
+                        tenant=caller.tenant,
                     )
                 )
         return Prepared(request_id, self.name, prompts, echoes, sequences, caller.arrival)
