@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +23,9 @@ class Status(enum.StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+_MAX_FLOAT = 3.4e38  # of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
 
-        def finite(value: float) -> bool:
-            return math.isfinite(value)
+        def finite(value: float) -> bool:  # as a float32, too
+            return abs(value) <= _MAX_FLOAT
 
         expect("max_tokens", "at least 0", self.max_tokens >= 0)
         expect("min_tokens", "0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens)
@@ -74,7 +76,7 @@ class SamplingParams:
             "a finite number >= 0",
             finite(self.temperature) and self.temperature >= 0,
         )
-        expect("top_k", "at least 0", self.top_k >= 0)
+        expect("top_k", "0 to 2**31 - 1", 0 <= self.top_k < 2**31)
         expect("top_p", "a number in (0, 1]", 0 < self.top_p <= 1)
         expect("min_p", "a number in [0, 1]", 0 <= self.min_p <= 1)
         expect(
@@ -110,6 +112,7 @@ class Sequence:
     priority: int = 0  # lower first
     deadline: float | None = None  # seconds on the clock that `schedule` is given
     arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
+    tenant: str = ""  # whose it is: tenants have fair shares, and `priority` orders one's own
 
     num_prompt: int = field(init=False)  # len(tokens) when made
     status: Status = field(default=Status.WAITING, init=False)
@@ -130,6 +133,7 @@ class Sequence:
     order: int = field(default=-1, init=False)  # of arrival
     num_preempted: int = field(default=0, init=False)  # times
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
+    is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
     _last: int = field(init=False, repr=False)  # index of the last token of max_tokens
     _packed: bytearray = field(init=False, repr=False)
 
@@ -143,6 +147,11 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens known to the host."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def may_retract(self) -> bool:
+        """Whether a launched sample may turn out to be void, as a grammar was not ready for it."""
+        return self.params.grammar is not None
 
     @property
     def num_pending(self) -> int:

@@ -36,6 +36,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
+    is_clients_fault: bool = False
 
 
 @dataclass
@@ -68,6 +69,7 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.started = self.stopped = False
         self.aborts = False  # what runs, at its next step
+        self.stuck: set[str] = set()  # choices whose grammars get stuck in their third step
         self.says = ""  # by everyone, a token a step, instead of tokens by prompt and seed
         self.live: dict[str, int] = {}  # sequence -> steps so far
         self.aborted: dict[str, int] = {}
@@ -87,12 +89,12 @@ class FakeEngine:
     async def stop(self, drain: bool) -> None:
         self.stopped = True
 
-    def check_grammar(self, text: str) -> None:
-        self._grammars.matcher(text)
-
     async def generate(self, seqs):
         if self.stopped:
             raise EngineStopped("The engine does not run.")
+        for seq in seqs:
+            if seq.params.grammar is not None:
+                self._grammars.matcher(seq.params.grammar)
         if len(self.live) + len(seqs) > self.limits.max_waiting:
             raise QueueFull("full")
         self.submitted += seqs
@@ -147,6 +149,9 @@ class FakeEngine:
                 event = TokenEvent(
                     seq.id, [], finish_reason=FinishReason.ERROR, error="asked to fail"
                 )
+            if seq.id.rpartition("-")[2] in self.stuck and step == 2:
+                event = TokenEvent(seq.id, [], finish_reason=FinishReason.ERROR)
+                event.error, event.is_clients_fault = "grammar: too complex.", True
             self.live[seq.id] += 1
             step += 1
             if event.finish_reason is not None:

@@ -225,9 +225,9 @@ def test_refusals(engine):
                 await collect(engine, sequence(), sequence(max_tokens=5000))
             with pytest.raises(grammar.GrammarError, match="unclosed group"):
                 await collect(engine, sequence(grammar=grammar.from_regex("(")))
-            with pytest.raises(grammar.GrammarError):
-                engine.check_grammar(grammar.from_regex("("))
-            engine.check_grammar(grammar.from_regex("(a)"))
+            with pytest.raises(grammar.GrammarError, match="unclosed group"):  # as it knows by now
+                await collect(engine, sequence(grammar=grammar.from_regex("(")))
+            await collect(engine, sequence(grammar=grammar.from_regex("(a)")))
             with pytest.raises(QueueFull):
                 await collect(engine, *(sequence() for _ in range(51)))
             await collect(engine, sequence())
@@ -430,6 +430,15 @@ def test_a_snapshot_is_made_only_where_somebody_looks(engine, monkeypatch):
 def test_limits(engine):
     assert engine.limits.max_model_len == 64 * 8  # the pool is less than the model's context
     assert (engine.limits.max_running, engine.limits.max_waiting) == (8, 50)
+
+
+def test_a_command_that_comes_at_the_very_end(engine):
+    """While those that wait are told: by the event loop, or by a command itself."""
+    told = []
+    engine._commands.append(lambda: engine._command(lambda: told.append(2), must=False))
+    engine._commands.append(lambda: told.append(1))
+    engine._end()
+    assert told == [1]
 
 
 @pytest.mark.slow

@@ -596,6 +596,25 @@ def test_a_failing_request_fails_alone(server):
     assert server.post(COMPLETIONS, HELLO).status == 200
 
 
+def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
+    """And of one choice, not of all."""
+    body = HELLO | {"max_tokens": 9, "regex": "[a-z ]+"}
+    server.engine.stuck = {"0"}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status == 400 and answer.error["code"] == "invalid_grammar"
+    assert (answer.error["param"], answer.error["type"]) == ("regex", "invalid_request_error")
+    assert answer.error["message"] == "regex: grammar: too complex."
+    *_, error, done = server.events(COMPLETIONS, body)
+    assert json.loads(error)["error"]["code"] == "invalid_grammar" and done == "[DONE]"
+
+    answer = server.post(COMPLETIONS, body | {"n": 2})
+    assert answer.status == 200
+    assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["error", "length"]
+    server.engine.stuck = {"0", "1"}
+    assert server.post(COMPLETIONS, body | {"n": 2}).status == 400
+    assert not server.engine.live
+
+
 def test_the_engine_stops_at_work(slow_server):
     """The drain takes too long: what still runs is told so, and what comes now as well."""
     with slow_server.connect(
