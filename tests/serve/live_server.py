@@ -26,6 +26,10 @@ class Answer:
     body: bytes
 
     @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+    @property
     def json(self):
         return json.loads(self.body)
 
@@ -39,6 +43,11 @@ class LiveServer:
     port: int
     engine: FakeEngine
     app: object
+    uvicorn: uvicorn.Server
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.uvicorn.server_state.connections)
 
     @property
     def url(self) -> str:
@@ -108,7 +117,7 @@ def serving(
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app)
+        yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app, server)
     finally:
         server.should_exit = True
         thread.join(10)
