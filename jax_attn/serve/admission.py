@@ -195,10 +195,10 @@ class _Turns:
     def release(self) -> None:
         while self._waiting:
             tenant, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
+            while turns and turns[0].cancelled():
+                turns.popleft()
             if turns:
+                turns.popleft().set_result(None)
                 self._waiting[tenant] = turns  # behind the others
-            if not turn.cancelled():
-                turn.set_result(None)
                 return
         self._is_taken = False
