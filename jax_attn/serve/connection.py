@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import h11
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 
@@ -15,6 +18,10 @@ class Connection(H11Protocol):
     head_seconds = 30.0
     _timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, config: Config, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head(None)
@@ -22,6 +29,17 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._await_head(self.cycle)
+
+    def send_400_response(self, msg: str) -> None:
+        """The rest of a body, or what follows a request, is no HTTP."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An answer that did not wait for the body would come after this one.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # one has begun, or been
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -38,3 +56,16 @@ class Connection(H11Protocol):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+class _Strict(h11.Connection):
+    """h11 takes a body with both a length and chunks for one in chunks. A proxy in front of this
+    server may go by the length, and so take for a body what is a request here (smuggling)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if names >= {b"content-length", b"transfer-encoding"}:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event

@@ -54,6 +54,13 @@ class LiveServer:
     port: int
     engine: FakeEngine
     app: object
+    uvicorn: uvicorn.Server
+
+    @property
+    def is_busy(self) -> bool:
+        """A connection is open, or a request is worked on."""
+        state = self.uvicorn.server_state
+        return bool(state.connections or state.tasks)
 
     @property
     def url(self) -> str:
@@ -123,7 +130,7 @@ def serving(
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app)
+        yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app, server)
     finally:
         server.should_exit = True
         thread.join(10)
