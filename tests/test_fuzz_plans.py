@@ -9,4 +9,3 @@ def test_some_cases(part):
     if plans.find_binary() is None:
         pytest.skip("no fuzz_plan: an installed package without the C++ tests")
     print(plans.run(part, seed=15, cases=2000, seconds=None))
-

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import random
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -433,6 +434,12 @@ async def leaves_at_once(target: Target):
         await ask(target.port, body, leave_after=target.rng.randrange(3), Authorization=key)
 
 
+def allow_many_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 # ---- connections -------------------------------------------------------------------------------
 
 
@@ -490,6 +497,7 @@ async def asks_for_nothing(target: Target):
 @attacker(heavy=True)
 async def three_thousand_connections(target: Target):
     """That say nothing. Refused or cut, some of them; and all others go on."""
+    allow_many_files()
     writers = []
     for _ in range(3000):
         with contextlib.suppress(OSError):

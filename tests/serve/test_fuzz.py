@@ -34,8 +34,8 @@ def sockets():
     part.close()
 
 
-def test_routes(routes):
-    search.search(routes, SEED, num_cases=600)
+def test_routes(routes, tmp_path):
+    search.search(routes, SEED, num_cases=600, directory=tmp_path)
     assert {200, 400, 404, 405, 415} <= routes.statuses.keys()
 
 
@@ -49,8 +49,8 @@ def test_routes_over_http():
     assert {200, 400} <= part.statuses.keys()
 
 
-def test_sockets(sockets):
-    search.search(sockets, SEED, num_cases=1000, at_once=50)
+def test_sockets(sockets, tmp_path):
+    search.search(sockets, SEED, num_cases=1000, at_once=50, directory=tmp_path)
     assert {200, 400, 404, 405} <= sockets.statuses.keys()
 
 
