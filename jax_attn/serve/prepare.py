@@ -33,6 +33,7 @@ class Prepared:
     prompts: list[list[int]]
     echoes: list[str]  # what precedes the text of each prompt's choices
     sequences: list[Sequence]
+    num_scores: int  # log-probabilities that the answer may hold
     arrival: float  # time.monotonic()
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
     max_tool_calls: int | None = None  # of a choice; None: any number
@@ -40,6 +41,15 @@ class Prepared:
     @property
     def num_choices(self) -> int:
         return len(self.sequences) // len(self.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+_PIECE = 1 << 16  # characters
+_MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
+_MAX_ECHO_CHARS = 1 << 22  # in all choices
 
 
 class Preparer:
@@ -54,6 +64,9 @@ class Preparer:
         self._max_waiting: int = engine.limits.max_waiting
         self._check_grammar = engine.check_grammar
         self._tokenizer = model.tokenizer
+        # A prompt that is too long is refused, not cut.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
@@ -68,20 +81,20 @@ class Preparer:
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]  # type: ignore[assignment]
         prompts = [self.encode(p) if isinstance(p, str) else self._checked(p) for p in prompt]  # type: ignore[arg-type]
+        lengths = self._lengths(body, prompts, "prompt", body.logprobs, body.echo)
         echoes = [""] * len(prompts)
         if body.echo:
-            echoes = [p if isinstance(p, str) else self.decode(p) for p in prompt]  # type: ignore[arg-type]
+            echoes = [p if isinstance(p, str) else self._decode(p) for p in prompt]  # type: ignore[arg-type]
+            if (num_chars := sum(map(len, echoes)) * body.n) > _MAX_ECHO_CHARS:
+                raise bad_field(
+                    "echo",
+                    f"the prompts x n = {body.n} have {num_chars} characters, which are more than "
+                    f"{_MAX_ECHO_CHARS}",
+                )
         params = self._params(body, body.logprobs)
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = True
-            num_scores = sum(map(len, prompts)) * (1 + body.logprobs) * body.n
-            if num_scores > schemas.MAX_SCORES:
-                raise bad_field(
-                    "logprobs",
-                    f"prompt tokens x (1 + logprobs) x n = {num_scores} are more than "
-                    f"{schemas.MAX_SCORES}",
-                )
-        return self._prepared("cmpl", body, prompts, echoes, "prompt", params, caller)
+        return self._prepared("cmpl", body, prompts, echoes, lengths, params, caller)
 
     def chat(self, body: schemas.ChatCompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
@@ -92,11 +105,12 @@ class Preparer:
         )
         prompt = self.encode_messages(body.messages, body.chat_template_kwargs, shown)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        lengths = self._lengths(body, [prompt], "messages", logprobs, echo=False)
         params = self._params(body, logprobs)
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
             params["skip_special_tokens"] = tool_format.begin not in self._special_tokens
-        prepared = self._prepared("chatcmpl", body, [prompt], [""], "messages", params, caller)
+        prepared = self._prepared("chatcmpl", body, [prompt], [""], lengths, params, caller)
         most = None if body.parallel_tool_calls else 1
         return dataclasses.replace(prepared, tool_format=tool_format, max_tool_calls=most)
 
@@ -142,8 +156,11 @@ class Preparer:
                 code="model_not_found",
             )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """most: tokens that are of use. Raises ApiError for a text that has far more."""
+        tokens = self._encode(text, add_special_tokens, "prompt", most)
         if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
             tokens = [self._bos, *tokens]
         return tokens
@@ -153,16 +170,59 @@ class Preparer:
         messages: list[schemas.Message],
         variables: dict[str, Any],
         tools: list[dict[str, Any]] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
             text = self._template.render(plain, variables, tools)
         except chat.ChatTemplateError as error:
             raise bad_field("messages", str(error)) from None
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, False, "messages", most)
+
+    def tokenize(self, body: schemas.TokenizeRequest) -> list[int]:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        most = max(_MOST_TOKENS, self.max_model_len)
+        if body.messages is not None:
+            return self.encode_messages(body.messages, {}, most=most)
+        return self.encode(body.prompt or "", body.add_special_tokens, most)
+
+    def detokenize(self, body: schemas.DetokenizeRequest) -> str:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        most = max(_MOST_TOKENS, self.max_model_len)
+        if len(body.tokens) > most:
+            raise bad_field("tokens", f"expected at most {most} tokens, got {len(body.tokens)}")
+        return self.decode(body.tokens)
+
+    def _encode(
+        self, text: str, add_special_tokens: bool, field: str, most: int | None
+    ) -> list[int]:
+        # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
+        # number of its tokens by a few, so what has twice as many as are of use is known early.
+        num_tokens, limit = 0, 2 * (most or self.max_model_len)
+        for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
+            num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
+            if num_tokens > limit:
+                raise bad_field(
+                    field,
+                    f"{len(text)} characters have more than {limit} tokens: the model's context is "
+                    f"{self.max_model_len} tokens",
+                )
+        return self._ids(text, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of a batch, as that lets other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding.ids
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(self._checked(tokens, "tokens"), skip_special_tokens=False)
+        return self._decode(self._checked(tokens, "tokens"))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
 
     def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
         if (largest := max(tokens, default=0)) >= self._vocab_size:
@@ -214,16 +274,15 @@ class Preparer:
             raise bad_field(field, str(error)) from None
         return text
 
-    def _prepared(
+    def _lengths(
         self,
-        prefix: str,
         body: schemas._Sampling,
         prompts: list[list[int]],
-        echoes: list[str],
         field: str,
-        params: dict[str, Any],
-        caller: Caller,
-    ) -> Prepared:
+        logprobs: int | None,
+        echo: bool,
+    ) -> _Lengths:
+        """Raises ApiError for a request that is larger than any answer may be."""
         limit = "max_tokens"
         if getattr(body, "max_completion_tokens", None) is not None:
             limit = "max_completion_tokens"
@@ -233,9 +292,8 @@ class Preparer:
             raise bad_field(
                 "n", f"{len(prompts)} prompts x n = {body.n} are more than {most} sequences"
             )
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        sequences: list[Sequence] = []
+        each = 0 if logprobs is None else 1 + logprobs  # numbers for a token
+        wanted, num_scores = [], 0
         for prompt in prompts:
             room = self.max_model_len - len(prompt)
             if not prompt:
@@ -252,9 +310,34 @@ class Preparer:
                     f"{len(prompt)} prompt tokens and {max_tokens} more are beyond the model's "
                     f"context of {self.max_model_len} tokens",
                 )
-            wanted = room if max_tokens is None else max_tokens
-            if body.min_tokens > wanted:
-                raise bad_field("min_tokens", f"more than {limit}, {wanted}")
+            if max_tokens is None and each:
+                room = min(room, schemas.MAX_SCORES // (each * body.n))
+            wanted.append(room if max_tokens is None else max_tokens)
+            if body.min_tokens > wanted[-1]:
+                raise bad_field("min_tokens", f"more than {limit}, {wanted[-1]}")
+            num_scores += (wanted[-1] + (len(prompt) if echo else 0)) * each * body.n
+        if num_scores > schemas.MAX_SCORES:
+            raise bad_field(
+                "logprobs",
+                f"tokens x (1 + logprobs) x n = {num_scores} are more than {schemas.MAX_SCORES}; "
+                "use fewer of them",
+            )
+        return _Lengths(wanted, num_scores)
+
+    def _prepared(
+        self,
+        prefix: str,
+        body: schemas._Sampling,
+        prompts: list[list[int]],
+        echoes: list[str],
+        lengths: _Lengths,
+        params: dict[str, Any],
+        caller: Caller,
+    ) -> Prepared:
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        sequences: list[Sequence] = []
+        for prompt, wanted in zip(prompts, lengths.wanted, strict=True):
             for choice in range(body.n):
                 sequences.append(
                     Sequence(
@@ -270,12 +353,27 @@ class Preparer:
                         arrival=caller.arrival,
                     )
                 )
-        return Prepared(request_id, self.name, prompts, echoes, sequences, caller.arrival)
+        return Prepared(
+            request_id, self.name, prompts, echoes, sequences, lengths.num_scores, caller.arrival
+        )
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """Of an answer, at most."""
+
+    wanted: list[int]  # tokens of each prompt's choices
+    num_scores: int  # log-probabilities, all together
 
 
 def namespace(tenant: str, salt: str) -> str:
     """The part of the prefix cache that only this tenant's requests with this salt can hit."""
     return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
+
+
+def owner(namespace: str) -> str:
+    """The tenant whose it is."""
+    return namespace.partition("/")[0]
 
 
 def _seed(seed: int, choice: int) -> int:

@@ -181,7 +181,7 @@ class FakeEngine:
 
     def stats(self) -> dict:
         return {
-            "waiting": 2,
+            "waiting": max(0, len(self.live) - self.limits.max_running),
             "running": len(self.live),
             "pages_free": 40,
             "pages_cached": 14,

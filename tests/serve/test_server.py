@@ -212,12 +212,22 @@ def test_echo_alone(server):
     assert server.post(COMPLETIONS, full | {"max_tokens": 1}).error["param"] == "prompt"
 
 
-def test_logprobs_of_prompts_are_bounded(server, monkeypatch):
+def test_logprobs_are_bounded(server, monkeypatch):
+    """Those of prompts that are echoed, and those of the output, of all choices."""
     monkeypatch.setattr(schemas, "MAX_SCORES", 3 * 20 * 6)
-    body = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True}
-    assert server.post(COMPLETIONS, body | {"logprobs": 5}).status == 200
-    assert server.post(COMPLETIONS, body | {"logprobs": 6}).error["param"] == "logprobs"
-    assert server.post(COMPLETIONS, body | {"logprobs": 6, "echo": False}).status == 200
+    prompts = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True, "max_tokens": 0}
+    outputs = {"prompt": [[1] * 10] * 2, "n": 3, "max_tokens": 10}
+    for body in (prompts, outputs):
+        assert server.post(COMPLETIONS, body | {"logprobs": 5}).status == 200
+        assert server.post(COMPLETIONS, body | {"logprobs": 6}).error["param"] == "logprobs"
+    assert server.post(COMPLETIONS, prompts | {"logprobs": 6, "echo": False}).status == 200
+    chat = HELLO_CHAT | {"logprobs": True, "top_logprobs": 5}
+    assert server.post(CHAT, chat | {"max_tokens": 60}).status == 200
+    assert server.post(CHAT, chat | {"max_tokens": 61}).error["param"] == "logprobs"
+    # Without max_tokens, it is what the context and this bound leave.
+    del chat["max_tokens"]
+    answer = server.post(CHAT, chat | {"n": 2}).json
+    assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [30, 30]
 
 
 def test_a_whole_answer_says_how_long_it_is(server):

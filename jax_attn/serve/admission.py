@@ -1,0 +1,197 @@
+"""Who may ask: what each tenant may hold of the server, and whose turn it is.
+
+What a request costs is known bit by bit: its being there, the bytes of its body, then its choices,
+tokens and log-probabilities. A `Ticket` adds each of them up as it becomes known, before memory is
+taken for it, and is refused with a 429 that says which limit it met.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from jax_attn.serve import schemas
+from jax_attn.serve.errors import ApiError
+
+RETRY_AFTER_SECONDS = 1
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What the requests of one key may hold at once; without keys, those of everybody."""
+
+    requests: int
+    choices: int  # sequences: prompts x n
+    tokens: int = 1 << 23  # of prompts, for each choice; 12 bytes of memory each
+    scores: int = 4 * schemas.MAX_SCORES  # log-probabilities to write; 100 bytes each
+    body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
+
+    @staticmethod
+    def default(max_waiting: int, max_running: int, num_keys: int) -> KeyLimits:
+        """All that the engine takes, or if there are several keys half of its queue."""
+        most = max_waiting + max_running
+        if num_keys > 1:
+            most = max(1, max_waiting // 2)
+        return KeyLimits(requests=most, choices=most)
+
+
+_WORDS = {
+    "requests": "requests in flight",
+    "choices": "choices in flight (prompts x n)",
+    "tokens": "prompt tokens in flight (x n)",
+    "scores": "log-probabilities in flight (tokens x (1 + logprobs) x n)",
+    "body_bytes": "bytes of bodies that are being read",
+}
+
+
+def _whose(tenant: str) -> str:
+    return "of one key" if tenant else "of all clients together"
+
+
+class Gate:
+    """Of an event loop. Hands out tickets as long as there is room for one."""
+
+    def __init__(self, engine: Any, limits: KeyLimits):
+        self._engine, self._limits = engine, limits
+        self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold
+
+    def enter(self, tenant: str, *, queues: bool) -> Ticket:
+        """queues: it will want a place in the engine's queue, whose being full is known by now.
+
+        Raises:
+          ApiError: 429.
+        """
+        if queues and self._engine.stats()["waiting"] >= self._engine.limits.max_waiting:
+            raise queue_full()
+        ticket = Ticket(self, tenant)
+        ticket.take(requests=1)
+        return ticket
+
+    def held(self, tenant: str) -> Counter[str]:
+        return Counter(self._held.get(tenant, {}))
+
+    def _add(self, tenant: str, amounts: dict[str, int]) -> None:
+        held = self._held.get(tenant, Counter())
+        for name, amount in amounts.items():
+            limit = getattr(self._limits, name)
+            if held[name] + amount > limit:
+                raise ApiError(
+                    429,
+                    f"{_WORDS[name]}: expected at most {limit} {_whose(tenant)}, got "
+                    f"{held[name]} and {amount} more; try again when some of them are done",
+                    code=f"too_many_{name}",
+                    retry_after=RETRY_AFTER_SECONDS,
+                )
+        held.update(amounts)
+        self._held[tenant] = held
+
+    def _remove(self, tenant: str, amounts: dict[str, int]) -> None:
+        held = self._held[tenant]
+        held.subtract(amounts)
+        if not any(held.values()):
+            del self._held[tenant]
+
+
+class Ticket:
+    """What one request holds until it leaves."""
+
+    def __init__(self, gate: Gate, tenant: str):
+        self._gate, self.tenant = gate, tenant
+        self._amounts: Counter[str] = Counter()
+
+    def take(self, **amounts: int) -> None:
+        """amounts: of the fields of KeyLimits, all or none. Raises ApiError, 429."""
+        self._gate._add(self.tenant, amounts)
+        self._amounts.update(amounts)
+
+    def give_back(self, name: str) -> None:
+        """All that it took of one of them."""
+        self._gate._remove(self.tenant, {name: self._amounts.pop(name, 0)})
+
+    def leave(self) -> None:
+        """With all that it has. Once is enough, and more do no harm."""
+        if self._amounts:
+            self._gate._remove(self.tenant, self._amounts)
+            self._amounts = Counter()
+
+
+def queue_full() -> ApiError:
+    return ApiError(
+        429,
+        "the queue is full; try again later",
+        code="queue_full",
+        retry_after=RETRY_AFTER_SECONDS,
+    )
+
+
+class Lanes:
+    """Threads for what a body has to go through before it is a request.
+
+    Long bodies go one at a time, as parsing one may keep all other threads from running for a
+    while, and tenants in turn. Short ones do not wait for them.
+    """
+
+    LONG_BYTES = 1 << 16
+    _NUM_THREADS = 4  # for short bodies
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(self._NUM_THREADS, "jax_attn short")
+        self._long = ThreadPoolExecutor(1, "jax_attn long")
+        self._turns = _Turns()
+
+    async def run(
+        self, ticket: Ticket, num_bytes: int, work: Callable[..., Result], *args: Any
+    ) -> Result:
+        """What work(*args) returns or raises."""
+        loop = asyncio.get_running_loop()
+        job = partial(work, *args)
+        if num_bytes <= self.LONG_BYTES:
+            return await loop.run_in_executor(self._short, job)
+        await self._turns.acquire(ticket.tenant)
+        try:
+            return await loop.run_in_executor(self._long, job)
+        finally:
+            self._turns.release()
+
+    def close(self) -> None:
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
+
+
+class _Turns:
+    """A lock that tenants get in turn, and each tenant's requests in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._is_taken = False
+
+    async def acquire(self, tenant: str) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given, too late
+                self.release()
+            raise
+
+    def release(self) -> None:
+        while self._waiting:
+            tenant, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # behind the others
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._is_taken = False
