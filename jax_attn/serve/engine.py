@@ -33,6 +33,7 @@ from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import GrammarError, Grammars, Matcher
 from jax_attn.serve.request import FinishReason, Sequence, Status
 from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
+from jax_attn.serve.tenants import TenantLimits
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class EngineConfig:
     max_prefill_chunk: int = 0  # to which it grows where many wait
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
+    tenant_limits: TenantLimits = TenantLimits()  # of each tenant
     starvation_steps: int = 16  # see SchedulerConfig
     prefix_cache: bool = True
     batch_invariant: bool = False
@@ -471,6 +473,7 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         max_waiting=config.max_waiting,
         max_kv_pages_step=config.max_kv_pages_step or enough,
         starvation_steps=config.starvation_steps,
+        tenant_limits=config.tenant_limits,
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
     )

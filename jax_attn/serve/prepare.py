@@ -351,6 +351,7 @@ class Preparer:
                         priority=body.priority,
                         deadline=None if body.deadline is None else caller.arrival + body.deadline,
                         arrival=caller.arrival,
+                        tenant=caller.tenant,
                     )
                 )
         return Prepared(

@@ -110,6 +110,7 @@ class Sequence:
     priority: int = 0  # lower first
     deadline: float | None = None  # seconds on the clock that `schedule` is given
     arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
+    tenant: str = ""  # whose it is: tenants have fair shares, and `priority` orders one's own
 
     num_prompt: int = field(init=False)  # len(tokens) when made
     status: Status = field(default=Status.WAITING, init=False)
@@ -130,6 +131,7 @@ class Sequence:
     order: int = field(default=-1, init=False)  # of arrival
     num_preempted: int = field(default=0, init=False)  # times
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
+    is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
     _last: int = field(init=False, repr=False)  # index of the last token of max_tokens
     _packed: bytearray = field(init=False, repr=False)
 
@@ -143,6 +145,11 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens known to the host."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def may_retract(self) -> bool:
+        """Whether a launched sample may turn out to be void, as a grammar was not ready for it."""
+        return self.params.grammar is not None
 
     @property
     def num_pending(self) -> int:

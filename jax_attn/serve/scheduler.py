@@ -8,6 +8,9 @@ one before it knows what the last one sampled. Two rules follow:
 - The token that a running sequence continues with may be known to the device only. The sequence is
   scheduled as if it were known, but cached only as far as the host knows its tokens.
 
+Tenants take turns (see `tenants`): tokens of prompts and the right to get in go to the tenant that
+has had the fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
+
 Cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
 while another computes pages that it could share, such as its sibling of n > 1.
 """
@@ -16,23 +19,29 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jax_attn.serve.pages import PageAllocator
 from jax_attn.serve.prefix_cache import Node, RadixCache
 from jax_attn.serve.request import FinishReason, Sequence, Status
+from jax_attn.serve.tenants import Tenant, TenantLimits, Tenants, rank, waiting_rank
 
-# Waiting sequences, from the head of the queue, that are looked up in the prefix cache for a step:
-# a lookup takes some microseconds, and the queue may hold thousands.
+# Waiting sequences, from the heads of the queues, that are looked up in the prefix cache for a
+# step: a lookup takes some microseconds, and there may be thousands. They are of so many tenants.
 _LOOKUPS = 128
+_LOOKUP_TENANTS = 16
 # In how many steps the prompts that wait should be read, as far as max_prefill_chunk lets them.
 _READ_STEPS = 8
 
 
 class QueueFull(Exception):
-    """As many sequences wait as `max_waiting` allows. Try again later."""
+    """As many sequences wait as the limit that the message names. Try again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,15 @@ class SchedulerConfig:
     # Of them, prompt tokens (of all sequences) in a step that also decodes, about, as there may be
     # step_sizes to fill. Where many wait it grows, up to max_prefill_chunk.
     prefill_chunk: int
-    max_waiting: int  # sequences; the preempted count, but are never refused
+    # Sequences; the preempted count, but are never refused. A tenant that has less than its share
+    # of the queue gets in though others have filled it.
+    max_waiting: int
     max_kv_pages_step: int  # entries of a step's page table, shared pages counted for each sequence
     max_prefill_chunk: int = 0  # less than prefill_chunk: that one, however many wait
     starvation_steps: int = 16  # a sequence overtaken in that many steps is overtaken no more
     prefix_cache: bool = True
     step_sizes: tuple[int, ...] = ()  # tokens that a step is padded to, where it has fewer
+    tenant_limits: TenantLimits = TenantLimits()  # of each
 
     def __post_init__(self) -> None:
         for name in (
@@ -86,6 +98,15 @@ class ScheduledSequence:
     num_more_rows: int = 0  # of logits than the last token's: of the scored before it
 
 
+class _Candidate(NamedTuple):
+    """A waiting sequence that was looked up in the prefix cache."""
+
+    seq: Sequence
+    key: bytes
+    num_cached_pages: int
+    may_be_overtaken: bool  # by others of its tenant
+
+
 @dataclass(slots=True)
 class StepPlan:
     entries: list[ScheduledSequence] = field(default_factory=list)
@@ -93,6 +114,7 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)  # lost their slots and pages
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
     num_more_rows: int = 0  # of all entries
+    is_closed: bool = False  # nobody gets in any more: one that may not be overtaken has no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +135,8 @@ class SchedulerStats:
 class Scheduler:
     """Owns the pages, the prefix cache, and every sequence from `add` to `finish`.
 
-    Deterministic: the same calls with the same clock give the same steps. Sequences are ordered by
-    priority, then by arrival; priorities are strict. One thread at a time.
+    Deterministic: the same calls with the same clock give the same steps. Sequences of one tenant
+    are ordered by priority, then by arrival; priorities are strict. One thread at a time.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -122,13 +144,13 @@ class Scheduler:
         self.allocator = PageAllocator(config.num_pages)
         self.cache = RadixCache(self.allocator, config.page_size)
         self._seqs: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # ordered by _waiting_rank
-        self._running: list[Sequence] = []  # ordered by _rank
+        self._tenants = Tenants()
+        self._num_waiting = 0
         self._num_table_pages = 0  # sum of len(seq.pages) over the running
         self._free_slots = list(range(config.max_running))  # a heap
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; finished ones linger
         # Fewer new pages, or entries of the table, let nobody in: what `_admit` found out when it
-        # last looked the queue up. None: since then somebody may need fewer.
+        # last looked the queues up. None: since then somebody may need fewer.
         self._least_need: tuple[int, int] | None = None
         self._arrivals = itertools.count()
         self._num_admissions = 0
@@ -138,13 +160,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """By priority; the preempted before those that have never run; by arrival."""
-        return list(self._waiting)
+        """Tenant by tenant, in turn. By priority; the preempted before those that have never run;
+        by arrival."""
+        return [seq for tenant in self._tenants for seq in tenant.waiting]
 
     @property
     def running(self) -> list[Sequence]:
-        """By priority, then by arrival."""
-        return list(self._running)
+        """Tenant by tenant, in turn. By priority, then by arrival."""
+        return [seq for tenant in self._tenants for seq in tenant.running]
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -158,8 +181,8 @@ class Scheduler:
 
         Raises:
           QueueFull: there is no room for all of them.
-          ValueError: a sequence that could never run (no prompt, longer than max_sequence_tokens),
-            or an id in use.
+          ValueError: a sequence that could never run (no prompt, longer than max_sequence_tokens, a
+            deadline that is no number), or an id in use.
         """
         for seq in seqs:
             num_tokens = seq.num_prompt + seq.params.max_tokens
@@ -170,16 +193,40 @@ class Scheduler:
                     f"{seq.id}: prompt and max_tokens: expected at most {self.max_sequence_tokens} "
                     f"tokens together, got {num_tokens}"
                 )
+            if seq.deadline is not None and math.isnan(seq.deadline):
+                raise ValueError(f"{seq.id}: deadline: expected seconds, got {seq.deadline}")
         if len(self._seqs.keys() | {seq.id for seq in seqs}) < len(self._seqs) + len(seqs):
             raise ValueError(f"{[seq.id for seq in seqs]}: expected ids that are not in use")
-        if len(self._waiting) + len(seqs) > self.config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} of {self.config.max_waiting} are waiting")
+        self._check_queue(Counter(seq.tenant for seq in seqs))
         for seq in seqs:
             seq.order = next(self._arrivals)
             self._seqs[seq.id] = seq
             self._join_queue(seq)
             if seq.deadline is not None:
                 heapq.heappush(self._deadlines, (seq.deadline, seq.order, seq))
+
+    def _check_queue(self, num_new: Counter[str]) -> None:
+        """Raises QueueFull unless each tenant may add so many.
+
+        Whoever is alone has the whole queue. Others cannot fill it so that a tenant is refused its
+        share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
+        """
+        num_tenants = len(self._tenants) + sum(name not in self._tenants for name in num_new)
+        share = self.config.max_waiting // max(num_tenants, 1)
+        is_full = self._num_waiting + num_new.total() > self.config.max_waiting
+        most = self.config.tenant_limits.max_waiting
+        for name, num in num_new.items():
+            num_mine = len(self._tenants[name].waiting) if name in self._tenants else 0
+            if most is not None and num_mine + num > most:
+                raise QueueFull(
+                    f"{num_mine} of your sequences are waiting; with {num} more it would be more "
+                    f"than the {most} that a key may have in the queue"
+                )
+            if is_full and num_mine + num > share:
+                raise QueueFull(
+                    f"the queue is full: {self._num_waiting} of {self.config.max_waiting} are "
+                    f"waiting, and your share of it is {share}"
+                )
 
     def abort(self, seq_id: str) -> Sequence | None:
         """Finishes a sequence in any state; None if there is none of that id (any more)."""
@@ -225,6 +272,28 @@ class Scheduler:
         if seq.status is Status.WAITING:
             self._least_need = None
 
+    def retract(self, seq: Sequence) -> None:
+        """What the next token may be is not known in time: its sample in flight is void, and none
+        is scheduled until `resume`. The token before goes through the model again then.
+
+        Only for sequences that `may_retract`. Of one that is finished by now, nothing happens.
+
+        Raises:
+          ValueError: not exactly one sample is in flight.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        if seq.num_in_flight != 1 or not seq.may_retract:
+            raise ValueError(
+                f"{seq.id}: retract: expected one sample in flight, got {seq.num_in_flight}"
+            )
+        seq.num_in_flight, seq.is_held = 0, True
+        seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+
+    def resume(self, seq: Sequence) -> None:
+        """Undoes `retract`."""
+        seq.is_held = False
+
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR.
 
@@ -247,6 +316,7 @@ class Scheduler:
         else:
             self._leave_queue(seq)
         del self._seqs[seq.id]
+        self._tenants.remove_if_idle(seq.tenant)
         seq.status, seq.finish_reason = Status.FINISHED, reason
 
     # ---- the step ----
@@ -260,10 +330,10 @@ class Scheduler:
         """
         step = StepPlan()
         self._expire(now, step)
+        self._return_share(step)
         self._secure_pages(step)
-        num_left, num_prefill_left = self._schedule_running(step)
-        if not step.preempted:  # nobody goes out and in again within a step
-            self._admit(step, min(num_left, num_prefill_left))
+        num_left = self._schedule_decodes(step)
+        self._schedule_prompts(step, num_left)
         return step if step.entries or step.preempted or step.expired else None
 
     def launched(self, step: StepPlan) -> None:
@@ -276,7 +346,12 @@ class Scheduler:
             seq.num_computed += entry.num_tokens
             seq.num_in_flight += entry.samples
             if was_prompt:
-                self._share(seq, min(seq.num_computed, seq.num_prompt) // self.config.page_size)
+                # What may be computed again is not shared yet.
+                num_final = seq.num_prompt - seq.may_retract
+                self._share(seq, min(seq.num_computed, num_final) // self.config.page_size)
+        self._tenants.charge(
+            ((entry.seq, entry.num_tokens) for entry in step.entries), self.config.max_step_tokens
+        )
 
     def _expire(self, now: float, step: StepPlan) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -288,53 +363,137 @@ class Scheduler:
             self._deadlines = [d for d in self._deadlines if d[2].status is not Status.FINISHED]
             heapq.heapify(self._deadlines)
 
-    def _secure_pages(self, step: StepPlan) -> None:
-        """Gives the running pages for their pending tokens, preempting from the youngest."""
-        page_size = self.config.page_size
-        for seq in list(self._running):
-            if seq.status is not Status.RUNNING:
-                break  # preempted for one before it, and so are all that follow
-            num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
-            if num_new <= 0:
-                continue
-            while not self._grow(seq, num_new):
-                youngest = self._running[-1]
-                self._preempt(youngest)
-                step.preempted.append(youngest)
-                if youngest is seq:
-                    return
+    # ---- shares of tenants ----
 
-    def _schedule_running(self, step: StepPlan) -> tuple[int, int]:
-        """Schedules the running. Returns what is left of the step's and of the prefill's tokens."""
+    def _claimants(self) -> list[Tenant]:
+        """The tenants that wait and have less than their share of slots and of pages, in turn.
+
+        While there are any, nobody else gets in.
+        """
+        if len(self._tenants) < 2 or not self._num_waiting:
+            return []
+        return [
+            tenant
+            for tenant in self._tenants
+            if self._may_run(tenant)
+            and len(tenant.running) < self._share_of_slots
+            and tenant.num_pages + self._num_pages(tenant.waiting[0]) <= self._share_of_pages
+        ]
+
+    @property
+    def _share_of_slots(self) -> int:
+        return self.config.max_running // len(self._tenants)
+
+    @property
+    def _share_of_pages(self) -> int:
+        return self.config.num_pages // len(self._tenants)
+
+    def _may_run(self, tenant: Tenant) -> bool:
+        """Whether one more of its sequences may."""
+        most = self.config.tenant_limits.max_running
+        return bool(tenant.waiting) and (most is None or len(tenant.running) < most)
+
+    def _return_share(self, step: StepPlan) -> None:
+        """Preempts a sequence of a tenant that has more than its share, if a claimant lacks that.
+
+        Whoever is preempted is no claimant, so it does not get in before the one it made room for.
+        """
+        claimants = self._claimants()
+        if not claimants:
+            return
+        if not self._free_slots:
+            most = max(self._tenants, key=lambda tenant: len(tenant.running))
+            exceeds = len(most.running) > self._share_of_slots
+        elif not self._fits(claimants[0].waiting[0]):
+            most = max(self._tenants, key=lambda tenant: tenant.num_pages)
+            exceeds = most.num_pages > self._share_of_pages
+        else:
+            return
+        if exceeds:
+            self._preempt(most.running[-1], step)
+
+    def _fits(self, seq: Sequence) -> bool:
+        num_pages = self._num_pages(seq)
+        num_cached_pages = self.cache.peek(seq.namespace, self._lookup_key(seq))
+        return self._has_room(num_pages - num_cached_pages, num_pages)
+
+    # ---- those that run ----
+
+    def _secure_pages(self, step: StepPlan) -> None:
+        """Gives the running pages for their pending tokens, preempting from the youngest of the
+        tenant that has most pages."""
+        page_size = self.config.page_size
+        for seq in self.running:
+            num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
+            # `seq` may be preempted itself: for one before it, or as the youngest.
+            while num_new > 0 and seq.status is Status.RUNNING and not self._grow(seq, num_new):
+                largest = max(self._tenants, key=lambda tenant: tenant.num_pages)
+                self._preempt(largest.running[-1], step)
+
+    def _schedule_decodes(self, step: StepPlan) -> int:
+        """Schedules those that have read their prompts. Returns how many tokens are left."""
         num_left = self.config.max_step_tokens
-        forced: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for seq in self._running:
+        several: list[Sequence] = []
+        for seq in self.running:
+            if seq.num_computed < seq.num_prompt or seq.is_held:
+                continue
             num_pending = seq.num_pending
-            if num_pending == 1 and seq.num_computed >= seq.num_prompt:
+            if num_pending == 1:
                 step.entries.append(ScheduledSequence(seq, 1, True))
                 num_left -= 1
             elif num_pending:
-                (forced if seq.num_computed >= seq.num_prompt else prefills).append(seq)
+                several.append(seq)
         # Several tokens of a sequence that decodes (forced, or output lost to a preemption) are
         # somebody waiting in the middle of a text: before prompts.
-        for seq in forced:
+        for seq in several:
             num_left -= self._schedule_chunk(step, seq, num_left)
-        num_prefill_left = num_left
-        if step.entries:
-            chunk = self._wanted_chunk(prefills)
-            num_prefill_left = self._chunk_beside(self.config.max_step_tokens - num_left, chunk)
-        for seq in prefills:
-            num_tokens = self._schedule_chunk(step, seq, min(num_left, num_prefill_left))
-            num_left -= num_tokens
-            num_prefill_left -= num_tokens
-        return num_left, num_prefill_left
+        return num_left
 
-    def _wanted_chunk(self, prefills: list[Sequence]) -> int:
+    def _schedule_prompts(self, step: StepPlan, num_left: int) -> None:
+        """Schedules chunks of prompts: each time of the tenant whose turn it is, the next of those
+        that run, and then of those that get in."""
+        reading = {
+            tenant.serial: deque(
+                seq
+                for seq in tenant.running
+                if seq.num_computed < seq.num_prompt and not seq.is_held
+            )
+            for tenant in self._tenants
+        }
+        if step.entries:
+            chunk = self._wanted_chunk(itertools.chain(*reading.values()))
+            num_others = self.config.max_step_tokens - num_left
+            num_left = min(num_left, self._chunk_beside(num_others, chunk))
+        # Nobody goes out and in again within a step.
+        candidates = self._candidates() if num_left > 0 and not step.preempted else {}
+        coming = [self._coming(seq) for seqs in reading.values() for seq in seqs]
+        turns = [(tenant.turn, tenant) for tenant in self._tenants]
+        prompts = {
+            tenant.serial: itertools.chain(
+                reading[tenant.serial],
+                self._admit(step, tenant, candidates.get(tenant.serial, []), coming),
+            )
+            for tenant in self._tenants
+        }
+        heapq.heapify(turns)
+        while turns and num_left > 0:
+            (num_had, _, serial), tenant = turns[0]
+            seq = next(prompts[serial], None)
+            if seq is None:
+                heapq.heappop(turns)
+                continue
+            num_tokens = self._schedule_chunk(step, seq, num_left)
+            num_left -= num_tokens
+            turn = num_had + num_tokens, len(tenant.running), serial
+            heapq.heapreplace(turns, (turn, tenant))
+        self._count_overtaken(step.admitted)
+
+    def _wanted_chunk(self, reading: Iterable[Sequence]) -> int:
         """Tokens of prompts beside decodes: what reads all that wait in _READ_STEPS steps."""
         most = self.config.max_prefill_chunk
         chunk = num_waiting = 0
-        for seq in itertools.chain(prefills, self._waiting):
+        waiting = (seq for tenant in self._tenants for seq in tenant.waiting)
+        for seq in itertools.chain(reading, waiting):
             if chunk >= most:
                 break
             num_waiting += len(seq.tokens) - seq.num_computed
@@ -359,7 +518,7 @@ class Scheduler:
         num_tokens = min(num_pending, max_tokens)
         if seq.params.prompt_logprobs:
             # Half of the rows stay for whoever waits, so that others get in while this one reads.
-            num_spare = self._num_spare_rows(step) // (2 if self._waiting else 1)
+            num_spare = self._num_spare_rows(step) // (2 if self._num_waiting else 1)
             num_tokens = min(num_tokens, 1 + num_spare)
             num_scored = max(0, min(num_tokens, seq.num_prompt - 1 - seq.num_computed))
         if num_tokens:
@@ -377,56 +536,80 @@ class Scheduler:
 
     # ---- admission ----
 
-    def _admit(self, step: StepPlan, num_left: int) -> None:
-        """Lets waiting sequences in while slots, tokens and pages last."""
-        if not (self._waiting and self._free_slots and num_left):
-            return
-        if self._least_need is not None and not self._has_room(*self._least_need):
-            return
-        coming = [self._coming(seq) for seq in self._running if seq.num_computed < seq.num_prompt]
-        candidates = self._candidates()
-        self._least_need = self._need_of_any(candidates)
-        for seq, key, num_cached_pages, may_be_overtaken in candidates:
-            if not (self._num_spare_rows(step) and num_left):
-                break
-            if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
-                continue
-            if seq.num_in_flight or not self._enter(seq, key, num_cached_pages):
-                if may_be_overtaken:
-                    continue
-                break
-            num_left -= self._schedule_chunk(step, seq, num_left)
-            step.admitted.append(seq)
-            coming.append(self._coming(seq))
-        if step.admitted:
-            last_rank = max(map(_rank, step.admitted))
-            for seq in self._waiting[:_LOOKUPS]:  # nobody overtakes from further back
-                seq.num_overtaken += _rank(seq) < last_rank
-
-    def _candidates(self) -> list[tuple[Sequence, bytes, int, bool]]:
-        """(sequence, lookup key, its cached pages, whether others may overtake it), in order.
+    def _candidates(self) -> dict[int, list[_Candidate]]:
+        """Those that might get in now, by serial of the tenant, each tenant's in order.
 
         In each priority: the preempted and the starved in the order of arrival, then by longest
         cached prefix.
         """
+        if not (self._num_waiting and self._free_slots):
+            return {}
+        if self._least_need is not None and not self._has_room(*self._least_need):
+            return {}
+        tenants = self._claimants() or [t for t in self._tenants if self._may_run(t)]
+        tenants = tenants[:_LOOKUP_TENANTS]
+        candidates = {
+            tenant.serial: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
+            for tenant in tenants
+        }
+        # With several tenants, which of them are looked up changes from step to step.
+        is_alone = len(self._tenants) == 1 and candidates
+        self._least_need = self._need_of_any(*candidates.values()) if is_alone else None
+        return candidates
+
+    def _look_up(self, seqs: list[Sequence]) -> list[_Candidate]:
         ranked = []
-        for seq in self._waiting[:_LOOKUPS]:
+        for seq in seqs:
             key = self._lookup_key(seq)
             num_cached_pages = self.cache.peek(seq.namespace, key)
             may_be_overtaken = not (
                 seq.num_preempted or seq.num_overtaken >= self.config.starvation_steps
             )
-            rank = (
+            order = (
                 seq.priority,
                 may_be_overtaken,
                 -num_cached_pages if may_be_overtaken else 0,
                 seq.order,
             )
-            ranked.append((rank, (seq, key, num_cached_pages, may_be_overtaken)))
+            ranked.append((order, _Candidate(seq, key, num_cached_pages, may_be_overtaken)))
         ranked.sort(key=lambda item: item[0])
         return [candidate for _, candidate in ranked]
 
-    def _need_of_any(self, candidates: list[tuple[Sequence, bytes, int, bool]]) -> tuple[int, int]:
+    def _admit(
+        self,
+        step: StepPlan,
+        tenant: Tenant,
+        candidates: list[_Candidate],
+        coming: list[tuple[str, bytes]],
+    ) -> Iterator[Sequence]:
+        """Lets a tenant's candidates in, one each time that the next is asked for, while slots and
+        pages last.
+
+        coming: what the cache is about to get; those who get in are added.
+        """
+        for seq, key, num_cached_pages, may_be_overtaken in candidates:
+            if step.is_closed or not (self._num_spare_rows(step) and self._may_run(tenant)):
+                return
+            if seq.is_held:
+                continue
+            if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
+                continue
+            if seq.num_in_flight or not self._enter(seq, key, num_cached_pages):
+                step.is_closed = not may_be_overtaken
+                continue
+            step.admitted.append(seq)
+            coming.append(self._coming(seq))
+            yield seq
+
+    def _count_overtaken(self, admitted: list[Sequence]) -> None:
+        last_ranks: dict[str, tuple[int, int]] = {}
+        for seq in admitted:
+            last_ranks[seq.tenant] = max(last_ranks.get(seq.tenant, rank(seq)), rank(seq))
+        for name, last_rank in last_ranks.items():
+            for seq in self._tenants[name].waiting[:_LOOKUPS]:  # nobody overtakes from further back
+                seq.num_overtaken += rank(seq) < last_rank
+
+    def _need_of_any(self, candidates: list[_Candidate]) -> tuple[int, int]:
         """The fewest new pages and table entries with which one of them could enter.
 
         Until the cache gets more pages or the head of the queue changes, no candidate needs fewer:
@@ -479,12 +662,14 @@ class Scheduler:
         self._leave_queue(seq)
         seq.node, seq.num_shared = match.node, len(match.pages)
         seq.pages, seq.num_computed = array("i", match.pages), match.num_tokens
+        tenant = self._tenants[seq.tenant]
+        tenant.num_pages += len(seq.pages)
         self._num_table_pages += len(seq.pages)
         grown = self._grow(seq, num_pages - len(seq.pages))
         assert grown
         seq.slot = heapq.heappop(self._free_slots)
         seq.status = Status.RUNNING
-        insort(self._running, seq, key=_rank)
+        insort(tenant.running, seq, key=rank)
         if not seq.num_preempted:
             seq.num_cached = match.num_tokens
             self._num_admissions += 1
@@ -500,7 +685,8 @@ class Scheduler:
         wait until others give theirs back. So no two sequences preempt each other in turns.
         """
         config = self.config
-        num_reserved = len(self._running) + 1 + config.num_pages // 100 if self._running else 0
+        num_running = config.max_running - len(self._free_slots)
+        num_reserved = num_running + 1 + config.num_pages // 100 if num_running else 0
         if self._num_table_pages + num_pages + num_reserved > config.max_kv_pages_step:
             return False
         return num_new + num_reserved <= self._num_available
@@ -510,13 +696,17 @@ class Scheduler:
         return -(-len(seq.tokens) // self.config.page_size)
 
     def _join_queue(self, seq: Sequence) -> None:
-        place = bisect_left(self._waiting, _waiting_rank(seq), key=_waiting_rank)
-        self._waiting.insert(place, seq)
+        waiting = self._tenants.get_or_add(seq.tenant).waiting
+        place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
+        waiting.insert(place, seq)
+        self._num_waiting += 1
         self._on_queue_changed(place)
 
     def _leave_queue(self, seq: Sequence) -> None:
-        place = bisect_left(self._waiting, _waiting_rank(seq), key=_waiting_rank)
-        del self._waiting[place]
+        waiting = self._tenants[seq.tenant].waiting
+        place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
+        del waiting[place]
+        self._num_waiting -= 1
         self._on_queue_changed(place)
 
     def _on_queue_changed(self, place: int) -> None:
@@ -539,6 +729,7 @@ class Scheduler:
         pages = self.allocator.allocate(num_pages)
         assert pages is not None
         seq.pages.extend(pages)
+        self._tenants[seq.tenant].num_pages += num_pages
         self._num_table_pages += num_pages
         return True
 
@@ -567,13 +758,15 @@ class Scheduler:
         assert seq.node is not None
         self.cache.unlock(seq.node)
         self.allocator.free(seq.pages[seq.num_shared :])
-        del self._running[bisect_left(self._running, _rank(seq), key=_rank)]
+        tenant = self._tenants[seq.tenant]
+        del tenant.running[bisect_left(tenant.running, rank(seq), key=rank)]
+        tenant.num_pages -= len(seq.pages)
         self._num_table_pages -= len(seq.pages)
         heapq.heappush(self._free_slots, seq.slot)
         seq.pages, seq.num_computed, seq.slot = array("i"), 0, -1
         seq.node, seq.num_shared = None, 0
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, step: StepPlan) -> None:
         """Back to the queue without pages; prompt and output will be computed again.
 
         A sample in flight stays in flight: the sequence waits at least until its token is known.
@@ -583,13 +776,14 @@ class Scheduler:
         seq.num_preempted += 1
         self._num_preemptions += 1
         self._join_queue(seq)
+        step.preempted.append(seq)
 
     # ---- looking in from outside ----
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_waiting=len(self._waiting),
-            num_running=len(self._running),
+            num_waiting=self._num_waiting,
+            num_running=self.config.max_running - len(self._free_slots),
             num_free_pages=self.allocator.num_free,
             num_cached_pages=self.cache.num_cached,
             num_evictable_pages=self.cache.num_evictable,
@@ -605,7 +799,8 @@ class Scheduler:
         self.cache.check_integrity()
         holders: dict[int, int] = {}
         private: list[int] = []
-        for seq in self._running:
+        running, waiting = self.running, self.waiting
+        for seq in running:
             assert seq.status is Status.RUNNING and self._seqs[seq.id] is seq, seq.id
             assert seq.node is not None, f"{seq.id}: no lock"
             holders[seq.node.serial] = holders.get(seq.node.serial, 0) + 1
@@ -625,21 +820,19 @@ class Scheduler:
         for view in self.cache.walk():
             num_holders = holders.get(view.id, 0)
             assert view.holders == num_holders, f"node {view.id}: {view.holders} != {num_holders}"
-        for seq in self._waiting:
+        for seq in waiting:
             assert seq.status is Status.WAITING and self._seqs[seq.id] is seq, seq.id
             assert not seq.pages and seq.node is None and seq.num_computed == 0, seq.id
-        assert len(self._seqs) == len(self._waiting) + len(self._running)
-        assert self._waiting == sorted(self._waiting, key=_waiting_rank)
-        assert self._running == sorted(self._running, key=_rank)
-        slots = self._free_slots + [seq.slot for seq in self._running]
+        assert len(self._seqs) == len(waiting) + len(running)
+        assert self._num_waiting == len(waiting)
+        for tenant in self._tenants:
+            assert tenant.waiting or tenant.running, "an idle tenant"
+            assert tenant.waiting == sorted(tenant.waiting, key=waiting_rank)
+            assert tenant.running == sorted(tenant.running, key=rank)
+            assert tenant.num_pages == sum(len(seq.pages) for seq in tenant.running)
+            names = {seq.tenant for seq in (*tenant.waiting, *tenant.running)}
+            assert [self._tenants[name] for name in names] == [tenant], names
+        slots = self._free_slots + [seq.slot for seq in running]
         assert sorted(slots) == list(range(self.config.max_running)), "slots"
-        assert self._num_table_pages == sum(len(seq.pages) for seq in self._running)
+        assert self._num_table_pages == sum(tenant.num_pages for tenant in self._tenants)
         assert self._num_table_pages <= self.config.max_kv_pages_step
-
-
-def _rank(seq: Sequence) -> tuple[int, int]:
-    return seq.priority, seq.order
-
-
-def _waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
-    return seq.priority, not seq.num_preempted, seq.order

@@ -213,7 +213,9 @@ class _Sampling(_Request):
         max_length=MAX_GRAMMAR_CHARS,
         description="the output follows this Lark grammar (vLLM: guided_grammar)",
     )
-    priority: int = Field(0, ge=-1000, le=1000, description="lower runs first")
+    priority: int = Field(
+        0, ge=-1000, le=1000, description="lower runs first, of one key's requests"
+    )
     deadline: float | SkipJsonSchema[None] = Field(
         None,
         gt=0,
