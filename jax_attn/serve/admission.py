@@ -34,11 +34,9 @@ class KeyLimits:
     body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
 
     @staticmethod
-    def default(max_waiting: int, max_running: int, num_keys: int) -> KeyLimits:
-        """All that the engine takes, or if there are several keys half of its queue."""
+    def default(max_waiting: int, max_running: int) -> KeyLimits:
+        """All that the engine takes: keys that want more than there is get equal shares of it."""
         most = max_waiting + max_running
-        if num_keys > 1:
-            most = max(1, max_waiting // 2)
         return KeyLimits(requests=most, choices=most)
 
 
@@ -63,16 +61,25 @@ class Gate:
         self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold
 
     def enter(self, tenant: str, *, queues: bool) -> Ticket:
-        """queues: it will want a place in the engine's queue, whose being full is known by now.
+        """queues: it wants a place in the engine's queue, and is refused where it would get none.
 
         Raises:
           ApiError: 429.
         """
-        if queues and self._engine.stats()["waiting"] >= self._engine.limits.max_waiting:
-            raise queue_full()
+        if queues:
+            self._check_queue(tenant)
         ticket = Ticket(self, tenant)
         ticket.take(requests=1)
         return ticket
+
+    def _check_queue(self, tenant: str) -> None:
+        """What the engine will say, as far as it is known without reading the request."""
+        limits = self._engine.limits
+        if self._engine.stats()["waiting"] < limits.max_waiting:
+            return
+        share = limits.max_waiting // len(self._held.keys() | {tenant})
+        if self.held(tenant)["choices"] >= share:
+            raise queue_full(f"the queue is full, and your share of it is {share}")
 
     def held(self, tenant: str) -> Counter[str]:
         return Counter(self._held.get(tenant, {}))
@@ -122,10 +129,10 @@ class Ticket:
             self._amounts = Counter()
 
 
-def queue_full() -> ApiError:
+def queue_full(reason: str) -> ApiError:
     return ApiError(
         429,
-        "the queue is full; try again later",
+        f"{reason}; try again later",
         code="queue_full",
         retry_after=RETRY_AFTER_SECONDS,
     )
@@ -188,10 +195,10 @@ class _Turns:
     def release(self) -> None:
         while self._waiting:
             tenant, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
+            while turns and turns[0].cancelled():
+                turns.popleft()
             if turns:
+                turns.popleft().set_result(None)
                 self._waiting[tenant] = turns  # behind the others
-            if not turn.cancelled():
-                turn.set_result(None)
                 return
         self._is_taken = False

@@ -54,8 +54,8 @@ class Authenticate:
         operator_keys: Iterable[str] = (),
     ):
         self._app = app
-        known = [(key, f"key{i}") for i, key in enumerate(keys)]
-        known += [(key, f"operator{i}") for i, key in enumerate(operator_keys)]
+        known = [(key, f"operator{i}") for i, key in enumerate(operator_keys)]
+        known += [(key, f"key{i}") for i, key in enumerate(keys)]
         self._digests = [_digest(key.encode()) for key, _ in known]
         self._names = [name for _, name in known]
         self._open_paths = frozenset(open_paths)

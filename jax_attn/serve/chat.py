@@ -37,8 +37,8 @@ class ChatTemplate:
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]):
-        """sources: by name. "default" is for all, but "tool_use", if there is one, for requests with
-        tools. A single one is for all, whatever its name.
+        """sources: by name. "default" is for all, but "tool_use", if there is one, for those
+        with tools. A single one is for all, whatever its name.
 
         `variables` are those that templates expect beside the messages, such as bos_token.
         """

@@ -15,9 +15,9 @@ from uvicorn.server import ServerState
 
 from jax_attn.serve.errors import ApiError
 
-# Of what a client sent, parsed at once. A body in chunks of a byte takes a millisecond for 500 of
-# these, in which no other connection is served.
-_READ_BYTES = 4096
+# Of what a client sent, parsed at once, while no other connection is served. A body in chunks of a
+# byte takes a millisecond for 500 bytes, one whose length is known no time worth mentioning.
+_READ_BYTES, _READ_BODY_BYTES = 4096, 65536
 
 
 class Connection(H11Protocol):
@@ -40,8 +40,8 @@ class Connection(H11Protocol):
         self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports
         super().connection_made(transport)
+        self._set_read_size(_READ_BYTES)
         counts = self._of_address.setdefault(self.server_state, Counter())
         counts[self._address] += 1
         if len(self.connections) > self.max_connections:
@@ -52,8 +52,13 @@ class Connection(H11Protocol):
             self._await_head(None)
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():
-            super().data_received(data)
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        is_plain = self.conn.their_state is h11.SEND_BODY and any(
+            name == b"content-length" for name, _ in self.headers
+        )
+        self._set_read_size(_READ_BODY_BYTES if is_plain else _READ_BYTES)
 
     def on_response_complete(self) -> None:
         last = self.cycle
@@ -92,6 +97,9 @@ class Connection(H11Protocol):
     @property
     def _address(self) -> str:
         return self.client[0] if self.client else ""
+
+    def _set_read_size(self, num_bytes: int) -> None:
+        self.transport.max_size = num_bytes  # type: ignore[attr-defined]  # asyncio's, if not uvloop's
 
     def _refuse(self, reason: str) -> None:
         error = ApiError(429, f"{reason}; try again later", code="too_many_connections")

@@ -69,7 +69,8 @@ def seen_by(
 
     seen = snapshot if sees_all else {"pages": {"page_size": snapshot["pages"]["page_size"]}}
     requests = [entry for entry in snapshot["requests"] if sees_all or is_mine(entry)]
-    tree, index = [], dict[int, int]()  # of shown nodes, by their place in the whole tree
+    tree = list[dict[str, Any]]()
+    index = dict[int, int]()  # of shown nodes, by their place in the whole tree
     for i, node in enumerate(snapshot["tree"]):
         if not (sees_all or is_mine(node)):
             continue

@@ -80,8 +80,10 @@ class Preparer:
         prompt = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]  # type: ignore[assignment]
-        prompts = [self.encode(p) if isinstance(p, str) else self._checked(p) for p in prompt]  # type: ignore[arg-type]
+        prompts: list[list[int]] = [self.encode(p) if isinstance(p, str) else p for p in prompt]  # type: ignore[misc]
         lengths = self._lengths(body, prompts, "prompt", body.logprobs, body.echo)
+        for tokens in prompts:
+            self._checked(tokens)
         echoes = [""] * len(prompts)
         if body.echo:
             echoes = [p if isinstance(p, str) else self._decode(p) for p in prompt]  # type: ignore[arg-type]

@@ -342,8 +342,8 @@ class GenerationResponse:
                 async for event in events:
                     self._count(event)
                     yield event
-            except QueueFull:
-                raise queue_full() from None
+            except QueueFull as error:
+                raise queue_full(str(error)) from None
             except EngineStopped:
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 

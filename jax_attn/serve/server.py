@@ -129,9 +129,9 @@ class _Server:
         self._prepare = Preparer(model, engine, config.model_directory, config.model_name)
         self._token_json = TokenJson(TokenBytes(model.tokenizer))
         limits = config.key_limits or KeyLimits.default(
-            engine.limits.max_waiting, engine.limits.max_running, len(config.api_keys)
+            engine.limits.max_waiting, engine.limits.max_running
         )
-        self._gate, self._lanes = Gate(engine, limits), Lanes()
+        self.gate, self._lanes = Gate(engine, limits), Lanes()
         self._created = int(time.time())
         self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()
@@ -176,7 +176,7 @@ class _Server:
         self._need_ready()
         record = request.state.record
         tenant = _tenant(request)
-        ticket = self._gate.enter(tenant, queues=True)
+        ticket = self.gate.enter(tenant, queues=True)
         try:
             caller = Caller(tenant, record.arrival)
             body, prepared, style = await self._with_body(request, ticket, prepare, caller)
@@ -252,7 +252,7 @@ class _Server:
         return await self._transform(request, work)
 
     async def _transform(self, request: Request, work: Callable[[bytes], bytes]) -> Response:
-        ticket = self._gate.enter(_tenant(request), queues=False)
+        ticket = self.gate.enter(_tenant(request), queues=False)
         try:
             answer = await self._with_body(request, ticket, work)
         finally:

@@ -41,6 +41,10 @@ class Answer:
     body: bytes
 
     @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+    @property
     def json(self):
         return json.loads(self.body)
 
@@ -61,6 +65,10 @@ class LiveServer:
         """A connection is open, or a request is worked on."""
         state = self.uvicorn.server_state
         return bool(state.connections or state.tasks)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.uvicorn.server_state.connections)
 
     @property
     def url(self) -> str:
