@@ -15,6 +15,8 @@ from typing import Any
 from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.events import TokenEvent
+from jax_attn.serve.grammar import CompiledGrammar
+from jax_attn.serve.grammar_compiler import GrammarCompiler
 from jax_attn.serve.request import FinishReason, Sequence
 
 log = logging.getLogger("jax_attn.serve")
@@ -63,6 +65,7 @@ class AsyncEngine:
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
+        self._compiler = GrammarCompiler(self._engine.grammars)
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake, as are:
@@ -95,10 +98,6 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    def check_grammar(self, grammar: str) -> None:
-        """Compiles it into the cache, from any thread. Raises GrammarError."""
-        self._engine.grammars.matcher(grammar)
-
     async def generate(self, seqs: Seq[Sequence]) -> AsyncIterator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
@@ -107,14 +106,15 @@ class AsyncEngine:
         Closing or cancelling the iterator aborts what is left, before the next step.
 
         Raises:
-          QueueFull, ValueError: as Engine.submit, at the first event.
+          QueueFull, ValueError: as Engine.submit, at the first event. GrammarError is one.
           EngineStopped.
         """
+        compiled = await self._compile(seqs)
         subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue())
         submitted: Future[None] = Future()
         left = {seq.id for seq in seqs}
         try:
-            self._command(lambda: self._submit(seqs, subscriber, submitted))
+            self._command(lambda: self._submit(seqs, compiled, subscriber, submitted))
             await asyncio.wrap_future(submitted)
             while left:
                 for event in _all_news(await subscriber.events.get(), subscriber.events):
@@ -125,6 +125,14 @@ class AsyncEngine:
             refused = submitted.done() and not submitted.cancelled() and submitted.exception()
             if left and not refused:
                 self._command(lambda: self._abort(left), must=False)
+
+    async def _compile(self, seqs: Seq[Sequence]) -> dict[str, CompiledGrammar]:
+        """Their grammars, each by its text, with what one may take and no more."""
+        return {
+            grammar: await asyncio.wrap_future(self._compiler.compile(grammar, tenant))
+            for grammar, tenant in {(s.params.grammar, s.tenant): None for s in seqs}
+            if grammar is not None
+        }
 
     def stats(self) -> dict[str, Any]:
         """See Engine.stats; as of the last step."""
@@ -203,14 +211,18 @@ class AsyncEngine:
         self._publish()
 
     def _submit(
-        self, seqs: Seq[Sequence], subscriber: _Subscriber, submitted: Future[None]
+        self,
+        seqs: Seq[Sequence],
+        compiled: dict[str, CompiledGrammar],
+        subscriber: _Subscriber,
+        submitted: Future[None],
     ) -> None:
         if not submitted.set_running_or_notify_cancel():
             return  # the client went before it came to this
         try:
             if self._has_ended:
                 raise EngineStopped("The engine does not run.")
-            self._engine.submit(seqs)
+            self._engine.submit(seqs, compiled)
         except Exception as error:
             submitted.set_exception(error)
             return
@@ -248,7 +260,10 @@ class AsyncEngine:
     def _end(self) -> None:
         """Tells everybody who still waits."""
         self._has_ended = True
-        for command in self._commands:
+        self._compiler.close()
+        with self._wake:  # whoever comes from now on is refused, or leaves behind what nobody needs
+            commands, self._commands = self._commands, deque()
+        for command in commands:
             command()
         reason, message = FinishReason.ABORT, None
         if self.failure is not None:

@@ -20,6 +20,9 @@ from jax_attn.serve.errors import ApiError
 _READ_BYTES, _READ_BODY_BYTES = 4096, 65536
 
 
+_MAX_HEAD_BYTES = 16384  # of the request line and headers, where uvicorn is not told another
+
+
 class Connection(H11Protocol):
     """Closed where no request has begun in time, headers complete: uvicorn by itself would keep a
     new connection that says nothing, and any that sends its headers a byte at a time, for ever.
@@ -37,7 +40,7 @@ class Connection(H11Protocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size)
+        self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +58,8 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
+        if self.transport.is_closing():  # what came was no HTTP, and may have had no headers
+            return
         is_plain = self.conn.their_state is h11.SEND_BODY and any(
             name == b"content-length" for name, _ in self.headers
         )

@@ -10,13 +10,16 @@
 Step n + 1 is scheduled, planned and dispatched before the tokens of step n are known: a decode
 takes its token from the device's memory. While the device computes step n + 1, the host reads step
 n. Where a grammar is to mask what may be sampled, it only then dispatches the sampling of step
-n + 1, with the masks that the tokens of step n made possible.
+n + 1, with the masks that the tokens of step n made possible. Masks are made by other threads (see
+`masks`); a sequence whose mask is late has no token of this step, and sits out the next ones until
+it is there.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +33,13 @@ from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
-from jax_attn.serve.grammar import GrammarError, Grammars, Matcher
+from jax_attn.serve.grammar import CompiledGrammar, Grammars
+from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
 from jax_attn.serve.request import FinishReason, Sequence, Status
 from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
 from jax_attn.serve.tenants import TenantLimits
+
+log = logging.getLogger("jax_attn.serve")
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,11 @@ class _Stream:
 
     seq: Sequence
     detokenizer: Detokenizer
-    matcher: Matcher | None
-    jumps: bool  # forced tokens are appended without being sampled
+    constraint: Constraint | None
     stop_tokens: frozenset[int]
-    is_masked: bool  # the host has a say in what may be sampled
     needs_state: bool  # of the sampler, and the device does not have its counts and biases
     prompt_logprobs: list[TokenLogprob]  # by now, until the first event has them
+    at_length: bool = False  # has all of max_tokens, and its grammar is to say if that is the end
 
 
 @dataclass(slots=True)
@@ -113,6 +118,8 @@ class Engine:
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
         self._pending: _Launched | None = None
         self._last_plan: StepPlan | None = None
+        self._masks = workers()
+        self._held: dict[str, _Stream] = {}  # those that wait for their masks, and for nothing else
         self.step_stats = StepStats(0)
         self._totals = dict.fromkeys(("steps", "generated_tokens", "jump_forward_tokens"), 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -128,14 +135,18 @@ class Engine:
         """Prompt and max_tokens together, at most."""
         return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
 
-    def submit(self, seqs: Seq[Sequence]) -> None:
+    def submit(
+        self, seqs: Seq[Sequence], compiled: Mapping[str, CompiledGrammar] | None = None
+    ) -> None:
         """Queues the sequences, all or none.
+
+        compiled: grammars by their text; others are compiled here, whatever time that takes.
 
         Raises:
           QueueFull: try again later.
           ValueError: a sequence that cannot run, in one sentence; GrammarError is one.
         """
-        streams = [self._make_stream(seq) for seq in seqs]
+        streams = [self._make_stream(seq, compiled or {}) for seq in seqs]
         self.scheduler.add(*seqs)
         self._streams |= {stream.seq.id: stream for stream in streams}
 
@@ -149,7 +160,7 @@ class Engine:
         """Whether `step` has anything to do or to tell."""
         return bool(self._streams or self._events or self._pending)
 
-    def _make_stream(self, seq: Sequence) -> _Stream:
+    def _make_stream(self, seq: Sequence, compiled: Mapping[str, CompiledGrammar]) -> _Stream:
         params, config = seq.params, self.model.config
         num_tokens = seq.num_prompt + params.max_tokens
         if num_tokens > config.max_positions:
@@ -173,18 +184,20 @@ class Engine:
                     raise ValueError(
                         f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}."
                     )
-        matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
-        # Forced tokens have no logprobs, as the model is not asked about them.
-        jumps = self.config.jump_forward and params.logprobs is None
-        ends_at_eos = matcher is not None or not params.ignore_eos
+        constraint = None
+        if (grammar := params.grammar) is not None:
+            known = compiled.get(grammar)
+            matcher = known.matcher() if known else self.grammars.matcher(grammar)
+            # Forced tokens have no logprobs, as the model is not asked about them.
+            jumps = self.config.jump_forward and params.logprobs is None
+            constraint = Constraint(matcher, -(-config.vocab_size // 32), jumps)
+        ends_at_eos = constraint is not None or not params.ignore_eos
         stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
         return _Stream(
             seq,
             Detokenizer(self._texts, params.stop, params.skip_special_tokens),
-            matcher,
-            jumps,
+            constraint,
             frozenset(stop_tokens),
-            is_masked=matcher is not None or params.min_tokens > 0,
             needs_state=sampling.keeps_state(params),
             prompt_logprobs=(
                 [TokenLogprob(seq.tokens[0], None, ())] if params.prompt_logprobs else []
@@ -196,25 +209,37 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Launches the next step, and tells what became of the one before."""
         self.step_stats = StepStats(self.step_stats.index + 1)
+        with self._phase("retire"):
+            self._take_late_turns()
         with self._phase("schedule"):
             plan = self.scheduler.schedule(time.monotonic())
         before, self._pending = self._pending, None
         self._last_plan = plan
         launched = self._pending = None if plan is None else self._launch(plan)
-        waits = launched is not None and any(stream.is_masked for _, stream in launched.streams)
-        if launched is not None and not waits:
+        # A grammar's mask is of the token before, so that it has to be known.
+        needs_tokens = launched is not None and any(s.constraint for _, s in launched.streams)
+        if launched is not None and not needs_tokens:
             self._sample(launched)
         if before is not None:
             self._retire(before)
-        if launched is not None and waits:
+        if launched is not None and needs_tokens:
+            self._await_turns(launched)
             self._sample(launched)
         if plan is None and before is None and self._streams and not self._events:
+            self._wait_for_held()
+        return self._take_events()
+
+    def _wait_for_held(self) -> None:
+        """Where there is nothing else to do."""
+        turns = [stream.constraint.turn for stream in self._held.values() if stream.constraint]
+        if not turns:
             # Nothing would ever change, and whoever calls this would do so for ever.
             raise RuntimeError(
                 f"The scheduler has no step for {len(self.scheduler.running)} running and "
                 f"{len(self.scheduler.waiting)} waiting sequences, and none is in flight."
             )
-        return self._take_events()
+        with self._phase("wait"):
+            self._masks.wait_for_any([turn for turn in turns if turn is not None], _REST_SECONDS)
 
     def _launch(self, plan: StepPlan) -> _Launched | None:
         """Gives the device the forward pass of a step, if there is one."""
@@ -223,7 +248,10 @@ class Engine:
             self._close(seq)
         for seq in plan.admitted:
             self.device.set_params(seq.slot, seq.params)
-            self._streams[seq.id].needs_state = sampling.keeps_state(seq.params)
+            stream = self._streams[seq.id]
+            stream.needs_state = sampling.keeps_state(seq.params)
+            if stream.constraint is not None and stream.constraint.turn is None:
+                self._masks.start(stream.constraint, None)
         stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
         if not plan.entries:
             return None
@@ -251,16 +279,27 @@ class Engine:
             for row, stream in launched.streams:
                 if stream.seq.status is Status.FINISHED:
                     continue
-                if stream.is_masked:
-                    if mask is None:
-                        bucket = launched.batch.bucket
-                        mask = sampling.allow_all(bucket.num_rows, self.model.config.vocab_size)
-                    if not self._fill_mask(mask[row], stream):
+                if stream.constraint is not None:
+                    allowed = self._mask_of(stream)
+                    if allowed is None:
                         continue
+                elif self._may_not_stop(stream):
+                    allowed = None
+                else:
+                    wanted.append((row, stream))
+                    continue
+                if mask is None:
+                    bucket = launched.batch.bucket
+                    mask = sampling.allow_all(bucket.num_rows, self.model.config.vocab_size)
+                if allowed is not None:
+                    mask[row] = allowed
+                else:
+                    sampling.forbid(mask[row], stream.stop_tokens)
+                wanted.append((row, stream))
+            for _, stream in wanted:
                 if stream.needs_state:
                     seq, stream.needs_state = stream.seq, False
                     self.device.set_state(seq.slot, seq.params, seq.tokens, seq.num_prompt)
-                wanted.append((row, stream))
             launched.streams = wanted
         # Forgotten here, so that the next step's may have the same memory.
         scores, launched.scores = launched.scores, None
@@ -268,22 +307,76 @@ class Engine:
             with self._phase("dispatch"):
                 launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
 
-    def _fill_mask(self, mask: np.ndarray, stream: _Stream) -> bool:
-        """What may be sampled. False: no token is wanted, as some are forced or it has ended."""
+    def _may_not_stop(self, stream: _Stream) -> bool:
+        """Whether the sample in flight is one of the first min_tokens: it need not be known."""
         seq = stream.seq
-        if stream.matcher is None:
-            if seq.num_output < seq.params.min_tokens:
-                sampling.forbid(mask, stream.stop_tokens)
+        return seq.num_output + seq.num_in_flight - 1 < seq.params.min_tokens
+
+    # ---- grammars ------------------------------------------------------------------------------
+
+    def _await_turns(self, launched: _Launched) -> None:
+        """Gives the masks of a step a moment, but for those whose grammar is known to be slow."""
+        constraints = (s.constraint for _, s in launched.streams if s.seq.id in self._streams)
+        turns = [c.turn for c in constraints if c is not None and not c.was_slow]
+        with self._phase("retire"):
+            self._masks.wait([turn for turn in turns if turn is not None], SLOW_SECONDS)
+
+    def _mask_of(self, stream: _Stream) -> np.ndarray | None:
+        """What may be sampled now. None: no token is wanted, as some are forced, or the sequence
+        has ended or has to wait for its mask."""
+        assert stream.constraint is not None and stream.constraint.turn is not None
+        turn = stream.constraint.turn
+        if not turn.is_done:
+            self.scheduler.retract(stream.seq)
+            self._held[stream.seq.id] = stream
+            # The device counts the token that it samples all the same.
+            stream.needs_state = sampling.keeps_state(stream.seq.params)
+            return None
+        return turn.mask if self._take_turn(stream, turn) else None
+
+    def _take_late_turns(self) -> None:
+        for stream in list(self._held.values()):
+            assert stream.constraint is not None and stream.constraint.turn is not None
+            if stream.constraint.turn.is_done:
+                del self._held[stream.seq.id]
+                self._take_turn(stream, stream.constraint.turn)
+                self.scheduler.resume(stream.seq)
+
+    def _take_turn(self, stream: _Stream, turn: Turn) -> bool:
+        """What its grammar says to a sequence. Whether the turn's mask is for the next token."""
+        seq = stream.seq
+        if turn.bug is not None:
+            log.error("a grammar failed", exc_info=turn.bug)
+            self._fail(seq, f"The grammar failed: {type(turn.bug).__name__}.")
+        elif stream.at_length:  # complete, if with the last token that was left
+            self._finish(seq, FinishReason.STOP if turn.is_stopped else FinishReason.LENGTH)
+        elif turn.error is not None:
+            assert seq.params.grammar is not None
+            self.grammars.forget(seq.params.grammar)
+            self._event(seq).is_clients_fault = True
+            self._fail(seq, turn.error)
+        elif turn.forced:
+            self._take_forced(stream, turn)
+        elif turn.is_stopped:
+            self._finish(seq, FinishReason.STOP)
+        else:
             return True
-        try:
-            if stream.jumps and (forced := stream.matcher.take_forced()):
-                self._take_forced(stream, forced)
-                return False
-            stream.matcher.fill_mask(mask)
-        except GrammarError as error:
-            self._fail(seq, str(error))
-            return False
-        return True
+        return False
+
+    def _take_forced(self, stream: _Stream, turn: Turn) -> None:
+        assert stream.constraint is not None
+        seq, tokens = stream.seq, turn.forced
+        self.step_stats.num_forced += len(tokens)
+        self._totals["jump_forward_tokens"] += len(tokens)
+        # The device's counts lack these tokens.
+        stream.needs_state = sampling.keeps_state(seq.params)
+        num_taken, reason = self._append(stream, tokens, num_sampled=seq.num_in_flight)
+        if turn.is_stopped and num_taken == len(tokens):
+            reason = FinishReason.STOP
+        if reason is not None:
+            self._finish(seq, reason)
+        else:
+            self._masks.start(stream.constraint, None)
 
     def _retire(self, launched: _Launched) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
@@ -318,16 +411,10 @@ class Engine:
     def _take_sample(
         self, stream: _Stream, token: int, sampled: sampling.Sampled, row: int
     ) -> None:
-        if token < 0:
-            self._fail(stream.seq, _NOT_NUMBERS)
-            return
-        try:
-            if stream.matcher is not None:
-                stream.matcher.advance(token)
-        except GrammarError as error:
-            self._fail(stream.seq, str(error))
-            return
         seq, event = stream.seq, self._event(stream.seq)
+        if token < 0:
+            self._fail(seq, _NOT_NUMBERS)
+            return
         if stream.prompt_logprobs:
             event.logprobs, stream.prompt_logprobs = stream.prompt_logprobs, []
         if not seq.params.max_tokens:
@@ -336,17 +423,22 @@ class Engine:
             return
         if (num_top := seq.params.logprobs) is not None:
             event.logprobs = [*(event.logprobs or ()), _logprob(sampled, row, num_top)]
-        self._append(stream, [token])
+        _, reason = self._append(stream, [token], num_sampled=1)
+        if reason is FinishReason.STOP or (reason is not None and stream.constraint is None):
+            self._finish(seq, reason)
+        elif stream.constraint is not None:
+            self._masks.start(stream.constraint, token)
+            if reason is not None:
+                stream.at_length = True
+                self._held[seq.id] = stream
 
-    def _take_forced(self, stream: _Stream, tokens: list[int]) -> None:
-        self.step_stats.num_forced += len(tokens)
-        self._totals["jump_forward_tokens"] += len(tokens)
-        # The device's counts lack these tokens.
-        stream.needs_state = sampling.keeps_state(stream.seq.params)
-        self._append(stream, tokens)
+    def _append(
+        self, stream: _Stream, tokens: list[int], num_sampled: int
+    ) -> tuple[int, FinishReason | None]:
+        """The next tokens of a sequence, up to where it ends: how many, and why it does, if so.
 
-    def _append(self, stream: _Stream, tokens: list[int]) -> None:
-        """The next tokens of a sequence, for a sample that was launched: up to where it ends."""
+        num_sampled: samples that were launched for them.
+        """
         seq, event = stream.seq, self._event(stream.seq)
         num_output = seq.num_output
         if not num_output:
@@ -356,21 +448,18 @@ class Engine:
             reason = self._push(stream, token, num_output + num_taken, event)
             if reason is not None:
                 break
-        if num_taken == len(tokens) and stream.matcher is not None and stream.matcher.is_stopped:
-            reason = FinishReason.STOP  # complete, if with the last token that was left
         tokens = tokens[:num_taken]
         event.tokens += tokens
         self._totals["generated_tokens"] += len(tokens)
-        self.scheduler.append(seq, tokens)
-        if reason is not None:
-            self._finish(seq, reason)
+        self.scheduler.append(seq, tokens, num_sampled)
+        return num_taken, reason
 
     def _push(
         self, stream: _Stream, token: int, num_output: int, event: TokenEvent
     ) -> FinishReason | None:
         """Adds a token's text to the event; why the sequence ends with it, if it does."""
         params = stream.seq.params
-        may_stop = num_output > params.min_tokens or stream.matcher is not None
+        may_stop = num_output > params.min_tokens or stream.constraint is not None
         if may_stop and token in stream.stop_tokens:
             return FinishReason.STOP  # and no text
         event.text += stream.detokenizer.push(token, may_stop=num_output >= params.min_tokens)
@@ -391,6 +480,7 @@ class Engine:
         event = self._event(seq)
         event.finish_reason = seq.finish_reason
         event.text += self._streams.pop(seq.id).detokenizer.flush()
+        self._held.pop(seq.id, None)
 
     def _event(self, seq: Sequence) -> TokenEvent:
         return self._events.setdefault(seq.id, TokenEvent(seq.id))
@@ -479,6 +569,7 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
     )
 
 
+_REST_SECONDS = 0.01  # after which it looks whether there is something new to do
 _NOT_NUMBERS = "The model's logits are not numbers."
 
 

@@ -30,6 +30,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None  # this is the last event
     num_cached_tokens: int | None = None  # of the prompt; in the first event that has tokens
     error: str | None = None  # a sentence, with finish_reason 'error'
+    is_clients_fault: bool = False  # the error: the request cannot be served, here or elsewhere
 
     def extend(self, later: TokenEvent) -> None:
         """Makes this the news of both."""
@@ -38,6 +39,7 @@ class TokenEvent:
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *later.logprobs]
         self.finish_reason, self.error = later.finish_reason, later.error
+        self.is_clients_fault = later.is_clients_fault
         if later.num_cached_tokens is not None:
             self.num_cached_tokens = later.num_cached_tokens
 

@@ -1,7 +1,8 @@
 """Constrained decoding with llguidance: compiled grammars, token masks, forced tokens.
 
-A grammar is text: one of `from_json_schema`, `from_regex`, `from_lark`. `Grammars.matcher` compiles
-it, or copies what it compiled before, and the `Matcher` follows one sequence through it.
+A grammar is text: one of `from_json_schema`, `from_regex`, `from_lark`. `Grammars.compile` compiles
+it, and a `Matcher` follows one sequence through it. Compiling may take any time and memory, a mask
+up to some 50 ms: what clients send goes through `grammar_compiler` and `masks`.
 
 Forced tokens are those that the grammar leaves no choice about. llguidance gives the tokens of the
 forced text as the tokenizer would have cut it, up to the first that what follows might cut
@@ -15,12 +16,15 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
 import numpy as np
 
 MAX_GRAMMAR_CHARS = 100_000
+MAX_GRAMMAR_SECONDS = 1.0  # of a processor, to compile one
+MAX_GRAMMAR_BYTES = 96 << 20  # to compile one
 
 
 class GrammarError(ValueError):
@@ -36,7 +40,7 @@ def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
             schema, overrides={"whitespace_flexible": False}
         )
     except ValueError as error:
-        raise GrammarError(f"JSON schema: {_one_line(str(error))}.") from error
+        raise GrammarError(f"JSON schema: {one_line(str(error))}.") from error
 
 
 def from_regex(pattern: str) -> str:
@@ -49,8 +53,26 @@ def from_lark(grammar: str) -> str:
     return llguidance.LLMatcher.grammar_from_lark(grammar)
 
 
-# verbose_errors would put the whole parser state in the sentence.
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+# A mask within them takes at most some 50 ms, and the states of a lexer some 20 MB. Schemas of 300
+# alternatives, properties or tools, and enums of 2,000 texts use a fraction of each.
+_LIMITS: dict[str, Any] = {
+    "verbose_errors": False,  # would put the whole parser state in the sentence
+    "step_max_items": 10_000,
+    "max_items_in_row": 500,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 10_000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    text: str
+    num_bytes: int  # that it keeps, about
+    _matcher: llguidance.LLMatcher
+
+    def matcher(self) -> Matcher:
+        """At the beginning."""
+        return Matcher(self._matcher.deep_copy())
 
 
 class Grammars:
@@ -62,57 +84,79 @@ class Grammars:
         vocab_size: int,
         eos_tokens: Sequence[int],
         max_entries: int = 128,
-        max_chars: int = 4_000_000,
+        max_bytes: int = 128 << 20,
     ):
         """tokenizer: tokenizers.Tokenizer. vocab_size: of the model, whose logits may be wider.
 
-        max_entries, max_chars: of the cache, the latter in characters of grammar text.
+        max_entries, max_bytes: of the cache.
         """
         if not eos_tokens:
             raise ValueError("eos_tokens: expected at least one, to end a text with, got none.")
         plain = copy.deepcopy(tokenizer)  # forced text must not be cut or padded
         plain.no_truncation()
         plain.no_padding()
+        self._plain, self._vocab_size, self._eos_tokens = plain, vocab_size, list(eos_tokens)
         self._tokenizer = llguidance.LLTokenizer(
-            plain.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens)
+            plain.to_str(), n_vocab=vocab_size, eos_token=self._eos_tokens
         )
-        self._max_entries, self._max_chars = max_entries, max_chars
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self.num_compiled = 0
 
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def matcher(self, grammar: str) -> Matcher:
-        """At the beginning of `grammar`. Raises GrammarError."""
+    @property
+    def description(self) -> dict[str, Any]:
+        """What another process needs to compile the same: see grammar_trial."""
+        return {
+            "tokenizer": self._plain.to_str(),
+            "n_vocab": self._vocab_size,
+            "eos": self._eos_tokens,
+            "limits": _LIMITS,
+            "seconds": MAX_GRAMMAR_SECONDS,
+            "bytes": MAX_GRAMMAR_BYTES,
+        }
+
+    def cached(self, grammar: str) -> CompiledGrammar | None:
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
-        if compiled is None:
-            compiled = self._compile(grammar)  # without the lock: it may take a second
-            with self._lock:
-                self._compiled[grammar] = compiled
-                self._shrink()
-        return Matcher(compiled.deep_copy())
+            return compiled
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+    def matcher(self, grammar: str) -> Matcher:
+        """At the beginning of `grammar`, compiled here and now. Raises GrammarError."""
+        return (self.cached(grammar) or self.compile(grammar)).matcher()
+
+    def compile(self, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
+        """num_bytes: that it keeps, if that is known. Raises GrammarError."""
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise GrammarError(
                 f"grammar: expected at most {MAX_GRAMMAR_CHARS} characters, got {len(grammar)}."
             )
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(f"grammar: {_one_line(matcher.get_error())}.")
-        self.num_compiled += 1
-        return matcher
+            raise GrammarError(f"grammar: {one_line(matcher.get_error())}.")
+        compiled = CompiledGrammar(grammar, max(num_bytes, 4 * len(grammar)), matcher)
+        with self._lock:
+            self.num_compiled += 1
+            self._compiled[grammar] = compiled
+            self._shrink()
+        return compiled
+
+    def forget(self, grammar: str) -> None:
+        """One whose lexer is used up: copies of it share that."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
 
     def _shrink(self) -> None:
-        num_chars = sum(map(len, self._compiled))
-        while len(self._compiled) > self._max_entries or num_chars > self._max_chars:
-            grammar, _ = self._compiled.popitem(last=False)
-            num_chars -= len(grammar)
+        num_bytes = sum(compiled.num_bytes for compiled in self._compiled.values())
+        while len(self._compiled) > self._max_entries or num_bytes > self._max_bytes:
+            _, compiled = self._compiled.popitem(last=False)
+            num_bytes -= compiled.num_bytes
 
 
 class Matcher:
@@ -147,10 +191,10 @@ class Matcher:
             self._refuse()
 
     def _refuse(self) -> None:
-        raise GrammarError(f"grammar: {_one_line(self._matcher.get_error())}.")
+        raise GrammarError(f"grammar: {one_line(self._matcher.get_error())}.")
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """llguidance's message without the quotations on its further lines."""
     lines = message.strip().split("\n")
     reason = next((line[7:] for line in lines[1:] if line.startswith("error: ")), "")

@@ -37,6 +37,7 @@ class Prepared:
     arrival: float  # time.monotonic()
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
     max_tool_calls: int | None = None  # of a choice; None: any number
+    grammar_field: str | None = None  # of the body, from which the grammar came
 
     @property
     def num_choices(self) -> int:
@@ -62,7 +63,6 @@ class Preparer:
         self.name = name
         self.max_model_len: int = engine.limits.max_model_len
         self._max_waiting: int = engine.limits.max_waiting
-        self._check_grammar = engine.check_grammar
         self._tokenizer = model.tokenizer
         # A prompt that is too long is refused, not cut.
         self._tokenizer.no_truncation()
@@ -268,13 +268,11 @@ class Preparer:
         return self._checked_grammar(field, lambda: grammar.from_json_schema(schema))
 
     def _checked_grammar(self, field: str, make: Callable[[], str]) -> str:
-        """make: gives the text. Raises ApiError, which names the field, unless it compiles."""
+        """make: gives the text, for the engine to compile. Raises ApiError, naming the field."""
         try:
-            text = make()
-            self._check_grammar(text)
+            return make()
         except grammar.GrammarError as error:
             raise bad_field(field, str(error)) from None
-        return text
 
     def _lengths(
         self,
@@ -357,7 +355,14 @@ class Preparer:
                     )
                 )
         return Prepared(
-            request_id, self.name, prompts, echoes, sequences, lengths.num_scores, caller.arrival
+            request_id,
+            self.name,
+            prompts,
+            echoes,
+            sequences,
+            lengths.num_scores,
+            caller.arrival,
+            grammar_field=_grammar_field(body),
         )
 
 
@@ -390,6 +395,15 @@ def _schema_of(body: schemas._Sampling) -> tuple[str, dict[str, Any] | bool | No
         return "json_schema", body.json_schema
     wanted = format.json_schema
     return "response_format", {"type": "object"} if wanted is None else wanted.schema_
+
+
+def _grammar_field(body: schemas._Sampling) -> str:
+    """The field that has the grammar, if any has."""
+    if getattr(body, "tools", None) and body.tool_choice != "none":  # type: ignore[attr-defined]
+        return "tools"
+    if body.regex is not None:
+        return "regex"
+    return "grammar" if body.grammar is not None else _schema_of(body)[0]
 
 
 def _plain(message: schemas.Message, where: str) -> dict[str, Any]:

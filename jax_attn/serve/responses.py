@@ -18,6 +18,7 @@ from jax_attn.serve.access_log import Record
 from jax_attn.serve.admission import Ticket, queue_full
 from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.grammar import GrammarError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
 from jax_attn.serve.request import FinishReason
@@ -344,11 +345,13 @@ class GenerationResponse:
                     yield event
             except QueueFull as error:
                 raise queue_full(str(error)) from None
+            except GrammarError as error:
+                raise self._bad_grammar(str(error)) from None
             except EngineStopped:
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
     def _count(self, event: Any) -> None:
-        if event.finish_reason == FinishReason.ERROR:
+        if event.finish_reason == FinishReason.ERROR and not event.is_clients_fault:
             raise ApiError(500, event.error or "the request failed", code="engine_error")
         if event.finish_reason == FinishReason.ABORT:
             raise ApiError(503, "the server is shutting down", code="draining")
@@ -369,6 +372,13 @@ class GenerationResponse:
             choice.num_cached = event.num_cached_tokens
         if event.finish_reason is not None:
             choice.finish_reason = str(event.finish_reason)
+        # The grammar that one choice has got stuck in may take the others to their end.
+        if event.is_clients_fault and all(c.finish_reason == "error" for c in self._choices):
+            raise self._bad_grammar(event.error or "the grammar has got stuck")
+
+    def _bad_grammar(self, message: str) -> ApiError:
+        field = self._prepared.grammar_field or "grammar"
+        return ApiError(400, f"{field}: {message}", param=field, code="invalid_grammar")
 
     def _usage(self) -> schemas.Usage:
         n = self._prepared.num_choices
@@ -391,7 +401,9 @@ class GenerationResponse:
         reasons = {choice.finish_reason for choice in self._choices}
         if cut_off:
             outcome = "disconnected"
-        elif isinstance(error := work.exception(), ApiError) and error.status == 429:
+        elif isinstance(error := work.exception(), ApiError) and error.status == 400:
+            return  # counted where it is answered
+        elif isinstance(error, ApiError) and error.status == 429:
             outcome = "rejected"
         elif error is not None or None in reasons:
             outcome = "failed"

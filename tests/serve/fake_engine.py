@@ -36,6 +36,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
+    is_clients_fault: bool = False
 
 
 @dataclass
@@ -87,12 +88,12 @@ class FakeEngine:
     async def stop(self, drain: bool) -> None:
         self.stopped = True
 
-    def check_grammar(self, text: str) -> None:
-        self._grammars.matcher(text)
-
     async def generate(self, seqs):
         if self.stopped:
             raise EngineStopped("The engine does not run.")
+        for seq in seqs:
+            if seq.params.grammar is not None:
+                self._grammars.matcher(seq.params.grammar)
         if len(self.live) + len(seqs) > self.limits.max_waiting:
             raise QueueFull("full")
         self.submitted += seqs

@@ -163,7 +163,7 @@ def test_matchers_are_independent(grammars, tokenizer):
 
 
 def test_cache(tokenizer):
-    grammars = Grammars(tokenizer, VOCAB, [0], max_entries=3, max_chars=1000)
+    grammars = Grammars(tokenizer, VOCAB, [0], max_entries=3, max_bytes=4000)
     texts = [grammar.from_regex(f"a{{{n}}}") for n in range(1, 5)]
     for text in texts[:3] + texts[:1]:  # texts[1] is the least recently used
         grammars.matcher(text)

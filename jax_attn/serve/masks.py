@@ -1,0 +1,144 @@
+"""What grammars allow next, computed beside the engine's thread, which waits for it only so long.
+
+A turn of a sequence: its grammar takes the sampled token, and says what must or may follow.
+Most turns take 50 us; a bad grammar's some 50 ms, which only its own sequence is to wait for.
+So there are two lanes: who was slow before goes to a thread of low priority, and there whoever has
+taken least comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jax_attn.serve.grammar import GrammarError, Matcher
+
+SLOW_SECONDS = 0.004  # a turn of more is nobody's to wait for but its own sequence's
+# Of a processor, for all turns of a sequence: so much, and so much for each token.
+_BUDGET_SECONDS, _BUDGET_SECONDS_TOKEN = 2.0, 0.02
+_NICE = 10
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """What becomes of a grammar with one more token; the fields below the line once `is_done`."""
+
+    token: int | None  # None: the first turn
+    mask: np.ndarray  # [words] i32, a bit a token that may follow; neither forced nor stopped
+    jumps: bool  # wants forced tokens; else they are but the only ones allowed
+
+    is_done: bool = False
+    forced: list[int] = field(
+        default_factory=list
+    )  # what must follow, which the grammar has by now
+    is_stopped: bool = False  # complete: nothing may follow
+    error: str | None = None  # for whoever wrote the grammar
+    bug: BaseException | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Constraint:
+    """A sequence's grammar, and what it has cost. `turn` is of the engine's thread."""
+
+    matcher: Matcher
+    num_words: int
+    jumps: bool
+    turn: Turn | None = None
+    num_turns: int = 0
+    seconds: float = 0.0  # of a processor, for all turns
+    was_slow: bool = False  # in its last turn
+
+    def take(self, turn: Turn) -> None:
+        begin = time.thread_time()
+        try:
+            self._take(turn)
+        except GrammarError as error:
+            turn.error = str(error)
+        except BaseException as bug:
+            turn.bug = bug
+        seconds = time.thread_time() - begin
+        self.was_slow = seconds > SLOW_SECONDS
+        self.seconds += seconds
+        self.num_turns += 1
+        budget = _BUDGET_SECONDS + _BUDGET_SECONDS_TOKEN * self.num_turns
+        if self.seconds > budget and turn.error is None:
+            turn.error = (
+                f"grammar: to find what may follow has taken {self.seconds:.1f} s for "
+                f"{self.num_turns} tokens; expected at most {budget:.1f} s: make it simpler."
+            )
+
+    def _take(self, turn: Turn) -> None:
+        matcher = self.matcher
+        if turn.token is not None:
+            matcher.advance(turn.token)
+        if not matcher.is_stopped:
+            if turn.jumps:
+                turn.forced = matcher.take_forced()
+            if not turn.forced:
+                matcher.fill_mask(turn.mask)
+        turn.is_stopped = matcher.is_stopped
+
+
+class MaskWorkers:
+    """Threads that take turns of constraints. They end with the process: see `workers`."""
+
+    def __init__(self, num_fast: int):
+        """num_fast: threads of the fast lane, beside which there is one of the slow one."""
+        self._condition = threading.Condition()
+        self._work = threading.Condition()
+        # (seconds so far, serial, constraint, turn), of the fast and of the slow.
+        self._lanes: tuple[list, list] = [], []
+        self._serials = itertools.count()
+        for lane in [0] * num_fast + [1]:
+            threading.Thread(
+                target=self._run, args=(lane,), name="jax_attn masks", daemon=True
+            ).start()
+
+    def start(self, constraint: Constraint, token: int | None) -> None:
+        """Begins the next turn. The one before is done."""
+        mask = np.empty(constraint.num_words, np.int32)
+        turn = constraint.turn = Turn(token, mask, constraint.jumps)
+        item = (constraint.seconds, next(self._serials), constraint, turn)
+        with self._work:
+            heapq.heappush(self._lanes[constraint.was_slow], item)
+            self._work.notify_all()
+
+    def wait(self, turns: Iterable[Turn], seconds: float) -> None:
+        """Until all are done, but not longer."""
+        left = [turn for turn in turns if not turn.is_done]
+        if left:
+            with self._condition:
+                self._condition.wait_for(lambda: all(turn.is_done for turn in left), seconds)
+
+    def wait_for_any(self, turns: list[Turn], seconds: float) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: any(turn.is_done for turn in turns), seconds)
+
+    def _run(self, lane: int) -> None:
+        if lane and sys.platform == "linux":  # where priorities are of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            with self._work:
+                while not self._lanes[lane]:
+                    self._work.wait()
+                _, _, constraint, turn = heapq.heappop(self._lanes[lane])
+            constraint.take(turn)
+            with self._condition:
+                turn.is_done = True
+                self._condition.notify_all()
+            del constraint, turn
+
+
+@functools.cache
+def workers() -> MaskWorkers:
+    """Of this process."""
+    return MaskWorkers(num_fast=max(1, min(8, (os.cpu_count() or 1) // 2)))

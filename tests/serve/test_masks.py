@@ -1,0 +1,138 @@
+"""Masks beside the engine's thread: who is slow waits alone, and pays for it."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jax_attn.serve import grammar, masks
+from jax_attn.serve.grammar import Grammars
+from jax_attn.serve.masks import Constraint, MaskWorkers
+
+VOCAB = 4096
+AMBIGUOUS = grammar.from_lark('start: s\ns: s s s | s s | /[a-z ]/ | ""')
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> Grammars:
+    return Grammars(tokenizer, VOCAB, [0])
+
+
+def constraint(grammars, text: str, jumps: bool = True) -> Constraint:
+    return Constraint(grammars.matcher(text), VOCAB // 32, jumps)
+
+
+def done(workers: MaskWorkers, constraint: Constraint, token: int | None) -> masks.Turn:
+    workers.start(constraint, token)
+    workers.wait([constraint.turn], 60)
+    assert constraint.turn.is_done
+    return constraint.turn
+
+
+def first(turn: masks.Turn) -> int:
+    return int(np.flatnonzero(np.unpackbits(turn.mask.view(np.uint8), bitorder="little"))[0])
+
+
+def test_a_text_turn_by_turn(grammars, tokenizer):
+    workers = MaskWorkers(num_fast=2)
+    one = constraint(grammars, grammar.from_regex("[ab] and then no choice at all"))
+    turn = done(workers, one, None)
+    assert not turn.forced and not turn.is_stopped
+    token = first(turn)
+    turn = done(workers, one, token)
+    tokens = [token, *turn.forced]
+    while not turn.is_stopped:
+        turn = done(workers, one, None if turn.forced else first(turn))
+        tokens += turn.forced or ([] if turn.is_stopped else [first(turn)])
+    assert tokenizer.decode(tokens) == "a and then no choice at all"
+
+
+class Stuck:
+    """A matcher that takes as long as it is told."""
+
+    is_stopped = False
+
+    def __init__(self):
+        self.goes_on, self.begun = threading.Event(), threading.Event()
+
+    def fill_mask(self, mask):
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        mask[:] = -1
+
+
+def test_who_was_slow_keeps_nobody_else_waiting(grammars):
+    """With a single thread for the others, too."""
+    workers = MaskWorkers(num_fast=1)
+    slow = [Constraint(Stuck(), VOCAB // 32, False, was_slow=True) for _ in range(5)]
+    for one in slow:
+        workers.start(one, None)
+    assert slow[0].matcher.begun.wait(60)
+    for text in ("[a-z]{3}", "no choice"):
+        assert done(workers, constraint(grammars, grammar.from_regex(text)), None).error is None
+    assert not any(one.turn.is_done for one in slow)
+    for one in slow:
+        one.matcher.goes_on.set()
+    workers.wait([one.turn for one in slow], 60)
+    assert all(one.turn.is_done for one in slow)
+
+
+def test_waiting_has_an_end(grammars):
+    workers = MaskWorkers(num_fast=1)
+    stuck = Constraint(Stuck(), VOCAB // 32, False)
+    workers.start(stuck, None)
+    workers.wait([stuck.turn], 0.01)
+    workers.wait_for_any([stuck.turn], 0.01)
+    assert not stuck.turn.is_done
+    stuck.matcher.goes_on.set()
+    workers.wait_for_any([stuck.turn], 60)
+    assert stuck.turn.is_done
+
+
+class Costly:
+    is_stopped = False
+
+    def fill_mask(self, mask):
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+
+def test_a_budget_of_processor_time(monkeypatch):
+    monkeypatch.setattr(masks, "_BUDGET_SECONDS", 0.1)
+    monkeypatch.setattr(masks, "_BUDGET_SECONDS_TOKEN", 0.001)
+    workers, one = MaskWorkers(num_fast=1), Constraint(Costly(), 1, False)
+    num_turns = 0
+    while (turn := done(workers, one, None)).error is None:
+        num_turns += 1
+        assert one.was_slow and num_turns < 20
+    assert 2 <= num_turns <= 6
+    assert "expected at most 0.1 s: make it simpler" in turn.error
+
+
+def test_what_a_grammar_cannot_do_is_an_error_of_its_own(grammars):
+    class Broken:
+        is_stopped = False
+
+        def fill_mask(self, mask):
+            raise ZeroDivisionError
+
+    workers = MaskWorkers(num_fast=1)
+    assert isinstance(done(workers, Constraint(Broken(), 1, False), None).bug, ZeroDivisionError)
+    sound = constraint(grammars, grammar.from_regex("a"))
+    assert done(workers, sound, None).bug is None
+
+
+def test_an_ambiguous_grammar_comes_to_an_end(grammars):
+    """Within a few tokens: its rows have more items than may be."""
+    workers, one = MaskWorkers(num_fast=1), constraint(grammars, AMBIGUOUS)
+    token, num_tokens = None, 0
+    rng = np.random.default_rng(0)
+    while (turn := done(workers, one, token)).error is None:
+        bits = np.unpackbits(turn.mask.view(np.uint8), bitorder="little")
+        bits[0] = 0
+        token = int(rng.choice(np.flatnonzero(bits)))
+        num_tokens += 1
+        assert num_tokens < 100
+    assert "items; max is 500" in turn.error
