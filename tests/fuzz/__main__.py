@@ -66,13 +66,12 @@ def _routes(seed: int, cases: int | None, seconds: float | None) -> str:
 
 
 def _http(seed: int, cases: int | None, seconds: float | None) -> str:
-    from live_server import KEYS, ServerProcess
+    from live_server import KEYS, ServerProcess, key_options
 
     from .routes import RoutesOverHttp
 
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "keys").write_text("\n".join(KEYS))
-        server = ServerProcess(Path(directory), "--api-key-file", "keys")
+        server = ServerProcess(Path(directory), *key_options(Path(directory)))
         with contextlib.closing(server):
             server.wait_until_ready()
             part = RoutesOverHttp(server, KEYS[0])

@@ -29,6 +29,7 @@ from jax_attn.serve.connection import Connection
 from jax_attn.serve.server import ServerConfig, create_app
 
 KEYS = ("a-key-of-one-tenant", "another-tenants-key")
+OPERATOR_KEY = "the-key-of-an-operator"
 START_SECONDS = 180  # on a busy machine of two cores
 # An installed package must not be shadowed by a checkout without the extension.
 SAFE_PATH = ["-P"] if sys.flags.safe_path else []
@@ -151,6 +152,13 @@ def eventually(holds: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
+def key_options(directory: Path) -> list[str]:
+    """Two tenants and an operator, of a ServerProcess in this directory."""
+    (directory / "keys").write_text("\n".join(KEYS))
+    (directory / "operators").write_text(OPERATOR_KEY)
+    return ["--api-key-file", "keys", "--operator-key-file", "operators"]
+
+
 class ServerProcess:
     """`python -m jax_attn.serve`, which is ready after `wait_until_ready`."""
 
@@ -187,7 +195,7 @@ class ServerProcess:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     def metric(self, name: str) -> float:
-        text = self.get("/metrics", KEYS[0])[1].decode()
+        text = self.get("/metrics", OPERATOR_KEY)[1].decode()
         return float(re.search(rf"^{re.escape(name)} (.*)$", text, re.MULTILINE)[1])
 
     def is_at_rest(self) -> bool:

@@ -14,7 +14,7 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from attackers import ATTACKERS, Target
 from bystander import bystanding
-from live_server import KEYS, ServerProcess, eventually
+from live_server import KEYS, ServerProcess, eventually, key_options
 
 MAX_GAP = 0.25  # seconds
 MAX_GROWTH = 300_000_000  # bytes
@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
-    (directory / "keys").write_text("\n".join(KEYS))
-    server = ServerProcess(directory, "--api-key-file", "keys")
+    server = ServerProcess(directory, *key_options(directory))
     with contextlib.closing(server):
         server.wait_until_ready()
         yield server

@@ -15,7 +15,14 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 openai = pytest.importorskip("openai", reason="needs the extra `test`")
 
-from live_server import KEYS, SAFE_PATH, START_SECONDS, ServerProcess, eventually  # noqa: E402
+from live_server import (  # noqa: E402
+    KEYS,
+    SAFE_PATH,
+    START_SECONDS,
+    ServerProcess,
+    eventually,
+    key_options,
+)
 
 MODEL = "tiny-llama-stdlib"
 PROMPT = "import os\nimport sys\n\n\ndef main("
@@ -25,7 +32,6 @@ OPTIONS = ["--max-running", "4", "--max-step-tokens", "64", "--max-waiting", "8"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
-    (directory / "keys").write_text("\n".join(KEYS))
     model = directory / MODEL
     model.mkdir()
     for path in model_directory().iterdir():
@@ -33,7 +39,7 @@ def server(tmp_path_factory):
             (model / path.name).symlink_to(path)
     template = (model_directory() / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").write_text(TOOLS_TEMPLATE + template)
-    server = ServerProcess(directory, *OPTIONS, "--model", str(model), "--api-key-file", "keys")
+    server = ServerProcess(directory, *OPTIONS, *key_options(directory), "--model", str(model))
     with contextlib.closing(server):
         # The port is open while it compiles, and says so.
         status, body = server.get("/health")

@@ -21,7 +21,16 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 import attackers
 from bystander import bystanding
-from live_server import KEYS, Answer, ServerProcess, ask, eventually, serving
+from live_server import (
+    KEYS,
+    OPERATOR_KEY,
+    Answer,
+    ServerProcess,
+    ask,
+    eventually,
+    key_options,
+    serving,
+)
 
 from jax_attn import models
 from jax_attn.serve.async_engine import AsyncEngine
@@ -231,8 +240,7 @@ async def abuse(port: int, seeds: Iterable[int], outcomes: collections.Counter) 
 )
 def test_soak_with_attackers(tmp_path, num_requests):
     """Two tenants and a bystander, attackers of all kinds, one in five goes before the end."""
-    (tmp_path / "keys").write_text("\n".join(KEYS))
-    server = ServerProcess(tmp_path, "--api-key-file", "keys")
+    server = ServerProcess(tmp_path, *key_options(tmp_path))
     rng = random.Random(0)
     outcomes: collections.Counter = collections.Counter()
     memory, gaps = [], []
@@ -255,7 +263,7 @@ def test_soak_with_attackers(tmp_path, num_requests):
             memory.append(server.resident_bytes())
             print(f"{dict(outcomes)}, {memory[-1] / 1e6:.0f} MB, longest gap {gaps[-1]:.2f} s")
             assert pages["used"] == 0
-        state = json.loads(server.get("/debug/state", KEYS[0])[1])
+        state = json.loads(server.get("/debug/state", OPERATOR_KEY)[1])
         assert pages["free"] + pages["cached"] == state["pages"]["total"]
         assert "u" not in state["pages"]["states"] and "l" not in state["pages"]["states"]
         assert server.metric('jax_attn_requests_total{outcome="failed"}') == 0
