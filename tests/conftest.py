@@ -13,6 +13,7 @@ ON_REQUEST = {
     "big": "needs many GB of memory",
     "sanitizers": "runs the CUDA kernels under compute-sanitizer",
     "slow": "takes a minute or more",
+    "hours": "takes up to hours",
 }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import h11
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -17,6 +18,9 @@ from jax_attn.serve.errors import ApiError
 # Of what a client sent, parsed at once, while no other connection is served. A body in chunks of a
 # byte takes a millisecond for 500 bytes, one whose length is known no time worth mentioning.
 _READ_BYTES, _READ_BODY_BYTES = 4096, 65536
+
+
+_MAX_HEAD_BYTES = 16384  # of the request line and headers, where uvicorn is not told another
 
 
 class Connection(H11Protocol):
@@ -34,6 +38,10 @@ class Connection(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, config: Config, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_read_size(_READ_BYTES)
@@ -50,6 +58,8 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
+        if self.transport.is_closing():  # what came was no HTTP, and may have had no headers
+            return
         is_plain = self.conn.their_state is h11.SEND_BODY and any(
             name == b"content-length" for name, _ in self.headers
         )
@@ -68,6 +78,17 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         _stop(self._write_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        """The rest of a body, or what follows a request, is no HTTP."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An answer that did not wait for the body would come after this one.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # one has begun, or been
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -104,6 +125,19 @@ class Connection(H11Protocol):
             self.transport.close()
             # Which waits until all is written.
             self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+
+class _Strict(h11.Connection):
+    """h11 takes a body with both a length and chunks for one in chunks. A proxy in front of this
+    server may go by the length, and so take for a body what is a request here (smuggling)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if names >= {b"content-length", b"transfer-encoding"}:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -1,0 +1,33 @@
+"""The C++ fuzzer of planners and plans, tests/csrc/fuzz_plan.cc."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+PARTS = ("batches", "damaged")
+ROOT = Path(__file__).parents[2]
+
+
+def find_binary() -> Path | None:
+    """The one that was built last, under sanitizers or not."""
+    found = sorted(ROOT.glob("build/*/fuzz_plan"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def run(
+    part: str, seed: int, cases: int | None, seconds: float | None, binary: Path | None = None
+) -> str:
+    """What it reports in its last line.
+
+    Raises:
+      CalledProcessError: a case failed, and what it printed says which.
+    """
+    binary = binary or find_binary()
+    if binary is None:
+        raise AssertionError("build/*/fuzz_plan is missing: build it with `make fuzz`")
+    # Mod 2^31: what any way of reading a number takes.
+    command = [str(binary), part, f"--seed={seed % 2**31}"]
+    command.append(f"--cases={cases}" if cases else f"--seconds={max(1, round(seconds or 1))}")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return (done.stdout.strip().splitlines() or ["nothing"])[-1]
