@@ -30,6 +30,7 @@ from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.engine import EngineConfig
 from jax_attn.serve.server import ServerConfig, create_app
+from jax_attn.serve.tenants import TenantLimits
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -195,6 +196,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         prefill_chunk=args.prefill_chunk,
         max_prefill_chunk=args.max_prefill_chunk,
         max_waiting=args.max_waiting,
+        tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         prefix_cache=args.prefix_cache,
         batch_invariant=args.batch_invariant,
     )
@@ -278,6 +280,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     flight = "in flight of one key, without keys of all; then 429 (--max-waiting + --max-running)"
     add("--max-requests-per-key", type=_positive, help=flight)
     add("--max-choices-per-key", type=_positive, help="their prompts x n, likewise")
+    run = "of these, those that run at once; more wait (a fair share)"
+    add("--max-running-per-key", type=_positive, help=run)
     prompt = f"tokens of their prompts, x n; then 429 ({KeyLimits.tokens})"
     add("--max-tokens-per-key", type=_positive, help=prompt)
     clients = "then 429; half of them for one address (%(default)s)"

@@ -29,7 +29,7 @@ class Record:
     status: int | None = None
     num_prompt: int = 0  # tokens
     num_output: int = 0
-    submitted: float | None = None  # to the engine
+    admitted: float | None = None  # its first choice, to run
     first_token: float | None = None
 
     def see_first_token(self, now: float) -> None:
@@ -43,7 +43,7 @@ class Record:
         return (
             f"id={self.id} tenant={self.tenant or '-'} route={_printable(route)} "
             f"status={self.status or _GONE} prompt_tokens={self.num_prompt} "
-            f"output_tokens={self.num_output} queue_s={seconds(self.submitted)} "
+            f"output_tokens={self.num_output} queue_s={seconds(self.admitted)} "
             f"first_token_s={seconds(self.first_token)} total_s={seconds(time.monotonic())}"
         )
 

@@ -16,7 +16,7 @@ from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.grammar import CompiledGrammar
-from jax_attn.serve.grammar_compiler import GrammarCompiler
+from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
 from jax_attn.serve.request import FinishReason, Sequence
 
 log = logging.getLogger("jax_attn.serve")
@@ -126,13 +126,18 @@ class AsyncEngine:
             if left and not refused:
                 self._command(lambda: self._abort(left), must=False)
 
-    async def _compile(self, seqs: Seq[Sequence]) -> dict[str, CompiledGrammar]:
-        """Their grammars, each by its text, with what one may take and no more."""
-        return {
-            grammar: await asyncio.wrap_future(self._compiler.compile(grammar, tenant))
-            for grammar, tenant in {(s.params.grammar, s.tenant): None for s in seqs}
-            if grammar is not None
-        }
+    async def _compile(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
+        """Their grammars, by tenant and text, with what one may take and no more."""
+        try:
+            return {
+                (tenant, grammar): await asyncio.wrap_future(
+                    self._compiler.compile(grammar, tenant)
+                )
+                for tenant, grammar in {(s.tenant, s.params.grammar) for s in seqs}
+                if grammar is not None
+            }
+        except Closed:
+            raise EngineStopped("The engine does not run.") from None
 
     def stats(self) -> dict[str, Any]:
         """See Engine.stats; as of the last step."""
@@ -213,7 +218,7 @@ class AsyncEngine:
     def _submit(
         self,
         seqs: Seq[Sequence],
-        compiled: dict[str, CompiledGrammar],
+        compiled: dict[tuple[str, str], CompiledGrammar],
         subscriber: _Subscriber,
         submitted: Future[None],
     ) -> None:

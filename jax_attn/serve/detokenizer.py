@@ -28,6 +28,7 @@ class Texts:
         """tokenizer: tokenizers.Tokenizer."""
         self._tokenizer, token_bytes = tokenizer, TokenBytes(tokenizer)
         self._are_bytes = token_bytes.joined_are_text
+        self._byte_of = {} if self._are_bytes else token_bytes.byte_tokens()
 
         @functools.cache
         def shown_bytes(token: int) -> bytes:
@@ -38,7 +39,7 @@ class Texts:
     def begin(self, skip_special_tokens: bool) -> _Text:
         if self._are_bytes:
             return _Bytes(self._bytes_of[skip_special_tokens])
-        return _Window(self._tokenizer, skip_special_tokens)
+        return _Window(self._tokenizer, skip_special_tokens, self._byte_of)
 
 
 class _Bytes:
@@ -58,34 +59,62 @@ class _Bytes:
 
 
 class _Window:
-    """Of any tokenizer. tokens[begin:read] are decoded and known; they stay as context, for
-    decoders that treat the beginning of a text in a special way (SentencePiece strips a space)."""
+    """Of any tokenizer. New tokens are decoded behind some that are known, as decoders treat the
+    beginning of a text in a special way (SentencePiece strips a space).
 
-    __slots__ = ("_tokenizer", "_skip", "_tokens", "_begin", "_read")
+    SentencePiece's bytes are decoded run by run, and one that is no UTF-8 has a U+FFFD for each.
+    """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._tokens: list[int] = []
-        self._begin = self._read = 0
+    __slots__ = ("_tokenizer", "_skip", "_byte_of", "_known", "_new", "_run_is_broken")
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool, byte_of: dict[int, bytes]):
+        """byte_of: the tokens that are a byte each."""
+        self._tokenizer, self._skip, self._byte_of = tokenizer, skip_special_tokens, byte_of
+        self._known: list[int] = []
+        self._new: list[int] = []
+        self._run_is_broken = False
 
     def push(self, token: int) -> str:
-        self._tokens.append(token)
+        if self._run_is_broken and token in self._byte_of:
+            return _REPLACEMENT
+        self._run_is_broken = False
+        self._new.append(token)
         return self._new_text(at_end=False)
 
     def flush(self) -> str:
         return self._new_text(at_end=True)
 
     def _new_text(self, at_end: bool) -> str:
-        known = self._decode(self._tokens[self._begin : self._read])
-        text = self._decode(self._tokens[self._begin :])
-        if text.endswith(_REPLACEMENT) and not at_end:
+        known, new = self._decode(self._known), self._new
+        text = self._decode(self._known + new)
+        may_change = text.endswith(_REPLACEMENT) and not at_end
+        if may_change and all(token in self._byte_of for token in new):
+            raw = b"".join(self._byte_of[token] for token in new)
+            may_change, self._run_is_broken = _is_cut_off(raw)
+        if may_change and len(new) < _MOST_NEW:
             return ""
-        if len(text) > len(known):  # a token without text would be no context
-            self._begin, self._read = self._read, len(self._tokens)
+        if len(text) > len(known):
+            self._known, self._new = new, []
+        elif len(new) >= _MOST_NEW:
+            self._new = []  # tokens without text would be no context
         return text[len(known) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
+
+
+# Tokens that are decoded again with each one that follows. A character has at most four.
+_MOST_NEW = 16
+
+
+def _is_cut_off(raw: bytes) -> tuple[bool, bool]:
+    """Whether something may follow that makes it UTF-8; whether nothing does."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        decoder.decode(raw)
+    except UnicodeDecodeError:
+        return False, True
+    return bool(decoder.getstate()[0]), False
 
 
 class Detokenizer:
@@ -99,7 +128,8 @@ class Detokenizer:
         """stop: text ends before the first of them that occurs."""
         if any(not text for text in stop):
             raise ValueError("stop: expected strings that are not empty, got ''.")
-        self._text, self._stop = texts.begin(skip_special_tokens), tuple(stop)
+        self._text = texts.begin(skip_special_tokens)
+        self._stops = [_Stop(text) for text in stop]
         self._held = ""  # decoded, but maybe the beginning of a stop string
         self.stopped = False
 
@@ -108,12 +138,21 @@ class Detokenizer:
 
         may_stop: whether stop strings that end in this token count.
         """
-        if not self._stop:
+        if not self._stops:
             return self._text.push(token)
         if self.stopped:
             return ""
-        self._held += self._text.push(token)
-        return self._release(may_stop)
+        new = self._text.push(token)
+        found = [begin for stop in self._stops if (begin := stop.push(new)) is not None]
+        text = self._held + new
+        if found and may_stop:
+            self.stopped = True
+            end = len(self._held) + min(found)
+            self._held = ""
+            return text[:end]
+        border = len(text) - max(stop.num_matched for stop in self._stops)
+        self._held = text[border:]
+        return text[:border]
 
     def flush(self) -> str:
         """The rest of the text; an incomplete character becomes U+FFFD. No push after it."""
@@ -123,19 +162,39 @@ class Detokenizer:
         self._held = ""
         return text
 
-    def _release(self, may_stop: bool) -> str:
-        """Takes from the held text what is safe to show."""
-        found = [i for i in (self._held.find(stop) for stop in self._stop) if i >= 0]
-        if found and may_stop:
-            text, self._held = self._held[: min(found)], ""
-            self.stopped = True
-            return text
-        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
-        return text
+
+class _Stop:
+    """How much of a stop string a text ends with. Knuth, Morris, Pratt: a step or two a character,
+    whatever the text and the string are."""
+
+    __slots__ = ("_text", "_shorter", "num_matched")
+
+    def __init__(self, text: str):
+        self._text = text
+        # Of each beginning of the string, the longest shorter one that it ends with.
+        self._shorter = [0] * len(text)
+        self.num_matched = 0  # characters; never all of them
+        for i in range(1, len(text)):
+            self.num_matched = self._next(text[i])
+            self._shorter[i] = self.num_matched
+        self.num_matched = 0
+
+    def push(self, new: str) -> int | None:
+        """Where in `new` the string begins that is the first to end there; before it: negative."""
+        found = None
+        for i, character in enumerate(new):
+            self.num_matched = self._next(character)
+            if self.num_matched == len(self._text):
+                self.num_matched = self._shorter[-1]
+                if found is None:
+                    found = i + 1 - len(self._text)
+        return found
+
+    def _next(self, character: str) -> int:
+        num_matched = self.num_matched
+        while num_matched and self._text[num_matched] != character:
+            num_matched = self._shorter[num_matched - 1]
+        return num_matched + (self._text[num_matched] == character)
 
 
 def overlap(text: str, stop: str) -> int:

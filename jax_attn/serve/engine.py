@@ -136,11 +136,11 @@ class Engine:
         return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
 
     def submit(
-        self, seqs: Seq[Sequence], compiled: Mapping[str, CompiledGrammar] | None = None
+        self, seqs: Seq[Sequence], compiled: Mapping[tuple[str, str], CompiledGrammar] | None = None
     ) -> None:
         """Queues the sequences, all or none.
 
-        compiled: grammars by their text; others are compiled here, whatever time that takes.
+        compiled: grammars by tenant and text; others are compiled here, whatever time that takes.
 
         Raises:
           QueueFull: try again later.
@@ -160,7 +160,9 @@ class Engine:
         """Whether `step` has anything to do or to tell."""
         return bool(self._streams or self._events or self._pending)
 
-    def _make_stream(self, seq: Sequence, compiled: Mapping[str, CompiledGrammar]) -> _Stream:
+    def _make_stream(
+        self, seq: Sequence, compiled: Mapping[tuple[str, str], CompiledGrammar]
+    ) -> _Stream:
         params, config = seq.params, self.model.config
         num_tokens = seq.num_prompt + params.max_tokens
         if num_tokens > config.max_positions:
@@ -186,8 +188,8 @@ class Engine:
                     )
         constraint = None
         if (grammar := params.grammar) is not None:
-            known = compiled.get(grammar)
-            matcher = known.matcher() if known else self.grammars.matcher(grammar)
+            known = compiled.get((seq.tenant, grammar))
+            matcher = known.matcher() if known else self.grammars.matcher(grammar, seq.tenant)
             # Forced tokens have no logprobs, as the model is not asked about them.
             jumps = self.config.jump_forward and params.logprobs is None
             constraint = Constraint(matcher, -(-config.vocab_size // 32), jumps)
@@ -352,7 +354,7 @@ class Engine:
             self._finish(seq, FinishReason.STOP if turn.is_stopped else FinishReason.LENGTH)
         elif turn.error is not None:
             assert seq.params.grammar is not None
-            self.grammars.forget(seq.params.grammar)
+            self.grammars.forget(seq.params.grammar, seq.tenant)
             self._event(seq).is_clients_fault = True
             self._fail(seq, turn.error)
         elif turn.forced:

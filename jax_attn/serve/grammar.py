@@ -76,7 +76,11 @@ class CompiledGrammar:
 
 
 class Grammars:
-    """Compiled grammars of one tokenizer, the least recently used forgotten. Thread-safe."""
+    """Compiled grammars of one tokenizer, the least recently used forgotten. Thread-safe.
+
+    Each tenant has its own: all copies of one share the states of its lexer, of which there are so
+    many, and the time that it takes to get one would tell what others use.
+    """
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class Grammars:
         )
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self.num_compiled = 0
 
@@ -120,18 +124,18 @@ class Grammars:
             "bytes": MAX_GRAMMAR_BYTES,
         }
 
-    def cached(self, grammar: str) -> CompiledGrammar | None:
+    def cached(self, grammar: str, tenant: str = "") -> CompiledGrammar | None:
         with self._lock:
-            compiled = self._compiled.get(grammar)
+            compiled = self._compiled.get((tenant, grammar))
             if compiled is not None:
-                self._compiled.move_to_end(grammar)
+                self._compiled.move_to_end((tenant, grammar))
             return compiled
 
-    def matcher(self, grammar: str) -> Matcher:
+    def matcher(self, grammar: str, tenant: str = "") -> Matcher:
         """At the beginning of `grammar`, compiled here and now. Raises GrammarError."""
-        return (self.cached(grammar) or self.compile(grammar)).matcher()
+        return (self.cached(grammar, tenant) or self.compile(grammar, tenant)).matcher()
 
-    def compile(self, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
+    def compile(self, grammar: str, tenant: str = "", num_bytes: int = 0) -> CompiledGrammar:
         """num_bytes: that it keeps, if that is known. Raises GrammarError."""
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise GrammarError(
@@ -143,14 +147,14 @@ class Grammars:
         compiled = CompiledGrammar(grammar, max(num_bytes, 4 * len(grammar)), matcher)
         with self._lock:
             self.num_compiled += 1
-            self._compiled[grammar] = compiled
+            self._compiled[tenant, grammar] = compiled
             self._shrink()
         return compiled
 
-    def forget(self, grammar: str) -> None:
-        """One whose lexer is used up: copies of it share that."""
+    def forget(self, grammar: str, tenant: str = "") -> None:
+        """One whose lexer may be used up."""
         with self._lock:
-            self._compiled.pop(grammar, None)
+            self._compiled.pop((tenant, grammar), None)
 
     def _shrink(self) -> None:
         num_bytes = sum(compiled.num_bytes for compiled in self._compiled.values())

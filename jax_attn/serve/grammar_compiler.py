@@ -35,14 +35,19 @@ _PATIENCE = 30.0
 _NICE = 15
 
 
+class Closed(RuntimeError):
+    """The compiler takes no grammars any more."""
+
+
 class GrammarCompiler:
     """Thread-safe. Its threads begin with the first grammar, or `start`, and end with `close`."""
 
     def __init__(self, grammars: Grammars, num_threads: int = 2):
         self._grammars, self._num_threads = grammars, num_threads
         self._lock = threading.Condition()
-        self._queues: OrderedDict[str, deque[str]] = OrderedDict()  # by tenant, the next one first
-        self._wanted: dict[str, list[Future[CompiledGrammar]]] = {}  # by grammar
+        # Jobs are (tenant, grammar), and tenants in the order of their turns.
+        self._queues: OrderedDict[str, deque[tuple[str, str]]] = OrderedDict()
+        self._wanted: dict[tuple[str, str], list[Future[CompiledGrammar]]] = {}
         self._refused: OrderedDict[str, str] = OrderedDict()
         self._threads: list[threading.Thread] = []
         self._trials: list[_Trial] = []
@@ -66,17 +71,24 @@ class GrammarCompiler:
             self._is_closed = True
             self._lock.notify_all()
             trials = list(self._trials)
+            left = [job for queue in self._queues.values() for job in queue]
+            futures = [future for job in left for future in self._wanted.pop(job)]
+            self._queues.clear()
         for trial in trials:
             trial.kill()
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Closed())
 
     def compile(self, grammar: str, tenant: str) -> Future[CompiledGrammar]:
-        """At once where it is in the cache. The future raises GrammarError.
+        """At once where it is in the cache. The future raises GrammarError, or Closed.
 
         Raises:
           QueueFull: the tenant has many in the queue.
         """
         future: Future[CompiledGrammar] = Future()
-        if (compiled := self._grammars.cached(grammar)) is not None:
+        job = tenant, grammar
+        if (compiled := self._grammars.cached(grammar, tenant)) is not None:
             future.set_result(compiled)
             return future
         self.start()
@@ -85,17 +97,17 @@ class GrammarCompiler:
                 self._refused.move_to_end(grammar)
                 future.set_exception(GrammarError(message))
             elif self._is_closed:
-                future.set_exception(GrammarError("grammar: the server is shutting down."))
-            elif grammar in self._wanted:
-                self._wanted[grammar].append(future)
+                future.set_exception(Closed())
+            elif job in self._wanted:
+                self._wanted[job].append(future)
             else:
                 queue = self._queues.setdefault(tenant, deque())
                 if len(queue) >= _MAX_QUEUED:
                     raise QueueFull(
                         f"{len(queue)} grammars of a key wait to be compiled, which is all that may"
                     )
-                queue.append(grammar)
-                self._wanted[grammar] = [future]
+                queue.append(job)
+                self._wanted[job] = [future]
                 self._lock.notify()
         return future
 
@@ -103,17 +115,17 @@ class GrammarCompiler:
 
     def _run(self, trial: _Trial) -> None:
         _be_nice()
-        while (grammar := self._next()) is not None:
+        while (job := self._next()) is not None:
             compiled: CompiledGrammar | None = None
             error: Exception | None = None
             try:
-                compiled = self._compile(trial, grammar)
+                compiled = self._compile(trial, *job)
             except Exception as reason:
                 error = reason
             with self._lock:
-                futures = self._wanted.pop(grammar)
+                futures = self._wanted.pop(job)
                 if isinstance(error, GrammarError):
-                    self._refused[grammar] = str(error)
+                    self._refused[job[1]] = str(error)
                     while len(self._refused) > _MAX_REFUSALS:
                         self._refused.popitem(last=False)
             for future in futures:
@@ -124,7 +136,7 @@ class GrammarCompiler:
                         future.set_exception(error)
         trial.kill()
 
-    def _next(self) -> str | None:
+    def _next(self) -> tuple[str, str] | None:
         """Tenant by tenant. What nobody waits for any more is left out. None: it is closed."""
         with self._lock:
             while not self._is_closed:
@@ -132,19 +144,19 @@ class GrammarCompiler:
                     self._lock.wait()
                     continue
                 tenant, queue = self._queues.popitem(last=False)
-                grammar = queue.popleft()
+                job = queue.popleft()
                 if queue:
                     self._queues[tenant] = queue  # behind all others
-                if all(future.cancelled() for future in self._wanted[grammar]):
-                    del self._wanted[grammar]
+                if all(future.cancelled() for future in self._wanted[job]):
+                    del self._wanted[job]
                     continue
-                return grammar
+                return job
             return None
 
-    def _compile(self, trial: _Trial, grammar: str) -> CompiledGrammar:
+    def _compile(self, trial: _Trial, tenant: str, grammar: str) -> CompiledGrammar:
         num_bytes = trial.run(grammar)
         with self._compiles_here:
-            return self._grammars.compile(grammar, num_bytes)
+            return self._grammars.compile(grammar, tenant, num_bytes)
 
 
 class _Trial:
@@ -162,6 +174,8 @@ class _Trial:
         answer = self._ask({"grammar": grammar})
         if answer is None:
             self._end()
+            if not self._may_start:
+                raise Closed
             raise GrammarError(
                 f"grammar: compiling it takes more than {MAX_GRAMMAR_SECONDS:g} s or "
                 f"{MAX_GRAMMAR_BYTES >> 20} MB; make it simpler."
@@ -178,7 +192,7 @@ class _Trial:
 
     def _start(self) -> None:
         if not self._may_start:
-            raise GrammarError("grammar: the server is shutting down.")
+            raise Closed
         # -P: not the script's folder, whose modules are named as others are.
         script = Path(__file__).with_name("grammar_trial.py")
         self._process = subprocess.Popen(

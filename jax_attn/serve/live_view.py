@@ -55,13 +55,13 @@ def seen_by(
     snapshot: dict[str, Any],
     owns: Callable[[str], bool],
     sees_all: bool,
-    decode: Callable[[list[int]], str],
+    decode: Callable[[list[list[int]]], list[str]],
 ) -> dict[str, Any]:
     """What of a snapshot a tenant may see: its own requests and prefixes, and their texts.
 
     owns: whether a namespace is the tenant's.
     sees_all: the numbers of everybody's, too. Others' texts are nobody's to see.
-    decode: gives the text of a node's tokens.
+    decode: gives the texts of nodes' tokens.
     """
 
     def is_mine(entry: dict[str, Any]) -> bool:
@@ -77,9 +77,11 @@ def seen_by(
         index[i] = len(tree)
         shown = _without(node, "tokens", "namespace")
         shown["parent"] = None if node["parent"] is None else index.get(node["parent"])
-        if is_mine(node):
-            shown["text"] = decode(node["tokens"])
         tree.append(shown)
+    mine = [i for i in index if is_mine(snapshot["tree"][i])]
+    texts = decode([snapshot["tree"][i]["tokens"] for i in mine])
+    for i, text in zip(mine, texts, strict=True):
+        tree[index[i]]["text"] = text
     return seen | {
         "requests": [_without(entry, "namespace") | {"mine": is_mine(entry)} for entry in requests],
         "tree": tree,

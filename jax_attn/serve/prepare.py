@@ -86,7 +86,7 @@ class Preparer:
             self._checked(tokens)
         echoes = [""] * len(prompts)
         if body.echo:
-            echoes = [p if isinstance(p, str) else self._decode(p) for p in prompt]  # type: ignore[arg-type]
+            echoes = [p if isinstance(p, str) else self.decode(p) for p in prompt]  # type: ignore[arg-type]
             if (num_chars := sum(map(len, echoes)) * body.n) > _MAX_ECHO_CHARS:
                 raise bad_field(
                     "echo",
@@ -221,10 +221,12 @@ class Preparer:
         return encoding.ids
 
     def decode(self, tokens: list[int]) -> str:
-        return self._decode(self._checked(tokens, "tokens"))
+        """Raises: ApiError."""
+        return self.decode_all([self._checked(tokens, "tokens")])[0]
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
+    def decode_all(self, tokens: list[list[int]]) -> list[str]:
+        # As a batch, likewise.
+        return self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
 
     def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
         if (largest := max(tokens, default=0)) >= self._vocab_size:

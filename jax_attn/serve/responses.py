@@ -397,6 +397,8 @@ class GenerationResponse:
         )
 
     def _account(self, work: asyncio.Task, cut_off: bool) -> None:
+        admitted = [seq.admitted for seq in self._prepared.sequences if seq.admitted is not None]
+        self._record.admitted = min(admitted, default=None)
         self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
         reasons = {choice.finish_reason for choice in self._choices}
         if cut_off:

@@ -27,6 +27,13 @@ class TokenBytes:
         """Of a token beyond the tokenizer's own (padding of a model's vocabulary): none."""
         return self._known(token)
 
+    def byte_tokens(self) -> dict[int, bytes]:
+        """SentencePiece's tokens of a byte each, for characters that it does not know."""
+        tokens = (
+            (self._tokenizer.token_to_id(f"<0x{byte:02X}>"), bytes([byte])) for byte in range(256)
+        )
+        return {token: byte for token, byte in tokens if token is not None}
+
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             text = self._added[token]

@@ -2,19 +2,21 @@
 
 What a slot of a page holds is the digest of all tokens up to there: what a real kv slot depends on.
 A step reads the digests of a sequence's whole context back from its pages, so that a wrong, stale
-or overwritten page changes the output, or is found on the spot.
+or overwritten page changes the output, or is found on the spot. A page that becomes free is
+poisoned, and each knows the namespace that wrote it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jax_attn.serve.prefix_cache import Node, RadixCache
 from jax_attn.serve.request import FinishReason, Sequence, Status
 from jax_attn.serve.scheduler import ScheduledSequence, Scheduler, StepPlan
 
+POISON = -1
 EOS = 0
 VOCAB = 50
 
@@ -75,6 +77,17 @@ class FakeDevice:
         self.owners: dict[int, Sequence] = {}  # by slot
         self.num_computed: dict[str, int] = {}  # tokens that went through, since the admission
         self.num_tokens_run = 0
+        self.writers: dict[int, str] = {}  # page -> namespace; those that are free have none
+        free = scheduler.allocator.free
+        scheduler.allocator.free = lambda pages: free(self._poisoned(pages))
+
+    def _poisoned(self, pages: Iterable[int]) -> list[int]:
+        pages = list(pages)
+        for page in pages:
+            self.writers.pop(page, None)
+            for offset in range(self.page_size):
+                self.slots[page, offset] = POISON
+        return pages
 
     def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
         """(sequence, sampled token, digest of its context) for each entry; None: not sampled."""
@@ -123,13 +136,18 @@ class FakeDevice:
             page = seq.pages[position // page_size]
             assert page not in cached, "a shared page is written"
             assert written.setdefault(page, seq.id) == seq.id, "a page is written by two"
+            assert self.writers.setdefault(page, seq.namespace) == seq.namespace, "a foreign page"
             self.slots[page, position % page_size] = context
         complete = end == len(seq.tokens) + seq.num_in_flight
         assert entry.samples == complete
         return seq, next_token(context) if entry.samples else None, context
 
     def _read(self, seq: Sequence, position: int) -> int:
-        return self.slots[seq.pages[position // self.page_size], position % self.page_size]
+        page = seq.pages[position // self.page_size]
+        value = self.slots[page, position % self.page_size]
+        assert value != POISON, "a page that is free is read"
+        assert self.writers[page] == seq.namespace, "a foreign page is read"
+        return value
 
     def _check(self, step: StepPlan) -> None:
         config = self.scheduler.config
@@ -155,7 +173,8 @@ class FakeDevice:
         chunk = max(config.prefill_chunk, config.max_prefill_chunk, *config.step_sizes)
         assert prefill <= chunk or not decodes
         for seq in self.scheduler.running:
-            if seq.num_computed >= seq.num_prompt and seq.num_pending == 1:
+            is_decode = seq.num_computed >= seq.num_prompt and seq.num_pending == 1
+            if is_decode and not seq.is_held:
                 assert seq in seqs, "a running decode was left out"
 
 

@@ -98,6 +98,8 @@ class FakeEngine:
             raise QueueFull("full")
         self.submitted += seqs
         self.live |= {seq.id: 0 for seq in seqs}
+        for seq in seqs:
+            seq.admitted = time.monotonic()
         queue: asyncio.Queue = asyncio.Queue()
         workers = [asyncio.create_task(self._run(seq, queue)) for seq in seqs]
         left = len(seqs)

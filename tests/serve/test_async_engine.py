@@ -432,6 +432,15 @@ def test_limits(engine):
     assert (engine.limits.max_running, engine.limits.max_waiting) == (8, 50)
 
 
+def test_a_command_that_comes_at_the_very_end(engine):
+    """While those that wait are told: by the event loop, or by a command itself."""
+    told = []
+    engine._commands.append(lambda: engine._command(lambda: told.append(2), must=False))
+    engine._commands.append(lambda: told.append(1))
+    engine._end()
+    assert told == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_soak(model, device):

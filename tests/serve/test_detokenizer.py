@@ -81,6 +81,72 @@ def test_decoder_that_strips_a_leading_space():
         assert shown == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
+def sentence_piece() -> Tokenizer:
+    """Words, and bytes of what they do not cover, as Llama 2 and Gemma have it."""
+    vocab = {"<s>": 0, "<unk>": 1, "▁a": 2, "b": 3, "▁": 4}
+    vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def as_bytes(raw: bytes) -> list[int]:
+    return [5 + byte for byte in raw]
+
+
+class Counted:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.num_tokens = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens, **kwargs):
+        self.num_tokens += len(tokens)
+        return self._tokenizer.decode(tokens, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        as_bytes(b"\xe2") * 500,  # never complete
+        as_bytes(b"\x80") * 500,
+        [2, *as_bytes(b"\xf0\x9f\xe2") * 200, 2, 3],
+        [2, *as_bytes(b"\xe2\x82" * 100 + b"\xac"), 2, 3, *as_bytes("東京 🎉".encode()), 2],
+        [2] + [0] * 500 + [3],  # without text
+        as_bytes("\ufffd".encode()) * 200,  # complete, and the very character
+    ],
+    ids=["begun", "never begun", "begun anew", "ended", "special", "replacement"],
+)
+def test_nothing_is_held_for_ever_nor_decoded_again_and_again(tokens):
+    counted = Counted(sentence_piece())
+    detokenizer, shown = Detokenizer(Texts(counted)), ""
+    for token in tokens:
+        shown += detokenizer.push(token)
+        assert len(detokenizer._text._new) <= 16
+    assert len(shown) > len(counted._tokenizer.decode(tokens)) - 4
+    assert shown + detokenizer.flush() == counted._tokenizer.decode(tokens)
+    assert counted.num_tokens <= 50 * len(tokens)
+
+
+def test_whole_characters_of_bytes():
+    text = "東京 ☃ 🎉🎊 naïve"
+    tokens = [2, *as_bytes(text.encode()), 3, *as_bytes("é".encode()), 2]
+    out = pieces(sentence_piece(), tokens)
+    assert "".join(out) == f"a{text}bé a"
+    assert not any(REPLACEMENT in piece for piece in out)
+
+
 def test_stop_string_across_tokens(tokenizer):
     text = "one two three four"
     tokens = tokenizer.encode(text).ids
@@ -115,6 +181,28 @@ def test_random_stops(tokenizer):
             assert text.startswith(shown)
         assert detokenizer.stopped == bool(ends)
         assert shown + detokenizer.flush() == text
+
+
+def test_stop_strings_cost_no_more_where_they_nearly_match(tokenizer, monkeypatch):
+    """16 strings of 256 characters, and a text that is about to be each of them: two steps a
+    character and string."""
+    stops = ["a" * (127 + i) + "b" + "a" * (128 - i) for i in range(16)]
+    num_steps = 0
+
+    class Text(str):
+        def __getitem__(self, index):
+            nonlocal num_steps
+            num_steps += 1
+            return str.__getitem__(self, index)
+
+    detokenizer = Detokenizer(texts_of(tokenizer), stops)
+    for stop in detokenizer._stops:
+        stop._text = Text(stop._text)
+    shown, a = "", tokenizer.token_to_id("a")
+    for _ in range(1000):
+        shown += detokenizer.push(a)
+    assert shown + detokenizer.flush() == "a" * 1000
+    assert num_steps <= 16 * 1000 * 4
 
 
 def test_what_cannot_stop_is_not_held(tokenizer):

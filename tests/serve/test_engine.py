@@ -9,6 +9,8 @@ import itertools
 import json
 import random
 import re
+import threading
+import time
 from array import array
 from pathlib import Path
 
@@ -17,10 +19,10 @@ import numpy as np
 import pytest
 
 from jax_attn import models
-from jax_attn.serve import grammar
+from jax_attn.serve import grammar, masks
 from jax_attn.serve.engine import Engine, EngineConfig
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
-from jax_attn.serve.scheduler import QueueFull, ScheduledSequence
+from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve.scheduler import QueueFull, ScheduledSequence, StepPlan
 
 CONFIG = EngineConfig(num_pages=36, page_size=8, max_running=8, max_step_tokens=40)
 INVARIANT = dataclasses.replace(CONFIG, num_pages=240, batch_invariant=True)  # longer than a split
@@ -87,6 +89,7 @@ class Result:
     def __init__(self):
         self.tokens, self.text, self.logprobs = [], "", []
         self.reason = self.error = self.num_cached = None
+        self.is_clients_fault = False
 
     def add(self, event):
         assert self.reason is None, "an event after the last"
@@ -94,6 +97,7 @@ class Result:
         self.text += event.text
         self.logprobs += event.logprobs or []
         self.reason, self.error = event.finish_reason, event.error
+        self.is_clients_fault = event.is_clients_fault
         if event.num_cached_tokens is not None:
             assert self.num_cached is None
             self.num_cached = event.num_cached_tokens
@@ -553,6 +557,148 @@ def test_a_grammar_that_gets_stuck(model, make_engine, logits_of, monkeypatch, w
     assert (results[0].reason, results[0].error) == (FinishReason.ERROR, "grammar: too complex.")
     assert results[1].reason is FinishReason.LENGTH
     check_greedy(logits_of, seqs[1])
+
+
+class Late:
+    """Masks that come when they are told to: of the grammars that `which` picks."""
+
+    def __init__(self, monkeypatch, which=lambda constraint: True):
+        self.comes = threading.Event()
+        take = masks.Constraint.take
+
+        def late(constraint, turn):
+            if which(constraint):
+                assert self.comes.wait(60)
+            take(constraint, turn)
+
+        monkeypatch.setattr(masks.Constraint, "take", late)
+
+
+def step_until(engine, results, done, most=1000) -> None:
+    for _ in range(most):
+        for event in engine.step():
+            results[event.seq_id].add(event)
+        engine.scheduler.check_integrity()
+        if done():
+            return
+    raise AssertionError(f"not in {most} steps")
+
+
+@pytest.mark.parametrize("num_prompt", [15, 16, 17])
+def test_a_late_mask_holds_its_own_sequence_only(
+    model, make_engine, logits_of, monkeypatch, num_prompt
+):
+    """And in the end the text is the one that it would have been. Pages have 8 tokens."""
+    pattern = r"(alpha|beta|gamma) is red red red now (red|green|blue) as well\."
+
+    def constrained():
+        return sequence(
+            prompt(model, 0, num_prompt),
+            grammar=grammar.from_regex(pattern),
+            max_tokens=60,
+            frequency_penalty=1.0,
+        )
+
+    (expected,) = run(make_engine(), constrained())
+    late = Late(monkeypatch)
+    engine, held, other = make_engine(), constrained(), sequence(prompt(model, 30, 9), max_tokens=9)
+    results = {seq.id: Result() for seq in (held, other)}
+    engine.submit([held, other])
+    step_until(engine, results, lambda: other.status is Status.FINISHED)
+    assert results[other.id].reason is FinishReason.LENGTH and held.num_output == 0
+    assert held.is_held
+    late.comes.set()
+    step_until(engine, results, lambda: not engine.has_work)
+    assert results[held.id].text == expected.text
+    assert results[held.id].tokens == expected.tokens
+    check_greedy(logits_of, other)
+    check_drained(engine)
+
+
+@pytest.mark.parametrize("what", ["abort", "deadline", "preemption", "failure"])
+def test_whatever_happens_while_a_mask_is_late(model, make_engine, monkeypatch, what):
+    late = Late(monkeypatch)
+    engine = make_engine()
+    text = grammar.from_regex("[a-z]{3} and so on")
+    deadline = time.monotonic() + 0.2 if what == "deadline" else None
+    held = sequence(prompt(model, 0, 20), grammar=text, max_tokens=40, deadline=deadline)
+    results = {held.id: Result()}
+    engine.submit([held])
+    step_until(engine, results, lambda: held.is_held)
+    if what == "abort":
+        engine.abort(held.id)
+    elif what == "deadline":
+        step_until(engine, results, lambda: held.status is Status.FINISHED)
+    elif what == "preemption":
+        engine.scheduler._preempt(held, StepPlan())
+    else:
+        for event in engine.recover("It failed."):
+            results[event.seq_id].add(event)
+    late.comes.set()
+    if engine.has_work:
+        step_until(engine, results, lambda: not engine.has_work)
+    reasons = {"abort": "abort", "deadline": "deadline", "preemption": "stop", "failure": "error"}
+    assert results[held.id].reason == reasons[what]
+    assert what != "preemption" or re.fullmatch("[a-z]{3} and so on", results[held.id].text)
+    assert not engine._held
+    check_drained(engine)
+
+
+def test_a_bug_in_a_grammar_is_told_to_its_own_sequence(model, make_engine, monkeypatch):
+    def broken(self, row_mask):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(grammar.Matcher, "fill_mask", broken)
+    seqs = [
+        sequence(prompt(model, 0, 20), grammar=grammar.from_regex("[a-z]*")),
+        sequence([0, 593, 633]),
+    ]
+    results = run(make_engine(), *seqs)
+    assert results[0].error == "The grammar failed: ZeroDivisionError."
+    assert results[1].reason is FinishReason.LENGTH
+
+
+def test_a_grammar_that_is_used_up_is_compiled_anew(model, make_engine, monkeypatch):
+    """Copies of a compiled grammar share its lexer."""
+
+    def stuck(self, row_mask):
+        raise grammar.GrammarError("grammar: too complex.")
+
+    engine, text = make_engine(), grammar.from_regex("[a-z]*")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar.Matcher, "fill_mask", stuck)
+        (result,) = run(engine, sequence(prompt(model, 0, 20), grammar=text))
+    assert result.error == "grammar: too complex." and result.is_clients_fault
+    assert engine.grammars.cached(text) is None
+    run(engine, sequence(prompt(model, 0, 20), grammar=text, max_tokens=3))
+
+
+def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
+    """The next step is sampled before the tokens of the last are waited for."""
+    engine = make_engine()
+    device, order = engine.device, []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(device, name)
+
+        def sample(self, *args):
+            order.append("sample")
+            return device.sample(*args)
+
+        def read(self, sampled):
+            order.append("read")
+            return device.read(sampled)
+
+    engine.device = Watched()
+    seqs = [
+        sequence(prompt(model, 0, 20), min_tokens=12, max_tokens=12, seed=3, temperature=2.0),
+        sequence(prompt(model, 9, 20), max_tokens=12),
+    ]
+    engine.submit(seqs)
+    while engine.has_work:
+        engine.step()
+    assert order == ["sample", *["sample", "read"] * 11, "read"]
 
 
 # ---- refusals and failures ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ from fake_engine import FakeEngine, fake_model
 from live_server import eventually, post_bytes, serving
 
 from jax_attn.serve import admission, auth, responses, schemas
+from jax_attn.serve import server as server_module
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.prepare import namespace
 
@@ -893,11 +894,30 @@ def test_a_tenant_sees_its_own(locked_server, monkeypatch):
     ]
     shown = whole | {"requests": requests, "tree": tree}
     monkeypatch.setattr(locked_server.engine, "snapshot", lambda: shown)
+    monkeypatch.setattr(server_module, "VIEW_SECONDS", -1)
     for key, ids in [(KEYS[0], ["key0", "key0/salt"]), (KEYS[1], ["key1", "key1/key0"])]:
         state = locked_server.get("/debug/state", **bearer(key)).json
         assert [entry["id"] for entry in state["requests"]] == ids
         assert [node["parent"] for node in state["tree"]] == [None, 0]
         assert all(node["text"] for node in state["tree"]) and "namespace" not in json.dumps(state)
+
+
+def test_a_view_is_not_made_for_every_poll(locked_server, monkeypatch):
+    """Of a tree of thousands it takes some milliseconds, of the engine's thread and this one."""
+    snapshot, times = locked_server.engine.snapshot, []
+
+    def count():
+        times.append(time.monotonic())
+        return snapshot()
+
+    monkeypatch.setattr(locked_server.engine, "snapshot", count)
+    monkeypatch.setattr(server_module, "VIEW_SECONDS", 60)
+    locked_server.app.state.server._views.clear()
+    for key in KEYS * 5:
+        assert locked_server.get("/debug/state", **bearer(key)).json["status"] == "ok"
+    assert len(times) == 2  # each sees its own
+    monkeypatch.setattr(server_module, "VIEW_SECONDS", -1)
+    assert locked_server.get("/debug/state", **bearer(KEYS[0])).ok and len(times) == 3
 
 
 def test_an_operator_sees_all_but_the_texts_of_others(operated_server):
