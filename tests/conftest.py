@@ -14,6 +14,7 @@ ON_REQUEST = {
     "sanitizers": "runs the CUDA kernels under compute-sanitizer",
     "slow": "takes a minute or more",
     "hours": "takes up to hours",
+    "alone": "measures times, on a machine that does nothing else",
 }
 
 

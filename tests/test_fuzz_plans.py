@@ -5,7 +5,7 @@ from fuzz import plans
 
 
 @pytest.mark.parametrize("part", plans.PARTS)
-def test_some_cases(part):
+def test_some_cases(part, tmp_path):
     if plans.find_binary() is None:
         pytest.skip("no fuzz_plan: an installed package without the C++ tests")
-    print(plans.run(part, seed=15, cases=2000, seconds=None))
+    print(plans.run(part, seed=15, cases=2000, seconds=None, folder=tmp_path))

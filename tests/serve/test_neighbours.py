@@ -21,7 +21,7 @@ MAX_GROWTH = 300_000_000  # bytes
 # A machine with other work stalls a stream, too. A stall of the server's is there every time.
 NUM_TRIES = 3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
