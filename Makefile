@@ -4,6 +4,7 @@
 #   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
 #   make test       C++ and Python tests
 #   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: five minutes of it
+#   make fuzz       made-up plans, requests and bytes on the socket; ARGS=--seconds=N, --help
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
 #   make bench-serve  the server over HTTP -> benchmarks/results/
@@ -20,7 +21,7 @@ VENV ?= .venv
 JAX ?= jax
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
-.PHONY: demo serve test sanitize bench bench-gpu bench-serve lint digest clean
+.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint digest clean
 
 ifdef PY
 ready :=
@@ -56,6 +57,15 @@ test: $(ready)
 
 sanitize: $(ready)
 	build_tools/sanitize.sh $(PY) $(ARGS)
+
+# The C++ fuzzer under the sanitizers of `make sanitize`, in the same build.
+fuzz: $(ready)
+	$(if $(ready),$(VENV)/bin/cmake -S build_tools -B build/sanitize/address -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
+	  -DXLA_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
+	  -DJAX_ATTN_TESTS=ON -DJAX_ATTN_SANITIZE=address >/dev/null)
+	$(if $(ready),$(VENV)/bin/cmake --build build/sanitize/address --target fuzz_plan >/dev/null)
+	$(PY) -m tests.fuzz $(ARGS)
 
 bench: $(ready)
 	$(PY) -m benchmarks.bench_cpu $(ARGS)

@@ -13,6 +13,8 @@ ON_REQUEST = {
     "big": "needs many GB of memory",
     "sanitizers": "runs the CUDA kernels under compute-sanitizer",
     "slow": "takes a minute or more",
+    "hours": "takes up to hours",
+    "alone": "measures times, on a machine that does nothing else",
 }
 
 

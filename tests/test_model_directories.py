@@ -562,6 +562,19 @@ def lose_shard(path: Path) -> None:
     write_json(path / "model.safetensors.index.json", weight_map)
 
 
+def name_weights(name: object):
+    """An index that names a file elsewhere, which is there."""
+
+    def edit(path: Path) -> None:
+        (path.parent / "elsewhere").mkdir(exist_ok=True)
+        (path / "model.safetensors").rename(path.parent / "elsewhere" / "model.safetensors")
+        named = str(name).replace("<parent>", str(path.parent))
+        weight_map = {"weight_map": {"model.norm.weight": named}}
+        write_json(path / "model.safetensors.index.json", weight_map)
+
+    return edit
+
+
 def only_pickled(path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
 
@@ -688,6 +701,19 @@ MISFITS = {
         "neither model.safetensors nor model.safetensors.index.json is there",
     ),
     "lost shard": (lose_shard, "model-00001-of-00002.safetensors: no such file"),
+    "absolute shard": (
+        name_weights("<parent>/elsewhere/model.safetensors"),
+        "expected names of files in this directory, got",
+    ),
+    "shard above": (
+        name_weights("../elsewhere/model.safetensors"),
+        r"expected names of files in this directory, got '../elsewhere/model.safetensors'",
+    ),
+    "shard behind a folder": (
+        name_weights("a/../../elsewhere/model.safetensors"),
+        "expected names of files in this directory, got",
+    ),
+    "shard without a name": (name_weights(5), "5: no such file"),
     "not safetensors": (
         lambda path: (path / "model.safetensors").write_bytes(b"\x80\x02}q\x00."),
         "model.safetensors: not a safetensors file",

@@ -295,7 +295,14 @@ def _weight_files(directory: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelDirectoryError(f"{index}: key 'weight_map' is missing")
-    return [existing(directory / name) for name in sorted(set(weight_map.values()))]
+    names = set(map(str, weight_map.values()))
+    for name in names:
+        # The index may be a stranger's, and is to name files of this directory only.
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ModelDirectoryError(
+                f"{index}: weight_map: expected names of files in this directory, got {name!r}"
+            )
+    return [existing(directory / name) for name in sorted(names)]
 
 
 def _read_tensors(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import logging
 import resource
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +25,20 @@ except ModuleNotFoundError:
 
 from jax_attn import models
 from jax_attn.serve import auth
+from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.engine import EngineConfig
 from jax_attn.serve.server import ServerConfig, create_app
+from jax_attn.serve.tenants import TenantLimits
 
 log = logging.getLogger("jax_attn.serve")
 
 _BUNDLED_MODEL = Path("models") / "tiny-llama-stdlib"
 _MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
+_ACCEPTS = 64  # of them at a time, 10 ms, in which no stream goes on
+_OTHER_FILES = 128  # than connections
 _MAX_FILES = 65536  # open ones; many a shell allows 1,024, fewer than the queue has clients
 _SAMPLING_BYTES = 48  # for each of [max_running, vocab]: logits, counts, ten f32 of XLA's to sort
 _KV_SHARE = 0.85  # of the memory that is left; the rest is for activations
@@ -65,6 +71,13 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._on_drain = on_drain
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for listener in server.sockets:
+                with listener.dup() as same:
+                    same.listen(_BACKLOG)  # asyncio makes one number of both
+
     def stop(self) -> None:
         """From any thread. What is being answered is answered first."""
         self.should_exit = True
@@ -78,9 +91,10 @@ class _Uvicorn(uvicorn.Server):
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         keys = auth.read_keys(args.api_key_file) if args.api_key_file else ()
+        operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
         log.info("loading %s", args.model)
         model = models.load(args.model, dtype=args.dtype)
         engine = _make_engine(model, args)
@@ -88,23 +102,27 @@ def main(argv: list[str] | None = None) -> int:
             model_directory=args.model,
             model_name=args.model_name or args.model.resolve().name,
             api_keys=keys,
-            check_host=auth.is_loopback(args.host) and not keys,
+            operator_keys=operator_keys,
+            key_limits=_key_limits(args),
+            is_public=not auth.is_loopback(args.host),
+            check_host=auth.is_loopback(args.host) and not (keys or operator_keys),
             allowed_origins=tuple(args.allow_origin),
+            access_log=args.access_log,
         )
         app = create_app(engine, model, config)
     except (OSError, ValueError, NotImplementedError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
-    if not keys and not auth.is_loopback(args.host):
+    if not (keys or operator_keys) and not auth.is_loopback(args.host):
         log.warning("anyone who can reach %s can use this server; see --api-key-file", args.host)
-    _allow_many_connections()
+    connection = _limited_connection(args.max_connections, _allow_many_connections())
     server = _Uvicorn(
         uvicorn.Config(
             app,
             host=args.host,
             port=args.port,
-            backlog=_BACKLOG,
-            http=Connection,  # of h11, the one whose limit on headers can be set
+            backlog=_ACCEPTS,
+            http=connection,  # of h11, the one whose limit on headers can be set
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             ws="none",
             lifespan="on",
@@ -178,6 +196,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         prefill_chunk=args.prefill_chunk,
         max_prefill_chunk=args.max_prefill_chunk,
         max_waiting=args.max_waiting,
+        tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         prefix_cache=args.prefix_cache,
         batch_invariant=args.batch_invariant,
     )
@@ -198,12 +217,39 @@ def _default_num_pages(
     return min(budget // page_bytes, most)
 
 
-def _allow_many_connections() -> None:
-    """Each is an open file."""
+def _allow_many_connections() -> int:
+    """Each is an open file. Returns how many may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def _limited_connection(max_connections: int, max_files: int) -> type[Connection]:
+    """One address may have half of them, so that others find some left."""
+    most = max(2, min(max_connections, max_files - _OTHER_FILES))
+    if most < max_connections:
+        log.warning("connections: at most %d, as this process may open %d files", most, max_files)
+
+    class Limited(Connection):
+        max_connections = most
+        max_of_address = -(-most // 2)
+
+    return Limited
+
+
+def _key_limits(args: argparse.Namespace) -> KeyLimits:
+    limits = KeyLimits.default(args.max_waiting, args.max_running)
+    given = {
+        "requests": args.max_requests_per_key,
+        "choices": args.max_choices_per_key,
+        "tokens": args.max_tokens_per_key,
+    }
+    return dataclasses.replace(
+        limits, **{name: most for name, most in given.items() if most is not None}
+    )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -219,6 +265,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=_non_negative, default=8000, help="0: any that is free (%(default)s)")
     add("--api-key-file", type=Path, help="a key a line; every route but /health then needs one")
+    operators = """keys, likewise, that may also read /metrics and all of /debug/state (without this
+        file, all may who use a loopback address or the only key; else nobody)"""
+    add("--operator-key-file", type=Path, help=operators)
     origin = "a web page's origin, such as http://localhost:3000, that may use the server, or *"
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     add("--num-pages", type=_positive, help="of the kv cache (what the device's memory holds)")
@@ -228,6 +277,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
     add("--prefill-chunk", type=_positive, help=chunk)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
+    flight = "in flight of one key, without keys of all; then 429 (--max-waiting + --max-running)"
+    add("--max-requests-per-key", type=_positive, help=flight)
+    add("--max-choices-per-key", type=_positive, help="their prompts x n, likewise")
+    run = "of these, those that run at once; more wait (a fair share)"
+    add("--max-running-per-key", type=_positive, help=run)
+    prompt = f"tokens of their prompts, x n; then 429 ({KeyLimits.tokens})"
+    add("--max-tokens-per-key", type=_positive, help=prompt)
+    clients = "then 429; half of them for one address (%(default)s)"
+    add("--max-connections", type=_positive, default=Connection.max_connections, help=clients)
+    add("--access-log", action=switch, default=True, help="a line of the log for each request")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")

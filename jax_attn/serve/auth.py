@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 from collections.abc import Iterable
@@ -43,12 +42,22 @@ class Authenticate:
     """ASGI middleware: 401 unless one of the keys comes with the request.
 
     The key is a bearer token or, for browsers, the password of HTTP Basic authentication, for which
-    they ask by themselves. scope["state"]["tenant"] says which key it was.
+    they ask by themselves. scope["state"]["tenant"] says which key it was, and "is_operator"
+    whether it was one of operator_keys.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        open_paths: Iterable[str],
+        operator_keys: Iterable[str] = (),
+    ):
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        known = [(key, f"operator{i}") for i, key in enumerate(operator_keys)]
+        known += [(key, f"key{i}") for i, key in enumerate(keys)]
+        self._digests = [_digest(key.encode()) for key, _ in known]
+        self._names = [name for _, name in known]
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,14 +70,17 @@ class Authenticate:
                 challenge = "Basic" if scope["path"] == "/" else "Bearer"
                 error.headers["WWW-Authenticate"] = f'{challenge} realm="jax_attn"'
                 return await error.response()(scope, receive, send)
-            scope.setdefault("state", {})["tenant"] = tenant
+            state = scope.setdefault("state", {})
+            state["tenant"], state["is_operator"] = tenant, tenant.startswith("operator")
+            if "record" in state:
+                state["record"].tenant = tenant
         await self._app(scope, receive, send)
 
     def _tenant(self, presented: bytes) -> str | None:
         """Takes the same time whichever key it is, or none, and however much of it is right."""
         digest = _digest(presented)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return f"key{matches.index(True)}" if any(matches) else None
+        return self._names[matches.index(True)] if any(matches) else None
 
 
 class LoopbackHost:
@@ -110,6 +122,6 @@ def _presented_key(authorization: str) -> bytes:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]
-        except binascii.Error:
+        except ValueError:  # no base64, or no ASCII
             return b""
     return value.strip().encode() if scheme.lower() == "bearer" else b""

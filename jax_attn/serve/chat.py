@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,17 +26,32 @@ class ChatTemplateError(ValueError):
     """The template does not compile, refuses the messages, or fails on them."""
 
 
-class ChatTemplate:
-    """A compiled template, or none: `render` then says so.
+MAX_CHARS = 1 << 24  # of the rendered text: four times the longest body
+MAX_SECONDS = 10.0
 
-    tool_format: how it has the model write tool calls; None if it does not, or in no way known.
+
+class ChatTemplate:
+    """A model's templates, compiled, or none: `render` then says so.
+
+    tool_format: how they have the model write tool calls; None if they do not, or in no way known.
     """
 
-    def __init__(self, source: str | None, variables: Mapping[str, Any]):
-        """`variables` are those that templates expect beside the messages, such as bos_token."""
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]):
+        """sources: by name. "default" is for all, but "tool_use", if there is one, for those
+        with tools. A single one is for all, whatever its name.
+
+        `variables` are those that templates expect beside the messages, such as bos_token.
+        """
         self._variables = dict(variables)
+        if len(sources) > 1 and "default" not in sources:
+            raise ChatTemplateError(
+                f"chat_template: expected one named 'default', got {', '.join(sorted(sources))}"
+            )
+        source = sources.get("default") or next(iter(sources.values()), None)
+        with_tools = sources.get("tool_use", source)
         self._template = None if source is None else _compile(source)
-        self.tool_format = format_of(source or "")
+        self._with_tools = None if with_tools is None else _compile(with_tools)
+        self.tool_format = format_of(with_tools or "")
 
     def render(
         self,
@@ -49,15 +65,17 @@ class ChatTemplate:
         tools: descriptions of functions that the model may call.
 
         Raises:
-          ChatTemplateError: see there.
+          ChatTemplateError: see there; or the text takes more than MAX_CHARS or MAX_SECONDS.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._with_tools
+        if template is None:
             raise ChatTemplateError(
                 "the model directory has no chat template (chat_template.jinja, or chat_template "
                 "in tokenizer_config.json); use /v1/completions"
             )
+        pieces, num_chars, end = [], 0, time.monotonic() + MAX_SECONDS
         try:
-            return self._template.render(
+            for piece in template.generate(
                 {
                     "add_generation_prompt": True,
                     "documents": None,
@@ -66,11 +84,18 @@ class ChatTemplate:
                     "messages": messages,
                     "tools": tools,
                 }
-            )
+            ):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_CHARS:
+                    raise ChatTemplateError(f"the chat template wrote over {MAX_CHARS} characters")
+                if time.monotonic() > end:
+                    raise ChatTemplateError(f"the chat template took over {MAX_SECONDS:g} s")
         except ChatTemplateError:
             raise
         except Exception as error:  # a template can fail in any way that an expression can
             raise ChatTemplateError(f"the chat template failed: {error}") from error
+        return "".join(pieces)
 
 
 def load(directory: str | Path) -> ChatTemplate:
@@ -84,15 +109,23 @@ def load(directory: str | Path) -> ChatTemplate:
     source: Any = config.get("chat_template")
     if file.is_file():
         source = file.read_text(encoding="utf-8")
-    elif isinstance(source, list):  # several, each with a name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    sources = {} if source is None else {"default": source}
+    if isinstance(source, list):  # several, each with a name
+        try:
+            sources = {entry["name"]: entry["template"] for entry in source}
+        except (KeyError, TypeError):
+            sources = {"default": source}
+    if not all(isinstance(text, str) for text in (*sources, *sources.values())):
+        raise ChatTemplateError(
+            "chat_template: expected a text, or a list of objects with name and template"
+        )
     variables = {
         # A special token is its text, or an object that holds the text.
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, (str, dict))
     }
-    return ChatTemplate(source, variables)
+    return ChatTemplate(sources, variables)
 
 
 def tokenizer_config(directory: str | Path) -> dict[str, Any]:

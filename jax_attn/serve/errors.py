@@ -63,16 +63,20 @@ def bad_field(param: str, message: str) -> ApiError:
 
 
 def from_validation(error: ValidationError, body: Any) -> ApiError:
-    """400 for the first thing that pydantic found wrong; `body` is the parsed JSON, if it was."""
+    """400 for the first thing that pydantic found wrong; `body` is the parsed JSON."""
     errors = error.errors(include_url=False, include_input=False)
     # Where a field can be several things, pydantic says why it is none of them; the deepest reason
     # belongs to the one that was meant.
     errors = [entry for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1]]
     first = max(errors, key=lambda entry: len(entry["loc"]))
+    if "inside" in (context := first.get("ctx", {})):  # what a rule of ours found fault with
+        first["loc"] += (context["inside"],)
     # A rule about several fields has no location, and is named after the field to change.
     param = _path(first, body) or (first["type"] if _is_ours(first["type"]) else None)
-    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
-    message = "unknown field" if code == "unknown_field" else first["msg"]
+    is_unknown = first["type"] in ("unknown_field", "extra_forbidden")
+    code, message = "invalid_value", first["msg"]
+    if is_unknown:
+        code, message = "unknown_field", "unknown field"
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code=code)
 
 

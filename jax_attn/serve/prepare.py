@@ -42,6 +42,15 @@ class Prepared:
     def num_choices(self) -> int:
         return len(self.sequences) // len(self.prompts)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+_PIECE = 1 << 16  # characters
+_MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
+_MAX_ECHO_CHARS = 1 << 22  # in all choices
+
 
 class Preparer:
     def __init__(self, model: Any, engine: Any, directory: str | Path, name: str):
@@ -54,6 +63,9 @@ class Preparer:
         self.max_model_len: int = engine.limits.max_model_len
         self._max_waiting: int = engine.limits.max_waiting
         self._tokenizer = model.tokenizer
+        # A prompt that is too long is refused, not cut.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
@@ -67,21 +79,23 @@ class Preparer:
         prompt = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]  # type: ignore[assignment]
-        prompts = [self.encode(p) if isinstance(p, str) else self._checked(p) for p in prompt]  # type: ignore[arg-type]
+        prompts: list[list[int]] = [self.encode(p) if isinstance(p, str) else p for p in prompt]  # type: ignore[misc]
+        lengths = self._lengths(body, prompts, "prompt", body.logprobs, body.echo)
+        for tokens in prompts:
+            self._checked(tokens)
         echoes = [""] * len(prompts)
         if body.echo:
             echoes = [p if isinstance(p, str) else self.decode(p) for p in prompt]  # type: ignore[arg-type]
+            if (num_chars := sum(map(len, echoes)) * body.n) > _MAX_ECHO_CHARS:
+                raise bad_field(
+                    "echo",
+                    f"the prompts x n = {body.n} have {num_chars} characters, which are more than "
+                    f"{_MAX_ECHO_CHARS}",
+                )
         params = self._params(body, body.logprobs)
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = True
-            num_scores = sum(map(len, prompts)) * (1 + body.logprobs) * body.n
-            if num_scores > schemas.MAX_SCORES:
-                raise bad_field(
-                    "logprobs",
-                    f"prompt tokens x (1 + logprobs) x n = {num_scores} are more than "
-                    f"{schemas.MAX_SCORES}",
-                )
-        return self._prepared("cmpl", body, prompts, echoes, "prompt", params, caller)
+        return self._prepared("cmpl", body, prompts, echoes, lengths, params, caller)
 
     def chat(self, body: schemas.ChatCompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
@@ -92,11 +106,12 @@ class Preparer:
         )
         prompt = self.encode_messages(body.messages, body.chat_template_kwargs, shown)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        lengths = self._lengths(body, [prompt], "messages", logprobs, echo=False)
         params = self._params(body, logprobs)
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
             params["skip_special_tokens"] = tool_format.begin not in self._special_tokens
-        prepared = self._prepared("chatcmpl", body, [prompt], [""], "messages", params, caller)
+        prepared = self._prepared("chatcmpl", body, [prompt], [""], lengths, params, caller)
         most = None if body.parallel_tool_calls else 1
         return dataclasses.replace(prepared, tool_format=tool_format, max_tool_calls=most)
 
@@ -142,8 +157,11 @@ class Preparer:
                 code="model_not_found",
             )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """most: tokens that are of use. Raises ApiError for a text that has far more."""
+        tokens = self._encode(text, add_special_tokens, "prompt", most)
         if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
             tokens = [self._bos, *tokens]
         return tokens
@@ -153,16 +171,61 @@ class Preparer:
         messages: list[schemas.Message],
         variables: dict[str, Any],
         tools: list[dict[str, Any]] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         try:
             text = self._template.render(plain, variables, tools)
         except chat.ChatTemplateError as error:
             raise bad_field("messages", str(error)) from None
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, False, "messages", most)
+
+    def tokenize(self, body: schemas.TokenizeRequest) -> list[int]:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        most = max(_MOST_TOKENS, self.max_model_len)
+        if body.messages is not None:
+            return self.encode_messages(body.messages, {}, most=most)
+        return self.encode(body.prompt or "", body.add_special_tokens, most)
+
+    def detokenize(self, body: schemas.DetokenizeRequest) -> str:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        most = max(_MOST_TOKENS, self.max_model_len)
+        if len(body.tokens) > most:
+            raise bad_field("tokens", f"expected at most {most} tokens, got {len(body.tokens)}")
+        return self.decode(body.tokens)
+
+    def _encode(
+        self, text: str, add_special_tokens: bool, field: str, most: int | None
+    ) -> list[int]:
+        # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
+        # number of its tokens by a few, so what has twice as many as are of use is known early.
+        num_tokens, limit = 0, 2 * (most or self.max_model_len)
+        for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
+            num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
+            if num_tokens > limit:
+                raise bad_field(
+                    field,
+                    f"{len(text)} characters have more than {limit} tokens: the model's context is "
+                    f"{self.max_model_len} tokens",
+                )
+        return self._ids(text, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of a batch, as that lets other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding.ids
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(self._checked(tokens, "tokens"), skip_special_tokens=False)
+        """Raises: ApiError."""
+        return self.decode_all([self._checked(tokens, "tokens")])[0]
+
+    def decode_all(self, tokens: list[list[int]]) -> list[str]:
+        # As a batch, likewise.
+        return self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
 
     def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
         if (largest := max(tokens, default=0)) >= self._vocab_size:
@@ -212,16 +275,18 @@ class Preparer:
         except grammar.GrammarError as error:
             raise bad_field(field, str(error)) from None
 
-    def _prepared(
+    def _lengths(
         self,
-        prefix: str,
         body: schemas._Sampling,
         prompts: list[list[int]],
-        echoes: list[str],
         field: str,
-        params: dict[str, Any],
-        caller: Caller,
-    ) -> Prepared:
+        logprobs: int | None,
+        echo: bool,
+    ) -> list[int]:
+        """Of each prompt's choices, in tokens, at most.
+
+        Raises ApiError for a request that is larger than any answer may be.
+        """
         limit = "max_tokens"
         if getattr(body, "max_completion_tokens", None) is not None:
             limit = "max_completion_tokens"
@@ -231,9 +296,8 @@ class Preparer:
             raise bad_field(
                 "n", f"{len(prompts)} prompts x n = {body.n} are more than {most} sequences"
             )
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        sequences: list[Sequence] = []
+        each = 0 if logprobs is None else 1 + logprobs  # numbers for a token
+        wanted, num_scores = [], 0
         for prompt in prompts:
             room = self.max_model_len - len(prompt)
             if not prompt:
@@ -250,9 +314,34 @@ class Preparer:
                     f"{len(prompt)} prompt tokens and {max_tokens} more are beyond the model's "
                     f"context of {self.max_model_len} tokens",
                 )
-            wanted = room if max_tokens is None else max_tokens
-            if body.min_tokens > wanted:
-                raise bad_field("min_tokens", f"more than {limit}, {wanted}")
+            if max_tokens is None and each:
+                room = min(room, schemas.MAX_SCORES // (each * body.n))
+            wanted.append(room if max_tokens is None else max_tokens)
+            if body.min_tokens > wanted[-1]:
+                raise bad_field("min_tokens", f"more than {limit}, {wanted[-1]}")
+            num_scores += (wanted[-1] + (len(prompt) if echo else 0)) * each * body.n
+        if num_scores > schemas.MAX_SCORES:
+            raise bad_field(
+                "logprobs",
+                f"tokens x (1 + logprobs) x n = {num_scores} are more than {schemas.MAX_SCORES}; "
+                "use fewer of them",
+            )
+        return wanted
+
+    def _prepared(
+        self,
+        prefix: str,
+        body: schemas._Sampling,
+        prompts: list[list[int]],
+        echoes: list[str],
+        lengths: list[int],
+        params: dict[str, Any],
+        caller: Caller,
+    ) -> Prepared:
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        sequences: list[Sequence] = []
+        for prompt, wanted in zip(prompts, lengths, strict=True):
             for choice in range(body.n):
                 sequences.append(
                     Sequence(
@@ -283,6 +372,11 @@ class Preparer:
 def namespace(tenant: str, salt: str) -> str:
     """The part of the prefix cache that only this tenant's requests with this salt can hit."""
     return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
+
+
+def owner(namespace: str) -> str:
+    """The tenant whose it is."""
+    return namespace.partition("/")[0]
 
 
 def _seed(seed: int, choice: int) -> int:

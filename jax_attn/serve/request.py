@@ -124,6 +124,7 @@ class Sequence:
     num_cached: int = field(
         default=0, init=False
     )  # of the prompt, found cached when first admitted
+    admitted: float | None = field(default=None, init=False)  # first, on the clock of `arrival`
     num_in_flight: int = field(
         default=0, init=False
     )  # launched samples that the host does not know

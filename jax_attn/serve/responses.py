@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +14,8 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from jax_attn.serve import schemas
+from jax_attn.serve.access_log import Record
+from jax_attn.serve.admission import Ticket, queue_full
 from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.grammar import GrammarError
@@ -22,132 +23,105 @@ from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
 from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scheduler import QueueFull
+from jax_attn.serve.scores import ChatScores, CompletionScores, Scores, TokenJson
 from jax_attn.serve.tools import ToolParser
 
-_RETRY_AFTER_SECONDS = 1
+# Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
+KEEP_ALIVE_SECONDS = 10.0
+_ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other requests have a turn
+_PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
 _MARK = "the text goes here"
-
-TokenText = Callable[[int], bytes]
-"""The exact bytes of a token, which need not be whole characters."""
+_NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
 
 
 @dataclass
 class _Choice:
     """What one sequence has produced so far."""
 
-    text: str = ""
+    scores: Scores | None  # None: they were not asked for
+    texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     has_begun: bool = False  # its first chunk is sent
     num_cached: int = 0
     last_event: float = 0.0  # time.monotonic()
-    logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
 
 
 class Style(Protocol):
-    """One of OpenAI's two shapes of an answer."""
+    """One of OpenAI's two shapes of an answer. The JSON of its models has no log-probabilities:
+    those of a choice are spliced in."""
 
     keeps_text: bool  # the text of a choice is shown as it is, and when it comes
 
+    def scores(self, index: int) -> Scores | None: ...
+
     def chunk(
-        self, index: int, text: str, logprobs: list[Any], finish: str | None
+        self, index: int, text: str, has_scores: bool, finish: str | None
     ) -> BaseModel | None:
         """An event with the news of one choice, if there are any."""
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
 
-    def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel: ...
+    def whole(self, usage: schemas.Usage) -> BaseModel:
+        """Without its choices."""
+
+    def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
+        """Of the whole."""
 
 
 class CompletionStyle:
     keeps_text = True
 
-    def __init__(self, prepared: Prepared, with_logprobs: bool, token_text: TokenText):
+    def __init__(self, prepared: Prepared, with_logprobs: bool, tokens: TokenJson):
         self._head: dict[str, Any] = _head(prepared)
+        self._prepared, self._with_logprobs, self._tokens = prepared, with_logprobs, tokens
         self._echoes = [echo for echo in prepared.echoes for _ in range(prepared.num_choices)]
-        self._with_logprobs, self._token_text = with_logprobs, token_text
         self._started = [False] * len(self._echoes)
-        self._offsets = [self._first_offset(prepared, i) for i in range(len(self._echoes))]
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._echoes]
 
-    def chunk(self, index: int, text: str, logprobs: list[Any], finish: str | None) -> BaseModel:
+    def scores(self, index: int) -> Scores | None:
+        if not self._with_logprobs:
+            return None
+        return CompletionScores(self._tokens, self._first_offset(index))
+
+    def chunk(self, index: int, text: str, has_scores: bool, finish: str | None) -> BaseModel:
         if not self._started[index]:
             self._started[index] = True
             text = self._echoes[index] + text
-        choice = schemas.CompletionChoice(
-            index=index, text=text, logprobs=self._logprobs(index, logprobs), finish_reason=finish
-        )
+        choice = schemas.CompletionChoice(index=index, text=text, finish_reason=finish)
         return schemas.Completion(**self._head, choices=[choice])
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
         return schemas.Completion(**self._head, choices=[], usage=usage)
 
-    def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel:
-        return schemas.Completion(
-            **self._head,
-            choices=[
-                schemas.CompletionChoice(
-                    index=index,
-                    text=self._echoes[index] + choice.text,
-                    logprobs=self._logprobs(index, choice.logprobs),
-                    finish_reason=choice.finish_reason,
-                )
-                for index, choice in enumerate(choices)
-            ],
-            usage=usage,
+    whole = usage_chunk
+
+    def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
+        return schemas.CompletionChoice(
+            index=index, text=self._echoes[index] + text, finish_reason=finish
         )
 
-    def _logprobs(self, index: int, logprobs: list[Any]) -> schemas.CompletionLogprobs | None:
-        if not self._with_logprobs:
-            return None
-        offsets = []
-        for entry in logprobs:
-            offsets.append(max(0, self._offsets[index]))
-            text = self._decoders[index].decode(self._token_text(entry.token))
-            self._offsets[index] += len(text)
-        return schemas.CompletionLogprobs(
-            tokens=[self._text(entry.token) for entry in logprobs],
-            token_logprobs=[entry.logprob for entry in logprobs],
-            top_logprobs=[self._top(entry) for entry in logprobs],
-            text_offset=offsets,
-        )
-
-    def _first_offset(self, prepared: Prepared, index: int) -> int:
+    def _first_offset(self, index: int) -> int:
         """Of the prompt's first token; below 0 where it is one that the text does not show."""
-        if not (self._with_logprobs and self._echoes[index]):
+        if not self._echoes[index]:
             return 0
-        prompt = prepared.prompts[index // prepared.num_choices]
-        shown = b"".join(map(self._token_text, prompt)).decode(errors="replace")
+        prompt = self._prepared.prompts[index // self._prepared.num_choices]
+        shown = b"".join(map(self._tokens.text, prompt)).decode(errors="replace")
         return len(self._echoes[index]) - len(shown)
-
-    def _top(self, entry: Any) -> dict[str, float] | None:
-        """The token itself among them, as OpenAI has it. Of tokens with one text, the likeliest."""
-        if entry.logprob is None:
-            return None
-        top: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-            top.setdefault(self._text(token), logprob)
-        return top
-
-    def _text(self, token: int) -> str:
-        """Where a token is part of a character, its bytes, as OpenAI writes them."""
-        raw = self._token_text(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatStyle:
-    def __init__(self, prepared: Prepared, with_logprobs: bool, token_text: TokenText):
+    def __init__(self, prepared: Prepared, with_logprobs: bool, tokens: TokenJson):
         self._head: dict[str, Any] = _head(prepared)
-        self._with_logprobs, self._token_text = with_logprobs, token_text
+        self._with_logprobs, self._tokens = with_logprobs, tokens
         self._started = [False] * len(prepared.sequences)
         self._calls = [_Calls(prepared) for _ in prepared.sequences]
         self.keeps_text = prepared.tool_format is None
 
+    def scores(self, index: int) -> Scores | None:
+        return ChatScores(self._tokens) if self._with_logprobs else None
+
     def chunk(
-        self, index: int, text: str, logprobs: list[Any], finish: str | None
+        self, index: int, text: str, has_scores: bool, finish: str | None
     ) -> BaseModel | None:
         calls = self._calls[index]
         num_before = len(calls.made)
@@ -156,14 +130,13 @@ class ChatStyle:
             schemas.ToolCallDelta(index=i, **calls.made[i].model_dump())
             for i in range(num_before, len(calls.made))
         ]
-        if self._started[index] and not (text or new or logprobs or finish):
+        if self._started[index] and not (text or new or has_scores or finish):
             return None
         role: Any = None if self._started[index] else "assistant"
         self._started[index] = True
         choice = schemas.ChatChunkChoice(
             index=index,
             delta=schemas.Delta(role=role, content=text, tool_calls=new or None),
-            logprobs=self._logprobs(logprobs),
             finish_reason=calls.finish_reason(finish),
         )
         return schemas.ChatCompletionChunk(**self._head, choices=[choice])
@@ -171,45 +144,18 @@ class ChatStyle:
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
         return schemas.ChatCompletionChunk(**self._head, choices=[], usage=usage)
 
-    def whole(self, choices: list[_Choice], usage: schemas.Usage) -> BaseModel:
-        return schemas.ChatCompletion(
-            **self._head,
-            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
-            usage=usage,
-        )
+    def whole(self, usage: schemas.Usage) -> BaseModel:
+        return schemas.ChatCompletion(**self._head, choices=[], usage=usage)
 
-    def _choice(self, index: int, choice: _Choice) -> schemas.ChatChoice:
+    def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
         calls = self._calls[index]
-        text = calls.push(choice.text, at_end=True)
+        text = calls.push(text, at_end=True)
         message = schemas.AssistantMessage(content=text, tool_calls=calls.made or None)
         if calls.made and not text:
             message.content = None
         return schemas.ChatChoice(
-            index=index,
-            message=message,
-            logprobs=self._logprobs(choice.logprobs),
-            finish_reason=calls.finish_reason(choice.finish_reason),
+            index=index, message=message, finish_reason=calls.finish_reason(finish)
         )
-
-    def _logprobs(self, logprobs: list[Any]) -> schemas.ChatLogprobs | None:
-        if not self._with_logprobs:
-            return None
-        return schemas.ChatLogprobs(
-            content=[
-                schemas.TokenLogprob(
-                    **self._token(entry.token, entry.logprob),
-                    top_logprobs=[
-                        schemas.TopLogprob(**self._token(token, logprob))
-                        for token, logprob in entry.top
-                    ],
-                )
-                for entry in logprobs
-            ]
-        )
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._token_text(token)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
 class _Calls:
@@ -246,8 +192,9 @@ def _head(prepared: Prepared) -> dict[str, Any]:
 class GenerationResponse:
     """Runs a prepared request on the engine and answers it: an ASGI application.
 
-    The answer begins with the first token, so that a full queue is still a plain 429. When the
-    client goes away, the engine's iterator is closed, which aborts its sequences.
+    The answer begins with the first token, or with the first sign of life, so that a full queue is
+    still a plain 429. When the client goes away, the engine's iterator is closed, which aborts its
+    sequences.
     """
 
     def __init__(
@@ -256,27 +203,36 @@ class GenerationResponse:
         prepared: Prepared,
         style: Style,
         metrics: Metrics,
+        ticket: Ticket,
+        record: Record,
         *,
         stream: bool,
         include_usage: bool,
     ):
         self._engine, self._prepared, self._style = engine, prepared, style
-        self._metrics, self._stream, self._include_usage = metrics, stream, include_usage
+        self._metrics, self._ticket, self._record = metrics, ticket, record
+        self._stream, self._include_usage = stream, include_usage
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
-        self._choices = [_Choice() for _ in prepared.sequences]
+        self._choices = [_Choice(style.scores(index)) for index in self._index.values()]
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._is_started = False  # the answer
+        self._sending = asyncio.Lock()  # an event, which may take several pieces
+        self._last_sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._respond_in_events if self._stream else self._respond_whole
         work = asyncio.create_task(respond(send))
-        gone = asyncio.create_task(_disconnected(receive))
+        others = [asyncio.create_task(_disconnected(receive))]
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stream:
+                others.append(asyncio.create_task(self._keep_alive(send)))
+            await asyncio.wait({work, others[0]}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             cut_off = not work.done()
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            for task in (work, *others):
+                task.cancel()
+            await asyncio.gather(work, *others, return_exceptions=True)
+            self._ticket.leave()
             self._account(work, cut_off)
         if not cut_off:
             work.result()
@@ -284,57 +240,90 @@ class GenerationResponse:
     # ---- one answer ----------------------------------------------------------------------------
 
     async def _respond_whole(self, send: Send) -> None:
-        async for _ in self._events():
-            pass
-        body = self._style.whole(self._choices, self._usage()).model_dump_json().encode()
-        await self._start(send, "application/json", (b"content-length", b"%d" % len(body)))
-        await send({"type": "http.response.body", "body": body})
+        async for event in self._events():
+            choice = self._choices[self._index[event.seq_id]]
+            choice.texts.append(event.text)
+            # A stream's are sent as they come.
+            self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
+            await _add_scores(choice, event.logprobs)
+        before, behind = (
+            self._style.whole(self._usage()).model_dump_json().encode().split(b'"choices":[]')
+        )
+        pieces = [before, b'"choices":[']
+        for index, choice in enumerate(self._choices):
+            model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
+            pieces += [b","] * bool(index) + _dump(model, choice.scores)
+            await asyncio.sleep(0)  # others' turn
+        pieces += [b"]", behind]
+        length = b"%d" % sum(map(len, pieces))
+        await self._start(send, "application/json", (b"content-length", length))
+        await _send_pieces(send, pieces)
+        await send({"type": "http.response.body", "body": b""})
 
     # ---- server-sent events --------------------------------------------------------------------
 
     async def _respond_in_events(self, send: Send) -> None:
-        started = False
         try:
             async for event in self._events():
-                if not started:
-                    await self._start(send, "text/event-stream")
-                    started = True
                 finish = None if event.finish_reason is None else str(event.finish_reason)
-                logprobs = event.logprobs or []
-                if event.text or logprobs or finish:
-                    index = self._index[event.seq_id]
-                    news = self._chunk(index, event.text, logprobs, finish)
+                index = self._index[event.seq_id]
+                await _add_scores(self._choices[index], event.logprobs)
+                if event.text or event.logprobs or finish:
+                    news = self._chunk(index, event.text, bool(event.logprobs), finish)
                     if news is not None:
-                        await _send_event(send, news)
+                        await self._send_event(send, news)
         except ApiError as error:
-            if not started:
+            if not self._is_started:
                 raise
-            await _send_event(send, error.body().model_dump_json().encode())
+            await self._send_event(send, [error.body().model_dump_json().encode()])
         else:
             if self._include_usage:
-                chunk = self._style.usage_chunk(self._usage())
-                await _send_event(send, chunk.model_dump_json().encode())
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                usage = self._style.usage_chunk(self._usage())
+                await self._send_event(send, [usage.model_dump_json().encode()])
+        await self._send_event(send, [b"[DONE]"])
+        await send({"type": "http.response.body", "body": b""})
 
     def _chunk(
-        self, index: int, text: str, logprobs: list[Any], finish: str | None
-    ) -> bytes | None:
+        self, index: int, text: str, has_scores: bool, finish: str | None
+    ) -> list[bytes] | None:
         """All but the first and the last chunk of a choice differ in their text alone, unless the
         style changes it."""
-        is_plain = self._choices[index].has_begun and not (logprobs or finish)
-        self._choices[index].has_begun = True
+        choice = self._choices[index]
+        is_plain = choice.has_begun and not (has_scores or finish)
+        choice.has_begun = True
         around = self._around_text.get(index)
         if is_plain and around is None and self._style.keeps_text:
-            marked = self._style.chunk(index, _MARK, logprobs, finish)
+            marked = self._style.chunk(index, _MARK, False, finish)
             assert marked is not None
-            before, after = marked.model_dump_json().encode().split(json.dumps(_MARK).encode())
+            whole = b"".join(_dump(marked, choice.scores))
+            before, after = whole.split(json.dumps(_MARK).encode())
             around = self._around_text[index] = (before, after)
         if is_plain and around is not None:
-            return json.dumps(text).encode().join(around)
-        chunk = self._style.chunk(index, text, logprobs, finish)
-        return None if chunk is None else chunk.model_dump_json().encode()
+            return [json.dumps(text).encode().join(around)]
+        chunk = self._style.chunk(index, text, has_scores, finish)
+        return None if chunk is None else _dump(chunk, choice.scores)
+
+    async def _send_event(self, send: Send, pieces: list[bytes]) -> None:
+        async with self._sending:
+            if not self._is_started:
+                await self._start(send, "text/event-stream")
+            await _send_pieces(send, [b"data: ", *pieces, b"\n\n"])
+            self._last_sent = time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> None:
+        """A comment, which clients pass over, wherever nothing was sent for a while."""
+        while True:
+            await asyncio.sleep(self._last_sent + KEEP_ALIVE_SECONDS - time.monotonic())
+            async with self._sending:
+                if time.monotonic() < self._last_sent + KEEP_ALIVE_SECONDS:
+                    continue
+                if not self._is_started:
+                    await self._start(send, "text/event-stream")
+                await _send_pieces(send, [b": waiting\n\n"])
+                self._last_sent = time.monotonic()
 
     async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
+        self._is_started = True
         all_headers = [
             *headers,
             (b"content-type", content_type.encode()),
@@ -357,12 +346,7 @@ class GenerationResponse:
                     self._count(event)
                     yield event
             except QueueFull as error:
-                raise ApiError(
-                    429,
-                    f"{error}; try again later",
-                    code="queue_full",
-                    retry_after=_RETRY_AFTER_SECONDS,
-                ) from None
+                raise queue_full(str(error)) from None
             except GrammarError as error:
                 raise self._bad_grammar(str(error)) from None
             except EngineStopped:
@@ -378,16 +362,16 @@ class GenerationResponse:
         if event.tokens:
             if choice.num_tokens == 0:
                 self._metrics.ttft.observe(now - self._prepared.arrival)
+                self._record.see_first_token(now)
             else:
                 each = (now - choice.last_event) / len(event.tokens)
                 for _ in event.tokens:
                     self._metrics.inter_token.observe(each)
             choice.last_event = now
             choice.num_tokens += len(event.tokens)
+            self._record.num_output += len(event.tokens)
         if event.num_cached_tokens is not None:
             choice.num_cached = event.num_cached_tokens
-        choice.text += event.text
-        choice.logprobs += event.logprobs or []
         if event.finish_reason is not None:
             choice.finish_reason = str(event.finish_reason)
         # The grammar that one choice has got stuck in may take the others to their end.
@@ -415,6 +399,8 @@ class GenerationResponse:
         )
 
     def _account(self, work: asyncio.Task, cut_off: bool) -> None:
+        admitted = [seq.admitted for seq in self._prepared.sequences if seq.admitted is not None]
+        self._record.admitted = min(admitted, default=None)
         self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
         reasons = {choice.finish_reason for choice in self._choices}
         if cut_off:
@@ -436,6 +422,37 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send_event(send: Send, event: bytes) -> None:
-    body = b"data: %b\n\n" % event
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+async def _add_scores(choice: _Choice, entries: list[Any] | None) -> None:
+    """A long prompt has thousands, all in one event."""
+    if not entries or choice.scores is None:
+        return
+    choice.scores.add(entries[:_ENTRIES_AT_A_TIME])
+    for begin in range(_ENTRIES_AT_A_TIME, len(entries), _ENTRIES_AT_A_TIME):
+        await asyncio.sleep(0)
+        choice.scores.add(entries[begin : begin + _ENTRIES_AT_A_TIME])
+
+
+def _dump(model: BaseModel, scores: Scores | None) -> list[bytes]:
+    """The JSON of one choice, or of a chunk with it, in pieces; with what scores there are."""
+    raw = model.model_dump_json().encode()
+    if scores is None:
+        return [raw]
+    before, after = raw.split(_NO_SCORES)
+    return [before, b'"logprobs":', *scores.take(), after]
+
+
+async def _send_pieces(send: Send, pieces: Iterable[bytes]) -> None:
+    """Joined, if that is not too long, so that nobody waits until a long answer is copied, and one
+    that reads some of it in time is seen to do so."""
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        while len(body) > _PIECE_BYTES:
+            await send(_body(bytes(body[:_PIECE_BYTES])))
+            del body[:_PIECE_BYTES]
+            await asyncio.sleep(0)
+    await send(_body(bytes(body)))
+
+
+def _body(body: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -336,6 +336,8 @@ class Scheduler:
         self._secure_pages(step)
         num_left = self._schedule_decodes(step)
         self._schedule_prompts(step, num_left)
+        for seq in step.admitted:
+            seq.admitted = now if seq.admitted is None else seq.admitted
         return step if step.entries or step.preempted or step.expired else None
 
     def launched(self, step: StepPlan) -> None:

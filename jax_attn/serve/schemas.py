@@ -3,11 +3,14 @@
 Requests are strict: a string is not a number, and an unknown field is an error that names it. A
 field that is null counts as absent. What a description below calls "not supported" is accepted
 only where it asks for nothing.
+
+A body has a number of errors that does not grow with it: an object with more fields than there are
+is refused at once, and every list ends at its first error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -15,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     Tag,
     model_validator,
 )
@@ -31,8 +35,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-# Numbers of an answer about its prompts: tokens x (1 + logprobs) x n. That many take a third of a
-# second to write, in which no other answer goes on.
+# Log-probabilities of an answer: tokens x (1 + logprobs) of all its choices, those of the prompt
+# included if it is echoed. So many are 20 MB of JSON.
 MAX_SCORES = 1 << 18
 MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
 MAX_DEADLINE_SECONDS = 86400
@@ -49,19 +53,89 @@ Unsupported: TypeAlias = Annotated[
 ]
 # Fields that cannot change the answer; clients send them to OpenAI for its own book-keeping.
 Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
-TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Of entries, before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise PydanticCustomError(
+                "too_long",
+                "expected at most {limit} entries, got {length}",
+                {"limit": limit, "length": len(value)},
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+_TOKENS_AT_A_TIME = 1 << 16
+
+
+def _tokens(value: Any) -> list[int]:
+    """As pydantic would check it, but other threads get a turn every so many tokens."""
+    if not isinstance(value, list):
+        raise PydanticCustomError("tokens", "expected a list of tokens")
+    for begin in range(0, len(value), _TOKENS_AT_A_TIME):
+        part = value[begin : begin + _TOKENS_AT_A_TIME]
+        if set(map(type, part)) == {int} and 0 <= min(part) and max(part) < 2**31:
+            continue
+        bad = next(i for i, x in enumerate(part) if type(x) is not int or not 0 <= x < 2**31)
+        raise PydanticCustomError(
+            "tokens", "expected a token, an integer from 0 to 2**31 - 1", {"inside": begin + bad}
+        )
+    return value
+
+
+def _tokens_schema(**more: int) -> WithJsonSchema:
+    token = {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}
+    return WithJsonSchema({"type": "array", "items": token, **more})
+
+
+Tokens: TypeAlias = Annotated[list[int], PlainValidator(_tokens), _tokens_schema()]
+PromptTokens: TypeAlias = Annotated[list[int], PlainValidator(_tokens), _tokens_schema(minItems=1)]
+StopTokens: TypeAlias = Annotated[
+    list[int],
+    PlainValidator(_tokens),
+    _at_most(MAX_STOP_TOKENS),  # which looks first
+    _tokens_schema(maxItems=MAX_STOP_TOKENS),
+]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    _names: ClassVar[frozenset[str]]  # of the fields, as clients call them
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._names = frozenset(field.alias or name for name, field in cls.model_fields.items())
+
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            return {key: value for key, value in body.items() if value is not None}
+        if not isinstance(body, dict):
+            return body
+        body = {key: value for key, value in body.items() if value is not None}
+        if len(body) > len(cls._names):  # else pydantic finds it, beside what may say more
+            unknown = next(key for key in body if key not in cls._names)
+            raise PydanticCustomError("unknown_field", "unknown field", {"inside": unknown})
         return body
+
+
+def _kind_of_stop(stop: Any) -> str:
+    return "texts" if isinstance(stop, list) else "text"
+
+
+# By its type, so that an error is about what was meant.
+Stop: TypeAlias = Annotated[
+    Annotated[StopString, Tag("text")]
+    | Annotated[list[StopString], Tag("texts"), Field(fail_fast=True, max_length=MAX_STOP_STRINGS)],
+    Discriminator(_kind_of_stop),
+]
 
 
 class StreamOptions(_Request):
@@ -108,12 +182,13 @@ class _Sampling(_Request):
         lt=2**63,
         description="same seed, same text; whatever the load if the server runs batch-invariant",
     )
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop: Stop = []
     logit_bias: Annotated[
         dict[
             Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
             Annotated[float, Field(ge=-100, le=100)],
         ],
+        _at_most(MAX_LOGIT_BIAS),
         Field(max_length=MAX_LOGIT_BIAS, description="token id -> what is added to its logit"),
     ] = {}
     response_format: ResponseFormat | SkipJsonSchema[None] = None
@@ -124,7 +199,7 @@ class _Sampling(_Request):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     min_tokens: int = Field(0, ge=0, description="no end of text and no stop before so many")
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
+    stop_token_ids: StopTokens = []
     json_schema: dict[str, Any] | bool | SkipJsonSchema[None] = Field(
         None, description="the output is JSON that fits this schema (vLLM: guided_json)"
     )
@@ -189,12 +264,14 @@ def _kind_of_prompt(prompt: Any) -> str | None:
 # By its first element, so that an error is about what was meant.
 Prompt: TypeAlias = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[TokenId], Tag("tokens"), Field(min_length=1)]
-    | Annotated[list[str], Tag("texts"), Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[PromptTokens, Tag("tokens")]
     | Annotated[
-        list[Annotated[list[TokenId], Field(min_length=1)]],
+        list[str], Tag("texts"), Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
+    ]
+    | Annotated[
+        list[PromptTokens],
         Tag("token lists"),
-        Field(min_length=1, max_length=MAX_PROMPTS),
+        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
     ],
     Discriminator(
         _kind_of_prompt,
@@ -224,6 +301,9 @@ class TextPart(_Request):
     text: str
 
 
+Content: TypeAlias = str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
 class FunctionCall(_Request):
     name: str
     arguments: str = Field(description="a JSON object")
@@ -237,7 +317,7 @@ class ToolCall(_Request):
 
 class PlainMessage(_Request):
     role: Literal["system", "developer", "user"]
-    content: str | list[TextPart]
+    content: Content
     name: Ignored
 
 
@@ -245,15 +325,15 @@ class ToolMessage(_Request):
     """What a call gave."""
 
     role: Literal["tool"]
-    content: str | list[TextPart]
+    content: Content
     tool_call_id: str
     name: str = ""
 
 
 class PastAnswer(_Request):
     role: Literal["assistant"]
-    content: str | list[TextPart] = Field("", description="needed where there are no tool_calls")
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = []
+    content: Content = Field("", description="needed where there are no tool_calls")
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     reasoning_content: str | SkipJsonSchema[None] = Field(None, description="for the template")
     name: Ignored
     function_call: Unsupported = None
@@ -281,6 +361,11 @@ Message: TypeAlias = Annotated[
 ]
 
 
+Messages: TypeAlias = Annotated[
+    list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+]
+
+
 class Function(_Request):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str = ""
@@ -305,9 +390,11 @@ class NamedTool(_Request):
 
 
 class ChatCompletionRequest(_Sampling):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_tokens: int | SkipJsonSchema[None] = Field(
-        None, ge=1, description="default: what the context leaves"
+        None,
+        ge=1,
+        description=f"default: what the context leaves, with logprobs at most {MAX_SCORES} of them",
     )
     max_completion_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
     logprobs: bool = False
@@ -315,7 +402,7 @@ class ChatCompletionRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="more variables for the model's template, such as enable_thinking"
     )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
         "auto",
         description="required, or a function's name: the arguments follow the function's schema",
@@ -324,7 +411,7 @@ class ChatCompletionRequest(_Sampling):
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] = ["text"]
     prediction: Unsupported = None
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
@@ -349,9 +436,7 @@ class TokenizeRequest(_Request):
 
     model: str | SkipJsonSchema[None] = None
     prompt: str | SkipJsonSchema[None] = None
-    messages: list[Message] | SkipJsonSchema[None] = Field(
-        None, min_length=1, max_length=MAX_MESSAGES
-    )
+    messages: Messages | SkipJsonSchema[None] = None
     add_special_tokens: bool = Field(True, description="of prompt; templates write their own")
 
     @model_validator(mode="after")
@@ -363,7 +448,7 @@ class TokenizeRequest(_Request):
 
 class DetokenizeRequest(_Request):
     model: str | SkipJsonSchema[None] = None
-    tokens: list[TokenId]
+    tokens: Tokens
 
 
 # ---- answers -----------------------------------------------------------------------------------

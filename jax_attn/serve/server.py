@@ -8,14 +8,15 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,12 +25,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jax_attn.serve import openapi, schemas
+from jax_attn.serve import bodies, live_view, openapi, schemas
+from jax_attn.serve.access_log import AccessLog
+from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
 from jax_attn.serve.auth import Authenticate, LoopbackHost
-from jax_attn.serve.errors import ApiError, from_validation
+from jax_attn.serve.errors import ApiError
 from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import Caller, Prepared, Preparer
+from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner
 from jax_attn.serve.responses import ChatStyle, CompletionStyle, GenerationResponse, Style
+from jax_attn.serve.scores import TokenJson
 from jax_attn.serve.token_bytes import TokenBytes
 
 log = logging.getLogger("jax_attn.serve")
@@ -37,8 +41,10 @@ log = logging.getLogger("jax_attn.serve")
 _PAGE = Path(__file__).parent / "static" / "index.html"
 _RETRY_AFTER_SECONDS = 5
 _TREE_TOKENS = 32  # of each node, in the live view
+VIEW_SECONDS = 0.25  # before a live view is made anew
 
 Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,11 @@ class ServerConfig:
     model_directory: Path
     model_name: str
     api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()  # keys that see /metrics and all of /debug/state, too
+    key_limits: KeyLimits | None = None  # None: KeyLimits.default
+    # Others than this machine can reach it: without keys /metrics and /debug/state are refused.
+    is_public: bool = False
+    access_log: bool = True
     check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the server; "*": of all
     max_body_bytes: int = 4 << 20
@@ -63,7 +74,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
       chat.ChatTemplateError: the directory's template does not compile.
     """
     server = _Server(engine, model, config)
-    middleware = []
+    middleware = [Middleware(AccessLog, enabled=config.access_log)]
     if config.allowed_origins:
         # First, as browsers ask for permission without a key.
         middleware.append(
@@ -77,8 +88,15 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
         )
     if config.check_host:
         middleware.append(Middleware(LoopbackHost))
-    if config.api_keys:
-        middleware.append(Middleware(Authenticate, keys=config.api_keys, open_paths=["/health"]))
+    if config.api_keys or config.operator_keys:
+        middleware.append(
+            Middleware(
+                Authenticate,
+                keys=config.api_keys,
+                operator_keys=config.operator_keys,
+                open_paths=["/health"],
+            )
+        )
     app = Starlette(
         routes=[
             Route("/v1/completions", server.completions, methods=["POST"]),
@@ -111,11 +129,16 @@ class _Server:
         self._engine, self._config = engine, config
         self._metrics = Metrics(engine)
         self._prepare = Preparer(model, engine, config.model_directory, config.model_name)
-        self._token_bytes = TokenBytes(model.tokenizer)
+        self._token_json = TokenJson(TokenBytes(model.tokenizer))
+        limits = config.key_limits or KeyLimits.default(
+            engine.limits.max_waiting, engine.limits.max_running
+        )
+        self.gate, self._lanes = Gate(engine, limits), Lanes()
         self._created = int(time.time())
         self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()
         self._draining = False
+        self._views: dict[str, tuple[float, asyncio.Future[bytes]]] = {}  # by tenant
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -123,6 +146,7 @@ class _Server:
         yield
         # By now every connection is closed, so what still runs has nobody who waits for it.
         await self._engine.stop(drain=False)
+        self._lanes.close()
 
     def drain(self) -> None:
         """From now on requests are refused; those that run go on."""
@@ -131,29 +155,50 @@ class _Server:
     # ---- generation ----------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> GenerationResponse:
-        self._need_ready()
-        caller = Caller(_tenant(request), time.monotonic())
-        body = await self._body(request, schemas.CompletionRequest)
-        prepared = await asyncio.to_thread(self._prepare.completion, body, caller)
-        style = CompletionStyle(prepared, body.logprobs is not None, self._token_bytes)
-        return self._generate(body, prepared, style)
+        def prepare(raw: bytes, caller: Caller) -> tuple[schemas._Sampling, Prepared, Style]:
+            body = bodies.parse(raw, schemas.CompletionRequest)
+            prepared = self._prepare.completion(body, caller)
+            style = CompletionStyle(prepared, body.logprobs is not None, self._token_json)
+            return body, prepared, style
+
+        return await self._generate(request, prepare)
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
-        self._need_ready()
-        caller = Caller(_tenant(request), time.monotonic())
-        body = await self._body(request, schemas.ChatCompletionRequest)
-        prepared = await asyncio.to_thread(self._prepare.chat, body, caller)
-        return self._generate(body, prepared, ChatStyle(prepared, body.logprobs, self._token_bytes))
+        def prepare(raw: bytes, caller: Caller) -> tuple[schemas._Sampling, Prepared, Style]:
+            body = bodies.parse(raw, schemas.ChatCompletionRequest)
+            prepared = self._prepare.chat(body, caller)
+            return body, prepared, ChatStyle(prepared, body.logprobs, self._token_json)
 
-    def _generate(
-        self, body: schemas._Sampling, prepared: Prepared, style: Style
+        return await self._generate(request, prepare)
+
+    async def _generate(
+        self,
+        request: Request,
+        prepare: Callable[[bytes, Caller], tuple[schemas._Sampling, Prepared, Style]],
     ) -> GenerationResponse:
+        self._need_ready()
+        record = request.state.record
+        tenant = _tenant(request)
+        ticket = self.gate.enter(tenant, queues=True)
+        try:
+            caller = Caller(tenant, record.arrival)
+            body, prepared, style = await self._with_body(request, ticket, prepare, caller)
+            record.num_prompt = prepared.num_prompt_tokens
+            ticket.take(
+                choices=len(prepared.sequences),
+                tokens=prepared.num_prompt_tokens * prepared.num_choices,
+            )
+        except BaseException:
+            ticket.leave()
+            raise
         options = body.stream_options
         return GenerationResponse(
             self._engine,
             prepared,
             style,
             self._metrics,
+            ticket,
+            record,
             stream=body.stream,
             include_usage=options is not None and options.include_usage,
         )
@@ -192,24 +237,29 @@ class _Server:
         )
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, schemas.TokenizeRequest)
-        self._prepare.check_model(body.model)
-        if body.messages is not None:
-            tokens = await asyncio.to_thread(self._prepare.encode_messages, body.messages, {})
-        else:
-            prompt = body.prompt or ""
-            tokens = await asyncio.to_thread(self._prepare.encode, prompt, body.add_special_tokens)
-        return _json(
-            schemas.TokenizeResponse(
+        def work(raw: bytes) -> bytes:
+            tokens = self._prepare.tokenize(bodies.parse(raw, schemas.TokenizeRequest))
+            answer = schemas.TokenizeResponse(
                 tokens=tokens, count=len(tokens), max_model_len=self._prepare.max_model_len
             )
-        )
+            return answer.model_dump_json().encode()
+
+        return await self._transform(request, work)
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, schemas.DetokenizeRequest)
-        self._prepare.check_model(body.model)
-        text = await asyncio.to_thread(self._prepare.decode, body.tokens)
-        return _json(schemas.DetokenizeResponse(prompt=text))
+        def work(raw: bytes) -> bytes:
+            text = self._prepare.detokenize(bodies.parse(raw, schemas.DetokenizeRequest))
+            return schemas.DetokenizeResponse(prompt=text).model_dump_json().encode()
+
+        return await self._transform(request, work)
+
+    async def _transform(self, request: Request, work: Callable[[bytes], bytes]) -> Response:
+        ticket = self.gate.enter(_tenant(request), queues=False)
+        try:
+            answer = await self._with_body(request, ticket, work)
+        finally:
+            ticket.leave()
+        return Response(answer, headers=_NO_STORE, media_type="application/json")
 
     # ---- the server itself ---------------------------------------------------------------------
 
@@ -218,26 +268,61 @@ class _Server:
         return _json(schemas.Health(status=status), 200 if status == "ok" else 503)
 
     async def metrics_text(self, request: Request) -> Response:
+        self._need_operator(request, "/metrics")
         return Response(self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
 
     async def debug_state(self, request: Request) -> Response:
-        """The engine's snapshot. Texts in the prefix tree are shown to their own tenant only."""
-        state = {"status": self._status(), "model": self._prepare.name}
+        """The engine's snapshot: to a tenant its own, to an operator all but others' texts."""
+        if self._config.is_public and not self._has_keys:
+            self._need_operator(request, "/debug/state")
+        body = json.dumps({"status": self._status(), "model": self._prepare.name}).encode()
         if self._engine.ready:
-            mine = _tenant(request)
-            state |= self._engine.snapshot() | {"stats": self._engine.stats()}
-            state["tree"] = [self._node(node, mine) for node in state["tree"]]
-            state["requests"] = [
-                {**_without(entry, "namespace"), "mine": entry["namespace"] == mine}
-                for entry in state["requests"]
-            ]
-        return Response(json.dumps(state), media_type="application/json", headers=_NO_STORE)
+            body = body[:-1] + b", " + (await self._view(request))[1:]
+        return Response(body, media_type="application/json", headers=_NO_STORE)
 
-    def _node(self, node: dict[str, Any], mine: str) -> dict[str, Any]:
-        shown = _without(node, "tokens", "namespace")
-        if node["namespace"] == mine:
-            shown["text"] = self._prepare.decode(node["tokens"][:_TREE_TOKENS])
-        return shown
+    async def _view(self, request: Request) -> bytes:
+        """JSON of what the caller may see, some 10 ms of work: each tenant's is made once in a
+        while, however often it asks."""
+        tenant = _tenant(request)
+        begin, view = self._views.get(tenant, (-math.inf, None))
+        if view is None or time.monotonic() > begin + VIEW_SECONDS:
+            snapshot = self._engine.snapshot() | {"stats": self._engine.stats()}
+            sees_all = self._is_operator(request)
+
+            def owns(namespace: str) -> bool:
+                return owner(namespace) == tenant
+
+            def make() -> bytes:
+                seen = live_view.seen_by(snapshot, owns, sees_all, self._texts)
+                return json.dumps(seen).encode()
+
+            view = asyncio.ensure_future(asyncio.to_thread(make))
+            self._views[tenant] = (time.monotonic(), view)
+        return await asyncio.shield(view)
+
+    def _texts(self, tokens: list[list[int]]) -> list[str]:
+        return self._prepare.decode_all([each[:_TREE_TOKENS] for each in tokens])
+
+    @property
+    def _has_keys(self) -> bool:
+        return bool(self._config.api_keys or self._config.operator_keys)
+
+    def _is_operator(self, request: Request) -> bool:
+        """Sees what all do: who alone can use the server, and who was made an operator."""
+        if not self._has_keys:
+            return not self._config.is_public
+        is_alone = len(self._config.api_keys) == 1 and not self._config.operator_keys
+        return is_alone or getattr(request.state, "is_operator", False)
+
+    def _need_operator(self, request: Request, path: str) -> None:
+        if not self._is_operator(request):
+            needed = "an operator's key" if self._has_keys else "a key"
+            option = "--operator-key-file" if self._has_keys else "--api-key-file"
+            raise ApiError(
+                403,
+                f"{path} shows what others do, and needs {needed}: start the server with {option}",
+                code="operators_only",
+            )
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type="application/json")
@@ -248,11 +333,13 @@ class _Server:
 
     # ---- bodies and errors ---------------------------------------------------------------------
 
-    async def _body(self, request: Request, model: type[Body]) -> Body:
-        """Reads and checks a JSON body, and gives up on one that is too long or too slow.
+    async def _with_body(
+        self, request: Request, ticket: Ticket, work: Callable[..., Result], *args: Any
+    ) -> Result:
+        """work(the body, *args), in a thread. Gives up on a body that is too long or too slow.
 
         Raises:
-          ApiError: 400, 408, 413 or 415.
+          ApiError: 400, 408, 413, 415 or 429.
         """
         # Other types could be sent by any web page that the user visits, without asking first.
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -260,31 +347,30 @@ class _Server:
             raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
         try:
             async with asyncio.timeout(self._config.body_timeout):
-                raw = await self._read(request)
+                raw = await self._read(request, ticket)
         except TimeoutError:
             raise ApiError(
                 408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
             ) from None
         try:
-            return model.model_validate_json(raw)
-        except ValidationError as error:
-            try:
-                parsed = json.loads(raw)
-            except (ValueError, RecursionError):
-                parsed = None
-            raise from_validation(error, parsed) from None
+            return await self._lanes.run(ticket, len(raw), work, raw, *args)
+        finally:
+            ticket.give_back("body_bytes")
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request, ticket: Ticket) -> bytes:
         limit = self._config.max_body_bytes
         too_long = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise too_long
-        raw = bytearray()
+        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # as short ones need none
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > limit:
                 raise too_long
+            if len(raw) > num_taken:
+                ticket.take(body_bytes=len(raw) - num_taken)
+                num_taken = len(raw)
         return bytes(raw)
 
     async def on_api_error(self, request: Request, error: Exception) -> Response:
@@ -295,10 +381,6 @@ class _Server:
 
 
 _NO_STORE = {"Cache-Control": "no-store"}
-
-
-def _without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key not in keys}
 
 
 def _tenant(request: Request) -> str:
@@ -323,7 +405,10 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Starlette logs the exception; the client learns nothing of it."""
-    return ApiError(500, "internal error", code="internal_error").response()
+    api_error = ApiError(500, "internal error", code="internal_error")
+    if (record := getattr(request.state, "record", None)) is not None:  # past the access log
+        api_error.headers["X-Request-Id"] = record.id
+    return api_error.response()
 
 
 def _read_page() -> tuple[bytes, str]:

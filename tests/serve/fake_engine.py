@@ -99,6 +99,8 @@ class FakeEngine:
             raise QueueFull("full")
         self.submitted += seqs
         self.live |= {seq.id: 0 for seq in seqs}
+        for seq in seqs:
+            seq.admitted = time.monotonic()
         queue: asyncio.Queue = asyncio.Queue()
         workers = [asyncio.create_task(self._run(seq, queue)) for seq in seqs]
         left = len(seqs)
@@ -186,7 +188,7 @@ class FakeEngine:
 
     def stats(self) -> dict:
         return {
-            "waiting": 2,
+            "waiting": max(0, len(self.live) - self.limits.max_running),
             "running": len(self.live),
             "pages_free": 40,
             "pages_cached": 14,

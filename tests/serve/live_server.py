@@ -1,13 +1,23 @@
-"""uvicorn in a thread with a fake engine behind it, and a client that sends what others cannot."""
+"""Servers under test, and clients that send what others cannot.
+
+`serving`: uvicorn in a thread, with a fake engine behind it. `ServerProcess`: the command, with a
+model, in a process of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +28,22 @@ from fake_engine import MODEL, FakeEngine, fake_model
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.server import ServerConfig, create_app
 
+KEYS = ("a-key-of-one-tenant", "another-tenants-key")
+OPERATOR_KEY = "the-key-of-an-operator"
+START_SECONDS = 180  # on a busy machine of two cores
+# An installed package must not be shadowed by a checkout without the extension.
+SAFE_PATH = ["-P"] if sys.flags.safe_path else []
+
 
 @dataclass
 class Answer:
     status: int
     headers: dict[str, str]
     body: bytes
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200
 
     @property
     def json(self):
@@ -39,6 +59,17 @@ class LiveServer:
     port: int
     engine: FakeEngine
     app: object
+    uvicorn: uvicorn.Server
+
+    @property
+    def is_busy(self) -> bool:
+        """A connection is open, or a request is worked on."""
+        state = self.uvicorn.server_state
+        return bool(state.connections or state.tasks)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.uvicorn.server_state.connections)
 
     @property
     def url(self) -> str:
@@ -108,7 +139,7 @@ def serving(
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app)
+        yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app, server)
     finally:
         server.should_exit = True
         thread.join(10)
@@ -119,3 +150,146 @@ def eventually(holds: Callable[[], bool], seconds: float = 60) -> None:
     while not holds():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.005)
+
+
+def key_options(directory: Path) -> list[str]:
+    """Two tenants and an operator, of a ServerProcess in this directory."""
+    (directory / "keys").write_text("\n".join(KEYS))
+    (directory / "operators").write_text(OPERATOR_KEY)
+    return ["--api-key-file", "keys", "--operator-key-file", "operators"]
+
+
+class ServerProcess:
+    """`python -m jax_attn.serve`, which is ready after `wait_until_ready`."""
+
+    def __init__(self, directory: Path, *options: str):
+        """directory: where it runs, and where its log goes."""
+        self._log = open(directory / "log", "w+b")
+        self.process = subprocess.Popen(
+            [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--port", "0", *options],
+            cwd=directory,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self.url = self._wait(self._find_url)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def wait_until_ready(self) -> None:
+        self._wait(lambda: self.get("/health")[0] == 200)
+
+    def get(self, path: str, key: str = "") -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(self.url + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def client(self, key: str = KEYS[0]):
+        import openai  # of the extra `test`
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def metric(self, name: str) -> float:
+        text = self.get("/metrics", OPERATOR_KEY)[1].decode()
+        return float(re.search(rf"^{re.escape(name)} (.*)$", text, re.MULTILINE)[1])
+
+    def is_at_rest(self) -> bool:
+        """No request, and every page free or cached."""
+        names = ("sequences_waiting", "sequences_running", 'pages{state="used"}')
+        return not any(self.metric(f"jax_attn_{name}") for name in names)
+
+    def resident_bytes(self) -> int:
+        return self._status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Resident, since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) << 10
+
+    def log(self) -> str:
+        self._log.flush()
+        with open(self._log.name, "rb") as file:
+            return file.read().decode(errors="replace")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(20)
+        self._log.close()
+
+    def _find_url(self) -> str | None:
+        found = re.search(r"running on (http://\S+)", self.log())
+        return found and found[1]
+
+    def _wait(self, result):
+        deadline = time.monotonic() + START_SECONDS
+        while not (value := result()):
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+        return value
+
+
+async def ask(
+    port: int,
+    body: dict | bytes | None,
+    path: str = "/v1/completions",
+    *,
+    leave_after: int | None = None,
+    head: bytes = b"",
+    **headers: str,
+) -> Answer | None:
+    """One request over a connection of its own. Without a body it is a GET.
+
+    leave_after: events of the stream after which the client goes. None is for those that go.
+    head: more header lines, as they are.
+    """
+    method = "GET" if body is None else "POST"
+    if isinstance(body, dict):
+        body = json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close"]
+    if body is not None:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    try:
+        writer.write("\r\n".join(lines).encode() + b"\r\n" + head + b"\r\n" + (body or b""))
+        if leave_after is not None:
+            await writer.drain()
+            seen = 0
+            while seen < leave_after and (line := await reader.readline()):
+                seen += line.startswith(b"data: ")
+            return None
+        return parse_answer(await reader.read())
+    finally:
+        writer.close()
+
+
+def parse_answer(raw: bytes) -> Answer:
+    """Of a connection that ends with it."""
+    top, _, rest = raw.partition(b"\r\n\r\n")
+    status, *lines = top.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    chunked = headers.get("transfer-encoding") == "chunked"
+    return Answer(int(status.split()[1]), headers, joined(rest) if chunked else rest)
+
+
+def joined(raw: bytes) -> bytes:
+    """A body without the framing of chunked encoding."""
+    body = b""
+    while raw:
+        size, _, raw = raw.partition(b"\r\n")
+        body += raw[: int(size, 16)]
+        raw = raw[int(size, 16) + 2 :]
+    return body

@@ -59,6 +59,50 @@ def test_special_tokens_and_older_forms(directory):
     assert render(directory(named)) == "hi"
 
 
+def test_templates_by_name(directory):
+    """As transformers chooses: one for requests with tools, if there is, else the default."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    default = {"name": "default", "template": "plain"}
+    tagged = '<tool_call>{"arguments": {{ tools | length }}'
+    tool_use = {"name": "tool_use", "template": tagged}
+    loaded = chat.load(directory([tool_use, default]))
+    assert loaded.render([USER]) == "plain"
+    assert loaded.render([USER], tools=tools) == '<tool_call>{"arguments": 1'
+    assert loaded.tool_format is not None and chat.load(directory([default])).tool_format is None
+    assert chat.load(directory([default])).render([USER], tools=tools) == "plain"
+    # A single one is for all, whatever its name.
+    only = chat.load(directory([{"name": "rag", "template": "only"}]))
+    assert only.render([USER]) == only.render([USER], tools=tools) == "only"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ([{"name": "a", "template": ""}, {"name": "b", "template": ""}], "'default', got a, b"),
+        ([{"name": "default"}], "name and template"),
+        ([{"name": "default", "template": 5}], "name and template"),
+        (["default"], "name and template"),
+        (5, "expected a text"),
+    ],
+)
+def test_templates_that_are_none(directory, template, message):
+    with pytest.raises(chat.ChatTemplateError, match=message):
+        chat.load(directory(template))
+
+
+def test_what_a_template_writes_is_bounded(directory, monkeypatch):
+    """A conversation in which each message has all others in it, and one that takes its time."""
+    where = directory(
+        "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a" * 2000}] * 2048
+    with pytest.raises(chat.ChatTemplateError, match="over 16777216 characters"):
+        chat.load(where).render(messages)
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.0)
+    with pytest.raises(chat.ChatTemplateError, match="took over 0 s"):
+        chat.load(where).render(messages)
+
+
 def test_a_file_of_its_own_comes_first(directory):
     assert render(directory("config", jinja="file")) == "file"
 

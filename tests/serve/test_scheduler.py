@@ -52,6 +52,17 @@ def advance(scheduler: Scheduler, now: float = 0.0, token: int = 7) -> StepPlan 
     return step
 
 
+def test_when_a_sequence_first_got_in():
+    """What came before that was its time in the queue."""
+    scheduler = Scheduler(config(max_running=1))
+    first, second = (sequence(name, range(4), max_tokens=2) for name in "ab")
+    scheduler.add(first, second)
+    assert first.admitted is None
+    for now in range(1, 5):
+        advance(scheduler, float(now))
+    assert (first.admitted, second.admitted) == (1.0, 3.0)
+
+
 def assert_drained(scheduler: Scheduler) -> None:
     assert not scheduler.waiting and not scheduler.running
     scheduler.check_integrity()

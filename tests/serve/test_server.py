@@ -15,7 +15,8 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from fake_engine import FakeEngine, fake_model
 from live_server import eventually, post_bytes, serving
 
-from jax_attn.serve import auth, schemas
+from jax_attn.serve import admission, auth, responses, schemas
+from jax_attn.serve import server as server_module
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.prepare import namespace
 
@@ -212,12 +213,22 @@ def test_echo_alone(server):
     assert server.post(COMPLETIONS, full | {"max_tokens": 1}).error["param"] == "prompt"
 
 
-def test_logprobs_of_prompts_are_bounded(server, monkeypatch):
+def test_logprobs_are_bounded(server, monkeypatch):
+    """Those of prompts that are echoed, and those of the output, of all choices."""
     monkeypatch.setattr(schemas, "MAX_SCORES", 3 * 20 * 6)
-    body = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True}
-    assert server.post(COMPLETIONS, body | {"logprobs": 5}).status == 200
-    assert server.post(COMPLETIONS, body | {"logprobs": 6}).error["param"] == "logprobs"
-    assert server.post(COMPLETIONS, body | {"logprobs": 6, "echo": False}).status == 200
+    prompts = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True, "max_tokens": 0}
+    outputs = {"prompt": [[1] * 10] * 2, "n": 3, "max_tokens": 10}
+    for body in (prompts, outputs):
+        assert server.post(COMPLETIONS, body | {"logprobs": 5}).status == 200
+        assert server.post(COMPLETIONS, body | {"logprobs": 6}).error["param"] == "logprobs"
+    assert server.post(COMPLETIONS, prompts | {"logprobs": 6, "echo": False}).status == 200
+    chat = HELLO_CHAT | {"logprobs": True, "top_logprobs": 5}
+    assert server.post(CHAT, chat | {"max_tokens": 60}).status == 200
+    assert server.post(CHAT, chat | {"max_tokens": 61}).error["param"] == "logprobs"
+    # Without max_tokens, it is what the context and this bound leave.
+    del chat["max_tokens"]
+    answer = server.post(CHAT, chat | {"n": 2}).json
+    assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [30, 30]
 
 
 def test_a_whole_answer_says_how_long_it_is(server):
@@ -569,6 +580,91 @@ def test_429_when_the_queue_is_full(slow_server):
     assert b'requests_total{outcome="rejected"} 2.0' in slow_server.get("/metrics").body
 
 
+def test_a_full_queue_comes_before_the_body(monkeypatch):
+    """Before it is read, parsed, rendered and cut into tokens."""
+    engine = FakeEngine(fake_model().tokenizer, delay=0.02, max_waiting=2)
+    engine.limits.max_running = 1
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serving(engine) as server:
+        monkeypatch.setattr(engine, "stats", lambda: {"waiting": 2})
+        with server.connect(post_bytes(COMPLETIONS, HELLO)) as connection:
+            assert b" 200 " in connection.recv(1000).split(b"\r\n")[0]  # it holds nothing yet
+        with server.connect(post_bytes(COMPLETIONS, HELLO | {"n": 2, "max_tokens": 200})):
+            eventually(lambda: len(engine.live) == 2)
+            with server.connect(f"{head}Content-Length: 1000\r\n\r\n".encode()) as connection:
+                received = connection.recv(1000)
+                while b"\r\n\r\n{" not in received:
+                    received += connection.recv(1000)
+                assert b" 429 " in received.split(b"\r\n")[0] and b"queue_full" in received
+
+
+@pytest.mark.parametrize(
+    ("limit", "change"),
+    [
+        ("requests", {}),
+        ("choices", {"n": 2}),
+        ("tokens", {"prompt": [5] * 8}),
+    ],
+)
+def test_429_says_which_limit_of_a_key(limit, change):
+    body = HELLO | {"max_tokens": 200} | change
+    most = {"requests": 2, "choices": 4, "tokens": 16}
+    limits = admission.KeyLimits(**{"requests": 9, "choices": 9, limit: most[limit]})
+    engine = FakeEngine(fake_model().tokenizer, delay=0.02)
+    with serving(engine, api_keys=KEYS, key_limits=limits) as server:
+        auth = "".join(f"{name}: {value}\r\n" for name, value in bearer(KEYS[0]).items())
+        raw = post_bytes(COMPLETIONS, body).replace(b"\r\n", f"\r\n{auth}".encode(), 1)
+        with server.connect(raw), server.connect(raw):
+            eventually(lambda: len(engine.live) == 2 * body.get("n", 1))
+            answer = server.post(COMPLETIONS, body, **bearer(KEYS[0]))
+            assert answer.status == 429 and answer.error["code"] == f"too_many_{limit}"
+            assert f"at most {most[limit]} of one key" in answer.error["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+            assert server.post(COMPLETIONS, body | {"max_tokens": 2}, **bearer(KEYS[1])).ok
+        eventually(lambda: not engine.live)
+        assert server.post(COMPLETIONS, body | {"max_tokens": 2}, **bearer(KEYS[0])).ok
+        eventually(lambda: not server.app.state.server.gate.held("key0"))
+
+
+def test_a_request_that_is_more_than_all_may_be_is_400():
+    """There is no use in trying again."""
+    limits = admission.KeyLimits(requests=9, choices=2, tokens=16)
+    with serving(key_limits=limits) as server:
+        for change in ({"n": 3}, {"prompt": [5] * 17}):
+            answer = server.post(COMPLETIONS, HELLO | change)
+            assert answer.status == 400 and "in one request" in answer.error["message"]
+            assert "retry-after" not in answer.headers
+        assert not server.app.state.server.gate.held("")
+
+
+def test_log_probabilities_that_are_held_are_bounded():
+    """Of an answer that is to be whole; of a stream none are."""
+    limits = admission.KeyLimits(requests=9, choices=9, scores=200)
+    body = HELLO | {"max_tokens": 50, "logprobs": 3}
+    with serving(key_limits=limits) as server:
+        assert server.post(COMPLETIONS, body).ok
+        answer = server.post(COMPLETIONS, body | {"n": 2})
+        assert answer.status == 429 and answer.error["code"] == "too_many_scores"
+        assert len(server.events(COMPLETIONS, body | {"n": 2})) > 50
+        eventually(lambda: not server.app.state.server.gate.held(""))
+        assert len(server.engine.aborted) == 2 and not server.engine.live
+
+
+def test_bodies_that_are_held_are_bounded():
+    """Short ones go through, and what is refused holds nothing."""
+    limits = admission.KeyLimits(requests=100, choices=100, body_bytes=1 << 20)
+    long = {"prompt": "a" * (700 << 10)}
+    with serving(key_limits=limits) as server:
+        with server.connect(post_bytes(COMPLETIONS, long)[:-1]) as connection:
+            eventually(lambda: server.app.state.server.gate.held("")["body_bytes"] > 600_000)
+            answer = server.post(COMPLETIONS, long)
+            assert answer.status == 429 and answer.error["code"] == "too_many_body_bytes"
+            assert server.post(COMPLETIONS, HELLO).status == 200
+            connection.sendall(b"}")
+            assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]  # too many tokens
+        eventually(lambda: not server.app.state.server.gate.held(""))
+
+
 def test_503_until_ready_while_draining_and_after_a_failure():
     with serving() as server:
         for change, status in [
@@ -673,6 +769,67 @@ def test_a_client_that_does_not_read_stops_nobody(slow_server):
         assert slow_server.post(COMPLETIONS, HELLO).status == 200
 
 
+def test_a_client_that_does_not_read_is_cut(monkeypatch):
+    """And its request ends, whether its answer comes bit by bit or whole."""
+    monkeypatch.setattr(Connection, "write_seconds", 0.2)
+    for stream in (False, True):
+        with serving() as server:
+            body = HELLO_CHAT | {"n": 32, "max_tokens": 200, "stream": stream}
+            body |= {"logprobs": True, "top_logprobs": 20}  # 10 MB
+            with socket.socket() as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(("127.0.0.1", server.port))
+                connection.sendall(post_bytes(CHAT, body))
+                outcome = b'requests_total{outcome="disconnected"} 1.0'
+                eventually(lambda: outcome in server.get("/metrics").body)  # noqa: B023
+            assert not server.engine.live
+            assert not server.app.state.server.gate.held("")
+
+
+def test_a_slow_reader_gets_all(monkeypatch):
+    monkeypatch.setattr(Connection, "write_seconds", 2.0)
+    body = HELLO | {"n": 8, "max_tokens": 200, "logprobs": 20}
+    with serving() as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post_bytes(COMPLETIONS, body))
+        head, _, received = connection.recv(65536).partition(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        while len(received) < length and (more := connection.recv(65536)):
+            received += more
+            time.sleep(0.01)
+        assert len(json.loads(received)["choices"]) == 8
+
+
+def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
+    """Before the first token, too. Clients pass over the comments."""
+    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.1)
+    with serving(FakeEngine(fake_model().tokenizer, delay=0.5)) as server:
+        raw = server.post(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 3}).body.decode()
+    events = raw.split("\n\n")
+    assert events[0] == ": waiting" and events[-2] == "data: [DONE]"
+    kinds = [event.partition(":")[0] for event in events[:-2]]
+    assert kinds.count("data") == 3 and kinds.index("data") >= 2
+    assert kinds[kinds.index("data") + 1 :].count("") >= 2
+
+
+def test_connections_are_capped(server, monkeypatch):
+    """With a sentence, and others take their places when they go."""
+    for name, most in (("max_connections", 3), ("max_of_address", 2)):
+        eventually(lambda: not server.num_connections)
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            patch.setattr(Connection, name, most)
+            for _ in range(most):
+                stack.enter_context(server.connect(b"GET /health HTTP/1.1\r\n"))
+            eventually(lambda: server.num_connections == most)  # noqa: B023
+            answer = server.get("/health")
+            assert answer.status == 429 and answer.error["code"] == "too_many_connections"
+            assert f"{most} connections" in answer.error["message"]
+            stack.close()
+            eventually(lambda: not server.num_connections)
+            assert server.get("/health").status == 200
+
+
 # ---- keys and hosts ----------------------------------------------------------------------------
 
 KEYS = ("a-key-of-one-tenant", "another-tenants-key")
@@ -713,6 +870,7 @@ def test_every_route_but_health_needs_a_key(locked_server):
         bearer(" ".join(KEYS)),
         {"Authorization": "Basic " + base64.b64encode(KEYS[0].encode()).decode()},
         {"Authorization": "Basic !"},
+        {"Authorization": "Basic \xe9"},
         {"Authorization": "Bearer \xe9"},
     ],
     ids=str,
@@ -721,6 +879,11 @@ def test_wrong_keys(locked_server, headers):
     answer = locked_server.get("/v1/models", **headers)
     assert answer.status == 401 and answer.error["type"] == "authentication_error"
     assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_a_list_that_is_too_long_is_said_to_be(server):
+    answer = server.post(COMPLETIONS, HELLO | {"stop": ["a"] * 17})
+    assert "at most 16 items" in answer.error["message"]
 
 
 def test_right_keys(locked_server):
@@ -736,12 +899,95 @@ def test_a_key_is_a_namespace(locked_server):
     assert [seq.namespace for seq in locked_server.engine.submitted[-2:]] == ["key0", "key1"]
 
 
-def test_texts_of_the_tree_are_for_their_tenant(locked_server, server):
-    for key, texts in [(KEYS[0], []), (KEYS[1], ["secret"])]:
+OPERATOR = "the-key-of-an-operator"
+
+
+@pytest.fixture(scope="module")
+def operated_server():
+    with serving(api_keys=KEYS, operator_keys=(OPERATOR,)) as server:
+        yield server
+
+
+def test_a_tenant_sees_nothing_of_others(locked_server):
+    """Neither ids, lengths, prompts nor totals."""
+    state = locked_server.get("/debug/state", **bearer(KEYS[1])).json
+    assert [node["text"] for node in state["tree"]] == ["secret"]
+    assert state["requests"] == [] and not state.keys() & {"step", "stats"}
+    assert state["pages"].keys() == {"page_size"}
+    state = locked_server.get("/debug/state", **bearer(KEYS[0])).json
+    assert state["tree"] == [] and state["requests"] == []
+    answer = locked_server.get("/metrics", **bearer(KEYS[0]))
+    assert answer.status == 403 and "--operator-key-file" in answer.error["message"]
+
+
+def test_a_tenant_sees_its_own(locked_server, monkeypatch):
+    whole = locked_server.engine.snapshot()
+    names = ["key0", "key0/salt", "key1", "key01", "key1/key0"]
+    requests = [
+        entry | {"namespace": name, "id": name}
+        for entry, name in zip(whole["requests"], names, strict=True)
+    ]
+    node = {"locks": 0, "num_pages": 1}
+    tree = [
+        node | {"namespace": "key1", "parent": None, "tokens": [300]},
+        node | {"namespace": "key0", "parent": None, "tokens": [301]},
+        node | {"namespace": "key1", "parent": 0, "tokens": [302]},
+        node | {"namespace": "key0", "parent": 1, "tokens": [303]},
+    ]
+    shown = whole | {"requests": requests, "tree": tree}
+    monkeypatch.setattr(locked_server.engine, "snapshot", lambda: shown)
+    monkeypatch.setattr(server_module, "VIEW_SECONDS", -1)
+    for key, ids in [(KEYS[0], ["key0", "key0/salt"]), (KEYS[1], ["key1", "key1/key0"])]:
         state = locked_server.get("/debug/state", **bearer(key)).json
-        assert [node["text"] for node in state["tree"] if "text" in node] == texts
-        assert "namespace" not in json.dumps(state)
-    assert len([node for node in server.get("/debug/state").json["tree"] if "text" in node]) == 3
+        assert [entry["id"] for entry in state["requests"]] == ids
+        assert [node["parent"] for node in state["tree"]] == [None, 0]
+        assert all(node["text"] for node in state["tree"]) and "namespace" not in json.dumps(state)
+
+
+def test_a_view_is_not_made_for_every_poll(locked_server, monkeypatch):
+    """Of a tree of thousands it takes some milliseconds, of the engine's thread and this one."""
+    snapshot, times = locked_server.engine.snapshot, []
+
+    def count():
+        times.append(time.monotonic())
+        return snapshot()
+
+    monkeypatch.setattr(locked_server.engine, "snapshot", count)
+    monkeypatch.setattr(server_module, "VIEW_SECONDS", 60)
+    locked_server.app.state.server._views.clear()
+    for key in KEYS * 5:
+        assert locked_server.get("/debug/state", **bearer(key)).json["status"] == "ok"
+    assert len(times) == 2  # each sees its own
+    monkeypatch.setattr(server_module, "VIEW_SECONDS", -1)
+    assert locked_server.get("/debug/state", **bearer(KEYS[0])).ok and len(times) == 3
+
+
+def test_an_operator_sees_all_but_the_texts_of_others(operated_server):
+    state = operated_server.get("/debug/state", **bearer(OPERATOR)).json
+    assert len(state["requests"]) == 5 and len(state["tree"]) == 4
+    assert not [node for node in state["tree"] if "text" in node]
+    assert state["stats"] and state["pages"]["states"]
+    assert operated_server.get("/metrics", **bearer(OPERATOR)).status == 200
+    assert operated_server.get("/metrics", **bearer(KEYS[0])).status == 403
+    assert operated_server.post(COMPLETIONS, HELLO, **bearer(OPERATOR)).status == 200
+
+
+def test_who_is_alone_sees_all(server):
+    """Without keys on a loopback address, and with the only key."""
+    state = server.get("/debug/state").json
+    assert len([node for node in state["tree"] if "text" in node]) == 3 and state["stats"]
+    with serving(api_keys=KEYS[:1]) as only:
+        assert only.get("/debug/state", **bearer(KEYS[0])).json["stats"]
+        assert only.get("/metrics", **bearer(KEYS[0])).status == 200
+
+
+def test_strangers_see_nothing():
+    """Without a key, on an address that others can reach."""
+    with serving(is_public=True) as public:
+        for path in ("/debug/state", "/metrics"):
+            answer = public.get(path)
+            assert answer.status == 403 and "--api-key-file" in answer.error["message"]
+        assert public.post(COMPLETIONS, HELLO).status == 200
 
 
 def test_the_body_of_a_stranger_is_not_read(locked_server):
@@ -809,6 +1055,15 @@ def test_key_files(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match="keys"):
             auth.read_keys(path)
+
+
+def test_a_pipelined_request_has_time_of_its_own(slow_server, monkeypatch):
+    """The timer that waits for the next request is not for one that is there already."""
+    monkeypatch.setattr(Connection, "head_seconds", 0.2)
+    body = HELLO | {"max_tokens": 30}  # half a second
+    with slow_server.connect(post_bytes(COMPLETIONS, body) * 2) as connection:
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.count(b'"finish_reason":"length"') == 2
 
 
 def test_pipelined_and_broken_http(server):

@@ -11,13 +11,26 @@ import dataclasses
 import gc
 import json
 import random
+import time
+from collections.abc import Iterable
 
 import jax
 import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from live_server import eventually, serving
+import attackers
+from bystander import bystanding
+from live_server import (
+    KEYS,
+    OPERATOR_KEY,
+    Answer,
+    ServerProcess,
+    ask,
+    eventually,
+    key_options,
+    serving,
+)
 
 from jax_attn import models
 from jax_attn.serve.async_engine import AsyncEngine
@@ -80,53 +93,6 @@ def check_nothing_is_left(engine: AsyncEngine) -> None:
 
 
 # ---- clients -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Answer:
-    status: int
-    headers: bytes
-    body: bytes
-
-    @property
-    def json(self):
-        return json.loads(self.body)
-
-
-async def ask(port: int, body: dict | bytes, leave_after: int | None = None) -> Answer | None:
-    """leave_after: events of the stream after which the client goes. None is for those that go."""
-    if isinstance(body, dict):
-        body = json.dumps(body).encode()
-    # One request a connection, so that the end of it is the end of the answer.
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(head.encode() + body)
-        if leave_after is not None:
-            await writer.drain()
-            seen = 0
-            while seen < leave_after and (line := await reader.readline()):
-                seen += line.startswith(b"data: ")
-            return None
-        top, _, rest = (await reader.read()).partition(b"\r\n\r\n")
-        top = top.lower()
-        chunked = b"transfer-encoding: chunked" in top
-        return Answer(int(top.split()[1]), top, joined(rest) if chunked else rest)
-    finally:
-        writer.close()
-
-
-def joined(raw: bytes) -> bytes:
-    """A body without the framing of chunked encoding."""
-    body = b""
-    while raw:
-        size, _, raw = raw.partition(b"\r\n")
-        body += raw[: int(size, 16)]
-        raw = raw[int(size, 16) + 2 :]
-    return body
 
 
 def valid_request(rng: random.Random) -> dict:
@@ -226,6 +192,94 @@ async def soak(port: int, num_requests: int, at_tenth) -> collections.Counter:
     return outcomes
 
 
+# ---- the command, among attackers --------------------------------------------------------------
+
+# Of what clients do. Those of attackers that cost a machine a second or more are few, so that the
+# others come to their turn.
+LEAVES, ATTACKS, HEAVY_ATTACKS = 0.2, 0.1, 0.003
+MAX_ATTACKED_GROWTH = 48 << 20  # bytes of the server, over the second half
+light = sorted(attackers.ATTACKERS.keys() - attackers.HEAVY)
+heavy = sorted(attackers.HEAVY)
+
+
+async def abuse(port: int, seeds: Iterable[int], outcomes: collections.Counter) -> None:
+    """One client of many; `seeds` is one iterator for all of them."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        key, kind = rng.choice(KEYS), rng.random()
+        target = attackers.Target(port, KEYS[0], rng, stay=0.3)
+        if kind < HEAVY_ATTACKS:
+            name = rng.choice(heavy)
+            await attackers.ATTACKERS[name](target)
+            outcomes["heavy attack"] += 1
+        elif kind < ATTACKS:
+            await attackers.ATTACKERS[rng.choice(light)](target)
+            outcomes["attack"] += 1
+        else:
+            body = valid_request(rng) | {"priority": rng.randrange(-9, 9)}
+            if "regex" not in body:  # short, as it is requests that are to be many
+                body["max_tokens"] %= 9
+            authorization = {"Authorization": f"Bearer {key}"}
+            if kind < ATTACKS + LEAVES:
+                leave_after = rng.randrange(4)
+                await ask(port, body | {"stream": True}, leave_after=leave_after, **authorization)
+                outcomes["left"] += 1
+                continue
+            if rng.random() < 0.5:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            answer = await ask(port, body, **authorization)
+            if answer.status != 429:  # the queue is full, or the tenant's share of it
+                check_answer(body, answer)
+            outcomes["refused" if answer.status == 429 else "answered"] += 1
+
+
+@pytest.mark.parametrize(
+    "num_requests",
+    [
+        pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param(100_000, marks=[pytest.mark.hours, pytest.mark.timeout(6 * 3600)]),
+    ],
+)
+def test_soak_with_attackers(tmp_path, num_requests):
+    """Two tenants and a bystander, attackers of all kinds, one in five goes before the end."""
+    server = ServerProcess(tmp_path, *key_options(tmp_path))
+    rng = random.Random(0)
+    outcomes: collections.Counter = collections.Counter()
+    memory, gaps = [], []
+
+    async def tenth() -> None:
+        seeds = iter([rng.randrange(1 << 60) for _ in range(num_requests // 10)])
+        await asyncio.gather(*(abuse(server.port, seeds, outcomes) for _ in range(NUM_CLIENTS)))
+
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        for _ in range(10):
+            with bystanding(server.port, KEYS[1]) as bystander:
+                begin = time.monotonic()
+                asyncio.run(tenth())
+                seen = bystander.seen(begin, time.monotonic())
+            assert seen.num_events and not seen.refusals
+            eventually(server.is_at_rest)
+            pages = {state: server.metric(f'jax_attn_pages{{state="{state}"}}') for state in PAGES}
+            gaps.append(seen.longest_gap)
+            memory.append(server.resident_bytes())
+            print(f"{dict(outcomes)}, {memory[-1] / 1e6:.0f} MB, longest gap {gaps[-1]:.2f} s")
+            assert pages["used"] == 0
+        state = json.loads(server.get("/debug/state", OPERATOR_KEY)[1])
+        assert pages["free"] + pages["cached"] == state["pages"]["total"]
+        assert "u" not in state["pages"]["states"] and "l" not in state["pages"]["states"]
+        assert server.metric('jax_attn_requests_total{outcome="failed"}') == 0
+        assert server.metric("jax_attn_compilations_total") == 0
+        assert "Traceback" not in server.log()
+    assert outcomes.total() == num_requests
+    assert outcomes["answered"] > num_requests / 3 and outcomes["heavy attack"]
+    assert 0.15 < outcomes["left"] / num_requests < 0.25
+    assert max(memory[5:]) - memory[5] < MAX_ATTACKED_GROWTH
+
+
+PAGES = ("free", "cached", "used")
+
+
 def resident_bytes() -> int:
     gc.collect()
     with open("/proc/self/statm") as file:
@@ -287,7 +341,7 @@ def test_overload(model, device):
     assert 0 < most_waiting <= most + OVERLOADED.max_running
     for answer in accepted:
         check_answer(body, answer)
-    assert all(b"\r\nretry-after: " in answer.headers for answer in refused)
+    assert all("retry-after" in answer.headers for answer in refused)
     assert f'outcome="completed"}} {len(accepted):.1f}' in metrics
     assert f'outcome="rejected"}} {len(refused):.1f}' in metrics
     assert stats["generated_tokens"] == 16 * len(accepted)

@@ -1,0 +1,88 @@
+"""A line of the log for each request, and the identifier that client and log know it by."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("jax_attn.serve.access")
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MAX_ROUTE_CHARS = 100
+_GONE = 499  # as other servers log it: the client went before there was an answer
+
+
+@dataclass
+class Record:
+    """What is known of a request. Times are time.monotonic(); None: it did not come to that."""
+
+    id: str
+    is_clients: bool  # the id, which the answer then has, too
+    arrival: float = field(default_factory=time.monotonic)
+    tenant: str = ""
+    status: int | None = None
+    num_prompt: int = 0  # tokens
+    num_output: int = 0
+    admitted: float | None = None  # its first choice, to run
+    first_token: float | None = None
+
+    def see_first_token(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+
+    def line(self, route: str) -> str:
+        def seconds(end: float | None) -> str:
+            return "-" if end is None else f"{end - self.arrival:.4f}"
+
+        return (
+            f"id={self.id} tenant={self.tenant or '-'} route={_printable(route)} "
+            f"status={self.status or _GONE} prompt_tokens={self.num_prompt} "
+            f"output_tokens={self.num_output} queue_s={seconds(self.admitted)} "
+            f"first_token_s={seconds(self.first_token)} total_s={seconds(time.monotonic())}"
+        )
+
+
+class AccessLog:
+    """ASGI middleware. scope["state"]["record"] is where the application writes what it learns."""
+
+    def __init__(self, app: ASGIApp, enabled: bool):
+        self._app, self._enabled = app, enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        wanted = Headers(scope=scope).get("x-request-id", "")
+        is_clients = _ID.fullmatch(wanted) is not None
+        record = Record(wanted if is_clients else f"req-{secrets.token_hex(12)}", is_clients)
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                if record.is_clients or "x-request-id" not in headers:
+                    headers["x-request-id"] = record.id
+                else:
+                    record.id = headers["x-request-id"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            if self._enabled:
+                log.info("%s", record.line(f"{scope['method']}:{scope['path']}"))
+
+
+def _printable(text: str) -> str:
+    """What a client made up, as one word of a line."""
+    text = text if len(text) <= _MAX_ROUTE_CHARS else text[:_MAX_ROUTE_CHARS] + "..."
+    return re.sub(r"[^\x21-\x7e]", "?", text)

@@ -1,0 +1,123 @@
+"""Log-probabilities as JSON, written as they come: an answer may hold a quarter of a million."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+TokenText = Callable[[int], bytes]
+"""The exact bytes of a token, which need not be whole characters."""
+
+
+class TokenJson:
+    """JSON of tokens, each written once as long as it is in use."""
+
+    def __init__(self, token_text: TokenText):
+        self.text = token_text
+        # 300 bytes an entry.
+        self.name = functools.lru_cache(1 << 14)(self._name)
+        self.around = functools.lru_cache(1 << 14)(self._around)
+
+    def _name(self, token: int) -> str:
+        """As completions have it: where it is part of a character, its bytes."""
+        raw = self.text(token)
+        try:
+            return json.dumps(raw.decode())
+        except UnicodeDecodeError:
+            return json.dumps("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
+
+    def _around(self, token: int) -> tuple[str, str]:
+        """As chats have it: what is before and behind its log-probability."""
+        raw = self.text(token)
+        text = json.dumps(raw.decode(errors="replace"))
+        return f'{{"token":{text},"logprob":', f',"bytes":{list(raw)}'
+
+
+class Scores(Protocol):
+    """Those of one choice."""
+
+    def add(self, entries: Iterable[Any]) -> None:
+        """entries: events.TokenLogprob."""
+
+    def take(self) -> list[bytes]:
+        """The JSON, in pieces, of what was added since the last call."""
+
+
+class ChatScores:
+    """schemas.ChatLogprobs."""
+
+    def __init__(self, tokens: TokenJson):
+        self._tokens = tokens
+        self._pieces: list[bytes] = []
+
+    def add(self, entries: Iterable[Any]) -> None:
+        text = ",".join(map(self._entry, entries))
+        if text:
+            self._pieces.append(f"{',' if self._pieces else ''}{text}".encode())
+
+    def take(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, []
+        return [b'{"content":[', *pieces, b"]}"]
+
+    def _entry(self, entry: Any) -> str:
+        top = ",".join([self._token(token, logprob) + "}" for token, logprob in entry.top])
+        return f'{self._token(entry.token, entry.logprob)},"top_logprobs":[{top}]}}'
+
+    def _token(self, token: int, logprob: float) -> str:
+        before, behind = self._tokens.around(token)
+        return f"{before}{_number(logprob)}{behind}"
+
+
+class CompletionScores:
+    """schemas.CompletionLogprobs."""
+
+    _NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+    def __init__(self, tokens: TokenJson, first_offset: int):
+        """first_offset: of the first token; below 0 where it is one that the text does not show."""
+        self._tokens, self._offset = tokens, first_offset
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._columns: list[list[bytes]] = [[] for _ in self._NAMES]
+
+    def add(self, entries: Iterable[Any]) -> None:
+        rows = [
+            (
+                self._tokens.name(entry.token),
+                _number(entry.logprob),
+                self._top(entry),
+                str(self._next_offset(entry.token)),
+            )
+            for entry in entries
+        ]
+        for column, cells in zip(self._columns, zip(*rows, strict=True), strict=False):
+            column.append(f"{',' if column else ''}{','.join(cells)}".encode())
+
+    def take(self) -> list[bytes]:
+        columns, self._columns = self._columns, [[] for _ in self._NAMES]
+        pieces, mark = [], "{"
+        for name, column in zip(self._NAMES, columns, strict=True):
+            pieces += [f'{mark}"{name}":['.encode(), *column]
+            mark = "],"
+        return [*pieces, b"]}"]
+
+    def _next_offset(self, token: int) -> int:
+        offset = max(0, self._offset)
+        self._offset += len(self._decode(self._tokens.text(token)))
+        return offset
+
+    def _top(self, entry: Any) -> str:
+        """The token itself among them, as OpenAI has it. Of tokens with one text, the likeliest."""
+        if entry.logprob is None:
+            return "null"
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._tokens.name(token), logprob)
+        return f"{{{','.join([f'{name}:{_number(top[name])}' for name in top])}}}"
+
+
+def _number(value: float | None) -> str:
+    return repr(value) if value is not None and math.isfinite(value) else "null"
