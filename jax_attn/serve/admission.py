@@ -29,8 +29,9 @@ class KeyLimits:
 
     requests: int
     choices: int  # sequences: prompts x n
-    tokens: int = 1 << 23  # of prompts, for each choice; 12 bytes of memory each
-    scores: int = 4 * schemas.MAX_SCORES  # log-probabilities to write; 100 bytes each
+    tokens: int = 1 << 22  # of prompts, for each choice; 44 bytes of memory each
+    # Log-probabilities of answers that are not complete, and no streams; up to 90 bytes each.
+    scores: int = 8 * schemas.MAX_SCORES
     body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
 
     @staticmethod
@@ -44,9 +45,22 @@ _WORDS = {
     "requests": "requests in flight",
     "choices": "choices in flight (prompts x n)",
     "tokens": "prompt tokens in flight (x n)",
-    "scores": "log-probabilities in flight (tokens x (1 + logprobs) x n)",
+    "scores": "log-probabilities of answers in flight (use streams, or fewer)",
     "body_bytes": "bytes of bodies that are being read",
 }
+
+
+def _too_many(name: str, limit: int, whose: str, held: int, amount: int) -> ApiError:
+    expected = f"{_WORDS[name]}: expected at most {limit} {whose}, got"
+    code = f"too_many_{name}"
+    if amount > limit:  # whenever it comes
+        return ApiError(400, f"{expected} {amount} in one request", code=code)
+    return ApiError(
+        429,
+        f"{expected} {held} and {amount} more; try again when some of them are done",
+        code=code,
+        retry_after=RETRY_AFTER_SECONDS,
+    )
 
 
 def _whose(tenant: str) -> str:
@@ -89,13 +103,7 @@ class Gate:
         for name, amount in amounts.items():
             limit = getattr(self._limits, name)
             if held[name] + amount > limit:
-                raise ApiError(
-                    429,
-                    f"{_WORDS[name]}: expected at most {limit} {_whose(tenant)}, got "
-                    f"{held[name]} and {amount} more; try again when some of them are done",
-                    code=f"too_many_{name}",
-                    retry_after=RETRY_AFTER_SECONDS,
-                )
+                raise _too_many(name, limit, _whose(tenant), held[name], amount)
         held.update(amounts)
         self._held[tenant] = held
 
@@ -114,7 +122,11 @@ class Ticket:
         self._amounts: Counter[str] = Counter()
 
     def take(self, **amounts: int) -> None:
-        """amounts: of the fields of KeyLimits, all or none. Raises ApiError, 429."""
+        """amounts: of the fields of KeyLimits, all or none.
+
+        Raises:
+          ApiError: 429; or 400, if it is more than all requests may hold.
+        """
         self._gate._add(self.tenant, amounts)
         self._amounts.update(amounts)
 

@@ -33,7 +33,6 @@ class Prepared:
     prompts: list[list[int]]
     echoes: list[str]  # what precedes the text of each prompt's choices
     sequences: list[Sequence]
-    num_scores: int  # log-probabilities that the answer may hold
     arrival: float  # time.monotonic()
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
     max_tool_calls: int | None = None  # of a choice; None: any number
@@ -283,8 +282,11 @@ class Preparer:
         field: str,
         logprobs: int | None,
         echo: bool,
-    ) -> _Lengths:
-        """Raises ApiError for a request that is larger than any answer may be."""
+    ) -> list[int]:
+        """Of each prompt's choices, in tokens, at most.
+
+        Raises ApiError for a request that is larger than any answer may be.
+        """
         limit = "max_tokens"
         if getattr(body, "max_completion_tokens", None) is not None:
             limit = "max_completion_tokens"
@@ -324,7 +326,7 @@ class Preparer:
                 f"tokens x (1 + logprobs) x n = {num_scores} are more than {schemas.MAX_SCORES}; "
                 "use fewer of them",
             )
-        return _Lengths(wanted, num_scores)
+        return wanted
 
     def _prepared(
         self,
@@ -332,14 +334,14 @@ class Preparer:
         body: schemas._Sampling,
         prompts: list[list[int]],
         echoes: list[str],
-        lengths: _Lengths,
+        lengths: list[int],
         params: dict[str, Any],
         caller: Caller,
     ) -> Prepared:
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         sequences: list[Sequence] = []
-        for prompt, wanted in zip(prompts, lengths.wanted, strict=True):
+        for prompt, wanted in zip(prompts, lengths, strict=True):
             for choice in range(body.n):
                 sequences.append(
                     Sequence(
@@ -362,18 +364,9 @@ class Preparer:
             prompts,
             echoes,
             sequences,
-            lengths.num_scores,
             caller.arrival,
             grammar_field=_grammar_field(body),
         )
-
-
-@dataclass(frozen=True)
-class _Lengths:
-    """Of an answer, at most."""
-
-    wanted: list[int]  # tokens of each prompt's choices
-    num_scores: int  # log-probabilities, all together
 
 
 def namespace(tenant: str, salt: str) -> str:

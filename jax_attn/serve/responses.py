@@ -243,6 +243,8 @@ class GenerationResponse:
         async for event in self._events():
             choice = self._choices[self._index[event.seq_id]]
             choice.texts.append(event.text)
+            # A stream's are sent as they come.
+            self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
             await _add_scores(choice, event.logprobs)
         before, behind = (
             self._style.whole(self._usage()).model_dump_json().encode().split(b'"choices":[]')

@@ -187,7 +187,6 @@ class _Server:
             ticket.take(
                 choices=len(prepared.sequences),
                 tokens=prepared.num_prompt_tokens * prepared.num_choices,
-                scores=prepared.num_scores,
             )
         except BaseException:
             ticket.leave()

@@ -69,6 +69,7 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.started = self.stopped = False
         self.aborts = False  # what runs, at its next step
+        self.stuck: set[str] = set()  # choices whose grammars get stuck in their third step
         self.says = ""  # by everyone, a token a step, instead of tokens by prompt and seed
         self.live: dict[str, int] = {}  # sequence -> steps so far
         self.aborted: dict[str, int] = {}
@@ -150,6 +151,9 @@ class FakeEngine:
                 event = TokenEvent(
                     seq.id, [], finish_reason=FinishReason.ERROR, error="asked to fail"
                 )
+            if seq.id.rpartition("-")[2] in self.stuck and step == 2:
+                event = TokenEvent(seq.id, [], finish_reason=FinishReason.ERROR)
+                event.error, event.is_clients_fault = "grammar: too complex.", True
             self.live[seq.id] += 1
             step += 1
             if event.finish_reason is not None:

@@ -604,12 +604,11 @@ def test_a_full_queue_comes_before_the_body(monkeypatch):
         ("requests", {}),
         ("choices", {"n": 2}),
         ("tokens", {"prompt": [5] * 8}),
-        ("scores", {"logprobs": 2}),
     ],
 )
 def test_429_says_which_limit_of_a_key(limit, change):
     body = HELLO | {"max_tokens": 200} | change
-    most = {"requests": 2, "choices": 4, "tokens": 16, "scores": 2 * 3 * 200}
+    most = {"requests": 2, "choices": 4, "tokens": 16}
     limits = admission.KeyLimits(**{"requests": 9, "choices": 9, limit: most[limit]})
     engine = FakeEngine(fake_model().tokenizer, delay=0.02)
     with serving(engine, api_keys=KEYS, key_limits=limits) as server:
@@ -625,6 +624,30 @@ def test_429_says_which_limit_of_a_key(limit, change):
         eventually(lambda: not engine.live)
         assert server.post(COMPLETIONS, body | {"max_tokens": 2}, **bearer(KEYS[0])).ok
         eventually(lambda: not server.app.state.server.gate.held("key0"))
+
+
+def test_a_request_that_is_more_than_all_may_be_is_400():
+    """There is no use in trying again."""
+    limits = admission.KeyLimits(requests=9, choices=2, tokens=16)
+    with serving(key_limits=limits) as server:
+        for change in ({"n": 3}, {"prompt": [5] * 17}):
+            answer = server.post(COMPLETIONS, HELLO | change)
+            assert answer.status == 400 and "in one request" in answer.error["message"]
+            assert "retry-after" not in answer.headers
+        assert not server.app.state.server.gate.held("")
+
+
+def test_log_probabilities_that_are_held_are_bounded():
+    """Of an answer that is to be whole; of a stream none are."""
+    limits = admission.KeyLimits(requests=9, choices=9, scores=200)
+    body = HELLO | {"max_tokens": 50, "logprobs": 3}
+    with serving(key_limits=limits) as server:
+        assert server.post(COMPLETIONS, body).ok
+        answer = server.post(COMPLETIONS, body | {"n": 2})
+        assert answer.status == 429 and answer.error["code"] == "too_many_scores"
+        assert len(server.events(COMPLETIONS, body | {"n": 2})) > 50
+        eventually(lambda: not server.app.state.server.gate.held(""))
+        assert len(server.engine.aborted) == 2 and not server.engine.live
 
 
 def test_bodies_that_are_held_are_bounded():
@@ -667,6 +690,25 @@ def test_a_failing_request_fails_alone(server):
     assert json.loads(error)["error"]["message"] == "asked to fail" and done == "[DONE]"
     assert not server.engine.live
     assert server.post(COMPLETIONS, HELLO).status == 200
+
+
+def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
+    """And of one choice, not of all."""
+    body = HELLO | {"max_tokens": 9, "regex": "[a-z ]+"}
+    server.engine.stuck = {"0"}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status == 400 and answer.error["code"] == "invalid_grammar"
+    assert (answer.error["param"], answer.error["type"]) == ("regex", "invalid_request_error")
+    assert answer.error["message"] == "regex: grammar: too complex."
+    *_, error, done = server.events(COMPLETIONS, body)
+    assert json.loads(error)["error"]["code"] == "invalid_grammar" and done == "[DONE]"
+
+    answer = server.post(COMPLETIONS, body | {"n": 2})
+    assert answer.status == 200
+    assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["error", "length"]
+    server.engine.stuck = {"0", "1"}
+    assert server.post(COMPLETIONS, body | {"n": 2}).status == 400
+    assert not server.engine.live
 
 
 def test_the_engine_stops_at_work(slow_server):
