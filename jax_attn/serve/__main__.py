@@ -91,7 +91,7 @@ class _Uvicorn(uvicorn.Server):
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         keys = auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()

@@ -151,49 +151,50 @@ def queue_full(reason: str) -> ApiError:
 
 
 class Lanes:
-    """Threads for what a body has to go through before it is a request.
+    """Threads for what a body has to go through before it is a request, for tenants in turn.
 
     Long bodies go one at a time, as parsing one may keep all other threads from running for a
-    while, and tenants in turn. Short ones do not wait for them.
+    while. Short ones do not wait for them.
     """
 
     LONG_BYTES = 1 << 16
-    _NUM_THREADS = 4  # for short bodies
 
     def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(self._NUM_THREADS, "jax_attn short")
-        self._long = ThreadPoolExecutor(1, "jax_attn long")
-        self._turns = _Turns()
+        self._short, self._long = _Lane("short", 4), _Lane("long", 1)
 
     async def run(
         self, ticket: Ticket, num_bytes: int, work: Callable[..., Result], *args: Any
     ) -> Result:
         """What work(*args) returns or raises."""
-        loop = asyncio.get_running_loop()
-        job = partial(work, *args)
-        if num_bytes <= self.LONG_BYTES:
-            return await loop.run_in_executor(self._short, job)
-        await self._turns.acquire(ticket.tenant)
-        try:
-            return await loop.run_in_executor(self._long, job)
-        finally:
-            self._turns.release()
+        lane = self._short if num_bytes <= self.LONG_BYTES else self._long
+        return await lane.run(ticket.tenant, partial(work, *args))
 
     def close(self) -> None:
-        self._short.shutdown(wait=False, cancel_futures=True)
-        self._long.shutdown(wait=False, cancel_futures=True)
+        self._short.close()
+        self._long.close()
 
 
-class _Turns:
-    """A lock that tenants get in turn, and each tenant's requests in their order."""
+class _Lane:
+    """A tenant's jobs begin in their order, and after one of them it is another tenant's turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, f"jax_attn {name}")
+        self._num_free = num_threads
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._is_taken = False
 
-    async def acquire(self, tenant: str) -> None:
-        if not self._is_taken:
-            self._is_taken = True
+    async def run(self, tenant: str, job: Callable[[], Result]) -> Result:
+        await self._acquire(tenant)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+        finally:
+            self._release()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _acquire(self, tenant: str) -> None:
+        if self._num_free:
+            self._num_free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
@@ -201,10 +202,10 @@ class _Turns:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was given, too late
-                self.release()
+                self._release()
             raise
 
-    def release(self) -> None:
+    def _release(self) -> None:
         while self._waiting:
             tenant, turns = self._waiting.popitem(last=False)
             while turns and turns[0].cancelled():
@@ -213,4 +214,4 @@ class _Turns:
                 turns.popleft().set_result(None)
                 self._waiting[tenant] = turns  # behind the others
                 return
-        self._is_taken = False
+        self._num_free += 1

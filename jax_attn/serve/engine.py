@@ -180,7 +180,12 @@ class Engine:
                 f"{len(params.logit_bias)}."
             )
         biased = [token for token, _ in params.logit_bias]
-        for name, tokens in (("prompt", seq.tokens), ("logit_bias", biased)):
+        named = (
+            ("prompt", seq.tokens),
+            ("logit_bias", biased),
+            ("stop_token_ids", params.stop_token_ids),
+        )
+        for name, tokens in named:
             for extreme in (min(tokens, default=0), max(tokens, default=0)):
                 if not 0 <= extreme < config.vocab_size:
                     raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +23,9 @@ class Status(enum.StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+_MAX_FLOAT = 3.4e38  # of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
 
-        def finite(value: float) -> bool:
-            return math.isfinite(value)
+        def finite(value: float) -> bool:  # as a float32, too
+            return abs(value) <= _MAX_FLOAT
 
         expect("max_tokens", "at least 0", self.max_tokens >= 0)
         expect("min_tokens", "0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens)
@@ -74,7 +76,7 @@ class SamplingParams:
             "a finite number >= 0",
             finite(self.temperature) and self.temperature >= 0,
         )
-        expect("top_k", "at least 0", self.top_k >= 0)
+        expect("top_k", "0 to 2**31 - 1", 0 <= self.top_k < 2**31)
         expect("top_p", "a number in (0, 1]", 0 < self.top_p <= 1)
         expect("min_p", "a number in [0, 1]", 0 <= self.min_p <= 1)
         expect(

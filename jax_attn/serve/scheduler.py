@@ -182,7 +182,7 @@ class Scheduler:
         Raises:
           QueueFull: there is no room for all of them.
           ValueError: a sequence that could never run (no prompt, longer than max_sequence_tokens, a
-            deadline that is no number), or an id in use.
+            deadline or a priority that is no number), or an id in use.
         """
         for seq in seqs:
             num_tokens = seq.num_prompt + seq.params.max_tokens
@@ -195,6 +195,8 @@ class Scheduler:
                 )
             if seq.deadline is not None and math.isnan(seq.deadline):
                 raise ValueError(f"{seq.id}: deadline: expected seconds, got {seq.deadline}")
+            if not isinstance(seq.priority, int):  # the order of what is no number is none
+                raise ValueError(f"{seq.id}: priority: expected an integer, got {seq.priority}")
         if len(self._seqs.keys() | {seq.id for seq in seqs}) < len(self._seqs) + len(seqs):
             raise ValueError(f"{[seq.id for seq in seqs]}: expected ids that are not in use")
         self._check_queue(Counter(seq.tenant for seq in seqs))

@@ -378,6 +378,29 @@ def test_long_bodies_go_one_at_a_time_and_tenants_in_turn():
     assert order == ["a0", "a1", "b0", "c0", "a3", "b1"]
 
 
+def test_short_bodies_of_a_tenant_do_not_wait_for_a_thousand_of_another():
+    gate, begun = Gate(Engine(), KeyLimits(2000, 99)), []
+    go_on = threading.Event()
+
+    def work(name):
+        begun.append(name)
+        go_on.wait()
+
+    async def run():
+        lanes = Lanes()
+        jobs = [
+            asyncio.create_task(lanes.run(gate.enter(name, queues=False), 10, work, name))
+            for name in ["a"] * 1000 + ["b"]
+        ]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*jobs)
+        lanes.close()
+
+    asyncio.run(run())
+    assert len(begun) == 1001 and begun.index("b") < 10
+
+
 def test_a_neighbours_stream_goes_on():
     """While one client sends the longest bodies of every kind, another's stream has its tokens: in
     the time of each attack at least one every quarter of a second, more where the machine is

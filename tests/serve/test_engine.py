@@ -711,6 +711,11 @@ def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
         ({"logprobs": 21}, "logprobs: expected at most 20"),
         ({"logit_bias": tuple((i, 1.0) for i in range(301))}, "logit_bias: expected at most 300"),
         ({"logit_bias": ((4096, 1.0),)}, "logit_bias: expected tokens in"),
+        # The first would be an IndexError in the step of all others, the second another token.
+        ({"stop_token_ids": (4096,), "min_tokens": 1}, "stop_token_ids: expected tokens in"),
+        ({"stop_token_ids": (-1,), "min_tokens": 1}, "stop_token_ids: expected tokens in"),
+        ({"deadline": float("nan")}, "deadline: expected seconds, got nan"),
+        ({"priority": float("nan")}, "priority: expected an integer, got nan"),
         ({"grammar": grammar.from_regex("(")}, "grammar: .*unclosed group"),
     ],
 )
@@ -724,6 +729,39 @@ def test_refused(model, make_engine, kwargs, message):
     with pytest.raises(ValueError, match="prompt: expected tokens in"):
         engine.submit([sequence([0, -1])])
     check_drained(engine)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"top_k": 2**31}, "top_k: expected 0 to"),
+        ({"temperature": 1e39}, "temperature: expected a finite number"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty: expected a finite number"),
+        ({"presence_penalty": float("nan")}, "presence_penalty: expected a finite number"),
+        ({"frequency_penalty": float("-inf")}, "frequency_penalty: expected a finite number"),
+        ({"top_p": float("nan")}, "top_p: expected"),
+        ({"min_p": float("nan")}, "min_p: expected"),
+        ({"logit_bias": ((1, 1e39),)}, "logit_bias: expected finite numbers"),
+    ],
+)
+def test_values_that_the_device_cannot_hold(kwargs, message):
+    """They would fail, or become NaN, in a step of all that run."""
+    with pytest.raises(ValueError, match=message):
+        sequence([0], **kwargs)
+
+
+def test_values_at_their_limits(make_engine):
+    engine = make_engine()
+    extremes = [
+        {"top_k": 2**31 - 1, "temperature": 3.4e38},
+        {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1.0},
+        {"repetition_penalty": 3.4e38, "presence_penalty": -3.4e38, "frequency_penalty": 3.4e38},
+        {"logit_bias": tuple((i, 3.4e38 * (-1) ** i) for i in range(300)), "temperature": 1.0},
+        {"seed": -(2**200), "temperature": 1.0}, {"seed": 2**64, "temperature": 1.0},
+        {"stop": ("a" * 10_000,) * 16}, {"priority": 10**400, "max_tokens": 3},
+    ]  # fmt: skip
+    for result in run(engine, *(sequence([0, 5], **kwargs) for kwargs in extremes)):
+        assert result.reason is FinishReason.LENGTH and result.error is None
 
 
 def test_queue_full(make_engine):

@@ -1,5 +1,6 @@
 """What the command line makes of the machine: pages of the kv cache, open files."""
 
+import dataclasses
 import gc
 import resource
 
@@ -113,6 +114,25 @@ def test_as_many_open_files_as_clients():
         main._allow_many_connections()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_limits_of_a_key():
+    """By default all that the engine takes; what is asked for instead, one by one."""
+    limits = main._key_limits(main._parse(["--max-waiting", "10", "--max-running", "4"]))
+    assert (limits.requests, limits.choices) == (14, 14)
+    options = ["--max-requests-per-key", "1", "--max-choices-per-key", "2"]
+    options += ["--max-tokens-per-key", "3", "--max-running-per-key", "4"]
+    args = main._parse(options)
+    assert dataclasses.astuple(main._key_limits(args))[:3] == (1, 2, 3)
+    assert main._engine_config(100, args).tenant_limits.max_running == 4
+
+
+def test_no_more_connections_than_files(caplog):
+    assert main._limited_connection(100, 1000).max_connections == 100
+    assert main._limited_connection(101, 1000).max_of_address == 51
+    assert not caplog.records
+    assert main._limited_connection(8192, 1024).max_connections == 1024 - main._OTHER_FILES
+    assert "may open 1024 files" in caplog.text
 
 
 def test_what_is_there_when_the_engine_is_ready_is_not_collected_again(model, monkeypatch):
