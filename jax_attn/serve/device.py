@@ -135,7 +135,7 @@ class Device:
     # ---- compilation ---------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Compiles everything that a step can need, behind a progress bar; the list of it.
+        """Compiles everything that a step can need, behind a progress bar on a terminal; the list.
 
         progress: called with the number of executables done, of all, and the last one's name. What
           it raises ends the warm-up.
@@ -144,7 +144,8 @@ class Device:
         # Large ones last in a list of buckets, first here: the pool ends without waiting for one.
         with (
             ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool,
-            tqdm(total=len(tasks), desc="compile", unit="executable") as bar,
+            # On terminals alone: what writes to a file may fail, and would end the warm-up.
+            tqdm(total=len(tasks), desc="compile", unit="executable", disable=None) as bar,
         ):
             names = {pool.submit(compile): name for name, compile in reversed(tasks.items())}
             try:

@@ -41,6 +41,12 @@ class Target:
                 answer = await ask(self.port, body, path, **headers)
         except TimeoutError:
             return None
+        except ConnectionError:
+            # Refused by its head. uvicorn does not wait for the rest where "Connection: close" was
+            # asked for, and what is sent then resets the connection, at times before the answer is
+            # read.
+            assert len(body) > 1 << 16
+            return None
         check(answer, {*expected, 429})
         return answer
 

@@ -162,23 +162,32 @@ def key_options(directory: Path) -> list[str]:
 class ServerProcess:
     """`python -m jax_attn.serve`, which is ready after `wait_until_ready`."""
 
-    def __init__(self, directory: Path, *options: str):
-        """directory: where it runs, and where its log goes."""
-        self._log = open(directory / "log", "w+b")
+    def __init__(self, directory: Path, *options: str, port: int = 0, log: Path | None = None):
+        """directory: where it runs, and where its log goes unless to `log`, which is not read.
+
+        port: 0 is one that is free.
+        """
+        self._log = open(log or directory / "log", "wb")
         self.process = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--port", "0", *options],
+            [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--port", str(port), *options],
             cwd=directory,
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self.url = self._wait(self._find_url)
+        self.url = f"http://127.0.0.1:{port}" if port else self._wait(self._find_url)
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
     def wait_until_ready(self) -> None:
-        self._wait(lambda: self.get("/health")[0] == 200)
+        self._wait(self._is_ready)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.get("/health")[0] == 200
+        except OSError:  # it does not listen yet
+            return False
 
     def get(self, path: str, key: str = "") -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {key}"}
@@ -218,7 +227,8 @@ class ServerProcess:
         return int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) << 10
 
     def log(self) -> str:
-        self._log.flush()
+        if not Path(self._log.name).is_file():
+            return ""  # a device
         with open(self._log.name, "rb") as file:
             return file.read().decode(errors="replace")
 
@@ -235,8 +245,8 @@ class ServerProcess:
     def _wait(self, result):
         deadline = time.monotonic() + START_SECONDS
         while not (value := result()):
-            assert self.process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"exit status {self.process.poll()}: {self.log()}")
             time.sleep(0.05)
         return value
 

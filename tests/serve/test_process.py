@@ -1,0 +1,102 @@
+"""The server as a process: signals amid load, death and restart, a log that cannot be written."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+
+from live_server import KEYS, Answer, ServerProcess, ask, eventually, key_options
+
+OPTIONS = ["--max-running", "4", "--max-step-tokens", "32", "--max-waiting", "40"]
+BODY = {"prompt": "import os", "max_tokens": 60, "ignore_eos": True}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_amid_load(tmp_path, number):
+    """Whoever had an answer coming gets all of it, or is told; and the process ends well."""
+    server = ServerProcess(tmp_path, *key_options(tmp_path), *OPTIONS, "--drain-seconds", "60")
+
+    async def load() -> list[Answer | BaseException]:
+        async def one(i: int) -> Answer:
+            key = KEYS[i % 2]
+            body = BODY | {"stream": i % 3 == 0}
+            return await ask(server.port, body, Authorization=f"Bearer {key}")
+
+        asks = [asyncio.create_task(one(i)) for i in range(30)]
+        while server.metric("jax_attn_sequences_running") < 4:
+            await asyncio.sleep(0.01)
+        os.kill(server.process.pid, number)
+        late = [asyncio.create_task(one(i)) for i in range(10)]
+        return await asyncio.gather(*asks, *late, return_exceptions=True)
+
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        answers = asyncio.run(load())
+        assert server.process.wait(60) == 0, server.log()
+        assert "Traceback" not in server.log()
+    early, late = answers[:30], answers[30:]
+    # Those that had been taken are answered in full; no connection is cut without an answer.
+    assert all(isinstance(answer, Answer) and answer.status == 200 for answer in early), early
+    for answer in late:  # refused by the server, or by a port where nobody listens any more
+        assert isinstance(answer, ConnectionError) or answer.status in (200, 503), answer
+
+
+def test_killed_and_started_again(tmp_path):
+    """On the same port at once; and what it had started has ended with it."""
+    port = free_port()
+    grammar = BODY | {"regex": "[a-d]{3}"}
+    for _ in range(2):
+        server = ServerProcess(tmp_path, *OPTIONS, port=port)
+        with contextlib.closing(server):
+            server.wait_until_ready()
+            assert asyncio.run(ask(port, grammar)).status == 200
+            children = children_of(server.process.pid)
+            stuck = [asyncio.run(ask(port, BODY | {"stream": True}, leave_after=1))]
+            server.process.kill()
+            server.process.wait(20)
+        assert stuck == [None]
+        eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))  # noqa: B023
+
+
+def test_a_full_disk_for_the_log(tmp_path):
+    """What is logged is lost, and nothing else."""
+    port = free_port()
+    server = ServerProcess(tmp_path, *OPTIONS, port=port, log=Path("/dev/full"))
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        assert asyncio.run(ask(port, BODY)).status == 200
+        assert asyncio.run(ask(port, BODY | {"prompt": 5})).status == 400
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(60) in (0, 120)  # 120: Python could not flush its streams
+
+
+def test_nobody_reads_the_log(tmp_path):
+    """A pipe whose reader has gone, as of a logger that was restarted."""
+    port = free_port()
+    read, write = os.pipe()
+    server = ServerProcess(tmp_path, *OPTIONS, port=port, log=Path(f"/dev/fd/{write}"))
+    os.close(read)
+    os.close(write)
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        for _ in range(3):
+            assert asyncio.run(ask(port, BODY)).status == 200
+        time.sleep(0.1)
+        assert server.process.poll() is None
