@@ -1,7 +1,7 @@
 """Tenants never see each other's values: whose page becomes free is poisoned, and whoever reads one
 that another wrote is caught (see fake_device). A million steps:
 
-    python -m pytest tests/serve/test_isolation.py -m slow -n 0
+    python -m pytest tests/serve/test_isolation.py -m hours -n 0
 """
 
 import random
@@ -134,7 +134,7 @@ def test_no_foreign_value_reaches_a_result():
         assert sum(total[name] for total in totals) >= least, name
 
 
-@pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.timeout(3600)
 def test_a_million_steps():
     for seed in range(100, 200):
