@@ -272,6 +272,7 @@ class GenerationResponse:
                     news = self._chunk(index, event.text, bool(event.logprobs), finish)
                     if news is not None:
                         await self._send_event(send, news)
+                        await asyncio.sleep(0)  # others' turn; a client that has gone is seen
         except ApiError as error:
             if not self._is_started:
                 raise
@@ -405,10 +406,8 @@ class GenerationResponse:
         reasons = {choice.finish_reason for choice in self._choices}
         if cut_off:
             outcome = "disconnected"
-        elif isinstance(error := work.exception(), ApiError) and error.status == 400:
+        elif isinstance(error := work.exception(), ApiError) and error.status in (400, 429):
             return  # counted where it is answered
-        elif isinstance(error, ApiError) and error.status == 429:
-            outcome = "rejected"
         elif error is not None or None in reasons:
             outcome = "failed"
         else:

@@ -375,8 +375,11 @@ class _Server:
 
     async def on_api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        if error.status in (400, 413, 415) and request.url.path.startswith("/v1/"):
-            self._metrics.count("invalid")
+        if request.url.path.startswith("/v1/"):
+            if error.status in (400, 413, 415):
+                self._metrics.count("invalid")
+            elif error.status == 429:
+                self._metrics.count("rejected")
         return error.response()
 
 

@@ -709,6 +709,7 @@ def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
     server.engine.stuck = {"0", "1"}
     assert server.post(COMPLETIONS, body | {"n": 2}).status == 400
     assert not server.engine.live
+    server.engine.stuck = set()  # the server is that of other tests, too
 
 
 def test_the_engine_stops_at_work(slow_server):
