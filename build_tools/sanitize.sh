@@ -24,16 +24,20 @@ work=$(pwd)/build/sanitize
 headers=$(pwd)/build/ffi_headers/jaxlib/include
 
 if [[ $amount == --some ]]; then
-  address_tests=(jit_test attention_cpu_test append_cuda_test plan_cuda_test)
-  python_tests=(tests/test_plan_file.py tests/test_merge.py tests/test_append.py tests/test_plan.py)
+  # The fuzzer of damaged plans runs attention and append on those that pass the check.
+  address_tests=(jit_test append_cuda_test task_pool_test)
+  fuzz_tests=(fuzz_replay fuzz_damaged)
+  thread_tests=(jit_test task_pool_test)
+  python_tests=(tests/test_plan_file.py tests/test_merge.py)
 else
   address_tests=(tests/csrc/*_test.cc)
   address_tests=("${address_tests[@]##*/}")
   address_tests=("${address_tests[@]%.cc}")
+  fuzz_tests=(fuzz_replay fuzz_damaged fuzz_batches)
+  thread_tests=(jit_test task_pool_test attention_cpu_test)
   python_tests=(tests/test_*.py
     --deselect tests/test_jit.py::test_precompile_and_plan_in_a_forked_child)
 fi
-thread_tests=(jit_test attention_cpu_test)
 
 # configure SANITIZER: a build in $work/SANITIZER
 configure() {
@@ -75,8 +79,8 @@ make_environment() {
 mkdir -p "$work"
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN)}
 echo "== AddressSanitizer and UndefinedBehaviorSanitizer: C++"
-build address _core "${address_tests[@]}"
-run address "${address_tests[@]}"
+build address _core fuzz_plan "${address_tests[@]}"
+run address "${address_tests[@]}" "${fuzz_tests[@]}"
 
 echo "== ThreadSanitizer: C++"
 build thread "${thread_tests[@]}"

@@ -23,6 +23,7 @@
 #include "cpu/merge.h"
 #include "cpu/task_pool.h"
 #include "merge_trees.h"
+#include "thread_pool.h"
 
 namespace jax_attn {
 namespace {
@@ -42,50 +43,6 @@ int g_failures = 0;
       if (++g_failures > 20) std::exit(1);                              \
     }                                                                   \
   } while (0)
-
-// Pool threads start late on purpose and may start after the call has returned.
-class ThreadPool final : public TaskPool {
- public:
-  explicit ThreadPool(int n) {
-    for (int i = 0; i < n; ++i) threads_.emplace_back([this] { Work(); });
-  }
-  ~ThreadPool() override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& t : threads_) t.join();
-  }
-  int num_threads() const override { return static_cast<int>(threads_.size()) + 1; }
-  void Schedule(std::function<void()> task) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    wake_.notify_one();
-  }
-
- private:
-  void Work() {
-    for (;;) {
-      std::function<void()> task;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return stop_ || !tasks_.empty(); });
-        if (tasks_.empty()) return;
-        task = std::move(tasks_.front());
-        tasks_.erase(tasks_.begin());
-      }
-      task();
-    }
-  }
-  std::vector<std::thread> threads_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::vector<std::function<void()>> tasks_;
-  bool stop_ = false;
-};
 
 // ---- storage types
 
@@ -642,32 +599,6 @@ void TestMerge(TaskPool& threads) {
   }
 }
 
-void TestParallelFor(TaskPool& threads) {
-  for (int64_t n : {0, 1, 2, 3, 100}) {
-    for (int round = 0; round < 50; ++round) {
-      std::vector<std::atomic<int>> counts(n);
-      std::vector<int64_t> results(n, -1);  // no atomics, and looked at first: the call orders them
-      const auto caller = std::this_thread::get_id();
-      ParallelFor(threads, n, [&](int64_t i) {
-        // The caller runs out of work first, and has to wait.
-        const bool is_helper = std::this_thread::get_id() != caller;
-        std::this_thread::sleep_for(std::chrono::microseconds(is_helper ? 500 : 20));
-        results[i] = i;
-        counts[i]++;
-      });
-      for (int64_t i = 0; i < n; ++i) CHECK(results[i] == i, "no result");
-      for (auto& count : counts) CHECK(count == 1, "index run %d times", count.load());
-    }
-  }
-  // Nested on a pool with fewer threads than calls: nobody may wait for a task that has not
-  // started.
-  ParallelFor(threads, 40, [&](int64_t) {
-    std::atomic<int> sum{0};
-    ParallelFor(threads, 40, [&](int64_t i) { sum += static_cast<int>(i); });
-    CHECK(sum == 780, "sum %d", sum.load());
-  });
-}
-
 std::vector<Case> Cases() {
   std::vector<Case> cases;
   const auto add = [&](const char* name, auto&& edit) {
@@ -728,7 +659,6 @@ std::vector<Case> Cases() {
 
 int TestMain() {
   ThreadPool threads(3);
-  TestParallelFor(threads);
   TestAppend(threads);
   TestMerge(threads);
   for (const Case& c : Cases()) TestCase(c, threads);
