@@ -39,7 +39,7 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
   const Field fields[] = {
       {"main_loop", c.main_loop, kPortable, kHopper},
       {"num_tiles", c.num_tiles, 1, kMaxTiles},
-      {"tile_kv", c.tile_kv, 16, 1 << 16},
+      {"tile_kv", c.tile_kv, 8, 1 << 16},
       {"num_warps", c.num_warps, 0, 32},
       {"num_stages", c.num_stages, 0, 64},
       {"num_ctas", c.num_ctas, 1, kMaxQueues},
@@ -67,7 +67,8 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
       return Refuse(kTileNames[i], std::to_string(least) + " to 4096 rows", c.tile_q[i]);
     }
   }
-  const int64_t step = s.arch == 0 ? 64 : 16;  // whole panels of keys, or fragments of mma
+  // Whole panels of keys; fragments of mma, which the kernel of f32 does without.
+  const int64_t step = s.arch == 0 ? 64 : s.dtype == kF32 ? 8 : 16;
   if (c.tile_kv % step != 0) {
     return Refuse("tile_kv", "a multiple of " + std::to_string(step), c.tile_kv);
   }
