@@ -53,8 +53,8 @@ _ITEM_TO_ITEM = (
 _QUEUE_END = (16, "the end of the queue, which consumers read once an item")
 _LATENT_ON_SM100 = (
     48,
-    "sm_100a, where mma.sync serves: the item's place, and marks of values that are not finite; some"
-    " 40 accesses in 4,600 instructions",
+    "sm_100a, where mma.sync serves: the item's place, and marks of values that are not finite;"
+    " some 40 accesses in 4,600 instructions",
 )
 SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
