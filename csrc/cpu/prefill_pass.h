@@ -13,7 +13,7 @@ template <class Isa, typename T, typename Kv>
 class PrefillPass : PassBase<Isa, T, Kv, false> {
   using Base = PassBase<Isa, T, Kv, false>;
   using Base::buf_, Base::params_, Base::rows_;
-  using Base::kKeys, Base::kValues, Base::kUnit;
+  using Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
   using RowTile = typename Base::RowTile;
 
  public:
@@ -78,9 +78,8 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   void MultiplyValues(i64 begin, i64 end, i64 start, Range valid, bool finite) {
     NoFetch none;
     if (!finite) {
-      ForTiles(
-          begin, end, start, valid,
-          [&](const RowTile& row) { this->AddVisibleValues(row, 0, valid, none); }, 1);
+      ForTiles(begin, end, start, valid,
+               [&](const RowTile& tile) { MultiplyNotFinite(tile, start, valid); });
       return;
     }
     for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
@@ -88,6 +87,29 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
         FetchLines(&fetch_values_);
         this->AddValues(tile, 0, valid, this->PackedValues(), j, 1, none);
       });
+    }
+  }
+
+  // The same in a block with a value that is not finite and that some rows do not see: at first
+  // what all rows of the tile see, then the rest row by row. Under a causal mask the rest is a few
+  // tokens at the end of the block, so that a NaN costs little.
+  void MultiplyNotFinite(const RowTile& tile, i64 start, Range valid) {
+    NoFetch none;
+    const i64 last = tile.row + tile.n - 1;
+    const bool begin_together =
+        this->VisibleTo(buf_.tokens[last], start, valid).begin == valid.begin;
+    const i64 end_of_first = this->VisibleTo(buf_.tokens[tile.row], start, valid).end;
+    const i64 border =
+        begin_together ? Max(valid.begin, end_of_first / kStep * kStep) : valid.begin;
+    if (border > valid.begin) {
+      const RowTile common{tile.row, tile.score_row, tile.n, {valid.begin, border}};
+      this->AddValues(common, 0, {valid.begin, border}, this->PackedValues(), 0,
+                      buf_.o_columns / kUnit, none);
+    }
+    for (i64 i = 0; i < tile.n; ++i) {
+      const Range seen = this->VisibleTo(buf_.tokens[tile.row + i], start, valid);
+      const RowTile row{tile.row + i, tile.score_row + i, 1, seen};
+      if (seen.begin < seen.end) this->AddVisibleValues(row, 0, {border, valid.end}, none);
     }
   }
 
