@@ -292,7 +292,7 @@ class PlanChecker {
     }
     const bool is_shared = item.num_groups > 1;
     const int32_t first = is_shared ? qo_indices_[item.qo_begin] : item.qo_begin;
-    const int32_t end = first + (is_shared ? 1 : item.qo_len);
+    const int64_t end = int64_t{first} + (is_shared ? 1 : item.qo_len);
     if (first < qo_indptr_[item.request] || end > qo_indptr_[item.request + 1]) {
       return refuse("request", "that of its query tokens, from row " + std::to_string(first),
                     item.request);
