@@ -31,9 +31,9 @@ from jax_attn.serve.server import ServerConfig, create_app
 KEYS = ("a-key-of-one-tenant", "another-tenants-key")
 OPERATOR_KEY = "the-key-of-an-operator"
 START_SECONDS = 180  # on a busy machine of two cores
-# An installed package must not be shadowed by a checkout without the extension.
 # A wheel has no model in it.
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
+# An installed package must not be shadowed by a checkout without the extension.
 SAFE_PATH = ["-P"] if sys.flags.safe_path else []
 
 
