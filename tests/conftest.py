@@ -1,8 +1,16 @@
 import os
 import shutil
+from pathlib import Path
 
 # Before numpy loads: the reference multiplies many small matrices, on which BLAS threads only wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Half of a test is XLA compiling, much of it what another test, worker or server compiles, too. An
+# executable holds no code of ours, only calls of it by name.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "jax_cache")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
