@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +196,33 @@ def test_gradients_never_cross_documents():
     for a, b, inside in zip(got, want, (rows, keys, keys), strict=True):
         assert np.isnan(a[inside]).any()
         assert_same_bits("", np.delete(a, inside, 0), np.delete(b, inside, 0))
+
+
+# Requests that share pages, but not the work over them: many tasks write the same rows.
+THREADS = """
+import hashlib, sys, jax, numpy as np, jax_attn as ja
+rng = np.random.default_rng(0)
+tables = [np.append(np.arange(40), 40 + r) for r in range(6)]
+spec = ja.AttentionSpec(4, 2, 32, dtype=sys.argv[1], page_size=16, max_batch=6, max_qo_tokens=600,
+                        max_kv_pages=246, share_prefixes=False, num_ctas=3, target="cpu")
+plan = ja.plan(spec, np.arange(7) * 100, [650] * 6, np.arange(7) * 41, np.concatenate(tables))
+q, d_o = (rng.normal(size=(600, 4, 32)).astype(spec.dtype) for _ in range(2))
+k, v = (rng.normal(size=(46, 16, 2, 32)).astype(spec.dtype) for _ in range(2))
+step = jax.jit(lambda *qkv: jax.vjp(lambda *x: ja.attention(*x, plan), *qkv)[1](d_o))
+digests = {hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in step(q, k, v))).hexdigest()
+           for _ in range(20)}
+print(*digests)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_do_not_depend_on_threads(dtype):
+    found = set()
+    for threads in ("1", "2", "7"):
+        command = [sys.executable, "-c", THREADS, dtype]
+        environment = os.environ | {"NPROC": threads}
+        found.add(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    assert len(found) == 1 and len(found.pop().split()) == 1
 
 
 # ---- with the rest of JAX

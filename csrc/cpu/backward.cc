@@ -195,9 +195,10 @@ int64_t BackwardSums(const AttentionSpec& spec, const AttentionParams& params) {
          KvRows(spec, params) * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo);
 }
 
-void BackwardCpu(const AttentionProblem& problem, BackwardParams params,
+void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands,
                  const BackwardResults& results, TaskPool& pool) {
   const AttentionSpec& spec = problem.spec;
+  BackwardParams params = operands;
   const AttentionParams& p = params.forward;
   const CpuTypeKernels& kernels = *ActiveKernels().types[spec.dtype];
   const CpuGeometry geometry = MakeGeometry(problem.config);

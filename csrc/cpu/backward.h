@@ -22,9 +22,9 @@ int64_t KvRows(const AttentionSpec& spec, const AttentionParams& params);
 // Elements of BackwardResults::sums.
 int64_t BackwardSums(const AttentionSpec& spec, const AttentionParams& params);
 
-// Fills params.d_q, d_k and d_v itself. Every sum is in the order of one list of tasks, which
-// follows from the plan, so the bits do not depend on the pool.
-void BackwardCpu(const AttentionProblem& problem, BackwardParams params,
+// operands: without d_q, d_k and d_v, which are set here. Every sum is in the order of one list of
+// tasks, which follows from the plan, so the bits do not depend on the pool.
+void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands,
                  const BackwardResults& results, TaskPool& pool);
 
 }  // namespace jax_attn

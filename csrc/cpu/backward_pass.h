@@ -11,6 +11,7 @@
 // dv, and of dq of each row that sees it. Rows that saw no key, lse = -inf, count for nothing.
 #pragma once
 
+#include "cpu/fold.h"
 #include "cpu/kernels.h"
 #include "cpu/pack.h"
 #include "cpu/simd_math.h"
@@ -148,8 +149,9 @@ class BackwardPass {
       AddBlock(start);
     }
     for (i64 r = 0; r < rows_; ++r) {
-      AddRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk,
-             params_.d_q + buf_.heads[r] * p_.head_dim_qk);
+      float* to = params_.d_q + buf_.heads[r] * p_.head_dim_qk;
+      FetchRowAhead(to, p_.num_qo_heads, p_.head_dim_qk);
+      AddRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, to);
     }
   }
 
@@ -188,6 +190,8 @@ class BackwardPass {
       if (lse == kNegInf) continue;
       const char* q = static_cast<const char*>(p_.q) + at * p_.head_dim_qk * kSize;
       const char* d_o = static_cast<const char*>(params_.d_o) + at * p_.head_dim_vo * kSize;
+      FetchRowAhead(reinterpret_cast<const T*>(q), p_.num_qo_heads, p_.head_dim_qk);
+      FetchRowAhead(reinterpret_cast<const T*>(d_o), p_.num_qo_heads, p_.head_dim_vo);
       // x - x: 0, or NaN for what is not finite.
       if (lse - lse != 0 || d - d != 0 || !IsFinite(q, p_.head_dim_qk) ||
           !IsFinite(d_o, p_.head_dim_vo)) {
@@ -281,21 +285,34 @@ class BackwardPass {
   void AddBlock(i64 start) {
     const Range valid{Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
     LoadKeys(start, valid);
-    const i64 num = valid.end - valid.begin;
-    Clear(buf_.d_k + valid.begin * buf_.k_columns, num * buf_.k_columns);
-    Clear(buf_.d_v + valid.begin * buf_.v_columns, num * buf_.v_columns);
+    bool is_first = true;
     for (i64 begin = 0; begin < rows_; begin += kBackwardRows) {
       const i64 end = Min(rows_, begin + kBackwardRows);
       const Range seen{KeysOf(buf_.tokens[begin], start, valid).begin,
                        KeysOf(buf_.tokens[end - 1], start, valid).end};
-      if (seen.begin < seen.end) AddTile(start, seen, begin, end);
+      if (seen.begin >= seen.end) continue;
+      if (is_first) {  // which also sets what it sees
+        ClearKeys(valid.begin, seen.begin);
+        ClearKeys(seen.end, valid.end);
+      }
+      AddTile(start, seen, begin, end, is_first ? Onto::kZero : Onto::kOld);
+      is_first = false;
     }
+    if (is_first) ClearKeys(valid.begin, valid.end);
     if (any_nan_row_ || any_nan_key_) SpreadNan(start, valid);
     for (i64 t = valid.begin; t < valid.end; ++t) {
       const i64 row = buf_.kv_rows[t] * p_.num_kv_heads + item_.kv_head;
+      FetchRowAhead(params_.d_k + row * p_.head_dim_qk, p_.num_kv_heads, p_.head_dim_qk);
+      FetchRowAhead(params_.d_v + row * p_.head_dim_vo, p_.num_kv_heads, p_.head_dim_vo);
       AddRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, params_.d_k + row * p_.head_dim_qk);
       AddRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, params_.d_v + row * p_.head_dim_vo);
     }
+  }
+
+  void ClearKeys(i64 begin, i64 end) {
+    if (begin >= end) return;
+    Clear(buf_.d_k + begin * buf_.k_columns, (end - begin) * buf_.k_columns);
+    Clear(buf_.d_v + begin * buf_.v_columns, (end - begin) * buf_.v_columns);
   }
 
   void LoadKeys(i64 start, Range valid) {
@@ -306,6 +323,8 @@ class BackwardPass {
       const i64 at = (first + row) * p_.num_kv_heads + item_.kv_head;
       const char* k = static_cast<const char*>(p_.k) + at * p_.head_dim_qk * kSize;
       const char* v = static_cast<const char*>(p_.v) + at * p_.head_dim_vo * kSize;
+      FetchRowAhead(reinterpret_cast<const T*>(k), p_.num_kv_heads, p_.head_dim_qk);
+      FetchRowAhead(reinterpret_cast<const T*>(v), p_.num_kv_heads, p_.head_dim_vo);
       buf_.kv_rows[t] = row;
       buf_.key_is_nan[t] = !IsFinite(k, p_.head_dim_qk) || !IsFinite(v, p_.head_dim_vo);
       if (buf_.key_is_nan[t]) {
@@ -340,7 +359,8 @@ class BackwardPass {
   // ---- a block of keys and some rows
 
   // Rows [begin, end) and the keys `valid` of the block, which are what any of these rows sees.
-  void AddTile(i64 start, Range valid, i64 begin, i64 end) {
+  // Onto: of d_k and d_v.
+  void AddTile(i64 start, Range valid, i64 begin, i64 end, Onto onto) {
     NoFetch none;
     const PanelSource<Isa, kPacked> q_t{buf_.q_t, buf_.q_t_bytes};
     const PanelSource<Isa, kPacked> d_o_t{buf_.d_o_t, buf_.d_o_t_bytes};
@@ -369,7 +389,7 @@ class BackwardPass {
           PanelSource<Isa, kPacked> from = source;
           from.Skip(first);
           GemmRows<Isa>(n, a + t * kLanes / kStep + first - step, kLanes / kStep, from, j, 1, steps,
-                        Onto::kOld, nullptr, c + t * columns + j * kUnit, columns, none);
+                        onto, nullptr, c + t * columns + j * kUnit, columns, none);
         });
       }
     };
