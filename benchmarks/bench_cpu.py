@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import statistics
@@ -210,6 +211,142 @@ def skewed(dtype: str, batch: int, length: int) -> tuple[Any, ...]:
     return name, {"ours": run(pages), "ours, equal lengths": run(equal)}, tokens * row_bytes, flops
 
 
+# ---- forward and backward: each run gives o and the gradients of q, k and v
+
+
+def _train(attend: Callable[..., Any], q: Any, k: Any, v: Any) -> Callable[[], Any]:
+    d_o = jax.random.normal(jax.random.key(4), (*q.shape[:-1], v.shape[-1]), q.dtype)
+
+    @jax.jit
+    def step(q: Any, k: Any, v: Any) -> Any:
+        o, vjp = jax.vjp(attend, q, k, v)
+        return o, vjp(d_o)
+
+    return lambda: jax.block_until_ready(step(q, k, v))
+
+
+def _train_torch(q: Any, k: Any, v: Any) -> Callable[[], Any]:
+    dtype = torch.bfloat16 if q.dtype == jnp.bfloat16 else torch.float32
+    to = [torch.tensor(np.asarray(a, np.float32)).to(dtype).transpose(1, 2) for a in (q, k, v)]
+    to = [a.contiguous().requires_grad_() for a in to]
+    d_o = torch.randn_like(to[0])
+
+    def run() -> Any:
+        o = torch.nn.functional.scaled_dot_product_attention(*to, is_causal=True)
+        return torch.autograd.grad(o, to, d_o)
+
+    return run
+
+
+def _train_dense(dtype: str, batch: int, length: int) -> tuple[Callable[[], Any], Any]:
+    keys = jax.random.split(jax.random.key(5), 3)
+    shape = (batch, length, PREFILL_HEADS, HEAD_DIM)
+    q, k, v = (jax.random.normal(key, shape, dtype) for key in keys)
+    attend = functools.partial(ja.dot_product_attention, is_causal=True)
+    return _train(attend, q, k, v), (q, k, v)
+
+
+def _train_planned(
+    dtype: str, qo_lens: Any, kv_lens: Any, tables: list[np.ndarray] | None = None
+) -> Callable[[], Any]:
+    """Requests over ragged keys, or over pages: `tables`, page ids of each request."""
+    qo_indptr = np.concatenate([[0], np.cumsum(qo_lens)])
+    num_tokens, num_keys = int(qo_indptr[-1]), int(np.sum(kv_lens))
+    heads = PREFILL_HEADS, PREFILL_HEADS, HEAD_DIM
+    make_spec = functools.partial(
+        ja.AttentionSpec,
+        *heads,
+        dtype=dtype,
+        max_batch=len(qo_lens),
+        max_qo_tokens=num_tokens,
+        target="cpu",
+    )
+    if tables is None:
+        spec = make_spec(page_size=None, max_kv_tokens=num_keys)
+        plan, rows = ja.plan(spec, qo_indptr, kv_lens), (num_keys,)
+    else:
+        page_indptr = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
+        pages = np.concatenate(tables)
+        num_pages = int(pages.max()) + 1
+        spec = make_spec(page_size=PAGE_SIZE, max_kv_pages=len(pages), num_pages=num_pages)
+        plan, rows = ja.plan(spec, qo_indptr, kv_lens, page_indptr, pages), (num_pages, PAGE_SIZE)
+    keys = jax.random.split(jax.random.key(6), 3)
+    q = jax.random.normal(keys[0], (num_tokens, PREFILL_HEADS, HEAD_DIM), dtype)
+    k, v = (jax.random.normal(key, (*rows, PREFILL_HEADS, HEAD_DIM), dtype) for key in keys[1:])
+    return _train(lambda q, k, v: ja.attention(q, k, v, plan), q, k, v)
+
+
+def _train_flops(qo_lens: Any, kv_lens: Any) -> float:
+    """Causal: two products forward, five backward."""
+    qo, kv = np.asarray(qo_lens, float), np.asarray(kv_lens, float)
+    return 7 * 2 * float((qo * (kv - qo / 2)).sum()) * PREFILL_HEADS * HEAD_DIM
+
+
+def backward(dtype: str, batch: int, length: int) -> tuple[Any, ...]:
+    ours, (q, k, v) = _train_dense(dtype, batch, length)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    runs = {"ours": ours, "jax.nn": _train(attend, q, k, v)}
+    if torch:
+        runs["torch SDPA"] = _train_torch(q, k, v)
+    lens = [length] * batch
+    return (
+        f"cpu/backward/{batch}x{length}/8/d128/{dtype}/causal",
+        runs,
+        10 * q.nbytes,
+        _train_flops(lens, lens),
+    )
+
+
+def ragged_backward(dtype: str, batch: int, mean: int) -> tuple[Any, ...]:
+    """Lengths drawn evenly from 1 to twice the mean, beside the same padded to the longest."""
+    lens = np.random.default_rng(0).integers(1, 2 * mean, batch)
+    padded, _ = _train_dense(dtype, batch, int(lens.max()))
+    runs = {"ours": _train_planned(dtype, lens, lens), "ours, padded": padded}
+    row_bytes = PREFILL_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
+    return (
+        f"cpu/backward/{batch}xuniform{mean}/8/d128/{dtype}/causal",
+        runs,
+        10 * int(lens.sum()) * row_bytes,
+        _train_flops(lens, lens),
+    )
+
+
+def packed_backward(dtype: str, documents: int, length: int) -> tuple[Any, ...]:
+    """Documents end to end; beside it one sequence with as much work, by the dense entry."""
+    lens = [length] * documents
+    whole = round(length * documents**0.5 / 16) * 16
+    dense, _ = _train_dense(dtype, 1, whole)
+    row_bytes = PREFILL_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
+    return (
+        f"cpu/backward/packed{documents}x{length}/8/d128/{dtype}/causal",
+        {"ours": _train_planned(dtype, lens, lens), f"ours, 1x{whole}": dense},
+        10 * documents * length * row_bytes,
+        _train_flops(lens, lens),
+    )
+
+
+def group_backward(dtype: str, group: int, prefix: int, own: int) -> tuple[Any, ...]:
+    """Answers to one prompt, whose prompt is attended once; beside it as many whole sequences."""
+    num_prefix, num_own = prefix // PAGE_SIZE, own // PAGE_SIZE
+    prompt = np.arange(num_prefix)
+    tables = [prompt] + [
+        np.concatenate([prompt, num_prefix + i * num_own + np.arange(num_own)])
+        for i in range(group)
+    ]
+    qo, kv = [prefix] + [own] * group, [prefix] + [prefix + own] * group
+    lens = [prefix + own] * group
+    row_bytes = PREFILL_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
+    return (
+        f"cpu/backward/group{group}x{prefix}+{own}/8/d128/{dtype}/causal",
+        {
+            "ours": _train_planned(dtype, qo, kv, tables),
+            "ours, not shared": _train_planned(dtype, lens, lens),
+        },
+        10 * (prefix + group * own) * row_bytes,
+        _train_flops(qo, kv),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="a workload, all peers together")
@@ -224,6 +361,7 @@ def main() -> None:
     )
     print({dtype: f"{rate / 1e3:.0f} GFLOP/s" for dtype, rate in matmul.items()})
     rows = []
+    computes = (prefill, backward, ragged_backward, packed_backward, group_backward)
     workloads = [
         (make, dtype, *shape)
         for dtype in ("float32", "bfloat16")
@@ -232,6 +370,10 @@ def main() -> None:
             (shared_prefix, [(32, 4096, 128)]),
             (skewed, [(16, 1024)]),
             (prefill, [(512, True), (2048, True), (2048, False)]),
+            (backward, [(1, 2048), (4, 512)]),
+            (ragged_backward, [(16, 512)]),
+            (packed_backward, [(16, 512)]),
+            (group_backward, [(8, 1024, 128)]),
         )
         for shape in shapes
     ]
@@ -241,7 +383,7 @@ def main() -> None:
             continue
         us = medians_us(runs, arguments.seconds)
         ours = us.pop("ours")
-        floor = max(num_bytes / read, flops / matmul["float32"] if make is prefill else 0)
+        floor = max(num_bytes / read, flops / matmul["float32"] if make in computes else 0)
         rows.append(
             {
                 "workload": name,

@@ -291,6 +291,19 @@ struct AttentionParams {
   i32 q_is_e4m3;         // else q has the type of o
 };
 
+// The backward pass of an attention call. `forward` has its operands and plan; o, lse, sinks and
+// the workspace are not read there.
+struct BackwardParams {
+  AttentionParams forward;
+  const float* lse;  // [max_qo_tokens, num_qo_heads] natural log, of the forward pass
+  const float* d;    // [max_qo_tokens, num_qo_heads] sum over head_dim_vo of d_o * o, minus d_lse
+  const void* d_o;   // [max_qo_tokens, num_qo_heads, head_dim_vo]
+  // Sums, 0 at entry. Of k and v: the rows of one layer.
+  float* d_q;  // [max_qo_tokens, num_qo_heads, head_dim_qk]
+  float* d_k;  // [num_pages * page_size, num_kv_heads, head_dim_qk]; ragged [max_kv_tokens, ...]
+  float* d_v;  // the same with head_dim_vo
+};
+
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
 struct AppendParams {
   void* k_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk], in place

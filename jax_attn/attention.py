@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import numpy as np
 
-from jax_attn import ffi
+from jax_attn import ffi, gradients
 from jax_attn.operands import (
     check_array,
     check_cache,
@@ -19,7 +19,6 @@ from jax_attn.operands import (
     spec_of,
 )
 from jax_attn.plan import AttentionPlan
-from jax_attn.transforms import refusing
 
 
 @overload
@@ -96,22 +95,18 @@ def attention(
     lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
     sink) of exp(final logits). A row that sees no key and a padding row have o = 0, lse = -inf.
 
-    Same inputs and plan, same bits. Not differentiable; not for vmap: requests batch in the plan.
-    Raises ValueError for arrays that do not fit the plan's spec.
+    Differentiable on cpu in q, k, v and sinks, lse included (docs/training.md). Rows of k and v
+    that nobody reads have gradient 0, pages that requests share the sum over them.
+
+    Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
+    Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError when
+    differentiated with mla, fresh_kv, float8_e4m3fn or on CUDA.
     """
     operands = _operands(
         "attention", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
     )
-    o, lse, _ = _attention(*operands)
+    o, lse = gradients.attention(*operands)
     return (o, lse) if return_lse else o
-
-
-_attention = refusing(
-    "attention",
-    ffi.attention,
-    vmap="put the batch into the plan, one request per element",
-    gradients="jax_attn.dot_product_attention and merge_states have them",
-)
 
 
 def item_times(

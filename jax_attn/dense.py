@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
+from jax_attn import gradients
 from jax_attn.attention import attention
 from jax_attn.plan import AttentionPlan, plan
 from jax_attn.spec import AttentionSpec
@@ -61,7 +64,8 @@ def dot_product_attention(
     and rounds lse to query's dtype.
 
     Differentiable in query, key and value; lse may be part of the loss. The backward pass is that
-    of FlashAttention-2 (arXiv 2307.08691, Algorithm 2), block by block in jnp. Its memory grows
+    of FlashAttention-2 (arXiv 2307.08691, Algorithm 2), on CUDA block by block in jnp. Its memory
+    grows
     with T + S, not with T * S. What lies beyond the lengths has gradient 0 and no influence,
     whatever it holds. vmap joins the mapped axis to the batch.
 
@@ -173,21 +177,30 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """o: [batch, T, num_qo_heads, head_dim_vo]; lse: [batch, T, num_qo_heads], f32."""
 
-    @jax.custom_batching.custom_vmap
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _attend_batch(problem, q, k, v)
+    o, lse = _joining(_attend_batch)(problem, q, k, v)
+    return o, lse
 
-    @attend.def_vmap
-    def attend_all(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
-        """Requests are independent: a mapped axis joins the batch."""
-        joined = []
-        for x, is_batched in zip(operands, in_batched, strict=True):
-            x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            joined.append(x.reshape(-1, *x.shape[2:]))
-        results = _attend(problem.repeated(axis_size), *joined)
-        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), (True, True)
 
-    return attend(q, k, v)
+def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(problem, *arrays)` of dense batches under vmap: requests are independent, so a mapped
+    axis joins the batch."""
+
+    def joined(problem: _Problem, *arrays: jax.Array) -> Any:
+        one = jax.custom_batching.custom_vmap(functools.partial(call, problem))
+
+        @one.def_vmap
+        def all_of_them(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
+            batches = []
+            for x, is_batched in zip(operands, in_batched, strict=True):
+                x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+                batches.append(x.reshape(-1, *x.shape[2:]))
+            results = joined(problem.repeated(axis_size), *batches)
+            split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
+            return split, (True,) * len(split)
+
+        return one(*arrays)
+
+    return joined
 
 
 def _attend_batch(
@@ -261,10 +274,13 @@ def _attend_part(
     return _attend_flat(problem, own.spec, q, k, v, jnp.asarray(own.buffer))
 
 
+_DENSE = "b t (h g) d, b s h d, b s h e"
+_ROWS = "b t (h g) e, b t (h g)"
+
+
 def _axes(problem: _Problem, spec: AttentionSpec) -> Axes:
     """The work may be split over requests, and over KV heads with their groups of query heads."""
-    names = "b t (h g) d, b s h d, b s h e, w -> b t (h g) e, b t (h g)"
-    return Axes(names, problem.split, {"g": spec.group_size})
+    return Axes(f"{_DENSE}, w -> {_ROWS}", problem.split, {"g": spec.group_size})
 
 
 _attend_planned = partitioned(_OP, _attend_flat, _axes, num_static=2, per_device=_attend_part)
@@ -277,22 +293,25 @@ def _forward(
     problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     o, lse = _attend(problem, q, k, v)
+    o, lse = checkpoint_name(o, gradients.O_NAME), checkpoint_name(lse, gradients.LSE_NAME)
     return (o, lse), (q, k, v, o, lse)
 
 
 def _backward(
-    problem: _Problem, saved: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array]
+    problem: _Problem, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v = saved[:3]
     if not q.size or not k.size or not v.size:
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
-    outer = "b t (h g) d, b s h d, b s h e"
-    names = f"{outer}, b t (h g) e, b t (h g), b t (h g) e, b t (h g) -> {outer}"
+    if gradients.has_backward(_plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name).spec):
+        return _gradients(problem, *saved, *cotangents)
+    names = f"{_DENSE}, {_ROWS}, {_ROWS} -> {_DENSE}"
     about = Axes(names, problem.split, {"g": q.shape[2] // k.shape[2]})
-    run = functools.partial(_gradients, problem)  # jnp, which XLA splits by itself
-    return on_explicit_mesh(_OP, run, about, otherwise=run)(*saved, *gradients)
+    run = functools.partial(_jnp_gradients, problem)  # which XLA splits by itself
+    return on_explicit_mesh(_OP, run, about, otherwise=run)(*saved, *cotangents)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(
     problem: _Problem,
     q: jax.Array,
@@ -302,8 +321,57 @@ def _gradients(
     lse: jax.Array,
     d_o: jax.Array,
     d_lse: jax.Array,
+) -> Any:
+    """dq, dk, dv by the kernels."""
+
+    def run(problem: _Problem, *arrays: jax.Array) -> Any:
+        q, k, v, *_ = arrays
+        whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
+        return _gradients_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
+
+    return _joining(run)(problem, q, k, v, lse, gradients.row_sums(o, d_o, d_lse), d_o)
+
+
+@_gradients.defjvp
+def _second_derivatives(problem: _Problem, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(_jnp_gradients, problem), primals, tangents)
+
+
+def _gradients_flat(problem: _Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
+    *operands, buffer = arrays
+    q, k, v, lse, d, d_o = (x.reshape(-1, *x.shape[2:]) for x in operands)
+    of_all = gradients.gradients(q, k, v, buffer, jnp.int32(0), lse, d, d_o, spec)
+    return tuple(x.reshape(like.shape) for x, like in zip(of_all, operands, strict=False))
+
+
+def _gradients_part(problem: _Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
+    q, k, v, *rest, _ = arrays
+    own = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
+    return _gradients_flat(problem, own.spec, q, k, v, *rest, jnp.asarray(own.buffer))
+
+
+def _gradients_axes(problem: _Problem, spec: AttentionSpec) -> Axes:
+    names = f"{_DENSE}, b t (h g), b t (h g), b t (h g) e, w -> {_DENSE}"
+    return Axes(names, problem.split, {"g": spec.group_size})
+
+
+_gradients_planned = partitioned(
+    _OP, _gradients_flat, _gradients_axes, num_static=2, per_device=_gradients_part
+)
+
+
+def _jnp_gradients(
+    problem: _Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    d_o: jax.Array,
+    d_lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
+    """Gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, Algorithm 2), where kernels have
+    no backward pass, and for second derivatives.
 
     For each block of keys, P = exp(logits - lse). With D = sum(do * o) - dlse of each row:
     dv = P^T do,  ds = P * (do v^T - D),  dq = sm_scale ds k,  dk = sm_scale ds^T q.

@@ -113,6 +113,36 @@ def attention(
     return o, lse, workspace
 
 
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    lse: jax.Array,
+    d: jax.Array,
+    d_o: jax.Array,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, ...]:
+    """d_q, d_k, d_v, and the f32 sums that they are rounded from, unless they are f32."""
+    num_sums = 0
+    if spec.dtype != "float32":
+        num_layers = k.shape[0] if k.ndim == 5 else 1
+        num_sums = q.size + (k.size + v.size) // num_layers
+    call = jax.ffi.ffi_call(
+        "jax_attn_backward",
+        (
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
+            jax.ShapeDtypeStruct((num_sums,), jnp.float32),
+        ),
+    )
+    operands = (q, k, v, plan_buffer, layer, lse, d, d_o)
+    results: tuple[jax.Array, ...] = tuple(
+        call(*operands, problem=spec.problem_words, poison=config.poison)
+    )
+    return results
+
+
 def append_kv(
     k_pages: jax.Array,
     v_pages: jax.Array | None,

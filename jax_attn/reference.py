@@ -12,6 +12,7 @@ Lengths and page tables are host arrays (numpy), as `jax_attn.plan` takes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +29,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_dense",
+    "attention_vjp",
     "dequantize",
     "dot_product_attention",
     "merge_state",
@@ -95,27 +97,14 @@ def attention(
     )
     if layer is not None:
         k, v = k[layer], v[layer]
-    if kv_indptr is None:
-        kv_indptr = np.concatenate([[0], np.cumsum(kv_lens)])
     os, lses = [], []
-    for r, kv_len in enumerate(np.asarray(kv_lens)):
-        q_r = q[qo_indptr[r] : qo_indptr[r + 1]]
-        if page_indices is not None and page_indptr is not None:
-            num_pages = -(-kv_len // k.shape[1])  # a request may own pages it does not use yet
-            pages = page_indices[page_indptr[r] : page_indptr[r] + num_pages]
-            k_r = k[pages].reshape(-1, *k.shape[2:])[:kv_len]
-            v_r = v[pages].reshape(-1, *v.shape[2:])[:kv_len]
-        else:
-            k_r = k[kv_indptr[r] : kv_indptr[r] + kv_len]
-            v_r = v[kv_indptr[r] : kv_indptr[r] + kv_len]
-        q_offset = kv_len - len(q_r) if q_offsets is None else q_offsets[r]
-        visible = visible_keys(
-            len(q_r), kv_len, q_offset, spec.window_left, 0 if spec.causal else spec.window_right
-        )
+    for rows, places, visible in _requests(
+        qo_indptr, kv_lens, page_indptr, page_indices, kv_indptr, q_offsets, k.shape[1], spec
+    ):
         o_r, lse_r = attention_dense(
-            q_r,
-            k_r,
-            v_r,
+            q[rows],
+            k[places],
+            v[places],
             visible,
             sm_scale=spec.sm_scale,
             logits_soft_cap=spec.logits_soft_cap,
@@ -128,6 +117,110 @@ def attention(
     os.append(xp.zeros((padding, q.shape[1], v.shape[-1]), q.dtype))
     lses.append(xp.full((padding, q.shape[1]), -np.inf, _compute_dtype(q)))
     return xp.concatenate(os), xp.concatenate(lses)
+
+
+def _requests(
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    page_indptr: np.ndarray | None,
+    page_indices: np.ndarray | None,
+    kv_indptr: np.ndarray | None,
+    q_offsets: np.ndarray | None,
+    page_size: int,
+    spec: AttentionSpec,
+) -> Iterator[tuple[slice, tuple[np.ndarray, ...], np.ndarray]]:
+    """Of each request: its rows of q, the places of its keys in k and v, and which row sees which.
+
+    page_size is not read if ragged. The others are those of `attention`.
+    """
+    if kv_indptr is None:
+        kv_indptr = np.concatenate([[0], np.cumsum(kv_lens)])
+    for r, kv_len in enumerate(np.asarray(kv_lens)):
+        rows = slice(qo_indptr[r], qo_indptr[r + 1])
+        places: tuple[np.ndarray, ...] = (kv_indptr[r] + np.arange(kv_len),)
+        if page_indices is not None and page_indptr is not None:
+            pages, slots = np.divmod(np.arange(kv_len), page_size)
+            places = page_indices[page_indptr[r] + pages], slots
+        qo_len = rows.stop - rows.start
+        q_offset = kv_len - qo_len if q_offsets is None else q_offsets[r]
+        right = 0 if spec.causal else spec.window_right
+        yield rows, places, visible_keys(qo_len, kv_len, q_offset, spec.window_left, right)
+
+
+def attention_vjp(
+    d_o: np.ndarray,
+    d_lse: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    page_indptr: np.ndarray | None = None,
+    page_indices: np.ndarray | None = None,
+    *,
+    spec: AttentionSpec,
+    kv_indptr: np.ndarray | None = None,
+    q_offsets: np.ndarray | None = None,
+    layer: int | None = None,
+    sinks: np.ndarray | None = None,
+    magnitudes: bool = False,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """The gradients of `attention`, in float64, of what is finite where it is read.
+
+    Args:
+      d_o: cotangent of o. Padding rows are not read.
+      d_lse: cotangent of lse. Rows that see no key are not read.
+      magnitudes: True: each product is one of absolute values, which bounds the error of a
+        computation that rounds.
+      the others: as for `attention`, numpy arrays.
+
+    Returns:
+      d_q, d_k, d_v: in the shapes of q, k, v; 0 where nothing is read.
+      d_sinks: [num_qo_heads], or None.
+    """
+    size = np.abs if magnitudes else np.asarray
+    q, k, v, d_o, d_lse = (x.astype(np.float64) for x in (q, k, v, d_o, d_lse))
+    d_q, d_k, d_v = (np.zeros(x.shape) for x in (q, k, v))
+    k_layer, v_layer, d_k_layer, d_v_layer = (
+        x if layer is None else x[layer] for x in (k, v, d_k, d_v)
+    )
+    d_sinks = None if sinks is None else np.zeros(len(sinks))
+    group = q.shape[1] // k.shape[-2]
+    cap = spec.logits_soft_cap
+    sm_scale = q.shape[-1] ** -0.5 if spec.sm_scale is None else spec.sm_scale
+    page_size = k_layer.shape[1]
+    for rows, places, visible in _requests(
+        qo_indptr, kv_lens, page_indptr, page_indices, kv_indptr, q_offsets, page_size, spec
+    ):
+        q_r, d_o_r = q[rows], d_o[rows]
+        k_r, v_r = (np.repeat(x[places], group, axis=1) for x in (k_layer, v_layer))
+        o_r, lse_r = attention_dense(
+            q_r, k_r, v_r, visible, sm_scale=sm_scale, logits_soft_cap=cap, sinks=sinks
+        )
+        is_empty = np.isneginf(lse_r)
+        lse_r, d_lse_r = np.where(is_empty, np.inf, lse_r), np.where(is_empty, 0, d_lse[rows])
+        logits = sm_scale * np.einsum("thd,shd->ths", q_r, k_r)
+        slope = 1.0
+        if cap:
+            x = np.tanh(logits / cap)
+            logits, slope = cap * x, 1 - x**2
+        p = np.where(visible[:, None], np.exp(np.minimum(logits - lse_r[..., None], 1)), 0)
+        d_p = np.einsum("the,she->ths", size(d_o_r), size(v_r))
+        d = (size(d_o_r) * size(o_r)).sum(-1) - (-1 if magnitudes else 1) * size(d_lse_r)
+        d_s = abs(sm_scale) * slope * p * (d_p + d[..., None] if magnitudes else d_p - d[..., None])
+        d_s = d_s if magnitudes else np.sign(sm_scale) * d_s
+        d_q[rows] = np.einsum("ths,shd->thd", d_s, size(k_r))
+        per_head = (
+            np.einsum("ths,thd->shd", d_s, size(q_r)),
+            np.einsum("ths,the->she", p, size(d_o_r)),
+        )
+        for total, x in zip((d_k_layer, d_v_layer), per_head, strict=True):
+            of_group = x.reshape(len(x), k.shape[-2], group, x.shape[-1]).sum(axis=2)
+            np.add.at(total, places, of_group)
+        if sinks is not None and d_sinks is not None:
+            sign = 1 if magnitudes else -1
+            d_sinks += sign * (np.exp(sinks - lse_r) * d).sum(axis=0)
+    return d_q, d_k, d_v, d_sinks
 
 
 def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:

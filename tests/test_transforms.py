@@ -232,7 +232,7 @@ def test_vmap_of_a_merge(backend):
 
 
 @on_every_platform
-@pytest.mark.parametrize("op", ["attention", "append_kv", "append_rotated"])
+@pytest.mark.parametrize("op", ["append_kv", "append_rotated"])
 def test_what_has_no_gradient_refuses_in_one_sentence(op, backend):
     plan, b = prepare(backend)
     call, x = call_with_a_batch_axis(op, plan, b)

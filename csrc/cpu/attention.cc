@@ -6,39 +6,15 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <new>
 
 #include "cpu/kernels.h"
+#include "cpu/thread_scratch.h"
 
 namespace jax_attn {
 namespace {
 
 // Items a kernel call may take together: enough for every kv head count in use, small on the stack.
 constexpr int64_t kMaxRun = 64;
-
-// Grows, never shrinks; one per pool thread, so that a call allocates nothing after the first.
-class Scratch {
- public:
-  void* Get(size_t bytes) {
-    if (bytes > size_) {
-      data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
-      size_ = bytes;
-    }
-    return data_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
-  };
-  std::unique_ptr<char, Free> data_;
-  size_t size_ = 0;
-};
-
-void* ThreadScratch(size_t bytes) {
-  static thread_local Scratch scratch;
-  return scratch.Get(bytes);
-}
 
 // Items from `items` on that a kernel call takes together: the same rows and span, consecutive
 // heads.
@@ -149,15 +125,20 @@ void FillPadding(const AttentionParams& p, int64_t dtype) {
 
 }  // namespace
 
+CpuGeometry MakeGeometry(const KernelConfig& config) {
+  CpuGeometry geometry{};
+  geometry.tile_kv = config.tile_kv;
+  for (int64_t i = 0; i < config.num_tiles; ++i) {
+    geometry.max_rows = std::max<i64>(geometry.max_rows, config.tile_q[i]);
+  }
+  return geometry;
+}
+
 void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
   const int64_t dtype = problem.spec.dtype;
   const CpuKernels& all = ActiveKernels();
   const CpuTypeKernels& kernels = *(problem.spec.kv_is_e4m3 ? all.e4m3 : all.types)[dtype];
-  CpuGeometry geometry{};
-  geometry.tile_kv = problem.config.tile_kv;
-  for (int64_t i = 0; i < problem.config.num_tiles; ++i) {
-    geometry.max_rows = std::max<i64>(geometry.max_rows, problem.config.tile_q[i]);
-  }
+  const CpuGeometry geometry = MakeGeometry(problem.config);
   std::fill_n(params.merge_counters, params.header->num_merge_groups, 0);
   Queues queues(kernels, params, geometry);
   // The queues, then the padding rows.

@@ -7,6 +7,11 @@
 
 namespace jax_attn {
 
+struct CpuGeometry;
+
+// What the kernels know of a configuration.
+CpuGeometry MakeGeometry(const KernelConfig& config);
+
 // Writes every row of params.o and params.lse: live rows by the plan's items, the others 0 and
 // -inf. params.merge_counters may hold anything at entry. The bits do not depend on the pool.
 // problem.spec.dtype is the element type of q, k, v and o; problem.config is the plan's.

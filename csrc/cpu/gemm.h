@@ -119,8 +119,9 @@ struct NoFetch {
 // c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b where scale is not null, for
 // the panels from `panel` on. lda, ldc: f32 lanes between rows. kSets: the panels are so many sets
 // of equal size, and each has kRows rows of a and of c of its own, right after those of the set
-// before it.
-template <class Isa, int kRows, int kPanels, int kSets = 1, class Source, class Fetch>
+// before it. kTransposed: a lies column by column, lda lanes apart.
+template <class Isa, int kRows, int kPanels, int kSets = 1, bool kTransposed = false, class Source,
+          class Fetch>
 JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 panel, i64 steps,
                               Onto onto, const float* scale, float* c, i64 ldc, Fetch& fetch) {
   using Vec = typename Isa::Vec;
@@ -145,7 +146,10 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
       Vec ar;
       JAX_ATTN_UNROLL
       for (int v = 0; v < kVecs; ++v) {
-        if (v % kSetVecs == 0) ar = Isa::Broadcast(a + (v / kSetVecs * kRows + r) * lda + at);
+        if (v % kSetVecs == 0) {
+          const i64 row = v / kSetVecs * kRows + r;
+          ar = Isa::Broadcast(kTransposed ? a + at * lda + row : a + row * lda + at);
+        }
         if constexpr (Source::kDot) {
           acc[r][v] = Isa::DotBf16(ar, x[v], acc[r][v]);
         } else {
@@ -179,21 +183,22 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
 }
 
 // The same for 1 to Isa::kRows rows and panels [panel, panel + panels).
-template <class Isa, int kRows = Isa::kRows, class Source, class Fetch>
+template <class Isa, int kRows = Isa::kRows, bool kTransposed = false, class Source, class Fetch>
 void GemmRows(i64 rows, const float* a, i64 lda, const Source& b, i64 panel, i64 panels, i64 steps,
               Onto onto, const float* scale, float* c, i64 ldc, Fetch& fetch) {
   if constexpr (kRows > 0) {
     if (rows != kRows) {
-      return GemmRows<Isa, kRows - 1>(rows, a, lda, b, panel, panels, steps, onto, scale, c, ldc,
-                                      fetch);
+      return GemmRows<Isa, kRows - 1, kTransposed>(rows, a, lda, b, panel, panels, steps, onto,
+                                                   scale, c, ldc, fetch);
     }
     constexpr int kAtOnce = kPanelsAtOnce<Isa, kRows>;
     const i64 end = panel + panels;
     for (; panel + kAtOnce <= end; panel += kAtOnce, c += kAtOnce * kPanel<Isa>) {
-      GemmTile<Isa, kRows, kAtOnce>(a, lda, b, panel, steps, onto, scale, c, ldc, fetch);
+      GemmTile<Isa, kRows, kAtOnce, 1, kTransposed>(a, lda, b, panel, steps, onto, scale, c, ldc,
+                                                    fetch);
     }
     for (; panel < end; ++panel, c += kPanel<Isa>) {
-      GemmTile<Isa, kRows, 1>(a, lda, b, panel, steps, onto, scale, c, ldc, fetch);
+      GemmTile<Isa, kRows, 1, 1, kTransposed>(a, lda, b, panel, steps, onto, scale, c, ldc, fetch);
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attend.h"
+#include "cpu/backward_pass.h"
 #include "cpu/fold.h"
 #include "cpu/kernels.h"
 
@@ -16,6 +17,11 @@ constexpr CpuTypeKernels MakeTypeKernels() {
   kernels.attend = Attend<Isa, T, Kv>::Run;
   kernels.merge_group = MergeGroupRows<Isa, T>;
   kernels.merge_rows = MergeStateRows<Isa, T>;
+  if constexpr (!IsE4m3<Kv>) {
+    kernels.backward_scratch_bytes = BackwardScratchBytes<Isa, T>;
+    kernels.backward = RunBackward<Isa, T>;
+    kernels.round = RoundRow<Isa, T>;
+  }
   return kernels;
 }
 

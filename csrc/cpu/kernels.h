@@ -37,6 +37,15 @@ struct CpuTypeKernels {
 
   // Rows [begin, end) of a merge call.
   void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
+
+  // The backward pass of one item, or of a part of its span; null for e4m3. Adds to p.d_q, p.d_k
+  // and p.d_v what the item's rows and keys make; of scratch, the same as above.
+  size_t (*backward_scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
+  void (*backward)(const BackwardParams& p, const CpuGeometry& g, const WorkItem& item,
+                   void* scratch);
+
+  // to[0, n) = from[0, n), n a multiple of 8.
+  void (*round)(const float* from, i64 n, void* to);
 };
 
 struct CpuKernels {

@@ -20,6 +20,7 @@ struct Target {
 
 extern const std::vector<Target> kPlanTargets;
 extern const std::vector<Target> kAttentionTargets;
+extern const std::vector<Target> kBackwardTargets;
 extern const std::vector<Target> kAppendTargets;
 extern const std::vector<Target> kMergeTargets;
 

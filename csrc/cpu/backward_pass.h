@@ -1,0 +1,524 @@
+// The backward pass of one item. Internal linkage: see kernels.h.
+//
+// FlashAttention-2 (arXiv 2307.08691, Algorithm 2) with rows and keys in exchanged places: logits
+// lie key by key. For each block of keys, with D = sum(d_o * o) - d_lse of each row:
+//   P = exp(logits - lse)        dv += P^T d_o
+//   dS = P * (d_o v^T - D)       dk += scale dS^T q        dq += scale dS k
+// So what is transposed is q and d_o, once an item, and a block of keys is copied only.
+//
+// What is not finite never enters a product. A row with such a number in q, d_o, lse or D makes NaN
+// of its dq, and of dk and dv of each key it sees. A key with one in k or v makes NaN of its dk and
+// dv, and of dq of each row that sees it. Rows that saw no key, lse = -inf, count for nothing.
+#pragma once
+
+#include "cpu/fold.h"
+#include "cpu/kernels.h"
+#include "cpu/pack.h"
+#include "cpu/simd_math.h"
+#include "cpu/softmax.h"
+
+namespace jax_attn {
+namespace {
+
+// Rows whose logits are in the cache at once: a multiple of every panel.
+constexpr i64 kBackwardRows = 128;
+
+template <class Isa, typename T>
+struct BackwardBuffers {
+  static constexpr Format kPacked = kUsesDot<Isa, T, T> ? Format::kDot : Format::kF32;
+
+  i64 max_rows, tile_kv;
+  i64 k_lanes, v_lanes;      // between rows of k, v; a line more than they have
+  i64 k_columns, v_columns;  // whole panels
+  i64 q_t_bytes, d_o_t_bytes, row_panel_bytes, key_panel_bytes;  // of a panel
+
+  // Of the item's rows.
+  const char** q_rows;    // [max_rows] where they are; zeros for rows that do not count
+  const char** d_o_rows;  // [max_rows]
+  i32* tokens;            // [max_rows] query token of the item
+  i64* heads;             // [max_rows] row of lse, and of q in units of head_dim
+  float* lse_log2;        // [max_rows] inf for rows that do not count
+  float* d;               // [max_rows]
+  char* is_nan;           // [max_rows] 1: it has a number that is not finite
+  char* q_t;              // [max_rows / kPanel, q_t_bytes] columns are rows, depth is head_dim_qk
+  char* d_o_t;            // the same of d_o
+  char* q;                // [k_columns / kPanel, row_panel_bytes] depth are the rows
+  char* d_o;              // [v_columns / kPanel, row_panel_bytes]
+  float* d_q;             // [max_rows, k_columns]
+  // Of a block of keys.
+  const char** k_rows;  // [tile_kv]
+  const char** v_rows;  // [tile_kv]
+  i64* kv_rows;         // [tile_kv] row of d_k and d_v
+  char* key_is_nan;     // [tile_kv]
+  float* k;             // [tile_kv, k_lanes]
+  float* v;             // [tile_kv, v_lanes]
+  char* k_panels;       // [k_columns / kPanel, key_panel_bytes] depth are the keys
+  float* d_k;           // [tile_kv, k_columns]
+  float* d_v;           // [tile_kv, v_columns]
+  // Logits of a block, and of kBackwardRows rows.
+  static constexpr i64 kLogitLanes = kBackwardRows + 16;  // between keys
+  float* s;                                               // [tile_kv, kLogitLanes] logits, then P
+  float* d_s;                                             // [tile_kv, kLogitLanes]
+  float* p_pairs;          // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
+  float* d_s_pairs;        // kDot: dS likewise
+  float* d_s_token_pairs;  // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]
+  char* zeros;             // a row
+  size_t bytes = 0;
+
+  BackwardBuffers(const AttentionParams& p, const CpuGeometry& g, void* scratch)
+      : max_rows(RoundUp(g.max_rows, kBackwardRows)),
+        tile_kv(g.tile_kv),
+        k_lanes(Lanes(kPacked, p.head_dim_qk) + 16),
+        v_lanes(Lanes(kPacked, p.head_dim_vo) + 16),
+        k_columns(RoundUp(p.head_dim_qk, kPanel<Isa>)),
+        v_columns(RoundUp(p.head_dim_vo, kPanel<Isa>)),
+        q_t_bytes(PanelBytes<Isa, kPacked>(p.head_dim_qk)),
+        d_o_t_bytes(PanelBytes<Isa, kPacked>(p.head_dim_vo)),
+        row_panel_bytes(PanelBytes<Isa, kPacked>(max_rows) + kCacheLine),
+        key_panel_bytes(PanelBytes<Isa, kPacked>(tile_kv) + kCacheLine) {
+    char* base = static_cast<char*>(scratch);
+    const i64 row_panels = max_rows / kPanel<Isa>;
+    q_rows = Take<const char*>(base, max_rows);
+    d_o_rows = Take<const char*>(base, max_rows);
+    tokens = Take<i32>(base, max_rows);
+    heads = Take<i64>(base, max_rows);
+    lse_log2 = Take<float>(base, max_rows);
+    d = Take<float>(base, max_rows);
+    is_nan = Take<char>(base, max_rows);
+    q_t = Take<char>(base, row_panels * q_t_bytes);
+    d_o_t = Take<char>(base, row_panels * d_o_t_bytes);
+    q = Take<char>(base, k_columns / kPanel<Isa> * row_panel_bytes);
+    d_o = Take<char>(base, v_columns / kPanel<Isa> * row_panel_bytes);
+    d_q = Take<float>(base, max_rows * k_columns);
+    k_rows = Take<const char*>(base, tile_kv);
+    v_rows = Take<const char*>(base, tile_kv);
+    kv_rows = Take<i64>(base, tile_kv);
+    key_is_nan = Take<char>(base, tile_kv);
+    k = Take<float>(base, tile_kv * k_lanes);
+    v = Take<float>(base, tile_kv * v_lanes);
+    k_panels = Take<char>(base, k_columns / kPanel<Isa> * key_panel_bytes);
+    d_k = Take<float>(base, tile_kv * k_columns);
+    d_v = Take<float>(base, tile_kv * v_columns);
+    s = Take<float>(base, tile_kv * kLogitLanes);
+    d_s = Take<float>(base, tile_kv * kLogitLanes);
+    constexpr bool kPairs = kPacked == Format::kDot;
+    p_pairs = kPairs ? Take<float>(base, tile_kv * kLogitLanes / 2) : s;
+    d_s_pairs = kPairs ? Take<float>(base, tile_kv * kLogitLanes / 2) : d_s;
+    d_s_token_pairs = kPairs ? Take<float>(base, CeilDiv(tile_kv, 2) * kLogitLanes) : d_s;
+    zeros = Take<char>(base, 4 * Max(p.head_dim_qk, p.head_dim_vo));
+  }
+
+ private:
+  template <typename U>
+  U* Take(char* base, i64 count) {
+    U* at = reinterpret_cast<U*>(base + bytes);
+    bytes += static_cast<size_t>(RoundUp(count * static_cast<i64>(sizeof(U)), kCacheLine));
+    return at;
+  }
+};
+
+// The row of a layer's k and v where position `pos` of the item's sequence is.
+inline i64 KvRow(const AttentionParams& p, const WorkItem& item, i64 pos) {
+  if (p.page_size == 0) return item.kv_base + pos;
+  return i64{p.page_indices[item.kv_base + pos / p.page_size]} * p.page_size + pos % p.page_size;
+}
+
+template <class Isa, typename T>
+class BackwardPass {
+  using Vec = typename Isa::Vec;
+  using Buffers = BackwardBuffers<Isa, T>;
+  static constexpr Format kPacked = Buffers::kPacked;
+  static constexpr bool kPairs = kPacked == Format::kDot;
+  static constexpr i64 kUnit = kPanel<Isa>, kStep = StepDepth(kPacked);
+  static constexpr i64 kSize = sizeof(T), kLanes = Buffers::kLogitLanes;
+
+ public:
+  BackwardPass(const BackwardParams& params, const CpuGeometry& g, const WorkItem& item,
+               void* scratch)
+      : params_(params),
+        p_(params.forward),
+        item_(item),
+        rows_(i64{item.qo_len} * params.forward.group_size),
+        rule_(MakeRule(params.forward)),
+        buf_(params.forward, g, scratch) {}
+
+  void Run() {
+    LoadRows();
+    for (i64 start = item_.kv_begin / buf_.tile_kv * buf_.tile_kv; start < item_.kv_end;
+         start += buf_.tile_kv) {
+      AddBlock(start);
+    }
+    for (i64 r = 0; r < rows_; ++r) {
+      float* to = params_.d_q + buf_.heads[r] * p_.head_dim_qk;
+      FetchRowAhead(to, p_.num_qo_heads, p_.head_dim_qk);
+      AddRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, to);
+    }
+  }
+
+ private:
+  // How a product becomes a base-2 logit, and what its gradient is multiplied by.
+  struct Rule {
+    float scale_log2;        // without a cap
+    float cap_in, cap_log2;  // with one, else cap_log2 is 0
+    float sm_scale;
+  };
+  static Rule MakeRule(const AttentionParams& p) {
+    const float cap = p.logits_soft_cap > 0 ? p.logits_soft_cap : 0.0f;
+    return {p.sm_scale * kLog2e, cap > 0 ? p.sm_scale / cap : 0.0f, cap * kLog2e, p.sm_scale};
+  }
+
+  // ---- rows
+
+  void LoadRows() {
+    const i64 group = p_.group_size, padded = RoundUp(rows_, kBackwardRows);
+    const i64 row_bytes = Max(p_.head_dim_qk, p_.head_dim_vo) * kSize;
+    for (i64 i = 0; i < row_bytes; ++i) buf_.zeros[i] = 0;
+    any_nan_row_ = false;
+    for (i64 r = 0; r < padded; ++r) {
+      buf_.q_rows[r] = buf_.d_o_rows[r] = buf_.zeros;
+      buf_.lse_log2[r] = __builtin_inff();
+      buf_.d[r] = 0;
+      buf_.is_nan[r] = 0;
+      if (r >= rows_) continue;
+      const i64 token = r / group, head = item_.kv_head * group + r % group;
+      const i64 q_row =
+          item_.num_groups > 1 ? p_.qo_indices[item_.qo_begin + token] : item_.qo_begin + token;
+      const i64 at = q_row * p_.num_qo_heads + head;
+      buf_.tokens[r] = static_cast<i32>(token);
+      buf_.heads[r] = at;
+      const float lse = params_.lse[at], d = params_.d[at];
+      if (lse == kNegInf) continue;
+      const char* q = static_cast<const char*>(p_.q) + at * p_.head_dim_qk * kSize;
+      const char* d_o = static_cast<const char*>(params_.d_o) + at * p_.head_dim_vo * kSize;
+      FetchRowAhead(reinterpret_cast<const T*>(q), p_.num_qo_heads, p_.head_dim_qk);
+      FetchRowAhead(reinterpret_cast<const T*>(d_o), p_.num_qo_heads, p_.head_dim_vo);
+      // x - x: 0, or NaN for what is not finite.
+      if (lse - lse != 0 || d - d != 0 || !IsFinite(q, p_.head_dim_qk) ||
+          !IsFinite(d_o, p_.head_dim_vo)) {
+        buf_.is_nan[r] = 1;
+        any_nan_row_ = true;
+        continue;
+      }
+      buf_.q_rows[r] = q;
+      buf_.d_o_rows[r] = d_o;
+      buf_.lse_log2[r] = lse * kLog2e;
+      buf_.d[r] = d;
+    }
+    const HeadRows q{buf_.q_rows, 0}, d_o{buf_.d_o_rows, 0};
+    NoFetch no_fetch;
+    for (i64 u = 0; u < CeilDiv(rows_, kUnit); ++u) {
+      PackKeyPanel<Isa, kPacked, T>(q, u * kUnit, p_.head_dim_qk, buf_.q_t + u * buf_.q_t_bytes,
+                                    no_fetch);
+      PackKeyPanel<Isa, kPacked, T>(d_o, u * kUnit, p_.head_dim_vo,
+                                    buf_.d_o_t + u * buf_.d_o_t_bytes, no_fetch);
+    }
+    PackValues<Isa, kPacked, T>(q, 0, 0, rows_, p_.head_dim_qk, buf_.row_panel_bytes, buf_.q);
+    PackValues<Isa, kPacked, T>(d_o, 0, 0, rows_, p_.head_dim_vo, buf_.row_panel_bytes, buf_.d_o);
+    Clear(buf_.d_q, rows_ * buf_.k_columns);
+  }
+
+  static bool IsFinite(const char* row, i64 n) {
+    Vec sum = Isa::Zero();
+    for (i64 i = 0; i < n; i += Isa::kWidth) {
+      const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
+      sum = Isa::Fma(Isa::LoadFirst(reinterpret_cast<const T*>(row) + i, lanes), Isa::Zero(), sum);
+    }
+    return !Isa::AnyNan(sum);
+  }
+
+  static void Clear(float* x, i64 n) {
+    for (i64 i = 0; i < n; i += Isa::kWidth) Isa::Store(x + i, Isa::Zero());
+  }
+
+  // to += from.
+  static void AddRow(const float* from, i64 n, float* to) {
+    for (i64 i = 0; i < n; i += Isa::kWidth) {
+      const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
+      Isa::StoreFirst(to + i, Isa::Add(Isa::LoadFirst(to + i, lanes), Isa::Load(from + i)), lanes);
+    }
+  }
+
+  static void Fill(float* row, i64 n, float x) {
+    for (i64 i = 0; i < n; ++i) row[i] = x;
+  }
+
+  // ---- visibility
+
+  // Keys of the block at `start`, of `valid`, that query token `token` sees.
+  Range KeysOf(i64 token, i64 start, Range valid) const {
+    const i64 position = item_.q_pos + token - start;
+    Range range = valid;
+    if (p_.window_left >= 0) range.begin = Max(range.begin, position - p_.window_left);
+    if (p_.window_right >= 0) range.end = Min(range.end, position + p_.window_right + 1);
+    return range;
+  }
+
+  // Rows of the item that see key t of the block at `start`: what KeysOf says, the other way round.
+  Range RowsOf(i64 t, i64 start) const {
+    const i64 token = start + t - item_.q_pos;  // the one at the key's position
+    Range range = {0, rows_};
+    if (p_.window_right >= 0) {
+      range.begin = Max(range.begin, (token - p_.window_right) * p_.group_size);
+    }
+    if (p_.window_left >= 0) {
+      range.end = Min(range.end, (token + p_.window_left + 1) * p_.group_size);
+    }
+    return range;
+  }
+
+  // Calls fn(first key, keys, rows of [begin, end) that any of them is seen by) for register tiles
+  // of the keys of `valid` that are seen by any.
+  template <typename Fn>
+  void ForKeyTiles(i64 start, Range valid, i64 begin, i64 end, Fn&& fn) const {
+    const i64 num = valid.end - valid.begin, tiles = CeilDiv(num, Isa::kRows);
+    const i64 low = num / tiles, higher = num - tiles * low;
+    for (i64 i = 0, t = valid.begin; i < tiles; ++i) {
+      const i64 n = low + (i < higher);
+      const Range seen{Max(begin, RowsOf(t, start).begin), Min(end, RowsOf(t + n - 1, start).end)};
+      if (seen.begin < seen.end) fn(t, n, seen);
+      t += n;
+    }
+  }
+
+  // ---- blocks of keys
+
+  void AddBlock(i64 start) {
+    const Range valid{Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
+    LoadKeys(start, valid);
+    bool is_first = true;
+    for (i64 begin = 0; begin < rows_; begin += kBackwardRows) {
+      const i64 end = Min(rows_, begin + kBackwardRows);
+      const Range seen{KeysOf(buf_.tokens[begin], start, valid).begin,
+                       KeysOf(buf_.tokens[end - 1], start, valid).end};
+      if (seen.begin >= seen.end) continue;
+      if (is_first) {  // which also sets what it sees
+        ClearKeys(valid.begin, seen.begin);
+        ClearKeys(seen.end, valid.end);
+      }
+      AddTile(start, seen, begin, end, is_first ? Onto::kZero : Onto::kOld);
+      is_first = false;
+    }
+    if (is_first) ClearKeys(valid.begin, valid.end);
+    if (any_nan_row_ || any_nan_key_) SpreadNan(start, valid);
+    for (i64 t = valid.begin; t < valid.end; ++t) {
+      const i64 row = buf_.kv_rows[t] * p_.num_kv_heads + item_.kv_head;
+      FetchRowAhead(params_.d_k + row * p_.head_dim_qk, p_.num_kv_heads, p_.head_dim_qk);
+      FetchRowAhead(params_.d_v + row * p_.head_dim_vo, p_.num_kv_heads, p_.head_dim_vo);
+      AddRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, params_.d_k + row * p_.head_dim_qk);
+      AddRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, params_.d_v + row * p_.head_dim_vo);
+    }
+  }
+
+  void ClearKeys(i64 begin, i64 end) {
+    if (begin >= end) return;
+    Clear(buf_.d_k + begin * buf_.k_columns, (end - begin) * buf_.k_columns);
+    Clear(buf_.d_v + begin * buf_.v_columns, (end - begin) * buf_.v_columns);
+  }
+
+  void LoadKeys(i64 start, Range valid) {
+    const i64 first = p_.page_size > 0 && p_.layer ? *p_.layer * p_.num_pages * p_.page_size : 0;
+    any_nan_key_ = false;
+    for (i64 t = valid.begin; t < valid.end; ++t) {
+      const i64 row = KvRow(p_, item_, start + t);
+      const i64 at = (first + row) * p_.num_kv_heads + item_.kv_head;
+      const char* k = static_cast<const char*>(p_.k) + at * p_.head_dim_qk * kSize;
+      const char* v = static_cast<const char*>(p_.v) + at * p_.head_dim_vo * kSize;
+      FetchRowAhead(reinterpret_cast<const T*>(k), p_.num_kv_heads, p_.head_dim_qk);
+      FetchRowAhead(reinterpret_cast<const T*>(v), p_.num_kv_heads, p_.head_dim_vo);
+      buf_.kv_rows[t] = row;
+      buf_.key_is_nan[t] = !IsFinite(k, p_.head_dim_qk) || !IsFinite(v, p_.head_dim_vo);
+      if (buf_.key_is_nan[t]) {
+        any_nan_key_ = true;
+        k = v = buf_.zeros;
+      }
+      buf_.k_rows[t] = k;
+      buf_.v_rows[t] = v;
+      CopyRow(k, p_.head_dim_qk, buf_.k + t * buf_.k_lanes);
+      CopyRow(v, p_.head_dim_vo, buf_.v + t * buf_.v_lanes);
+    }
+    // The partner in a pair at the border; its values count 0 times.
+    if (valid.begin > 0) buf_.k_rows[valid.begin - 1] = buf_.zeros;
+    if (valid.end < buf_.tile_kv) buf_.k_rows[valid.end] = buf_.zeros;
+    PackValues<Isa, kPacked, T>({buf_.k_rows, 0}, 0, valid.begin, valid.end, p_.head_dim_qk,
+                                buf_.key_panel_bytes, buf_.k_panels);
+  }
+
+  // A row of lanes that multiply: f32, or pairs of bf16 as they are.
+  static void CopyRow(const char* from, i64 n, float* to) {
+    for (i64 i = 0; i < n; i += Isa::kWidth) {
+      const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
+      const Vec x = Isa::LoadFirst(reinterpret_cast<const T*>(from) + i, lanes);
+      if constexpr (kPairs) {
+        Isa::StoreFirst(reinterpret_cast<Bf16*>(to) + i, x, lanes);
+      } else {
+        Isa::StoreFirst(to + i, x, lanes);
+      }
+    }
+  }
+
+  // ---- a block of keys and some rows
+
+  // Rows [begin, end) and the keys `valid` of the block, which are what any of these rows sees.
+  // Onto: of d_k and d_v.
+  void AddTile(i64 start, Range valid, i64 begin, i64 end, Onto onto) {
+    NoFetch none;
+    const PanelSource<Isa, kPacked> q_t{buf_.q_t, buf_.q_t_bytes};
+    const PanelSource<Isa, kPacked> d_o_t{buf_.d_o_t, buf_.d_o_t_bytes};
+    for (i64 u = begin / kUnit; u < CeilDiv(end, kUnit); ++u) {
+      const auto product = [&](const float* a, i64 lanes, i64 dim,
+                               const PanelSource<Isa, kPacked>& b, float* c) {
+        ForKeyTiles(start, valid, begin, end, [&](i64 t, i64 n, Range seen) {
+          if (seen.begin >= (u + 1) * kUnit || seen.end <= u * kUnit) return;
+          GemmRows<Isa>(n, a + t * lanes, lanes, b, u, 1, dim / kStep, Onto::kZero, nullptr,
+                        c + t * kLanes + u * kUnit - begin, kLanes, none);
+        });
+      };
+      product(buf_.k, buf_.k_lanes, p_.head_dim_qk, q_t, buf_.s);
+      product(buf_.v, buf_.v_lanes, p_.head_dim_vo, d_o_t, buf_.d_s);
+    }
+    for (i64 t = valid.begin / kStep * kStep; t < valid.end; t += kStep) {
+      for (i64 i = t; i < t + kStep; ++i) Weights(i, start, valid, begin, end);
+      if constexpr (kPairs) PairTokens(t, begin, end);
+    }
+    const i64 step = begin / kStep;
+    const auto add_keys = [&](const float* a, const char* rows, i64 columns, float* c) {
+      PanelSource<Isa, kPacked> source{rows, buf_.row_panel_bytes};
+      for (i64 j = 0; j < columns / kUnit; ++j) {
+        ForKeyTiles(start, valid, begin, end, [&](i64 t, i64 n, Range seen) {
+          const i64 first = seen.begin / kStep, steps = CeilDiv(seen.end, kStep) - first;
+          PanelSource<Isa, kPacked> from = source;
+          from.Skip(first);
+          GemmRows<Isa>(n, a + t * kLanes / kStep + first - step, kLanes / kStep, from, j, 1, steps,
+                        onto, nullptr, c + t * columns + j * kUnit, columns, none);
+        });
+      }
+    };
+    add_keys(buf_.p_pairs, buf_.d_o, buf_.v_columns, buf_.d_v);
+    add_keys(buf_.d_s_pairs, buf_.q, buf_.k_columns, buf_.d_k);
+    const i64 tiles = CeilDiv(end - begin, Isa::kRows);
+    const i64 low = (end - begin) / tiles, higher = end - begin - tiles * low;
+    for (i64 j = 0; j < buf_.k_columns / kUnit; ++j) {
+      for (i64 i = 0, r = begin; i < tiles; ++i) {
+        const i64 n = low + (i < higher);
+        const Range seen{KeysOf(buf_.tokens[r], start, valid).begin,
+                         KeysOf(buf_.tokens[r + n - 1], start, valid).end};
+        if (seen.begin < seen.end) {
+          const i64 first = seen.begin / kStep, steps = CeilDiv(seen.end, kStep) - first;
+          PanelSource<Isa, kPacked> from{buf_.k_panels, buf_.key_panel_bytes};
+          from.Skip(first);
+          GemmRows<Isa, Isa::kRows, true>(
+              n, buf_.d_s_token_pairs + first * kLanes + r - begin, kLanes, from, j, 1, steps,
+              Onto::kOld, nullptr, buf_.d_q + r * buf_.k_columns + j * kUnit, buf_.k_columns, none);
+        }
+        r += n;
+      }
+    }
+  }
+
+  // P and dS of key t and rows [begin, end); 0 where a row does not see the key.
+  void Weights(i64 t, i64 start, Range valid, i64 begin, i64 end) {
+    const i64 n = RoundUp(end - begin, Isa::kWidth);
+    float* s = buf_.s + t * kLanes;
+    float* d_s = buf_.d_s + t * kLanes;
+    Range seen = RowsOf(t, start);
+    seen = {Max(0, seen.begin - begin), Min(end, seen.end) - begin};
+    if (t < valid.begin || t >= valid.end || seen.begin >= seen.end) seen = {0, 0};
+    const auto store = [&](i64 i, Vec p, Vec ds) __attribute__((always_inline)) {
+      if constexpr (kPairs) {
+        Isa::Store(reinterpret_cast<Bf16*>(buf_.p_pairs + t * kLanes / 2) + i, p);
+        Isa::Store(reinterpret_cast<Bf16*>(buf_.d_s_pairs + t * kLanes / 2) + i, ds);
+      } else {
+        Isa::Store(s + i, p);
+        Isa::Store(d_s + i, ds);
+      }
+    };
+    const i64 first = seen.begin / Isa::kWidth * Isa::kWidth;
+    const i64 last = RoundUp(seen.end, Isa::kWidth);
+    for (i64 i = 0; i < first; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
+    const Vec scale = Isa::Set(rule_.sm_scale);
+    const auto weigh = [&](i64 i, bool whole) __attribute__((always_inline)) {
+      const Vec product = Isa::Load(s + i);
+      const Vec minus_lse = Isa::Sub(Isa::Zero(), Isa::Load(buf_.lse_log2 + begin + i));
+      Vec factor = scale, logit;
+      if (rule_.cap_log2 != 0) {
+        const Vec x = Tanh<Isa>(Isa::Mul(Isa::Set(rule_.cap_in), product));
+        logit = Isa::Fma(Isa::Set(rule_.cap_log2), x, minus_lse);
+        factor = Isa::Mul(scale, Isa::Sub(Isa::Set(1.0f), Isa::Mul(x, x)));
+      } else {
+        logit = Isa::Fma(Isa::Set(rule_.scale_log2), product, minus_lse);
+      }
+      if (!whole) {
+        logit =
+            Isa::KeepLanes(logit, static_cast<int>(seen.begin - i), static_cast<int>(seen.end - i));
+      }
+      const Vec p = Exp2<Isa>(logit);
+      const Vec ds = Isa::Mul(p, Isa::Sub(Isa::Load(d_s + i), Isa::Load(buf_.d + begin + i)));
+      store(i, p, Isa::Mul(factor, ds));
+    };
+    if (first == seen.begin && last == seen.end) {
+      for (i64 i = first; i < last; i += Isa::kWidth) weigh(i, true);
+    } else {
+      for (i64 i = first; i < last; i += Isa::kWidth) weigh(i, false);
+    }
+    for (i64 i = Max(first, last); i < n; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
+  }
+
+  // dS of keys t and t + 1 as pairs.
+  void PairTokens(i64 t, i64 begin, i64 end) {
+    const auto* a = reinterpret_cast<const Bf16*>(buf_.d_s_pairs + t * kLanes / 2);
+    const auto* b = reinterpret_cast<const Bf16*>(buf_.d_s_pairs + (t + 1) * kLanes / 2);
+    float* to = buf_.d_s_token_pairs + t / 2 * kLanes;
+    for (i64 i = 0; i < end - begin; i += Isa::kWidth) {
+      if constexpr (kPairs) Isa::Store(to + i, Isa::PairRows(a + i, b + i, Isa::kWidth));
+    }
+  }
+
+  void SpreadNan(i64 start, Range valid) {
+    const float nan = __builtin_nanf("");
+    for (i64 t = valid.begin; t < valid.end; ++t) {
+      const Range seen = RowsOf(t, start);
+      bool spreads = false;
+      for (i64 r = seen.begin; r < seen.end; ++r) {
+        const bool counts = buf_.is_nan[r] || buf_.q_rows[r] != buf_.zeros;
+        if (!counts) continue;
+        if (buf_.key_is_nan[t] || buf_.is_nan[r]) {
+          spreads = true;
+          Fill(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, nan);
+        }
+      }
+      if (!spreads) continue;
+      Fill(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, nan);
+      Fill(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, nan);
+    }
+  }
+
+  const BackwardParams& params_;
+  const AttentionParams& p_;
+  const WorkItem item_;
+  const i64 rows_;
+  const Rule rule_;
+  BackwardBuffers<Isa, T> buf_;
+  bool any_nan_row_ = false, any_nan_key_ = false;
+};
+
+template <class Isa, typename T>
+size_t BackwardScratchBytes(const AttentionParams& params, const CpuGeometry& g) {
+  return BackwardBuffers<Isa, T>(params, g, nullptr).bytes;
+}
+
+template <class Isa, typename T>
+void RunBackward(const BackwardParams& params, const CpuGeometry& g, const WorkItem& item,
+                 void* scratch) {
+  BackwardPass<Isa, T>(params, g, item, scratch).Run();
+}
+
+template <class Isa, typename T>
+void RoundRow(const float* from, i64 n, void* to) {
+  for (i64 i = 0; i < n; i += Isa::kWidth) {
+    const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
+    Isa::StoreFirst(static_cast<T*>(to) + i, Isa::LoadFirst(from + i, lanes), lanes);
+  }
+}
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,119 @@
+"""The backward pass of attention over a plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_attn import ffi
+from jax_attn.spec import AttentionSpec
+from jax_attn.transforms import refusing
+
+# What the backward pass keeps of the forward pass besides its operands, for policies of
+# jax.checkpoint.
+O_NAME, LSE_NAME = "jax_attn_o", "jax_attn_lse"
+
+_VMAP = "put the batch into the plan, one request per element"
+_forward = refusing("attention", ffi.attention, vmap=_VMAP)
+_backward = refusing(
+    "attention's backward pass",
+    ffi.backward,
+    vmap=_VMAP,
+    gradients="jax_attn.dot_product_attention has second derivatives",
+)
+
+
+def has_backward(spec: AttentionSpec) -> bool:
+    """Whether kernels of the spec's target have a backward pass."""
+    return spec.target == "cpu"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(11,))
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    buffer: jax.Array,
+    layer: jax.Array,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
+    sinks: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """o and lse of ffi.attention, differentiable in q, k, v and sinks."""
+    operands = (q, k, v, buffer, layer, k_new, v_new, sinks, q_scale, k_scale, v_scale)
+    o, lse, _ = _forward(*operands, spec)
+    return o, lse
+
+
+def _attention_forward(*operands: Any) -> tuple[Any, Any]:
+    *arrays, spec = operands
+    _check_differentiable(spec)
+    o, lse, _ = _forward(*operands)
+    o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
+    q, k, v, buffer, layer, _, _, sinks, *_ = arrays
+    return (o, lse), (q, k, v, buffer, layer, sinks, o, lse)
+
+
+def _attention_backward(spec: AttentionSpec, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    q, k, v, buffer, layer, sinks, o, lse = saved
+    d_o, d_lse = cotangents
+    d = row_sums(o, d_o, d_lse)
+    d_q, d_k, d_v = gradients(q, k, v, buffer, layer, lse, d, d_o, spec)
+    d_sinks = None
+    if sinks is not None:
+        # The sink has value 0, and no weight in a row without a key.
+        d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
+    return d_q, d_k, d_v, None, None, None, None, d_sinks, None, None, None
+
+
+attention.defvjp(_attention_forward, _attention_backward)
+
+
+def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array) -> jax.Array:
+    """D of FlashAttention-2 (arXiv 2307.08691), less d_lse: [..., num_qo_heads], f32."""
+    return jnp.sum(d_o.astype(jnp.float32) * o.astype(jnp.float32), axis=-1) - d_lse
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffer: jax.Array,
+    layer: jax.Array,
+    lse: jax.Array,
+    d: jax.Array,
+    d_o: jax.Array,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """d_q, d_k, d_v of an attention call, in the shapes and dtypes of q, k and v.
+
+    buffer, layer, spec: of the call. lse: its result. d: what row_sums returns. d_o: as o.
+    """
+    d_q, d_k, d_v, _ = _backward(q, k, v, buffer, layer, lse, d, d_o, spec)
+    return d_q, d_k, d_v
+
+
+def _check_differentiable(spec: AttentionSpec) -> None:
+    """Raises NotImplementedError for what has no gradient."""
+    for has_none, what, instead in (
+        (spec.is_quantized, "float8_e4m3fn keys and values", "train on pages of the spec's dtype"),
+        (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
+        (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
+        (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
+        (
+            not has_backward(spec),
+            f"target {spec.target}",
+            "kernels of the backward pass are for cpu; jax_attn.dot_product_attention has gradients"
+            " everywhere",
+        ),
+    ):
+        if has_none:
+            raise NotImplementedError(f"attention: gradients: {what}: not supported; {instead}.")

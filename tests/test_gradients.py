@@ -1,0 +1,375 @@
+"""The backward pass of jax_attn.attention against the float64 reference."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import CASES, Case, build, built, random_case
+from backends import Backend, on_every_backend
+from checking import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_attn as ja
+from jax_attn import reference
+
+DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
+
+
+def on_cpu(cases):
+    """Every instruction set for what is short, the best one for the rest; CUDA has no kernels."""
+    for case in cases:
+        for isa in ja._core.supported_cpu_isas():
+            is_best = isa == ja._core.supported_cpu_isas()[-1]
+            if is_best or case.name.startswith(("mask_", "head_dim_", "group_", "prefix_mixed")):
+                yield pytest.param(case, Backend("cpu", isa), id=f"{case.name}-{isa}")
+
+
+def cotangents(case, batch):
+    """Of o and lse, NaN in padding rows."""
+    rng = np.random.default_rng(3)
+    spec = case.spec_fields()
+    shape = (spec["max_qo_tokens"], case.num_qo_heads, case.head_dim_vo or case.head_dim_qk)
+    d_o, d_lse = rng.normal(size=shape), rng.normal(size=shape[:2])
+    for x in (d_o, d_lse):
+        x[sum(case.qo_lens) :] = np.nan
+    return jnp.asarray(d_o, case.dtype), jnp.asarray(d_lse, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="has_sinks")
+def vjp(q, k, v, plan, layer, sinks, d_o, d_lse, has_sinks):
+    def attend(q, k, v, sinks=None):
+        return ja.attention(q, k, v, plan, layer=layer, sinks=sinks, return_lse=True)
+
+    operands = (q, k, v, sinks) if has_sinks else (q, k, v)
+    return jax.vjp(attend, *operands)[1]((d_o, d_lse))
+
+
+def run(plan, batch, d_o, d_lse):
+    """d_q, d_k, d_v and with sinks d_sinks, as numpy arrays."""
+    arrays = batch.q, batch.k, batch.v, plan, batch.layer, batch.sinks, d_o, d_lse
+    return tuple(np.asarray(x) for x in vjp(*arrays, has_sinks=batch.sinks is not None))
+
+
+def check(case, backend, content=None):
+    content = content or case.contents[0]
+    batch = built(case, content)
+    plan = ja.plan(backend.spec(**case.spec_fields()), **batch.lengths.plan_arguments())
+    d_o, d_lse = cotangents(case, batch)
+    got = run(plan, batch, d_o, d_lse)
+    expect = functools.partial(
+        reference.attention_vjp,
+        np.asarray(d_o),
+        np.asarray(d_lse),
+        batch.q,
+        batch.k,
+        batch.v,
+        **batch.lengths.plan_arguments(),
+        spec=plan.spec,
+        layer=batch.layer,
+        sinks=batch.sinks,
+    )
+    eps = 4e-6 if case.dtype == "float32" else 2.5 * float(jnp.finfo(case.dtype).eps)
+    if content == "huge":
+        eps += 0.1  # what float32 can hold of an lse of 5e5
+    want, sizes = expect(), expect(magnitudes=True)
+    names = ("d_q", "d_k", "d_v", "d_sinks")
+    for name, a, b, size in zip(names, got, want, sizes, strict=False):
+        assert a.dtype == (np.float32 if name == "d_sinks" else case.dtype), name
+        error = np.abs(a.astype(np.float64) - b)
+        bad = ~(error <= eps * (size + 1e-3 * size.max(initial=0)) + 1e-30)
+        assert not bad.any(), (
+            f"{name}: {bad.sum()} of {bad.size} are wrong, the first at {np.argwhere(bad)[0]}:"
+            f" expected {b[bad][0]}, got {a[bad][0]}, of terms of {size[bad][0]}"
+        )
+        if name != "d_sinks":
+            assert not a[size == 0].any(), name  # where nothing is read: exactly 0
+    return plan, batch, got
+
+
+@pytest.mark.parametrize("case,backend", list(on_cpu(DIFFERENTIABLE)), indirect=["backend"])
+def test_case(case, backend):
+    plan, batch, got = check(case, backend)
+    again = run(plan, batch, *cotangents(case, batch))
+    for name, a, b in zip(("d_q", "d_k", "d_v", "d_sinks"), got, again, strict=False):
+        assert_same_bits(name, a, b)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_case(seed):
+    case = random_case(1000 + seed)
+    check(case, Backend("cpu"), content="normal")
+
+
+def test_the_reference_has_the_gradients_of_itself():
+    """Finite differences of reference.attention in float64, of every operand."""
+    for case in (
+        Case("", (3, 0, 2, 4), (5, 2, 2, 3), head_dim_qk=8, page_size=2, sinks=True),
+        Case("", (3, 4), (6, 5), 2, 1, 8, 16, causal=False, logits_soft_cap=1.5, sm_scale=-0.4),
+        Case("", (5, 3), (7, 3), 2, 2, 8, page_size=None, window_left=2, sinks=True),
+    ):
+        batch = build(case)
+        fields = ja.AttentionSpec(**case.spec_fields(), target="cpu")
+        d_o, d_lse = (np.nan_to_num(np.float64(x)) for x in cotangents(case, batch))
+        operands = {
+            name: np.float64(x)
+            for name, x in (("q", batch.q), ("k", batch.k), ("v", batch.v), ("sinks", batch.sinks))
+            if x is not None
+        }
+        lengths = batch.lengths.plan_arguments()
+
+        def loss(operands, d_o=d_o, d_lse=d_lse, fields=fields, lengths=lengths):
+            o, lse = reference.attention(**operands, **lengths, spec=fields)
+            return (d_o * o).sum() + (d_lse * np.where(np.isneginf(lse), 0, lse)).sum()
+
+        got = reference.attention_vjp(d_o, d_lse, **operands, **lengths, spec=fields)
+        rng = np.random.default_rng(8)
+        for name, slope in zip(operands, got, strict=False):
+            direction = np.where(slope == 0, 0, rng.normal(size=slope.shape))
+            ahead, behind = (
+                loss(operands | {name: operands[name] + h * direction}) for h in (1e-5, -1e-5)
+            )
+            np.testing.assert_allclose(
+                (ahead - behind) / 2e-5, (slope * direction).sum(), rtol=1e-7, err_msg=name
+            )
+
+
+# ---- what is not finite, and what is not there
+
+
+@on_every_backend
+def test_what_is_not_finite_reaches_who_sees_it(backend):
+    """A row that is NaN reaches the keys it sees; a key that is, the rows that see it, and so all
+    keys that those see."""
+    if backend.platform == "gpu":
+        pytest.skip("CUDA has no backward pass")
+    case = Case("", (150, 40), (150, 40), 4, 2, 64, page_size=None, window_left=20)
+    clean = build(case)
+    plan = ja.plan(backend.spec(**case.spec_fields()), **clean.lengths.plan_arguments())
+    d_o, d_lse = cotangents(case, clean)
+    want = run(plan, clean, d_o, d_lse)
+    row, key = 70, 100  # of the first request
+    for name, bad in (
+        ("q", np.nan),
+        ("d_o", np.inf),
+        ("d_lse", np.nan),
+        ("k", np.nan),
+        ("v", -np.inf),
+    ):
+        arrays = {"q": clean.q, "k": clean.k, "v": clean.v, "d_o": d_o, "d_lse": d_lse}
+        x = np.array(arrays[name])
+        x[(row, 1) if x.ndim == 2 else (row, 1, 3) if name in ("q", "d_o") else (key, 0, 3)] = bad
+        arrays[name] = x
+        batch = dataclasses.replace(clean, q=arrays["q"], k=arrays["k"], v=arrays["v"])
+        d_q, d_k, d_v = run(plan, batch, jnp.asarray(arrays["d_o"]), jnp.asarray(arrays["d_lse"]))
+        if name in ("k", "v"):
+            rows, keys = slice(key, key + 21), slice(key - 20, key + 21)
+            heads = [0, 1]
+        else:
+            rows, keys, heads = slice(row, row + 1), slice(row - 20, row + 1), [1]
+        is_nan = np.zeros(d_q.shape[:2], bool)
+        is_nan[rows, heads] = True
+        np.testing.assert_array_equal(np.isnan(d_q).all(-1), is_nan, err_msg=name)
+        assert_same_bits("d_q", d_q[~is_nan], want[0][~is_nan])
+        of_keys = np.zeros(d_k.shape[:2], bool)
+        of_keys[keys, 0] = True
+        for x, clean_x in ((d_k, want[1]), (d_v, want[2])):
+            np.testing.assert_array_equal(np.isnan(x).all(-1), of_keys, err_msg=name)
+            assert_same_bits("d_k, d_v", x[~of_keys], clean_x[~of_keys])
+
+
+def test_gradients_never_cross_documents():
+    """Documents in one batch: what one holds has no part in another's gradients."""
+    case = Case("", (33, 130, 64), (33, 130, 64), page_size=None)
+    clean, other = build(case), build(case)
+    plan = ja.plan(ja.AttentionSpec(**case.spec_fields()), **clean.lengths.plan_arguments())
+    d_o, d_lse = cotangents(case, clean)
+    rows, keys = slice(33, 163), slice(34, 164)  # ragged rows have a gap after each request
+    other.q[rows], other.k[keys], other.v[keys] = np.nan, np.nan, np.nan
+    want, got = run(plan, clean, d_o, d_lse), run(plan, other, d_o, d_lse)
+    for a, b, inside in zip(got, want, (rows, keys, keys), strict=True):
+        assert np.isnan(a[inside]).any()
+        assert_same_bits("", np.delete(a, inside, 0), np.delete(b, inside, 0))
+
+
+# Requests that share pages, but not the work over them: many tasks write the same rows.
+THREADS = """
+import hashlib, sys, jax, numpy as np, jax_attn as ja
+rng = np.random.default_rng(0)
+tables = [np.append(np.arange(40), 40 + r) for r in range(6)]
+spec = ja.AttentionSpec(4, 2, 32, dtype=sys.argv[1], page_size=16, max_batch=6, max_qo_tokens=600,
+                        max_kv_pages=246, share_prefixes=False, num_ctas=3, target="cpu")
+plan = ja.plan(spec, np.arange(7) * 100, [650] * 6, np.arange(7) * 41, np.concatenate(tables))
+q, d_o = (rng.normal(size=(600, 4, 32)).astype(spec.dtype) for _ in range(2))
+k, v = (rng.normal(size=(46, 16, 2, 32)).astype(spec.dtype) for _ in range(2))
+step = jax.jit(lambda *qkv: jax.vjp(lambda *x: ja.attention(*x, plan), *qkv)[1](d_o))
+digests = {hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in step(q, k, v))).hexdigest()
+           for _ in range(20)}
+print(*digests)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_do_not_depend_on_threads(dtype):
+    found = set()
+    for threads in ("1", "2", "7"):
+        command = [sys.executable, "-c", THREADS, dtype]
+        environment = os.environ | {"NPROC": threads}
+        found.add(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    assert len(found) == 1 and len(found.pop().split()) == 1
+
+
+# ---- with the rest of JAX
+
+
+def test_checkpoint_can_save_what_the_backward_pass_needs():
+    """With a policy that saves o and lse, the forward pass runs once."""
+    case = Case("", (40,), (40,), page_size=None)
+    batch = build(case)
+    plan = ja.plan(ja.AttentionSpec(**case.spec_fields()), **batch.lengths.plan_arguments())
+    names = jax.checkpoint_policies.save_only_these_names("jax_attn_o", "jax_attn_lse")
+
+    def count(policy):
+        layer = jax.checkpoint(
+            lambda q: jnp.sin(ja.attention(q, batch.k, batch.v, plan)), policy=policy
+        )
+        slope = jax.value_and_grad(lambda q: layer(q).sum())
+        return jax.jit(slope).lower(batch.q).as_text().count("jax_attn_attention")
+
+    assert (count(names), count(None)) == (1, 2)
+
+
+def test_merged_states_have_the_gradients_of_the_whole():
+    """Attention over two halves of the keys, merged."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(20, 4, 32)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(90, 2, 32)), jnp.float32) for _ in range(2))
+
+    def plan_of(num_keys):
+        spec = ja.AttentionSpec(
+            4, 2, 32, dtype="float32", causal=False, page_size=None, max_batch=1, max_qo_tokens=20,
+            max_kv_tokens=num_keys, target="cpu",
+        )  # fmt: skip
+        return ja.plan(spec, [0, 20], [num_keys])
+
+    whole, parts = plan_of(90), (plan_of(50), plan_of(40))
+
+    def merged(q, k, v):
+        halves = zip(parts, (slice(0, 50), slice(50, 90)), strict=True)
+        states = [ja.attention(q, k[at], v[at], p, return_lse=True) for p, at in halves]
+        return ja.merge_states(*(jnp.stack(x) for x in zip(*states, strict=True)))
+
+    def slopes(attend):
+        def loss(*qkv):
+            o, lse = attend(*qkv)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(lse))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    want = slopes(lambda *qkv: ja.attention(*qkv, whole, return_lse=True))
+    for a, b in zip(slopes(merged), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "fields,what",
+    [
+        ({"fresh_kv": True}, "fresh_kv"),
+        ({"kv_dtype": "float8_e4m3fn"}, "float8_e4m3fn keys"),
+        ({"mla": True, "num_kv_heads": 1, "head_dim_vo": 32, "sm_scale": 0.1}, "mla"),
+        ({"target": "sm_90"}, "target sm_90"),
+    ],
+)
+def test_what_has_no_gradient_says_so_while_tracing(fields, what):
+    spec = ja.AttentionSpec(
+        **{"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "dtype": "bfloat16",
+           "page_size": 16, "max_batch": 1, "max_qo_tokens": 8, "max_kv_pages": 4, "target": "cpu"}
+        | fields
+    )  # fmt: skip
+    q = jax.ShapeDtypeStruct(spec.q_shape, spec.dtype_of_q)
+    k_shape, v_shape = spec.kv_shapes(4, 16)
+    k = jax.ShapeDtypeStruct(k_shape, spec.dtype_of_kv)
+    v = v_shape and jax.ShapeDtypeStruct(v_shape, spec.dtype_of_kv)
+    new = [jax.ShapeDtypeStruct((8, *x[2:]), spec.dtype) for x in (k_shape, v_shape or k_shape)]
+    plan = jax.eval_shape(lambda: ja.plan(spec, [0, 8], [40], [0, 3], [0, 1, 2]))
+
+    def loss(q, k, v, plan, new):
+        fresh = {"k_new": new[0], "v_new": new[1]} if spec.fresh_kv else {}
+        return ja.attention(q, k, v, plan, **fresh).astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match=f"^attention: gradients: {what}.*; "):
+        jax.eval_shape(jax.grad(loss), q, k, v, plan, new)
+
+
+# ---- prefixes in common
+
+
+def test_a_group_has_the_gradients_of_whole_sequences():
+    """Answers to one prompt, whose keys are there once, beside each with a copy of its own."""
+    group, prefix, own, page = 5, 320, 48, 16
+    rng = np.random.default_rng(2)
+    tokens = prefix + group * own
+    heads = 4, 2, 32
+    common = {"dtype": "float32", "max_batch": 8, "target": "cpu"}
+    q, d_o = (jnp.asarray(rng.normal(size=(tokens, 4, 32)), jnp.float32) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(tokens, 2, 32)), jnp.float32) for _ in range(2))
+    tables = [np.arange(prefix // page)]
+    tables += [
+        np.append(tables[0], (prefix + i * own) // page + np.arange(own // page))
+        for i in range(group)
+    ]
+    spec = ja.AttentionSpec(
+        *heads, page_size=page, max_qo_tokens=tokens, max_kv_pages=sum(map(len, tables)),
+        num_ctas=2, **common,
+    )  # fmt: skip
+    qo_lens, kv_lens = [prefix] + [own] * group, [prefix] + [prefix + own] * group
+    plan = ja.plan(
+        spec, np.cumsum([0, *qo_lens]), kv_lens, np.cumsum([0, *map(len, tables)]),
+        np.concatenate(tables),
+    )  # fmt: skip
+    assert any(item["num_groups"] > 1 for item in plan.items()), "the prompt is not shared"
+
+    def shared(q, k, v):
+        return ja.attention(q, *(x.reshape(-1, page, 2, 32) for x in (k, v)), plan)
+
+    whole = ja.AttentionSpec(
+        *heads, page_size=None, max_qo_tokens=group * (prefix + own),
+        max_kv_tokens=group * (prefix + own), **common,
+    )  # fmt: skip
+    whole_plan = ja.plan(whole, np.arange(group + 1) * (prefix + own), np.full(group, prefix + own))
+    rows = np.concatenate(
+        [np.append(np.arange(prefix), prefix + i * own + np.arange(own)) for i in range(group)]
+    )
+    # Each prompt row of a copy counts once in all.
+    weight = np.where(rows < prefix, 1 / group, 1).astype(np.float32)[:, None, None]
+
+    def slopes(attend, d_o):
+        return jax.jit(lambda *qkv: jax.vjp(attend, *qkv)[1](d_o))(q, k, v)
+
+    got = slopes(shared, d_o)
+    want = slopes(
+        lambda *qkv: ja.attention(*(x[rows] for x in qkv), whole_plan), weight * d_o[rows]
+    )
+    for name, a, b in zip("qkv", got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# ---- any lengths
+
+requests = st.lists(st.tuples(st.integers(0, 150), st.integers(0, 300)), min_size=1, max_size=4)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(requests, st.sampled_from([-1, 0, 31, 128]), st.booleans(), st.sampled_from([None, 8]))
+def test_any_lengths(lens, window_left, causal, page_size):
+    case = Case(
+        "", *zip(*lens, strict=True), 4, 2, 16, 24, causal=causal, window_left=window_left,
+        page_size=page_size,
+    )  # fmt: skip
+    check(case, Backend("cpu"), content="normal")
