@@ -101,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         config = ServerConfig(
             model_directory=args.model,
             model_name=args.model_name or args.model.resolve().name,
+            strict=args.strict,
+            generation_config=args.generation_config == "auto",
             api_keys=keys,
             operator_keys=operator_keys,
             key_limits=_key_limits(args),
@@ -262,6 +264,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
     cache = "fp8: float8_e4m3fn, half the memory, some accuracy (as --dtype)"
     add("--kv-cache-dtype", choices=[*_KV_DTYPES], help=cache)
+    generation = "auto: generation_config.json has the defaults of sampling (%(default)s)"
+    add("--generation-config", choices=["auto", "none"], default="auto", help=generation)
+    add("--strict", action=switch, default=False, help="refuse unknown fields, not read past them")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=_non_negative, default=8000, help="0: any that is free (%(default)s)")
     add("--api-key-file", type=Path, help="a key a line; every route but /health then needs one")

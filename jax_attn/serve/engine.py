@@ -202,7 +202,7 @@ class Engine:
         stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
         return _Stream(
             seq,
-            Detokenizer(self._texts, params.stop, params.skip_special_tokens),
+            Detokenizer(self._texts, params.stop, params.skip_special_tokens, params.include_stop),
             constraint,
             frozenset(stop_tokens),
             needs_state=sampling.keeps_state(params),
@@ -468,7 +468,9 @@ class Engine:
         params = stream.seq.params
         may_stop = num_output > params.min_tokens or stream.constraint is not None
         if may_stop and token in stream.stop_tokens:
-            return FinishReason.STOP  # and no text
+            if params.include_stop:
+                event.text += stream.detokenizer.push(token, may_stop=False)
+            return FinishReason.STOP
         event.text += stream.detokenizer.push(token, may_stop=num_output >= params.min_tokens)
         if stream.detokenizer.stopped:
             return FinishReason.STOP

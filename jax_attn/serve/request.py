@@ -59,6 +59,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # in the text
+    include_stop: bool = False  # the text ends behind the stop string or token that ended it
     grammar: str | None = None
 
     def __post_init__(self) -> None:
