@@ -23,7 +23,7 @@ pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = HERE.parent / "models" / "tiny-llama-stdlib"
+SHIPPED = models.BUNDLED
 SHARDED = HERE / "data" / "llama3_sharded"
 
 # Of the largest logit. Measured: up to 2e-5 between us and transformers (DeepSeek, whose experts'

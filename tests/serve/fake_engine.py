@@ -7,17 +7,17 @@ import functools
 import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 from tokenizers import Tokenizer
 
+from jax_attn import models
 from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.grammar import Grammars
 from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scheduler import QueueFull
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
+MODEL = models.BUNDLED
 
 
 @dataclass

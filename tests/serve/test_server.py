@@ -356,6 +356,15 @@ def test_models(server):
     assert server.get("/v1/models/other").status == 404
 
 
+def test_aliases():
+    with serving(model_aliases=("gpt-4o",)) as server:
+        assert [card["id"] for card in server.get("/v1/models").json["data"]] == ["tiny", "gpt-4o"]
+        assert server.get("/v1/models/gpt-4o").json["id"] == "gpt-4o"
+        for name in ("tiny", "gpt-4o"):
+            assert server.post(COMPLETIONS, HELLO | {"model": name}).json["model"] == "tiny"
+        assert server.post(COMPLETIONS, HELLO | {"model": "gpt-4"}).status == 404
+
+
 def test_metrics(server):
     server.post(COMPLETIONS, HELLO)
     server.post(COMPLETIONS, {"prompt": 5})
