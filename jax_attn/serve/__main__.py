@@ -236,6 +236,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         max_waiting=args.max_waiting,
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         prefix_cache=args.prefix_cache,
+        max_drafts=args.max_drafts,
         batch_invariant=args.batch_invariant,
     )
 
@@ -335,6 +336,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-connections", type=_positive, default=Connection.max_connections, help=clients)
     add("--access-log", action=switch, default=True, help="a line of the log for each request")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
+    drafts = """tokens of each sequence guessed from its own text, and verified in one step, where
+        steps have room for them (%(default)s: none)"""
+    add("--max-drafts", type=_non_negative, default=0, help=drafts)
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     args = parser.parse_args(argv)

@@ -201,6 +201,8 @@ class FakeEngine:
             "steps": 250,
             "compilations": 0,
             "jump_forward_tokens": 7,
+            "draft_tokens": 20,
+            "draft_tokens_taken": 12,
             "step_seconds": {"schedule": 0.1, "plan": 0.2, "dispatch": 0.3, "wait": 1.4},
         }
 

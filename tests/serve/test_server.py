@@ -377,6 +377,7 @@ def test_metrics(server):
     assert lines["jax_attn_prefix_hit_tokens_total"] == "400.0"
     assert lines["jax_attn_preemptions_total"] == "1.0"
     assert lines["jax_attn_compilations_total"] == "0.0"
+    assert lines["jax_attn_draft_tokens_taken_total"] == "12.0"
     assert lines['jax_attn_step_seconds_total{phase="wait"}'] == "1.4"
     assert float(lines['jax_attn_requests_total{outcome="completed"}']) >= 1
     assert float(lines['jax_attn_requests_total{outcome="invalid"}']) >= 1
