@@ -814,5 +814,9 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class Version(BaseModel):
+    version: str
+
+
 class Health(BaseModel):
     status: Literal["ok", "compiling", "draining", "failed"]

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,6 +110,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
             Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/health", server.health),
+            Route("/version", server.version),
             Route("/metrics", server.metrics_text),
             Route("/debug/state", server.debug_state),
             Route("/openapi.json", server.openapi),
@@ -281,6 +283,9 @@ class _Server:
     async def health(self, request: Request) -> Response:
         status = self._status()
         return _json(schemas.Health(status=status), 200 if status == "ok" else 503)
+
+    async def version(self, request: Request) -> Response:
+        return _json(schemas.Version(version=metadata.version("jax_attn")))
 
     async def metrics_text(self, request: Request) -> Response:
         self._need_operator(request, "/metrics")

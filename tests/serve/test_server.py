@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import time
+from importlib import metadata
 
 import pytest
 
@@ -354,6 +355,10 @@ def test_models(server):
     assert [card["id"] for card in listed["data"]] == ["tiny"]
     assert server.get("/v1/models/tiny").json == listed["data"][0]
     assert server.get("/v1/models/other").status == 404
+
+
+def test_version(server):
+    assert server.get("/version").json == {"version": metadata.version("jax_attn")}
 
 
 def test_aliases():
