@@ -466,11 +466,13 @@ class Scheduler:
 
     def _add_drafts(self, step: StepPlan) -> None:
         """Gives decodes drafts, as many as fill the size that the step is padded to anyway."""
+        drafting = [e for e in step.entries if e.seq.drafter and e.samples and e.num_tokens == 1]
+        if not drafting:
+            return
         num_tokens = sum(entry.num_tokens for entry in step.entries)
         sizes = self.config.step_sizes or (self.config.max_step_tokens,)
         num_left = min((size for size in sizes if size >= num_tokens), default=0) - num_tokens
         num_left = min(num_left, self._num_spare_rows(step))
-        drafting = [e for e in step.entries if e.seq.drafter and e.samples and e.num_tokens == 1]
         for i, entry in enumerate(drafting):
             seq = entry.seq
             most = min(num_left // (len(drafting) - i), seq.max_drafts)
