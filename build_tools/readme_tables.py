@@ -14,7 +14,7 @@ In README.md, docs/**/*.md and benchmarks/NOTES.md, a block between these lines:
 
 It also writes docs/images/results.svg, the plot of the ten rows. --check changes nothing and fails
 if anything differs from its source. Both fail where a link leads nowhere, also in the READMEs of
-models/ and examples/.
+jax_attn/models/ and examples/.
 """
 
 import re
@@ -50,7 +50,11 @@ def documents() -> list[Path]:
 
 def linked() -> list[Path]:
     """The documents whose links are checked."""
-    return [*documents(), *ROOT.glob("models/*/README.md"), *ROOT.glob("examples/*/README.md")]
+    return [
+        *documents(),
+        *ROOT.glob("jax_attn/models/*/README.md"),
+        *ROOT.glob("examples/*/README.md"),
+    ]
 
 
 def block(name: str) -> str:

@@ -418,7 +418,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model_dir = HERE.parent / "models" / "tiny-llama-stdlib"
+    model_dir = models.BUNDLED
     parser.add_argument("--model", type=Path, default=model_dir, help="a Hugging Face directory")
     parser.add_argument("--dtype", choices=TOLERANCE, help="default: float32 on a CPU")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="per request")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from jax_attn.models.weights import file_shapes
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
 
-SHIPPED = Path(__file__).resolve().parent.parent / "models" / "tiny-llama-stdlib"
+SHIPPED = models.BUNDLED
 LLAMA = model_cases.CONFIGS["llama"]
 LLAMA3_ROPE = model_cases.CONFIGS["llama bias tied, llama3 rope"]["rope_parameters"]
 
@@ -43,6 +44,28 @@ def test_dtypes_of_files(llama_dir, dtype):
     q_size = config.num_qo_heads * config.head_dim
     k = params["layers"][1]["qkv"][:, q_size : q_size + config.num_kv_heads * config.head_dim]
     np.testing.assert_array_equal(k, k_proj.astype(np.float32).T)
+
+
+def test_loading_holds_one_weight_beside_the_model(tmp_path):
+    """And says how far it is."""
+    raw = LLAMA | {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512}
+    config = model_cases.write(tmp_path, raw, np.float32)
+    largest = 2 * 256 * 512 * 4  # gate and up
+    whole = sum(map(math.prod, file_shapes(config).values())) * 4
+    seen = []
+    models.load_params(tmp_path, config, "float16")  # what else loading keeps, it keeps now
+    tracemalloc.start()
+    try:
+        params = models.load_params(
+            tmp_path, config, "float16", lambda *numbers: seen.append(numbers)
+        )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Arrays of JAX are not traced. A weight: its parts, side by side, in another dtype.
+    assert peak < 3 * largest < whole / 4, (peak, largest, whole)
+    assert seen == sorted(seen) and seen[-1] == (whole // 4, whole // 4)
+    assert len(params["layers"]) == 12
 
 
 def test_tied_head_is_the_embedding(llama_dir):

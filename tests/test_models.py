@@ -6,6 +6,7 @@ computed again, and models go through the files that transformers writes.
 
 import dataclasses
 import functools
+import runpy
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = HERE.parent / "models" / "tiny-llama-stdlib"
+SHIPPED = models.BUNDLED
 SHARDED = HERE / "data" / "llama3_sharded"
 
 # Of the largest logit. Measured: up to 2e-5 between us and transformers (DeepSeek, whose experts'
@@ -409,3 +410,16 @@ def test_no_layer_copies_its_weights():
     workspaces = 4 * sum(spec.workspace_words for spec in specs)
     smallest = min(x.nbytes for x in jax.tree.leaves(params["layers"]) if x.ndim == 2)
     assert memory.temp_size_in_bytes - workspaces < smallest // 2
+
+
+def test_the_benchmark_without_paged_attention_says_the_same():
+    """benchmarks/peers/jax_nn_decoder.py is made of parts of the decoder."""
+    path = HERE.parent / "benchmarks" / "peers" / "jax_nn_decoder.py"
+    peer = runpy.run_path(str(path))
+    model = models.load(SHIPPED, dtype="float32")
+    prompts = np.random.default_rng(0).integers(1, 4096, (2, 9), dtype=np.int32)
+    got = peer["run_batch"](model, prompts, num_steps=4, cache_len=16)
+    for prompt, generated in zip(prompts, np.asarray(got), strict=True):
+        tokens = np.concatenate([prompt, generated])
+        logits = models.reference_forward(model.params, model.config, tokens)
+        np.testing.assert_array_equal(np.argmax(logits, axis=-1)[len(prompt) - 1 : -1], generated)

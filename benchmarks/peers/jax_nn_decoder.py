@@ -32,30 +32,28 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
     """tokens: [batch, new]; begin: tokens in the caches. -> the next token of each, caches."""
     batch_size, num_new = tokens.shape
     positions = jnp.tile(begin + jnp.arange(num_new), batch_size)
-    x = decoder._embed(tokens.reshape(-1), params, config)
     caches = list(caches)
-    for i, kind in enumerate(config.layers):
 
-        def attend(qkv: Any, i: int = i, kind: Any = kind) -> Any:
-            q, k, v = (
-                a.reshape(batch_size, num_new, *a.shape[1:])
-                for a in decoder._rotated_heads(qkv, positions, config, kind)
+    def attend(qkv: Any, sinks: None, idx: int, kind: Any) -> Any:
+        q, k, v = (
+            a.reshape(batch_size, num_new, *a.shape[1:])
+            for a in decoder._rotated_heads(qkv, positions, config, kind)
+        )
+        pages = [
+            jax.lax.dynamic_update_slice(cache, new, (0, begin, 0, 0))
+            for cache, new in zip(caches[idx], (k, v), strict=True)
+        ]
+        if num_new > 1:  # a prompt: nothing is in the caches yet
+            o = jax.nn.dot_product_attention(q, k, v, scale=config.sm_scale, is_causal=True)
+        else:
+            lengths = jnp.full(batch_size, begin + 1, jnp.int32)
+            o = jax.nn.dot_product_attention(
+                q, *pages, scale=config.sm_scale, key_value_seq_lengths=lengths
             )
-            pages = [
-                jax.lax.dynamic_update_slice(cache, new, (0, begin, 0, 0))
-                for cache, new in zip(caches[i], (k, v), strict=True)
-            ]
-            if num_new > 1:  # a prompt: nothing is in the caches yet
-                o = jax.nn.dot_product_attention(q, k, v, scale=config.sm_scale, is_causal=True)
-            else:
-                lengths = jnp.full(batch_size, begin + 1, jnp.int32)
-                o = jax.nn.dot_product_attention(
-                    q, *pages, scale=config.sm_scale, key_value_seq_lengths=lengths
-                )
-            caches[i] = tuple(pages)
-            return o.reshape(-1, *o.shape[2:])
+        caches[idx] = tuple(pages)
+        return o.reshape(-1, *o.shape[2:])
 
-        x = decoder._layer(x, params["layers"][i], config, attend)
+    x = decoder._layers(tokens.reshape(-1), params, config, attend)
     last = x.reshape(batch_size, num_new, -1)[:, -1]
     return jnp.argmax(decoder._logits(last, params, config), axis=-1)[:, None], caches
 

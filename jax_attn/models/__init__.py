@@ -1,6 +1,6 @@
 """Decoder models in plain JAX on jax_attn's public operations, from Hugging Face directories.
 
-    config, params, tokenizer = models.load("models/tiny-llama-stdlib", dtype="float32")
+    config, params, tokenizer = models.load(models.BUNDLED, dtype="float32")
     specs = models.attention_specs(
         config, dtype="float32", max_batch=8, max_qo_tokens=64, max_kv_pages=512
     )
@@ -17,6 +17,8 @@
 `reference_forward` one sequence with dense attention, to check it against. families.py says which
 models there are and what of them is refused.
 
+`fetch` gets a directory from the Hugging Face Hub, and `BUNDLED` is one that is there.
+
 Loading needs the packages of the extra `models`: pip install 'jax_attn[models]'.
 deepseek.py is a single block of DeepSeek's models that attends in both ways, absorbed and not.
 """
@@ -24,13 +26,15 @@ deepseek.py is a single block of DeepSeek's models that attends in both ways, ab
 from jax_attn.models import deepseek
 from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.decoder import attention_specs, forward, init_pages, reference_forward
-from jax_attn.models.directory import ModelDirectoryError
+from jax_attn.models.directory import BUNDLED, ModelDirectoryError
 from jax_attn.models.families import load_config, parse_config
+from jax_attn.models.hub import fetch
 from jax_attn.models.loading import Model, load
 from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
 from jax_attn.models.weights import Params, load_params, random_params
 
 __all__ = [
+    "BUNDLED",
     "LayerKind",
     "LinearScaling",
     "Llama3Scaling",
@@ -41,6 +45,7 @@ __all__ = [
     "Rope",
     "attention_specs",
     "deepseek",
+    "fetch",
     "forward",
     "init_pages",
     "load",

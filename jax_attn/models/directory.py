@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+BUNDLED = Path(__file__).parent / "tiny-llama-stdlib"  # travels with the package
+
 
 class ModelDirectoryError(ValueError):
     """A model directory that does not fit: which file, what was expected, what is there."""

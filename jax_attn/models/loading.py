@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,18 @@ class Model(NamedTuple):
     tokenizer: Any  # tokenizers.Tokenizer
 
 
-def load(directory: str | Path, dtype: jax.typing.DTypeLike = "bfloat16") -> Model:
+def load(
+    directory: str | Path,
+    dtype: jax.typing.DTypeLike = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
     """Loads a Hugging Face directory; config.json's model_type says of which family.
 
     Args:
       directory: config.json, tokenizer.json, and model.safetensors or the shards that
         model.safetensors.index.json names. Weights may be bf16, f16 or f32.
       dtype: of the weights in memory, and so of the activations.
+      progress: is told how many numbers of the files are read, and how many there are.
 
     Raises:
       ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
@@ -38,4 +44,4 @@ def load(directory: str | Path, dtype: jax.typing.DTypeLike = "bfloat16") -> Mod
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelDirectoryError(f"{path}: not a tokenizer: {error}") from error
-    return Model(config, load_params(directory, config, dtype), tokenizer)
+    return Model(config, load_params(directory, config, dtype, progress), tokenizer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -147,28 +149,58 @@ def file_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def load_params(
-    directory: str | Path, config: ModelConfig, dtype: jax.typing.DTypeLike = "bfloat16"
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: jax.typing.DTypeLike = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Params:
     """Reads the weights of model.safetensors, or of the shards that its index names.
 
+    Memory holds the weights and what one of them is made of. All headers are checked first.
+
     dtype: of the weights in memory, and so of the activations; files may hold bf16, f16 or f32.
+    progress: see `load`.
 
     Raises ModelDirectoryError for a tensor that is missing, is one too many or does not fit.
     """
     directory = Path(directory)
     shapes = file_shapes(config)
-    tensors: dict[str, np.ndarray] = {}
-    for path in _weight_files(directory):
-        tensors |= _read_tensors(path, shapes, config)
-    if missing := sorted(shapes.keys() - tensors.keys()):
-        raise ModelDirectoryError(
-            f"{directory}: tensor '{config.tensor_prefix}{missing[0]}' is missing, with "
-            f"{len(missing) - 1} more"
-        )
+    with contextlib.ExitStack() as stack:
+        files: dict[str, tuple[Any, str]] = {}  # name -> its file, and what it is called there
+        for path in _weight_files(directory):
+            files |= _open_tensors(stack, path, shapes, config)
+        if missing := sorted(shapes.keys() - files.keys()):
+            raise ModelDirectoryError(
+                f"{directory}: tensor '{config.tensor_prefix}{missing[0]}' is missing, with "
+                f"{len(missing) - 1} more"
+            )
+        return _make_params(_Tensors(files, shapes, progress), config, dtype)
 
+
+class _Tensors:
+    """Of the files, each read when it is asked for."""
+
+    def __init__(
+        self,
+        files: dict[str, tuple[Any, str]],
+        shapes: dict[str, Shape],
+        progress: Callable[[int, int], None] | None,
+    ):
+        self._files, self._progress = files, progress
+        self._num_read, self._num_all = 0, sum(map(math.prod, shapes.values()))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        file, full_name = self._files[name]
+        tensor = file.get_tensor(full_name)
+        self._num_read += tensor.size
+        if self._progress is not None:
+            self._progress(self._num_read, self._num_all)
+        return tensor
+
+
+def _make_params(tensors: _Tensors, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
     def side_by_side(layer: int, weight: str, parts: Parts) -> np.ndarray:
-        # pop: the parts of a large model must not stay in memory beside the whole.
-        found = [tensors.pop(f"model.layers.{layer}.{name}") for name in parts]
+        found = [tensors[f"model.layers.{layer}.{name}"] for name in parts]
         if any(name.endswith("_blocks") for name in parts):
             return _gate_then_up(mxfp4.widen(*found), weight, config)
         whole = _in_rotary_order(np.concatenate(found), weight, config)
@@ -176,17 +208,26 @@ def load_params(
             return _gate_then_up(whole, weight, config)
         return whole.T
 
+    def on_device(weight: np.ndarray) -> jax.Array:
+        # Waits, as what is being copied stays in memory.
+        return jax.block_until_ready(jnp.asarray(weight, dtype))
+
     def make(layer: int, weight: str, parts: Parts | list[Parts]) -> jax.Array:
         if isinstance(parts, list):
-            return jnp.asarray(np.stack([side_by_side(layer, weight, x) for x in parts]), dtype)
-        return jnp.asarray(side_by_side(layer, weight, parts), dtype)
+            first = side_by_side(layer, weight, parts[0])
+            whole = np.empty((len(parts), *first.shape), first.dtype)
+            whole[0] = first
+            for i, more in enumerate(parts[1:], 1):
+                whole[i] = side_by_side(layer, weight, more)
+            return on_device(whole)
+        return on_device(side_by_side(layer, weight, parts))
 
     params: Params = {
-        "embed": jnp.asarray(tensors["model.embed_tokens.weight"], dtype),
-        "final_norm": jnp.asarray(tensors["model.norm.weight"], dtype),
+        "embed": on_device(tensors["model.embed_tokens.weight"]),
+        "final_norm": on_device(tensors["model.norm.weight"]),
     }
     if not config.tie_embeddings:
-        params["head"] = jnp.asarray(tensors["lm_head.weight"].T, dtype)
+        params["head"] = on_device(tensors["lm_head.weight"].T)
     params["layers"] = [
         {weight: make(i, weight, parts) for weight, parts in layer_tensors(config, i).items()}
         for i in range(config.num_layers)
@@ -305,35 +346,35 @@ def _weight_files(directory: Path) -> list[Path]:
     return [existing(directory / name) for name in sorted(names)]
 
 
-def _read_tensors(
-    path: Path, shapes: dict[str, Shape], config: ModelConfig
-) -> Iterable[tuple[str, np.ndarray]]:
-    """The tensors of one file, each checked against `shapes`."""
+def _open_tensors(
+    stack: contextlib.ExitStack, path: Path, shapes: dict[str, Shape], config: ModelConfig
+) -> Iterable[tuple[str, tuple[Any, str]]]:
+    """The tensors of one file, each checked against `shapes`. The file is open as long as stack."""
     from safetensors import SafetensorError, safe_open
 
     try:
         file = safe_open(path, framework="numpy")
     except SafetensorError as error:
         raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
-    with file:
-        for full_name in file.keys():
-            name = full_name.removeprefix(config.tensor_prefix)
-            if name not in shapes and _is_passed_over(name, config):
-                continue
-            where = f"{path}: tensor '{full_name}'"
-            if name not in shapes:
-                raise ModelDirectoryError(
-                    f"{where} is no part of a {config.family} model with this config"
-                )
-            header = file.get_slice(full_name)
-            shape, dtype = tuple(header.get_shape()), header.get_dtype()
-            if shape != shapes[name]:
-                raise ModelDirectoryError(f"{where}: expected shape {shapes[name]}, got {shape}")
-            is_mxfp4 = name.endswith(("_blocks", "_scales"))
-            if dtype not in (("U8",) if is_mxfp4 else ("BF16", "F16", "F32")):
-                expected = "U8" if is_mxfp4 else "BF16, F16 or F32"
-                raise ModelDirectoryError(f"{where}: expected dtype {expected}, got {dtype}")
-            yield name, file.get_tensor(full_name)
+    stack.enter_context(file)
+    for full_name in file.keys():
+        name = full_name.removeprefix(config.tensor_prefix)
+        if name not in shapes and _is_passed_over(name, config):
+            continue
+        where = f"{path}: tensor '{full_name}'"
+        if name not in shapes:
+            raise ModelDirectoryError(
+                f"{where} is no part of a {config.family} model with this config"
+            )
+        header = file.get_slice(full_name)
+        shape, dtype = tuple(header.get_shape()), header.get_dtype()
+        if shape != shapes[name]:
+            raise ModelDirectoryError(f"{where}: expected shape {shapes[name]}, got {shape}")
+        is_mxfp4 = name.endswith(("_blocks", "_scales"))
+        if dtype not in (("U8",) if is_mxfp4 else ("BF16", "F16", "F32")):
+            expected = "U8" if is_mxfp4 else "BF16, F16 or F32"
+            raise ModelDirectoryError(f"{where}: expected dtype {expected}, got {dtype}")
+        yield name, (file, full_name)
 
 
 def _is_passed_over(name: str, config: ModelConfig) -> bool:

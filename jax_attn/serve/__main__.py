@@ -10,6 +10,7 @@ import logging
 import resource
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 try:
     import uvicorn
+    from tqdm import tqdm
 except ModuleNotFoundError:
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
@@ -34,7 +36,6 @@ from jax_attn.serve.tenants import TenantLimits
 
 log = logging.getLogger("jax_attn.serve")
 
-_BUNDLED_MODEL = Path("models") / "tiny-llama-stdlib"
 _MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
 _BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 _ACCEPTS = 64  # of them at a time, 10 ms, in which no stream goes on
@@ -93,14 +94,19 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        keys = auth.read_keys(args.api_key_file) if args.api_key_file else ()
+        keys = auth.checked_keys(args.api_key, "--api-key")
+        keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
-        log.info("loading %s", args.model)
-        model = models.load(args.model, dtype=args.dtype)
+        directory = models.fetch(args.model, args.revision)
+        model = _load(directory, args)
+        name, *aliases = args.served_model_name or [_name_of(args.model)]
         engine = _make_engine(model, args)
         config = ServerConfig(
-            model_directory=args.model,
-            model_name=args.model_name or args.model.resolve().name,
+            model_directory=directory,
+            model_name=name,
+            model_aliases=tuple(aliases),
+            strict=args.strict,
+            generation_config=args.generation_config == "auto",
             api_keys=keys,
             operator_keys=operator_keys,
             key_limits=_key_limits(args),
@@ -145,6 +151,38 @@ def _spare_the_collector() -> None:
     """What is there by now stays: a hundred thousand objects, 60 ms of every full collection."""
     gc.collect()
     gc.freeze()
+
+
+def _name_of(model: str) -> str:
+    """As clients call it, unless they are told."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _load(directory: Path, args: argparse.Namespace) -> models.Model:
+    """With a bar on a terminal.
+
+    Raises:
+      ModelDirectoryError, ValueError.
+    """
+    log.info("loading %s", directory)
+    begin = time.monotonic()
+    with tqdm(disable=None, unit=" weights", unit_scale=True, leave=False) as bar:
+
+        def show(num_read: int, num_all: int) -> None:
+            bar.total = num_all
+            bar.update(num_read - bar.n)
+
+        model = models.load(directory, args.dtype, show)
+    log.info("loaded in %.1f s", time.monotonic() - begin)
+    longest = model.config.max_positions
+    if args.max_model_len is None:
+        return model
+    if args.max_model_len > longest:
+        raise ValueError(
+            f"--max-model-len: expected at most the model's {longest}, got {args.max_model_len}"
+        )
+    config = dataclasses.replace(model.config, max_positions=args.max_model_len)
+    return model._replace(config=config)
 
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # names that other servers have for it
@@ -198,6 +236,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         max_waiting=args.max_waiting,
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         prefix_cache=args.prefix_cache,
+        max_drafts=args.max_drafts,
         batch_invariant=args.batch_invariant,
     )
 
@@ -256,14 +295,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jax_attn.serve", description=__doc__)
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
-    model = _bundled_model()
-    add("--model", type=Path, default=model, help="Hugging Face directory (the bundled model)")
-    add("--model-name", help="as clients call it (the directory's name)")
+    hub = "Hugging Face directory, or ORG/NAME of the Hub (the bundled model)"
+    add("--model", default=str(models.BUNDLED), help=hub)
+    add("--revision", help="of ORG/NAME: a branch, tag or commit (main)")
+    names = "as clients call it; more are aliases (ORG/NAME, or the directory's name)"
+    add("--served-model-name", nargs="+", metavar="NAME", help=names)
+    longest = "tokens of prompt and output together (what the model can)"
+    add("--max-model-len", type=_positive, help=longest)
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
     cache = "fp8: float8_e4m3fn, half the memory, some accuracy (as --dtype)"
     add("--kv-cache-dtype", choices=[*_KV_DTYPES], help=cache)
+    generation = "auto: generation_config.json has the defaults of sampling (%(default)s)"
+    add("--generation-config", choices=["auto", "none"], default="auto", help=generation)
+    add("--strict", action=switch, default=False, help="refuse unknown fields, not read past them")
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=_non_negative, default=8000, help="0: any that is free (%(default)s)")
+    shown = "a key, which process lists show; may be repeated (see --api-key-file)"
+    add("--api-key", action="append", default=[], metavar="KEY", help=shown)
     add("--api-key-file", type=Path, help="a key a line; every route but /health then needs one")
     operators = """keys, likewise, that may also read /metrics and all of /debug/state (without this
         file, all may who use a loopback address or the only key; else nobody)"""
@@ -288,6 +336,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-connections", type=_positive, default=Connection.max_connections, help=clients)
     add("--access-log", action=switch, default=True, help="a line of the log for each request")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
+    drafts = """tokens of each sequence guessed from its own text, and verified in one step, where
+        steps have room for them (%(default)s: none)"""
+    add("--max-drafts", type=_non_negative, default=0, help=drafts)
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     args = parser.parse_args(argv)
@@ -311,12 +362,6 @@ def _non_negative(text: str) -> int:
     if int(text) < 0:
         raise argparse.ArgumentTypeError(f"expected at least 0, got {text}")
     return int(text)
-
-
-def _bundled_model() -> Path:
-    """In a checkout, wherever the command runs; an installed package has no model with it."""
-    checkout = Path(__file__).resolve().parents[2]
-    return checkout / _BUNDLED_MODEL if (checkout / _BUNDLED_MODEL).is_dir() else _BUNDLED_MODEL
 
 
 if __name__ == "__main__":

@@ -40,6 +40,12 @@ class KeyLimits:
         most = max_waiting + max_running
         return KeyLimits(requests=most, choices=most)
 
+    def check_one(self, tenant: str, **amounts: int) -> None:
+        """Raises ApiError, 400, for a request that is more than all together may be."""
+        for name, amount in amounts.items():
+            if amount > (limit := getattr(self, name)):
+                raise _too_many(name, limit, _whose(tenant), 0, amount)
+
 
 _WORDS = {
     "requests": "requests in flight",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -29,13 +29,18 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ValueError(f"{path}: no API key in this file")
+    return checked_keys(keys, str(path))
+
+
+def checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
+    """Raises ValueError for a key that is too short or could not be sent in a header."""
     for number, key in enumerate(keys, 1):
         if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError(
-                f"{path}: key {number}: expected at least {_MIN_KEY_CHARS} printable ASCII "
+                f"{where}: key {number}: expected at least {_MIN_KEY_CHARS} printable ASCII "
                 "characters without spaces"
             )
-    return keys
+    return tuple(keys)
 
 
 class Authenticate:

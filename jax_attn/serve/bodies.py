@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from jax_attn.serve.errors import ApiError, from_validation
+from jax_attn.serve.schemas import UnknownFields
 
 # Of a body: [ and {, and what is before a colon. 30 ms to parse. As many messages as there may be,
 # in parts, with calls and tools, have a fifth of them.
@@ -31,8 +32,8 @@ Body = TypeVar("Body", bound=BaseModel)
 _lock = threading.Lock()
 
 
-def parse(raw: bytes, model: type[Body]) -> Body:
-    """Raises: ApiError, 400."""
+def parse(raw: bytes, model: type[Body], unknown: UnknownFields | None = None) -> Body:
+    """unknown: is told of unknown fields, which are refused without it. Raises: ApiError, 400."""
     with _lock:
         begin = time.monotonic()
         _check_size(raw)
@@ -44,7 +45,7 @@ def parse(raw: bytes, model: type[Body]) -> Body:
         if (seconds := time.monotonic() - begin) > _LONG_SECONDS:
             time.sleep(min(seconds, _MAX_PAUSE_SECONDS))
     try:
-        return model.model_validate(body)
+        return model.model_validate(body, context=unknown)
     except ValidationError as error:
         raise from_validation(error, body) from None
 

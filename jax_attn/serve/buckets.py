@@ -83,6 +83,7 @@ class Batch(NamedTuple):
     words: np.ndarray
     kind: Kind
     scored: list[ScoredRows]
+    drafted: dict[int, list[int]]  # entry -> of the token before its drafts, and of each, the row
 
 
 class ScoredRows(NamedTuple):
@@ -177,8 +178,9 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     for entry, begin in zip(entries, begins.tolist(), strict=True):
         known = entry.seq.tokens[begin : begin + entry.num_tokens]
         tokens += known
-        if len(known) < entry.num_tokens:  # by one, the sample in flight
+        if len(known) < entry.num_tokens - len(entry.drafts):  # by one, the sample in flight
             tokens.append(~entry.seq.slot)
+        tokens += entry.drafts
 
     words = np.zeros(bucket.num_words, np.int32)
     inputs, logit_rows, rows, plans = bucket.unpack(words)
@@ -193,10 +195,35 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     scored = _score(entries, qo_indptr, logit_rows, rows)
     if scored:
         kind = "full"
+    drafted = _draft(entries, qo_indptr, logit_rows, rows, slots.max_running)
     for plan in plans:
         batch = qo_indptr, kv_lens, page_indptr, page_indices
         ja.plan(plan.spec, *batch, buffer=plan.buffer)
-    return Batch(bucket, words, kind, scored)
+    return Batch(bucket, words, kind, scored, drafted)
+
+
+def _draft(
+    entries: Seq[ScheduledSequence],
+    qo_indptr: np.ndarray,
+    logit_rows: np.ndarray,
+    rows: np.ndarray,
+    no_slot: int,
+) -> dict[int, list[int]]:
+    """Fills in the rows before the last of those with drafts, and moves the last's position."""
+    drafted: dict[int, list[int]] = {}
+    num_rows = len(entries) + sum(entry.num_more_rows for entry in entries if entry.num_scored)
+    for i, entry in enumerate(entries):
+        if not (n := len(entry.drafts)):
+            continue
+        more = list(range(num_rows, num_rows + n))
+        logit_rows[more] = qo_indptr[i] + np.arange(n)
+        rows[more] = rows[i]
+        rows[more, 0] = no_slot  # which of them is the newest token, the host finds out
+        rows[more, 4] += np.arange(n, dtype=np.int32)
+        rows[i, 4] += n
+        drafted[i] = [*more, i]
+        num_rows += n
+    return drafted
 
 
 def _score(

@@ -19,6 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from jax_attn.serve import harmony, reasoning
 from jax_attn.serve.tools import format_of
 
 
@@ -34,11 +35,12 @@ class ChatTemplate:
     """A model's templates, compiled, or none: `render` then says so.
 
     tool_format: how they have the model write tool calls; None if they do not, or in no way known.
+    thinks, writes_channels: how they have it write its thoughts (see reasoning, harmony).
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]):
         """sources: by name. "default" is for all, but "tool_use", if there is one, for those
-        with tools. A single one is for all, whatever its name.
+        with tools. A single one is for all, whatever its name. A request may name another.
 
         `variables` are those that templates expect beside the messages, such as bos_token.
         """
@@ -47,27 +49,36 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"chat_template: expected one named 'default', got {', '.join(sorted(sources))}"
             )
-        source = sources.get("default") or next(iter(sources.values()), None)
-        with_tools = sources.get("tool_use", source)
-        self._template = None if source is None else _compile(source)
-        self._with_tools = None if with_tools is None else _compile(with_tools)
-        self.tool_format = format_of(with_tools or "")
+        self._compiled = {name: _compile(source) for name, source in sources.items()}
+        default = "default" if "default" in sources else next(iter(sources), None)
+        self._template = self._compiled.get(default or "")
+        self._with_tools = self._compiled.get("tool_use", self._template)
+        source = sources.get(default or "", "")
+        self.tool_format = format_of(sources.get("tool_use", source))
+        self.thinks = reasoning.thinks(source)
+        self.writes_channels = harmony.writes_channels(source)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        name: str | None = None,
+        continues: bool = False,
     ) -> str:
         """The text up to where the assistant's answer begins.
 
         variables: more of them, for this rendering; none of them replaces messages or tools.
         tools: descriptions of functions that the model may call.
+        name: of the template; None: as the constructor says.
+        continues: up to the end of the last message's content.
 
         Raises:
           ChatTemplateError: see there; or the text takes more than MAX_CHARS or MAX_SECONDS.
         """
         template = self._template if tools is None else self._with_tools
+        if name is not None:
+            template = self._named(name)
         if template is None:
             raise ChatTemplateError(
                 "the model directory has no chat template (chat_template.jinja, or chat_template "
@@ -95,11 +106,35 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can fail in any way that an expression can
             raise ChatTemplateError(f"the chat template failed: {error}") from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _open_end(text, messages[-1].get("content")) if continues else text
+
+    def _named(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            names = ", ".join(map(repr, sorted(self._compiled))) or "none"
+            raise ChatTemplateError(
+                f"chat_template: expected the name of one of the model's ({names}), got "
+                f"{name[:100]!r}"
+            )
+        return self._compiled[name]
+
+
+def _open_end(text: str, content: Any) -> str:
+    """The rendered text up to the end of the last message's content, as transformers has it."""
+    stripped = content.strip() if isinstance(content, str) else ""
+    begin = text.rfind(stripped)
+    if begin < 0 or not stripped:
+        raise ChatTemplateError(
+            "continue_final_message: expected a template that writes the content of the last "
+            "message, and a content that is not empty"
+        )
+    kept = content.lstrip()
+    return text[: begin + len(kept if text.startswith(kept, begin) else stripped)]
 
 
 def load(directory: str | Path) -> ChatTemplate:
-    """Reads chat_template.jinja or, without it, chat_template of tokenizer_config.json.
+    """Reads chat_template.jinja or, without it, chat_template of tokenizer_config.json; and the
+    templates of additional_chat_templates, which are called as their files.
 
     Raises:
       ChatTemplateError: the template does not compile.
@@ -115,6 +150,8 @@ def load(directory: str | Path) -> ChatTemplate:
             sources = {entry["name"]: entry["template"] for entry in source}
         except (KeyError, TypeError):
             sources = {"default": source}
+    for file in sorted((Path(directory) / "additional_chat_templates").glob("*.jinja")):
+        sources[file.stem] = file.read_text(encoding="utf-8")
     if not all(isinstance(text, str) for text in (*sources, *sources.values())):
         raise ChatTemplateError(
             "chat_template: expected a text, or a list of objects with name and template"

@@ -124,12 +124,19 @@ class Detokenizer:
     last token has, and what may be the beginning of a stop string when it has proved not to be.
     """
 
-    def __init__(self, texts: Texts, stop: Sequence[str] = (), skip_special_tokens: bool = True):
-        """stop: text ends before the first of them that occurs."""
+    def __init__(
+        self,
+        texts: Texts,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ):
+        """stop: text ends before the first of them that occurs; include_stop: or behind it."""
         if any(not text for text in stop):
             raise ValueError("stop: expected strings that are not empty, got ''.")
         self._text = texts.begin(skip_special_tokens)
         self._stops = [_Stop(text) for text in stop]
+        self._include_stop = include_stop
         self._held = ""  # decoded, but maybe the beginning of a stop string
         self.stopped = False
 
@@ -143,11 +150,14 @@ class Detokenizer:
         if self.stopped:
             return ""
         new = self._text.push(token)
-        found = [begin for stop in self._stops if (begin := stop.push(new)) is not None]
+        found = [
+            (begin, stop.length) for stop in self._stops if (begin := stop.push(new)) is not None
+        ]
         text = self._held + new
         if found and may_stop:
             self.stopped = True
-            end = len(self._held) + min(found)
+            begin, length = min(found)
+            end = len(self._held) + begin + (length if self._include_stop else 0)
             self._held = ""
             return text[:end]
         border = len(text) - max(stop.num_matched for stop in self._stops)
@@ -178,6 +188,10 @@ class _Stop:
             self.num_matched = self._next(text[i])
             self._shorter[i] = self.num_matched
         self.num_matched = 0
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
 
     def push(self, new: str) -> int | None:
         """Where in `new` the string begins that is the first to end there; before it: negative."""

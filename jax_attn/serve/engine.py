@@ -32,6 +32,7 @@ from jax_attn.serve import buckets, live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
+from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import CompiledGrammar, Grammars
 from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
@@ -66,6 +67,7 @@ class EngineConfig:
     prefix_cache: bool = True
     batch_invariant: bool = False
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
+    max_drafts: int = 0  # guesses at what follows, of each sequence, verified in a step
     max_grammars: int = 128  # compiled grammars kept
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ class _Launched:
     batch: Batch
     scores: Scores | None  # until they are sampled
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
+    drafts: dict[int, list[int]]  # of those that have some, by row
     sampled: sampling.Sampled | None = None
 
 
@@ -121,7 +124,7 @@ class Engine:
         self._masks = workers()
         self._held: dict[str, _Stream] = {}  # those that wait for their masks, and for nothing else
         self.step_stats = StepStats(0)
-        self._totals = dict.fromkeys(("steps", "generated_tokens", "jump_forward_tokens"), 0)
+        self._totals = dict.fromkeys(_TOTALS, 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
@@ -179,6 +182,9 @@ class Engine:
                 f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
                 f"{len(params.logit_bias)}."
             )
+        # Penalties change with each token, and masks of grammars are for one.
+        if self.config.max_drafts and not (sampling.keeps_state(params) or params.grammar):
+            seq.drafter = NgramDrafter(self.config.max_drafts)
         biased = [token for token, _ in params.logit_bias]
         named = (
             ("prompt", seq.tokens),
@@ -202,7 +208,7 @@ class Engine:
         stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
         return _Stream(
             seq,
-            Detokenizer(self._texts, params.stop, params.skip_special_tokens),
+            Detokenizer(self._texts, params.stop, params.skip_special_tokens, params.include_stop),
             constraint,
             frozenset(stop_tokens),
             needs_state=sampling.keeps_state(params),
@@ -276,7 +282,8 @@ class Engine:
             for row, entry in enumerate(plan.entries)
             if entry.samples
         ]
-        return _Launched(batch, scores, streams)
+        drafts = {row: plan.entries[row].drafts for row in batch.drafted}
+        return _Launched(batch, scores, streams, drafts)
 
     def _sample(self, launched: _Launched) -> None:
         """Gives the device the sampling of a step, for all that still want their token."""
@@ -397,8 +404,12 @@ class Engine:
                     self._take_scores(scored, sampled)
             tokens = sampled.tokens.tolist()
             for row, stream in launched.streams:
-                if stream.seq.status is not Status.FINISHED:
-                    self.step_stats.num_sampled += 1
+                if stream.seq.status is Status.FINISHED:
+                    continue
+                self.step_stats.num_sampled += 1
+                if row in launched.batch.drafted:
+                    self._take_drafts(stream, launched, row, sampled)
+                else:
                     self._take_sample(stream, tokens[row], sampled, row)
 
     # ---- what becomes of tokens ----------------------------------------------------------------
@@ -439,12 +450,38 @@ class Engine:
                 stream.at_length = True
                 self._held[seq.id] = stream
 
+    def _take_drafts(
+        self, stream: _Stream, launched: _Launched, row: int, sampled: sampling.Sampled
+    ) -> None:
+        """The samples of a step up to the first whose draft was another token."""
+        rows, drafts = launched.batch.drafted[row], launched.drafts[row]
+        tokens = sampled.tokens[rows].tolist()
+        num_right = next(
+            (i for i, (a, b) in enumerate(zip(tokens, drafts, strict=False)) if a != b),
+            len(drafts),
+        )
+        tokens = tokens[: num_right + 1]
+        self._totals["draft_tokens"] += len(drafts)
+        self._totals["draft_tokens_taken"] += num_right
+        assert stream.seq.drafter is not None
+        stream.seq.drafter.settle(len(drafts), num_right)
+        if min(tokens) < 0:
+            self._fail(stream.seq, _NOT_NUMBERS)
+            return
+        num_taken, reason = self._append(stream, tokens, num_sampled=1, num_right=num_right)
+        if (num_top := stream.seq.params.logprobs) is not None:
+            event = self._event(stream.seq)
+            found = [_logprob(sampled, which, num_top) for which in rows[:num_taken]]
+            event.logprobs = [*(event.logprobs or ()), *found]
+        if reason is not None:
+            self._finish(stream.seq, reason)
+
     def _append(
-        self, stream: _Stream, tokens: list[int], num_sampled: int
+        self, stream: _Stream, tokens: list[int], num_sampled: int, num_right: int = 0
     ) -> tuple[int, FinishReason | None]:
         """The next tokens of a sequence, up to where it ends: how many, and why it does, if so.
 
-        num_sampled: samples that were launched for them.
+        num_sampled: samples that were launched for them. num_right: drafts among them.
         """
         seq, event = stream.seq, self._event(stream.seq)
         num_output = seq.num_output
@@ -458,7 +495,7 @@ class Engine:
         tokens = tokens[:num_taken]
         event.tokens += tokens
         self._totals["generated_tokens"] += len(tokens)
-        self.scheduler.append(seq, tokens, num_sampled)
+        self.scheduler.append(seq, tokens, num_sampled, min(num_right, num_taken - 1))
         return num_taken, reason
 
     def _push(
@@ -468,7 +505,9 @@ class Engine:
         params = stream.seq.params
         may_stop = num_output > params.min_tokens or stream.constraint is not None
         if may_stop and token in stream.stop_tokens:
-            return FinishReason.STOP  # and no text
+            if params.include_stop:
+                event.text += stream.detokenizer.push(token, may_stop=False)
+            return FinishReason.STOP
         event.text += stream.detokenizer.push(token, may_stop=num_output >= params.min_tokens)
         if stream.detokenizer.stopped:
             return FinishReason.STOP
@@ -576,6 +615,13 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
     )
 
 
+_TOTALS = (
+    "steps",
+    "generated_tokens",
+    "jump_forward_tokens",
+    "draft_tokens",
+    "draft_tokens_taken",
+)
 _REST_SECONDS = 0.01  # after which it looks whether there is something new to do
 _NOT_NUMBERS = "The model's logits are not numbers."
 

@@ -45,9 +45,9 @@ class ApiError(Exception):
         )
 
     def body(self) -> ErrorResponse:
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "tokens" if self.code == "too_many_tokens" else "requests"
         return ErrorResponse(
             error=ErrorBody(message=str(self), type=kind, param=self.param, code=self.code)
         )
@@ -73,17 +73,35 @@ def from_validation(error: ValidationError, body: Any) -> ApiError:
         first["loc"] += (context["inside"],)
     # A rule about several fields has no location, and is named after the field to change.
     param = _path(first, body) or (first["type"] if _is_ours(first["type"]) else None)
-    is_unknown = first["type"] in ("unknown_field", "extra_forbidden")
-    code, message = "invalid_value", first["msg"]
-    if is_unknown:
-        code, message = "unknown_field", "unknown field"
+    code, message = _CODES.get(first["type"], "invalid_value"), first["msg"]
+    if first["type"].endswith("_type") or first["type"].endswith("_parsing"):
+        code = "invalid_type"
+    if any(isinstance(bound, float) for bound in (context.get("ge"), context.get("le"))):
+        code = code.replace("integer", "decimal")
+    if code == "unknown_parameter":
+        message = "unknown field"
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code=code)
+
+
+# OpenAI's, by the kinds of pydantic's errors.
+_CODES = {
+    "unknown_field": "unknown_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "unsupported": "unsupported_parameter",
+    "string_too_long": "string_above_max_length",
+    "string_too_short": "string_below_min_length",
+    "too_long": "array_above_max_length",
+    "too_short": "array_below_min_length",
+    "greater_than_equal": "integer_below_min_value",
+    "less_than_equal": "integer_above_max_value",
+}
 
 
 def _is_ours(kind: str) -> bool:
     return kind in (
         "stream_options", "grammar", "top_logprobs", "max_tokens", "prompt", "tool_choice",
-        "best_of",
+        "best_of", "prompt_logprobs", "truncate_prompt_tokens", "continue_final_message",
     )  # fmt: skip
 
 

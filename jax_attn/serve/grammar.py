@@ -48,6 +48,11 @@ def from_regex(pattern: str) -> str:
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
+def from_choices(texts: Sequence[str]) -> str:
+    """One of the texts."""
+    return from_lark("start: " + " | ".join(map(json.dumps, texts)))
+
+
 def from_lark(grammar: str) -> str:
     """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the text."""
     return llguidance.LLMatcher.grammar_from_lark(grammar)

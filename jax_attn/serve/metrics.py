@@ -79,6 +79,8 @@ class _EngineCollector(Collector):
             ("prefix_hit_tokens", "Of them, those found in the prefix cache"),
             ("generated_tokens", "Output tokens"),
             ("jump_forward_tokens", "Of them, those that a grammar forced"),
+            ("draft_tokens", "Guesses at what follows that were verified"),
+            ("draft_tokens_taken", "Of them, those that were right: output tokens without a step"),
             ("preemptions", "Running sequences sent back to the queue"),
             ("steps", "Steps of the engine"),
             ("compilations", "Executables compiled while serving, which is to be none"),

@@ -29,6 +29,7 @@ _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
 _JSON_GETS: list[tuple[str, str, type[BaseModel]]] = [
     ("/v1/models", "The model that is served", schemas.ModelList),
     ("/v1/models/{model}", "The model, if it is the one that is served", schemas.ModelCard),
+    ("/version", "Of jax_attn", schemas.Version),
     ("/health", "200 when requests can be served, 503 before and after", schemas.Health),
 ]
 _OTHER_GETS = [

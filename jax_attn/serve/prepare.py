@@ -8,12 +8,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_attn.serve import chat, grammar, schemas, tools
+from pydantic import ValidationError
+
+from jax_attn.serve import chat, gemma_calls, grammar, harmony, reasoning, schemas, tools
+from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.errors import ApiError, bad_field
 from jax_attn.serve.request import SamplingParams, Sequence
 
@@ -36,7 +40,10 @@ class Prepared:
     arrival: float  # time.monotonic()
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
     max_tool_calls: int | None = None  # of a choice; None: any number
+    splitter: Callable[[], reasoning.Splitter] | None = None  # None: the text has no thoughts
+    shows_reasoning: bool = True
     grammar_field: str | None = None  # of the body, from which the grammar came
+    num_prompt_top: int | None = None  # likeliest tokens to show for each of the prompt
 
     @property
     def num_choices(self) -> int:
@@ -53,15 +60,24 @@ _MAX_ECHO_CHARS = 1 << 22  # in all choices
 
 
 class Preparer:
-    def __init__(self, model: Any, engine: Any, directory: str | Path, name: str):
-        """model: as `jax_attn.models.load` gives it; name: as clients call it.
+    def __init__(
+        self,
+        model: Any,
+        engine: Any,
+        directory: str | Path,
+        names: Seq[str],
+        limits: KeyLimits,
+        defaults: Mapping[str, Any],
+    ):
+        """model: as `jax_attn.models.load` gives it; names: as clients call it, the first in
+        answers. defaults: of fields of requests.
 
         Raises:
           chat.ChatTemplateError: the directory's template does not compile.
         """
-        self.name = name
+        self.name, self._names = names[0], frozenset(names)
         self.max_model_len: int = engine.limits.max_model_len
-        self._max_waiting: int = engine.limits.max_waiting
+        self._limits, self._defaults = limits, defaults
         self._tokenizer = model.tokenizer
         # A prompt that is too long is refused, not cut.
         self._tokenizer.no_truncation()
@@ -73,19 +89,35 @@ class Preparer:
         add_bos = chat.tokenizer_config(directory).get("add_bos_token", False)
         self._bos = model.config.bos_token if add_bos else None
 
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *sorted(self._names - {self.name})]
+
     def completion(self, body: schemas.CompletionRequest, caller: Caller) -> Prepared:
         """Raises: ApiError."""
         self.check_model(body.model)
         prompt = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]  # type: ignore[assignment]
-        prompts: list[list[int]] = [self.encode(p) if isinstance(p, str) else p for p in prompt]  # type: ignore[misc]
-        lengths = self._lengths(body, prompts, "prompt", body.logprobs, body.echo)
+        prompts: list[list[int]] = [
+            self._truncated(
+                self.encode(p, body.add_special_tokens) if isinstance(p, str) else p,  # type: ignore[arg-type]
+                body,
+                body.max_tokens,
+            )
+            for p in prompt
+        ]
+        lengths = self._lengths(body, prompts, "prompt", body.logprobs, body.echo, caller)
         for tokens in prompts:
             self._checked(tokens)
         echoes = [""] * len(prompts)
         if body.echo:
-            echoes = [p if isinstance(p, str) else self.decode(p) for p in prompt]  # type: ignore[arg-type]
+            echoes = [
+                p
+                if isinstance(p, str) and body.truncate_prompt_tokens is None
+                else self.decode(ids)
+                for p, ids in zip(prompt, prompts, strict=True)
+            ]
             if (num_chars := sum(map(len, echoes)) * body.n) > _MAX_ECHO_CHARS:
                 raise bad_field(
                     "echo",
@@ -104,16 +136,57 @@ class Preparer:
         shown = (
             [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
         )
-        prompt = self.encode_messages(body.messages, body.chat_template_kwargs, shown)
+        text, splitter = self._rendered(body, shown)
+        prompt = self._encode(text, body.add_special_tokens, "messages", None)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._truncated(prompt, body, max_tokens or 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        lengths = self._lengths(body, [prompt], "messages", logprobs, echo=False)
+        lengths = self._lengths(body, [prompt], "messages", logprobs, False, caller)
         params = self._params(body, logprobs)
+        marks = []
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
-            params["skip_special_tokens"] = tool_format.begin not in self._special_tokens
+            marks.append(tool_format.begin)
+        if splitter is not None:
+            marks += [harmony.CHANNEL, reasoning.THINK, reasoning.END_THINK]
+        if any(mark in self._special_tokens for mark in marks):
+            params["skip_special_tokens"] = False
+        if self._template.writes_channels and harmony.CALL in self._special_tokens:
+            params["stop_token_ids"] += (self._special_tokens[harmony.CALL],)
         prepared = self._prepared("chatcmpl", body, [prompt], [""], lengths, params, caller)
-        most = None if body.parallel_tool_calls else 1
-        return dataclasses.replace(prepared, tool_format=tool_format, max_tool_calls=most)
+        return dataclasses.replace(
+            prepared,
+            tool_format=None if self._template.writes_channels else tool_format,
+            max_tool_calls=None if body.parallel_tool_calls else 1,
+            splitter=splitter,
+            shows_reasoning=body.include_reasoning,
+        )
+
+    def _rendered(
+        self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
+    ) -> tuple[str, Callable[[], reasoning.Splitter] | None]:
+        """The prompt's text, and what finds the thoughts in an answer to it, if it has any."""
+        variables: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+            if body.reasoning_effort == "none":
+                variables["enable_thinking"] = False
+        variables |= body.chat_template_kwargs
+        text = self._render(
+            body.messages, variables, tools, body.chat_template, body.continue_final_message
+        )
+        answers_at_once = body.constraint is not None
+        if self._template.writes_channels:
+            if answers_at_once and not tools and body.add_generation_prompt:
+                text += harmony.FINAL
+            is_answer = text.endswith(harmony.FINAL) or body.continue_final_message
+            return text, lambda: harmony.HarmonySplitter(is_answer)
+        if not self._template.thinks:
+            return text, None
+        is_open = text.rstrip().endswith(reasoning.THINK)
+        if is_open and (answers_at_once or body.tool_choice not in ("none", "auto")):
+            text, is_open = f"{text.rstrip()}\n\n{reasoning.END_THINK}\n\n", False
+        return text, lambda: reasoning.ThinkSplitter(is_open)
 
     def _tool_format(self, body: schemas.ChatCompletionRequest) -> tools.ToolFormat | None:
         """None: this request wants no tool calls."""
@@ -123,7 +196,7 @@ class Preparer:
             raise bad_field(
                 "tools",
                 "the model's chat template writes no tool calls that this server can read (those "
-                "of Hermes, Qwen, Llama 3 and Mistral)",
+                "of Hermes, Qwen, Llama 3, Mistral, gpt-oss, DeepSeek and Gemma)",
             )
         return self._template.tool_format
 
@@ -133,9 +206,9 @@ class Preparer:
         """None: the model may write what it likes, calls too."""
         answer: Any = None
         if body.tool_choice == "auto":
-            _, answer = _schema_of(body)
-            if answer is None:
+            if body.constraint is None:
                 return None
+            answer = _schema(body.constraint.value)
             answer = answer if isinstance(answer, dict) else {}
         functions = [tool.function.model_dump() for tool in body.tools]
         if isinstance(body.tool_choice, schemas.NamedTool):
@@ -143,13 +216,20 @@ class Preparer:
             functions = [function for function in functions if function["name"] == name]
             if not functions:
                 raise bad_field("tool_choice", f"{name[:64]!r} is none of the tools")
-        text = tools.grammar_of(
-            tool_format, functions, body.parallel_tool_calls, answer, self._special_tokens
-        )
+        try:
+            text = tools.grammar_of(
+                tool_format, functions, body.parallel_tool_calls, answer, self._special_tokens
+            )
+        except gemma_calls.CannotDemand as error:
+            raise bad_field(
+                "tools",
+                f"a call that follows the schema cannot be demanded from this model: {error}; "
+                "tool_choice 'auto' can",
+            ) from None
         return self._checked_grammar("tools", lambda: grammar.from_lark(text))
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
+        if name is not None and name not in self._names:
             raise ApiError(
                 404,
                 f"model: {name[:200]!r} is not served here, {self.name!r} is",
@@ -173,12 +253,36 @@ class Preparer:
         tools: list[dict[str, Any]] | None = None,
         most: int | None = None,
     ) -> list[int]:
+        return self._encode(self._render(messages, variables, tools), False, "messages", most)
+
+    def _render(
+        self,
+        messages: list[schemas.Message],
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        name: str | None = None,
+        continues: bool = False,
+    ) -> str:
+        """See ChatTemplate.render. Raises: ApiError."""
         plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if self._template.writes_channels:
+            plain = [_with_thinking(message) for message in plain]
         try:
-            text = self._template.render(plain, variables, tools)
+            return self._template.render(plain, variables, tools, name, continues)
         except chat.ChatTemplateError as error:
+            field, _, rest = str(error).partition(": ")
+            if rest and field in ("chat_template", "continue_final_message"):
+                raise bad_field(field, rest) from None
             raise bad_field("messages", str(error)) from None
-        return self._encode(text, False, "messages", most)
+
+    def _truncated(self, tokens: list[int], body: schemas._Sampling, max_tokens: int) -> list[int]:
+        """The last of them, if so many are wanted."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        if most < 0:
+            most = max(1, self.max_model_len - max_tokens)
+        return tokens[-most:]
 
     def tokenize(self, body: schemas.TokenizeRequest) -> list[int]:
         """Raises: ApiError."""
@@ -205,11 +309,7 @@ class Preparer:
         for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
             num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
             if num_tokens > limit:
-                raise bad_field(
-                    field,
-                    f"{len(text)} characters have more than {limit} tokens: the model's context is "
-                    f"{self.max_model_len} tokens",
-                )
+                raise _overflow(field, self.max_model_len, f"over {limit}")
         return self._ids(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -239,34 +339,54 @@ class Preparer:
         self._checked(body.stop_token_ids, "stop_token_ids")
         bias = {int(token): value for token, value in body.logit_bias.items()}
         self._checked(list(bias), "logit_bias")
+        fields = self._sampling_fields(body)
+        if (num_top := body.prompt_logprobs) is not None:
+            logprobs = max(num_top, logprobs or 0)
         return {
             "min_tokens": body.min_tokens,
-            "temperature": body.temperature,
-            "top_k": max(body.top_k, 0),
-            "top_p": max(body.top_p, 1e-6),  # 0: the likeliest token alone
-            "min_p": body.min_p,
-            "repetition_penalty": body.repetition_penalty,
+            "temperature": fields["temperature"],
+            "top_k": max(fields["top_k"], 0),
+            "top_p": max(fields["top_p"], 1e-6),  # 0: the likeliest token alone
+            "min_p": fields["min_p"],
+            "repetition_penalty": fields["repetition_penalty"],
             "presence_penalty": body.presence_penalty,
             "frequency_penalty": body.frequency_penalty,
             "logprobs": logprobs,
+            "prompt_logprobs": num_top is not None,
             "stop_token_ids": tuple(body.stop_token_ids),
             "stop": body.stop_strings,
             "logit_bias": tuple(bias.items()),
             "ignore_eos": body.ignore_eos,
+            "skip_special_tokens": body.skip_special_tokens,
+            "include_stop": body.include_stop_str_in_output,
             "grammar": self._grammar(body),
         }
 
+    def _sampling_fields(self, body: schemas._Sampling) -> dict[str, Any]:
+        """With the model's own defaults for what the body does not say."""
+        return {
+            name: self._defaults[name]
+            if name in self._defaults and name not in body.model_fields_set
+            else getattr(body, name)
+            for name in DEFAULTS
+        }
+
     def _grammar(self, body: schemas._Sampling) -> str | None:
-        if (regex := body.regex) is not None:
-            return self._checked_grammar("regex", lambda: grammar.from_regex(regex))
-        if (lark := body.grammar) is not None:
-            return self._checked_grammar("grammar", lambda: grammar.from_lark(lark))
-        field, schema = _schema_of(body)
-        if schema is None:
+        if (constraint := body.constraint) is None:
             return None
-        if len(json.dumps(schema)) > schemas.MAX_GRAMMAR_CHARS:
+        field, kind, value = constraint
+        if kind == "json":
+            value = _schema(value)
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) > schemas.MAX_GRAMMAR_CHARS:
             raise bad_field(field, f"more than {schemas.MAX_GRAMMAR_CHARS} characters")
-        return self._checked_grammar(field, lambda: grammar.from_json_schema(schema))
+        make = {
+            "json": grammar.from_json_schema,
+            "regex": grammar.from_regex,
+            "grammar": grammar.from_lark,
+            "choice": grammar.from_choices,
+        }[kind]
+        return self._checked_grammar(field, lambda: make(value))
 
     def _checked_grammar(self, field: str, make: Callable[[], str]) -> str:
         """make: gives the text, for the engine to compile. Raises ApiError, naming the field."""
@@ -282,44 +402,38 @@ class Preparer:
         field: str,
         logprobs: int | None,
         echo: bool,
+        caller: Caller,
     ) -> list[int]:
         """Of each prompt's choices, in tokens, at most.
 
         Raises ApiError for a request that is larger than any answer may be.
         """
+        self._limits.check_one(
+            caller.tenant,
+            choices=len(prompts) * body.n,
+            tokens=sum(map(len, prompts)) * body.n,
+        )
         limit = "max_tokens"
         if getattr(body, "max_completion_tokens", None) is not None:
             limit = "max_completion_tokens"
         max_tokens: int | None = getattr(body, limit)
-        most = min(self._max_waiting, schemas.MAX_CHOICES)
-        if len(prompts) * body.n > most:
-            raise bad_field(
-                "n", f"{len(prompts)} prompts x n = {body.n} are more than {most} sequences"
-            )
         each = 0 if logprobs is None else 1 + logprobs  # numbers for a token
+        of_prompt = each if echo else 0
+        if body.prompt_logprobs is not None:
+            of_prompt += 1 + body.prompt_logprobs
         wanted, num_scores = [], 0
         for prompt in prompts:
             room = self.max_model_len - len(prompt)
             if not prompt:
                 raise bad_field(field, "no tokens")
-            if room < 1 and max_tokens != 0:
-                raise bad_field(
-                    field,
-                    f"{len(prompt)} tokens leave no room for output: the model's context is "
-                    f"{self.max_model_len} tokens",
-                )
-            if max_tokens is not None and max_tokens > room:
-                raise bad_field(
-                    limit,
-                    f"{len(prompt)} prompt tokens and {max_tokens} more are beyond the model's "
-                    f"context of {self.max_model_len} tokens",
-                )
+            if room < (1 if max_tokens is None else max_tokens):
+                raise _overflow(field, self.max_model_len, len(prompt), max_tokens)
             if max_tokens is None and each:
                 room = min(room, schemas.MAX_SCORES // (each * body.n))
             wanted.append(room if max_tokens is None else max_tokens)
             if body.min_tokens > wanted[-1]:
                 raise bad_field("min_tokens", f"more than {limit}, {wanted[-1]}")
-            num_scores += (wanted[-1] + (len(prompt) if echo else 0)) * each * body.n
+            num_scores += (wanted[-1] * each + len(prompt) * of_prompt) * body.n
         if num_scores > schemas.MAX_SCORES:
             raise bad_field(
                 "logprobs",
@@ -366,6 +480,7 @@ class Preparer:
             sequences,
             caller.arrival,
             grammar_field=_grammar_field(body),
+            num_prompt_top=body.prompt_logprobs,
         )
 
 
@@ -384,21 +499,71 @@ def _seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
 
 
-def _schema_of(body: schemas._Sampling) -> tuple[str, dict[str, Any] | bool | None]:
-    """The field that has the JSON schema of the answer, and the schema; None: there is none."""
-    if (format := body.response_format) is None or format.type == "text":
-        return "json_schema", body.json_schema
-    wanted = format.json_schema
-    return "response_format", {"type": "object"} if wanted is None else wanted.schema_
+# Of a model's generation_config.json, as vLLM takes them.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(directory: str | Path) -> dict[str, Any]:
+    """What the directory's generation_config.json says about sampling, or {} without one.
+
+    Raises:
+      ValueError: a value that no request could have.
+    """
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    found = {name: raw[name] for name in DEFAULTS if raw.get(name) is not None}
+    try:
+        body = schemas.CompletionRequest.model_validate({"prompt": "", **found})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = first["loc"][0]
+        raise ValueError(
+            f"{path}: {name}: {first['msg']}, got {found.get(str(name))!r}; "
+            "--generation-config none does without"
+        ) from None
+    return {name: getattr(body, name) for name in found}
+
+
+def _schema(value: Any) -> Any:
+    """Of a text, too, which is left to the grammar's compiler if it is no JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _grammar_field(body: schemas._Sampling) -> str:
     """The field that has the grammar, if any has."""
     if getattr(body, "tools", None) and body.tool_choice != "none":  # type: ignore[attr-defined]
         return "tools"
-    if body.regex is not None:
-        return "regex"
-    return "grammar" if body.grammar is not None else _schema_of(body)[0]
+    return "grammar" if body.constraint is None else body.constraint.field
+
+
+def _overflow(
+    field: str, limit: int, num_prompt: int | str, max_tokens: int | None = None
+) -> ApiError:
+    """In OpenAI's words, which clients look for."""
+    message = f"This model's maximum context length is {limit} tokens. However, "
+    if max_tokens is None or isinstance(num_prompt, str):
+        message += f"your {field} resulted in {num_prompt} tokens. Please reduce the length of the "
+        message += f"{field}."
+    else:
+        message += (
+            f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, "
+            f"{max_tokens} in the completion). Please reduce the length of the {field} or "
+            "completion."
+        )
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """As gpt-oss's template has it, which takes no content beside thoughts and calls."""
+    if "reasoning_content" not in message:
+        return message
+    calls = {"content": ""} if message.get("tool_calls") else {}
+    return {**message, "thinking": message["reasoning_content"], **calls}
 
 
 def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
@@ -411,8 +576,10 @@ def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, schemas.ToolMessage):
         plain |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    if isinstance(message, schemas.PastAnswer) and message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
+    if isinstance(message, schemas.PastAnswer):
+        thoughts = message.reasoning_content or message.reasoning
+        if thoughts is not None:
+            plain["reasoning_content"] = thoughts
     if isinstance(message, schemas.PastAnswer) and message.tool_calls:
         plain["tool_calls"] = [
             {

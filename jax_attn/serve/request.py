@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from jax_attn.serve.prefix_cache import Node
@@ -59,6 +59,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # in the text
+    include_stop: bool = False  # the text ends behind the stop string or token that ended it
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +97,14 @@ class SamplingParams:
         expect("logit_bias", "finite numbers", all(finite(bias) for _, bias in self.logit_bias))
 
 
+class Drafter(Protocol):
+    """Guesses what a sequence goes on with; see `drafts`."""
+
+    def propose(self, seq: Sequence, most: int) -> list[int]: ...
+
+    def settle(self, num_drafts: int, num_taken: int) -> None: ...
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One stream of tokens. n > 1 makes n sequences of one request.
@@ -113,6 +122,7 @@ class Sequence:
     deadline: float | None = None  # seconds on the clock that `schedule` is given
     arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
     tenant: str = ""  # whose it is: tenants have fair shares, and `priority` orders one's own
+    drafter: Drafter | None = None  # None: its tokens come one by one
 
     num_prompt: int = field(init=False)  # len(tokens) when made
     status: Status = field(default=Status.WAITING, init=False)
@@ -135,6 +145,8 @@ class Sequence:
     num_preempted: int = field(default=0, init=False)  # times
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
     is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
+    # Drafts are in flight, so that it is not known where it goes on: takes no part, either.
+    is_drafting: bool = field(default=False, init=False)
     _last: int = field(init=False, repr=False)  # index of the last token of max_tokens
     _packed: bytearray = field(init=False, repr=False)
 
@@ -166,7 +178,16 @@ class Sequence:
 
     def key(self, num_tokens: int) -> bytes:
         """The first tokens as the prefix cache wants them: 4 bytes each."""
+        return bytes(memoryview(self.packed(num_tokens))[: 4 * num_tokens])
+
+    @property
+    def max_drafts(self) -> int:
+        """Behind its next token: the last token of max_tokens is never fed back."""
+        return self._last - 1 - self.num_computed
+
+    def packed(self, num_tokens: int | None = None) -> bytearray:
+        """At least the first tokens (None: all), 4 bytes each. Not to be kept."""
         num_packed = len(self._packed) // 4
-        if num_packed < num_tokens:
+        if num_tokens is None or num_packed < num_tokens:
             self._packed += array("i", self.tokens[num_packed:]).tobytes()
-        return bytes(memoryview(self._packed)[: 4 * num_tokens])
+        return self._packed

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from jax_attn.serve import schemas
+from jax_attn.serve import schemas, tools
 from jax_attn.serve.access_log import Record
 from jax_attn.serve.admission import Ticket, queue_full
 from jax_attn.serve.async_engine import EngineStopped
@@ -21,9 +22,16 @@ from jax_attn.serve.errors import ApiError
 from jax_attn.serve.grammar import GrammarError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
-from jax_attn.serve.request import FinishReason
+from jax_attn.serve.reasoning import Parts
+from jax_attn.serve.request import FinishReason, Sequence
 from jax_attn.serve.scheduler import QueueFull
-from jax_attn.serve.scores import ChatScores, CompletionScores, Scores, TokenJson
+from jax_attn.serve.scores import (
+    ChatScores,
+    CompletionScores,
+    PromptScores,
+    Scores,
+    TokenJson,
+)
 from jax_attn.serve.tools import ToolParser
 
 # Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
@@ -32,6 +40,11 @@ _ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other reque
 _PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
 _MARK = "the text goes here"
 _NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
+_NO_PROMPT_SCORES = b'"prompt_logprobs":null'
+# Sequences of a request that the engine has at a time, and of each call: as some of them end,
+# others follow.
+_WINDOW, _GROUP = 64, 16
+_RETRY_SECONDS = 0.05  # where the queue has no room for more of a request that has begun
 
 
 @dataclass
@@ -39,6 +52,7 @@ class _Choice:
     """What one sequence has produced so far."""
 
     scores: Scores | None  # None: they were not asked for
+    prompt_scores: PromptScores | None = None  # likewise
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     has_begun: bool = False  # its first chunk is sent
@@ -47,11 +61,20 @@ class _Choice:
     finish_reason: str | None = None
 
 
+class _Ended(NamedTuple):
+    """The engine has no more of a group of sequences."""
+
+    task: asyncio.Task[None] | None
+    group: list[Sequence]
+    error: Exception | None
+
+
 class Style(Protocol):
     """One of OpenAI's two shapes of an answer. The JSON of its models has no log-probabilities:
     those of a choice are spliced in."""
 
     keeps_text: bool  # the text of a choice is shown as it is, and when it comes
+    tokens: TokenJson
 
     def scores(self, index: int) -> Scores | None: ...
 
@@ -74,20 +97,20 @@ class CompletionStyle:
 
     def __init__(self, prepared: Prepared, with_logprobs: bool, tokens: TokenJson):
         self._head: dict[str, Any] = _head(prepared)
-        self._prepared, self._with_logprobs, self._tokens = prepared, with_logprobs, tokens
+        self._prepared, self._with_logprobs, self.tokens = prepared, with_logprobs, tokens
         self._echoes = [echo for echo in prepared.echoes for _ in range(prepared.num_choices)]
         self._started = [False] * len(self._echoes)
 
     def scores(self, index: int) -> Scores | None:
         if not self._with_logprobs:
             return None
-        return CompletionScores(self._tokens, self._first_offset(index))
+        return CompletionScores(self.tokens, self._first_offset(index))
 
     def chunk(self, index: int, text: str, has_scores: bool, finish: str | None) -> BaseModel:
         if not self._started[index]:
             self._started[index] = True
             text = self._echoes[index] + text
-        choice = schemas.CompletionChoice(index=index, text=text, finish_reason=finish)
+        choice = schemas.CompletionChoice(index=index, text=text, **_reasons(finish))
         return schemas.Completion(**self._head, choices=[choice])
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
@@ -97,7 +120,7 @@ class CompletionStyle:
 
     def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
         return schemas.CompletionChoice(
-            index=index, text=self._echoes[index] + text, finish_reason=finish
+            index=index, text=self._echoes[index] + text, **_reasons(finish)
         )
 
     def _first_offset(self, index: int) -> int:
@@ -105,39 +128,44 @@ class CompletionStyle:
         if not self._echoes[index]:
             return 0
         prompt = self._prepared.prompts[index // self._prepared.num_choices]
-        shown = b"".join(map(self._tokens.text, prompt)).decode(errors="replace")
+        shown = b"".join(map(self.tokens.text, prompt)).decode(errors="replace")
         return len(self._echoes[index]) - len(shown)
 
 
 class ChatStyle:
     def __init__(self, prepared: Prepared, with_logprobs: bool, tokens: TokenJson):
         self._head: dict[str, Any] = _head(prepared)
-        self._with_logprobs, self._tokens = with_logprobs, tokens
+        self._with_logprobs, self.tokens = with_logprobs, tokens
         self._started = [False] * len(prepared.sequences)
-        self._calls = [_Calls(prepared) for _ in prepared.sequences]
-        self.keeps_text = prepared.tool_format is None
+        self._answers = [_Answer(prepared) for _ in prepared.sequences]
+        self.keeps_text = prepared.tool_format is None and prepared.splitter is None
 
     def scores(self, index: int) -> Scores | None:
-        return ChatScores(self._tokens) if self._with_logprobs else None
+        return ChatScores(self.tokens) if self._with_logprobs else None
 
     def chunk(
         self, index: int, text: str, has_scores: bool, finish: str | None
     ) -> BaseModel | None:
-        calls = self._calls[index]
-        num_before = len(calls.made)
-        text = calls.push(text, at_end=finish is not None)
+        answer = self._answers[index]
+        num_before = len(answer.calls)
+        reasoning, text = answer.push(text, at_end=finish is not None)
         new = [
-            schemas.ToolCallDelta(index=i, **calls.made[i].model_dump())
-            for i in range(num_before, len(calls.made))
+            schemas.ToolCallDelta(index=i, **answer.calls[i].model_dump())
+            for i in range(num_before, len(answer.calls))
         ]
-        if self._started[index] and not (text or new or has_scores or finish):
+        if self._started[index] and not (text or reasoning or new or has_scores or finish):
             return None
         role: Any = None if self._started[index] else "assistant"
         self._started[index] = True
         choice = schemas.ChatChunkChoice(
             index=index,
-            delta=schemas.Delta(role=role, content=text, tool_calls=new or None),
-            finish_reason=calls.finish_reason(finish),
+            delta=schemas.Delta(
+                role=role,
+                content=None if reasoning and not text else text,
+                reasoning_content=reasoning or None,
+                tool_calls=new or None,
+            ),
+            **answer.reasons(finish),
         )
         return schemas.ChatCompletionChunk(**self._head, choices=[choice])
 
@@ -148,41 +176,61 @@ class ChatStyle:
         return schemas.ChatCompletion(**self._head, choices=[], usage=usage)
 
     def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
-        calls = self._calls[index]
-        text = calls.push(text, at_end=True)
-        message = schemas.AssistantMessage(content=text, tool_calls=calls.made or None)
-        if calls.made and not text:
-            message.content = None
-        return schemas.ChatChoice(
-            index=index, message=message, finish_reason=calls.finish_reason(finish)
+        answer = self._answers[index]
+        reasoning, text = answer.push(text, at_end=True)
+        message = schemas.AssistantMessage(
+            content=text, reasoning_content=reasoning or None, tool_calls=answer.calls or None
         )
+        if not text and (answer.calls or reasoning):
+            message.content = None
+        return schemas.ChatChoice(index=index, message=message, **answer.reasons(finish))
 
 
-class _Calls:
-    """The tool calls of one choice."""
+class _Answer:
+    """What one choice of a chat says: thoughts, the answer, and calls of tools.
+
+    Calls are looked for outside of thoughts only.
+    """
 
     def __init__(self, prepared: Prepared):
         format = prepared.tool_format
+        self._splitter = prepared.splitter() if prepared.splitter else None
+        self._shows_reasoning = prepared.shows_reasoning
         self._parser = None if format is None else ToolParser(format)
+        self._new_id = (format or tools.HARMONY).new_id
         self._max_calls = prepared.max_tool_calls
-        self.made: list[schemas.ToolCall] = []
+        self.calls: list[schemas.ToolCall] = []
 
-    def push(self, text: str, at_end: bool) -> str:
-        """What of the text is no tool call, as far as that is known."""
-        if self._parser is None:
-            return text
-        text, calls = self._parser.push(text)
-        if at_end:
-            rest, more = self._parser.flush()
-            text, calls = text + rest, calls + more
-        for call in calls[: None if self._max_calls is None else self._max_calls - len(self.made)]:
+    def push(self, text: str, at_end: bool) -> tuple[str, str]:
+        """Of the thoughts and of the answer, what is known to be no tool call."""
+        parts = self._splitter.push(text) if self._splitter else Parts(content=text)
+        reasoning, content, calls = parts
+        if self._splitter and at_end:
+            last = self._splitter.flush()
+            reasoning, content = reasoning + last.reasoning, content + last.content
+            calls += last.calls
+        if self._parser is not None:
+            content, found = self._parser.push(content)
+            calls += tuple(found)
+            if at_end:
+                rest, more = self._parser.flush()
+                content, calls = content + rest, (*calls, *more)
+        left = None if self._max_calls is None else self._max_calls - len(self.calls)
+        for call in calls[:left]:
             function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
-            id = call.id or self._parser.format.new_id()
-            self.made.append(schemas.ToolCall(id=id, function=function))
-        return text
+            self.calls.append(schemas.ToolCall(id=call.id or self._new_id(), function=function))
+        return reasoning if self._shows_reasoning else "", content
 
-    def finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if self.made and reason == FinishReason.STOP else reason
+    def reasons(self, reason: str | None) -> dict[str, Any]:
+        called = self.calls and reason == FinishReason.STOP
+        return _reasons("tool_calls" if called else reason)
+
+
+def _reasons(reason: str | None) -> dict[str, Any]:
+    """finish_reason, of those that OpenAI's clients know, and stop_reason for what they do not."""
+    if reason in (FinishReason.DEADLINE, FinishReason.ERROR):
+        return {"finish_reason": "length", "stop_reason": str(reason)}
+    return {"finish_reason": reason}
 
 
 def _head(prepared: Prepared) -> dict[str, Any]:
@@ -213,7 +261,10 @@ class GenerationResponse:
         self._metrics, self._ticket, self._record = metrics, ticket, record
         self._stream, self._include_usage = stream, include_usage
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
-        self._choices = [_Choice(style.scores(index)) for index in self._index.values()]
+        self._choices = [
+            _Choice(style.scores(index), self._prompt_scores(seq))
+            for index, seq in enumerate(prepared.sequences)
+        ]
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._is_started = False  # the answer
         self._sending = asyncio.Lock()  # an event, which may take several pieces
@@ -237,6 +288,12 @@ class GenerationResponse:
         if not cut_off:
             work.result()
 
+    def _prompt_scores(self, seq: Sequence) -> PromptScores | None:
+        num_top = self._prepared.num_prompt_top
+        if num_top is None:
+            return None
+        return PromptScores(self._style.tokens, seq.num_prompt, num_top)
+
     # ---- one answer ----------------------------------------------------------------------------
 
     async def _respond_whole(self, send: Send) -> None:
@@ -252,7 +309,7 @@ class GenerationResponse:
         pieces = [before, b'"choices":[']
         for index, choice in enumerate(self._choices):
             model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
-            pieces += [b","] * bool(index) + _dump(model, choice.scores)
+            pieces += [b","] * bool(index) + _dump(model, choice.scores, choice.prompt_scores)
             await asyncio.sleep(0)  # others' turn
         pieces += [b"]", behind]
         length = b"%d" % sum(map(len, pieces))
@@ -341,7 +398,7 @@ class GenerationResponse:
         Raises:
           ApiError: the queue is full, the engine stops, or a sequence failed.
         """
-        async with contextlib.aclosing(self._engine.generate(self._prepared.sequences)) as events:
+        async with contextlib.aclosing(self._all_events()) as events:
             try:
                 async for event in events:
                     self._count(event)
@@ -352,6 +409,55 @@ class GenerationResponse:
                 raise self._bad_grammar(str(error)) from None
             except EngineStopped:
                 raise ApiError(503, "the server is shutting down", code="draining") from None
+
+    def _all_events(self) -> AsyncGenerator[Any]:
+        """Of the engine, which has some of the sequences at a time."""
+        seqs = self._prepared.sequences
+        if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
+            return self._engine.generate(seqs)
+        return self._events_of_many(seqs)
+
+    async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[Any]:
+        window = min(_WINDOW, self._engine.limits.max_waiting)
+        size = max(1, min(_GROUP, window // 2))
+        groups = deque(seqs[begin : begin + size] for begin in range(0, len(seqs), size))
+        news: asyncio.Queue[Any] = asyncio.Queue()
+        running: set[asyncio.Task[None]] = set()
+        has_begun = is_full = False
+        try:
+            while groups or running:
+                while groups and not is_full and (len(running) + 1) * size <= window:
+                    running.add(asyncio.create_task(self._run(groups.popleft(), news)))
+                if not running:
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    is_full = False
+                    continue
+                event = await news.get()
+                if isinstance(event, _Ended):
+                    running.discard(event.task)
+                    is_full = isinstance(event.error, QueueFull)
+                    if is_full and (has_begun or running):
+                        groups.appendleft(event.group)
+                    elif event.error is not None:
+                        raise event.error
+                else:
+                    has_begun = True
+                    yield event
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, group: list[Sequence], news: asyncio.Queue[Any]) -> None:
+        """Puts its events there, and in the end that it has ended."""
+        error = None
+        try:
+            async with contextlib.aclosing(self._engine.generate(group)) as events:
+                async for event in events:
+                    news.put_nowait(event)
+        except Exception as raised:
+            error = raised
+        news.put_nowait(_Ended(asyncio.current_task(), group, error))
 
     def _count(self, event: Any) -> None:
         if event.finish_reason == FinishReason.ERROR and not event.is_clients_fault:
@@ -423,21 +529,28 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _add_scores(choice: _Choice, entries: list[Any] | None) -> None:
     """A long prompt has thousands, all in one event."""
-    if not entries or choice.scores is None:
+    if not entries or (choice.scores is None and choice.prompt_scores is None):
         return
-    choice.scores.add(entries[:_ENTRIES_AT_A_TIME])
-    for begin in range(_ENTRIES_AT_A_TIME, len(entries), _ENTRIES_AT_A_TIME):
-        await asyncio.sleep(0)
-        choice.scores.add(entries[begin : begin + _ENTRIES_AT_A_TIME])
+    for begin in range(0, len(entries), _ENTRIES_AT_A_TIME):
+        if begin:
+            await asyncio.sleep(0)
+        some = entries[begin : begin + _ENTRIES_AT_A_TIME]
+        if choice.prompt_scores is not None:
+            some = choice.prompt_scores.take_own(some)
+        if choice.scores is not None:
+            choice.scores.add(some)
 
 
-def _dump(model: BaseModel, scores: Scores | None) -> list[bytes]:
+def _dump(
+    model: BaseModel, scores: Scores | None, prompt_scores: PromptScores | None = None
+) -> list[bytes]:
     """The JSON of one choice, or of a chunk with it, in pieces; with what scores there are."""
-    raw = model.model_dump_json().encode()
-    if scores is None:
-        return [raw]
-    before, after = raw.split(_NO_SCORES)
-    return [before, b'"logprobs":', *scores.take(), after]
+    pieces = [model.model_dump_json().encode()]
+    for mark, found in ((_NO_SCORES, scores), (_NO_PROMPT_SCORES, prompt_scores)):
+        if found is not None:
+            before, after = pieces.pop().split(mark)
+            pieces += [before, mark.removesuffix(b"null"), *found.take(), after]
+    return pieces
 
 
 async def _send_pieces(send: Send, pieces: Iterable[bytes]) -> None:

@@ -95,7 +95,9 @@ class ScheduledSequence:
     samples: bool  # the last token's logits are sampled
     # Of the tokens, from the first, those whose logits tell the logprob of the prompt's next.
     num_scored: int = 0
-    num_more_rows: int = 0  # of logits than the last token's: of the scored before it
+    num_more_rows: int = 0  # of logits than the last token's: of the scored or drafts before it
+    # The last of the tokens, each of which counts if it is what the token before it gives.
+    drafts: list[int] = field(default_factory=list)
 
 
 class _Candidate(NamedTuple):
@@ -237,12 +239,15 @@ class Scheduler:
             self.finish(seq, FinishReason.ABORT)
         return seq
 
-    def append(self, seq: Sequence, tokens: list[int], num_sampled: int = 1) -> None:
+    def append(
+        self, seq: Sequence, tokens: list[int], num_sampled: int = 1, num_taken: int = 0
+    ) -> None:
         """The host knows the next tokens: a sample, forced ones, or a sample and what it forces.
 
         num_sampled: samples in flight that are settled by this: tokens[0], and any launched behind
           it, which are void. Forced tokens after a sample void those: settle all of them here, and
           ignore them when they arrive.
+        num_taken: drafts that were right: of the tokens, from the first, those computed already.
 
         Of a sequence that is finished by now, tokens are ignored.
 
@@ -264,6 +269,8 @@ class Scheduler:
         num_computed = seq.num_computed
         if num_sampled > 1:  # what followed from a void sample does not count
             num_computed = min(num_computed, len(seq.tokens) + 1)
+        if seq.status is Status.RUNNING:
+            num_computed += num_taken
         if len(seq.tokens) + len(tokens) + num_in_flight <= num_computed:
             raise ValueError(
                 f"{seq.id}: tokens: expected one that is not computed yet, got {len(tokens)} for "
@@ -271,6 +278,8 @@ class Scheduler:
             )
         seq.tokens += tokens
         seq.num_computed, seq.num_in_flight = num_computed, num_in_flight
+        if not num_in_flight:
+            seq.is_drafting = False
         if seq.status is Status.WAITING:
             self._least_need = None
 
@@ -335,7 +344,8 @@ class Scheduler:
         self._return_share(step)
         self._secure_pages(step)
         num_left = self._schedule_decodes(step)
-        self._schedule_prompts(step, num_left)
+        if not self._schedule_prompts(step, num_left):
+            self._add_drafts(step)
         for seq in step.admitted:
             seq.admitted = now if seq.admitted is None else seq.admitted
         return step if step.entries or step.preempted or step.expired else None
@@ -347,7 +357,8 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue  # aborted since; its pages went to nobody yet
             was_prompt = seq.num_computed < seq.num_prompt
-            seq.num_computed += entry.num_tokens
+            seq.num_computed += entry.num_tokens - len(entry.drafts)
+            seq.is_drafting = bool(entry.drafts)
             seq.num_in_flight += entry.samples
             if was_prompt:
                 # What may be computed again is not shared yet.
@@ -439,7 +450,7 @@ class Scheduler:
         num_left = self.config.max_step_tokens
         several: list[Sequence] = []
         for seq in self.running:
-            if seq.num_computed < seq.num_prompt or seq.is_held:
+            if seq.num_computed < seq.num_prompt or seq.is_held or seq.is_drafting:
                 continue
             num_pending = seq.num_pending
             if num_pending == 1:
@@ -453,9 +464,35 @@ class Scheduler:
             num_left -= self._schedule_chunk(step, seq, num_left)
         return num_left
 
-    def _schedule_prompts(self, step: StepPlan, num_left: int) -> None:
+    def _add_drafts(self, step: StepPlan) -> None:
+        """Gives decodes drafts, as many as fill the size that the step is padded to anyway."""
+        drafting = [e for e in step.entries if e.seq.drafter and e.samples and e.num_tokens == 1]
+        if not drafting:
+            return
+        num_tokens = sum(entry.num_tokens for entry in step.entries)
+        sizes = self.config.step_sizes or (self.config.max_step_tokens,)
+        num_left = min((size for size in sizes if size >= num_tokens), default=0) - num_tokens
+        num_left = min(num_left, self._num_spare_rows(step))
+        for i, entry in enumerate(drafting):
+            seq = entry.seq
+            most = min(num_left // (len(drafting) - i), seq.max_drafts)
+            if most <= 0 or seq.drafter is None or seq.num_output < seq.params.min_tokens:
+                continue
+            # Into pages that it has or that nobody else wants.
+            page_size = self.config.page_size
+            num_new = -(-(seq.num_computed + 1 + most) // page_size) - len(seq.pages)
+            if num_new > 0 and not (self._has_room(num_new, num_new) and self._grow(seq, num_new)):
+                most = len(seq.pages) * page_size - seq.num_computed - 1
+            entry.drafts = seq.drafter.propose(seq, most)
+            entry.num_tokens += len(entry.drafts)
+            entry.num_more_rows = len(entry.drafts)
+            step.num_more_rows += len(entry.drafts)
+            num_left -= len(entry.drafts)
+
+    def _schedule_prompts(self, step: StepPlan, num_left: int) -> bool:
         """Schedules chunks of prompts: each time of the tenant whose turn it is, the next of those
-        that run, and then of those that get in."""
+        that run, and then of those that get in. Whether there are any."""
+        num_entries = len(step.entries)
         reading = {
             tenant.serial: deque(
                 seq
@@ -491,6 +528,7 @@ class Scheduler:
             turn = num_had + num_tokens, len(tenant.running), serial
             heapq.heapreplace(turns, (turn, tenant))
         self._count_overtaken(step.admitted)
+        return len(step.entries) > num_entries
 
     def _wanted_chunk(self, reading: Iterable[Sequence]) -> int:
         """Tokens of prompts beside decodes: what reads all that wait in _READ_STEPS steps."""

@@ -1,16 +1,19 @@
 """The bodies of the HTTP API: OpenAI's fields, this server's own, and the caps on all of them.
 
-Requests are strict: a string is not a number, and an unknown field is an error that names it. A
-field that is null counts as absent. What a description below calls "not supported" is accepted
-only where it asks for nothing.
+Types are strict: a string is not a number. 5.0 is an integer, as JavaScript writes them. A field
+that is null counts as absent. What a description below calls "not supported" is accepted only where
+it asks for nothing. An unknown field is read past, with a warning in the log (see UnknownFields),
+or with --strict is an error that names it.
 
 A body has a number of errors that does not grow with it: an object with more fields than there are
-is refused at once, and every list ends at its first error.
+is refused at once where it is refused, and every list ends at its first error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+import logging
+import typing
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -20,14 +23,15 @@ from pydantic import (
     Field,
     PlainValidator,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 # Caps that are the same for every model. Those on length and on the queue come from the engine.
-MAX_CHOICES = 64  # n, and the sequences of a request: prompts x n
-MAX_PROMPTS = 64
+MAX_CHOICES = 64  # n
+MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_STOP_STRINGS = 16
@@ -39,7 +43,28 @@ MAX_LOGIT_BIAS = 300
 # included if it is echoed. So many are 20 MB of JSON.
 MAX_SCORES = 1 << 18
 MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
+MAX_ALTERNATIVES = 1024  # of guided_choice
 MAX_DEADLINE_SECONDS = 86400
+
+
+log = logging.getLogger("jax_attn.serve")
+
+
+class UnknownFields:
+    """Warns of each field that is read past, once, and of no more than so many: their names are the
+    clients'."""
+
+    MOST, MAX_CHARS = 256, 64
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def see(self, owner: str, name: str) -> None:
+        """owner: the kind of object that has it."""
+        entry = (owner, name[: self.MAX_CHARS])
+        if entry not in self._seen and len(self._seen) < self.MOST:
+            self._seen.add(entry)
+            log.warning("unknown field %r of a %s is ignored; --strict refuses it", *entry[::-1])
 
 
 def _refuse(value: Any) -> None:
@@ -73,13 +98,21 @@ def _at_most(limit: int) -> BeforeValidator:
 _TOKENS_AT_A_TIME = 1 << 16
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _tokens(value: Any) -> list[int]:
     """As pydantic would check it, but other threads get a turn every so many tokens."""
     if not isinstance(value, list):
         raise PydanticCustomError("tokens", "expected a list of tokens")
     for begin in range(0, len(value), _TOKENS_AT_A_TIME):
         part = value[begin : begin + _TOKENS_AT_A_TIME]
-        if set(map(type, part)) == {int} and 0 <= min(part) and max(part) < 2**31:
+        types = set(map(type, part))
+        if types == {int, float} or types == {float}:
+            part = value[begin : begin + _TOKENS_AT_A_TIME] = list(map(_whole, part))
+            types = set(map(type, part))
+        if types == {int} and 0 <= min(part) and max(part) < 2**31:
             continue
         bad = next(i for i, x in enumerate(part) if type(x) is not int or not 0 <= x < 2**31)
         raise PydanticCustomError(
@@ -107,32 +140,49 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    _names: ClassVar[frozenset[str]]  # of the fields, as clients call them
+    # Names of the fields, as clients call them, and of those that are integers.
+    _names: ClassVar[frozenset[str]]
+    _integers: ClassVar[frozenset[str]]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        cls._names = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        types = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        cls._names = frozenset(types)
+        cls._integers = frozenset(
+            name for name, type in types.items() if int in (type, *typing.get_args(type))
+        )
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, body: Any) -> Any:
+    def _normalised(cls, body: Any, info: ValidationInfo) -> Any:
+        """Without nulls, with integers for whole floats, and without unknown fields if the context
+        is an UnknownFields."""
         if not isinstance(body, dict):
             return body
         body = {key: value for key, value in body.items() if value is not None}
-        if len(body) > len(cls._names):  # else pydantic finds it, beside what may say more
-            unknown = next(key for key in body if key not in cls._names)
-            raise PydanticCustomError("unknown_field", "unknown field", {"inside": unknown})
+        for name in cls._integers & body.keys():
+            body[name] = _whole(body[name])
+        unknown = [key for key in body if key not in cls._names]
+        if isinstance(info.context, UnknownFields):
+            for name in unknown:
+                info.context.see(cls.__name__, name)
+                del body[name]
+        elif len(body) > len(cls._names):  # else pydantic finds it, beside what may say more
+            raise PydanticCustomError("unknown_field", "unknown field", {"inside": unknown[0]})
         return body
 
 
 def _kind_of_stop(stop: Any) -> str:
+    if stop == "":
+        return "none"
     return "texts" if isinstance(stop, list) else "text"
 
 
 # By its type, so that an error is about what was meant.
 Stop: TypeAlias = Annotated[
     Annotated[StopString, Tag("text")]
+    | Annotated[Literal[""], Tag("none")]
     | Annotated[list[StopString], Tag("texts"), Field(fail_fast=True, max_length=MAX_STOP_STRINGS)],
     Discriminator(_kind_of_stop),
 ]
@@ -151,6 +201,14 @@ class JsonSchemaFormat(_Request):
     strict: Ignored  # the output always follows the schema
 
 
+Alternatives: TypeAlias = Annotated[
+    list[str],
+    Field(
+        fail_fast=True, min_length=1, max_length=MAX_ALTERNATIVES, description="the output is one"
+    ),
+]
+
+
 class ResponseFormat(_Request):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | SkipJsonSchema[None] = None
@@ -162,6 +220,30 @@ class ResponseFormat(_Request):
                 "response_format", "json_schema belongs to type 'json_schema', and is needed there"
             )
         return self
+
+
+class StructuredOutputs(_Request):
+    """vLLM's name for what the output is to follow."""
+
+    # "json" would hide a method of BaseModel.
+    json_: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(None, alias="json")
+    regex: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    grammar: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    choice: Alternatives | SkipJsonSchema[None] = None
+    json_object: bool = False
+    structural_tag: Unsupported = None
+    disable_fallback: Ignored
+    disable_any_whitespace: Ignored  # there is none anyway
+    disable_additional_properties: Unsupported = None
+    whitespace_pattern: Unsupported = None
+
+
+class Constraint(NamedTuple):
+    """What the output is to follow, and which field says so."""
+
+    field: str
+    kind: Literal["json", "regex", "grammar", "choice"]
+    value: Any
 
 
 class _Sampling(_Request):
@@ -220,13 +302,51 @@ class _Sampling(_Request):
         None,
         gt=0,
         le=MAX_DEADLINE_SECONDS,
-        description="seconds from arrival; then the output ends, finish_reason 'deadline'",
+        description="seconds from arrival; then the output ends: finish_reason 'length', and "
+        "stop_reason 'deadline'",
     )
     cache_salt: str = Field(
         "",
         max_length=256,
         description="cached prefixes are shared only between requests with the same salt",
     )
+
+    # vLLM's, beside those above.
+    guided_json: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(
+        None, description="as json_schema, or its text"
+    )
+    guided_regex: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    guided_grammar: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    guided_choice: Alternatives | SkipJsonSchema[None] = None
+    structured_outputs: StructuredOutputs | SkipJsonSchema[None] = None
+    skip_special_tokens: bool = Field(True, description="in the text")
+    include_stop_str_in_output: bool = Field(
+        False, description="the text ends behind the stop string, or with the stop token, it met"
+    )
+    prompt_logprobs: int | SkipJsonSchema[None] = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="of the prompt's tokens, with so many others"
+    )
+    truncate_prompt_tokens: int | SkipJsonSchema[None] = Field(
+        None,
+        ge=-1,
+        description="so many of its last tokens are the prompt; -1: as many as leave room for "
+        "max_tokens",
+    )
+    guided_decoding_backend: Ignored
+    guided_whitespace_pattern: Unsupported = None
+    spaces_between_special_tokens: Ignored
+    request_id: Ignored
+    use_beam_search: Unsupported = None
+    length_penalty: Unsupported = None
+    early_stopping: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    logits_processors: Unsupported = None
+    prompt_embeds: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    return_token_ids: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    kv_transfer_params: Unsupported = None
 
     user: Ignored
     metadata: Ignored
@@ -240,23 +360,59 @@ class _Sampling(_Request):
     def _fields_that_go_together(self) -> _Sampling:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream: true")
-        formats = [self.json_schema is not None, self.regex is not None, self.grammar is not None]
-        formats.append(self.response_format is not None and self.response_format.type != "text")
-        if sum(formats) > 1:
+        if len(constraints := self._constraints()) > 1:
             raise PydanticCustomError(
-                "grammar", "only one of response_format, json_schema, regex and grammar"
+                "grammar",
+                "only one of response_format, json_schema, regex, grammar, structured_outputs and "
+                "guided_*, got {fields}",
+                {"fields": " and ".join(dict.fromkeys(found.field for found in constraints))},
             )
+        if self.truncate_prompt_tokens == 0:
+            raise PydanticCustomError("truncate_prompt_tokens", "expected -1 or at least 1, got 0")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs needs stream: false")
         return self
 
     @property
+    def constraint(self) -> Constraint | None:
+        return next(iter(self._constraints()), None)
+
+    def _constraints(self) -> list[Constraint]:
+        found = [
+            Constraint("json_schema", "json", self.json_schema),
+            Constraint("regex", "regex", self.regex),
+            Constraint("grammar", "grammar", self.grammar),
+            Constraint("guided_json", "json", self.guided_json),
+            Constraint("guided_regex", "regex", self.guided_regex),
+            Constraint("guided_grammar", "grammar", self.guided_grammar),
+            Constraint("guided_choice", "choice", self.guided_choice),
+        ]
+        if (format := self.response_format) is not None and format.type != "text":
+            wanted = format.json_schema
+            schema = {"type": "object"} if wanted is None else wanted.schema_
+            found.append(Constraint("response_format", "json", schema))
+        if (given := self.structured_outputs) is not None:
+            field = "structured_outputs"
+            found += [
+                Constraint(field, "json", given.json_),
+                Constraint(field, "json", {"type": "object"} if given.json_object else None),
+                Constraint(field, "regex", given.regex),
+                Constraint(field, "grammar", given.grammar),
+                Constraint(field, "choice", given.choice),
+            ]
+        return [each for each in found if each.value is not None]
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if isinstance(self.stop, str):
+            return (self.stop,) if self.stop else ()
+        return tuple(self.stop)
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:
     if not isinstance(prompt, list):
         return "text" if isinstance(prompt, str) else None
-    if prompt and isinstance(prompt[0], int):
+    if prompt and isinstance(prompt[0], int | float):
         return "tokens"
     return "token lists" if prompt and isinstance(prompt[0], list) else "texts"
 
@@ -287,6 +443,7 @@ class CompletionRequest(_Sampling):
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(False, description="the prompt precedes the text, and its logprobs theirs")
     best_of: int | SkipJsonSchema[None] = Field(None, ge=1, description="as n, if given")
+    add_special_tokens: bool = Field(True, description="of the tokenizer, to prompts that are text")
     suffix: Unsupported = None
 
     @model_validator(mode="after")
@@ -299,9 +456,38 @@ class CompletionRequest(_Sampling):
 class TextPart(_Request):
     type: Literal["text"]
     text: str
+    cache_control: Ignored
+
+
+class RefusalPart(_Request):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _kind_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return "refusal" if kind == "refusal" else "text"
 
 
 Content: TypeAlias = str | Annotated[list[TextPart], Field(fail_fast=True)]
+SaidContent: TypeAlias = (
+    str
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
+                Discriminator(_kind_of_part),
+            ]
+        ],
+        Field(fail_fast=True),
+    ]
+)
 
 
 class FunctionCall(_Request):
@@ -315,37 +501,42 @@ class ToolCall(_Request):
     function: FunctionCall
 
 
+class PastToolCall(ToolCall):
+    """As an answer had it, or put together from a stream, whose pieces have an index."""
+
+    index: Ignored
+
+
 class PlainMessage(_Request):
     role: Literal["system", "developer", "user"]
     content: Content
     name: Ignored
+    cache_control: Ignored
 
 
 class ToolMessage(_Request):
     """What a call gave."""
 
     role: Literal["tool"]
-    content: Content
+    content: Content = ""
     tool_call_id: str
     name: str = ""
+    cache_control: Ignored
 
 
 class PastAnswer(_Request):
     role: Literal["assistant"]
-    content: Content = Field("", description="needed where there are no tool_calls")
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
+    content: SaidContent = ""
+    tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     reasoning_content: str | SkipJsonSchema[None] = Field(None, description="for the template")
+    reasoning: str | SkipJsonSchema[None] = Field(None, description="as reasoning_content")
+    reasoning_details: Ignored
     name: Ignored
+    cache_control: Ignored
     function_call: Unsupported = None
     audio: Unsupported = None
     refusal: Ignored
     annotations: Ignored
-
-    @model_validator(mode="after")
-    def _says_something(self) -> PastAnswer:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise PydanticCustomError("content", "content or tool_calls is needed")
-        return self
 
 
 def _kind_of_message(message: Any) -> str:
@@ -378,6 +569,7 @@ class Function(_Request):
 class Tool(_Request):
     type: Literal["function"]
     function: Function
+    cache_control: Ignored
 
 
 class NamedFunction(_Request):
@@ -413,7 +605,22 @@ class ChatCompletionRequest(_Sampling):
     audio: Unsupported = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] = ["text"]
     prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
+    reasoning_effort: str | SkipJsonSchema[None] = Field(
+        None, max_length=32, description="for the template; none: enable_thinking is false, too"
+    )
+    include_reasoning: bool = Field(True, description="false: the answer has no reasoning_content")
+    add_generation_prompt: bool = Field(
+        True, description="the prompt ends with the beginning of the assistant's message"
+    )
+    continue_final_message: bool = Field(
+        False, description="the answer continues the last message, which stays open"
+    )
+    chat_template: str | SkipJsonSchema[None] = Field(
+        None, max_length=256, description="one of the model's, by its name"
+    )
+    add_special_tokens: bool = Field(False, description="of the tokenizer; templates have theirs")
+    echo: Unsupported = None
+    documents: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
@@ -424,8 +631,17 @@ class ChatCompletionRequest(_Sampling):
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise PydanticCustomError("tool_choice", "tool_choice needs tools")
         may_call = self.tools and self.tool_choice != "none"
-        if may_call and (self.regex is not None or self.grammar is not None):
-            raise PydanticCustomError("grammar", "regex and grammar leave no room for tools")
+        if may_call and self.constraint is not None and self.constraint.kind != "json":
+            raise PydanticCustomError(
+                "grammar", "{field} leaves no room for tools", {"field": self.constraint.field}
+            )
+        if self.continue_final_message:
+            if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+                raise PydanticCustomError(
+                    "continue_final_message",
+                    "continue_final_message needs add_generation_prompt: false",
+                )
+            self.add_generation_prompt = False
         if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
             raise PydanticCustomError("max_tokens", "other than max_completion_tokens")
         return self
@@ -472,11 +688,28 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    """Of a token, which is the key that it has. As vLLM has it."""
+
+    logprob: float
+    rank: int | None = Field(description="1: the likeliest; null: beyond those that are here")
+    decoded_token: str
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"] | None
+StopReason: TypeAlias = Annotated[
+    Literal["deadline", "error"] | None,
+    Field(description="what finish_reason has no word for: out of time, or a grammar got stuck"),
+]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    finish_reason: FinishReason = None
+    stop_reason: StopReason = None
 
 
 class Completion(BaseModel):
@@ -507,6 +740,7 @@ class ChatLogprobs(BaseModel):
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = Field(None, description="what the model thought before it")
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -515,7 +749,9 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    finish_reason: FinishReason = None
+    stop_reason: StopReason = None
 
 
 class ChatCompletion(BaseModel):
@@ -534,6 +770,7 @@ class ToolCallDelta(ToolCall):
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -541,7 +778,8 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason = None
+    stop_reason: StopReason = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -574,6 +812,10 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeResponse(BaseModel):
     prompt: str
+
+
+class Version(BaseModel):
+    version: str
 
 
 class Health(BaseModel):

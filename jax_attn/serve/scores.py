@@ -119,5 +119,39 @@ class CompletionScores:
         return f"{{{','.join([f'{name}:{_number(top[name])}' for name in top])}}}"
 
 
+class PromptScores:
+    """vLLM's prompt_logprobs: of each token of a prompt, by their ids, it and the likeliest."""
+
+    def __init__(self, tokens: TokenJson, num_tokens: int, num_top: int):
+        self._tokens, self._num_left, self._num_top = tokens, num_tokens, num_top
+        self._pieces: list[bytes] = []
+
+    def take_own(self, entries: list[Any]) -> list[Any]:
+        """Those of the prompt; returns the rest, which are of the output."""
+        own = entries[: self._num_left]
+        self._num_left -= len(own)
+        if text := ",".join(map(self._entry, own)):
+            self._pieces.append(f"{',' if self._pieces else ''}{text}".encode())
+        return entries[len(own) :]
+
+    def take(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, []
+        return [b"[", *pieces, b"]"]
+
+    def _entry(self, entry: Any) -> str:
+        if entry.logprob is None:
+            return "null"
+        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+        found = dict(entry.top[: self._num_top]) | {entry.token: entry.logprob}
+        return f"{{{','.join([self._token(t, p, ranks.get(t)) for t, p in found.items()])}}}"
+
+    def _token(self, token: int, logprob: float, rank: int | None) -> str:
+        text = json.dumps(self._tokens.text(token).decode(errors="replace"))
+        rank_text = "null" if rank is None else rank
+        return (
+            f'"{token}":{{"logprob":{_number(logprob)},"rank":{rank_text},"decoded_token":{text}}}'
+        )
+
+
 def _number(value: float | None) -> str:
     return repr(value) if value is not None and math.isfinite(value) else "null"

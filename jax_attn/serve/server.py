@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
 from jax_attn.serve.auth import Authenticate, LoopbackHost
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner
+from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner, sampling_defaults
 from jax_attn.serve.responses import ChatStyle, CompletionStyle, GenerationResponse, Style
 from jax_attn.serve.scores import TokenJson
 from jax_attn.serve.token_bytes import TokenBytes
@@ -51,6 +52,9 @@ Result = TypeVar("Result")
 class ServerConfig:
     model_directory: Path
     model_name: str
+    model_aliases: tuple[str, ...] = ()  # other names, which requests may use
+    strict: bool = False  # unknown fields are refused, not read past
+    generation_config: bool = True  # the directory's sampling defaults are those of requests
     api_keys: tuple[str, ...] = ()
     operator_keys: tuple[str, ...] = ()  # keys that see /metrics and all of /debug/state, too
     key_limits: KeyLimits | None = None  # None: KeyLimits.default
@@ -71,7 +75,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
       model: as `jax_attn.models.load` gives it.
 
     Raises:
-      chat.ChatTemplateError: the directory's template does not compile.
+      ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one.
     """
     server = _Server(engine, model, config)
     middleware = [Middleware(AccessLog, enabled=config.access_log)]
@@ -106,6 +110,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
             Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/health", server.health),
+            Route("/version", server.version),
             Route("/metrics", server.metrics_text),
             Route("/debug/state", server.debug_state),
             Route("/openapi.json", server.openapi),
@@ -128,11 +133,20 @@ class _Server:
     def __init__(self, engine: Any, model: Any, config: ServerConfig):
         self._engine, self._config = engine, config
         self._metrics = Metrics(engine)
-        self._prepare = Preparer(model, engine, config.model_directory, config.model_name)
-        self._token_json = TokenJson(TokenBytes(model.tokenizer))
         limits = config.key_limits or KeyLimits.default(
             engine.limits.max_waiting, engine.limits.max_running
         )
+        directory = config.model_directory
+        self._prepare = Preparer(
+            model,
+            engine,
+            directory,
+            (config.model_name, *config.model_aliases),
+            limits,
+            sampling_defaults(directory) if config.generation_config else {},
+        )
+        self._unknown = None if config.strict else schemas.UnknownFields()
+        self._token_json = TokenJson(TokenBytes(model.tokenizer))
         self.gate, self._lanes = Gate(engine, limits), Lanes()
         self._created = int(time.time())
         self._description = json.dumps(openapi.describe()).encode()
@@ -156,7 +170,7 @@ class _Server:
 
     async def completions(self, request: Request) -> GenerationResponse:
         def prepare(raw: bytes, caller: Caller) -> tuple[schemas._Sampling, Prepared, Style]:
-            body = bodies.parse(raw, schemas.CompletionRequest)
+            body = self._parse(raw, schemas.CompletionRequest)
             prepared = self._prepare.completion(body, caller)
             style = CompletionStyle(prepared, body.logprobs is not None, self._token_json)
             return body, prepared, style
@@ -165,7 +179,7 @@ class _Server:
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
         def prepare(raw: bytes, caller: Caller) -> tuple[schemas._Sampling, Prepared, Style]:
-            body = bodies.parse(raw, schemas.ChatCompletionRequest)
+            body = self._parse(raw, schemas.ChatCompletionRequest)
             prepared = self._prepare.chat(body, caller)
             return body, prepared, ChatStyle(prepared, body.logprobs, self._token_json)
 
@@ -203,6 +217,9 @@ class _Server:
             include_usage=options is not None and options.include_usage,
         )
 
+    def _parse(self, raw: bytes, model: type[Body]) -> Body:
+        return bodies.parse(raw, model, self._unknown)
+
     def _need_ready(self) -> None:
         status = self._status()
         if status != "ok":
@@ -223,22 +240,22 @@ class _Server:
     # ---- the model -----------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return _json(schemas.ModelList(data=[self._card()]))
+        return _json(schemas.ModelList(data=list(map(self._card, self._prepare.names))))
 
     async def model(self, request: Request) -> Response:
-        self._prepare.check_model(request.path_params["name"])
-        return _json(self._card())
+        self._prepare.check_model(name := request.path_params["name"])
+        return _json(self._card(name))
 
-    def _card(self) -> schemas.ModelCard:
+    def _card(self, name: str) -> schemas.ModelCard:
         return schemas.ModelCard(
-            id=self._prepare.name,
+            id=name,
             created=self._created,
             max_model_len=self._prepare.max_model_len,
         )
 
     async def tokenize(self, request: Request) -> Response:
         def work(raw: bytes) -> bytes:
-            tokens = self._prepare.tokenize(bodies.parse(raw, schemas.TokenizeRequest))
+            tokens = self._prepare.tokenize(self._parse(raw, schemas.TokenizeRequest))
             answer = schemas.TokenizeResponse(
                 tokens=tokens, count=len(tokens), max_model_len=self._prepare.max_model_len
             )
@@ -248,7 +265,7 @@ class _Server:
 
     async def detokenize(self, request: Request) -> Response:
         def work(raw: bytes) -> bytes:
-            text = self._prepare.detokenize(bodies.parse(raw, schemas.DetokenizeRequest))
+            text = self._prepare.detokenize(self._parse(raw, schemas.DetokenizeRequest))
             return schemas.DetokenizeResponse(prompt=text).model_dump_json().encode()
 
         return await self._transform(request, work)
@@ -266,6 +283,9 @@ class _Server:
     async def health(self, request: Request) -> Response:
         status = self._status()
         return _json(schemas.Health(status=status), 200 if status == "ok" else 503)
+
+    async def version(self, request: Request) -> Response:
+        return _json(schemas.Version(version=metadata.version("jax_attn")))
 
     async def metrics_text(self, request: Request) -> Response:
         self._need_operator(request, "/metrics")

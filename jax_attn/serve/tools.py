@@ -9,12 +9,20 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jax_attn.serve import gemma_calls
 from jax_attn.serve.detokenizer import overlap
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str  # a JSON object
+    id: str | None = None  # if the model gave one
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,9 @@ class ToolFormat:
     begin: str = ""
     end: str = ""
     short_ids: bool = False  # the template refuses any but those of 9 letters and digits
+    parse: Callable[[str], list[ToolCall]] = lambda raw: _json_calls(raw)
+    # What texts stand between, where arguments are not JSON but written as Gemma does.
+    quote: str = ""
 
     def new_id(self) -> str:
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
@@ -64,11 +75,66 @@ NAMED = _mistral("[TOOL_CALLS]", "[ARGS]", "", between="")
 NAMED_ID = _mistral("[TOOL_CALLS]", "[CALL_ID]#########[ARGS]", "", between="")
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str  # a JSON object
-    id: str | None = None  # if the model gave one
+def _deepseek(raw: str) -> list[ToolCall]:
+    """Of V3 and R1, whose arguments are in a fence, and of V3.1."""
+    calls = []
+    for one in raw.split(_DEEPSEEK_CALL)[1:]:
+        found = _DEEPSEEK_PARTS.fullmatch(one)
+        if raw.lstrip()[: len(_DEEPSEEK_CALL)] != _DEEPSEEK_CALL or found is None:
+            return []
+        try:
+            call = _call({"name": found["name"], "arguments": json.loads(found["arguments"])})
+        except (ValueError, RecursionError):
+            return []
+        if call is None:
+            return []
+        calls.append(call)
+    return calls
+
+
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+_DEEPSEEK_PARTS = re.compile(
+    r"(function<｜tool▁sep｜>)?(?P<name>[\w.-]+)\s*(<｜tool▁sep｜>|```json)\s*"
+    r"(?P<arguments>\{.*\})\s*(```)?\s*<｜tool▁call▁end｜>\s*",
+    re.DOTALL,
+)
+_of_deepseek = partial(
+    ToolFormat,
+    opening="<｜tool▁calls▁begin｜>",
+    closing="<｜tool▁calls▁end｜>",
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    parse=_deepseek,
+)
+DEEPSEEK_V3 = _of_deepseek(
+    f"{_DEEPSEEK_CALL}function<｜tool▁sep｜>",
+    "\n```json\n",
+    "\n```<｜tool▁call▁end｜>",
+    between="\n",
+)
+DEEPSEEK = _of_deepseek(_DEEPSEEK_CALL, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", between="")
+
+
+def _gemma(begin: str, end: str, quote: str) -> ToolFormat:
+    def parse(raw: str) -> list[ToolCall]:
+        calls = gemma_calls.parse(raw, quote)
+        return [ToolCall(name, json.dumps(found, ensure_ascii=False)) for name, found in calls]
+
+    return ToolFormat(
+        f"{begin}call:", "", end, between="", begin=begin, end=end, quote=quote, parse=parse
+    )
+
+
+FUNCTION_GEMMA = _gemma("<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA_4 = _gemma("<|tool_call>", "<tool_call|>", '<|"|>')
+# Of gpt-oss, whose answers `harmony` reads. `begin` is what must be shown of special tokens.
+HARMONY = ToolFormat(
+    "<|channel|>commentary to=functions.",
+    " <|constrain|>json<|message|>",
+    "",
+    between=None,
+    begin="<|channel|>",
+)
 
 
 def format_of(template: str) -> ToolFormat | None:
@@ -77,6 +143,13 @@ def format_of(template: str) -> ToolFormat | None:
         if "[ARGS]" in template:
             return NAMED_ID if "[CALL_ID]" in template else NAMED
         return LISTED_SPACE if "[TOOL_CALLS] [" in template else LISTED
+    if "<|channel|>" in template and "functions" in template:
+        return HARMONY
+    if DEEPSEEK.begin in template:
+        return DEEPSEEK_V3 if "```json" in template else DEEPSEEK
+    for format in (FUNCTION_GEMMA, GEMMA_4):
+        if format.begin in template:
+            return format
     # Others have XML or something of their own between these tags.
     if "<tool_call>" in template and re.search(r'\\?"arguments\\?": ', template):
         return TAGGED
@@ -95,6 +168,9 @@ def grammar_of(
     functions: {"name": ..., "parameters": JSON schema of an object}, as clients send them.
     answer: a JSON schema of what may come instead of calls.
     special_tokens: of the tokenizer, by their text.
+
+    Raises:
+      gemma_calls.CannotDemand: a schema says what there is no grammar of in this format.
     """
 
     def literal(text: str) -> str:
@@ -111,6 +187,12 @@ def grammar_of(
         compact = {"x-guidance": {"whitespace_flexible": False}}
         lines.append(f"answer: %json {json.dumps(answer | compact)}")
     for rule, function in zip(names, functions, strict=True):
+        head = literal(format.before_name + function["name"] + format.before_arguments)
+        lines.append(f"{rule}: {head} {rule}_arguments {literal(format.behind)}")
+        if format.quote:
+            schema = function.get("parameters") or {}
+            lines += gemma_calls.rules(f"{rule}_arguments", schema, literal(format.quote))
+            continue
         # The white space that models are trained on.
         schema = {
             "type": "object",
@@ -121,18 +203,14 @@ def grammar_of(
                 "key_separator": ": ",
             },
         }
-        head = literal(format.before_name + function["name"] + format.before_arguments)
-        lines += [
-            f"{rule}: {head} {rule}_arguments {literal(format.behind)}",
-            f"{rule}_arguments: %json {json.dumps(schema)}",
-        ]
+        lines.append(f"{rule}_arguments: %json {json.dumps(schema)}")
     return "\n".join(lines) + "\n"
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
     """Of Lark. In `text`, digits of an identifier are number signs."""
     parts = []
-    for part in re.split(r"(\[[A-Z_]+\]|#+)", text):
+    for part in re.split(r"(\[[A-Z_]+\]|<[^<>]+>|#+)", text):
         if part in special_tokens:
             parts.append(f"<[{special_tokens[part]}]>")
         elif part.startswith("#"):
@@ -182,7 +260,7 @@ class ToolParser:
             if not tag:
                 return shown, calls
             self._held, self._is_inside = behind, not self._end
-            if new := _parse(raw):
+            if new := self.format.parse(raw):
                 calls += new
                 self._is_behind = True
             else:
@@ -194,7 +272,7 @@ class ToolParser:
         if not self._is_inside:
             return self._text(held), []
         self._is_inside = False
-        if not self._end and (calls := _parse(held)):
+        if not self._end and (calls := self.format.parse(held)):
             return "", calls
         return self._begin + held, []
 
@@ -212,8 +290,9 @@ _NAMED = re.compile(
 )
 
 
-def _parse(raw: str) -> list[ToolCall]:
-    """Calls in any of the formats, without what is around them; none unless all of it is calls."""
+def _json_calls(raw: str) -> list[ToolCall]:
+    """Calls in any of the formats with JSON, without what is around them; none unless all of it is
+    calls."""
     try:
         if named := _NAMED.fullmatch(raw):
             found = [{**named.groupdict(), "arguments": json.loads(named["arguments"])}]

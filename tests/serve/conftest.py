@@ -8,7 +8,7 @@ from jax_attn import models
 @pytest.fixture(scope="session")
 def directory() -> Path:
     """Of the bundled model."""
-    return Path(__file__).parents[2] / "models" / "tiny-llama-stdlib"
+    return models.BUNDLED
 
 
 @pytest.fixture(scope="session")

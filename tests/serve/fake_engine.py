@@ -7,17 +7,17 @@ import functools
 import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 from tokenizers import Tokenizer
 
+from jax_attn import models
 from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.grammar import Grammars
 from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scheduler import QueueFull
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
+MODEL = models.BUNDLED
 
 
 @dataclass
@@ -201,6 +201,8 @@ class FakeEngine:
             "steps": 250,
             "compilations": 0,
             "jump_forward_tokens": 7,
+            "draft_tokens": 20,
+            "draft_tokens_taken": 12,
             "step_seconds": {"schedule": 0.1, "plan": 0.2, "dispatch": 0.3, "wait": 1.4},
         }
 

@@ -32,7 +32,6 @@ KEYS = ("a-key-of-one-tenant", "another-tenants-key")
 OPERATOR_KEY = "the-key-of-an-operator"
 START_SECONDS = 180  # on a busy machine of two cores
 # A wheel has no model in it.
-BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
 # An installed package must not be shadowed by a checkout without the extension.
 SAFE_PATH = ["-P"] if sys.flags.safe_path else []
 
@@ -171,8 +170,7 @@ class ServerProcess:
         """
         self._log = open(log or directory / "log", "wb")
         self.process = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--model", str(BUNDLED_MODEL)]
-            + ["--port", str(port), *options],
+            [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--port", str(port), *options],
             cwd=directory,
             stdout=self._log,
             stderr=subprocess.STDOUT,

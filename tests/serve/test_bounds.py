@@ -79,7 +79,7 @@ def test_unknown_fields_are_refused_at_the_first(model, monkeypatch):
     raw = json.dumps({f"field{i}": 0 for i in range(bodies.MAX_KEYS - 1)}).encode()
     with pytest.raises(ApiError) as refused:
         bodies.parse(raw, model)
-    assert refused.value.code == "unknown_field" and refused.value.param == "field0"
+    assert refused.value.code == "unknown_parameter" and refused.value.param == "field0"
     biases = {str(i): 101 for i in range(bodies.MAX_KEYS - 10)}
     with pytest.raises(ApiError, match="at most 300 entries"):
         bodies.parse(json.dumps({"prompt": "a", "logit_bias": biases}).encode(), model)
@@ -125,7 +125,7 @@ def test_tokens_are_checked_in_slices():
     """So that other threads have turns; and the first bad one is found wherever it is."""
     most = schemas._TOKENS_AT_A_TIME
     for bad in (0, most - 1, most, 2 * most + 5):
-        for value in (-1, 2**31, True, 1.0, "1", None, [1]):
+        for value in (-1, 2**31, True, 1.5, "1", None, [1]):
             tokens = [7] * (2 * most + 6)
             tokens[bad] = value
             with pytest.raises(ApiError) as refused:
@@ -187,7 +187,8 @@ def preparer():
     model = fake_model()
     engine = FakeEngine(model.tokenizer)
     model.tokenizer = Counting(model.tokenizer)
-    return Preparer(model, engine, MODEL, "tiny")
+    limits = KeyLimits.default(engine.limits.max_waiting, engine.limits.max_running)
+    return Preparer(model, engine, MODEL, ["tiny"], limits, {})
 
 
 def test_a_text_that_is_far_too_long_is_not_cut_into_tokens(preparer):
@@ -199,11 +200,11 @@ def test_a_text_that_is_far_too_long_is_not_cut_into_tokens(preparer):
         (preparer.chat, schemas.ChatCompletionRequest.model_validate(chat(text))),
     ]:
         preparer._tokenizer.num_chars = 0
-        with pytest.raises(ApiError, match="characters have more than 512 tokens") as refused:
+        with pytest.raises(ApiError, match="resulted in over 512 tokens") as refused:
             prepare(body, caller)
         assert refused.value.status == 400 and refused.value.param in ("prompt", "messages")
         assert preparer._tokenizer.num_chars < 100_000
-    with pytest.raises(ApiError, match="more than 524288 tokens"):
+    with pytest.raises(ApiError, match="over 524288 tokens"):
         preparer.tokenize(schemas.TokenizeRequest(prompt=text))
     assert preparer._tokenizer.longest < 100_000
     with pytest.raises(ApiError, match="at most 262144 tokens"):
@@ -222,7 +223,7 @@ def test_a_long_text_of_few_tokens_is_taken(preparer):
     (tokens,) = prepared.prompts
     assert 40_000 < len(tokens) < 60_000
     assert tokens[1:] == preparer._tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-    with pytest.raises(ApiError, match="leave no room"):
+    with pytest.raises(ApiError, match="maximum context length is 60000"):
         preparer.completion(schemas.CompletionRequest(prompt=text * 2), Caller("", 0.0))
 
 

@@ -183,6 +183,13 @@ def test_random_stops(tokenizer):
         assert shown + detokenizer.flush() == text
 
 
+def test_a_stop_string_may_be_shown(tokenizer):
+    text = "one two three"
+    tokens = tokenizer.encode(text).ids
+    for stops, shown in ((["two"], "one two"), (["wo thr", "two"], "one two"), (["x"], text)):
+        assert "".join(pieces(tokenizer, tokens, stops, include_stop=True)) == shown
+
+
 def test_stop_strings_cost_no_more_where_they_nearly_match(tokenizer, monkeypatch):
     """16 strings of 256 characters, and a text that is about to be each of them: two steps a
     character and string."""

@@ -403,11 +403,13 @@ def test_stops(model, make_engine):
     tokens = prompt(model, 0, 40)
     (free,) = run(engine, sequence(tokens, max_tokens=30))
     stop = free.text[7:12]
-    stopped, by_token, nearly = run(
+    stopped, by_token, nearly, shown, shown_token = run(
         engine,
         sequence(tokens, max_tokens=30, stop=(stop,)),
         sequence(tokens, max_tokens=30, stop_token_ids=(free.tokens[6],)),
         sequence(tokens, max_tokens=30, stop=(free.text[-3:] + "\0",)),
+        sequence(tokens, max_tokens=30, stop=(stop,), include_stop=True),
+        sequence(tokens, max_tokens=30, stop_token_ids=(free.tokens[6],), include_stop=True),
     )
     assert nearly.text == free.text  # what was held back comes in the end
     assert stopped.text == free.text[: free.text.index(stop)]
@@ -416,6 +418,8 @@ def test_stops(model, make_engine):
     assert by_token.tokens == free.tokens[: first + 1]
     assert by_token.text == model.tokenizer.decode(free.tokens[:first])
     assert stopped.reason is by_token.reason is FinishReason.STOP
+    assert shown.text == stopped.text + stop and shown.tokens == stopped.tokens
+    assert shown_token.text == by_token.text + model.tokenizer.decode([free.tokens[6]])
 
 
 # ---- grammars ----------------------------------------------------------------------------------

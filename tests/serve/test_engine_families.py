@@ -17,7 +17,7 @@ from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import SamplingParams, Sequence
 
-BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-llama-stdlib"
+BUNDLED = models.BUNDLED
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek v2 groups, yarn"])

@@ -181,6 +181,47 @@ def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens
     assert (args.prefill_chunk, args.max_prefill_chunk) == chunks
 
 
+def test_a_shorter_context(model, caplog):
+    args = main._parse(["--max-model-len", "100", "--dtype", "float32"])
+    assert main._load(main.models.BUNDLED, args).config.max_positions == 100
+    with pytest.raises(ValueError, match="--max-model-len: expected at most the model's 2048, got"):
+        main._load(main.models.BUNDLED, main._parse(["--max-model-len", "2049"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--api-key", "short"], "--api-key: key 1: expected at least 16"),
+        (["--model", "no-such-directory"], "expected a directory, or ORG/NAME"),
+        (["--model", str(main.models.BUNDLED), "--revision", "x"], "has no revision"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(capsys, options, sentence):
+    assert main.main(["--port", "0", *options]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):
+    (tmp_path / "keys").write_text("a-key-that-is-in-a-file\n")
+    configs = []
+
+    def stop(engine, model, config):
+        configs.append(config)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
+    monkeypatch.setattr(main, "create_app", stop)
+    keys = ["--api-key", "a-key-of-the-line", "--api-key-file", str(tmp_path / "keys")]
+    names = ["--served-model-name", "gpt-4o", "tiny"]
+    small = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "200"]
+    assert main.main([*keys, *names, *small]) == main.main(small) == 1
+    first, second = configs
+    assert first.api_keys == ("a-key-of-the-line", "a-key-that-is-in-a-file")
+    assert (first.model_name, first.model_aliases) == ("gpt-4o", ("tiny",))
+    assert (second.model_name, second.model_aliases) == ("tiny-llama-stdlib", ())
+    assert not second.strict and second.generation_config
+
+
 def test_more_rows_leave_less_room_for_pages(model, monkeypatch):
     allocator = Allocator(10**9)
     make(model, monkeypatch, allocator, "--max-running", "64", device=FakeGpu(3000 * PAGE_BYTES, 0))

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import time
+from importlib import metadata
 
 import pytest
 
@@ -293,7 +294,8 @@ def test_null_is_absent(server):
 
 def test_deadline(slow_server):
     answer = slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 200, "deadline": 0.1}).json
-    assert answer["choices"][0]["finish_reason"] == "deadline"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["stop_reason"] == "deadline"
     assert 0 < answer["usage"]["completion_tokens"] < 150
 
 
@@ -355,6 +357,19 @@ def test_models(server):
     assert server.get("/v1/models/other").status == 404
 
 
+def test_version(server):
+    assert server.get("/version").json == {"version": metadata.version("jax_attn")}
+
+
+def test_aliases():
+    with serving(model_aliases=("gpt-4o",)) as server:
+        assert [card["id"] for card in server.get("/v1/models").json["data"]] == ["tiny", "gpt-4o"]
+        assert server.get("/v1/models/gpt-4o").json["id"] == "gpt-4o"
+        for name in ("tiny", "gpt-4o"):
+            assert server.post(COMPLETIONS, HELLO | {"model": name}).json["model"] == "tiny"
+        assert server.post(COMPLETIONS, HELLO | {"model": "gpt-4"}).status == 404
+
+
 def test_metrics(server):
     server.post(COMPLETIONS, HELLO)
     server.post(COMPLETIONS, {"prompt": 5})
@@ -367,6 +382,7 @@ def test_metrics(server):
     assert lines["jax_attn_prefix_hit_tokens_total"] == "400.0"
     assert lines["jax_attn_preemptions_total"] == "1.0"
     assert lines["jax_attn_compilations_total"] == "0.0"
+    assert lines["jax_attn_draft_tokens_taken_total"] == "12.0"
     assert lines['jax_attn_step_seconds_total{phase="wait"}'] == "1.4"
     assert float(lines['jax_attn_requests_total{outcome="completed"}']) >= 1
     assert float(lines['jax_attn_requests_total{outcome="invalid"}']) >= 1
@@ -405,13 +421,12 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"prompt": [5000]}, "prompt"),
         (COMPLETIONS, {"prompt": [[1], [-1]]}, "prompt[1][0]"),
         (COMPLETIONS, {"prompt": [1] * 256}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 1025}, "prompt"),
         (COMPLETIONS, {"max_tokens": "4"}, "max_tokens"),
-        (COMPLETIONS, {"max_tokens": 255}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 255}, "prompt"),  # of which there is too much, too
         (COMPLETIONS, {"min_tokens": 5}, "min_tokens"),
         (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"n": 65}, "n"),
-        (COMPLETIONS, {"n": 33}, "n"),  # more than the queue can hold
         (COMPLETIONS, {"n": True}, "n"),
         (COMPLETIONS, {"temperature": -1}, "temperature"),
         (COMPLETIONS, {"top_p": -0.1}, "top_p"),
@@ -427,9 +442,17 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
-        (COMPLETIONS, {"no_such_field": 1}, "no_such_field"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
-        (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"guided_choice": []}, "guided_choice"),
+        (COMPLETIONS, {"guided_choice": ["a" * LONG]}, "guided_choice"),
+        (COMPLETIONS, {"guided_regex": "("}, "guided_regex"),
+        (COMPLETIONS, {"guided_json": "{"}, "guided_json"),
+        (COMPLETIONS, {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
+        (COMPLETIONS, {"guided_json": {}, "structured_outputs": {"regex": "a"}}, "grammar"),
+        (COMPLETIONS, {"structured_outputs": {"json": {}, "regex": "a"}}, "grammar"),
         (COMPLETIONS, {"regex": "("}, "regex"),
         (COMPLETIONS, {"regex": "a" * LONG}, "regex"),
         (COMPLETIONS, {"grammar": "start: nothing"}, "grammar"),
@@ -445,13 +468,24 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
         (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
-        (CHAT, {"max_tokens": None, "max_completion_tokens": 255}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 255}, "messages"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0]"),
+        (CHAT, {"chat_template": "rag"}, "chat_template"),
+        (CHAT, {"reasoning_effort": "x" * 33}, "reasoning_effort"),
+        (
+            CHAT,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        (
+            CHAT,
+            {"continue_final_message": True, "messages": [{"role": "user", "content": ""}]},
+            "continue_final_message",
+        ),
         (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id"),
         (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
         (
@@ -495,7 +529,7 @@ def test_404(server):
     answer = server.post(COMPLETIONS, HELLO | {"model": "gpt-4"})
     assert answer.status == 404 and answer.error["code"] == "model_not_found"
     assert answer.error["param"] == "model"
-    assert server.get("/v2/models").error["type"] == "not_found_error"
+    assert server.get("/v2/models").error["type"] == "invalid_request_error"
     assert server.get(COMPLETIONS).status == 405
 
 
@@ -705,7 +739,8 @@ def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
 
     answer = server.post(COMPLETIONS, body | {"n": 2})
     assert answer.status == 200
-    assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["error", "length"]
+    assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["length"] * 2
+    assert [choice["stop_reason"] for choice in answer.json["choices"]] == ["error", None]
     server.engine.stuck = {"0", "1"}
     assert server.post(COMPLETIONS, body | {"n": 2}).status == 400
     assert not server.engine.live
@@ -878,7 +913,8 @@ def test_every_route_but_health_needs_a_key(locked_server):
 )
 def test_wrong_keys(locked_server, headers):
     answer = locked_server.get("/v1/models", **headers)
-    assert answer.status == 401 and answer.error["type"] == "authentication_error"
+    assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
+    assert answer.error["type"] == "invalid_request_error"
     assert answer.headers["www-authenticate"].startswith("Bearer")
 
 

@@ -1,12 +1,11 @@
-from pathlib import Path
-
 import pytest
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `models`")
 
+from jax_attn import models  # noqa: E402
 from jax_attn.serve.token_bytes import TokenBytes  # noqa: E402
 
-TOKENIZER = Path(__file__).parents[2] / "models" / "tiny-llama-stdlib" / "tokenizer.json"
+TOKENIZER = models.BUNDLED / "tokenizer.json"
 
 
 def test_byte_level():

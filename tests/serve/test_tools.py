@@ -13,6 +13,11 @@ from live_server import serving
 from jax_attn.serve import grammar, tools
 from jax_attn.serve.tools import (
     BARE,
+    DEEPSEEK,
+    DEEPSEEK_V3,
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    HARMONY,
     LISTED,
     LISTED_SPACE,
     NAMED,
@@ -34,6 +39,14 @@ WEATHER = {
         "$defs": {"unit": {"enum": ["C", "F"]}},
     },
 }
+# Without a reference, of which there is no grammar in Gemma's format.
+PLAIN_WEATHER = WEATHER | {
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+        "required": ["city"],
+    }
+}
 NOTHING = {"name": "do-nothing"}
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, NOTHING)]
 ASKED = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, "max_tokens": 100}
@@ -42,7 +55,19 @@ ASKED = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, "ma
 def call(name: str, arguments: dict, format=TAGGED) -> str:
     """One of several; with an identifier where the format has one."""
     before = (format.before_name + name + format.before_arguments).replace("#" * 9, "123abcDEF")
-    return before + json.dumps(arguments) + format.behind
+    written = as_gemma(arguments, format.quote) if format.quote else json.dumps(arguments)
+    return before + written + format.behind
+
+
+def as_gemma(value, quote: str) -> str:
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, list):
+        return f"[{','.join(as_gemma(item, quote) for item in value)}]"
+    if isinstance(value, dict):
+        pairs = (f"{key}:{as_gemma(item, quote)}" for key, item in value.items())
+        return f"{{{','.join(pairs)}}}"
+    return json.dumps(value)
 
 
 def calls(format, *one: str) -> str:
@@ -58,6 +83,7 @@ def mistral_tokenizer():
 
 
 PARIS = call("get_weather", {"city": "Paris"})
+ARGUMENTS = {"x": [1, -2.5, True, None, "a,b]"], "y": {"z": "}é\n", "w": {}}, "v": []}
 IDLE = call("do-nothing", {})
 
 
@@ -110,6 +136,24 @@ IDLE = call("do-nothing", {})
         ),
         (NAMED, '[TOOL_CALLS]f{"x": 1}', "", [("f", {"x": 1})]),
         (NAMED_ID, call("f", {}, NAMED_ID) + call("g", {}, NAMED_ID), "", [("f", {}), ("g", {})]),
+        *(
+            (
+                format,
+                "So: " + calls(format, call("f", ARGUMENTS, format), call("g-h", {}, format)),
+                "So:",
+                [("f", ARGUMENTS), ("g-h", {})],
+            )
+            for format in (DEEPSEEK, DEEPSEEK_V3, FUNCTION_GEMMA, GEMMA_4)
+        ),
+        *(
+            (DEEPSEEK, f"{DEEPSEEK.begin}{raw}{DEEPSEEK.end}", "nothing less", [])
+            for raw in ("", "x", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>")
+        ),
+        *(
+            (GEMMA_4, f"<|tool_call>{raw}<tool_call|>", "nothing less", [])
+            for raw in ("", "call:f", "call:f{a}", "call:f{a:b}", "call:f{a:1", "call:f{}}", "f{}")
+        ),
+        (GEMMA_4, "<|tool_call>call:f{" + "a:{" * 9999, "nothing less", []),
         (NAMED, "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]f[ARGS]{", []),
         (NAMED, call("f", {}, NAMED) + "[TOOL_CALLS]", "[TOOL_CALLS]", [("f", {})]),
     ],
@@ -124,7 +168,7 @@ def test_calls_are_found_however_the_text_is_cut(format, text, shown, expected):
             got_text, rest = got_text + new_text, rest[n:]
             got_calls += new_calls
         last_text, last_calls = parser.flush()
-        assert got_text + last_text == shown
+        assert got_text + last_text == (text if shown == "nothing less" else shown)
         found = [(c.name, json.loads(c.arguments)) for c in got_calls + last_calls]
         assert found == expected
 
@@ -176,8 +220,29 @@ def test_text_is_not_held_longer_than_it_must():
         (BARE, True, None, PARIS, False),
         *(
             (format, parallel, None, calls(format, *[call("do-nothing", {}, format)] * n), fits)
-            for format in (LISTED, LISTED_SPACE, NAMED, NAMED_ID)
+            for format in (
+                LISTED,
+                LISTED_SPACE,
+                NAMED,
+                NAMED_ID,
+                DEEPSEEK,
+                DEEPSEEK_V3,
+                FUNCTION_GEMMA,
+            )  # fmt: skip
             for parallel, n, fits in ((True, 1, True), (True, 2, True), (False, 2, False))
+        ),
+        *(
+            (format, True, None, calls(format, call("get_weather", arguments, format)), fits)
+            for format in (DEEPSEEK_V3, FUNCTION_GEMMA, GEMMA_4, HARMONY)
+            for arguments, fits in (
+                ({"city": "Paris"}, True),
+                ({"city": "Paris", "unit": "C"}, True),
+                ({"city": "Paris", "unit": "K"}, False),
+                ({"unit": "C"}, False),
+                ({"city": 5}, False),
+                ({"city": "Paris", "x": 1}, False),
+                ({}, False),
+            )
         ),
         (LISTED, True, None, calls(LISTED_SPACE, call("do-nothing", {}, LISTED)), False),
         (NAMED_ID, True, None, call("do-nothing", {}, NAMED), False),
@@ -189,7 +254,8 @@ def test_text_is_not_held_longer_than_it_must():
 def test_grammar(format, parallel, answer, text, fits):
     tokenizer, special = mistral_tokenizer()
     grammars = grammar.Grammars(tokenizer, tokenizer.get_vocab_size(), (0,))
-    lark = tools.grammar_of(format, [WEATHER, NOTHING], parallel, answer, special)
+    weather = PLAIN_WEATHER if format.quote else WEATHER
+    lark = tools.grammar_of(format, [weather, NOTHING], parallel, answer, special)
     matcher = grammars.matcher(grammar.from_lark(lark))
     if text is None:
         plain = fake_model().tokenizer
@@ -357,6 +423,61 @@ def test_400_names_the_field(server, change, param):
     assert (answer.status, answer.error["param"]) == (400, param), answer.error
 
 
+def test_every_kind_of_value_can_be_demanded_in_gemmas_format():
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["integer", "null"]},
+            "b": {"type": "array", "items": {"type": "number"}},
+            "c": {"type": "object", "properties": {"d": {"const": "x"}}},
+            "e": {"type": "boolean"},
+        },
+        "required": ["b", "e"],
+    }
+    tokenizer = fake_model().tokenizer
+    grammars = grammar.Grammars(tokenizer, tokenizer.get_vocab_size(), (0,))
+    lark = tools.grammar_of(GEMMA_4, [{"name": "f", "parameters": schema}], False)
+    for arguments, fits in [
+        ({"a": None, "b": [1, -2.5], "c": {"d": "x"}, "e": True}, True),
+        ({"b": [], "e": False}, True),
+        ({"b": [1], "c": {}, "e": False}, True),
+        ({"a": -5, "b": [], "e": True}, True),
+        ({"a": 1}, False),
+        ({"b": ["x"], "e": True}, False),
+        ({"b": [], "c": {"d": "y"}, "e": True}, False),
+    ]:
+        matcher = grammars.matcher(grammar.from_lark(lark))
+        try:
+            for token in tokenizer.encode(call("f", arguments, GEMMA_4)).ids:
+                matcher.advance(token)
+            assert fits and matcher.is_stopped, arguments
+        except grammar.GrammarError:
+            assert not fits, arguments
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"anyOf": []}}},
+        {"properties": {"x": {}}},
+        {"properties": {"x": {"type": "string", "pattern": "a"}}},
+        {"properties": {"x": {"type": "array"}}},
+        {"properties": {"x": True}},
+        {"properties": {"x": {"enum": []}}},
+        {"required": ["x"]},
+    ],
+)
+def test_what_cannot_be_demanded_of_gemma_is_refused(tmp_path, schema):
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }} <|tool_call>")
+    function = {"name": "f", "parameters": {"type": "object"} | schema}
+    body = ASKED | {"tools": [{"type": "function", "function": function}], "max_tokens": 5}
+    with serving(directory=tmp_path) as server:
+        answer = server.post(CHAT, body | {"tool_choice": "required"})
+        assert (answer.status, answer.error["param"]) == (400, "tools"), answer.body
+        assert "cannot be demanded" in answer.error["message"]
+        assert server.post(CHAT, body).status == 200
+
+
 @pytest.mark.parametrize("format", [LISTED, LISTED_SPACE, NAMED, NAMED_ID])
 def test_mistral(tmp_path, monkeypatch, format):
     """Special tokens are seen where there are tools, and identifiers are such as it takes back."""
@@ -422,3 +543,9 @@ def test_templates():
     assert tools.format_of(mistral % " ") == LISTED_SPACE
     assert tools.format_of("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}") == NAMED
     assert tools.format_of("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + '[ARGS]' }}") == NAMED_ID
+    deepseek = "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' %s }}"
+    assert tools.format_of(deepseek % "+ name + '\\n```json\\n'") == DEEPSEEK_V3
+    assert tools.format_of(deepseek % "+ name + '<｜tool▁sep｜>'") == DEEPSEEK
+    assert tools.format_of("<start_function_call>call:{{ name }}") == FUNCTION_GEMMA
+    assert tools.format_of("<|tool_call>call:{{ name }}") == GEMMA_4
+    assert tools.format_of("<|channel|>commentary to=functions.{{ name }}") == HARMONY

@@ -1,0 +1,283 @@
+"""Speculative decoding: the output is what it is without, in fewer steps."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the extra `serve`")
+
+from jax_attn import models
+from jax_attn.serve import drafts, grammar
+from jax_attn.serve import engine as engine_module
+from jax_attn.serve.drafts import NgramDrafter
+from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
+
+CONFIG = EngineConfig(
+    num_pages=120, page_size=4, max_running=8, max_step_tokens=32, batch_invariant=True
+)
+REPEATED = "def add(a, b):\n    return a + b\n\n\n" * 6
+TEXT = (Path(__file__).parents[2] / "examples" / "prompts" / "ast.py.txt").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def device(model):
+    engine = Engine(model, CONFIG)
+    engine.warm_up()
+    return engine.device
+
+
+@pytest.fixture
+def run(model, device):
+    """Runs sequences, given as prompts and parameters, on an engine of so many drafts."""
+
+    def run(max_drafts, *requests, each_step=None, **changes):
+        engine = Engine(model, dataclasses.replace(CONFIG, max_drafts=max_drafts, **changes))
+        engine.device = device
+        params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        seqs = [
+            Sequence(f"s{i}", f"s{i}", list(prompt), SamplingParams(**params | more))
+            for i, (prompt, more) in enumerate(requests)
+        ]
+        engine.submit(seqs)
+        events = {seq.id: [] for seq in seqs}
+        while engine.has_work:
+            for event in engine.step():
+                events[event.seq_id].append(event)
+            engine.scheduler.check_integrity()
+            if each_step is not None:
+                each_step(engine, seqs)
+        assert engine.stats()["pages_used"] == 0
+        return engine, [told(seq, events[seq.id]) for seq in seqs]
+
+    return run
+
+
+def told(seq, events):
+    tokens = [token for event in events for token in event.tokens]
+    assert tokens == seq.tokens[seq.num_prompt :]
+    logprobs = [entry for event in events for entry in event.logprobs or ()]
+    text = "".join(event.text for event in events)
+    return tokens, text, logprobs, events[-1].finish_reason, events[-1].error
+
+
+@pytest.fixture(scope="module")
+def repeated(model):
+    return [0, *model.tokenizer.encode(REPEATED).ids]
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    return [0, *model.tokenizer.encode(TEXT).ids[:60]]
+
+
+def requests(repeated, text):
+    """One at a time and mixed, of all that may go with drafts and of what may not."""
+    lark = grammar.from_lark('start: ("def add(a, b):\\n    return a + b\\n\\n\\n")+')
+    return [
+        (repeated, {}),
+        (repeated, {"temperature": 1.0, "seed": 5}),
+        (text, {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "seed": 1}),
+        (repeated, {"logprobs": 3}),
+        (repeated[:-7], {"stop": ("return a + b\n\n\ndef",)}),
+        (repeated, {"min_tokens": 20, "ignore_eos": False}),
+        (repeated, {"max_tokens": 1}),
+        (repeated, {"max_tokens": 2}),
+        (repeated, {"presence_penalty": 0.5, "frequency_penalty": 0.5}),
+        (repeated, {"logit_bias": ((300, 2.0),)}),
+        (repeated, {"grammar": lark, "ignore_eos": False}),
+        (text, {"prompt_logprobs": True, "logprobs": 1}),
+        ([5], {}),
+    ]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_output_is_what_it_is_without(run, repeated, text, together):
+    """Token by token, greedy or sampled: a sample depends on its seed and its place alone."""
+    batches = [[one] for one in requests(repeated, text)]
+    if together:
+        batches = [requests(repeated, text)]
+    num_steps = num_taken = 0
+    for batch in batches:
+        plain, expected = run(0, *batch)
+        engine, got = run(7, *batch)
+        assert got == expected
+        assert "draft_tokens" in engine.stats()
+        num_steps += plain.stats()["steps"] - engine.stats()["steps"]
+        num_taken += engine.stats()["draft_tokens_taken"]
+        assert plain.stats()["draft_tokens"] == 0
+    assert num_taken > (20 if together else 50) and (together or num_steps > 50)
+
+
+def test_repeated_text_takes_few_steps(run, repeated):
+    engine, _ = run(7, (repeated, {"max_tokens": 80}))
+    stats = engine.stats()
+    assert stats["steps"] < 80 / 3 and stats["draft_tokens_taken"] > 50
+    assert stats["generated_tokens"] == 80
+
+
+def test_text_without_repetition_is_let_alone(run, text):
+    """After some drafts that were refused."""
+    engine, _ = run(7, (text, {"max_tokens": 200, "temperature": 1.5}))
+    assert engine.stats()["draft_tokens"] <= 40 and engine.stats()["steps"] > 190
+
+
+class Always:
+    """Proposes the same drafts, right or wrong."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def propose(self, seq, most):
+        return self.tokens[seq.num_output + seq.num_in_flight :][:most]
+
+    def settle(self, num_drafts, num_taken):
+        pass
+
+
+def test_sampled_output_is_distributed_as_without(run, model, monkeypatch):
+    """Three tokens, of which the drafts propose the likeliest; against the model's own odds.
+
+    Were wrong drafts taken, or right ones refused and sampled anew, the first and the second token
+    would no longer be distributed as the model has it: 9 cells, about 400 samples.
+    """
+    prompt = [0, *model.tokenizer.encode("def main(self").ids[:3]]  # four are read in one step
+
+    def odds(tokens):
+        """Of the three likeliest next tokens."""
+        logits = models.reference_forward(model.params, model.config, np.array(tokens))[-1]
+        top = np.argsort(logits)[::-1][:3]
+        return top.tolist(), np.asarray(jax.nn.softmax(logits[top])).tolist()
+
+    first, p_first = odds(prompt)
+    expected = {}
+    for a, p in zip(first, p_first, strict=True):
+        for b, q in zip(*odds([*prompt, a]), strict=True):
+            expected[a, b] = p * q
+    likeliest = max(expected, key=expected.get)
+    monkeypatch.setattr(engine_module, "NgramDrafter", lambda most: Always([*likeliest, 7, 7]))
+    counts = dict.fromkeys(expected, 0)
+    num_taken, n = 0, 400
+    for begin in range(0, n, 4):  # beside which rows for drafts are left
+        params = {"max_tokens": 4, "temperature": 1.0, "top_k": 3}
+        engine, got = run(7, *((prompt, params | {"seed": begin + i}) for i in range(4)))
+        num_taken += engine.stats()["draft_tokens_taken"]
+        for tokens, *_ in got:
+            counts[tuple(tokens[:2])] += 1
+    assert num_taken > 20
+    chi_square = sum((counts[c] - n * p) ** 2 / (n * p) for c, p in expected.items())
+    assert chi_square < 26.1, (counts, expected)  # 8 degrees of freedom, one in a thousand
+
+
+def test_refused_drafts_are_not_in_the_cache(run, repeated, monkeypatch):
+    """Neither their tokens nor their kv: who begins as the first did goes on as without."""
+    monkeypatch.setattr(engine_module, "NgramDrafter", lambda most: Always([7] * 99))
+    _, expected = run(0, (repeated, {}))
+    longer = [*repeated, *expected[0][0]]
+    engine, got = run(7, (repeated, {}))
+    stats = engine.stats()
+    assert stats["draft_tokens"] > 50 and stats["draft_tokens_taken"] == 0
+    assert got == expected
+    cached = engine.scheduler.cache
+    key = np.array(longer, np.int32).tobytes()
+    page = 4 * CONFIG.page_size
+    num_pages = cached.peek("", key[: len(key) // page * page])
+    assert num_pages == cached.num_cached == (len(longer) - 1) // CONFIG.page_size
+    again = Sequence("again", "again", list(longer), SamplingParams(max_tokens=8, temperature=0))
+    engine.submit([again])
+    while engine.has_work:
+        engine.step()
+    assert again.num_cached > len(repeated)
+    _, fresh = run(0, (longer, {"max_tokens": 8, "ignore_eos": False}))
+    assert again.tokens[len(longer) :] == fresh[0][0]
+
+
+def test_drafts_of_the_preempted_and_the_aborted(run, repeated):
+    """Pages run out while drafts are in flight; a client goes away then."""
+    batch = [(repeated, {"seed": i, "temperature": 0.5}) for i in range(6)]
+    _, expected = run(0, *batch)
+    preempted, got = run(7, *batch, num_pages=CONFIG.num_pages // 2)
+    assert got == expected and preempted.stats()["draft_tokens_taken"] > 0
+    assert preempted.stats()["preemptions"] > 0
+
+    gone = []
+
+    def abort(engine, seqs):
+        for i, seq in enumerate(seqs):
+            if seq.is_drafting and not gone:
+                gone.append(i)
+                engine.abort(seq.id)
+
+    _, got = run(7, *batch, each_step=abort)
+    for i, (answer, whole) in enumerate(zip(got, expected, strict=True)):
+        assert answer == whole if i not in gone else answer[3] == FinishReason.ABORT
+    assert gone
+
+
+def test_a_failed_step_leaves_no_drafts(run, model, repeated, monkeypatch):
+    failed = []
+
+    def fail(engine, seqs):
+        if not failed and seqs[0].is_drafting:
+            failed.append(engine.recover("broken"))
+
+    _, got = run(7, (repeated, {}), each_step=fail)
+    assert failed and failed[0][0].error == "broken"
+
+
+# ---- guesses -----------------------------------------------------------------------------------
+
+
+def sequence(tokens, in_flight=0):
+    seq = Sequence("s", "s", list(tokens), SamplingParams(max_tokens=100))
+    seq.num_in_flight = in_flight
+    return seq
+
+
+@pytest.mark.parametrize(
+    ("tokens", "in_flight", "most", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2, 3], 0, 3, [4, 5, 1]),
+        ([1, 2, 3, 4, 5, 1, 2, 3], 1, 3, [5, 1, 2]),  # behind the one that is on its way
+        ([1, 2, 3, 4, 5, 1, 2, 3], 0, 4, [4, 5, 1, 2]),
+        ([9, 9, 9], 0, 4, [9, 9, 9, 9]),  # goes on as it began
+        ([1, 2, 1, 2], 0, 4, [1, 2, 1, 2]),
+        ([1, 2, 3, 8, 2, 3, 9, 1, 2, 3], 0, 1, [8]),  # the longest that was there before
+        ([2, 3, 8, 2, 3, 9, 2, 3], 0, 1, [9]),  # the last of them
+        ([1, 2, 3, 4], 0, 4, []),
+        ([1, 2], 0, 4, []),
+        ([7], 0, 4, []),
+        # The same bytes, but not the bytes of tokens.
+        ([0x00000100, 0x00000100, 5, 1, 1 << 24], 0, 4, []),
+    ],
+)
+def test_what_followed_before_is_proposed(tokens, in_flight, most, expected):
+    assert NgramDrafter(15).propose(sequence(tokens, in_flight), most) == expected
+
+
+def test_the_number_of_drafts_follows_what_is_taken():
+    seq, drafter = sequence([9] * 30), NgramDrafter(15)
+    sizes = []
+    for num_taken in (4, 8, 15, 3, 0):
+        sizes.append(len(drafter.propose(seq, 99)))
+        drafter.settle(sizes[-1], num_taken)
+    assert sizes == [4, 8, 15, 15, 4]
+    rests = []
+    for _ in range(8):
+        n = 0
+        while not (proposed := drafter.propose(seq, 99)):
+            n += 1
+        drafter.settle(len(proposed), 0)
+        rests.append(n)
+    assert rests == [2, 4, 8, 16, 32, 64, 64, 64]
+
+
+def test_a_long_text_is_not_searched_from_its_beginning(monkeypatch):
+    monkeypatch.setattr(drafts, "_LOOKBACK", 100)
+    middle = list(range(1000, 1095))
+    for distance, found in ((95, True), (101, False)):
+        tokens = [1, 2, 3, *middle, *range(2000, 2000 + distance - 95), 1, 2, 3]
+        assert bool(NgramDrafter(15).propose(sequence(tokens), 4)) == found
