@@ -363,3 +363,83 @@ def check_appends() -> None:
             assert not collectives(append.lower(*arrays).compile().as_text())
             for name, a, b in zip(("k", "v"), append(*arrays), want, strict=True):
                 assert_same_bits(f"{case.name}: {name}", a, b)
+
+
+# ---- models over heads ---------------------------------------------------------------------------
+
+
+def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
+    """Of families first, first + step, ...: logits of one device, collectives, and memory."""
+    import model_cases
+
+    from jax_attn import models
+
+    for name, raw in list(model_cases.CONFIGS.items())[first::step]:
+        config = models.parse_config(model_cases._COMMON | raw)
+        mesh = make_mesh(num_devices, 1)
+        try:
+            split = models.TensorParallel(config, mesh, "heads")
+        except ValueError as error:
+            assert "use fewer devices" in str(error) and "\n" not in str(error)
+            continue
+        params = models.random_params(config, jax.random.key(0), "float32")
+        tokens = np.arange(23) * 7 % config.vocab_size
+        capacities = {"max_batch": 2, "max_qo_tokens": 24, "max_kv_pages": 20}
+        fields = capacities | {"dtype": "float32", "page_size": 4, "target": "cpu"}
+        specs = models.attention_specs(split.config, **fields)
+        lengths = np.array([0, 23]), np.array([23]), np.array([0, 6]), np.array([5, 2, 9, 1, 0, 7])
+        plans = tuple(ja.plan(spec, *lengths) for spec in specs)
+        parts, pages = split.split_params(params), split.init_pages(specs, 11)
+        everywhere = jax.sharding.PartitionSpec()
+        param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
+        forward = jax.jit(
+            jax.shard_map(
+                lambda params, *args, config=split.config: models.forward(params, config, *args),
+                mesh=mesh,
+                in_specs=(param_specs, everywhere, everywhere, split.pages_spec, split.pages_spec,
+                          everywhere, everywhere),
+                out_specs=(everywhere, split.pages_spec, split.pages_spec),
+                check_vma=False,
+            ),
+            donate_argnums=(3, 4),
+        )  # fmt: skip
+        padded = np.append(tokens, 0).astype(np.int32)
+        arguments = (parts, padded, np.arange(24, dtype=np.int32), *pages, plans,
+                     np.arange(23, dtype=np.int32))  # fmt: skip
+        found = collectives(forward.lower(*arguments).compile().as_text())
+        kinds = [kind for kind, _ in found]
+        sums = 2 * config.num_layers + split.config.splits_vocabulary
+        if config.qk_norm == "all_heads":  # of a number for each token
+            sums += config.num_layers
+        assert kinds.count("all-reduce") == sums, (name, found, sums)
+        assert kinds.count("all-gather") == split.config.splits_vocabulary, (name, found)
+        assert len(kinds) == sums + split.config.splits_vocabulary, (name, found)
+        assert all(
+            size <= 24 * config.hidden_size * 4 for kind, size in found if kind != "all-gather"
+        )
+        check_shares(name, split, params, parts, pages)
+        logits = forward(*arguments)[0]
+        want = models.reference_forward(params, config, tokens)
+        np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def check_shares(name, split, params, parts, pages) -> None:
+    """Each device holds 1/N of all but norms, router, latent projections and repeated heads."""
+    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "final_norm")
+    for (path, part), whole in zip(
+        jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(params), strict=True
+    ):
+        key = path[-1].key
+        held = [shard.data.nbytes for shard in part.addressable_shards]
+        assert len(set(held)) == 1, (name, key)
+        is_repeated = key.startswith("qkv") and split.whole.num_kv_heads < split.size
+        if any(word in key for word in whole_names):
+            assert held[0] <= whole.nbytes, (name, key)
+        elif not is_repeated:
+            assert held[0] * split.size == whole.nbytes, (name, key, held, whole.nbytes)
+    repeats = max(1, split.size // split.whole.num_kv_heads)
+    for x in pages:
+        if x is not None and not split.whole.latent:
+            shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
+            held = x.addressable_shards[0].data.nbytes
+            assert held * split.size == 4 * prod(shape) * repeats, (name, held)

@@ -28,6 +28,7 @@ from jax_attn.models.directory import ModelDirectoryError
 from jax_attn.models.families import load_config, parse_config
 from jax_attn.models.loading import Model, load
 from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
+from jax_attn.models.tensor_parallel import TensorParallel
 from jax_attn.models.weights import Params, load_params, random_params
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ModelDirectoryError",
     "Params",
     "Rope",
+    "TensorParallel",
     "attention_specs",
     "deepseek",
     "forward",
