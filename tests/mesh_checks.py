@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from math import prod
 
 import jax
@@ -443,3 +444,54 @@ def check_shares(name, split, params, parts, pages) -> None:
             shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
             held = x.addressable_shards[0].data.nbytes
             assert held * split.size == 4 * prod(shape) * repeats, (name, held)
+
+
+def check_engine() -> None:
+    """Greedy tokens in f32 are those of one device; each device holds its share of the memory."""
+    from pathlib import Path
+
+    from jax_attn import models
+    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.request import SamplingParams, Sequence
+
+    bundled = Path(__file__).resolve().parents[1] / "models" / "tiny-llama-stdlib"
+    prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
+    answers, held = {}, {}
+    for num_devices in (1, 2, 4):
+        limits = EngineConfig(num_pages=60, page_size=4, max_running=3, max_step_tokens=16,
+                              tensor_parallel=num_devices)  # fmt: skip
+        engine = Engine(models.load(bundled, "float32"), limits)
+        engine.warm_up()
+        greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        drawn = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+        kinds = (greedy, drawn, greedy)
+        engine.submit([Sequence(str(i), str(i), list(x), kinds[i]) for i, x in enumerate(prompts)])
+        tokens = [[] for _ in prompts]
+        while engine.has_work:
+            for event in engine.step():
+                tokens[int(event.seq_id)] += event.tokens
+        assert engine.device.num_compiles_after_warm_up == 0
+        answers[num_devices], held[num_devices] = tokens, engine.device.bytes_held()
+        # A shard's data is an array of its own over the same memory.
+        buffers = {
+            (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+            for array in jax.live_arrays()
+            for shard in array.addressable_shards
+        }
+        live = Counter()
+        for (device, _), size in buffers.items():
+            live[device] += size
+        # Nothing else of the size of weights or pages is left: state of the sampler, masks.
+        for device, size in engine.device.bytes_held().items():
+            assert live[device] - size < 0.05 * held[1][0], (num_devices, device, live, size)
+        del engine
+    assert all(len(x) == 12 for x in answers[1])
+    assert answers[2] == answers[1] and answers[4] == answers[1], answers
+    config = models.load(bundled, "float32").config
+    for num_devices in (2, 4):
+        shares = held[num_devices]
+        assert len(shares) == num_devices and len(set(shares.values())) == 1, shares
+        repeats = max(1, num_devices // config.num_kv_heads)
+        assert repeats == 1 or num_devices == 4
+        if repeats == 1:
+            assert shares[0] < 1.03 * held[1][0] / num_devices, (shares, held[1])

@@ -42,7 +42,7 @@ class TensorParallel:
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
         if whole.num_kv_heads % size and size % whole.num_kv_heads:
-            self._refuse("KV heads", whole.num_kv_heads, "or a divisor of the axis")
+            self._refuse("KV heads", whole.num_kv_heads, " or a divisor of theirs")
         sizes = {"query heads": whole.num_qo_heads}
         if whole.experts is None or whole.experts.dense_layers:
             sizes["columns of the MLP"] = whole.intermediate_size
@@ -55,9 +55,8 @@ class TensorParallel:
 
     def _refuse(self, name: str, count: int, more: str = "") -> None:
         raise ValueError(
-            f"TensorParallel: mesh: expected a number of {name} that is a multiple of the"
-            f" {self.size} devices of axis {self.axis_name!r}{' ' if more else ''}{more}, got"
-            f" {count}; use fewer devices."
+            f"TensorParallel: mesh: expected {name} in a number that the {self.size} devices of"
+            f" axis {self.axis_name!r} divide{more}, got {count}; use fewer devices."
         )
 
     @property

@@ -96,8 +96,10 @@ def main(argv: list[str] | None = None) -> int:
         keys = auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
         log.info("loading %s", args.model)
-        model = models.load(args.model, dtype=args.dtype)
+        with jax.default_device(jax.devices("cpu")[0] if args.tensor_parallel > 1 else None):
+            model = models.load(args.model, dtype=args.dtype)
         engine = _make_engine(model, args)
+        model = model._replace(params={})  # of which the engine has what it needs
         config = ServerConfig(
             model_directory=args.model,
             model_name=args.model_name or args.model.resolve().name,
@@ -158,6 +160,8 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
     """
     config = model.config
     page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
+    # What one device has of a page.
+    page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
     page_bytes *= jnp.dtype(_KV_DTYPES.get(args.kv_cache_dtype, args.dtype)).itemsize
     fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
     num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
@@ -199,6 +203,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         prefix_cache=args.prefix_cache,
         batch_invariant=args.batch_invariant,
+        tensor_parallel=args.tensor_parallel,
     )
 
 
@@ -289,6 +294,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--access-log", action=switch, default=True, help="a line of the log for each request")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
+    devices = "devices to split the model over, by heads; each has its share of it (%(default)s)"
+    add("--tensor-parallel", type=_positive, default=1, metavar="N", help=devices)
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     args = parser.parse_args(argv)
     on_cpu = jax.default_backend() == "cpu"
