@@ -35,6 +35,33 @@ def test(what):
     run_on_cpus(4, f"import mesh_checks as m; m.check_{what}()")
 
 
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_devices_share_the_keys_that_decodes_read(num_devices):
+    """No key is read twice, and none has more of a request than others but for a stripe."""
+    kv_lens = np.array([20000, 1, 333, 4097])
+    page_indptr = np.cumsum(np.append(0, -(-kv_lens // 48)))
+    batch = np.arange(5), kv_lens, page_indptr, np.arange(page_indptr[-1])
+    sizes = {"max_batch": 4, "max_qo_tokens": 4, "max_kv_pages": len(batch[3])}
+    stripes = parallel.KvStripes(_spec(page_size=48, **sizes), "kv", num_devices)
+    plan = parallel.plan_stripes(stripes, *batch)
+    reads = []
+    for device in range(num_devices):
+        items = plan.attend_plan(device).items()
+        by_request = np.bincount(items["request"], items["kv_end"] - items["kv_begin"], minlength=4)
+        reads.append(by_request / 2)  # kv heads
+    np.testing.assert_array_equal(np.sum(reads, axis=0), kv_lens)
+    assert np.ptp(reads, axis=0).max() <= stripes.stripe_len
+
+
+def test_a_chunk_costs_one_part_for_each_page_it_touches():
+    stripes = parallel.KvStripes(_spec(max_qo_tokens=500, max_kv_pages=60), "kv", 2)
+    plan = parallel.plan_stripes(stripes, [0, 500], [1000], [0, 42], np.arange(42))
+    for device in range(2):
+        header = plan.attend_plan(device)
+        live = np.diff(header._section("qo_indptr", header.header()["batch_size"] + 1)) > 0
+        assert live.sum() == 500 // 24 + 2
+
+
 def _spec(**fields):
     sizes = {"head_dim_qk": 16, "page_size": 24, "max_batch": 2, "max_qo_tokens": 5}
     options = sizes | {"max_kv_pages": 9, "dtype": "float32", "target": "cpu"} | fields
