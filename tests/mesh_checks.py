@@ -495,3 +495,42 @@ def check_engine() -> None:
         assert repeats == 1 or num_devices == 4
         if repeats == 1:
             assert shares[0] < 1.03 * held[1][0] / num_devices, (shares, held[1])
+
+
+def check_bad_batches() -> None:
+    """Planned inside jit, a bad batch raises the sentence of `plan` about the whole batch."""
+    mesh = make_mesh(1, 2)
+    fields = {"page_size": 8, "max_batch": 2, "max_qo_tokens": 4, "max_kv_pages": 9}
+    spec = ja.AttentionSpec(4, 2, 16, dtype="float32", target="cpu", **fields)
+    stripes = parallel.KvStripes(spec, "kv", 2)
+
+    def step(q, k, v, *lengths):
+        plan = parallel.plan_stripes(stripes, *lengths)
+        k, v = parallel.append_stripes(k, v, q[:, :2], q[:, 2:], plan)
+        return parallel.attend_stripes(q, k, v, plan, scatter="heads"), k, v
+
+    pages, all_of_it = stripes.pages_spec(is_stacked=False), jax.sharding.PartitionSpec()
+    step = jax.jit(
+        jax.shard_map(  # which checks that results vary over the axis
+            step,
+            mesh=mesh,
+            in_specs=(all_of_it, pages, pages, *[all_of_it] * 4),
+            out_specs=(stripes.o_spec("heads"), pages, pages),
+        )
+    )
+    q, k = np.ones((4, 4, 16), np.float32), np.zeros((5, 8, 2, 16), np.float32)
+    good = [np.array(x, np.int32) for x in ([0, 1, 4], [9, 12], [0, 2, 4], [0, 1, 2, 3])]
+    assert np.isfinite(step(q, k, k, *good)[0]).all()
+    for argument, bad, sentence in (
+        (1, [9, 99], "plan: page_indptr: request 1: expected at least 13 pages for kv_len 99 at"),
+        (0, [0, 3, 2], "plan: qo_indptr[2]: expected offsets that never decrease"),
+        (3, [0, 1, 2, -7], "plan: page_indices[3] of request 1: expected a page id >= 0, got -7"),
+    ):
+        batch = list(good)
+        batch[argument] = np.array(bad, np.int32)
+        try:
+            jax.block_until_ready(step(q, k, k, *batch))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(sentence)

@@ -30,7 +30,7 @@ def test_plans_in_loops(mesh):
     run_on_cpus(4, f"import mesh_checks as m; m.check_loops({mesh!r})")
 
 
-@pytest.mark.parametrize("what", ["bytes", "plans", "latent", "appends"])
+@pytest.mark.parametrize("what", ["bytes", "plans", "latent", "appends", "bad_batches"])
 def test(what):
     run_on_cpus(4, f"import mesh_checks as m; m.check_{what}()")
 
