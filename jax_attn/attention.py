@@ -15,10 +15,14 @@ from jax_attn.operands import (
     check_data,
     check_scales,
     check_values,
+    count_groups,
     layer_operand,
+    of_groups,
     spec_of,
+    split_of,
 )
 from jax_attn.plan import AttentionPlan
+from jax_attn.transforms import check_split
 
 
 @overload
@@ -95,12 +99,16 @@ def attention(
     lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
     sink) of exp(final logits). A row that sees no key and a padding row have o = 0, lse = -inf.
 
+    On a mesh, arrays may be split by head, with a plan of one device's heads; they stay where they
+    are (docs/devices.md).
+
     Differentiable on cpu in q, k, v and sinks, lse included (docs/training.md). Rows of k and v
     that nobody reads have gradient 0, pages that requests share the sum over them.
 
     Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
-    Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError when
-    differentiated with mla, fresh_kv, float8_e4m3fn or on CUDA.
+    Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
+    arrays that are split otherwise, and when differentiated with mla, fresh_kv, float8_e4m3fn or on
+    CUDA.
     """
     operands = _operands(
         "attention", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
@@ -133,9 +141,15 @@ def item_times(
     kernel of its own is compiled, and the clock is %globaltimer; loads for an item may have begun
     while the one before it ran.
     """
-    operands = _operands(
+    *operands, split = _operands(
         "item_times", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
     )
+    if split.num_groups > 1:
+        raise NotImplementedError(
+            "item_times: q: arrays on one device are supported, got heads of"
+            f" {split.num_groups}; time the part of one device."
+        )
+    operands.append(split.spec)
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         raise ValueError("item_times: expected arrays that are there, got traced ones: inside jit.")
     timed = jax.jit(
@@ -161,8 +175,10 @@ def _operands(
     k_scale: Any,
     v_scale: Any,
 ) -> tuple[Any, ...]:
-    """The arguments of ffi.attention, checked."""
-    spec = spec_of(op, plan)
+    """The operands of ffi.attention, checked, and how their heads are split."""
+    one = spec_of(op, plan)
+    num_groups = count_groups(one, q, one.num_qo_heads)
+    spec = of_groups(one, num_groups)
     q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
         k, v, num_layers = check_cache(op, spec, k, v, layer)
@@ -190,4 +206,21 @@ def _operands(
     scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
     layer_index = layer_operand(op, layer, num_layers)
     buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
-    return q, k, v, buffer, layer_index, k_new, v_new, sinks, *scales, spec
+    qo_heads, kv_heads = one.num_qo_heads, one.num_kv_heads
+    by_name: dict[str, tuple[Any, int | None, int]] = {
+        "q": (q, 1, qo_heads),
+        "k_pages" if spec.is_paged else "k": (k, -2, kv_heads),
+        "v_pages" if spec.is_paged else "v": (v, -2, kv_heads),
+        "plan": (buffer, None, 0),
+        "layer": (layer_index, None, 0),
+        "k_new": (k_new, 1, kv_heads),
+        "v_new": (v_new, 1, kv_heads),
+        "sinks": (sinks, 0, qo_heads),
+        "q_scale": (scales[0], 0, qo_heads),
+        "k_scale": (scales[1], 0, kv_heads),
+        "v_scale": (scales[2], 0, kv_heads),
+    }
+    split = split_of(one, num_groups, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
+    operands = [array for array, *_ in by_name.values()]
+    check_split(op, split, operands)
+    return *operands, split

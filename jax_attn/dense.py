@@ -70,7 +70,8 @@ def dot_product_attention(
     whatever it holds. vmap joins the mapped axis to the batch.
 
     On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
-    With lengths, arrays may be split over heads only.
+    With lengths, arrays may be split over heads only. Others raise ValueError; where only XLA knows
+    how they are split, compilation fails with the same sentence.
 
     Raises ValueError for arrays that do not fit each other, or for a wrong length or window.
     Raises NotImplementedError for bias, mask, implementation, and for a scale or lengths that are

@@ -11,20 +11,28 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn import ffi
 from jax_attn.spec import AttentionSpec
-from jax_attn.transforms import refusing
+from jax_attn.transforms import HeadSplit, over_heads, refusing
 
 # What the backward pass keeps of the forward pass besides its operands, for policies of
 # jax.checkpoint.
 O_NAME, LSE_NAME = "jax_attn_o", "jax_attn_lse"
 
 _VMAP = "put the batch into the plan, one request per element"
-_forward = refusing("attention", ffi.attention, vmap=_VMAP)
-_backward = refusing(
-    "attention's backward pass",
-    ffi.backward,
-    vmap=_VMAP,
-    gradients="jax_attn.dot_product_attention has second derivatives",
-)
+_BACKWARD = "attention's backward pass"
+_NO_SECOND = "jax_attn.dot_product_attention has second derivatives"
+
+
+def _states(*operands: Any) -> tuple[jax.Array, ...]:
+    return ffi.attention(*operands)[:2]
+
+
+def _products(*operands: Any) -> tuple[jax.Array, ...]:
+    return ffi.backward(*operands)[:3]
+
+
+_forward = refusing("attention", over_heads("attention", _states), vmap=_VMAP)
+_backward = refusing(_BACKWARD, over_heads(_BACKWARD, _products), vmap=_VMAP, gradients=_NO_SECOND)
+_backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
 def has_backward(spec: AttentionSpec) -> bool:
@@ -45,28 +53,29 @@ def attention(
     q_scale: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
-    spec: AttentionSpec,
+    split: HeadSplit,
 ) -> tuple[jax.Array, jax.Array]:
     """o and lse of ffi.attention, differentiable in q, k, v and sinks."""
     operands = (q, k, v, buffer, layer, k_new, v_new, sinks, q_scale, k_scale, v_scale)
-    o, lse, _ = _forward(*operands, spec)
+    o, lse = _forward(*operands, split)
     return o, lse
 
 
 def _attention_forward(*operands: Any) -> tuple[Any, Any]:
-    *arrays, spec = operands
-    _check_differentiable(spec)
-    o, lse, _ = _forward(*operands)
+    *arrays, split = operands
+    _check_differentiable(split.spec)
+    o, lse = _forward(*operands)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
     q, k, v, buffer, layer, _, _, sinks, *_ = arrays
     return (o, lse), (q, k, v, buffer, layer, sinks, o, lse)
 
 
-def _attention_backward(spec: AttentionSpec, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def _attention_backward(split: HeadSplit, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, buffer, layer, sinks, o, lse = saved
     d_o, d_lse = cotangents
     d = row_sums(o, d_o, d_lse)
-    d_q, d_k, d_v = gradients(q, k, v, buffer, layer, lse, d, d_o, spec)
+    operands = (q, k, v, buffer, layer, lse, d, d_o)
+    d_q, d_k, d_v = _backward(*operands, _split_backward(split))
     d_sinks = None
     if sinks is not None:
         # The sink has value 0, and no weight in a row without a key.
@@ -75,6 +84,16 @@ def _attention_backward(spec: AttentionSpec, saved: Any, cotangents: Any) -> tup
 
 
 attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _split_backward(split: HeadSplit) -> HeadSplit:
+    """How the arrays of the backward pass are split by head, from those of the forward pass."""
+    of_o, of_lse = split.results
+    products = tuple(x for x in split.operands[:3] if x is not None)  # q, k, v; their gradients
+    of_rows = of_lse._replace(name="d"), of_o._replace(name="d_o")
+    return HeadSplit(
+        split.spec, (*split.operands[:5], of_lse, *of_rows), products, split.num_groups
+    )
 
 
 def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array) -> jax.Array:
@@ -97,7 +116,7 @@ def gradients(
 
     buffer, layer, spec: of the call. lse: its result. d: what row_sums returns. d_o: as o.
     """
-    d_q, d_k, d_v, _ = _backward(q, k, v, buffer, layer, lse, d, d_o, spec)
+    d_q, d_k, d_v = _backward_of_one(q, k, v, buffer, layer, lse, d, d_o, spec)
     return d_q, d_k, d_v
 
 

@@ -14,18 +14,29 @@ from jax_attn.operands import (
     check_data,
     check_scales,
     check_values,
+    count_groups,
     layer_operand,
+    of_groups,
     spec_of,
+    split_of,
 )
 from jax_attn.plan import AttentionPlan
-from jax_attn.transforms import refusing
+from jax_attn.transforms import check_split, over_heads, refusing
 
 _INSTEAD = {
     "vmap": "put the batch into the plan, one request per element",
     "gradients": "the paged cache is for inference; train on jax_attn.dot_product_attention",
 }
-_append_kv = refusing("append_kv", ffi.append_kv, **_INSTEAD)
-_append_rotated = refusing("append_rotated", ffi.append_rotated, **_INSTEAD)
+
+
+def _written(*operands: Any) -> tuple[jax.Array, ...]:
+    return tuple(pages for pages in ffi.append_kv(*operands) if pages is not None)
+
+
+_append_kv = refusing("append_kv", over_heads("append_kv", _written), **_INSTEAD)
+_append_rotated = refusing(
+    "append_rotated", over_heads("append_rotated", ffi.append_rotated), **_INSTEAD
+)
 
 
 @overload
@@ -84,6 +95,8 @@ def append_kv(
     spec = spec_of("append_kv", plan)
     if not spec.is_paged:
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
+    one, num_groups = spec, 1 if spec.mla else count_groups(spec, k_new, spec.num_kv_heads)
+    spec = of_groups(one, num_groups)
     k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
     scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
@@ -91,7 +104,26 @@ def append_kv(
     k_pages, v_pages, num_layers = check_cache("append_kv", spec, k_pages, v_pages, layer)
     layer_index = layer_operand("append_kv", layer, num_layers)
     buffer, layer_index = check_data("append_kv", plan, layer_index, k_pages, num_layers)
-    return _append_kv(k_pages, v_pages, k_new, v_new, buffer, layer_index, *scales, spec)
+    heads = one.num_kv_heads
+    by_name: dict[str, tuple[Any, int | None, int]] = {
+        "k_pages": (k_pages, -2, heads),
+        "v_pages": (v_pages, -2, heads),
+        "k_new": (k_new, 1, heads),
+        "v_new": (v_new, 1, heads),
+        "plan": (buffer, None, 0),
+        "layer": (layer_index, None, 0),
+        "k_scale": (scales[0], 0, heads),
+        "v_scale": (scales[1], 0, heads),
+    }
+    head_axis = k_pages.ndim - 2
+    results = {"k_pages": (k_pages.ndim, head_axis, heads)}
+    if v_pages is not None:
+        results["v_pages"] = results["k_pages"]
+    split = split_of(one, num_groups, by_name, results)
+    operands = [array for array, *_ in by_name.values()]
+    check_split("append_kv", split, operands)
+    k_out, *v_out = _append_kv(*operands, split)
+    return k_out, v_out[0] if v_out else None
 
 
 def append_rotated(
@@ -127,7 +159,9 @@ def append_rotated(
         raise NotImplementedError(f"{op}: plan: mla=True rotates a part of its rows: append_kv.")
     tokens, half = spec.max_qo_tokens, spec.head_dim_qk // 2
     shapes = (spec.q_shape, *spec.kv_shapes(tokens))
-    row_dim = sum(math.prod(shape[1:]) for shape in shapes if shape is not None)
+    one_row_dim = sum(math.prod(shape[1:]) for shape in shapes if shape is not None)
+    one, num_groups = spec, count_groups(spec, qkv, one_row_dim)
+    spec, row_dim = of_groups(one, num_groups), num_groups * one_row_dim
     scales = check_scales(op, spec, {"k_scale": k_scale, "v_scale": v_scale})
     qkv = check_array(op, "qkv", qkv, (tokens, row_dim), spec.dtype)
     cos = check_array(op, "cos", cos, (tokens, half), "float32")
@@ -135,4 +169,21 @@ def append_rotated(
     k, v, num_layers = check_cache(op, spec, k_pages, v_pages, layer)
     layer_index = layer_operand(op, layer, num_layers)
     buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
-    return _append_rotated(qkv, cos, sin, k, v, buffer, layer_index, *scales, spec)
+    heads = one.num_kv_heads
+    by_name: dict[str, tuple[Any, int | None, int]] = {
+        "qkv": (qkv, 1, one_row_dim),
+        "cos": (cos, None, 0),
+        "sin": (sin, None, 0),
+        "k_pages": (k, -2, heads),
+        "v_pages": (v, -2, heads),
+        "plan": (buffer, None, 0),
+        "layer": (layer_index, None, 0),
+        "k_scale": (scales[0], 0, heads),
+        "v_scale": (scales[1], 0, heads),
+    }
+    pages = (k.ndim, k.ndim - 2, heads)
+    results = {"q": (3, 1, one.num_qo_heads), "k_pages": pages, "v_pages": pages}
+    split = split_of(one, num_groups, by_name, results)
+    operands = [array for array, *_ in by_name.values()]
+    check_split(op, split, operands)
+    return _append_rotated(*operands, split)

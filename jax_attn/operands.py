@@ -5,16 +5,17 @@ Each function takes `op`, the name of the operation for messages.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jax_attn import config
 from jax_attn.plan import AttentionPlan, traced_int32
 from jax_attn.spec import AttentionSpec
+from jax_attn.transforms import HeadSplit, Operand, has_mesh
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
@@ -41,8 +42,7 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """`array` as a jax.Array.
 
-    Raises ValueError, with advice, for another shape or dtype; NotImplementedError for an array
-    that is visibly split over a mesh.
+    Raises ValueError, with advice, for another shape or dtype.
     """
     array = as_array(op, name, array)
     if array.shape != shape or array.dtype != dtype:
@@ -57,19 +57,58 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
             f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
             f" {array.dtype}{list(array.shape)}.{advice}"
         )
-    _refuse_parts(op, name, array)
     return array
 
 
-def _refuse_parts(op: str, name: str, array: jax.Array) -> None:
-    """Raises NotImplementedError for an array that is visibly split over a mesh: each device would
-    gather all of it and compute everything."""
-    sharding = (jax.typeof(array) if isinstance(array, jax.core.Tracer) else array).sharding
-    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 and any(sharding.spec):
-        raise NotImplementedError(
-            f"{op}: {name}: arrays split over a mesh are supported inside of jax.shard_map, with a"
-            f" plan of what one device sees (examples/shard_heads.py), got {sharding.spec}."
+def count_groups(spec: AttentionSpec, array: Any, heads: int) -> int:
+    """How often the spec's heads are in arrays on a mesh, which splits them: 1 elsewhere.
+
+    array: [tokens, heads, ...], the first operand; heads: the spec's. What does not fit counts as 1
+    group, which check_array refuses.
+    """
+    shape = jnp.shape(array)
+    if len(shape) < 2 or shape[1] % heads or not has_mesh(array):
+        return 1
+    return max(1, shape[1] // heads)
+
+
+def of_groups(spec: AttentionSpec, num_groups: int) -> AttentionSpec:
+    """The spec with the heads of all groups; for the shapes of arrays alone."""
+    if num_groups == 1:
+        return spec
+    whole = copy.copy(spec)
+    object.__setattr__(whole, "num_qo_heads", spec.num_qo_heads * num_groups)
+    if not spec.mla:
+        object.__setattr__(whole, "num_kv_heads", spec.num_kv_heads * num_groups)
+    return whole
+
+
+def split_of(
+    spec: AttentionSpec,
+    num_groups: int,
+    operands: dict[str, tuple[Any, int | None, int]],
+    results: dict[str, tuple[int, int, int]],
+) -> HeadSplit:
+    """How a call's arrays are split by head.
+
+    operands: by name (array or None, axis of its heads or None, heads of one device). The axis may
+        be negative. Results: (ndim, axis, heads).
+    """
+
+    def operand(name: str, array: Any, axis: int | None, heads: int) -> Operand | None:
+        if array is None:
+            return None
+        is_whole = axis is None or not array.size or (spec.mla and heads == spec.num_kv_heads)
+        return Operand(
+            name, array.ndim, None if is_whole or axis is None else axis % array.ndim, heads
         )
+
+    return HeadSplit(
+        spec,
+        tuple(operand(name, *about) for name, about in operands.items()),
+        tuple(Operand(name, *about) for name, about in results.items()),
+        num_groups,
+    )
 
 
 def check_values(

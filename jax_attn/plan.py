@@ -19,7 +19,7 @@ from jax_attn.spec import AttentionSpec
 _INT32 = np.dtype(np.int32)
 _MAX_PREFIXES = 2**23 - 1  # of a level: a planner sorts all levels' by keys of 26 bits
 # Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
-_HEADER_FIELDS = (
+HEADER_FIELDS = (
     "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
     "num_partial_rows", "nnz_kv", "max_page_id", "num_partials", "num_shared_tokens",
     "fault", "fault_at", "fault_got", "fault_expected",
@@ -64,8 +64,8 @@ class AttentionPlan:
 
     def header(self) -> dict[str, int]:
         """Live counts: batch_size, nnz_qo, num_items, num_merge_groups, num_partial_rows, ..."""
-        words = self._section("header", len(_HEADER_FIELDS))
-        return dict(zip(_HEADER_FIELDS, words.tolist(), strict=True))
+        words = self._section("header", len(HEADER_FIELDS))
+        return dict(zip(HEADER_FIELDS, words.tolist(), strict=True))
 
     def fault(self) -> str:
         """Why a plan that was made on a GPU is faulty, in the words of the ValueError that a plan

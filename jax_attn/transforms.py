@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -81,8 +85,9 @@ def partitioned(
     num_static: how many of the arguments are static; they come first.
     per_device: what a device does with its parts. None: `call`.
 
-    Without a mesh, and inside shard_map, it is `call` and nothing else. Arrays that are split along
-    other axes are gathered by XLA; on a mesh of explicit axes they raise ValueError.
+    Without a mesh, and inside shard_map, it is `call` and nothing else. Nothing is gathered: arrays
+    that are split along other axes, or not alike, raise ValueError on a mesh of explicit axes.
+    Where only XLA knows, its compilation fails with the same sentence.
     """
     part = per_device or call
     static_argnums = tuple(range(num_static))
@@ -94,6 +99,8 @@ def partitioned(
         of_arguments, of_results = about.arrays()
         arrays = [*jax.tree.leaves(results), *jax.tree.leaves(arguments)]
         specs = _specs(about, mesh, zip(of_results + of_arguments, arrays, strict=True))
+        for array, of_array in zip(jax.tree.leaves(arguments), of_arguments, strict=True):
+            _check_fits(op, about, of_array, array.sharding.spec, specs, is_whole_fine=True)
         result_shardings, argument_shardings = (
             tuple(NamedSharding(mesh, spec) for spec in _partition_specs(side, specs))
             for side in (of_results, of_arguments)
@@ -101,10 +108,15 @@ def partitioned(
         return mesh, functools.partial(part, *static), result_shardings, argument_shardings
 
     def sharding_rule(*args: Any) -> Any:
-        about = axes(*args[:num_static])
-        factors = dict.fromkeys(re.findall(r"\w+", about.names))
-        together = tuple(name for name in factors if name not in about.split)
-        return about.names, about.sizes | {"need_replication_factors": together}
+        """Axes that may not be split get names of their own, so that XLA brings nothing together
+        before `partition` sees it."""
+        about, numbers = axes(*args[:num_static]), itertools.count()
+        known = {*about.split, *about.sizes}
+
+        def own(name: re.Match[str]) -> str:
+            return name[0] if name[0] in known else f"{name[0]}{next(numbers)}"
+
+        return re.sub(r"\w+", own, about.names), about.sizes
 
     whole.def_partition(partition=partition, sharding_rule=sharding_rule)
 
@@ -144,19 +156,217 @@ def on_explicit_mesh(
         in_specs, out_specs = (
             tuple(_partition_specs(side, specs)) for side in (of_arguments, of_results)
         )
-        for t, axes, spec in zip(types, of_arguments, in_specs, strict=True):
-            if t.sharding.spec != spec:
-                names = " ".join(name for name, _ in axes)
-                raise ValueError(
-                    f"{op}: sharding: expected arrays split alike, and along"
-                    f" {' and '.join(about.split)} alone, got {t.sharding.spec} of [{names}],"
-                    f" where {spec} would fit; reshard it."
-                )
+        for t, axes in zip(types, of_arguments, strict=True):
+            _check_fits(op, about, axes, t.sharding.spec, specs)
         return jax.shard_map(
             part, mesh=meshes[0], in_specs=in_specs, out_specs=out_specs, check_vma=False
         )(*arrays)
 
     return call
+
+
+class Operand(NamedTuple):
+    """An array of a call that runs on each device of a mesh for the heads that are there."""
+
+    name: str
+    ndim: int
+    head_axis: int | None  # None: every device has all of it
+    heads: int  # of one device, along head_axis
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSplit:
+    """How the arrays of a call are split by head. A plan is of one group of heads, for all."""
+
+    spec: Any  # of one group of heads
+    operands: tuple[Operand | None, ...]  # None: not given
+    results: tuple[Operand, ...]
+    num_groups: int
+
+    @property
+    def given(self) -> tuple[Operand, ...]:
+        return tuple(x for x in self.operands if x is not None)
+
+    def partition_specs(self, operands: tuple[Operand, ...], over: Any) -> tuple[P, ...]:
+        """With the heads split over mesh axes `over`, or over none."""
+        return tuple(
+            P() if x.head_axis is None else P(*[None] * x.head_axis, over) for x in operands
+        )
+
+    def over(self, op: str, mesh: Any, specs: Iterable[Any]) -> Any:
+        """The mesh axes that heads are split over.
+
+        specs: the PartitionSpec of each given operand. Raises NotImplementedError for what is split
+        otherwise, which XLA would gather.
+        """
+        found: Any = None
+        for operand, spec in zip(self.given, specs, strict=True):
+            for axis, entry in enumerate(spec):
+                if not entry or math.prod(mesh.shape[a] for a in _names(entry)) == 1:
+                    continue
+                is_head_axis = self.num_groups > 1 and axis == operand.head_axis
+                if not is_head_axis or _names(found or entry) != _names(entry):
+                    self.refuse(op, operand, spec)
+                found = entry
+        size = math.prod(mesh.shape[a] for a in _names(found)) if found else 1
+        if size != self.num_groups:
+            self.refuse(op, self.given[0], P(*[None] * (self.given[0].head_axis or 0), found))
+        return found
+
+    def refuse(self, op: str, operand: Operand, spec: Any) -> NoReturn:
+        expected = "an array that is not split"
+        if operand.head_axis is not None:
+            one, count = operand.heads, self.num_groups
+            expected = (
+                f"{one} heads, as the plan's spec has, on each of {count} devices"
+                if count > 1
+                else "an array that is not split, or heads split and a spec of one device's heads"
+            )
+        raise NotImplementedError(
+            f"{op}: {operand.name}: expected {expected}, got {spec}: split only the axis of heads,"
+            " or use jax.shard_map (docs/devices.md)."
+        )
+
+    def rule(self) -> tuple[str, dict[str, int]]:
+        """Of Shardy: groups of heads alone are split alike, other axes know of no other array."""
+        sizes = {"n": self.num_groups} if self.num_groups > 1 else {}
+        count = itertools.count()
+
+        def axes(operand: Operand) -> str:
+            names = [f"a{next(count)}" for _ in range(operand.ndim)]
+            if operand.head_axis is not None and self.num_groups > 1:
+                minor = names[operand.head_axis]
+                if operand.heads == 1:
+                    names[operand.head_axis] = "n"
+                else:
+                    names[operand.head_axis] = f"(n {minor})"
+                    sizes[minor] = operand.heads
+            return " ".join(names)
+
+        sides = (", ".join(map(axes, side)) for side in (self.given, self.results))
+        rule = " -> ".join(sides)
+        return rule, {k: v for k, v in sizes.items() if "(" in rule}
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(*operands, spec)` as a function (*operands, split) for arrays whose heads may be split.
+
+    call: operands may be None; returns a tuple of arrays, split.results.
+
+    Without a mesh, and inside shard_map, it is `call` of the one group of heads. On a mesh each
+    device runs it for its own group. Arrays that are split otherwise raise NotImplementedError, in
+    a sentence: when called, or, where only XLA knows, as the error of its compilation.
+    """
+
+    def one_group(split: HeadSplit, *arrays: jax.Array) -> Any:
+        rest = iter(arrays)
+        return call(*(None if x is None else next(rest) for x in split.operands), split.spec)
+
+    def all_groups(split: HeadSplit, *arrays: jax.Array) -> Any:
+        """What XLA splits. One group after the other, where it does not."""
+        if split.num_groups == 1:
+            return one_group(split, *arrays)
+
+        def part(group: int, operand: Operand, x: jax.Array) -> jax.Array:
+            if operand.head_axis is None:
+                return x
+            begin = group * operand.heads
+            return lax.slice_in_dim(x, begin, begin + operand.heads, axis=operand.head_axis)
+
+        groups = [
+            one_group(split, *(part(i, *pair) for pair in zip(split.given, arrays, strict=True)))
+            for i in range(split.num_groups)
+        ]
+        return tuple(
+            jnp.concatenate(pieces, axis=result.head_axis)
+            for result, pieces in zip(split.results, zip(*groups, strict=True), strict=True)
+        )
+
+    whole = custom_partitioning(all_groups, static_argnums=(0,))
+
+    def partition(split: HeadSplit, mesh: Any, arguments: Any, results: Any) -> Any:
+        over = split.over(op, mesh, [x.sharding.spec for x in jax.tree.leaves(arguments)])
+        shardings = (
+            tuple(NamedSharding(mesh, spec) for spec in split.partition_specs(side, over))
+            for side in (split.results, split.given)
+        )
+        return mesh, functools.partial(one_group, split), *shardings
+
+    whole.def_partition(partition=partition, sharding_rule=lambda split, *_: split.rule())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def on_mesh(split: HeadSplit, *arrays: jax.Array) -> Any:
+        types = [jax.typeof(x).sharding for x in arrays]
+        explicit = [t.mesh for t in types if any(t.spec)]
+        if not explicit:
+            return whole(split, *arrays)
+        over = split.over(op, explicit[0], [t.spec for t in types])
+        in_specs = split.partition_specs(split.given, over)
+        # Of arrays that every device has, it takes its part.
+        arrays = tuple(map(jax.sharding.reshard, arrays, in_specs))
+        return jax.shard_map(
+            functools.partial(one_group, split),
+            mesh=explicit[0],
+            in_specs=in_specs,
+            out_specs=split.partition_specs(split.results, over),
+            check_vma=False,
+        )(*arrays)
+
+    def wrapped(*args: Any) -> Any:
+        *operands, split = args
+        arrays = [x for x in operands if x is not None]
+        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return (one_group if is_manual else on_mesh)(split, *arrays)
+
+    return wrapped
+
+
+def check_split(op: str, split: HeadSplit, operands: Iterable[Any]) -> None:
+    """Raises NotImplementedError for arrays that are there, not traced, and split otherwise."""
+    arrays = [x for x in operands if x is not None]
+    shardings = [None if isinstance(x, jax.core.Tracer) else x.sharding for x in arrays]
+    named = [s for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
+    if named and not jax.sharding.get_abstract_mesh().manual_axes:
+        specs = [s.spec if isinstance(s, NamedSharding) else P() for s in shardings]
+        split.over(op, named[0].mesh, specs)
+
+
+def has_mesh(array: Any) -> bool:
+    """Whether the array is known to be on a mesh of several devices, split or not."""
+    if isinstance(array, jax.core.Tracer):
+        sharding = jax.typeof(array).sharding
+    else:
+        sharding = getattr(array, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+
+
+def _check_fits(
+    op: str,
+    about: Axes,
+    axes: list[tuple[str, int]],
+    got: Any,
+    specs: dict[str, Any],
+    *,
+    is_whole_fine: bool = False,
+) -> None:
+    """Raises ValueError for an array that is split otherwise than `specs` says.
+
+    is_whole_fine: one that is not split may be; each device takes its part.
+    """
+    fitting = P(*(specs.get(name) for name, _ in axes))
+    pairs = zip([*got, *[None] * len(axes)], fitting, strict=False)
+    if all(a == b or (is_whole_fine and a is None) for a, b in pairs):
+        return
+    names = " ".join(name for name, _ in axes)
+    raise ValueError(
+        f"{op}: sharding: expected arrays split alike, and along {' and '.join(about.split)} alone,"
+        f" got {got} of [{names}], where {fitting} would fit; reshard it."
+    )
 
 
 def _specs(

@@ -15,7 +15,7 @@ from attention_cases import Case, build, make_plan
 
 import jax_attn as ja
 from jax_attn import config
-from jax_attn.plan import _HEADER_FIELDS, _ITEM, _MERGE_GROUP
+from jax_attn.plan import _ITEM, _MERGE_GROUP, HEADER_FIELDS
 
 PREFIX = Case(
     "",
@@ -62,7 +62,7 @@ def plan_of(target, name):
 def words_of(plan):
     """(section, field, place in the buffer) of every live word."""
     layout, header = plan.spec.layout, plan.header()
-    for i, field in enumerate(_HEADER_FIELDS[:11]):
+    for i, field in enumerate(HEADER_FIELDS[:11]):
         yield "header", field, layout["header"] + i
     batch_size = header["batch_size"]
     lengths = {
@@ -156,7 +156,7 @@ def test_what_is_accepted_has_the_same_bits(name):
 def place(plan, section, index=0, field=""):
     record = {"items": _ITEM, "merge_groups": _MERGE_GROUP}.get(section)
     if section == "header":
-        return plan.spec.layout[section] + _HEADER_FIELDS.index(field)
+        return plan.spec.layout[section] + HEADER_FIELDS.index(field)
     step, offset = (len(record.names), record.names.index(field)) if record else (1, 0)
     return plan.spec.layout[section] + index * step + offset
 

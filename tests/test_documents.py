@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def lacks(page: str, names: list[str]) -> list[str]:
 
 def test_every_public_name_is_in_the_api():
     assert not lacks("docs/api.md", ja.__all__)
+    assert not lacks("docs/devices.md", ja.parallel.__all__)
 
 
 def test_calls_in_the_api_are_written_as_they_are():
@@ -128,6 +130,28 @@ def test_code_of_concepts_runs(tmp_path, monkeypatch):
     exec(own_code("docs/concepts.md"), names)
     assert names["plan"].bucket().num_shared_pages > 0
     assert {path.name for path in tmp_path.iterdir()} == {"schedule.html", "plan.npz"}
+
+
+def test_code_of_devices_runs():
+    spec = ja.AttentionSpec(4, 2, 64, page_size=64, max_batch=2, max_qo_tokens=8, max_kv_pages=9)
+    names = {"parallel": ja.parallel, "spec": spec}
+    exec(own_code("docs/devices.md"), names)
+    stripes = names["stripes"]
+    mesh = jax.sharding.AbstractMesh((4,), ("kv",))
+    pages, rows = stripes.pages_spec(is_stacked=False), stripes.rows_spec
+    lengths = [np.array(x, np.int32) for x in ([0, 1, 8], [70, 64], [0, 2, 3], [4, 0, 3])]
+    step = jax.shard_map(
+        names["step"],
+        mesh=mesh,
+        in_specs=(rows, rows, rows, pages, pages, jax.sharding.PartitionSpec()),
+        out_specs=(rows, pages, pages),
+        check_vma=False,
+    )
+    new, cache = jnp.zeros((8, 2, 64), spec.dtype), jnp.zeros((5, 64, 2, 64), spec.dtype)
+    o, k_pages, _ = jax.eval_shape(
+        step, jnp.zeros(spec.q_shape, spec.dtype), new, new, cache, cache, lengths
+    )
+    assert o.shape == spec.o_shape and k_pages.shape == cache.shape
 
 
 def test_code_of_the_api_fits_its_call():

@@ -13,6 +13,7 @@ import pytest
 from attention_cases import Case, build
 from backends import on_every_platform
 from checking import assert_same_bits
+from mesh_checks import run_on_cpus
 
 import jax_attn as ja
 
@@ -337,20 +338,8 @@ SHARDED = textwrap.dedent(
     want_o, want_lse = ja.attention(q, k, v, ja.plan(everything, [0, 3], [128]), return_lse=True)
     np.testing.assert_allclose(o, want_o, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
-    print("done")
     """
 )
-
-
-def run_on_cpus(num_devices, program):
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -360,15 +349,17 @@ def test_shard_map_over_heads_and_over_kv(check_vma):
 
 ON_MESH = textwrap.dedent(
     """
+    import re
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from mesh_checks import collectives
     import jax_attn as ja
 
     rng = np.random.default_rng(0)
     qkv = [rng.normal(size=(4, 20, n, 32)).astype(np.float32) for n in (8, 4, 4)]
     lengths = {"query_seq_lengths": [20, 3, 0, 7], "key_value_seq_lengths": [5, 20, 7, 1]}
 
-    def check(name, compute, arrays, spec, gathers=False):
+    def check(name, compute, arrays, spec):
         want = compute(*arrays)
         mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.KIND,) * 2)
         split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
@@ -377,11 +368,11 @@ ON_MESH = textwrap.dedent(
             eager = jax.tree.leaves(compute(*split))
         text = compiled.as_text()
         for op in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-            assert gathers or op not in text, (name, spec, op)
+            assert op not in text, (name, spec, op)
         for a, b, c in zip(jax.tree.leaves(compiled(*split)), eager, jax.tree.leaves(want)):
             np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6, err_msg=f"{name} {spec}")
             np.testing.assert_allclose(b, c, rtol=1e-6, atol=1e-6, err_msg=f"{name} {spec}")
-            assert gathers or any(b.sharding.spec), (name, spec)
+            assert any(b.sharding.spec), (name, spec)
 
     def loss(q, k, v, **options):
         return jnp.sum(jnp.sin(ja.dot_product_attention(q, k, v, **options)))
@@ -400,7 +391,7 @@ ON_MESH = textwrap.dedent(
     def few_kv_heads(q):
         return ja.dot_product_attention(q, *(x[:, :, :2] for x in qkv[1:]))
 
-    # Otherwise: what XLA propagates is brought together, what is said explicitly is refused.
+    # Otherwise it is refused, and nothing is gathered.
     for compute, arrays, spec in (
         (ja.dot_product_attention, qkv, P(None, "data")),
         (few_kv_heads, qkv[:1], P(None, None, ("data", "model"))),
@@ -408,26 +399,101 @@ ON_MESH = textwrap.dedent(
         (ja.merge_states, states, P("data")),
     ):
         try:
-            check("others", compute, arrays, spec, gathers=True)
-            assert "KIND" == "Auto"
-        except ValueError as error:
-            assert "KIND" == "Explicit", error
+            check("others", compute, arrays, spec)
+            raise AssertionError(spec)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            assert isinstance(error, ValueError) == ("KIND" == "Explicit"), error
             assert ": sharding: expected " in str(error), error
 
-    # What needs a plan refuses arrays that are known to be split.
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.KIND,), devices=jax.devices()[:2])
-    spec = ja.AttentionSpec(8, 4, 32, dtype="float32", max_batch=1, max_qo_tokens=3, page_size=None,
-                            max_kv_tokens=20)
-    plan = ja.plan(spec, [0, 3], [20])
-    q, k, v = (jax.device_put(x[0], NamedSharding(mesh, P(None, "model"))) for x in qkv)
-    with jax.set_mesh(mesh):
-        for attend in (ja.attention, jax.jit(ja.attention))[: 2 if "KIND" == "Explicit" else 1]:
+    # What takes a plan, of one device's heads, runs where the heads are; pages stay in place.
+    mesh = jax.make_mesh((2, 2), ("other", "model"), axis_types=(AxisType.KIND,) * 2)
+    fields = {"head_dim_qk": 32, "dtype": "float32", "max_batch": 2, "max_qo_tokens": 6}
+    paged = fields | {"max_kv_pages": 9, "page_size": 16}
+    whole, half = (ja.AttentionSpec(8 // n, 4 // n, **paged) for n in (1, 2))
+    batch = [0, 5, 6], [9, 120], [0, 1, 9], np.arange(9)
+    rows, pages = P(None, "model"), P(None, None, None, "model")
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    def arrays(rows, pages):
+        numbers = np.random.default_rng(1)
+        shapes = (6, 8, 32), (6, 4, 32), (6, 4, 32), (2, 900, 16, 4, 32), (2, 900, 16, 4, 32)
+        arrays = [numbers.normal(size=shape).astype(np.float32) for shape in shapes]
+        return [put(x, rows if x.ndim == 3 else pages) for x in arrays], arrays
+
+    def step(plan, q, k_new, v_new, k, v):
+        k, v = ja.append_kv(k, v, k_new, v_new, plan, layer=1)
+        return k, v, *ja.attention(q, k, v, plan, layer=1, sinks=jnp.arange(8.0), return_lse=True)
+
+    def rotated(plan, q, k_new, v_new, k, v):
+        pack = lambda *x: jnp.concatenate([a.reshape(6, -1) for a in x], axis=1)
+        qkv = jax.shard_map(pack, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)(q, k_new, v_new)
+        angles = jnp.ones((6, 16))
+        q, k, v = ja.append_rotated(qkv, jnp.cos(angles), jnp.sin(angles), k, v, plan, layer=0)
+        return k, v, ja.attention(q, k, v, plan, layer=0)
+
+    def scanned(plan, q, k_new, v_new, k, v):
+        def body(pages, layer):
+            pages = ja.append_kv(*pages, k_new, v_new, plan, layer=layer)
+            return pages, ja.attention(q, *pages, plan, layer=layer)
+
+        return jax.lax.scan(body, (k, v), jnp.arange(2))
+
+    def rotated_whole(plan, q, k_new, v_new, k, v):
+        turn = lambda x: jnp.concatenate([a * c - b * s, b * c + a * s], -1)
+        c, s = jnp.cos(1.0), jnp.sin(1.0)
+        a, b = jnp.split(q, 2, -1)
+        q = turn(q)
+        a, b = jnp.split(k_new, 2, -1)
+        k, v = ja.append_kv(k, v, turn(k_new), v_new, plan, layer=0)
+        return k, v, ja.attention(q, k, v, plan, layer=0)
+
+    for compute, compute_whole in ((step, step), (rotated, rotated_whole), (scanned, scanned)):
+        split, plain = arrays(rows, pages)
+        want = jax.jit(compute_whole)(ja.plan(whole, *batch), *plain)
+        plan = ja.plan(half, *batch)
+        with jax.set_mesh(mesh):
+            jitted = jax.jit(compute, donate_argnums=(4, 5))
+            compiled = jitted.lower(plan, *split).compile()
+            eager = compute(plan, *split)
+            got = compiled(plan, *split)
+        assert not collectives(compiled.as_text()), compute
+        assert compiled.memory_analysis().temp_size_in_bytes < plain[3].nbytes / 4, compute
+        for name, a, b, c in zip("kvo", jax.tree.leaves(got), jax.tree.leaves(eager),
+                                 jax.tree.leaves(want)):
+            np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-5, err_msg=f"{compute} {name}")
+            np.testing.assert_allclose(b, c, rtol=1e-5, atol=1e-5, err_msg=f"{compute} {name}")
+            assert "model" in a.sharding.spec and "model" in b.sharding.spec
+
+    # Otherwise it refuses. Explicit: when called. Auto: eagerly when called, else XLA does.
+    plans = ja.plan(half, *batch), ja.plan(whole, *batch)
+    everywhere = P()
+    for plan, rows_spec, pages_spec in (
+        (plans[1], rows, pages),
+        (plans[1], P("model"), everywhere),
+        (plans[0], everywhere, everywhere),
+        (plans[0], rows, P(None, "model")),
+        (plans[0], P("other", "model"), pages),
+        (plans[0], P(None, ("other", "model")), pages),
+        (plans[0], P(None, "other"), pages),
+    ):
+        split, _ = arrays(rows_spec, pages_spec)
+        for attend in (step, jax.jit(step)):
             try:
-                attend(q[:3], k, v, plan)
-                raise AssertionError
-            except NotImplementedError as error:
-                assert "attention: q: " in str(error) and "shard_map" in str(error), error
-    print("done")
+                with jax.set_mesh(mesh):
+                    attend(plan, *split)
+                raise AssertionError((rows_spec, pages_spec))
+            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                assert re.search("(attention: q|append_kv: k_\\w+): expected .*docs/devices.md",
+                                 str(error)), error
+    # Heads that are no multiple of the spec's.
+    try:
+        with jax.set_mesh(mesh):
+            ja.attention(put(np.zeros((6, 6, 32), np.float32), P()), *split[3:], plans[0], layer=1)
+        raise AssertionError
+    except ValueError as error:
+        assert str(error).startswith("attention: q: expected float32[6, 4, 32] as"), error
     """
 )
 

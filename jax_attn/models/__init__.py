@@ -31,6 +31,7 @@ from jax_attn.models.families import load_config, parse_config
 from jax_attn.models.hub import fetch
 from jax_attn.models.loading import Model, load
 from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
+from jax_attn.models.tensor_parallel import TensorParallel
 from jax_attn.models.weights import Params, load_params, random_params
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ModelDirectoryError",
     "Params",
     "Rope",
+    "TensorParallel",
     "attention_specs",
     "deepseek",
     "fetch",

@@ -109,6 +109,10 @@ class ModelConfig:
     latent: Latent | None = None  # num_kv_heads is 1 and head_dim that of the cache then
     extra_layers: int = 0  # of the files, behind the others, that are not for here
     tensor_prefix: str = ""  # of the names in the files
+    # Of one device's part (tensor_parallel.py): the mesh axis that heads, columns and experts are
+    # split over, and whether the vocabulary is, too.
+    heads_axis: str | None = None
+    splits_vocabulary: bool = False
 
     @property
     def num_layers(self) -> int:

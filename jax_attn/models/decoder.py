@@ -182,7 +182,7 @@ def _layer(
             _qkv(h, weights, config),
             weights["sinks"].astype(jnp.float32) if config.sinks else None,
         )
-    h = o.reshape(len(x), -1) @ weights["o"]
+    h = _sum(o.reshape(len(x), -1) @ weights["o"], config)
     if config.o_bias:
         h += weights["o_bias"]
     x = add(x, norm(h, "attention_post_norm", config.post_norms))
@@ -200,7 +200,8 @@ def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     if config.qk_norm == "all_heads":
         sizes = [n * config.head_dim for n in (config.num_qo_heads, config.num_kv_heads)]
         q, k, v = jnp.split(qkv, np.cumsum(sizes), axis=-1)
-        q, k = (_rms_norm(x, weights[f"{n}_norm"], config) for n, x in (("q", q), ("k", k)))
+        names = ("q", q), ("k", k)
+        q, k = (_rms_norm(x, weights[f"{n}_norm"], config, config.heads_axis) for n, x in names)
         qkv = jnp.concatenate([q, k, v], axis=-1)
     qkv = qkv.reshape(len(x), -1, config.head_dim)
     if config.qk_norm == "per_head":
@@ -213,7 +214,12 @@ def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
 
 
 def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    return _gated(x @ weights["gate_up"], config) @ weights["down"]
+    return _sum(_gated(x @ weights["gate_up"], config) @ weights["down"], config)
+
+
+def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Of the devices' partial sums."""
+    return x if config.heads_axis is None else jax.lax.psum(x, config.heads_axis)
 
 
 def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
@@ -229,20 +235,29 @@ def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
 def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     """x: [n, hidden] -> the sum of what each token's experts make of it, times their probability.
 
-    Tokens are sorted by expert, so that each expert multiplies its own rows alone.
+    Tokens are sorted by expert, so that each expert multiplies its own rows alone. A device of a
+    mesh has some of the experts; rows of the others come last, and nothing becomes of them.
     """
     assert config.experts is not None
-    per_token, count = config.experts.per_token, config.experts.count
+    per_token, count = config.experts.per_token, len(weights["expert_down"])
     logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
     if "router_bias" in weights:
         logits += weights["router_bias"].astype(jnp.float32)
     scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
     expert = chosen.reshape(-1)
+    is_own = None
+    if config.heads_axis is not None:
+        expert -= count * jax.lax.axis_index(config.heads_axis)
+        is_own = (expert >= 0) & (expert < count)
+        expert = jnp.where(is_own, expert, count)
+        scores = jnp.where(is_own.reshape(scores.shape), scores, 0)
     order = jnp.argsort(expert, stable=True)
-    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)
+    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)  # not of others
 
     def product(x: jax.Array, name: str) -> jax.Array:
         y = experts.grouped_matmul(x, weights[name], num_rows)
+        if is_own is not None:
+            y = jnp.where(is_own[order, None], y, 0)
         bias = weights.get(f"{name}_bias")
         return y if bias is None else y + bias[expert[order]]
 
@@ -252,7 +267,7 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     y = jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
     if "shared_down" in weights:
         y += _gated(x @ weights["shared_gate_up"], config) @ weights["shared_down"]
-    return y
+    return _sum(y, config)
 
 
 def _rotated_heads(
@@ -279,7 +294,13 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is 
 
 
 def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
-    x = params["embed"][tokens]
+    table = params["embed"]
+    if config.splits_vocabulary:
+        row = tokens - len(table) * jax.lax.axis_index(config.heads_axis)
+        is_own = (row >= 0) & (row < len(table))
+        x = _sum(jnp.where(is_own[:, None], table[jnp.where(is_own, row, 0)], 0), config)
+    else:
+        x = table[tokens]
     return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
@@ -287,6 +308,8 @@ def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     x = _rms_norm(x, params["final_norm"], config)
     head = params["embed"].T if config.tie_embeddings else params["head"]
     logits = jnp.dot(x, head, preferred_element_type=jnp.float32) * config.logit_scale
+    if config.splits_vocabulary:
+        logits = jax.lax.all_gather(logits, config.heads_axis, axis=1, tiled=True)
     return _soft_cap(logits, config.logit_soft_cap)
 
 
@@ -294,8 +317,13 @@ def _soft_cap(x: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
+def _rms_norm(
+    x: jax.Array, weight: jax.Array, config: ModelConfig, over: str | None = None
+) -> jax.Array:
+    """over: the mesh axis over which the last axis of x is split, in equal parts."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    if over is not None:
+        variance = jax.lax.pmean(variance, over)
     scale = config.norm_offset + weight.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(variance + config.rms_norm_eps) * scale).astype(x.dtype)

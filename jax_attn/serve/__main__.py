@@ -98,9 +98,12 @@ def main(argv: list[str] | None = None) -> int:
         keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
         directory = models.fetch(args.model, args.revision)
-        model = _load(directory, args)
+        # Weights that devices share go to each from host memory.
+        with jax.default_device(jax.devices("cpu")[0] if args.tensor_parallel > 1 else None):
+            model = _load(directory, args)
         name, *aliases = args.served_model_name or [_name_of(args.model)]
         engine = _make_engine(model, args)
+        model = model._replace(params={})  # of which the engine has what it needs
         config = ServerConfig(
             model_directory=directory,
             model_name=name,
@@ -196,6 +199,8 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
     """
     config = model.config
     page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
+    # What one device has of a page.
+    page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
     page_bytes *= jnp.dtype(_KV_DTYPES.get(args.kv_cache_dtype, args.dtype)).itemsize
     fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
     num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
@@ -238,6 +243,7 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         prefix_cache=args.prefix_cache,
         max_drafts=args.max_drafts,
         batch_invariant=args.batch_invariant,
+        tensor_parallel=args.tensor_parallel,
     )
 
 
@@ -340,6 +346,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         steps have room for them (%(default)s: none)"""
     add("--max-drafts", type=_non_negative, default=0, help=drafts)
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
+    devices = "devices to split the model over, by heads; each has its share of it (%(default)s)"
+    add("--tensor-parallel", type=_positive, default=1, metavar="N", help=devices)
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     args = parser.parse_args(argv)
     on_cpu = jax.default_backend() == "cpu"

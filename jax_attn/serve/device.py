@@ -15,6 +15,8 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from jax_attn import models
@@ -42,10 +44,16 @@ class Device:
         capacities: SchedulerConfig,
         batch_invariant: bool,
         kv_dtype: str | None = None,
+        tensor_parallel: int = 1,
     ):
-        self._config = model.config
+        params = model.params
+        self._split = _split(model.config, tensor_parallel)
+        if self._split is not None:
+            params = self._split.split_params(params)
+        # Of what one device computes.
+        self._config = model.config if self._split is None else self._split.config
         # Flat, as a step would flatten its hundreds of arrays each time: 25 us of the host.
-        self._weights, self._tree = jax.tree.flatten(model.params)
+        self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens)
         if batch_invariant:
@@ -55,12 +63,12 @@ class Device:
         dtype = str(model.params["embed"].dtype)
         make_specs = buckets.invariant_specs if batch_invariant else buckets.balanced_specs
         self.buckets = [
-            Bucket(*size, make_specs(model.config, dtype, capacities, *size, kv_dtype=kv_dtype))
+            Bucket(*size, make_specs(self._config, dtype, capacities, *size, kv_dtype=kv_dtype))
             for size in sizes
         ]
         self._slots = sampling.SlotParams(capacities.max_running)
         self._allow_all = {
-            bucket.num_rows: jnp.asarray(
+            bucket.num_rows: self._everywhere(
                 sampling.allow_all(bucket.num_rows, model.config.vocab_size)
             )
             for bucket in self.buckets
@@ -76,11 +84,31 @@ class Device:
         """
         for name in ("_k_pages", "_v_pages", "_state"):
             setattr(self, name, None)  # frees the memory that the new ones need
-        self._k_pages, self._v_pages = models.init_pages(
-            self._config, self.buckets[0].specs, self._num_pages
-        )
-        self._state = sampling.init_state(self._max_running, self._config.vocab_size)
+        specs, num_pages = self.buckets[0].specs, self._num_pages
+        if self._split is None:
+            pages = models.init_pages(self._config, specs, num_pages)
+        else:
+            pages = self._split.init_pages(specs, num_pages)
+        self._k_pages, self._v_pages = pages
+        state = sampling.init_state(self._max_running, self._config.vocab_size)
+        self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._state))
+
+    @property
+    def _sharding(self) -> jax.sharding.Sharding | None:
+        """Of what every device has all of."""
+        return None if self._split is None else NamedSharding(self._split.mesh, P())
+
+    def _everywhere(self, array: Any) -> jax.Array:
+        return jnp.asarray(array) if self._split is None else jax.device_put(array, self._sharding)
+
+    def bytes_held(self) -> dict[int, int]:
+        """By device id: bytes of weights and kv cache."""
+        held: dict[int, int] = {}
+        for array in (*self._weights, self._k_pages, self._v_pages):
+            for shard in () if array is None else array.addressable_shards:
+                held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
+        return held
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -179,8 +207,9 @@ class Device:
         for bucket in self.buckets:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         for num_rows, mask in self._allow_all.items():
-            logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)
-            rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32)
+            everywhere = {"sharding": self._sharding}
+            logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
+            rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
             for kind in sampling.KINDS:
                 sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
                 tasks[_sample_name(num_rows, kind)] = partial(sample, kind=kind)
@@ -188,14 +217,29 @@ class Device:
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Any:
         """An executable of the bucket's forward pass. options: of XLA, beside those of its size."""
+        compute = buckets.make_forward(self._config, self._tree, bucket)
+        if self._split is not None:
+            compute = self._on_each_device(compute)
         forward = jax.jit(
-            buckets.make_forward(self._config, self._tree, bucket),
+            compute,
             donate_argnums=(3, 4),
             compiler_options=_options(bucket.num_tokens) | (options or {}),
         )
-        words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32)
+        words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
         last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages)
         return _compile(forward, self._weights, words, last_tokens, *cache)
+
+    def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass of what one device has, as one of all. Plans are the same everywhere."""
+        assert self._split is not None
+        pages = self._split.pages_spec
+        return jax.shard_map(
+            forward,
+            mesh=self._split.mesh,
+            in_specs=([x.sharding.spec for x in self._weights], P(), P(), pages, pages),
+            out_specs=(P(), P(), pages, pages),
+            check_vma=False,  # logits are gathered, or sums: the same everywhere
+        )
 
     def executable(self, bucket: Bucket) -> Any:
         return self._executables[_forward_name(bucket)]
@@ -211,6 +255,24 @@ class Device:
             scores = self.forward(buckets.make_batch(bucket, (), self._slots))  # legal: nothing
             for kind in sampling.KINDS:
                 jax.block_until_ready(self.sample(scores, kind, None))
+
+
+def _split(config: models.ModelConfig, num_devices: int) -> models.TensorParallel | None:
+    """How the model is split over the first devices; None: there is one.
+
+    Raises ValueError for more devices than there are.
+    """
+    if num_devices == 1:
+        return None
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise ValueError(
+            f"EngineConfig: tensor_parallel: expected at most {len(devices)}, the devices that JAX"
+            f" sees, got {num_devices}."
+        )
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((num_devices,), ("heads",), devices=devices[:num_devices], axis_types=auto)
+    return models.TensorParallel(config, mesh, "heads")
 
 
 # Of XLA: autotuning takes its turns on the device anyway, and each has buffers of its own.

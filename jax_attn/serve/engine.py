@@ -69,12 +69,17 @@ class EngineConfig:
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
     max_drafts: int = 0  # guesses at what follows, of each sequence, verified in a step
     max_grammars: int = 128  # compiled grammars kept
+    tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_step_tokens:
             raise ValueError(
                 "EngineConfig: max_running: expected 1 to max_step_tokens = "
                 f"{self.max_step_tokens}, got {self.max_running}."
+            )
+        if self.tensor_parallel < 1:
+            raise ValueError(
+                f"EngineConfig: tensor_parallel: expected at least 1, got {self.tensor_parallel}."
             )
 
 
@@ -106,7 +111,9 @@ class Engine:
     """Of one thread, but for `grammars`."""
 
     def __init__(self, model: models.Model, config: EngineConfig):
-        self.model, self.config = model, config
+        self.config = config
+        # Without the weights: a device that has its share of them keeps no others.
+        self.model = model._replace(params={})
         self.grammars = Grammars(
             model.tokenizer,
             model.config.vocab_size,
@@ -115,7 +122,9 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         core = capacities(config, model.config.max_positions)
-        self.device = Device(model, core, config.batch_invariant, config.kv_dtype)
+        self.device = Device(
+            model, core, config.batch_invariant, config.kv_dtype, config.tensor_parallel
+        )
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`

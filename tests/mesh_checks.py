@@ -1,0 +1,536 @@
+"""Checks that run in a process of several CPU devices: tests start it by `run_on_cpus`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import CASES, Case, build, expect, random_case
+from checking import assert_close_state, assert_same_bits
+from jax.sharding import NamedSharding
+
+import jax_attn as ja
+from jax_attn import config, parallel
+
+# heads x kv
+MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "1x4": (1, 4), "3": (1, 3)}
+_COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+_BITS = {"f32": 32, "s32": 32, "u32": 32, "bf16": 16, "f16": 16, "pred": 8}
+
+
+def run_on_cpus(num_devices: int, program: str, timeout: int = 300) -> None:
+    """Runs a program, which may import modules of tests/, to its end."""
+    here = os.path.dirname(__file__)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
+    }
+    command = [sys.executable, "-c", program + "\nprint('done')"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0 and done.stdout.strip().endswith("done"), (
+        done.stdout[-2000:] + done.stderr[-6000:]
+    )
+
+
+def collectives(text: str) -> list[tuple[str, int]]:
+    """(kind, bytes of the results on one device) of every collective of a compiled module."""
+    found = []
+    for shapes, kind in re.findall(rf" = (.*?) ({_COLLECTIVES})(?:-start)?\(", text):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        size = sum(_BITS[t] // 8 * prod(map(int, filter(None, d.split(",")))) for t, d in arrays)
+        found.append((kind, size))
+    return found
+
+
+def make_mesh(num_heads: int, num_kv: int) -> jax.sharding.Mesh:
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    devices = jax.devices()[: num_heads * num_kv]
+    return jax.make_mesh((num_heads, num_kv), ("heads", "kv"), devices=devices, axis_types=auto)
+
+
+# ---- stripes -------------------------------------------------------------------------------------
+
+
+def striped_cases() -> list[Case]:
+    """Of the shared list what is paged.
+
+    Not logits near -5e5: the states that devices exchange have an lse of f32, whose ulp there is
+    1/32, so the weights of the devices are known to 3 % only.
+    """
+    cases = [*CASES, *map(random_case, range(60))]
+    return [case for case in cases if case.page_size is not None and "huge" not in case.contents]
+
+
+def check_stripes(mesh_name: str, part: int, num_parts: int) -> None:
+    """Cases part, part + num_parts, ... on one mesh."""
+    with config.poisoned():
+        for case in striped_cases()[part::num_parts]:
+            check_striped_case(case, MESHES[mesh_name])
+
+
+def check_striped_case(case: Case, shape: tuple[int, int]) -> None:
+    num_heads, num_kv = shape
+    if case.num_kv_heads % num_heads:
+        num_heads = 1
+    case = dataclasses.replace(case, page_size=case.page_size * num_kv)
+    fields = case.spec_fields()
+    fields["num_qo_heads"] //= num_heads
+    fields["num_kv_heads"] //= num_heads
+    spec = ja.AttentionSpec(**fields, target="cpu")
+    mesh = make_mesh(num_heads, num_kv)
+    stripes = parallel.KvStripes(spec, "kv", num_kv, "heads")
+    for content in case.contents:
+        batch = build(case, content)
+        lengths = batch.lengths.plan_arguments()
+        plan = parallel.plan_stripes(stripes, **lengths)
+        pages = stripes.pages_spec(is_stacked=batch.layer is not None)
+        put = lambda x, spec: x if x is None else jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        k, v = put(batch.k, pages), put(batch.v, pages)
+
+        @jax.jit
+        def attend(q, k, v, plan, sinks, layer, scales):
+            return parallel.attend_stripes(
+                q, k, v, plan, sinks=sinks, layer=layer, return_lse=True, mesh=mesh, **scales
+            )
+
+        layer = None if batch.layer is None else jnp.int32(batch.layer)
+        results = [attend(batch.q, k, v, plan, batch.sinks, layer, batch.scales) for _ in range(2)]
+        (o, lse), again = results
+        want = expect(case, batch)
+        # States are rounded to the dtype before they merge.
+        slack = 1 if case.dtype == "float32" else 2
+        try:
+            assert_close_state(o, lse, want.o, want.lse, slack * want.o_bound, want.lse_bound)
+            assert_same_bits("o", again[0], o)
+            assert_same_bits("lse", again[1], lse)
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}, {content}, {shape}: {error}") from None
+
+
+DECODES = Case("decodes", (1, 1, 1, 1), (700, 33, 1, 1025), num_qo_heads=8, page_size=64)
+CHUNKS = Case("chunks", (1, 150, 0, 37, 1), (700, 300, 40, 37, 90), num_qo_heads=8, page_size=24)
+
+
+def _arrays(stripes, mesh, batch):
+    pages = NamedSharding(mesh, stripes.pages_spec(is_stacked=batch.layer is not None))
+    return jax.device_put(batch.k, pages), batch.v if batch.v is None else jax.device_put(
+        batch.v, pages
+    )
+
+
+def check_bytes() -> None:
+    """One collective a layer, of rows x heads x (head_dim + 1) words whatever the context."""
+    for dtype in ("float32", "bfloat16"):
+        for case in (DECODES, CHUNKS, dataclasses.replace(DECODES, kv_lens=(7000, 33, 1, 1))):
+            case = dataclasses.replace(case, dtype=dtype)
+            for num_heads, num_kv in ((1, 2), (1, 4), (2, 2)):
+                _check_bytes_of(case, num_heads, num_kv)
+
+
+def _check_bytes_of(case: Case, num_heads: int, num_kv: int) -> None:
+    fields = case.spec_fields()
+    rows = fields["max_qo_tokens"] = -(-fields["max_qo_tokens"] // 4) * 4
+    heads = fields["num_qo_heads"] = fields["num_qo_heads"] // num_heads
+    fields["num_kv_heads"] //= num_heads
+    mesh = make_mesh(num_heads, num_kv)
+    stripes = parallel.KvStripes(ja.AttentionSpec(**fields, target="cpu"), "kv", num_kv, "heads")
+    batch = build(case)
+    arrays = _arrays(stripes, mesh, batch)
+    plan = parallel.plan_stripes(stripes, **batch.lengths.plan_arguments())
+    plan = jax.device_put(plan, NamedSharding(mesh, stripes.plan_spec))
+    q = np.resize(batch.q, (rows, *batch.q.shape[1:]))
+    q = jax.device_put(q, NamedSharding(mesh, stripes.rows_spec))
+    state = rows * heads * (case.head_dim_qk * jnp.dtype(case.dtype).itemsize + 4)
+    whole = None
+    for scatter in (None, "heads", "rows"):
+        attend = jax.jit(
+            lambda q, k, v, plan, scatter=scatter: parallel.attend_stripes(
+                q, k, v, plan, scatter=scatter, mesh=mesh
+            )
+        )
+        compiled = attend.lower(q, *arrays, plan).compile()
+        found = collectives(compiled.as_text())
+        kind, size = ("all-gather", num_kv * state) if scatter is None else ("all-to-all", state)
+        assert found == [(kind, size)], (case.name, scatter, found, kind, size)
+        o = compiled(q, *arrays, plan)
+        sharding = NamedSharding(mesh, stripes.o_spec(scatter))
+        assert o.sharding.is_equivalent_to(sharding, o.ndim), (o.sharding, sharding)
+        whole = o if whole is None else whole
+        assert_same_bits(f"scatter={scatter}", o, whole)
+
+
+def check_loops(mesh_name: str) -> None:
+    """Decode steps with plans made on the devices, in scan and in while_loop: appends and attends.
+
+    The truth is one device, with the same page table.
+    """
+    num_heads, num_kv = MESHES[mesh_name]
+    mesh = make_mesh(num_heads, num_kv)
+    page_size, steps, batch_size, pages_each = 4 * num_kv, 14, 3, 8
+    fields = dict(  # noqa: C408
+        head_dim_qk=16,
+        dtype="float32",
+        page_size=page_size,
+        target="cpu",
+        max_batch=batch_size,
+        max_qo_tokens=12,
+        max_kv_pages=batch_size * pages_each,
+    )
+    one = ja.AttentionSpec(4, 2, **fields)
+    stripes = parallel.KvStripes(
+        ja.AttentionSpec(4 // num_heads, 2 // num_heads, **fields), "kv", num_kv, "heads"
+    )
+    rng = np.random.default_rng(0)
+    q, k_new, v_new = (
+        rng.normal(size=(steps, 12, heads, 16)).astype(np.float32) for heads in (4, 2, 2)
+    )
+    pages = np.zeros((2, 2, 30, page_size, 2, 16), np.float32)
+    pages[:] = np.nan
+    table = rng.permutation(30)[: batch_size * pages_each].astype(np.int32)
+    # A chunk of 7, 1 and 4 tokens, then 3 decodes a step, of which one request ends early.
+    qo_lens = np.array([[7, 1, 4]] + [[1, 1, 1]] * 6 + [[1, 0, 1]] * (steps - 7), np.int32)
+
+    def lengths(step, kv_lens):
+        qo_len = jnp.asarray(qo_lens)[step]
+        kv_lens = kv_lens + qo_len
+        page_indptr = np.arange(batch_size + 1) * pages_each
+        return kv_lens, (jnp.append(0, jnp.cumsum(qo_len)), kv_lens, page_indptr, table)
+
+    def loop(kind, make_plan, append, attend, q, k_new, v_new, k, v):
+        def body(step, carry):
+            k, v, kv_lens, os = carry
+            kv_lens, batch = lengths(step, kv_lens)
+            plan = make_plan(*batch)
+            k, v = append(k, v, k_new[step], v_new[step], plan, layer=1)
+            o = attend(q[step], k, v, plan, layer=1)
+            return k, v, kv_lens, os.at[step].set(o)
+
+        carry = k, v, jnp.zeros(batch_size, jnp.int32), jnp.zeros(q.shape, q.dtype)
+        if kind == "scan":
+            return jax.lax.scan(lambda c, i: (body(i, c), None), carry, jnp.arange(steps))[0]
+        loop = jax.lax.while_loop(
+            lambda c: c[0] < steps, lambda c: (c[0] + 1, *body(c[0], c[1:])), (0, *carry)
+        )
+        return loop[1:]
+
+    one_device = (lambda *batch: ja.plan(one, *batch)), ja.append_kv, ja.attention
+    striped = (
+        (lambda *batch: parallel.plan_stripes(stripes, *batch)),
+        parallel.append_stripes,
+        parallel.attend_stripes,
+    )
+    rows, cache = (None, *stripes.rows_spec), stripes.pages_spec(is_stacked=True)
+    rows = jax.sharding.PartitionSpec(*rows)
+    everywhere = jax.sharding.PartitionSpec()
+    for kind in ("scan", "while_loop"):
+        want = jax.jit(lambda *x, kind=kind: loop(kind, *one_device, *x))(q, k_new, v_new, *pages)
+        step = jax.jit(
+            jax.shard_map(
+                lambda *x, kind=kind: loop(kind, *striped, *x),
+                mesh=mesh,
+                in_specs=(rows, rows, rows, cache, cache),
+                out_specs=(cache, cache, everywhere, rows),
+                check_vma=False,
+            )
+        )
+        compiled = step.lower(q, k_new, v_new, *pages).compile()
+        kinds = [kind for kind, _ in collectives(compiled.as_text())]
+        assert kinds == ["all-gather"] * (num_kv > 1), kinds
+        got = compiled(
+            *(jax.device_put(x, NamedSharding(mesh, rows)) for x in (q, k_new, v_new)),
+            *(jax.device_put(x, NamedSharding(mesh, cache)) for x in pages),
+        )
+        again = step(q, k_new, v_new, *pages)
+        for name, a, b, c in zip(("k", "v", "kv_lens", "o"), got, want, again, strict=True):
+            if name == "o":
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            else:
+                assert_same_bits(name, a, b)
+            assert_same_bits(name, c, a)
+
+
+def check_plans() -> None:
+    """Plans made inside shard_map have the bits of those made on the host, prefix levels too."""
+    mesh = make_mesh(1, 4)
+    tree = dict(  # noqa: C408
+        qo_lens=(1,) * 10,
+        branches=("ab", "ab", "abc", "a", "d", "", "abc", "a", "dd", "ab"),
+        kv_lens=(600, 577, 900, 300, 400, 33, 801, 257, 600, 512),
+        num_ctas=3,
+        page_size=64,
+    )
+    levels = [([0, 4, 6, 8, 10], [256, 0, 256, 0]), ([0, 3, 4, 6, 7, 8, 10], [512, 0, 0, 0, 0, 0])]
+    cases = (
+        (DECODES, None),
+        (CHUNKS, None),
+        (dataclasses.replace(CHUNKS, causal=False), None),
+        (dataclasses.replace(CHUNKS, window_left=31), None),
+        (dataclasses.replace(CHUNKS, causal=False, window_left=31, window_right=9), None),
+        (dataclasses.replace(CHUNKS, q_offsets=(-3, 100, 0, 5, 2000)), None),
+        (Case("tree", **tree), None),
+        (Case("tree", **tree), [tuple(map(np.array, level)) for level in levels]),
+        (Case("tree", **(tree | {"qo_lens": (1, 1, 400, 1, 3, 2, 1, 1, 90, 1)})),
+         [tuple(map(np.array, level)) for level in levels]),
+    )  # fmt: skip
+    for case, prefix_levels in cases:
+        batch = build(case)
+        stripes = parallel.KvStripes(ja.AttentionSpec(**case.spec_fields(), target="cpu"), "kv", 4)
+        lengths = batch.lengths.plan_arguments()
+        host = parallel.plan_stripes(stripes, **lengths, prefix_levels=prefix_levels)
+        for device in range(4):
+            for plan in (host.attend_plan(device), host.append_plan(device)):
+                plan.spec.problem.check_plan(np.ascontiguousarray(plan.buffer), -1)
+        if prefix_levels is not None:
+            assert any((host.attend_plan(d).items()["num_groups"] > 1).any() for d in range(4))
+        make = jax.shard_map(
+            lambda lengths, stripes=stripes, levels=prefix_levels: parallel.plan_stripes(
+                stripes, **lengths, prefix_levels=levels
+            ),
+            mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=stripes.plan_spec,
+        )  # fmt: skip
+        inside = jax.jit(make)(lengths)
+        assert_same_bits("attend", inside.attend_buffers, host.attend_buffers)
+        assert_same_bits("append", inside.append_buffers, host.append_buffers)
+        o, lse = parallel.attend_stripes(
+            batch.q, *_arrays(stripes, mesh, batch), host, return_lse=True, mesh=mesh
+        )
+        want = expect(case, batch)
+        assert_close_state(o, lse, want.o, want.lse, want.o_bound, want.lse_bound)
+
+
+def check_latent() -> None:
+    """MLA, and MQA: the one kv head is on every device of the heads axis, its keys are split."""
+    for case, num_heads in (
+        (Case("mla", num_qo_heads=8, num_kv_heads=1, head_dim_qk=48, head_dim_vo=32, mla=True,
+              sm_scale=0.2, page_size=20), 2),
+        (Case("mla_chunk", (150, 1), (500, 90), num_qo_heads=4, num_kv_heads=1, head_dim_qk=48,
+              head_dim_vo=32, mla=True, sm_scale=0.2, page_size=8, sinks=True), 2),
+        (Case("mqa", num_qo_heads=8, num_kv_heads=1, page_size=4), 1),
+    ):  # fmt: skip
+        batch = build(case)
+        fields = case.spec_fields()
+        fields["num_qo_heads"] //= num_heads
+        mesh = make_mesh(num_heads, 4 // num_heads)
+        spec = ja.AttentionSpec(**fields, target="cpu")
+        stripes = parallel.KvStripes(spec, "kv", 4 // num_heads, "heads")
+        plan = parallel.plan_stripes(stripes, **batch.lengths.plan_arguments())
+        want = expect(case, batch)
+        for scatter in (None, "heads"):
+            o, lse = parallel.attend_stripes(
+                batch.q, *_arrays(stripes, mesh, batch), plan, sinks=batch.sinks, scatter=scatter,
+                return_lse=True, mesh=mesh,
+            )  # fmt: skip
+            assert_close_state(o, lse, want.o, want.lse, want.o_bound, want.lse_bound)
+
+
+def check_appends() -> None:
+    """Each device's stripes together are what one device appends, e4m3 too, and nothing else."""
+    cases = (DECODES, CHUNKS, Case("short", (5, 130), (2, 300), page_size=12),
+             dataclasses.replace(CHUNKS, kv_dtype="float8_e4m3fn", num_layers=2))  # fmt: skip
+    for case in cases:
+        batch = build(case)
+        one = ja.AttentionSpec(**case.spec_fields(), target="cpu")
+        rng = np.random.default_rng(1)
+        k_new, v_new = (
+            rng.normal(size=(one.max_qo_tokens, 2, 64)).astype(np.float32) for _ in "kv"
+        )
+        options = {name: batch.scales[name] for name in ("k_scale", "v_scale") if batch.scales}
+        options["layer"] = batch.layer
+        plan = ja.plan(one, **batch.lengths.plan_arguments())
+        want = ja.append_kv(batch.k, batch.v, k_new, v_new, plan, **options)
+        for num_heads, num_kv in ((1, 4), (2, 2)):
+            fields = case.spec_fields() | {"num_qo_heads": 8 // num_heads}
+            fields["num_kv_heads"] = 2 // num_heads
+            mesh = make_mesh(num_heads, num_kv)
+            spec = ja.AttentionSpec(**fields, target="cpu")
+            stripes = parallel.KvStripes(spec, "kv", num_kv, "heads")
+            plan = parallel.plan_stripes(stripes, **batch.lengths.plan_arguments())
+            append = jax.jit(
+                lambda k, v, k_new, v_new, plan, mesh=mesh, options=options: (
+                    parallel.append_stripes(k, v, k_new, v_new, plan, mesh=mesh, **options)
+                ),
+                donate_argnums=(0, 1),
+            )
+            arrays = (*_arrays(stripes, mesh, batch), k_new, v_new, plan)
+            assert not collectives(append.lower(*arrays).compile().as_text())
+            for name, a, b in zip(("k", "v"), append(*arrays), want, strict=True):
+                assert_same_bits(f"{case.name}: {name}", a, b)
+
+
+# ---- models over heads ---------------------------------------------------------------------------
+
+
+def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
+    """Of families first, first + step, ...: logits of one device, collectives, and memory."""
+    import model_cases
+
+    from jax_attn import models
+
+    for name, raw in list(model_cases.CONFIGS.items())[first::step]:
+        config = models.parse_config(model_cases._COMMON | raw)
+        mesh = make_mesh(num_devices, 1)
+        try:
+            split = models.TensorParallel(config, mesh, "heads")
+        except ValueError as error:
+            assert "use fewer devices" in str(error) and "\n" not in str(error)
+            continue
+        params = models.random_params(config, jax.random.key(0), "float32")
+        tokens = np.arange(23) * 7 % config.vocab_size
+        capacities = {"max_batch": 2, "max_qo_tokens": 24, "max_kv_pages": 20}
+        fields = capacities | {"dtype": "float32", "page_size": 4, "target": "cpu"}
+        specs = models.attention_specs(split.config, **fields)
+        lengths = np.array([0, 23]), np.array([23]), np.array([0, 6]), np.array([5, 2, 9, 1, 0, 7])
+        plans = tuple(ja.plan(spec, *lengths) for spec in specs)
+        parts, pages = split.split_params(params), split.init_pages(specs, 11)
+        everywhere = jax.sharding.PartitionSpec()
+        param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
+        forward = jax.jit(
+            jax.shard_map(
+                lambda params, *args, config=split.config: models.forward(params, config, *args),
+                mesh=mesh,
+                in_specs=(param_specs, everywhere, everywhere, split.pages_spec, split.pages_spec,
+                          everywhere, everywhere),
+                out_specs=(everywhere, split.pages_spec, split.pages_spec),
+                check_vma=False,
+            ),
+            donate_argnums=(3, 4),
+        )  # fmt: skip
+        padded = np.append(tokens, 0).astype(np.int32)
+        arguments = (parts, padded, np.arange(24, dtype=np.int32), *pages, plans,
+                     np.arange(23, dtype=np.int32))  # fmt: skip
+        found = collectives(forward.lower(*arguments).compile().as_text())
+        kinds = [kind for kind, _ in found]
+        sums = 2 * config.num_layers + split.config.splits_vocabulary
+        if config.qk_norm == "all_heads":  # of a number for each token
+            sums += config.num_layers
+        assert kinds.count("all-reduce") == sums, (name, found, sums)
+        assert kinds.count("all-gather") == split.config.splits_vocabulary, (name, found)
+        assert len(kinds) == sums + split.config.splits_vocabulary, (name, found)
+        assert all(
+            size <= 24 * config.hidden_size * 4 for kind, size in found if kind != "all-gather"
+        )
+        check_shares(name, split, params, parts, pages)
+        logits = forward(*arguments)[0]
+        want = models.reference_forward(params, config, tokens)
+        np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def check_shares(name, split, params, parts, pages) -> None:
+    """Each device holds 1/N of all but norms, router, latent projections and repeated heads."""
+    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "final_norm")
+    for (path, part), whole in zip(
+        jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(params), strict=True
+    ):
+        key = path[-1].key
+        held = [shard.data.nbytes for shard in part.addressable_shards]
+        assert len(set(held)) == 1, (name, key)
+        is_repeated = key.startswith("qkv") and split.whole.num_kv_heads < split.size
+        if any(word in key for word in whole_names):
+            assert held[0] <= whole.nbytes, (name, key)
+        elif not is_repeated:
+            assert held[0] * split.size == whole.nbytes, (name, key, held, whole.nbytes)
+    repeats = max(1, split.size // split.whole.num_kv_heads)
+    for x in pages:
+        if x is not None and not split.whole.latent:
+            shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
+            held = x.addressable_shards[0].data.nbytes
+            assert held * split.size == 4 * prod(shape) * repeats, (name, held)
+
+
+def check_engine() -> None:
+    """Greedy tokens in f32 are those of one device; each device holds its share of the memory."""
+    from pathlib import Path
+
+    from jax_attn import models
+    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.request import SamplingParams, Sequence
+
+    bundled = Path(__file__).resolve().parents[1] / "models" / "tiny-llama-stdlib"
+    prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
+    answers, held = {}, {}
+    for num_devices in (1, 2, 4):
+        limits = EngineConfig(num_pages=60, page_size=4, max_running=3, max_step_tokens=16,
+                              tensor_parallel=num_devices)  # fmt: skip
+        engine = Engine(models.load(bundled, "float32"), limits)
+        engine.warm_up()
+        greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        drawn = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+        kinds = (greedy, drawn, greedy)
+        engine.submit([Sequence(str(i), str(i), list(x), kinds[i]) for i, x in enumerate(prompts)])
+        tokens = [[] for _ in prompts]
+        while engine.has_work:
+            for event in engine.step():
+                tokens[int(event.seq_id)] += event.tokens
+        assert engine.device.num_compiles_after_warm_up == 0
+        answers[num_devices], held[num_devices] = tokens, engine.device.bytes_held()
+        # A shard's data is an array of its own over the same memory.
+        buffers = {
+            (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+            for array in jax.live_arrays()
+            for shard in array.addressable_shards
+        }
+        live = Counter()
+        for (device, _), size in buffers.items():
+            live[device] += size
+        # Nothing else of the size of weights or pages is left: state of the sampler, masks.
+        for device, size in engine.device.bytes_held().items():
+            assert live[device] - size < 0.05 * held[1][0], (num_devices, device, live, size)
+        del engine
+    assert all(len(x) == 12 for x in answers[1])
+    assert answers[2] == answers[1] and answers[4] == answers[1], answers
+    config = models.load(bundled, "float32").config
+    for num_devices in (2, 4):
+        shares = held[num_devices]
+        assert len(shares) == num_devices and len(set(shares.values())) == 1, shares
+        repeats = max(1, num_devices // config.num_kv_heads)
+        assert repeats == 1 or num_devices == 4
+        if repeats == 1:
+            assert shares[0] < 1.03 * held[1][0] / num_devices, (shares, held[1])
+
+
+def check_bad_batches() -> None:
+    """Planned inside jit, a bad batch raises the sentence of `plan` about the whole batch."""
+    mesh = make_mesh(1, 2)
+    fields = {"page_size": 8, "max_batch": 2, "max_qo_tokens": 4, "max_kv_pages": 9}
+    spec = ja.AttentionSpec(4, 2, 16, dtype="float32", target="cpu", **fields)
+    stripes = parallel.KvStripes(spec, "kv", 2)
+
+    def step(q, k, v, *lengths):
+        plan = parallel.plan_stripes(stripes, *lengths)
+        k, v = parallel.append_stripes(k, v, q[:, :2], q[:, 2:], plan)
+        return parallel.attend_stripes(q, k, v, plan, scatter="heads"), k, v
+
+    pages, all_of_it = stripes.pages_spec(is_stacked=False), jax.sharding.PartitionSpec()
+    step = jax.jit(
+        jax.shard_map(  # which checks that results vary over the axis
+            step,
+            mesh=mesh,
+            in_specs=(all_of_it, pages, pages, *[all_of_it] * 4),
+            out_specs=(stripes.o_spec("heads"), pages, pages),
+        )
+    )
+    q, k = np.ones((4, 4, 16), np.float32), np.zeros((5, 8, 2, 16), np.float32)
+    good = [np.array(x, np.int32) for x in ([0, 1, 4], [9, 12], [0, 2, 4], [0, 1, 2, 3])]
+    assert np.isfinite(step(q, k, k, *good)[0]).all()
+    for argument, bad, sentence in (
+        (1, [9, 99], "plan: page_indptr: request 1: expected at least 13 pages for kv_len 99 at"),
+        (0, [0, 3, 2], "plan: qo_indptr[2]: expected offsets that never decrease"),
+        (3, [0, 1, 2, -7], "plan: page_indices[3] of request 1: expected a page id >= 0, got -7"),
+    ):
+        batch = list(good)
+        batch[argument] = np.array(bad, np.int32)
+        try:
+            jax.block_until_ready(step(q, k, k, *batch))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(sentence)

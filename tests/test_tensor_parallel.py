@@ -1,0 +1,67 @@
+"""Models and engine over the heads of a mesh axis: one device's tokens, and shares of memory."""
+
+import re
+
+import jax
+import pytest
+from mesh_checks import run_on_cpus
+
+pytest.importorskip("llguidance", reason="needs the extra `serve`")
+
+import model_cases
+
+from jax_attn import models
+from jax_attn.serve.engine import EngineConfig
+
+
+@pytest.mark.parametrize(("num_devices", "first", "step"), [(2, 5, 10), (4, 4, 17)])
+def test_models(num_devices, first, step):
+    run_on_cpus(4, f"import mesh_checks as m; m.check_models({num_devices}, {first}, {step})")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_all_models(num_devices):
+    program = f"import mesh_checks as m; m.check_models({num_devices})"
+    run_on_cpus(4, program, timeout=1900)
+
+
+def test_engine():
+    run_on_cpus(4, "import mesh_checks as m; m.check_engine()")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "sentence"),
+    [
+        ("llama", 3, "KV heads in a number that the 3 devices of axis 'heads' divide or a divisor"),
+        (
+            "mistral mqa",
+            3,
+            "query heads in a number that the 3 devices of axis 'heads' divide,",
+        ),
+        ("mixtral tied, mha", 2, "experts in a number that the 2 devices"),
+    ],
+)
+def test_an_axis_that_does_not_divide(name, num_devices, sentence):
+    config = models.parse_config(model_cases._COMMON | model_cases.CONFIGS[name])
+    mesh = jax.sharding.AbstractMesh((num_devices,), ("heads",))
+    with pytest.raises(ValueError, match=re.escape(f"TensorParallel: mesh: expected {sentence}")):
+        models.TensorParallel(config, mesh, "heads")
+
+
+def test_more_devices_than_there_are():
+    from jax_attn.serve.device import Device
+
+    config = models.parse_config(model_cases._COMMON | model_cases.CONFIGS["llama"])
+    params = models.random_params(config, jax.random.key(0), "float32")
+    model = models.Model(config, params, None)
+    there = len(jax.devices())
+    with pytest.raises(ValueError, match=f"tensor_parallel: expected at most {there}, the devices"):
+        Device(model, None, False, tensor_parallel=there + 1)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_fewer_than_one_device(count):
+    with pytest.raises(ValueError, match="EngineConfig: tensor_parallel: expected at least 1, got"):
+        EngineConfig(num_pages=10, tensor_parallel=count)
