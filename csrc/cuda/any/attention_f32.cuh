@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/common/variant.cuh"
 
 namespace jax_attn {
 
@@ -14,7 +14,6 @@ template <class Traits>
 struct AttentionF32Body {
   // --- shape ---
 
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
   static constexpr int kNumThreads = Traits::kNumWarps * kWarpSize;
   static constexpr int kRowThreads = 8;
   static constexpr int kRows = Traits::kTileQ0;
@@ -103,8 +102,8 @@ struct AttentionF32Body {
                                  Shared& shared) {
     const WorkItem& item = p.items[index];
     const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
-    const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin, item.kv_end, item.q_pos,
-                                                  row / kGroupSize, row / kGroupSize);
+    const LogitStage<Traits> stage(p, index);
+    const VisibleSpan span = SpanOfRow<Traits>(p, ItemRecord(p, index), row);
     const int first = item.kv_begin / kStep * kStep;
     const int num_steps = item.kv_begin < item.kv_end ? CeilDiv(item.kv_end - first, kStep) : 0;
     const auto load = [&](int step) {
@@ -129,7 +128,8 @@ struct AttentionF32Body {
       __syncthreads();
       float s[kLogits];
       MultiplyQk(shared, step % kStages, row, part, s);
-      Softmax(p, span, first + step * kStep + part, s, &max_log2, &sum, o, shared.p[row] + part);
+      Softmax(stage, Layout(row, part), span, first + step * kStep, s, &max_log2, &sum, o,
+              shared.p[row] + part);
       __syncwarp();  // the threads of a row are of one warp
       MultiplyPv(shared, step % kStages, row, part, o);
       __syncthreads();
@@ -161,25 +161,22 @@ struct AttentionF32Body {
 
   // --- softmax ---
 
-  // pos: kv position of s[0]; s[i] is kRowThreads further each. p: where its probability goes.
-  __device__ static void Softmax(const AttentionParams& params, const VisibleSpan& span, int pos,
-                                 float (&s)[kLogits], float* max_log2, float* sum,
-                                 float4 (&o)[kVectors], float* p) {
-    const Variant variant(params);
-    // The product with the scale is rounded once, after the subtraction: logits may be large. A
-    // scale that is not positive would turn the maximum around, so it is applied at once.
-    const float log2_scale = params.sm_scale * kLog2E;
-    const bool applied = Variant::kTransformsLogits || !(log2_scale > 0.0f);
-    const float scale = applied ? 1.0f : log2_scale;
+  using Layout = OneRowLayout<kLogits, kRowThreads>;
+  // pos: kv position of the step. p: where the probability of s[0] goes; s[i] is kRowThreads
+  // further each.
+  __device__ static void Softmax(const LogitStage<Traits>& stage, const Layout& layout,
+                                 const VisibleSpan& span, int pos, float (&s)[kLogits],
+                                 float* max_log2, float* sum, float4 (&o)[kVectors], float* p) {
+    stage.Transform(layout, pos, s);
+    const float scale = stage.scale();
     float new_max = *max_log2;
     bool seen[kLogits];
-#pragma unroll
-    for (int i = 0; i < kLogits; ++i) {
-      const int at = pos + i * kRowThreads;
-      seen[i] = at >= span.any_begin && at < span.any_end;
-      if (applied) s[i] = Variant::kTransformsLogits ? variant.Logit(s[i]) : s[i] * log2_scale;
-      if (seen[i]) new_max = fmaxf(new_max, s[i] * scale);
-    }
+    stage.Look(
+        layout, pos, [&](int) { return span; },
+        [&](int, int i, bool sees) {
+          seen[i] = sees;
+          if (sees) new_max = fmaxf(new_max, s[i] * scale);
+        });
 #pragma unroll
     for (int mask = 1; mask < kRowThreads; mask *= 2) {
       new_max = fmaxf(new_max, __shfl_xor_sync(kFullWarp, new_max, mask));

@@ -21,6 +21,7 @@
 
 #include "cuda/any/attention_f32.cuh"
 #include "cuda/common/budget.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm80/e4m3.cuh"
 #include "cuda/sm80/softmax.cuh"
@@ -34,7 +35,7 @@ class TilePath {
   // --- shape ---
 
   using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Stage = LogitStage<Traits>;
   static constexpr bool kE4m3 = Traits::kKvIsE4m3;
   static constexpr int kKvBytes = kE4m3 ? 1 : E::kBytes;  // of an element
   template <int kHeadDim>
@@ -66,9 +67,6 @@ class TilePath {
   static_assert(kWarpRows % 16 == 0 && kWarpRows > 0, "whole 16-row tiles a warp");
   static_assert(kSlice >= 8 && kSlice <= kWarpSize, "one lane finds the row of one token");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
-
-  // Some rows of a step may see a token that others do not.
-  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
 
   static constexpr int kMaxPitch = Max(Kk::kPitch, Vo::kPitch);
   static constexpr int kSlotBytes = kStep * kMaxPitch;
@@ -140,7 +138,8 @@ class TilePath {
 
  private:
   using State = TileState<kMTiles, kOTiles>;
-  using Logits = float[kMTiles][kSTiles][4];                // accumulators
+  using Tile = float[kMTiles][kSTiles][4];  // of logits
+  using LogitLayout = RowMajorLayout<kMTiles, kSTiles>;
   using Probabilities = u32[kMTiles][kWarpTokens / 16][4];  // operand a of the second product
   using QFragments = u32[kQInRegisters ? kMTiles : 1][kQInRegisters ? kQkSteps : 1][4];
 
@@ -469,6 +468,7 @@ class TilePath {
   // --- one item ---
 
   __device__ __forceinline__ ItemRecord Item() const { return ItemRecord(p_, index_); }
+  __device__ __forceinline__ Stage Logits() const { return Stage(p_, index_); }
 
   // Steps [FirstStep, EndOfSteps) in strides of kStep. An item without a span has one step.
   __device__ static int FirstStep(const ItemRecord& item) {
@@ -500,28 +500,23 @@ class TilePath {
       NextLoad<true>(pos >= 0);
       Probabilities p = {};
       if (seen) {
-        Logits s;
+        Tile s;
         MultiplyQk(q_fragments, s);
         if constexpr (kE4m3) ScaleAtOnce(s);
-        TransformLogits<Variant>(p_, s);
-        if (!seen_by_all) {
-          MaskLogits(FirstStep(Item()) + begin, Lane(), s,
-                     [&](int row)
-                         __attribute__((always_inline)) { return SpanOfRow(FirstRow() + row); });
-        }
+        Logits().Apply(LogitLayout(FirstRow(), Lane()), FirstStep(Item()) + begin, seen_by_all, s);
         if constexpr (kE4m3) {
           const RowScales<kMTiles> scales = ExponentScales();
           UpdateMax(scales, s, state);
           Exponentiate<E>(scales, s, state, p);
         } else {
-          UpdateMax(LogitScale<Variant>(p_), s, state);
-          Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
+          UpdateMax(Logits().scale(), s, state);
+          Exponentiate<E>(Logits().scale(), s, state, p);
         }
       }
       read_slot_ = NextSlot(read_slot_);
 
       NextLoad<false>(pos >= 0);
-      if constexpr (kRowsMayDiffer) {
+      if constexpr (kRowsMayDiffer<Traits>) {
         if (!seen_by_all && pos >= 0 && Item().qo_len() > 1) {
           MendValues(FirstStep(Item()) + begin, seen, state);
         }
@@ -559,17 +554,14 @@ class TilePath {
     const int kv_head = Item().kv_head();
     const int qo_head = kv_head * kGroupSize + (FirstRow() + Lane()) % kGroupSize;
     float scale = LogitScaleOfHead(p_.q_scale, qo_head) * LogitScaleOfHead(p_.k_scale, kv_head);
-    if (!AppliesScaleAtOnce()) scale *= LogitScale<Variant>(p_);
+    if (Stage::kScalesLater) scale *= Logits().scale();
     shared_.small.scales[Warp()][Lane()] = scale;
-  }
-  __device__ __forceinline__ bool AppliesScaleAtOnce() const {
-    return Variant::kTransformsLogits || !(p_.sm_scale > 0.0f);
   }
   __device__ __forceinline__ float RowScale(int mt, int h) const {
     return shared_.small.scales[Warp()][mt * 16 + h * 8 + Lane() / 4];
   }
-  __device__ __forceinline__ void ScaleAtOnce(Logits& s) const {
-    if (!AppliesScaleAtOnce()) return;
+  __device__ __forceinline__ void ScaleAtOnce(Tile& s) const {
+    if constexpr (Stage::kScalesLater) return;
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -585,13 +577,13 @@ class TilePath {
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        scales.of[mt][h] = AppliesScaleAtOnce() ? 1.0f : RowScale(mt, h);
+        scales.of[mt][h] = Stage::kScalesLater ? RowScale(mt, h) : 1.0f;
       }
     }
     return scales;
   }
 
-  __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Logits& s) const {
+  __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Tile& s) const {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -636,15 +628,6 @@ class TilePath {
         }
       }
     }
-  }
-
-  // --- mask ---
-
-  // Visible kv positions of a row of the item.
-  __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
-    const int token = row / kGroupSize;
-    return SpanOfTokens<Traits>(p_, Item().kv_begin(), Item().kv_end(), Item().q_pos(), token,
-                                token);
   }
 
   // --- pv ---
@@ -730,7 +713,8 @@ class TilePath {
       for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const VisibleSpan span = SpanOfRow(FirstRow() + mt * 16 + h * 8 + Lane() / 4);
+          const VisibleSpan span =
+              SpanOfRow<Traits>(p_, Item(), FirstRow() + mt * 16 + h * 8 + Lane() / 4);
           sees[mt][h] = begin + token >= span.any_begin && begin + token < span.any_end;
         }
       }

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm80/attention.cuh"
 #include "cuda/sm80/softmax.cuh"
@@ -32,7 +33,7 @@ class MlaPath {
   // --- shape ---
 
   using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Stage = LogitStage<Traits>;
   using Row = RowLayout<Traits::kHeadDimQk>;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
@@ -64,9 +65,6 @@ class MlaPath {
   static_assert(kOTiles % 2 == 0 && kOTiles * 8 * kShare == Traits::kHeadDimVo, "whole tiles of o");
   static_assert(Row::kChunks == Row::kLiveChunks, "head_dim_qk is a multiple of 16");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
-
-  // Some rows of a step may see a token that others do not.
-  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
 
   static constexpr int kSlotBytes = kStep * Row::kPitch;
   static constexpr int kQBytes = kTileQ * Row::kPitch;
@@ -110,7 +108,7 @@ class MlaPath {
 
  private:
   using State = TileState<1, kOTiles>;
-  using Logits = float[1][kSTiles][4];
+  using Tile = float[1][kSTiles][4];  // of logits
   using Probabilities = u32[1][kSTiles / 2][4];
   using QFragments = u32[kPartSteps][4];
 
@@ -310,32 +308,21 @@ class MlaPath {
       CommitCopies();
 
       ForgetThread();
-      Logits s;
+      Tile s;
       Probabilities p;
       ReadScores(s);
-      TransformLogits<Variant>(p_, s);
       const VisibleSpan span = shared_.small.spans[Warp()];
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
-      if (!seen_by_all) {
-        MaskLogits(pos, Lane(), s, [&](int row) __attribute__((always_inline)) {
-          return SpanOfRow(FirstRow() + row);
-        });
-      }
-      UpdateMax(LogitScale<Variant>(p_), s, state);
-      Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
-      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) MendValues(pos, state);
+      const Stage stage(p_, index_);
+      stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), pos, seen_by_all, s);
+      UpdateMax(stage.scale(), s, state);
+      Exponentiate<E>(stage.scale(), s, state, p);
+      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) MendValues(pos, state);
       ForgetThread();
       MultiplyPv(p, state);
       read_slot_ = NextSlot(read_slot_);
     }
     steps_ = CeilDiv(end_of_steps - first_step, kStep);
-  }
-
-  // Visible kv positions of a row of the item.
-  __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
-    const ItemRecord item(p_, index_);
-    const int token = row / kGroupSize;
-    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
   }
 
   // --- qk ---
@@ -383,7 +370,7 @@ class MlaPath {
   }
 
   // All scores of the rows, laid out as accumulators of mma.sync.
-  __device__ __forceinline__ void ReadScores(Logits& s) const {
+  __device__ __forceinline__ void ReadScores(Tile& s) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = FirstRow() + 8 * h + Lane() / 4, column = 2 * (Lane() % 4);
@@ -439,7 +426,9 @@ class MlaPath {
     const unsigned char* columns = step + Part() * (kColumns * E::kBytes) + Lane() % 4 * 4;
     VisibleSpan spans[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) spans[h] = SpanOfRow(FirstRow() + h * 8 + Lane() / 4);
+    for (int h = 0; h < 2; ++h) {
+      spans[h] = SpanOfRow<Traits>(p_, ItemRecord(p_, index_), FirstRow() + h * 8 + Lane() / 4);
+    }
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
 #pragma unroll

@@ -1,9 +1,8 @@
 // What mma.sync kernels know of their rows, and a step of the online softmax on accumulators.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/types.cuh"
-#include "cuda/common/variant.cuh"
-#include "cuda/common/work.cuh"
 
 namespace jax_attn {
 
@@ -72,56 +71,6 @@ struct TileState {
     }
   }
 };
-
-// --- logits and mask ---
-
-// After it, s * LogitScale() is the logit in log2 units.
-template <class Variant, int kMTiles, int kSTiles>
-__device__ __forceinline__ void TransformLogits(const AttentionParams& p,
-                                                float (&s)[kMTiles][kSTiles][4]) {
-  const Variant variant(p);
-  if (!Variant::kTransformsLogits && p.sm_scale > 0.0f) return;
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int j = 0; j < kSTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        float& x = s[mt][j][c];
-        // A scale that is not positive would turn the maximum around, so it is applied at once.
-        x = Variant::kTransformsLogits ? variant.Logit(x) : x * (p.sm_scale * kLog2E);
-      }
-    }
-  }
-}
-
-template <class Variant>
-__device__ __forceinline__ float LogitScale(const AttentionParams& p) {
-  return Variant::kTransformsLogits || !(p.sm_scale > 0.0f) ? 1.0f : p.sm_scale * kLog2E;
-}
-
-// Sets what a row does not see to -inf. `begin`: kv position of the first column; span_of_row(r):
-// the VisibleSpan of row r of s.
-template <int kMTiles, int kSTiles, class SpanOfRow>
-__device__ __forceinline__ void MaskLogits(int begin, int lane, float (&s)[kMTiles][kSTiles][4],
-                                           SpanOfRow span_of_row) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const VisibleSpan span = span_of_row(mt * 16 + h * 8 + lane / 4);
-      const int column = begin + 2 * (lane % 4);
-      const int low = span.any_begin - column, high = span.any_end - column;
-#pragma unroll
-      for (int j = 0; j < kSTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (8 * j + c < low || 8 * j + c >= high) s[mt][j][2 * h + c] = -Infinity();
-        }
-      }
-    }
-  }
-}
 
 // --- softmax ---
 

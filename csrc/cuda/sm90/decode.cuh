@@ -4,6 +4,7 @@
 // Up to 8 rows, which is a token of a group of heads, have a copy of the code.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -74,15 +75,15 @@ class DecodeRows {
 
   // From k * q^T of the tokens [begin, begin + 64 * kBlocks) to logits, but for their scale.
   __device__ __forceinline__ void MakeLogits(int begin, Scores& s) const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_, k_scale_).Transform(s[b], num_tiles());
-    if (begin < all_begin_ || begin + 64 * kBlocks > all_end_) Mask(begin, s);
+    const bool seen_by_all = begin >= all_begin_ && begin + 64 * kBlocks <= all_end_;
+    const KeyMajorLayout<kBlocks, kTiles> layout(warp_, lane_, num_tiles());
+    Stage().Apply(layout, begin, seen_by_all, s);
   }
 
   // p = 2^(logit - reference), into shared memory by StoreWeights. Returns whether a logit of this
   // thread exceeds its reference by more than the slack: then Grow has to come first.
   __device__ __forceinline__ bool Exponentiate(const Scores& s) {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
+    const float scale = Stage().scale();
     float highest = -Infinity();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -143,7 +144,7 @@ class DecodeRows {
   // The references follow the maxima of the step, o and sums the references. By the whole consumer,
   // which must have met since anybody read its exchange, and meet again before the next use of it.
   __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
+    const float scale = Stage().scale();
     float maxima[kTiles][2] = {};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -245,27 +246,8 @@ class DecodeRows {
     OneHopperConsumer::Sync();
   }
 
-  // Sets what a row does not see to -inf.
-  __device__ __forceinline__ void Mask(int begin, Scores& s) const {
-    const ItemRecord item(p_, index_);
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles()) break;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int token = Row(j, c) / Traits::kGroupSize;
-        const VisibleSpan span =
-            SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
-        const int low = span.any_begin - begin - Token(), high = span.any_end - begin - Token();
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if (64 * b + 8 * h < low || 64 * b + 8 * h >= high) s[b][j][2 * h + c] = -Infinity();
-          }
-        }
-      }
-    }
+  __device__ __forceinline__ LogitStage<Traits> Stage() const {
+    return LogitStage<Traits>(p_, index_, k_scale_);
   }
 
   // 16 bytes a thread, all columns of a row by neighbours.

@@ -11,11 +11,9 @@
 //     go back to their first token.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
-#include "cuda/common/work.cuh"
-#include "cuda/sm90/logits.cuh"
 
 namespace jax_attn {
 
@@ -185,12 +183,14 @@ class RowMender {
       float weights[kRows];
       if (lane_ < num_tokens) {
         row = RowOf(pos);
-        Weights(few, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
+        Weights(few, pos, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
       }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (pos < spans[i].any_begin || pos >= spans[i].any_end) weights[i] = kUnseen;
-      }
+      Stage(p_, index_)
+          .Look(
+              LayoutOf(few), pos, [&](int i) { return spans[i]; },
+              [&](int i, int, bool sees) {
+                if (!sees) weights[i] = kUnseen;
+              });
 #pragma unroll 1
       for (int t = 0; t < kWarpSize; t += kTokens) {
         const int token = t + lane_ / kWidth;
@@ -224,20 +224,31 @@ class RowMender {
     }
   }
 
-  // Weights of a token, whether or not the rows see it.
-  __device__ __forceinline__ void Weights(const int (&few)[kRows], const Kv* k,
+  using Stage = LogitStage<Traits>;
+  using Layout = OneKeyLayout<kRows>;
+  __device__ __forceinline__ Layout LayoutOf(const int (&few)[kRows]) const {
+    Layout layout;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      layout.rows[i] = first_row_ + (few[i] != kNone ? few[i] : few[0]);
+    }
+    return layout;
+  }
+
+  // Weights of the token at `pos`, whether or not the rows see it.
+  __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, const Kv* k,
                                           const float (&references)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());
+    const Layout layout = LayoutOf(few);
     const u16* q[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = first_row_ + (few[i] != kNone ? few[i] : few[0]);
-      q[i] = static_cast<const u16*>(p_.q) + rows.Index(row) * kDimQk;
+      q[i] = static_cast<const u16*>(p_.q) + rows.Index(layout.Row(i)) * kDimQk;
     }
-    float s[1][4] = {};
+    float s[kRows] = {};
 #pragma unroll 1
     for (int column = 0; column < kDimQk; column += 8) {
       float x[8];
@@ -247,14 +258,14 @@ class RowMender {
         float y[8];
         Unpack(LoadConstant16(q[i] + column), y);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) s[0][i] = fmaf(x[c], y[c], s[0][i]);
+        for (int c = 0; c < 8; ++c) s[i] = fmaf(x[c], y[c], s[i]);
       }
     }
-    const Logits<Traits> logits(p_, KeyScale<Traits>(p_, index_));
-    logits.Transform(s);
+    const Stage stage(p_, index_, KeyScale<Traits>(p_, index_));
+    stage.Transform(layout, pos, s);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      weights[i] = Exp2(fmaf(s[0][i], logits.scale(), -references[i]));
+      weights[i] = Exp2(fmaf(s[i], stage.scale(), -references[i]));
     }
   }
 

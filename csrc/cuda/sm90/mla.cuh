@@ -26,6 +26,7 @@
 // adds the other's to its own, which it still has; more are folded in slices.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/latent_rows.cuh"
 #include "cuda/sm90/tile_rows.cuh"
@@ -381,7 +382,7 @@ class HopperMlaConsumer {
   // 2^(logit - reference) of half of a step; sums go on from half to half.
   template <int kPart>
   __device__ __forceinline__ void Exponentiate(Rows& rows, StepLogits& s, float (&odd)[2]) const {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = rows.Scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float reference = rows.reference[h];
@@ -485,7 +486,7 @@ class HopperMlaConsumer {
     PinRegisters(s);
     // Nearly always no row needs a mask or another reference.
     bool plain = false, grows = false;
-    if constexpr (Logits<Traits>::kScalesLater) plain = seen.Has(pos) & !rows.AnyGrows(s);
+    if constexpr (LogitStage<Traits>::kScalesLater) plain = seen.Has(pos) & !rows.AnyGrows(s);
     float odd_sums[2];
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);

@@ -10,9 +10,10 @@
 // that land and are given back by 1 or 3 blocks of 64 columns took 182 and 187 us, whole ones 182.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/latent_rows.cuh"
-#include "cuda/sm90/logits.cuh"
+#include "cuda/sm90/references.cuh"
 
 namespace jax_attn {
 
@@ -231,8 +232,8 @@ class HopperMlaDecodeItem {
       MultiplyQk(cursor, s);
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
-      Logits<Traits>(p_).Transform(s);
-      if (!seen_by_all) Mask(item, pos, s);
+      const KeyMajorLayout<1, kTiles> layout(Warp(), Lane());
+      LogitStage<Traits>(p_, index_).Apply(layout, pos, seen_by_all, s);
       Exponentiate(s, p);
       if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) {
         MendValues(cursor, item, pos);
@@ -347,29 +348,11 @@ class HopperMlaDecodeItem {
 
   // --- softmax ---
 
-  // Sets what a row does not see to -inf.
-  __device__ __forceinline__ void Mask(const ItemRecord& item, int pos, Scores& s) const {
-    const int kv_begin = item.kv_begin(), kv_end = item.kv_end(), q_pos = item.q_pos();
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int token = Row(j, c) / Traits::kGroupSize;
-        const VisibleSpan span = SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos, token, token);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int at = pos + Across(h);
-          if (at < span.any_begin || at >= span.any_end) s[j][2 * h + c] = -Infinity();
-        }
-      }
-    }
-  }
-
   // Probabilities 2^(logit - reference) of a step to shared memory, and their sums.
   // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
   // barrier that products wait for anyway tells it to everybody.
   __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = LogitStage<Traits>(p_, index_).scale();
     Scores x;
 #pragma unroll 1
     while (true) {
@@ -491,9 +474,7 @@ class HopperMlaDecodeItem {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int of = Row(j, c) / Traits::kGroupSize;
-          const VisibleSpan span =
-              SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), of, of);
+          const VisibleSpan span = SpanOfRow<Traits>(p_, item, Row(j, c));
           sees[j][c] = pos + token >= span.any_begin && pos + token < span.any_end;
         }
       }
