@@ -136,9 +136,6 @@ Status CheckSpec(const AttentionSpec& s) {
 
 Status CheckProblem(const AttentionProblem& problem) {
   if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
-  if (problem.program.present && problem.spec.arch != 0) {
-    return Refuse("arch", "0, the CPU, with a variant", problem.spec.arch);
-  }
   if (problem.spec.share_prefixes && NeedsOwnRows(problem.program)) {
     return Refuse("share_prefixes", "0 with a variant that asks for what queries do not share",
                   problem.spec.share_prefixes);

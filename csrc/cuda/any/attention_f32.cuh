@@ -31,10 +31,9 @@ struct AttentionF32Body {
     float q[kRows][kQkDim + 4];
     float k[kStages][kStep][kQkDim + 4];
     float v[kStages][kStep][kVoDim + 4];
-    float p[kRows][kStep];  // probabilities; kUnseen where the row does not see the token
+    float p[kRows][kStep];  // probabilities, or UnseenWeight
     MergeScratch merge;
   };
-  static constexpr float kUnseen = -1.0f;
   static constexpr int kSmemBytes = sizeof(Shared);
   static constexpr int kMinCtasPerSm = kSmemBytes <= CtaSmemBudget(Traits::kArch, 2) ? 2 : 1;
 
@@ -115,7 +114,7 @@ struct AttentionF32Body {
       CommitCopies();
     };
 
-    float max_log2 = -Infinity(), sum = 0.0f;
+    float max_log2 = stage.NoReference(), sum = 0.0f;
     float4 o[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) o[i] = make_float4(0, 0, 0, 0);
@@ -170,13 +169,13 @@ struct AttentionF32Body {
     stage.Transform(layout, pos, s);
     const float scale = stage.scale();
     float new_max = *max_log2;
-    bool seen[kLogits];
-    stage.Look(
-        layout, pos, [&](int) { return span; },
-        [&](int, int i, bool sees) {
-          seen[i] = sees;
-          if (sees) new_max = fmaxf(new_max, s[i] * scale);
-        });
+    bool sees[1][kLogits];
+    stage.Look(layout, pos, [&](int) { return span; }, sees);
+    const bool (&seen)[kLogits] = sees[0];
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+      if (seen[i] && stage.kNormalizes) new_max = fmaxf(new_max, s[i] * scale);
+    }
 #pragma unroll
     for (int mask = 1; mask < kRowThreads; mask *= 2) {
       new_max = fmaxf(new_max, __shfl_xor_sync(kFullWarp, new_max, mask));
@@ -190,9 +189,9 @@ struct AttentionF32Body {
     }
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
-      const float probability = Exp2(fmaf(s[i], scale, -FiniteMax(new_max)));
+      const float probability = LogitStage<Traits>::Weight(s[i], scale, FiniteMax(new_max));
       if (seen[i]) *sum += probability;
-      p[i * kRowThreads] = seen[i] ? probability : kUnseen;
+      p[i * kRowThreads] = seen[i] ? probability : UnseenWeight();
     }
   }
 
@@ -203,7 +202,7 @@ struct AttentionF32Body {
 #pragma unroll 2
     for (int token = 0; token < kStep; ++token) {
       const float p = shared.p[row][token];
-      if (p == kUnseen) continue;  // not 0 * v: the value may be NaN
+      if (IsUnseen(p)) continue;  // not 0 * v: the value may be NaN
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int column = 4 * (part + i * kRowThreads);
@@ -227,7 +226,8 @@ struct AttentionF32Body {
     const bool final = item.partial_row < 0;
     const i64 at = final ? map.Index(row) : item.partial_row + row;
     float* to = (final ? static_cast<float*>(p.o) : p.partial_o) + at * kVoDim;
-    const float o_scale = WriteState(p, final, at, map.QoHead(row), part == 0, {max_log2, sum});
+    const float o_scale =
+        WriteState<Traits>(p, final, at, map.QoHead(row), part == 0, {max_log2, sum});
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int column = 4 * (part + i * kRowThreads);

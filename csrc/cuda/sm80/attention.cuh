@@ -122,7 +122,8 @@ class TilePath {
                                             int first) {
     TilePath path(p, *reinterpret_cast<Shared*>(smem), first);
     State state;
-    state.Reset();  // registers without a first value would be live before this path, too
+    state.Reset(Stage::NoReference());  // registers without a first value would be live before this
+                                        // path, too
     for (;; ++path.index_) {
       const bool mine = path.index_ < QueueEnd(p) && path.Item().tile() == kTile;
       if (mine) path.LoadQ();
@@ -480,7 +481,7 @@ class TilePath {
 
   __device__ __forceinline__ void RunSteps(bool warm_up, State& state) {
     ForgetThread();
-    state.Reset();
+    state.Reset(Stage::NoReference());
     QFragments q_fragments = {};
     // Positions are relative to the first step here.
     __syncwarp();
@@ -506,18 +507,19 @@ class TilePath {
         Logits().Apply(LogitLayout(FirstRow(), Lane()), FirstStep(Item()) + begin, seen_by_all, s);
         if constexpr (kE4m3) {
           const RowScales<kMTiles> scales = ExponentScales();
-          UpdateMax(scales, s, state);
-          Exponentiate<E>(scales, s, state, p);
+          UpdateMax<Traits>(scales, s, state);
+          Exponentiate<Traits>(scales, s, state, p);
         } else {
-          UpdateMax(Logits().scale(), s, state);
-          Exponentiate<E>(Logits().scale(), s, state, p);
+          UpdateMax<Traits>(Logits().scale(), s, state);
+          Exponentiate<Traits>(Logits().scale(), s, state, p);
         }
       }
       read_slot_ = NextSlot(read_slot_);
 
       NextLoad<false>(pos >= 0);
       if constexpr (kRowsMayDiffer<Traits>) {
-        if (!seen_by_all && pos >= 0 && Item().qo_len() > 1) {
+        const bool by_mask = Stage::Variant::kHasMask;
+        if (pos >= 0 && (by_mask || (!seen_by_all && Item().qo_len() > 1))) {
           MendValues(FirstStep(Item()) + begin, seen, state);
         }
       }
@@ -577,7 +579,7 @@ class TilePath {
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        scales.of[mt][h] = Stage::kScalesLater ? RowScale(mt, h) : 1.0f;
+        scales.of[mt][h] = Stage::kScalesLater ? RowScale(mt, h) : Logits().scale();
       }
     }
     return scales;
@@ -708,16 +710,13 @@ class TilePath {
                                            State& state) const {
 #pragma unroll 1
     for (int token = 0; token < kWarpTokens; ++token) {
-      bool sees[kMTiles][2];
+      OneKeyLayout<2 * kMTiles> layout;
 #pragma unroll
-      for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const VisibleSpan span =
-              SpanOfRow<Traits>(p_, Item(), FirstRow() + mt * 16 + h * 8 + Lane() / 4);
-          sees[mt][h] = begin + token >= span.any_begin && begin + token < span.any_end;
-        }
-      }
+      for (int i = 0; i < 2 * kMTiles; ++i) layout.rows[i] = FirstRow() + i * 8 + Lane() / 4;
+      bool sees[2 * kMTiles][1];
+      Logits().Look(
+          layout, begin + token,
+          [&](int i) { return SpanOfRow<Traits>(p_, Item(), layout.rows[i]); }, sees);
       if constexpr (kE4m3) {
 #pragma unroll
         for (int j = 0; j < kOTiles; ++j) {
@@ -726,7 +725,7 @@ class TilePath {
             if (E4m3NanBits(step[token * Vo::kPitch + Column(j, c % 2)]) == 0) continue;
 #pragma unroll
             for (int mt = 0; mt < kMTiles; ++mt) {
-              if (sees[mt][c / 2]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
+              if (sees[2 * mt + c / 2][0]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
             }
           }
         }
@@ -742,7 +741,7 @@ class TilePath {
           if (E::IsFinite(bits)) continue;
 #pragma unroll
           for (int mt = 0; mt < kMTiles; ++mt) {
-            if (sees[mt][c / 2]) state.o[mt][j][c] += E::ToFloat(static_cast<u16>(bits));
+            if (sees[2 * mt + c / 2][0]) state.o[mt][j][c] += E::ToFloat(static_cast<u16>(bits));
           }
         }
       }
@@ -785,8 +784,8 @@ class TilePath {
         const int row = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
         if (row >= num_rows) continue;
         const i64 at = final ? map.Index(row) : partial_row + row;
-        float o_scale = WriteState(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
-                                   {state.max_log2[mt][h], state.sum[mt][h]});
+        float o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
+                                           {state.max_log2[mt][h], state.sum[mt][h]});
         if constexpr (kE4m3) {
           if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
           WriteE4m3Row<Traits>(p_, state.o[mt], h, Lane(), final, at, o_scale);
@@ -828,7 +827,8 @@ class TilePath {
       const bool final = partial_row < 0;
       const i64 at = final ? map.Index(row) : partial_row + row;
       const RowState all = CombineRow(row, weights);
-      float o_scale = WriteState(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
+      float o_scale =
+          WriteState<Traits>(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
       if (kE4m3 && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
 #pragma unroll 1
       for (int c = 4 * part; c < Min(kColumns, Traits::kHeadDimVo - first); c += 4 * kRowThreads) {

@@ -278,7 +278,7 @@ class MlaPath {
   // --- one item ---
 
   __device__ __forceinline__ void RunSteps(State& state) {
-    state.Reset();
+    state.Reset(Stage::NoReference());
     QFragments q = {};
     const ItemRecord item(p_, index_);
     __syncwarp();
@@ -315,9 +315,12 @@ class MlaPath {
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
       const Stage stage(p_, index_);
       stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), pos, seen_by_all, s);
-      UpdateMax(stage.scale(), s, state);
-      Exponentiate<E>(stage.scale(), s, state, p);
-      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) MendValues(pos, state);
+      UpdateMax<Traits>(stage.scale(), s, state);
+      Exponentiate<Traits>(stage.scale(), s, state, p);
+      if constexpr (kRowsMayDiffer<Traits>) {
+        const bool by_mask = Stage::Variant::kHasMask;
+        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(pos, state);
+      }
       ForgetThread();
       MultiplyPv(p, state);
       read_slot_ = NextSlot(read_slot_);
@@ -395,7 +398,8 @@ class MlaPath {
   // What a row gets of a value that is not finite. It is in the row's logit as well: if that is no
   // NaN, it is -inf, the weight is 0, and 0 * inf is NaN. Not so with a soft cap, which is finite.
   __device__ __forceinline__ static float Marked(u32 bits) {
-    return (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(static_cast<u16>(bits));
+    return (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) *
+           E::ToFloat(static_cast<u16>(bits));
   }
   // As TilePath::MendValues. Keys have been read by now.
   __device__ __forceinline__ void MendValues(int pos, State& state) {
@@ -424,22 +428,24 @@ class MlaPath {
 
   __device__ __forceinline__ void MarkRows(int pos, const unsigned char* step, State& state) const {
     const unsigned char* columns = step + Part() * (kColumns * E::kBytes) + Lane() % 4 * 4;
+    OneKeyLayout<2> layout;
     VisibleSpan spans[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      spans[h] = SpanOfRow<Traits>(p_, ItemRecord(p_, index_), FirstRow() + h * 8 + Lane() / 4);
+      layout.rows[h] = FirstRow() + h * 8 + Lane() / 4;
+      spans[h] = SpanOfRow<Traits>(p_, ItemRecord(p_, index_), layout.rows[h]);
     }
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
+      bool sees[2][1];
+      Stage(p_, index_).Look(layout, pos + token, [&](int h) { return spans[h]; }, sees);
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
         const u32 x = *reinterpret_cast<const u32*>(columns + token * Row::kPitch + j * 16);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const u32 bits = c % 2 == 0 ? x : x >> 16;
-          const bool sees =
-              pos + token >= spans[c / 2].any_begin && pos + token < spans[c / 2].any_end;
-          if (sees && !E::IsFinite(bits)) state.o[0][j][c] += Marked(bits);
+          if (sees[c / 2][0] && !E::IsFinite(bits)) state.o[0][j][c] += Marked(bits);
         }
       }
     }
@@ -483,8 +489,9 @@ class MlaPath {
       const int row = FirstRow() + h * 8 + Lane() / 4;
       if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
       const i64 at = final ? map.Index(row) : partial_row + row;
-      const float o_scale = WriteState(p_, final, at, map.QoHead(row),
-                                       Part() == 0 && Lane() % 4 == 0, {state.max_log2[0][h], sum});
+      const float o_scale =
+          WriteState<Traits>(p_, final, at, map.QoHead(row), Part() == 0 && Lane() % 4 == 0,
+                             {state.max_log2[0][h], sum});
       const i64 first = at * Traits::kHeadDimVo + Part() * kColumns + 2 * (Lane() % 4);
       float* partial = p_.partial_o + first;
       u16* o = static_cast<u16*>(p_.o) + first;

@@ -37,12 +37,13 @@ struct TileState {
   float sum[kMTiles][2];       // over this lane's columns only, until the end of the item
   float o[kMTiles][kOTiles][4];
 
-  __device__ __forceinline__ void Reset() {
+  // reference: LogitStage::NoReference.
+  __device__ __forceinline__ void Reset(float reference) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        max_log2[mt][h] = -Infinity();
+        max_log2[mt][h] = reference;
         sum[mt][h] = 0.0f;
       }
 #pragma unroll
@@ -78,9 +79,10 @@ struct TileState {
 // factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
 // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
 // neighbours; for rows that keep their reference the factor is exactly 1.
-template <class Scale, int kMTiles, int kSTiles, int kOTiles>
+template <class Traits, class Scale, int kMTiles, int kSTiles, int kOTiles>
 __device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[kMTiles][kSTiles][4],
                                           TileState<kMTiles, kOTiles>& state) {
+  if constexpr (!LogitStage<Traits>::kNormalizes) return;
   constexpr float kSlack = 8.0f;
   float new_max[kMTiles][2];
   bool grows = false;
@@ -105,7 +107,7 @@ __device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[k
 
 // p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
 // tiles, packed, are operand a of the second product as they are.
-template <class E, class Scale, int kMTiles, int kSTiles, int kOTiles>
+template <class Traits, class Scale, int kMTiles, int kSTiles, int kOTiles>
 __device__ __forceinline__ void Exponentiate(const Scale& scales,
                                              const float (&s)[kMTiles][kSTiles][4],
                                              TileState<kMTiles, kOTiles>& state,
@@ -118,11 +120,11 @@ __device__ __forceinline__ void Exponentiate(const Scale& scales,
       const float scale = ScaleOfRow(scales, mt, h);
 #pragma unroll
       for (int j = 0; j < kSTiles; ++j) {
-        const float left = Exp2(fmaf(s[mt][j][2 * h], scale, -reference));
-        const float right = Exp2(fmaf(s[mt][j][2 * h + 1], scale, -reference));
+        const float left = LogitStage<Traits>::Weight(s[mt][j][2 * h], scale, reference);
+        const float right = LogitStage<Traits>::Weight(s[mt][j][2 * h + 1], scale, reference);
         state.sum[mt][h] += left;
         state.sum[mt][h] += right;
-        p[mt][j / 2][j % 2 * 2 + h] = E::Pack(left, right);
+        p[mt][j / 2][j % 2 * 2 + h] = Element<Traits::kDtype>::Pack(left, right);
       }
     }
   }

@@ -62,7 +62,8 @@ class DecodeRows {
         SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), 0, item.qo_len() - 1);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
-    differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
+    differ_ =
+        span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -96,9 +97,13 @@ class DecodeRows {
           float x[2];
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            x[c] = fmaf(s[b][j][2 * h + c], scale, -reference_[j][c]);
-            highest = fmaxf(highest, x[c]);
-            x[c] = Exp2(x[c]);
+            if constexpr (LogitStage<Traits>::kNormalizes) {
+              x[c] = fmaf(s[b][j][2 * h + c], scale, -reference_[j][c]);
+              highest = fmaxf(highest, x[c]);
+              x[c] = Exp2(x[c]);
+            } else {
+              x[c] = s[b][j][2 * h + c];
+            }
             step_sum_[j][c] += x[c];
           }
           weights_[b][j][h] = E::Pack(x[0], x[1]);
@@ -144,6 +149,7 @@ class DecodeRows {
   // The references follow the maxima of the step, o and sums the references. By the whole consumer,
   // which must have met since anybody read its exchange, and meet again before the next use of it.
   __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
+    if constexpr (!LogitStage<Traits>::kNormalizes) return;
     const float scale = Stage().scale();
     float maxima[kTiles][2] = {};
 #pragma unroll
@@ -209,8 +215,8 @@ class DecodeRows {
     const float reference = exchange_.references[row];
     const RowState state = {reference == kNoReference ? -Infinity() : reference,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
-    float o_scale = WriteState(p_, final, final ? map.Index(row) : partial_row + row,
-                               map.QoHead(row), true, state);
+    float o_scale = WriteState<Traits>(p_, final, final ? map.Index(row) : partial_row + row,
+                                       map.QoHead(row), true, state);
     if constexpr (Traits::kKvIsE4m3) {
       o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
     }

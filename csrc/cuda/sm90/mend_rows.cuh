@@ -69,7 +69,6 @@ class RowMender {
   static constexpr int kWidth = kDimVo > 128 ? 32 : kDimVo > 64 ? 16 : kDimVo > 32 ? 8 : 4;
   static constexpr int kTokens = kWarpSize / kWidth;
   static_assert(kDimVo <= kWidth * kColumns, "a warp has all columns");
-  static constexpr float kUnseen = -1.0f;  // a weight
 
   __device__ int Column() const { return lane_ % kWidth * kColumns; }
   __device__ bool HasColumns() const { return Column() < kDimVo; }
@@ -126,8 +125,8 @@ class RowMender {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOf(__ffs(rows) - 1, 31 - __clz(static_cast<int>(rows)));
     const int begin = item.kv_begin(), end = item.kv_end();
-    u32 columns =
-        NotFinite(begin, Min(span.all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
+    const int all_begin = Traits::Variant::kHasMask ? end : span.all_begin;
+    u32 columns = NotFinite(begin, Min(all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
 #pragma unroll
     for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
       columns |= __shfl_xor_sync(kFullWarp, columns, lanes);
@@ -185,12 +184,12 @@ class RowMender {
         row = RowOf(pos);
         Weights(few, pos, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
       }
-      Stage(p_, index_)
-          .Look(
-              LayoutOf(few), pos, [&](int i) { return spans[i]; },
-              [&](int i, int, bool sees) {
-                if (!sees) weights[i] = kUnseen;
-              });
+      bool sees[kRows][1];
+      Stage(p_, index_).Look(LayoutOf(few), pos, [&](int i) { return spans[i]; }, sees);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (!sees[i][0]) weights[i] = UnseenWeight();
+      }
 #pragma unroll 1
       for (int t = 0; t < kWarpSize; t += kTokens) {
         const int token = t + lane_ / kWidth;
@@ -202,7 +201,7 @@ class RowMender {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float weight = __shfl_sync(kFullWarp, weights[i], token);
-          if (token >= num_tokens || weight == kUnseen) continue;  // not 0 * v
+          if (token >= num_tokens || IsUnseen(weight)) continue;  // not 0 * v
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) o[i][c] = fmaf(weight, v[c], o[i][c]);
         }
@@ -265,7 +264,7 @@ class RowMender {
     stage.Transform(layout, pos, s);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      weights[i] = Exp2(fmaf(s[i], stage.scale(), -references[i]));
+      weights[i] = Stage::Weight(s[i], stage.scale(), references[i]);
     }
   }
 

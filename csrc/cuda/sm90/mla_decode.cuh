@@ -233,10 +233,11 @@ class HopperMlaDecodeItem {
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
       const KeyMajorLayout<1, kTiles> layout(Warp(), Lane());
-      LogitStage<Traits>(p_, index_).Apply(layout, pos, seen_by_all, s);
+      Stage(p_, index_).Apply(layout, pos, seen_by_all, s);
       Exponentiate(s, p);
-      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) {
-        MendValues(cursor, item, pos);
+      if constexpr (kRowsMayDiffer<Traits>) {
+        const bool by_mask = Traits::Variant::kHasMask;
+        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(cursor, item, pos);
       }
       MultiplyPv(cursor, p);
       cursor.Advance();
@@ -259,8 +260,9 @@ class HopperMlaDecodeItem {
         const int row = Row(j, c);
         const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
         const i64 at = exists ? final ? map.Index(row) : partial_row + row : 0;
-        const float o_scale = WriteState(p_, final, at, exists ? map.QoHead(row) : 0,
-                                         exists && writes_states, {max_log2_[j][c], sum_[j][c]});
+        const float o_scale =
+            WriteState<Traits>(p_, final, at, exists ? map.QoHead(row) : 0, exists && writes_states,
+                               {max_log2_[j][c], sum_[j][c]});
         if (!final && !exists) continue;
         float* partial = p_.partial_o + at * Traits::kHeadDimVo;
 #pragma unroll
@@ -286,6 +288,7 @@ class HopperMlaDecodeItem {
   static constexpr int kValueBlocks = Shape::kValueBlocks;
   using Scores = float[kTiles][4];
   using Product = Wgmma<kRows, Traits::kDtype>;
+  using Stage = LogitStage<Traits>;
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
@@ -352,7 +355,7 @@ class HopperMlaDecodeItem {
   // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
   // barrier that products wait for anyway tells it to everybody.
   __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
-    const float scale = LogitStage<Traits>(p_, index_).scale();
+    const float scale = Stage(p_, index_).scale();
     Scores x;
 #pragma unroll 1
     while (true) {
@@ -363,9 +366,10 @@ class HopperMlaDecodeItem {
         for (int c = 0; c < 2; ++c) {
           const float reference = FiniteMax(max_log2_[j][c]);
           // -inf is not above -inf.
-          grows |= fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
-          x[j][c] = Exp2(fmaf(s[j][c], scale, -reference));
-          x[j][2 + c] = Exp2(fmaf(s[j][2 + c], scale, -reference));
+          grows |= Stage::kNormalizes &&
+                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
+          x[j][c] = Stage::Weight(s[j][c], scale, reference);
+          x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, reference);
         }
       }
       StoreTransposed(p, x);
@@ -469,15 +473,14 @@ class HopperMlaDecodeItem {
                                            int pos) {
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
-      bool sees[kTiles][2];
+      OneKeyLayout<2 * kTiles> layout;
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const VisibleSpan span = SpanOfRow<Traits>(p_, item, Row(j, c));
-          sees[j][c] = pos + token >= span.any_begin && pos + token < span.any_end;
-        }
-      }
+      for (int i = 0; i < 2 * kTiles; ++i) layout.rows[i] = Row(i / 2, i % 2);
+      bool sees[2 * kTiles][1];
+      Stage(p_, index_)
+          .Look(
+              layout, pos + token,
+              [&](int i) { return SpanOfRow<Traits>(p_, item, layout.rows[i]); }, sees);
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll
@@ -487,12 +490,13 @@ class HopperMlaDecodeItem {
                                                       token * 128 + chunk * 16 + Across(h) % 8 * 2);
           if (E::IsFinite(x)) continue;
           // In the logit it is -inf, if that is no NaN, and its weight 0; a soft cap is finite.
-          const float mark = (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(x);
+          const float mark =
+              (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) * E::ToFloat(x);
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              if (sees[j][c]) o_[block][j][2 * h + c] += mark;
+              if (sees[2 * j + c][0]) o_[block][j][2 * h + c] += mark;
             }
           }
         }

@@ -61,7 +61,8 @@ class TileRows {
         Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
-    differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
+    differ_ =
+        span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
   }
 
   __device__ __forceinline__ float Scale() const { return Stage().scale(); }
@@ -97,6 +98,7 @@ class TileRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
     grows_ = false;
+    if constexpr (!kNormalizes) return false;
     bool again = IsTooMuch(0) || IsTooMuch(1);
     if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
     return again;
@@ -137,7 +139,7 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ bool ExponentiateByMaxima(float (&s)[kTiles][4]) {
     const float scale = Stage().scale();
-    grows_ = AnyGrows(s);
+    grows_ = kNormalizes && AnyGrows(s);
     if (grows_) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -221,7 +223,7 @@ class TileRows {
       i64 at = 0;
       if (exists) {
         at = final ? map.Index(row) : partial_row + row;
-        o_scale = WriteState(p_, final, at, map.QoHead(row), column == 0, state(h));
+        o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), column == 0, state(h));
         if constexpr (Traits::kKvIsE4m3) {
           o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
         }
@@ -268,11 +270,11 @@ class TileRows {
     const int row = first_row_ + lane_ / 4;
     RowResult results[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) results[h] = FinishRow(state(h), -Infinity());
+    for (int h = 0; h < 2; ++h) results[h] = FinishAttentionRow<Traits>(state(h), -Infinity());
     if (p_.sinks != nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        results[h] = FinishRow(state(h), SinkLog2(p_, map.QoHead(row + 8 * h)));
+        results[h] = FinishAttentionRow<Traits>(state(h), SinkLog2(p_, map.QoHead(row + 8 * h)));
       }
     }
     // A lane each; eight rows further are other tokens of the same head, or heads of the token.
@@ -330,6 +332,7 @@ class TileRows {
  private:
   static constexpr int kBoxBytes = 16 * 128;
   static constexpr bool kMayDiffer = kRowsMayDiffer<Traits>;
+  static constexpr bool kNormalizes = LogitStage<Traits>::kNormalizes;
   using StepSums = float[2][2];  // of a row's even and odd columns: two chains
 
   // Of row h, over this lane's columns.
@@ -352,7 +355,7 @@ class TileRows {
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[j][c] = Exp2(fmaf(s[j][c], scale, -reference[c / 2]));
+        s[j][c] = LogitStage<Traits>::Weight(s[j][c], scale, reference[c / 2]);
         sums[c / 2][c % 2] += s[j][c];
       }
     }
