@@ -227,6 +227,8 @@ class AttentionPlan:
             f"  plan           {4 * spec.plan_words} bytes",
             f"  workspace      {4 * spec.workspace_words} bytes",
         ]
+        if spec.variant is not None:
+            lines += ["  variant", *(f"    {line}" for line in spec.variant.lines())]
         return "\n".join(lines)
 
 
