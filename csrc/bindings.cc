@@ -79,7 +79,7 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
   ThrowIfBadSpec(DecodeProgram(program.data(), program.size(), &problem.program));
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
-  problem.config = SelectAttention(problem.spec);
+  problem.config = SelectAttention(problem.spec, nullptr, &problem.program);
   FromDict(overrides, &problem.config);
   ThrowIfBadSpec(CheckProblem(problem));  // that FillCapacities may compute with it
   FillCapacities(&problem);
@@ -127,7 +127,7 @@ void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num
 // [(what, why)] of the configuration that select/ chose.
 nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
-  SelectAttention(problem.spec, &reasons);
+  SelectAttention(problem.spec, &reasons, &problem.program);
   nb::list list;
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
   return list;

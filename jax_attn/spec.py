@@ -51,7 +51,7 @@ class AttentionSpec:
             a request is at position kv_len - qo_len + i.
         window_left, window_right: a query token at position p sees positions
             [p - window_left, p + window_right]. -1: no limit on that side.
-        variant: logits and masks of your own, a jax_attn.Variant, or None. On a CPU. It gets the
+        variant: logits and masks of your own, a jax_attn.Variant, or None. It gets the
             logits after the soft cap; what it lets a query see, causal and windows may still hide.
     Storage
         page_size: tokens per page. None: k and v are ragged arrays, not a paged cache.
@@ -175,10 +175,6 @@ class AttentionSpec:
         if not isinstance(self.target, str):
             _refuse("target", _TARGETS, self.target)
         parse_target(self.target)  # refuses what it does not know
-        if self.variant is not None and self.target != "cpu":
-            raise NotImplementedError(
-                f"AttentionSpec: variant: supported with target='cpu', got {self.target!r}."
-            )
         if self.mla:
             self._check_mla()
         if self.is_quantized:

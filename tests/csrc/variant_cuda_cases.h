@@ -135,18 +135,22 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
   for (double x : logits) max = std::max(max, x);
   double sum = sinks != nullptr && !logits.empty() ? std::exp(sinks[head] - max) : 0;
   const bool normalizes = problem.program.normalizes != 0;
-  for (double x : logits) sum += std::exp(x - max);
+  // Logits of -inf alone weigh nothing.
+  const bool sees_nothing = max == -INFINITY;
+  for (double x : logits) sum += sees_nothing ? 0 : std::exp(x - max);
   const std::vector<uint16_t>& values = spec.mla ? b.k : b.v;
   const i64 row_length = spec.mla ? spec.head_dim_qk : spec.head_dim_vo;
   for (size_t i = 0; i < rows.size(); ++i) {
-    const double weight = normalizes ? std::exp(logits[i] - max) / sum : logits[i];
+    const double weight = !normalizes    ? logits[i]
+                          : sees_nothing ? 0
+                                         : std::exp(logits[i] - max) / sum;
     for (i64 d = 0; d < spec.head_dim_vo; ++d) {
       result.o[d] += weight * v_scale *
                      ElementAt(values, spec.kv_is_e4m3,
                                (rows[i] * spec.num_stored_heads() + kv_head) * row_length + d);
     }
   }
-  if (!logits.empty()) result.lse = max + std::log(sum);
+  if (!sees_nothing) result.lse = max + std::log(sum);
   return result;
 }
 

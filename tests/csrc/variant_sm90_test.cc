@@ -2,6 +2,7 @@
 #include "cuda_emulation.h"
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
+#include "attention_cuda_cases.h"
 #include "sm90_kernels.h"
 #include "variant_cuda_cases.h"
 
