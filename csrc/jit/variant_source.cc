@@ -1,5 +1,6 @@
 #include "jit/variant_source.h"
 
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <sstream>
@@ -145,6 +146,18 @@ class Writer {
       }
       default:
         break;
+    }
+    if (x.op == kOpDiv && x.type == kVariantF32 && At(x.args[1]).op == kOpConst) {
+      // By a power of two, whose inverse is exact.
+      float divisor;
+      std::memcpy(&divisor, &At(x.args[1]).args[0], sizeof(divisor));
+      int exponent;
+      const float inverse = 1.0f / divisor;
+      if (std::abs(std::frexp(divisor, &exponent)) == 0.5f && std::isnormal(inverse)) {
+        i32 bits;
+        std::memcpy(&bits, &inverse, sizeof(bits));
+        return "Mul(" + Value(x.args[0], place) + ", F32(" + Hex(bits) + "))";
+      }
     }
     std::string text = std::string(OpText(x.op)) + "(";
     for (i32 i = 0; i < kVariantOps[x.op].num_args; ++i) {

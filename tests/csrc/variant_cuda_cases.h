@@ -136,7 +136,8 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
   double sum = sinks != nullptr && !logits.empty() ? std::exp(sinks[head] - max) : 0;
   const bool normalizes = problem.program.normalizes != 0;
   // Logits of -inf alone weigh nothing.
-  const bool sees_nothing = max == -INFINITY;
+  bool sees_nothing = max == -INFINITY;
+  for (double x : logits) sees_nothing = sees_nothing && x == -INFINITY;  // nor NaN
   for (double x : logits) sum += sees_nothing ? 0 : std::exp(x - max);
   const std::vector<uint16_t>& values = spec.mla ? b.k : b.v;
   const i64 row_length = spec.mla ? spec.head_dim_qk : spec.head_dim_vo;

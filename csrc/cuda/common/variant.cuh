@@ -29,7 +29,7 @@ __device__ __forceinline__ float Ceil(float x) { return ceilf(x); }
 __device__ __forceinline__ float Round(float x) { return rintf(x); }
 __device__ __forceinline__ float Exp2(float x) { return jax_attn::Exp2(x); }
 __device__ __forceinline__ float Exp(float x) { return jax_attn::Exp2(x * kLog2E); }
-__device__ __forceinline__ float Log(float x) { return logf(x); }
+__device__ __forceinline__ float Log(float x) { return Log2(x) * kLn2; }
 __device__ __forceinline__ float Log1p(float x) { return log1pf(x); }
 __device__ __forceinline__ float Logistic(float x) {
   return Reciprocal(1.0f + jax_attn::Exp2(x * -kLog2E));
