@@ -315,6 +315,26 @@ int RunVariantCases() {
   return g_failures > 0;
 }
 
+// Few rows, for kernels that have nothing else.
+template <class Kernel>
+void RunVariantDecodes() {
+  const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
+                                       {1, 0},   {1, 65}, {2, 300}};
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::AlibiVariant>>(
+      {{.name = "decodes alone, alibi", .requests = decode, .sinks = true, .kv_split = 64},
+       Alibi()},
+      1);
+  RunVariant<Kernel, ShapeWith<64, 4, 5, false, false, variant::DocumentsVariant>>(
+      {{.name = "decodes alone, documents, NaN", .requests = decode, .nan_values = true},
+       Documents(),
+       3},
+      2);
+  RunVariant<Kernel, FullWith<64, 8, 16, variant::SigmoidVariant>>(
+      {{.name = "decodes alone, sigmoid", .requests = decode, .window_right = -1, .kv_split = 64},
+       Sigmoid()},
+      3);
+}
+
 // MLA: every head reads the one head of k.
 template <class Kernel, int kDimA>
 int RunVariantMlaCases() {

@@ -6,4 +6,16 @@
 #include "sm90_kernels.h"
 #include "variant_cuda_cases.h"
 
-int main() { return jax_attn::RunVariantCases<jax_attn::Sm90Kernel<false, 32>>(); }
+int main() {
+  using namespace jax_attn;
+  RunVariantDecodes<Sm90Kernel<false, 32, 1>>();
+  // By the copy engine, and all tiles of one height.
+  RunVariant<Sm90Kernel<true, 64>, ShapeWith<64, 4, 64, false, false, variant::DocumentsVariant>>(
+      {{.name = "boxes, documents",
+        .requests = {{70, 300}, {150, 150}, {3, 200}},
+        .nan_values = true},
+       Documents(),
+       3},
+      1);
+  return RunVariantCases<Sm90Kernel<false, 32>>();
+}
