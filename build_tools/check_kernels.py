@@ -59,7 +59,46 @@ _LATENT_ON_SM100 = (
     "sm_100a, where mma.sync serves: the item's place, and marks of values that are not finite;"
     " some 40 accesses in 4,600 instructions",
 )
+_VARIANT_ON_SM80 = (
+    64,
+    "what warps keep from item to item, and sums of rows beside the facts of rows and keys: 30"
+    " accesses in the 2,400 instructions of a step",
+)
+_TABLE = (
+    120,
+    "as what consumers keep from item to item; three of these words are read in every step, beside"
+    " a load from the user's table for every logit",
+)
 SPILLS: dict[str, tuple[int, str]] = {
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-t5_bias": _TABLE,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-soft_cap": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-sigmoid": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-dense_bias": _TABLE,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-causal": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-documents": _ITEM_TO_ITEM,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-prefix_lm": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-alibi": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-documents": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-documents": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-documents": _TABLE,
+    "attention-bf16-d64-g1-ragged-q32_192-kv128-w16-s0-wgmma-documents": _TABLE,
+    "attention-bf16-d576x512-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma-documents": (
+        24,
+        "not looked into yet",
+    ),
+    "attention-bf16-d576x512-mla-g64-page64-q64-kv64-w12-s0-right-wgmma-alibi": (
+        152,
+        "not looked into yet: two consumers of 224 registers hold o, logits and distances",
+    ),
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-documents": _VARIANT_ON_SM80,
+    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-alibi": _QUEUE_END,
+    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-documents": _VARIANT_ON_SM80,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-t5_bias": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-documents": _VARIANT_ON_SM80,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
     "attention-bf16-d72-g5-page5-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,
     "attention-bf16-d80-g16-page1-q32_128-kv128-w12-s0-right-wgmma": _PADDED,
