@@ -216,6 +216,9 @@ NB_MODULE(_core, m) {
   m.attr("plan_magic") = kPlanMagic;
   m.attr("plan_version") = kPlanVersion;
   m.attr("max_levels") = static_cast<int>(kMaxLevels);
+  m.attr("faulty_plan_magic") = static_cast<int>(kFaultyPlanMagic);
+  m.attr("fault_page_indices") = static_cast<int>(kFaultPageIndices);
+  m.attr("fault_page_id") = static_cast<int>(kFaultPageId);
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")

@@ -8,6 +8,9 @@ ffi_api_version: tuple[int, int]
 plan_magic: int
 plan_version: int
 max_levels: int
+faulty_plan_magic: int
+fault_page_indices: int
+fault_page_id: int
 
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 

@@ -146,6 +146,60 @@ class AttentionPlan:
         """
         plot.draw(self, path, item_times)
 
+    def with_pages(self, page_indices: Any) -> AttentionPlan:
+        """The same schedule over other pages. Nothing is planned, so that page selection, or a page
+        table of each layer's own, costs a copy of the buffer: also inside jit, where it may differ
+        from layer to layer.
+
+        page_indices: [n], i32. Page ids in the order of the plan's page_indptr, which stays, as do
+            all lengths. As for `plan`: entries that hold none of a request's kv_len tokens may be
+            anything, and so may those beyond page_indptr[-1].
+
+        Positions are those of the pages as listed, one after the other. Selected pages that leave
+        gaps keep a causal mask right if the pages of the query tokens come last; a window then
+        counts selected tokens.
+
+        Raises ValueError for a ragged plan, for fewer entries than the plan's pages, or for a page
+        id out of range; NotImplementedError for a spec with share_prefixes=True, because requests
+        that share work need not have pages in common any more. For traced arrays with such contents
+        the plan is faulty: attention on a CPU raises the sentence, on CUDA see `plan`.
+        """
+        spec, op = self.spec, "AttentionPlan.with_pages"
+        if not spec.is_paged:
+            raise ValueError(f"{op}: plan: expected one over pages, got page_size=None.")
+        if spec.share_prefixes:
+            raise NotImplementedError(
+                f"{op}: plan: supported with share_prefixes=False in the spec, got True: items of a"
+                " shared prefix read the pages of one request for all."
+            )
+        traced = any(isinstance(x, jax.core.Tracer) for x in (self.buffer, page_indices))
+        xp = jnp if traced else np
+        pages = _int32(xp, "page_indices", page_indices, op=op)
+        buffer = xp.asarray(self.buffer)
+        pages, largest, fault = _place_pages(xp, spec, buffer, pages)
+        header_begin, begin = spec.layout["header"], spec.layout["page_indices"]
+        at = header_begin + _HEADER_FIELDS.index("max_page_id")
+        if not traced:
+            if fault[0]:
+                sentence = spec.problem.plan_fault(*(int(word) for word in fault))
+                raise ValueError(sentence.replace("plan:", f"{op}:", 1))
+            new = _plan_memory(spec, None)
+            new[:] = buffer
+            new[begin : begin + len(pages)], new[at] = pages, largest
+            return AttentionPlan(new, spec)
+        buffer = buffer.at[begin : begin + len(pages)].set(pages).at[at].set(largest)
+        faulty = (
+            jnp.zeros(len(_HEADER_FIELDS), np.int32)
+            .at[:2]
+            .set(np.array([_core.faulty_plan_magic, _core.plan_version], np.int32))
+        )
+        faulty = faulty.at[at - header_begin].set(-1).at[-4:].set(jnp.stack(fault))
+        num_queues = spec.kernel_config["num_ctas"] + 1
+        for name, words in (("header", faulty), ("queue_indptr", jnp.zeros(num_queues, np.int32))):
+            begin, end = spec.layout[name], spec.layout[name] + len(words)
+            buffer = buffer.at[begin:end].set(jnp.where(fault[0] > 0, words, buffer[begin:end]))
+        return AttentionPlan(buffer, spec)
+
     def phase(self) -> str:
         """Three letters, as in vLLM's unified attention, "-" for what the batch has not: `c`, items
         with a causal border, where a query token does not see a later one of its chunk; `s`, spans
@@ -333,6 +387,40 @@ def plan(
     return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, levels, spec), spec)
 
 
+def _place_pages(
+    xp: Any, spec: AttentionSpec, buffer: Any, pages: Any
+) -> tuple[Any, Any, tuple[Any, Any, Any, Any]]:
+    """`pages` as the section page_indices of a plan, its max_page_id, and the words of a PlanFault,
+    whose code is 0 if there is none."""
+    assert spec.max_kv_pages is not None and spec.page_size is not None
+    begin = {name: spec.layout[name] for name in ("header", "kv_lens", "kv_indptr")}
+    header = buffer[begin["header"] : begin["header"] + len(_HEADER_FIELDS)]
+    batch_size, nnz_kv = (header[_HEADER_FIELDS.index(x)] for x in ("batch_size", "nnz_kv"))
+    num_given = len(pages)
+    pages = pages[: spec.max_kv_pages]
+    pages = xp.pad(pages, (0, spec.max_kv_pages - len(pages)))
+    indptr = buffer[begin["kv_indptr"] : begin["kv_indptr"] + spec.max_batch + 1]
+    indptr = xp.where(xp.arange(spec.max_batch + 1) <= batch_size, indptr, nnz_kv)
+    entry = xp.arange(spec.max_kv_pages)
+    request = (xp.searchsorted(indptr, entry, side="right") - 1).clip(0, spec.max_batch - 1)
+    used = -(-buffer[begin["kv_lens"] : begin["kv_lens"] + spec.max_batch] // spec.page_size)
+    offset = entry - indptr[request]
+    is_live = (entry < nnz_kv) & (offset >= 0) & (offset < used[request])
+    is_bad = is_live & (pages < 0)
+    if spec.num_pages is not None:
+        is_bad |= is_live & (pages >= spec.num_pages)
+    at = is_bad.argmax() if spec.max_kv_pages else 0
+    bad_page = [xp.where(is_bad.any(), _core.fault_page_id, 0), at]
+    bad_page += [pages[at], request[at]] if spec.max_kv_pages else [0, 0]
+    too_few = [_core.fault_page_indices, 0, num_given, nnz_kv]
+    fault = [
+        xp.where(num_given < nnz_kv, a, b).astype(np.int32)
+        for a, b in zip(too_few, bad_page, strict=True)
+    ]
+    largest = xp.where(is_live, pages, -1).max(initial=-1)
+    return xp.where(entry < nnz_kv, pages, 0), largest, tuple(fault)
+
+
 def _check_levels(prefix_levels: Any) -> None:
     is_list = isinstance(prefix_levels, (list, tuple))
     for level in prefix_levels if is_list else ():
@@ -439,7 +527,7 @@ def _given(**arguments: Any) -> str:
     return ", ".join(name for name, value in arguments.items() if value is not None) or "none"
 
 
-def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
+def _int32(xp: Any, name: str, value: Any, length: int | None = None, op: str = "plan") -> Any:
     """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
     if xp is np and type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
         if length in (None, len(value)) and value.flags.c_contiguous:
@@ -448,17 +536,17 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
         array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
     except (TypeError, ValueError, OverflowError):  # lists in lists of other lengths, objects
         raise ValueError(
-            f"plan: {name}: expected a 1-d integer array, got {value!r:.100}."
+            f"{op}: {name}: expected a 1-d integer array, got {value!r:.100}."
         ) from None
     if array.size == 0 and array.dtype.kind == "f":  # of an empty list
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"plan: {name}: expected a 1-d integer array, got {array.dtype}{list(array.shape)}."
+            f"{op}: {name}: expected a 1-d integer array, got {array.dtype}{list(array.shape)}."
         )
     if length is not None and len(array) != length:
         raise ValueError(
-            f"plan: {name}: expected {length} entries for a batch of"
+            f"{op}: {name}: expected {length} entries for a batch of"
             f" {length - (name != 'q_offsets')}, got {len(array)}."
         )
     if xp is jnp:
@@ -468,7 +556,7 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
     if array.size:
         for extreme in (array.max(), array.min()):
             if not -(2**31) <= extreme < 2**31:
-                raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
+                raise ValueError(f"{op}: {name}: expected values that fit int32, got {extreme}.")
     return array.astype(np.int32)
 
 
