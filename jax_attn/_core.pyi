@@ -42,6 +42,9 @@ class Problem:
         q_offsets: np.ndarray | None,
         request_indptr: np.ndarray | None,
         prefix_lens: np.ndarray | None,
+        block_classes: np.ndarray | None,
+        q_block: int,
+        kv_block: int,
         buffer: np.ndarray,
     ) -> None: ...
 

@@ -47,7 +47,13 @@ def plan(words, _):
         "jax_attn_plan", (struct((SPEC.plan_words,), jnp.int32), struct((16,), jnp.int32))
     )
     lengths = ([0, 1, 21], [40, 33], [0, 3, 6], list(range(6)), [39, 13])
-    return call(*(np.array(x, np.int32) for x in lengths), problem=words, levels=False)
+    return call(
+        *(np.array(x, np.int32) for x in lengths),
+        problem=words,
+        levels=False,
+        q_block=np.int64(0),
+        kv_block=np.int64(0),
+    )
 
 
 OPS = pytest.mark.parametrize("op", [attention, append_kv, plan])

@@ -96,6 +96,7 @@ class PassBase {
         item_(items[0]),
         num_heads_(num_heads),
         rows_(i64{items[0].qo_len} * params.group_size),
+        span_(SpanOf(params, items[0])),
         rule_(MakeLogitRule(params.sm_scale, params.logits_soft_cap)),
         buf_(params, g, scratch) {}
 
@@ -169,19 +170,37 @@ class PassBase {
   // block.
   template <typename Fn>
   void ForBlocks(Fn&& fn) {
+    const i64 end = CeilDiv(item_.kv_end, buf_.tile_kv);
+    i64 i = item_.kv_begin / buf_.tile_kv;
     if (item_.kv_begin >= item_.kv_end) return;
     BlockRows block = buf_.blocks[0], next = buf_.blocks[1];
-    i64 start = item_.kv_begin / buf_.tile_kv * buf_.tile_kv;
+    i64 start = StartOfStep(i);
     FindRows(start, ValidTokens(start), block);
-    for (; start < item_.kv_end; start += buf_.tile_kv) {
-      const i64 next_start = start + buf_.tile_kv;
-      const bool last = next_start >= item_.kv_end;
+    while (i < end) {
+      const bool last = ++i >= end;
+      const i64 next_start = last ? start : StartOfStep(i);
       if (!last) FindRows(next_start, ValidTokens(next_start), next);
       fn(start, block, last ? block : next);
       const BlockRows swap = block;
       block = next;
       next = swap;
+      start = next_start;
     }
+  }
+
+  // The position of the i-th step of the span, or of the step lists.
+  i64 StartOfStep(i64 i) const {
+    return (params_.steps != nullptr ? params_.steps[i] >> 1 : i) * buf_.tile_kv;
+  }
+
+  // Positions that any row of the item sees, of an item that is a span of keys only those.
+  static Range SpanOf(const AttentionParams& p, const WorkItem& item) {
+    if (p.steps == nullptr) return {item.kv_begin, item.kv_end};
+    Range span{0, p.kv_lens[item.request]};
+    if (p.window_left >= 0) span.begin = Max(0, i64{item.q_pos} - p.window_left);
+    if (p.window_right >= 0)
+      span.end = Min(span.end, i64{item.q_pos} + item.qo_len + p.window_right);
+    return span;
   }
 
   // Calls fn(first row, rows, what any of them sees) for tiles of at most max_rows of rows [begin,
@@ -203,7 +222,7 @@ class PassBase {
 
   // Valid tokens of the block that starts at position `start`.
   Range ValidTokens(i64 start) const {
-    return {Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
+    return {Max(span_.begin - start, 0), Min(span_.end - start, buf_.tile_kv)};
   }
 
   // What the query token sees of `valid`, a range relative to `start`; possibly empty.
@@ -388,7 +407,8 @@ class PassBase {
   const WorkItem* items_;
   const WorkItem item_;  // what the items have in common, and the first kv head
   const i64 num_heads_;
-  const i64 rows_;  // of one item
+  const i64 rows_;    // of one item
+  const Range span_;  // see SpanOf
   const LogitRule rule_;
   Buffers<Isa, T, Kv, kLow> buf_;
 };
