@@ -14,6 +14,7 @@
 #include "plan/check.h"
 #include "plan/plan.h"
 #include "select/select.h"
+#include "variant/words.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -75,9 +76,11 @@ void ThrowIfBadSpec(const Status& status) {
 }
 
 // Fields named in `overrides` win over what select/ chose.
-AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
+AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
+                             const std::vector<int64_t>& program) {
   AttentionProblem problem;
   FromDict(spec, &problem.spec);
+  ThrowIfBadSpec(DecodeProgram(program.data(), program.size(), &problem.program));
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
   problem.config = SelectAttention(problem.spec);
@@ -140,6 +143,26 @@ nb::list ReasonList(const AttentionProblem& problem) {
   nb::list list;
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
   return list;
+}
+
+// The operations of programs in order: (word, rule, arguments, types).
+nb::list VariantOps() {
+  nb::list list;
+  for (const VariantOpInfo& info : kVariantOps) {
+    list.append(nb::make_tuple(info.word, static_cast<int>(info.rule), info.num_args, info.types));
+  }
+  return list;
+}
+
+// The level of each value; refuses words that are no program.
+std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
+  VariantProgram program;
+  ThrowIfError(DecodeProgram(words.data(), words.size(), &program));
+  std::vector<int> levels;
+  for (i32 i = 0; i < program.num_instructions; ++i) {
+    levels.push_back(program.instructions[i].level);
+  }
+  return levels;
 }
 
 nb::dict LayoutDict(const AttentionProblem& problem) {
@@ -232,13 +255,23 @@ NB_MODULE(_core, m) {
   m.attr("faulty_plan_magic") = static_cast<int>(kFaultyPlanMagic);
   m.attr("fault_page_indices") = static_cast<int>(kFaultPageIndices);
   m.attr("fault_page_id") = static_cast<int>(kFaultPageId);
+  m.attr("program_version") = kProgramVersion;
+  m.attr("max_instructions") = kMaxInstructions;
+  m.attr("max_instruction_args") = kMaxInstructionArgs;
+  m.attr("max_operand_rank") = kMaxOperandRank;
+  m.attr("max_variant_operands") = kMaxVariantOperands;
+  m.attr("variant_ops") = VariantOps();
+  m.def("program_levels", &ProgramLevels);
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")
-      .def("__init__",
-           [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides) {
-             new (self) AttentionProblem(MakeProblem(spec, overrides));
-           })
+      .def(
+          "__init__",
+          [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides,
+             const std::vector<int64_t>& program) {
+            new (self) AttentionProblem(MakeProblem(spec, overrides, program));
+          },
+          nb::arg("spec"), nb::arg("overrides"), nb::arg("program") = std::vector<int64_t>())
       .def_prop_ro("spec", [](const AttentionProblem& p) { return ToDict(p.spec); })
       .def_prop_ro("config", [](const AttentionProblem& p) { return ToDict(p.config); })
       .def_prop_ro("reasons", &ReasonList)

@@ -15,6 +15,7 @@ inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
 inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault
 inline constexpr i32 kPlanVersion = 4;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
+inline constexpr int kMaxVariantOperands = 8;
 
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
 // it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
@@ -230,6 +231,12 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
+// An array that a variant's program reads (variant/program.h), row major.
+struct VariantOperand {
+  const void* data;
+  i32 dims[4];  // as many as it has axes; each at least 1
+};
+
 // Operands, results, plan sections and workspace of one attention call.
 struct AttentionParams {
   const void* q;       // [max_qo_tokens, num_qo_heads, head_dim_qk]
@@ -302,6 +309,7 @@ struct AttentionParams {
   i32 q_is_e4m3;         // else q has the type of o
 
   const i32* steps;  // [max_steps] step lists, see WorkItem; null: there are none
+  VariantOperand variant_operands[kMaxVariantOperands];  // of the problem's program
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

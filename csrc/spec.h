@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "params.h"
+#include "status.h"
+#include "variant/program.h"
 
 namespace jax_attn {
 
@@ -147,14 +149,17 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
 struct AttentionProblem {
   AttentionSpec spec;
   KernelConfig config;
+  VariantProgram program = {};  // the spec's variant
 };
 
 inline constexpr int64_t kProblemVersion = 6;
 
-// Words of the FFI attribute "problem": version, then every field in VisitFields order.
+// Words of the FFI attribute "problem": version, then every field in VisitFields order, then the
+// words of the program (variant/words.h), none without a variant.
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);
 
-// False if the words were written by another version of this library.
-bool DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem);
+// Refuses words that another version of this library wrote, and those of a bad program. Fields may
+// be anything: CheckProblem looks at them.
+Status DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem);
 
 }  // namespace jax_attn

@@ -143,6 +143,13 @@ Status CheckSpec(const AttentionSpec& s) {
 
 Status CheckProblem(const AttentionProblem& problem) {
   if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
+  if (problem.program.present && problem.spec.arch != 0) {
+    return Refuse("arch", "0, the CPU, with a variant", problem.spec.arch);
+  }
+  if (problem.spec.share_prefixes && NeedsOwnRows(problem.program)) {
+    return Refuse("share_prefixes", "0 with a variant that asks for what queries do not share",
+                  problem.spec.share_prefixes);
+  }
   if (Status s = CheckConfig(problem.spec, problem.config); !s.ok()) return s;
   const int64_t num_words = MakePlanLayout(problem).num_words;
   if (num_words <= kMaxInt32) return Status::Ok();
