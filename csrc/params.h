@@ -310,6 +310,7 @@ struct AttentionParams {
 
   const i32* steps;  // [max_steps] step lists, see WorkItem; null: there are none
   VariantOperand variant_operands[kMaxVariantOperands];  // of the problem's program
+  i32 sums_weights;  // 1: a variant without softmax: o = sum of weights times v, lse = 0
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

@@ -17,11 +17,14 @@ from jax_attn.kv_cache import append_kv, append_rotated
 from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
 from jax_attn.plan import AttentionPlan, PlanBucket, plan
 from jax_attn.spec import AttentionSpec
+from jax_attn.variant import At, Variant
 
 __all__ = [
+    "At",
     "AttentionPlan",
     "AttentionSpec",
     "PlanBucket",
+    "Variant",
     "append_kv",
     "append_rotated",
     "attention",

@@ -11,13 +11,22 @@ max_levels: int
 faulty_plan_magic: int
 fault_page_indices: int
 fault_page_id: int
+program_version: int
+max_instructions: int
+max_instruction_args: int
+max_operand_rank: int
+max_variant_operands: int
+variant_ops: list[tuple[str, int, int, int]]
 
+def program_levels(words: list[int], /) -> list[int]: ...
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 
 class Problem:
     """An AttentionSpec and the kernel chosen for it (csrc/spec.h)."""
 
-    def __init__(self, spec: dict[str, Any], overrides: dict[str, int], /) -> None: ...
+    def __init__(
+        self, spec: dict[str, Any], overrides: dict[str, int], program: list[int] = ...
+    ) -> None: ...
     @property
     def spec(self) -> dict[str, Any]: ...
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 import jax
@@ -15,6 +16,7 @@ from jax_attn.operands import (
     check_data,
     check_scales,
     check_values,
+    check_variant_operands,
     layer_operand,
     spec_of,
 )
@@ -36,6 +38,7 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -52,6 +55,7 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention(
@@ -67,6 +71,7 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a whole batch: prefill, decode, chunked prefill or any mix, in one call.
@@ -90,7 +95,9 @@ def attention(
         logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
         multiplied by v_scale. They may be traced. A scale of q or k that is not positive makes the
         results of its heads NaN.
-    return_lse: also return lse.
+    variant_operands: name -> array, the operands of the spec's variant, in its dtypes and numbers
+        of axes, of any lengths but 0; they may be traced. None without operands.
+    return_lse: also return lse. Not with a variant of normalize="none".
 
     Returns o: [max_qo_tokens, num_qo_heads, head_dim_vo] in the spec's dtype, and with return_lse
     lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
@@ -100,8 +107,24 @@ def attention(
     Raises ValueError for arrays that do not fit the plan's spec.
     """
     operands = _operands(
-        "attention", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
+        "attention",
+        q,
+        k,
+        v,
+        plan,
+        k_new,
+        v_new,
+        layer,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        variant_operands,
     )
+    if return_lse and (variant := plan.spec.variant) is not None and not variant.normalizes:
+        raise ValueError(
+            "attention: return_lse: expected False with a variant of normalize='none', got True."
+        )
     o, lse, _ = _attention(*operands)
     return (o, lse) if return_lse else o
 
@@ -127,10 +150,12 @@ def item_times(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
 
-    q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale: as for attention.
+    q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale, variant_operands: as for
+        attention.
 
     Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
     began and ended, its share of merges included. The second of two runs. On CPU threads take items
@@ -139,7 +164,19 @@ def item_times(
     while the one before it ran.
     """
     operands = _operands(
-        "item_times", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
+        "item_times",
+        q,
+        k,
+        v,
+        plan,
+        k_new,
+        v_new,
+        layer,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        variant_operands,
     )
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         raise ValueError("item_times: expected arrays that are there, got traced ones: inside jit.")
@@ -165,6 +202,7 @@ def _operands(
     q_scale: Any,
     k_scale: Any,
     v_scale: Any,
+    variant_operands: Mapping[str, Any] | None,
 ) -> tuple[Any, ...]:
     """The arguments of ffi.attention, checked."""
     spec = spec_of(op, plan)
@@ -190,9 +228,14 @@ def _operands(
         k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
         k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
         v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
+    if sinks is not None and spec.variant is not None and not spec.variant.normalizes:
+        raise ValueError(
+            f"{op}: sinks: expected None with a variant of normalize='none', got an array."
+        )
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
     scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
+    read = check_variant_operands(op, spec, variant_operands)
     layer_index = layer_operand(op, layer, num_layers)
     buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
-    return q, k, v, buffer, layer_index, k_new, v_new, sinks, *scales, spec
+    return q, k, v, buffer, layer_index, k_new, v_new, sinks, *scales, *read, spec

@@ -92,16 +92,17 @@ def attention(
     q_scale: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
-    spec: AttentionSpec,
-    *,
+    *variant_operands_and_spec: Any,
     record_times: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o, lse and the workspace, at whose end are, with record_times, the times of the items:
     int64 nanoseconds [max_items, 2], as int32 words. Optional operands are the last ones that are
     given: before one, others are arrays without elements."""
+    *variant_operands, spec = variant_operands_and_spec
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
-        recording = _core.Problem(spec.problem.spec, spec.kernel_config | {"record_times": 1})
+        config_words = spec.kernel_config | {"record_times": 1}
+        recording = _core.Problem(spec.problem.spec, config_words, spec.program_words)
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
     jit.compile_ahead("attention", spec)
@@ -113,9 +114,10 @@ def attention(
             jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
-    if sinks is None and q_scale is not None:
+    if sinks is None and (q_scale is not None or variant_operands):
         sinks = jnp.zeros((0,), jnp.float32)
     optional = [x for x in (k_new, v_new, sinks, q_scale, k_scale, v_scale) if x is not None]
+    optional += variant_operands
     operands = (q, k, k if v is None else v, plan_buffer, layer, *optional)
     o, lse, workspace = call(*operands, problem=problem_words, poison=config.poison)
     return o, lse, workspace

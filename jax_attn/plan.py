@@ -323,6 +323,8 @@ class AttentionPlan:
             f"  plan           {4 * spec.plan_words} bytes",
             f"  workspace      {4 * spec.workspace_words} bytes",
         ]
+        if spec.variant is not None:
+            lines += ["  variant", *(f"    {line}" for line in spec.variant.lines())]
         return "\n".join(lines)
 
     def _tell_steps(self) -> list[str]:

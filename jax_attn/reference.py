@@ -12,11 +12,15 @@ Lengths and page tables are host arrays (numpy), as `jax_attn.plan` takes them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_attn.variant import At, Variant
 
 if TYPE_CHECKING:
     from jax_attn.spec import AttentionSpec
@@ -54,6 +58,7 @@ def attention(
     q_scale: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    variant_operands: Mapping[str, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Attention of a batch of requests over a paged or ragged KV, as jax_attn.attention.
 
@@ -79,6 +84,7 @@ def attention(
       k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
         multiplied by the scale of its head. Arrays of float8_e4m3fn are first cast to the dtype
         of q, or to the spec's dtype if q is float8_e4m3fn.
+      variant_operands: name -> array, what the functions of the spec's variant read.
 
     Returns:
       o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q, or the spec's if q is
@@ -105,13 +111,29 @@ def attention(
             pages = page_indices[page_indptr[r] : page_indptr[r] + num_pages]
             k_r = k[pages].reshape(-1, *k.shape[2:])[:kv_len]
             v_r = v[pages].reshape(-1, *v.shape[2:])[:kv_len]
+            slots = np.asarray(pages)[:, None] * k.shape[1] + np.arange(k.shape[1])
+            kv_rows = slots.reshape(-1)[:kv_len]
         else:
+            kv_rows = kv_indptr[r] + np.arange(kv_len)
             k_r = k[kv_indptr[r] : kv_indptr[r] + kv_len]
             v_r = v[kv_indptr[r] : kv_indptr[r] + kv_len]
         q_offset = kv_len - len(q_r) if q_offsets is None else q_offsets[r]
         visible = visible_keys(
             len(q_r), kv_len, q_offset, spec.window_left, 0 if spec.causal else spec.window_right
         )
+        heads, rows = np.arange(q.shape[1])[:, None, None], np.arange(len(q_r))[:, None]
+        facts = At(
+            head=heads,
+            kv_head=heads // (q.shape[1] // k.shape[-2]),
+            request=r,
+            q_pos=q_offset + rows,
+            kv_pos=np.arange(kv_len),
+            q_row=qo_indptr[r] + rows,
+            kv_row=kv_rows,
+            q_len=len(q_r),
+            kv_len=kv_len,
+        )
+        at = jax.tree.map(lambda x: np.asarray(x, np.int32), facts)
         o_r, lse_r = attention_dense(
             q_r,
             k_r,
@@ -120,6 +142,9 @@ def attention(
             sm_scale=spec.sm_scale,
             logits_soft_cap=spec.logits_soft_cap,
             sinks=sinks,
+            variant=spec.variant,
+            at=at,
+            variant_operands=variant_operands,
         )
         os.append(o_r)
         lses.append(lse_r)
@@ -180,6 +205,9 @@ def attention_dense(
     logits_soft_cap: float = 0.0,
     bias: Array | None = None,
     sinks: Array | None = None,
+    variant: Variant | None = None,
+    at: At | None = None,
+    variant_operands: Mapping[str, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Attention of one request: softmax(logits of the visible keys) @ v.
 
@@ -192,6 +220,11 @@ def attention_dense(
       logits_soft_cap: c > 0: logits = c * tanh(logits / c). 0: off.
       bias: added to the logits after scale and soft cap, before the masks; broadcasts as `visible`.
       sinks: [num_qo_heads], natural-log units, or None.
+      variant: its functions, under vmap, get the logits after bias, and narrow `visible`. In
+        float64 if q is. With normalize="none": o is the sum of visible logits times values, and
+        lse is 0.
+      at: with a variant: its facts, arrays of i32 that broadcast as `visible`.
+      variant_operands: name -> array, what its functions read.
 
     Returns:
       o: [qo_len, num_qo_heads, head_dim_vo], dtype of q.
@@ -225,7 +258,14 @@ def attention_dense(
     if bias is not None:
         logits = logits + bias.astype(dtype)
     visible = xp.broadcast_to(visible, logits.shape)
+    if variant is not None:
+        assert at is not None
+        with jax.enable_x64(True) if dtype == np.float64 else contextlib.nullcontext():
+            changed, seen = variant.apply(logits, at, variant_operands or {})
+            logits = xp.asarray(changed, dtype)
+            visible = visible if seen is None else visible & xp.asarray(seen)
     logits = xp.where(visible, logits, -np.inf)
+    is_sum = variant is not None and not variant.normalizes
     sees_a_key = (logits != -np.inf).any(axis=-1)  # NaN is seen
 
     logits_max = logits.max(axis=-1, initial=-np.inf)
@@ -239,6 +279,10 @@ def attention_dense(
         total = total + xp.exp(sinks - logits_max)
     total = xp.where(sees_a_key, total, 1)
     lse = xp.where(sees_a_key, logits_max + xp.log(total), -np.inf)
+
+    if is_sum:
+        lse, total = xp.zeros_like(lse), xp.ones_like(total)
+        exp_logits = xp.where(visible, logits, 0)
 
     # 0 * NaN and 0 * inf are NaN: they must reach the rows that see them and no other.
     probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)

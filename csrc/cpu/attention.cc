@@ -9,6 +9,7 @@
 #include <new>
 
 #include "cpu/kernels.h"
+#include "cpu/variant_code.h"
 
 namespace jax_attn {
 namespace {
@@ -157,6 +158,12 @@ void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params
   geometry.tile_kv = problem.config.tile_kv;
   for (int64_t i = 0; i < problem.config.num_tiles; ++i) {
     geometry.max_rows = std::max<i64>(geometry.max_rows, problem.config.tile_q[i]);
+  }
+  VariantCode code;
+  if (problem.program.present) {
+    MakeVariantCode(problem.program, problem.spec.logits_soft_cap > 0, &code);
+    geometry.program = &problem.program;
+    geometry.code = &code;
   }
   std::fill_n(params.merge_counters, params.header->num_merge_groups, 0);
   Queues queues(kernels, params, geometry);

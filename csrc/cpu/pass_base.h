@@ -11,6 +11,7 @@
 #include "cpu/kernels.h"
 #include "cpu/pack.h"
 #include "cpu/softmax.h"
+#include "cpu/variant.h"
 
 namespace jax_attn {
 namespace {
@@ -46,6 +47,7 @@ struct Buffers {
   BlockRows blocks[2];
   i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
   size_t bytes = 0;
+  VariantRun<Isa> variant;
 
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
       : q_lanes(Lanes(kKeys, params.head_dim_qk)),
@@ -73,6 +75,10 @@ struct Buffers {
       block.k = Take<const char*>(base, tile_kv);
       block.v = Take<const char*>(base, tile_kv);
     }
+    const i64 heads = kLow ? Min(rows, params.num_qo_heads) : i64{params.group_size};
+    variant = VariantRun<Isa>(g.program, g.code, rows, kLow ? kMaxLowRows : rows, heads, tile_kv,
+                              base + bytes);
+    bytes += variant.bytes();
   }
 
  private:
@@ -130,9 +136,14 @@ class PassBase {
       }
     }
     for (i64 r = 0; r < num_heads_ * rows_; ++r) {
-      buf_.states[r] = {kNegInf, 0.0f};
+      buf_.states[r] = params_.sums_weights ? RowState{0.0f, 1.0f} : RowState{kNegInf, 0.0f};
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth)
         Isa::Store(buf_.o + r * buf_.o_columns + d, Isa::Zero());
+    }
+    if (buf_.variant) {
+      const float magnitude = params_.sm_scale < 0 ? -params_.sm_scale : params_.sm_scale;
+      buf_.variant.Begin({&params_, items_, num_heads_, rows_}, magnitude > 0 ? magnitude : 1.0f,
+                         buf_.scales, [&](i64 token) { return QueryRow(token); });
     }
   }
 
@@ -180,6 +191,7 @@ class PassBase {
       const bool last = ++i >= end;
       const i64 next_start = last ? start : StartOfStep(i);
       if (!last) FindRows(next_start, ValidTokens(next_start), next);
+      is_masked_ = params_.steps == nullptr || (params_.steps[i - 1] & 1) != 0;
       fn(start, block, last ? block : next);
       const BlockRows swap = block;
       block = next;
@@ -242,6 +254,7 @@ class PassBase {
 
   // Whether some row of the item does not see some token of `valid`.
   bool IsMixed(i64 start, Range valid) const {
+    if (buf_.variant && buf_.variant.masks()) return true;
     return VisibleTo(item_.qo_len - 1, start, valid).begin > valid.begin ||
            VisibleTo(0, start, valid).end < valid.end;
   }
@@ -303,13 +316,45 @@ class PassBase {
     RowState* states = buf_.states + h * rows_ + first;
     float* alpha = buf_.alpha + score_row;
     const float* scales = buf_.scales + h * rows_ + first;
+    LogitRule rule = rule_;
+    if (buf_.variant) {
+      Transform(h * rows_ + first, n, begin, end, s);
+      if (params_.sums_weights) {
+        if constexpr (kPairs) {
+          return KeepWeights<Isa>(n, begin, end, visible, s, buf_.tile_kv,
+                                  reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes),
+                                  2 * buf_.p_lanes, alpha);
+        } else {
+          return KeepWeights<Isa>(n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv, alpha);
+        }
+      }
+      if (buf_.variant.scales()) {
+        rule = MakeLogitRule(1.0f, 0.0f);
+        scales = kNoScales;
+      }
+    }
     if constexpr (kPairs) {
-      SoftmaxTile<Isa>(rule_, scales, n, begin, end, visible, s, buf_.tile_kv,
+      SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv,
                        reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes), 2 * buf_.p_lanes,
                        states, alpha);
     } else {
-      SoftmaxTile<Isa>(rule_, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
+      SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
                        states, alpha);
+    }
+  }
+
+  // What the variant makes of the scores of n rows of the pass.
+  JAX_ATTN_KERNEL void Transform(i64 first, i64 n, i64 begin, i64 end, float* s) {
+    const float cap = params_.logits_soft_cap;
+    for (i64 r = 0; r < n; ++r, s += buf_.tile_kv) {
+      if (cap > 0 && buf_.variant.scales()) {
+        const float cap_in = rule_.Scaled(buf_.scales[first + r]).cap_in;
+        for (i64 j = begin; j < end; j += Isa::kWidth) {
+          const auto x = Tanh<Isa>(Isa::Mul(Isa::Set(cap_in), Isa::Load(s + j)));
+          Isa::Store(s + j, Isa::Mul(Isa::Set(cap), x));
+        }
+      }
+      buf_.variant.Transform(first + r, begin, end, params_.sums_weights ? 0.0f : kNegInf, s);
     }
   }
 
@@ -356,6 +401,29 @@ class PassBase {
       AddVisiblePairs(row, first, tokens, panels, ahead);
     } else {
       AddValues(row, first, tokens, PackedValues(), 0, panels, ahead);
+    }
+  }
+
+  // Likewise where a variant hides keys from the row: the stretches that it sees, one by one.
+  template <class Fetch>
+  void AddSeenValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
+    const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
+    if (begin >= end) return;
+    if (row.seen.begin >= tokens.begin) {  // alpha, once
+      float* o = buf_.o + row.row * buf_.o_columns;
+      const auto alpha = Isa::Set(buf_.alpha[row.score_row]);
+      for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth) {
+        Isa::Store(o + d, Isa::Mul(alpha, Isa::Load(o + d)));
+      }
+      buf_.alpha[row.score_row] = 1.0f;
+    }
+    const i32* mask =
+        buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth));
+    for (i64 t = begin; t < end;) {
+      i64 stop = t;
+      while (stop < end && mask[stop]) ++stop;
+      if (stop > t) AddVisibleValues({row.row, row.score_row, 1, {t, stop}}, first, tokens, ahead);
+      t = stop + 1;
     }
   }
 
@@ -407,8 +475,9 @@ class PassBase {
   const WorkItem* items_;
   const WorkItem item_;  // what the items have in common, and the first kv head
   const i64 num_heads_;
-  const i64 rows_;    // of one item
-  const Range span_;  // see SpanOf
+  const i64 rows_;         // of one item
+  const Range span_;       // see SpanOf
+  bool is_masked_ = true;  // of the block: the element mask may hide something
   const LogitRule rule_;
   Buffers<Isa, T, Kv, kLow> buf_;
 };

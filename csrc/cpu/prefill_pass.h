@@ -30,6 +30,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
  private:
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
+    if (buf_.variant) buf_.variant.StartBlock(start, valid, this->is_masked_);
     const HeadRows keys{block.k, 0}, values{block.v, 0};
     NoFetch no_fetch;
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
@@ -95,6 +96,13 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   // tokens at the end of the block, so that a NaN costs little.
   void MultiplyNotFinite(const RowTile& tile, i64 start, Range valid) {
     NoFetch none;
+    if (buf_.variant && buf_.variant.masks()) {
+      for (i64 i = 0; i < tile.n; ++i) {
+        const Range seen = this->VisibleTo(buf_.tokens[tile.row + i], start, valid);
+        this->AddSeenValues({tile.row + i, tile.score_row + i, 1, seen}, 0, valid, none);
+      }
+      return;
+    }
     const i64 last = tile.row + tile.n - 1;
     const bool begin_together =
         this->VisibleTo(buf_.tokens[last], start, valid).begin == valid.begin;
