@@ -25,7 +25,8 @@ _SAFE = 2**31 - 2**10  # of a sum or product in f32, which rounds: below it ther
 class Interval:
     """[lo, hi] of i32 or bool arrays that broadcast to [num_row_blocks, num_kv_blocks].
 
-    width: at most hi - lo in any block, if that is known while tracing.
+    width: what hi - lo is in most blocks, where an index that is a range should be looked up. None:
+        not known while tracing.
     """
 
     lo: Any
@@ -105,7 +106,7 @@ def _load(xp: Any, array: Any, indices: list[Interval | None]) -> Interval | Non
     lows = [i.lo.clip(0, n - 1) for i, n in zip(known, array.shape, strict=True)]
     highs = [i.hi.clip(0, n - 1) for i, n in zip(known, array.shape, strict=True)]
     longest = known[-1].width
-    if xp is np:
+    if longest is None and xp is np:
         longest = int((highs[-1] - lows[-1]).max(initial=0))
     whole = array.min().reshape(1, 1), array.max().reshape(1, 1)
     if longest is None or longest >= array.shape[-1]:
@@ -116,7 +117,7 @@ def _load(xp: Any, array: Any, indices: list[Interval | None]) -> Interval | Non
         size *= 2
     is_near = highs[-1] - lows[-1] < 2 * size
     for low, high in zip(lows[:-1], highs[:-1], strict=True):
-        is_near &= low == high
+        is_near = is_near & (low == high)
     found = []
     for reduce, other in zip((xp.minimum, xp.maximum), whole, strict=True):
         windows = array  # windows[..., i]: of the elements from i on
@@ -166,54 +167,42 @@ def _mul(xp: Any, a: Interval, b: Interval) -> Interval:
     return _settled(xp, low, high, [_f32(x) * _f32(y) for x, y in pairs])
 
 
-def _divide(xp: Any, a: Interval, b: Interval) -> Interval | None:
-    """By a positive number alone: quotients are truncated, which keeps their order."""
-    if b.width != 0:
-        return None
-    is_positive = b.lo > 0
-    by = xp.where(is_positive, b.lo, 1)
+def _where(xp: Any, known: Any, low: Any, high: Any, width: int | None = None) -> Interval:
+    """[low, high] where it is known, else anything."""
+    low, high = xp.where(known, low, _LEAST), xp.where(known, high, _MOST)
+    return Interval(low.astype(np.int32), high.astype(np.int32), width)
+
+
+def _divide(xp: Any, a: Interval, b: Interval) -> Interval:
+    """By one positive number: quotients are truncated, which keeps their order."""
+    known = (b.lo == b.hi) & (b.lo > 0) & (a.lo > _LEAST)
+    by = xp.where(known, b.lo, 1)
     least = a.lo.clip(_LEAST + 1), a.hi.clip(_LEAST + 1)  # whose absolute value there is
     low, high = (xp.sign(x) * (abs(x) // by) for x in least)
-    known = is_positive & (a.lo > _LEAST)
-    return Interval(
-        xp.where(known, low, _LEAST).astype(np.int32),
-        xp.where(known, high, _MOST).astype(np.int32),
-        a.width,
-    )
+    return _where(xp, known, low, high, a.width)
 
 
-def _remainder(xp: Any, a: Interval, b: Interval) -> Interval | None:
-    """Of what is not negative, by a positive number: within one period it keeps the order."""
-    if b.width != 0:
-        return None
-    by = xp.where(b.lo > 0, b.lo, 1)
-    known = (b.lo > 0) & (a.lo >= 0)
+def _remainder(xp: Any, a: Interval, b: Interval) -> Interval:
+    """Of what is not negative, by one positive number: within one period it keeps the order."""
+    known = (b.lo == b.hi) & (b.lo > 0) & (a.lo >= 0)
+    by = xp.where(known, b.lo, 1)
     same = a.lo // by == a.hi // by
-    low, high = xp.where(same, a.lo % by, 0), xp.where(same, a.hi % by, by - 1)
-    return Interval(
-        xp.where(known, low, _LEAST).astype(np.int32),
-        xp.where(known, high, _MOST).astype(np.int32),
-    )
+    return _where(xp, known, xp.where(same, a.lo % by, 0), xp.where(same, a.hi % by, by - 1))
 
 
-def _shift_right(xp: Any, a: Interval, b: Interval) -> Interval | None:
-    if b.width != 0:
-        return None
+def _shift_right(xp: Any, a: Interval, b: Interval) -> Interval:
     by = b.lo.clip(0, 31)
-    known = (b.lo >= 0) & (b.lo < 32)
-    return Interval(
-        xp.where(known, a.lo >> by, _LEAST).astype(np.int32),
-        xp.where(known, a.hi >> by, _MOST).astype(np.int32),
-        a.width,
-    )
+    return _where(xp, (b.lo == b.hi) & (b.lo == by), a.lo >> by, a.hi >> by, a.width)
 
 
 def _and(xp: Any, a: Interval, b: Interval) -> Interval:
     if a.is_bool:
         return Interval(a.lo & b.lo, a.hi & b.hi)
-    known = (a.lo >= 0) & (b.lo >= 0)
-    high = xp.where(known, xp.minimum(a.hi, b.hi), _MOST)
-    return Interval(xp.where(known, 0, _LEAST).astype(np.int32), high.astype(np.int32))
+    exactly = (a.lo == a.hi) & (b.lo == b.hi)
+    known = (a.lo >= 0) | (b.lo >= 0)
+    most = xp.where(a.lo >= 0, xp.where(b.lo >= 0, xp.minimum(a.hi, b.hi), a.hi), b.hi)
+    low, high = xp.where(exactly, a.lo & b.lo, 0), xp.where(exactly, a.lo & b.lo, most)
+    return _where(xp, exactly | known, low, high)
 
 
 def _or(xp: Any, a: Interval, b: Interval) -> Interval | None:

@@ -232,8 +232,8 @@ def _batch(
     facts["kv_pos"] = Interval(first, last.astype(np.int32), kv_block - 1)
     if not spec.is_paged:
         start = over("kv_start")
-        width = kv_block - 1 if start.width == 0 else None
-        facts["kv_row"] = Interval(start.lo + first, start.hi + facts["kv_pos"].hi, width)
+        high = start.hi + facts["kv_pos"].hi
+        facts["kv_row"] = Interval(start.lo + first, high, kv_block - 1)
     return Batch(xp, facts, is_live, q_block, kv_block, num_columns)
 
 

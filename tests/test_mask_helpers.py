@@ -72,7 +72,8 @@ def check(lengths, mask, is_exact=False, **more):
             truth = pairs.any() * VISIBLE + (~pairs).any() * HIDDEN
             got = found.classes[i, j]
             assert truth & ~got == 0, (i, j, truth, got)
-            assert not is_exact or truth == got, (i, j, truth, got)
+            is_whole = pairs.size == found.q_block * found.kv_block
+            assert not (is_exact and is_whole) or truth == got, (i, j, truth, got)
             known, total = known + (got != MIXED), total + 1
     return known / total
 
@@ -119,7 +120,7 @@ def test_maps_are_sound(name, q_block, kv_block):
     more = {"q_block": q_block, "kv_block": kv_block}
     share = check(lengths, mask, is_exact, **more)
     if q_block == 16 and name != "bits":
-        assert share > 0.3, share
+        assert share > 0.2, share
 
 
 @pytest.mark.parametrize("name", NAMES[:4])
@@ -204,6 +205,89 @@ def test_bad_arguments_are_refused():
         masks.custom_mask(np.ones(5, bool), [0, 2], [3])
     with pytest.raises(ValueError, match=r"block_sparse: indices\[1\]: expected a block column in"):
         masks.block_sparse([0, 2], [0, 4], 1, 1, 4)
+
+
+# ---- through the kernels -------------------------------------------------------------------------
+
+
+def attend(q, k, v, dense, there):
+    """o, lse of float64; o = 0 and lse = -inf where a row sees nothing."""
+    o = np.zeros(q.shape, np.float64)
+    lse = np.full(q.shape[:2], -np.inf)
+    visible = dense & there
+    for row, keys in enumerate(visible):
+        if not keys.any():
+            continue
+        for head in range(q.shape[1]):
+            logits = k[row][keys, 0].astype(np.float64) @ q[row, head] / np.sqrt(q.shape[2])
+            weights = np.exp(logits - logits.max())
+            o[row, head] = weights @ v[row][keys, 0] / weights.sum()
+            lse[row, head] = logits.max() + np.log(weights.sum())
+    return o, lse
+
+
+@pytest.mark.parametrize("name", (*NAMES, "and", "or", "not"))
+@pytest.mark.parametrize("lengths", (Lengths(), Lengths((700,), (1100,))), ids=("batch", "one"))
+def test_attention_sees_what_the_mask_shows(name, lengths):
+    """NaN where nobody sees it, and the same with and without lists."""
+    if len(lengths.lens) == 1 and name == "prefix":
+        mask = masks.prefix_lm(np.array([500], np.int32))
+    elif len(lengths.lens) == 1 and "position" in name:
+        mask = masks.document_ids(*documents(lengths, np.random.default_rng(1)))
+    elif name in NAMES:
+        mask = helpers(lengths)[name]
+    else:
+        a, b = helpers(Lengths())["documents"], helpers(lengths)["blocks"]
+        a = masks.document_ids(*documents(lengths, np.random.default_rng(1)))
+        mask = {"and": a & b, "or": a | b, "not": ~a}[name]
+    rng = np.random.default_rng(0)
+    spec = dataclasses.replace(
+        lengths.spec, variant=mask.variant(), dtype="float32", causal=False, num_ctas=3
+    )
+    q = rng.normal(size=spec.q_shape).astype(np.float32)
+    k, v = rng.normal(size=(2, spec.max_kv_tokens, 1, 64)).astype(np.float32)
+    dense, (at, there) = lengths.dense(mask), lengths.facts()
+    rows = at.kv_row.clip(max=spec.max_kv_tokens - 1)
+    seen = np.zeros(spec.max_kv_tokens, bool)
+    seen[rows[dense & there]] = True
+    k[~seen], v[~seen] = np.nan, np.nan
+    want_o, want_lse = attend(q[: lengths.qo[-1]], k[rows], v[rows], dense, there)
+    block_map = lengths.block_map(mask, q_block=64, kv_block=128)
+    results = []
+    for max_steps in (spec.max_steps, None):
+        chosen = dataclasses.replace(spec, max_steps=max_steps)
+        plan = ja.plan(
+            chosen, lengths.qo, lengths.lens, kv_indptr=lengths.kv,
+            block_map=block_map if max_steps else None,
+        )  # fmt: skip
+        o, lse = ja.attention(q, k, v, plan, variant_operands=mask.operands, return_lse=True)
+        o, lse = np.asarray(o)[: lengths.qo[-1]], np.asarray(lse)[: lengths.qo[-1]]
+        np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+        np.testing.assert_allclose(o, want_o, atol=2e-5)
+        np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+        results.append(o)
+
+
+def test_a_hundred_contents_are_one_executable():
+    lengths = Lengths((256,), (512,))
+    first = masks.document_ids(*documents(lengths, np.random.default_rng(0)))
+    spec = dataclasses.replace(lengths.spec, variant=first.variant(), dtype="float32")
+    q = jnp.ones(spec.q_shape)
+    k, v = np.random.default_rng(0).normal(size=(2, spec.max_kv_tokens, 1, 64)).astype(np.float32)
+
+    @jax.jit
+    def step(q_ids, kv_ids, qo, lens):
+        mask = masks.document_ids(q_ids, kv_ids)
+        block_map = mask.block_map(spec, qo, lens, max_kv_len=512)
+        plan = ja.plan(spec, qo, lens, block_map=block_map)
+        return ja.attention(q, k, v, plan, variant_operands=mask.operands)
+
+    rng = np.random.default_rng(0)
+    for i in range(100):
+        q_ids, kv_ids = documents(lengths, rng, num=1 + i % 7)
+        lens = np.array([256 + i], np.int32)
+        o = step(q_ids, kv_ids, np.array([0, 200 + i % 50], np.int32), lens)
+    assert step._cache_size() == 1 and np.isfinite(o).all()
 
 
 # ---- random programs -----------------------------------------------------------------------------
