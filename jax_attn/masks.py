@@ -403,6 +403,38 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
     return Mask(function, {"bits": bits}, classes)
 
 
+def page_positions(
+    q_positions: Any,
+    page_starts: Any,
+    page_size: int,
+    *,
+    window_left: int = -1,
+    window_right: int = 0,
+) -> Mask:
+    """A causal mask or a window over pages that leave gaps, as after AttentionPlan.with_pages.
+
+    The spec has causal=False and no window of its own, because it would count selected tokens.
+
+    q_positions: [rows of q], i32. The position of each query token.
+    page_starts: [num_pages], i32, by page id. The position of the first slot of each page of the
+        pool.
+    window_left, window_right: a query at position p sees positions [p - window_left, p +
+        window_right]. -1: no limit on that side; window_right=0 is causal.
+    """
+
+    def function(at: At, q_positions: Any, page_starts: Any) -> Any:
+        key = page_starts[at.kv_row // page_size] + at.kv_row % page_size
+        behind = q_positions[at.q_row] - key
+        sees = behind == behind
+        if window_left >= 0:
+            sees &= behind <= window_left
+        if window_right >= 0:
+            sees &= behind >= -window_right
+        return sees
+
+    return Mask(function, {"q_positions": q_positions, "page_starts": page_starts})
+
+
 def _coarser(blocks: np.ndarray, size: int, new_size: int, num: int) -> np.ndarray:
     """Classes of `num` blocks of new_size tokens along the first axis, of blocks of `size` tokens;
     HIDDEN beyond the last. blocks: bool, or classes."""

@@ -194,7 +194,7 @@ class AttentionPlan:
 
         Positions are those of the pages as listed, one after the other. Selected pages that leave
         gaps keep a causal mask right if the pages of the query tokens come last; a window then
-        counts selected tokens.
+        counts selected tokens. Where it shall not, give the positions: masks.page_positions.
 
         Raises ValueError for a ragged plan, for fewer entries than the plan's pages, or for a page
         id out of range; NotImplementedError for a spec with share_prefixes=True, because requests

@@ -11,7 +11,7 @@ from backends import on_every_platform
 from checking import assert_close_state
 
 import jax_attn as ja
-from jax_attn import config, reference
+from jax_attn import config, masks, reference
 
 CASE = Case("", num_ctas=3, share_prefixes=False)
 
@@ -78,6 +78,47 @@ def test_each_layer_has_its_own_pages(backend):
         want_o, want_lse = reference.attention(*as_f64, **arguments, spec=spec)
         o_bound, lse_bound = np.full(want_lse.shape, 1e-4), np.full(want_lse.shape, 1e-4)
         assert_close_state(o[i], lse[i], want_o, want_lse, o_bound, lse_bound)
+
+
+@pytest.mark.parametrize("window_left, window_right", ((-1, 0), (100, 0), (40, 25), (-1, -1)))
+def test_positions_survive_gaps(window_left, window_right):
+    """Selected pages in any order, of requests whose keys have other positions than places."""
+    rng = np.random.default_rng(0)
+    case = Case("", (30, 1, 5), (160, 96, 48), causal=False, page_size=8, share_prefixes=False)
+    batch, num_pages = build(case), 70
+    k, v = rng.normal(size=(2, num_pages, 8, 2, 64)).astype(np.float32)
+    lengths = batch.lengths
+    q_positions = rng.integers(0, 400, len(batch.q)).astype(np.int32)
+    page_starts = (8 * rng.integers(0, 50, num_pages)).astype(np.int32)
+    mask = masks.page_positions(
+        q_positions, page_starts, 8, window_left=window_left, window_right=window_right
+    )
+    spec = ja.AttentionSpec(**case.spec_fields(), variant=mask.variant(), target="cpu")
+    plan = ja.plan(spec, **lengths.plan_arguments())
+    pages = rng.permutation(num_pages)[: len(lengths.page_indices)].astype(np.int32)
+    call = jax.jit(lambda p, x: ja.attention(
+        batch.q, k, v, p.with_pages(x), variant_operands=mask.operands, return_lse=True
+    ))  # fmt: skip
+    o, lse = (np.asarray(x) for x in call(plan, pages))
+    for r, kv_len in enumerate(case.kv_lens):
+        mine = pages[lengths.page_indptr[r] :][: kv_len // 8]
+        keys, values = k[mine].reshape(-1, 2, 64), v[mine].reshape(-1, 2, 64)
+        position = (page_starts[mine][:, None] + np.arange(8)).reshape(-1)
+        for row in range(*lengths.qo_indptr[r : r + 2]):
+            behind = q_positions[row] - position
+            sees = np.ones(kv_len, bool)
+            if window_left >= 0:
+                sees &= behind <= window_left
+            if window_right >= 0:
+                sees &= behind >= -window_right
+            for head in range(4):
+                if not sees.any():
+                    assert not o[row, head].any() and np.isneginf(lse[row, head])
+                    continue
+                logits = keys[sees, head // 2].astype(np.float64) @ batch.q[row, head] / 8
+                weights = np.exp(logits - logits.max())
+                want = weights @ values[sees, head // 2] / weights.sum()
+                np.testing.assert_allclose(o[row, head], want, atol=2e-5)
 
 
 @pytest.mark.parametrize("bad", (-1, 2**31 - 1, "num_pages"))
