@@ -40,6 +40,9 @@ class BlockMap:
         q, column j the positions [j * kv_block, (j + 1) * kv_block) of each row's own request.
     q_block, kv_block: tokens. Best are divisors of the height of query tiles and of tile_kv.
 
+    A plan believes it: only mixed blocks run the mask of the spec's variant, and without one all of
+    them is visible.
+
     A pytree: made inside jit, or passed to it, new classes never recompile.
     """
 

@@ -269,6 +269,65 @@ def test_every_word_of_a_list_is_checked(monkeypatch):
         ja.attention(batch.q, batch.k, batch.v, dataclasses.replace(plan, buffer=damaged))
 
 
+def test_records_that_name_lists_are_checked():
+    """Any word of items and merge groups: refused, or nothing bad comes of it."""
+    case = Case("", (3, 90, 1), (900, 1500, 5000), num_ctas=7)
+    block_map, _ = block_mask(np.random.default_rng(3), case, 16, 128)
+    plan, _ = plan_of(case, block_map)
+    batch, spec, header = build(case), plan.spec, plan.header()
+    assert header["num_partials"] > 0
+    run = jax.jit(lambda p: ja.attention(batch.q, batch.k, batch.v, p))
+    accepted, refused = 0, 0
+    for section, count, size in (
+        ("items", header["num_items"], 12), ("merge_groups", header["num_merge_groups"], 8),
+    ):  # fmt: skip
+        begin = spec.layout[section]
+        for at in range(begin, begin + count * size):
+            old = int(plan.buffer[at])
+            for value in {old + 1, old - 1, old + 128, old - 128, 0, -1, 2**30, -(2**31)} - {old}:
+                buffer = plan.buffer.copy()
+                buffer[at] = value
+                try:
+                    spec.problem.check_plan(buffer, -1)
+                except ValueError:
+                    refused += 1
+                    continue
+                accepted += 1
+                if accepted % 5 == 0:
+                    o = run(dataclasses.replace(plan, buffer=buffer))
+                    assert np.isfinite(o[: sum(case.qo_lens)]).all()
+    assert 0 < accepted < refused / 5, (accepted, refused)
+
+
+def test_fixed_split_bits_do_not_depend_on_neighbours():
+    """Of a request with the same lists, alone and among others."""
+    qo_lens, kv_lens = (3, 300, 40), (4000, 2500, 3000)
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(400, 4, 64)).astype(np.float32)
+    k, v = rng.normal(size=(2, 9600, 2, 64)).astype(np.float32)
+    classes = np.where(rng.random((400, 32)) < 0.5, VISIBLE, HIDDEN).astype(np.uint8)
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype="float32", page_size=None, max_qo_tokens=400, max_kv_tokens=9600,
+        schedule="fixed_split", kv_split=256, max_items=999, max_partial_rows=99999,
+        max_steps=4000, target="cpu",
+    )  # fmt: skip
+    qo, kv = (np.concatenate([[0], np.cumsum(x)]) for x in (qo_lens, kv_lens))
+    plan = ja.plan(spec, qo, kv_lens, block_map=BlockMap(classes, 1, 128))
+    assert plan.header()["num_partials"] > 0
+    together = ja.attention(q, k, v, plan, return_lse=True)
+    for r, n in enumerate(qo_lens):
+        rows, keys = slice(qo[r], qo[r + 1]), slice(kv[r], kv[r + 1])
+        alone = [np.zeros_like(x) for x in (q, k, v)]
+        alone[0][:n], alone[1][: kv_lens[r]], alone[2][: kv_lens[r]] = q[rows], k[keys], v[keys]
+        mine = np.full_like(classes, HIDDEN)
+        mine[:n] = classes[rows]
+        one = ja.plan(spec, [0, n], [kv_lens[r]], block_map=BlockMap(mine, 1, 128))
+        for name, a, b in zip(
+            ("o", "lse"), ja.attention(*alone, one, return_lse=True), together, strict=True
+        ):
+            assert_same_bits(name, np.asarray(a)[:n], np.asarray(b)[rows])
+
+
 def test_a_plan_tells_what_it_skips_and_survives_a_file(tmp_path):
     case = Case("", (512,), (1024,), causal=False)
     classes = np.full((9, 8), HIDDEN, np.uint8)
