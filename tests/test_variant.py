@@ -754,3 +754,13 @@ def test_describe(capsys, monkeypatch):
     described = ja.plan(spec, **lengths).describe()
     for text in (described, capsys.readouterr().out, str(variant)):
         assert "slopes[head]" in text and "per row" in text and "visible = v" in text
+
+
+def test_item_times():
+    variant, operands = variant_of(alibi, documents)
+    case = Case("", qo_lens=(3, 20), kv_lens=(30, 40))
+    batch = build(case)
+    spec = ja.AttentionSpec(**case.spec_fields(), variant=variant, target="cpu")
+    plan = ja.plan(spec, **batch.lengths.plan_arguments())
+    times = ja.item_times(batch.q, batch.k, batch.v, plan, variant_operands=operands)
+    assert len(times) == len(plan.items()) and (times[:, 1] >= times[:, 0]).all()

@@ -435,8 +435,8 @@ class PassBase {
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth) {
         Isa::Store(o + d, Isa::Mul(alpha, Isa::Load(o + d)));
       }
-      buf_.alpha[row.score_row] = 1.0f;
     }
+    buf_.alpha[row.score_row] = 1.0f;  // which each stretch would take for its own
     const i32* mask =
         buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth));
     for (i64 t = begin; t < end;) {
