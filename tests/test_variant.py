@@ -764,3 +764,26 @@ def test_item_times():
     plan = ja.plan(spec, **batch.lengths.plan_arguments())
     times = ja.item_times(batch.q, batch.k, batch.v, plan, variant_operands=operands)
     assert len(times) == len(plan.items()) and (times[:, 1] >= times[:, 0]).all()
+
+
+def test_rows_of_the_cache_fit_32_bits():
+    """kv_row is an i32, which a larger pool does not fit."""
+    by_row, _ = variant_of(None, documents)
+    by_position, _ = variant_of(alibi)
+    pages = jax.ShapeDtypeStruct((2**27, 16, 1, 8), np.float32)
+
+    def trace(variant):
+        spec = ja.AttentionSpec(
+            1, 1, 8, dtype="float32", max_batch=1, max_qo_tokens=1, max_kv_pages=1,
+            variant=variant, target="cpu",
+        )  # fmt: skip
+        plan = ja.plan(spec, [0, 1], [1], [0, 1], [0])
+        operands = {n: OPERANDS[n] for n in variant.names}
+        q = np.zeros((1, 1, 8), np.float32)
+        return jax.eval_shape(
+            lambda k, v: ja.attention(q, k, v, plan, variant_operands=operands), pages, pages
+        )
+
+    assert trace(by_position).shape == (1, 1, 8)
+    with pytest.raises(NotImplementedError, match="up to 2147483647 token slots a layer"):
+        trace(by_row)
