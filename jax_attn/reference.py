@@ -262,7 +262,7 @@ def attention_dense(
         assert at is not None
         with jax.enable_x64(True) if dtype == np.float64 else contextlib.nullcontext():
             changed, seen = variant.apply(logits, at, variant_operands or {})
-            logits = xp.asarray(changed, dtype)
+            logits = logits if changed is None else xp.asarray(changed, dtype)
             visible = visible if seen is None else visible & xp.asarray(seen)
     logits = xp.where(visible, logits, -np.inf)
     is_sum = variant is not None and not variant.normalizes

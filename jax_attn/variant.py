@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -140,8 +141,10 @@ class Variant:
     ) -> None:
         if not all(type(word) is int and -(2**63) <= word < 2**63 for word in words):
             _refuse("words", "integers of 64 bits", words)
-        if not words or not all(isinstance(name, str) for name in names):
-            _refuse("words, names", "a program and the names of its operands", (words, names))
+        if not words:
+            _refuse("words", "those of a program", words)
+        if not all(isinstance(name, str) for name in names):
+            _refuse("names", "strings", names)
         try:
             self._levels = _core.program_levels(list(words))
         except ValueError as error:
@@ -243,24 +246,38 @@ class Variant:
         """(logits, visible) of many logits at once, by the Python functions under vmap.
 
         score: an array, f32 or f64. at: of i32 arrays that broadcast to its shape. operands: the
-        arrays by name. visible is None without a mask. For the reference: kernels run the program.
+        arrays by name. Either is None without its function. For the reference: kernels run the
+        program.
         """
-        of = {name: _Indexed(np.asarray(array)) for name, array in operands.items()}
-        shape = jnp.shape(score)
-        flat = jax.tree.map(lambda x: jnp.broadcast_to(x, shape).reshape(-1), (score, at))
-
-        def evaluate(function: Callable[..., Any], *arguments: Any) -> Any:
-            values = {name: of[name].value for name in _wanted("", function, of)}
-            return jax.vmap(lambda *a: jnp.asarray(function(*a, **values)))(*arguments)
-
-        if self.logits is None and self.mask is None:
+        logits_value, visible_value = self.results
+        if (logits_value >= 0 and self.logits is None) or (
+            visible_value >= 0 and self.mask is None
+        ):
             raise NotImplementedError(
                 f"{_OP}: apply: variants made of Python functions are supported, got one that was"
                 " read from a file."
             )
-        logits = score if self.logits is None else evaluate(self.logits, *flat).reshape(shape)
-        visible = None if self.mask is None else evaluate(self.mask, flat[1]).reshape(shape)
+        shape = np.shape(score)
+        # Padded to a power of two, so that batches of many lengths compile few functions.
+        size = 1 << max(0, int(np.prod(shape)) - 1).bit_length()
+        score, at = jax.tree.map(
+            lambda x: np.resize(np.broadcast_to(x, shape), size), (np.asarray(score), at)
+        )
+        operands = {name: np.asarray(operands[name]) for name in self.names}
+
+        def evaluate(function: Callable[..., Any], *arguments: Any) -> Any:
+            return _mapped(function, operands, *arguments)[: int(np.prod(shape))].reshape(shape)
+
+        logits = None if self.logits is None else evaluate(self.logits, score, at)
+        visible = None if self.mask is None else evaluate(self.mask, at)
         return logits, visible
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mapped(function: Callable[..., Any], operands: dict[str, Any], *arguments: Any) -> Any:
+    of = {name: _Indexed(array) for name, array in operands.items()}
+    values = {name: of[name].value for name in _wanted("", function, of)}
+    return jax.vmap(lambda *a: jnp.asarray(function(*a, **values)))(*arguments)
 
 
 class Instruction(NamedTuple):
@@ -373,9 +390,9 @@ class _Operand:
 class _Indexed:
     """An operand for the reference: an array with the same indexing."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: jax.Array) -> None:
         kind = _OPERAND_TYPES[array.dtype.name]
-        self._array = array.astype((np.float32, np.int32, np.bool_)[kind])
+        self._array = array.astype((jnp.float32, jnp.int32, jnp.bool_)[kind])
         self.shape, self.ndim, self.dtype = array.shape, array.ndim, array.dtype
 
     def __getitem__(self, indices: Any) -> Any:
@@ -383,11 +400,11 @@ class _Indexed:
         clamped = tuple(
             jnp.clip(_index("", i), 0, n - 1) for i, n in zip(indices, self.shape, strict=True)
         )
-        return jnp.asarray(self._array)[clamped]
+        return self._array[clamped]
 
     @property
     def value(self) -> Any:
-        return self if self.ndim else jnp.asarray(self._array)
+        return self if self.ndim else self._array
 
 
 def _index(name: str, index: Any) -> Any:

@@ -48,6 +48,8 @@ struct Buffers {
   i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
   size_t bytes = 0;
   VariantRun<Isa> variant;
+  Range* seen;      // [rows] what each sees of a block in which the variant hides something
+  i32* is_stretch;  // [rows] whether it sees all of that
 
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
       : q_lanes(Lanes(kKeys, params.head_dim_qk)),
@@ -79,6 +81,8 @@ struct Buffers {
     variant = VariantRun<Isa>(g.program, g.code, rows, kLow ? kMaxLowRows : rows, heads, tile_kv,
                               base + bytes);
     bytes += variant.bytes();
+    seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
+    is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
   }
 
  private:
@@ -246,8 +250,22 @@ class PassBase {
     return range;
   }
 
+  // What a row sees of it, or that and some of what a variant hides from it.
+  Range RowSees(i64 row, i64 start, Range valid) const {
+    return narrows_ ? buf_.seen[row] : VisibleTo(buf_.tokens[row], start, valid);
+  }
+
   // What any row of [first, last] sees; windows move to the right with the token.
   Range VisibleToAny(i64 first, i64 last, i64 start, Range valid) const {
+    if (narrows_) {
+      Range all = buf_.seen[first];
+      for (i64 r = first + 1; r <= last; ++r) {
+        const Range one = buf_.seen[r];
+        if (all.begin >= all.end) all = one;
+        if (one.begin < one.end) all = {Min(all.begin, one.begin), Max(all.end, one.end)};
+      }
+      return all;
+    }
     return {VisibleTo(buf_.tokens[first], start, valid).begin,
             VisibleTo(buf_.tokens[last], start, valid).end};
   }
@@ -311,7 +329,7 @@ class PassBase {
   void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen) {
     const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
     Range visible[kMaxTileRows];
-    for (i64 r = 0; r < n; ++r) visible[r] = VisibleTo(buf_.tokens[first + r], start, valid);
+    for (i64 r = 0; r < n; ++r) visible[r] = RowSees(first + r, start, valid);
     float* s = buf_.s + score_row * buf_.tile_kv;
     RowState* states = buf_.states + h * rows_ + first;
     float* alpha = buf_.alpha + score_row;
@@ -343,6 +361,26 @@ class PassBase {
     }
   }
 
+  // Of rows [first, first + n) what each sees of the block, where a variant hides something: from
+  // the first to the last key. A row that sees all between them needs no mask.
+  JAX_ATTN_KERNEL void Narrow(i64 first, i64 n, i64 start, Range valid) {
+    narrows_ = false;
+    for (i64 r = first; r < first + n; ++r) {
+      Range seen = VisibleTo(buf_.tokens[r], start, valid);
+      if (seen.begin >= seen.end) seen = {valid.begin, valid.begin};
+      const i32* mask = buf_.variant.Mask(r, seen.begin / Isa::kWidth * Isa::kWidth,
+                                          RoundUp(seen.end, Isa::kWidth));
+      while (seen.begin < seen.end && !mask[seen.begin]) ++seen.begin;
+      while (seen.begin < seen.end && !mask[seen.end - 1]) --seen.end;
+      i32 all = -1;
+      for (i64 t = seen.begin; t < seen.end; ++t) all &= mask[t];
+      if (seen.begin >= seen.end) seen = {valid.begin, valid.begin};
+      buf_.seen[r] = seen;
+      buf_.is_stretch[r] = all != 0;
+    }
+    narrows_ = true;
+  }
+
   // What the variant makes of the scores of n rows of the pass.
   JAX_ATTN_KERNEL void Transform(i64 first, i64 n, i64 begin, i64 end, float* s) {
     const float cap = params_.logits_soft_cap;
@@ -354,7 +392,9 @@ class PassBase {
           Isa::Store(s + j, Isa::Mul(Isa::Set(cap), x));
         }
       }
-      buf_.variant.Transform(first + r, begin, end, params_.sums_weights ? 0.0f : kNegInf, s);
+      const bool masks = buf_.variant.masks() && !(narrows_ && buf_.is_stretch[first + r]);
+      buf_.variant.Transform(first + r, begin, end, masks, params_.sums_weights ? 0.0f : kNegInf,
+                             s);
     }
   }
 
@@ -415,8 +455,8 @@ class PassBase {
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth) {
         Isa::Store(o + d, Isa::Mul(alpha, Isa::Load(o + d)));
       }
-      buf_.alpha[row.score_row] = 1.0f;
     }
+    buf_.alpha[row.score_row] = 1.0f;  // which each stretch would take for its own
     const i32* mask =
         buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth));
     for (i64 t = begin; t < end;) {
@@ -480,6 +520,7 @@ class PassBase {
   bool is_masked_ = true;  // of the block: the element mask may hide something
   const LogitRule rule_;
   Buffers<Isa, T, Kv, kLow> buf_;
+  bool narrows_ = false;  // whether buf_.seen is of the rows and the block at hand
 };
 
 }  // namespace
