@@ -45,6 +45,7 @@ struct AttentionSpec {
   int64_t schedule = kBalanced;
   int64_t kv_split = 0;        // kFixedSplit: tokens a chunk
   int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
+  int64_t max_steps = 0;       // capacity of step lists; 0: spans of keys instead of lists
   int64_t fresh_kv = 0;        // 1: k, v of the query tokens come from k_new, v_new, not from pages
   int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
   int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
@@ -110,6 +111,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("schedule", s.schedule);
   visit("kv_split", s.kv_split);
   visit("share_prefixes", s.share_prefixes);
+  visit("max_steps", s.max_steps);
   visit("fresh_kv", s.fresh_kv);
   visit("arch", s.arch);
   visit("num_processors", s.num_processors);

@@ -8,7 +8,7 @@ if find_spec("jax_attn._core") is None:
         f" ({__path__[0]}); install it with `pip install -e .`, or start Python elsewhere."
     )
 
-from jax_attn import mla, reference
+from jax_attn import masks, mla, reference
 from jax_attn.attention import attention, item_times
 from jax_attn.dense import dot_product_attention
 from jax_attn.export import export_checks
@@ -31,6 +31,7 @@ __all__ = [
     "dot_product_attention",
     "export_checks",
     "item_times",
+    "masks",
     "merge_state",
     "merge_states",
     "mla",

@@ -8,6 +8,9 @@ ffi_api_version: tuple[int, int]
 plan_magic: int
 plan_version: int
 max_levels: int
+faulty_plan_magic: int
+fault_page_indices: int
+fault_page_id: int
 program_version: int
 max_instructions: int
 max_instruction_args: int
@@ -48,6 +51,9 @@ class Problem:
         q_offsets: np.ndarray | None,
         request_indptr: np.ndarray | None,
         prefix_lens: np.ndarray | None,
+        block_classes: np.ndarray | None,
+        q_block: int,
+        kv_block: int,
         buffer: np.ndarray,
     ) -> None: ...
 

@@ -12,6 +12,7 @@ import jaxlib
 import numpy as np
 
 from jax_attn import _core, config, jit
+from jax_attn.masks import BlockMap
 from jax_attn.spec import AttentionSpec
 from jax_attn.transforms import refusing
 
@@ -46,6 +47,7 @@ def plan(
     page_indices: jax.Array,
     q_offsets: jax.Array,
     levels: tuple[jax.Array, jax.Array] | None,
+    block_map: BlockMap | None,
     spec: AttentionSpec,
 ) -> jax.Array:
     """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
@@ -60,11 +62,17 @@ def plan(
             jax.ShapeDtypeStruct((spec.problem.plan_scratch_words(*shape),), jnp.int32),
         ),
     )
+    if block_map is not None and levels is None:  # only the last operands may be left out
+        levels = jnp.zeros((0, 1), np.int32), jnp.zeros((0, 0), np.int32)
     operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
+    blocks = {"q_block": np.int64(0), "kv_block": np.int64(0)}
+    if block_map is not None:
+        operands += (block_map.classes,)
+        blocks = {name: np.int64(getattr(block_map, name)) for name in blocks}
 
     def plan_batch(*operands_and_levels: Any) -> Any:
         *operands, has_levels = operands_and_levels
-        return call(*operands, problem=spec.problem_words, levels=has_levels)
+        return call(*operands, problem=spec.problem_words, levels=has_levels, **blocks)
 
     buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
         *operands, bool(shape[0])

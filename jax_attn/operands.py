@@ -175,6 +175,8 @@ def check_cache(
     v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
     # Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
     most = 2**31 if spec.fresh_kv else 2**32 - 2
+    if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
+        most = 2**31 - 1
     if num_pages * spec.page_size > most:
         raise NotImplementedError(
             f"{op}: k_pages: up to {most} token slots a layer are supported with"

@@ -66,6 +66,9 @@ class AttentionSpec:
         max_items, max_partial_rows: sizes of sections of the plan and of the workspace. None:
             enough for any batch; with fixed_split, enough for any batch of decodes. If one is too
             small, the planner raises and names it.
+        max_steps: entries of step lists (masks that save work): then `plan` takes a block_map, and
+            each query tile visits only the steps of tile_kv keys where the map says that its rows
+            see something. None: no step lists. Supported on CPU, without shared prefixes.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
             2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
@@ -111,6 +114,7 @@ class AttentionSpec:
     max_kv_tokens: int | None = None
     max_items: int | None = None
     max_partial_rows: int | None = None
+    max_steps: int | None = None
     schedule: Literal["balanced", "fixed_split", "no_split", "auto"] = "balanced"
     kv_split: int | None = None
     share_prefixes: bool | None = None
@@ -270,7 +274,7 @@ class AttentionSpec:
     def _settle_schedule(self, settle: Any) -> None:
         if not isinstance(self.schedule, str) or self.schedule not in _SCHEDULES:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
-        can_share = self.is_paged and self.schedule != "no_split"
+        can_share = self.is_paged and self.schedule != "no_split" and self.max_steps is None
         if self.variant is not None and self.variant.needs_own_rows:
             if self.share_prefixes is True:
                 raise NotImplementedError(
@@ -282,9 +286,15 @@ class AttentionSpec:
         if not isinstance(self.share_prefixes, (bool, type(None))):
             _refuse("share_prefixes", "True, False or None", self.share_prefixes)
         if self.share_prefixes and not can_share:
-            _refuse("share_prefixes", "False or None without pages or with no_split", True)
+            _refuse(
+                "share_prefixes", "False or None without pages, with no_split or max_steps", True
+            )
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        for name in ("num_ctas", "max_items", "max_partial_rows"):
+        if self.max_steps is not None and self.target != "cpu":
+            raise NotImplementedError(
+                f"AttentionSpec: max_steps: supported with target='cpu', got {self.target}."
+            )
+        for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
         if self.schedule == "fixed_split":
@@ -400,6 +410,7 @@ class AttentionSpec:
             "schedule": _SCHEDULES.index(self.schedule),
             "kv_split": self.kv_split or 0,
             "share_prefixes": int(bool(self.share_prefixes)),
+            "max_steps": self.max_steps or 0,
             "fresh_kv": int(self.fresh_kv),
             "arch": arch,
             "num_processors": num_processors,

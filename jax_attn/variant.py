@@ -141,8 +141,10 @@ class Variant:
     ) -> None:
         if not all(type(word) is int and -(2**63) <= word < 2**63 for word in words):
             _refuse("words", "integers of 64 bits", words)
-        if not words or not all(isinstance(name, str) for name in names):
-            _refuse("words, names", "a program and the names of its operands", (words, names))
+        if not words:
+            _refuse("words", "those of a program", words)
+        if not all(isinstance(name, str) for name in names):
+            _refuse("names", "strings", names)
         try:
             self._levels = _core.program_levels(list(words))
         except ValueError as error:
@@ -247,7 +249,10 @@ class Variant:
         arrays by name. Either is None without its function. For the reference: kernels run the
         program.
         """
-        if self.logits is None and self.mask is None:
+        logits_value, visible_value = self.results
+        if (logits_value >= 0 and self.logits is None) or (
+            visible_value >= 0 and self.mask is None
+        ):
             raise NotImplementedError(
                 f"{_OP}: apply: variants made of Python functions are supported, got one that was"
                 " read from a file."

@@ -44,7 +44,9 @@ class VariantRun {
   size_t bytes() const { return bytes_; }
   explicit operator bool() const { return c_ != nullptr; }
   bool scales() const { return c_->scales; }
-  bool masks() const { return c_->visible >= 0; }
+  // Whether the mask may hide something of what is computed now: see Sees.
+  bool masks() const { return c_->visible >= 0 && hides_; }
+  void SetHides(bool hides) { hides_ = hides; }
 
   // scales: [rows of the pass]; natural logits are magnitude * scale * raw score.
   template <typename QueryRow>
@@ -73,9 +75,12 @@ class VariantRun {
     Run(c_->rows, kRowHome, 0, lanes_);
   }
 
-  // The block of keys at positions start on, of which `valid` are there.
-  void StartBlock(i64 start, Range valid) {
+  // The block of keys at positions start on, of which `valid` are there. is_masked: whether the
+  // mask may hide any of it.
+  void StartBlock(i64 start, Range valid, bool is_masked) {
     start_ = start;
+    is_masked_ = is_masked;
+    if (!is_masked && c_->logit == kRawScore) return;
     for (i64 j = 0; j < tile_kv_; ++j) keys_[j] = static_cast<i32>(start + j);
     if (c_->reads_kv_rows) FindKeyRows(start, valid, keys_ + tile_kv_);
     Run(c_->keys, kKeyHome, 0, tile_kv_);
@@ -91,12 +96,32 @@ class VariantRun {
     for (head_ = 0; head_ < heads; ++head_) Run(c_->diagonals, kDiagHome, 0, lanes);
   }
 
+  // How much of columns [begin, end) rows [first, last] see, by the bounds of what the mask is made
+  // of: true means all is known to be seen (or hidden), never that something is not.
+  struct Share {
+    bool all, none;
+  };
+  Share Sees(i64 first, i64 last, i64 begin, i64 end) {
+    if (c_->visible < 0 || !is_masked_) return {true, false};
+    Bounds known[kNumCodeValues];
+    for (i32 i = c_->mask.begin; i < c_->mask.end; ++i) {
+      const CodeOp& op = c_->ops[i];
+      Bounds args[3] = {};
+      for (i32 a = 0; a < Min(op.num_args, 3); ++a) {
+        args[a] = BoundsOf(op.args[a], known, first, last, begin, end);
+      }
+      known[op.value] = Combine(op, args);
+    }
+    const Bounds visible = BoundsOf(c_->visible, known, first, last, begin, end);
+    return {visible.high < 0, visible.low == 0};
+  }
+
   // Logits of columns [begin, end) of a row of the pass from its raw scores, or of a variant that
   // only masks the scores themselves; `hidden` in columns that the row does not see.
-  void Transform(i64 row, i64 begin, i64 end, float hidden, float* s) {
+  // masks: whether there may be such columns.
+  void Transform(i64 row, i64 begin, i64 end, bool masks, float hidden, float* s) {
     At(row);
     raw_ = reinterpret_cast<i32*>(s);
-    const bool masks = c_->visible >= 0;
     if (masks) Run(c_->mask, kLogitHome, begin, end);
     Run(masks ? c_->logits : c_->only_logits, kLogitHome, begin, end);
     i32 bits;
@@ -131,6 +156,97 @@ class VariantRun {
   }
 
  private:
+  // Of integers; of bool, -1 is true.
+  struct Bounds {
+    i64 low, high;
+  };
+  static constexpr Bounds kUnknown = {-(i64{1} << 31), (i64{1} << 31) - 1};
+
+  static Bounds OfLanes(const i32* lanes, i64 n) {
+    i32 low = lanes[0], high = lanes[0];
+    for (i64 i = 0; i < n; ++i) {
+      low = lanes[i] < low ? lanes[i] : low;
+      high = lanes[i] > high ? lanes[i] : high;
+    }
+    return {low, high};
+  }
+
+  // Values of other homes are what they are; the bits of f32 mean nothing to Combine.
+  Bounds BoundsOf(i32 value, const Bounds* known, i64 first, i64 last, i64 begin, i64 end) const {
+    const i64 slot = c_->slot[value];
+    switch (c_->home[value]) {
+      case kRowHome:
+        return OfLanes(rows_ + slot * row_lanes_ + first, last - first + 1);
+      case kKeyHome:
+        return OfLanes(keys_ + (2 + slot) * tile_kv_ + begin, end - begin);
+      case kDiagHome: {
+        const i64 group = pass_.params->group_size;
+        const i64 lane = tokens_ - 1 - last % pass_.rows / group;
+        const i64 n = last % pass_.rows / group - first % pass_.rows / group + end - begin;
+        const i64 heads = c_->diagonals_by_head ? pass_.num_heads * group : 1;
+        Bounds all = {kUnknown.high, kUnknown.low};
+        for (i64 head = 0; head < heads; ++head) {
+          const i32* lanes = diagonals_ + head * diagonal_step_ + slot * diagonal_lanes_;
+          const Bounds one = OfLanes(lanes + lane + begin, n);
+          all = {Min(all.low, one.low), Max(all.high, one.high)};
+        }
+        return all;
+      }
+      default:
+        return known[value];
+    }
+  }
+
+  static Bounds Combine(const CodeOp& op, const Bounds* x) {
+    const bool is_bool = op.type == kVariantBool;
+    const Bounds unknown = is_bool ? Bounds{-1, 0} : kUnknown, yes = {-1, -1}, no = {0, 0};
+    const Bounds a = x[0], b = x[1], c = x[2];
+    if (op.type == kVariantF32 || op.arg_type == kVariantF32) {
+      return op.op == kOpSelect && is_bool ? Select(a, b, c) : unknown;
+    }
+    const auto if_fits = [&](i64 low, i64 high) {
+      return low >= kUnknown.low && high <= kUnknown.high ? Bounds{low, high} : unknown;
+    };
+    switch (op.op) {
+      case kOpEq:
+        if (a.high < b.low || b.high < a.low) return no;
+        return a.low == a.high && b.low == b.high ? yes : unknown;
+      case kOpNe:
+        if (a.high < b.low || b.high < a.low) return yes;
+        return a.low == a.high && b.low == b.high ? no : unknown;
+      case kOpLt:
+        return a.high < b.low ? yes : a.low >= b.high ? no : unknown;
+      case kOpLe:
+        return a.high <= b.low ? yes : a.low > b.high ? no : unknown;
+      case kOpAnd:
+        return is_bool ? Bounds{Max(a.low, b.low), Max(a.high, b.high)} : unknown;
+      case kOpOr:
+        return is_bool ? Bounds{Min(a.low, b.low), Min(a.high, b.high)} : unknown;
+      case kOpNot:
+        return Bounds{-1 - a.high, -1 - a.low};
+      case kOpSelect:
+        return Select(a, b, c);
+      case kOpAdd:
+        return if_fits(a.low + b.low, a.high + b.high);
+      case kOpSub:
+        return if_fits(a.low - b.high, a.high - b.low);
+      case kOpNeg:
+        return if_fits(-a.high, -a.low);
+      case kOpMin:
+        return {Min(a.low, b.low), Min(a.high, b.high)};
+      case kOpMax:
+        return {Max(a.low, b.low), Max(a.high, b.high)};
+      default:
+        return unknown;
+    }
+  }
+
+  static Bounds Select(Bounds which, Bounds yes, Bounds no) {
+    if (which.high < 0) return yes;
+    if (which.low == 0) return no;
+    return {Min(yes.low, no.low), Max(yes.high, no.high)};
+  }
+
   static constexpr i32 kNumFacts = kOpKvLen - kOpHead + 1;
 
   i32* Take(char* scratch, i64 count) {
@@ -270,6 +386,7 @@ class VariantRun {
   i32* logits_ = nullptr;     // [slots, tile_kv]
 
   VariantRows pass_ = {};
+  bool is_masked_ = true, hides_ = true;
   i64 lanes_ = 0, tokens_ = 0, start_ = 0;
   ValueHome section_ = kNoHome;
   i64 row_ = 0, token_ = 0, head_ = 0;

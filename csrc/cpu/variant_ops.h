@@ -93,20 +93,20 @@ JAX_ATTN_INLINE typename L::Int EachF(typename L::Int a, Fn fn) {
 }
 
 // Operations: Do<Isa>(a, b, c) on VectorOf<Isa>::Int.
-#define JAX_ATTN_VECTOR_OP(name, expression)                                         \
-  struct name {                                                                      \
-    template <class Isa>                                                             \
+#define JAX_ATTN_VECTOR_OP(name, expression)                                               \
+  struct name {                                                                            \
+    template <class Isa>                                                                   \
     static JAX_ATTN_INLINE typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a,   \
-                                                       typename VectorOf<Isa>::Int b,   \
-                                                       typename VectorOf<Isa>::Int c) { \
-      using L = VectorOf<Isa>;                                                          \
-      using Int [[maybe_unused]] = typename L::Int;                                  \
-      using UInt [[maybe_unused]] = typename L::UInt;                                \
-      using Float [[maybe_unused]] = typename L::Float;                              \
-      using Vec [[maybe_unused]] = typename Isa::Vec;                                \
-      [[maybe_unused]] const Float x = (Float)a, y = (Float)b, z = (Float)c;         \
-      return (Int)(expression);                                                      \
-    }                                                                                \
+                                                          typename VectorOf<Isa>::Int b,   \
+                                                          typename VectorOf<Isa>::Int c) { \
+      using L = VectorOf<Isa>;                                                             \
+      using Int [[maybe_unused]] = typename L::Int;                                        \
+      using UInt [[maybe_unused]] = typename L::UInt;                                      \
+      using Float [[maybe_unused]] = typename L::Float;                                    \
+      using Vec [[maybe_unused]] = typename Isa::Vec;                                      \
+      [[maybe_unused]] const Float x = (Float)a, y = (Float)b, z = (Float)c;               \
+      return (Int)(expression);                                                            \
+    }                                                                                      \
   };
 
 JAX_ATTN_VECTOR_OP(CopyOp, a)
@@ -178,8 +178,9 @@ JAX_ATTN_VECTOR_OP(ReciprocalF, L::SetF(1) / x)
 // Two of the C library's manner, lane by lane: their second argument may be 0.
 struct DivI {
   template <class Isa>
-  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a, typename VectorOf<Isa>::Int b,
-                                     typename VectorOf<Isa>::Int) {
+  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a,
+                                        typename VectorOf<Isa>::Int b,
+                                        typename VectorOf<Isa>::Int) {
     for (int i = 0; i < Isa::kWidth; ++i) {
       a[i] = b[i] == 0    ? -1
              : b[i] == -1 ? static_cast<i32>(0u - static_cast<uint32_t>(a[i]))
@@ -190,8 +191,9 @@ struct DivI {
 };
 struct RemI {
   template <class Isa>
-  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a, typename VectorOf<Isa>::Int b,
-                                     typename VectorOf<Isa>::Int) {
+  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a,
+                                        typename VectorOf<Isa>::Int b,
+                                        typename VectorOf<Isa>::Int) {
     for (int i = 0; i < Isa::kWidth; ++i) {
       a[i] = b[i] == 0 ? a[i] : b[i] == -1 ? 0 : a[i] % b[i];
     }
@@ -200,8 +202,9 @@ struct RemI {
 };
 struct RemF {
   template <class Isa>
-  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a, typename VectorOf<Isa>::Int b,
-                                     typename VectorOf<Isa>::Int) {
+  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a,
+                                        typename VectorOf<Isa>::Int b,
+                                        typename VectorOf<Isa>::Int) {
     using Float = typename VectorOf<Isa>::Float;
     Float x = (Float)a;
     const Float y = (Float)b;

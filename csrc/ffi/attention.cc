@@ -1,6 +1,7 @@
 // jax_attn_attention: unpack, check, launch, return.
 #include "cpu/attention.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -32,6 +33,14 @@ Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer
   if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
   return CheckBuffer(kOp, name, kv, ToDataType(spec.kv_dtype()),
                      {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
+}
+
+// Rows of the cache are i32 in a program.
+bool ReadsKvRows(const VariantProgram& program) {
+  for (i32 i = 0; i < program.num_instructions; ++i) {
+    if (program.instructions[i].op == kOpKvRow) return true;
+  }
+  return false;
 }
 
 Status CheckVariantOperands(const VariantProgram& program,
@@ -88,6 +97,14 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* p
   if (s.ok()) s = CheckBuffer(kOp, "workspace", b.workspace, ffi::S32, {workspace_words});
   if (s.ok() && FloatsOf(b.sinks) && problem.program.present && !problem.program.normalizes) {
     return Status::Error("attention: sinks: expected none with a variant without softmax.");
+  }
+  if (s.ok() && ReadsKvRows(problem.program) &&
+      pool->num_pages * std::max<int64_t>(spec.page_size, 1) > kMaxInt32) {
+    return Status::Error(
+        "attention: k_pages: expected at most 2^31 - 1 token slots a layer with a variant that "
+        "reads "
+        "kv_row, got " +
+        std::to_string(pool->num_pages * spec.page_size) + ".");
   }
   return s.ok() ? CheckVariantOperands(problem.program, b.variant_operands) : s;
 }
