@@ -347,6 +347,99 @@ def group_backward(dtype: str, group: int, prefix: int, own: int) -> tuple[Any, 
     )
 
 
+# ---- variants: a user's functions
+
+
+def variant(dtype: str, length: int, name: str) -> tuple[Any, ...]:
+    """A user's function, beside what is built in or, where nothing is, beside no variant."""
+    logits, mask, operands, built_in = _variants(length)[name]
+    q, k, v = jax.random.normal(
+        jax.random.key(4), (3, length, PREFILL_HEADS, HEAD_DIM), jnp.dtype(dtype)
+    )
+
+    def run(own: ja.Variant | None, **options: Any) -> Callable[[], Any]:
+        spec = ja.AttentionSpec(
+            PREFILL_HEADS,
+            PREFILL_HEADS,
+            HEAD_DIM,
+            dtype=dtype,
+            page_size=None,
+            max_batch=1,
+            max_qo_tokens=length,
+            max_kv_tokens=length,
+            variant=own,
+            target="cpu",
+            **({"causal": False} | options),
+        )
+        plan = jax.device_put(ja.plan(spec, [0, length], [length]))
+        given = {n: jnp.asarray(x) for n, x in operands.items()} if own else None
+        attend = jax.jit(
+            lambda q, k, v, plan, given: ja.attention(q, k, v, plan, variant_operands=given)
+        )
+        return lambda: attend(q, k, v, plan, given).block_until_ready()
+
+    own = ja.Variant(logits, mask, operands=operands)
+    runs = {"ours": run(own), "built in" if built_in else "no variant": run(None, **built_in)}
+    if name == "bias" and torch:
+        runs["torch SDPA"] = _torch_bias(q, k, v, operands["bias"])
+    flops = 4 * length**2 * PREFILL_HEADS * HEAD_DIM
+    return f"cpu/variant/{name}/1x{length}/8/d128/{dtype}", runs, 4 * q.nbytes, flops
+
+
+def _torch_bias(q: Any, k: Any, v: Any, bias: np.ndarray) -> Callable[[], Any]:
+    to = [torch.tensor(np.asarray(a)).transpose(0, 1)[None].contiguous() for a in (q, k, v)]
+    attn_mask = torch.tensor(bias)
+
+    def run() -> Any:
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(*to, attn_mask=attn_mask)
+
+    return run
+
+
+def _variants(length: int) -> dict[str, tuple[Any, Any, dict[str, np.ndarray], dict[str, Any]]]:
+    """logits, mask, operands and, where it is one, the built-in's fields of AttentionSpec."""
+    rng = np.random.default_rng(0)
+
+    def t5(score: Any, at: Any, table: Any) -> Any:
+        distance = jnp.maximum(at.q_pos - at.kv_pos, 0)
+        far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16) * 7.7).astype(jnp.int32)
+        return score + table[jnp.where(distance < 16, distance, jnp.minimum(far, 31)), at.head]
+
+    def alibi(score: Any, at: Any, slopes: Any) -> Any:
+        return score - slopes[at.head] * (at.q_pos - at.kv_pos)
+
+    def bias(score: Any, at: Any, bias: Any) -> Any:
+        return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
+
+    heads = np.arange(1, PREFILL_HEADS + 1)
+    array = rng.normal(size=(1, PREFILL_HEADS, length, length) if length <= 2048 else (1, 1, 1, 1))
+    return {
+        "causal": (None, lambda at: at.kv_pos <= at.q_pos, {}, {"causal": True}),
+        "window": (
+            None,
+            lambda at: (at.kv_pos <= at.q_pos) & (at.q_pos - at.kv_pos <= 1024),
+            {},
+            {"causal": True, "window_left": 1024},
+        ),
+        "soft_cap": (
+            lambda score, at: 30 * jnp.tanh(score / 30),
+            None,
+            {},
+            {"logits_soft_cap": 30.0},
+        ),
+        "alibi": (alibi, None, {"slopes": np.float32(2.0**-heads)}, {}),
+        "t5": (t5, None, {"table": rng.normal(size=(32, PREFILL_HEADS)).astype(np.float32)}, {}),
+        "documents": (
+            None,
+            lambda at, doc: doc[at.q_row] == doc[at.kv_row],
+            {"doc": np.int32(np.arange(length) * 16 // length)},
+            {},
+        ),
+        "bias": (bias, None, {"bias": array.astype(np.float32)}, {}),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="a workload, all peers together")
@@ -377,6 +470,9 @@ def main() -> None:
         )
         for shape in shapes
     ]
+    names = ("causal", "window", "soft_cap", "alibi", "t5", "documents")
+    workloads += [(variant, "float32", 4096, name) for name in names]
+    workloads.append((variant, "float32", 2048, "bias"))
     for make, dtype, *shape in workloads:
         name, runs, num_bytes, flops = make(dtype, *shape)
         if arguments.only not in name:

@@ -1,4 +1,4 @@
-"""Compiles the built-in CUDA kernels with pip's NVRTC, without a GPU, and bounds what they use.
+"""Compiles CUDA kernels, built-in ones and variants, with pip's NVRTC, and bounds what they use.
 
     python build_tools/check_kernels.py [sm_80 sm_90a sm_100a sm_120a] [--only TEXT]
 
@@ -28,6 +28,9 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 import jax_attn as ja
 from jax_attn import _core
 
@@ -56,7 +59,46 @@ _LATENT_ON_SM100 = (
     "sm_100a, where mma.sync serves: the item's place, and marks of values that are not finite;"
     " some 40 accesses in 4,600 instructions",
 )
+_VARIANT_ON_SM80 = (
+    64,
+    "what warps keep from item to item, and sums of rows beside the facts of rows and keys: 30"
+    " accesses in the 2,400 instructions of a step",
+)
+_TABLE = (
+    120,
+    "as what consumers keep from item to item; three of these words are read in every step, beside"
+    " a load from the user's table for every logit",
+)
 SPILLS: dict[str, tuple[int, str]] = {
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-t5_bias": _TABLE,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-soft_cap": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-sigmoid": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-dense_bias": _TABLE,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-causal": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-documents": _ITEM_TO_ITEM,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-prefix_lm": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-alibi": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-documents": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-documents": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-documents": _TABLE,
+    "attention-bf16-d64-g1-ragged-q32_192-kv128-w16-s0-wgmma-documents": _TABLE,
+    "attention-bf16-d576x512-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma-documents": (
+        24,
+        "not looked into yet",
+    ),
+    "attention-bf16-d576x512-mla-g64-page64-q64-kv64-w12-s0-right-wgmma-alibi": (
+        152,
+        "not looked into yet: two consumers of 224 registers hold o, logits and distances",
+    ),
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-documents": _VARIANT_ON_SM80,
+    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-alibi": _QUEUE_END,
+    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-documents": _VARIANT_ON_SM80,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-t5_bias": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-documents": _VARIANT_ON_SM80,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
     "attention-bf16-d72-g5-page5-q32_128-kv128-w12-s0-left-right-wgmma": _PADDED,
     "attention-bf16-d80-g16-page1-q32_128-kv128-w12-s0-right-wgmma": _PADDED,
@@ -138,6 +180,69 @@ class Usage:
     num_threads: int
 
 
+# --- variants ---
+
+
+def alibi(score, at, slopes):
+    return score - slopes[at.head] * (at.q_pos - at.kv_pos)
+
+
+def t5_bias(score, at, bias):
+    distance = jnp.maximum(at.q_pos - at.kv_pos, 0)
+    far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16.0) * 7.69).astype(jnp.int32)
+    return score + bias[jnp.where(distance < 16, distance, jnp.minimum(far, 31)), at.head]
+
+
+def soft_cap(score, at):
+    return 30.0 * jnp.tanh(score / 30.0)
+
+
+def sigmoid(score, at):
+    return jax.nn.sigmoid(score - 8.0)
+
+
+def dense_bias(score, at, bias):
+    return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
+
+
+def causal(at):
+    return at.kv_pos <= at.q_pos
+
+
+def documents(at, q_doc, kv_doc):
+    return q_doc[at.q_row] == kv_doc[at.kv_row]
+
+
+def prefix_lm(at, prefix):
+    return (at.kv_pos < prefix[at.request]) | (at.kv_pos <= at.q_pos)
+
+
+def tree(at, ancestors):
+    place = at.kv_pos - (at.kv_len - at.q_len)
+    return (place < 0) | ((ancestors[at.q_row] >> place) & 1 != 0)
+
+
+def variants() -> dict[str, ja.Variant]:
+    def array(dtype: str, rank: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1,) * rank, dtype)
+
+    ids = array("int32", 1)
+    return {
+        "alibi": ja.Variant(alibi, operands={"slopes": array("float32", 1)}),
+        "t5_bias": ja.Variant(t5_bias, operands={"bias": array("bfloat16", 2)}),
+        "soft_cap": ja.Variant(soft_cap),
+        "sigmoid": ja.Variant(sigmoid, normalize="none"),
+        "dense_bias": ja.Variant(dense_bias, operands={"bias": array("bfloat16", 4)}),
+        "causal": ja.Variant(mask=causal),
+        "documents": ja.Variant(mask=documents, operands={"q_doc": ids, "kv_doc": ids}),
+        "prefix_lm": ja.Variant(mask=prefix_lm, operands={"prefix": ids}),
+        "tree": ja.Variant(mask=tree, operands={"ancestors": ids}),
+    }
+
+
+# --- specialisations ---
+
+
 def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     """A covering set: dtypes, head dims, groups, page sizes, masks and schedules."""
 
@@ -155,6 +260,17 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
             max_kv_tokens=4096 if page_size is None else None,
             max_kv_pages=None if page_size is None else 4096,
             **options,
+        )
+
+    def latent(heads: int, page_size: int | None, **options: Any) -> ja.AttentionSpec:
+        return dataclasses.replace(
+            spec(128, 1, page_size, **options),
+            num_qo_heads=heads,
+            num_kv_heads=1,
+            head_dim_qk=576,
+            head_dim_vo=512,
+            mla=True,
+            sm_scale=192**-0.5,
         )
 
     # The common cases: llama-like decode and prefill, paged and ragged.
@@ -201,15 +317,7 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         (77, None, {"causal": False}),
         (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
     ):
-        yield dataclasses.replace(
-            spec(128, 1, page_size, **options),
-            num_qo_heads=heads,
-            num_kv_heads=1,
-            head_dim_qk=576,
-            head_dim_vo=512,
-            mla=True,
-            sm_scale=192**-0.5,
-        )
+        yield latent(heads, page_size, **options)
     # e4m3 keys and values, and queries.
     for dims, group, page_size, options in (
         (128, 4, 16, {}),
@@ -227,6 +335,21 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec((192, 128), 5, 5, dtype="float32")
     yield spec(256, 16, 1, dtype="float32")
     yield spec(128, 4, 16, dtype="float32", fresh_kv=True)
+    # Variants, each in the common kernel, and some in the others.
+    by_name = variants()
+    for variant in by_name.values():
+        yield spec(128, 4, 16, variant=variant)
+    for options in (
+        {"max_qo_tokens": 8},
+        {"fresh_kv": True},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"dtype": "float32"},
+    ):
+        yield spec(128, 4, 16, variant=by_name["alibi"], **options)
+        yield spec(128, 4, 16, variant=by_name["documents"], **options)
+    yield spec(64, 1, None, causal=False, variant=by_name["documents"])
+    for heads, name in ((16, "alibi"), (16, "documents"), (128, "alibi"), (128, "documents")):
+        yield latent(heads, 64, variant=by_name[name])
 
 
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
@@ -322,6 +445,23 @@ def faults(usage: Usage, arch: int, num_ctas: int) -> list[str]:
 
 
 @functools.cache
+def variant_kernels(target: str) -> dict[str, str]:
+    """Names of the kernels with variants, and the same with the variant's instead of a hash."""
+    names = {variant.words: name for name, variant in variants().items()}
+    kernels = {}
+    for spec in attention_specs(target):
+        if spec.variant is not None:
+            name = _core.attention_source(spec.problem).name
+            kernels[name] = f"{name.partition('-variant')[0]}-{names[spec.variant.words]}"
+    return kernels
+
+
+def display_name(target: str, i: int) -> str:
+    name: str = kernels_of(target)[i][0].name
+    return variant_kernels(target).get(name, name)
+
+
+@functools.cache
 def kernels_of(target: str) -> list[tuple[_core.KernelSource, int]]:
     return list(kernels(target))
 
@@ -335,13 +475,14 @@ def check(which: tuple[str, int]) -> tuple[bool, str]:
     milliseconds = 1e3 * (time.perf_counter() - start)
     usage = read_usage(cubin, source.entry)
     found = faults(usage, int(target.removeprefix("sm_")), num_ctas)
+    name = display_name(target, i)
     arch_name = source.name.split("-")[1]
-    bytes_accepted, reason = SPILLS.get(source.name.replace(f"-{arch_name}", "", 1), (0, ""))
+    bytes_accepted, reason = SPILLS.get(name.replace(f"-{arch_name}", "", 1), (0, ""))
     if usage.stack <= bytes_accepted:
         found = [fault for fault in found if not fault.endswith("of stack")]
     accepted = f"accepted: {reason}" if usage.stack else "ok"
     return not found, (
-        f"{source.name:<62} {usage.registers:>4} {usage.stack:>6} {usage.smem:>7}"
+        f"{name:<62} {usage.registers:>4} {usage.stack:>6} {usage.smem:>7}"
         f" {num_ctas or '':>4} {milliseconds:>6.0f} ms  {'; '.join(found) or accepted}"
     )
 
@@ -354,8 +495,8 @@ def main() -> int:
     chosen = [
         (target, i)
         for target in (arch.rstrip("a") for arch in arguments.archs)
-        for i, (source, _) in enumerate(kernels_of(target))
-        if arguments.only in source.name
+        for i in range(len(kernels_of(target)))
+        if arguments.only in display_name(target, i)
     ]
     if not chosen:
         parser.error(f"no kernel has {arguments.only!r} in its name")

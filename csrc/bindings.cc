@@ -14,6 +14,7 @@
 #include "plan/check.h"
 #include "plan/plan.h"
 #include "select/select.h"
+#include "variant/words.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace nb = nanobind;
@@ -21,27 +22,31 @@ namespace nb = nanobind;
 namespace jax_attn {
 namespace {
 
-// A contiguous numpy array of int32. By the buffer protocol alone: nb::ndarray asks for DLPack
-// first, which takes a plan of a few arrays microseconds.
-class Int32Array {
+// A contiguous numpy array of int32 or uint8. By the buffer protocol alone: nb::ndarray asks for
+// DLPack first, which takes a plan of a few arrays microseconds.
+template <typename T>
+class HostArray {
  public:
-  Int32Array(nb::handle array, int num_dims, bool writeable = false) {
+  HostArray(nb::handle array, int num_dims, bool writeable = false) {
     const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writeable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw nb::python_error();
     const std::string_view format = view_.format == nullptr ? "B" : view_.format;
-    if (format == "i" && view_.ndim == num_dims) return;
+    if (format == kFormat && view_.ndim == num_dims) return;
     PyBuffer_Release(&view_);
-    throw nb::type_error("plan: expected an array of int32");
+    throw nb::type_error(*kFormat == 'i' ? "plan: expected an array of int32"
+                                         : "plan: expected an array of uint8");
   }
-  Int32Array(const Int32Array&) = delete;
-  ~Int32Array() { PyBuffer_Release(&view_); }
+  HostArray(const HostArray&) = delete;
+  ~HostArray() { PyBuffer_Release(&view_); }
 
-  int32_t* data() const { return static_cast<int32_t*>(view_.buf); }
+  T* data() const { return static_cast<T*>(view_.buf); }
   int64_t shape(int i) const { return view_.shape[i]; }
 
  private:
+  static constexpr const char* kFormat = sizeof(T) == 4 ? "i" : "B";
   Py_buffer view_;
 };
+using Int32Array = HostArray<int32_t>;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw std::invalid_argument(status.message);
@@ -71,12 +76,14 @@ void ThrowIfBadSpec(const Status& status) {
 }
 
 // Fields named in `overrides` win over what select/ chose.
-AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
+AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
+                             const std::vector<int64_t>& program) {
   AttentionProblem problem;
   FromDict(spec, &problem.spec);
+  ThrowIfBadSpec(DecodeProgram(program.data(), program.size(), &problem.program));
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
-  problem.config = SelectAttention(problem.spec);
+  problem.config = SelectAttention(problem.spec, nullptr, &problem.program);
   FromDict(overrides, &problem.config);
   ThrowIfBadSpec(CheckProblem(problem));  // that FillCapacities may compute with it
   FillCapacities(&problem);
@@ -86,7 +93,8 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides) {
 
 void PlanInto(const AttentionProblem& problem, nb::handle qo_indptr, nb::handle kv_lens,
               nb::handle kv_indptr, nb::handle page_indices, nb::handle q_offsets,
-              nb::handle request_indptr, nb::handle prefix_lens, nb::handle buffer) {
+              nb::handle request_indptr, nb::handle prefix_lens, nb::handle block_classes,
+              int32_t q_block, int32_t kv_block, nb::handle buffer) {
   const Int32Array qo(qo_indptr, 1), lens(kv_lens, 1), kv(kv_indptr, 1), pages(page_indices, 1);
   const Int32Array plan(buffer, 1, true);
   std::optional<Int32Array> offsets, borders, prefixes;
@@ -108,7 +116,14 @@ void PlanInto(const AttentionProblem& problem, nb::handle qo_indptr, nb::handle 
     levels.num_levels = static_cast<i32>(prefixes->shape(0));
     levels.num_prefixes = static_cast<i32>(prefixes->shape(1));
   }
-  ThrowIfError(Plan(problem, inputs, prefixes ? &levels : nullptr, plan.data()));
+  std::optional<HostArray<uint8_t>> classes;
+  BlockMap map = {};
+  if (!block_classes.is_none()) {
+    classes.emplace(block_classes, 2);
+    map = {classes->data(), classes->shape(0), classes->shape(1), q_block, kv_block};
+  }
+  ThrowIfError(
+      Plan(problem, inputs, prefixes ? &levels : nullptr, plan.data(), classes ? &map : nullptr));
 }
 
 void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num_pages) {
@@ -124,10 +139,30 @@ void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num
 // [(what, why)] of the configuration that select/ chose.
 nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
-  SelectAttention(problem.spec, &reasons);
+  SelectAttention(problem.spec, &reasons, &problem.program);
   nb::list list;
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
   return list;
+}
+
+// The operations of programs in order: (word, rule, arguments, types).
+nb::list VariantOps() {
+  nb::list list;
+  for (const VariantOpInfo& info : kVariantOps) {
+    list.append(nb::make_tuple(info.word, static_cast<int>(info.rule), info.num_args, info.types));
+  }
+  return list;
+}
+
+// The level of each value; refuses words that are no program.
+std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
+  VariantProgram program;
+  ThrowIfError(DecodeProgram(words.data(), words.size(), &program));
+  std::vector<int> levels;
+  for (i32 i = 0; i < program.num_instructions; ++i) {
+    levels.push_back(program.instructions[i].level);
+  }
+  return levels;
 }
 
 nb::dict LayoutDict(const AttentionProblem& problem) {
@@ -143,6 +178,7 @@ nb::dict LayoutDict(const AttentionProblem& problem) {
   dict["qo_indices"] = l.qo_indices;
   dict["items"] = l.items;
   dict["page_indices"] = l.page_indices;
+  dict["steps"] = l.steps;
   dict["num_words"] = l.num_words;
   return dict;
 }
@@ -217,13 +253,26 @@ NB_MODULE(_core, m) {
   m.attr("plan_magic") = kPlanMagic;
   m.attr("plan_version") = kPlanVersion;
   m.attr("max_levels") = static_cast<int>(kMaxLevels);
+  m.attr("faulty_plan_magic") = static_cast<int>(kFaultyPlanMagic);
+  m.attr("fault_page_indices") = static_cast<int>(kFaultPageIndices);
+  m.attr("fault_page_id") = static_cast<int>(kFaultPageId);
+  m.attr("program_version") = kProgramVersion;
+  m.attr("max_instructions") = kMaxInstructions;
+  m.attr("max_instruction_args") = kMaxInstructionArgs;
+  m.attr("max_operand_rank") = kMaxOperandRank;
+  m.attr("max_variant_operands") = kMaxVariantOperands;
+  m.attr("variant_ops") = VariantOps();
+  m.def("program_levels", &ProgramLevels);
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")
-      .def("__init__",
-           [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides) {
-             new (self) AttentionProblem(MakeProblem(spec, overrides));
-           })
+      .def(
+          "__init__",
+          [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides,
+             const std::vector<int64_t>& program) {
+            new (self) AttentionProblem(MakeProblem(spec, overrides, program));
+          },
+          nb::arg("spec"), nb::arg("overrides"), nb::arg("program") = std::vector<int64_t>())
       .def_prop_ro("spec", [](const AttentionProblem& p) { return ToDict(p.spec); })
       .def_prop_ro("config", [](const AttentionProblem& p) { return ToDict(p.config); })
       .def_prop_ro("reasons", &ReasonList)
@@ -242,7 +291,8 @@ NB_MODULE(_core, m) {
       .def("check_plan", &CheckPlanOf, nb::arg("buffer"), nb::arg("num_pages"))
       .def("plan", &PlanInto, nb::arg("qo_indptr"), nb::arg("kv_lens"), nb::arg("kv_indptr"),
            nb::arg("page_indices"), nb::arg("q_offsets").none(), nb::arg("request_indptr").none(),
-           nb::arg("prefix_lens").none(), nb::arg("buffer"));
+           nb::arg("prefix_lens").none(), nb::arg("block_classes").none(), nb::arg("q_block"),
+           nb::arg("kv_block"), nb::arg("buffer"));
 
   m.def("default_processors", &DefaultProcessors);
   m.def("describe_fallback", &DescribeFallback);

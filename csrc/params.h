@@ -15,6 +15,7 @@ inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
 inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault
 inline constexpr i32 kPlanVersion = 4;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
+inline constexpr int kMaxVariantOperands = 8;
 
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
 // it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
@@ -46,6 +47,9 @@ enum PlanFaultCode : i32 {
   kFaultPrefixNesting,  // expected: border `entry` of the level before, which is none here
   kFaultPrefixLen,      // at: request; got: tokens; expected: at most its kv_len
   kFaultPrefixPages,    // at: entry of page_indices; expected: what the request before has there
+  // Of a BlockMap.
+  kFaultMapColumns,  // at: request; got: columns; expected: positions that its queries may see
+  kFaultSteps,       // max_steps
 };
 
 struct PlanFault {
@@ -90,6 +94,7 @@ struct PlanRules {
   i32 window_right;  // -1: unlimited; causal is 0
   i32 kv_split;      // tokens a chunk: kFixedSplit; 2^30, as many as there may be: kNoSplit
   i32 page_size;     // 0: ragged
+  i32 listed;        // 1: tiles have step lists, see WorkItem
 
   i32 num_tiles;
   i32 tile_tokens[kMaxTiles];  // query tokens of a tile, ascending: tile_q / group_size
@@ -146,7 +151,7 @@ struct PlanHeader {
   i32 fault_at;
   i32 fault_got;
   i32 fault_expected;
-  i32 reserved;
+  i32 num_steps;  // live entries of steps
 };
 static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 
@@ -163,6 +168,13 @@ static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 // An empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop steps
 // lie at absolute multiples of tile_kv, whatever kv_begin is, so that a row meets its keys in the
 // same groups in any tile; slots outside the span are not read.
+//
+// With step lists (masks that save work) main-loop steps are those that a list of the tile names:
+// entry e of `steps` is 2 * step + masked, where step i has positions [i * tile_kv, (i + 1) *
+// tile_kv) and `masked` tells whether the element mask hides anything there. kv_begin and kv_end
+// then count along the lists of all tiles, one behind the other: entries [kv_begin / tile_kv,
+// kv_end / tile_kv), whose steps ascend. So planners cut and balance lists as they do spans of
+// keys.
 struct WorkItem {
   i32 qo_begin;  // first query token: a row of q; shared: an index into qo_indices
   i32 qo_len;    // query tokens, qo_len * group_size <= tile_q[tile]
@@ -217,6 +229,12 @@ static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
 // A CUtensorMap: what the copy engine of sm_90 knows of an array.
 struct alignas(64) TensorMap {
   unsigned long long words[16];
+};
+
+// An array that a variant's program reads (variant/program.h), row major.
+struct VariantOperand {
+  const void* data;
+  i32 dims[4];  // as many as it has axes; each at least 1
 };
 
 // Operands, results, plan sections and workspace of one attention call.
@@ -289,6 +307,10 @@ struct AttentionParams {
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
   i32 q_is_e4m3;         // else q has the type of o
+
+  const i32* steps;  // [max_steps] step lists, see WorkItem; null: there are none
+  VariantOperand variant_operands[kMaxVariantOperands];  // of the problem's program
+  i32 sums_weights;  // 1: a variant without softmax: o = sum of weights times v, lse = 0
 };
 
 // The backward pass of an attention call. `forward` has its operands and plan; o, lse, sinks and

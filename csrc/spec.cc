@@ -1,5 +1,7 @@
 #include "spec.h"
 
+#include "variant/words.h"
+
 namespace jax_attn {
 namespace {
 
@@ -19,17 +21,23 @@ std::vector<int64_t> EncodeProblem(AttentionProblem problem) {
   auto append = [&](const char*, auto& field) { words.push_back(ToWord(field)); };
   VisitFields(problem.spec, append);
   VisitFields(problem.config, append);
+  const std::vector<int64_t> program = EncodeProgram(problem.program);
+  words.insert(words.end(), program.begin(), program.end());
   return words;
 }
 
-bool DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem) {
-  static const size_t expected = EncodeProblem({}).size();
-  if (num_words != expected || words[0] != kProblemVersion) return false;
-  ++words;
-  auto read = [&](const char*, auto& field) { FromWord(*words++, field); };
+Status DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem) {
+  static const size_t num_fields = EncodeProblem({}).size();
+  if (num_words < num_fields || words[0] != kProblemVersion) {
+    return Status::Error(
+        "expected the words of this jax_attn version, got those of another; export or compile the "
+        "function again.");
+  }
+  const int64_t* at = words + 1;
+  auto read = [&](const char*, auto& field) { FromWord(*at++, field); };
   VisitFields(problem->spec, read);
   VisitFields(problem->config, read);
-  return true;
+  return DecodeProgram(at, num_words - num_fields, &problem->program);
 }
 
 }  // namespace jax_attn

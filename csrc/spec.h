@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "params.h"
+#include "status.h"
+#include "variant/program.h"
 
 namespace jax_attn {
 
@@ -43,6 +45,7 @@ struct AttentionSpec {
   int64_t schedule = kBalanced;
   int64_t kv_split = 0;        // kFixedSplit: tokens a chunk
   int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
+  int64_t max_steps = 0;       // capacity of step lists; 0: spans of keys instead of lists
   int64_t fresh_kv = 0;        // 1: k, v of the query tokens come from k_new, v_new, not from pages
   int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
   int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
@@ -108,6 +111,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("schedule", s.schedule);
   visit("kv_split", s.kv_split);
   visit("share_prefixes", s.share_prefixes);
+  visit("max_steps", s.max_steps);
   visit("fresh_kv", s.fresh_kv);
   visit("arch", s.arch);
   visit("num_processors", s.num_processors);
@@ -145,14 +149,17 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
 struct AttentionProblem {
   AttentionSpec spec;
   KernelConfig config;
+  VariantProgram program = {};  // the spec's variant
 };
 
-inline constexpr int64_t kProblemVersion = 5;
+inline constexpr int64_t kProblemVersion = 6;
 
-// Words of the FFI attribute "problem": version, then every field in VisitFields order.
+// Words of the FFI attribute "problem": version, then every field in VisitFields order, then the
+// words of the program (variant/words.h), none without a variant.
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);
 
-// False if the words were written by another version of this library.
-bool DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem);
+// Refuses words that another version of this library wrote, and those of a bad program. Fields may
+// be anything: CheckProblem looks at them.
+Status DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem);
 
 }  // namespace jax_attn

@@ -8,7 +8,7 @@ if find_spec("jax_attn._core") is None:
         f" ({__path__[0]}); install it with `pip install -e .`, or start Python elsewhere."
     )
 
-from jax_attn import mla, parallel, reference
+from jax_attn import masks, mla, parallel, reference
 from jax_attn.attention import attention, item_times
 from jax_attn.dense import dot_product_attention
 from jax_attn.export import export_checks
@@ -17,17 +17,21 @@ from jax_attn.kv_cache import append_kv, append_rotated
 from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
 from jax_attn.plan import AttentionPlan, PlanBucket, plan
 from jax_attn.spec import AttentionSpec
+from jax_attn.variant import At, Variant
 
 __all__ = [
+    "At",
     "AttentionPlan",
     "AttentionSpec",
     "PlanBucket",
+    "Variant",
     "append_kv",
     "append_rotated",
     "attention",
     "dot_product_attention",
     "export_checks",
     "item_times",
+    "masks",
     "merge_state",
     "merge_states",
     "mla",

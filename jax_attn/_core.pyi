@@ -8,13 +8,25 @@ ffi_api_version: tuple[int, int]
 plan_magic: int
 plan_version: int
 max_levels: int
+faulty_plan_magic: int
+fault_page_indices: int
+fault_page_id: int
+program_version: int
+max_instructions: int
+max_instruction_args: int
+max_operand_rank: int
+max_variant_operands: int
+variant_ops: list[tuple[str, int, int, int]]
 
+def program_levels(words: list[int], /) -> list[int]: ...
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 
 class Problem:
     """An AttentionSpec and the kernel chosen for it (csrc/spec.h)."""
 
-    def __init__(self, spec: dict[str, Any], overrides: dict[str, int], /) -> None: ...
+    def __init__(
+        self, spec: dict[str, Any], overrides: dict[str, int], program: list[int] = ...
+    ) -> None: ...
     @property
     def spec(self) -> dict[str, Any]: ...
     @property
@@ -39,6 +51,9 @@ class Problem:
         q_offsets: np.ndarray | None,
         request_indptr: np.ndarray | None,
         prefix_lens: np.ndarray | None,
+        block_classes: np.ndarray | None,
+        q_block: int,
+        kv_block: int,
         buffer: np.ndarray,
     ) -> None: ...
 

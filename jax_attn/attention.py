@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 import jax
@@ -15,6 +16,7 @@ from jax_attn.operands import (
     check_data,
     check_scales,
     check_values,
+    check_variant_operands,
     count_groups,
     layer_operand,
     of_groups,
@@ -39,6 +41,7 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
     return_lse: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -55,6 +58,7 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention(
@@ -70,6 +74,7 @@ def attention(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a whole batch: prefill, decode, chunked prefill or any mix, in one call.
@@ -93,7 +98,9 @@ def attention(
         logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
         multiplied by v_scale. They may be traced. A scale of q or k that is not positive makes the
         results of its heads NaN.
-    return_lse: also return lse.
+    variant_operands: name -> array, the operands of the spec's variant, in its dtypes and numbers
+        of axes, of any lengths but 0; they may be traced. None without operands.
+    return_lse: also return lse. Not with a variant of normalize="none".
 
     Returns o: [max_qo_tokens, num_qo_heads, head_dim_vo] in the spec's dtype, and with return_lse
     lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
@@ -111,8 +118,24 @@ def attention(
     CUDA.
     """
     operands = _operands(
-        "attention", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
+        "attention",
+        q,
+        k,
+        v,
+        plan,
+        k_new,
+        v_new,
+        layer,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        variant_operands,
     )
+    if return_lse and (variant := plan.spec.variant) is not None and not variant.normalizes:
+        raise ValueError(
+            "attention: return_lse: expected False with a variant of normalize='none', got True."
+        )
     o, lse = gradients.attention(*operands)
     return (o, lse) if return_lse else o
 
@@ -130,10 +153,12 @@ def item_times(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
 
-    q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale: as for attention.
+    q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale, variant_operands: as for
+        attention.
 
     Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
     began and ended, its share of merges included. The second of two runs. On CPU threads take items
@@ -142,7 +167,19 @@ def item_times(
     while the one before it ran.
     """
     *operands, split = _operands(
-        "item_times", q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale
+        "item_times",
+        q,
+        k,
+        v,
+        plan,
+        k_new,
+        v_new,
+        layer,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        variant_operands,
     )
     if split.num_groups > 1:
         raise NotImplementedError(
@@ -174,6 +211,7 @@ def _operands(
     q_scale: Any,
     k_scale: Any,
     v_scale: Any,
+    variant_operands: Mapping[str, Any] | None,
 ) -> tuple[Any, ...]:
     """The operands of ffi.attention, checked, and how their heads are split."""
     one = spec_of(op, plan)
@@ -201,9 +239,14 @@ def _operands(
         k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
         k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
         v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
+    if sinks is not None and spec.variant is not None and not spec.variant.normalizes:
+        raise ValueError(
+            f"{op}: sinks: expected None with a variant of normalize='none', got an array."
+        )
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
     scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
+    read = check_variant_operands(op, spec, variant_operands)
     layer_index = layer_operand(op, layer, num_layers)
     buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
     qo_heads, kv_heads = one.num_qo_heads, one.num_kv_heads
@@ -220,6 +263,16 @@ def _operands(
         "k_scale": (scales[1], 0, kv_heads),
         "v_scale": (scales[2], 0, kv_heads),
     }
+    if spec.variant is not None:
+        by_name |= {
+            f"variant_operands[{name!r}]": (array, None, 0)
+            for name, array in zip(spec.variant.names, read, strict=True)
+        }
+        if num_groups > 1:  # a device would number its own heads from 0
+            raise NotImplementedError(
+                f"{op}: variant: supported where a device has all heads of the arrays, got heads"
+                f" split {num_groups} ways."
+            )
     split = split_of(one, num_groups, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
     operands = [array for array, *_ in by_name.values()]
     check_split(op, split, operands)

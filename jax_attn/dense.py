@@ -17,6 +17,7 @@ from jax_attn.attention import attention
 from jax_attn.plan import AttentionPlan, plan
 from jax_attn.spec import AttentionSpec
 from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
+from jax_attn.variant import Variant
 
 _OP = "dot_product_attention"
 
@@ -46,7 +47,9 @@ def dot_product_attention(
     query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim], bf16 | f16 | f32.
     key: [batch, S, num_kv_heads, head_dim] or without the batch, dtype of query.
     value: [batch, S, num_kv_heads, head_dim_vo] or without the batch, dtype of query.
-    bias, mask: None only.
+    bias: added to the logits, a float array. mask: bool, True where a key is seen. Each is [batch,
+        num_qo_heads, T, S] with every axis of that length or 1, or without the batch where query
+        has none. They are read as they are: nothing is broadcast. On a CPU, on one device.
     scale: logits = scale * (query . key), a number known while tracing. None: 1 / sqrt(head_dim).
     is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, also
         where T != S. (AttentionSpec.causal aligns their ends.)
@@ -74,14 +77,13 @@ def dot_product_attention(
     how they are split, compilation fails with the same sentence.
 
     Raises ValueError for arrays that do not fit each other, or for a wrong length or window.
-    Raises NotImplementedError for bias, mask, implementation, and for a scale or lengths that are
-    traced by jit.
+    Raises NotImplementedError for implementation, for a scale or lengths that are traced by jit,
+    and with bias or mask for gradients and vmap.
     """
-    for name, argument in (("bias", bias), ("mask", mask), ("implementation", implementation)):
-        if argument is not None:
-            raise NotImplementedError(
-                f"{_OP}: {name}: only None is supported; use jax.nn.dot_product_attention."
-            )
+    if implementation is not None:
+        raise NotImplementedError(
+            f"{_OP}: implementation: only None is supported; use jax.nn.dot_product_attention."
+        )
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     q, k, v = (a if a.ndim == 4 else a[None] for a in (query, key, value))
     _check_operands(q, k, v)
@@ -97,7 +99,16 @@ def dot_product_attention(
         sm_scale=float(head_dim) ** -0.5 if scale is None else float(scale),
         window=_window(local_window_size, is_causal),
     )
-    o, lse = _attend(problem, q, k, v)
+    if bias is None and mask is None:
+        o, lse = _attend(problem, q, k, v)
+    else:
+        logits = (*q.shape[:1], q.shape[2], q_len, k.shape[1])
+        operands = {
+            name: _broadcasting(name, array, query.ndim, logits)
+            for name, array in (("bias", bias), ("mask", mask))
+            if array is not None
+        }
+        o, lse = _attend_with(operands, problem, q, k, v)
     if query.ndim == 3:
         o, lse = o[0], lse[0]
     return (o, lse) if return_residual else o
@@ -111,6 +122,7 @@ class _Problem:
     kv_lens: tuple[int, ...] | None  # None: all of S
     sm_scale: float
     window: tuple[int, int]  # query i sees i - left <= j <= i + right; -1: all
+    variant: Variant | None = None  # bias, mask
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -169,6 +181,56 @@ def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int,
     return tuple(array.tolist())
 
 
+# ---- bias and mask -------------------------------------------------------------------------------
+
+
+def _broadcasting(name: str, array: Any, ndim: int, logits: tuple[int, ...]) -> jax.Array:
+    """A bias or mask as a variant's operand: an index beyond an axis of length 1 is clamped."""
+    array = jnp.asarray(array)
+    given = array if array.ndim == 4 or ndim == 4 else array[None]
+    fits = given.ndim == 4 and all(
+        n in (1, full) for n, full in zip(given.shape, logits, strict=True)
+    )
+    is_right = array.dtype == bool if name == "mask" else jnp.issubdtype(array.dtype, jnp.floating)
+    if not fits or not is_right:
+        raise ValueError(
+            f"{_OP}: {name}: expected {'bool' if name == 'mask' else 'a float array'} of"
+            f" {list(logits)}, each axis of that length or 1, got {array.dtype}{list(array.shape)}."
+        )
+    known = ("bool", "float32", "bfloat16", "float16")
+    return given if given.dtype.name in known else given.astype(jnp.float32)
+
+
+def _add_bias(score: Any, at: Any, bias: Any) -> Any:
+    return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
+
+
+def _is_seen(at: Any, mask: Any) -> Any:
+    return mask[at.request, at.head, at.q_pos, at.kv_pos]
+
+
+@functools.cache
+def _variant(dtypes: tuple[tuple[str, str], ...]) -> Variant:
+    operands = {name: jax.ShapeDtypeStruct((1,) * 4, dtype) for name, dtype in dtypes}
+    return Variant(
+        logits=_add_bias if "bias" in operands else None,
+        mask=_is_seen if "mask" in operands else None,
+        operands=operands,
+    )
+
+
+def _attend_with(
+    operands: dict[str, jax.Array], problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if not q.size or not k.size or not v.size:
+        return _attend_batch(problem, q, k, v)
+    variant = _variant(tuple((name, x.dtype.name) for name, x in operands.items()))
+    problem = dataclasses.replace(problem, variant=variant)
+    whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
+    o, lse = _attend_flat(problem, whole.spec, q, k, v, jnp.asarray(whole.buffer), operands)
+    return _without_padding(problem, o, lse)
+
+
 # ---- forward -------------------------------------------------------------------------------------
 
 
@@ -211,8 +273,14 @@ def _attend_batch(
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf)
     whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
     o, lse = _attend_planned(problem, whole.spec, q, k, v, jnp.asarray(whole.buffer))
+    return _without_padding(problem, o, lse)
+
+
+def _without_padding(
+    problem: _Problem, o: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     if problem.query_lens is not None:
-        live = np.arange(q.shape[1]) < np.asarray(problem.query_lens)[:, None]
+        live = np.arange(o.shape[1]) < np.asarray(problem.query_lens)[:, None]
         o = jnp.where(live[..., None, None], o, 0)
         lse = jnp.where(live[..., None], lse, -jnp.inf)
     return o, lse
@@ -235,6 +303,7 @@ def _plan(
         window_left=left,
         window_right=right,
         sm_scale=problem.sm_scale,
+        variant=problem.variant,
         page_size=None,
         max_batch=batch,
         max_qo_tokens=batch * q_len,
@@ -256,9 +325,11 @@ def _attend_flat(
     k: jax.Array,
     v: jax.Array,
     buffer: jax.Array,
+    operands: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
-    o, lse = attention(flat_q, flat_k, flat_v, AttentionPlan(buffer, spec), return_lse=True)
+    own = AttentionPlan(buffer, spec)
+    o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=operands, return_lse=True)
     return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 

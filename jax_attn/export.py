@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -25,9 +24,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 def _write(static: Any) -> bytes:
     (spec,) = static
-    return json.dumps(
-        {"plan_version": _core.plan_version, "spec": dataclasses.asdict(spec)}
-    ).encode()
+    return json.dumps({"plan_version": _core.plan_version, "spec": spec.to_fields()}).encode()
 
 
 def _read(written: bytes | bytearray) -> Any:
@@ -37,7 +34,7 @@ def _read(written: bytes | bytearray) -> Any:
             f"AttentionPlan: exported: expected plan_version {_core.plan_version}, got"
             f" {about['plan_version']}: another version of jax_attn wrote it; export again."
         )
-    return (AttentionSpec(**about["spec"]),)
+    return (AttentionSpec.from_fields(about["spec"]),)
 
 
 jax.export.register_pytree_node_serialization(

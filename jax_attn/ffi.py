@@ -12,6 +12,7 @@ import jaxlib
 import numpy as np
 
 from jax_attn import _core, config, jit
+from jax_attn.masks import BlockMap
 from jax_attn.spec import AttentionSpec
 from jax_attn.transforms import refusing
 
@@ -46,6 +47,7 @@ def plan(
     page_indices: jax.Array,
     q_offsets: jax.Array,
     levels: tuple[jax.Array, jax.Array] | None,
+    block_map: BlockMap | None,
     spec: AttentionSpec,
 ) -> jax.Array:
     """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
@@ -60,11 +62,17 @@ def plan(
             jax.ShapeDtypeStruct((spec.problem.plan_scratch_words(*shape),), jnp.int32),
         ),
     )
+    if block_map is not None and levels is None:  # only the last operands may be left out
+        levels = jnp.zeros((0, 1), np.int32), jnp.zeros((0, 0), np.int32)
     operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
+    blocks = {"q_block": np.int64(0), "kv_block": np.int64(0)}
+    if block_map is not None:
+        operands += (block_map.classes,)
+        blocks = {name: np.int64(getattr(block_map, name)) for name in blocks}
 
     def plan_batch(*operands_and_levels: Any) -> Any:
         *operands, has_levels = operands_and_levels
-        return call(*operands, problem=spec.problem_words, levels=has_levels)
+        return call(*operands, problem=spec.problem_words, levels=has_levels, **blocks)
 
     buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
         *operands, bool(shape[0])
@@ -84,16 +92,17 @@ def attention(
     q_scale: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
-    spec: AttentionSpec,
-    *,
+    *variant_operands_and_spec: Any,
     record_times: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o, lse and the workspace, at whose end are, with record_times, the times of the items:
     int64 nanoseconds [max_items, 2], as int32 words. Optional operands are the last ones that are
     given: before one, others are arrays without elements."""
+    *variant_operands, spec = variant_operands_and_spec
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
-        recording = _core.Problem(spec.problem.spec, spec.kernel_config | {"record_times": 1})
+        config_words = spec.kernel_config | {"record_times": 1}
+        recording = _core.Problem(spec.problem.spec, config_words, spec.program_words)
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
     jit.compile_ahead("attention", spec)
@@ -105,9 +114,10 @@ def attention(
             jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
-    if sinks is None and q_scale is not None:
+    if sinks is None and (q_scale is not None or variant_operands):
         sinks = jnp.zeros((0,), jnp.float32)
     optional = [x for x in (k_new, v_new, sinks, q_scale, k_scale, v_scale) if x is not None]
+    optional += variant_operands
     operands = (q, k, k if v is None else v, plan_buffer, layer, *optional)
     o, lse, workspace = call(*operands, problem=problem_words, poison=config.poison)
     return o, lse, workspace

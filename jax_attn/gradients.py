@@ -40,31 +40,24 @@ def has_backward(spec: AttentionSpec) -> bool:
     return spec.target == "cpu"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(11,))
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    buffer: jax.Array,
-    layer: jax.Array,
-    k_new: jax.Array | None,
-    v_new: jax.Array | None,
-    sinks: jax.Array | None,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    split: HeadSplit,
-) -> tuple[jax.Array, jax.Array]:
-    """o and lse of ffi.attention, differentiable in q, k, v and sinks."""
-    operands = (q, k, v, buffer, layer, k_new, v_new, sinks, q_scale, k_scale, v_scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
     o, lse = _forward(*operands, split)
     return o, lse
 
 
-def _attention_forward(*operands: Any) -> tuple[Any, Any]:
+def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
+    """o and lse of ffi.attention, differentiable in q, k, v and sinks.
+
+    operands: those of ffi.attention, but for the last one, which is a HeadSplit.
+    """
     *arrays, split = operands
+    return _attention(split, *arrays)
+
+
+def _attention_forward(split: HeadSplit, *arrays: Any) -> tuple[Any, Any]:
     _check_differentiable(split.spec)
-    o, lse = _forward(*operands)
+    o, lse = _forward(*arrays, split)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
     q, k, v, buffer, layer, _, _, sinks, *_ = arrays
     return (o, lse), (q, k, v, buffer, layer, sinks, o, lse)
@@ -80,10 +73,10 @@ def _attention_backward(split: HeadSplit, saved: Any, cotangents: Any) -> tuple[
     if sinks is not None:
         # The sink has value 0, and no weight in a row without a key.
         d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
-    return d_q, d_k, d_v, None, None, None, None, d_sinks, None, None, None
+    return d_q, d_k, d_v, *[None] * 4, d_sinks, *[None] * (len(split.operands) - 8)
 
 
-attention.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _split_backward(split: HeadSplit) -> HeadSplit:
@@ -126,6 +119,16 @@ def _check_differentiable(spec: AttentionSpec) -> None:
         (spec.is_quantized, "float8_e4m3fn keys and values", "train on pages of the spec's dtype"),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
+        (
+            spec.variant is not None,
+            "a variant",
+            "jax.nn.dot_product_attention has gradients with a bias and a mask",
+        ),
+        (
+            spec.max_steps is not None,
+            "max_steps",
+            "make the spec without it: documents can be requests of a ragged batch",
+        ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
         (
             not has_backward(spec),

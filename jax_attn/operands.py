@@ -6,6 +6,7 @@ Each function takes `op`, the name of the operation for messages.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -159,6 +160,37 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
     return arrays
 
 
+def check_variant_operands(
+    op: str, spec: AttentionSpec, operands: Mapping[str, Any] | None
+) -> list[jax.Array]:
+    """The operands of the spec's variant, in its order.
+
+    Raises ValueError for other names, dtypes or numbers of axes, and for an axis of length 0.
+    """
+    operands = {} if operands is None else operands
+    variant = spec.variant
+    names = () if variant is None else variant.names
+    if not isinstance(operands, Mapping) or set(operands) != set(names):
+        got = list(operands) if isinstance(operands, Mapping) else type(operands).__name__
+        raise ValueError(
+            f"{op}: variant_operands: expected {list(names) or 'none'} as the plan's variant says,"
+            f" got {got}."
+        )
+    if variant is None:
+        return []
+    arrays = []
+    for name, (dtype, rank) in zip(names, variant.operand_types, strict=True):
+        array = as_array(op, name, operands[name])
+        if array.dtype != dtype or array.ndim != rank or not array.size:
+            advice = f" Cast it: {name}.astype({dtype!r})." if array.dtype != dtype else ""
+            raise ValueError(
+                f"{op}: variant_operands: {name}: expected {dtype} with {rank} axes, none of length"
+                f" 0, as the plan's variant says, got {array.dtype}{list(array.shape)}.{advice}"
+            )
+        arrays.append(check_array(op, name, array, array.shape, dtype))
+    return arrays
+
+
 def check_cache(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
 ) -> tuple[jax.Array, jax.Array | None, int]:
@@ -182,6 +214,8 @@ def check_cache(
     v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
     # Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
     most = 2**31 if spec.fresh_kv else 2**32 - 2
+    if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
+        most = 2**31 - 1
     if num_pages * spec.page_size > most:
         raise NotImplementedError(
             f"{op}: k_pages: up to {most} token slots a layer are supported with"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import _core, ffi, plan_file, plot
+from jax_attn.masks import BlockMap, check_block_map
 from jax_attn.spec import AttentionSpec
 
 _INT32 = np.dtype(np.int32)
@@ -22,7 +23,7 @@ _MAX_PREFIXES = 2**23 - 1  # of a level: a planner sorts all levels' by keys of 
 HEADER_FIELDS = (
     "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
     "num_partial_rows", "nnz_kv", "max_page_id", "num_partials", "num_shared_tokens",
-    "fault", "fault_at", "fault_got", "fault_expected",
+    "fault", "fault_at", "fault_got", "fault_expected", "num_steps",
 )  # fmt: skip
 _ITEM = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "tile", "kv_begin", "kv_end", "kv_base", "q_pos",
@@ -97,6 +98,42 @@ class AttentionPlan:
         """[num_shared_tokens]. Rows of q of the tokens of shared items, those of num_groups > 1."""
         return self._section("qo_indices", self.header()["num_shared_tokens"])
 
+    def steps(self) -> np.ndarray:
+        """[num_steps], i32, of a spec with max_steps. The step list of each query tile, one behind
+        the other: 2 * step + 1 where the mask is applied, 2 * step where it hides nothing. Item i
+        visits entries kv_begin / tile_kv to kv_end / tile_kv."""
+        return self._section("steps", self.header()["num_steps"])
+
+    def _kv_spans(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(item, begin, end) of the spans of positions that items visit: one an item, or its steps.
+        begin and end may reach beyond what the item's rows see."""
+        begin, end = items["kv_begin"], items["kv_end"]
+        if self.spec.max_steps is None:
+            return np.arange(len(items)), begin, end
+        tile_kv = self.spec.kernel_config["tile_kv"]
+        counts = (end - begin) // tile_kv
+        item = np.repeat(np.arange(len(items)), counts)
+        first = np.cumsum(counts) - counts
+        entry = np.arange(len(item)) + np.repeat(begin // tile_kv - first, counts)
+        start = (self.steps()[entry] >> 1) * tile_kv
+        kv_lens = self._section("kv_lens", self.spec.max_batch)
+        return item, start, np.minimum(start + tile_kv, kv_lens[items["request"]][item])
+
+    def _steps_without_mask(self) -> int:
+        """How many entries step lists would have if the map hid nothing."""
+        spec, items = self.spec, self.items()
+        _, first = np.unique(items["qo_begin"], return_index=True)
+        items = items[first]
+        q_pos, qo_len = items["q_pos"].astype(np.int64), items["qo_len"]
+        end = self._section("kv_lens", spec.max_batch)[items["request"]]
+        begin = np.zeros_like(end)
+        if spec.window_left >= 0:
+            begin = np.maximum(begin, q_pos - spec.window_left)
+        if spec.causal or spec.window_right >= 0:
+            end = np.minimum(end, q_pos + qo_len + max(0, spec.window_right))
+        tile_kv = spec.kernel_config["tile_kv"]
+        return int(np.where(end > begin, -(-end // tile_kv) - begin // tile_kv, 0).sum())
+
     def item_costs(self) -> np.ndarray:
         """[num_items]. What the planner takes an item for, in kv tokens of the smallest tile."""
         config, items = self.spec.kernel_config, self.items()
@@ -146,6 +183,62 @@ class AttentionPlan:
         """
         plot.draw(self, path, item_times)
 
+    def with_pages(self, page_indices: Any) -> AttentionPlan:
+        """The same schedule over other pages. Nothing is planned, so that page selection, or a page
+        table of each layer's own, costs a copy of the buffer: also inside jit, where it may differ
+        from layer to layer.
+
+        page_indices: [n], i32. Page ids in the order of the plan's page_indptr, which stays, as do
+            all lengths. As for `plan`: entries that hold none of a request's kv_len tokens may be
+            anything, and so may those beyond page_indptr[-1].
+
+        Positions are those of the pages as listed, one after the other. Selected pages that leave
+        gaps keep a causal mask right if the pages of the query tokens come last; a window then
+        counts selected tokens. Where it shall not, give the positions: masks.page_positions.
+
+        Raises ValueError for a ragged plan, for fewer entries than the plan's pages, or for a page
+        id out of range; NotImplementedError for a spec with share_prefixes=True, because requests
+        that share work need not have pages in common any more. For traced arrays with such contents
+        the plan is faulty: attention on a CPU raises the sentence, on CUDA see `plan`.
+        """
+        spec, op = self.spec, "AttentionPlan.with_pages"
+        if not spec.is_paged:
+            raise ValueError(f"{op}: plan: expected one over pages, got page_size=None.")
+        if spec.share_prefixes:
+            raise NotImplementedError(
+                f"{op}: plan: supported with share_prefixes=False in the spec, got True: items of a"
+                " shared prefix read the pages of one request for all."
+            )
+        traced = any(isinstance(x, jax.core.Tracer) for x in (self.buffer, page_indices))
+        xp = jnp if traced else np
+        pages = _int32(xp, "page_indices", page_indices, op=op)
+        buffer = xp.asarray(self.buffer)
+        pages, largest, fault = _place_pages(xp, spec, buffer, pages)
+        header_begin, begin = spec.layout["header"], spec.layout["page_indices"]
+        at = header_begin + HEADER_FIELDS.index("max_page_id")
+        if not traced:
+            if fault[0]:
+                sentence = spec.problem.plan_fault(*(int(word) for word in fault))
+                raise ValueError(sentence.replace("plan:", f"{op}:", 1))
+            new = _plan_memory(spec, None)
+            new[:] = buffer
+            new[begin : begin + len(pages)], new[at] = pages, largest
+            return AttentionPlan(new, spec)
+        buffer = buffer.at[begin : begin + len(pages)].set(pages).at[at].set(largest)
+        faulty = (
+            jnp.zeros(len(HEADER_FIELDS), np.int32)
+            .at[:2]
+            .set(np.array([_core.faulty_plan_magic, _core.plan_version], np.int32))
+        )
+        fault_at = HEADER_FIELDS.index("fault")
+        faulty = faulty.at[at - header_begin].set(-1)
+        faulty = faulty.at[fault_at : fault_at + 4].set(jnp.stack(fault))
+        num_queues = spec.kernel_config["num_ctas"] + 1
+        for name, words in (("header", faulty), ("queue_indptr", jnp.zeros(num_queues, np.int32))):
+            begin, end = spec.layout[name], spec.layout[name] + len(words)
+            buffer = buffer.at[begin:end].set(jnp.where(fault[0] > 0, words, buffer[begin:end]))
+        return AttentionPlan(buffer, spec)
+
     def phase(self) -> str:
         """Three letters, as in vLLM's unified attention, "-" for what the batch has not: `c`, items
         with a causal border, where a query token does not see a later one of its chunk; `s`, spans
@@ -154,7 +247,9 @@ class AttentionPlan:
         """
         items = self.items()
         is_shared = items["num_groups"] > 1
-        cuts = (items["q_pos"] < items["kv_end"] - 1) & (items["kv_begin"] < items["kv_end"])
+        item, begin, end = self._kv_spans(items)
+        cuts = np.zeros(len(items), bool)
+        np.logical_or.at(cuts, item, (items["q_pos"][item] < end - 1) & (begin < end))
         is_causal = cuts & (self.spec.causal & ~is_shared)
         have = is_causal.any(), is_shared.any(), (~is_causal & ~is_shared).any()
         return "".join(letter if x else "-" for letter, x in zip("csu", have, strict=True))
@@ -177,14 +272,14 @@ class AttentionPlan:
         if page_size is None:
             return 0
         indices = self._section("page_indices", self.header()["nnz_kv"])
-        kv_end = items["kv_end"]
+        item, kv_begin, kv_end = self._kv_spans(items)
         if self.spec.fresh_kv:  # pages of new tokens alone are not read
             batch_size = self.header()["batch_size"]
             qo_lens = np.diff(self._section("qo_indptr", batch_size + 1))
             cached = self._section("kv_lens", batch_size) - qo_lens
-            kv_end = np.minimum(kv_end, cached[items["request"]])
-        spans = np.stack([items["kv_base"], items["kv_begin"], kv_end], axis=1)
-        base, kv_begin, kv_end = np.unique(spans[items["kv_begin"] < kv_end], axis=0).T
+            kv_end = np.minimum(kv_end, cached[items["request"][item]])
+        spans = np.stack([items["kv_base"][item], kv_begin, kv_end], axis=1)
+        base, kv_begin, kv_end = np.unique(spans[kv_begin < kv_end], axis=0).T
         begin, end = base + kv_begin // page_size, base - (-kv_end // page_size)
         return len(set().union(*(indices[b:e].tolist() for b, e in zip(begin, end, strict=True))))
 
@@ -224,10 +319,23 @@ class AttentionPlan:
             f"  split tiles    {len(groups) - num_children} row groups in {header['num_partials']}"
             f" partial states, {header['num_partial_rows']} of {config['max_partial_rows']} rows"
             + (f", first folded by {num_children} merge groups" if num_children else ""),
+            *self._tell_steps(),
             f"  plan           {4 * spec.plan_words} bytes",
             f"  workspace      {4 * spec.workspace_words} bytes",
         ]
+        if spec.variant is not None:
+            lines += ["  variant", *(f"    {line}" for line in spec.variant.lines())]
         return "\n".join(lines)
+
+    def _tell_steps(self) -> list[str]:
+        if self.spec.max_steps is None:
+            return []
+        words, most = self.steps(), self._steps_without_mask()
+        skipped = 100 * (1 - len(words) / most) if most else 0.0
+        return [
+            f"  steps          {len(words)} of {most} ({skipped:.1f} % skipped),"
+            f" {int((words & 1).sum())} masked, room for {self.spec.max_steps}"
+        ]
 
 
 def plan(
@@ -240,6 +348,7 @@ def plan(
     kv_indptr: Any = None,
     q_offsets: Any = None,
     prefix_levels: Sequence[tuple[Any, Any]] | None = None,
+    block_map: BlockMap | None = None,
     buffer: np.ndarray | None = None,
 ) -> AttentionPlan:
     """Schedules one batch: on the host, or inside a compiled function for traced arrays.
@@ -265,6 +374,8 @@ def plan(
         Requests without query tokens are passed over. Of what is told, the planner shares what is
         predicted to pay, as of what it finds. FlashInfer's multi-level cascade (arXiv 2501.01005,
         section 3.1.2) is told the same, as a qo_indptr and a page table a level.
+    block_map: which blocks of queries and keys a mask hides or shows, for a spec with max_steps,
+        else None. What it hides gets no work, beside what the causal mask and windows hide.
     buffer: [spec.plan_words], i32. Host memory for the plan, every word of which is written: that
         of a plan that nobody reads any more, or a part of a larger array. None: that of an earlier
         plan of the spec that nobody holds, else new memory.
@@ -300,10 +411,13 @@ def plan(
             f" {given}."
         )
     starts = ("page_indptr", page_indptr) if spec.is_paged else ("kv_indptr", kv_indptr)
-    arguments = (qo_indptr, kv_lens, starts[1], page_indices, q_offsets)
+    arguments: tuple[Any, ...] = (qo_indptr, kv_lens, starts[1], page_indices, q_offsets)
     if prefix_levels is not None:
         _check_levels(prefix_levels)
         arguments += tuple(array for level in prefix_levels for array in level)
+    check_block_map(spec, block_map)
+    if block_map is not None:
+        arguments += (block_map.classes,)
     traced = any(isinstance(a, jax.core.Tracer) for a in arguments)
     xp = jnp if traced else np
     lens = _int32(xp, "kv_lens", kv_lens)
@@ -319,7 +433,14 @@ def plan(
     if not traced:
         buffer = _plan_memory(spec, buffer)
         request_indptr, prefix_lens = levels or (None, None)
-        spec.problem.plan(qo, lens, indptr, pages, offsets, request_indptr, prefix_lens, buffer)
+        classes, q_block, kv_block = None, 0, 0
+        if block_map is not None:
+            classes = np.ascontiguousarray(block_map.classes)
+            q_block, kv_block = block_map.q_block, block_map.kv_block
+        spec.problem.plan(
+            qo, lens, indptr, pages, offsets, request_indptr, prefix_lens,
+            classes, q_block, kv_block, buffer,
+        )  # fmt: skip
         return AttentionPlan(buffer, spec)
     if buffer is not None:
         raise ValueError("plan: buffer: expected None for traced arrays, got an array.")
@@ -330,7 +451,41 @@ def plan(
         )
     if offsets is None:
         offsets = lens - jnp.diff(qo)
-    return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, levels, spec), spec)
+    return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, levels, block_map, spec), spec)
+
+
+def _place_pages(
+    xp: Any, spec: AttentionSpec, buffer: Any, pages: Any
+) -> tuple[Any, Any, tuple[Any, Any, Any, Any]]:
+    """`pages` as the section page_indices of a plan, its max_page_id, and the words of a PlanFault,
+    whose code is 0 if there is none."""
+    assert spec.max_kv_pages is not None and spec.page_size is not None
+    begin = {name: spec.layout[name] for name in ("header", "kv_lens", "kv_indptr")}
+    header = buffer[begin["header"] : begin["header"] + len(HEADER_FIELDS)]
+    batch_size, nnz_kv = (header[HEADER_FIELDS.index(x)] for x in ("batch_size", "nnz_kv"))
+    num_given = len(pages)
+    pages = pages[: spec.max_kv_pages]
+    pages = xp.pad(pages, (0, spec.max_kv_pages - len(pages)))
+    indptr = buffer[begin["kv_indptr"] : begin["kv_indptr"] + spec.max_batch + 1]
+    indptr = xp.where(xp.arange(spec.max_batch + 1) <= batch_size, indptr, nnz_kv)
+    entry = xp.arange(spec.max_kv_pages)
+    request = (xp.searchsorted(indptr, entry, side="right") - 1).clip(0, spec.max_batch - 1)
+    used = -(-buffer[begin["kv_lens"] : begin["kv_lens"] + spec.max_batch] // spec.page_size)
+    offset = entry - indptr[request]
+    is_live = (entry < nnz_kv) & (offset >= 0) & (offset < used[request])
+    is_bad = is_live & (pages < 0)
+    if spec.num_pages is not None:
+        is_bad |= is_live & (pages >= spec.num_pages)
+    at = is_bad.argmax() if spec.max_kv_pages else 0
+    bad_page = [xp.where(is_bad.any(), _core.fault_page_id, 0), at]
+    bad_page += [pages[at], request[at]] if spec.max_kv_pages else [0, 0]
+    too_few = [_core.fault_page_indices, 0, num_given, nnz_kv]
+    fault = [
+        xp.where(num_given < nnz_kv, a, b).astype(np.int32)
+        for a, b in zip(too_few, bad_page, strict=True)
+    ]
+    largest = xp.where(is_live, pages, -1).max(initial=-1)
+    return xp.where(entry < nnz_kv, pages, 0), largest, tuple(fault)
 
 
 def _check_levels(prefix_levels: Any) -> None:
@@ -439,7 +594,7 @@ def _given(**arguments: Any) -> str:
     return ", ".join(name for name, value in arguments.items() if value is not None) or "none"
 
 
-def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
+def _int32(xp: Any, name: str, value: Any, length: int | None = None, op: str = "plan") -> Any:
     """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
     if xp is np and type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
         if length in (None, len(value)) and value.flags.c_contiguous:
@@ -448,17 +603,17 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
         array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
     except (TypeError, ValueError, OverflowError):  # lists in lists of other lengths, objects
         raise ValueError(
-            f"plan: {name}: expected a 1-d integer array, got {value!r:.100}."
+            f"{op}: {name}: expected a 1-d integer array, got {value!r:.100}."
         ) from None
     if array.size == 0 and array.dtype.kind == "f":  # of an empty list
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"plan: {name}: expected a 1-d integer array, got {array.dtype}{list(array.shape)}."
+            f"{op}: {name}: expected a 1-d integer array, got {array.dtype}{list(array.shape)}."
         )
     if length is not None and len(array) != length:
         raise ValueError(
-            f"plan: {name}: expected {length} entries for a batch of"
+            f"{op}: {name}: expected {length} entries for a batch of"
             f" {length - (name != 'q_offsets')}, got {len(array)}."
         )
     if xp is jnp:
@@ -468,7 +623,7 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None) -> Any:
     if array.size:
         for extreme in (array.max(), array.min()):
             if not -(2**31) <= extreme < 2**31:
-                raise ValueError(f"plan: {name}: expected values that fit int32, got {extreme}.")
+                raise ValueError(f"{op}: {name}: expected values that fit int32, got {extreme}.")
     return array.astype(np.int32)
 
 

@@ -23,7 +23,7 @@ def write(path: str | os.PathLike[str], buffer: np.ndarray, spec: AttentionSpec)
     about = {
         "format": _FORMAT,
         "plan_version": _core.plan_version,
-        "spec": dataclasses.asdict(spec),
+        "spec": spec.to_fields(),
         "kernel_config": spec.kernel_config,
     }
     with open(path, "wb") as file:  # given a name, savez would append .npz to it
@@ -115,7 +115,7 @@ def _spec(name: str, about: Any) -> AttentionSpec:
             f" difference in {', '.join(different[:5])!s:.200}; plan the batch again."
         )
     try:
-        spec = AttentionSpec(**fields)
+        spec = AttentionSpec.from_fields(fields)
         if spec.kernel_config != config:
             spec = dataclasses.replace(spec, num_ctas=config["num_ctas"])
         chosen = spec.kernel_config

@@ -100,10 +100,11 @@ def draw(plan: AttentionPlan, path: str | os.PathLike[str], item_times: Any) -> 
         )
     times = timeline(plan, item_times)
     title, *rest = plan.describe().splitlines()
+    skipped = [line.strip() for line in rest if line.startswith("  steps ")]
     if path.suffix == ".html":
         path.write_text(_page(plan, times, title, "\n".join(rest)), encoding="utf-8")
     else:
-        _figure(times, title, path)
+        _figure(times, "\n".join([title, *skipped]), path)
 
 
 def _color(request: int) -> str:
@@ -191,7 +192,8 @@ def _tell(plan: AttentionPlan, times: Timeline) -> list[str]:
             f"CTA {times.queue[i]}, item {i}: {whose}",
             f"kv head {item['kv_head']}, {item['qo_len']} query tokens,"
             f" {item['qo_len'] * group_size} rows in tile {item['tile']}",
-            f"kv tokens {item['kv_begin']} to {item['kv_end']}",
+            f"kv tokens {item['kv_begin']} to {item['kv_end']}"
+            + (" of the step lists" if plan.spec.max_steps else ""),
             f"{times.begin[i]:.6g} to {times.end[i]:.6g}",
         ]
         if count == 1:

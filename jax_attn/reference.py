@@ -12,12 +12,15 @@ Lengths and page tables are host arrays (numpy), as `jax_attn.plan` takes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_attn.variant import At, Variant
 
 if TYPE_CHECKING:
     from jax_attn.spec import AttentionSpec
@@ -56,6 +59,7 @@ def attention(
     q_scale: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    variant_operands: Mapping[str, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Attention of a batch of requests over a paged or ragged KV, as jax_attn.attention.
 
@@ -81,6 +85,7 @@ def attention(
       k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
         multiplied by the scale of its head. Arrays of float8_e4m3fn are first cast to the dtype
         of q, or to the spec's dtype if q is float8_e4m3fn.
+      variant_operands: name -> array, what the functions of the spec's variant read.
 
     Returns:
       o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q, or the spec's if q is
@@ -98,9 +103,26 @@ def attention(
     if layer is not None:
         k, v = k[layer], v[layer]
     os, lses = [], []
-    for rows, places, visible in _requests(
-        qo_indptr, kv_lens, page_indptr, page_indices, kv_indptr, q_offsets, k.shape[1], spec
+    page_size = k.shape[1]
+    for r, (rows, places, visible, q_offset) in enumerate(
+        _requests(
+            qo_indptr, kv_lens, page_indptr, page_indices, kv_indptr, q_offsets, page_size, spec
+        )
     ):
+        heads = np.arange(q.shape[1])[:, None, None]
+        q_row = np.arange(rows.start, rows.stop)[:, None]
+        facts = At(
+            head=heads,
+            kv_head=heads // (q.shape[1] // k.shape[-2]),
+            request=r,
+            q_pos=q_offset + q_row - rows.start,
+            kv_pos=np.arange(visible.shape[1]),
+            q_row=q_row,
+            kv_row=places[0] if len(places) == 1 else places[0] * page_size + places[1],
+            q_len=visible.shape[0],
+            kv_len=visible.shape[1],
+        )
+        at = jax.tree.map(lambda x: np.asarray(x, np.int32), facts)
         o_r, lse_r = attention_dense(
             q[rows],
             k[places],
@@ -109,6 +131,9 @@ def attention(
             sm_scale=spec.sm_scale,
             logits_soft_cap=spec.logits_soft_cap,
             sinks=sinks,
+            variant=spec.variant,
+            at=at,
+            variant_operands=variant_operands,
         )
         os.append(o_r)
         lses.append(lse_r)
@@ -128,8 +153,9 @@ def _requests(
     q_offsets: np.ndarray | None,
     page_size: int,
     spec: AttentionSpec,
-) -> Iterator[tuple[slice, tuple[np.ndarray, ...], np.ndarray]]:
-    """Of each request: its rows of q, the places of its keys in k and v, and which row sees which.
+) -> Iterator[tuple[slice, tuple[np.ndarray, ...], np.ndarray, int]]:
+    """Of each request: its rows of q, the places of its keys in k and v, which row sees which, and
+    the position of the first row.
 
     page_size is not read if ragged. The others are those of `attention`.
     """
@@ -144,7 +170,8 @@ def _requests(
         qo_len = rows.stop - rows.start
         q_offset = kv_len - qo_len if q_offsets is None else q_offsets[r]
         right = 0 if spec.causal else spec.window_right
-        yield rows, places, visible_keys(qo_len, kv_len, q_offset, spec.window_left, right)
+        visible = visible_keys(qo_len, kv_len, q_offset, spec.window_left, right)
+        yield rows, places, visible, int(q_offset)
 
 
 def attention_vjp(
@@ -189,7 +216,7 @@ def attention_vjp(
     cap = spec.logits_soft_cap
     sm_scale = q.shape[-1] ** -0.5 if spec.sm_scale is None else spec.sm_scale
     page_size = k_layer.shape[1]
-    for rows, places, visible in _requests(
+    for rows, places, visible, _ in _requests(
         qo_indptr, kv_lens, page_indptr, page_indices, kv_indptr, q_offsets, page_size, spec
     ):
         q_r, d_o_r = q[rows], d_o[rows]
@@ -273,6 +300,9 @@ def attention_dense(
     logits_soft_cap: float = 0.0,
     bias: Array | None = None,
     sinks: Array | None = None,
+    variant: Variant | None = None,
+    at: At | None = None,
+    variant_operands: Mapping[str, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Attention of one request: softmax(logits of the visible keys) @ v.
 
@@ -285,6 +315,11 @@ def attention_dense(
       logits_soft_cap: c > 0: logits = c * tanh(logits / c). 0: off.
       bias: added to the logits after scale and soft cap, before the masks; broadcasts as `visible`.
       sinks: [num_qo_heads], natural-log units, or None.
+      variant: its functions, under vmap, get the logits after bias, and narrow `visible`. In
+        float64 if q is. With normalize="none": o is the sum of visible logits times values, and
+        lse is 0.
+      at: with a variant: its facts, arrays of i32 that broadcast as `visible`.
+      variant_operands: name -> array, what its functions read.
 
     Returns:
       o: [qo_len, num_qo_heads, head_dim_vo], dtype of q.
@@ -318,7 +353,14 @@ def attention_dense(
     if bias is not None:
         logits = logits + bias.astype(dtype)
     visible = xp.broadcast_to(visible, logits.shape)
+    if variant is not None:
+        assert at is not None
+        with jax.enable_x64(True) if dtype == np.float64 else contextlib.nullcontext():
+            changed, seen = variant.apply(logits, at, variant_operands or {})
+            logits = logits if changed is None else xp.asarray(changed, dtype)
+            visible = visible if seen is None else visible & xp.asarray(seen)
     logits = xp.where(visible, logits, -np.inf)
+    is_sum = variant is not None and not variant.normalizes
     sees_a_key = (logits != -np.inf).any(axis=-1)  # NaN is seen
 
     logits_max = logits.max(axis=-1, initial=-np.inf)
@@ -332,6 +374,10 @@ def attention_dense(
         total = total + xp.exp(sinks - logits_max)
     total = xp.where(sees_a_key, total, 1)
     lse = xp.where(sees_a_key, logits_max + xp.log(total), -np.inf)
+
+    if is_sum:
+        lse, total = xp.zeros_like(lse), xp.ones_like(total)
+        exp_logits = xp.where(visible, logits, 0)
 
     # 0 * NaN and 0 * inf are NaN: they must reach the rows that see them and no other.
     probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jax_attn import _core, config
+from jax_attn.variant import Variant
 
 _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
 _E4M3 = "float8_e4m3fn"
@@ -50,6 +51,8 @@ class AttentionSpec:
             a request is at position kv_len - qo_len + i.
         window_left, window_right: a query token at position p sees positions
             [p - window_left, p + window_right]. -1: no limit on that side.
+        variant: logits and masks of your own, a jax_attn.Variant, or None. It gets the
+            logits after the soft cap; what it lets a query see, causal and windows may still hide.
     Storage
         page_size: tokens per page. None: k and v are ragged arrays, not a paged cache.
         fresh_kv: attention reads the keys and values of the query tokens from k_new and v_new, and
@@ -63,6 +66,9 @@ class AttentionSpec:
         max_items, max_partial_rows: sizes of sections of the plan and of the workspace. None:
             enough for any batch; with fixed_split, enough for any batch of decodes. If one is too
             small, the planner raises and names it.
+        max_steps: entries of step lists (masks that save work): then `plan` takes a block_map, and
+            each query tile visits only the steps of tile_kv keys where the map says that its rows
+            see something. None: no step lists. Supported on CPU, without shared prefixes.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
             2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
@@ -75,7 +81,9 @@ class AttentionSpec:
         kv_split: tokens per chunk of fixed_split, a multiple of the kernel's tile_kv. None: 1024.
         share_prefixes: the planner looks for requests whose first pages have the same ids, and
             attends to the shared keys once for all of them, if it predicts a speed-up. With
-            fixed_split this changes no bits. None: True for a paged cache, unless no_split.
+            fixed_split this changes no bits. None: True for a paged cache, unless no_split, or
+            the variant asks for the request, the position, the row or the lengths of a query,
+            which queries of a shared prefix do not have in common.
         target: "cpu", or "sm_90" and the like. None: that of jax.default_backend() now.
         num_ctas: queues of the plan, and the grid of the launch. None: from the device.
 
@@ -96,6 +104,7 @@ class AttentionSpec:
     window_right: int = -1
     logits_soft_cap: float = 0.0
     sm_scale: float | None = None
+    variant: Variant | None = None
     page_size: int | None = 16
     fresh_kv: bool = False
     num_pages: int | None = None
@@ -105,6 +114,7 @@ class AttentionSpec:
     max_kv_tokens: int | None = None
     max_items: int | None = None
     max_partial_rows: int | None = None
+    max_steps: int | None = None
     schedule: Literal["balanced", "fixed_split", "no_split", "auto"] = "balanced"
     kv_split: int | None = None
     share_prefixes: bool | None = None
@@ -162,6 +172,8 @@ class AttentionSpec:
         if self.sm_scale is None:
             settle("sm_scale", float(self.head_dim_qk) ** -0.5)
         settle("sm_scale", _finite("sm_scale", self.sm_scale))
+        if not isinstance(self.variant, (Variant, type(None))):
+            _refuse("variant", "a jax_attn.Variant or None", self.variant)
         self._settle_storage(settle)
         settle("target", default_target() if self.target is None else self.target)
         if not isinstance(self.target, str):
@@ -262,13 +274,27 @@ class AttentionSpec:
     def _settle_schedule(self, settle: Any) -> None:
         if not isinstance(self.schedule, str) or self.schedule not in _SCHEDULES:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
-        can_share = self.is_paged and self.schedule != "no_split"
+        can_share = self.is_paged and self.schedule != "no_split" and self.max_steps is None
+        if self.variant is not None and self.variant.needs_own_rows:
+            if self.share_prefixes is True:
+                raise NotImplementedError(
+                    "AttentionSpec: share_prefixes: with a variant that asks for the request, the"
+                    " position, the row or the lengths of a query, None and False are supported,"
+                    " got True."
+                )
+            can_share = False
         if not isinstance(self.share_prefixes, (bool, type(None))):
             _refuse("share_prefixes", "True, False or None", self.share_prefixes)
         if self.share_prefixes and not can_share:
-            _refuse("share_prefixes", "False or None without pages or with no_split", True)
+            _refuse(
+                "share_prefixes", "False or None without pages, with no_split or max_steps", True
+            )
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        for name in ("num_ctas", "max_items", "max_partial_rows"):
+        if self.max_steps is not None and self.target != "cpu":
+            raise NotImplementedError(
+                f"AttentionSpec: max_steps: supported with target='cpu', got {self.target}."
+            )
+        for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
         if self.schedule == "fixed_split":
@@ -283,6 +309,21 @@ class AttentionSpec:
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles: the fields, not what was computed of them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def to_fields(self) -> dict[str, Any]:
+        """The fields as JSON knows them, for files."""
+        variant = self.variant and {"words": self.variant.words, "names": self.variant.names}
+        return {**self.__getstate__(), "variant": variant}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> AttentionSpec:
+        """The spec of to_fields. Raises as AttentionSpec does, for data from outside too."""
+        variant = fields.get("variant")
+        if variant is None:
+            return cls(**fields)
+        if not isinstance(variant, dict) or set(variant) != {"words", "names"}:
+            _refuse("variant", "words and names", variant)
+        return cls(**{**fields, "variant": Variant.from_words(**variant)})
 
     @property
     def group_size(self) -> int:
@@ -369,16 +410,22 @@ class AttentionSpec:
             "schedule": _SCHEDULES.index(self.schedule),
             "kv_split": self.kv_split or 0,
             "share_prefixes": int(bool(self.share_prefixes)),
+            "max_steps": self.max_steps or 0,
             "fresh_kv": int(self.fresh_kv),
             "arch": arch,
             "num_processors": num_processors,
         }
-        problem = _core.Problem(spec, overrides)
+        problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
             _tell_fallback(arch, self.q_dtype == _E4M3)
         if config.print_config:
             print(_explain(self, problem))
         return problem
+
+    @property
+    def program_words(self) -> list[int]:
+        """The program of the variant; none without one."""
+        return [] if self.variant is None else list(self.variant.words)
 
     @functools.cached_property
     def problem_words(self) -> np.ndarray:
@@ -467,6 +514,8 @@ def _explain(spec: AttentionSpec, problem: _core.Problem) -> str:
     lines = [f"  {what:<14} {value(what):<12} {why}" for what, why in reasons]
     told = {what for what, _ in reasons} | {f"{what}_{i}" for what, _ in reasons for i in range(3)}
     rest = " ".join(f"{field}={value}" for field, value in chosen.items() if field not in told)
+    if spec.variant is not None:
+        lines += ["  variant", *(f"    {line}" for line in spec.variant.lines())]
     return "\n".join([f"jax_attn: {spec}", *lines, f"  and {rest}"])
 
 

@@ -276,8 +276,14 @@ def expected(case: Case, content: str) -> Expected:
     return expect(case, built(case, content))
 
 
-def expect(case: Case, batch: Batch) -> Expected:
+def expect(
+    case: Case,
+    batch: Batch,
+    variant: ja.Variant | None = None,
+    operands: dict[str, np.ndarray] | None = None,
+) -> Expected:
     spec = SimpleNamespace(
+        variant=variant,
         causal=case.causal,
         window_left=case.window_left,
         window_right=case.window_right,
@@ -294,6 +300,7 @@ def expect(case: Case, batch: Batch) -> Expected:
             spec=spec,
             layer=batch.layer,
             sinks=batch.sinks,
+            variant_operands=operands,
             **batch.scales,
         )
 

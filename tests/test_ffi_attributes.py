@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from attention_cases import Case, make_plan
 
+import jax_attn as ja
 from jax_attn import _core
 
 CASE = Case("", (1, 20), (40, 33), num_ctas=2)
@@ -47,7 +48,13 @@ def plan(words, _):
         "jax_attn_plan", (struct((SPEC.plan_words,), jnp.int32), struct((16,), jnp.int32))
     )
     lengths = ([0, 1, 21], [40, 33], [0, 3, 6], list(range(6)), [39, 13])
-    return call(*(np.array(x, np.int32) for x in lengths), problem=words, levels=False)
+    return call(
+        *(np.array(x, np.int32) for x in lengths),
+        problem=words,
+        levels=False,
+        q_block=np.int64(0),
+        kv_block=np.int64(0),
+    )
 
 
 OPS = pytest.mark.parametrize("op", [attention, append_kv, plan])
@@ -167,3 +174,47 @@ def test_a_tampered_export_is_refused():
 def test_a_problem_is_checked_where_it_is_made(changed, name):
     with pytest.raises(ValueError, match=f"^AttentionSpec: {name}: expected"):
         _core.Problem(SPEC.problem.spec, SPEC.kernel_config | changed)
+
+
+def test_words_of_a_program():
+    """Whatever they are: a sentence, or a program that runs within its bounds."""
+    variant = ja.Variant(
+        logits=lambda score, at, slopes: score - slopes[at.head] * (at.q_pos - at.kv_pos),
+        mask=lambda at, slopes: slopes[at.kv_row] < 2,
+        operands={"slopes": np.ones(4, f32)},
+    )
+    planned = make_plan(CASE, variant=variant)
+    words = np.asarray(planned.spec.problem.words, np.int64)
+    begin = len(words) - len(variant.words)
+    call = jax.ffi.ffi_call(
+        "jax_attn_attention",
+        (
+            struct(SPEC.o_shape),
+            struct(SPEC.o_shape[:2]),
+            struct((planned.spec.workspace_words,), jnp.int32),
+        ),
+    )
+    arrays = np.ones(SPEC.q_shape, f32), np.ones(K_SHAPE, f32), np.ones(V_SHAPE, f32)
+
+    def run(words, *operands):
+        operands = operands or (np.zeros(0, f32), np.ones(4, f32))
+        inputs = (*arrays, planned.buffer, np.int32(0), *operands)
+        return sentence_of(lambda: call(*inputs, problem=words, poison=False))
+
+    assert run(words) is None
+    refused = 0
+    rng = np.random.default_rng(0)
+    for i in range(begin, len(words), 3):
+        other = words.copy()
+        other[i] = rng.choice([-1, 0, 1, 3, 8, 11, 127, 2**31, 2**62])
+        sentence = run(other)
+        assert sentence is None or "attribute problem: program: " in sentence or "oper" in sentence
+        refused += sentence is not None
+    assert refused > 10
+    empty, slopes = np.zeros(0, f32), np.ones(4, f32)
+    for operands in ((empty,), (empty, slopes, slopes), (empty, empty), (empty, slopes[None])):
+        assert "attention: " in run(words, *operands)
+    assert "operand 0" in run(words, empty, np.ones(4, np.int32))
+    shared = words.copy()
+    shared[WORDS.index("share_prefixes")] = 1
+    assert "share_prefixes: expected 0 with a variant" in run(shared)

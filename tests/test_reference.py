@@ -13,6 +13,7 @@ from jax_attn import reference
 
 def make_spec(**kw):
     fields = {
+        "variant": None,
         "causal": False,
         "window_left": -1,
         "window_right": -1,

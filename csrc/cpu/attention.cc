@@ -9,6 +9,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/thread_scratch.h"
+#include "cpu/variant_code.h"
 
 namespace jax_attn {
 namespace {
@@ -138,7 +139,13 @@ void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params
   const int64_t dtype = problem.spec.dtype;
   const CpuKernels& all = ActiveKernels();
   const CpuTypeKernels& kernels = *(problem.spec.kv_is_e4m3 ? all.e4m3 : all.types)[dtype];
-  const CpuGeometry geometry = MakeGeometry(problem.config);
+  CpuGeometry geometry = MakeGeometry(problem.config);
+  VariantCode code;
+  if (problem.program.present) {
+    MakeVariantCode(problem.program, problem.spec.logits_soft_cap > 0, &code);
+    geometry.program = &problem.program;
+    geometry.code = &code;
+  }
   std::fill_n(params.merge_counters, params.header->num_merge_groups, 0);
   Queues queues(kernels, params, geometry);
   // The queues, then the padding rows.

@@ -55,6 +55,13 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
+    if (buf_.variant) {
+      buf_.variant.StartBlock(start, valid, this->is_masked_);
+      const i64 last = num_heads_ * rows_ - 1;
+      const auto share = buf_.variant.Sees(0, last, valid.begin, valid.end);
+      if (share.none) return;
+      buf_.variant.SetHides(!share.all);
+    }
     const i64 k_bytes = this->KeyHeadBytes(), v_bytes = this->ValueHeadBytes();
     KeyFetch key_fetch;
     ValueFetch value_fetch;
@@ -165,7 +172,14 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     } else {
       ForTiles(
           h, start, valid,
-          [&](const RowTile& row) { this->AddVisibleValues(row, first, tokens, fetch); }, 1);
+          [&](const RowTile& row) {
+            if (buf_.variant && buf_.variant.masks()) {
+              this->AddSeenValues(row, first, tokens, fetch);
+            } else {
+              this->AddVisibleValues(row, first, tokens, fetch);
+            }
+          },
+          1);
     }
   }
 };

@@ -48,7 +48,9 @@ void StoreScaled(float scale, const float* from, i64 n, T* to) {
 // Writes the result of one row. o is not normalised.
 template <class Isa, typename T>
 void StoreRow(const AttentionParams& params, i64 token, i64 head, RowState state, const float* o) {
-  RowResult result = FinishRow(state, params.sinks ? params.sinks[head] * kLog2e : kNegInf);
+  RowResult result = params.sums_weights
+                         ? RowResult{1.0f, 0.0f}
+                         : FinishRow(state, params.sinks ? params.sinks[head] * kLog2e : kNegInf);
   if (params.v_scale) result.o_scale *= params.v_scale[head / params.group_size];
   const i64 row = token * params.num_qo_heads + head, dim = params.head_dim_vo;
   T* to = static_cast<T*>(params.o) + row * dim;

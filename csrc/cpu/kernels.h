@@ -12,10 +12,15 @@
 
 namespace jax_attn {
 
+struct VariantProgram;
+struct VariantCode;
+
 // What the kernels know of a problem besides AttentionParams.
 struct CpuGeometry {
   i64 max_rows;  // rows of the tallest query tile
   i64 tile_kv;   // kv tokens of an online softmax step, which starts at a multiple of it
+  const VariantProgram* program;  // of a variant, and in the order of its execution; or null
+  const VariantCode* code;
 };
 
 // Up to so many rows (decode) packing and memory outweigh arithmetic: the kernels take all kv heads

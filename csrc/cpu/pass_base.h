@@ -11,6 +11,7 @@
 #include "cpu/kernels.h"
 #include "cpu/pack.h"
 #include "cpu/softmax.h"
+#include "cpu/variant.h"
 
 namespace jax_attn {
 namespace {
@@ -46,6 +47,9 @@ struct Buffers {
   BlockRows blocks[2];
   i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
   size_t bytes = 0;
+  VariantRun<Isa> variant;
+  Range* seen;      // [rows] what each sees of a block in which the variant hides something
+  i32* is_stretch;  // [rows] whether it sees all of that
 
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
       : q_lanes(Lanes(kKeys, params.head_dim_qk)),
@@ -73,6 +77,12 @@ struct Buffers {
       block.k = Take<const char*>(base, tile_kv);
       block.v = Take<const char*>(base, tile_kv);
     }
+    const i64 heads = kLow ? Min(rows, params.num_qo_heads) : i64{params.group_size};
+    variant = VariantRun<Isa>(g.program, g.code, rows, kLow ? kMaxLowRows : rows, heads, tile_kv,
+                              base + bytes);
+    bytes += variant.bytes();
+    seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
+    is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
   }
 
  private:
@@ -96,6 +106,7 @@ class PassBase {
         item_(items[0]),
         num_heads_(num_heads),
         rows_(i64{items[0].qo_len} * params.group_size),
+        span_(SpanOf(params, items[0])),
         rule_(MakeLogitRule(params.sm_scale, params.logits_soft_cap)),
         buf_(params, g, scratch) {}
 
@@ -129,9 +140,14 @@ class PassBase {
       }
     }
     for (i64 r = 0; r < num_heads_ * rows_; ++r) {
-      buf_.states[r] = {kNegInf, 0.0f};
+      buf_.states[r] = params_.sums_weights ? RowState{0.0f, 1.0f} : RowState{kNegInf, 0.0f};
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth)
         Isa::Store(buf_.o + r * buf_.o_columns + d, Isa::Zero());
+    }
+    if (buf_.variant) {
+      const float magnitude = params_.sm_scale < 0 ? -params_.sm_scale : params_.sm_scale;
+      buf_.variant.Begin({&params_, items_, num_heads_, rows_}, magnitude > 0 ? magnitude : 1.0f,
+                         buf_.scales, [&](i64 token) { return QueryRow(token); });
     }
   }
 
@@ -169,19 +185,38 @@ class PassBase {
   // block.
   template <typename Fn>
   void ForBlocks(Fn&& fn) {
+    const i64 end = CeilDiv(item_.kv_end, buf_.tile_kv);
+    i64 i = item_.kv_begin / buf_.tile_kv;
     if (item_.kv_begin >= item_.kv_end) return;
     BlockRows block = buf_.blocks[0], next = buf_.blocks[1];
-    i64 start = item_.kv_begin / buf_.tile_kv * buf_.tile_kv;
+    i64 start = StartOfStep(i);
     FindRows(start, ValidTokens(start), block);
-    for (; start < item_.kv_end; start += buf_.tile_kv) {
-      const i64 next_start = start + buf_.tile_kv;
-      const bool last = next_start >= item_.kv_end;
+    while (i < end) {
+      const bool last = ++i >= end;
+      const i64 next_start = last ? start : StartOfStep(i);
       if (!last) FindRows(next_start, ValidTokens(next_start), next);
+      is_masked_ = params_.steps == nullptr || (params_.steps[i - 1] & 1) != 0;
       fn(start, block, last ? block : next);
       const BlockRows swap = block;
       block = next;
       next = swap;
+      start = next_start;
     }
+  }
+
+  // The position of the i-th step of the span, or of the step lists.
+  i64 StartOfStep(i64 i) const {
+    return (params_.steps != nullptr ? params_.steps[i] >> 1 : i) * buf_.tile_kv;
+  }
+
+  // Positions that any row of the item sees, of an item that is a span of keys only those.
+  static Range SpanOf(const AttentionParams& p, const WorkItem& item) {
+    if (p.steps == nullptr) return {item.kv_begin, item.kv_end};
+    Range span{0, p.kv_lens[item.request]};
+    if (p.window_left >= 0) span.begin = Max(0, i64{item.q_pos} - p.window_left);
+    if (p.window_right >= 0)
+      span.end = Min(span.end, i64{item.q_pos} + item.qo_len + p.window_right);
+    return span;
   }
 
   // Calls fn(first row, rows, what any of them sees) for tiles of at most max_rows of rows [begin,
@@ -203,7 +238,7 @@ class PassBase {
 
   // Valid tokens of the block that starts at position `start`.
   Range ValidTokens(i64 start) const {
-    return {Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
+    return {Max(span_.begin - start, 0), Min(span_.end - start, buf_.tile_kv)};
   }
 
   // What the query token sees of `valid`, a range relative to `start`; possibly empty.
@@ -215,14 +250,29 @@ class PassBase {
     return range;
   }
 
+  // What a row sees of it, or that and some of what a variant hides from it.
+  Range RowSees(i64 row, i64 start, Range valid) const {
+    return narrows_ ? buf_.seen[row] : VisibleTo(buf_.tokens[row], start, valid);
+  }
+
   // What any row of [first, last] sees; windows move to the right with the token.
   Range VisibleToAny(i64 first, i64 last, i64 start, Range valid) const {
+    if (narrows_) {
+      Range all = buf_.seen[first];
+      for (i64 r = first + 1; r <= last; ++r) {
+        const Range one = buf_.seen[r];
+        if (all.begin >= all.end) all = one;
+        if (one.begin < one.end) all = {Min(all.begin, one.begin), Max(all.end, one.end)};
+      }
+      return all;
+    }
     return {VisibleTo(buf_.tokens[first], start, valid).begin,
             VisibleTo(buf_.tokens[last], start, valid).end};
   }
 
   // Whether some row of the item does not see some token of `valid`.
   bool IsMixed(i64 start, Range valid) const {
+    if (buf_.variant && buf_.variant.masks()) return true;
     return VisibleTo(item_.qo_len - 1, start, valid).begin > valid.begin ||
            VisibleTo(0, start, valid).end < valid.end;
   }
@@ -279,18 +329,72 @@ class PassBase {
   void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen) {
     const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
     Range visible[kMaxTileRows];
-    for (i64 r = 0; r < n; ++r) visible[r] = VisibleTo(buf_.tokens[first + r], start, valid);
+    for (i64 r = 0; r < n; ++r) visible[r] = RowSees(first + r, start, valid);
     float* s = buf_.s + score_row * buf_.tile_kv;
     RowState* states = buf_.states + h * rows_ + first;
     float* alpha = buf_.alpha + score_row;
     const float* scales = buf_.scales + h * rows_ + first;
+    LogitRule rule = rule_;
+    if (buf_.variant) {
+      Transform(h * rows_ + first, n, begin, end, s);
+      if (params_.sums_weights) {
+        if constexpr (kPairs) {
+          return KeepWeights<Isa>(n, begin, end, visible, s, buf_.tile_kv,
+                                  reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes),
+                                  2 * buf_.p_lanes, alpha);
+        } else {
+          return KeepWeights<Isa>(n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv, alpha);
+        }
+      }
+      if (buf_.variant.scales()) {
+        rule = MakeLogitRule(1.0f, 0.0f);
+        scales = kNoScales;
+      }
+    }
     if constexpr (kPairs) {
-      SoftmaxTile<Isa>(rule_, scales, n, begin, end, visible, s, buf_.tile_kv,
+      SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv,
                        reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes), 2 * buf_.p_lanes,
                        states, alpha);
     } else {
-      SoftmaxTile<Isa>(rule_, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
+      SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
                        states, alpha);
+    }
+  }
+
+  // Of rows [first, first + n) what each sees of the block, where a variant hides something: from
+  // the first to the last key. A row that sees all between them needs no mask.
+  JAX_ATTN_KERNEL void Narrow(i64 first, i64 n, i64 start, Range valid) {
+    narrows_ = false;
+    for (i64 r = first; r < first + n; ++r) {
+      Range seen = VisibleTo(buf_.tokens[r], start, valid);
+      if (seen.begin >= seen.end) seen = {valid.begin, valid.begin};
+      const i32* mask = buf_.variant.Mask(r, seen.begin / Isa::kWidth * Isa::kWidth,
+                                          RoundUp(seen.end, Isa::kWidth));
+      while (seen.begin < seen.end && !mask[seen.begin]) ++seen.begin;
+      while (seen.begin < seen.end && !mask[seen.end - 1]) --seen.end;
+      i32 all = -1;
+      for (i64 t = seen.begin; t < seen.end; ++t) all &= mask[t];
+      if (seen.begin >= seen.end) seen = {valid.begin, valid.begin};
+      buf_.seen[r] = seen;
+      buf_.is_stretch[r] = all != 0;
+    }
+    narrows_ = true;
+  }
+
+  // What the variant makes of the scores of n rows of the pass.
+  JAX_ATTN_KERNEL void Transform(i64 first, i64 n, i64 begin, i64 end, float* s) {
+    const float cap = params_.logits_soft_cap;
+    for (i64 r = 0; r < n; ++r, s += buf_.tile_kv) {
+      if (cap > 0 && buf_.variant.scales()) {
+        const float cap_in = rule_.Scaled(buf_.scales[first + r]).cap_in;
+        for (i64 j = begin; j < end; j += Isa::kWidth) {
+          const auto x = Tanh<Isa>(Isa::Mul(Isa::Set(cap_in), Isa::Load(s + j)));
+          Isa::Store(s + j, Isa::Mul(Isa::Set(cap), x));
+        }
+      }
+      const bool masks = buf_.variant.masks() && !(narrows_ && buf_.is_stretch[first + r]);
+      buf_.variant.Transform(first + r, begin, end, masks, params_.sums_weights ? 0.0f : kNegInf,
+                             s);
     }
   }
 
@@ -337,6 +441,29 @@ class PassBase {
       AddVisiblePairs(row, first, tokens, panels, ahead);
     } else {
       AddValues(row, first, tokens, PackedValues(), 0, panels, ahead);
+    }
+  }
+
+  // Likewise where a variant hides keys from the row: the stretches that it sees, one by one.
+  template <class Fetch>
+  void AddSeenValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
+    const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
+    if (begin >= end) return;
+    if (row.seen.begin >= tokens.begin) {  // alpha, once
+      float* o = buf_.o + row.row * buf_.o_columns;
+      const auto alpha = Isa::Set(buf_.alpha[row.score_row]);
+      for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth) {
+        Isa::Store(o + d, Isa::Mul(alpha, Isa::Load(o + d)));
+      }
+    }
+    buf_.alpha[row.score_row] = 1.0f;  // which each stretch would take for its own
+    const i32* mask =
+        buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth));
+    for (i64 t = begin; t < end;) {
+      i64 stop = t;
+      while (stop < end && mask[stop]) ++stop;
+      if (stop > t) AddVisibleValues({row.row, row.score_row, 1, {t, stop}}, first, tokens, ahead);
+      t = stop + 1;
     }
   }
 
@@ -388,9 +515,12 @@ class PassBase {
   const WorkItem* items_;
   const WorkItem item_;  // what the items have in common, and the first kv head
   const i64 num_heads_;
-  const i64 rows_;  // of one item
+  const i64 rows_;         // of one item
+  const Range span_;       // see SpanOf
+  bool is_masked_ = true;  // of the block: the element mask may hide something
   const LogitRule rule_;
   Buffers<Isa, T, Kv, kLow> buf_;
+  bool narrows_ = false;  // whether buf_.seen is of the rows and the block at hand
 };
 
 }  // namespace

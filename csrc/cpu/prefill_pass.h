@@ -30,6 +30,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
  private:
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
+    if (buf_.variant && !StartVariant(start, valid)) return;
     const HeadRows keys{block.k, 0}, values{block.v, 0};
     NoFetch no_fetch;
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
@@ -43,12 +44,36 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
     fetch_values_.Start(next.v, buf_.tile_kv, this->ValueHeadBytes());
     this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
+      if (buf_.variant && !NarrowRows(begin, n, start, valid, &seen)) return;
       MultiplyKeys(begin, begin + n, start, valid, seen);
       ForTiles(begin, begin + n, start, valid, [&](const RowTile& tile) {
         this->Softmax(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen);
       });
       MultiplyValues(begin, begin + n, start, valid, finite);
+      this->narrows_ = false;
     });
+  }
+
+  // False if the variant hides the block from all rows.
+  bool StartVariant(i64 start, Range valid) {
+    buf_.variant.StartBlock(start, valid, this->is_masked_);
+    const auto share = buf_.variant.Sees(0, rows_ - 1, valid.begin, valid.end);
+    buf_.variant.SetHides(!share.all);
+    item_hides_ = !share.all;
+    return !share.none;
+  }
+
+  // Finds what rows [begin, begin + n) see, which narrows `seen`; false if that is nothing.
+  bool NarrowRows(i64 begin, i64 n, i64 start, Range valid, Range* seen) {
+    if (!item_hides_) return true;
+    const auto share = buf_.variant.Sees(begin, begin + n - 1, seen->begin, seen->end);
+    buf_.variant.SetHides(!share.all);
+    if (share.all || share.none) return !share.none;
+    this->Narrow(begin, n, start, valid);
+    *seen = this->VisibleToAny(begin, begin + n - 1, start, valid);
+    if (seen->begin < seen->end) return true;
+    this->narrows_ = false;
+    return false;
   }
 
   // Calls fn(tile) for the register tiles of rows [begin, end), whose scores start at row 0.
@@ -95,6 +120,13 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   // tokens at the end of the block, so that a NaN costs little.
   void MultiplyNotFinite(const RowTile& tile, i64 start, Range valid) {
     NoFetch none;
+    if (buf_.variant && buf_.variant.masks()) {
+      for (i64 i = 0; i < tile.n; ++i) {
+        const Range seen = this->RowSees(tile.row + i, start, valid);
+        this->AddSeenValues({tile.row + i, tile.score_row + i, 1, seen}, 0, valid, none);
+      }
+      return;
+    }
     const i64 last = tile.row + tile.n - 1;
     const bool begin_together =
         this->VisibleTo(buf_.tokens[last], start, valid).begin == valid.begin;
@@ -121,6 +153,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   // kScoreRows.
   static constexpr int kLinesPerTile = 4;
   RowFetch<2> fetch_, fetch_values_;
+  bool item_hides_ = true;  // whether the variant may hide some of the block from some row
 };
 
 }  // namespace

@@ -80,6 +80,9 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
   return Isa::ReduceAdd(sum);
 }
 
+// Logits that are natural have no scales.
+constexpr float kNoScales[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 // One online softmax step of n <= kMaxTileRows rows, each with a scale of its own. Replaces the
 // scores in columns [begin, end) by probabilities at p (p = s allowed); those of masked columns are
 // 0. alpha: what rescales the sums of the blocks before. begin and end are multiples of kWidth. The
@@ -107,6 +110,22 @@ JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64
                                         s + r * lds, p + r * ldp);
     states[r].sum = states[r].sum * fall[r] + sum;
     alpha[r] = fall[r];
+  }
+}
+
+// Instead of it without softmax: scores are weights, which rows do not have where they do not see.
+template <class Isa, typename P>
+JAX_ATTN_KERNEL void KeepWeights(i64 n, i64 begin, i64 end, const Range* seen, const float* s,
+                                 i64 lds, P* p, i64 ldp, float* alpha) {
+  for (i64 r = 0; r < n; ++r) {
+    for (i64 j = begin; j < end; j += Isa::kWidth) {
+      const int lo = static_cast<int>(Max(seen[r].begin - j, 0));
+      const int hi = static_cast<int>(Min(seen[r].end - j, Isa::kWidth));
+      alignas(64) float x[Isa::kWidth];
+      for (int i = 0; i < Isa::kWidth; ++i) x[i] = i >= lo && i < hi ? s[r * lds + j + i] : 0.0f;
+      Isa::Store(p + r * ldp + j, Isa::Load(x));
+    }
+    alpha[r] = 1.0f;
   }
 }
 

@@ -1,8 +1,10 @@
 // jax_attn_attention: unpack, check, launch, return.
 #include "cpu/attention.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "ffi/checks.h"
 #include "ffi/cpu_task_pool.h"
@@ -21,6 +23,7 @@ struct AttentionBuffers {
   std::optional<ffi::AnyBuffer> sinks;
   std::optional<ffi::AnyBuffer> k_new, v_new;               // with fresh_kv
   std::optional<ffi::AnyBuffer> q_scale, k_scale, v_scale;  // of e4m3
+  std::vector<ffi::AnyBuffer> variant_operands;
   ffi::AnyBuffer o, lse, workspace;
 };
 
@@ -30,6 +33,33 @@ Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer
   if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
   return CheckBuffer(kOp, name, kv, ToDataType(spec.kv_dtype()),
                      {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
+}
+
+// Rows of the cache are i32 in a program.
+bool ReadsKvRows(const VariantProgram& program) {
+  for (i32 i = 0; i < program.num_instructions; ++i) {
+    if (program.instructions[i].op == kOpKvRow) return true;
+  }
+  return false;
+}
+
+Status CheckVariantOperands(const VariantProgram& program,
+                            const std::vector<ffi::AnyBuffer>& operands) {
+  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16,
+                                             ffi::S32, ffi::U8,   ffi::PRED};  // by OperandType
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const ProgramOperand& expected = program.operands[i];
+    const auto dims = operands[i].dimensions();
+    bool fits = operands[i].element_type() == kTypes[expected.type] &&
+                static_cast<i32>(dims.size()) == expected.rank;
+    for (const int64_t dim : dims) fits = fits && dim >= 1 && dim <= kMaxInt32;
+    if (!fits) {
+      return Status::Error("attention: variant_operands: expected operand " + std::to_string(i) +
+                           " with the dtype and the " + std::to_string(expected.rank) +
+                           " axes that the variant says, none of length 0, got another array.");
+    }
+  }
+  return Status::Ok();
 }
 
 Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* pool) {
@@ -65,7 +95,18 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* p
     s = CheckBuffer(kOp, "lse", b.lse, ffi::F32, {spec.max_qo_tokens, spec.num_qo_heads});
   }
   if (s.ok()) s = CheckBuffer(kOp, "workspace", b.workspace, ffi::S32, {workspace_words});
-  return s;
+  if (s.ok() && FloatsOf(b.sinks) && problem.program.present && !problem.program.normalizes) {
+    return Status::Error("attention: sinks: expected none with a variant without softmax.");
+  }
+  if (s.ok() && ReadsKvRows(problem.program) &&
+      pool->num_pages * std::max<int64_t>(spec.page_size, 1) > kMaxInt32) {
+    return Status::Error(
+        "attention: k_pages: expected at most 2^31 - 1 token slots a layer with a variant that "
+        "reads "
+        "kv_row, got " +
+        std::to_string(pool->num_pages * spec.page_size) + ".");
+  }
+  return s.ok() ? CheckVariantOperands(problem.program, b.variant_operands) : s;
 }
 
 AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffers& b,
@@ -97,12 +138,21 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   }
   p.num_pages = pool.num_pages;
   p.num_layers = static_cast<i32>(pool.num_layers);
+  for (size_t i = 0; i < b.variant_operands.size(); ++i) {
+    VariantOperand& operand = p.variant_operands[i];
+    operand.data = b.variant_operands[i].untyped_data();
+    const auto dims = b.variant_operands[i].dimensions();
+    for (size_t axis = 0; axis < dims.size(); ++axis) {
+      operand.dims[axis] = static_cast<i32>(dims[axis]);
+    }
+  }
   return p;
 }
 
 // What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with e4m3 sinks
-// and scales, those that are absent as arrays without elements.
-Status TakeOptional(const AttentionSpec& spec, ffi::RemainingArgs rest, AttentionBuffers* b) {
+// and scales, those that are absent as arrays without elements; then likewise those of a variant.
+Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, AttentionBuffers* b) {
+  const AttentionSpec& spec = problem.spec;
   size_t next = 0;
   const auto take = [&](std::optional<ffi::AnyBuffer>* to) {
     if (const auto buffer = rest.get<ffi::AnyBuffer>(next); buffer.has_value()) {
@@ -120,13 +170,20 @@ Status TakeOptional(const AttentionSpec& spec, ffi::RemainingArgs rest, Attentio
     take(&b->k_scale);
     take(&b->v_scale);
   }
-  if (next == rest.size() && b->k_new.has_value() == (spec.fresh_kv != 0) &&
+  const auto num_operands = static_cast<size_t>(problem.program.num_operands);
+  for (size_t i = 0; i < num_operands; ++i) {
+    std::optional<ffi::AnyBuffer> operand;
+    take(&operand);
+    if (operand) b->variant_operands.push_back(*operand);
+  }
+  if (next == rest.size() && b->variant_operands.size() == num_operands &&
+      b->k_new.has_value() == (spec.fresh_kv != 0) &&
       b->v_new.has_value() == (spec.fresh_kv != 0)) {
     return Status::Ok();
   }
   return Status::Error(
       "attention: operands: expected q, k, v, plan, layer, with fresh_kv k_new and v_new, perhaps "
-      "sinks, and with e4m3 scales, got " +
+      "sinks, with e4m3 scales, and those of a variant, got " +
       std::to_string(rest.size()) + " after layer.");
 }
 
@@ -134,7 +191,7 @@ Status TakeOptional(const AttentionSpec& spec, ffi::RemainingArgs rest, Attentio
 Status Unpack(ffi::Span<const int64_t> words, ffi::RemainingArgs rest, AttentionBuffers buffers,
               AttentionProblem* problem, AttentionParams* params) {
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
-  if (Status s = TakeOptional(problem->spec, rest, &buffers); !s.ok()) return s;
+  if (Status s = TakeOptional(*problem, rest, &buffers); !s.ok()) return s;
   Pool kv_pool;
   if (Status s = Check(*problem, buffers, &kv_pool); !s.ok()) return s;
   *params = MakeParams(*problem, buffers, kv_pool);
@@ -148,7 +205,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
                       bool poison) {
   AttentionProblem problem;
   AttentionParams params;
-  const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},
+  const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},        {},
                                  {}, {}, {}, {},   *o,    *lse, *workspace};
   Status s = Unpack(words, rest, buffers, &problem, &params);
   // Always, so that no buffer brings the process down: it takes less than a hundredth of the rest.
@@ -179,7 +236,7 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
                        ffi::Span<const int64_t> words, bool poison) {
   AttentionProblem problem;
   AttentionParams params;
-  const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},
+  const AttentionBuffers buffers{q,  k,  v,  plan, layer, {},   {},        {},
                                  {}, {}, {}, {},   *o,    *lse, *workspace};
   Status s = Unpack(words, rest, buffers, &problem, &params);
   if (s.ok() && poison) s = PoisonOnDevice({*o, *lse, *workspace}, stream);

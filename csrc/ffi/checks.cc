@@ -80,12 +80,9 @@ ffi::DataType ToDataType(int64_t dtype) {
 
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {
   const std::string prefix = std::string(op) + ": attribute problem";
-  if (!DecodeProblem(words.begin(), words.size(), problem)) {
-    return Status::Error(prefix +
-                         ": expected the words of this jax_attn version, got those of another; "
-                         "export or compile the function again.");
-  }
-  return Prefixed(prefix, CheckProblem(*problem));
+  Status s = DecodeProblem(words.begin(), words.size(), problem);
+  if (s.ok()) s = CheckProblem(*problem);
+  return Prefixed(prefix, s);
 }
 
 Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer& k_pages,

@@ -20,6 +20,7 @@ using OptionalBuffer = std::optional<ffi::AnyBuffer>;
 struct PlanBuffers {
   ffi::AnyBuffer qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets;
   OptionalBuffer request_indptr, prefix_lens;  // both, or none: no levels are told
+  OptionalBuffer block_classes;                // with step lists
   ffi::AnyBuffer plan, scratch;
 };
 
@@ -46,6 +47,19 @@ Status UnpackLevels(const PlanBuffers& b, PrefixLevels* levels) {
   levels->num_levels = static_cast<i32>(num_levels);
   levels->num_prefixes = static_cast<i32>(num_prefixes);
   return s;
+}
+
+// q_block, kv_block: of the map.
+Status UnpackMap(const PlanBuffers& b, int64_t q_block, int64_t kv_block, BlockMap* map) {
+  if (!b.block_classes) return Status::Ok();
+  const auto dims = b.block_classes->dimensions();
+  if (b.block_classes->element_type() != ffi::U8 || dims.size() != 2 || q_block > kMaxInt32 ||
+      kv_block > kMaxInt32) {
+    return Status::Error("plan: block_map: expected uint8 classes by row and column of blocks.");
+  }
+  *map = {static_cast<const uint8_t*>(b.block_classes->untyped_data()), dims[0], dims[1],
+          static_cast<int32_t>(q_block), static_cast<int32_t>(kv_block)};
+  return Status::Ok();
 }
 
 Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionProblem* problem,
@@ -81,30 +95,33 @@ Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionPro
 ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::AnyBuffer kv_indptr,
                       ffi::AnyBuffer page_indices, ffi::AnyBuffer q_offsets,
                       OptionalBuffer request_indptr, OptionalBuffer prefix_lens,
-                      ffi::Result<ffi::AnyBuffer> plan, ffi::Result<ffi::AnyBuffer> scratch,
-                      ffi::Span<const int64_t> words, bool) {
+                      OptionalBuffer block_classes, ffi::Result<ffi::AnyBuffer> plan,
+                      ffi::Result<ffi::AnyBuffer> scratch, ffi::Span<const int64_t> words, bool,
+                      int64_t q_block, int64_t kv_block) {
   AttentionProblem problem;
   PlanInputs inputs;
   PrefixLevels levels;
-  Status s = Unpack(words,
-                    {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
-                     prefix_lens, *plan, *scratch},
-                    &problem, &inputs, &levels);
+  BlockMap map;
+  const PlanBuffers buffers{qo_indptr,      kv_lens,     kv_indptr,     page_indices, q_offsets,
+                            request_indptr, prefix_lens, block_classes, *plan,        *scratch};
+  Status s = Unpack(words, buffers, &problem, &inputs, &levels);
+  if (s.ok()) s = UnpackMap(buffers, q_block, kv_block, &map);
   if (!s.ok()) return ToFfi(s);
   return ToFfi(Plan(problem, inputs, prefix_lens ? &levels : nullptr,
-                    static_cast<int32_t*>(plan->untyped_data())));
+                    static_cast<int32_t*>(plan->untyped_data()), block_classes ? &map : nullptr));
 }
 
 PlanKernel KernelOf(const AttentionProblem& problem, bool has_levels) {
   return {problem.spec.arch, has_levels || problem.spec.schedule == kAuto};
 }
 
-ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool has_levels) {
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool has_levels, int64_t, int64_t) {
   return RunStage(kOp, words,
                   [=](const AttentionProblem& p) { return PreparePlan(KernelOf(p, has_levels)); });
 }
 
-ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool has_levels) {
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool has_levels, int64_t,
+                          int64_t) {
   return RunStage(kOp, words, [=](const AttentionProblem& p) {
     return LoadPlan(KernelOf(p, has_levels), device);
   });
@@ -114,15 +131,23 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool h
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer qo_indptr,
                        ffi::AnyBuffer kv_lens, ffi::AnyBuffer kv_indptr,
                        ffi::AnyBuffer page_indices, ffi::AnyBuffer q_offsets,
-                       OptionalBuffer request_indptr, OptionalBuffer prefix_lens,
+                       OptionalBuffer request_indptr, OptionalBuffer prefix_lens, OptionalBuffer,
                        ffi::Result<ffi::AnyBuffer> plan, ffi::Result<ffi::AnyBuffer> scratch,
-                       ffi::Span<const int64_t> words, bool has_levels) {
+                       ffi::Span<const int64_t> words, bool has_levels, int64_t, int64_t) {
   AttentionProblem problem;
   PlanInputs inputs;
   PrefixLevels levels;
   Status s = Unpack(words,
-                    {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
-                     prefix_lens, *plan, *scratch},
+                    {qo_indptr,
+                     kv_lens,
+                     kv_indptr,
+                     page_indices,
+                     q_offsets,
+                     request_indptr,
+                     prefix_lens,
+                     {},
+                     *plan,
+                     *scratch},
                     &problem, &inputs, &levels);
   if (!s.ok()) return ToFfi(s);
   const PlanParams params =
@@ -142,23 +167,31 @@ auto BindCall(Binding binding) {
       .template Arg<ffi::AnyBuffer>()          // q_offsets
       .template OptionalArg<ffi::AnyBuffer>()  // request_indptr
       .template OptionalArg<ffi::AnyBuffer>()  // prefix_lens
+      .template OptionalArg<ffi::AnyBuffer>()  // classes of a block map
       .template Ret<ffi::AnyBuffer>()          // plan
       .template Ret<ffi::AnyBuffer>()          // scratch
       .template Attr<ffi::Span<const int64_t>>("problem")
-      .template Attr<bool>("levels");  // there are some
+      .template Attr<bool>("levels")  // there are some
+      .template Attr<int64_t>("q_block")
+      .template Attr<int64_t>("kv_block");
 }
 
 XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind()));
 
-XLA_FFI_DEFINE_HANDLER(
-    kInstantiateCuda, InstantiateCuda,
-    ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem").Attr<bool>("levels"));
+XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<ffi::Span<const int64_t>>("problem")
+                           .Attr<bool>("levels")
+                           .Attr<int64_t>("q_block")
+                           .Attr<int64_t>("kv_block"));
 
 XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
                        ffi::Ffi::BindInitialize()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Attr<ffi::Span<const int64_t>>("problem")
-                           .Attr<bool>("levels"));
+                           .Attr<bool>("levels")
+                           .Attr<int64_t>("q_block")
+                           .Attr<int64_t>("kv_block"));
 
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCuda, ExecuteCuda,

@@ -2,6 +2,10 @@
 
 #include <sstream>
 
+#include "jit/sha256.h"
+#include "jit/variant_source.h"
+#include "variant/words.h"
+
 namespace jax_attn {
 namespace {
 
@@ -9,7 +13,8 @@ const char* DTypeName(int64_t dtype) {
   return dtype == kBF16 ? "bf16" : dtype == kF16 ? "f16" : "f32";
 }
 
-// A visitor of fields that writes `struct Traits`, one readable member a line.
+// A visitor of fields that writes `struct Traits`, one readable member a line, and ahead of it the
+// struct of a variant.
 class TraitsWriter {
  public:
   void operator()(const char* name, int64_t value, const char* comment = "") {
@@ -18,8 +23,16 @@ class TraitsWriter {
   void operator()(const char* name, bool value, const char* comment = "") {
     Line("bool", name, value ? "true" : "false", comment);
   }
+  void operator()(const char* name, const VariantProgram& program) {
+    if (program.present) {
+      variant_ = "namespace variant {\n\n" + VariantText(program, "Given") +
+                 "\n}  // namespace variant\n\n";
+    }
+    out_ << "  using " << name << " = " << (program.present ? "variant::Given" : "NoVariant")
+         << ";\n";
+  }
   std::string str() const {
-    return "namespace jax_attn {\n\nstruct Traits {\n" + out_.str() +
+    return "namespace jax_attn {\n\n" + variant_ + "struct Traits {\n" + out_.str() +
            "};\n\n}  // namespace jax_attn\n";
   }
 
@@ -30,18 +43,29 @@ class TraitsWriter {
     out_ << "\n";
   }
   std::ostringstream out_;
+  std::string variant_;
 };
+
+// 16 hex digits, for names.
+std::string HashOf(const VariantProgram& program) {
+  std::string text;
+  for (int64_t word : EncodeProgram(program)) text += std::to_string(word) + " ";
+  return Sha256Hex(text).substr(0, 16);
+}
 
 // A visitor of fields that writes the words of a key behind the operation's.
 class KeyWriter {
  public:
-  explicit KeyWriter(int64_t op) { key_[0] = op; }
-  void operator()(const char*, int64_t value, const char* = "") { key_.at(size_++) = value; }
+  explicit KeyWriter(int64_t op) : key_{op} {}
+  void operator()(const char*, int64_t value, const char* = "") { key_.push_back(value); }
+  void operator()(const char*, const VariantProgram& program) {
+    const std::vector<int64_t> words = EncodeProgram(program);
+    key_.insert(key_.end(), words.begin(), words.end());
+  }
   const KernelKey& key() const { return key_; }
 
  private:
-  KernelKey key_{};
-  size_t size_ = 1;
+  KernelKey key_;
 };
 
 // One place that names every field of a kernel: its key and its Traits come from it, so that
@@ -72,6 +96,7 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kNumWarps", k.num_warps);
   visit("kNumStages", k.num_stages, "depth of the kv pipeline");
   visit("kRecordsTimes", k.record_times, "of items");
+  visit("Variant", k.variant);
 }
 
 // Whether bytes are copied, whatever their type.
@@ -168,6 +193,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.num_warps = config.num_warps;
   kernel.num_stages = config.num_stages;
   kernel.record_times = config.record_times;
+  kernel.variant = problem.program;
   return kernel;
 }
 
@@ -192,6 +218,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.fresh_kv) name << "-fresh";
   if (kernel.main_loop == kHopper) name << "-wgmma";
   if (kernel.record_times) name << "-times";
+  if (kernel.variant.present) name << "-variant" << HashOf(kernel.variant);
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;

@@ -35,6 +35,7 @@ struct AttentionKernel {
   int64_t num_warps = 0;
   int64_t num_stages = 0;
   bool record_times = false;
+  VariantProgram variant = {};
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
@@ -69,8 +70,8 @@ KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
-// The fields of a kernel struct, operation first, then zeros: equal keys, equal binaries.
-using KernelKey = std::array<int64_t, 32>;
+// The fields of a kernel struct, operation first: equal keys, equal binaries.
+using KernelKey = std::vector<int64_t>;
 KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);

@@ -52,6 +52,7 @@ class PlanChecker {
         kv_indptr_(plan + layout.kv_indptr),
         partial_rows_(plan + layout.partial_rows),
         qo_indices_(plan + layout.qo_indices),
+        steps_(plan + layout.steps),
         items_(reinterpret_cast<const WorkItem*>(plan + layout.items)),
         groups_(reinterpret_cast<const MergeGroup*>(plan + layout.merge_groups)) {}
 
@@ -301,8 +302,12 @@ class PlanChecker {
       return refuse("kv_base", Equal(kv_indptr_[item.request], "where its request begins"),
                     item.kv_base);
     }
-    if (item.kv_end < 0 || item.kv_end > kv_lens_[item.request]) {
-      return refuse("kv_end", Between(0, kv_lens_[item.request]) + " by kv_lens", item.kv_end);
+    const int64_t tokens =
+        rules_.listed ? header_.num_steps * config_.tile_kv : int64_t{kv_lens_[item.request]};
+    if (item.kv_end < 0 || item.kv_end > tokens) {
+      return refuse("kv_end",
+                    Between(0, tokens) + (rules_.listed ? " by header.num_steps" : " by kv_lens"),
+                    item.kv_end);
     }
     if (item.kv_begin < 0 || item.kv_begin > item.kv_end) {
       return refuse("kv_begin", Between(0, item.kv_end), item.kv_begin);
@@ -310,6 +315,7 @@ class PlanChecker {
     if (item.q_pos <= -kPositionLimit || item.q_pos > kPositionLimit - item.qo_len) {
       return refuse("q_pos", "positions in (-2^30, 2^30)", item.q_pos);
     }
+    if (rules_.listed) return CheckSteps(i, item);
     if (is_shared && spec_.fresh_kv && item.kv_end > CachedTokens(item.request)) {
       return refuse(
           "kv_end",
@@ -319,6 +325,36 @@ class PlanChecker {
     if (is_shared && !EveryRowSees(item, item.q_pos)) {
       return refuse("q_pos", "one from which every row sees all of a shared item's keys",
                     item.q_pos);
+    }
+    return Status::Ok();
+  }
+
+  // Steps that ascend, of which the item's rows see something. Items of other heads have the same.
+  Status CheckSteps(int32_t i, const WorkItem& item) const {
+    const int64_t tile_kv = config_.tile_kv;
+    for (const char* field : {"kv_begin", "kv_end"}) {
+      const int32_t place = field[3] == 'b' ? item.kv_begin : item.kv_end;
+      if (place % tile_kv == 0) continue;
+      return Refuse("items", i, field, "a multiple of tile_kv = " + std::to_string(tile_kv), place);
+    }
+    const auto same = [&](const WorkItem& before) {
+      return before.kv_begin == item.kv_begin && before.kv_end == item.kv_end &&
+             before.request == item.request && before.q_pos == item.q_pos &&
+             before.qo_len == item.qo_len;
+    };
+    if (i > 0 && same(items_[i - 1])) return Status::Ok();
+    const KvSpan visible = VisibleSpan(item);
+    const int64_t first = item.kv_begin / tile_kv, end = item.kv_end / tile_kv;
+    int64_t least = visible.begin / tile_kv;
+    const int64_t most = CeilDivide(visible.end, tile_kv) - 1;
+    for (int64_t e = first; e < end; ++e) {
+      const int64_t step = steps_[e] >> 1;
+      if (step < least || step > most) {
+        return Refuse(At("steps", e),
+                      "a step, times 2, of " + Between(least, most) + " for " + At("items", i),
+                      steps_[e]);
+      }
+      least = step + 1;
     }
     return Status::Ok();
   }
@@ -398,7 +434,9 @@ class PlanChecker {
       const int32_t end = EndOfEntries(group);
       // The last state is the tile's own, at its own positions.
       const WorkItem& own = items_[writer_[end - 1]];
-      const KvSpan visible = VisibleSpan(own);
+      const KvSpan visible =
+          rules_.listed ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
+                        : VisibleSpan(own);
       if (group.first_place != FirstPlace(visible.begin)) {
         return Refuse("merge_groups", g, "first_place",
                       Equal(FirstPlace(visible.begin), "by its first key"), group.first_place);
@@ -411,8 +449,15 @@ class PlanChecker {
           return Refuse("items", i, "kv_begin", Equal(next, "where the state before it ends"),
                         item.kv_begin);
         }
+        if (rules_.listed && item.kv_begin > visible.begin && item.kv_begin < item.kv_end) {
+          const int64_t e = item.kv_begin / config_.tile_kv;
+          if (steps_[e] >> 1 <= steps_[e - 1] >> 1) {
+            return Refuse(At("steps", e), "a later step than the state before it has", steps_[e]);
+          }
+        }
         // What is shared by one request has made-up positions, too.
-        const bool all_see = EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
+        const bool all_see =
+            !rules_.listed && EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
         if (item.num_groups == 1 && item.q_pos != own.q_pos && !all_see) {
           return Refuse("items", i, "q_pos",
                         Equal(own.q_pos, "as of " + At("items", writer_[end - 1])), item.q_pos);
@@ -429,7 +474,7 @@ class PlanChecker {
 
   // As FirstFoldPlace.
   int32_t FirstPlace(int64_t kv_begin) const {
-    if (spec_.schedule != kFixedSplit) return 0;
+    if (spec_.schedule != kFixedSplit || rules_.listed) return 0;
     return static_cast<int32_t>(kv_begin / spec_.kv_split % kFoldBatch);
   }
 
@@ -451,7 +496,7 @@ class PlanChecker {
     for (int32_t i = 0; i < header_.num_items; ++i) {
       const WorkItem& item = items_[i];
       if (item.num_groups > 0) continue;
-      const KvSpan visible = VisibleSpan(item);
+      const KvSpan visible = rules_.listed ? KvSpan{item.kv_begin, item.kv_end} : VisibleSpan(item);
       if (item.kv_begin != visible.begin) {
         return Refuse("items", i, "kv_begin", Equal(visible.begin, "the first key its rows see"),
                       item.kv_begin);
@@ -509,7 +554,8 @@ class PlanChecker {
   const PlanRules rules_;
   const PlanHeader& header_;
   const int64_t group_size_;
-  const int32_t *queue_indptr_, *qo_indptr_, *kv_lens_, *kv_indptr_, *partial_rows_, *qo_indices_;
+  const int32_t *queue_indptr_, *qo_indptr_, *kv_lens_, *kv_indptr_, *partial_rows_, *qo_indices_,
+      *steps_;
   const WorkItem* items_;
   const MergeGroup* groups_;
   std::vector<int32_t> reader_;     // [num_partials] merge group that reads the state first
@@ -549,6 +595,7 @@ Status CheckPlanHeader(const AttentionProblem& problem, const int32_t* plan, int
       {"header.nnz_kv", h.nnz_kv, spec.paged() ? spec.max_kv_pages : spec.max_kv_tokens},
       {"header.num_partials", h.num_partials, config.max_partials},
       {"header.num_shared_tokens", h.num_shared_tokens, config.max_shared_tokens},
+      {"header.num_steps", h.num_steps, spec.max_steps},
   };
   for (const auto& count : counts) {
     if (count.value < 0 || count.value > count.most) {

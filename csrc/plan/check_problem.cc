@@ -72,6 +72,12 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
   if (c.tile_kv % step != 0) {
     return Refuse("tile_kv", "a multiple of " + std::to_string(step), c.tile_kv);
   }
+  // Places in step lists are counted in tokens.
+  if (s.max_steps > kPositionLimit / c.tile_kv) {
+    return Refuse("max_steps",
+                  "at most 2^30 / tile_kv = " + std::to_string(kPositionLimit / c.tile_kv),
+                  s.max_steps);
+  }
   if (s.num_kv_heads % c.heads_per_unit != 0) {
     return Refuse("heads_per_unit", "a divisor of num_kv_heads", c.heads_per_unit);
   }
@@ -105,6 +111,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"schedule", s.schedule, kBalanced, kAuto},
       {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
+      {"max_steps", s.max_steps, 0, cpu && s.share_prefixes == 0 ? kPositionLimit : 0},
       {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && !s.kv_is_e4m3 ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},
@@ -136,6 +143,10 @@ Status CheckSpec(const AttentionSpec& s) {
 
 Status CheckProblem(const AttentionProblem& problem) {
   if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
+  if (problem.spec.share_prefixes && NeedsOwnRows(problem.program)) {
+    return Refuse("share_prefixes", "0 with a variant that asks for what queries do not share",
+                  problem.spec.share_prefixes);
+  }
   if (Status s = CheckConfig(problem.spec, problem.config); !s.ok()) return s;
   const int64_t num_words = MakePlanLayout(problem).num_words;
   if (num_words <= kMaxInt32) return Status::Ok();

@@ -135,6 +135,13 @@ Status DescribeFault(const AttentionProblem& problem, const PlanFault& f) {
                      "page " + std::to_string(f.expected) +
                          ", as in the request before with the same prefix (prefix_levels)",
                      f.got)};
+    case kFaultMapColumns:
+      return {Refuse(
+          "block_map: request " + std::to_string(f.at),
+          "columns for the " + std::to_string(f.expected) + " positions that its queries may see",
+          f.got)};
+    case kFaultSteps:
+      return {RefuseCapacity("entries of step lists", "max_steps", spec.max_steps, f.got)};
     default:
       return {"plan: fault " + std::to_string(f.code) + " of another version of jax_attn."};
   }

@@ -51,6 +51,7 @@ PlanLayout MakePlanLayout(const AttentionProblem& problem) {
   // A CTA may ask for the item of its own number before it knows of any (sm90/pipeline.cuh).
   layout.items = section(std::max(config.max_items, config.num_ctas) * kItemWords);
   layout.page_indices = section(spec.max_kv_pages);
+  layout.steps = section(spec.max_steps);
   layout.num_words = end;
   return layout;
 }
@@ -85,6 +86,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.kv_split = static_cast<i32>(
       Least(kPositionLimit, spec.schedule == kFixedSplit ? spec.kv_split : kPositionLimit));
   rules.page_size = static_cast<i32>(spec.page_size);
+  rules.listed = spec.max_steps > 0;
   rules.num_tiles = static_cast<i32>(config.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
     rules.tile_tokens[i] = static_cast<i32>(config.tile_q[i] / spec.group_size());
@@ -210,6 +212,7 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.page_indices = plan + layout.page_indices;
   p.qo_indptr = plan + layout.qo_indptr;
   p.kv_lens = plan + layout.kv_lens;
+  if (spec.max_steps > 0) p.steps = plan + layout.steps;
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
   p.max_items = static_cast<i32>(problem.config.max_items);
   p.max_merge_groups = static_cast<i32>(problem.config.max_merge_groups);
@@ -227,6 +230,7 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.sm_scale = static_cast<float>(spec.sm_scale);
   p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
   p.q_is_e4m3 = static_cast<i32>(spec.q_is_e4m3);
+  p.sums_weights = problem.program.present && !problem.program.normalizes;
   return p;
 }
 

@@ -141,6 +141,7 @@ void ZeroPadding(const PlanLayout& layout, const PlanHeader& header, int64_t num
   section(layout.qo_indices, header.num_shared_tokens);
   section(layout.items, header.num_items * int64_t{sizeof(WorkItem) / 4});
   section(layout.page_indices, nnz_page_indices);
+  section(layout.steps, header.num_steps);
   section(layout.num_words, 0);
 }
 
@@ -157,11 +158,12 @@ PlanFault CheckInputs(const PlanRules& rules, const PlanInputs& in, int32_t* max
 }
 
 Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixLevels* levels,
-            int32_t* buffer) {
+            int32_t* buffer, const BlockMap* map) {
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanRules rules = MakePlanRules(problem);
   if (Status s = CheckBatchSize(problem, in.batch_size); !s.ok()) return s;
+  if (Status s = CheckBlockMap(problem, map); !s.ok()) return s;
   int32_t max_page_id = -1;
   if (PlanFault f = CheckInputs(rules, in, &max_page_id); f.code) return DescribeFault(problem, f);
   if (levels != nullptr) {
@@ -178,6 +180,11 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
 
   thread_local Tiling flat, shared;
   if (PlanFault f = MakeTiles(rules, in, &flat.tiles); f.code) return DescribeFault(problem, f);
+  if (map != nullptr) {
+    const PlanFault f =
+        ListSteps(problem, *map, &flat.tiles, buffer + layout.steps, &header.num_steps);
+    if (f.code) return DescribeFault(problem, f);
+  }
   const bool shares = SharePrefixes(problem, rules, in, levels, flat.tiles, &shared);
   ScheduleOutput out;
   out.queue_indptr = buffer + layout.queue_indptr;

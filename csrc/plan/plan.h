@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "plan/rules.h"
 #include "spec.h"
@@ -23,6 +24,7 @@ struct PlanLayout {
   int64_t qo_indices = 0;    // [max_shared_tokens]
   int64_t items = 0;         // WorkItem [max_items]
   int64_t page_indices = 0;  // [max_kv_pages]
+  int64_t steps = 0;         // [max_steps], see WorkItem
   int64_t num_words = 0;
 };
 PlanLayout MakePlanLayout(const AttentionProblem& problem);
@@ -59,6 +61,24 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
 // kept.
 void FillCapacities(AttentionProblem* problem);
 
+// What a mask does to blocks of q_block query tokens and kv_block positions. Row block i has rows
+// [i * q_block, (i + 1) * q_block) of q, each with the positions of its own request.
+struct BlockMap {
+  const uint8_t* classes;  // [num_rows, num_columns] kSomeVisible | kSomeHidden
+  int64_t num_rows, num_columns;
+  int32_t q_block, kv_block;
+};
+// May any element of the block be visible, may any be hidden? Classes of parts make that of the
+// whole by OR.
+enum : uint8_t { kSomeVisible = 1, kSomeHidden = 2 };
+
+// Refuses a map that does not fit the problem, or none where there should be one.
+Status CheckBlockMap(const AttentionProblem& problem, const BlockMap* map);
+
+// Writes the lists of steps that tiles need, and replaces the spans of `tiles` by ranges of these.
+PlanFault ListSteps(const AttentionProblem& problem, const BlockMap& map,
+                    std::vector<QueryTile>* tiles, int32_t* steps, int32_t* num_steps);
+
 // Refuses a batch of more requests than max_batch.
 Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);
 
@@ -71,8 +91,9 @@ Status DescribeFault(const AttentionProblem& problem, const PlanFault& fault);
 
 // Writes all of buffer[0, layout.num_words). On error the buffer's contents are unspecified
 // and the message names the argument, what was expected and what was got. levels: the prefixes that
-// requests share; null: found from the page tables. Only with share_prefixes.
+// requests share; null: found from the page tables. Only with share_prefixes. map: null without
+// step lists.
 Status Plan(const AttentionProblem& problem, const PlanInputs& inputs, const PrefixLevels* levels,
-            int32_t* buffer);
+            int32_t* buffer, const BlockMap* map = nullptr);
 
 }  // namespace jax_attn

@@ -385,9 +385,10 @@ inline i64 LongestChunkCost(const PlanRules& rules, i64 total_span_cost, i32 twi
 inline constexpr i64 kUncut = 1ll << 62;  // longest chunks where no tile is cut
 
 // longest_cost: of kBalanced.
-// kFixedSplit counts from position 0: borders depend on nothing but the position, so a request has
-// the same partial states, and after the ordered merge the same bits, in any batch.
-// kNoSplit: FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
+// kFixedSplit counts from position 0, or from the beginning of a step list: borders depend on
+// nothing but the position, so a request has the same partial states, and after the ordered merge
+// the same bits, in any batch. kNoSplit: FlashAttention-2 (arXiv 2307.08691, section 3.2), one item
+// per query tile and head.
 inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
   if (rules.schedule == kBalanced) {
@@ -395,7 +396,7 @@ inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile
     const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
     cut.length = static_cast<i32>(Largest(rounded, rules.min_chunk));
   } else if (rules.schedule == kFixedSplit) {
-    cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
+    if (!rules.listed) cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
   }
   if (t.kv_end - cut.first > cut.length) {
     cut.num_splits = (t.kv_end - cut.first - 1) / cut.length + 1;
@@ -435,6 +436,7 @@ inline constexpr i64 kOneFoldBytes = 512 << 10;
 // The place of a tile's first partial state among the batches of a fold. With kFixedSplit a chunk
 // has the same place in any tile, because a row has the same bits in any tile.
 inline i32 FirstFoldPlace(const PlanRules& rules, const QueryTile& t) {
+  if (rules.listed) return 0;
   return rules.schedule == kFixedSplit ? t.kv_begin / rules.kv_split % kFoldBatch : 0;
 }
 

@@ -150,7 +150,7 @@ void SelectHopper(Choice& c) {
   c.Because("num_ctas", "its warpgroups fill a multiprocessor");
 }
 
-void SelectMla(Choice& c) {
+void SelectMla(Choice& c, bool rows_may_differ) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
   const int64_t most_rows = tiles.mla_rows.value;
@@ -172,7 +172,11 @@ void SelectMla(Choice& c) {
     c.Because("tile_kv", "tokens are the rows of a wgmma");
     return;
   }
-  if (hopper && group > 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 128 == 0) {
+  if (hopper && group > 32 && rows_may_differ) {
+    c.Because("main_loop",
+              "portable (sm80/mla.cuh, mma.sync): a mask of the user's, or no softmax, with more "
+              "than 32 heads, where sm90/mla.cuh takes every value that lies in a step");
+  } else if (hopper && group > 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 128 == 0) {
     c.Because("main_loop", "hopper (sm90/mla.cuh, wgmma): blocks of more than 32 heads");
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;
@@ -180,10 +184,11 @@ void SelectMla(Choice& c) {
     c.config.tile_kv = 64;
     c.Because("tile_kv", "two steps of 74 KB fit beside 64 rows of q");
     return;
+  } else {
+    c.Because("main_loop",
+              "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not whole "
+              "blocks of 64 columns");
   }
-  c.Because("main_loop",
-            "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not whole "
-            "blocks of 64 columns");
   if (spec.schedule == kFixedSplit) {
     c.TakeTiles({most_rows}, kOneHeight);
   } else if (group <= most_rows / 2) {
@@ -245,12 +250,14 @@ std::string DescribeFallback(int64_t arch, bool q_is_e4m3) {
          ".";
 }
 
-void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons) {
+void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons,
+                const VariantProgram* program) {
   *config = KernelConfig{};
   Choice c(spec, config, reasons);
   c.Because("device", DescribeDevice(c.device));
   if (spec.mla) {
-    SelectMla(c);
+    SelectMla(c, program != nullptr && program->present &&
+                     (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
   } else if (c.device.main_loop == kHopper && !spec.q_is_e4m3) {

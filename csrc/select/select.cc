@@ -12,12 +12,13 @@ void SettleHeadBlocks(AttentionSpec* spec) {
   spec->num_kv_heads = (spec->num_qo_heads + most_heads - 1) / most_heads;
 }
 
-KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons) {
+KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons,
+                             const VariantProgram* program) {
   KernelConfig config;
   if (spec.arch == 0) {
     SelectCpu(spec, &config, reasons);
   } else {
-    SelectCuda(spec, &config, reasons);
+    SelectCuda(spec, &config, reasons, program);
   }
   return config;
 }

@@ -18,13 +18,15 @@ void SettleHeadBlocks(AttentionSpec* spec);
 // (what, why) of a choice, in order: "device", then fields of KernelConfig.
 using Reasons = std::vector<std::pair<std::string, std::string>>;
 
-// Every field of the configuration but the capacities, which follow from it (plan/plan.h).
-KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons = nullptr);
+// Every field of the configuration but the capacities, which follow from it (plan/plan.h). program:
+// the spec's variant, if it has one.
+KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons = nullptr,
+                             const VariantProgram* program = nullptr);
 
 void SelectCpu(const AttentionSpec& spec, KernelConfig* config,
                Reasons* reasons = nullptr);  // cpu.cc
-void SelectCuda(const AttentionSpec& spec, KernelConfig* config,
-                Reasons* reasons = nullptr);  // cuda.cc
+void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons = nullptr,
+                const VariantProgram* program = nullptr);  // cuda.cc
 
 // Multiprocessors of a target that does not say how many: those of the usual part.
 int64_t DefaultProcessors(int64_t arch);

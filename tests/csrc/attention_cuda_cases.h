@@ -12,6 +12,7 @@
 
 #include "cpu/attention.h"
 #include "cuda/common/types.cuh"
+#include "cuda/common/variant.cuh"
 #include "merge_trees.h"
 #include "plan/plan.h"
 #include "select/select.h"
@@ -62,6 +63,7 @@ struct ShapeOf {
   static constexpr bool kPositiveScale = true;
   static constexpr bool kIsMla = false, kHasFreshKv = false, kRecordsTimes = true;
   static constexpr bool kQIsE4m3 = false, kKvIsE4m3 = false;
+  using Variant = NoVariant;
 };
 
 // The query tokens' keys and values are k_new and v_new.

@@ -716,6 +716,14 @@ inline float Exp2(float x) {
 inline float Log2(float x) { return std::log2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
 
+inline float ReciprocalRoot(float x) { return 1.0f / std::sqrt(x); }
+inline float Quotient(float x, float y) { return x / y; }
+inline int SaturatedInt(float x) {
+  if (std::isnan(x)) return 0;
+  if (x >= 2147483648.0f) return 2147483647;
+  return x < -2147483648.0f ? -2147483647 - 1 : static_cast<int>(x);
+}
+
 inline u32 WarpMin(u32 x) {
   return emulation::Collective("redux.min", x, [](auto of) {
     u32 least = of(0);
@@ -757,6 +765,15 @@ inline uint4 LoadConstant16(const void* global) {
   ++emulation::num_loads;
   return EmulationLoad16<uint4>(global);
 }
+template <typename T>
+u32 EmulationLoad(const void* global) {
+  T x;
+  std::memcpy(&x, global, sizeof(x));
+  return x;
+}
+inline u32 LoadOperand32(const void* global) { return EmulationLoad<u32>(global); }
+inline u32 LoadOperand16(const void* global) { return EmulationLoad<u16>(global); }
+inline u32 LoadOperand8(const void* global) { return EmulationLoad<unsigned char>(global); }
 inline i32 LoadCoherent(const i32* global) { return *global; }
 inline i32 LoadAcquire(const i32* counter) { return *counter; }
 inline RowState LoadCoherentIf(bool loads, const RowState* global, RowState otherwise) {

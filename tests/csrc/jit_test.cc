@@ -30,6 +30,7 @@
 #include "jit/disk_cache.h"
 #include "jit/kernels.h"
 #include "jit/sha256.h"
+#include "variant_programs.h"
 
 #define FAKE extern "C" __attribute__((visibility("default")))
 #define CHECK(condition) \
@@ -659,6 +660,8 @@ void TestPrepare(const std::string& cache_dir) {
       [](AttentionProblem* p) { p->config.num_stages = 3; },
       [](AttentionProblem* p) { p->spec.sm_scale = -0.125; },
       [](AttentionProblem* p) { p->config.main_loop = kHopper; },
+      [](AttentionProblem* p) { p->program = Alibi(); },
+      [](AttentionProblem* p) { p->program = Documents(); },
   };
   for (const Change change : changes) {
     AttentionProblem other = problem;
@@ -668,6 +671,18 @@ void TestPrepare(const std::string& cache_dir) {
     CHECK(source.text != base.text || source.options != base.options);
     CHECK(MakeKey(MakeAttentionKernel(other)) != MakeKey(MakeAttentionKernel(problem)));
   }
+  AttentionProblem alibi = problem, cap = problem;
+  alibi.program = Alibi(), cap.program = Cap();
+  const KernelSource source = AttentionKernelSource(alibi);
+  CHECK(source.name != AttentionKernelSource(cap).name);
+  CHECK(source.text != AttentionKernelSource(cap).text);
+  CHECK(MakeKey(MakeAttentionKernel(alibi)) != MakeKey(MakeAttentionKernel(cap)));
+  CHECK(source.text.find("using Variant = variant::Given;") != std::string::npos);
+  CHECK(base.text.find("using Variant = NoVariant;") != std::string::npos);
+  // A slope is loaded once a row, and so is the distance of its first key made f32.
+  CHECK(source.text.find("row.distance") < source.text.find("struct Key"));
+  CHECK(source.text.find("Load<") < source.text.find("struct Key"));
+  CHECK(source.text.find("Load<", source.text.find("struct Key")) == std::string::npos);
   CHECK(ArchName(80) == "sm_80" && ArchName(89) == "sm_89" && ArchName(120) == "sm_120a");
 }
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/common/variant.cuh"
 
 namespace jax_attn {
 
@@ -14,7 +14,6 @@ template <class Traits>
 struct AttentionF32Body {
   // --- shape ---
 
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
   static constexpr int kNumThreads = Traits::kNumWarps * kWarpSize;
   static constexpr int kRowThreads = 8;
   static constexpr int kRows = Traits::kTileQ0;
@@ -32,10 +31,9 @@ struct AttentionF32Body {
     float q[kRows][kQkDim + 4];
     float k[kStages][kStep][kQkDim + 4];
     float v[kStages][kStep][kVoDim + 4];
-    float p[kRows][kStep];  // probabilities; kUnseen where the row does not see the token
+    float p[kRows][kStep];  // probabilities, or UnseenWeight
     MergeScratch merge;
   };
-  static constexpr float kUnseen = -1.0f;
   static constexpr int kSmemBytes = sizeof(Shared);
   static constexpr int kMinCtasPerSm = kSmemBytes <= CtaSmemBudget(Traits::kArch, 2) ? 2 : 1;
 
@@ -103,8 +101,8 @@ struct AttentionF32Body {
                                  Shared& shared) {
     const WorkItem& item = p.items[index];
     const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
-    const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin, item.kv_end, item.q_pos,
-                                                  row / kGroupSize, row / kGroupSize);
+    const LogitStage<Traits> stage(p, index);
+    const VisibleSpan span = SpanOfRow<Traits>(p, ItemRecord(p, index), row);
     const int first = item.kv_begin / kStep * kStep;
     const int num_steps = item.kv_begin < item.kv_end ? CeilDiv(item.kv_end - first, kStep) : 0;
     const auto load = [&](int step) {
@@ -116,7 +114,7 @@ struct AttentionF32Body {
       CommitCopies();
     };
 
-    float max_log2 = -Infinity(), sum = 0.0f;
+    float max_log2 = stage.NoReference(), sum = 0.0f;
     float4 o[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) o[i] = make_float4(0, 0, 0, 0);
@@ -129,7 +127,8 @@ struct AttentionF32Body {
       __syncthreads();
       float s[kLogits];
       MultiplyQk(shared, step % kStages, row, part, s);
-      Softmax(p, span, first + step * kStep + part, s, &max_log2, &sum, o, shared.p[row] + part);
+      Softmax(stage, Layout(row, part), span, first + step * kStep, s, &max_log2, &sum, o,
+              shared.p[row] + part);
       __syncwarp();  // the threads of a row are of one warp
       MultiplyPv(shared, step % kStages, row, part, o);
       __syncthreads();
@@ -161,24 +160,21 @@ struct AttentionF32Body {
 
   // --- softmax ---
 
-  // pos: kv position of s[0]; s[i] is kRowThreads further each. p: where its probability goes.
-  __device__ static void Softmax(const AttentionParams& params, const VisibleSpan& span, int pos,
-                                 float (&s)[kLogits], float* max_log2, float* sum,
-                                 float4 (&o)[kVectors], float* p) {
-    const Variant variant(params);
-    // The product with the scale is rounded once, after the subtraction: logits may be large. A
-    // scale that is not positive would turn the maximum around, so it is applied at once.
-    const float log2_scale = params.sm_scale * kLog2E;
-    const bool applied = Variant::kTransformsLogits || !(log2_scale > 0.0f);
-    const float scale = applied ? 1.0f : log2_scale;
+  using Layout = OneRowLayout<kLogits, kRowThreads>;
+  // pos: kv position of the step. p: where the probability of s[0] goes; s[i] is kRowThreads
+  // further each.
+  __device__ static void Softmax(const LogitStage<Traits>& stage, const Layout& layout,
+                                 const VisibleSpan& span, int pos, float (&s)[kLogits],
+                                 float* max_log2, float* sum, float4 (&o)[kVectors], float* p) {
+    stage.Transform(layout, pos, s);
+    const float scale = stage.scale();
     float new_max = *max_log2;
-    bool seen[kLogits];
+    bool sees[1][kLogits];
+    stage.Look(layout, pos, [&](int) { return span; }, sees);
+    const bool (&seen)[kLogits] = sees[0];
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
-      const int at = pos + i * kRowThreads;
-      seen[i] = at >= span.any_begin && at < span.any_end;
-      if (applied) s[i] = Variant::kTransformsLogits ? variant.Logit(s[i]) : s[i] * log2_scale;
-      if (seen[i]) new_max = fmaxf(new_max, s[i] * scale);
+      if (seen[i] && stage.kNormalizes) new_max = fmaxf(new_max, s[i] * scale);
     }
 #pragma unroll
     for (int mask = 1; mask < kRowThreads; mask *= 2) {
@@ -193,9 +189,9 @@ struct AttentionF32Body {
     }
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
-      const float probability = Exp2(fmaf(s[i], scale, -FiniteMax(new_max)));
+      const float probability = LogitStage<Traits>::Weight(s[i], scale, FiniteMax(new_max));
       if (seen[i]) *sum += probability;
-      p[i * kRowThreads] = seen[i] ? probability : kUnseen;
+      p[i * kRowThreads] = seen[i] ? probability : UnseenWeight();
     }
   }
 
@@ -206,7 +202,7 @@ struct AttentionF32Body {
 #pragma unroll 2
     for (int token = 0; token < kStep; ++token) {
       const float p = shared.p[row][token];
-      if (p == kUnseen) continue;  // not 0 * v: the value may be NaN
+      if (IsUnseen(p)) continue;  // not 0 * v: the value may be NaN
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int column = 4 * (part + i * kRowThreads);
@@ -230,7 +226,8 @@ struct AttentionF32Body {
     const bool final = item.partial_row < 0;
     const i64 at = final ? map.Index(row) : item.partial_row + row;
     float* to = (final ? static_cast<float*>(p.o) : p.partial_o) + at * kVoDim;
-    const float o_scale = WriteState(p, final, at, map.QoHead(row), part == 0, {max_log2, sum});
+    const float o_scale =
+        WriteState<Traits>(p, final, at, map.QoHead(row), part == 0, {max_log2, sum});
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int column = 4 * (part + i * kRowThreads);

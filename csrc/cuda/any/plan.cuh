@@ -142,7 +142,7 @@ struct PlanBodyOf {
       h.fault_expected = end.fault.expected;
       h.max_page_id = -1;
     } else {
-      if constexpr (kGeneral) h.reserved = 0;
+      if constexpr (kGeneral) h.num_steps = 0;
       h.max_page_id = static_cast<i32>(static_cast<u32>(end.found.largest) - 1);
     }
     h.magic = faulty ? kFaultyPlanMagic : kPlanMagic;

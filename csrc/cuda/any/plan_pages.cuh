@@ -21,14 +21,14 @@ __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 r
 struct PageFindings {
   i32 largest;      // in max_page_id: counts from 1
   i32 first_bad;    // in version: complement of the first entry that is out of range; 0: none
-  i32 first_other;  // in reserved, with levels: likewise, not the same as in the request before
+  i32 first_other;  // in num_steps, with levels: likewise, not the same as in the request before
 };
 
 // When they are all done.
 template <bool kGeneral>
 __device__ __forceinline__ PageFindings FindingsOf(const PlanHeader& h) {
   return {LoadCoherent(&h.max_page_id), LoadCoherent(&h.version),
-          kGeneral ? LoadCoherent(&h.reserved) : 0};
+          kGeneral ? LoadCoherent(&h.num_steps) : 0};
 }
 
 // The first fault of pages and `fault`.
@@ -100,7 +100,7 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
       if constexpr (kGeneral) {
         const i64 other = mine < common.num_pages ? in.kv_indptr[common.request] + mine : at + j;
         if (other >= 0 && other < count && in.page_indices[other] != ids[j]) {
-          MaxRelaxed(&p.header->reserved, ~static_cast<u32>(at + j));
+          MaxRelaxed(&p.header->num_steps, ~static_cast<u32>(at + j));
         }
       }
       if (id < limit) {

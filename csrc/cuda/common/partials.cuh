@@ -121,8 +121,8 @@ __device__ __forceinline__ void WriteStrip(const AttentionParams& p, bool is_fin
   const RowMap<Traits::kGroupSize> map(p, qo_begin, kv_head);
   const i64 row = is_final ? map.Index(row_in_group) : partial_row;
   const bool last_strip = (strip + 1) % Strips::kOfRow == 0;
-  const float o_scale =
-      WriteState(p, is_final, row, map.QoHead(row_in_group), lane == 0 && last_strip, all.row);
+  const float o_scale = WriteState<Traits>(p, is_final, row, map.QoHead(row_in_group),
+                                           lane == 0 && last_strip, all.row);
   const int vector = Strips::Vector(strip, lane);
   if (vector < Strips::kVectors && is_final) {
     Scale(all.o, WithValueScale<Traits>(p, kv_head, o_scale));

@@ -172,6 +172,23 @@ __device__ __forceinline__ float Reciprocal(float x) {  // 1 ulp
   return y;
 }
 
+__device__ __forceinline__ float ReciprocalRoot(float x) {  // relative error 2^-22
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float Quotient(float x, float y) {  // 2 ulp
+  float z;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+// Truncated, the nearest i32 of what is beyond, 0 of NaN.
+__device__ __forceinline__ int SaturatedInt(float x) {
+  int y;
+  asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
 // Over a warp; every lane gets the result.
 __device__ __forceinline__ u32 WarpMin(u32 x) {
   u32 y;
@@ -233,6 +250,23 @@ __device__ __forceinline__ uint4 LoadConstant16(const void* global) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(global));
   return v;
+}
+
+// Likewise of 32, 16 and 8 bits, when and as often as the compiler likes.
+__device__ __forceinline__ u32 LoadOperand32(const void* global) {
+  u32 x;
+  asm("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
+}
+__device__ __forceinline__ u32 LoadOperand16(const void* global) {
+  u16 x;
+  asm("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(global));
+  return x;
+}
+__device__ __forceinline__ u32 LoadOperand8(const void* global) {
+  u32 x;
+  asm("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
 }
 
 // Brings a line into L2.

@@ -27,6 +27,13 @@ __device__ __forceinline__ RowResult FinishRow(RowState state, float sink_log2) 
   return {own * Reciprocal(sum), max_log2 + Log2(sum)};
 }
 
+// The same of a row of attention. Without a softmax o is what it is, and lse has no meaning.
+template <class Traits>
+__device__ __forceinline__ RowResult FinishAttentionRow(RowState state, float sink_log2) {
+  if constexpr (!Traits::Variant::kNormalizes) return {1.0f, 0.0f};
+  return FinishRow(state, sink_log2);
+}
+
 __device__ __forceinline__ float SinkLog2(const AttentionParams& p, int qo_head) {
   return p.sinks != nullptr ? p.sinks[qo_head] * kLog2E : -Infinity();
 }
@@ -34,13 +41,16 @@ __device__ __forceinline__ float SinkLog2(const AttentionParams& p, int qo_head)
 // Stores what an item knows of a row besides o, and returns what o is to be multiplied by: a final
 // row (at: its index in lse) gets its result, another one (at: its row of the workspace) keeps its
 // state as it is.
+template <class Traits>
 __device__ __forceinline__ float WriteState(const AttentionParams& p, bool final, i64 at,
                                             int qo_head, bool writes, RowState state) {
   if (!final) {
+    // Without a softmax states weigh 1, so that folds add.
+    if constexpr (!Traits::Variant::kNormalizes) state = {0.0f, 1.0f};
     if (writes) p.partial_states[at] = state;
     return 1.0f;
   }
-  const RowResult result = FinishRow(state, SinkLog2(p, qo_head));
+  const RowResult result = FinishAttentionRow<Traits>(state, SinkLog2(p, qo_head));
   if (writes) p.lse[at] = result.lse_log2 * kLn2;
   return result.o_scale;
 }

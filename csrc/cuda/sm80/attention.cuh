@@ -21,6 +21,7 @@
 
 #include "cuda/any/attention_f32.cuh"
 #include "cuda/common/budget.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm80/e4m3.cuh"
 #include "cuda/sm80/softmax.cuh"
@@ -34,7 +35,7 @@ class TilePath {
   // --- shape ---
 
   using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Stage = LogitStage<Traits>;
   static constexpr bool kE4m3 = Traits::kKvIsE4m3;
   static constexpr int kKvBytes = kE4m3 ? 1 : E::kBytes;  // of an element
   template <int kHeadDim>
@@ -66,9 +67,6 @@ class TilePath {
   static_assert(kWarpRows % 16 == 0 && kWarpRows > 0, "whole 16-row tiles a warp");
   static_assert(kSlice >= 8 && kSlice <= kWarpSize, "one lane finds the row of one token");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
-
-  // Some rows of a step may see a token that others do not.
-  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
 
   static constexpr int kMaxPitch = Max(Kk::kPitch, Vo::kPitch);
   static constexpr int kSlotBytes = kStep * kMaxPitch;
@@ -124,7 +122,8 @@ class TilePath {
                                             int first) {
     TilePath path(p, *reinterpret_cast<Shared*>(smem), first);
     State state;
-    state.Reset();  // registers without a first value would be live before this path, too
+    state.Reset(Stage::NoReference());  // registers without a first value would be live before this
+                                        // path, too
     for (;; ++path.index_) {
       const bool mine = path.index_ < QueueEnd(p) && path.Item().tile() == kTile;
       if (mine) path.LoadQ();
@@ -140,7 +139,8 @@ class TilePath {
 
  private:
   using State = TileState<kMTiles, kOTiles>;
-  using Logits = float[kMTiles][kSTiles][4];                // accumulators
+  using Tile = float[kMTiles][kSTiles][4];  // of logits
+  using LogitLayout = RowMajorLayout<kMTiles, kSTiles>;
   using Probabilities = u32[kMTiles][kWarpTokens / 16][4];  // operand a of the second product
   using QFragments = u32[kQInRegisters ? kMTiles : 1][kQInRegisters ? kQkSteps : 1][4];
 
@@ -469,6 +469,7 @@ class TilePath {
   // --- one item ---
 
   __device__ __forceinline__ ItemRecord Item() const { return ItemRecord(p_, index_); }
+  __device__ __forceinline__ Stage Logits() const { return Stage(p_, index_); }
 
   // Steps [FirstStep, EndOfSteps) in strides of kStep. An item without a span has one step.
   __device__ static int FirstStep(const ItemRecord& item) {
@@ -480,7 +481,7 @@ class TilePath {
 
   __device__ __forceinline__ void RunSteps(bool warm_up, State& state) {
     ForgetThread();
-    state.Reset();
+    state.Reset(Stage::NoReference());
     QFragments q_fragments = {};
     // Positions are relative to the first step here.
     __syncwarp();
@@ -500,29 +501,25 @@ class TilePath {
       NextLoad<true>(pos >= 0);
       Probabilities p = {};
       if (seen) {
-        Logits s;
+        Tile s;
         MultiplyQk(q_fragments, s);
         if constexpr (kE4m3) ScaleAtOnce(s);
-        TransformLogits<Variant>(p_, s);
-        if (!seen_by_all) {
-          MaskLogits(FirstStep(Item()) + begin, Lane(), s,
-                     [&](int row)
-                         __attribute__((always_inline)) { return SpanOfRow(FirstRow() + row); });
-        }
+        Logits().Apply(LogitLayout(FirstRow(), Lane()), FirstStep(Item()) + begin, seen_by_all, s);
         if constexpr (kE4m3) {
           const RowScales<kMTiles> scales = ExponentScales();
-          UpdateMax(scales, s, state);
-          Exponentiate<E>(scales, s, state, p);
+          UpdateMax<Traits>(scales, s, state);
+          Exponentiate<Traits>(scales, s, state, p);
         } else {
-          UpdateMax(LogitScale<Variant>(p_), s, state);
-          Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
+          UpdateMax<Traits>(Logits().scale(), s, state);
+          Exponentiate<Traits>(Logits().scale(), s, state, p);
         }
       }
       read_slot_ = NextSlot(read_slot_);
 
       NextLoad<false>(pos >= 0);
-      if constexpr (kRowsMayDiffer) {
-        if (!seen_by_all && pos >= 0 && Item().qo_len() > 1) {
+      if constexpr (kRowsMayDiffer<Traits>) {
+        const bool by_mask = Stage::Variant::kHasMask;
+        if (pos >= 0 && (by_mask || (!seen_by_all && Item().qo_len() > 1))) {
           MendValues(FirstStep(Item()) + begin, seen, state);
         }
       }
@@ -559,17 +556,14 @@ class TilePath {
     const int kv_head = Item().kv_head();
     const int qo_head = kv_head * kGroupSize + (FirstRow() + Lane()) % kGroupSize;
     float scale = LogitScaleOfHead(p_.q_scale, qo_head) * LogitScaleOfHead(p_.k_scale, kv_head);
-    if (!AppliesScaleAtOnce()) scale *= LogitScale<Variant>(p_);
+    if (Stage::kScalesLater) scale *= Logits().scale();
     shared_.small.scales[Warp()][Lane()] = scale;
-  }
-  __device__ __forceinline__ bool AppliesScaleAtOnce() const {
-    return Variant::kTransformsLogits || !(p_.sm_scale > 0.0f);
   }
   __device__ __forceinline__ float RowScale(int mt, int h) const {
     return shared_.small.scales[Warp()][mt * 16 + h * 8 + Lane() / 4];
   }
-  __device__ __forceinline__ void ScaleAtOnce(Logits& s) const {
-    if (!AppliesScaleAtOnce()) return;
+  __device__ __forceinline__ void ScaleAtOnce(Tile& s) const {
+    if constexpr (Stage::kScalesLater) return;
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -585,13 +579,13 @@ class TilePath {
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        scales.of[mt][h] = AppliesScaleAtOnce() ? 1.0f : RowScale(mt, h);
+        scales.of[mt][h] = Stage::kScalesLater ? RowScale(mt, h) : Logits().scale();
       }
     }
     return scales;
   }
 
-  __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Logits& s) const {
+  __device__ __forceinline__ void MultiplyQk(const QFragments& q_fragments, Tile& s) const {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -636,15 +630,6 @@ class TilePath {
         }
       }
     }
-  }
-
-  // --- mask ---
-
-  // Visible kv positions of a row of the item.
-  __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
-    const int token = row / kGroupSize;
-    return SpanOfTokens<Traits>(p_, Item().kv_begin(), Item().kv_end(), Item().q_pos(), token,
-                                token);
   }
 
   // --- pv ---
@@ -725,15 +710,13 @@ class TilePath {
                                            State& state) const {
 #pragma unroll 1
     for (int token = 0; token < kWarpTokens; ++token) {
-      bool sees[kMTiles][2];
+      OneKeyLayout<2 * kMTiles> layout;
 #pragma unroll
-      for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const VisibleSpan span = SpanOfRow(FirstRow() + mt * 16 + h * 8 + Lane() / 4);
-          sees[mt][h] = begin + token >= span.any_begin && begin + token < span.any_end;
-        }
-      }
+      for (int i = 0; i < 2 * kMTiles; ++i) layout.rows[i] = FirstRow() + i * 8 + Lane() / 4;
+      bool sees[2 * kMTiles][1];
+      Logits().Look(
+          layout, begin + token,
+          [&](int i) { return SpanOfRow<Traits>(p_, Item(), layout.rows[i]); }, sees);
       if constexpr (kE4m3) {
 #pragma unroll
         for (int j = 0; j < kOTiles; ++j) {
@@ -742,7 +725,7 @@ class TilePath {
             if (E4m3NanBits(step[token * Vo::kPitch + Column(j, c % 2)]) == 0) continue;
 #pragma unroll
             for (int mt = 0; mt < kMTiles; ++mt) {
-              if (sees[mt][c / 2]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
+              if (sees[2 * mt + c / 2][0]) state.o[mt][j][c] = __int_as_float(0x7fffffff);
             }
           }
         }
@@ -758,7 +741,7 @@ class TilePath {
           if (E::IsFinite(bits)) continue;
 #pragma unroll
           for (int mt = 0; mt < kMTiles; ++mt) {
-            if (sees[mt][c / 2]) state.o[mt][j][c] += E::ToFloat(static_cast<u16>(bits));
+            if (sees[2 * mt + c / 2][0]) state.o[mt][j][c] += E::ToFloat(static_cast<u16>(bits));
           }
         }
       }
@@ -801,8 +784,8 @@ class TilePath {
         const int row = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
         if (row >= num_rows) continue;
         const i64 at = final ? map.Index(row) : partial_row + row;
-        float o_scale = WriteState(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
-                                   {state.max_log2[mt][h], state.sum[mt][h]});
+        float o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
+                                           {state.max_log2[mt][h], state.sum[mt][h]});
         if constexpr (kE4m3) {
           if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
           WriteE4m3Row<Traits>(p_, state.o[mt], h, Lane(), final, at, o_scale);
@@ -844,7 +827,8 @@ class TilePath {
       const bool final = partial_row < 0;
       const i64 at = final ? map.Index(row) : partial_row + row;
       const RowState all = CombineRow(row, weights);
-      float o_scale = WriteState(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
+      float o_scale =
+          WriteState<Traits>(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
       if (kE4m3 && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
 #pragma unroll 1
       for (int c = 4 * part; c < Min(kColumns, Traits::kHeadDimVo - first); c += 4 * kRowThreads) {

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm80/attention.cuh"
 #include "cuda/sm80/softmax.cuh"
@@ -32,7 +33,7 @@ class MlaPath {
   // --- shape ---
 
   using E = Element<Traits::kDtype>;
-  using Variant = typename BuiltInVariant<Traits::kHasSoftCap>::Type;
+  using Stage = LogitStage<Traits>;
   using Row = RowLayout<Traits::kHeadDimQk>;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
@@ -64,9 +65,6 @@ class MlaPath {
   static_assert(kOTiles % 2 == 0 && kOTiles * 8 * kShare == Traits::kHeadDimVo, "whole tiles of o");
   static_assert(Row::kChunks == Row::kLiveChunks, "head_dim_qk is a multiple of 16");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
-
-  // Some rows of a step may see a token that others do not.
-  static constexpr bool kRowsMayDiffer = Traits::kHasWindowLeft || Traits::kHasWindowRight;
 
   static constexpr int kSlotBytes = kStep * Row::kPitch;
   static constexpr int kQBytes = kTileQ * Row::kPitch;
@@ -110,7 +108,7 @@ class MlaPath {
 
  private:
   using State = TileState<1, kOTiles>;
-  using Logits = float[1][kSTiles][4];
+  using Tile = float[1][kSTiles][4];  // of logits
   using Probabilities = u32[1][kSTiles / 2][4];
   using QFragments = u32[kPartSteps][4];
 
@@ -280,7 +278,7 @@ class MlaPath {
   // --- one item ---
 
   __device__ __forceinline__ void RunSteps(State& state) {
-    state.Reset();
+    state.Reset(Stage::NoReference());
     QFragments q = {};
     const ItemRecord item(p_, index_);
     __syncwarp();
@@ -310,32 +308,24 @@ class MlaPath {
       CommitCopies();
 
       ForgetThread();
-      Logits s;
+      Tile s;
       Probabilities p;
       ReadScores(s);
-      TransformLogits<Variant>(p_, s);
       const VisibleSpan span = shared_.small.spans[Warp()];
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
-      if (!seen_by_all) {
-        MaskLogits(pos, Lane(), s, [&](int row) __attribute__((always_inline)) {
-          return SpanOfRow(FirstRow() + row);
-        });
+      const Stage stage(p_, index_);
+      stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), pos, seen_by_all, s);
+      UpdateMax<Traits>(stage.scale(), s, state);
+      Exponentiate<Traits>(stage.scale(), s, state, p);
+      if constexpr (kRowsMayDiffer<Traits>) {
+        const bool by_mask = Stage::Variant::kHasMask;
+        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(pos, state);
       }
-      UpdateMax(LogitScale<Variant>(p_), s, state);
-      Exponentiate<E>(LogitScale<Variant>(p_), s, state, p);
-      if (kRowsMayDiffer && !seen_by_all && item.qo_len() > 1) MendValues(pos, state);
       ForgetThread();
       MultiplyPv(p, state);
       read_slot_ = NextSlot(read_slot_);
     }
     steps_ = CeilDiv(end_of_steps - first_step, kStep);
-  }
-
-  // Visible kv positions of a row of the item.
-  __device__ __forceinline__ VisibleSpan SpanOfRow(int row) const {
-    const ItemRecord item(p_, index_);
-    const int token = row / kGroupSize;
-    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
   }
 
   // --- qk ---
@@ -383,7 +373,7 @@ class MlaPath {
   }
 
   // All scores of the rows, laid out as accumulators of mma.sync.
-  __device__ __forceinline__ void ReadScores(Logits& s) const {
+  __device__ __forceinline__ void ReadScores(Tile& s) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = FirstRow() + 8 * h + Lane() / 4, column = 2 * (Lane() % 4);
@@ -408,7 +398,8 @@ class MlaPath {
   // What a row gets of a value that is not finite. It is in the row's logit as well: if that is no
   // NaN, it is -inf, the weight is 0, and 0 * inf is NaN. Not so with a soft cap, which is finite.
   __device__ __forceinline__ static float Marked(u32 bits) {
-    return (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(static_cast<u16>(bits));
+    return (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) *
+           E::ToFloat(static_cast<u16>(bits));
   }
   // As TilePath::MendValues. Keys have been read by now.
   __device__ __forceinline__ void MendValues(int pos, State& state) {
@@ -437,20 +428,24 @@ class MlaPath {
 
   __device__ __forceinline__ void MarkRows(int pos, const unsigned char* step, State& state) const {
     const unsigned char* columns = step + Part() * (kColumns * E::kBytes) + Lane() % 4 * 4;
+    OneKeyLayout<2> layout;
     VisibleSpan spans[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) spans[h] = SpanOfRow(FirstRow() + h * 8 + Lane() / 4);
+    for (int h = 0; h < 2; ++h) {
+      layout.rows[h] = FirstRow() + h * 8 + Lane() / 4;
+      spans[h] = SpanOfRow<Traits>(p_, ItemRecord(p_, index_), layout.rows[h]);
+    }
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
+      bool sees[2][1];
+      Stage(p_, index_).Look(layout, pos + token, [&](int h) { return spans[h]; }, sees);
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
         const u32 x = *reinterpret_cast<const u32*>(columns + token * Row::kPitch + j * 16);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const u32 bits = c % 2 == 0 ? x : x >> 16;
-          const bool sees =
-              pos + token >= spans[c / 2].any_begin && pos + token < spans[c / 2].any_end;
-          if (sees && !E::IsFinite(bits)) state.o[0][j][c] += Marked(bits);
+          if (sees[c / 2][0] && !E::IsFinite(bits)) state.o[0][j][c] += Marked(bits);
         }
       }
     }
@@ -494,8 +489,9 @@ class MlaPath {
       const int row = FirstRow() + h * 8 + Lane() / 4;
       if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
       const i64 at = final ? map.Index(row) : partial_row + row;
-      const float o_scale = WriteState(p_, final, at, map.QoHead(row),
-                                       Part() == 0 && Lane() % 4 == 0, {state.max_log2[0][h], sum});
+      const float o_scale =
+          WriteState<Traits>(p_, final, at, map.QoHead(row), Part() == 0 && Lane() % 4 == 0,
+                             {state.max_log2[0][h], sum});
       const i64 first = at * Traits::kHeadDimVo + Part() * kColumns + 2 * (Lane() % 4);
       float* partial = p_.partial_o + first;
       u16* o = static_cast<u16*>(p_.o) + first;

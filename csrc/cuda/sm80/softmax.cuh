@@ -1,9 +1,8 @@
 // What mma.sync kernels know of their rows, and a step of the online softmax on accumulators.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/types.cuh"
-#include "cuda/common/variant.cuh"
-#include "cuda/common/work.cuh"
 
 namespace jax_attn {
 
@@ -38,12 +37,13 @@ struct TileState {
   float sum[kMTiles][2];       // over this lane's columns only, until the end of the item
   float o[kMTiles][kOTiles][4];
 
-  __device__ __forceinline__ void Reset() {
+  // reference: LogitStage::NoReference.
+  __device__ __forceinline__ void Reset(float reference) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        max_log2[mt][h] = -Infinity();
+        max_log2[mt][h] = reference;
         sum[mt][h] = 0.0f;
       }
 #pragma unroll
@@ -73,65 +73,16 @@ struct TileState {
   }
 };
 
-// --- logits and mask ---
-
-// After it, s * LogitScale() is the logit in log2 units.
-template <class Variant, int kMTiles, int kSTiles>
-__device__ __forceinline__ void TransformLogits(const AttentionParams& p,
-                                                float (&s)[kMTiles][kSTiles][4]) {
-  const Variant variant(p);
-  if (!Variant::kTransformsLogits && p.sm_scale > 0.0f) return;
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int j = 0; j < kSTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        float& x = s[mt][j][c];
-        // A scale that is not positive would turn the maximum around, so it is applied at once.
-        x = Variant::kTransformsLogits ? variant.Logit(x) : x * (p.sm_scale * kLog2E);
-      }
-    }
-  }
-}
-
-template <class Variant>
-__device__ __forceinline__ float LogitScale(const AttentionParams& p) {
-  return Variant::kTransformsLogits || !(p.sm_scale > 0.0f) ? 1.0f : p.sm_scale * kLog2E;
-}
-
-// Sets what a row does not see to -inf. `begin`: kv position of the first column; span_of_row(r):
-// the VisibleSpan of row r of s.
-template <int kMTiles, int kSTiles, class SpanOfRow>
-__device__ __forceinline__ void MaskLogits(int begin, int lane, float (&s)[kMTiles][kSTiles][4],
-                                           SpanOfRow span_of_row) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const VisibleSpan span = span_of_row(mt * 16 + h * 8 + lane / 4);
-      const int column = begin + 2 * (lane % 4);
-      const int low = span.any_begin - column, high = span.any_end - column;
-#pragma unroll
-      for (int j = 0; j < kSTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (8 * j + c < low || 8 * j + c >= high) s[mt][j][2 * h + c] = -Infinity();
-        }
-      }
-    }
-  }
-}
-
 // --- softmax ---
 
 // The reference of a row's exponents follows its maximum only when that has grown by more than a
 // factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
 // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
 // neighbours; for rows that keep their reference the factor is exactly 1.
-template <class Scale, int kMTiles, int kSTiles, int kOTiles>
+template <class Traits, class Scale, int kMTiles, int kSTiles, int kOTiles>
 __device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[kMTiles][kSTiles][4],
                                           TileState<kMTiles, kOTiles>& state) {
+  if constexpr (!LogitStage<Traits>::kNormalizes) return;
   constexpr float kSlack = 8.0f;
   float new_max[kMTiles][2];
   bool grows = false;
@@ -156,7 +107,7 @@ __device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[k
 
 // p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
 // tiles, packed, are operand a of the second product as they are.
-template <class E, class Scale, int kMTiles, int kSTiles, int kOTiles>
+template <class Traits, class Scale, int kMTiles, int kSTiles, int kOTiles>
 __device__ __forceinline__ void Exponentiate(const Scale& scales,
                                              const float (&s)[kMTiles][kSTiles][4],
                                              TileState<kMTiles, kOTiles>& state,
@@ -169,11 +120,11 @@ __device__ __forceinline__ void Exponentiate(const Scale& scales,
       const float scale = ScaleOfRow(scales, mt, h);
 #pragma unroll
       for (int j = 0; j < kSTiles; ++j) {
-        const float left = Exp2(fmaf(s[mt][j][2 * h], scale, -reference));
-        const float right = Exp2(fmaf(s[mt][j][2 * h + 1], scale, -reference));
+        const float left = LogitStage<Traits>::Weight(s[mt][j][2 * h], scale, reference);
+        const float right = LogitStage<Traits>::Weight(s[mt][j][2 * h + 1], scale, reference);
         state.sum[mt][h] += left;
         state.sum[mt][h] += right;
-        p[mt][j / 2][j % 2 * 2 + h] = E::Pack(left, right);
+        p[mt][j / 2][j % 2 * 2 + h] = Element<Traits::kDtype>::Pack(left, right);
       }
     }
   }

@@ -4,6 +4,7 @@
 // Up to 8 rows, which is a token of a group of heads, have a copy of the code.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -61,7 +62,8 @@ class DecodeRows {
         SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), 0, item.qo_len() - 1);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
-    differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
+    differ_ =
+        span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -74,15 +76,15 @@ class DecodeRows {
 
   // From k * q^T of the tokens [begin, begin + 64 * kBlocks) to logits, but for their scale.
   __device__ __forceinline__ void MakeLogits(int begin, Scores& s) const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) Logits<Traits>(p_, k_scale_).Transform(s[b], num_tiles());
-    if (begin < all_begin_ || begin + 64 * kBlocks > all_end_) Mask(begin, s);
+    const bool seen_by_all = begin >= all_begin_ && begin + 64 * kBlocks <= all_end_;
+    const KeyMajorLayout<kBlocks, kTiles> layout(warp_, lane_, num_tiles());
+    Stage().Apply(layout, begin, seen_by_all, s);
   }
 
   // p = 2^(logit - reference), into shared memory by StoreWeights. Returns whether a logit of this
   // thread exceeds its reference by more than the slack: then Grow has to come first.
   __device__ __forceinline__ bool Exponentiate(const Scores& s) {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
+    const float scale = Stage().scale();
     float highest = -Infinity();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -95,9 +97,13 @@ class DecodeRows {
           float x[2];
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            x[c] = fmaf(s[b][j][2 * h + c], scale, -reference_[j][c]);
-            highest = fmaxf(highest, x[c]);
-            x[c] = Exp2(x[c]);
+            if constexpr (LogitStage<Traits>::kNormalizes) {
+              x[c] = fmaf(s[b][j][2 * h + c], scale, -reference_[j][c]);
+              highest = fmaxf(highest, x[c]);
+              x[c] = Exp2(x[c]);
+            } else {
+              x[c] = s[b][j][2 * h + c];
+            }
             step_sum_[j][c] += x[c];
           }
           weights_[b][j][h] = E::Pack(x[0], x[1]);
@@ -143,7 +149,8 @@ class DecodeRows {
   // The references follow the maxima of the step, o and sums the references. By the whole consumer,
   // which must have met since anybody read its exchange, and meet again before the next use of it.
   __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
+    if constexpr (!LogitStage<Traits>::kNormalizes) return;
+    const float scale = Stage().scale();
     float maxima[kTiles][2] = {};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -208,8 +215,8 @@ class DecodeRows {
     const float reference = exchange_.references[row];
     const RowState state = {reference == kNoReference ? -Infinity() : reference,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
-    float o_scale = WriteState(p_, final, final ? map.Index(row) : partial_row + row,
-                               map.QoHead(row), true, state);
+    float o_scale = WriteState<Traits>(p_, final, final ? map.Index(row) : partial_row + row,
+                                       map.QoHead(row), true, state);
     if constexpr (Traits::kKvIsE4m3) {
       o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
     }
@@ -245,27 +252,8 @@ class DecodeRows {
     OneHopperConsumer::Sync();
   }
 
-  // Sets what a row does not see to -inf.
-  __device__ __forceinline__ void Mask(int begin, Scores& s) const {
-    const ItemRecord item(p_, index_);
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      if (j >= num_tiles()) break;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int token = Row(j, c) / Traits::kGroupSize;
-        const VisibleSpan span =
-            SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
-        const int low = span.any_begin - begin - Token(), high = span.any_end - begin - Token();
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if (64 * b + 8 * h < low || 64 * b + 8 * h >= high) s[b][j][2 * h + c] = -Infinity();
-          }
-        }
-      }
-    }
+  __device__ __forceinline__ LogitStage<Traits> Stage() const {
+    return LogitStage<Traits>(p_, index_, k_scale_);
   }
 
   // 16 bytes a thread, all columns of a row by neighbours.

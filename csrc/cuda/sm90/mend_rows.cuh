@@ -11,11 +11,9 @@
 //     go back to their first token.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/logits.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
-#include "cuda/common/work.cuh"
-#include "cuda/sm90/logits.cuh"
 
 namespace jax_attn {
 
@@ -71,7 +69,6 @@ class RowMender {
   static constexpr int kWidth = kDimVo > 128 ? 32 : kDimVo > 64 ? 16 : kDimVo > 32 ? 8 : 4;
   static constexpr int kTokens = kWarpSize / kWidth;
   static_assert(kDimVo <= kWidth * kColumns, "a warp has all columns");
-  static constexpr float kUnseen = -1.0f;  // a weight
 
   __device__ int Column() const { return lane_ % kWidth * kColumns; }
   __device__ bool HasColumns() const { return Column() < kDimVo; }
@@ -128,8 +125,8 @@ class RowMender {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOf(__ffs(rows) - 1, 31 - __clz(static_cast<int>(rows)));
     const int begin = item.kv_begin(), end = item.kv_end();
-    u32 columns =
-        NotFinite(begin, Min(span.all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
+    const int all_begin = Traits::Variant::kHasMask ? end : span.all_begin;
+    u32 columns = NotFinite(begin, Min(all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
 #pragma unroll
     for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
       columns |= __shfl_xor_sync(kFullWarp, columns, lanes);
@@ -185,11 +182,13 @@ class RowMender {
       float weights[kRows];
       if (lane_ < num_tokens) {
         row = RowOf(pos);
-        Weights(few, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
+        Weights(few, pos, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
       }
+      bool sees[kRows][1];
+      Stage(p_, index_).Look(LayoutOf(few), pos, [&](int i) { return spans[i]; }, sees);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (pos < spans[i].any_begin || pos >= spans[i].any_end) weights[i] = kUnseen;
+        if (!sees[i][0]) weights[i] = UnseenWeight();
       }
 #pragma unroll 1
       for (int t = 0; t < kWarpSize; t += kTokens) {
@@ -202,7 +201,7 @@ class RowMender {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float weight = __shfl_sync(kFullWarp, weights[i], token);
-          if (token >= num_tokens || weight == kUnseen) continue;  // not 0 * v
+          if (token >= num_tokens || IsUnseen(weight)) continue;  // not 0 * v
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) o[i][c] = fmaf(weight, v[c], o[i][c]);
         }
@@ -224,20 +223,31 @@ class RowMender {
     }
   }
 
-  // Weights of a token, whether or not the rows see it.
-  __device__ __forceinline__ void Weights(const int (&few)[kRows], const Kv* k,
+  using Stage = LogitStage<Traits>;
+  using Layout = OneKeyLayout<kRows>;
+  __device__ __forceinline__ Layout LayoutOf(const int (&few)[kRows]) const {
+    Layout layout;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      layout.rows[i] = first_row_ + (few[i] != kNone ? few[i] : few[0]);
+    }
+    return layout;
+  }
+
+  // Weights of the token at `pos`, whether or not the rows see it.
+  __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, const Kv* k,
                                           const float (&references)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
                                              item.num_groups());
+    const Layout layout = LayoutOf(few);
     const u16* q[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = first_row_ + (few[i] != kNone ? few[i] : few[0]);
-      q[i] = static_cast<const u16*>(p_.q) + rows.Index(row) * kDimQk;
+      q[i] = static_cast<const u16*>(p_.q) + rows.Index(layout.Row(i)) * kDimQk;
     }
-    float s[1][4] = {};
+    float s[kRows] = {};
 #pragma unroll 1
     for (int column = 0; column < kDimQk; column += 8) {
       float x[8];
@@ -247,14 +257,14 @@ class RowMender {
         float y[8];
         Unpack(LoadConstant16(q[i] + column), y);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) s[0][i] = fmaf(x[c], y[c], s[0][i]);
+        for (int c = 0; c < 8; ++c) s[i] = fmaf(x[c], y[c], s[i]);
       }
     }
-    const Logits<Traits> logits(p_, KeyScale<Traits>(p_, index_));
-    logits.Transform(s);
+    const Stage stage(p_, index_, KeyScale<Traits>(p_, index_));
+    stage.Transform(layout, pos, s);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      weights[i] = Exp2(fmaf(s[0][i], logits.scale(), -references[i]));
+      weights[i] = Stage::Weight(s[i], stage.scale(), references[i]);
     }
   }
 

@@ -26,6 +26,7 @@
 // adds the other's to its own, which it still has; more are folded in slices.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/latent_rows.cuh"
 #include "cuda/sm90/tile_rows.cuh"
@@ -211,7 +212,8 @@ struct HopperMlaStrips {
     const RowMap<kRows> map(p, group.qo_begin, group.kv_head);
     const int row = Row(strip, lane), chunk = strip % kChunks;
     const i64 at = map.Index(row);
-    Scale(all.o, WriteState(p, true, at, map.QoHead(row), chunk == 0 && lane % 4 == 0, all.row));
+    Scale(all.o,
+          WriteState<Traits>(p, true, at, map.QoHead(row), chunk == 0 && lane % 4 == 0, all.row));
     u16* o = static_cast<u16*>(p.o) + at * kDim + chunk * 16 + lane % 4 * 2;
     *reinterpret_cast<u32*>(o) = E::Pack(all.o.x, all.o.y);
     *reinterpret_cast<u32*>(o + 8) = E::Pack(all.o.z, all.o.w);
@@ -381,7 +383,7 @@ class HopperMlaConsumer {
   // 2^(logit - reference) of half of a step; sums go on from half to half.
   template <int kPart>
   __device__ __forceinline__ void Exponentiate(Rows& rows, StepLogits& s, float (&odd)[2]) const {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = rows.Scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float reference = rows.reference[h];
@@ -485,7 +487,8 @@ class HopperMlaConsumer {
     PinRegisters(s);
     // Nearly always no row needs a mask or another reference.
     bool plain = false, grows = false;
-    if constexpr (Logits<Traits>::kScalesLater) plain = seen.Has(pos) & !rows.AnyGrows(s);
+    if constexpr (LogitStage<Traits>::kScalesLater && !Traits::Variant::kHasMask)
+      plain = seen.Has(pos) & !rows.AnyGrows(s);
     float odd_sums[2];
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);
@@ -561,8 +564,8 @@ class HopperMlaConsumer {
       i64 at = 0;
       if (exists) {
         at = map.Index(row);
-        o_scale =
-            WriteState(p_, true, at, map.QoHead(row), group_ == 0 && column == 0, rows.state(h));
+        o_scale = WriteState<Traits>(p_, true, at, map.QoHead(row), group_ == 0 && column == 0,
+                                     rows.state(h));
       }
       uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo +
                                            group_ * kColumns) +

@@ -10,9 +10,10 @@
 // that land and are given back by 1 or 3 blocks of 64 columns took 182 and 187 us, whole ones 182.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/latent_rows.cuh"
-#include "cuda/sm90/logits.cuh"
+#include "cuda/sm90/references.cuh"
 
 namespace jax_attn {
 
@@ -231,11 +232,12 @@ class HopperMlaDecodeItem {
       MultiplyQk(cursor, s);
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
-      Logits<Traits>(p_).Transform(s);
-      if (!seen_by_all) Mask(item, pos, s);
+      const KeyMajorLayout<1, kTiles> layout(Warp(), Lane());
+      Stage(p_, index_).Apply(layout, pos, seen_by_all, s);
       Exponentiate(s, p);
-      if (kRowsMayDiffer<Traits> && !seen_by_all && item.qo_len() > 1) {
-        MendValues(cursor, item, pos);
+      if constexpr (kRowsMayDiffer<Traits>) {
+        const bool by_mask = Traits::Variant::kHasMask;
+        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(cursor, item, pos);
       }
       MultiplyPv(cursor, p);
       cursor.Advance();
@@ -258,8 +260,9 @@ class HopperMlaDecodeItem {
         const int row = Row(j, c);
         const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
         const i64 at = exists ? final ? map.Index(row) : partial_row + row : 0;
-        const float o_scale = WriteState(p_, final, at, exists ? map.QoHead(row) : 0,
-                                         exists && writes_states, {max_log2_[j][c], sum_[j][c]});
+        const float o_scale =
+            WriteState<Traits>(p_, final, at, exists ? map.QoHead(row) : 0, exists && writes_states,
+                               {max_log2_[j][c], sum_[j][c]});
         if (!final && !exists) continue;
         float* partial = p_.partial_o + at * Traits::kHeadDimVo;
 #pragma unroll
@@ -285,6 +288,7 @@ class HopperMlaDecodeItem {
   static constexpr int kValueBlocks = Shape::kValueBlocks;
   using Scores = float[kTiles][4];
   using Product = Wgmma<kRows, Traits::kDtype>;
+  using Stage = LogitStage<Traits>;
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
@@ -347,29 +351,11 @@ class HopperMlaDecodeItem {
 
   // --- softmax ---
 
-  // Sets what a row does not see to -inf.
-  __device__ __forceinline__ void Mask(const ItemRecord& item, int pos, Scores& s) const {
-    const int kv_begin = item.kv_begin(), kv_end = item.kv_end(), q_pos = item.q_pos();
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int token = Row(j, c) / Traits::kGroupSize;
-        const VisibleSpan span = SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos, token, token);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int at = pos + Across(h);
-          if (at < span.any_begin || at >= span.any_end) s[j][2 * h + c] = -Infinity();
-        }
-      }
-    }
-  }
-
   // Probabilities 2^(logit - reference) of a step to shared memory, and their sums.
   // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
   // barrier that products wait for anyway tells it to everybody.
   __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
-    const float scale = Logits<Traits>(p_).scale();
+    const float scale = Stage(p_, index_).scale();
     Scores x;
 #pragma unroll 1
     while (true) {
@@ -380,9 +366,10 @@ class HopperMlaDecodeItem {
         for (int c = 0; c < 2; ++c) {
           const float reference = FiniteMax(max_log2_[j][c]);
           // -inf is not above -inf.
-          grows |= fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
-          x[j][c] = Exp2(fmaf(s[j][c], scale, -reference));
-          x[j][2 + c] = Exp2(fmaf(s[j][2 + c], scale, -reference));
+          grows |= Stage::kNormalizes &&
+                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
+          x[j][c] = Stage::Weight(s[j][c], scale, reference);
+          x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, reference);
         }
       }
       StoreTransposed(p, x);
@@ -486,17 +473,14 @@ class HopperMlaDecodeItem {
                                            int pos) {
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
-      bool sees[kTiles][2];
+      OneKeyLayout<2 * kTiles> layout;
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int of = Row(j, c) / Traits::kGroupSize;
-          const VisibleSpan span =
-              SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), of, of);
-          sees[j][c] = pos + token >= span.any_begin && pos + token < span.any_end;
-        }
-      }
+      for (int i = 0; i < 2 * kTiles; ++i) layout.rows[i] = Row(i / 2, i % 2);
+      bool sees[2 * kTiles][1];
+      Stage(p_, index_)
+          .Look(
+              layout, pos + token,
+              [&](int i) { return SpanOfRow<Traits>(p_, item, layout.rows[i]); }, sees);
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll
@@ -506,12 +490,13 @@ class HopperMlaDecodeItem {
                                                       token * 128 + chunk * 16 + Across(h) % 8 * 2);
           if (E::IsFinite(x)) continue;
           // In the logit it is -inf, if that is no NaN, and its weight 0; a soft cap is finite.
-          const float mark = (Traits::kHasSoftCap ? 1.0f : 0.0f) * E::ToFloat(x);
+          const float mark =
+              (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) * E::ToFloat(x);
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              if (sees[j][c]) o_[block][j][2 * h + c] += mark;
+              if (sees[2 * j + c][0]) o_[block][j][2 * h + c] += mark;
             }
           }
         }

@@ -1,10 +1,11 @@
 // The rows of a warp in registers: softmax of the logits that wgmma leaves there, and results.
 #pragma once
 
+#include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/logits.cuh"
 #include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/references.cuh"
 
 namespace jax_attn {
 
@@ -60,16 +61,17 @@ class TileRows {
         Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
-    differ_ = span.all_begin > span.any_begin || span.all_end < span.any_end;
+    differ_ =
+        span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
   }
 
-  __device__ __forceinline__ float Scale() const { return Logits<Traits>(p_, k_scale_).scale(); }
+  __device__ __forceinline__ float Scale() const { return Stage().scale(); }
 
   // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
   template <int kTiles>
   __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4]) const {
-    Logits<Traits>(p_, k_scale_).Transform(s);
-    if (begin < all_begin_ || begin + 8 * kTiles > all_end_) Mask(begin, s);
+    const bool seen_by_all = begin >= all_begin_ && begin + 8 * kTiles <= all_end_;
+    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, seen_by_all, s);
   }
 
   // p = 2^(logit - reference), packed: the accumulators of two neighbouring 8-column tiles are
@@ -96,6 +98,7 @@ class TileRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
     grows_ = false;
+    if constexpr (!kNormalizes) return false;
     bool again = IsTooMuch(0) || IsTooMuch(1);
     if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
     return again;
@@ -105,7 +108,7 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ void ExponentiateAnew(bool is_first, float (&s)[kTiles][4],
                                                    u32 (&p)[kTiles / 2][4]) {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
+    const float scale = Stage().scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float step_max = QuadMax(LaneMax(s, h)) * scale;
@@ -135,8 +138,8 @@ class TileRows {
   // follows when a logit exceeds it by kReferenceSlack; whether any of the warp's rows did.
   template <int kTiles>
   __device__ __forceinline__ bool ExponentiateByMaxima(float (&s)[kTiles][4]) {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
-    grows_ = AnyGrows(s);
+    const float scale = Stage().scale();
+    grows_ = kNormalizes && AnyGrows(s);
     if (grows_) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -158,7 +161,7 @@ class TileRows {
   // lanes says so.
   template <int kTiles>
   __device__ __forceinline__ bool AnyGrows(const float (&s)[kTiles][4]) const {
-    const float scale = Logits<Traits>(p_, k_scale_).scale();
+    const float scale = Stage().scale();
     const float excess =
         fmaxf(fmaf(LaneMax(s, 0), scale, -reference[0]), fmaf(LaneMax(s, 1), scale, -reference[1]));
     return __any_sync(kFullWarp, excess > kReferenceSlack);
@@ -220,7 +223,7 @@ class TileRows {
       i64 at = 0;
       if (exists) {
         at = final ? map.Index(row) : partial_row + row;
-        o_scale = WriteState(p_, final, at, map.QoHead(row), column == 0, state(h));
+        o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), column == 0, state(h));
         if constexpr (Traits::kKvIsE4m3) {
           o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
         }
@@ -267,11 +270,11 @@ class TileRows {
     const int row = first_row_ + lane_ / 4;
     RowResult results[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) results[h] = FinishRow(state(h), -Infinity());
+    for (int h = 0; h < 2; ++h) results[h] = FinishAttentionRow<Traits>(state(h), -Infinity());
     if (p_.sinks != nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        results[h] = FinishRow(state(h), SinkLog2(p_, map.QoHead(row + 8 * h)));
+        results[h] = FinishAttentionRow<Traits>(state(h), SinkLog2(p_, map.QoHead(row + 8 * h)));
       }
     }
     // A lane each; eight rows further are other tokens of the same head, or heads of the token.
@@ -329,6 +332,7 @@ class TileRows {
  private:
   static constexpr int kBoxBytes = 16 * 128;
   static constexpr bool kMayDiffer = kRowsMayDiffer<Traits>;
+  static constexpr bool kNormalizes = LogitStage<Traits>::kNormalizes;
   using StepSums = float[2][2];  // of a row's even and odd columns: two chains
 
   // Of row h, over this lane's columns.
@@ -351,7 +355,7 @@ class TileRows {
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[j][c] = Exp2(fmaf(s[j][c], scale, -reference[c / 2]));
+        s[j][c] = LogitStage<Traits>::Weight(s[j][c], scale, reference[c / 2]);
         sums[c / 2][c % 2] += s[j][c];
       }
     }
@@ -400,25 +404,8 @@ class TileRows {
                      h == 0 ? o_scales[0] : o_scales[1], lane_);
   }
 
-  // Sets what a row does not see to -inf.
-  template <int kTiles>
-  __device__ __forceinline__ void Mask(int begin, float (&s)[kTiles][4]) const {
-    const ItemRecord item(p_, index_);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = (first_row_ + 8 * h + lane_ / 4) / Traits::kGroupSize;
-      const VisibleSpan span =
-          SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
-      const int column = begin + 2 * (lane_ % 4);
-      const int low = span.any_begin - column, high = span.any_end - column;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (8 * j + c < low || 8 * j + c >= high) s[j][2 * h + c] = -Infinity();
-        }
-      }
-    }
+  __device__ __forceinline__ LogitStage<Traits> Stage() const {
+    return LogitStage<Traits>(p_, index_, k_scale_);
   }
 
   const AttentionParams& p_;

@@ -1,0 +1,313 @@
+// From q . k to logits, and which of them a row sees: the one place between the two products where
+// a kernel knows positions. Identity costs nothing.
+#pragma once
+
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/variant.cuh"
+#include "cuda/common/work.cuh"
+
+namespace jax_attn {
+
+// --- layouts ---
+
+// A Layout says which logits a thread has of a tile: those of kRows rows by kKeys keys, none else.
+//   At(s, r, k)          the register of row r and key k among them
+//   Row(r)               of the item
+//   FirstKey() + Key(k)  kv position behind the first one of the tile; Key is known at compile time
+//   FirstEight()         FirstKey(), rounded down to a multiple of 8, to which Key(k) / 8 * 8 may
+//   be
+//                        added: the tile begins at a multiple of 8
+//   Has(r)               false for the first row, and all behind it, that hold nothing
+struct LayoutBase {
+  __device__ static constexpr bool Has(int) { return true; }
+};
+
+// Accumulators of mma.sync, and of wgmma with the rows of the item as its rows: 16 a tile.
+template <int kMTiles, int kNTiles>
+struct RowMajorLayout : LayoutBase {
+  static constexpr int kRows = 2 * kMTiles, kKeys = 2 * kNTiles;
+  int first_row, lane;
+
+  __device__ __forceinline__ RowMajorLayout(int first_row, int lane)
+      : first_row(first_row), lane(lane) {}
+  __device__ static float& At(float (&s)[kMTiles][kNTiles][4], int r, int k) {
+    return s[r / 2][k / 2][r % 2 * 2 + k % 2];
+  }
+  __device__ static float& At(float (&s)[kNTiles][4], int r, int k) {
+    static_assert(kMTiles == 1, "one tile of 16 rows");
+    return s[k / 2][r * 2 + k % 2];
+  }
+  __device__ int Row(int r) const { return first_row + r / 2 * 16 + r % 2 * 8 + lane / 4; }
+  __device__ int FirstKey() const { return 2 * (lane % 4); }
+  __device__ static int FirstEight() { return 0; }
+  __device__ static constexpr int Key(int k) { return 8 * (k / 2) + k % 2; }
+};
+
+// Accumulators of wgmma with keys as its rows, 64 a block, and rows of the item as its columns.
+template <int kBlocks, int kRowTiles>
+struct KeyMajorLayout {
+  static constexpr int kRows = 2 * kRowTiles, kKeys = 2 * kBlocks;
+  int warp, lane;
+  int num_row_tiles;
+
+  __device__ __forceinline__ KeyMajorLayout(int warp, int lane, int num_row_tiles = kRowTiles)
+      : warp(warp), lane(lane), num_row_tiles(num_row_tiles) {}
+  __device__ static float& At(float (&s)[kBlocks][kRowTiles][4], int r, int k) {
+    return s[k / 2][r / 2][k % 2 * 2 + r % 2];
+  }
+  __device__ static float& At(float (&s)[kRowTiles][4], int r, int k) {
+    static_assert(kBlocks == 1, "one block of keys");
+    return s[r / 2][k * 2 + r % 2];
+  }
+  __device__ bool Has(int r) const { return r / 2 < num_row_tiles; }
+  __device__ int Row(int r) const { return 8 * (r / 2) + 2 * (lane % 4) + r % 2; }
+  __device__ int FirstKey() const { return 16 * warp + lane / 4; }
+  __device__ int FirstEight() const { return 16 * warp; }
+  __device__ static constexpr int Key(int k) { return 64 * (k / 2) + 8 * (k % 2); }
+};
+
+// One row, and every kStride-th key.
+template <int kNumKeys, int kStride>
+struct OneRowLayout : LayoutBase {
+  static constexpr int kRows = 1, kKeys = kNumKeys;
+  int row, first_key;
+
+  __device__ __forceinline__ OneRowLayout(int row, int first_key)
+      : row(row), first_key(first_key) {}
+  __device__ static float& At(float (&s)[kNumKeys], int, int k) { return s[k]; }
+  __device__ int Row(int) const { return row; }
+  __device__ int FirstKey() const { return first_key; }
+  __device__ int FirstEight() const { return first_key / 8 * 8; }
+  __device__ static constexpr int Key(int k) { return k * kStride; }
+};
+
+// One key, the first one, and any rows.
+template <int kNumRows>
+struct OneKeyLayout : LayoutBase {
+  static constexpr int kRows = kNumRows, kKeys = 1;
+  int rows[kNumRows];
+
+  __device__ static float& At(float (&s)[kNumRows], int r, int) { return s[r]; }
+  __device__ int Row(int r) const { return rows[r]; }
+  __device__ static int FirstKey() { return 0; }
+  __device__ static int FirstEight() { return 0; }
+  __device__ static constexpr int Key(int) { return 0; }
+};
+
+// --- the stage ---
+
+// Whether rows of an item may see different tokens.
+template <class Traits>
+inline constexpr bool kRowsMayDiffer =
+    Traits::kHasWindowLeft || Traits::kHasWindowRight || Traits::Variant::kHasMask;
+
+// In place of a weight: the row does not see the token, and its value does not count, not even
+// times 0. A NaN that no arithmetic gives.
+inline constexpr u32 kUnseenWeight = 0x7fc0ffeeu;
+__device__ __forceinline__ float UnseenWeight() { return __uint_as_float(kUnseenWeight); }
+__device__ __forceinline__ bool IsUnseen(float weight) {
+  return __float_as_uint(weight) == kUnseenWeight;
+}
+
+// The kv positions that a row of an item sees.
+template <class Traits>
+__device__ __forceinline__ VisibleSpan SpanOfRow(const AttentionParams& p, const ItemRecord& item,
+                                                 int row) {
+  const int token = row / Traits::kGroupSize;
+  return SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
+}
+
+// cap * tanh(sm_scale * qk / cap), times `unit`. tanh(x) = 1 - 2 / (exp(2x) + 1) is within 2e-7 of
+// exact, that is 1e-5 of a logit for caps up to 50; tanh.approx would be off by 0.02.
+struct SoftCap {
+  float slope, cap;
+  __device__ __forceinline__ SoftCap(const AttentionParams& p, float unit)
+      : slope(2.0f * kLog2E * p.sm_scale / p.logits_soft_cap), cap(p.logits_soft_cap * unit) {}
+  __device__ __forceinline__ float Logit(float qk) const {
+    return cap * fmaf(-2.0f, Reciprocal(Exp2(slope * qk) + 1.0f), 1.0f);
+  }
+};
+
+// Logits of an item. They leave in log2 units, but for a factor, scale(), which waits for the
+// exponent of the softmax: there large logits are not rounded. The user's function gets, and gives,
+// natural units.
+template <class Traits>
+class LogitStage {
+ public:
+  using Variant = typename Traits::Variant;
+  static constexpr bool kNormalizes = Variant::kNormalizes;
+  static constexpr bool kIsNatural = Variant::kHasLogits || !kNormalizes;
+  // Whether Transform leaves what is seen as it is, and q . k are compared. A scale that is not
+  // positive would turn the maximum around, so it is applied at once.
+  static constexpr bool kScalesLater =
+      !Traits::kHasSoftCap && Traits::kPositiveScale && !kIsNatural;
+
+  // index: of the item. k_scale: what its keys are multiplied by, see KeyScale.
+  __device__ __forceinline__ LogitStage(const AttentionParams& p, int index, float k_scale = 1.0f)
+      : p_(p), index_(index), k_scale_(k_scale) {}
+
+  __device__ __forceinline__ float scale() const {
+    if constexpr (kScalesLater) return p_.sm_scale * kLog2E * k_scale_;
+    return kIsNatural && kNormalizes ? kLog2E : 1.0f;
+  }
+
+  // What a logit, but for its scale, weighs. Without a softmax it is the weight.
+  __device__ __forceinline__ static float Weight(float s, float scale, float reference) {
+    if constexpr (!kNormalizes) return s;
+    return Exp2(fmaf(s, scale, -reference));
+  }
+  // The reference of a row that has not seen any logit, where maxima are looked for.
+  __device__ __forceinline__ static float NoReference() { return kNormalizes ? -Infinity() : 0.0f; }
+  // Of a key that its row does not see.
+  __device__ __forceinline__ static float Hidden() { return kNormalizes ? -Infinity() : 0.0f; }
+
+  // q . k of a tile whose first key is at kv position `begin` become logits. seen_by_all: every row
+  // sees every key, but for the user's mask. What a row does not see becomes Hidden.
+  template <class Layout, class Tile>
+  __device__ __forceinline__ void Apply(const Layout& layout, int begin, bool seen_by_all,
+                                        Tile& s) const {
+    Transform(layout, begin, s);
+    if (!seen_by_all) Mask(layout, begin, s);
+  }
+
+  // The first half of it, with the user's functions.
+  template <class Layout, class Tile>
+  __device__ __forceinline__ void Transform(const Layout& layout, int begin, Tile& s) const {
+    if constexpr (Traits::kHasSoftCap) {
+      const SoftCap cap(p_, kIsNatural ? 1.0f : kLog2E);
+      ForEach(layout, s,
+              [&](float& x) __attribute__((always_inline)) { x = cap.Logit(x * k_scale_); });
+    } else if constexpr (!kScalesLater) {
+      ForEach(layout, s, [&](float& x) __attribute__((always_inline)) {
+        x *= p_.sm_scale * (kIsNatural ? 1.0f : kLog2E) * k_scale_;
+      });
+    }
+    if constexpr (Variant::kHasLogits || Variant::kHasMask) {
+      VisitFacts(layout, begin,
+                 [&](int r, int k, const auto& row, const auto& key, const auto& facts)
+                     __attribute__((always_inline)) {
+                       float& x = Layout::At(s, r, k);
+                       if constexpr (Variant::kHasLogits) {
+                         x = Variant::Logit(p_, row, key, facts, x);
+                       }
+                       if constexpr (Variant::kHasMask) {
+                         if (!Variant::IsVisible(p_, row, key, facts)) x = Hidden();
+                       }
+                     });
+    }
+  }
+
+  // The second half: windows, and the end of the item's span.
+  template <class Layout, class Tile>
+  __device__ __forceinline__ void Mask(const Layout& layout, int begin, Tile& s) const {
+    const ItemRecord item(p_, index_);
+    const auto span_of = [&](int r) __attribute__((always_inline)) {
+      return SpanOfRow<Traits>(p_, item, layout.Row(r));
+    };
+    LookAtSpans(layout, begin, span_of,
+                [&](int r, int k, bool sees) __attribute__((always_inline)) {
+                  if (!sees) Layout::At(s, r, k) = Hidden();
+                });
+  }
+
+  // Fills sees[r][k] of each logit of the layout: whether its row sees its key. span_of(r):
+  // SpanOfRow of the layout's row r.
+  template <class Layout, class SpanOf>
+  __device__ __forceinline__ void Look(const Layout& layout, int begin, const SpanOf& span_of,
+                                       bool (&sees)[Layout::kRows][Layout::kKeys]) const {
+    LookAtSpans(layout, begin, span_of, [&](int r, int k, bool in_span) { sees[r][k] = in_span; });
+    if constexpr (Variant::kHasMask) {
+      VisitFacts(layout, begin,
+                 [&](int r, int k, const auto& row, const auto& key, const auto& facts)
+                     __attribute__((always_inline)) {
+                       sees[r][k] = sees[r][k] && Variant::IsVisible(p_, row, key, facts);
+                     });
+    }
+  }
+
+ private:
+  template <class Layout, class SpanOf, class Looker>
+  __device__ __forceinline__ static void LookAtSpans(const Layout& layout, int begin,
+                                                     const SpanOf& span_of, const Looker& look) {
+#pragma unroll
+    for (int r = 0; r < Layout::kRows; ++r) {
+      if (!layout.Has(r)) break;
+      const VisibleSpan span = span_of(r);
+      const int first = begin + layout.FirstKey();
+      const int low = span.any_begin - first, high = span.any_end - first;
+#pragma unroll
+      for (int k = 0; k < Layout::kKeys; ++k) {
+        look(r, k, !(Layout::Key(k) < low || Layout::Key(k) >= high));
+      }
+    }
+  }
+
+  // visit(r, k, row, key, facts) for each logit, with what the user's functions compute once for
+  // its row and once for its key: those of which a thread has fewer are kept, the others come one
+  // after the other.
+  template <class Layout, class Visitor>
+  __device__ __forceinline__ void VisitFacts(const Layout& layout, int begin,
+                                             const Visitor& visit) const {
+    const WorkItem* const item = p_.items + Anew(index_);
+    const int first = begin + layout.FirstKey();
+    const auto row_of = [&](int r) __attribute__((always_inline)) {
+      const variant::RowFacts<Traits> facts(p_, item, layout.Row(r));
+      return Variant::OfRow(p_, facts, first);
+    };
+    const auto facts_of = [&](int k) __attribute__((always_inline)) {
+      const int eight = begin + layout.FirstEight() + Layout::Key(k) / 8 * 8;
+      return variant::KeyFacts<Traits>(p_, item, first, Layout::Key(k), eight);
+    };
+    if constexpr (Layout::kRows <= Layout::kKeys) {
+      typename Variant::Row rows[Layout::kRows];
+#pragma unroll
+      for (int r = 0; r < Layout::kRows; ++r) rows[r] = row_of(r);
+#pragma unroll
+      for (int k = 0; k < Layout::kKeys; ++k) {
+        const auto facts = facts_of(k);
+        const auto key = Variant::OfKey(p_, facts);
+#pragma unroll
+        for (int r = 0; r < Layout::kRows; ++r) {
+          if (!layout.Has(r)) break;
+          visit(r, k, rows[r], key, facts);
+        }
+      }
+    } else {
+      typename Variant::Key keys[Layout::kKeys];
+#pragma unroll
+      for (int k = 0; k < Layout::kKeys; ++k) keys[k] = Variant::OfKey(p_, facts_of(k));
+#pragma unroll
+      for (int r = 0; r < Layout::kRows; ++r) {
+        if (!layout.Has(r)) break;
+        const auto row = row_of(r);
+#pragma unroll
+        for (int k = 0; k < Layout::kKeys; ++k) visit(r, k, row, keys[k], facts_of(k));
+      }
+    }
+  }
+
+  template <class Layout, class Tile, class Change>
+  __device__ __forceinline__ static void ForEach(const Layout& layout, Tile& s,
+                                                 const Change& change) {
+#pragma unroll
+    for (int r = 0; r < Layout::kRows; ++r) {
+      if (!layout.Has(r)) break;
+#pragma unroll
+      for (int k = 0; k < Layout::kKeys; ++k) change(Layout::At(s, r, k));
+    }
+  }
+
+  const AttentionParams& p_;
+  const int index_;
+  const float k_scale_;
+};
+
+// What the keys of an item are multiplied by: of e4m3, a scale of their head.
+template <class Traits>
+__device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
+  if constexpr (Traits::kKvIsE4m3)
+    return LogitScaleOfHead(p.k_scale, ItemRecord(p, index).kv_head());
+  return 1.0f;
+}
+
+}  // namespace jax_attn

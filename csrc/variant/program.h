@@ -1,0 +1,167 @@
+// A user's logits and mask functions as a program: a list of scalar operations in which every value
+// is written once (jax_attn/variant.py traces them to it).
+//
+// A plain struct of fixed size, for host code and the CPU kernels of every instruction set, so this
+// file includes no C++ standard header. program.cc reads and checks the words of one.
+#pragma once
+
+#include "params.h"
+
+namespace jax_attn {
+
+enum VariantType : i32 { kVariantF32 = 0, kVariantI32 = 1, kVariantBool = 2 };
+
+// What an operand is in memory; f32, bf16 and f16 load as f32, i32 and u8 as i32, bool as bool.
+enum OperandType : i32 {
+  kOperandF32 = 0,
+  kOperandBF16 = 1,
+  kOperandF16 = 2,
+  kOperandI32 = 3,
+  kOperandU8 = 4,
+  kOperandBool = 5,
+};
+
+// What a value depends on besides the call, as bits: an executor computes it that often.
+enum VariantLevel : i32 { kPerCall = 0, kPerRow = 1, kPerKey = 2, kPerLogit = 3 };
+
+// What an operation takes and gives.
+enum VariantRule : i32 {
+  kRuleConst,    // args[0]: the bits of the value, bool 0 or 1
+  kRuleAt,       // no arguments: a fact about the logit
+  kRuleLoad,     // args[0]: an operand, args[1 ...]: as many i32 indices as it has axes
+  kRuleDim,      // args[0]: an operand, args[1]: an axis; gives its length, i32
+  kRuleSame,     // arguments and result of one type
+  kRuleCompare,  // two arguments of one type, gives bool
+  kRuleSelect,   // bool, yes, no
+  kRuleCast,     // one argument of any type
+};
+
+// Types that a rule's arguments may have, as bits (1 << VariantType).
+enum : i32 { kF = 1, kI = 2, kFI = 3, kB = 4, kIB = 6, kAny = 7 };
+
+// The one table of operations: X(name, word, rule, arguments, types).
+// f32 is IEEE; min and max give NaN if either is NaN. i32 wraps around; division truncates, x / 0
+// is -1 and x rem 0 is x; shifts by 32 bits or more leave 0, or the sign (sar). A cast to i32
+// truncates and saturates, of NaN it is 0; a cast to bool is x != 0.
+// A load's indices are clamped to [0, length): nothing outside is read; an operand with an axis of
+// length 0 is refused before anything runs.
+#define JAX_ATTN_VARIANT_OPS(X)                 \
+  X(Const, "const", kRuleConst, 0, kAny)        \
+  X(Score, "score", kRuleAt, 0, kF)             \
+  X(Head, "head", kRuleAt, 0, kI)               \
+  X(KvHead, "kv_head", kRuleAt, 0, kI)          \
+  X(Request, "request", kRuleAt, 0, kI)         \
+  X(QPos, "q_pos", kRuleAt, 0, kI)              \
+  X(KvPos, "kv_pos", kRuleAt, 0, kI)            \
+  X(QRow, "q_row", kRuleAt, 0, kI)              \
+  X(KvRow, "kv_row", kRuleAt, 0, kI)            \
+  X(QLen, "q_len", kRuleAt, 0, kI)              \
+  X(KvLen, "kv_len", kRuleAt, 0, kI)            \
+  X(Load, "load", kRuleLoad, 0, kAny)           \
+  X(Dim, "dim", kRuleDim, 0, kI)                \
+  X(Neg, "neg", kRuleSame, 1, kFI)              \
+  X(Abs, "abs", kRuleSame, 1, kFI)              \
+  X(Sign, "sign", kRuleSame, 1, kFI)            \
+  X(Floor, "floor", kRuleSame, 1, kF)           \
+  X(Ceil, "ceil", kRuleSame, 1, kF)             \
+  X(Round, "round", kRuleSame, 1, kF)           \
+  X(Exp, "exp", kRuleSame, 1, kF)               \
+  X(Exp2, "exp2", kRuleSame, 1, kF)             \
+  X(Log, "log", kRuleSame, 1, kF)               \
+  X(Log1p, "log1p", kRuleSame, 1, kF)           \
+  X(Tanh, "tanh", kRuleSame, 1, kF)             \
+  X(Logistic, "logistic", kRuleSame, 1, kF)     \
+  X(Sqrt, "sqrt", kRuleSame, 1, kF)             \
+  X(Rsqrt, "rsqrt", kRuleSame, 1, kF)           \
+  X(Not, "not", kRuleSame, 1, kIB)              \
+  X(Cast, "cast", kRuleCast, 1, kAny)           \
+  X(Add, "add", kRuleSame, 2, kFI)              \
+  X(Sub, "sub", kRuleSame, 2, kFI)              \
+  X(Mul, "mul", kRuleSame, 2, kFI)              \
+  X(Div, "div", kRuleSame, 2, kFI)              \
+  X(Rem, "rem", kRuleSame, 2, kFI)              \
+  X(Min, "min", kRuleSame, 2, kFI)              \
+  X(Max, "max", kRuleSame, 2, kFI)              \
+  X(And, "and", kRuleSame, 2, kIB)              \
+  X(Or, "or", kRuleSame, 2, kIB)                \
+  X(Xor, "xor", kRuleSame, 2, kIB)              \
+  X(ShiftLeft, "shl", kRuleSame, 2, kI)         \
+  X(ShiftRight, "sar", kRuleSame, 2, kI)        \
+  X(ShiftRightLogical, "shr", kRuleSame, 2, kI) \
+  X(Eq, "eq", kRuleCompare, 2, kAny)            \
+  X(Ne, "ne", kRuleCompare, 2, kAny)            \
+  X(Lt, "lt", kRuleCompare, 2, kFI)             \
+  X(Le, "le", kRuleCompare, 2, kFI)             \
+  X(Select, "select", kRuleSelect, 3, kAny)
+
+enum VariantOp : i32 {
+#define JAX_ATTN_OP(name, word, rule, num_args, types) kOp##name,
+  JAX_ATTN_VARIANT_OPS(JAX_ATTN_OP)
+#undef JAX_ATTN_OP
+      kNumVariantOps
+};
+
+struct VariantOpInfo {
+  const char* word;
+  VariantRule rule;
+  i32 num_args;  // values that kRuleSame, kRuleCompare, kRuleSelect, kRuleCast take
+  i32 types;
+};
+
+inline constexpr VariantOpInfo kVariantOps[kNumVariantOps] = {
+#define JAX_ATTN_OP(name, word, rule, num_args, types) {word, rule, num_args, types},
+    JAX_ATTN_VARIANT_OPS(JAX_ATTN_OP)
+#undef JAX_ATTN_OP
+};
+
+inline constexpr i32 kMaxInstructions = 128;
+inline constexpr i32 kMaxOperandRank = 4;
+inline constexpr i32 kMaxInstructionArgs = 1 + kMaxOperandRank;
+
+// Value i of a program is what instruction i gives. Arguments are values before it, unless the rule
+// says otherwise; those that are not used are 0.
+struct Instruction {
+  i32 op;    // a VariantOp
+  i32 type;  // of the result, a VariantType
+  i32 args[kMaxInstructionArgs];
+  i32 level;  // a VariantLevel; follows from the rest
+};
+
+struct ProgramOperand {
+  i32 type;  // an OperandType
+  i32 rank;  // 0 to kMaxOperandRank
+};
+
+struct VariantProgram {
+  i32 present;     // 0: no variant, and all else is 0
+  i32 normalizes;  // 1: softmax; 0: o is the sum of logits times values
+  i32 logits;      // the value that becomes the logit (normalizes 0: the weight); -1: the score
+  i32 visible;     // the value, bool, that says whether the row sees the key; -1: true
+  i32 num_operands;
+  ProgramOperand operands[kMaxVariantOperands];
+  i32 num_instructions;
+  Instruction instructions[kMaxInstructions];
+};
+
+// Arguments of an instruction that are values: args[first_value_arg ... + num_value_args).
+constexpr i32 FirstValueArg(const Instruction& x) {
+  return kVariantOps[x.op].rule == kRuleLoad ? 1 : 0;
+}
+constexpr i32 NumValueArgs(const VariantProgram& program, const Instruction& x) {
+  return kVariantOps[x.op].rule == kRuleLoad ? program.operands[x.args[0]].rank
+                                             : kVariantOps[x.op].num_args;
+}
+
+// Whether a program asks for what the rows of a shared prefix do not have in common, and their
+// items do not say: positions, rows and lengths of the queries.
+constexpr bool NeedsOwnRows(const VariantProgram& program) {
+  for (i32 i = 0; i < program.num_instructions; ++i) {
+    const i32 op = program.instructions[i].op;
+    if (op == kOpRequest || op == kOpQPos || op == kOpQRow || op == kOpQLen || op == kOpKvLen) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace jax_attn

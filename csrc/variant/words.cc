@@ -1,0 +1,207 @@
+#include "variant/words.h"
+
+#include <string>
+
+namespace jax_attn {
+namespace {
+
+const char* TypeName(i32 type) {
+  return type == kVariantF32 ? "f32" : type == kVariantI32 ? "i32" : "bool";
+}
+
+i32 LoadedType(i32 operand_type) {
+  if (operand_type == kOperandBool) return kVariantBool;
+  return operand_type == kOperandI32 || operand_type == kOperandU8 ? kVariantI32 : kVariantF32;
+}
+
+i32 LevelOfFact(i32 op) {
+  if (op == kOpScore) return kPerLogit;
+  return op == kOpKvPos || op == kOpKvRow ? kPerKey : kPerRow;
+}
+
+class Reader {
+ public:
+  Reader(const int64_t* words, size_t num_words, VariantProgram* program)
+      : words_(words), num_words_(num_words), p_(program) {}
+
+  Status Read() {
+    int64_t version;
+    Status s = Take("version", kProgramVersion, kProgramVersion, &version);
+    if (s.ok()) s = Take("normalizes", 0, 1, &p_->normalizes);
+    if (s.ok()) s = Take("logits", -1, kMaxInstructions - 1, &p_->logits);
+    if (s.ok()) s = Take("visible", -1, kMaxInstructions - 1, &p_->visible);
+    if (s.ok()) s = Take("num_operands", 0, kMaxVariantOperands, &p_->num_operands);
+    for (i32 i = 0; s.ok() && i < p_->num_operands; ++i) {
+      s = Take("type of an operand", kOperandF32, kOperandBool, &p_->operands[i].type);
+      if (s.ok()) s = Take("axes of an operand", 0, kMaxOperandRank, &p_->operands[i].rank);
+    }
+    if (s.ok()) s = Take("num_instructions", 0, kMaxInstructions, &p_->num_instructions);
+    for (i32 i = 0; s.ok() && i < p_->num_instructions; ++i) s = ReadInstruction(i);
+    if (s.ok() && at_ != num_words_) {
+      return Refuse("words", std::to_string(at_), static_cast<int64_t>(num_words_));
+    }
+    if (s.ok()) s = CheckResult("logits", p_->logits, kVariantF32);
+    if (s.ok()) s = CheckResult("visible", p_->visible, kVariantBool);
+    if (s.ok() && p_->logits < 0 && p_->visible < 0 && p_->normalizes) {
+      return Refuse("logits", "a value where there is no mask", -1);
+    }
+    p_->present = 1;
+    return s;
+  }
+
+ private:
+  static Status Refuse(const std::string& what, const std::string& expected, int64_t got) {
+    return Status::Error("program: " + what + ": expected " + expected + ", got " +
+                         std::to_string(got) + ".");
+  }
+
+  template <typename T>
+  Status Take(const char* what, int64_t least, int64_t most, T* to) {
+    if (at_ >= num_words_) {
+      return Refuse("words", "at least " + std::to_string(at_ + 1),
+                    static_cast<int64_t>(num_words_));
+    }
+    const int64_t word = words_[at_++];
+    if (word < least || word > most) {
+      return Refuse(what,
+                    least == most ? std::to_string(least)
+                                  : std::to_string(least) + " to " + std::to_string(most),
+                    word);
+    }
+    *to = static_cast<T>(word);
+    return Status::Ok();
+  }
+
+  Status ReadInstruction(i32 i) {
+    Instruction& x = p_->instructions[i];
+    const std::string name = "instruction " + std::to_string(i);
+    Status s = Take("operation", 0, kNumVariantOps - 1, &x.op);
+    if (s.ok()) s = Take("type of a value", kVariantF32, kVariantBool, &x.type);
+    for (i32& arg : x.args) {
+      if (s.ok()) s = Take("argument", INT32_MIN, INT32_MAX, &arg);
+    }
+    if (!s.ok()) return s;
+    const VariantOpInfo& info = kVariantOps[x.op];
+    i32 used = info.num_args;  // of args
+    switch (info.rule) {
+      case kRuleConst:
+        used = 1;
+        if (x.type == kVariantBool && (x.args[0] < 0 || x.args[0] > 1)) {
+          return Refuse(name, "a bool of 0 or 1", x.args[0]);
+        }
+        break;
+      case kRuleAt:
+        if (s = CheckType(name, x.type, info.types == kF ? kVariantF32 : kVariantI32); !s.ok()) {
+          return s;
+        }
+        x.level = LevelOfFact(x.op);
+        break;
+      case kRuleLoad:
+      case kRuleDim: {
+        if (x.args[0] < 0 || x.args[0] >= p_->num_operands) {
+          return Refuse(name, "an operand below " + std::to_string(p_->num_operands), x.args[0]);
+        }
+        const ProgramOperand& operand = p_->operands[x.args[0]];
+        const bool loads = info.rule == kRuleLoad;
+        const i32 type = loads ? LoadedType(operand.type) : i32{kVariantI32};
+        if (s = CheckType(name, x.type, type); !s.ok()) return s;
+        used = loads ? 1 + operand.rank : 2;
+        if (!loads && (x.args[1] < 0 || x.args[1] >= operand.rank)) {
+          return Refuse(name, "an axis below " + std::to_string(operand.rank), x.args[1]);
+        }
+        for (i32 a = 1; loads && a < used; ++a) {
+          if (s = CheckValue(name, i, x.args[a], kVariantI32); !s.ok()) return s;
+        }
+        break;
+      }
+      case kRuleSame:
+      case kRuleCompare:
+      case kRuleSelect:
+      case kRuleCast:
+        if (s = CheckOperation(name, i, x, info); !s.ok()) return s;
+        break;
+    }
+    for (i32 a = used; a < kMaxInstructionArgs; ++a) {
+      if (x.args[a] != 0) return Refuse(name, "0 where there is no argument", x.args[a]);
+    }
+    if (info.rule == kRuleDim || info.rule == kRuleConst) return s;
+    for (i32 a = 0; a < NumValueArgs(*p_, x); ++a) {
+      x.level |= p_->instructions[x.args[FirstValueArg(x) + a]].level;
+    }
+    return s;
+  }
+
+  Status CheckOperation(const std::string& name, i32 i, const Instruction& x,
+                        const VariantOpInfo& info) {
+    const i32 first = info.rule == kRuleSelect ? 1 : 0;  // the argument that has the type of all
+    Status s;
+    if (s = CheckValue(name, i, x.args[first], -1); !s.ok()) return s;
+    const i32 type = p_->instructions[x.args[first]].type;
+    if ((info.types >> type & 1) == 0) {
+      return Status::Error("program: " + name + ": expected another type of argument for " +
+                           info.word + ", got " + TypeName(type) + ".");
+    }
+    if (info.rule == kRuleSelect) s = CheckValue(name, i, x.args[0], kVariantBool);
+    for (i32 a = first; s.ok() && a < info.num_args; ++a) {
+      s = CheckValue(name, i, x.args[a], type);
+    }
+    if (!s.ok() || info.rule == kRuleCast) return s;
+    return CheckType(name, x.type, info.rule == kRuleCompare ? i32{kVariantBool} : type);
+  }
+
+  // That `value` comes before instruction i, and its type; -1: any.
+  Status CheckValue(const std::string& name, i32 i, i32 value, i32 type) {
+    if (value < 0 || value >= i) {
+      return Refuse(name, "an argument that is a value before it", value);
+    }
+    if (type < 0) return Status::Ok();
+    return CheckType(name + ", argument " + std::to_string(value), p_->instructions[value].type,
+                     type);
+  }
+
+  static Status CheckType(const std::string& name, i32 got, i32 expected) {
+    if (got == expected) return Status::Ok();
+    return Status::Error("program: " + name + ": expected type " + TypeName(expected) + ", got " +
+                         TypeName(got) + ".");
+  }
+
+  Status CheckResult(const char* name, i32 value, i32 type) {
+    if (value < 0) return Status::Ok();
+    if (value >= p_->num_instructions) {
+      return Refuse(name, "a value below " + std::to_string(p_->num_instructions), value);
+    }
+    return CheckType(name, p_->instructions[value].type, type);
+  }
+
+  const int64_t* words_;
+  const size_t num_words_;
+  size_t at_ = 0;
+  VariantProgram* p_;
+};
+
+}  // namespace
+
+Status DecodeProgram(const int64_t* words, size_t num_words, VariantProgram* program) {
+  *program = VariantProgram{};
+  if (num_words == 0) return Status::Ok();
+  Status s = Reader(words, num_words, program).Read();
+  if (!s.ok()) *program = VariantProgram{};
+  return s;
+}
+
+std::vector<int64_t> EncodeProgram(const VariantProgram& p) {
+  if (!p.present) return {};
+  std::vector<int64_t> words = {kProgramVersion, p.normalizes, p.logits, p.visible, p.num_operands};
+  for (i32 i = 0; i < p.num_operands; ++i) {
+    words.insert(words.end(), {p.operands[i].type, p.operands[i].rank});
+  }
+  words.push_back(p.num_instructions);
+  for (i32 i = 0; i < p.num_instructions; ++i) {
+    const Instruction& x = p.instructions[i];
+    words.insert(words.end(), {x.op, x.type});
+    words.insert(words.end(), x.args, x.args + kMaxInstructionArgs);
+  }
+  return words;
+}
+
+}  // namespace jax_attn

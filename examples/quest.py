@@ -1,0 +1,74 @@
+"""Quest (arXiv 2406.10774): each layer attends to the pages that matter, selected inside jit. Here
+all heads of a layer attend to the same ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+
+layers, heads, kv_heads, dim, page_size, num_selected, pages_each = 4, 8, 2, 64, 16, 12, 64
+kv_lens = np.array([1000, 700, 99, 1024])
+batch_size, num_pages = len(kv_lens), len(kv_lens) * pages_each
+used = -(-kv_lens // page_size)
+selected = np.minimum(used, num_selected)  # pages that a request keeps; the last one may be partial
+spec = ja.AttentionSpec(
+    heads, kv_heads, dim, dtype="float32", page_size=page_size, num_pages=num_pages,
+    max_batch=batch_size, max_qo_tokens=batch_size, max_kv_pages=batch_size * num_selected,
+    share_prefixes=False,  # each request has a selection of its own
+)  # fmt: skip
+table = np.random.default_rng(0).permutation(num_pages).reshape(batch_size, pages_each)
+starts = np.arange(batch_size + 1)
+sparse_lens = (selected - used) * page_size + kv_lens
+indptr = starts * num_selected
+plan = ja.plan(spec, starts, sparse_lens, indptr, table[:, :num_selected].reshape(-1))
+
+
+def select(q, lows, highs):
+    """[batch_size * num_selected] page ids: the pages with the largest bounds of any logit."""
+    q = q.reshape(batch_size, kv_heads, -1, dim)
+    q_high, q_low = (f(q, 0) for f in (jnp.maximum, jnp.minimum))  # bound of q k is at the corners
+    bounds = jnp.einsum("bhgd,bphd->bp", q_high, highs[table])
+    bounds += jnp.einsum("bhgd,bphd->bp", q_low, lows[table])
+    page = jnp.arange(pages_each)
+    bounds = jnp.where(page < used[:, None] - 1, bounds, -jnp.inf)  # those with unused slots: never
+    bounds = jnp.where(page == used[:, None] - 1, jnp.inf, bounds)  # the last one: always
+    _, best = jax.lax.top_k(bounds, num_selected)
+    best = jnp.sort(jnp.where(best < used[:, None], best, pages_each), axis=1)  # it stays the last
+    return jnp.take_along_axis(jnp.array(table), best.clip(max=pages_each - 1), 1).reshape(-1)
+
+
+@jax.jit
+def decode(q, k_pages, v_pages, lows, highs):
+    def layer(_, x):
+        i, q, low, high = x
+        pages = select(q, low, high)
+        return None, (ja.attention(q, k_pages, v_pages, plan.with_pages(pages), layer=i), pages)
+
+    return jax.lax.scan(layer, None, (jnp.arange(layers), q, lows, highs))[1]
+
+
+keys = jax.random.split(jax.random.key(0), 4)
+k_pages, v_pages = jax.random.normal(keys[0], (2, layers, num_pages, page_size, kv_heads, dim))
+topics = jax.random.normal(keys[1], (layers, num_pages, 1, 1, dim))
+k_pages += topics  # of one page are alike, and queries look for those of some pages
+q = topics[:, table[:, 1::11]].sum(2)[:, :, 0] + jax.random.normal(
+    keys[2], (layers, batch_size, heads, dim)
+)
+o, pages = decode(q, k_pages, v_pages, k_pages.min(2), k_pages.max(2))  # kept by append in a server
+
+for i in range(layers):  # right for what was selected, and close to attention over all pages
+    cache = k_pages[i], v_pages[i]
+    expected, _ = ja.reference.attention(
+        q[i], *cache, starts, sparse_lens, indptr, np.array(pages[i]), spec=spec
+    )
+    np.testing.assert_allclose(o[i], expected, atol=1e-4)
+    full, _ = ja.reference.attention(
+        q[i], *cache, starts, kv_lens, starts * pages_each, table.reshape(-1), spec=spec
+    )
+    cosine = (o[i] * full).sum() / jnp.linalg.norm(o[i]) / jnp.linalg.norm(full)
+    print(
+        f"layer {i}: {selected.sum()} of {used.sum()} pages, cosine to full attention {cosine:.3f}"
+    )
+    assert cosine > 0.9
+assert decode._cache_size() == 1

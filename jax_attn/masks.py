@@ -1,0 +1,482 @@
+"""Masks that save work: an element function for the kernels, and what it does to whole blocks.
+
+    same_document = masks.document_ids(ids)
+    spec = AttentionSpec(..., variant=same_document.variant(), max_steps=4096)
+    block_map = same_document.block_map(spec, qo_indptr, kv_lens)
+    p = plan(spec, qo_indptr, kv_lens, block_map=block_map)
+    o = attention(q, k, v, p, variant_operands=same_document.operands)
+
+Causality and windows are the spec's, besides. `a & b`, `a | b` and `~a` are masks, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn import intervals
+from jax_attn.intervals import Interval
+from jax_attn.variant import At, Variant
+
+if TYPE_CHECKING:
+    from jax_attn.spec import AttentionSpec
+
+# Classes of a block. May any pair of it be visible, may any be hidden? Of several blocks: their OR.
+VISIBLE, HIDDEN, MIXED = 1, 2, 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockMap:
+    """What a mask does to blocks of q_block query tokens and kv_block positions.
+
+    classes: [num_row_blocks, num_kv_blocks], u8: VISIBLE, all of the block is; HIDDEN, nothing is;
+        MIXED, it depends, or nobody knows. Row block i has rows [i * q_block, (i + 1) * q_block) of
+        q, column j the positions [j * kv_block, (j + 1) * kv_block) of each row's own request.
+    q_block, kv_block: tokens. Best are divisors of the height of query tiles and of tile_kv.
+
+    A plan believes it: only mixed blocks run the mask of the spec's variant, and without one all of
+    them is visible.
+
+    A pytree: made inside jit, or passed to it, new classes never recompile.
+    """
+
+    classes: Any
+    q_block: int = dataclasses.field(default=64, metadata={"static": True})
+    kv_block: int = dataclasses.field(default=128, metadata={"static": True})
+
+    @classmethod
+    def of_dense(cls, visible: Any, q_block: int = 64, kv_block: int = 128) -> BlockMap:
+        """The map of a dense mask.
+
+        visible: [num_rows, num_positions], bool, host or traced. Rows of q by positions of keys.
+        """
+        rows, columns = visible.shape
+        xp = jax.numpy if isinstance(visible, jax.Array) else np
+        padding = (-rows % q_block, -columns % kv_block)
+        blocks = [
+            xp.pad(x, [(0, n) for n in padding]).reshape(
+                (rows + padding[0]) // q_block, q_block, -1, kv_block
+            )
+            for x in (visible, ~visible)
+        ]
+        some, hidden = (x.any((1, 3)).astype(np.uint8) for x in blocks)
+        return cls(some * VISIBLE + hidden * HIDDEN, q_block, kv_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The rows and keys of a batch, block by block, as `Mask.block_map` sees them.
+
+    facts: by field of variant.At, what it may be in a block. Rows beyond the batch have no part.
+    is_live: [num_row_blocks, q_block], bool. Rows of q that are of the batch.
+    """
+
+    xp: Any
+    facts: dict[str, Interval]
+    is_live: Any
+    q_block: int
+    kv_block: int
+    num_columns: int
+
+
+_Classes = Callable[[Batch], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which query token sees which key.
+
+    function: fn(at, ...) -> bool, as the mask of a `Variant`.
+    operands: name -> array: what it reads, and what attention takes as variant_operands. Host or
+        traced; new contents compile nothing.
+    classes: fn(batch) -> [num_row_blocks, num_kv_blocks], u8, where the mask knows better
+        than its function tells. None: the function is run on intervals (jax_attn/intervals.py).
+    """
+
+    function: Callable[..., Any]
+    operands: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    classes: _Classes | None = None
+
+    def variant(self, **more: Any) -> Variant:
+        """A Variant with this mask. more: its other arguments, operands of logits among them."""
+        operands = dict(self.operands) | dict(more.pop("operands", {}))
+        return Variant(mask=self.function, operands=operands, **more)
+
+    def block_map(
+        self,
+        spec: AttentionSpec,
+        qo_indptr: Any,
+        kv_lens: Any,
+        *,
+        kv_indptr: Any = None,
+        q_offsets: Any = None,
+        max_kv_len: int | None = None,
+        q_block: int = 64,
+        kv_block: int = 128,
+    ) -> BlockMap:
+        """What the mask does to the blocks of a batch, on the host or inside jit.
+
+        qo_indptr, kv_lens, kv_indptr, q_offsets: as for `plan`.
+        max_kv_len: positions that the map has columns for. None: the longest of kv_lens, or, if
+            they are traced, the keys that the spec has room for.
+        q_block, kv_block: tokens of a block.
+        """
+        batch = _batch(
+            spec, qo_indptr, kv_lens, kv_indptr, q_offsets, max_kv_len, q_block, kv_block
+        )
+        found = self._classes_of(batch)
+        shape = (len(batch.is_live), batch.num_columns)
+        return BlockMap(batch.xp.broadcast_to(found, shape), q_block, kv_block)
+
+    def _classes_of(self, batch: Batch) -> Any:
+        if self.classes is not None:
+            return self.classes(batch)
+        visible, hidden = intervals.classes(self.variant(), batch.facts, self.operands)
+        return visible.astype(np.uint8) * VISIBLE + hidden.astype(np.uint8) * HIDDEN
+
+    def __and__(self, other: Mask) -> Mask:
+        return self._with(other, lambda a, b: a & b, HIDDEN)
+
+    def __or__(self, other: Mask) -> Mask:
+        return self._with(other, lambda a, b: a | b, VISIBLE)
+
+    def __invert__(self) -> Mask:
+        names = tuple(self.operands)
+
+        def function(at: At, **operands: Any) -> Any:
+            return ~self.function(at, **{name: operands[name] for name in names})
+
+        def classes(batch: Batch) -> Any:
+            found = self._classes_of(batch)
+            return (found >> 1) | (found & 1) << 1
+
+        return Mask(function, self.operands, classes)
+
+    def _with(self, other: Mask, operation: Callable[[Any, Any], Any], decides: int) -> Mask:
+        """decides: the class of which one is enough for the result."""
+        mine = tuple(self.operands)
+        theirs: dict[str, str] = {}
+        for name in other.operands:
+            unique, count = name, 1
+            while unique in mine or unique in theirs.values():
+                unique, count = f"{name}_{count}", count + 1
+            theirs[name] = unique
+
+        def function(at: At, **operands: Any) -> Any:
+            a = self.function(at, **{name: operands[name] for name in mine})
+            b = other.function(at, **{name: operands[theirs[name]] for name in theirs})
+            return operation(a, b)
+
+        def classes(batch: Batch) -> Any:
+            a, b = self._classes_of(batch), other._classes_of(batch)
+            return (a | b) & decides | (a & b) & (MIXED - decides)
+
+        renamed = {theirs[name]: array for name, array in other.operands.items()}
+        return Mask(function, dict(self.operands) | renamed, classes)
+
+
+def _batch(
+    spec: AttentionSpec,
+    qo_indptr: Any,
+    kv_lens: Any,
+    kv_indptr: Any,
+    q_offsets: Any,
+    max_kv_len: int | None,
+    q_block: int,
+    kv_block: int,
+) -> Batch:
+    arguments = (qo_indptr, kv_lens, kv_indptr, q_offsets)
+    traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
+    xp: Any = jnp if traced else np
+    qo, lens = (xp.asarray(x).astype(np.int32) for x in (qo_indptr, kv_lens))
+    batch_size = len(lens)
+    if kv_indptr is None:
+        kv_indptr = xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(lens).astype(np.int32)])
+    starts = xp.asarray(kv_indptr).astype(np.int32)[:-1]
+    offsets = lens - (qo[1:] - qo[:-1]) if q_offsets is None else xp.asarray(q_offsets)
+    if max_kv_len is None:
+        room = (spec.max_kv_pages or 0) * (spec.page_size or 0) + (spec.max_kv_tokens or 0)
+        max_kv_len = room if traced else int(lens.max(initial=0))
+    num_rows, num_columns = -(-spec.max_qo_tokens // q_block), -(-max_kv_len // kv_block)
+    row = xp.arange(num_rows * q_block, dtype=np.int32).reshape(num_rows, q_block)
+    is_live = row < qo[-1]
+    request = xp.searchsorted(qo, row.reshape(-1), side="right").reshape(row.shape) - 1
+    request = request.clip(0, max(0, batch_size - 1)).astype(np.int32)
+    of_request = {"request": xp.arange(batch_size), "q_len": qo[1:] - qo[:-1], "kv_len": lens}
+    of_request |= {"kv_start": starts, "q_offset": offsets}
+    if batch_size == 0:
+        of_request = {name: xp.zeros(1, np.int32) for name in of_request}
+        qo = xp.zeros(2, np.int32)
+    of_request = {name: x.astype(np.int32) for name, x in of_request.items()}
+    rows = {name: x[request] for name, x in of_request.items()}
+    rows["q_row"] = row
+    rows["q_pos"] = rows["q_offset"] + row - qo[request]
+
+    def over(name: str, width: int | None = None) -> Interval:
+        values = rows[name]
+        if batch_size == 1 and name in of_request:  # of all blocks the same
+            return Interval(of_request[name].reshape(1, 1), of_request[name].reshape(1, 1), 0)
+        low = xp.where(is_live, values, 2**31 - 1).min(1, keepdims=True).astype(np.int32)
+        high = xp.where(is_live, values, -(2**31)).max(1, keepdims=True).astype(np.int32)
+        none = ~is_live.any(1, keepdims=True)
+        return Interval(xp.where(none, 0, low), xp.where(none, 0, high), width)
+
+    facts = {name: over(name) for name in ("request", "q_pos", "q_len", "kv_len")}
+    facts["q_row"] = dataclasses.replace(over("q_row"), width=q_block - 1)
+    facts["q_pos"] = dataclasses.replace(facts["q_pos"], width=q_block - 1)
+    first = (xp.arange(num_columns, dtype=np.int32) * kv_block).reshape(1, -1)
+    last = xp.minimum(first + (kv_block - 1), xp.maximum(lens.max(initial=0) - 1, first))
+    facts["kv_pos"] = Interval(first, last.astype(np.int32), kv_block - 1)
+    if not spec.is_paged:
+        start = over("kv_start")
+        high = start.hi + facts["kv_pos"].hi
+        facts["kv_row"] = Interval(start.lo + first, high, kv_block - 1)
+    return Batch(xp, facts, is_live, q_block, kv_block, num_columns)
+
+
+# ---- masks that people look for ------------------------------------------------------------------
+
+
+def document_ids(q_ids: Any, kv_ids: Any = None) -> Mask:
+    """Queries see the keys of their own document, of several that are packed into one row.
+
+    q_ids: [rows of q], i32. The document of each query token.
+    kv_ids: [rows of k], i32, of a ragged spec, or [batch_size, positions]. None: q_ids, where q and
+        k have the same rows, as in training.
+    """
+
+    def function(at: At, q_ids: Any, kv_ids: Any) -> Any:
+        theirs = kv_ids[at.kv_row] if kv_ids.ndim == 1 else kv_ids[at.request, at.kv_pos]
+        return q_ids[at.q_row] == theirs
+
+    return Mask(function, {"q_ids": q_ids, "kv_ids": q_ids if kv_ids is None else kv_ids})
+
+
+def prefix_lm(prefix_lens: Any) -> Mask:
+    """All see the first tokens of their request, and what is not after themselves. With
+    causal=False.
+
+    prefix_lens: [batch_size], i32, tokens.
+    """
+
+    def function(at: At, prefix_lens: Any) -> Any:
+        return (at.kv_pos < prefix_lens[at.request]) | (at.kv_pos <= at.q_pos)
+
+    return Mask(function, {"prefix_lens": prefix_lens})
+
+
+def tree(parents: Any, qo_indptr: Any) -> Mask:
+    """Drafts of a tree see the cached tokens, themselves and their ancestors.
+
+    parents: [rows of q], host integers. The number of each query token's parent within its request,
+        which comes before it; -1: it follows the cached tokens.
+    qo_indptr: [batch_size + 1], host integers, as for `plan`.
+
+    Raises ValueError for a parent that is not before its token.
+    """
+    parents, starts = np.asarray(parents), np.asarray(qo_indptr)
+    num_rows = int(starts[-1]) if len(starts) else 0
+    lens = np.diff(starts)
+    longest = int(lens.max(initial=1))
+    request = np.repeat(np.arange(len(lens)), lens)
+    number = np.arange(num_rows) - starts[request]
+    bad = np.flatnonzero((parents[:num_rows] >= number) | (parents[:num_rows] < -1))
+    if len(parents) < num_rows or len(bad):
+        at = int(bad[0]) if len(bad) else len(parents)
+        raise ValueError(
+            f"masks.tree: parents[{at}]: expected -1 or a number below {number[at]}, the token's"
+            f" own in its request, got {parents[at] if len(bad) else 'none'}."
+        )
+    ancestors = np.zeros((max(1, len(parents)), -(-longest // 32)), np.uint32)
+    for row in range(num_rows):
+        if parents[row] >= 0:
+            ancestors[row] = ancestors[row - number[row] + parents[row]]
+        ancestors[row, number[row] // 32] |= np.uint32(1 << (number[row] % 32))
+
+    def function(at: At, ancestors: Any) -> Any:
+        draft = at.kv_pos - (at.kv_len - at.q_len)
+        word = ancestors[at.q_row, draft >> 5]
+        return (draft < 0) | (((word >> (draft & 31)) & 1) != 0)
+
+    return Mask(function, {"ancestors": ancestors.view(np.int32)})
+
+
+def custom_mask(visible: Any, qo_indptr: Any, kv_lens: Any) -> Mask:
+    """Any mask, a bit for each pair of a query token and a key of its request.
+
+    visible: [sum(qo_len * kv_len)], bool, host: of each request, row by row, as FlashInfer's
+        custom_mask; or [bytes], u8: that of each request packed, the lowest bit first, from a byte
+        of its own on, as its packed_custom_mask.
+    qo_indptr, kv_lens: host integers, as for `plan`.
+
+    Raises ValueError for another number of elements.
+    """
+    starts, lens = np.asarray(qo_indptr, np.int64), np.asarray(kv_lens, np.int64)
+    visible = np.asarray(visible)
+    sizes = np.diff(starts) * lens
+    is_packed = visible.dtype == np.uint8
+    need = int((-(-sizes // 8)).sum() if is_packed else sizes.sum())
+    if visible.dtype not in (np.bool_, np.uint8) or visible.shape != (need,):
+        raise ValueError(
+            f"masks.custom_mask: visible: expected bool[{int(sizes.sum())}], or uint8 of packed"
+            f" bits, for these lengths, got {visible.dtype}{list(visible.shape)}."
+        )
+    if (sizes >= 2**31).any():
+        raise NotImplementedError(
+            "masks.custom_mask: visible: fewer than 2^31 bits of a request are supported, got"
+            f" {int(sizes.max())}."
+        )
+    parts = np.split(visible, np.cumsum(-(-sizes // 8) if is_packed else sizes)[:-1])
+    if is_packed:
+        dense = [
+            np.unpackbits(part, bitorder="little")[:n].astype(bool)
+            for part, n in zip(parts, sizes, strict=True)
+        ]
+    else:
+        dense, parts = parts, [np.packbits(part, bitorder="little") for part in parts]
+    indptr = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int32)
+
+    def function(at: At, bits: Any, first_byte: Any, first_row: Any) -> Any:
+        bit = (at.q_row - first_row[at.request]) * at.kv_len + at.kv_pos
+        return ((bits[first_byte[at.request] + (bit >> 3)] >> (bit & 7)) & 1) != 0
+
+    def classes(batch: Batch) -> Any:
+        shape = len(batch.is_live), batch.num_columns
+        found = np.zeros(shape, np.uint8)
+        for r, part in enumerate(dense):
+            if not part.size:
+                continue
+            mine = part.reshape(-1, lens[r])
+            columns = np.arange(0, lens[r], batch.kv_block)
+            first, end = int(starts[r]), int(starts[r + 1])
+            cuts = np.arange(first // batch.q_block * batch.q_block, end, batch.q_block)
+            rows = np.maximum(cuts - first, 0)
+            at = (
+                slice(first // batch.q_block, first // batch.q_block + len(rows)),
+                slice(len(columns)),
+            )
+            for value, kind in ((mine, VISIBLE), (~mine, HIDDEN)):
+                some = np.logical_or.reduceat(value, columns, 1)
+                found[at] |= np.logical_or.reduceat(some, rows, 0).astype(np.uint8) * kind
+        return found
+
+    bits = np.concatenate([*parts, np.zeros(1, np.uint8)])  # operands are never empty
+    operands = {"bits": bits, "first_byte": indptr[:-1], "first_row": starts[:-1].astype(np.int32)}
+    return Mask(function, operands, classes)
+
+
+def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns: int) -> Mask:
+    """Block rows of `rows` query tokens see block columns of `columns` positions, in CSR form.
+
+    indptr: [num_block_rows + 1], indices: [nnz], host integers: block row i, rows [i * rows,
+        (i + 1) * rows) of q, sees block columns indices[indptr[i] : indptr[i + 1]].
+    rows, columns: tokens of a block, 1 (vector sparse) and more.
+    num_columns: block columns that there are.
+
+    Raises ValueError for an index out of range.
+    """
+    indptr, indices = np.asarray(indptr), np.asarray(indices)
+    bad = np.flatnonzero((indices < 0) | (indices >= num_columns))
+    if len(bad):
+        raise ValueError(
+            f"masks.block_sparse: indices[{bad[0]}]: expected a block column in [0, {num_columns}),"
+            f" got {indices[bad[0]]}."
+        )
+    num_rows = len(indptr) - 1
+    dense = np.zeros((max(1, num_rows), -(-max(1, num_columns) // 32) * 32), bool)
+    dense[np.repeat(np.arange(num_rows), np.diff(indptr)), indices] = True
+    bits = np.packbits(dense, axis=1, bitorder="little").view("<i4")
+
+    def function(at: At, bits: Any) -> Any:
+        column = at.kv_pos // columns
+        return ((bits[at.q_row // rows, column >> 5] >> (column & 31)) & 1) != 0
+
+    def classes(batch: Batch) -> Any:
+        blocks = dense[:num_rows, :num_columns]
+        shape = len(batch.is_live), batch.num_columns
+        return _coarser(_coarser(blocks, rows, batch.q_block, shape[0]).T, columns, batch.kv_block,
+                        shape[1]).T  # fmt: skip
+
+    return Mask(function, {"bits": bits}, classes)
+
+
+def page_positions(
+    q_positions: Any,
+    page_starts: Any,
+    page_size: int,
+    *,
+    window_left: int = -1,
+    window_right: int = 0,
+) -> Mask:
+    """A causal mask or a window over pages that leave gaps, as after AttentionPlan.with_pages.
+
+    The spec has causal=False and no window of its own, because it would count selected tokens.
+
+    q_positions: [rows of q], i32. The position of each query token.
+    page_starts: [num_pages], i32, by page id. The position of the first slot of each page of the
+        pool.
+    window_left, window_right: a query at position p sees positions [p - window_left, p +
+        window_right]. -1: no limit on that side; window_right=0 is causal.
+    """
+
+    def function(at: At, q_positions: Any, page_starts: Any) -> Any:
+        key = page_starts[at.kv_row // page_size] + at.kv_row % page_size
+        behind = q_positions[at.q_row] - key
+        sees = behind == behind
+        if window_left >= 0:
+            sees &= behind <= window_left
+        if window_right >= 0:
+            sees &= behind >= -window_right
+        return sees
+
+    return Mask(function, {"q_positions": q_positions, "page_starts": page_starts})
+
+
+def _coarser(blocks: np.ndarray, size: int, new_size: int, num: int) -> np.ndarray:
+    """Classes of `num` blocks of new_size tokens along the first axis, of blocks of `size` tokens;
+    HIDDEN beyond the last. blocks: bool, or classes."""
+    if blocks.dtype == np.bool_:
+        blocks = np.where(blocks, VISIBLE, HIDDEN).astype(np.uint8)
+    first = np.arange(num) * new_size // size
+    end = -(-(np.arange(1, num + 1) * new_size) // size)
+    padded = np.concatenate([blocks, np.full((1, blocks.shape[1]), HIDDEN, np.uint8)])
+    found = np.zeros((num, blocks.shape[1]), np.uint8)
+    for step in range(int((end - first).max(initial=0))):
+        at = np.minimum(np.minimum(first + step, end - 1), len(blocks))
+        found |= padded[at]
+    return found
+
+
+def check_block_map(spec: AttentionSpec, block_map: Any) -> None:
+    """Raises ValueError for a map that does not fit the spec, TypeError for what is none."""
+    op = "plan: block_map"
+    if block_map is None:
+        if spec.max_steps is not None:
+            raise ValueError(f"{op}: expected one for a spec with max_steps, got None.")
+        return
+    if not isinstance(block_map, BlockMap):
+        raise TypeError(f"{op}: expected a jax_attn.masks.BlockMap, got {type(block_map)}.")
+    if spec.max_steps is None:
+        raise ValueError(
+            f"{op}: expected None for a spec with max_steps=None, got one; give the spec room for"
+            " step lists: max_steps, in steps of tile_kv keys that query tiles visit."
+        )
+    for name in ("q_block", "kv_block"):
+        tokens = getattr(block_map, name)
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens < 2**31:
+            raise ValueError(f"{op}: {name}: expected a number of tokens >= 1, got {tokens!r}.")
+    dtype = getattr(block_map.classes, "dtype", None)
+    shape: tuple[int, ...] = getattr(block_map.classes, "shape", ())
+    num_rows = -(-spec.max_qo_tokens // block_map.q_block)
+    if dtype != np.uint8 or len(shape) != 2 or shape[0] < num_rows:
+        raise ValueError(
+            f"{op}: classes: expected uint8[at least {num_rows} rows of blocks, for max_qo_tokens ="
+            f" {spec.max_qo_tokens} at q_block = {block_map.q_block}; columns], got {dtype}"
+            f"{list(shape)}."
+        )

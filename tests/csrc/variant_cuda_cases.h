@@ -1,0 +1,382 @@
+// The cases of variant_*_test.cc: generated variants run in emulation on plans of the real planner
+// and must agree with their definition (variant_oracle.h).
+//
+// Include cuda_emulation.h and the kernel before this file.
+#pragma once
+
+#include "attention_cuda_cases.h"
+#include "printed_variants.h"
+#include "variant_oracle.h"
+#include "variant_programs.h"
+
+namespace jax_attn {
+namespace {
+
+template <class Shape, class V>
+struct With : Shape {
+  using Variant = V;
+};
+
+struct VariantCase {
+  Case base;
+  VariantProgram program;
+  int range = 60;  // i32 operands are in [0, range)
+  float tolerance = 0.03f;
+};
+
+// Arrays of lengths that indices need not fit.
+std::vector<std::vector<char>> MakeVariantOperands(const VariantCase& c, std::mt19937& random,
+                                                   VariantOperand* operands) {
+  std::vector<std::vector<char>> data(c.program.num_operands);
+  for (i32 i = 0; i < c.program.num_operands; ++i) {
+    const auto [type, rank] = c.program.operands[i];
+    constexpr int kLongest[kMaxOperandRank] = {300, 40, 8, 4};  // the last axis first
+    i64 size = 1;
+    for (i32 axis = 0; axis < rank; ++axis) {
+      operands[i].dims[axis] = 1 + static_cast<i32>(random() % kLongest[rank - 1 - axis]);
+      size *= operands[i].dims[axis];
+    }
+    const auto put = [&](auto x) {
+      const char* bytes = reinterpret_cast<const char*>(&x);
+      data[i].insert(data[i].end(), bytes, bytes + sizeof(x));
+    };
+    for (i64 at = 0; at < size; ++at) {
+      const float uniform = static_cast<float>(random() % 1024) / 1024;
+      switch (type) {
+        case kOperandF32:
+          put(0.3f + uniform);
+          break;
+        case kOperandBF16:
+          put(static_cast<u16>(FloatToBf16(uniform)));
+          break;
+        case kOperandF16:
+          put(static_cast<u16>(FloatToF16(uniform)));
+          break;
+        case kOperandI32:
+          put(static_cast<i32>(random() % static_cast<unsigned>(c.range)));
+          break;
+        case kOperandU8:
+          put(static_cast<unsigned char>(random() % 3));
+          break;
+        default:
+          put(static_cast<unsigned char>(random() % 4 == 0));
+      }
+    }
+    operands[i].data = data[i].data();
+  }
+  return data;
+}
+
+// One element of an array of bf16 or e4m3.
+double ElementAt(const std::vector<uint16_t>& array, bool is_e4m3, i64 at) {
+  if (!is_e4m3) return Bf16ToFloat(array[at]);
+  return E4m3ToFloat(reinterpret_cast<const unsigned char*>(array.data())[at]);
+}
+
+struct RowOfOracle {
+  std::vector<double> o;
+  double lse;
+};
+
+// A row by definition. Keys that are not seen are not looked at.
+RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, const Batch& b,
+                      const VariantOperand* operands, const float* sinks, int request, int token,
+                      int head) {
+  const AttentionSpec& spec = problem.spec;
+  const int group = static_cast<int>(spec.group_size());
+  const i64 kv_head = spec.mla ? 0 : head / group;
+  const int q_len = c.base.requests[request].qo_len, kv_len = c.base.requests[request].kv_len;
+  const int q_pos = kv_len - q_len + token;
+  const i64 q_row = b.qo_indptr[request] + token;
+  const double q_scale = spec.q_is_e4m3 ? b.q_scale[head] : 1;
+  const double k_scale = spec.kv_is_e4m3 ? b.k_scale[kv_head] : 1;
+  const double v_scale = spec.kv_is_e4m3 ? b.v_scale[kv_head] : 1;
+  VariantOracle oracle(problem.program, operands);
+  std::vector<double> logits;
+  std::vector<i64> rows;
+  for (int pos = 0; pos < kv_len; ++pos) {
+    if (spec.window_left >= 0 && pos < q_pos - spec.window_left) continue;
+    if (spec.window_right >= 0 && pos > q_pos + spec.window_right) continue;
+    const i64 row =
+        spec.paged()
+            ? i64{b.page_indices[b.kv_indptr[request] + pos / spec.page_size]} * spec.page_size +
+                  pos % spec.page_size
+            : b.kv_indptr[request] + pos;
+    double score = 0;
+    for (i64 d = 0; d < spec.head_dim_qk; ++d) {
+      score += ElementAt(b.q, spec.q_is_e4m3,
+                         (q_row * spec.num_qo_heads + head) * spec.head_dim_qk + d) *
+               ElementAt(b.k, spec.kv_is_e4m3,
+                         (row * spec.num_stored_heads() + kv_head) * spec.head_dim_qk + d);
+    }
+    score *= spec.sm_scale * q_scale * k_scale;
+    if (spec.logits_soft_cap > 0) {
+      score = spec.logits_soft_cap * std::tanh(score / spec.logits_soft_cap);
+    }
+    Fact fact = {score, {}};
+    fact.of[kOpHead] = head;
+    fact.of[kOpKvHead] = static_cast<i32>(kv_head);
+    fact.of[kOpRequest] = request;
+    fact.of[kOpQPos] = q_pos;
+    fact.of[kOpKvPos] = pos;
+    fact.of[kOpQRow] = static_cast<i32>(q_row);
+    fact.of[kOpKvRow] = static_cast<i32>(row);
+    fact.of[kOpQLen] = q_len;
+    fact.of[kOpKvLen] = kv_len;
+    double logit;
+    bool visible;
+    oracle.Run(fact, &logit, &visible);
+    if (!visible) continue;
+    logits.push_back(logit);
+    rows.push_back(row);
+  }
+  RowOfOracle result = {std::vector<double>(spec.head_dim_vo), -INFINITY};
+  double max = sinks != nullptr && !logits.empty() ? sinks[head] : -INFINITY;
+  for (double x : logits) max = std::max(max, x);
+  double sum = sinks != nullptr && !logits.empty() ? std::exp(sinks[head] - max) : 0;
+  const bool normalizes = problem.program.normalizes != 0;
+  // Logits of -inf alone weigh nothing.
+  bool sees_nothing = max == -INFINITY;
+  for (double x : logits) sees_nothing = sees_nothing && x == -INFINITY;  // nor NaN
+  for (double x : logits) sum += sees_nothing ? 0 : std::exp(x - max);
+  const std::vector<uint16_t>& values = spec.mla ? b.k : b.v;
+  const i64 row_length = spec.mla ? spec.head_dim_qk : spec.head_dim_vo;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const double weight = !normalizes    ? logits[i]
+                          : sees_nothing ? 0
+                                         : std::exp(logits[i] - max) / sum;
+    for (i64 d = 0; d < spec.head_dim_vo; ++d) {
+      result.o[d] += weight * v_scale *
+                     ElementAt(values, spec.kv_is_e4m3,
+                               (rows[i] * spec.num_stored_heads() + kv_head) * row_length + d);
+    }
+  }
+  if (!sees_nothing) result.lse = max + std::log(sum);
+  return result;
+}
+
+template <class Kernel, class Shape>
+void RunVariant(const VariantCase& c, unsigned seed) {
+  using Traits = typename Kernel::template Traits<Shape>;
+  using Body = typename Kernel::template Body<Shape>;
+  std::mt19937 random(seed);
+  AttentionProblem problem = MakeProblem<Traits>(c.base);
+  problem.program = c.program;
+  const AttentionSpec& spec = problem.spec;
+  Batch b = MakeBatch<Traits>(c.base, spec, random);
+  const std::vector<int32_t> plan = MakePlan(c.base, problem, b);
+  if (plan.empty()) return;
+  VariantOperand operands[kMaxVariantOperands] = {};
+  const auto data = MakeVariantOperands(c, random, operands);
+  std::vector<float> sinks(spec.num_qo_heads);
+  for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
+  const Batch in_pages = b;
+  if (spec.fresh_kv) MoveNewTokens(c.base, spec, &b);
+  AttentionParams p = MakeParams(problem, b, plan, c.base.sinks ? sinks.data() : nullptr);
+  std::copy_n(operands, kMaxVariantOperands, p.variant_operands);
+  const i64 num_rows = spec.paged() ? b.num_pages * spec.page_size : spec.max_kv_tokens;
+  Outputs got[2];
+  Counters counters(problem);
+  const std::vector<int32_t> with_trees = WithMergeTrees(problem, plan);
+  for (Outputs& out : got) {
+    if (&out != got) UsePlan(problem, with_trees, &p);
+    out = MakeOutputs(problem, &p);
+    counters.Use(&p);
+    Kernel::template AddTensorMaps<Shape>(spec, num_rows, &p);
+    emulation::machine.Launch(p.num_ctas, Body::kNumThreads, static_cast<unsigned>(random()),
+                              [&p] { Body::Run(p); });
+  }
+  if (!SameBits(got[0], got[1])) {
+    std::printf("FAILED %s: bits depend on the order of execution\n", c.base.name);
+    ++g_failures;
+  }
+  if (c.base.prefix > 0 && p.header->num_shared_tokens == 0) {
+    std::printf("FAILED %s: expected a plan with shared items\n", c.base.name);
+    ++g_failures;
+  }
+  for (size_t r = 0; r < c.base.requests.size(); ++r) {
+    for (int token = 0; token < c.base.requests[r].qo_len; ++token) {
+      for (int head = 0; head < spec.num_qo_heads; ++head) {
+        const RowOfOracle want =
+            RunOracle(c, problem, in_pages, operands, p.sinks, static_cast<int>(r), token, head);
+        const size_t at = (b.qo_indptr[r] + token) * spec.num_qo_heads + head;
+        for (int64_t d = 0; d < spec.head_dim_vo; ++d) {
+          const size_t i = at * spec.head_dim_vo + d;
+          const float x = static_cast<float>(want.o[d]);
+          const float tolerance =
+              c.tolerance * (std::isfinite(x) ? std::max(1.0f, std::abs(x)) : 1);
+          Compare(c.base, "o", i, Bf16ToFloat(got[0].o[i]), x, tolerance);
+        }
+        if (c.program.normalizes) {
+          Compare(c.base, "lse", at, got[0].lse[at], static_cast<float>(want.lse), 2e-3f);
+        }
+      }
+    }
+  }
+  std::printf("%s: %d items, %d merge groups\n", c.base.name, p.header->num_items,
+              p.header->num_merge_groups);
+}
+
+template <int kDim, int kGroup, int kPage, bool kLeft, bool kCap, class V>
+using ShapeWith = With<ShapeOf<kDim, kDim, kGroup, kPage, kLeft, true, kCap>, V>;
+template <int kDim, int kGroup, int kPage, class V>
+using FullWith = With<ShapeOf<kDim, kDim, kGroup, kPage, false, false, false>, V>;
+
+// The exit status of the test.
+template <class Kernel>
+int RunVariantCases() {
+  const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}, {0, 9}, {1, 0}, {2, 300}};
+  const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
+                                       {1, 0},   {1, 65}, {2, 300}};
+  const std::vector<Request> prompts = {{70, 70}, {150, 300}, {3, 200}, {17, 17}};
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::AlibiVariant>>(
+      {{.name = "alibi", .requests = mixed, .sinks = true}, Alibi()}, 1);
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::AlibiVariant>>(
+      {{.name = "alibi, splits", .requests = prompts, .kv_split = 64}, Alibi()}, 2);
+  RunVariant<Kernel, ShapeWith<40, 5, 5, true, true, variant::RelativeBiasVariant>>(
+      {{.name = "relative bias, window, soft cap, page 5",
+        .requests = mixed,
+        .window_left = 50,
+        .window_right = 3,
+        .soft_cap = 3.0,
+        .kv_split = 64},
+       RelativeBias()},
+      3);
+  RunVariant<Kernel, FullWith<48, 1, 0, variant::DenseBiasVariant>>(
+      {{.name = "dense bias, ragged", .requests = prompts, .window_right = -1}, DenseBias()}, 4);
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::CapVariant>>(
+      {{.name = "soft cap by hand", .requests = decode, .sharpness = 5}, Cap()}, 5);
+  RunVariant<Kernel, FullWith<64, 4, 16, variant::SigmoidVariant>>(
+      {{.name = "sigmoid, window by mask", .requests = prompts, .window_right = -1, .kv_split = 64},
+       Sigmoid()},
+      6);
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::SigmoidVariant>>(
+      {{.name = "sigmoid, NaN values", .requests = mixed, .nan_values = true}, Sigmoid()}, 7);
+  RunVariant<Kernel, ShapeWith<64, 4, 1, false, false, variant::LinearVariant>>(
+      {{.name = "linear", .requests = decode, .kv_split = 64}, Linear(), 60, 0.06f}, 8);
+  RunVariant<Kernel, FullWith<64, 2, 0, variant::DocumentsVariant>>(
+      {{.name = "documents, ragged", .requests = prompts, .window_right = -1}, Documents(), 3}, 9);
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::DocumentsVariant>>(
+      {{.name = "documents, causal, pages, NaN values",
+        .requests = mixed,
+        .sinks = true,
+        .nan_values = true,
+        .kv_split = 64},
+       Documents(),
+       3},
+      10);
+  RunVariant<Kernel, FullWith<128, 8, 5, variant::DocumentsVariant>>(
+      {{.name = "documents, decode, page 5, infinities",
+        .requests = decode,
+        .window_right = -1,
+        .infinite_values = true},
+       Documents(),
+       3},
+      11);
+  RunVariant<Kernel, FullWith<64, 4, 16, variant::PrefixLmVariant>>(
+      {{.name = "prefix-LM", .requests = mixed, .window_right = -1}, PrefixLm()}, 12);
+  RunVariant<Kernel, FullWith<64, 4, 16, variant::TreeVariant>>(
+      {{.name = "tree of drafts", .requests = {{7, 300}, {16, 90}, {1, 40}}, .window_right = -1},
+       Tree(),
+       1 << 30},
+      13);
+  RunVariant<Kernel, Fresh<ShapeWith<64, 4, 16, false, false, variant::DocumentsVariant>>>(
+      {{.name = "documents, fresh", .requests = mixed, .nan_values = true}, Documents(), 3}, 14);
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::KeyBiasVariant>>(
+      {{.name = "bias of keys, shared prefixes",
+        .requests = kForest,
+        .prefix = 256,
+        .half_prefix = 64},
+       KeyBias()},
+      15);
+  RunVariant<Kernel, E4m3Of<ShapeWith<64, 4, 16, false, true, variant::AlibiVariant>, false>>(
+      {{.name = "e4m3, alibi, soft cap", .requests = mixed, .soft_cap = 3.0}, Alibi()}, 16);
+  RunVariant<Kernel, E4m3Of<ShapeWith<64, 4, 16, false, false, variant::DocumentsVariant>, false>>(
+      {{.name = "e4m3, documents", .requests = mixed, .nan_values = true}, Documents(), 3}, 17);
+#define JAX_ATTN_RANDOM(i)                                                                         \
+  RunVariant<Kernel,                                                                               \
+             ShapeWith<40, 4, i % 2 == 0 ? 16 : 5, false, i % 3 == 0, variant::RandomVariant##i>>( \
+      {{.name = "random " #i,                                                                      \
+        .requests = i % 2 == 0 ? mixed : decode,                                                   \
+        .window_right = 40,                                                                        \
+        .soft_cap = i % 3 == 0 ? 4.0 : 0.0,                                                        \
+        .sinks = i % 2 == 1,                                                                       \
+        .kv_split = 64},                                                                           \
+       RandomProgram(i)},                                                                          \
+      30 + i)
+  JAX_ATTN_RANDOM(0);
+  JAX_ATTN_RANDOM(1);
+  JAX_ATTN_RANDOM(2);
+  JAX_ATTN_RANDOM(3);
+  JAX_ATTN_RANDOM(4);
+  JAX_ATTN_RANDOM(5);
+#undef JAX_ATTN_RANDOM
+  if (g_failures > 0) std::printf("%d failures\n", g_failures);
+  return g_failures > 0;
+}
+
+// Few rows, for kernels that have nothing else.
+template <class Kernel>
+void RunVariantDecodes() {
+  const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
+                                       {1, 0},   {1, 65}, {2, 300}};
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::AlibiVariant>>(
+      {{.name = "decodes alone, alibi", .requests = decode, .sinks = true, .kv_split = 64},
+       Alibi()},
+      1);
+  RunVariant<Kernel, ShapeWith<64, 4, 5, false, false, variant::DocumentsVariant>>(
+      {{.name = "decodes alone, documents, NaN", .requests = decode, .nan_values = true},
+       Documents(),
+       3},
+      2);
+  RunVariant<Kernel, FullWith<64, 8, 16, variant::SigmoidVariant>>(
+      {{.name = "decodes alone, sigmoid", .requests = decode, .window_right = -1, .kv_split = 64},
+       Sigmoid()},
+      3);
+}
+
+// MLA: every head reads the one head of k.
+template <class Kernel, int kDimA>
+int RunVariantMlaCases() {
+  const std::vector<Request> requests = {{1, 130}, {1, 1}, {4, 90}, {0, 9}, {1, 0}, {2, 200}};
+  const auto shape = [](auto v) {
+    return With<MlaShapeOf<kDimA, 128, 5, 16, false, true, false>, decltype(v)>();
+  };
+  RunVariant<Kernel, decltype(shape(variant::AlibiVariant()))>(
+      {{.name = "mla, alibi", .requests = requests, .sinks = true, .kv_heads = 1, .qo_heads = 5},
+       Alibi()},
+      1);
+  RunVariant<Kernel, decltype(shape(variant::DocumentsVariant()))>({{.name = "mla, documents, NaN",
+                                                                     .requests = requests,
+                                                                     .nan_values = true,
+                                                                     .kv_heads = 1,
+                                                                     .kv_split = 64,
+                                                                     .qo_heads = 5},
+                                                                    Documents(),
+                                                                    3},
+                                                                   2);
+  RunVariant<Kernel, decltype(shape(variant::PrefixLmVariant()))>(
+      {{.name = "mla, prefix-LM, some heads, infinities",
+        .requests = requests,
+        .infinite_values = true,
+        .kv_heads = 1,
+        .qo_heads = 5},
+       PrefixLm()},
+      3);
+  RunVariant<Kernel, decltype(shape(variant::KeyBiasVariant()))>(
+      {{.name = "mla, bias of keys, shared prefixes",
+        .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
+        .num_ctas = 2,
+        .kv_heads = 1,
+        .qo_heads = 5,
+        .prefix = 256},
+       KeyBias()},
+      4);
+  RunVariant<Kernel, decltype(shape(variant::SigmoidVariant()))>(
+      {{.name = "mla, sigmoid", .requests = requests, .kv_heads = 1, .qo_heads = 5}, Sigmoid()}, 5);
+  if (g_failures > 0) std::printf("%d failures\n", g_failures);
+  return g_failures > 0;
+}
+
+}  // namespace
+}  // namespace jax_attn

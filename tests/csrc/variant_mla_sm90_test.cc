@@ -1,0 +1,31 @@
+// Variants in the MLA kernels of sm_90a, without a GPU.
+#include "cuda_emulation.h"
+#include "cuda_emulation_sm90.h"
+// The above stand in for CUDA and come first.
+#include "attention_cuda_cases.h"
+#include "sm90_kernels.h"
+#include "variant_cuda_cases.h"
+
+int main() {
+  using namespace jax_attn;
+  // With more than 32 heads functions of logits alone, see select/cuda.cc.
+  RunVariant<Sm90Mla, With<MlaShapeOf<128, 128, 48, 16, false, true, true>, variant::AlibiVariant>>(
+      {{.name = "mla, 48 heads, alibi, soft cap",
+        .requests = {{1, 330}, {1, 64}, {2, 200}, {1, 0}},
+        .soft_cap = 3.0,
+        .num_ctas = 2,
+        .kv_heads = 1,
+        .kv_split = 128,
+        .qo_heads = 48},
+       Alibi()},
+      1);
+  RunVariant<Sm90Mla, With<MlaShapeOf<192, 128, 39, 1, false, true, false>, variant::CapVariant>>(
+      {{.name = "mla, 77 heads in 2 blocks, soft cap by hand",
+        .requests = {{1, 130}, {3, 90}},
+        .kv_heads = 2,
+        .qo_heads = 77,
+        .sharpness = 5},
+       Cap()},
+      2);
+  return RunVariantMlaCases<Sm90MlaDecode, 192>();
+}

@@ -1,0 +1,21 @@
+// Variants in the attention kernel of sm_90a, without a GPU.
+#include "cuda_emulation.h"
+#include "cuda_emulation_sm90.h"
+// The above stand in for CUDA and come first.
+#include "attention_cuda_cases.h"
+#include "sm90_kernels.h"
+#include "variant_cuda_cases.h"
+
+int main() {
+  using namespace jax_attn;
+  RunVariantDecodes<Sm90Kernel<false, 32, 1>>();
+  // By the copy engine, and all tiles of one height.
+  RunVariant<Sm90Kernel<true, 64>, ShapeWith<64, 4, 64, false, false, variant::DocumentsVariant>>(
+      {{.name = "boxes, documents",
+        .requests = {{70, 300}, {150, 150}, {3, 200}},
+        .nan_values = true},
+       Documents(),
+       3},
+      1);
+  return RunVariantCases<Sm90Kernel<false, 32>>();
+}

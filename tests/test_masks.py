@@ -1,0 +1,372 @@
+"""Plans with step lists: what a mask hides gets no work, and every result is as without them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case, build, random_case
+from checking import assert_close_state, assert_same_bits
+
+import jax_attn as ja
+from jax_attn import config
+from jax_attn.masks import HIDDEN, MIXED, VISIBLE, BlockMap
+
+REFUSED = (ValueError, jax.errors.JaxRuntimeError)
+
+
+def block_mask(rng, case, q_block, kv_block, density=0.4):
+    """Classes of blocks, and the same as [nnz_qo, largest kv_len] booleans."""
+    fields = case.spec_fields()
+    most = max((*case.kv_lens, 1))
+    shape = -(-fields["max_qo_tokens"] // q_block), -(-most // kv_block)
+    visible = rng.random(shape) < density
+    classes = np.where(visible, VISIBLE, HIDDEN).astype(np.uint8)
+    dense = np.repeat(np.repeat(visible, q_block, 0), kv_block, 1)
+    return BlockMap(classes, q_block, kv_block), dense[: sum(case.qo_lens), :most]
+
+
+def plan_of(case, block_map, **more):
+    lengths = build(case).lengths
+    fields = case.spec_fields() | {"share_prefixes": False, "max_steps": 4000} | more
+    spec = ja.AttentionSpec(**fields, target="cpu")
+    plan = ja.plan(spec, **lengths.plan_arguments(), block_map=block_map)
+    spec.problem.check_plan(plan.buffer, -1)
+    return plan, lengths
+
+
+def expected(case, batch, mask):
+    """o and lse of float64. mask: [nnz_qo, largest kv_len], beside causal and windows."""
+    group = case.num_qo_heads // case.num_kv_heads
+    scale = case.sm_scale or case.head_dim_qk**-0.5
+    nnz = sum(case.qo_lens)
+    d_vo = case.head_dim_vo or case.head_dim_qk
+    o = np.zeros((len(batch.q), case.num_qo_heads, d_vo))
+    lse = np.full((len(batch.q), case.num_qo_heads), -np.inf)
+    starts = batch.lengths.qo_indptr
+    for r, kv_len in enumerate(case.kv_lens):
+        rows = np.arange(starts[r], starts[r + 1])
+        offset = kv_len - len(rows) if case.q_offsets is None else case.q_offsets[r]
+        position, key = (offset + np.arange(len(rows)))[:, None], np.arange(kv_len)[None]
+        visible = mask[rows][:, :kv_len].copy()
+        if case.causal or case.window_right >= 0:
+            visible &= key <= position + max(0, case.window_right)
+        if case.window_left >= 0:
+            visible &= key >= position - case.window_left
+        for h in range(case.num_qo_heads):
+            k, v = (x[r][:, h // group].astype(np.float64) for x in (batch.k_rows, batch.v_rows))
+            logits = scale * batch.q[rows, h].astype(np.float64) @ k.T
+            if case.logits_soft_cap:
+                logits = case.logits_soft_cap * np.tanh(logits / case.logits_soft_cap)
+            logits = np.where(visible, logits, -np.inf)
+            if case.sinks:
+                logits = np.concatenate([logits, np.full((len(rows), 1), batch.sinks[h])], 1)
+                v = np.concatenate([v, np.zeros((1, d_vo))])
+            top = logits.max(1, initial=-np.inf)
+            weights = np.exp(logits - np.where(np.isfinite(top), top, 0)[:, None])
+            total = weights.sum(1)
+            seen = visible.any(1)
+            o[rows[seen], h] = (weights @ v)[seen] / total[seen, None]
+            lse[rows[seen], h] = (top + np.log(np.where(seen, total, 1)))[seen]
+    return o[:nnz], lse[:nnz]
+
+
+def run(batch, plan, num_rows):
+    call = jax.jit(lambda p: ja.attention(
+        batch.q, batch.k, batch.v, p, layer=batch.layer, sinks=batch.sinks, return_lse=True
+    ))  # fmt: skip
+    first, second = ([np.asarray(x)[:num_rows] for x in call(plan)] for _ in range(2))
+    for name, a, b in zip(("o", "lse"), first, second, strict=True):
+        assert_same_bits(name, a, b)
+    return first
+
+
+def check(case, batch, plan, mask, bound=2e-5):
+    nnz = sum(case.qo_lens)
+    o, lse = run(batch, plan, nnz)
+    want_o, want_lse = expected(case, batch, mask)
+    bounds = np.full(want_lse.shape, bound)
+    assert_close_state(o, lse, want_o, want_lse, bounds * 4, bounds + 2e-6 * np.abs(
+        np.where(np.isfinite(want_lse), want_lse, 0)))  # fmt: skip
+
+
+CASES = (
+    Case("mixed", num_ctas=3),
+    Case("ragged", page_size=None, num_ctas=5),
+    Case("not causal", causal=False, window_left=200, num_ctas=4, logits_soft_cap=20.0),
+    Case("window", window_left=150, sinks=True, num_ctas=2),
+    Case("fixed_split", (3, 400, 1), (900, 700, 3000), schedule="fixed_split", kv_split=256),
+    Case("no_split", (3, 400, 1), (900, 700, 3000), schedule="no_split"),
+    Case("auto", (1, 500), (5000, 900), schedule="auto", num_ctas=7),
+    Case("long", (1, 2), (20000, 9000), 16, 2, 128, num_ctas=40),
+    Case("offsets", (1, 200, 3), (2000, 900, 99), q_offsets=(50, 99, -2), causal=False),
+)
+
+
+@pytest.mark.parametrize("q_block, kv_block", ((1, 128), (7, 256), (64, 100)))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_blocks_that_are_hidden_are_skipped(case, q_block, kv_block):
+    """Of whole blocks, made of whole steps: no element mask is needed, and none is there. Blocks
+    that are not: as if they were hidden where the step has nothing else."""
+    rng = np.random.default_rng([q_block, kv_block])
+    batch = build(case)
+    # Rows of a tile see the same, since lists are of tiles.
+    block_map, dense = block_mask(rng, case, q_block, kv_block)
+    tile_kv = 128
+    plan, _ = plan_of(case, block_map)
+    # What the plan visits, tile by tile.
+    visited = np.zeros((len(dense), -(-dense.shape[1] // tile_kv)), bool)
+    items, steps = plan.items(), plan.steps()
+    for item in items[items["kv_head"] == 0]:
+        rows = slice(item["qo_begin"], item["qo_begin"] + item["qo_len"])
+        words = steps[item["kv_begin"] // tile_kv : item["kv_end"] // tile_kv]
+        assert not visited[rows][:, words >> 1].any()  # no key twice
+        visited[rows, words >> 1] = True
+        for word in words:
+            begin = (word >> 1) * tile_kv
+            end = min(begin + tile_kv, case.kv_lens[item["request"]])
+            if case.window_left >= 0:
+                begin = max(begin, item["q_pos"] - case.window_left)
+            if case.causal:
+                end = min(end, item["q_pos"] + item["qo_len"])
+            part = dense[rows, begin:end]
+            assert word & 1 or part.all()  # unmasked: all of it is visible
+    # What is visible is visited, and whole tiles alone beyond it.
+    check(case, batch, plan, np.repeat(visited, tile_kv, 1)[:, : dense.shape[1]])
+    hidden = ~np.repeat(visited, tile_kv, 1)[:, : dense.shape[1]]
+    for r, kv_len in enumerate(case.kv_lens):
+        rows = slice(*batch.lengths.qo_indptr[r : r + 2])
+        n = rows.stop - rows.start
+        offset = kv_len - n if case.q_offsets is None else case.q_offsets[r]
+        position, key = (offset + np.arange(n))[:, None], np.arange(kv_len)[None]
+        seen = dense[rows, :kv_len].copy()
+        if case.causal:
+            seen &= key <= position
+        if case.window_left >= 0:
+            seen &= key >= position - case.window_left
+        assert not (seen & hidden[rows, :kv_len]).any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_of_a_map_that_hides_nothing_are_complete(seed):
+    case = dataclasses.replace(random_case(seed), branches=None, share_prefixes=False)
+    if case.kv_dtype or case.mla:
+        case = dataclasses.replace(case, kv_dtype=None, q_dtype=None, mla=False)
+    batch = build(case)
+    rows, columns = len(batch.q), max((*case.kv_lens, 1))
+    full = BlockMap(np.full((rows, -(-columns // 128)), VISIBLE, np.uint8), 1, 128)
+    more = {"max_items": None, "max_partial_rows": None} if case.schedule != "fixed_split" else {}
+    plan, lengths = plan_of(case, full, **more)
+    assert plan.steps().size == plan._steps_without_mask() and not (plan.steps() & 1).any()
+    spec = dataclasses.replace(plan.spec, max_steps=None, share_prefixes=False)
+    o, lse = run(batch, plan, sum(case.qo_lens))
+    want = run(batch, ja.plan(spec, **lengths.plan_arguments()), sum(case.qo_lens))
+    if case.schedule == "no_split":
+        assert_same_bits("o", o, want[0])
+        assert_same_bits("lse", lse, want[1])
+    np.testing.assert_allclose(
+        np.float32(o), np.float32(want[0]), atol=3e-5 if case.dtype == "float32" else 3e-2
+    )
+
+
+def test_inside_jit_the_bits_are_the_same_and_contents_never_recompile():
+    case = CASES[0]
+    lengths = build(case).lengths
+    spec = ja.AttentionSpec(
+        **case.spec_fields() | {"share_prefixes": False}, max_steps=900, target="cpu"
+    )
+    make = jax.jit(lambda arguments, m: ja.plan(spec, **arguments, block_map=m).buffer)
+    for seed in range(5):
+        block_map, _ = block_mask(np.random.default_rng(seed), case, 16, 128)
+        arguments = lengths.plan_arguments()
+        host = ja.plan(spec, **arguments, block_map=block_map)
+        assert_same_bits("plan", make(arguments, block_map), host.buffer)
+    assert make._cache_size() == 1
+
+
+def test_no_room_for_the_lists_is_refused_with_the_need():
+    case = CASES[0]
+    block_map, _ = block_mask(np.random.default_rng(0), case, 16, 128, density=1)
+    need = plan_of(case, block_map)[0].header()["num_steps"]
+    plan_of(case, block_map, max_steps=need)
+    sentence = f"entries of step lists: expected at most max_steps = {need - 1}, got {need}; raise"
+    with pytest.raises(ValueError, match=sentence):
+        plan_of(case, block_map, max_steps=need - 1)
+    lengths = build(case).lengths
+    fields = case.spec_fields() | {"share_prefixes": False, "max_steps": need - 1}
+    spec = ja.AttentionSpec(**fields, target="cpu")
+    with pytest.raises(REFUSED, match=sentence):
+        jax.block_until_ready(
+            jax.jit(lambda m: ja.plan(spec, **lengths.plan_arguments(), block_map=m))(block_map)
+        )
+
+
+def test_what_does_not_fit_is_refused():
+    case = CASES[0]
+    classes = np.full((20, 20), MIXED, np.uint8)
+    with pytest.raises(ValueError, match="block_map: expected one for a spec with max_steps"):
+        plan_of(case, None)
+    with pytest.raises(ValueError, match="block_map: expected None for a spec with max_steps=None"):
+        plan_of(case, BlockMap(classes), max_steps=None)
+    with pytest.raises(TypeError, match="expected a jax_attn.masks.BlockMap"):
+        plan_of(case, classes)
+    with pytest.raises(ValueError, match="q_block: expected a number of tokens >= 1, got 0"):
+        plan_of(case, BlockMap(classes, 0))
+    with pytest.raises(ValueError, match=r"classes: expected uint8\[at least 225 rows of blocks"):
+        plan_of(case, BlockMap(classes, 1))
+    with pytest.raises(ValueError, match="classes: expected uint8"):
+        plan_of(case, BlockMap(classes.astype(int)))
+    with pytest.raises(ValueError, match="request 7: expected columns for the 1025 positions"):
+        plan_of(case, BlockMap(classes[:, :8]))
+    with pytest.raises(NotImplementedError, match="max_steps: supported with target='cpu', got sm"):
+        ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, target="sm_90:132")
+    with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
+        ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, share_prefixes=True, target="cpu")
+    with pytest.raises(ValueError, match="max_steps: expected at most 2\\^30 / tile_kv"):
+        fields = {"max_kv_pages": 1, "max_steps": 2**24, "target": "cpu"}
+        assert ja.AttentionSpec(1, 1, 64, **fields).problem
+
+
+def test_every_word_of_a_list_is_checked(monkeypatch):
+    """A changed word is refused, or what it names is a step that the rows may see, in order."""
+    case = CASES[0]
+    block_map, _ = block_mask(np.random.default_rng(3), case, 16, 128)
+    plan, _ = plan_of(case, block_map)
+    batch = build(case)
+    spec, begin = plan.spec, plan.spec.layout["steps"]
+    accepted = refused = 0
+    for i in range(plan.header()["num_steps"]):
+        word = int(plan.buffer[begin + i])
+        for value in (word ^ 1, word + 2, word - 2, word + 200, -1, -word, 2**31 - 1, -(2**31)):
+            buffer = plan.buffer.copy()
+            buffer[begin + i] = value
+            try:
+                spec.problem.check_plan(buffer, -1)
+            except ValueError as error:
+                refused += 1
+                assert "plan: steps[" in str(error), error
+                continue
+            accepted += 1
+            o = ja.attention(batch.q, batch.k, batch.v, dataclasses.replace(plan, buffer=buffer))
+            assert np.isfinite(o[: sum(case.qo_lens)]).all()
+    assert accepted and refused > 5 * plan.header()["num_steps"]
+    damaged = plan.buffer.copy()
+    damaged[begin] = 2**30
+    for name in ("num_steps",):
+        at = spec.layout["header"] + 15
+        for value in (-1, 4001, 2**31 - 1, int(plan.header()[name]) - 1):
+            buffer = plan.buffer.copy()
+            buffer[at] = value
+            with pytest.raises(ValueError, match="num_steps"):
+                spec.problem.check_plan(buffer, -1)
+    with pytest.raises(REFUSED, match=r"attention: plan: steps\[0\]: expected a step, times 2, of"):
+        jax.block_until_ready(
+            ja.attention(batch.q, batch.k, batch.v, dataclasses.replace(plan, buffer=damaged))
+        )
+    monkeypatch.setattr(config, "check", True)
+    with pytest.raises(ValueError, match=r"attention: plan: steps\[0\]"):
+        ja.attention(batch.q, batch.k, batch.v, dataclasses.replace(plan, buffer=damaged))
+
+
+def test_records_that_name_lists_are_checked():
+    """Any word of items and merge groups: refused, or nothing bad comes of it."""
+    case = Case("", (3, 90, 1), (900, 1500, 5000), num_ctas=7)
+    block_map, _ = block_mask(np.random.default_rng(3), case, 16, 128)
+    plan, _ = plan_of(case, block_map)
+    batch, spec, header = build(case), plan.spec, plan.header()
+    assert header["num_partials"] > 0
+    run = jax.jit(lambda p: ja.attention(batch.q, batch.k, batch.v, p))
+    accepted, refused = 0, 0
+    for section, count, size in (
+        ("items", header["num_items"], 12), ("merge_groups", header["num_merge_groups"], 8),
+    ):  # fmt: skip
+        begin = spec.layout[section]
+        for at in range(begin, begin + count * size):
+            old = int(plan.buffer[at])
+            for value in {old + 1, old - 1, old + 128, old - 128, 0, -1, 2**30, -(2**31)} - {old}:
+                buffer = plan.buffer.copy()
+                buffer[at] = value
+                try:
+                    spec.problem.check_plan(buffer, -1)
+                except ValueError:
+                    refused += 1
+                    continue
+                accepted += 1
+                if accepted % 5 == 0:
+                    o = run(dataclasses.replace(plan, buffer=buffer))
+                    assert np.isfinite(o[: sum(case.qo_lens)]).all()
+    assert 0 < accepted < refused / 5, (accepted, refused)
+
+
+def test_fixed_split_bits_do_not_depend_on_neighbours():
+    """Of a request with the same lists, alone and among others."""
+    qo_lens, kv_lens = (3, 300, 40), (4000, 2500, 3000)
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(400, 4, 64)).astype(np.float32)
+    k, v = rng.normal(size=(2, 9600, 2, 64)).astype(np.float32)
+    classes = np.where(rng.random((400, 32)) < 0.5, VISIBLE, HIDDEN).astype(np.uint8)
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype="float32", page_size=None, max_qo_tokens=400, max_kv_tokens=9600,
+        schedule="fixed_split", kv_split=256, max_items=999, max_partial_rows=99999,
+        max_steps=4000, target="cpu",
+    )  # fmt: skip
+    qo, kv = (np.concatenate([[0], np.cumsum(x)]) for x in (qo_lens, kv_lens))
+    plan = ja.plan(spec, qo, kv_lens, block_map=BlockMap(classes, 1, 128))
+    assert plan.header()["num_partials"] > 0
+    together = ja.attention(q, k, v, plan, return_lse=True)
+    for r, n in enumerate(qo_lens):
+        rows, keys = slice(qo[r], qo[r + 1]), slice(kv[r], kv[r + 1])
+        alone = [np.zeros_like(x) for x in (q, k, v)]
+        alone[0][:n], alone[1][: kv_lens[r]], alone[2][: kv_lens[r]] = q[rows], k[keys], v[keys]
+        mine = np.full_like(classes, HIDDEN)
+        mine[:n] = classes[rows]
+        one = ja.plan(spec, [0, n], [kv_lens[r]], block_map=BlockMap(mine, 1, 128))
+        for name, a, b in zip(
+            ("o", "lse"), ja.attention(*alone, one, return_lse=True), together, strict=True
+        ):
+            assert_same_bits(name, np.asarray(a)[:n], np.asarray(b)[rows])
+
+
+def test_a_plan_tells_what_it_skips_and_survives_a_file(tmp_path):
+    case = Case("", (512,), (1024,), causal=False)
+    classes = np.full((9, 8), HIDDEN, np.uint8)
+    classes[:, 0], classes[:, 3] = VISIBLE, MIXED
+    plan, _ = plan_of(case, BlockMap(classes))
+    assert "steps          8 of 32 (75.0 % skipped), 4 masked, room for 4000" in plan.describe()
+    assert plan.phase() == "--u" and plan.bucket().num_unique_pages == 16
+    plan.save(tmp_path / "plan.npz")
+    again = ja.AttentionPlan.load(tmp_path / "plan.npz")
+    assert_same_bits("plan", again.buffer, plan.buffer)
+    assert again.spec == plan.spec
+    plan.plot(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "75.0 % skipped" in page and "of the step lists" in page
+    full, _ = plan_of(case, BlockMap(np.full((9, 8), VISIBLE, np.uint8)))
+    assert full.item_costs().sum() > 3 * plan.item_costs().sum()
+
+
+def test_with_pages_keeps_the_lists():
+    case = CASES[0]
+    block_map, dense = block_mask(np.random.default_rng(3), case, 16, 128)
+    plan, lengths = plan_of(case, block_map)
+    pages = lengths.page_indices.copy()
+    pages[: lengths.page_indptr[1]] = pages[: lengths.page_indptr[1]][::-1]
+    other = plan.with_pages(pages)
+    arguments = lengths.plan_arguments() | {"page_indices": pages}
+    fresh = ja.plan(plan.spec, **arguments, block_map=block_map)
+    assert_same_bits("plan", other.buffer, fresh.buffer)
+    assert_same_bits("plan", jax.jit(plan.with_pages)(pages).buffer, fresh.buffer)
+
+
+def test_of_dense():
+    rng = np.random.default_rng(0)
+    visible = np.repeat(np.repeat(rng.random((5, 6)) < 0.5, 16, 0), 32, 1)[:75, :180]
+    visible[3, 40] ^= True
+    block_map = BlockMap.of_dense(visible, 16, 32)
+    for i, row in enumerate(block_map.classes):
+        for j, got in enumerate(row):
+            block = visible[16 * i : 16 * i + 16, 32 * j : 32 * j + 32]
+            assert got == block.any() * VISIBLE + (~block).any() * HIDDEN + 0
+    traced = jax.jit(BlockMap.of_dense, static_argnums=(1, 2))(jnp.asarray(visible), 16, 32)
+    np.testing.assert_array_equal(traced.classes, block_map.classes)
