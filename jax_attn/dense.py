@@ -21,7 +21,7 @@ from jax_attn.variant import Variant
 
 _OP = "dot_product_attention"
 
-# Of the backward pass. _BLOCK: keys whose logits are in memory at the same time. _PANELS: parts of
+# Of the backward pass in jnp. _BLOCK: keys whose logits are in memory at the same time. _PANELS: parts of
 # the query rows; each part loops over the blocks of keys that it sees. Under a causal mask, half of
 # all logits are visible; four panels compute 5/8 of them. Each panel is one more loop to compile.
 _BLOCK, _PANELS = 512, 4
@@ -49,7 +49,7 @@ def dot_product_attention(
     value: [batch, S, num_kv_heads, head_dim_vo] or without the batch, dtype of query.
     bias: added to the logits, a float array. mask: bool, True where a key is seen. Each is [batch,
         num_qo_heads, T, S] with every axis of that length or 1, or without the batch where query
-        has none. They are read as they are: nothing is broadcast. On a CPU, on one device.
+        has none. They are read as they are: nothing is broadcast. On one device.
     scale: logits = scale * (query . key), a number known while tracing. None: 1 / sqrt(head_dim).
     is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, also
         where T != S. (AttentionSpec.causal aligns their ends.)
@@ -68,8 +68,7 @@ def dot_product_attention(
 
     Differentiable in query, key and value; lse may be part of the loss. The backward pass is that
     of FlashAttention-2 (arXiv 2307.08691, Algorithm 2), on CUDA block by block in jnp. Its memory
-    grows
-    with T + S, not with T * S. What lies beyond the lengths has gradient 0 and no influence,
+    grows with T + S, not with T * S. What lies beyond the lengths has gradient 0 and no influence,
     whatever it holds. vmap joins the mapped axis to the batch.
 
     On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
