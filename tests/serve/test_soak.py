@@ -129,7 +129,7 @@ def invalid_request(rng: random.Random) -> dict | bytes:
             {"prompt": "a", "temperature": "hot"},
             {"prompt": "a", "json_schema": {"type": "no such"}},
             {"prompt": "a", "regex": "("},
-            {"prompt": "a", "no_such_field": 1},
+            {"prompt": "a", "stream": "perhaps"},
             {"prompt": "a " * 3000},
         ]
     )
