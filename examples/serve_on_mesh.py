@@ -9,19 +9,17 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.envir
     "XLA_FLAGS", ""
 )
 
-from pathlib import Path
 
 from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import SamplingParams, Sequence
 
-DIRECTORY = Path(__file__).resolve().parents[1] / "models" / "tiny-llama-stdlib"
 PROMPTS = ("import os\n\n\ndef main(", "class Error(Exception):\n    ")
 
 
 def generate(num_devices: int) -> tuple[list[str], dict[int, int]]:
     """Greedy text for each prompt, and the bytes that each device holds."""
-    model = models.load(DIRECTORY, dtype="float32")
+    model = models.load(models.BUNDLED, dtype="float32")
     config = EngineConfig(
         num_pages=64, max_running=2, max_step_tokens=32, tensor_parallel=num_devices
     )

@@ -21,9 +21,9 @@ from jax_attn.variant import Variant
 
 _OP = "dot_product_attention"
 
-# Of the backward pass in jnp. _BLOCK: keys whose logits are in memory at the same time. _PANELS: parts of
-# the query rows; each part loops over the blocks of keys that it sees. Under a causal mask, half of
-# all logits are visible; four panels compute 5/8 of them. Each panel is one more loop to compile.
+# Of the backward pass in jnp. _BLOCK: keys whose logits are in memory at the same time. _PANELS:
+# parts of the query rows; each loops over the blocks of keys that it sees. Under a causal mask,
+# half of all logits are visible; four panels compute 5/8 of them. Each is one more loop to compile.
 _BLOCK, _PANELS = 512, 4
 
 
@@ -226,7 +226,7 @@ def _attend_with(
     variant = _variant(tuple((name, x.dtype.name) for name, x in operands.items()))
     problem = dataclasses.replace(problem, variant=variant)
     whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
-    o, lse = _attend_flat(problem, whole.spec, q, k, v, jnp.asarray(whole.buffer), operands)
+    o, lse = _attend_tokens(whole.spec, q, k, v, jnp.asarray(whole.buffer), operands)
     return _without_padding(problem, o, lse)
 
 
@@ -317,6 +317,20 @@ def _plan(
     )
 
 
+def _attend_tokens(
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffer: jax.Array,
+    operands: dict[str, jax.Array] | None,
+) -> tuple[jax.Array, jax.Array]:
+    flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+    own = AttentionPlan(buffer, spec)
+    o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=operands, return_lse=True)
+    return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+
 def _attend_flat(
     problem: _Problem,
     spec: AttentionSpec,
@@ -324,12 +338,8 @@ def _attend_flat(
     k: jax.Array,
     v: jax.Array,
     buffer: jax.Array,
-    operands: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
-    own = AttentionPlan(buffer, spec)
-    o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=operands, return_lse=True)
-    return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    return _attend_tokens(spec, q, k, v, buffer, None)
 
 
 def _attend_part(

@@ -448,13 +448,12 @@ def check_shares(name, split, params, parts, pages) -> None:
 
 def check_engine() -> None:
     """Greedy tokens in f32 are those of one device; each device holds its share of the memory."""
-    from pathlib import Path
 
     from jax_attn import models
     from jax_attn.serve.engine import Engine, EngineConfig
     from jax_attn.serve.request import SamplingParams, Sequence
 
-    bundled = Path(__file__).resolve().parents[1] / "models" / "tiny-llama-stdlib"
+    bundled = models.BUNDLED
     prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
     answers, held = {}, {}
     for num_devices in (1, 2, 4):
