@@ -137,7 +137,8 @@ def test_code_of_devices_runs():
     names = {"parallel": ja.parallel, "spec": spec}
     exec(own_code("docs/devices.md"), names)
     stripes = names["stripes"]
-    mesh = jax.sharding.AbstractMesh((4,), ("kv",))
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("kv",), axis_types=automatic)
     pages, rows = stripes.pages_spec(is_stacked=False), stripes.rows_spec
     lengths = [np.array(x, np.int32) for x in ([0, 1, 8], [70, 64], [0, 2, 3], [4, 0, 3])]
     step = jax.shard_map(
