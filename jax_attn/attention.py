@@ -114,8 +114,8 @@ def attention(
 
     Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
     Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
-    arrays that are split otherwise, and when differentiated with mla, fresh_kv, float8_e4m3fn or on
-    CUDA.
+    arrays that are split otherwise, and when differentiated with mla, fresh_kv, float8_e4m3fn, a
+    variant or max_steps, or on CUDA.
     """
     operands = _operands(
         "attention",
