@@ -50,6 +50,7 @@ class Writer {
     out << "struct " << name_ << " {\n"
         << "  static constexpr bool kHasLogits = " << Bool(p_.logits >= 0) << ";\n"
         << "  static constexpr bool kHasMask = " << Bool(p_.visible >= 0) << ";\n"
+        << "  static constexpr bool kLogitsFollowKeys = " << Bool(DependsOnKey(p_.logits)) << ";\n"
         << "  static constexpr bool kNormalizes = " << Bool(p_.normalizes != 0) << ";\n\n"
         << "  struct Row {\n"
         << row_members.str() << "  };\n"
@@ -89,6 +90,19 @@ class Writer {
     used_[value] = true;
     const Instruction& x = At(value);
     for (i32 i = 0; i < NumValueArgs(p_, x); ++i) MarkUsed(x.args[FirstValueArg(x) + i]);
+  }
+
+  // Whether the value is computed from a key's position or row.
+  bool DependsOnKey(i32 value) const {
+    std::vector<bool> depends(p_.num_instructions);
+    for (i32 i = 0; i <= value; ++i) {
+      const Instruction& x = At(i);
+      depends[i] = x.op == kOpKvPos || x.op == kOpKvRow;
+      for (i32 a = 0; a < NumValueArgs(p_, x); ++a) {
+        if (depends[x.args[FirstValueArg(x) + a]]) depends[i] = true;
+      }
+    }
+    return value >= 0 && depends[value];
   }
 
   // The value, where values of `place` are computed.

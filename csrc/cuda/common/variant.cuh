@@ -10,7 +10,8 @@ namespace jax_attn {
 // No user functions.
 struct NoVariant {
   static constexpr bool kHasLogits = false, kHasMask = false;
-  static constexpr bool kNormalizes = true;  // else weights are logits, and o is their sum
+  static constexpr bool kLogitsFollowKeys = false;  // logits have terms of their keys
+  static constexpr bool kNormalizes = true;         // else weights are logits, and o is their sum
 };
 
 namespace variant {

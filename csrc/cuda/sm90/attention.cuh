@@ -754,6 +754,7 @@ class HopperConsumer {
         again = rows.Exponentiate(scale, false, s, p, [&] {
           WgmmaWait<0>();
           PinRegisters(o);
+          if constexpr (Rows::kSamples) rows.Rescale(o);
           Release(Barriers().empty_v, v_cursor_, joint);
           Cursor next_k = k_cursor_;
           next_k.Advance();
