@@ -290,9 +290,10 @@ class AttentionSpec:
                 "share_prefixes", "False or None without pages, with no_split or max_steps", True
             )
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        if self.max_steps is not None and self.target != "cpu":
+        if self.max_steps is not None and self.mla and self.target != "cpu":
             raise NotImplementedError(
-                f"AttentionSpec: max_steps: supported with target='cpu', got {self.target}."
+                "AttentionSpec: max_steps: with mla supported with target='cpu', got"
+                f" {self.target}."
             )
         for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps"):
             if getattr(self, name) is not None:

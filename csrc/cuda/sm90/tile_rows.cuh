@@ -57,8 +57,8 @@ class TileRows {
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     live_ = first_row_ < num_rows;
     const VisibleSpan span = SpanOfTokens<Traits>(
-        p, item.kv_begin(), item.kv_end(), item.q_pos(), first_row_ / Traits::kGroupSize,
-        Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
+        p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item), item.q_pos(),
+        first_row_ / Traits::kGroupSize, Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
     differ_ =
@@ -67,11 +67,17 @@ class TileRows {
 
   __device__ __forceinline__ float Scale() const { return Stage().scale(); }
 
-  // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
+  // From q . k of the tokens of a step, or of `begin` and those behind it, to logits, but for their
+  // scale.
   template <int kTiles>
-  __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4]) const {
+  __device__ __forceinline__ void MakeLogits(KvStep<Traits> step, float (&s)[kTiles][4]) const {
+    MakeLogits(step.begin(), s, step.is_masked());
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4],
+                                             bool is_masked = true) const {
     const bool seen_by_all = begin >= all_begin_ && begin + 8 * kTiles <= all_end_;
-    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, seen_by_all, s);
+    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, seen_by_all, is_masked, s);
   }
 
   // p = 2^(logit - reference), packed: the accumulators of two neighbouring 8-column tiles are
