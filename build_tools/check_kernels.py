@@ -65,7 +65,7 @@ _LATENT_ON_SM100 = (
     " some 40 accesses in 4,600 instructions",
 )
 _VARIANT_ON_SM80 = (
-    64,
+    72,
     "what warps keep from item to item, and sums of rows beside the facts of rows and keys: 30"
     " accesses in the 2,400 instructions of a step",
 )
@@ -182,6 +182,24 @@ SPILLS: dict[str, tuple[int, str]] = {
         "no spills: functions that are called find their object there; inlined, the kernel is three"
         " times as long",
     ),
+}
+# Of plans with step lists: what the same kernels without them keep.
+SPILLS |= {
+    f"attention-bf16-{kernel}": why
+    for kernel, why in {
+        "d128-g4-page16-q16_128-kv64-w4-s3-right-steps": _QUEUE_END,
+        "d128-g4-page16-q16_128-kv64-w4-s3-right-steps-documents": _VARIANT_ON_SM80,
+        "d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-steps-documents": _VARIANT_ON_SM80,
+        "d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-steps-documents": _VARIANT_ON_SM80,
+        "d128-g4-ragged-q16_128-kv64-w4-s3-steps-causal": _QUEUE_END,
+        "d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-steps": _QUEUE_END,
+        "d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-steps-documents": _ITEM_TO_ITEM,
+        "d128-g4-page16-q32-kv128-w16-s0-right-wgmma-steps-documents": _QUEUE_END,
+        "d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-steps-documents": _ITEM_TO_ITEM,
+        "d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-steps-documents": _TABLE,
+        "d128-g4-ragged-q32_128-kv128-w12-s0-wgmma-steps-causal": _QUEUE_END,
+        "d256-g2-page5-q32_128-kv64-w12-s0-left-right-wgmma-steps-documents": _ITEM_TO_ITEM,
+    }.items()
 }
 
 
@@ -363,6 +381,18 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         yield spec(128, 4, 16, variant=by_name["alibi"], **options)
         yield spec(128, 4, 16, variant=by_name["documents"], **options)
     yield spec(64, 1, None, causal=False, variant=by_name["documents"])
+    # Plans with step lists.
+    yield spec(128, 4, 16, max_steps=999)
+    for options in (
+        {},
+        {"max_qo_tokens": 8},
+        {"fresh_kv": True},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"dtype": "float32"},
+    ):
+        yield spec(128, 4, 16, variant=by_name["documents"], max_steps=999, **options)
+    yield spec(128, 4, None, causal=False, variant=by_name["causal"], max_steps=999)
+    yield spec(256, 2, 5, window_left=100, variant=by_name["documents"], max_steps=999)
     for heads, name in ((16, "alibi"), (16, "documents"), (128, "alibi"), (128, "documents")):
         yield latent(heads, 64, variant=by_name[name])
 

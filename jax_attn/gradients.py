@@ -73,6 +73,8 @@ def _attention_backward(split: HeadSplit, saved: Any, cotangents: Any) -> tuple[
     if sinks is not None:
         # The sink has value 0, and no weight in a row without a key.
         d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
+        if any(jax.typeof(d_sinks).sharding.spec):  # as the rows' heads are, on a mesh in the types
+            d_sinks = jax.sharding.reshard(d_sinks, jax.typeof(sinks).sharding)
     return d_q, d_k, d_v, *[None] * 4, d_sinks, *[None] * (len(split.operands) - 8)
 
 

@@ -68,7 +68,7 @@ class AttentionSpec:
             small, the planner raises and names it.
         max_steps: entries of step lists (masks that save work): then `plan` takes a block_map, and
             each query tile visits only the steps of tile_kv keys where the map says that its rows
-            see something. None: no step lists. Supported on CPU, without shared prefixes.
+            see something. None: no step lists. Not with shared prefixes, on CUDA not with mla.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
             2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
@@ -290,9 +290,10 @@ class AttentionSpec:
                 "share_prefixes", "False or None without pages, with no_split or max_steps", True
             )
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        if self.max_steps is not None and self.target != "cpu":
+        if self.max_steps is not None and self.mla and self.target != "cpu":
             raise NotImplementedError(
-                f"AttentionSpec: max_steps: supported with target='cpu', got {self.target}."
+                "AttentionSpec: max_steps: with mla supported with target='cpu', got"
+                f" {self.target}."
             )
         for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps"):
             if getattr(self, name) is not None:

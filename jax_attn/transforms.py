@@ -327,9 +327,11 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_split(op: str, split: HeadSplit, operands: Iterable[Any]) -> None:
-    """Raises NotImplementedError for arrays that are there, not traced, and split otherwise."""
+    """Raises NotImplementedError for arrays, none of them traced, that are split otherwise."""
     arrays = [x for x in operands if x is not None]
-    shardings = [None if isinstance(x, jax.core.Tracer) else x.sharding for x in arrays]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return  # over_heads sees how they are split, or XLA
+    shardings = [x.sharding for x in arrays]
     named = [s for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
     if named and not jax.sharding.get_abstract_mesh().manual_axes:
         specs = [s.spec if isinstance(s, NamedSharding) else P() for s in shardings]

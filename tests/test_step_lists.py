@@ -219,8 +219,21 @@ def test_what_does_not_fit_is_refused():
         plan_of(case, BlockMap(classes.astype(int)))
     with pytest.raises(ValueError, match="request 7: expected columns for the 1025 positions"):
         plan_of(case, BlockMap(classes[:, :8]))
-    with pytest.raises(NotImplementedError, match="max_steps: supported with target='cpu', got sm"):
-        ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, target="sm_90:132")
+    with pytest.raises(
+        NotImplementedError, match="max_steps: with mla supported with target='cpu'"
+    ):
+        ja.AttentionSpec(
+            16, 1, 576, head_dim_vo=512, mla=True, sm_scale=0.1, max_kv_pages=1, max_steps=3,
+            target="sm_90:132",
+        )  # fmt: skip
+    spec = ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, target="sm_90:132")
+    traced = jax.jit(
+        lambda lens: ja.plan(spec, qo_indptr=jnp.array([0, 1]), kv_lens=lens,
+                             page_indptr=jnp.array([0, 1]), page_indices=jnp.array([0]),
+                             block_map=BlockMap(np.ones((99, 9), np.uint8))).buffer
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="block_map: on CUDA supported with host arrays"):
+        traced(jnp.array([5]))
     with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
         ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, share_prefixes=True, target="cpu")
     with pytest.raises(ValueError, match="max_steps: expected at most 2\\^30 / tile_kv"):

@@ -8,7 +8,7 @@ from attention_cases import E4M3, Case, build
 from backends import Backend
 
 import jax_attn as ja
-from jax_attn import _core
+from jax_attn import _core, masks
 
 pytestmark = [
     pytest.mark.cuda,
@@ -155,3 +155,40 @@ def test_new_contents_and_lengths_compile_nothing(backend):
         operands = {"q_doc": ids.astype(np.int32), "kv_doc": ids.astype(np.uint8)}
         run(case, batch, variant, operands, None)
     assert _core.jit_stats()["compiled"] == before
+
+
+LISTED = [case for case in CASES if not case.mla]
+
+
+@pytest.mark.parametrize("name", ("documents", "prefix_lm", "sigmoid", "some_keys"))
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
+def test_step_lists_give_what_all_steps_do(backend, case, name):
+    """Of documents in rows, so that steps are hidden and shown as a whole, too."""
+    if case.sinks and VARIANTS[name][2] == "none":
+        pytest.skip("there are no sinks without a softmax")
+    variant, operands = variant_of(name)
+    if "q_doc" in operands:
+        operands["q_doc"] = np.arange(len(OPERANDS["q_doc"]), dtype=np.int32) // 70
+        operands["kv_doc"] = np.arange(len(OPERANDS["kv_doc"]), dtype=np.int32) // 400 % 3
+        operands["kv_doc"] = operands["kv_doc"].astype(np.uint8)
+    batch = build(case, "normal")
+    arguments = batch.lengths.plan_arguments()
+    places = {n: x for n, x in arguments.items() if n in ("kv_indptr", "q_offsets")}
+    mask = masks.Mask(variant.mask, {
+        n: x for n, x in operands.items() if n in variant.mask.__code__.co_varnames
+    })  # fmt: skip
+    fields = case.spec_fields() | {"share_prefixes": False}
+    spec = ja.AttentionSpec(**fields, variant=variant, max_steps=4000)
+    block_map = mask.block_map(
+        spec, arguments["qo_indptr"], arguments["kv_lens"], **places, q_block=8, kv_block=64
+    )
+    plan = ja.plan(spec, **arguments, block_map=block_map)
+    out = attend(batch.q, batch.k, batch.v, plan, batch.layer, batch.scales, batch.sinks, operands)
+    got = [np.asarray(x, np.float32) for x in (out if isinstance(out, tuple) else (out,))]
+    want = run(case, batch, variant, operands, None)
+    for x, z in zip(got, want, strict=True):
+        scale = 1e-4 if case.dtype == "float32" else 2e-2
+        rows = np.isfinite(z)
+        np.testing.assert_array_equal(np.isfinite(x), rows)
+        np.testing.assert_array_equal(x[~rows], z[~rows])
+        np.testing.assert_allclose(x[rows], z[rows], rtol=scale, atol=scale)

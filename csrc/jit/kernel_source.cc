@@ -96,6 +96,7 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kNumWarps", k.num_warps);
   visit("kNumStages", k.num_stages, "depth of the kv pipeline");
   visit("kRecordsTimes", k.record_times, "of items");
+  visit("kHasSteps", k.steps, "items are ranges of step lists");
   visit("Variant", k.variant);
 }
 
@@ -193,6 +194,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.num_warps = config.num_warps;
   kernel.num_stages = config.num_stages;
   kernel.record_times = config.record_times;
+  kernel.steps = spec.max_steps > 0;
   kernel.variant = problem.program;
   return kernel;
 }
@@ -218,6 +220,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.fresh_kv) name << "-fresh";
   if (kernel.main_loop == kHopper) name << "-wgmma";
   if (kernel.record_times) name << "-times";
+  if (kernel.steps) name << "-steps";
   if (kernel.variant.present) name << "-variant" << HashOf(kernel.variant);
 
   const std::string entry = "attention_kernel";

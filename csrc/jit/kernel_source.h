@@ -35,6 +35,7 @@ struct AttentionKernel {
   int64_t num_warps = 0;
   int64_t num_stages = 0;
   bool record_times = false;
+  bool steps = false;  // items are ranges of step lists
   VariantProgram variant = {};
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);

@@ -50,6 +50,7 @@ class Writer {
     out << "struct " << name_ << " {\n"
         << "  static constexpr bool kHasLogits = " << Bool(p_.logits >= 0) << ";\n"
         << "  static constexpr bool kHasMask = " << Bool(p_.visible >= 0) << ";\n"
+        << "  static constexpr bool kLogitsFollowKeys = " << Bool(DependsOnKey(p_.logits)) << ";\n"
         << "  static constexpr bool kNormalizes = " << Bool(p_.normalizes != 0) << ";\n\n"
         << "  struct Row {\n"
         << row_members.str() << "  };\n"
@@ -91,6 +92,19 @@ class Writer {
     for (i32 i = 0; i < NumValueArgs(p_, x); ++i) MarkUsed(x.args[FirstValueArg(x) + i]);
   }
 
+  // Whether the value is computed from a key's position or row.
+  bool DependsOnKey(i32 value) const {
+    std::vector<bool> depends(p_.num_instructions);
+    for (i32 i = 0; i <= value; ++i) {
+      const Instruction& x = At(i);
+      depends[i] = x.op == kOpKvPos || x.op == kOpKvRow;
+      for (i32 a = 0; a < NumValueArgs(p_, x); ++a) {
+        if (depends[x.args[FirstValueArg(x) + a]]) depends[i] = true;
+      }
+    }
+    return value >= 0 && depends[value];
+  }
+
   // The value, where values of `place` are computed.
   std::string Value(i32 value, Place place) const {
     const Instruction& x = At(value);
@@ -123,6 +137,18 @@ class Writer {
   bool IsDistance(const Instruction& x) const {
     i32 other;
     return x.op == kOpCast && x.type == kVariantF32 && SignOfPosition(x.args[0], &other) != 0;
+  }
+
+  // The argument of a product that is such a value, where the other one is of the row; else -1. A
+  // row has its product with the first key's, to which that with the key's place, a constant, is
+  // added in one operation. Its error is that of the product itself. A factor that is not finite
+  // makes NaN of the row.
+  i32 DistanceOfProduct(const Instruction& x) const {
+    if (x.op != kOpMul || x.type != kVariantF32) return -1;
+    for (i32 i : {1, 0}) {
+      if (IsDistance(At(x.args[i])) && PlaceOf(x.args[1 - i]) <= kOfRow) return i;
+    }
+    return -1;
   }
 
   // --- values ---
@@ -253,6 +279,12 @@ class Writer {
                    ", first))",
                of, out, members);
       }
+      if (const i32 d = DistanceOfProduct(x); d >= 0 && place == kOfRow) {
+        Member(
+            "float", Number("scaled", i),
+            "Mul(" + Value(x.args[1 - d], place) + ", row." + Number("distance", x.args[d]) + ")",
+            of, out, members);
+      }
       if (at != place && (at != kOfCall || (place == kOfKey && !for_keys[i]))) continue;
       *out << "    const " << TypeText(x.type) << " " << Number("v", i) << " = "
            << Expression(i, place) << ";\n";
@@ -281,6 +313,10 @@ class Writer {
         const i32 sign = SignOfPosition(x.args[0], &other);
         out << "row." << Number("distance", i) << (sign < 0 ? " - " : " + ")
             << "ToFloat(at.offset());\n";
+      } else if (const i32 d = DistanceOfProduct(x); d >= 0) {
+        const i32 sign = SignOfPosition(At(x.args[d]).args[0], &other);
+        out << "fmaf(" << Value(x.args[1 - d], kOfLogit) << ", ToFloat(" << (sign < 0 ? "-" : "")
+            << "at.offset()), row." << Number("scaled", i) << ");\n";
       } else {
         out << Expression(i, kOfLogit) << ";\n";
       }
@@ -293,7 +329,7 @@ class Writer {
     const Instruction& x = At(value);
     if (PlaceOf(value) != kOfLogit || x.op == kOpScore || (*needed)[value]) return;
     (*needed)[value] = true;
-    if (IsDistance(x)) return;
+    if (IsDistance(x) || DistanceOfProduct(x) >= 0) return;
     for (i32 i = 0; i < NumValueArgs(p_, x); ++i) {
       MarkNeeded(x.args[FirstValueArg(x) + i], needed);
     }

@@ -111,7 +111,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"schedule", s.schedule, kBalanced, kAuto},
       {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
-      {"max_steps", s.max_steps, 0, cpu && s.share_prefixes == 0 ? kPositionLimit : 0},
+      {"max_steps", s.max_steps, 0, (cpu || !mla) && s.share_prefixes == 0 ? kPositionLimit : 0},
       {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && !s.kv_is_e4m3 ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},

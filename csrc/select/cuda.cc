@@ -81,8 +81,13 @@ void SelectTensorCore(Choice& c) {
   // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
   // for the logits beyond 128; and 128 of them in 16-row warps beyond 192.
   const int64_t prefill = spec.head_dim_vo > 128 ? 64 : tiles.prefill_rows.At(spec.head_dim_qk);
+  c.config.tile_kv = c.Take("tile_kv", tiles.step_tokens, spec.head_dim_qk);
+  if (spec.head_dim_vo > 192) c.config.tile_kv = 32;
+  c.config.num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
   if (spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneHeight);
+  } else if (spec.max_steps > 0 && c.config.tile_kv != 16 * c.config.num_warps) {
+    c.TakeTiles({prefill}, "max_steps: decodes would take other steps than step lists have");
   } else if (spec.group_size() <= 16) {
     c.TakeTiles(
         {16, prefill},
@@ -92,9 +97,6 @@ void SelectTensorCore(Choice& c) {
   } else {
     c.TakeTiles({prefill}, tiles.prefill_rows.why);
   }
-  c.config.tile_kv = c.Take("tile_kv", tiles.step_tokens, spec.head_dim_qk);
-  if (spec.head_dim_vo > 192) c.config.tile_kv = 32;
-  c.config.num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
   // As many bytes in flight, whatever the type: head dims of 16-bit elements.
   const int64_t half_words = LargerHeadDim(spec) * ElementBytes(spec.kv_dtype()) / 2;
   c.config.num_stages = c.Take("num_stages", tiles.ring_slots, half_words);

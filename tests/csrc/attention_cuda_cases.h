@@ -62,7 +62,7 @@ struct ShapeOf {
   static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
   static constexpr bool kPositiveScale = true;
   static constexpr bool kIsMla = false, kHasFreshKv = false, kRecordsTimes = true;
-  static constexpr bool kQIsE4m3 = false, kKvIsE4m3 = false;
+  static constexpr bool kQIsE4m3 = false, kKvIsE4m3 = false, kHasSteps = false;
   using Variant = NoVariant;
 };
 
@@ -70,6 +70,12 @@ struct ShapeOf {
 template <class Shape>
 struct Fresh : Shape {
   static constexpr bool kHasFreshKv = true;
+};
+
+// Items are ranges of step lists.
+template <class Shape>
+struct Listed : Shape {
+  static constexpr bool kHasSteps = true;
 };
 
 // Keys and values of e4m3, and queries.
@@ -144,6 +150,7 @@ AttentionProblem MakeProblem(const Case& c) {
     }
   }
   if (spec.paged()) spec.max_kv_pages += 5;
+  spec.max_steps = Traits::kHasSteps ? 1000 : 0;
   KernelConfig& config = problem.config;
   SelectCuda(spec, &config);
   config.num_tiles = Traits::kNumTiles;
@@ -303,7 +310,8 @@ bool SameBits(const Outputs& a, const Outputs& b) {
 }
 
 // The plan of a batch, in a buffer that is poisoned where nothing is written; empty if refused.
-std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, const Batch& b) {
+std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, const Batch& b,
+                              const BlockMap* map = nullptr) {
   std::vector<int32_t> plan = Poisoned<int32_t>(MakePlanLayout(problem).num_words);
   PlanInputs inputs = {};
   inputs.qo_indptr = b.qo_indptr.data();
@@ -312,7 +320,7 @@ std::vector<int32_t> MakePlan(const Case& c, const AttentionProblem& problem, co
   inputs.page_indices = b.page_indices.data();
   inputs.batch_size = static_cast<int64_t>(c.requests.size());
   inputs.num_page_indices = static_cast<int64_t>(b.page_indices.size());
-  if (const Status s = Plan(problem, inputs, nullptr, plan.data()); !s.ok()) {
+  if (const Status s = Plan(problem, inputs, nullptr, plan.data(), map); !s.ok()) {
     std::printf("FAILED %s: %s\n", c.name, s.message.c_str());
     ++g_failures;
     plan.clear();

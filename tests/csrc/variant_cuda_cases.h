@@ -73,6 +73,57 @@ double ElementAt(const std::vector<uint16_t>& array, bool is_e4m3, i64 at) {
   return E4m3ToFloat(reinterpret_cast<const unsigned char*>(array.data())[at]);
 }
 
+// Row `pos` of a request's keys in the pool.
+i64 KvRowOf(const AttentionSpec& spec, const Batch& b, int request, int pos) {
+  if (!spec.paged()) return b.kv_indptr[request] + pos;
+  return i64{b.page_indices[b.kv_indptr[request] + pos / spec.page_size]} * spec.page_size +
+         pos % spec.page_size;
+}
+
+Fact FactOf(const VariantCase& c, const AttentionProblem& problem, const Batch& b, int request,
+            int token, int head, int pos, double score) {
+  const AttentionSpec& spec = problem.spec;
+  const int q_len = c.base.requests[request].qo_len, kv_len = c.base.requests[request].kv_len;
+  Fact fact = {score, {}};
+  fact.of[kOpHead] = head;
+  fact.of[kOpKvHead] = spec.mla ? 0 : head / static_cast<int>(spec.group_size());
+  fact.of[kOpRequest] = request;
+  fact.of[kOpQPos] = kv_len - q_len + token;
+  fact.of[kOpKvPos] = pos;
+  fact.of[kOpQRow] = b.qo_indptr[request] + token;
+  fact.of[kOpKvRow] = static_cast<i32>(KvRowOf(spec, b, request, pos));
+  fact.of[kOpQLen] = q_len;
+  fact.of[kOpKvLen] = kv_len;
+  return fact;
+}
+
+// What the mask does to blocks, exactly.
+constexpr int kMapTokens = 8, kMapKeys = 32;
+std::vector<uint8_t> MakeBlockMap(const VariantCase& c, const AttentionProblem& problem,
+                                  const Batch& b, const VariantOperand* operands, BlockMap* map) {
+  int64_t columns = 1;
+  for (const Request& r : c.base.requests) columns = std::max<int64_t>(columns, r.kv_len);
+  *map = {nullptr, CeilDivide(problem.spec.max_qo_tokens, int64_t{kMapTokens}),
+          CeilDivide(columns, int64_t{kMapKeys}), kMapTokens, kMapKeys};
+  std::vector<uint8_t> classes(map->num_rows * map->num_columns);
+  VariantOracle oracle(problem.program, operands);
+  for (int r = 0; r < static_cast<int>(c.base.requests.size()); ++r) {
+    for (int token = 0; token < c.base.requests[r].qo_len; ++token) {
+      for (int i = 0; i < c.base.requests[r].kv_len * problem.spec.num_qo_heads; ++i) {
+        const int pos = i / static_cast<int>(problem.spec.num_qo_heads);
+        const int head = i % static_cast<int>(problem.spec.num_qo_heads);
+        double logit;
+        bool visible;
+        oracle.Run(FactOf(c, problem, b, r, token, head, pos, 0), &logit, &visible);
+        const int64_t row = (b.qo_indptr[r] + token) / kMapTokens;
+        classes[row * map->num_columns + pos / kMapKeys] |= visible ? kSomeVisible : kSomeHidden;
+      }
+    }
+  }
+  map->classes = classes.data();
+  return classes;
+}
+
 struct RowOfOracle {
   std::vector<double> o;
   double lse;
@@ -97,11 +148,7 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
   for (int pos = 0; pos < kv_len; ++pos) {
     if (spec.window_left >= 0 && pos < q_pos - spec.window_left) continue;
     if (spec.window_right >= 0 && pos > q_pos + spec.window_right) continue;
-    const i64 row =
-        spec.paged()
-            ? i64{b.page_indices[b.kv_indptr[request] + pos / spec.page_size]} * spec.page_size +
-                  pos % spec.page_size
-            : b.kv_indptr[request] + pos;
+    const i64 row = KvRowOf(spec, b, request, pos);
     double score = 0;
     for (i64 d = 0; d < spec.head_dim_qk; ++d) {
       score += ElementAt(b.q, spec.q_is_e4m3,
@@ -113,16 +160,7 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
     if (spec.logits_soft_cap > 0) {
       score = spec.logits_soft_cap * std::tanh(score / spec.logits_soft_cap);
     }
-    Fact fact = {score, {}};
-    fact.of[kOpHead] = head;
-    fact.of[kOpKvHead] = static_cast<i32>(kv_head);
-    fact.of[kOpRequest] = request;
-    fact.of[kOpQPos] = q_pos;
-    fact.of[kOpKvPos] = pos;
-    fact.of[kOpQRow] = static_cast<i32>(q_row);
-    fact.of[kOpKvRow] = static_cast<i32>(row);
-    fact.of[kOpQLen] = q_len;
-    fact.of[kOpKvLen] = kv_len;
+    const Fact fact = FactOf(c, problem, b, request, token, head, pos, score);
     double logit;
     bool visible;
     oracle.Run(fact, &logit, &visible);
@@ -164,10 +202,14 @@ void RunVariant(const VariantCase& c, unsigned seed) {
   problem.program = c.program;
   const AttentionSpec& spec = problem.spec;
   Batch b = MakeBatch<Traits>(c.base, spec, random);
-  const std::vector<int32_t> plan = MakePlan(c.base, problem, b);
-  if (plan.empty()) return;
   VariantOperand operands[kMaxVariantOperands] = {};
   const auto data = MakeVariantOperands(c, random, operands);
+  BlockMap map;
+  std::vector<uint8_t> classes;
+  if (Traits::kHasSteps) classes = MakeBlockMap(c, problem, b, operands, &map);
+  const std::vector<int32_t> plan =
+      MakePlan(c.base, problem, b, Traits::kHasSteps ? &map : nullptr);
+  if (plan.empty()) return;
   std::vector<float> sinks(spec.num_qo_heads);
   for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
   const Batch in_pages = b;
@@ -215,6 +257,11 @@ void RunVariant(const VariantCase& c, unsigned seed) {
   }
   std::printf("%s: %d items, %d merge groups\n", c.base.name, p.header->num_items,
               p.header->num_merge_groups);
+  if (Traits::kHasSteps) {
+    int num_masked = 0;
+    for (int i = 0; i < p.header->num_steps; ++i) num_masked += p.steps[i] & 1;
+    std::printf("  %d steps, %d masked\n", p.header->num_steps, num_masked);
+  }
 }
 
 template <int kDim, int kGroup, int kPage, bool kLeft, bool kCap, class V>
@@ -222,9 +269,53 @@ using ShapeWith = With<ShapeOf<kDim, kDim, kGroup, kPage, kLeft, true, kCap>, V>
 template <int kDim, int kGroup, int kPage, class V>
 using FullWith = With<ShapeOf<kDim, kDim, kGroup, kPage, false, false, false>, V>;
 
+// Plans with step lists: whole steps are hidden, shown, and both.
+template <class Kernel>
+void RunListedCases() {
+  const std::vector<Request> requests = {{70, 400}, {300, 300}, {2, 700}, {0, 9}, {1, 0}, {1, 300}};
+  RunVariant<Kernel, Listed<FullWith<64, 4, 16, variant::CausalVariant>>>(
+      {{.name = "lists, causal", .requests = requests, .window_right = -1, .sinks = true},
+       Causal()},
+      50);
+  RunVariant<Kernel, Listed<FullWith<64, 4, 5, variant::CausalVariant>>>(
+      {{.name = "lists, causal, page 5, NaN values, splits",
+        .requests = requests,
+        .window_right = -1,
+        .nan_values = true,
+        .infinite_values = true,
+        .kv_split = 128},
+       Causal()},
+      51);
+  RunVariant<Kernel, Listed<FullWith<64, 2, 0, variant::SigmoidVariant>>>(
+      {{.name = "lists, sigmoid, window by mask, ragged",
+        .requests = requests,
+        .window_right = -1,
+        .nan_values = true},
+       Sigmoid()},
+      52);
+  RunVariant<Kernel, Listed<ShapeWith<64, 4, 16, true, false, variant::DocumentsVariant>>>(
+      {{.name = "lists, documents, causal, window",
+        .requests = requests,
+        .window_left = 150,
+        .nan_values = true,
+        .kv_split = 128},
+       Documents(),
+       2},
+      53);
+  RunVariant<Kernel, Listed<ShapeWith<128, 1, 1, false, false, variant::AlibiVariant>>>(
+      {{.name = "lists, alibi", .requests = requests}, Alibi()}, 54);
+  RunVariant<Kernel, Listed<Fresh<FullWith<64, 4, 16, variant::CausalVariant>>>>(
+      {{.name = "lists, fresh", .requests = requests, .window_right = -1}, Causal()}, 55);
+  RunVariant<Kernel, Listed<E4m3Of<FullWith<64, 4, 16, variant::CausalVariant>, false>>>(
+      {{.name = "lists, e4m3", .requests = requests, .window_right = -1, .nan_values = true},
+       Causal()},
+      56);
+}
+
 // The exit status of the test.
 template <class Kernel>
 int RunVariantCases() {
+  RunListedCases<Kernel>();
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}, {0, 9}, {1, 0}, {2, 300}};
   const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
                                        {1, 0},   {1, 65}, {2, 300}};

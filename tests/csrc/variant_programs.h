@@ -144,6 +144,14 @@ inline VariantProgram PrefixLm() {
   return b.Finish(-1, b.Do(kOpAnd, sees, b.Do(kOpNot, drops)));
 }
 
+// The same of every head and key
+inline VariantProgram Causal() {
+  ProgramBuilder b;
+  const i32 prefix = b.Operand(kOperandI32, 1);
+  const i32 in_prefix = b.Do(kOpLt, b.At(kOpKvPos), b.Load(prefix, {b.At(kOpRequest)}));
+  return b.Finish(-1, b.Do(kOpOr, in_prefix, b.Do(kOpLe, b.At(kOpKvPos), b.At(kOpQPos))));
+}
+
 // Drafts see the context and their ancestors: a bit each. And a temperature for each head and row.
 inline VariantProgram Tree() {
   ProgramBuilder b;
@@ -233,7 +241,8 @@ inline std::vector<NamedProgram> VariantPrograms() {
       {"DenseBiasVariant", DenseBias()}, {"CapVariant", Cap()},
       {"SigmoidVariant", Sigmoid()},     {"LinearVariant", Linear()},
       {"DocumentsVariant", Documents()}, {"PrefixLmVariant", PrefixLm()},
-      {"TreeVariant", Tree()},           {"KeyBiasVariant", KeyBias()},
+      {"CausalVariant", Causal()},       {"TreeVariant", Tree()},
+      {"KeyBiasVariant", KeyBias()},
   };
   static const char* const kNames[kNumRandomPrograms] = {"RandomVariant0", "RandomVariant1",
                                                          "RandomVariant2", "RandomVariant3",

@@ -17,5 +17,20 @@ int main() {
        Documents(),
        3},
       1);
+  RunVariant<Sm90Kernel<true, 64>, Listed<FullWith<64, 4, 64, variant::CausalVariant>>>(
+      {{.name = "boxes, lists",
+        .requests = {{70, 300}, {150, 450}, {3, 200}},
+        .window_right = -1,
+        .nan_values = true},
+       Causal(),
+       200},
+      2);
+  RunVariant<Sm90Kernel<false, 32, 1>, Listed<FullWith<64, 4, 16, variant::CausalVariant>>>(
+      {{.name = "decodes alone, lists",
+        .requests = {{1, 130}, {1, 1}, {1, 64}, {0, 9}, {1, 0}, {2, 300}},
+        .window_right = -1,
+        .nan_values = true},
+       Causal()},
+      3);
   return RunVariantCases<Sm90Kernel<false, 32>>();
 }

@@ -72,7 +72,8 @@ struct AttentionF32Body {
     const i64 row_bytes = static_cast<i64>(p.num_kv_heads) * kDim * sizeof(float);
     for (int i = threadIdx.x; i < kStep * kChunks; i += kNumThreads) {
       const int token = pos + i / kChunks, chunk = i % kChunks;
-      const bool in_span = token >= item.kv_begin && token < item.kv_end;
+      const bool in_span = Traits::kHasSteps ? token < p.kv_lens[item.request]
+                                             : token >= item.kv_begin && token < item.kv_end;
       const char* from = pool;
       if (in_span) {
         u32 row;
@@ -105,9 +106,12 @@ struct AttentionF32Body {
     const VisibleSpan span = SpanOfRow<Traits>(p, ItemRecord(p, index), row);
     const int first = item.kv_begin / kStep * kStep;
     const int num_steps = item.kv_begin < item.kv_end ? CeilDiv(item.kv_end - first, kStep) : 0;
+    const auto begin_of = [&](int step) {
+      return KvStep<Traits>(p, first + step * kStep, item.kv_end).begin();
+    };
     const auto load = [&](int step) {
       if (step < num_steps) {
-        const int pos = first + step * kStep;
+        const int pos = begin_of(step);
         LoadRows<kQkDim>(p, item, pools.k, p.k_new, pos, shared.k[step % kStages]);
         LoadRows<kVoDim>(p, item, pools.v, p.v_new, pos, shared.v[step % kStages]);
       }
@@ -127,7 +131,7 @@ struct AttentionF32Body {
       __syncthreads();
       float s[kLogits];
       MultiplyQk(shared, step % kStages, row, part, s);
-      Softmax(stage, Layout(row, part), span, first + step * kStep, s, &max_log2, &sum, o,
+      Softmax(stage, Layout(row, part), span, begin_of(step), s, &max_log2, &sum, o,
               shared.p[row] + part);
       __syncwarp();  // the threads of a row are of one warp
       MultiplyPv(shared, step % kStages, row, part, o);

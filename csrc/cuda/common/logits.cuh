@@ -114,7 +114,8 @@ template <class Traits>
 __device__ __forceinline__ VisibleSpan SpanOfRow(const AttentionParams& p, const ItemRecord& item,
                                                  int row) {
   const int token = row / Traits::kGroupSize;
-  return SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), token, token);
+  return SpanOfTokens<Traits>(p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item),
+                              item.q_pos(), token, token);
 }
 
 // cap * tanh(sm_scale * qk / cap), times `unit`. tanh(x) = 1 - 2 / (exp(2x) + 1) is within 2e-7 of
@@ -162,39 +163,24 @@ class LogitStage {
   __device__ __forceinline__ static float Hidden() { return kNormalizes ? -Infinity() : 0.0f; }
 
   // q . k of a tile whose first key is at kv position `begin` become logits. seen_by_all: every row
-  // sees every key, but for the user's mask. What a row does not see becomes Hidden.
+  // sees every key, but for the user's mask, which hides none where it is not is_masked. What a row
+  // does not see becomes Hidden.
   template <class Layout, class Tile>
   __device__ __forceinline__ void Apply(const Layout& layout, int begin, bool seen_by_all,
-                                        Tile& s) const {
-    Transform(layout, begin, s);
+                                        bool is_masked, Tile& s) const {
+    Scale(layout, s);
+    if (Traits::kHasSteps && Variant::kHasMask && !is_masked) {
+      if constexpr (Variant::kHasLogits) Call<false>(layout, begin, s);
+    } else if constexpr (Variant::kHasLogits || Variant::kHasMask) {
+      Call<Variant::kHasMask>(layout, begin, s);
+    }
     if (!seen_by_all) Mask(layout, begin, s);
   }
 
   // The first half of it, with the user's functions.
   template <class Layout, class Tile>
   __device__ __forceinline__ void Transform(const Layout& layout, int begin, Tile& s) const {
-    if constexpr (Traits::kHasSoftCap) {
-      const SoftCap cap(p_, kIsNatural ? 1.0f : kLog2E);
-      ForEach(layout, s,
-              [&](float& x) __attribute__((always_inline)) { x = cap.Logit(x * k_scale_); });
-    } else if constexpr (!kScalesLater) {
-      ForEach(layout, s, [&](float& x) __attribute__((always_inline)) {
-        x *= p_.sm_scale * (kIsNatural ? 1.0f : kLog2E) * k_scale_;
-      });
-    }
-    if constexpr (Variant::kHasLogits || Variant::kHasMask) {
-      VisitFacts(layout, begin,
-                 [&](int r, int k, const auto& row, const auto& key, const auto& facts)
-                     __attribute__((always_inline)) {
-                       float& x = Layout::At(s, r, k);
-                       if constexpr (Variant::kHasLogits) {
-                         x = Variant::Logit(p_, row, key, facts, x);
-                       }
-                       if constexpr (Variant::kHasMask) {
-                         if (!Variant::IsVisible(p_, row, key, facts)) x = Hidden();
-                       }
-                     });
-    }
+    Apply(layout, begin, true, true, s);
   }
 
   // The second half: windows, and the end of the item's span.
@@ -226,6 +212,36 @@ class LogitStage {
   }
 
  private:
+  // Scores, with the built-in soft cap.
+  template <class Layout, class Tile>
+  __device__ __forceinline__ void Scale(const Layout& layout, Tile& s) const {
+    if constexpr (Traits::kHasSoftCap) {
+      const SoftCap cap(p_, kIsNatural ? 1.0f : kLog2E);
+      ForEach(layout, s,
+              [&](float& x) __attribute__((always_inline)) { x = cap.Logit(x * k_scale_); });
+    } else if constexpr (!kScalesLater) {
+      ForEach(layout, s, [&](float& x) __attribute__((always_inline)) {
+        x *= p_.sm_scale * (kIsNatural ? 1.0f : kLog2E) * k_scale_;
+      });
+    }
+  }
+
+  // The user's functions.
+  template <bool kMasks, class Layout, class Tile>
+  __device__ __forceinline__ void Call(const Layout& layout, int begin, Tile& s) const {
+    VisitFacts(layout, begin,
+               [&](int r, int k, const auto& row, const auto& key, const auto& facts)
+                   __attribute__((always_inline)) {
+                     float& x = Layout::At(s, r, k);
+                     if constexpr (Variant::kHasLogits) {
+                       x = Variant::Logit(p_, row, key, facts, x);
+                     }
+                     if constexpr (kMasks) {
+                       if (!Variant::IsVisible(p_, row, key, facts)) x = Hidden();
+                     }
+                   });
+  }
+
   template <class Layout, class SpanOf, class Looker>
   __device__ __forceinline__ static void LookAtSpans(const Layout& layout, int begin,
                                                      const SpanOf& span_of, const Looker& look) {

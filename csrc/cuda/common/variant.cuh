@@ -10,7 +10,8 @@ namespace jax_attn {
 // No user functions.
 struct NoVariant {
   static constexpr bool kHasLogits = false, kHasMask = false;
-  static constexpr bool kNormalizes = true;  // else weights are logits, and o is their sum
+  static constexpr bool kLogitsFollowKeys = false;  // logits have terms of their keys
+  static constexpr bool kNormalizes = true;         // else weights are logits, and o is their sum
 };
 
 namespace variant {
@@ -242,7 +243,9 @@ class KeyFacts {
     const int pos = kv_pos(), in_page = kPage % 8 == 0 ? eight_ : pos;
     const u32 entry = static_cast<u32>(in_page) / jax_attn::Max(kPage, 1);
     const i32* page = p_.page_indices + (Field(&item_->kv_base) + static_cast<i64>(entry));
-    const bool exists = in_page < Field(&item_->kv_end);
+    const i32* end = &item_->kv_end;
+    if constexpr (Traits::kHasSteps) end = p_.kv_lens + Field(&item_->request);
+    const bool exists = in_page < Field(end);
     return static_cast<int>(PoolRow<jax_attn::Max(kPage, 1)>(exists ? Field(page) : 0, pos));
   }
 

@@ -136,6 +136,53 @@ __device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, in
   return span;
 }
 
+// The kv positions that an item may read: its span, or with step lists those of its request.
+template <class Traits, class Item>
+__device__ __forceinline__ int FirstOfItem(const Item& item) {
+  return Traits::kHasSteps ? 0 : item.kv_begin();
+}
+template <class Traits, class Item>
+__device__ __forceinline__ int EndOfItem(const AttentionParams& p, const Item& item) {
+  if constexpr (Traits::kHasSteps) return LoadConstant(p.kv_lens + item.request());
+  return item.kv_end();
+}
+
+// A main-loop step of an item, which has its place in [kv_begin, kv_end): the same, as a kv
+// position, or with step lists what the entry there says.
+template <class Traits>
+class KvStep {
+ public:
+  KvStep() = default;
+  // end: of the item's places; behind it is a step that nobody sees.
+  __device__ __forceinline__ KvStep(const AttentionParams& p, int place, int end) : word_(place) {
+    if constexpr (Traits::kHasSteps) {
+      constexpr int kFar = 1 << 30;
+      word_ = place < end ? LoadConstant(p.steps + static_cast<u32>(place) / Traits::kTileKv)
+                          : 2 * (kFar / Traits::kTileKv);
+    }
+  }
+  __device__ int begin() const {
+    return Traits::kHasSteps ? (word_ >> 1) * Traits::kTileKv : word_;
+  }
+  // Whether the user's mask may hide any of it.
+  __device__ bool is_masked() const { return !Traits::kHasSteps || (word_ & 1) != 0; }
+
+ private:
+  int word_;
+};
+
+// The step that a loader is at, which has nothing to know but its place without step lists.
+template <class Traits, bool kHasSteps = Traits::kHasSteps>
+struct ListedStep {
+  __device__ static int Begin(int place) { return place; }
+};
+template <class Traits>
+struct ListedStep<Traits, true> {
+  KvStep<Traits> step, next;
+  int kv_len;  // of the item's request
+  __device__ int Begin(int) const { return step.begin(); }
+};
+
 // With kRecordsTimes, when an item begins and ends. thread: of those that execute the item.
 template <class Traits>
 __device__ __forceinline__ void RecordBegin(const AttentionParams& p, int index, int thread) {

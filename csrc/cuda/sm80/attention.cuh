@@ -184,7 +184,7 @@ class TilePath {
 
   // Runs through the kv steps of the queue ahead of the arithmetic. Page ids are requested one step
   // before the rows they lead to.
-  class KvLoader {
+  class KvLoader : ListedStep<Traits> {
    public:
     __device__ __forceinline__ KvLoader(const AttentionParams& p, const KvPools& pools, int thread,
                                         int first)
@@ -208,6 +208,9 @@ class TilePath {
         if (pos_ >= EndOfSteps(ItemRecord(p_, index_))) pos_ = kNone;
       }
       if (pos_ == kNone) NextItem();
+      if constexpr (Traits::kHasSteps) {
+        if (pos_ != kNone) this->step = KvStep<Traits>(p_, pos_, ItemRecord(p_, index_).kv_end());
+      }
       if (pos_ != kNone) RequestPages();
     }
 
@@ -237,13 +240,14 @@ class TilePath {
 
     // kv position of the slice's token 0, or of this lane's token.
     __device__ __forceinline__ int Position() const {
-      return pos_ + Warp() * kSlice + (kContiguous ? 0 : Lane());
+      return this->Begin(pos_) + Warp() * kSlice + (kContiguous ? 0 : Lane());
     }
 
     __device__ __forceinline__ bool InSpan(const ItemRecord& item) const {
       constexpr int kTokens = kContiguous ? kSlice : 1;
       return (kContiguous || Lane() < kSlice) &&
-             Max(Position(), item.kv_begin()) < Min(Position() + kTokens, item.kv_end());
+             Max(Position(), FirstOfItem<Traits>(item)) <
+                 Min(Position() + kTokens, EndOfItem<Traits>(p_, item));
     }
 
     __device__ __forceinline__ void RequestPages() {
@@ -268,8 +272,8 @@ class TilePath {
       }
       v_slice_ = 1u << 31 | static_cast<u32>(item.kv_head()) << 16;
       if constexpr (kContiguous) {
-        v_slice_ |= Clamp(item.kv_begin() - Position(), 0, kSlice) << 8;
-        v_slice_ |= Clamp(item.kv_end() - Position(), 0, kSlice);
+        v_slice_ |= Clamp(FirstOfItem<Traits>(item) - Position(), 0, kSlice) << 8;
+        v_slice_ |= Clamp(EndOfItem<Traits>(p_, item) - Position(), 0, kSlice);
       } else if (!InSpan(item)) {
         v_row_ = kNoRow;
       }
@@ -337,7 +341,7 @@ class TilePath {
     const KvPools& pools_;
     int thread_;
     int index_;  // item of the next step
-    int pos_;    // kv position of the next step, kNone at the end of the items of this path
+    int pos_;    // kv position, or place, of the next step, kNone behind the items of this path
     i32 page_;   // page of the slice of the next step, or, in lane l, of its token l
     // The slice whose K rows were loaded last. Contiguous: v_row_ is the pool row of token 0, and
     // tokens [begin, end) are in the item's span; else it is, in lane l, that of token l or kNoRow.
@@ -471,7 +475,10 @@ class TilePath {
   __device__ __forceinline__ ItemRecord Item() const { return ItemRecord(p_, index_); }
   __device__ __forceinline__ Stage Logits() const { return Stage(p_, index_); }
 
-  // Steps [FirstStep, EndOfSteps) in strides of kStep. An item without a span has one step.
+  static_assert(!Traits::kHasSteps || kStep == Traits::kTileKv, "a step is one of the list");
+
+  // Steps [FirstStep, EndOfSteps) in strides of kStep; with step lists places of such. An item
+  // without a span has one step.
   __device__ static int FirstStep(const ItemRecord& item) {
     return item.kv_begin() / kStep * kStep;
   }
@@ -483,7 +490,7 @@ class TilePath {
     ForgetThread();
     state.Reset(Stage::NoReference());
     QFragments q_fragments = {};
-    // Positions are relative to the first step here.
+    // Positions are relative to Origin() here.
     __syncwarp();
     if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
     if constexpr (kE4m3) PutLogitScales();
@@ -492,7 +499,15 @@ class TilePath {
 #pragma unroll 1
     for (int pos = warm_up ? -kWarmUpSteps * kStep : 0; pos < end_of_steps; pos += kStep) {
       const VisibleSpan span = shared_.small.spans[Warp()];
-      const int begin = pos + (kSplitKv ? Warp() * kWarpTokens : 0);
+      int step_begin = pos;
+      bool is_masked = true;
+      if constexpr (Traits::kHasSteps) {
+        const int place = FirstStep(Item()) + pos, end = pos < 0 ? place : Item().kv_end();
+        const KvStep<Traits> step(p_, place, end);
+        step_begin = step.begin();
+        is_masked = step.is_masked();
+      }
+      const int begin = step_begin + (kSplitKv ? Warp() * kWarpTokens : 0);
       const int end = begin + kWarpTokens;
       const bool seen = begin < span.any_end && end > span.any_begin;
       const bool seen_by_all = begin >= span.all_begin && end <= span.all_end;
@@ -504,7 +519,8 @@ class TilePath {
         Tile s;
         MultiplyQk(q_fragments, s);
         if constexpr (kE4m3) ScaleAtOnce(s);
-        Logits().Apply(LogitLayout(FirstRow(), Lane()), FirstStep(Item()) + begin, seen_by_all, s);
+        Logits().Apply(LogitLayout(FirstRow(), Lane()), Origin() + begin, seen_by_all, is_masked,
+                       s);
         if constexpr (kE4m3) {
           const RowScales<kMTiles> scales = ExponentScales();
           UpdateMax<Traits>(scales, s, state);
@@ -518,9 +534,9 @@ class TilePath {
 
       NextLoad<false>(pos >= 0);
       if constexpr (kRowsMayDiffer<Traits>) {
-        const bool by_mask = Stage::Variant::kHasMask;
+        const bool by_mask = Stage::Variant::kHasMask && is_masked;
         if (pos >= 0 && (by_mask || (!seen_by_all && Item().qo_len() > 1))) {
-          MendValues(FirstStep(Item()) + begin, seen, state);
+          MendValues(Origin() + begin, seen, state);
         }
       }
       if (seen) MultiplyPv(p, state);
@@ -528,18 +544,24 @@ class TilePath {
     }
   }
 
-  // What the rows of this warp may see, relative to the first step. "All" means the rows of all
+  // Where positions are counted from in RunSteps.
+  __device__ __forceinline__ int Origin() const {
+    return Traits::kHasSteps ? 0 : FirstStep(Item());
+  }
+
+  // What the rows of this warp may see, relative to Origin(). "All" means the rows of all
   // warps, which must agree on it in MendValues.
   __device__ __forceinline__ VisibleSpan StepSpan() const {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
-    const int kv_begin = item.kv_begin(), kv_end = item.kv_end(), q_pos = item.q_pos();
+    const int kv_begin = FirstOfItem<Traits>(item), kv_end = EndOfItem<Traits>(p_, item),
+              q_pos = item.q_pos();
     const int last_row = Min(num_rows, FirstRow() + kWarpRows) - 1;
     const VisibleSpan warp = SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos,
                                                   FirstRow() / kGroupSize, last_row / kGroupSize);
     const VisibleSpan tile =
         SpanOfTokens<Traits>(p_, kv_begin, kv_end, q_pos, 0, item.qo_len() - 1);
-    const int first_step = FirstStep(item);
+    const int first_step = Origin();
     VisibleSpan span = {warp.any_begin - first_step, warp.any_end - first_step,
                         tile.all_begin - first_step, tile.all_end - first_step};
     if (FirstRow() >= num_rows) span.any_end = -kStep * kWarmUpSteps;  // no rows, nothing seen

@@ -314,7 +314,7 @@ class MlaPath {
       const VisibleSpan span = shared_.small.spans[Warp()];
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
       const Stage stage(p_, index_);
-      stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), pos, seen_by_all, s);
+      stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), pos, seen_by_all, true, s);
       UpdateMax<Traits>(stage.scale(), s, state);
       Exponentiate<Traits>(stage.scale(), s, state, p);
       if constexpr (kRowsMayDiffer<Traits>) {

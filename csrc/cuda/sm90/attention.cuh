@@ -459,6 +459,7 @@ class HopperConsumer {
   using Shared = typename Shape::Shared;
   using E = Element<Traits::kDtype>;
   using Rows = TileRows<Traits>;
+  using Step = KvStep<Traits>;
   using Q = typename Shape::Q;
   using K = typename Shape::K;
   using V = typename Shape::V;
@@ -510,8 +511,9 @@ class HopperConsumer {
   // or more from the first consumer's to the last one's, who has the item to its end.
   static constexpr int kConsumerTokens = CeilDiv(64, Traits::kGroupSize);
   // Not where results are written from the slot of the last K, which is everybody's last then.
-  static constexpr bool kLeavesEarly =
-      Traits::kHasWindowRight && !Shape::kWritesBoxes && kLast * 64 >= kStep * Traits::kGroupSize;
+  static constexpr bool kLeavesEarly = Traits::kHasWindowRight && !Traits::kHasSteps &&
+                                       !Shape::kWritesBoxes &&
+                                       kLast * 64 >= kStep * Traits::kGroupSize;
 
   __device__ typename Shape::Barriers& Barriers() const { return shared_.small.barriers; }
   __device__ int Lane() const { return thread_ % kWarpSize; }
@@ -620,8 +622,8 @@ class HopperConsumer {
   // one see, at most kConsumerTokens behind that of the one before.
   __device__ __forceinline__ int FirstEnd(const ItemRecord& item) const {
     constexpr int kLastToken = 63 / Traits::kGroupSize;
-    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(), kLastToken,
-                                kLastToken)
+    return SpanOfTokens<Traits>(p_, FirstOfItem<Traits>(item), EndOfItem<Traits>(p_, item),
+                                item.q_pos(), kLastToken, kLastToken)
         .any_end;
   }
   // Who has the turn after this consumer's. The last one passes it to the first one that has not
@@ -704,7 +706,7 @@ class HopperConsumer {
         StartQk(KSlot(), s);
         WgmmaWait<0>();
         PinRegisters(s);
-        rows.MakeLogits(pos, s);
+        rows.MakeLogits(Step(p_, pos, end), s);
         again = rows.Exponentiate(rows.Scale(), true, s, p, [] {});
       }
       for (bool is_first = true;; is_first = false) {
@@ -714,7 +716,7 @@ class HopperConsumer {
           StartQk(KSlot(), s);
           WgmmaWait<0>();
           PinRegisters(s);
-          rows.MakeLogits(pos, s);
+          rows.MakeLogits(Step(p_, pos, end), s);
           rows.ExponentiateAnew(is_first, s, p);
           rows.Rescale(o);
         }
@@ -730,11 +732,12 @@ class HopperConsumer {
           WaitBarrier(FullV(), v_cursor_.parity);
         }
         // What the copy engine wrote needs none: K of this step and V of the one before.
-        if (pos - kStep < boxes_begin || pos + kStep > end ||
+        if (Traits::kHasSteps || pos - kStep < boxes_begin || pos + kStep > end ||
             (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
           FenceSharedForWgmma();
         }
         const u32 k_slot = KSlot(), v_slot = VSlot();  // ahead of the turn
+        const Step step(p_, pos, end);
         const int next = AfterThis(pos + kStep, end, first_end);
         const bool passes_turn = joint && next != group_;
         if (takes_turn) TakeTurn();
@@ -750,10 +753,11 @@ class HopperConsumer {
         KeepBefore(scale);
         WgmmaWait<1>();
         PinRegisters(s);
-        rows.MakeLogits(pos, s);
+        rows.MakeLogits(step, s);
         again = rows.Exponentiate(scale, false, s, p, [&] {
           WgmmaWait<0>();
           PinRegisters(o);
+          if constexpr (Rows::kSamples) rows.Rescale(o);
           Release(Barriers().empty_v, v_cursor_, joint);
           Cursor next_k = k_cursor_;
           next_k.Advance();
@@ -874,7 +878,7 @@ class HopperConsumer {
     WgmmaWait<0>();
     PinBlocks(s);
     Release(Barriers().empty_k, k_cursor_, false);
-    rows.MakeLogits(pos, s);
+    rows.MakeLogits(Step(p_, pos, end), s);
     bool grows = true;
     for (bool is_first = true;; is_first = false) {
       pos += kStep;
@@ -909,7 +913,7 @@ class HopperConsumer {
       WgmmaWait<1>();
       PinBlocks(s);
       Release(Barriers().empty_k, k_cursor_, false);
-      rows.MakeLogits(pos, s);
+      rows.MakeLogits(Step(p_, pos, end), s);
       grows = rows.Exponentiate(s);
       KeepBefore(rows.LastWritten());
       WgmmaWait<0>();

@@ -59,7 +59,8 @@ class DecodeRows {
     const ItemRecord item(p, index);
     num_rows_ = Uniform(item.qo_len() * Traits::kGroupSize);
     const VisibleSpan span =
-        SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(), 0, item.qo_len() - 1);
+        SpanOfTokens<Traits>(p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item), item.q_pos(),
+                             0, item.qo_len() - 1);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
     differ_ =
@@ -74,11 +75,12 @@ class DecodeRows {
     }
   }
 
-  // From k * q^T of the tokens [begin, begin + 64 * kBlocks) to logits, but for their scale.
-  __device__ __forceinline__ void MakeLogits(int begin, Scores& s) const {
+  // From k * q^T of the tokens of a step to logits, but for their scale.
+  __device__ __forceinline__ void MakeLogits(KvStep<Traits> step, Scores& s) const {
+    const int begin = step.begin();
     const bool seen_by_all = begin >= all_begin_ && begin + 64 * kBlocks <= all_end_;
     const KeyMajorLayout<kBlocks, kTiles> layout(warp_, lane_, num_tiles());
-    Stage().Apply(layout, begin, seen_by_all, s);
+    Stage().Apply(layout, begin, seen_by_all, step.is_masked(), s);
   }
 
   // p = 2^(logit - reference), into shared memory by StoreWeights. Returns whether a logit of this

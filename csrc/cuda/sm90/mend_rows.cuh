@@ -75,9 +75,19 @@ class RowMender {
 
   __device__ __forceinline__ VisibleSpan SpanOf(int first, int last) const {
     const ItemRecord item(p_, index_);
-    return SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
-                                (first_row_ + first) / Traits::kGroupSize,
+    return SpanOfTokens<Traits>(p_, FirstOfItem<Traits>(item), EndOfItem<Traits>(p_, item),
+                                item.q_pos(), (first_row_ + first) / Traits::kGroupSize,
                                 (first_row_ + last) / Traits::kGroupSize);
+  }
+
+  // The kv position at a place of the item, see KvStep.
+  __device__ __forceinline__ int PositionOf(int place) const {
+    if constexpr (!Traits::kHasSteps) return place;
+    return KvStep<Traits>(p_, place, place + 1).begin() + place % Traits::kTileKv;
+  }
+  // Whether there is a token at it, of a place in [begin, end).
+  __device__ __forceinline__ bool Exists(int pos) const {
+    return !Traits::kHasSteps || pos < EndOfItem<Traits>(p_, ItemRecord(p_, index_));
   }
 
   // Row of the pool, or kFreshRow and that of k_new and v_new.
@@ -91,6 +101,12 @@ class RowMender {
       return PoolRow<Traits::kPageSize>(LoadPage<Traits::kPageSize>(p_, item.kv_base(), pos), pos);
     }
     return static_cast<u32>(item.kv_base()) + pos;
+  }
+  // That of a place, or kNoRow.
+  __device__ __forceinline__ u32 RowAt(int place) const {
+    if constexpr (!Traits::kHasSteps) return RowOf(place);
+    const int pos = PositionOf(place);
+    return Exists(pos) ? RowOf(pos) : kNoRow;
   }
   template <int kHeadDim>
   __device__ __forceinline__ const Kv* At(const char* pool, const void* fresh, u32 row) const {
@@ -125,28 +141,30 @@ class RowMender {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOf(__ffs(rows) - 1, 31 - __clz(static_cast<int>(rows)));
     const int begin = item.kv_begin(), end = item.kv_end();
-    const int all_begin = Traits::Variant::kHasMask ? end : span.all_begin;
-    u32 columns = NotFinite(begin, Min(all_begin, end)) | NotFinite(Max(span.all_end, begin), end);
+    const bool all = Traits::kHasSteps || Traits::Variant::kHasMask;
+    const int all_begin = all ? end : span.all_begin, all_end = all ? end : span.all_end;
+    u32 columns = NotFinite(begin, Min(all_begin, end)) | NotFinite(Max(all_end, begin), end);
 #pragma unroll
     for (int lanes = kWidth; lanes < kWarpSize; lanes *= 2) {
       columns |= __shfl_xor_sync(kFullWarp, columns, lanes);
     }
     return columns;
   }
-  // The same of tokens [begin, end), of which this lane looks at every kTokens-th. 32 rows of the
-  // pool are looked up at a time, one a lane, so that their values are asked for together.
+  // The same of tokens at places [begin, end), of which this lane looks at every kTokens-th. 32
+  // rows of the pool are looked up at a time, one a lane, so that their values are asked for
+  // together.
   __device__ __forceinline__ u32 NotFinite(int begin, int end) const {
     const KvPools pools = FindPools<Traits, sizeof(Kv)>(p_);
     u32 columns = 0;
 #pragma unroll 1
     for (int first = begin; first < end; first += kWarpSize) {
-      const u32 row = first + lane_ < end ? RowOf(first + lane_) : 0;
+      const u32 row = first + lane_ < end ? RowAt(first + lane_) : 0;
 #pragma unroll 2
       for (int t = 0; t < kWarpSize; t += kTokens) {
         const int token = t + lane_ / kWidth;
         const u32 token_row = __shfl_sync(kFullWarp, row, token);
         float x[8] = {};
-        if (first + token < end && HasColumns()) {
+        if (first + token < end && HasColumns() && !(Traits::kHasSteps && token_row == kNoRow)) {
           Load(At<kDimVo>(pools.v, p_.v_new, token_row) + Column(), x);
         }
 #pragma unroll
@@ -174,13 +192,17 @@ class RowMender {
       }
       references[i] = __shfl_sync(kFullWarp, reference, few[i] & 31);
     }
+    if constexpr (Traits::kHasSteps) {
+      begin = ItemRecord(p_, index_).kv_begin();
+      end = ItemRecord(p_, index_).kv_end();
+    }
 #pragma unroll 1
     while (end > begin) {
       const int first = Max(begin, end - kWarpSize), num_tokens = end - first;
-      const int pos = first + lane_;
+      const int pos = PositionOf(first + (Traits::kHasSteps ? Min(lane_, num_tokens - 1) : lane_));
       u32 row = 0;
       float weights[kRows];
-      if (lane_ < num_tokens) {
+      if (lane_ < num_tokens && Exists(pos)) {
         row = RowOf(pos);
         Weights(few, pos, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
       }

@@ -233,7 +233,7 @@ class HopperMlaDecodeItem {
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
       const KeyMajorLayout<1, kTiles> layout(Warp(), Lane());
-      Stage(p_, index_).Apply(layout, pos, seen_by_all, s);
+      Stage(p_, index_).Apply(layout, pos, seen_by_all, true, s);
       Exponentiate(s, p);
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Traits::Variant::kHasMask;

@@ -75,8 +75,8 @@ struct RingCursor {
   }
 };
 
-// The steps of an item: absolute multiples of kStep from the first that its span touches. An item
-// without a span has none.
+// The steps of an item: absolute multiples of kStep from the first that its span touches, or with
+// step lists places of such, see KvStep. An item without a span has none.
 template <int kStep, class Item>
 __device__ __forceinline__ int FirstStep(const Item& item) {
   return item.kv_begin() / kStep * kStep;
@@ -145,7 +145,7 @@ struct OneHopperConsumer {
 // to know of their item is in registers: read from L1 in each step it would be five answers, one
 // asked for after the other, a quarter of the time that a producer had a step of decodes in.
 template <class Traits, class Shape>
-class QueueSteps {
+class QueueSteps : ListedStep<Traits> {
  public:
   __device__ __forceinline__ explicit QueueSteps(const AttentionParams& p) : p_(p) {}
 
@@ -180,6 +180,12 @@ class QueueSteps {
   __device__ __forceinline__ void Next() {
     pos_ += Shape::kStep;
     bool asks = static_cast<u32>(pos_) % kGroupTokens == 0;
+    if constexpr (Traits::kHasSteps) {
+      const u32 group = static_cast<u32>(this->Begin(pos_)) / kGroupTokens;
+      this->step = this->next;
+      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
+      asks = static_cast<u32>(this->Begin(pos_)) / kGroupTokens != group;
+    }
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
@@ -193,7 +199,7 @@ class QueueSteps {
   // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
   // of the item's span.
   __device__ __forceinline__ u32 Row() const {
-    const int pos = Shape::LanePosition(pos_);
+    const int pos = Shape::LanePosition(this->Begin(pos_));
     i32 page = page_;
     if constexpr (kHasGroups) {
       page = __shfl_sync(kFullWarp, page_, static_cast<u32>(pos) / Traits::kPageSize % kWarpSize);
@@ -215,22 +221,31 @@ class QueueSteps {
   static constexpr int kGroupTokens = kHasGroups ? kWarpPages : Shape::kStep;
 
   __device__ bool IsInSpan(int pos) const {
+    if constexpr (Traits::kHasSteps) return pos < this->kv_len;
     return pos >= item_.kv_begin() && pos < item_.kv_end();
   }
   __device__ __forceinline__ void BeginItem() {
     pos_ = FirstStep<Shape::kStep>(item_);
     // As consumers see it, who ask whether there is a span; of decodes alone nobody asks.
     end_pos_ = item_.kv_begin() < item_.kv_end() ? item_.kv_end() : pos_;
+    if constexpr (Traits::kHasSteps) {
+      this->kv_len = EndOfItem<Traits>(p_, item_);
+      this->step = KvStep<Traits>(p_, pos_, end_pos_);
+      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);
+    }
   }
   __device__ __forceinline__ void AskForPages() {
     if constexpr (Traits::kPageSize > 0) {
-      int pos = Shape::LanePosition(pos_);
+      const int step = this->Begin(pos_);
+      int pos = Shape::LanePosition(step);
       bool needed = IsInSpan(pos);
       if constexpr (kHasGroups) {
         const int lane = threadIdx.x % kWarpSize;
-        const int place = static_cast<int>(static_cast<u32>(pos_) % kGroupTokens);
-        pos = pos_ - place + lane * Traits::kPageSize;
-        needed = pos + Traits::kPageSize > item_.kv_begin() && pos < item_.kv_end();
+        const int place = static_cast<int>(static_cast<u32>(step) % kGroupTokens);
+        pos = step - place + lane * Traits::kPageSize;
+        needed = Traits::kHasSteps
+                     ? IsInSpan(pos)
+                     : pos + Traits::kPageSize > item_.kv_begin() && pos < item_.kv_end();
       }
       page_ = needed ? LoadPage<Traits::kPageSize>(p_, item_.kv_base(), pos) : 0;
     }
@@ -239,7 +254,7 @@ class QueueSteps {
   const AttentionParams& p_;
   int index_, end_;  // item of the step
   ItemCopy item_;
-  int pos_, end_pos_;  // kv position of the step, end of its item's span
+  int pos_, end_pos_;  // kv position, or place, of the step; end of its item's span
   i32 page_ = 0;       // what this lane asked for
 };
 

@@ -57,8 +57,8 @@ class TileRows {
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     live_ = first_row_ < num_rows;
     const VisibleSpan span = SpanOfTokens<Traits>(
-        p, item.kv_begin(), item.kv_end(), item.q_pos(), first_row_ / Traits::kGroupSize,
-        Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
+        p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item), item.q_pos(),
+        first_row_ / Traits::kGroupSize, Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
     all_begin_ = span.all_begin;
     all_end_ = span.all_end;
     differ_ =
@@ -67,11 +67,17 @@ class TileRows {
 
   __device__ __forceinline__ float Scale() const { return Stage().scale(); }
 
-  // From q . k of the tokens [begin, begin + 8 * kTiles) to logits, but for their scale.
+  // From q . k of the tokens of a step, or of `begin` and those behind it, to logits, but for their
+  // scale.
   template <int kTiles>
-  __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4]) const {
+  __device__ __forceinline__ void MakeLogits(KvStep<Traits> step, float (&s)[kTiles][4]) const {
+    MakeLogits(step.begin(), s, step.is_masked());
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4],
+                                             bool is_masked = true) const {
     const bool seen_by_all = begin >= all_begin_ && begin + 8 * kTiles <= all_end_;
-    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, seen_by_all, s);
+    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, seen_by_all, is_masked, s);
   }
 
   // p = 2^(logit - reference), packed: the accumulators of two neighbouring 8-column tiles are
@@ -88,6 +94,8 @@ class TileRows {
   __device__ __forceinline__ bool Exponentiate(float scale, bool is_first, float (&s)[kTiles][4],
                                                u32 (&p)[kTiles / 2][4], const Between& between) {
     constexpr int kHalf = kTiles / 4 * 2;
+    grows_ = false;
+    if constexpr (kSamples) FollowSample(scale, is_first, s);
     StepSums sums = {};
     Weights<0, kHalf>(scale, s, sums);
     KeepBefore(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]);
@@ -97,7 +105,6 @@ class TileRows {
     Pack<kHalf, kTiles>(s, p);
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
-    grows_ = false;
     if constexpr (!kNormalizes) return false;
     bool again = IsTooMuch(0) || IsTooMuch(1);
     if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
@@ -133,6 +140,11 @@ class TileRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] += step_sum_[h];
   }
+
+  // Whether Exponentiate may change references, of steps behind the first one, so that o has to
+  // follow by Rescale.
+  static constexpr bool kSamples =
+      LogitStage<Traits>::kNormalizes && Traits::Variant::kLogitsFollowKeys;
 
   // For loops that look for maxima; the rows begin with kNoReference. s becomes p. A reference
   // follows when a logit exceeds it by kReferenceSlack; whether any of the warp's rows did.
@@ -345,6 +357,31 @@ class TileRows {
       maxima[j % 4] = j < 4 ? pair_max : fmaxf(maxima[j % 4], pair_max);
     }
     return fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+  }
+
+  // Logits with a term of their key, such as a slope times its position, may rise from step to step
+  // for ever, and would be exponentiated twice in each. So the row's reference follows some of the
+  // step's logits, a quarter, before: what is left of the range is enough for the others.
+  template <int kTiles>
+  __device__ __forceinline__ void FollowSample(float scale, bool is_first,
+                                               const float (&s)[kTiles][4]) {
+    constexpr float kSlack = kWide ? 30.0f : 2.0f;
+    bool moves = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sample[2] = {s[1][2 * h], s[3][2 * h]};
+#pragma unroll
+      for (int j = 5; j < kTiles; j += 2) sample[j / 2 % 2] = fmaxf(sample[j / 2 % 2], s[j][2 * h]);
+      const float highest = QuadMax(fmaxf(sample[0], sample[1])) * scale;
+      const float before = reference[h];
+      const bool follows = is_first ? highest > kNoReference : highest - before > kSlack;
+      if (follows) reference[h] = highest;
+      factor[h] = 1.0f;
+      if (follows && !is_first) factor[h] = Exp2(before - highest);
+      sum[h] *= factor[h];
+      moves |= follows;
+    }
+    grows_ = __any_sync(kFullWarp, moves);
   }
 
   // Of the tiles [kFirst, kEnd): logits become weights.
