@@ -1,7 +1,7 @@
-// The kernels of sm_90a as select/cuda.cc has them, for attention_cuda_cases.h; include that and
-// the emulation before this file.
+// The kernels of sm_90a as select/cuda.cc has them, emulated; include the emulation first.
 #pragma once
 
+#include "attention_cuda_cases.h"
 #include "cuda/sm90/attention.cuh"
 #include "cuda/sm90/mla.cuh"
 #include "cuda/sm90/mla_decode.cuh"
