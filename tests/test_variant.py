@@ -408,7 +408,7 @@ PLANS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     logits=st.none() | floats(),
     mask=st.none() | booleans(),
