@@ -78,12 +78,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g1-ragged-q16_128-kv64-w4-s4": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g16-page5-q16_128-kv64-w4-s4-left-right-cap": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-alibi": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-t5_bias": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-dense_bias": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-documents": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-fresh-alibi": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-fresh-documents": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s6-right-documents": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-ragged-q16_128-kv64-w4-s4-right-times": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-t5_bias": _TABLE,
@@ -95,11 +90,8 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-prefix_lm": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-alibi": _QUEUE_END,
-    "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-documents": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-alibi": _ITEM_TO_ITEM,
-    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-documents": _ITEM_TO_ITEM,
     "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
-    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-documents": _TABLE,
     "attention-bf16-d64-g1-ragged-q32_192-kv128-w16-s0-wgmma-documents": _TABLE,
     "attention-bf16-d576x512-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma-documents": (
         24,
@@ -109,9 +101,7 @@ SPILLS: dict[str, tuple[int, str]] = {
         152,
         "not looked into yet: two consumers of 224 registers hold o, logits and distances",
     ),
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-documents": _VARIANT_ON_SM80,
     "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-alibi": _QUEUE_END,
-    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-documents": _VARIANT_ON_SM80,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-t5_bias": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-documents": _VARIANT_ON_SM80,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
@@ -188,6 +178,7 @@ SPILLS |= {
     f"attention-bf16-{kernel}": why
     for kernel, why in {
         "d128-g4-page16-q16_128-kv64-w4-s3-right-steps": _QUEUE_END,
+        "d128-g4-page16-q16_128-kv64-w4-s4-right-steps-documents": _PORTABLE_ON_SM100,
         "d128-g4-page16-q16_128-kv64-w4-s3-right-steps-documents": _VARIANT_ON_SM80,
         "d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-steps-documents": _VARIANT_ON_SM80,
         "d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-steps-documents": _VARIANT_ON_SM80,
@@ -368,28 +359,23 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec((192, 128), 5, 5, dtype="float32")
     yield spec(256, 16, 1, dtype="float32")
     yield spec(128, 4, 16, dtype="float32", fresh_kv=True)
-    # Variants, each in the common kernel, and some in the others.
+    # Variants: each in the common kernel, two in the others.
     by_name = variants()
+    if target not in ("sm_80", "sm_90"):  # they run the portable kernel, too
+        yield spec(128, 4, 16, variant=by_name["alibi"])
+        yield spec(128, 4, 16, variant=by_name["documents"])
+        yield spec(128, 4, 16, variant=by_name["documents"], max_steps=999)
+        return
     for variant in by_name.values():
         yield spec(128, 4, 16, variant=variant)
-    for options in (
-        {"max_qo_tokens": 8},
-        {"fresh_kv": True},
-        {"kv_dtype": "float8_e4m3fn"},
-        {"dtype": "float32"},
-    ):
+    others = ({"max_qo_tokens": 8}, {"fresh_kv": True}, {"kv_dtype": "float8_e4m3fn"},
+              {"dtype": "float32"})  # fmt: skip
+    for options in others:
         yield spec(128, 4, 16, variant=by_name["alibi"], **options)
-        yield spec(128, 4, 16, variant=by_name["documents"], **options)
     yield spec(64, 1, None, causal=False, variant=by_name["documents"])
     # Plans with step lists.
     yield spec(128, 4, 16, max_steps=999)
-    for options in (
-        {},
-        {"max_qo_tokens": 8},
-        {"fresh_kv": True},
-        {"kv_dtype": "float8_e4m3fn"},
-        {"dtype": "float32"},
-    ):
+    for options in ({}, *others):
         yield spec(128, 4, 16, variant=by_name["documents"], max_steps=999, **options)
     yield spec(128, 4, None, causal=False, variant=by_name["causal"], max_steps=999)
     yield spec(256, 2, 5, window_left=100, variant=by_name["documents"], max_steps=999)
