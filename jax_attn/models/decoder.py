@@ -13,6 +13,7 @@ import numpy as np
 import jax_attn as ja
 from jax_attn.models import experts, latent
 from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.quantized import product
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 
@@ -182,7 +183,7 @@ def _layer(
             _qkv(h, weights, config),
             weights["sinks"].astype(jnp.float32) if config.sinks else None,
         )
-    h = _sum(o.reshape(len(x), -1) @ weights["o"], config)
+    h = _sum(product(o.reshape(len(x), -1), weights["o"]), config)
     if config.o_bias:
         h += weights["o_bias"]
     x = add(x, norm(h, "attention_post_norm", config.post_norms))
@@ -194,7 +195,7 @@ def _layer(
 
 def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     """[n, num_qo_heads + 2 * num_kv_heads, head_dim], of x after the layer's norm."""
-    qkv = x @ weights["qkv"]
+    qkv = product(x, weights["qkv"])
     if config.qkv_bias:
         qkv += weights["qkv_bias"]
     if config.qk_norm == "all_heads":
@@ -214,7 +215,8 @@ def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
 
 
 def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    return _sum(_gated(x @ weights["gate_up"], config) @ weights["down"], config)
+    gated = _gated(product(x, weights["gate_up"]), config)
+    return _sum(product(gated, weights["down"]), config)
 
 
 def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -239,8 +241,8 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     mesh has some of the experts; rows of the others come last, and nothing becomes of them.
     """
     assert config.experts is not None
-    per_token, count = config.experts.per_token, len(weights["expert_down"])
-    logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
+    per_token, count = config.experts.per_token, weights["expert_down"].shape[0]
+    logits = product(x, weights["router"], jnp.float32)
     if "router_bias" in weights:
         logits += weights["router_bias"].astype(jnp.float32)
     scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
@@ -254,19 +256,20 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     order = jnp.argsort(expert, stable=True)
     num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)  # not of others
 
-    def product(x: jax.Array, name: str) -> jax.Array:
+    def of_expert(x: jax.Array, name: str) -> jax.Array:
         y = experts.grouped_matmul(x, weights[name], num_rows)
         if is_own is not None:
             y = jnp.where(is_own[order, None], y, 0)
         bias = weights.get(f"{name}_bias")
         return y if bias is None else y + bias[expert[order]]
 
-    h = _gated(product(x[order // per_token], "expert_gate_up"), config)
-    h = product(h, "expert_down")
+    h = _gated(of_expert(x[order // per_token], "expert_gate_up"), config)
+    h = of_expert(h, "expert_down")
     by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
     y = jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
     if "shared_down" in weights:
-        y += _gated(x @ weights["shared_gate_up"], config) @ weights["shared_down"]
+        gated = _gated(product(x, weights["shared_gate_up"]), config)
+        y += product(gated, weights["shared_down"])
     return _sum(y, config)
 
 
@@ -307,7 +310,7 @@ def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
 def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     x = _rms_norm(x, params["final_norm"], config)
     head = params["embed"].T if config.tie_embeddings else params["head"]
-    logits = jnp.dot(x, head, preferred_element_type=jnp.float32) * config.logit_scale
+    logits = product(x, head, jnp.float32) * config.logit_scale
     if config.splits_vocabulary:
         logits = jax.lax.all_gather(logits, config.heads_axis, axis=1, tiled=True)
     return _soft_cap(logits, config.logit_soft_cap)

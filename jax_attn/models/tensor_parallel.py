@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_attn as ja
 from jax_attn.models.config import ModelConfig
 from jax_attn.models.decoder import init_pages
+from jax_attn.models.quantized import Quantized
 from jax_attn.models.weights import Params
 
 _ROWS = ("o", "down", "shared_down")  # their products are partial sums
@@ -97,10 +98,34 @@ class TensorParallel:
         """The weights as NamedSharding has them. Each device is sent its part alone.
 
         Matrices that are several side by side, as qkv is, are so on each device.
+
+        Raises ValueError for a quantised matrix whose groups would be cut.
         """
 
-        def split(path: Any, x: Any) -> jax.Array:
-            axis, order = self._split_of(path[-1].key, x.ndim)
+        def split(path: Any, x: Any) -> Any:
+            name = path[-1].key
+            axis, order = self._split_of(name, len(x.shape))
+            if not isinstance(x, Quantized):
+                return put(x, axis, order)
+            by_rows = axis is not None and axis == len(x.shape) - 2
+            groups = x.scales.shape[-2]
+            if by_rows and groups > 1 and x.shape[-2] % (self.size * x.group_size):
+                self._refuse(f"groups of {x.group_size} rows of {name}", groups)
+            if by_rows and x.order is not None:
+                raise ValueError(
+                    f"TensorParallel: {name}: expected rows in their order, got those of desc_act;"
+                    " use one device."
+                )
+            # One scale of a column is for all of its rows.
+            of_groups = None if by_rows and groups == 1 else axis
+            zeros = None if x.zeros is None else put(x.zeros, of_groups, order)
+            row_order = None if x.order is None else put(x.order, None, None)
+            scales = put(x.scales, of_groups, order)
+            return dataclasses.replace(
+                x, codes=put(x.codes, axis, order), scales=scales, zeros=zeros, order=row_order
+            )
+
+        def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:
             if axis is None:
                 return jax.device_put(x, NamedSharding(self.mesh, P()))
             array = np.moveaxis(np.asarray(x), axis, 0)
@@ -115,7 +140,8 @@ class TensorParallel:
             sharding = NamedSharding(self.mesh, P(*[None] * axis, self.axis_name))
             return jax.make_array_from_callback(shape, sharding, part)
 
-        return jax.tree_util.tree_map_with_path(split, params)
+        is_leaf = lambda x: isinstance(x, Quantized)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
 
     def _split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
         """The axis of a weight that is split, and what of it comes in which order; None: as is."""
