@@ -621,7 +621,7 @@ def check_dense_sequences() -> None:
 # ---- models over heads ---------------------------------------------------------------------------
 
 
-def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
+def check_models(num_devices: int, first: int = 0, step: int = 1, num_stripes: int = 1) -> None:
     """Of families first, first + step, ...: logits of one device, collectives, and memory."""
     import model_cases
 
@@ -629,9 +629,9 @@ def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
 
     for name, raw in list(model_cases.CONFIGS.items())[first::step]:
         config = models.parse_config(model_cases._COMMON | raw)
-        mesh = make_mesh(num_devices, 1)
+        mesh = make_mesh(num_devices, num_stripes)
         try:
-            split = models.TensorParallel(config, mesh, "heads")
+            split = models.TensorParallel(config, mesh, "heads", "kv" if num_stripes > 1 else None)
         except ValueError as error:
             assert "use fewer devices" in str(error) and "\n" not in str(error)
             continue
@@ -641,16 +641,20 @@ def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
         fields = capacities | {"dtype": "float32", "page_size": 4, "target": "cpu"}
         specs = models.attention_specs(split.config, **fields)
         lengths = np.array([0, 23]), np.array([23]), np.array([0, 6]), np.array([5, 2, 9, 1, 0, 7])
+        everywhere = plan_spec = jax.sharding.PartitionSpec()
         plans = tuple(ja.plan(spec, *lengths) for spec in specs)
+        if num_stripes > 1:
+            stripes = [split.stripes(spec) for spec in specs]
+            plans = tuple(parallel.plan_stripes(x, *lengths) for x in stripes)
+            plan_spec = stripes[0].plan_spec
         parts, pages = split.split_params(params), split.init_pages(specs, 11)
-        everywhere = jax.sharding.PartitionSpec()
         param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
         forward = jax.jit(
             jax.shard_map(
                 lambda params, *args, config=split.config: models.forward(params, config, *args),
                 mesh=mesh,
                 in_specs=(param_specs, everywhere, everywhere, split.pages_spec, split.pages_spec,
-                          everywhere, everywhere),
+                          plan_spec, everywhere),
                 out_specs=(everywhere, split.pages_spec, split.pages_spec),
                 check_vma=False,
             ),
@@ -665,18 +669,19 @@ def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
         if config.qk_norm == "all_heads":  # of a number for each token
             sums += config.num_layers
         assert kinds.count("all-reduce") == sums, (name, found, sums)
-        assert kinds.count("all-gather") == split.config.splits_vocabulary, (name, found)
-        assert len(kinds) == sums + split.config.splits_vocabulary, (name, found)
+        gathers = split.config.splits_vocabulary + config.num_layers * (num_stripes > 1)
+        assert kinds.count("all-gather") == gathers, (name, found)
+        assert len(kinds) == sums + gathers, (name, found)
         assert all(
             size <= 24 * config.hidden_size * 4 for kind, size in found if kind != "all-gather"
         )
-        check_shares(name, split, params, parts, pages)
+        check_shares(name, split, params, parts, pages, num_stripes)
         logits = forward(*arguments)[0]
         want = models.reference_forward(params, config, tokens)
         np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
 
 
-def check_shares(name, split, params, parts, pages) -> None:
+def check_shares(name, split, params, parts, pages, num_stripes) -> None:
     """Each device holds 1/N of all but norms, router, latent projections and repeated heads."""
     whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "final_norm")
     for (path, part), whole in zip(
@@ -695,11 +700,14 @@ def check_shares(name, split, params, parts, pages) -> None:
         if x is not None and not split.whole.latent:
             shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
             held = x.addressable_shards[0].data.nbytes
-            assert held * split.size == 4 * prod(shape) * repeats, (name, held)
+            assert held * split.size * num_stripes == 4 * prod(shape) * repeats, (name, held)
 
 
-def check_engine() -> None:
-    """Greedy tokens in f32 are those of one device; each device holds its share of the memory."""
+def check_engine(*splits: tuple[int, int]) -> None:
+    """Greedy tokens in f32 are those of one device; each device holds its share of the memory.
+
+    splits: (tensor_parallel, context_parallel).
+    """
 
     from jax_attn import models
     from jax_attn.serve.engine import Engine, EngineConfig
@@ -708,9 +716,9 @@ def check_engine() -> None:
     bundled = models.BUNDLED
     prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
     answers, held = {}, {}
-    for num_devices in (1, 2, 4):
+    for split in ((1, 1), *splits):
         limits = EngineConfig(num_pages=60, page_size=4, max_running=3, max_step_tokens=16,
-                              tensor_parallel=num_devices)  # fmt: skip
+                              tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
         engine = Engine(models.load(bundled, "float32"), limits)
         engine.warm_up()
         greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -722,7 +730,7 @@ def check_engine() -> None:
             for event in engine.step():
                 tokens[int(event.seq_id)] += event.tokens
         assert engine.device.num_compiles_after_warm_up == 0
-        answers[num_devices], held[num_devices] = tokens, engine.device.bytes_held()
+        answers[split], held[split] = tokens, engine.device.bytes_held()
         # A shard's data is an array of its own over the same memory.
         buffers = {
             (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
@@ -734,18 +742,19 @@ def check_engine() -> None:
             live[device] += size
         # Nothing else of the size of weights or pages is left: state of the sampler, masks.
         for device, size in engine.device.bytes_held().items():
-            assert live[device] - size < 0.05 * held[1][0], (num_devices, device, live, size)
+            assert live[device] - size < 0.05 * held[1, 1][0], (split, device, live, size)
         del engine
-    assert all(len(x) == 12 for x in answers[1])
-    assert answers[2] == answers[1] and answers[4] == answers[1], answers
+    assert all(len(x) == 12 for x in answers[1, 1])
     config = models.load(bundled, "float32").config
-    for num_devices in (2, 4):
-        shares = held[num_devices]
-        assert len(shares) == num_devices and len(set(shares.values())) == 1, shares
-        repeats = max(1, num_devices // config.num_kv_heads)
-        assert repeats == 1 or num_devices == 4
-        if repeats == 1:
-            assert shares[0] < 1.03 * held[1][0] / num_devices, (shares, held[1])
+    page = config.num_layers * 60 * 4 * config.num_kv_heads * config.head_dim * 2 * 4
+    weights = held[1, 1][0] - page
+    for split in splits:
+        assert answers[split] == answers[1, 1], (split, answers)
+        shares = held[split]
+        assert len(shares) == prod(split) and len(set(shares.values())) == 1, shares
+        if split[0] <= config.num_kv_heads:
+            share = weights / split[0] + page / prod(split)
+            assert share <= shares[0] < 1.03 * share, (split, shares, share)
 
 
 def check_bad_batches() -> None:
