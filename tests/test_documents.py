@@ -87,7 +87,7 @@ class Engine:
     ready = True
 
     def stats(self):
-        return collections.defaultdict(int, step_seconds={"plan": 1.0})
+        return collections.defaultdict(int, step_seconds={"plan": 1.0}, device_bytes={0: 1})
 
 
 def test_every_metric_has_an_entry():
