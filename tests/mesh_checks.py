@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -40,6 +41,33 @@ def run_on_cpus(num_devices: int, program: str, timeout: int = 300) -> None:
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), (
         done.stdout[-2000:] + done.stderr[-6000:]
     )
+
+
+def run_in_processes(num_processes: int, devices_each: int, program: str) -> None:
+    """Runs a program in processes that are one runtime (jax.distributed), all to their ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = os.path.dirname(__file__)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
+    }
+    start = "import jax; jax.distributed.initialize('127.0.0.1:{}', {}, {})\n"
+    commands = [
+        [sys.executable, "-c", start.format(port, num_processes, i) + program + "\nprint('done')"]
+        for i in range(num_processes)
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen(command, env=env, **pipes) for command in commands]
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0 and "done" in output, output[-4000:]
+    finally:
+        for process in running:
+            process.kill()
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
@@ -616,6 +644,49 @@ def check_dense_sequences() -> None:
         (_, want), want_grads = run(whole, *arrays)
         for a, b in zip((*got, *grads), (*want, *want_grads), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=str(options))
+
+
+def check_processes() -> None:
+    """Of a global mesh: a process has the results of its own devices, those of one device."""
+    num_processes = jax.process_count()
+    assert num_processes > 1 and len(jax.local_devices()) < len(jax.devices())
+    size = len(jax.devices())
+    mesh = make_mesh(1, size)
+    rng = np.random.default_rng(0)  # the same in every process
+    tokens = 16 * size
+    fields = {"dtype": "float32", "target": "cpu", "max_qo_tokens": tokens, "max_batch": 3}
+
+    def place(x, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    def check(got, want):
+        for shard in got.addressable_shards:
+            np.testing.assert_allclose(shard.data, want[shard.index], rtol=2e-5, atol=2e-5)
+
+    q, k, v = (rng.normal(size=(tokens, n, 16)).astype(np.float32) for n in (8, 4, 4))
+    indptr = np.array([0, tokens - 20, tokens - 3])
+    ragged = ja.AttentionSpec(8, 4, 16, page_size=None, max_kv_tokens=tokens, **fields)
+    want = ja.attention(q, k, v, ja.plan(ragged, indptr, np.diff(indptr), kv_indptr=indptr))
+    for exchange in ("ring", "heads"):
+        shards = parallel.SequenceShards(ragged, "kv", size, "striped", exchange)
+        plan = jax.tree.map(
+            lambda x, shards=shards: place(x, shards.plan_spec),
+            parallel.plan_sequence(shards, indptr),
+        )
+        placed = [place(x[shards.positions], shards.array_spec) for x in (q, k, v)]
+        o = jax.jit(lambda *x: parallel.attend_sequence(*x, mesh=mesh))(*placed, plan)
+        check(o, np.asarray(want)[shards.positions])
+    paged = ja.AttentionSpec(8, 4, 16, page_size=2 * size, max_kv_pages=9, **fields)
+    stripes = parallel.KvStripes(paged, "kv", size)
+    pages = rng.normal(size=(2, 9, 2 * size, 4, 16)).astype(np.float32)
+    lengths = np.array([0, 1, 9]), np.array([3 * size, 9]), np.array([0, 4, 9]), np.arange(9)
+    want = ja.attention(q, *pages, ja.plan(paged, *lengths))
+    plan = parallel.plan_stripes(stripes, *lengths)
+    plan = jax.tree.map(lambda x: place(x, stripes.plan_spec), plan)
+    placed = [place(x, stripes.pages_spec(is_stacked=False)) for x in pages]
+    attend = jax.jit(lambda *x: parallel.attend_stripes(*x, mesh=mesh))
+    check(attend(place(q, stripes.rows_spec), *placed, plan), np.asarray(want))
 
 
 # ---- models over heads ---------------------------------------------------------------------------

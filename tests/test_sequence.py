@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from mesh_checks import run_on_cpus
+from mesh_checks import run_in_processes, run_on_cpus
 
 import jax_attn as ja
 from jax_attn import parallel
@@ -33,6 +33,10 @@ def test(what):
 
 def test_dense_batches():
     run_on_cpus(8, "import mesh_checks as m; m.check_dense_sequences()")
+
+
+def test_processes():
+    run_in_processes(2, 2, "import mesh_checks as m; m.check_processes()")
 
 
 def _spec(tokens=960, **fields):
