@@ -96,7 +96,7 @@ def dot_product_attention(
         query_lens=_host_lengths("query_seq_lengths", query_seq_lengths, batch, q_len),
         kv_lens=_host_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
         sm_scale=float(head_dim) ** -0.5 if scale is None else float(scale),
-        window=_window(local_window_size, is_causal),
+        window=window_of(_OP, local_window_size, is_causal),
     )
     if bias is None and mask is None:
         o, lse = _attend(problem, q, k, v)
@@ -150,13 +150,14 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
-def _window(size: Any, is_causal: bool) -> tuple[int, int]:
+def window_of(op: str, size: Any, is_causal: bool) -> tuple[int, int]:
+    """How far a query sees to its left and right, -1: without limit, as jax.nn says it."""
     left, right = (-1, -1)
     if size is not None:
         both = (size, size) if isinstance(size, int) else tuple(size)
         if len(both) != 2 or min(both) < 0:
             raise ValueError(
-                f"{_OP}: local_window_size: expected (left, right) or one int for both, >= 0, got"
+                f"{op}: local_window_size: expected (left, right) or one int for both, >= 0, got"
                 f" {size}."
             )
         left, right = both

@@ -56,7 +56,7 @@ def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _attention_forward(split: HeadSplit, *arrays: Any) -> tuple[Any, Any]:
-    _check_differentiable(split.spec)
+    check_differentiable(split.spec)
     o, lse = _forward(*arrays, split)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
     q, k, v, buffer, layer, _, _, sinks, *_ = arrays
@@ -115,7 +115,7 @@ def gradients(
     return d_q, d_k, d_v
 
 
-def _check_differentiable(spec: AttentionSpec) -> None:
+def check_differentiable(spec: AttentionSpec) -> None:
     """Raises NotImplementedError for what has no gradient."""
     for has_none, what, instead in (
         (spec.is_quantized, "float8_e4m3fn keys and values", "train on pages of the spec's dtype"),

@@ -87,7 +87,7 @@ class Engine:
     ready = True
 
     def stats(self):
-        return collections.defaultdict(int, step_seconds={"plan": 1.0})
+        return collections.defaultdict(int, step_seconds={"plan": 1.0}, device_bytes={0: 1})
 
 
 def test_every_metric_has_an_entry():
@@ -134,7 +134,7 @@ def test_code_of_concepts_runs(tmp_path, monkeypatch):
 
 def test_code_of_devices_runs():
     spec = ja.AttentionSpec(4, 2, 64, page_size=64, max_batch=2, max_qo_tokens=8, max_kv_pages=9)
-    names = {"parallel": ja.parallel, "spec": spec}
+    names = {"parallel": ja.parallel, "spec": spec, "ja": ja}
     exec(own_code("docs/devices.md"), names)
     stripes = names["stripes"]
     automatic = (jax.sharding.AxisType.Auto,)
@@ -153,6 +153,16 @@ def test_code_of_devices_runs():
         step, jnp.zeros(spec.q_shape, spec.dtype), new, new, cache, cache, lengths
     )
     assert o.shape == spec.o_shape and k_pages.shape == cache.shape
+    tokens = names["shards"].array_spec
+    layer = jax.shard_map(
+        names["layer"],
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, jax.sharding.PartitionSpec()),
+        out_specs=tokens,
+        check_vma=False,
+    )
+    o = jax.eval_shape(layer, jnp.zeros(spec.q_shape, spec.dtype), new, new, np.array([0, 3, 7]))
+    assert o.shape == spec.o_shape
 
 
 def test_code_of_the_api_fits_its_call():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
+from jax_attn import parallel
 from jax_attn.models import experts, latent
 from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.quantized import product
@@ -66,7 +67,7 @@ def forward(
     positions: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    plans: tuple[ja.AttentionPlan, ...],
+    plans: tuple[ja.AttentionPlan, ...] | tuple[parallel.StripedPlan, ...],
     logit_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One step of a batch: appends the tokens to the cache, and attends over it.
@@ -78,7 +79,8 @@ def forward(
         stands in the padding is ignored.
       positions: [max_qo_tokens] i32. Of each token in its sequence: kv_len - qo_len + i.
       k_pages, v_pages: as `init_pages` makes them. Written in place where they are donated.
-      plans: of the batch, one for each of `attention_specs`.
+      plans: of the batch, one for each of `attention_specs`. StripedPlans inside shard_map, where
+        each device has a stripe of every page.
       logit_rows: [n] i32. The tokens to compute logits for, usually the last of each request.
 
     Returns:
@@ -87,16 +89,24 @@ def forward(
     """
     if len(plans) != len(config.windows):
         raise ValueError(f"forward: plans: expected {len(config.windows)}, got {len(plans)}.")
-    plan_of = dict(zip(config.windows, plans, strict=True))
+    plan_of: dict[int | None, Any] = dict(zip(config.windows, plans, strict=True))
+    # What is appended depends on lengths and pages alone, so that any plan will do.
+    some_plan: Any = plans[0]
     angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds}
+    is_striped = isinstance(some_plan, parallel.StripedPlan)
+    append: Any = parallel.append_stripes if is_striped else ja.append_kv
+    attention: Any = parallel.attend_stripes if is_striped else ja.attention
 
     def attend(qkv, sinks, idx, kind):
         nonlocal k_pages, v_pages
         assert v_pages is not None
-        # The stacked cache and an index, never a slice: slicing it would make XLA copy it. What is
-        # appended depends on lengths and pages alone, so that any plan will do.
+        if is_striped:
+            q, k, v = _rotated_heads(qkv, positions, config, kind)
+            k_pages, v_pages = append(k_pages, v_pages, k, v, some_plan, layer=idx)
+            return attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
+        # The stacked cache and an index, never a slice: slicing it would make XLA copy it.
         q, k_pages, v_pages = ja.append_rotated(
-            qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, plans[0], layer=idx
+            qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, some_plan, layer=idx
         )
         return ja.attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
 
@@ -105,8 +115,8 @@ def forward(
 
         def attend_rows(q, rows):
             nonlocal k_pages
-            k_pages, _ = ja.append_kv(k_pages, None, rows, None, plans[0], layer=idx)
-            return ja.attention(q, k_pages, None, plan_of[kind.window], layer=idx)
+            k_pages, _ = append(k_pages, None, rows, None, some_plan, layer=idx)
+            return attention(q, k_pages, None, plan_of[kind.window], layer=idx)
 
         return latent.absorbed(projected.rotated(angles_of[kind]), weights, config, attend_rows)
 

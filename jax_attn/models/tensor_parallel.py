@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
+from jax_attn import parallel
 from jax_attn.models.config import ModelConfig
 from jax_attn.models.decoder import init_pages
 from jax_attn.models.quantized import Quantized
@@ -24,7 +25,7 @@ _HEADS = ("q_b", "kv_b", "sinks")  # the last axis is heads, one after the other
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """How a model is split over a mesh axis.
+    """How a model is split over a mesh axis, and its pages over a second one.
 
     whole: the model's config. `config` is that of one device: use it for `attention_specs`, and for
         `forward` inside shard_map over the axis. Plans are the same on every device.
@@ -33,12 +34,16 @@ class TensorParallel:
     heads fewer than devices are repeated. A vocabulary that the axis does not divide is on every
     device.
 
+    context_axis_name: a mesh axis over which pages are striped (parallel.KvStripes), or None. All
+        devices of it have the same weights.
+
     Raises ValueError for an axis that does not divide heads, MLPs or experts.
     """
 
     whole: ModelConfig
     mesh: jax.sharding.Mesh
     axis_name: str
+    context_axis_name: str | None = None
 
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
@@ -78,8 +83,17 @@ class TensorParallel:
 
     @property
     def pages_spec(self) -> P:
-        """Of k_pages and v_pages: by KV head; latent rows are on every device."""
-        return P() if self.whole.latent else P(None, None, None, self.axis_name)
+        """Of k_pages and v_pages: by KV head, and by slot over the context axis; latent rows have
+        one head, on every device."""
+        heads = None if self.whole.latent else self.axis_name
+        return P(None, None, self.context_axis_name, heads)
+
+    def stripes(self, spec: ja.AttentionSpec) -> parallel.KvStripes | None:
+        """Of a spec of `config`; None without a context axis. Raises what KvStripes raises."""
+        name = self.context_axis_name
+        if name is None:
+            return None
+        return parallel.KvStripes(spec, name, int(self.mesh.shape[name]), self.axis_name)
 
     def init_pages(
         self, specs: tuple[ja.AttentionSpec, ...], num_pages: int
