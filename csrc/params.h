@@ -17,6 +17,13 @@ inline constexpr i32 kPlanVersion = 4;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
 inline constexpr int kMaxVariantOperands = 8;
 
+// What an element of q, k or v is stored as.
+enum FormatCode : i32 {
+  kPlainFormat = 0,  // the spec's dtype
+  kE4m3Format,       // 8 bits, 4 of exponent and 3 of mantissa, without infinities (float8_e4m3fn)
+  kNumFormats
+};
+
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
 // it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
 enum PlanFaultCode : i32 {
@@ -301,12 +308,12 @@ struct AttentionParams {
   const i32* kv_lens;              // [max_batch]
   TensorMap k_new_map, v_new_map;  // if has_tensor_maps
 
-  // e4m3: an element is its code times the scale of its head. Scales of q and k are > 0, all
+  // With codes an element is its code times the scale of its head. Scales of q and k are > 0, all
   // finite.
   const float* q_scale;  // [num_qo_heads], or null: 1
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
-  i32 q_is_e4m3;         // else q has the type of o
+  i32 q_format;          // FormatCode; plain: the type of o
 
   const i32* steps;  // [max_steps] step lists, see WorkItem; null: there are none
   VariantOperand variant_operands[kMaxVariantOperands];  // of the problem's program
@@ -350,7 +357,7 @@ struct AppendParams {
   // stays NaN.
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
-  i32 kv_is_e4m3;        // else pages have the type of k_new and v_new
+  i32 kv_format;         // FormatCode; plain: pages have the type of k_new and v_new
   i32 dtype;             // the DType of these
   i32 num_kv_heads;
   i32 head_dim_qk;

@@ -17,6 +17,7 @@ from jax_attn.variant import Variant
 
 _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
 _E4M3 = "float8_e4m3fn"
+_FORMATS = (None, _E4M3)  # order of FormatCode in csrc/params.h; None is dtype
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
 _TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
@@ -396,8 +397,8 @@ class AttentionSpec:
             "head_dim_vo": self.head_dim_vo,
             "mla": int(self.mla),
             "dtype": _DTYPES.index(self.dtype),
-            "q_is_e4m3": int(self.q_dtype == _E4M3),
-            "kv_is_e4m3": int(self.is_quantized),
+            "q_format": _FORMATS.index(self.q_dtype),
+            "kv_format": _FORMATS.index(self.kv_dtype),
             "window_left": self.window_left,
             "window_right": 0 if self.causal else self.window_right,
             "logits_soft_cap": self.logits_soft_cap,
@@ -418,7 +419,7 @@ class AttentionSpec:
         }
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
-            _tell_fallback(arch, self.q_dtype == _E4M3)
+            _tell_fallback(arch, _FORMATS.index(self.q_dtype))
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -495,9 +496,9 @@ def parse_target(target: str) -> tuple[int, int]:
 
 
 @functools.cache
-def _tell_fallback(arch: int, q_is_e4m3: bool) -> None:
+def _tell_fallback(arch: int, q_format: int) -> None:
     """Warns, once per architecture, that it runs a main loop that is not made for it."""
-    if sentence := _core.describe_fallback(arch, q_is_e4m3):
+    if sentence := _core.describe_fallback(arch, q_format):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 

@@ -27,7 +27,7 @@ void QuantizeRow(const T* from, const float* scales, int64_t num_heads, int64_t 
 void AppendRow(const AppendParams& p, const void* from, int64_t row, const float* scales,
                int64_t head_dim, int64_t row_bytes, int64_t slot, void* pages) {
   char* to = static_cast<char*>(pages) + slot * row_bytes;
-  if (!p.kv_is_e4m3) {
+  if (p.kv_format == kPlainFormat) {
     std::memcpy(to, static_cast<const char*>(from) + row * row_bytes, row_bytes);
     return;
   }
@@ -107,7 +107,7 @@ void AppendRotated(const AppendParams& p, TaskPool& pool) {
     const float *cos = p.cos + row * half, *sin = p.sin + row * half;
     RotateHeads(from, cos, sin, p.num_qo_heads, p.head_dim_qk, static_cast<T*>(p.q) + row * q_dim);
     if (slot < 0) return;
-    if (p.kv_is_e4m3) {
+    if (p.kv_format != kPlainFormat) {
       std::vector<T> keys(k_dim);
       RotateHeads(from + q_dim, cos, sin, p.num_kv_heads, p.head_dim_qk, keys.data());
       AppendRow(p, keys.data(), 0, p.k_scale, p.head_dim_qk, p.k_row_bytes, slot, p.k_pages);

@@ -37,7 +37,7 @@ struct Buffers {
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
   RowState* states;  // [rows]
-  float* scales;     // [rows] that their logits have beside those of all: of e4m3, else 1
+  float* scales;     // [rows] that their logits have beside those of all: of kHeadScale, else 1
   i32* tokens;       // [rows] query token of each row of an item
   float* s;          // [score_rows, tile_kv] scores; then probabilities, unless they are pairs
   float* p;          // [score_rows, p_lanes]
@@ -95,7 +95,7 @@ struct Buffers {
 };
 
 // What a pass over some items of the same rows and span needs. T: the type of o, and of q unless
-// that is e4m3; Kv: of keys and values. kLow: decode, see decode_pass.h.
+// that has codes; Kv: of keys and values. kLow: decode, see decode_pass.h.
 template <class Isa, typename T, typename Kv, bool kLow>
 class PassBase {
  public:
@@ -130,7 +130,7 @@ class PassBase {
         const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
         const i64 row = QueryRow(token) * params_.num_qo_heads + head;
         float* to = buf_.q + (h * rows_ + r) * buf_.q_lanes;
-        if (IsE4m3<Kv> && params_.q_is_e4m3) {
+        if (IsCode<Kv> && params_.q_format == kE4m3Format) {
           LoadQuery<E4m3>(row, to);
         } else {
           LoadQuery<T>(row, to);

@@ -71,11 +71,15 @@ const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer) {
                                                : nullptr;
 }
 
-ffi::DataType ToDataType(int64_t dtype) {
-  return dtype == kBF16   ? ffi::DataType::BF16
-         : dtype == kF16  ? ffi::DataType::F16
-         : dtype == kE4M3 ? ffi::DataType::F8E4M3FN
-                          : ffi::DataType::F32;
+ffi::DataType ToDataType(int64_t dtype, int64_t format) {
+  switch (format) {
+    case kE4m3Format:
+      return ffi::DataType::F8E4M3FN;
+    default:
+      return dtype == kBF16  ? ffi::DataType::BF16
+             : dtype == kF16 ? ffi::DataType::F16
+                             : ffi::DataType::F32;
+  }
 }
 
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {
@@ -110,7 +114,7 @@ Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer&
 
 Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
                   const ffi::AnyBuffer& pages, int64_t head_dim) {
-  const ffi::DataType type = ToDataType(spec.kv_dtype());
+  const ffi::DataType type = ToDataType(spec.dtype, spec.kv_format);
   const int64_t heads = spec.num_stored_heads();
   if (!pool.is_stacked) {
     return CheckBuffer(op, argument, pages, type,
