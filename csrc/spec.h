@@ -17,30 +17,14 @@ namespace jax_attn {
 
 enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
 
-// What a scale is of. kHeadScale: an operand (q_scale, k_scale, v_scale) has one for each head.
-enum ScalePlace : i32 { kNoScale = 0, kHeadScale };
-
-// A format of q, k and v: bits of an element's code, and where its scale is.
-struct KvFormat {
-  const char* name;  // as in names of kernels
-  i32 bits;          // 0: those of the spec's dtype
-  ScalePlace scale;
-};
-inline constexpr KvFormat kFormats[kNumFormats] = {
-    // by FormatCode
-    {"", 0, kNoScale},
-    {"e4m3", 8, kHeadScale},
-};
-
 // Families of attention kernels: csrc/cuda/sm80 and the CPU, csrc/cuda/sm90.
 enum MainLoop : int64_t { kPortable = 0, kHopper = 1 };
 
 inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 
-// Bytes of one head's row of so many elements, as they are stored.
-inline int64_t RowBytes(int64_t format, int64_t dtype, int64_t head_dim) {
-  const int64_t bits = kFormats[format].bits;
-  return bits == 0 ? head_dim * ElementBytes(dtype) : head_dim * bits / 8;
+// Elements of the last axis of an array of k or v: with codes bytes of a row, scales included.
+inline int64_t StoredDim(int64_t format, int64_t head_dim) {
+  return format == kPlainFormat ? head_dim : CodeRowBytes(format, head_dim);
 }
 
 // What the user asked for. Units: tokens unless said.
@@ -76,7 +60,9 @@ struct AttentionSpec {
   // Heads that k and v have in memory.
   int64_t num_stored_heads() const { return mla ? 1 : num_kv_heads; }
   // Bytes of one head's row of k or v.
-  int64_t kv_row_bytes(int64_t head_dim) const { return RowBytes(kv_format, dtype, head_dim); }
+  int64_t kv_row_bytes(int64_t head_dim) const {
+    return StoredDim(kv_format, head_dim) * (quantized() ? 1 : ElementBytes(dtype));
+  }
   bool quantized() const { return kv_format != kPlainFormat; }
   bool paged() const { return page_size > 0; }
   bool causal() const { return window_right == 0; }

@@ -55,8 +55,9 @@ struct CpuTypeKernels {
 
 struct CpuKernels {
   const char* name;
-  // By FormatCode of keys and values and by DType of spec.h: bf16, f16, f32.
-  const CpuTypeKernels* of[kNumFormats][3];
+  // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
+  // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
+  const CpuTypeKernels* of[2][3];
 };
 
 extern const CpuKernels kKernelsBaseline;

@@ -166,7 +166,7 @@ Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, At
     take(&b->v_new);
   }
   take(&b->sinks);
-  if (kFormats[spec.kv_format].scale == kHeadScale) {
+  if (FormatOf(spec.kv_format).scale == kHeadScale) {
     take(&b->q_scale);
     take(&b->k_scale);
     take(&b->v_scale);

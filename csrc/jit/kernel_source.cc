@@ -75,8 +75,8 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   constexpr const char* kTileNames[kMaxTiles] = {"kTileQ0", "kTileQ1", "kTileQ2"};
   visit("kArch", k.arch);
   visit("kDtype", k.dtype, DTypeName(k.dtype));
-  visit("kQFormat", k.q_format, kFormats[k.q_format].name);
-  visit("kKvFormat", k.kv_format, kFormats[k.kv_format].name);
+  visit("kQFormat", k.q_format, FormatOf(k.q_format).name);
+  visit("kKvFormat", k.kv_format, FormatOf(k.kv_format).name);
   visit("kHeadDimQk", k.head_dim_qk);
   visit("kHeadDimVo", k.head_dim_vo);
   visit("kIsMla", k.mla, "v is the first columns of k");
@@ -106,7 +106,7 @@ bool CopiesBytes(const AppendKernel& k) { return k.kv_format == kPlainFormat && 
 template <typename Visitor>
 void VisitFields(const AppendKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
-  visit("kKvFormat", k.kv_format, kFormats[k.kv_format].name);
+  visit("kKvFormat", k.kv_format, FormatOf(k.kv_format).name);
   visit("kDtype", k.dtype, CopiesBytes(k) ? "any" : DTypeName(k.dtype));
   visit("kRotates", k.rotates);
 }
@@ -204,8 +204,8 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   name << "attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
        << kernel.head_dim_qk;
   if (kernel.head_dim_vo != kernel.head_dim_qk) name << "x" << kernel.head_dim_vo;
-  if (kernel.q_format != kPlainFormat) name << "-q" << kFormats[kernel.q_format].name;
-  if (kernel.kv_format != kPlainFormat) name << "-kv" << kFormats[kernel.kv_format].name;
+  if (kernel.q_format != kPlainFormat) name << "-q" << FormatOf(kernel.q_format).name;
+  if (kernel.kv_format != kPlainFormat) name << "-kv" << FormatOf(kernel.kv_format).name;
   if (kernel.mla) name << "-mla";
   name << "-g" << kernel.group_size;
   if (kernel.page_size == 0) name << "-ragged";
@@ -254,7 +254,7 @@ KernelSource MakeSource(const AppendKernel& kernel) {
   std::string name = op + "-" + ArchName(kernel.arch);
   if (!CopiesBytes(kernel)) name += std::string("-") + DTypeName(kernel.dtype);
   if (kernel.kv_format != kPlainFormat) {
-    name += std::string("-kv") + kFormats[kernel.kv_format].name;
+    name += std::string("-kv") + FormatOf(kernel.kv_format).name;
   }
   return {name, entry,
           TranslationUnit("cuda/any/" + op + ".cuh", TraitsOf(kernel).str(),

@@ -230,6 +230,7 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.sm_scale = static_cast<float>(spec.sm_scale);
   p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
   p.q_format = static_cast<i32>(spec.q_format);
+  p.kv_format = static_cast<i32>(spec.kv_format);
   p.sums_weights = problem.program.present && !problem.program.normalizes;
   return p;
 }
