@@ -118,7 +118,11 @@ def gradients(
 def check_differentiable(spec: AttentionSpec) -> None:
     """Raises NotImplementedError for what has no gradient."""
     for has_none, what, instead in (
-        (spec.is_quantized, "float8_e4m3fn keys and values", "train on pages of the spec's dtype"),
+        (
+            spec.is_quantized,
+            f"{spec.kv_dtype} keys and values",
+            "train on pages of the spec's dtype",
+        ),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
         (

@@ -200,7 +200,7 @@ void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands
   const AttentionSpec& spec = problem.spec;
   BackwardParams params = operands;
   const AttentionParams& p = params.forward;
-  const CpuTypeKernels& kernels = *ActiveKernels().types[spec.dtype];
+  const CpuTypeKernels& kernels = *ActiveKernels().of[kPlainFormat][spec.dtype];
   const CpuGeometry geometry = MakeGeometry(problem.config);
   const int64_t kv_rows = KvRows(spec, p), layer = p.layer ? *p.layer : 0;
   // Of each result: the elements of a layer, those of all, and which layer sums go to.

@@ -16,8 +16,8 @@ namespace jax_attn {
 struct AttentionKernel {
   int64_t arch = 0;  // compute capability, 90 for sm_90
   int64_t dtype = kBF16;
-  bool q_is_e4m3 = false;
-  bool kv_is_e4m3 = false;
+  int64_t q_format = kPlainFormat;
+  int64_t kv_format = kPlainFormat;
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
   bool mla = false;  // v is columns of k
@@ -41,10 +41,10 @@ struct AttentionKernel {
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
 struct AppendKernel {
-  int64_t arch = 0;         // 0: that of device 0
-  bool kv_is_e4m3 = false;  // else bytes are copied, whatever their type
-  int64_t dtype = kBF16;    // of k_new and v_new, where elements are computed with
-  bool rotates = false;     // append_rotated
+  int64_t arch = 0;                  // 0: that of device 0
+  int64_t kv_format = kPlainFormat;  // plain: bytes are copied, whatever their type
+  int64_t dtype = kBF16;             // of k_new and v_new, where elements are computed with
+  bool rotates = false;              // append_rotated
 };
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates);
 

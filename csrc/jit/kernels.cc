@@ -107,10 +107,10 @@ Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const
                            : Status::Error("attention: " + d.Describe("cuTensorMapEncodeTiled", r));
 }
 
-// Of keys or values. Two e4m3 are a column.
+// Of keys or values. Two codes of 8 bits are a column.
 Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
                  int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
-  if (problem.spec.kv_is_e4m3) head_dim /= 2;
+  if (problem.spec.quantized()) head_dim /= 2;
   const BoxedArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
                          head_dim, BoxRows(problem), 1};
   return MakeTensorMap(d, problem, of, map);

@@ -122,7 +122,7 @@ SharingRules MakeSharingRules(const AttentionProblem& problem) {
   sharing.alignment =
       static_cast<i32>(spec.schedule == kFixedSplit ? spec.kv_split : config.tile_kv);
   sharing.token_bytes =
-      static_cast<i32>((spec.head_dim_qk + spec.head_dim_vo) * ElementBytes(spec.kv_dtype()));
+      static_cast<i32>(spec.kv_row_bytes(spec.head_dim_qk) + spec.kv_row_bytes(spec.head_dim_vo));
   sharing.fresh_kv = static_cast<i32>(spec.fresh_kv);
   sharing.cost_by_rows = static_cast<i32>(config.cost_by_rows);
   for (int i = 0; i < kMaxTiles; ++i) sharing.tile_rows[i] = static_cast<i32>(config.tile_q[i]);
@@ -229,7 +229,8 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.window_right = static_cast<i32>(spec.window_right);
   p.sm_scale = static_cast<float>(spec.sm_scale);
   p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
-  p.q_is_e4m3 = static_cast<i32>(spec.q_is_e4m3);
+  p.q_format = static_cast<i32>(spec.q_format);
+  p.kv_format = static_cast<i32>(spec.kv_format);
   p.sums_weights = problem.program.present && !problem.program.normalizes;
   return p;
 }

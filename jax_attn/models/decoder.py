@@ -50,14 +50,15 @@ def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpe
 def init_pages(
     config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros.
+    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros;
+    of int8 and mxfp4 as AttentionSpec.kv_shapes says.
 
     With latent attention k_pages has all, and v_pages is None.
     """
     page_size, dtype = specs[0].page_size, specs[0].dtype_of_kv
     assert page_size is not None
-    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-    return jnp.zeros(shape, dtype), None if config.latent else jnp.zeros(shape, dtype)
+    k_shape, v_shape = specs[0].kv_shapes(config.num_layers, num_pages, page_size)
+    return jnp.zeros(k_shape, dtype), None if v_shape is None else jnp.zeros(v_shape, dtype)
 
 
 def forward(

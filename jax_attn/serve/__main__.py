@@ -25,6 +25,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
+import jax_attn as ja
 from jax_attn import models
 from jax_attn.serve import auth
 from jax_attn.serve.admission import KeyLimits
@@ -188,7 +189,24 @@ def _load(directory: Path, args: argparse.Namespace) -> models.Model:
     return model._replace(config=config)
 
 
-_KV_DTYPES = {"fp8": "float8_e4m3fn"}  # names that other servers have for it
+# The first of them is a name that other servers have for it.
+_KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8", "mxfp4": "mxfp4"}
+
+
+def _row_bytes(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """Of the keys or values of a token and head, as the cache stores them."""
+    if args.kv_cache_dtype is None or config.latent:
+        return config.head_dim * jnp.dtype(args.dtype).itemsize
+    spec = ja.AttentionSpec(
+        num_qo_heads=1,
+        num_kv_heads=1,
+        head_dim_qk=config.head_dim,
+        dtype=args.dtype,
+        kv_dtype=_KV_DTYPES[args.kv_cache_dtype],
+        max_kv_pages=1,
+    )
+    k_shape, _ = spec.kv_shapes()
+    return k_shape[-1] * jnp.dtype(spec.dtype_of_kv).itemsize
 
 
 def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
@@ -198,11 +216,11 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
       ValueError: they do not fit.
     """
     config = model.config
-    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
+    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads
+    page_bytes *= _row_bytes(config, args)
     # What one device has of a page.
     page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
     page_bytes //= args.context_parallel
-    page_bytes *= jnp.dtype(_KV_DTYPES.get(args.kv_cache_dtype, args.dtype)).itemsize
     fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
     num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
     while True:
@@ -315,7 +333,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     longest = "tokens of prompt and output together (what the model can)"
     add("--max-model-len", type=_positive, help=longest)
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
-    cache = "fp8: float8_e4m3fn, half the memory, some accuracy (as --dtype)"
+    cache = "fp8 is float8_e4m3fn; int8, fp8_e5m2 and mxfp4 on a CPU: less memory (as --dtype)"
     add("--kv-cache-dtype", choices=[*_KV_DTYPES], help=cache)
     generation = "auto: generation_config.json has the defaults of sampling (%(default)s)"
     add("--generation-config", choices=["auto", "none"], default="auto", help=generation)
