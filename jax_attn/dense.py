@@ -16,7 +16,7 @@ from jax_attn import gradients
 from jax_attn.attention import attention
 from jax_attn.plan import AttentionPlan, plan
 from jax_attn.spec import AttentionSpec
-from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
+from jax_attn.transforms import Axes, partitioned
 from jax_attn.variant import Variant
 
 _OP = "dot_product_attention"
@@ -384,12 +384,7 @@ def _backward(
     q, k, v = saved[:3]
     if not q.size or not k.size or not v.size:
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
-    if gradients.has_backward(_plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name).spec):
-        return _gradients(problem, *saved, *cotangents)
-    names = f"{_DENSE}, {_ROWS}, {_ROWS} -> {_DENSE}"
-    about = Axes(names, problem.split, {"g": q.shape[2] // k.shape[2]})
-    run = functools.partial(_jnp_gradients, problem)  # which XLA splits by itself
-    return on_explicit_mesh(_OP, run, about, otherwise=run)(*saved, *cotangents)
+    return _gradients(problem, *saved, *cotangents)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -451,8 +446,8 @@ def _jnp_gradients(
     d_o: jax.Array,
     d_lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, Algorithm 2), where kernels have
-    no backward pass, and for second derivatives.
+    """Gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, Algorithm 2) that have
+    derivatives themselves.
 
     For each block of keys, P = exp(logits - lse). With D = sum(do * o) - dlse of each row:
     dv = P^T do,  ds = P * (do v^T - D),  dq = sm_scale ds k,  dk = sm_scale ds^T q.

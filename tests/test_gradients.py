@@ -22,9 +22,10 @@ from jax_attn import reference
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
 
 
-def on_cpu(cases):
-    """Every instruction set for what is short, the best one for the rest; CUDA has no kernels."""
+def everywhere(cases):
+    """CUDA, every instruction set for what is short, and the best one for the rest."""
     for case in cases:
+        yield pytest.param(case, Backend("gpu"), id=f"{case.name}-cuda", marks=pytest.mark.cuda)
         for isa in ja._core.supported_cpu_isas():
             is_best = isa == ja._core.supported_cpu_isas()[-1]
             if is_best or case.name.startswith(("mask_", "head_dim_", "group_", "prefix_mixed")):
@@ -93,7 +94,7 @@ def check(case, backend, content=None):
     return plan, batch, got
 
 
-@pytest.mark.parametrize("case,backend", list(on_cpu(DIFFERENTIABLE)), indirect=["backend"])
+@pytest.mark.parametrize("case,backend", list(everywhere(DIFFERENTIABLE)), indirect=["backend"])
 def test_case(case, backend):
     plan, batch, got = check(case, backend)
     again = run(plan, batch, *cotangents(case, batch))
@@ -147,8 +148,6 @@ def test_the_reference_has_the_gradients_of_itself():
 def test_what_is_not_finite_reaches_who_sees_it(backend):
     """A row that is NaN reaches the keys it sees; a key that is, the rows that see it, and so all
     keys that those see."""
-    if backend.platform == "gpu":
-        pytest.skip("CUDA has no backward pass")
     case = Case("", (150, 40), (150, 40), 4, 2, 64, page_size=None, window_left=20)
     clean = build(case)
     plan = ja.plan(backend.spec(**case.spec_fields()), **clean.lengths.plan_arguments())
@@ -225,6 +224,27 @@ def test_the_bits_do_not_depend_on_threads(dtype):
     assert len(found) == 1 and len(found.pop().split()) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_lowers_for_cuda(dtype):
+    """Without a GPU: what is called there, with memory that does not grow by tokens squared."""
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype=dtype, page_size=16, max_batch=3, max_qo_tokens=500, max_kv_pages=40,
+        target="sm_90",
+    )  # fmt: skip
+    plan = jax.eval_shape(lambda: ja.plan(spec, [0, 8], [40], [0, 3], [0, 1, 2]))
+    q = jax.ShapeDtypeStruct((500, 4, 64), dtype)
+    pages = jax.ShapeDtypeStruct((7, 30, 16, 2, 64), dtype)  # stacked
+
+    def loss(q, k, v, plan):
+        return ja.attention(q, k, v, plan, layer=3).astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    text = step.trace(q, pages, pages, plan).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@jax_attn_backward" in line]
+    words = 16 + 3 + 2 * 40 + 2 * 30  # counter, requests, entries of page tables, pages
+    assert len(calls) == 1 and f"tensor<{words}xf32>" in calls[0]
+
+
 # ---- with the rest of JAX
 
 
@@ -294,7 +314,6 @@ def test_merged_states_have_the_gradients_of_the_whole():
         ({"fresh_kv": True}, "fresh_kv"),
         ({"kv_dtype": "float8_e4m3fn"}, "float8_e4m3fn keys"),
         ({"mla": True, "num_kv_heads": 1, "head_dim_vo": 32, "sm_scale": 0.1}, "mla"),
-        ({"target": "sm_90"}, "target sm_90"),
     ],
 )
 def test_what_has_no_gradient_says_so_while_tracing(fields, what):
