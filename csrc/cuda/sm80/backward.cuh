@@ -66,15 +66,13 @@ struct BackwardShapes {
   }
   // The best shape in so much shared memory; without rows if there is none. A fragment of what
   // streams is loaded once for all m_tiles, so two halve the traffic. Sums, logits and dP take
-  // m_tiles * (columns / 2 + step) of 255 registers; beyond 160 some of the rest spill, and earlier
-  // with head dims of more than 192.
+  // m_tiles * (columns / 2 + step) of 255 registers; beyond 160 some of the rest spill.
   static constexpr BackwardShape Best(bool of_keys, int warps, int budget) {
     constexpr BackwardShape kShapes[] = {{2, 32}, {1, 64}, {1, 32}, {1, 16}, {1, 8}};
     for (const BackwardShape shape : kShapes) {
       if (!kIsF32 && shape.step < 16) continue;
       if (kIsF32 && (shape.m_tiles > 1 || shape.step > 32)) continue;
-      const int registers = shape.m_tiles * (Columns(of_keys) / 2 + shape.step);
-      if (registers > (Qk::kPadded > 192 || Vo::kPadded > 192 ? 144 : 160)) continue;
+      if (shape.m_tiles * (Columns(of_keys) / 2 + shape.step) > 160) continue;
       if (Bytes(warps, shape) <= budget) return shape;
     }
     return {0, 0};
@@ -648,7 +646,9 @@ class BackwardPass {
           SharedAddress(own) + (FirstRow() + Lane() % 16) * Layout::kPitch + Lane() / 16 * 16;
       const u32 b_at = SharedAddress(stream) + (Lane() / 16 * 8 + Lane() % 8) * Layout::kPitch +
                        Lane() / 8 % 2 * 16;
-#pragma unroll
+      // Fragments of all columns at once would spill beside sums as wide.
+      constexpr int kUnroll = Layout::kPadded > 192 ? 2 : Layout::kPadded / 16;
+#pragma unroll kUnroll
       for (int k = 0; k < Layout::kPadded / 16; ++k) {
         u32 a[kMTiles][4];
 #pragma unroll
