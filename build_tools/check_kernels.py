@@ -162,6 +162,7 @@ SPILLS: dict[str, tuple[int, str]] = {
         56,
         "sm_80: the kernel that records times, which nobody waits for",
     ),
+    "backward-bf16-d96-g4-page1-right-cap": (8, "not looked into yet"),
     "plan": (
         56,
         "13.5 on sm_120a: what all phases know of the schedule, 30 accesses in 6,700 instructions;"
@@ -383,6 +384,35 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         yield latent(heads, 64, variant=by_name[name])
 
 
+def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
+    """The same of the backward pass."""
+    for dims, group, page_size, options in (
+        ((128, 128), 4, None, {}),
+        ((128, 128), 8, 16, {"dtype": "float16", "causal": False}),
+        ((64, 64), 1, None, {}),
+        ((64, 64), 4, 16, {}),
+        ((40, 40), 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}),
+        ((96, 96), 4, 1, {"logits_soft_cap": 30.0}),
+        ((192, 128), 1, None, {}),
+        ((256, 64), 2, 16, {}),
+        ((256, 256), 2, 16, {"window_left": 4096, "logits_soft_cap": 50.0}),
+        ((64, 64), 1, None, {"dtype": "float32"}),
+        ((128, 128), 4, 16, {"dtype": "float32", "window_left": 100, "logits_soft_cap": 30.0}),
+        ((256, 256), 16, 1, {"dtype": "float32"}),
+    ):
+        yield ja.AttentionSpec(
+            num_qo_heads=2 * group,
+            num_kv_heads=2,
+            head_dim_qk=dims[0],
+            head_dim_vo=dims[1],
+            page_size=page_size,
+            target=target,
+            max_kv_tokens=4096 if page_size is None else None,
+            max_kv_pages=None if page_size is None else 4096,
+            **options,
+        )
+
+
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Sources, with the CTAs of a multiprocessor that launches count on (0: as many as fit)."""
     appends: dict[str, _core.KernelSource] = {}  # by name
@@ -393,6 +423,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
             if spec.is_paged and not (rotates and spec.mla):
                 append = _core.append_source(spec.problem, rotates)
                 appends[append.name] = append
+    for spec in backward_specs(target):
+        yield _core.backward_source(spec.problem), 0
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
     yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0

@@ -369,6 +369,30 @@ struct BackwardParams {
   float* d_v;  // the same with head_dim_vo
 };
 
+// The backward pass on CUDA devices. It goes by lengths and page tables, not by the schedule.
+// Launches with phases 0, 1 and 2 follow each other; ragged, 0 and 2.
+struct BackwardCudaParams {
+  AttentionParams forward;  // as in BackwardParams
+  const float* lse;         // as in BackwardParams, likewise d and d_o
+  const float* d;
+  const void* d_o;
+  // In the element type, 0 at entry.
+  void* d_q;             // [max_qo_tokens, num_qo_heads, head_dim_qk]
+  void* d_k;             // as k, all layers
+  void* d_v;             // as v
+  i64 num_elements[3];   // of d_q, d_k and d_v
+  const i32* kv_indptr;  // [max_batch + 1] pages (page_indptr); ragged: first rows
+  i32 max_entries;       // of page_indices
+  i32 phase;
+  // Workspace, 0 at entry.
+  i32* num_taken;      // [1] units that CTAs took
+  i32* q_begins;       // [max_batch] kv position of a request's first query token
+  i32* next_entries;   // [max_entries] 1 + the next entry with the same page; 0: none
+  i32* is_read;        // [max_entries] 1: its request has tokens there
+  i32* first_entries;  // [num_pages] max_entries - the first entry that is read; 0: none is
+  i32* last_entries;   // [num_pages] 1 + the last one; 0: none
+};
+
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
 struct AppendParams {
   void* k_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk], in place

@@ -35,11 +35,6 @@ _backward = refusing(_BACKWARD, over_heads(_BACKWARD, _products), vmap=_VMAP, gr
 _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
-def has_backward(spec: AttentionSpec) -> bool:
-    """Whether kernels of the spec's target have a backward pass."""
-    return spec.target == "cpu"
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
     o, lse = _forward(*operands, split)
@@ -136,12 +131,6 @@ def check_differentiable(spec: AttentionSpec) -> None:
             "make the spec without it: documents can be requests of a ragged batch",
         ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
-        (
-            not has_backward(spec),
-            f"target {spec.target}",
-            "kernels of the backward pass are for cpu; jax_attn.dot_product_attention has gradients"
-            " everywhere",
-        ),
     ):
         if has_none:
             raise NotImplementedError(f"attention: gradients: {what}: not supported; {instead}.")

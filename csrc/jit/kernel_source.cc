@@ -100,6 +100,19 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("Variant", k.variant);
 }
 
+template <typename Visitor>
+void VisitFields(const BackwardKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", k.dtype, DTypeName(k.dtype));
+  visit("kHeadDimQk", k.head_dim_qk);
+  visit("kHeadDimVo", k.head_dim_vo);
+  visit("kGroupSize", k.group_size);
+  visit("kPageSize", k.page_size, k.page_size == 0 ? "ragged" : "tokens");
+  visit("kHasWindowLeft", k.window_left);
+  visit("kHasWindowRight", k.window_right, "causal is window_right 0");
+  visit("kHasSoftCap", k.logits_soft_cap);
+}
+
 // Whether bytes are copied, whatever their type.
 bool CopiesBytes(const AppendKernel& k) { return k.kv_format == kPlainFormat && !k.rotates; }
 
@@ -239,6 +252,38 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
           Options(kernel.arch)};
 }
 
+BackwardKernel MakeBackwardKernel(const AttentionSpec& spec) {
+  BackwardKernel kernel;
+  kernel.arch = spec.arch;
+  kernel.dtype = spec.dtype;
+  kernel.head_dim_qk = spec.head_dim_qk;
+  kernel.head_dim_vo = spec.head_dim_vo;
+  kernel.group_size = spec.group_size();
+  kernel.page_size = spec.page_size;
+  kernel.window_left = spec.window_left >= 0;
+  kernel.window_right = spec.window_right >= 0;
+  kernel.logits_soft_cap = spec.logits_soft_cap > 0;
+  return kernel;
+}
+
+KernelSource MakeSource(const BackwardKernel& kernel) {
+  std::ostringstream name;
+  name << "backward-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
+       << kernel.head_dim_qk;
+  if (kernel.head_dim_vo != kernel.head_dim_qk) name << "x" << kernel.head_dim_vo;
+  name << "-g" << kernel.group_size;
+  if (kernel.page_size == 0) name << "-ragged";
+  if (kernel.page_size > 0) name << "-page" << kernel.page_size;
+  if (kernel.window_left) name << "-left";
+  if (kernel.window_right) name << "-right";
+  if (kernel.logits_soft_cap) name << "-cap";
+  const std::string entry = "backward_kernel";
+  return {name.str(), entry,
+          TranslationUnit("cuda/sm80/backward.cuh", TraitsOf(kernel).str(), "BackwardBody",
+                          "BackwardCuda", entry),
+          Options(kernel.arch)};
+}
+
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates) {
   AppendKernel kernel;
   kernel.arch = spec.arch;
@@ -285,5 +330,6 @@ KernelKey MakeKey(const AttentionKernel& kernel) { return KeyOf(0, kernel); }
 KernelKey MakeKey(const AppendKernel& kernel) { return KeyOf(1, kernel); }
 KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
 KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
+KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
 
 }  // namespace jax_attn

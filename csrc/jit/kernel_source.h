@@ -40,6 +40,20 @@ struct AttentionKernel {
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
+// Of the backward pass.
+struct BackwardKernel {
+  int64_t arch = 0;
+  int64_t dtype = kBF16;
+  int64_t head_dim_qk = 0;
+  int64_t head_dim_vo = 0;
+  int64_t group_size = 0;
+  int64_t page_size = 0;      // 0: ragged
+  bool window_left = false;   // is limited
+  bool window_right = false;  // is limited, as causal is
+  bool logits_soft_cap = false;
+};
+BackwardKernel MakeBackwardKernel(const AttentionSpec& spec);
+
 struct AppendKernel {
   int64_t arch = 0;                  // 0: that of device 0
   int64_t kv_format = kPlainFormat;  // plain: bytes are copied, whatever their type
@@ -67,6 +81,7 @@ struct KernelSource {
   std::vector<std::string> options;  // of NVRTC
 };
 KernelSource MakeSource(const AttentionKernel& kernel);
+KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
@@ -74,6 +89,7 @@ KernelSource MakeSource(const PlanKernel& kernel);
 // The fields of a kernel struct, operation first: equal keys, equal binaries.
 using KernelKey = std::vector<int64_t>;
 KernelKey MakeKey(const AttentionKernel& kernel);
+KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);
