@@ -647,7 +647,7 @@ class BackwardPass {
       const u32 b_at = SharedAddress(stream) + (Lane() / 16 * 8 + Lane() % 8) * Layout::kPitch +
                        Lane() / 8 % 2 * 16;
       // Fragments of all columns at once would spill beside sums as wide.
-      constexpr int kUnroll = Layout::kPadded > 192 ? 2 : Layout::kPadded / 16;
+      [[maybe_unused]] constexpr int kUnroll = Layout::kPadded > 192 ? 2 : Layout::kPadded / 16;
 #pragma unroll kUnroll
       for (int k = 0; k < Layout::kPadded / 16; ++k) {
         u32 a[kMTiles][4];
