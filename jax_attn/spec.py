@@ -42,7 +42,7 @@ class AttentionSpec:
             everywhere. Up to 128 query heads, head_dim_qk up to 576, head_dim_vo up to 512. On
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
-        kv_dtype: of k and v, or of their pages (docs/e4m3.md): None (dtype), float8_e4m3fn,
+        kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
             and on a CPU float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes
             k_new and v_new in dtype. An element of float8 stands for its value times the k_scale or
             v_scale of its head. int8 and mxfp4 have scales of their own, which append_kv makes, and

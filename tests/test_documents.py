@@ -171,7 +171,7 @@ def test_code_of_the_api_fits_its_call():
     exec(own_code("docs/api.md"), {"ja": types.SimpleNamespace(precompile=fits), "spec": None})
 
 
-def test_code_of_e4m3_runs():
+def test_code_of_formats_runs():
     pages, new = jnp.zeros((2, 8, 16, 2, 64), "float8_e4m3fn"), jnp.ones((2, 64, 2, 64), "bfloat16")
     names = {
         "ja": ja,
@@ -184,7 +184,7 @@ def test_code_of_e4m3_runs():
         "v_scale": jnp.full(2, 0.5, jnp.float32),
         **dict(zip(("k_pages", "v_pages", "k_new", "v_new"), (*pages, *new), strict=True)),
     }
-    exec(own_code("docs/e4m3.md"), names)
+    exec(own_code("docs/formats.md"), names)
     np.testing.assert_allclose(np.float32(names["o"][:5]), 1, atol=1e-2)
 
 
