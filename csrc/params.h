@@ -42,7 +42,8 @@ struct KvFormat {
   ScalePlace scale;
   i32 block;  // kBlockScale: codes that share a scale
 };
-constexpr KvFormat FormatOf(i64 code) {
+// static, here and below: objects of different CPU instruction sets must share no function.
+static constexpr KvFormat FormatOf(i64 code) {
   return code == kE4m3Format    ? KvFormat{"e4m3", 8, kHeadScale, 0}
          : code == kE5m2Format  ? KvFormat{"e5m2", 8, kHeadScale, 0}
          : code == kInt8Format  ? KvFormat{"int8", 8, kRowScale, 0}
@@ -51,7 +52,7 @@ constexpr KvFormat FormatOf(i64 code) {
 }
 
 // Bytes of a row of one head, codes and scales; not of kPlainFormat.
-constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
+static constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
   const KvFormat format = FormatOf(code);
   return head_dim * format.bits / 8 + (format.scale == kRowScale ? 4
                                        : format.scale == kBlockScale
