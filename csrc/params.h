@@ -56,7 +56,7 @@ static constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
   const KvFormat format = FormatOf(code);
   return head_dim * format.bits / 8 + (format.scale == kRowScale ? 4
                                        : format.scale == kBlockScale
-                                           ? (head_dim + 31) / format.block
+                                           ? (head_dim + format.block - 1) / format.block
                                            : 0);
 }
 

@@ -92,6 +92,26 @@ def test_append_writes_what_the_reference_writes(kv_dtype, dtype):
         assert_same_bits("codes", rows[keep], want[keep])
 
 
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_append_rounds_every_number_of_16_bits_to_the_nearest_code(kv_dtype, dtype):
+    """Without scales, so that ties are met: they go to the even code."""
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(256, 2, 128)
+    case = Case("", (256,), (256,), num_qo_heads=2, head_dim_qk=128, head_dim_vo=128)
+    fields = case.spec_fields() | {"kv_dtype": kv_dtype, "dtype": dtype}
+    spec, lengths = ja.AttentionSpec(**fields, target="cpu"), build(case).lengths
+    plan = ja.plan(spec, **lengths.plan_arguments())
+    pages = [np.zeros(shape, spec.dtype_of_kv) for shape in spec.kv_shapes(24, 16)]
+    rows = np.pad(numbers, ((0, spec.max_qo_tokens - 256), (0, 0), (0, 0)))
+    k_pages, _ = ja.append_kv(*pages, rows, rows, plan)
+    used = np.asarray(lengths.page_indices)[:16]
+    got, want = np.asarray(k_pages)[used].reshape(-1), encoded(numbers, kv_dtype).reshape(-1)
+    nan = np.isnan(numbers.astype(np.float32)).reshape(-1)
+    assert (np.isnan(got.astype(np.float32)) == np.isnan(want.astype(np.float32))).all()
+    assert np.isnan(got.astype(np.float32))[nan].all()
+    assert_same_bits("codes", got[~nan], want[~nan])
+
+
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_append_rotated_writes_what_append_kv_writes(kv_dtype):
     rng = np.random.default_rng(4)

@@ -247,31 +247,24 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
 // The operands, results and attributes of one call, after the contexts of a platform.
 template <typename Binding>
 auto BindCall(Binding binding) {
-  return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()  // q
-      .template Arg<ffi::AnyBuffer>()  // k
-      .template Arg<ffi::AnyBuffer>()  // v
-      .template Arg<ffi::AnyBuffer>()  // plan
-      .template Arg<ffi::AnyBuffer>()  // layer
-      .RemainingArgs()                 // see TakeOptional
-      .template Ret<ffi::AnyBuffer>()  // o
-      .template Ret<ffi::AnyBuffer>()  // lse
-      .template Ret<ffi::AnyBuffer>()  // workspace
-      .template Attr<ffi::Span<const int64_t>>("problem")
-      .template Attr<bool>("poison");
+  return BindProblem(std::move(binding)
+                         .template Arg<ffi::AnyBuffer>()    // q
+                         .template Arg<ffi::AnyBuffer>()    // k
+                         .template Arg<ffi::AnyBuffer>()    // v
+                         .template Arg<ffi::AnyBuffer>()    // plan
+                         .template Arg<ffi::AnyBuffer>()    // layer
+                         .RemainingArgs()                   // see TakeOptional
+                         .template Ret<ffi::AnyBuffer>()    // o
+                         .template Ret<ffi::AnyBuffer>()    // lse
+                         .template Ret<ffi::AnyBuffer>());  // workspace
 }
 
 XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER(
-    kInstantiateCuda, InstantiateCuda,
-    ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem").Attr<bool>("poison"));
+XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda, BindProblem(ffi::Ffi::BindInstantiate()));
 
 XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
-                       ffi::Ffi::BindInitialize()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Attr<ffi::Span<const int64_t>>("problem")
-                           .Attr<bool>("poison"));
+                       BindProblem(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
 
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCuda, ExecuteCuda,

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "spec.h"
 #include "status.h"
@@ -47,6 +48,13 @@ ffi::Error RunStage(const char* op, ffi::Span<const int64_t> words, Stage stage)
   AttentionProblem problem;
   const Status s = ReadProblem(op, words, &problem);
   return ToFfi(s.ok() ? stage(problem) : s);
+}
+
+// The attributes of a call of a problem, after what else it binds. poison: see PoisonOnHost.
+template <typename Binding>
+auto BindProblem(Binding binding) {
+  return std::move(binding).template Attr<ffi::Span<const int64_t>>("problem").template Attr<bool>(
+      "poison");
 }
 
 // A paged cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], or without num_layers,

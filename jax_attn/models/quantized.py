@@ -1,6 +1,6 @@
 """Matrices of few bits: kept in them, and widened where they are multiplied.
 
-What the files of each method hold is the business of checkpoints.py.
+What the files of each method hold is the business of quantized_files.py.
 """
 
 from __future__ import annotations

@@ -472,7 +472,10 @@ def _go_around(
 def _merge(
     o: jax.Array, lse: jax.Array, o_step: jax.Array, lse_step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The state of both; o stays f32, however many steps there are."""
+    """The state of both; o stays f32, however many steps there are.
+
+    merge_state would need both in f32, side by side in memory; this XLA fuses.
+    """
     total = jnp.logaddexp(lse, lse_step)
     reference = jnp.where(jnp.isneginf(total), 0.0, total)
     old, new = (jnp.exp(x - reference)[..., None] for x in (lse, lse_step))

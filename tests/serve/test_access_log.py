@@ -90,7 +90,7 @@ def test_the_clients_identifier_is_kept(lines):
         answer = server.get("/health", X_Request_Id="x" * 128)
         assert answer.headers["x-request-id"] == "x" * 128
         # No sequence of the engine's is named by a client.
-        assert "abc" not in server.engine.submitted[0].id
+        assert wanted not in server.engine.submitted[0].id
 
 
 @pytest.mark.parametrize("wanted", ["", "x" * 129, "a b", "\xe9", "a\tb"], ids=repr)
