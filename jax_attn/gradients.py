@@ -37,7 +37,7 @@ _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECO
 
 def has_backward(spec: AttentionSpec) -> bool:
     """Whether kernels of the spec's target have a backward pass."""
-    return spec.target == "cpu"
+    return spec.target == "cpu" and spec.variant is None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
