@@ -436,6 +436,31 @@ ON_MESH = textwrap.dedent(
         arrays = [numbers.normal(size=shape).astype(np.float32) for shape in shapes]
         return [put(x, rows if x.ndim == 3 else pages) for x in arrays], arrays
 
+    # A variant that reads no head is the same for all of them.
+    def documents(at, doc):
+        return doc[at.kv_pos % 7] != doc[at.q_row]
+
+    doc = np.int32(rng.integers(0, 3, 7))
+    for fields_of, is_fine in (
+        ({"mask": documents, "operands": {"doc": doc}}, True),
+        ({"logits": lambda score, at: score * at.head}, False),
+    ):
+        variant = ja.Variant(**fields_of)
+        read = {name: doc for name in variant.names}
+        part, one = (
+            ja.plan(ja.AttentionSpec(8 // n, 4 // n, **paged, variant=variant), *batch)
+            for n in (2, 1)
+        )
+        attend = jax.jit(lambda *x: ja.attention(*x, layer=1, variant_operands=read))
+        (q, _, _, k, v), (whole_q, _, _, whole_k, whole_v) = arrays(rows, pages)
+        try:
+            with jax.set_mesh(mesh):
+                got = attend(q, k, v, part)
+            assert is_fine and "model" in got.sharding.spec, got.sharding
+            np.testing.assert_array_equal(got, attend(whole_q, whole_k, whole_v, one))
+        except NotImplementedError as error:
+            assert not is_fine and "variant: one that reads head" in str(error), error
+
     def step(plan, q, k_new, v_new, k, v):
         k, v = ja.append_kv(k, v, k_new, v_new, plan, layer=1)
         return k, v, *ja.attention(q, k, v, plan, layer=1, sinks=jnp.arange(8.0), return_lse=True)
