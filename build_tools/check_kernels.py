@@ -91,12 +91,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g1-ragged-q16_128-kv64-w4-s4": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g16-page5-q16_128-kv64-w4-s4-left-right-cap": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-alibi": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-t5_bias": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-dense_bias": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-documents": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-fresh-alibi": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-fresh-documents": _PORTABLE_ON_SM100,
-    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s6-right-documents": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-ragged-q16_128-kv64-w4-s4-right-times": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-t5_bias": _TABLE,
@@ -108,11 +103,8 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-prefix_lm": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-alibi": _QUEUE_END,
-    "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-documents": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-alibi": _ITEM_TO_ITEM,
-    "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-documents": _ITEM_TO_ITEM,
     "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
-    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-documents": _TABLE,
     "attention-bf16-d64-g1-ragged-q32_192-kv128-w16-s0-wgmma-documents": _TABLE,
     "attention-bf16-d576x512-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma-documents": (
         24,
@@ -122,9 +114,7 @@ SPILLS: dict[str, tuple[int, str]] = {
         152,
         "not looked into yet: two consumers of 224 registers hold o, logits and distances",
     ),
-    "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-documents": _VARIANT_ON_SM80,
     "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-alibi": _QUEUE_END,
-    "attention-bf16-d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-documents": _VARIANT_ON_SM80,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-t5_bias": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s3-right-documents": _VARIANT_ON_SM80,
     "attention-bf16-d96-g4-page5-q32_128-kv128-w12-s0-right-cap-wgmma": _PADDED,
@@ -185,6 +175,7 @@ SPILLS: dict[str, tuple[int, str]] = {
         56,
         "sm_80: the kernel that records times, which nobody waits for",
     ),
+    "backward-bf16-d96-g4-page1-right-cap": (8, "not looked into yet"),
     "plan": (
         56,
         "13.5 on sm_120a: what all phases know of the schedule, 30 accesses in 6,700 instructions;"
@@ -201,6 +192,7 @@ SPILLS |= {
     f"attention-bf16-{kernel}": why
     for kernel, why in {
         "d128-g4-page16-q16_128-kv64-w4-s3-right-steps": _QUEUE_END,
+        "d128-g4-page16-q16_128-kv64-w4-s4-right-steps-documents": _PORTABLE_ON_SM100,
         "d128-g4-page16-q16_128-kv64-w4-s3-right-steps-documents": _VARIANT_ON_SM80,
         "d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-steps-documents": _VARIANT_ON_SM80,
         "d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-steps-documents": _VARIANT_ON_SM80,
@@ -342,33 +334,57 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec((192, 128), 5, 5, dtype="float32")
     yield spec(256, 16, 1, dtype="float32")
     yield spec(128, 4, 16, dtype="float32", fresh_kv=True)
-    # Variants, each in the common kernel, and some in the others.
+    # Variants: each in the common kernel, two in the others.
     by_name = variants()
+    if target not in ("sm_80", "sm_90"):  # they run the portable kernel, too
+        yield spec(128, 4, 16, variant=by_name["alibi"])
+        yield spec(128, 4, 16, variant=by_name["documents"])
+        yield spec(128, 4, 16, variant=by_name["documents"], max_steps=999)
+        return
     for variant in by_name.values():
         yield spec(128, 4, 16, variant=variant)
-    for options in (
-        {"max_qo_tokens": 8},
-        {"fresh_kv": True},
-        {"kv_dtype": "float8_e4m3fn"},
-        {"dtype": "float32"},
-    ):
+    others = ({"max_qo_tokens": 8}, {"fresh_kv": True}, {"kv_dtype": "float8_e4m3fn"},
+              {"dtype": "float32"})  # fmt: skip
+    for options in others:
         yield spec(128, 4, 16, variant=by_name["alibi"], **options)
-        yield spec(128, 4, 16, variant=by_name["documents"], **options)
     yield spec(64, 1, None, causal=False, variant=by_name["documents"])
     # Plans with step lists.
     yield spec(128, 4, 16, max_steps=999)
-    for options in (
-        {},
-        {"max_qo_tokens": 8},
-        {"fresh_kv": True},
-        {"kv_dtype": "float8_e4m3fn"},
-        {"dtype": "float32"},
-    ):
+    for options in ({}, *others):
         yield spec(128, 4, 16, variant=by_name["documents"], max_steps=999, **options)
     yield spec(128, 4, None, causal=False, variant=by_name["causal"], max_steps=999)
     yield spec(256, 2, 5, window_left=100, variant=by_name["documents"], max_steps=999)
     for heads, name in ((16, "alibi"), (16, "documents"), (128, "alibi"), (128, "documents")):
         yield latent(heads, 64, variant=by_name[name])
+
+
+def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
+    """The same of the backward pass."""
+    for dims, group, page_size, options in (
+        ((128, 128), 4, None, {}),
+        ((128, 128), 8, 16, {"dtype": "float16", "causal": False}),
+        ((64, 64), 1, None, {}),
+        ((64, 64), 4, 16, {}),
+        ((40, 40), 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}),
+        ((96, 96), 4, 1, {"logits_soft_cap": 30.0}),
+        ((192, 128), 1, None, {}),
+        ((256, 64), 2, 16, {}),
+        ((256, 256), 2, 16, {"window_left": 4096, "logits_soft_cap": 50.0}),
+        ((64, 64), 1, None, {"dtype": "float32"}),
+        ((128, 128), 4, 16, {"dtype": "float32", "window_left": 100, "logits_soft_cap": 30.0}),
+        ((256, 256), 16, 1, {"dtype": "float32"}),
+    ):
+        yield ja.AttentionSpec(
+            num_qo_heads=2 * group,
+            num_kv_heads=2,
+            head_dim_qk=dims[0],
+            head_dim_vo=dims[1],
+            page_size=page_size,
+            target=target,
+            max_kv_tokens=4096 if page_size is None else None,
+            max_kv_pages=None if page_size is None else 4096,
+            **options,
+        )
 
 
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
@@ -381,6 +397,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
             if spec.is_paged and not (rotates and spec.mla):
                 append = _core.append_source(spec.problem, rotates)
                 appends[append.name] = append
+    for spec in backward_specs(target):
+        yield _core.backward_source(spec.problem), 0
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
     yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0

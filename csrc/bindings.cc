@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "cpu/backward.h"
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
@@ -237,6 +238,7 @@ nb::dict StatsDict() {
   dict["compile_ms"] = stats.compile_ms;
   dict["loaded"] = stats.loaded;
   dict["attention_launches"] = stats.attention_launches;
+  dict["backward_launches"] = stats.backward_launches;
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
   dict["plan_launches"] = stats.plan_launches;
@@ -280,6 +282,11 @@ NB_MODULE(_core, m) {
       .def_prop_ro("words", &EncodeProblem)
       .def_prop_ro("workspace_words",
                    [](const AttentionProblem& p) { return MakeWorkspaceLayout(p).num_words; })
+      .def("backward_words",
+           [](const AttentionProblem& p, int64_t num_pages) {
+             return p.spec.arch == 0 ? BackwardSums(p.spec, num_pages)
+                                     : BackwardWorkspaceWords(p.spec, num_pages);
+           })
       .def("plan_scratch_words",
            [](const AttentionProblem& p, int64_t num_levels, int64_t num_prefixes) {
              return PlanScratchBytes(p, num_levels, num_prefixes) / 4;
@@ -308,6 +315,9 @@ NB_MODULE(_core, m) {
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });
+  m.def("prepare_backward", [](const AttentionProblem& problem) {
+    return Prepared([&](KernelInfo* info) { return PrepareBackward(problem.spec, info); });
+  });
   m.def("prepare_append", [](const AttentionProblem& problem, bool rotates) {
     return Prepared([&](KernelInfo* info) {
       return PrepareAppend(MakeAppendKernel(problem.spec, rotates), info);
@@ -332,6 +342,8 @@ NB_MODULE(_core, m) {
         return nb::make_tuple(nb::bytes(cubin.data(), cubin.size()), log);
       });
   m.def("attention_source", &AttentionKernelSource);
+  m.def("backward_source",
+        [](const AttentionProblem& problem) { return BackwardKernelSource(problem.spec); });
   m.def("append_source", [](const AttentionProblem& problem, bool rotates) {
     return AppendKernelSource(MakeAppendKernel(problem.spec, rotates));
   });

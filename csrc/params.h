@@ -17,6 +17,48 @@ inline constexpr i32 kPlanVersion = 4;
 inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
 inline constexpr int kMaxVariantOperands = 8;
 
+// What an element of q, k or v is stored as.
+enum FormatCode : i32 {
+  kPlainFormat = 0,  // the spec's dtype
+  kE4m3Format,       // 8 bits, 4 of exponent and 3 of mantissa, without infinities (float8_e4m3fn)
+  kE5m2Format,       // 8 bits, 5 of exponent and 2 of mantissa (float8_e5m2)
+  kInt8Format,       // integers of [-127, 127]
+  kMxfp4Format,      // 4 bits, 2 of exponent and 1 of mantissa, with scales that are powers of two:
+                     // OCP Microscaling Formats 1.0
+  kNumFormats
+};
+
+// Where the scales of codes are.
+enum ScalePlace : i32 {
+  kNoScale = 0,
+  kHeadScale,   // operands: one for each head (q_scale, k_scale, v_scale)
+  kRowScale,    // behind the codes of each token and head: one f32
+  kBlockScale,  // behind the codes of each token and head: for every so many a power of two, 8 bits
+};
+
+struct KvFormat {
+  const char* name;  // as in names of kernels
+  i32 bits;          // of a code; 0: those of the spec's dtype
+  ScalePlace scale;
+  i32 block;  // kBlockScale: codes that share a scale
+};
+constexpr KvFormat FormatOf(i64 code) {
+  return code == kE4m3Format    ? KvFormat{"e4m3", 8, kHeadScale, 0}
+         : code == kE5m2Format  ? KvFormat{"e5m2", 8, kHeadScale, 0}
+         : code == kInt8Format  ? KvFormat{"int8", 8, kRowScale, 0}
+         : code == kMxfp4Format ? KvFormat{"mxfp4", 4, kBlockScale, 32}
+                                : KvFormat{"", 0, kNoScale, 0};
+}
+
+// Bytes of a row of one head, codes and scales; not of kPlainFormat.
+constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
+  const KvFormat format = FormatOf(code);
+  return head_dim * format.bits / 8 + (format.scale == kRowScale ? 4
+                                       : format.scale == kBlockScale
+                                           ? (head_dim + 31) / format.block
+                                           : 0);
+}
+
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
 // it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
 enum PlanFaultCode : i32 {
@@ -301,12 +343,13 @@ struct AttentionParams {
   const i32* kv_lens;              // [max_batch]
   TensorMap k_new_map, v_new_map;  // if has_tensor_maps
 
-  // e4m3: an element is its code times the scale of its head. Scales of q and k are > 0, all
-  // finite.
+  // With kHeadScale an element is its code times the scale of its head. Scales of q and k are > 0,
+  // all finite.
   const float* q_scale;  // [num_qo_heads], or null: 1
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
-  i32 q_is_e4m3;         // else q has the type of o
+  i32 q_format;          // FormatCode; plain: the type of o
+  i32 kv_format;         // likewise
 
   const i32* steps;  // [max_steps] step lists, see WorkItem; null: there are none
   VariantOperand variant_operands[kMaxVariantOperands];  // of the problem's program
@@ -324,6 +367,30 @@ struct BackwardParams {
   float* d_q;  // [max_qo_tokens, num_qo_heads, head_dim_qk]
   float* d_k;  // [num_pages * page_size, num_kv_heads, head_dim_qk]; ragged [max_kv_tokens, ...]
   float* d_v;  // the same with head_dim_vo
+};
+
+// The backward pass on CUDA devices. It goes by lengths and page tables, not by the schedule.
+// Launches with phases 0, 1 and 2 follow each other; ragged, 0 and 2.
+struct BackwardCudaParams {
+  AttentionParams forward;  // as in BackwardParams
+  const float* lse;         // as in BackwardParams, likewise d and d_o
+  const float* d;
+  const void* d_o;
+  // In the element type, 0 at entry.
+  void* d_q;             // [max_qo_tokens, num_qo_heads, head_dim_qk]
+  void* d_k;             // as k, all layers
+  void* d_v;             // as v
+  i64 num_elements[3];   // of d_q, d_k and d_v
+  const i32* kv_indptr;  // [max_batch + 1] pages (page_indptr); ragged: first rows
+  i32 max_entries;       // of page_indices
+  i32 phase;
+  // Workspace, 0 at entry.
+  i32* num_taken;      // [1] units that CTAs took
+  i32* q_begins;       // [max_batch] kv position of a request's first query token
+  i32* next_entries;   // [max_entries] 1 + the next entry with the same page; 0: none
+  i32* is_read;        // [max_entries] 1: its request has tokens there
+  i32* first_entries;  // [num_pages] max_entries - the first entry that is read; 0: none is
+  i32* last_entries;   // [num_pages] 1 + the last one; 0: none
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
@@ -346,11 +413,11 @@ struct AppendParams {
   i32 max_qo_tokens;
   i32 max_batch;
 
-  // Pages of e4m3: a code is new / scale of its head, the nearest, ties to even, at most +-448; NaN
-  // stays NaN.
+  // With kHeadScale a code is new / scale of its head, the nearest, ties to even, at most the
+  // format's largest; NaN stays NaN. cpu/codec.h has the other formats.
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
-  i32 kv_is_e4m3;        // else pages have the type of k_new and v_new
+  i32 kv_format;         // FormatCode; plain: pages have the type of k_new and v_new
   i32 dtype;             // the DType of these
   i32 num_kv_heads;
   i32 head_dim_qk;

@@ -15,12 +15,17 @@
 
 namespace jax_attn {
 
-// kE4M3: 8 bits, 4 of exponent and 3 of mantissa, without infinities (float8_e4m3fn); of q, k, v.
-enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2, kE4M3 = 3 };
+enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
+
 // Families of attention kernels: csrc/cuda/sm80 and the CPU, csrc/cuda/sm90.
 enum MainLoop : int64_t { kPortable = 0, kHopper = 1 };
 
-inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : dtype == kE4M3 ? 1 : 2; }
+inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
+
+// Elements of the last axis of an array of k or v: with codes bytes of a row, scales included.
+inline int64_t StoredDim(int64_t format, int64_t head_dim) {
+  return format == kPlainFormat ? head_dim : CodeRowBytes(format, head_dim);
+}
 
 // What the user asked for. Units: tokens unless said.
 struct AttentionSpec {
@@ -29,9 +34,9 @@ struct AttentionSpec {
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
   int64_t mla = 0;        // 1: v is the first head_dim_vo columns of k, which has one head
-  int64_t dtype = kBF16;  // of o, of k_new and v_new, and of q, k, v that are not e4m3
-  int64_t q_is_e4m3 = 0;
-  int64_t kv_is_e4m3 = 0;
+  int64_t dtype = kBF16;  // of o, of k_new and v_new, and of q, k, v in kPlainFormat
+  int64_t q_format = kPlainFormat;
+  int64_t kv_format = kPlainFormat;
   int64_t window_left = -1;   // -1: unlimited
   int64_t window_right = -1;  // -1: unlimited; causal is 0
   double logits_soft_cap = 0.0;
@@ -54,8 +59,11 @@ struct AttentionSpec {
   int64_t group_size() const { return (num_qo_heads + num_kv_heads - 1) / num_kv_heads; }
   // Heads that k and v have in memory.
   int64_t num_stored_heads() const { return mla ? 1 : num_kv_heads; }
-  int64_t q_dtype() const { return q_is_e4m3 ? int64_t{kE4M3} : dtype; }
-  int64_t kv_dtype() const { return kv_is_e4m3 ? int64_t{kE4M3} : dtype; }
+  // Bytes of one head's row of k or v.
+  int64_t kv_row_bytes(int64_t head_dim) const {
+    return StoredDim(kv_format, head_dim) * (quantized() ? 1 : ElementBytes(dtype));
+  }
+  bool quantized() const { return kv_format != kPlainFormat; }
   bool paged() const { return page_size > 0; }
   bool causal() const { return window_right == 0; }
   // Chunks follow from what a queue should have, and there is a bound on their number.
@@ -96,8 +104,8 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("head_dim_vo", s.head_dim_vo);
   visit("mla", s.mla);
   visit("dtype", s.dtype);
-  visit("q_is_e4m3", s.q_is_e4m3);
-  visit("kv_is_e4m3", s.kv_is_e4m3);
+  visit("q_format", s.q_format);
+  visit("kv_format", s.kv_format);
   visit("window_left", s.window_left);
   visit("window_right", s.window_right);
   visit("logits_soft_cap", s.logits_soft_cap);

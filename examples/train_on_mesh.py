@@ -1,8 +1,8 @@
-"""Training steps of one attention layer, requests over a mesh: no q, k or v is gathered."""
+"""Training steps of one attention layer, requests and tokens over a mesh: nothing is gathered."""
 
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 " + os.environ.get(
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get(
     "XLA_FLAGS", ""
 )
 
@@ -14,11 +14,16 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax_attn as ja
+from jax_attn import parallel
 
 batch, length, num_qo_heads, num_kv_heads, head_dim = 4, 300, 4, 2, 32
 width = num_qo_heads * head_dim
-mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+mesh = jax.make_mesh(
+    (2, 2), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4]
+)
+over_mesh = partial(
+    parallel.dot_product_attention, mesh=mesh, axis_name="sequence", batch_axis_name="data"
+)
 
 
 def loss(weights, x, y, attend):
@@ -28,7 +33,7 @@ def loss(weights, x, y, attend):
 
 
 @partial(jax.jit, static_argnames="attend")
-def step(weights, x, y, attend=ja.dot_product_attention):
+def step(weights, x, y, attend=over_mesh):
     value, gradients = jax.value_and_grad(loss)(weights, x, y, attend)
     return value, jax.tree.map(lambda w, g: w - 30.0 * g, weights, gradients)
 
@@ -42,7 +47,8 @@ weights = {
 }
 x, y = normal(keys[3], (batch, length, width)), normal(keys[4], (batch, length, width))
 weights = jax.device_put(weights, NamedSharding(mesh, P()))  # on every device
-x, y = jax.device_put((x, y), NamedSharding(mesh, P("data")))  # half of the requests on each
+# Half of the tokens of half of the requests on each.
+x, y = jax.device_put((x, y), NamedSharding(mesh, P("data", "sequence")))
 
 value, new_weights = step(weights, x, y)
 expected, expected_weights = step(weights, x, y, jax.nn.dot_product_attention)
@@ -50,9 +56,9 @@ np.testing.assert_allclose(value, expected, rtol=1e-5)
 for a, b in zip(jax.tree.leaves(new_weights), jax.tree.leaves(expected_weights), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
-# Devices add up their gradients of the weights, and exchange nothing else.
+# Devices add up their gradients of the weights, and exchange heads for tokens: nothing else.
 text = step.lower(weights, x, y).compile().as_text()
-assert "all-reduce" in text and "all-gather" not in text
+assert "all-reduce" in text and "all-to-all" in text and "all-gather" not in text
 
 weights, losses = new_weights, [float(value)]
 for _ in range(5):

@@ -114,7 +114,7 @@ def attention(
 
     Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
     Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
-    arrays that are split otherwise, and when differentiated with mla, fresh_kv, float8_e4m3fn, a
+    arrays that are split otherwise, and when differentiated with mla, fresh_kv, kv_dtype, a
     variant or max_steps, or on CUDA.
     """
     operands = _operands(
@@ -236,7 +236,7 @@ def _operands(
                 f" {'None' if new is None else 'an array'}."
             )
     if spec.fresh_kv:
-        k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
+        k_shape, v_shape = spec.new_kv_shapes
         k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
         v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
     if sinks is not None and spec.variant is not None and not spec.variant.normalizes:

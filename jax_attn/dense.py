@@ -131,7 +131,7 @@ def dot_product_attention(
     problem = Problem(
         **lens,
         sm_scale=float(sm_scale),
-        window=_window(local_window_size, is_causal),
+        window=window_of(_OP, local_window_size, is_causal),
         operands=tuple(
             Operand(name, x.dtype.name, tuple(n > 1 or x.ndim == 1 for n in x.shape))
             for name, x in arrays.items()
@@ -164,13 +164,14 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
-def _window(size: Any, is_causal: bool) -> tuple[int, int]:
+def window_of(op: str, size: Any, is_causal: bool) -> tuple[int, int]:
+    """How far a query sees to its left and right, -1: without limit, as jax.nn says it."""
     left, right = (-1, -1)
     if size is not None:
         both = (size, size) if isinstance(size, int) else tuple(size)
         if len(both) != 2 or min(both) < 0:
             raise ValueError(
-                f"{_OP}: local_window_size: expected (left, right) or one int for both, >= 0, got"
+                f"{op}: local_window_size: expected (left, right) or one int for both, >= 0, got"
                 f" {size}."
             )
         left, right = both
@@ -515,8 +516,10 @@ mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=T
 def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> Any:
     """Gradients of q, k, v and the wanted operands. arrays: q, k, v, the operands, o, lse, d_o,
     d_lse."""
-    if gradients.has_backward(_spec(problem, *arrays[:3])):
+    spec = _spec(problem, *arrays[:3])
+    if spec.target == "cpu" and spec.variant is None:
         return _gradients(problem, *arrays)
+    # On a GPU XLA's products, which are measured there, until the kernels are.
     names = [operand for operand in problem.operands if operand.name in wanted]
     # Of a part of the requests and heads: parts of the gradients of what is one for all.
     parts = tuple("b (h g) t s" for _ in names)

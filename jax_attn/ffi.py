@@ -134,16 +134,14 @@ def backward(
     d_o: jax.Array,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, ...]:
-    """d_q, d_k, d_v, and the f32 sums that they are rounded from, unless they are f32."""
-    num_sums = 0
-    if spec.dtype != "float32":
-        num_layers = k.shape[0] if k.ndim == 5 else 1
-        num_sums = q.size + (k.size + v.size) // num_layers
+    """d_q, d_k, d_v, and a workspace: on CPUs the f32 sums of what is not f32."""
+    jit.compile_ahead("backward", spec)
+    num_words = spec.problem.backward_words(k.shape[-4] if spec.is_paged else 1)
     call = jax.ffi.ffi_call(
         "jax_attn_backward",
         (
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
-            jax.ShapeDtypeStruct((num_sums,), jnp.float32),
+            jax.ShapeDtypeStruct((num_words,), jnp.float32),
         ),
     )
     operands = (q, k, v, plan_buffer, layer, lse, d, d_o)

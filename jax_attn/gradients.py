@@ -35,11 +35,6 @@ _backward = refusing(_BACKWARD, over_heads(_BACKWARD, _products), vmap=_VMAP, gr
 _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
-def has_backward(spec: AttentionSpec) -> bool:
-    """Whether kernels of the spec's target have a backward pass."""
-    return spec.target == "cpu" and spec.variant is None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
     o, lse = _forward(*operands, split)
@@ -56,7 +51,7 @@ def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _attention_forward(split: HeadSplit, *arrays: Any) -> tuple[Any, Any]:
-    _check_differentiable(split.spec)
+    check_differentiable(split.spec)
     o, lse = _forward(*arrays, split)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
     q, k, v, buffer, layer, _, _, sinks, *_ = arrays
@@ -115,10 +110,14 @@ def gradients(
     return d_q, d_k, d_v
 
 
-def _check_differentiable(spec: AttentionSpec) -> None:
+def check_differentiable(spec: AttentionSpec) -> None:
     """Raises NotImplementedError for what has no gradient."""
     for has_none, what, instead in (
-        (spec.is_quantized, "float8_e4m3fn keys and values", "train on pages of the spec's dtype"),
+        (
+            spec.is_quantized,
+            f"{spec.kv_dtype} keys and values",
+            "train on pages of the spec's dtype",
+        ),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
         (
@@ -132,12 +131,6 @@ def _check_differentiable(spec: AttentionSpec) -> None:
             "make the spec without it: documents can be requests of a ragged batch",
         ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
-        (
-            not has_backward(spec),
-            f"target {spec.target}",
-            "kernels of the backward pass are for cpu; jax_attn.dot_product_attention has gradients"
-            " everywhere",
-        ),
     ):
         if has_none:
             raise NotImplementedError(f"attention: gradients: {what}: not supported; {instead}.")

@@ -60,8 +60,8 @@ def compile_ahead(operation: str, spec: AttentionSpec) -> None:
     """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
     own work, waits for the rest of the compile, if any, instead of the whole.
 
-    operation: "attention", "append", "append_rotated", "plan" or "plan_general". Nothing happens
-        unless a GPU is the default backend.
+    operation: "attention", "backward", "append", "append_rotated", "plan" or "plan_general".
+        Nothing happens unless a GPU is the default backend.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
         _start(operation, spec)
@@ -72,7 +72,7 @@ def _start(operation: str, spec: AttentionSpec) -> list[Future[dict[str, Any]]]:
     # An error is left to whom the kernel is for: it tries again, and says it.
     return [
         _pool().submit(job)
-        for name, job in jobs_of(spec).items()
+        for name, job in jobs_of(spec, has_gradients=operation == "backward").items()
         if name.startswith(f"{operation}-")
     ]
 
@@ -92,8 +92,13 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
-def jobs_of(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
-    """The kernels of a spec by name; each call gets one ready and says how."""
+def jobs_of(
+    spec: AttentionSpec, has_gradients: bool = False
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The kernels of a spec by name; each call gets one ready and says how.
+
+    has_gradients: with that of the backward pass.
+    """
     arch, _ = parse_target(spec.target)
     if arch == 0:
         raise ValueError(
@@ -113,6 +118,9 @@ def jobs_of(spec: AttentionSpec) -> dict[str, Callable[[], dict[str, Any]]]:
             name = _core.append_source(spec.problem, rotates).name
             jobs[name] = functools.partial(_core.prepare_append, spec.problem, rotates)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
+    if has_gradients:
+        name = _core.backward_source(spec.problem).name
+        jobs[name] = lambda: _core.prepare_backward(spec.problem)
     return jobs
 
 

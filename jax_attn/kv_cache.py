@@ -87,8 +87,12 @@ def append_kv(
     v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
     layer: int or i32 scalar, which may be traced; None for an unstacked cache.
     k_scale, v_scale: [num_kv_heads], f32, finite and positive, or None, which is 1. Of pages of
-        float8_e4m3fn (k_new and v_new are of the spec's dtype): what is written is new / scale, the
-        nearest value, ties to even. What is beyond 448, infinity too, becomes 448; NaN stays NaN.
+        float8 (k_new and v_new are of the spec's dtype): what is written is new / scale, the
+        nearest value, ties to even. What is beyond the largest one (448 of e4m3, 57344 of e5m2),
+        infinity too, becomes that; NaN stays NaN.
+
+    Rows of int8 and mxfp4 get scales of their own: of a token's head, of every 32 elements of one.
+    NaN or infinity makes all elements that share the scale NaN.
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
     """
@@ -97,7 +101,7 @@ def append_kv(
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
     one, num_groups = spec, 1 if spec.mla else count_groups(spec, k_new, spec.num_kv_heads)
     spec = of_groups(one, num_groups)
-    k_shape, v_shape = spec.kv_shapes(spec.max_qo_tokens)
+    k_shape, v_shape = spec.new_kv_shapes
     scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
     v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
@@ -147,7 +151,7 @@ def append_rotated(
     qkv: [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads * head_dim_vo]:
         of each token the heads of q, of k, and of v. Rows beyond the plan's tokens are not read.
     cos, sin: [max_qo_tokens, head_dim_qk / 2], f32, of the angles of each token's position.
-    k_pages, v_pages, layer, k_scale, v_scale: as in append_kv; e4m3 pages get what is rounded.
+    k_pages, v_pages, layer, k_scale, v_scale: as in append_kv; pages of codes get what is rounded.
 
     Returns q: [max_qo_tokens, num_qo_heads, head_dim_qk], whose rows beyond the plan's tokens are
     undefined, k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
@@ -158,7 +162,7 @@ def append_rotated(
     if spec.mla:
         raise NotImplementedError(f"{op}: plan: mla=True rotates a part of its rows: append_kv.")
     tokens, half = spec.max_qo_tokens, spec.head_dim_qk // 2
-    shapes = (spec.q_shape, *spec.kv_shapes(tokens))
+    shapes = (spec.q_shape, *spec.new_kv_shapes)
     one_row_dim = sum(math.prod(shape[1:]) for shape in shapes if shape is not None)
     one, num_groups = spec, count_groups(spec, qkv, one_row_dim)
     spec, row_dim = of_groups(one, num_groups), num_groups * one_row_dim

@@ -136,25 +136,26 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
 
     scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None.
 
-    Returns the arrays in the same order. Without float8_e4m3fn in the spec: all None, no operands.
+    Returns the arrays in the same order. Without float8 in the spec: all None, no operands.
     With it: a scale of None becomes an array of no elements, which stands for 1, because only the
     last operands of an XLA FFI call may be left out.
 
     Raises ValueError for another shape or dtype, or for a scale of an operand that is not
-    float8_e4m3fn.
+    float8.
     """
     arrays: list[jax.Array | None] = []
     for name, scale in scales.items():
         of_q = name == "q_scale"
-        if scale is not None and (spec.q_dtype if of_q else spec.kv_dtype) is None:
+        if scale is not None and not (spec.q_dtype if of_q else spec.has_head_scales):
+            which = "q_dtype is" if of_q else "kv_dtype is float8_e5m2 or"
             raise ValueError(
-                f"{op}: {name}: expected None unless the spec's {'q' if of_q else 'kv'}_dtype is"
-                f" float8_e4m3fn, got an array of {jnp.shape(scale)}."
+                f"{op}: {name}: expected None unless the spec's {which} float8_e4m3fn, got an array"
+                f" of {jnp.shape(scale)}."
             )
         if scale is not None:
             num_heads = spec.num_qo_heads if of_q else spec.num_kv_heads
             scale = check_array(op, name, scale, (num_heads,), "float32")
-        elif spec.is_quantized:
+        elif spec.has_head_scales:
             scale = jnp.zeros((0,), jnp.float32)
         arrays.append(scale)
     return arrays

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Array = Any  # numpy.ndarray | jax.Array
 E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
 
 __all__ = [
     "append_kv",
@@ -83,8 +84,8 @@ def attention(
         softmax and has value 0. It is counted once.
       q_scale: [num_qo_heads], or None, which is 1.
       k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
-        multiplied by the scale of its head. Arrays of float8_e4m3fn are first cast to the dtype
-        of q, or to the spec's dtype if q is float8_e4m3fn.
+        multiplied by the scale of its head. Codes (see `quantize`) first
+        become the dtype of q, or the spec's dtype if q is float8_e4m3fn.
       variant_operands: name -> array, what the functions of the spec's variant read.
 
     Returns:
@@ -251,26 +252,95 @@ def attention_vjp(
 
 
 def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:
-    """x times the scale of its head, as dtype. Without a scale, only float8_e4m3fn is converted.
+    """What the elements of x stand for, as dtype; without codes and a scale x itself.
 
-    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1.
+    x: [..., num_heads, head_dim], or rows of `quantize`; scale: [num_heads] or None, which is 1.
     """
-    if x.dtype != E4M3 and scale is None:
+    if x.dtype == np.int8:
+        x = _from_int8(np.asarray(x))
+    elif x.dtype == np.uint8:
+        x = _from_mxfp4(np.asarray(x))
+    elif x.dtype not in (E4M3, E5M2) and scale is None:
         return x
     x = x.astype(np.float64 if dtype == np.float64 else np.float32)
     return (x if scale is None else x * scale[:, None].astype(x.dtype)).astype(dtype)
 
 
-def quantize(x: Array, scale: Array | None = None) -> Array:
-    """x / scale as float8_e4m3fn: the nearest value, ties to even, limited to +-448.
+def quantize(x: Array, scale: Array | None = None, kv_dtype: Any = E4M3) -> Array:
+    """x as append_kv stores it, with kv_dtype float8_e4m3fn, float8_e5m2, int8 or mxfp4.
 
-    NaN stays NaN.
+    float8: x / scale, the nearest value, ties to even, limited to the largest; NaN stays NaN.
+    int8: bytes of the nearest integers of x over a scale, which is the row's largest magnitude over
+        127, at least 2^-126, and of that scale in float32.
+    mxfp4: 4-bit codes (OCP Microscaling Formats 1.0), two a byte: byte i of a block of n has
+        elements i and n / 2 + i. Then the exponents of the scales of blocks of 32, a byte each: the
+        smallest power of two whose 6-fold is no less than the magnitudes.
 
-    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1.
+    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1; of float8 alone.
     """
+    if kv_dtype == "int8":
+        return _to_int8(np.asarray(x))
+    if kv_dtype == "mxfp4":
+        return _to_mxfp4(np.asarray(x))
+    largest = float(jnp.finfo(kv_dtype).max)
     x = x.astype(np.float32)
     x = x if scale is None else x / scale[:, None].astype(np.float32)
-    return _namespace(x).clip(x, -448, 448).astype(E4M3)
+    return _namespace(x).clip(x, -largest, largest).astype(kv_dtype)
+
+
+def _to_int8(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    is_finite = np.isfinite(largest)
+    scale = np.where(
+        is_finite, np.maximum(largest / np.float32(127), np.float32(2.0**-126)), np.nan
+    )
+    scale = scale.astype(np.float32)
+    codes = np.rint(np.where(is_finite, x, 0) / np.where(is_finite, scale, 1)).astype(np.int8)
+    return np.concatenate([codes, scale.view(np.int8)], axis=-1)
+
+
+def _from_int8(x: np.ndarray) -> np.ndarray:
+    scale = np.ascontiguousarray(x[..., -4:]).view(np.float32)
+    return x[..., :-4].astype(np.float32) * scale
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _to_mxfp4(x: np.ndarray) -> np.ndarray:
+    least = 104 if x.dtype == np.float16 else 3  # half of a scale is a normal number, or one of f16
+    codes, scales = [], []
+    for begin in range(0, x.shape[-1], 32):
+        block = x[..., begin : begin + 32].astype(np.float32)
+        largest = np.abs(block).max(axis=-1, keepdims=True)
+        is_finite = np.isfinite(largest)
+        fraction, exponent = np.frexp(np.where(is_finite, largest, 1))  # fraction in [0.5, 1) or 0
+        scale = np.maximum(exponent + 126 - np.where(fraction <= 0.75, 2, 1), least)
+        scale = np.where(largest == 0, least, scale)
+        scale = np.where(is_finite, scale, 255)
+        y = np.abs(np.where(is_finite, block, 0)) * np.float32(2) ** (127 - np.minimum(scale, 254))
+        above = np.abs(y[..., None] - _E2M1)
+        nearest = above == above.min(axis=-1, keepdims=True)  # two of them in a tie
+        code = np.argmax(nearest, axis=-1)
+        code += (nearest.sum(axis=-1) == 2) & (code % 2 == 1)
+        code = np.where(is_finite, code, 0) | np.where(np.signbit(block), 8, 0)
+        half = block.shape[-1] // 2
+        codes.append(code[..., :half] | code[..., half:] << 4)
+        scales.append(scale)
+    return np.concatenate(codes + scales, axis=-1).astype(np.uint8)
+
+
+def _from_mxfp4(x: np.ndarray) -> np.ndarray:
+    head_dim = next(d for d in range(8, 1024, 8) if d // 2 + -(-d // 32) == x.shape[-1])
+    blocks = []
+    for i, begin in enumerate(range(0, head_dim, 32)):
+        pairs = x[..., begin // 2 : min(begin + 32, head_dim) // 2]
+        code = np.concatenate([pairs & 15, pairs >> 4], axis=-1)
+        exponent = x[..., head_dim // 2 + i : head_dim // 2 + i + 1].astype(np.int32)
+        scale = np.where(exponent == 255, np.nan, np.float32(2) ** (exponent - np.float32(127)))
+        blocks.append(np.where(code & 8, -1, 1) * _E2M1[code & 7] * scale.astype(np.float32))
+    return np.concatenate(blocks, axis=-1).astype(np.float32)
 
 
 def visible_keys(
@@ -419,7 +489,7 @@ def append_kv(
       v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
       qo_indptr, kv_lens, page_indptr, page_indices: as in `attention`.
       layer: index of the layer if the pages have a leading [num_layers].
-      k_scale, v_scale: [num_kv_heads] or None, for pages of float8_e4m3fn; see `quantize`.
+      k_scale, v_scale: [num_kv_heads] or None, for pages of float8; see `quantize`.
 
     Returns:
       k_pages, v_pages: copies of the pages with the new tokens.
@@ -437,8 +507,9 @@ def append_kv(
     if layer is not None:
         at = (layer, *at)
     nnz_qo = qo_indptr[-1]
-    if k_pages.dtype == E4M3:
-        k_new, v_new = quantize(k_new, k_scale), quantize(v_new, v_scale)
+    if k_pages.dtype != k_new.dtype:
+        kv_dtype = {"uint8": "mxfp4", "int8": "int8"}.get(str(k_pages.dtype), k_pages.dtype)
+        k_new, v_new = quantize(k_new, k_scale, kv_dtype), quantize(v_new, v_scale, kv_dtype)
     k_pages = jnp.asarray(k_pages).at[at].set(k_new[:nnz_qo])
     v_pages = jnp.asarray(v_pages).at[at].set(v_new[:nnz_qo])
     return k_pages, v_pages

@@ -17,6 +17,10 @@ from jax_attn.variant import Variant
 
 _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
 _E4M3 = "float8_e4m3fn"
+_E5M2 = "float8_e5m2"
+# Order of FormatCode in csrc/params.h; None is dtype.
+_FORMATS = (None, _E4M3, _E5M2, "int8", "mxfp4")
+_HEAD_SCALED = (_E4M3, _E5M2)  # the others have their scales in the rows of the pages
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
 _TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
@@ -38,10 +42,12 @@ class AttentionSpec:
             everywhere. Up to 128 query heads, head_dim_qk up to 576, head_dim_vo up to 512. On
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
-        kv_dtype: of k and v, or of their pages: None (dtype) or float8_e4m3fn. An element of
-            float8_e4m3fn stands for its value times the k_scale or v_scale of its head. append_kv
-            takes k_new and v_new in dtype. On CUDA: a 16-bit dtype, and head dims that are
-            multiples of 16.
+        kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
+            and on a CPU float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes
+            k_new and v_new in dtype. An element of float8 stands for its value times the k_scale or
+            v_scale of its head. int8 and mxfp4 have scales of their own, which append_kv makes, and
+            pages of bytes whose shape kv_shapes says. On CUDA: a 16-bit dtype, and head dims that
+            are multiples of 16.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
     Logits
         sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). With mla it is required:
@@ -210,13 +216,16 @@ class AttentionSpec:
 
     def _operand_dtype(self, name: str) -> str | None:
         given = getattr(self, name)
+        formats = _FORMATS[1:] if name == "kv_dtype" else (_E4M3,)
+        if isinstance(given, str) and given in formats:
+            return given
         dtype = self.dtype if given is None else _plain_name(given)
-        if dtype not in (self.dtype, _E4M3):
+        if dtype not in (self.dtype, *formats):
             raise NotImplementedError(
-                f"AttentionSpec: {name}: {self.dtype}, as dtype, and {_E4M3} are supported, got"
-                f" {dtype}."
+                f"AttentionSpec: {name}: {self.dtype}, as dtype, and {', '.join(formats)} are"
+                f" supported, got {dtype}."
             )
-        return _E4M3 if dtype == _E4M3 else None
+        return None if dtype == self.dtype else dtype
 
     def _check_quantized(self) -> None:
         if self.mla:
@@ -224,13 +233,24 @@ class AttentionSpec:
                 f"AttentionSpec: kv_dtype: with mla=True {self.dtype}, as dtype, is supported, got"
                 f" {self.kv_dtype}."
             )
-        if self.fresh_kv:
+        if self.page_size is None and self.kv_dtype not in _HEAD_SCALED:
             raise NotImplementedError(
-                f"AttentionSpec: fresh_kv: supported with kv_dtype=None, got True with {_E4M3};"
-                " append the new tokens first."
+                f"AttentionSpec: kv_dtype: with page_size=None {self.dtype}, as dtype,"
+                f" {' and '.join(_HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows"
+                " append_kv makes."
+            )
+        if self.fresh_kv and (self.target != "cpu" or self.q_dtype is not None):
+            raise NotImplementedError(
+                "AttentionSpec: fresh_kv: with kv_dtype supported on a CPU with q_dtype=None, got"
+                f" True with {self.kv_dtype} on {self.target}; append the new tokens first."
             )
         if self.target == "cpu":
             return
+        if self.kv_dtype != _E4M3:
+            raise NotImplementedError(
+                f"AttentionSpec: kv_dtype: on CUDA {self.dtype}, as dtype, and {_E4M3} are"
+                f" supported, got {self.kv_dtype}, which is for target='cpu'."
+            )
         if self.dtype == "float32":
             raise NotImplementedError(
                 f"AttentionSpec: dtype: with kv_dtype={_E4M3!r} bfloat16 and float16 are supported"
@@ -343,13 +363,18 @@ class AttentionSpec:
 
     @property
     def dtype_of_kv(self) -> str:
-        """The name of the dtype of k and v, or of their pages."""
-        return self.kv_dtype or self.dtype
+        """The name of the dtype of k and v, or of their pages: uint8 of mxfp4."""
+        return "uint8" if self.kv_dtype == "mxfp4" else self.kv_dtype or self.dtype
 
     @property
     def is_quantized(self) -> bool:
-        """Whether k and v are float8_e4m3fn. Then they have scales."""
-        return self.kv_dtype == _E4M3
+        """Whether k and v are codes, of kv_dtype."""
+        return self.kv_dtype is not None
+
+    @property
+    def has_head_scales(self) -> bool:
+        """Whether k_scale and v_scale belong to k and v: those of float8."""
+        return self.kv_dtype in _HEAD_SCALED
 
     @property
     def is_paged(self) -> bool:
@@ -375,9 +400,24 @@ class AttentionSpec:
     def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """[*lead, num_kv_heads, head_dim_qk] of k, and the shape of v; with mla v has none: None.
 
+        Instead of its head_dim, a row of int8 has head_dim + 4 bytes, one of mxfp4 head_dim / 2 and
+        one more for every 32 elements.
+
         lead: (max_kv_tokens,) of ragged arrays, (num_pages, page_size) of pages.
         """
+
+        def row(head_dim: int) -> int:
+            if self.kv_dtype == "int8":
+                return head_dim + 4
+            return head_dim // 2 + -(-head_dim // 32) if self.kv_dtype == "mxfp4" else head_dim
+
         rows = (*lead, self.num_kv_heads)
+        return (*rows, row(self.head_dim_qk)), None if self.mla else (*rows, row(self.value_dim))
+
+    @property
+    def new_kv_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """[max_qo_tokens, num_kv_heads, head_dim_qk] of k_new, and the shape of v_new or None."""
+        rows = (self.max_qo_tokens, self.num_kv_heads)
         return (*rows, self.head_dim_qk), None if self.mla else (*rows, self.value_dim)
 
     @functools.cached_property
@@ -396,8 +436,8 @@ class AttentionSpec:
             "head_dim_vo": self.head_dim_vo,
             "mla": int(self.mla),
             "dtype": _DTYPES.index(self.dtype),
-            "q_is_e4m3": int(self.q_dtype == _E4M3),
-            "kv_is_e4m3": int(self.is_quantized),
+            "q_format": _FORMATS.index(self.q_dtype),
+            "kv_format": _FORMATS.index(self.kv_dtype),
             "window_left": self.window_left,
             "window_right": 0 if self.causal else self.window_right,
             "logits_soft_cap": self.logits_soft_cap,
@@ -418,7 +458,7 @@ class AttentionSpec:
         }
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
-            _tell_fallback(arch, self.q_dtype == _E4M3)
+            _tell_fallback(arch, _FORMATS.index(self.q_dtype))
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -495,9 +535,9 @@ def parse_target(target: str) -> tuple[int, int]:
 
 
 @functools.cache
-def _tell_fallback(arch: int, q_is_e4m3: bool) -> None:
+def _tell_fallback(arch: int, q_format: int) -> None:
     """Warns, once per architecture, that it runs a main loop that is not made for it."""
-    if sentence := _core.describe_fallback(arch, q_is_e4m3):
+    if sentence := _core.describe_fallback(arch, q_format):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 

@@ -1,3 +1,4 @@
+import collections
 import os
 import shutil
 from pathlib import Path
@@ -26,12 +27,24 @@ ON_REQUEST = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--at-most",
+        type=int,
+        metavar="N",
+        help="of each test function at most N sets of parameters, spread evenly; default: all",
+    )
+
+
 def pytest_configure(config):
     for name, why in ON_REQUEST.items():
         config.addinivalue_line("markers", f"{name}: {why} (run with `pytest -m {name}`)")
 
 
 def pytest_collection_modifyitems(config, items):
+    if (at_most := config.option.at_most) is not None:
+        deselected = thin_out(items, at_most)
+        config.hook.pytest_deselected(items=deselected)
     # Those that may take longest come first, so that no worker ends long after the others.
     items.sort(key=seconds_allowed, reverse=True)
     for name, why in ON_REQUEST.items():
@@ -40,6 +53,21 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
+
+
+def thin_out(items, at_most):
+    """Takes all but `at_most` of the tests of each function out of items, and returns them."""
+    by_function = collections.defaultdict(list)
+    for item in items:
+        needs_gpu = item.get_closest_marker("cuda") is not None
+        by_function[item.nodeid.partition("[")[0], needs_gpu].append(item)
+    kept = set()
+    for tests in by_function.values():
+        step = max(1, len(tests) / at_most)
+        kept |= {tests[int(i * step)] for i in range(min(at_most, len(tests)))}
+    deselected = [item for item in items if item not in kept]
+    items[:] = [item for item in items if item in kept]
+    return deselected
 
 
 def seconds_allowed(item):

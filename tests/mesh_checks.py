@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +41,33 @@ def run_on_cpus(num_devices: int, program: str, timeout: int = 300) -> None:
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), (
         done.stdout[-2000:] + done.stderr[-6000:]
     )
+
+
+def run_in_processes(num_processes: int, devices_each: int, program: str) -> None:
+    """Runs a program in processes that are one runtime (jax.distributed), all to their ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = os.path.dirname(__file__)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
+    }
+    start = "import jax; jax.distributed.initialize('127.0.0.1:{}', {}, {})\n"
+    commands = [
+        [sys.executable, "-c", start.format(port, num_processes, i) + program + "\nprint('done')"]
+        for i in range(num_processes)
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen(command, env=env, **pipes) for command in commands]
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0 and "done" in output, output[-4000:]
+    finally:
+        for process in running:
+            process.kill()
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
@@ -366,10 +395,304 @@ def check_appends() -> None:
                 assert_same_bits(f"{case.name}: {name}", a, b)
 
 
+# ---- sequences -----------------------------------------------------------------------------------
+
+# Documents back to back, with an empty one, and padding behind them.
+_DOCUMENTS = np.cumsum([0, 1, 100, 0, 37, 2, 150, 3])
+_MASKS = (
+    {},
+    {"causal": False},
+    {"window_left": 20},
+    {"window_left": 1},
+    {"window_left": 0},
+    {"window_left": 60, "logits_soft_cap": 3.0},
+    {"causal": False, "window_right": 7},
+    {"causal": False, "window_left": 9},
+    {"causal": False, "window_left": 70, "window_right": 90},
+    {"causal": False, "window_left": 0, "window_right": 1},
+)
+
+
+def sequence_cases() -> list[dict]:
+    heads = ((4, 4), (8, 4), (8, 2), (4, 1))
+    return [
+        {"heads": heads[i % len(heads)], "order": order, "exchange": exchange, **masks}
+        for exchange in ("ring", "heads")
+        for order in ("striped", "contiguous")
+        for i, masks in enumerate(_MASKS)
+    ]
+
+
+def check_sequences(first: int, step: int, on_all_meshes: bool = False) -> None:
+    """Of cases first, first + step, ...: state and gradients of one device; same bits again."""
+    with config.poisoned():
+        for i, case in list(enumerate(sequence_cases()))[first::step]:
+            one_mesh = [list(MESHES)[(i + i // 10) % len(MESHES)]]
+            for mesh_name in MESHES if on_all_meshes else one_mesh:
+                try:
+                    _check_sequence(case, *MESHES[mesh_name])
+                except AssertionError as error:
+                    raise AssertionError(f"{case}, {mesh_name}: {error}") from None
+
+
+def _check_sequence(case: dict, num_heads: int, size: int) -> None:
+    masks = dict(case)
+    (qo_heads, kv_heads), order, exchange = (
+        masks.pop(name) for name in ("heads", "order", "exchange")
+    )
+    if kv_heads % num_heads:
+        num_heads = 1
+    own_qo, own_kv = qo_heads // num_heads, kv_heads // num_heads
+    if exchange == "heads" and (own_qo % size or (own_kv % size and size % own_kv)):
+        exchange = "ring"
+    tokens = -(-296 // size) * size
+    fields = {"dtype": "float32", "page_size": None, "max_batch": 9, "target": "cpu", **masks}
+    fields |= {"max_qo_tokens": tokens, "max_kv_tokens": tokens}
+    one = ja.AttentionSpec(qo_heads, kv_heads, 16, 24, **fields)
+    spec = ja.AttentionSpec(own_qo, own_kv, 16, 24, **fields)
+    mesh = make_mesh(num_heads, size)
+    shards = parallel.SequenceShards(spec, "kv", size, order, exchange, "heads")
+    rng = np.random.default_rng(0)
+    shapes = ((qo_heads, 16), (kv_heads, 16), (kv_heads, 24), (qo_heads, 24), (qo_heads,))
+    q, k, v, d_o, d_lse = (rng.normal(size=(tokens, *x)).astype(np.float32) for x in shapes)
+    for x in (q, k, v, d_o, d_lse):
+        x[_DOCUMENTS[-1] :] = 0 if x is d_o or x is d_lse else np.nan
+    sinks = rng.normal(size=qo_heads).astype(np.float32)
+    lens = np.diff(_DOCUMENTS)
+
+    def loss(attend, d_o, d_lse, *arrays):
+        o, lse = attend(*arrays)
+        finite = jnp.where(jnp.isneginf(lse), 0, lse)
+        return jnp.sum(o * d_o) + jnp.sum(finite * d_lse), (o, lse)
+
+    def run(attend, *arrays):
+        return jax.value_and_grad(
+            lambda *x: loss(attend, d_o_here, d_lse_here, *x), (0, 1, 2, 3), has_aux=True
+        )(*arrays)
+
+    d_o_here, d_lse_here = d_o, d_lse
+    whole = ja.plan(one, _DOCUMENTS, lens, kv_indptr=_DOCUMENTS)
+    (_, want), want_grads = run(
+        lambda q, k, v, sinks: ja.attention(q, k, v, whole, sinks=sinks, return_lse=True),
+        q, k, v, sinks,
+    )  # fmt: skip
+    at = shards.positions
+    plan = parallel.plan_sequence(shards, _DOCUMENTS)
+    placed = [
+        jax.device_put(x[at], NamedSharding(mesh, shards.array_spec)) for x in (q, k, v, d_o, d_lse)
+    ]
+    d_o_here, d_lse_here = placed[3:]
+    step = jax.jit(
+        lambda q, k, v, sinks, plan: run(
+            lambda q, k, v, sinks: parallel.attend_sequence(
+                q, k, v, plan, sinks=sinks, return_lse=True, mesh=mesh
+            ),
+            q, k, v, sinks,
+        )
+    )  # fmt: skip
+    (_, got), grads = step(*placed[:3], sinks, plan)
+    (_, again), grads_again = step(*placed[:3], sinks, plan)
+    assert got[0].sharding.spec == shards.array_spec, got[0].sharding
+    live = slice(0, _DOCUMENTS[-1])
+    back = np.argsort(at)
+    names = ("o", "lse", "d_q", "d_k", "d_v", "d_sinks")
+    results = [*got, *grads], [*want, *want_grads], [*again, *grads_again]
+    for name, a, b, c in zip(names, *results, strict=True):
+        assert_same_bits(name, c, a)
+        a, b = np.asarray(a), np.asarray(b)
+        if name != "d_sinks":
+            a, b = a[back][live], b[live]
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def check_sequence_bytes() -> None:
+    """Each kv block once around, or an all-to-all; no gather; never the keys of all at once."""
+    tokens, heads, kv_heads = 4096, 8, 4
+    fields = {"dtype": "float32", "page_size": None, "max_batch": 4, "target": "cpu"}
+    fields |= {"max_qo_tokens": tokens, "max_kv_tokens": tokens}
+    temporaries = {}
+    for size in (2, 4):
+        devices = jax.devices()[:size]
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((size,), ("kv",), devices=devices, axis_types=auto)
+        block = tokens // size * kv_heads * 32 * 4
+        rows = block * heads // kv_heads
+        for exchange, order, window in (
+            ("ring", "striped", -1), ("heads", "striped", -1), ("ring", "contiguous", 100),
+        ):  # fmt: skip
+            spec = ja.AttentionSpec(heads, kv_heads, 32, window_left=window, **fields)
+            shards = parallel.SequenceShards(spec, "kv", size, order, exchange)
+            plan = parallel.plan_sequence(shards, [0, tokens // 3, tokens])
+            sharding = NamedSharding(mesh, shards.array_spec)
+            q, k = (
+                jax.ShapeDtypeStruct((tokens, n, 32), np.float32, sharding=sharding)
+                for n in (heads, kv_heads)
+            )
+
+            def attend(q, k, v, plan, mesh=mesh):
+                return parallel.attend_sequence(q, k, v, plan, mesh=mesh)
+
+            compiled = jax.jit(attend).lower(q, k, k, plan).compile()
+            text = compiled.as_text()
+            found = sorted(collectives(text))
+            loops = [int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"', text)]
+            hop = ("collective-permute", block)
+            if exchange == "heads":
+                assert found == sorted([("all-to-all", x) for x in (rows, rows, block, block)])
+            elif order == "contiguous":  # a window reaches the neighbour alone
+                assert (shards.num_hops, found) == (1, [hop] * 2), found
+            elif size == 2:
+                assert found == [hop] * 2, found
+            else:  # of 3 hops 2 are a loop
+                assert found == [hop] * 4 and loops.count(2) == 1, (found, loops)
+                temporaries[exchange] = compiled.memory_analysis().temp_size_in_bytes
+            if window < 0:
+                shape = shards.algorithm, size
+                d_q = jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))
+                text = jax.jit(d_q).lower(q, k, k, plan).compile().as_text()
+                kinds = {kind for kind, _ in collectives(text)}
+                expected = "all-to-all" if exchange == "heads" else "collective-permute"
+                assert kinds == {expected}, (shape, kinds)
+    # The state in f32, a new one, and of keys and values those that are here, come and go.
+    states = 2 * tokens // 4 * heads * (32 + 1) * 4
+    spec = ja.AttentionSpec(heads, kv_heads, 32, **fields)
+    workspace = 4 * spec.workspace_words
+    assert temporaries["ring"] < states + 3 * 2 * block + 2 * workspace, temporaries
+
+
+def check_sequence_plans() -> None:
+    """Plans made inside shard_map have the bits of those of the host; a bad batch is refused."""
+    for case in sequence_cases()[::3]:
+        masks = dict(case)
+        (qo_heads, kv_heads), order, exchange = (
+            masks.pop(name) for name in ("heads", "order", "exchange")
+        )
+        if exchange == "heads" and qo_heads % 4:
+            continue
+        tokens = {"max_qo_tokens": 296, "max_kv_tokens": 296}
+        spec = ja.AttentionSpec(qo_heads, kv_heads, 16, dtype="float32", page_size=None,
+                                max_batch=9, target="cpu", **tokens, **masks)  # fmt: skip
+        shards = parallel.SequenceShards(spec, "kv", 4, order, exchange)
+        host = parallel.plan_sequence(shards, _DOCUMENTS)
+        for step, buffers in enumerate(host.buffers):
+            for device in range(len(buffers)):
+                own = host.step_plan(step, device)
+                own.spec.problem.check_plan(np.ascontiguousarray(own.buffer), -1)
+        make = jax.jit(
+            jax.shard_map(
+                lambda indptr, shards=shards: parallel.plan_sequence(shards, indptr),
+                mesh=make_mesh(1, 4),
+                in_specs=jax.sharding.PartitionSpec(),
+                out_specs=shards.plan_spec,
+                check_vma=False,
+            )
+        )
+        for a, b in zip(make(_DOCUMENTS).buffers, host.buffers, strict=True):
+            assert_same_bits("buffer", a, b)
+    for bad in ([0, 5, 4], [0, 297], [1, 5], [0, 3, 2, 10]):
+        try:
+            jax.block_until_ready(make(np.array(bad, np.int32)))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            assert "plan: " in str(error), error
+        else:
+            raise AssertionError(bad)
+
+
+def check_dense_sequences() -> None:
+    """Dense batches split over batch, sequence and heads are those of one device."""
+    rng = np.random.default_rng(0)
+    batch, length = 2, 64
+    devices = jax.devices()[:8]
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    for shape, heads, options, kinds in (
+        ((1, 4, 1), (8, 2), {"is_causal": True}, {"all-to-all", "collective-permute"}),
+        ((2, 2, 2), (8, 4), {"is_causal": True}, {"all-to-all"}),
+        ((2, 4, 1), (4, 4), {"is_causal": True, "local_window_size": 10}, {"collective-permute"}),
+        ((1, 2, 1), (2, 1), {"scale": 0.3, "local_window_size": (3, 30)}, {"collective-permute"}),
+        ((1, 1, 1), (8, 2), {"is_causal": True}, set()),
+    ):
+        names = "data", "sequence", "heads"
+        mesh = jax.make_mesh(shape, names, devices=devices[: prod(shape)], axis_types=auto)
+        arrays = [
+            rng.normal(size=(batch, length, n, 16)).astype(np.float32) for n in (*heads, heads[1])
+        ]
+        spec = jax.sharding.PartitionSpec(*names)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+        over = {"mesh": mesh, "axis_name": "sequence", "batch_axis_name": "data",
+                "heads_axis_name": "heads"}  # fmt: skip
+
+        def split(q, k, v, options=options, over=over):
+            return parallel.dot_product_attention(q, k, v, **options, **over, return_residual=True)
+
+        def whole(q, k, v, options=options):
+            options = {name: x for name, x in options.items() if name != "exchange"}
+            return ja.dot_product_attention(q, k, v, **options, return_residual=True)
+
+        def loss(attend, *arrays):
+            o, lse = attend(*arrays)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(lse)), (o, lse)
+
+        def run(attend, *arrays, loss=loss):
+            of_all = functools.partial(loss, attend)
+            return jax.value_and_grad(of_all, (0, 1, 2), has_aux=True)(*arrays)
+
+        step = jax.jit(split)
+        text = step.lower(*placed).compile().as_text()
+        assert {kind for kind, _ in collectives(text)} == kinds, (shape, collectives(text))
+        (_, got), grads = jax.jit(lambda *x: run(split, *x))(*placed)
+        assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+        (_, want), want_grads = run(whole, *arrays)
+        for a, b in zip((*got, *grads), (*want, *want_grads), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=str(options))
+
+
+def check_processes() -> None:
+    """Of a global mesh: a process has the results of its own devices, those of one device."""
+    num_processes = jax.process_count()
+    assert num_processes > 1 and len(jax.local_devices()) < len(jax.devices())
+    size = len(jax.devices())
+    mesh = make_mesh(1, size)
+    rng = np.random.default_rng(0)  # the same in every process
+    tokens = 16 * size
+    fields = {"dtype": "float32", "target": "cpu", "max_qo_tokens": tokens, "max_batch": 3}
+
+    def place(x, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    def check(got, want):
+        for shard in got.addressable_shards:
+            np.testing.assert_allclose(shard.data, want[shard.index], rtol=2e-5, atol=2e-5)
+
+    q, k, v = (rng.normal(size=(tokens, n, 16)).astype(np.float32) for n in (8, 4, 4))
+    indptr = np.array([0, tokens - 20, tokens - 3])
+    ragged = ja.AttentionSpec(8, 4, 16, page_size=None, max_kv_tokens=tokens, **fields)
+    want = ja.attention(q, k, v, ja.plan(ragged, indptr, np.diff(indptr), kv_indptr=indptr))
+    for exchange in ("ring", "heads"):
+        shards = parallel.SequenceShards(ragged, "kv", size, "striped", exchange)
+        plan = jax.tree.map(
+            lambda x, shards=shards: place(x, shards.plan_spec),
+            parallel.plan_sequence(shards, indptr),
+        )
+        placed = [place(x[shards.positions], shards.array_spec) for x in (q, k, v)]
+        o = jax.jit(lambda *x: parallel.attend_sequence(*x, mesh=mesh))(*placed, plan)
+        check(o, np.asarray(want)[shards.positions])
+    paged = ja.AttentionSpec(8, 4, 16, page_size=2 * size, max_kv_pages=9, **fields)
+    stripes = parallel.KvStripes(paged, "kv", size)
+    pages = rng.normal(size=(2, 9, 2 * size, 4, 16)).astype(np.float32)
+    lengths = np.array([0, 1, 9]), np.array([3 * size, 9]), np.array([0, 4, 9]), np.arange(9)
+    want = ja.attention(q, *pages, ja.plan(paged, *lengths))
+    plan = parallel.plan_stripes(stripes, *lengths)
+    plan = jax.tree.map(lambda x: place(x, stripes.plan_spec), plan)
+    placed = [place(x, stripes.pages_spec(is_stacked=False)) for x in pages]
+    attend = jax.jit(lambda *x: parallel.attend_stripes(*x, mesh=mesh))
+    check(attend(place(q, stripes.rows_spec), *placed, plan), np.asarray(want))
+
+
 # ---- models over heads ---------------------------------------------------------------------------
 
 
-def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
+def check_models(num_devices: int, first: int = 0, step: int = 1, num_stripes: int = 1) -> None:
     """Of families first, first + step, ...: logits of one device, collectives, and memory."""
     import model_cases
 
@@ -377,9 +700,9 @@ def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
 
     for name, raw in list(model_cases.CONFIGS.items())[first::step]:
         config = models.parse_config(model_cases._COMMON | raw)
-        mesh = make_mesh(num_devices, 1)
+        mesh = make_mesh(num_devices, num_stripes)
         try:
-            split = models.TensorParallel(config, mesh, "heads")
+            split = models.TensorParallel(config, mesh, "heads", "kv" if num_stripes > 1 else None)
         except ValueError as error:
             assert "use fewer devices" in str(error) and "\n" not in str(error)
             continue
@@ -389,16 +712,20 @@ def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
         fields = capacities | {"dtype": "float32", "page_size": 4, "target": "cpu"}
         specs = models.attention_specs(split.config, **fields)
         lengths = np.array([0, 23]), np.array([23]), np.array([0, 6]), np.array([5, 2, 9, 1, 0, 7])
+        everywhere = plan_spec = jax.sharding.PartitionSpec()
         plans = tuple(ja.plan(spec, *lengths) for spec in specs)
+        if num_stripes > 1:
+            stripes = [split.stripes(spec) for spec in specs]
+            plans = tuple(parallel.plan_stripes(x, *lengths) for x in stripes)
+            plan_spec = stripes[0].plan_spec
         parts, pages = split.split_params(params), split.init_pages(specs, 11)
-        everywhere = jax.sharding.PartitionSpec()
         param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
         forward = jax.jit(
             jax.shard_map(
                 lambda params, *args, config=split.config: models.forward(params, config, *args),
                 mesh=mesh,
                 in_specs=(param_specs, everywhere, everywhere, split.pages_spec, split.pages_spec,
-                          everywhere, everywhere),
+                          plan_spec, everywhere),
                 out_specs=(everywhere, split.pages_spec, split.pages_spec),
                 check_vma=False,
             ),
@@ -413,18 +740,19 @@ def check_models(num_devices: int, first: int = 0, step: int = 1) -> None:
         if config.qk_norm == "all_heads":  # of a number for each token
             sums += config.num_layers
         assert kinds.count("all-reduce") == sums, (name, found, sums)
-        assert kinds.count("all-gather") == split.config.splits_vocabulary, (name, found)
-        assert len(kinds) == sums + split.config.splits_vocabulary, (name, found)
+        gathers = split.config.splits_vocabulary + config.num_layers * (num_stripes > 1)
+        assert kinds.count("all-gather") == gathers, (name, found)
+        assert len(kinds) == sums + gathers, (name, found)
         assert all(
             size <= 24 * config.hidden_size * 4 for kind, size in found if kind != "all-gather"
         )
-        check_shares(name, split, params, parts, pages)
+        check_shares(name, split, params, parts, pages, num_stripes)
         logits = forward(*arguments)[0]
         want = models.reference_forward(params, config, tokens)
         np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
 
 
-def check_shares(name, split, params, parts, pages) -> None:
+def check_shares(name, split, params, parts, pages, num_stripes) -> None:
     """Each device holds 1/N of all but norms, router, latent projections and repeated heads."""
     whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "final_norm")
     for (path, part), whole in zip(
@@ -443,11 +771,14 @@ def check_shares(name, split, params, parts, pages) -> None:
         if x is not None and not split.whole.latent:
             shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
             held = x.addressable_shards[0].data.nbytes
-            assert held * split.size == 4 * prod(shape) * repeats, (name, held)
+            assert held * split.size * num_stripes == 4 * prod(shape) * repeats, (name, held)
 
 
-def check_engine() -> None:
-    """Greedy tokens in f32 are those of one device; each device holds its share of the memory."""
+def check_engine(*splits: tuple[int, int]) -> None:
+    """Greedy tokens in f32 are those of one device; each device holds its share of the memory.
+
+    splits: (tensor_parallel, context_parallel).
+    """
 
     from jax_attn import models
     from jax_attn.serve.engine import Engine, EngineConfig
@@ -456,9 +787,9 @@ def check_engine() -> None:
     bundled = models.BUNDLED
     prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
     answers, held = {}, {}
-    for num_devices in (1, 2, 4):
+    for split in ((1, 1), *splits):
         limits = EngineConfig(num_pages=60, page_size=4, max_running=3, max_step_tokens=16,
-                              tensor_parallel=num_devices)  # fmt: skip
+                              tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
         engine = Engine(models.load(bundled, "float32"), limits)
         engine.warm_up()
         greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -470,7 +801,7 @@ def check_engine() -> None:
             for event in engine.step():
                 tokens[int(event.seq_id)] += event.tokens
         assert engine.device.num_compiles_after_warm_up == 0
-        answers[num_devices], held[num_devices] = tokens, engine.device.bytes_held()
+        answers[split], held[split] = tokens, engine.device.bytes_held()
         # A shard's data is an array of its own over the same memory.
         buffers = {
             (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
@@ -482,18 +813,19 @@ def check_engine() -> None:
             live[device] += size
         # Nothing else of the size of weights or pages is left: state of the sampler, masks.
         for device, size in engine.device.bytes_held().items():
-            assert live[device] - size < 0.05 * held[1][0], (num_devices, device, live, size)
+            assert live[device] - size < 0.05 * held[1, 1][0], (split, device, live, size)
         del engine
-    assert all(len(x) == 12 for x in answers[1])
-    assert answers[2] == answers[1] and answers[4] == answers[1], answers
+    assert all(len(x) == 12 for x in answers[1, 1])
     config = models.load(bundled, "float32").config
-    for num_devices in (2, 4):
-        shares = held[num_devices]
-        assert len(shares) == num_devices and len(set(shares.values())) == 1, shares
-        repeats = max(1, num_devices // config.num_kv_heads)
-        assert repeats == 1 or num_devices == 4
-        if repeats == 1:
-            assert shares[0] < 1.03 * held[1][0] / num_devices, (shares, held[1])
+    page = config.num_layers * 60 * 4 * config.num_kv_heads * config.head_dim * 2 * 4
+    weights = held[1, 1][0] - page
+    for split in splits:
+        assert answers[split] == answers[1, 1], (split, answers)
+        shares = held[split]
+        assert len(shares) == prod(split) and len(set(shares.values())) == 1, shares
+        if split[0] <= config.num_kv_heads:
+            share = weights / split[0] + page / prod(split)
+            assert share <= shares[0] < 1.03 * share, (split, shares, share)
 
 
 def check_bad_batches() -> None:

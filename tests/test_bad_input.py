@@ -100,7 +100,6 @@ _EG = ("expected", "got")
     ("schedules", {"schedule": np.array(["a", "b"])}, ValueError, "schedule", *_EG),
     ("share_1", {"share_prefixes": 1}, ValueError, "share_prefixes", "True, False or None", *_EG),
     ("shares", {"share_prefixes": np.ones(2)}, ValueError, "share_prefixes", *_EG),
-    ("e5m2", {"kv_dtype": "float8_e5m2"}, NotImplementedError, "kv_dtype", "float8_e4m3fn", "e5m2"),
     ("fnuz", {"kv_dtype": "float8_e4m3fnuz"}, NotImplementedError, "kv_dtype", "fnuz", "got"),
     ("kv_f16", {"kv_dtype": "float16"}, NotImplementedError, "kv_dtype", "float32", "float16"),
     (

@@ -88,7 +88,7 @@ class Engine:
     ready = True
 
     def stats(self):
-        return collections.defaultdict(int, step_seconds={"plan": 1.0})
+        return collections.defaultdict(int, step_seconds={"plan": 1.0}, device_bytes={0: 1})
 
 
 def test_every_metric_has_an_entry():
@@ -135,7 +135,7 @@ def test_code_of_concepts_runs(tmp_path, monkeypatch):
 
 def test_code_of_devices_runs():
     spec = ja.AttentionSpec(4, 2, 64, page_size=64, max_batch=2, max_qo_tokens=8, max_kv_pages=9)
-    names = {"parallel": ja.parallel, "spec": spec}
+    names = {"parallel": ja.parallel, "spec": spec, "ja": ja}
     exec(own_code("docs/devices.md"), names)
     stripes = names["stripes"]
     automatic = (jax.sharding.AxisType.Auto,)
@@ -154,6 +154,16 @@ def test_code_of_devices_runs():
         step, jnp.zeros(spec.q_shape, spec.dtype), new, new, cache, cache, lengths
     )
     assert o.shape == spec.o_shape and k_pages.shape == cache.shape
+    tokens = names["shards"].array_spec
+    layer = jax.shard_map(
+        names["layer"],
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, jax.sharding.PartitionSpec()),
+        out_specs=tokens,
+        check_vma=False,
+    )
+    o = jax.eval_shape(layer, jnp.zeros(spec.q_shape, spec.dtype), new, new, np.array([0, 3, 7]))
+    assert o.shape == spec.o_shape
 
 
 def test_code_of_the_api_fits_its_call():
@@ -162,7 +172,7 @@ def test_code_of_the_api_fits_its_call():
     exec(own_code("docs/api.md"), {"ja": types.SimpleNamespace(precompile=fits), "spec": None})
 
 
-def test_code_of_e4m3_runs():
+def test_code_of_formats_runs():
     pages, new = jnp.zeros((2, 8, 16, 2, 64), "float8_e4m3fn"), jnp.ones((2, 64, 2, 64), "bfloat16")
     names = {
         "ja": ja,
@@ -175,7 +185,7 @@ def test_code_of_e4m3_runs():
         "v_scale": jnp.full(2, 0.5, jnp.float32),
         **dict(zip(("k_pages", "v_pages", "k_new", "v_new"), (*pages, *new), strict=True)),
     }
-    exec(own_code("docs/e4m3.md"), names)
+    exec(own_code("docs/formats.md"), names)
     np.testing.assert_allclose(np.float32(names["o"][:5]), 1, atol=1e-2)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, Case, build, built, random_case
-from backends import Backend, on_every_backend
+from backends import Backend, on_every_backend, on_every_platform
 from checking import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,16 +19,18 @@ from hypothesis import strategies as st
 import jax_attn as ja
 from jax_attn import reference
 
+NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
 
 
-def on_cpu(cases):
-    """Every instruction set for what is short, the best one for the rest; CUDA has no kernels."""
-    for case in cases:
-        for isa in ja._core.supported_cpu_isas():
-            is_best = isa == ja._core.supported_cpu_isas()[-1]
-            if is_best or case.name.startswith(("mask_", "head_dim_", "group_", "prefix_mixed")):
-                yield pytest.param(case, Backend("cpu", isa), id=f"{case.name}-{isa}")
+BEST_CPU = (Backend("cpu"),)
+
+
+def cpu_backends(case):
+    """Every instruction set for what is short, the best one for the rest."""
+    is_short = case.name.startswith(("mask_", "head_dim_", "group_", "prefix_mixed"))
+    isas = ja._core.supported_cpu_isas()
+    return [Backend("cpu", isa) for isa in isas] if is_short else BEST_CPU
 
 
 def cotangents(case, batch):
@@ -57,12 +59,13 @@ def run(plan, batch, d_o, d_lse):
     return tuple(np.asarray(x) for x in vjp(*arrays, has_sinks=batch.sinks is not None))
 
 
-def check(case, backend, content=None):
+def check(case, backends=BEST_CPU, content=None):
+    """Compares the gradients of each backend. Returns plan, batch, the last gradients."""
     content = content or case.contents[0]
     batch = built(case, content)
-    plan = ja.plan(backend.spec(**case.spec_fields()), **batch.lengths.plan_arguments())
+    spec = backends[0].spec(**case.spec_fields())
+    plan = ja.plan(spec, **batch.lengths.plan_arguments())
     d_o, d_lse = cotangents(case, batch)
-    got = run(plan, batch, d_o, d_lse)
     expect = functools.partial(
         reference.attention_vjp,
         np.asarray(d_o),
@@ -79,32 +82,35 @@ def check(case, backend, content=None):
     if content == "huge":
         eps += 0.1  # what float32 can hold of an lse of 5e5
     want, sizes = expect(), expect(magnitudes=True)
-    names = ("d_q", "d_k", "d_v", "d_sinks")
-    for name, a, b, size in zip(names, got, want, sizes, strict=False):
-        assert a.dtype == (np.float32 if name == "d_sinks" else case.dtype), name
-        error = np.abs(a.astype(np.float64) - b)
-        bad = ~(error <= eps * (size + 1e-3 * size.max(initial=0)) + 1e-30)
-        assert not bad.any(), (
-            f"{name}: {bad.sum()} of {bad.size} are wrong, the first at {np.argwhere(bad)[0]}:"
-            f" expected {b[bad][0]}, got {a[bad][0]}, of terms of {size[bad][0]}"
-        )
-        if name != "d_sinks":
-            assert not a[size == 0].any(), name  # where nothing is read: exactly 0
+    for backend in backends:
+        with backend.active():
+            got = run(plan, batch, d_o, d_lse)
+            again = run(plan, batch, d_o, d_lse)
+        for name, a, same, b, size in zip(NAMES, got, again, want, sizes, strict=False):
+            assert a.dtype == (np.float32 if name == "d_sinks" else case.dtype), name
+            error = np.abs(a.astype(np.float64) - b)
+            bad = ~(error <= eps * (size + 1e-3 * size.max(initial=0)) + 1e-30)
+            assert not bad.any(), (
+                f"{backend}: {name}: {bad.sum()} of {bad.size} are wrong, the first at"
+                f" {np.argwhere(bad)[0]}: expected {b[bad][0]}, got {a[bad][0]}, of terms of"
+                f" {size[bad][0]}"
+            )
+            if name != "d_sinks":
+                assert not a[size == 0].any(), name  # where nothing is read: exactly 0
+            assert_same_bits(f"{backend}: {name}", a, same)
     return plan, batch, got
 
 
-@pytest.mark.parametrize("case,backend", list(on_cpu(DIFFERENTIABLE)), indirect=["backend"])
+@on_every_platform
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
 def test_case(case, backend):
-    plan, batch, got = check(case, backend)
-    again = run(plan, batch, *cotangents(case, batch))
-    for name, a, b in zip(("d_q", "d_k", "d_v", "d_sinks"), got, again, strict=False):
-        assert_same_bits(name, a, b)
+    check(case, cpu_backends(case) if backend.platform == "cpu" else [backend])
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_case(seed):
     case = random_case(1000 + seed)
-    check(case, Backend("cpu"), content="normal")
+    check(case, content="normal")
 
 
 def test_the_reference_has_the_gradients_of_itself():
@@ -147,8 +153,6 @@ def test_the_reference_has_the_gradients_of_itself():
 def test_what_is_not_finite_reaches_who_sees_it(backend):
     """A row that is NaN reaches the keys it sees; a key that is, the rows that see it, and so all
     keys that those see."""
-    if backend.platform == "gpu":
-        pytest.skip("CUDA has no backward pass")
     case = Case("", (150, 40), (150, 40), 4, 2, 64, page_size=None, window_left=20)
     clean = build(case)
     plan = ja.plan(backend.spec(**case.spec_fields()), **clean.lengths.plan_arguments())
@@ -225,6 +229,27 @@ def test_the_bits_do_not_depend_on_threads(dtype):
     assert len(found) == 1 and len(found.pop().split()) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_lowers_for_cuda(dtype):
+    """Without a GPU: what is called there, with memory that does not grow by tokens squared."""
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype=dtype, page_size=16, max_batch=3, max_qo_tokens=500, max_kv_pages=40,
+        target="sm_90",
+    )  # fmt: skip
+    plan = jax.eval_shape(lambda: ja.plan(spec, [0, 8], [40], [0, 3], [0, 1, 2]))
+    q = jax.ShapeDtypeStruct((500, 4, 64), dtype)
+    pages = jax.ShapeDtypeStruct((7, 30, 16, 2, 64), dtype)  # stacked
+
+    def loss(q, k, v, plan):
+        return ja.attention(q, k, v, plan, layer=3).astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    text = step.trace(q, pages, pages, plan).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@jax_attn_backward" in line]
+    words = 16 + 3 + 2 * 40 + 2 * 30  # counter, requests, entries of page tables, pages
+    assert len(calls) == 1 and f"tensor<{words}xf32>" in calls[0]
+
+
 # ---- with the rest of JAX
 
 
@@ -294,7 +319,6 @@ def test_merged_states_have_the_gradients_of_the_whole():
         ({"fresh_kv": True}, "fresh_kv"),
         ({"kv_dtype": "float8_e4m3fn"}, "float8_e4m3fn keys"),
         ({"mla": True, "num_kv_heads": 1, "head_dim_vo": 32, "sm_scale": 0.1}, "mla"),
-        ({"target": "sm_90"}, "target sm_90"),
     ],
 )
 def test_what_has_no_gradient_says_so_while_tracing(fields, what):
@@ -383,4 +407,4 @@ def test_any_lengths(lens, window_left, causal, page_size):
         "", *zip(*lens, strict=True), 4, 2, 16, 24, causal=causal, window_left=window_left,
         page_size=page_size,
     )  # fmt: skip
-    check(case, Backend("cpu"), content="normal")
+    check(case, content="normal")

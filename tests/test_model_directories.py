@@ -633,7 +633,10 @@ MISFITS = {
     ),
     "mlp bias": (edit_config(mlp_bias=True), "mlp_bias: expected False, got True"),
     "activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
-    "quantized": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected"),
+    "quantized": (
+        edit_config(quantization_config={"bits": 4}),
+        "quantization_config: key 'quant_method' is missing",
+    ),
     "heads": (
         edit_config(num_key_value_heads=3),
         "num_attention_heads: expected a multiple of num_key_value_heads 3, got 4",
@@ -684,7 +687,7 @@ MISFITS = {
     ),
     "quantized experts": (
         edit_config(model_type="gpt_oss", quantization_config={"quant_method": "fp8"}),
-        "quantization_config: expected quant_method 'mxfp4', got 'fp8'",
+        "quantization_config: quant_method: 'fp8' is not supported with model_type 'gpt_oss'",
     ),
     "layers without rope": (
         edit_config(model_type="smollm3", no_rope_layers=[1, 0]),

@@ -19,6 +19,17 @@ def test_models(num_devices, first, step):
     run_on_cpus(4, f"import mesh_checks as m; m.check_models({num_devices}, {first}, {step})")
 
 
+def test_models_with_striped_pages():
+    run_on_cpus(4, "import mesh_checks as m; m.check_models(2, 17, 5, 2)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_all_models_with_striped_pages():
+    program = "import mesh_checks as m; m.check_models(2, num_stripes=2)"
+    run_on_cpus(4, program, timeout=1900)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
@@ -28,7 +39,13 @@ def test_all_models(num_devices):
 
 
 def test_engine():
-    run_on_cpus(4, "import mesh_checks as m; m.check_engine()")
+    run_on_cpus(4, "import mesh_checks as m; m.check_engine((2, 1), (2, 2))")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engine_over_more_devices():
+    run_on_cpus(4, "import mesh_checks as m; m.check_engine((4, 1), (1, 2), (1, 4))", timeout=800)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +79,19 @@ def test_more_devices_than_there_are():
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_fewer_than_one_device(count):
-    with pytest.raises(ValueError, match="EngineConfig: tensor_parallel: expected at least 1, got"):
-        EngineConfig(num_pages=10, tensor_parallel=count)
+@pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
+def test_fewer_than_one_device(name, count):
+    with pytest.raises(ValueError, match=f"EngineConfig: {name}: expected at least 1, got"):
+        EngineConfig(num_pages=10, **{name: count})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"page_size": 16}, "page_size: expected a multiple of context_parallel = 3, got 16."),
+        ({"page_size": 24, "batch_invariant": True}, "batch_invariant: expected False with"),
+    ],
+)
+def test_what_stripes_do_not_fit(fields, sentence):
+    with pytest.raises(ValueError, match=f"EngineConfig: {sentence}"):
+        EngineConfig(num_pages=10, context_parallel=3, **fields)

@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import variant_functions
 from attention_cases import E4M3, Case, build
 from backends import Backend
-
-import jax_attn as ja
-from benchmarks import variant_functions
-from benchmarks.variant_functions import (
+from variant_functions import (
     alibi,
     dense_bias,
     documents,
@@ -18,6 +16,8 @@ from benchmarks.variant_functions import (
     t5_bias,
     tree,
 )
+
+import jax_attn as ja
 from jax_attn import _core, masks
 
 pytestmark = [

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/simd_types.h"
+#include "cpu/codec.h"
 #include "spec.h"
 
 namespace jax_attn {
@@ -13,35 +13,28 @@ namespace {
 // Bytes of k and v a task copies: less is not worth waking a thread for.
 constexpr int64_t kTaskBytes = 64 << 10;
 
-// to = from / scale, head by head.
-template <typename T>
-void QuantizeRow(const T* from, const float* scales, int64_t num_heads, int64_t head_dim,
-                 E4m3* to) {
-  for (int64_t h = 0; h < num_heads; ++h) {
-    const float scale = scales ? scales[h] : 1.0f;
-    for (int64_t d = 0; d < head_dim; ++d) *to++ = ToE4m3(ToF32(*from++) / scale);
-  }
-}
-
 // Row `row` of k_new or v_new into `slot` of its pages, whose rows are of row_bytes.
 void AppendRow(const AppendParams& p, const void* from, int64_t row, const float* scales,
                int64_t head_dim, int64_t row_bytes, int64_t slot, void* pages) {
   char* to = static_cast<char*>(pages) + slot * row_bytes;
-  if (!p.kv_is_e4m3) {
+  if (p.kv_format == kPlainFormat) {
     std::memcpy(to, static_cast<const char*>(from) + row * row_bytes, row_bytes);
     return;
   }
-  const auto quantize = [&](auto* elements) {
-    QuantizeRow(elements + row * p.num_kv_heads * head_dim, scales, p.num_kv_heads, head_dim,
-                reinterpret_cast<E4m3*>(to));
+  const auto encode = [&](auto* elements) {
+    elements += row * p.num_kv_heads * head_dim;
+    for (i64 h = 0; h < p.num_kv_heads;
+         ++h, elements += head_dim, to += row_bytes / p.num_kv_heads) {
+      EncodeRow(p.kv_format, elements, head_dim, scales ? scales[h] : 1.0f, to);
+    }
   };
   switch (p.dtype) {
     case kBF16:
-      return quantize(static_cast<const Bf16*>(from));
+      return encode(static_cast<const Bf16*>(from));
     case kF16:
-      return quantize(static_cast<const F16*>(from));
+      return encode(static_cast<const F16*>(from));
     default:
-      return quantize(static_cast<const float*>(from));
+      return encode(static_cast<const float*>(from));
   }
 }
 
@@ -107,7 +100,7 @@ void AppendRotated(const AppendParams& p, TaskPool& pool) {
     const float *cos = p.cos + row * half, *sin = p.sin + row * half;
     RotateHeads(from, cos, sin, p.num_qo_heads, p.head_dim_qk, static_cast<T*>(p.q) + row * q_dim);
     if (slot < 0) return;
-    if (p.kv_is_e4m3) {
+    if (p.kv_format != kPlainFormat) {
       std::vector<T> keys(k_dim);
       RotateHeads(from + q_dim, cos, sin, p.num_kv_heads, p.head_dim_qk, keys.data());
       AppendRow(p, keys.data(), 0, p.k_scale, p.head_dim_qk, p.k_row_bytes, slot, p.k_pages);

@@ -138,7 +138,8 @@ CpuGeometry MakeGeometry(const KernelConfig& config) {
 void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
   const int64_t dtype = problem.spec.dtype;
   const CpuKernels& all = ActiveKernels();
-  const CpuTypeKernels& kernels = *(problem.spec.kv_is_e4m3 ? all.e4m3 : all.types)[dtype];
+  const bool reads_e4m3 = problem.spec.kv_format == kE4m3Format && !problem.spec.fresh_kv;
+  const CpuTypeKernels& kernels = *all.of[reads_e4m3 ? kE4m3Format : kPlainFormat][dtype];
   CpuGeometry geometry = MakeGeometry(problem.config);
   VariantCode code;
   if (problem.program.present) {

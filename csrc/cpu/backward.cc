@@ -183,16 +183,17 @@ void ForPieces(TaskPool& pool, int64_t n, const std::function<void(int64_t, int6
               [&](int64_t i) { fn(i * kPiece, std::min(n, (i + 1) * kPiece)); });
 }
 
-}  // namespace
-
-int64_t KvRows(const AttentionSpec& spec, const AttentionParams& params) {
-  return spec.paged() ? params.num_pages * spec.page_size : spec.max_kv_tokens;
+// Rows of a layer of k and v.
+int64_t KvRows(const AttentionSpec& spec, int64_t num_pages) {
+  return spec.paged() ? num_pages * spec.page_size : spec.max_kv_tokens;
 }
 
-int64_t BackwardSums(const AttentionSpec& spec, const AttentionParams& params) {
+}  // namespace
+
+int64_t BackwardSums(const AttentionSpec& spec, int64_t num_pages) {
   if (spec.dtype == kF32) return 0;
   return spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_qk +
-         KvRows(spec, params) * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo);
+         KvRows(spec, num_pages) * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo);
 }
 
 void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands,
@@ -200,9 +201,9 @@ void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands
   const AttentionSpec& spec = problem.spec;
   BackwardParams params = operands;
   const AttentionParams& p = params.forward;
-  const CpuTypeKernels& kernels = *ActiveKernels().types[spec.dtype];
+  const CpuTypeKernels& kernels = *ActiveKernels().of[kPlainFormat][spec.dtype];
   const CpuGeometry geometry = MakeGeometry(problem.config);
-  const int64_t kv_rows = KvRows(spec, p), layer = p.layer ? *p.layer : 0;
+  const int64_t kv_rows = KvRows(spec, p.num_pages), layer = p.layer ? *p.layer : 0;
   // Of each result: the elements of a layer, those of all, and which layer sums go to.
   struct Result {
     void* data;

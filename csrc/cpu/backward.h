@@ -16,11 +16,8 @@ struct BackwardResults {
   float* sums;
 };
 
-// Rows of a layer of k and v.
-int64_t KvRows(const AttentionSpec& spec, const AttentionParams& params);
-
-// Elements of BackwardResults::sums.
-int64_t BackwardSums(const AttentionSpec& spec, const AttentionParams& params);
+// Elements of BackwardResults::sums. num_pages: of a layer's pool.
+int64_t BackwardSums(const AttentionSpec& spec, int64_t num_pages);
 
 // operands: without d_q, d_k and d_v, which are set here. Every sum is in the order of one list of
 // tasks, which follows from the plan, so the bits do not depend on the pool.

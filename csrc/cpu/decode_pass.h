@@ -65,11 +65,18 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 k_bytes = this->KeyHeadBytes(), v_bytes = this->ValueHeadBytes();
     KeyFetch key_fetch;
     ValueFetch value_fetch;
+    const bool stages = this->Stages();
+    const char* const* keys = stages ? buf_.staged : block.k;
+    const char* const* values = stages ? buf_.staged : block.v;
     for (i64 first = valid.begin / kKeyTokens * kKeyTokens; first < valid.end;
          first += kKeyTokens) {
       StartFetch(block.k, k_bytes, block.v, v_bytes, first, kKeyTokens, valid, &key_fetch);
       const Range tokens = Unit(first, kKeyTokens, valid);
-      for (i64 h = 0; h < num_heads_;) h += MultiplyKeys(h, start, valid, tokens, block, key_fetch);
+      if (stages) {
+        this->Stage(block.k, params_.k_scale, params_.head_dim_qk, start, first, kKeyTokens,
+                    tokens);
+      }
+      for (i64 h = 0; h < num_heads_;) h += MultiplyKeys(h, start, valid, tokens, keys, key_fetch);
     }
     for (i64 h = 0; h < num_heads_; ++h) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
@@ -79,9 +86,13 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     for (i64 first = valid.begin / kValueTokens * kValueTokens; first < valid.end;
          first += kValueTokens) {
       StartFetch(block.v, v_bytes, next.k, k_bytes, first, kValueTokens, valid, &value_fetch);
+      if (stages) {
+        this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
+                    Unit(first, kValueTokens, valid));
+      }
       for (i64 h = 0; h < num_heads_; ++h) {
-        const HeadRows values{block.v, h * v_bytes};
-        MultiplyValues(h, start, valid, first, values, value_fetch);
+        MultiplyValues(h, start, valid, first, {values, h * params_.head_dim_vo * kBytes},
+                       value_fetch);
       }
     }
   }
@@ -113,7 +124,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   // s = q k for the panels that hold `tokens`, of head h and perhaps the next; returns how many
   // heads.
-  i64 MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const BlockRows& block,
+  i64 MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const char* const* rows,
                    KeyFetch& fetch) {
     const i64 begin = tokens.begin / kKeyPanel, end = CeilDiv(tokens.end, kKeyPanel);
     const i64 panel_bytes = PanelBytes<KeyIsa, kKeys>(params_.head_dim_qk);
@@ -123,7 +134,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
         end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_ ? 2 : 1;
     char* panel = buf_.k_panels;
     for (i64 i = 0; i < heads; ++i) {
-      const HeadRows keys{block.k, (h + i) * this->KeyHeadBytes()};
+      const HeadRows keys{rows, (h + i) * params_.head_dim_qk * kBytes};
       for (i64 u = begin; u < end; ++u, panel += panel_bytes) {
         PackKeyPanel<KeyIsa, kKeys, Kv>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
       }

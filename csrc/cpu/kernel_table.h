@@ -17,7 +17,7 @@ constexpr CpuTypeKernels MakeTypeKernels() {
   kernels.attend = Attend<Isa, T, Kv>::Run;
   kernels.merge_group = MergeGroupRows<Isa, T>;
   kernels.merge_rows = MergeStateRows<Isa, T>;
-  if constexpr (!IsE4m3<Kv>) {
+  if constexpr (!IsCode<Kv>) {
     kernels.backward_scratch_bytes = BackwardScratchBytes<Isa, T>;
     kernels.backward = RunBackward<Isa, T>;
     kernels.round = RoundRow<Isa, T>;
@@ -31,9 +31,9 @@ constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();
 template <class Isa>
 constexpr CpuKernels MakeKernels(const char* name) {
   return {name,
-          {&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
-          {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
-           &kTypeKernels<Isa, float, E4m3>}};
+          {{&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
+           {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
+            &kTypeKernels<Isa, float, E4m3>}}};
 }
 
 }  // namespace

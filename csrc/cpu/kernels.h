@@ -43,8 +43,8 @@ struct CpuTypeKernels {
   // Rows [begin, end) of a merge call.
   void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
 
-  // The backward pass of one item, or of a part of its span; null for e4m3. Adds to p.d_q, p.d_k
-  // and p.d_v what the item's rows and keys make; of scratch, the same as above.
+  // The backward pass of one item, or of a part of its span; null unless these are plain. Adds to
+  // p.d_q, p.d_k and p.d_v what the item's rows and keys make; of scratch, the same as above.
   size_t (*backward_scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
   void (*backward)(const BackwardParams& p, const CpuGeometry& g, const WorkItem& item,
                    void* scratch);
@@ -55,8 +55,9 @@ struct CpuTypeKernels {
 
 struct CpuKernels {
   const char* name;
-  const CpuTypeKernels* types[3];  // by DType of spec.h: bf16, f16, f32
-  const CpuTypeKernels* e4m3[3];   // the same over keys and values of e4m3
+  // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
+  // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
+  const CpuTypeKernels* of[2][3];
 };
 
 extern const CpuKernels kKernelsBaseline;

@@ -9,7 +9,7 @@ constexpr CpuTypeKernels kAvx512F16E4m3 = MakeTypeKernels<Avx512, F16, E4m3>();
 constexpr CpuTypeKernels kAvx512F32E4m3 = MakeTypeKernels<Avx512, float, E4m3>();
 constexpr CpuKernels kKernelsAvx512 = {
     "avx512",
-    {&kTypeKernels<Avx512, Bf16>, &kAvx512F16, &kAvx512F32},
-    {&kTypeKernels<Avx512, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}};
+    {{&kTypeKernels<Avx512, Bf16>, &kAvx512F16, &kAvx512F32},
+     {&kTypeKernels<Avx512, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}}};
 
 }  // namespace jax_attn

@@ -4,6 +4,6 @@
 namespace jax_attn {
 constexpr CpuKernels kKernelsAvx512Bf16 = {
     "avx512_bf16",
-    {&kTypeKernels<Avx512Bf16, Bf16>, &kAvx512F16, &kAvx512F32},
-    {&kTypeKernels<Avx512Bf16, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}};
+    {{&kTypeKernels<Avx512Bf16, Bf16>, &kAvx512F16, &kAvx512F32},
+     {&kTypeKernels<Avx512Bf16, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}}};
 }  // namespace jax_attn

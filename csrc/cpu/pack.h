@@ -12,8 +12,8 @@ namespace jax_attn {
 namespace {
 
 // Panel formats by Kv, the type of keys and values, and T, that of results. kLow: few rows multiply
-// a panel, so it is cheapest to leave bf16 as it is; for many rows it is converted once. e4m3
-// always is: to bf16, which holds all of its values, where pairs of that are multiplied.
+// a panel, so it is cheapest to leave bf16 as it is; for many rows it is converted once. codes
+// always are: to bf16, which holds all of their values, where pairs of that are multiplied.
 template <class Isa, typename T, typename Kv>
 constexpr bool kUsesDot = Isa::kBf16Dot && IsBf16<T>;
 template <class Isa, typename T, typename Kv, bool kLow>
@@ -114,7 +114,7 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
   constexpr bool kMove =
       sizeof(T) == 4 || IsBf16<T>;  // as 32-bit lanes; others are converted first
   constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // a lane becomes two
-  constexpr bool kJoin = IsE4m3<T> && kFormat == Format::kDot;   // two become a lane
+  constexpr bool kJoin = IsCode<T> && kFormat == Format::kDot;   // two become a lane
   constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T) * (kJoin ? 2 : 1);
   const i64 lanes = head_dim * static_cast<i64>(sizeof(T)) / kLaneBytes;
   for (int v = 0; v < Isa::kVecs; ++v) {

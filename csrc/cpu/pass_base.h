@@ -7,6 +7,7 @@
 // heads beside it, nor on the height of the tile.
 #pragma once
 
+#include "cpu/codec.h"
 #include "cpu/fold.h"
 #include "cpu/kernels.h"
 #include "cpu/pack.h"
@@ -37,7 +38,7 @@ struct Buffers {
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
   RowState* states;  // [rows]
-  float* scales;     // [rows] that their logits have beside those of all: of e4m3, else 1
+  float* scales;     // [rows] that their logits have beside those of all: with kHeadScale, else 1
   i32* tokens;       // [rows] query token of each row of an item
   float* s;          // [score_rows, tile_kv] scores; then probabilities, unless they are pairs
   float* p;          // [score_rows, p_lanes]
@@ -50,6 +51,8 @@ struct Buffers {
   VariantRun<Isa> variant;
   Range* seen;      // [rows] what each sees of a block in which the variant hides something
   i32* is_stretch;  // [rows] whether it sees all of that
+  Kv* stage;        // [key tokens, heads, head_dim] of coded keys or values: what they stand for
+  const char** staged;  // [tile_kv] a row of it for each token
 
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
       : q_lanes(Lanes(kKeys, params.head_dim_qk)),
@@ -83,6 +86,10 @@ struct Buffers {
     bytes += variant.bytes();
     seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
     is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
+    const bool stages = !IsCode<Kv> && params.kv_format != kPlainFormat;
+    const i64 stage_rows = kLow ? kKeyTokens * Min(kMaxLowPassRows, params.num_kv_heads) : tile_kv;
+    stage = Take<Kv>(base, stages ? stage_rows * Max(params.head_dim_qk, params.head_dim_vo) : 0);
+    staged = Take<const char*>(base, stages ? tile_kv : 0);
   }
 
  private:
@@ -95,7 +102,7 @@ struct Buffers {
 };
 
 // What a pass over some items of the same rows and span needs. T: the type of o, and of q unless
-// that is e4m3; Kv: of keys and values. kLow: decode, see decode_pass.h.
+// that has codes; Kv: of keys and values. kLow: decode, see decode_pass.h.
 template <class Isa, typename T, typename Kv, bool kLow>
 class PassBase {
  public:
@@ -130,7 +137,7 @@ class PassBase {
         const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
         const i64 row = QueryRow(token) * params_.num_qo_heads + head;
         float* to = buf_.q + (h * rows_ + r) * buf_.q_lanes;
-        if (IsE4m3<Kv> && params_.q_is_e4m3) {
+        if (IsCode<Kv> && params_.q_format == kE4m3Format) {
           LoadQuery<E4m3>(row, to);
         } else {
           LoadQuery<T>(row, to);
@@ -233,8 +240,51 @@ class PassBase {
     }
   }
 
-  i64 KeyHeadBytes() const { return params_.head_dim_qk * kBytes; }
-  i64 ValueHeadBytes() const { return params_.head_dim_vo * kBytes; }
+  // Whether keys and values are codes that these kernels do not multiply.
+  bool Stages() const { return !IsCode<Kv> && params_.kv_format != kPlainFormat; }
+
+  // Bytes of a head's row, as it is stored.
+  i64 HeadBytes(i64 head_dim) const {
+    return Stages() ? CodeRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
+  }
+  i64 KeyHeadBytes() const { return HeadBytes(params_.head_dim_qk); }
+  i64 ValueHeadBytes() const { return HeadBytes(params_.head_dim_vo); }
+
+  // The first token of the block whose key and value are in k_new and v_new; tile_kv: none is.
+  i64 FirstFresh(i64 start) const {
+    if (params_.k_new == nullptr) return buf_.tile_kv;
+    const i32* qo = params_.qo_indptr + item_.request;
+    return params_.kv_lens[item_.request] - (qo[1] - qo[0]) - start;
+  }
+
+  // `tokens` of all heads of the block as Kv, which buf_.staged points to: entries [first, first +
+  // num), those outside of `tokens` repeat one inside. Fresh rows become what append_kv would have
+  // left of them. scales: of heads, or null: 1.
+  JAX_ATTN_KERNEL void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start,
+                             i64 first, i64 num, Range tokens) {
+    if constexpr (!IsCode<Kv>) {
+      const i32 format = params_.kv_format;
+      const i64 bytes = CodeRowBytes(format, head_dim), row_dim = num_heads_ * head_dim;
+      const i64 fresh = FirstFresh(start);
+      char codes[kMaxCodeRowBytes];
+      for (i64 t = tokens.begin; t < tokens.end; ++t) {
+        Kv* to = buf_.stage + (t - first) * row_dim;
+        for (i64 h = 0; h < num_heads_; ++h, to += head_dim) {
+          const char* from = rows[t] + h * bytes;
+          if (t >= fresh) {
+            EncodeRow(format, reinterpret_cast<const Kv*>(rows[t]) + h * head_dim, head_dim,
+                      scales ? scales[item_.kv_head + h] : 1.0f, codes);
+            from = codes;
+          }
+          DecodeRow<Isa>(format, from, head_dim, to);
+        }
+      }
+      for (i64 t = first; t < first + num; ++t) {
+        const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
+        buf_.staged[t] = reinterpret_cast<const char*>(buf_.stage + row * row_dim);
+      }
+    }
+  }
 
   // Valid tokens of the block that starts at position `start`.
   Range ValidTokens(i64 start) const {
@@ -280,14 +330,15 @@ class PassBase {
   void FindRows(i64 start, Range valid, const BlockRows& block) const {
     Range cached = valid;  // the others are fresh
     if (params_.k_new != nullptr) {
-      const i32 kv_len = params_.kv_lens[item_.request];
-      const i32* qo = params_.qo_indptr + item_.request;
-      const i64 border = kv_len - (qo[1] - qo[0]) - start;
+      const i64 border = FirstFresh(start);
       cached.end = Max(valid.begin, Min(valid.end, border));
-      SetRows(params_.k_new, params_.v_new, start + qo[1] - kv_len, {cached.end, valid.end}, block);
+      SetRows(params_.k_new, params_.v_new, params_.head_dim_qk * kBytes,
+              params_.head_dim_vo * kBytes, params_.qo_indptr[item_.request] - border,
+              {cached.end, valid.end}, block);
     }
     if (params_.page_size == 0) {
-      SetRows(params_.k, params_.v, item_.kv_base + start, cached, block);
+      SetRows(params_.k, params_.v, KeyHeadBytes(), ValueHeadBytes(), item_.kv_base + start, cached,
+              block);
     } else {
       const i64 page_size = params_.page_size;
       const i64 first_page = params_.layer ? *params_.layer * params_.num_pages : 0;
@@ -295,7 +346,8 @@ class PassBase {
       for (i64 t = cached.begin; t < cached.end; ++page, slot = 0) {
         const i64 row = (first_page + params_.page_indices[item_.kv_base + page]) * page_size;
         const i64 page_end = Min(cached.end, t + page_size - slot);
-        SetRows(params_.k, params_.v, row + slot - t, {t, page_end}, block);
+        SetRows(params_.k, params_.v, KeyHeadBytes(), ValueHeadBytes(), row + slot - t,
+                {t, page_end}, block);
         t = page_end;
       }
     }
@@ -309,13 +361,14 @@ class PassBase {
     repeat(valid.end, buf_.tile_kv);
   }
 
-  // `tokens` of the block are consecutive rows of the arrays k and v; first_row: that of token 0.
-  void SetRows(const void* k, const void* v, i64 first_row, Range tokens,
+  // `tokens` of the block are consecutive rows of the arrays k and v, with so many bytes a head;
+  // first_row: that of token 0.
+  void SetRows(const void* k, const void* v, i64 k_bytes, i64 v_bytes, i64 first_row, Range tokens,
                const BlockRows& block) const {
-    const i64 k_row_bytes = params_.num_kv_heads * KeyHeadBytes(),
-              v_row_bytes = params_.mla ? k_row_bytes : params_.num_kv_heads * ValueHeadBytes();
-    const char* from_k = static_cast<const char*>(k) + item_.kv_head * KeyHeadBytes();
-    const char* from_v = static_cast<const char*>(v) + item_.kv_head * ValueHeadBytes();
+    const i64 k_row_bytes = params_.num_kv_heads * k_bytes,
+              v_row_bytes = params_.mla ? k_row_bytes : params_.num_kv_heads * v_bytes;
+    const char* from_k = static_cast<const char*>(k) + item_.kv_head * k_bytes;
+    const char* from_v = static_cast<const char*>(v) + item_.kv_head * v_bytes;
     for (i64 t = tokens.begin; t < tokens.end; ++t) {
       block.k[t] = from_k + (first_row + t) * k_row_bytes;
       block.v[t] = from_v + (first_row + t) * v_row_bytes;

@@ -31,11 +31,19 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
     if (buf_.variant && !StartVariant(start, valid)) return;
-    const HeadRows keys{block.k, 0}, values{block.v, 0};
+    const bool stages = this->Stages();
+    const HeadRows keys{stages ? buf_.staged : block.k, 0};
+    const HeadRows values{stages ? buf_.staged : block.v, 0};
     NoFetch no_fetch;
+    if (stages) {
+      this->Stage(block.k, params_.k_scale, params_.head_dim_qk, start, 0, buf_.tile_kv, valid);
+    }
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
       PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk,
                                    buf_.k_panels + u * buf_.k_panel_bytes, no_fetch);
+    }
+    if (stages) {
+      this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, 0, buf_.tile_kv, valid);
     }
     PackValues<Isa, kValues, Kv>(values, 0, valid.begin, valid.end, params_.head_dim_vo,
                                  buf_.v_panel_bytes, buf_.v_panels);

@@ -36,10 +36,11 @@ constexpr bool IsBf16 = false;
 template <>
 constexpr bool IsBf16<Bf16> = true;
 
+// Formats of keys and values whose elements are codes: their C++ type by FormatCode.
 template <typename T>
-constexpr bool IsE4m3 = false;
+constexpr bool IsCode = false;
 template <>
-constexpr bool IsE4m3<E4m3> = true;
+constexpr bool IsCode<E4m3> = true;
 
 constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();

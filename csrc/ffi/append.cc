@@ -86,7 +86,6 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
   const int32_t* plan = PlanOf(b);
-  const int64_t head_bytes = spec.num_stored_heads() * ElementBytes(spec.kv_dtype());
   AppendParams p = {};
   p.k_pages = b.k_out.untyped_data();
   p.v_pages = b.v_out ? b.v_out->untyped_data() : nullptr;
@@ -99,14 +98,14 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
   p.page_indptr = plan + layout.kv_indptr;
   p.page_indices = plan + layout.page_indices;
   p.num_pages = pool.num_pages;
-  p.k_row_bytes = head_bytes * spec.head_dim_qk;
-  p.v_row_bytes = b.v_pages ? head_bytes * spec.head_dim_vo : 0;
+  p.k_row_bytes = spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_qk);
+  p.v_row_bytes = b.v_pages ? spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_vo) : 0;
   p.page_size = static_cast<i32>(spec.page_size);
   p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
   p.max_batch = static_cast<i32>(spec.max_batch);
   p.k_scale = FloatsOf(b.k_scale);
   p.v_scale = FloatsOf(b.v_scale);
-  p.kv_is_e4m3 = static_cast<i32>(spec.kv_is_e4m3);
+  p.kv_format = static_cast<i32>(spec.kv_format);
   p.dtype = static_cast<i32>(spec.dtype);
   p.num_kv_heads = static_cast<i32>(spec.num_stored_heads());
   p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);

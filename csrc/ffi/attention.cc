@@ -22,7 +22,7 @@ struct AttentionBuffers {
   ffi::AnyBuffer q, k, v, plan, layer;
   std::optional<ffi::AnyBuffer> sinks;
   std::optional<ffi::AnyBuffer> k_new, v_new;               // with fresh_kv
-  std::optional<ffi::AnyBuffer> q_scale, k_scale, v_scale;  // of e4m3
+  std::optional<ffi::AnyBuffer> q_scale, k_scale, v_scale;  // with kHeadScale
   std::vector<ffi::AnyBuffer> variant_operands;
   ffi::AnyBuffer o, lse, workspace;
 };
@@ -31,7 +31,7 @@ struct AttentionBuffers {
 Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
                int64_t head_dim, const Pool& pool) {
   if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
-  return CheckBuffer(kOp, name, kv, ToDataType(spec.kv_dtype()),
+  return CheckBuffer(kOp, name, kv, ToDataType(spec.dtype, spec.kv_format),
                      {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
 }
 
@@ -67,7 +67,7 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* p
   const ffi::DataType type = ToDataType(spec.dtype);
   const int64_t plan_words = MakePlanLayout(problem).num_words;
   const int64_t workspace_words = MakeWorkspaceLayout(problem).num_words;
-  Status s = CheckBuffer(kOp, "q", b.q, ToDataType(spec.q_dtype()),
+  Status s = CheckBuffer(kOp, "q", b.q, ToDataType(spec.dtype, spec.q_format),
                          {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_qk});
   if (s.ok() && spec.paged()) s = ReadPool(kOp, spec, b.k, pool);
   if (s.ok()) s = CheckKv(spec, "k", b.k, spec.head_dim_qk, *pool);
@@ -149,8 +149,9 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   return p;
 }
 
-// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with e4m3 sinks
-// and scales, those that are absent as arrays without elements; then likewise those of a variant.
+// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with kHeadScale
+// sinks and scales, those that are absent as arrays without elements; then likewise those of a
+// variant.
 Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, AttentionBuffers* b) {
   const AttentionSpec& spec = problem.spec;
   size_t next = 0;
@@ -165,7 +166,7 @@ Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, At
     take(&b->v_new);
   }
   take(&b->sinks);
-  if (spec.kv_is_e4m3) {
+  if (FormatOf(spec.kv_format).scale == kHeadScale) {
     take(&b->q_scale);
     take(&b->k_scale);
     take(&b->v_scale);
@@ -183,7 +184,7 @@ Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, At
   }
   return Status::Error(
       "attention: operands: expected q, k, v, plan, layer, with fresh_kv k_new and v_new, perhaps "
-      "sinks, with e4m3 scales, and those of a variant, got " +
+      "sinks, with scales of heads these, and those of a variant, got " +
       std::to_string(rest.size()) + " after layer.");
 }
 

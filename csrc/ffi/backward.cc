@@ -6,6 +6,7 @@
 #include "ffi/checks.h"
 #include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
+#include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
 
@@ -16,7 +17,7 @@ constexpr char kOp[] = "attention's backward pass";
 
 struct BackwardBuffers {
   ffi::AnyBuffer q, k, v, plan, layer, lse, d, d_o;
-  ffi::AnyBuffer d_q, d_k, d_v, sums;
+  ffi::AnyBuffer d_q, d_k, d_v, workspace;
 };
 
 Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
@@ -30,8 +31,8 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
   const AttentionSpec& spec = problem.spec;
   const ffi::DataType type = ToDataType(spec.dtype);
   Status s = Status::Ok();
-  if (spec.mla || spec.kv_is_e4m3 || spec.q_is_e4m3 || spec.fresh_kv) {
-    s = Status::Error("attention's backward pass: spec: mla, e4m3 and fresh_kv have none.");
+  if (spec.mla || spec.quantized() || spec.fresh_kv) {
+    s = Status::Error("attention's backward pass: spec: mla, kv_dtype and fresh_kv have none.");
   }
   const auto check_q = [&](const char* name, const ffi::AnyBuffer& x, int64_t dim) {
     if (s.ok()) s = CheckBuffer(kOp, name, x, type, {spec.max_qo_tokens, spec.num_qo_heads, dim});
@@ -57,66 +58,132 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
   return s;
 }
 
+// Everything between XLA's call and the work that both platforms share. params: without results.
+Status Unpack(ffi::Span<const int64_t> words, const BackwardBuffers& b, AttentionProblem* problem,
+              BackwardParams* params) {
+  if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
+  Pool kv_pool;
+  if (Status s = Check(*problem, b, &kv_pool); !s.ok()) return s;
+  AttentionParams& p = params->forward;
+  p = MakeAttentionParams(*problem, static_cast<const int32_t*>(b.plan.untyped_data()));
+  p.q = b.q.untyped_data();
+  p.k = b.k.untyped_data();
+  p.v = b.v.untyped_data();
+  p.layer = problem->spec.paged() ? static_cast<const int32_t*>(b.layer.untyped_data()) : nullptr;
+  p.num_pages = kv_pool.num_pages;
+  p.num_layers = static_cast<i32>(kv_pool.num_layers);
+  params->lse = static_cast<const float*>(b.lse.untyped_data());
+  params->d = static_cast<const float*>(b.d.untyped_data());
+  params->d_o = b.d_o.untyped_data();
+  return CheckBuffer(
+      kOp, "workspace", b.workspace, ffi::F32,
+      {problem->spec.arch == 0 ? BackwardSums(problem->spec, p.num_pages)
+                               : BackwardWorkspaceWords(problem->spec, p.num_pages)});
+}
+
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                       ffi::AnyBuffer plan, ffi::AnyBuffer layer, ffi::AnyBuffer lse,
                       ffi::AnyBuffer d, ffi::AnyBuffer d_o, ffi::Result<ffi::AnyBuffer> d_q,
                       ffi::Result<ffi::AnyBuffer> d_k, ffi::Result<ffi::AnyBuffer> d_v,
-                      ffi::Result<ffi::AnyBuffer> sums, ffi::Span<const int64_t> words,
+                      ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
                       bool poison) {
   AttentionProblem problem;
-  Pool kv_pool;
-  const BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *sums};
-  Status s = ReadProblem(kOp, words, &problem);
-  if (s.ok()) s = Check(problem, b, &kv_pool);
-  if (!s.ok()) return ToFfi(s);
-  const auto* plan_words = static_cast<const int32_t*>(plan.untyped_data());
   BackwardParams params = {};
-  AttentionParams& p = params.forward;
-  p = MakeAttentionParams(problem, plan_words);
-  p.q = q.untyped_data();
-  p.k = k.untyped_data();
-  p.v = v.untyped_data();
-  p.layer = problem.spec.paged() ? static_cast<const int32_t*>(layer.untyped_data()) : nullptr;
-  p.num_pages = kv_pool.num_pages;
-  p.num_layers = static_cast<i32>(kv_pool.num_layers);
-  params.lse = static_cast<const float*>(lse.untyped_data());
-  params.d = static_cast<const float*>(d.untyped_data());
-  params.d_o = d_o.untyped_data();
-  s = CheckBuffer(kOp, "sums", *sums, ffi::F32, {BackwardSums(problem.spec, p)});
-  if (s.ok()) s = Prefixed(kOp, CheckPlan(problem, plan_words, p.num_pages));
+  const BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *workspace};
+  Status s = Unpack(words, b, &problem, &params);
+  const AttentionParams& p = params.forward;
+  if (s.ok()) {
+    const auto* plan_words = static_cast<const int32_t*>(plan.untyped_data());
+    s = Prefixed(kOp, CheckPlan(problem, plan_words, p.num_pages));
+  }
   if (s.ok() && p.layer) s = CheckLayer(kOp, *p.layer, p.num_layers);
   if (!s.ok()) return ToFfi(s);
-  if (poison) PoisonOnHost({*d_q, *d_k, *d_v, *sums});
+  if (poison) PoisonOnHost({*d_q, *d_k, *d_v, *workspace});
   XlaTaskPool task_pool(pool);
   BackwardCpu(problem, params,
               {d_q->untyped_data(), d_k->untyped_data(), d_v->untyped_data(),
-               static_cast<float*>(sums->untyped_data())},
+               static_cast<float*>(workspace->untyped_data())},
               task_pool);
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()  // q
-                           .Arg<ffi::AnyBuffer>()  // k
-                           .Arg<ffi::AnyBuffer>()  // v
-                           .Arg<ffi::AnyBuffer>()  // plan
-                           .Arg<ffi::AnyBuffer>()  // layer
-                           .Arg<ffi::AnyBuffer>()  // lse
-                           .Arg<ffi::AnyBuffer>()  // d
-                           .Arg<ffi::AnyBuffer>()  // d_o
-                           .Ret<ffi::AnyBuffer>()  // d_q
-                           .Ret<ffi::AnyBuffer>()  // d_k
-                           .Ret<ffi::AnyBuffer>()  // d_v
-                           .Ret<ffi::AnyBuffer>()  // sums
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool) {
+  return RunStage(kOp, words, [](const AttentionProblem& p) { return PrepareBackward(p.spec); });
+}
+
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool) {
+  return RunStage(kOp, words,
+                  [=](const AttentionProblem& p) { return LoadBackward(p.spec, device); });
+}
+
+ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer q,
+                       ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer plan,
+                       ffi::AnyBuffer layer, ffi::AnyBuffer lse, ffi::AnyBuffer d,
+                       ffi::AnyBuffer d_o, ffi::Result<ffi::AnyBuffer> d_q,
+                       ffi::Result<ffi::AnyBuffer> d_k, ffi::Result<ffi::AnyBuffer> d_v,
+                       ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
+                       bool poison) {
+  AttentionProblem problem;
+  BackwardParams params = {};
+  const BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *workspace};
+  Status s = Unpack(words, b, &problem, &params);
+  if (s.ok() && poison) s = PoisonOnDevice({*d_q, *d_k, *d_v, *workspace}, stream);
+  if (!s.ok()) return ToFfi(s);
+  BackwardCudaParams p =
+      MakeBackwardParams(problem, params.forward, static_cast<const int32_t*>(plan.untyped_data()),
+                         static_cast<int32_t*>(workspace->untyped_data()));
+  p.lse = params.lse;
+  p.d = params.d;
+  p.d_o = params.d_o;
+  p.d_q = d_q->untyped_data();
+  p.d_k = d_k->untyped_data();
+  p.d_v = d_v->untyped_data();
+  const int64_t num_words = BackwardWorkspaceWords(problem.spec, params.forward.num_pages);
+  return ToFfi(LaunchBackward(problem.spec, p, num_words, stream, device_ordinal));
+}
+
+// The operands, results and attributes of one call, after the contexts of a platform.
+template <typename Binding>
+auto BindCall(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()  // q
+      .template Arg<ffi::AnyBuffer>()  // k
+      .template Arg<ffi::AnyBuffer>()  // v
+      .template Arg<ffi::AnyBuffer>()  // plan
+      .template Arg<ffi::AnyBuffer>()  // layer
+      .template Arg<ffi::AnyBuffer>()  // lse
+      .template Arg<ffi::AnyBuffer>()  // d
+      .template Arg<ffi::AnyBuffer>()  // d_o
+      .template Ret<ffi::AnyBuffer>()  // d_q
+      .template Ret<ffi::AnyBuffer>()  // d_k
+      .template Ret<ffi::AnyBuffer>()  // d_v
+      .template Ret<ffi::AnyBuffer>()  // workspace
+      .template Attr<ffi::Span<const int64_t>>("problem")
+      .template Attr<bool>("poison");
+}
+
+XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateCuda, InstantiateCuda,
+    ffi::Ffi::BindInstantiate().Attr<ffi::Span<const int64_t>>("problem").Attr<bool>("poison"));
+
+XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Attr<ffi::Span<const int64_t>>("problem")
                            .Attr<bool>("poison"));
+
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCuda, ExecuteCuda,
+    BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 const std::vector<Target> kBackwardTargets = {
     {"jax_attn_backward", "cpu", nullptr, nullptr, kExecuteCpu},
+    {"jax_attn_backward", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
 };
 
 }  // namespace jax_attn

@@ -20,6 +20,12 @@ const char* TypeName(ffi::DataType type) {
       return "float32";
     case ffi::DataType::F8E4M3FN:
       return "float8_e4m3fn";
+    case ffi::DataType::F8E5M2:
+      return "float8_e5m2";
+    case ffi::DataType::S8:
+      return "int8";
+    case ffi::DataType::U8:
+      return "uint8";
     case ffi::DataType::S32:
       return "int32";
     default:
@@ -71,11 +77,21 @@ const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer) {
                                                : nullptr;
 }
 
-ffi::DataType ToDataType(int64_t dtype) {
-  return dtype == kBF16   ? ffi::DataType::BF16
-         : dtype == kF16  ? ffi::DataType::F16
-         : dtype == kE4M3 ? ffi::DataType::F8E4M3FN
-                          : ffi::DataType::F32;
+ffi::DataType ToDataType(int64_t dtype, int64_t format) {
+  switch (format) {
+    case kE4m3Format:
+      return ffi::DataType::F8E4M3FN;
+    case kE5m2Format:
+      return ffi::DataType::F8E5M2;
+    case kInt8Format:
+      return ffi::DataType::S8;
+    case kMxfp4Format:
+      return ffi::DataType::U8;
+    default:
+      return dtype == kBF16  ? ffi::DataType::BF16
+             : dtype == kF16 ? ffi::DataType::F16
+                             : ffi::DataType::F32;
+  }
 }
 
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {
@@ -110,8 +126,9 @@ Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer&
 
 Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
                   const ffi::AnyBuffer& pages, int64_t head_dim) {
-  const ffi::DataType type = ToDataType(spec.kv_dtype());
+  const ffi::DataType type = ToDataType(spec.dtype, spec.kv_format);
   const int64_t heads = spec.num_stored_heads();
+  head_dim = StoredDim(spec.kv_format, head_dim);
   if (!pool.is_stacked) {
     return CheckBuffer(op, argument, pages, type,
                        {pool.num_pages, spec.page_size, heads, head_dim});

@@ -34,7 +34,8 @@ Status CheckFloats(const char* op, const char* argument,
                    const std::optional<ffi::AnyBuffer>& buffer, int64_t num);
 const float* FloatsOf(const std::optional<ffi::AnyBuffer>& buffer);
 
-ffi::DataType ToDataType(int64_t dtype);
+// What arrays of a format are made of; dtype: the spec's.
+ffi::DataType ToDataType(int64_t dtype, int64_t format = kPlainFormat);
 
 // The "problem" attribute of every attention, append and plan call, as the only place that decodes
 // it: whatever the words were, the problem is one that CheckProblem accepts.

@@ -75,8 +75,8 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   constexpr const char* kTileNames[kMaxTiles] = {"kTileQ0", "kTileQ1", "kTileQ2"};
   visit("kArch", k.arch);
   visit("kDtype", k.dtype, DTypeName(k.dtype));
-  visit("kQIsE4m3", k.q_is_e4m3);
-  visit("kKvIsE4m3", k.kv_is_e4m3);
+  visit("kQFormat", k.q_format, FormatOf(k.q_format).name);
+  visit("kKvFormat", k.kv_format, FormatOf(k.kv_format).name);
   visit("kHeadDimQk", k.head_dim_qk);
   visit("kHeadDimVo", k.head_dim_vo);
   visit("kIsMla", k.mla, "v is the first columns of k");
@@ -100,13 +100,26 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("Variant", k.variant);
 }
 
+template <typename Visitor>
+void VisitFields(const BackwardKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", k.dtype, DTypeName(k.dtype));
+  visit("kHeadDimQk", k.head_dim_qk);
+  visit("kHeadDimVo", k.head_dim_vo);
+  visit("kGroupSize", k.group_size);
+  visit("kPageSize", k.page_size, k.page_size == 0 ? "ragged" : "tokens");
+  visit("kHasWindowLeft", k.window_left);
+  visit("kHasWindowRight", k.window_right, "causal is window_right 0");
+  visit("kHasSoftCap", k.logits_soft_cap);
+}
+
 // Whether bytes are copied, whatever their type.
-bool CopiesBytes(const AppendKernel& k) { return !k.kv_is_e4m3 && !k.rotates; }
+bool CopiesBytes(const AppendKernel& k) { return k.kv_format == kPlainFormat && !k.rotates; }
 
 template <typename Visitor>
 void VisitFields(const AppendKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
-  visit("kKvIsE4m3", k.kv_is_e4m3);
+  visit("kKvFormat", k.kv_format, FormatOf(k.kv_format).name);
   visit("kDtype", k.dtype, CopiesBytes(k) ? "any" : DTypeName(k.dtype));
   visit("kRotates", k.rotates);
 }
@@ -175,8 +188,8 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   AttentionKernel kernel;
   kernel.arch = spec.arch;
   kernel.dtype = spec.dtype;
-  kernel.q_is_e4m3 = spec.q_is_e4m3;
-  kernel.kv_is_e4m3 = spec.kv_is_e4m3;
+  kernel.q_format = spec.q_format;
+  kernel.kv_format = spec.kv_format;
   kernel.head_dim_qk = spec.head_dim_qk;
   kernel.head_dim_vo = spec.head_dim_vo;
   kernel.mla = spec.mla;
@@ -204,8 +217,8 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   name << "attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
        << kernel.head_dim_qk;
   if (kernel.head_dim_vo != kernel.head_dim_qk) name << "x" << kernel.head_dim_vo;
-  if (kernel.q_is_e4m3) name << "-qe4m3";
-  if (kernel.kv_is_e4m3) name << "-kve4m3";
+  if (kernel.q_format != kPlainFormat) name << "-q" << FormatOf(kernel.q_format).name;
+  if (kernel.kv_format != kPlainFormat) name << "-kv" << FormatOf(kernel.kv_format).name;
   if (kernel.mla) name << "-mla";
   name << "-g" << kernel.group_size;
   if (kernel.page_size == 0) name << "-ragged";
@@ -239,11 +252,43 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
           Options(kernel.arch)};
 }
 
+BackwardKernel MakeBackwardKernel(const AttentionSpec& spec) {
+  BackwardKernel kernel;
+  kernel.arch = spec.arch;
+  kernel.dtype = spec.dtype;
+  kernel.head_dim_qk = spec.head_dim_qk;
+  kernel.head_dim_vo = spec.head_dim_vo;
+  kernel.group_size = spec.group_size();
+  kernel.page_size = spec.page_size;
+  kernel.window_left = spec.window_left >= 0;
+  kernel.window_right = spec.window_right >= 0;
+  kernel.logits_soft_cap = spec.logits_soft_cap > 0;
+  return kernel;
+}
+
+KernelSource MakeSource(const BackwardKernel& kernel) {
+  std::ostringstream name;
+  name << "backward-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
+       << kernel.head_dim_qk;
+  if (kernel.head_dim_vo != kernel.head_dim_qk) name << "x" << kernel.head_dim_vo;
+  name << "-g" << kernel.group_size;
+  if (kernel.page_size == 0) name << "-ragged";
+  if (kernel.page_size > 0) name << "-page" << kernel.page_size;
+  if (kernel.window_left) name << "-left";
+  if (kernel.window_right) name << "-right";
+  if (kernel.logits_soft_cap) name << "-cap";
+  const std::string entry = "backward_kernel";
+  return {name.str(), entry,
+          TranslationUnit("cuda/sm80/backward.cuh", TraitsOf(kernel).str(), "BackwardBody",
+                          "BackwardCuda", entry),
+          Options(kernel.arch)};
+}
+
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates) {
   AppendKernel kernel;
   kernel.arch = spec.arch;
-  kernel.kv_is_e4m3 = spec.kv_is_e4m3;
-  if (kernel.kv_is_e4m3 || rotates) kernel.dtype = spec.dtype;
+  kernel.kv_format = spec.kv_format;
+  if (kernel.kv_format != kPlainFormat || rotates) kernel.dtype = spec.dtype;
   kernel.rotates = rotates;
   return kernel;
 }
@@ -253,7 +298,9 @@ KernelSource MakeSource(const AppendKernel& kernel) {
   const std::string op = kernel.rotates ? "append_rotated" : "append";
   std::string name = op + "-" + ArchName(kernel.arch);
   if (!CopiesBytes(kernel)) name += std::string("-") + DTypeName(kernel.dtype);
-  if (kernel.kv_is_e4m3) name += "-kve4m3";
+  if (kernel.kv_format != kPlainFormat) {
+    name += std::string("-kv") + FormatOf(kernel.kv_format).name;
+  }
   return {name, entry,
           TranslationUnit("cuda/any/" + op + ".cuh", TraitsOf(kernel).str(),
                           kernel.rotates ? "AppendRotatedBody" : "AppendBody", "Append", entry),
@@ -283,5 +330,6 @@ KernelKey MakeKey(const AttentionKernel& kernel) { return KeyOf(0, kernel); }
 KernelKey MakeKey(const AppendKernel& kernel) { return KeyOf(1, kernel); }
 KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
 KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
+KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
 
 }  // namespace jax_attn

@@ -16,8 +16,8 @@ namespace jax_attn {
 struct AttentionKernel {
   int64_t arch = 0;  // compute capability, 90 for sm_90
   int64_t dtype = kBF16;
-  bool q_is_e4m3 = false;
-  bool kv_is_e4m3 = false;
+  int64_t q_format = kPlainFormat;
+  int64_t kv_format = kPlainFormat;
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
   bool mla = false;  // v is columns of k
@@ -40,11 +40,25 @@ struct AttentionKernel {
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
+// Of the backward pass.
+struct BackwardKernel {
+  int64_t arch = 0;
+  int64_t dtype = kBF16;
+  int64_t head_dim_qk = 0;
+  int64_t head_dim_vo = 0;
+  int64_t group_size = 0;
+  int64_t page_size = 0;      // 0: ragged
+  bool window_left = false;   // is limited
+  bool window_right = false;  // is limited, as causal is
+  bool logits_soft_cap = false;
+};
+BackwardKernel MakeBackwardKernel(const AttentionSpec& spec);
+
 struct AppendKernel {
-  int64_t arch = 0;         // 0: that of device 0
-  bool kv_is_e4m3 = false;  // else bytes are copied, whatever their type
-  int64_t dtype = kBF16;    // of k_new and v_new, where elements are computed with
-  bool rotates = false;     // append_rotated
+  int64_t arch = 0;                  // 0: that of device 0
+  int64_t kv_format = kPlainFormat;  // plain: bytes are copied, whatever their type
+  int64_t dtype = kBF16;             // of k_new and v_new, where elements are computed with
+  bool rotates = false;              // append_rotated
 };
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates);
 
@@ -67,6 +81,7 @@ struct KernelSource {
   std::vector<std::string> options;  // of NVRTC
 };
 KernelSource MakeSource(const AttentionKernel& kernel);
+KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
@@ -74,6 +89,7 @@ KernelSource MakeSource(const PlanKernel& kernel);
 // The fields of a kernel struct, operation first: equal keys, equal binaries.
 using KernelKey = std::vector<int64_t>;
 KernelKey MakeKey(const AttentionKernel& kernel);
+KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);

@@ -10,6 +10,9 @@
 namespace jax_attn {
 namespace {
 
+// Of the backward pass: as many as share a multiprocessor at best. They take units until none is
+// left, so those that come late do no harm.
+constexpr int64_t kBackwardCtasPerSm = 2;
 // Append and merge move memory: threads enough for all of it, but no more than a few waves of the
 // device; the kernels walk the rest in strides of the grid.
 constexpr int64_t kCtasPerSm = 8;
@@ -18,6 +21,7 @@ constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes
 constexpr int64_t kPagesPerThread = 4;   // plan: a thread copies 16 bytes of page ids at a time
 
 std::atomic<int64_t> attention_launches{0};
+std::atomic<int64_t> backward_launches{0};
 std::atomic<int64_t> append_launches{0};
 std::atomic<int64_t> merge_launches{0};
 std::atomic<int64_t> plan_launches{0};
@@ -107,10 +111,10 @@ Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const
                            : Status::Error("attention: " + d.Describe("cuTensorMapEncodeTiled", r));
 }
 
-// Of keys or values. Two e4m3 are a column.
+// Of keys or values. Two codes of 8 bits are a column.
 Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
                  int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
-  if (problem.spec.kv_is_e4m3) head_dim /= 2;
+  if (problem.spec.quantized()) head_dim /= 2;
   const BoxedArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
                          head_dim, BoxRows(problem), 1};
   return MakeTensorMap(d, problem, of, map);
@@ -249,6 +253,40 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
   return LaunchLoaded("attention", *kernel, launch, complete, stream);
 }
 
+Status PrepareBackward(const AttentionSpec& spec, KernelInfo* info) {
+  const BackwardKernel kernel = MakeBackwardKernel(spec);
+  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+}
+
+Status LoadBackward(const AttentionSpec& spec, int device_ordinal) {
+  return LoadSpec(MakeBackwardKernel(spec), device_ordinal);
+}
+
+Status LaunchBackward(const AttentionSpec& spec, const BackwardCudaParams& params,
+                      int64_t num_words, void* stream, int device_ordinal) {
+  constexpr char kOp[] = "attention's backward pass";
+  backward_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* kernel = FindLoadedKernel(MakeKey(MakeBackwardKernel(spec)), device_ordinal);
+  if (kernel == nullptr) return NotLoaded(kOp, device_ordinal);
+  void* const results[] = {params.d_q, params.d_k, params.d_v};
+  for (int i = 0; i < 3; ++i) {
+    const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
+    if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
+  }
+  Launch launch;
+  launch.num_ctas = kBackwardCtasPerSm * kernel->num_sms;
+  launch.zero_words = params.num_taken;
+  launch.num_zero_words = num_words;
+  BackwardCudaParams of_phase = params;
+  for (const i32 phase : {0, 1, 2}) {
+    if (phase == 1 && !spec.paged()) continue;
+    of_phase.phase = phase;
+    if (Status s = LaunchLoaded(kOp, *kernel, launch, of_phase, stream); !s.ok()) return s;
+    launch.num_zero_words = 0;
+  }
+  return Status::Ok();
+}
+
 Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info) {
   return PrepareResolved(kernel, info);
 }
@@ -366,6 +404,9 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms) {
 KernelSource AttentionKernelSource(const AttentionProblem& problem) {
   return MakeSource(MakeAttentionKernel(problem));
 }
+KernelSource BackwardKernelSource(const AttentionSpec& spec) {
+  return MakeSource(MakeBackwardKernel(spec));
+}
 KernelSource AppendKernelSource(const AppendKernel& kernel) { return MakeSource(kernel); }
 KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(kernel); }
 KernelSource PlanKernelSource(const PlanKernel& kernel) { return MakeSource(kernel); }
@@ -377,6 +418,7 @@ Status CompileKernelSource(const KernelSource& source, std::string* cubin, std::
 JitStats GetJitStats() {
   JitStats stats = GetRegistryStats();
   stats.attention_launches = attention_launches.load(std::memory_order_relaxed);
+  stats.backward_launches = backward_launches.load(std::memory_order_relaxed);
   stats.append_launches = append_launches.load(std::memory_order_relaxed);
   stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
   stats.plan_launches = plan_launches.load(std::memory_order_relaxed);

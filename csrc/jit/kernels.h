@@ -41,6 +41,13 @@ Status LoadAttention(const AttentionProblem& problem, int device_ordinal);
 Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& params, void* stream,
                        int device_ordinal);
 
+Status PrepareBackward(const AttentionSpec& spec, KernelInfo* info = nullptr);
+Status LoadBackward(const AttentionSpec& spec, int device_ordinal);
+// Zeroes the results and the workspace, num_words from params.num_taken on, and launches every
+// phase.
+Status LaunchBackward(const AttentionSpec& spec, const BackwardCudaParams& params,
+                      int64_t num_words, void* stream, int device_ordinal);
+
 Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info = nullptr);
 Status LoadAppend(const AppendKernel& kernel, int device_ordinal);
 Status LaunchAppend(const AppendKernel& kernel, const AppendParams& params, void* stream,
@@ -73,6 +80,7 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms);
 
 // The source and options of a kernel as Prepare compiles it, for tools and tests.
 KernelSource AttentionKernelSource(const AttentionProblem& problem);
+KernelSource BackwardKernelSource(const AttentionSpec& spec);
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
 KernelSource PlanKernelSource(const PlanKernel& kernel);
@@ -90,6 +98,7 @@ struct JitStats {
   int64_t loaded = 0;  // functions loaded, over all devices
   // Times the host code of execute ran. A replayed command buffer does not count here.
   int64_t attention_launches = 0;
+  int64_t backward_launches = 0;
   int64_t append_launches = 0;
   int64_t merge_launches = 0;
   int64_t plan_launches = 0;

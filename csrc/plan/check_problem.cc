@@ -87,6 +87,13 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
   return Status::Ok();
 }
 
+// Formats that are read on CUDA, ragged, and paged on CPUs: each has those before it, too.
+int64_t MaxFormat(const AttentionSpec& s) {
+  if (s.mla) return kPlainFormat;
+  if (s.arch != 0) return kE4m3Format;
+  return s.paged() ? kNumFormats - 1 : kE5m2Format;
+}
+
 }  // namespace
 
 Status CheckSpec(const AttentionSpec& s) {
@@ -98,8 +105,9 @@ Status CheckSpec(const AttentionSpec& s) {
       {"head_dim_qk", s.head_dim_qk, 8, mla ? 576 : 256},
       {"head_dim_vo", s.head_dim_vo, 8, mla ? 512 : 256},
       {"dtype", s.dtype, kBF16, kF32},
-      {"q_is_e4m3", s.q_is_e4m3, 0, 1},
-      {"kv_is_e4m3", s.kv_is_e4m3, s.q_is_e4m3, mla ? 0 : 1},
+      {"kv_format", s.kv_format, kPlainFormat, MaxFormat(s)},
+      {"q_format", s.q_format, kPlainFormat,
+       s.kv_format == kE4m3Format && !s.fresh_kv ? kE4m3Format : kPlainFormat},
       {"window_left", s.window_left, -1, kMaxInt32},
       {"window_right", s.window_right, -1, kMaxInt32},
       {"page_size", s.page_size, 0, kMaxInt32},
@@ -112,7 +120,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
       {"max_steps", s.max_steps, 0, (cpu || !mla) && s.share_prefixes == 0 ? kPositionLimit : 0},
-      {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && !s.kv_is_e4m3 ? 1 : 0},
+      {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && (cpu || !s.quantized()) ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},
   };

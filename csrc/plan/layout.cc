@@ -122,7 +122,7 @@ SharingRules MakeSharingRules(const AttentionProblem& problem) {
   sharing.alignment =
       static_cast<i32>(spec.schedule == kFixedSplit ? spec.kv_split : config.tile_kv);
   sharing.token_bytes =
-      static_cast<i32>((spec.head_dim_qk + spec.head_dim_vo) * ElementBytes(spec.kv_dtype()));
+      static_cast<i32>(spec.kv_row_bytes(spec.head_dim_qk) + spec.kv_row_bytes(spec.head_dim_vo));
   sharing.fresh_kv = static_cast<i32>(spec.fresh_kv);
   sharing.cost_by_rows = static_cast<i32>(config.cost_by_rows);
   for (int i = 0; i < kMaxTiles; ++i) sharing.tile_rows[i] = static_cast<i32>(config.tile_q[i]);
@@ -229,8 +229,37 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.window_right = static_cast<i32>(spec.window_right);
   p.sm_scale = static_cast<float>(spec.sm_scale);
   p.logits_soft_cap = static_cast<float>(spec.logits_soft_cap);
-  p.q_is_e4m3 = static_cast<i32>(spec.q_is_e4m3);
+  p.q_format = static_cast<i32>(spec.q_format);
+  p.kv_format = static_cast<i32>(spec.kv_format);
   p.sums_weights = problem.program.present && !problem.program.normalizes;
+  return p;
+}
+
+int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages) {
+  const int64_t of_pages = spec.paged() ? 2 * spec.max_kv_pages + 2 * num_pages : 0;
+  return 16 + spec.max_batch + of_pages;
+}
+
+BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
+                                      const AttentionParams& forward, const i32* plan,
+                                      i32* workspace) {
+  const AttentionSpec& spec = problem.spec;
+  const bool paged = spec.paged();
+  BackwardCudaParams p = {};
+  p.forward = forward;
+  p.kv_indptr = plan + MakePlanLayout(problem).kv_indptr;
+  p.max_entries = static_cast<i32>(paged ? spec.max_kv_pages : 0);
+  const int64_t kv_rows =
+      paged ? forward.num_layers * forward.num_pages * spec.page_size : spec.max_kv_tokens;
+  p.num_elements[0] = spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_qk;
+  p.num_elements[1] = kv_rows * spec.num_kv_heads * spec.head_dim_qk;
+  p.num_elements[2] = kv_rows * spec.num_kv_heads * spec.head_dim_vo;
+  p.num_taken = workspace;
+  p.q_begins = workspace + 16;
+  p.next_entries = p.q_begins + spec.max_batch;
+  p.is_read = p.next_entries + p.max_entries;
+  p.first_entries = p.is_read + p.max_entries;
+  p.last_entries = p.first_entries + (paged ? forward.num_pages : 0);
   return p;
 }
 

@@ -56,6 +56,15 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
 // and the sizes of k, v are left to the caller. plan: [layout.num_words].
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);
 
+// 4-byte words of workspace of a backward pass on CUDA devices. num_pages: of a layer's pool.
+int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages);
+
+// Of a backward pass on CUDA devices all but lse, d, d_o and the results. forward: with operands.
+// workspace: of BackwardWorkspaceWords.
+BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
+                                      const AttentionParams& forward, const i32* plan,
+                                      i32* workspace);
+
 // Of a valid spec (plan/check.h). Capacities that hold any batch within max_batch, max_qo_tokens
 // (and for kFixedSplit any decode batch within the kv capacity); a nonzero value set by the user is
 // kept.

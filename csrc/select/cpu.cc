@@ -10,7 +10,8 @@ namespace {
 // 16 kv tokens of a tile of so many rows, one kv head.
 double StepUs(const CpuNumbers& cpu, const AttentionSpec& spec, int64_t rows, bool low) {
   const double dims = static_cast<double>(spec.head_dim_qk + spec.head_dim_vo);
-  const double bytes = 16 * dims * static_cast<double>(ElementBytes(spec.kv_dtype()));
+  const double bytes = 16 * static_cast<double>(spec.kv_row_bytes(spec.head_dim_qk) +
+                                                spec.kv_row_bytes(spec.head_dim_vo));
   const double flops = 2 * 16 * dims * static_cast<double>(rows);
   return std::max(bytes / cpu.bytes_per_us,
                   flops / (low ? cpu.low_flops_per_us : cpu.flops_per_us));

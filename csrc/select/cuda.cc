@@ -45,8 +45,8 @@ constexpr const char* kOneHeight =
     "every batch";
 
 // Why the portable loop serves though a faster one could; null: it is the one there is.
-const char* NoOwnLoop(const CudaDevice& device, bool q_is_e4m3) {
-  if (q_is_e4m3 && device.main_loop == kHopper) {
+const char* NoOwnLoop(const CudaDevice& device, int64_t q_format) {
+  if (q_format != kPlainFormat && device.main_loop == kHopper) {
     return "the one on wgmma takes keys and values of float8_e4m3fn, but not queries yet";
   }
   return device.no_own_loop;
@@ -75,7 +75,7 @@ void SelectF32(Choice& c) {
 void SelectTensorCore(Choice& c) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
-  const char* why = NoOwnLoop(c.device, spec.q_is_e4m3);
+  const char* why = NoOwnLoop(c.device, spec.q_format);
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
   // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
@@ -98,30 +98,31 @@ void SelectTensorCore(Choice& c) {
     c.TakeTiles({prefill}, tiles.prefill_rows.why);
   }
   // As many bytes in flight, whatever the type: head dims of 16-bit elements.
-  const int64_t half_words = LargerHeadDim(spec) * ElementBytes(spec.kv_dtype()) / 2;
+  const int64_t half_words = spec.kv_row_bytes(LargerHeadDim(spec)) / 2;
   c.config.num_stages = c.Take("num_stages", tiles.ring_slots, half_words);
   c.config.num_ctas = c.Take("num_ctas", tiles.ctas, LargerHeadDim(spec));
 }
 
 void SelectHopper(Choice& c) {
-  c.Because("main_loop",
-            "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
-                (c.spec.kv_is_e4m3 ? ", which e4m3 becomes in shared memory (sm90/e4m3.cuh)" : ""));
+  c.Because(
+      "main_loop",
+      "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
+          (c.spec.quantized() ? ", which e4m3 becomes in shared memory (sm90/e4m3.cuh)" : ""));
   c.config.main_loop = kHopper;
   const int64_t dim_qk = (c.spec.head_dim_qk + 63) / 64 * 64;
   const int64_t dim_vo = (c.spec.head_dim_vo + 63) / 64 * 64;
-  const bool kv_is_e4m3 = c.spec.kv_is_e4m3 != 0;
+  const bool converts = c.spec.quantized();
   // No batch of the plan has more rows of a kv head, so no tile has, whatever shares prefixes.
-  const bool only_decodes = !kv_is_e4m3 && c.spec.schedule != kFixedSplit &&
+  const bool only_decodes = !converts && c.spec.schedule != kFixedSplit &&
                             c.spec.group_size() <= 32 &&
                             c.spec.max_qo_tokens * c.spec.group_size() <= 32;
   // A third consumer's logits, probabilities and o leave 32 of 160 registers. Keys and values of
   // e4m3 have a second producer instead, which converts beside the first.
-  const int64_t producers = kv_is_e4m3 && dim_vo <= 192 ? 2 : 1;
-  const int64_t consumers = dim_vo <= 64 && !kv_is_e4m3 ? 3 : 2;
+  const int64_t producers = converts && dim_vo <= 192 ? 2 : 1;
+  const int64_t consumers = dim_vo <= 64 && !converts ? 3 : 2;
   c.config.num_warps = only_decodes ? 16 : 4 * (producers + consumers);
   const auto code_bytes = [](int64_t dim) { return (dim + 127) / 128 * 128; };
-  const int64_t codes_128 = kv_is_e4m3 ? 128 * (code_bytes(dim_qk) + code_bytes(dim_vo)) : 0;
+  const int64_t codes_128 = converts ? 128 * (code_bytes(dim_qk) + code_bytes(dim_vo)) : 0;
   const int64_t smem_128 =
       2 * (2 * 128 * (dim_qk + dim_vo) + 64 * consumers * dim_qk) + codes_128 + (6 << 10);
   c.config.tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
@@ -130,10 +131,10 @@ void SelectHopper(Choice& c) {
       "head_dim, ";
   c.Because(
       "tile_kv",
-      registers + (kv_is_e4m3 ? "of 200; two slots of K and V and one of their codes must fit "
-                                "beside q, and codes get what is left: it is on its way from memory"
-                              : "of 232 or, of three consumers, 160; two slots of K and V must fit "
-                                "beside q, and rows are padded to whole 128-byte blocks"));
+      registers + (converts ? "of 200; two slots of K and V and one of their codes must fit "
+                              "beside q, and codes get what is left: it is on its way from memory"
+                            : "of 232 or, of three consumers, 160; two slots of K and V must fit "
+                              "beside q, and rows are padded to whole 128-byte blocks"));
   // 64 rows are the height of a wgmma, which decode.cuh has turned by 90 degrees.
   if (c.spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneHeight);
@@ -206,7 +207,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
 const KernelCosts& CostsOf(const Choice& c) {
   const Costs& costs = *c.device.costs;
   const bool hopper = c.config.main_loop == kHopper;
-  if (c.spec.kv_is_e4m3) return hopper ? costs.hopper_e4m3 : costs.portable_e4m3;
+  if (c.spec.quantized()) return hopper ? costs.hopper_e4m3 : costs.portable_e4m3;
   if (!c.spec.mla) return hopper ? costs.hopper : costs.portable;
   const int64_t rows = c.config.tile_q[0];
   if (hopper && rows == 64) return costs.mla_hopper;
@@ -224,8 +225,8 @@ void TakeCosts(Choice& c) {
   c.Because("kv_cost", costs.kv_cost.why);
   const Number& cached = c.device.costs->cached_bytes;
   c.config.cached_tokens =
-      cached.value / (c.spec.num_kv_heads * (c.spec.head_dim_qk + c.spec.head_dim_vo) *
-                      ElementBytes(c.spec.kv_dtype()));
+      cached.value / (c.spec.num_kv_heads * (c.spec.kv_row_bytes(c.spec.head_dim_qk) +
+                                             c.spec.kv_row_bytes(c.spec.head_dim_vo)));
   c.Because("cached_tokens", cached.why);
 }
 
@@ -243,9 +244,9 @@ std::string DescribeDevice(const CudaDevice& device) {
 
 int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_processors; }
 
-std::string DescribeFallback(int64_t arch, bool q_is_e4m3) {
+std::string DescribeFallback(int64_t arch, int64_t q_format) {
   const CudaDevice& device = FindCudaDevice(arch);
-  const char* why = NoOwnLoop(device, q_is_e4m3);
+  const char* why = NoOwnLoop(device, q_format);
   if (why == nullptr) return "";
   return "sm_" + std::to_string(arch) + " (" + device.name +
          "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " + why +
@@ -262,7 +263,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper && !spec.q_is_e4m3) {
+  } else if (c.device.main_loop == kHopper && spec.q_format == kPlainFormat) {
     SelectHopper(c);
   } else {
     SelectTensorCore(c);

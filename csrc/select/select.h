@@ -32,6 +32,6 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
 int64_t DefaultProcessors(int64_t arch);
 
 // What a CUDA device does without, in a sentence; empty for one that has all there is.
-std::string DescribeFallback(int64_t arch, bool q_is_e4m3);
+std::string DescribeFallback(int64_t arch, int64_t q_format);
 
 }  // namespace jax_attn

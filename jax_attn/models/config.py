@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jax_attn.models.quantized_files import Quantization
 from jax_attn.models.rope import Rope
 
 
@@ -27,7 +28,7 @@ class Experts:
     normalize: bool = True  # probabilities of the experts that a token goes to add up to 1
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP nevertheless
     # All experts are one tensor in the files, [experts, in, out], where gate and up alternate; they
-    # and the router have biases. "mxfp4": two tensors, codes and scales, widened when loaded.
+    # and the router have biases. "mxfp4": two tensors, codes and scales.
     stacked: Literal["", "plain", "mxfp4"] = ""
     # DeepSeek's: scores are sigmoids, to which the choice, but not the weight, adds a bias of each
     # expert; only experts of the best groups are chosen; scores are scaled; all tokens go to an MLP
@@ -109,6 +110,7 @@ class ModelConfig:
     latent: Latent | None = None  # num_kv_heads is 1 and head_dim that of the cache then
     extra_layers: int = 0  # of the files, behind the others, that are not for here
     tensor_prefix: str = ""  # of the names in the files
+    quantization: Quantization | None = None  # of the matrices in the files that are so
     # Of one device's part (tensor_parallel.py): the mesh axis that heads, columns and experts are
     # split over, and whether the vocabulary is, too.
     heads_axis: str | None = None

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
+from jax_attn import parallel
 from jax_attn.models import experts, latent
 from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.quantized import product
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 
@@ -48,14 +50,15 @@ def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpe
 def init_pages(
     config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros.
+    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros;
+    of int8 and mxfp4 as AttentionSpec.kv_shapes says.
 
     With latent attention k_pages has all, and v_pages is None.
     """
     page_size, dtype = specs[0].page_size, specs[0].dtype_of_kv
     assert page_size is not None
-    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-    return jnp.zeros(shape, dtype), None if config.latent else jnp.zeros(shape, dtype)
+    k_shape, v_shape = specs[0].kv_shapes(config.num_layers, num_pages, page_size)
+    return jnp.zeros(k_shape, dtype), None if v_shape is None else jnp.zeros(v_shape, dtype)
 
 
 def forward(
@@ -65,7 +68,7 @@ def forward(
     positions: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    plans: tuple[ja.AttentionPlan, ...],
+    plans: tuple[ja.AttentionPlan, ...] | tuple[parallel.StripedPlan, ...],
     logit_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One step of a batch: appends the tokens to the cache, and attends over it.
@@ -77,7 +80,8 @@ def forward(
         stands in the padding is ignored.
       positions: [max_qo_tokens] i32. Of each token in its sequence: kv_len - qo_len + i.
       k_pages, v_pages: as `init_pages` makes them. Written in place where they are donated.
-      plans: of the batch, one for each of `attention_specs`.
+      plans: of the batch, one for each of `attention_specs`. StripedPlans inside shard_map, where
+        each device has a stripe of every page.
       logit_rows: [n] i32. The tokens to compute logits for, usually the last of each request.
 
     Returns:
@@ -86,16 +90,24 @@ def forward(
     """
     if len(plans) != len(config.windows):
         raise ValueError(f"forward: plans: expected {len(config.windows)}, got {len(plans)}.")
-    plan_of = dict(zip(config.windows, plans, strict=True))
+    plan_of: dict[int | None, Any] = dict(zip(config.windows, plans, strict=True))
+    # What is appended depends on lengths and pages alone, so that any plan will do.
+    some_plan: Any = plans[0]
     angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds}
+    is_striped = isinstance(some_plan, parallel.StripedPlan)
+    append: Any = parallel.append_stripes if is_striped else ja.append_kv
+    attention: Any = parallel.attend_stripes if is_striped else ja.attention
 
     def attend(qkv, sinks, idx, kind):
         nonlocal k_pages, v_pages
         assert v_pages is not None
-        # The stacked cache and an index, never a slice: slicing it would make XLA copy it. What is
-        # appended depends on lengths and pages alone, so that any plan will do.
+        if is_striped:
+            q, k, v = _rotated_heads(qkv, positions, config, kind)
+            k_pages, v_pages = append(k_pages, v_pages, k, v, some_plan, layer=idx)
+            return attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
+        # The stacked cache and an index, never a slice: slicing it would make XLA copy it.
         q, k_pages, v_pages = ja.append_rotated(
-            qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, plans[0], layer=idx
+            qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, some_plan, layer=idx
         )
         return ja.attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
 
@@ -104,8 +116,8 @@ def forward(
 
         def attend_rows(q, rows):
             nonlocal k_pages
-            k_pages, _ = ja.append_kv(k_pages, None, rows, None, plans[0], layer=idx)
-            return ja.attention(q, k_pages, None, plan_of[kind.window], layer=idx)
+            k_pages, _ = append(k_pages, None, rows, None, some_plan, layer=idx)
+            return attention(q, k_pages, None, plan_of[kind.window], layer=idx)
 
         return latent.absorbed(projected.rotated(angles_of[kind]), weights, config, attend_rows)
 
@@ -182,7 +194,7 @@ def _layer(
             _qkv(h, weights, config),
             weights["sinks"].astype(jnp.float32) if config.sinks else None,
         )
-    h = _sum(o.reshape(len(x), -1) @ weights["o"], config)
+    h = _sum(product(o.reshape(len(x), -1), weights["o"]), config)
     if config.o_bias:
         h += weights["o_bias"]
     x = add(x, norm(h, "attention_post_norm", config.post_norms))
@@ -194,7 +206,7 @@ def _layer(
 
 def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     """[n, num_qo_heads + 2 * num_kv_heads, head_dim], of x after the layer's norm."""
-    qkv = x @ weights["qkv"]
+    qkv = product(x, weights["qkv"])
     if config.qkv_bias:
         qkv += weights["qkv_bias"]
     if config.qk_norm == "all_heads":
@@ -214,7 +226,8 @@ def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
 
 
 def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    return _sum(_gated(x @ weights["gate_up"], config) @ weights["down"], config)
+    gated = _gated(product(x, weights["gate_up"]), config)
+    return _sum(product(gated, weights["down"]), config)
 
 
 def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -239,8 +252,8 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     mesh has some of the experts; rows of the others come last, and nothing becomes of them.
     """
     assert config.experts is not None
-    per_token, count = config.experts.per_token, len(weights["expert_down"])
-    logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
+    per_token, count = config.experts.per_token, weights["expert_down"].shape[0]
+    logits = product(x, weights["router"], jnp.float32)
     if "router_bias" in weights:
         logits += weights["router_bias"].astype(jnp.float32)
     scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
@@ -254,19 +267,20 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     order = jnp.argsort(expert, stable=True)
     num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)  # not of others
 
-    def product(x: jax.Array, name: str) -> jax.Array:
+    def of_expert(x: jax.Array, name: str) -> jax.Array:
         y = experts.grouped_matmul(x, weights[name], num_rows)
         if is_own is not None:
             y = jnp.where(is_own[order, None], y, 0)
         bias = weights.get(f"{name}_bias")
         return y if bias is None else y + bias[expert[order]]
 
-    h = _gated(product(x[order // per_token], "expert_gate_up"), config)
-    h = product(h, "expert_down")
+    h = _gated(of_expert(x[order // per_token], "expert_gate_up"), config)
+    h = of_expert(h, "expert_down")
     by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
     y = jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
     if "shared_down" in weights:
-        y += _gated(x @ weights["shared_gate_up"], config) @ weights["shared_down"]
+        gated = _gated(product(x, weights["shared_gate_up"]), config)
+        y += product(gated, weights["shared_down"])
     return _sum(y, config)
 
 
@@ -307,7 +321,7 @@ def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
 def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     x = _rms_norm(x, params["final_norm"], config)
     head = params["embed"].T if config.tie_embeddings else params["head"]
-    logits = jnp.dot(x, head, preferred_element_type=jnp.float32) * config.logit_scale
+    logits = product(x, head, jnp.float32) * config.logit_scale
     if config.splits_vocabulary:
         logits = jax.lax.all_gather(logits, config.heads_axis, axis=1, tiled=True)
     return _soft_cap(logits, config.logit_soft_cap)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn.models.config import ExpertGroups, Experts
+from jax_attn.models.quantized import Matrix, tiled_product, widen
 
 _TILE = 32  # rows of one product of the CPU's loop
 
@@ -37,7 +38,7 @@ def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
     return jnp.where(is_chosen.set(True)[..., None], by_group, -jnp.inf).reshape(choice.shape)
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
     """x: [n, in], sorted by group; weights: [groups, in, out]; group_sizes: [groups] i32, n in all
     -> [n, out]: each row times the matrix of its group.
 
@@ -46,11 +47,15 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> 
     and 55 ms, ragged_dot 440, 350 and 2,030.
     """
     return jax.lax.platform_dependent(
-        x, weights, group_sizes, cpu=_loop_over_groups, default=jax.lax.ragged_dot
+        x, weights, group_sizes, cpu=_loop_over_groups, default=_ragged_dot
     )
 
 
-def _loop_over_groups(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _ragged_dot(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, widen(weights, x.dtype), group_sizes)
+
+
+def _loop_over_groups(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
     n, tile = len(x), min(len(x), _TILE)
     ends = jnp.cumsum(group_sizes)
     begins = ends - group_sizes
@@ -60,7 +65,8 @@ def _loop_over_groups(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) 
         first = jnp.minimum(begin, n - tile)  # a tile at the end begins earlier
         rows = first + jnp.arange(tile)
         is_own = (rows >= begin) & (rows < ends[group])
-        product = jax.lax.dynamic_slice_in_dim(x, first, tile) @ weights[group]
+        weight = jax.tree.map(lambda a: a[group], weights)
+        product = tiled_product(jax.lax.dynamic_slice_in_dim(x, first, tile), weight)
         old = jax.lax.dynamic_slice_in_dim(y, first, tile)
         return jax.lax.dynamic_update_slice_in_dim(
             y, jnp.where(is_own[:, None], product, old), first, 0

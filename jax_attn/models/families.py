@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from jax_attn.models.config import (
     LayerKind,
     ModelConfig,
 )
-from jax_attn.models.directory import ModelDirectoryError, read_json
+from jax_attn.models.directory import read_json
+from jax_attn.models.keys import Keys, one_of
+from jax_attn.models.quantized_files import parse_quantization
 from jax_attn.models.rope import (
     DynamicScaling,
     LinearScaling,
@@ -60,61 +62,24 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 def parse_config(raw: dict[str, Any], path: Path | str = "config.json") -> ModelConfig:
     """The model that the object of a config.json describes. `path` is for messages."""
-    keys = _Keys(raw, path)
+    keys = Keys(raw, path)
     keys.need("model_type")
     keys.expect("model_type", *_FAMILIES)
-    if raw["model_type"] != "gpt_oss":
-        keys.expect("quantization_config", None)
-    return _FAMILIES[raw["model_type"]](keys)
-
-
-class _Keys:
-    """The keys of a config.json, as transformers 4 or 5 writes it."""
-
-    def __init__(self, raw: dict[str, Any], path: Path | str):
-        self.raw, self.path = raw, path
-
-    def error(self, message: str) -> ModelDirectoryError:
-        return ModelDirectoryError(f"{self.path}: {message}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.raw.get(key, default)
-
-    def need(self, key: str) -> Any:
-        if key not in self.raw:
-            raise self.error(f"key '{key}' is missing")
-        return self.raw[key]
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """A positive number. A default also stands in for null."""
-        value = self.need(key) if default is None else self.get(key)
-        return self.check_number(key, default if value is None else value)
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.number(key, default)
-        if not isinstance(value, int):
-            raise self.error(f"{key}: expected an integer, got {value!r}")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        self.expect(key, default, not default)
-        return bool(self.get(key, default))
-
-    def expect(self, key: str, *allowed: Any) -> None:
-        """Refuses any other value; a missing key is the first of them."""
-        if (got := self.get(key, allowed[0])) not in allowed:
-            raise self.error(f"{key}: expected {_one_of(allowed)}, got {got!r}")
-
-    def check_number(self, key: str, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise self.error(f"{key}: expected a number > 0, got {value!r}")
-        return value
+    config = _FAMILIES[raw["model_type"]](keys)
+    quantization = parse_quantization(keys)
+    is_mxfp4 = quantization is not None and quantization.kind == "e2m1"
+    if quantization is not None and is_mxfp4 != (raw["model_type"] == "gpt_oss"):
+        raise keys.error(
+            f"quantization_config: quant_method: {quantization.method!r} is not supported with"
+            f" model_type {raw['model_type']!r}"
+        )
+    return dataclasses.replace(config, quantization=quantization)
 
 
 # ---- families ----------------------------------------------------------------------------------
 
 
-def _llama(keys: _Keys) -> ModelConfig:
+def _llama(keys: Keys) -> ModelConfig:
     keys.expect("mlp_bias", False)
     keys.expect("sliding_window", None)
     keys.expect("layer_types", None)
@@ -122,23 +87,23 @@ def _llama(keys: _Keys) -> ModelConfig:
     return _silu_model(keys, layers, **_biases(keys))
 
 
-def _mistral(keys: _Keys) -> ModelConfig:
+def _mistral(keys: Keys) -> ModelConfig:
     keys.expect("layer_types", None)
     window = None if keys.get("sliding_window", 4096) is None else keys.size("sliding_window", 4096)
     return _silu_model(keys, [LayerKind(_rope(keys), window)] * keys.size("num_hidden_layers"))
 
 
-def _qwen2(keys: _Keys) -> ModelConfig:
+def _qwen2(keys: Keys) -> ModelConfig:
     return _silu_model(keys, _qwen_layers(keys), qkv_bias=True)
 
 
-def _qwen3(keys: _Keys) -> ModelConfig:
+def _qwen3(keys: Keys) -> ModelConfig:
     head_dim = keys.size("head_dim", 128)
     layers = _qwen_layers(keys)
     return _silu_model(keys, layers, head_dim=head_dim, qk_norm="per_head", **_biases(keys))
 
 
-def _qwen3_moe(keys: _Keys) -> ModelConfig:
+def _qwen3_moe(keys: Keys) -> ModelConfig:
     num_layers, step = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
     named = keys.get("mlp_only_layers") or []
     window = None
@@ -165,7 +130,7 @@ def _qwen3_moe(keys: _Keys) -> ModelConfig:
     )
 
 
-def _mixtral(keys: _Keys) -> ModelConfig:
+def _mixtral(keys: Keys) -> ModelConfig:
     window = keys.get("sliding_window") and keys.size("sliding_window")
     block = "block_sparse_moe"
     return _silu_model(
@@ -184,7 +149,7 @@ def _mixtral(keys: _Keys) -> ModelConfig:
     )
 
 
-def _deepseek_v2(keys: _Keys) -> ModelConfig:
+def _deepseek_v2(keys: Keys) -> ModelConfig:
     keys.expect("scoring_func", "softmax")
     keys.expect("norm_topk_prob", False)  # transformers passes it over
     keys.expect("topk_method", "greedy", "group_limited_greedy")
@@ -199,7 +164,7 @@ def _deepseek_v2(keys: _Keys) -> ModelConfig:
     )
 
 
-def _deepseek_v3(keys: _Keys) -> ModelConfig:
+def _deepseek_v3(keys: Keys) -> ModelConfig:
     keys.expect("scoring_func", "sigmoid")
     keys.expect("topk_method", "noaux_tc")
     config = _deepseek(
@@ -213,7 +178,7 @@ def _deepseek_v3(keys: _Keys) -> ModelConfig:
     return dataclasses.replace(config, extra_layers=keys.get("num_nextn_predict_layers") or 0)
 
 
-def _deepseek(keys: _Keys, **options: Any) -> ModelConfig:
+def _deepseek(keys: Keys, **options: Any) -> ModelConfig:
     for key, value in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1)):
         keys.expect(key, value)
     rope = _rope(keys)
@@ -255,15 +220,10 @@ def _deepseek(keys: _Keys, **options: Any) -> ModelConfig:
     )
 
 
-def _gpt_oss(keys: _Keys) -> ModelConfig:
+def _gpt_oss(keys: Keys) -> ModelConfig:
     num_layers = keys.size("num_hidden_layers")
     keys.expect("swiglu_alpha", 1.702)
-    quantized = keys.get("quantization_config")
-    if quantized is not None and quantized.get("quant_method") != "mxfp4":
-        raise keys.error(
-            f"quantization_config: expected quant_method 'mxfp4', got"
-            f" {quantized.get('quant_method')!r}"
-        )
+    is_quantized = keys.get("quantization_config") is not None
     default_rope = {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -288,12 +248,12 @@ def _gpt_oss(keys: _Keys) -> ModelConfig:
             per_token=keys.size("num_experts_per_tok", 4),
             intermediate_size=keys.size("intermediate_size"),
             names=ExpertNames("mlp.router", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
-            stacked="plain" if quantized is None else "mxfp4",
+            stacked="mxfp4" if is_quantized else "plain",
         ),
     )
 
 
-def _phi3(keys: _Keys) -> ModelConfig:
+def _phi3(keys: Keys) -> ModelConfig:
     window = keys.get("sliding_window") and keys.size("sliding_window")
     rope = _rope(keys, phi3=True)
     return _silu_model(
@@ -301,7 +261,7 @@ def _phi3(keys: _Keys) -> ModelConfig:
     )
 
 
-def _olmo2(keys: _Keys) -> ModelConfig:
+def _olmo2(keys: Keys) -> ModelConfig:
     return _silu_model(
         keys,
         [LayerKind(_rope(keys))] * keys.size("num_hidden_layers"),
@@ -312,7 +272,7 @@ def _olmo2(keys: _Keys) -> ModelConfig:
     )
 
 
-def _granite(keys: _Keys) -> ModelConfig:
+def _granite(keys: Keys) -> ModelConfig:
     keys.expect("mlp_bias", False)
     return _silu_model(
         keys,
@@ -325,7 +285,7 @@ def _granite(keys: _Keys) -> ModelConfig:
     )
 
 
-def _smollm3(keys: _Keys) -> ModelConfig:
+def _smollm3(keys: Keys) -> ModelConfig:
     keys.expect("mlp_bias", False)
     num_layers = keys.size("num_hidden_layers")
     interval = keys.size("no_rope_layer_interval", 4)
@@ -349,7 +309,7 @@ def _smollm3(keys: _Keys) -> ModelConfig:
     return _silu_model(keys, layers, tie_embeddings=tied, **_biases(keys))
 
 
-def _gemma2(keys: _Keys) -> ModelConfig:
+def _gemma2(keys: Keys) -> ModelConfig:
     rope = _rope(keys)
     alternating = [_FULL if i % 2 else _SLIDING for i in range(keys.size("num_hidden_layers"))]
     return _gemma(
@@ -360,7 +320,7 @@ def _gemma2(keys: _Keys) -> ModelConfig:
     )
 
 
-def _gemma3(keys: _Keys) -> ModelConfig:
+def _gemma3(keys: Keys) -> ModelConfig:
     keys.expect("attn_logit_softcapping", None)  # transformers passes it over
     if both := keys.get("rope_parameters"):  # transformers 5
         full, sliding = both.get(_FULL) or {}, both.get(_SLIDING) or {}
@@ -384,7 +344,7 @@ def _gemma3(keys: _Keys) -> ModelConfig:
     )
 
 
-def _gemma3_with_images(keys: _Keys) -> ModelConfig:
+def _gemma3_with_images(keys: Keys) -> ModelConfig:
     """The text model; images are not for here."""
     text = keys.need("text_config")
     if not isinstance(text, dict):
@@ -401,11 +361,13 @@ def _gemma3_with_images(keys: _Keys) -> ModelConfig:
     }
     common = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
     outer = {key: keys.raw[key] for key in common if keys.get(key) is not None}
-    config = _gemma3(_Keys(defaults | text | outer, f"{keys.path}: text_config"))
+    keys_of_text = Keys(text, f"{keys.path}: text_config")
+    keys_of_text.expect("quantization_config", None)
+    config = _gemma3(Keys(defaults | text | outer, f"{keys.path}: text_config"))
     return dataclasses.replace(config, tensor_prefix="language_model.")
 
 
-_FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
+_FAMILIES: dict[str, Callable[[Keys], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
@@ -428,12 +390,12 @@ _FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
 # ---- what families share -----------------------------------------------------------------------
 
 
-def _silu_model(keys: _Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
+def _silu_model(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
     keys.expect("hidden_act", "silu")
     return _model(keys, layers, **options)
 
 
-def _gemma(keys: _Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
+def _gemma(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
     keys.expect("hidden_activation", "gelu_pytorch_tanh", None)
     keys.expect("use_bidirectional_attention", False, None)
     return _model(
@@ -451,7 +413,7 @@ def _gemma(keys: _Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
     )
 
 
-def _model(keys: _Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
+def _model(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
     """`options` override what the keys say."""
     num_qo_heads = keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_qo_heads)
@@ -481,17 +443,17 @@ def _model(keys: _Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
     return ModelConfig(**(common | options))
 
 
-def _biases(keys: _Keys) -> dict[str, bool]:
+def _biases(keys: Keys) -> dict[str, bool]:
     bias = keys.flag("attention_bias")
     return {"qkv_bias": bias, "o_bias": bias}
 
 
-def _soft_cap(keys: _Keys, key: str, default: float | None) -> float:
+def _soft_cap(keys: Keys, key: str, default: float | None) -> float:
     """0 for null, which is not the same as a missing key."""
     return 0.0 if keys.get(key, default) is None else keys.number(key, default)
 
 
-def _qwen_layers(keys: _Keys) -> list[LayerKind]:
+def _qwen_layers(keys: Keys) -> list[LayerKind]:
     rope = _rope(keys)
     num_layers = keys.size("num_hidden_layers")
     if not keys.flag("use_sliding_window"):
@@ -502,7 +464,7 @@ def _qwen_layers(keys: _Keys) -> list[LayerKind]:
 
 
 def _layers(
-    keys: _Keys, types: list[str], full: LayerKind, sliding: LayerKind | None
+    keys: Keys, types: list[str], full: LayerKind, sliding: LayerKind | None
 ) -> list[LayerKind]:
     """The kind of each layer, as layer_types says or, where that is missing, `types`."""
     kinds = {_FULL: full} | ({_SLIDING: sliding} if sliding else {})
@@ -511,12 +473,12 @@ def _layers(
         raise keys.error(f"layer_types: expected {len(types)} entries, got {len(named)}")
     for name in named:
         if name not in kinds:
-            raise keys.error(f"layer_types: expected {_one_of(kinds)}, got {name!r}")
+            raise keys.error(f"layer_types: expected {one_of(kinds)}, got {name!r}")
     return [kinds[name] for name in named]
 
 
 def _rope(
-    keys: _Keys,
+    keys: Keys,
     default_theta: float = 10000.0,
     *,
     default: dict[str, Any] | None = None,
@@ -532,7 +494,7 @@ def _rope(
 
 
 def _parse_rope(
-    keys: _Keys, rope: dict[str, Any], default_theta: float, partial: bool = False
+    keys: Keys, rope: dict[str, Any], default_theta: float, partial: bool = False
 ) -> Rope:
     theta = keys.check_number("rope_theta", rope.get("rope_theta", default_theta))
     fraction = keys.check_number("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
@@ -552,13 +514,13 @@ def _parse_rope(
         scaling = _scaling(keys, rope_type, settings)
     elif rope_type != "default":
         known = ["default", "longrope", *_SCALINGS]
-        raise keys.error(f"rope_type: expected {_one_of(known)}, got {rope_type!r}")
+        raise keys.error(f"rope_type: expected {one_of(known)}, got {rope_type!r}")
     elif settings:
         raise keys.error(f"rope_scaling: key '{[*settings][0]}' is not supported with 'default'")
     return Rope(theta, scaling, fraction)
 
 
-def _scaling(keys: _Keys, rope_type: str, settings: dict[str, Any]) -> Scaling:
+def _scaling(keys: Keys, rope_type: str, settings: dict[str, Any]) -> Scaling:
     fields = {field.name: field for field in dataclasses.fields(_SCALINGS[rope_type])}
     for name, value in settings.items():
         if name not in fields:
@@ -573,7 +535,7 @@ def _scaling(keys: _Keys, rope_type: str, settings: dict[str, Any]) -> Scaling:
     return _SCALINGS[rope_type](**settings)
 
 
-def _long_rope(keys: _Keys, settings: dict[str, Any], fraction: float) -> LongRopeScaling:
+def _long_rope(keys: Keys, settings: dict[str, Any], fraction: float) -> LongRopeScaling:
     """`factor` is, if it is missing, the ratio of the two lengths."""
     outer = keys.get("original_max_position_embeddings")
     settings = ({} if outer is None else {"original_max_position_embeddings": outer}) | settings
@@ -605,8 +567,3 @@ def _long_rope(keys: _Keys, settings: dict[str, Any], fraction: float) -> LongRo
 
 def _eos_tokens(value: int | list[int] | None) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
-def _one_of(values: Iterable[Any]) -> str:
-    *others, last = map(repr, values)
-    return f"{', '.join(others)} or {last}" if others else last

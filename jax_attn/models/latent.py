@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_attn import mla
 from jax_attn.models.config import Latent, ModelConfig
+from jax_attn.models.quantized import product
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
 
@@ -44,10 +45,10 @@ def project(
 ) -> Projected:
     """x: [n, hidden], after the layer's norm. norm(x, weight): RMSNorm."""
     latent = latent_of(config)
-    h = norm(x @ weights["q_a"], weights["q_a_norm"]) if latent.q_rank is not None else x
-    q = (h @ weights["q_b"]).reshape(len(x), config.num_qo_heads, -1)
+    h = norm(product(x, weights["q_a"]), weights["q_a_norm"]) if latent.q_rank is not None else x
+    q = product(h, weights["q_b"]).reshape(len(x), config.num_qo_heads, -1)
     q_nope, q_rope = jnp.split(q, [latent.nope], axis=-1)
-    ckv, k_rope = jnp.split(x @ weights["kv_a"], [latent.kv_rank], axis=-1)
+    ckv, k_rope = jnp.split(product(x, weights["kv_a"]), [latent.kv_rank], axis=-1)
     return Projected(q_nope, q_rope, norm(ckv, weights["kv_a_norm"]), k_rope)
 
 

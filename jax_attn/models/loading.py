@@ -29,8 +29,9 @@ def load(
 
     Args:
       directory: config.json, tokenizer.json, and model.safetensors or the shards that
-        model.safetensors.index.json names. Weights may be bf16, f16 or f32.
-      dtype: of the weights in memory, and so of the activations.
+        model.safetensors.index.json names. Weights may be bf16, f16 or f32, or matrices quantised
+        as config.json's quantization_config says (docs/models.md); those stay in their bits.
+      dtype: of all other weights in memory, and so of the activations.
       progress: is told how many numbers of the files are read, and how many there are.
 
     Raises:

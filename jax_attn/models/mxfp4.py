@@ -5,25 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 32  # codes that share a scale
+# A code counts times 2 ** (scale - 127). 255 is NaN, and no weight is as large as those below it.
+MAX_SCALE = 240
 
-# What a code is worth, section 5.3.3: sign, two bits of exponent, one of mantissa.
-_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+def codes(blocks: np.ndarray) -> np.ndarray:
+    """[count, out, in / 2] u8, two codes each, the first in the low bits.
 
-def widen(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[count, in, out] f32, of the files' [count, out, in].
-
-    blocks: [count, out, in / 32, 16], u8. Two codes each, the first in the low bits.
-    scales: [count, out, in / 32], u8. A code counts times 2 ** (scale - 127); 255 is NaN.
+    blocks: [count, out, in / 32, 16], u8, of the files.
     """
-    count, outer, num_blocks, _ = blocks.shape
-    wide = np.empty((count, num_blocks * BLOCK, outer), np.float32)
-    for e in range(count):  # one at a time bounds what is in memory beside the result
-        codes = np.stack([blocks[e] & 15, blocks[e] >> 4], axis=-1).reshape(
-            outer, num_blocks, BLOCK
-        )
-        exponents = scales[e].astype(np.int32)[..., None] - 127
-        values = np.ldexp(_VALUES[codes], exponents)
-        values = np.where(scales[e][..., None] == 255, np.float32(np.nan), values)
-        wide[e] = values.reshape(outer, -1).T
-    return wide
+    return blocks.reshape(*blocks.shape[:2], -1)

@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
+from jax_attn import parallel
 from jax_attn.models.config import ModelConfig
 from jax_attn.models.decoder import init_pages
+from jax_attn.models.quantized import Quantized
 from jax_attn.models.weights import Params
 
 _ROWS = ("o", "down", "shared_down")  # their products are partial sums
@@ -23,7 +25,7 @@ _HEADS = ("q_b", "kv_b", "sinks")  # the last axis is heads, one after the other
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """How a model is split over a mesh axis.
+    """How a model is split over a mesh axis, and its pages over a second one.
 
     whole: the model's config. `config` is that of one device: use it for `attention_specs`, and for
         `forward` inside shard_map over the axis. Plans are the same on every device.
@@ -32,12 +34,16 @@ class TensorParallel:
     heads fewer than devices are repeated. A vocabulary that the axis does not divide is on every
     device.
 
+    context_axis_name: a mesh axis over which pages are striped (parallel.KvStripes), or None. All
+        devices of it have the same weights.
+
     Raises ValueError for an axis that does not divide heads, MLPs or experts.
     """
 
     whole: ModelConfig
     mesh: jax.sharding.Mesh
     axis_name: str
+    context_axis_name: str | None = None
 
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
@@ -77,8 +83,17 @@ class TensorParallel:
 
     @property
     def pages_spec(self) -> P:
-        """Of k_pages and v_pages: by KV head; latent rows are on every device."""
-        return P() if self.whole.latent else P(None, None, None, self.axis_name)
+        """Of k_pages and v_pages: by KV head, and by slot over the context axis; latent rows have
+        one head, on every device."""
+        heads = None if self.whole.latent else self.axis_name
+        return P(None, None, self.context_axis_name, heads)
+
+    def stripes(self, spec: ja.AttentionSpec) -> parallel.KvStripes | None:
+        """Of a spec of `config`; None without a context axis. Raises what KvStripes raises."""
+        name = self.context_axis_name
+        if name is None:
+            return None
+        return parallel.KvStripes(spec, name, int(self.mesh.shape[name]), self.axis_name)
 
     def init_pages(
         self, specs: tuple[ja.AttentionSpec, ...], num_pages: int
@@ -97,10 +112,34 @@ class TensorParallel:
         """The weights as NamedSharding has them. Each device is sent its part alone.
 
         Matrices that are several side by side, as qkv is, are so on each device.
+
+        Raises ValueError for a quantised matrix whose groups would be cut.
         """
 
-        def split(path: Any, x: Any) -> jax.Array:
-            axis, order = self._split_of(path[-1].key, x.ndim)
+        def split(path: Any, x: Any) -> Any:
+            name = path[-1].key
+            axis, order = self._split_of(name, len(x.shape))
+            if not isinstance(x, Quantized):
+                return put(x, axis, order)
+            by_rows = axis is not None and axis == len(x.shape) - 2
+            groups = x.scales.shape[-2]
+            if by_rows and groups > 1 and x.shape[-2] % (self.size * x.group_size):
+                self._refuse(f"groups of {x.group_size} rows of {name}", groups)
+            if by_rows and x.order is not None:
+                raise ValueError(
+                    f"TensorParallel: {name}: expected rows in their order, got those of desc_act;"
+                    " use one device."
+                )
+            # One scale of a column is for all of its rows.
+            of_groups = None if by_rows and groups == 1 else axis
+            zeros = None if x.zeros is None else put(x.zeros, of_groups, order)
+            row_order = None if x.order is None else put(x.order, None, None)
+            scales = put(x.scales, of_groups, order)
+            return dataclasses.replace(
+                x, codes=put(x.codes, axis, order), scales=scales, zeros=zeros, order=row_order
+            )
+
+        def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:
             if axis is None:
                 return jax.device_put(x, NamedSharding(self.mesh, P()))
             array = np.moveaxis(np.asarray(x), axis, 0)
@@ -115,7 +154,8 @@ class TensorParallel:
             sharding = NamedSharding(self.mesh, P(*[None] * axis, self.axis_name))
             return jax.make_array_from_callback(shape, sharding, part)
 
-        return jax.tree_util.tree_map_with_path(split, params)
+        is_leaf = lambda x: isinstance(x, Quantized)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
 
     def _split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
         """The axis of a weight that is split, and what of it comes in which order; None: as is."""

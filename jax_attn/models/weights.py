@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +18,22 @@ import numpy as np
 from jax_attn.models import mxfp4
 from jax_attn.models.config import Experts, Latent, ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
+from jax_attn.models.quantized import Matrix, Quantized, codes_per_byte, widen
+from jax_attn.models.quantized_files import FLOATS, PASSED_OVER, Rows, Tensor, name_of
 from jax_attn.models.rope import Rope, rotary_order
 
 Params: TypeAlias = dict[str, Any]
 """embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
 of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k
-and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]."""
+and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]. A
+matrix that the files have in few bits is a `Quantized`."""
 
 Shape: TypeAlias = tuple[int, ...]
 
 Parts: TypeAlias = dict[str, Shape]
 """Tensors of the files that make one matrix, side by side; a list of them makes a stack."""
 
+_WEIGHT, _EMBED = ".weight", "model.embed_tokens.weight"
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
@@ -158,23 +164,107 @@ def load_params(
 
     Memory holds the weights and what one of them is made of. All headers are checked first.
 
-    dtype: of the weights in memory, and so of the activations; files may hold bf16, f16 or f32.
+    dtype: of the weights in memory, and so of the activations; files may hold bf16, f16 or f32, or
+      matrices as config.quantization says, which stay as they are.
     progress: see `load`.
 
     Raises ModelDirectoryError for a tensor that is missing, is one too many or does not fit.
     """
     directory = Path(directory)
-    shapes = file_shapes(config)
     with contextlib.ExitStack() as stack:
-        files: dict[str, tuple[Any, str]] = {}  # name -> its file, and what it is called there
+        tensors: dict[str, _InFile] = {}
+        expected = _Expected(config)
         for path in _weight_files(directory):
-            files |= _open_tensors(stack, path, shapes, config)
-        if missing := sorted(shapes.keys() - files.keys()):
+            tensors |= _open_tensors(stack, path, expected)
+        if missing := expected.missing(tensors):
             raise ModelDirectoryError(
                 f"{directory}: tensor '{config.tensor_prefix}{missing[0]}' is missing, with "
                 f"{len(missing) - 1} more"
             )
-        return _make_params(_Tensors(files, shapes, progress), config, dtype)
+        return _make_params(_Tensors(tensors, expected, progress), config, dtype)
+
+
+class _Expected:
+    """The tensors that belong in the files of a model."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.shapes = file_shapes(config)
+        # Of matrices that may be quantised, by stem, and by name.
+        self.of_matrix: dict[str, dict[str, Tensor]] = {}
+        if config.quantization is not None and config.quantization.kind != "e2m1":
+            for name, shape in self.shapes.items():
+                if name.endswith(_WEIGHT) and len(shape) == 2 and name != _EMBED:
+                    stem = name.removesuffix(_WEIGHT)
+                    self.of_matrix[stem] = config.quantization.tensors(*shape)
+
+    def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
+        """What the tensor is called here, and what it may be."""
+        plain = self.shapes.get(name)
+        stem, _, suffix = name.rpartition(".")
+        part = self.of_matrix.get(stem, {}).get(name_of(suffix))
+        if plain is None and part is None:
+            return None
+        allowed = () if part is None else (part,)
+        if plain is not None:
+            allowed = (Tensor((plain,), _dtypes(name)), *allowed)
+        return f"{stem}.{name_of(suffix)}" if stem else name, allowed
+
+    def is_passed_over(self, name: str) -> bool:
+        """Whether other programs' files have it, and nothing here needs it.
+
+        Old exports carry the RoPE table, tied ones the head a second time, some an image encoder
+        beside the text model, and DeepSeek's layers that predict more than one token.
+        """
+        config = self.config
+        stem, _, suffix = name.rpartition(".")
+        return (
+            name.endswith("rotary_emb.inv_freq")
+            or (name == "lm_head.weight" and config.tie_embeddings)
+            or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
+            or (stem in self.of_matrix and suffix in PASSED_OVER)
+            or name.startswith(
+                tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+            )
+        )
+
+    def is_bias_of_zeros(self, name: str) -> bool:
+        """Files of GPTQ have biases, which should be zeros, where the model has none."""
+        stem, _, suffix = name.rpartition(".")
+        quantization = self.config.quantization
+        is_gptq = quantization is not None and quantization.layout == "gptq"
+        return is_gptq and suffix == "bias" and stem in self.of_matrix
+
+    def missing(self, tensors: dict[str, _InFile]) -> list[str]:
+        missing = set(self.shapes) - set(tensors)
+        for stem, parts in self.of_matrix.items():
+            name = stem + _WEIGHT
+            if name in tensors and tensors[name].dtype in FLOATS:
+                continue  # not quantised
+            needed = {f"{stem}.{part}" for part, tensor in parts.items() if tensor.is_needed}
+            if any(part in tensors for part in needed):
+                missing.discard(name)
+                missing |= needed - set(tensors)
+        return sorted(missing)
+
+
+class _InFile(NamedTuple):
+    """A tensor of a file that is open."""
+
+    file: Any
+    path: Path
+    name: str  # there
+    shape: Shape
+    dtype: str
+
+    def read(self) -> np.ndarray:
+        if self.dtype == "F8_E4M3":  # numpy has no such type
+            return _bytes_of(self.path, self.name).reshape(self.shape)
+        return self.file.get_tensor(self.name)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 class _Tensors:
@@ -182,57 +272,148 @@ class _Tensors:
 
     def __init__(
         self,
-        files: dict[str, tuple[Any, str]],
-        shapes: dict[str, Shape],
+        files: dict[str, _InFile],
+        expected: _Expected,
         progress: Callable[[int, int], None] | None,
     ):
-        self._files, self._progress = files, progress
-        self._num_read, self._num_all = 0, sum(map(math.prod, shapes.values()))
+        self._files, self._expected, self._progress = files, expected, progress
+        self._num_read, self._num_all = 0, sum(tensor.size for tensor in files.values())
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file, full_name = self._files[name]
-        tensor = file.get_tensor(full_name)
+        tensor = self._files[name].read()
         self._num_read += tensor.size
         if self._progress is not None:
             self._progress(self._num_read, self._num_all)
         return tensor
 
+    def matrix(self, name: str) -> np.ndarray | Rows:
+        """A tensor as it is, or what it is if it is quantised."""
+        stem = name.removesuffix(_WEIGHT)
+        parts = self._expected.of_matrix.get(stem)
+        if parts is None or (name in self._files and self._files[name].dtype in FLOATS):
+            return self[name]
+        quantization = self._expected.config.quantization
+        assert quantization is not None
+
+        def get(part: str) -> np.ndarray | None:
+            return self[f"{stem}.{part}"] if f"{stem}.{part}" in self._files else None
+
+        try:
+            return quantization.read(get, *self._expected.shapes[name])
+        except ValueError as error:
+            raise self.error(name, str(error)) from None
+
+    def error(self, name: str, message: str) -> ModelDirectoryError:
+        """name: of a tensor, or of a matrix whose tensors have other names."""
+        parts = self._expected.of_matrix.get(stem := name.removesuffix(_WEIGHT), ())
+        names = [name, *(f"{stem}.{part}" for part in parts)]
+        found = next(self._files[each] for each in names if each in self._files)
+        return ModelDirectoryError(f"{found.path}: tensor '{found.name}': {message}")
+
 
 def _make_params(tensors: _Tensors, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
-    def side_by_side(layer: int, weight: str, parts: Parts) -> np.ndarray:
-        found = [tensors[f"model.layers.{layer}.{name}"] for name in parts]
-        if any(name.endswith("_blocks") for name in parts):
-            return _gate_then_up(mxfp4.widen(*found), weight, config)
+    def plain(layer: int, weight: str, parts: Parts, found: list[np.ndarray]) -> np.ndarray:
         whole = _in_rotary_order(np.concatenate(found), weight, config)
         if whole.ndim == 3 or weight.endswith("_bias"):  # [experts, ...] as in memory
             return _gate_then_up(whole, weight, config)
         return whole.T
 
-    def on_device(weight: np.ndarray) -> jax.Array:
+    def side_by_side(layer: int, weight: str, parts: Parts) -> np.ndarray | Quantized:
+        names = [f"model.layers.{layer}.{name}" for name in parts]
+        if names[0].endswith("_blocks"):
+            blocks, scales = (tensors[name] for name in names)
+            if scales.max() > mxfp4.MAX_SCALE:
+                raise tensors.error(names[1], f"expected at most {mxfp4.MAX_SCALE}")
+            codes, scales = (
+                _gate_then_up(array.swapaxes(1, 2), weight, config)
+                for array in (mxfp4.codes(blocks), scales)
+            )
+            return Quantized(codes, scales, None, None, "e2m1", mxfp4.BLOCK)
+        found = [tensors.matrix(name) for name in names]
+        quantized = [rows for rows in found if isinstance(rows, Rows)]
+        # What latent attention absorbs is wanted as it is, and so is what is quantised in part.
+        if len(quantized) == len(found) and weight != "kv_b":
+            for name, rows in zip(names, quantized, strict=True):
+                if not _same(rows.order, quantized[0].order):
+                    raise tensors.error(
+                        name, "expected the g_idx of the matrices that multiply the same input"
+                    )
+            return _below_each_other(
+                quantized, lambda array: _in_rotary_order(array, weight, config)
+            )
+        arrays = [_widened(rows) if isinstance(rows, Rows) else rows for rows in found]
+        return plain(layer, weight, parts, arrays)
+
+    def on_device(weight: np.ndarray | Quantized) -> Matrix:
+        if isinstance(weight, Quantized):
+            return jax.block_until_ready(jax.tree.map(jnp.asarray, weight))
         # Waits, as what is being copied stays in memory.
         return jax.block_until_ready(jnp.asarray(weight, dtype))
 
-    def make(layer: int, weight: str, parts: Parts | list[Parts]) -> jax.Array:
-        if isinstance(parts, list):
-            first = side_by_side(layer, weight, parts[0])
-            whole = np.empty((len(parts), *first.shape), first.dtype)
-            whole[0] = first
-            for i, more in enumerate(parts[1:], 1):
-                whole[i] = side_by_side(layer, weight, more)
-            return on_device(whole)
-        return on_device(side_by_side(layer, weight, parts))
+    def make(layer: int, weight: str, parts: Parts | list[Parts]) -> Matrix:
+        if not isinstance(parts, list):
+            return on_device(side_by_side(layer, weight, parts))
+        first = side_by_side(layer, weight, parts[0])
+        whole = jax.tree.map(lambda a: np.empty((len(parts), *a.shape), a.dtype), first)
+        for i, part in enumerate(parts):
+            expert = side_by_side(layer, weight, part) if i else first
+            if isinstance(expert, Quantized) != isinstance(first, Quantized):
+                raise tensors.error(
+                    f"model.layers.{layer}.{next(iter(part))}",
+                    "expected all experts of a layer to be quantised, or none",
+                )
+            if isinstance(expert, Quantized) and expert.order is not None:
+                raise tensors.error(
+                    f"model.layers.{layer}.{next(iter(part))}",
+                    "expected a g_idx in order, as desc_act is not supported with experts",
+                )
+            jax.tree.map(lambda a, b, i=i: a.__setitem__(i, b), whole, expert)
+        return on_device(whole)
 
     params: Params = {
         "embed": on_device(tensors["model.embed_tokens.weight"]),
         "final_norm": on_device(tensors["model.norm.weight"]),
     }
     if not config.tie_embeddings:
-        params["head"] = on_device(tensors["lm_head.weight"].T)
+        head = tensors.matrix("lm_head.weight")
+        whole = _below_each_other([head]) if isinstance(head, Rows) else head.T
+        params["head"] = on_device(whole)
     params["layers"] = [
         {weight: make(i, weight, parts) for weight, parts in layer_tensors(config, i).items()}
         for i in range(config.num_layers)
     ]
     return params
+
+
+def _below_each_other(
+    rows: list[Rows], ordered: Callable[[np.ndarray], np.ndarray] = lambda array: array
+) -> Quantized:
+    """[in, out] of matrices that torch has as [out, in], with their outputs in another order."""
+
+    def whole(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return np.ascontiguousarray(ordered(np.concatenate([*arrays])).T)
+
+    first = rows[0]
+    codes = whole(each.codes for each in rows)
+    if codes_per_byte(first.kind) == 2:
+        codes = codes[::2] | codes[1::2] << 4
+    scales = whole(each.scales for each in rows)
+    zeros = (
+        None if first.zeros is None else whole(z for each in rows if (z := each.zeros) is not None)
+    )
+    return Quantized(codes, scales, zeros, first.order, first.kind, first.group_size)
+
+
+def _widened(rows: Rows) -> np.ndarray:
+    """[out, in] f32."""
+    wide = np.asarray(widen(_below_each_other([rows._replace(order=None)]), jnp.float32)).T
+    return wide if rows.order is None else wide[:, np.argsort(rows.order)]
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 def _gate_then_up(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
@@ -347,11 +528,12 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _open_tensors(
-    stack: contextlib.ExitStack, path: Path, shapes: dict[str, Shape], config: ModelConfig
-) -> Iterable[tuple[str, tuple[Any, str]]]:
-    """The tensors of one file, each checked against `shapes`. The file is open as long as stack."""
+    stack: contextlib.ExitStack, path: Path, expected: _Expected
+) -> Iterable[tuple[str, _InFile]]:
+    """The tensors of one file, each checked. The file is open as long as stack."""
     from safetensors import SafetensorError, safe_open
 
+    config = expected.config
     try:
         file = safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -359,32 +541,46 @@ def _open_tensors(
     stack.enter_context(file)
     for full_name in file.keys():
         name = full_name.removeprefix(config.tensor_prefix)
-        if name not in shapes and _is_passed_over(name, config):
-            continue
         where = f"{path}: tensor '{full_name}'"
-        if name not in shapes:
+        found = expected.find(name)
+        if found is None and expected.is_passed_over(name):
+            continue
+        if found is None and expected.is_bias_of_zeros(name):
+            if file.get_tensor(full_name).any():
+                raise ModelDirectoryError(f"{where}: expected zeros, as the model has no such bias")
+            continue
+        if found is None:
             raise ModelDirectoryError(
                 f"{where} is no part of a {config.family} model with this config"
             )
         header = file.get_slice(full_name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        if shape != shapes[name]:
-            raise ModelDirectoryError(f"{where}: expected shape {shapes[name]}, got {shape}")
-        is_mxfp4 = name.endswith(("_blocks", "_scales"))
-        if dtype not in (("U8",) if is_mxfp4 else ("BF16", "F16", "F32")):
-            expected = "U8" if is_mxfp4 else "BF16, F16 or F32"
-            raise ModelDirectoryError(f"{where}: expected dtype {expected}, got {dtype}")
-        yield name, (file, full_name)
+        known, allowed = found
+        shapes = [shape for tensor in allowed for shape in tensor.shapes]
+        if shape not in shapes:
+            words = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise ModelDirectoryError(f"{where}: expected shape {words}, got {shape}")
+        dtypes = [dtype for tensor in allowed for dtype in tensor.dtypes]
+        if dtype not in dtypes:
+            words = " or ".join(", ".join(dtypes).rsplit(", ", 1))
+            raise ModelDirectoryError(f"{where}: expected dtype {words}, got {dtype}")
+        yield known, _InFile(file, path, full_name, shape, dtype)
 
 
-def _is_passed_over(name: str, config: ModelConfig) -> bool:
-    """Old exports carry the RoPE table, tied ones the head a second time, some an image encoder
-    beside the text model, and DeepSeek's layers that predict more than one token."""
-    return (
-        name.endswith("rotary_emb.inv_freq")
-        or (name == "lm_head.weight" and config.tie_embeddings)
-        or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
-        or name.startswith(
-            tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
-        )
-    )
+def _dtypes(name: str) -> tuple[str, ...]:
+    return ("U8",) if name.endswith(("_blocks", "_scales")) else FLOATS
+
+
+def _bytes_of(path: Path, name: str) -> np.ndarray:
+    """A tensor as u8 [n], by what the header of the file says of it."""
+    header, data = _header_of(path)
+    begin, end = header[name]["data_offsets"]
+    return np.fromfile(path, np.uint8, end - begin, offset=data + begin)
+
+
+@functools.lru_cache(maxsize=1)  # it may have tens of thousands of tensors
+def _header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """And where the data begins."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(size)), 8 + size

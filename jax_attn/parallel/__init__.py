@@ -1,5 +1,12 @@
 """Attention over the devices of a mesh, on JAX's own collectives."""
 
+from jax_attn.parallel.sequence import (
+    SequencePlan,
+    SequenceShards,
+    attend_sequence,
+    dot_product_attention,
+    plan_sequence,
+)
 from jax_attn.parallel.stripes import (
     KvStripes,
     StripedPlan,
@@ -10,8 +17,13 @@ from jax_attn.parallel.stripes import (
 
 __all__ = [
     "KvStripes",
+    "SequencePlan",
+    "SequenceShards",
     "StripedPlan",
     "append_stripes",
+    "attend_sequence",
     "attend_stripes",
+    "dot_product_attention",
+    "plan_sequence",
     "plan_stripes",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
@@ -17,11 +17,11 @@ from jax_attn.attention import attention
 from jax_attn.kv_cache import append_kv
 from jax_attn.merge import merge_states
 from jax_attn.operands import check_array
+from jax_attn.parallel.common import add_sinks, mapped, windows
 from jax_attn.plan import HEADER_FIELDS, AttentionPlan, plan, traced_int32
 from jax_attn.spec import AttentionSpec
 
 _FAULT_WORD = HEADER_FIELDS.index("fault")
-_NO_LIMIT = 2**30  # positions are below it: a window of that size hides nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class KvStripes:
         spec = self.spec
         assert spec.page_size is not None and spec.max_kv_pages is not None
         tokens, page = spec.max_qo_tokens, spec.page_size
-        left, right = _windows(spec)
+        left, right = windows(spec)
         num_parts, kv_pages = spec.max_batch, spec.max_kv_pages
         if left >= 0:  # one part a row; of its pages those that its window touches
             num_parts = tokens
@@ -381,12 +381,6 @@ def _finish_parts(
     return _Parts(begin, kv_lens, q_offsets, first_page, batch.page_indices, of_request)
 
 
-def _windows(spec: AttentionSpec) -> tuple[int, int]:
-    """window_left and window_right; -1 where they hide nothing."""
-    left, right = spec.window_left, 0 if spec.causal else spec.window_right
-    return (-1 if left >= _NO_LIMIT else left), (-1 if right >= _NO_LIMIT else right)
-
-
 def _level_of_parts(
     xp: Any, stripes: KvStripes, parts: _Parts, request_indptr: Any, prefix_lens: Any
 ) -> tuple[Any, Any]:
@@ -465,7 +459,7 @@ def append_stripes(
         return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
     pages = stripes.pages_spec(is_stacked=layer is not None)
     heads = P(stripes.heads_axis_name)
-    return _mapped(
+    return mapped(
         functools.partial(append_stripes, mesh=None),
         mesh,
         (k_pages, v_pages, k_new, v_new, plan),
@@ -532,7 +526,7 @@ def attend_stripes(
         pages = stripes.pages_spec(is_stacked=layer is not None)
         heads = P(stripes.heads_axis_name)
         rows = stripes.o_spec(scatter)
-        return _mapped(
+        return mapped(
             functools.partial(attend_stripes, scatter=scatter, return_lse=return_lse),
             mesh,
             (q, k_pages, v_pages, plan),
@@ -549,7 +543,7 @@ def attend_stripes(
     if own_sinks is not None:
         if scatter == "heads":
             own_sinks = own_sinks.reshape(stripes.axis_size, -1)[lax.axis_index(stripes.axis_name)]
-        o, lse = _add_sinks(o, lse, own_sinks)
+        o, lse = add_sinks(o, lse, own_sinks)
     return (o, lse) if return_lse else o
 
 
@@ -588,13 +582,6 @@ def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
 
 
-def _add_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The state with an extra logit that has no value; a row that sees no key stays as it is."""
-    total = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks))
-    weight = jnp.exp(jnp.where(jnp.isneginf(lse), 0.0, lse - total))
-    return (o * weight[..., None]).astype(o.dtype), total
-
-
 def _stripes_of(op: str, plan: Any, mesh: Any) -> KvStripes:
     """What the plan was made for. Raises where the axis is not that of the mesh."""
     if not isinstance(plan, StripedPlan):
@@ -616,26 +603,6 @@ def _stripes_of(op: str, plan: Any, mesh: Any) -> KvStripes:
             f" {size}."
         )
     return stripes
-
-
-def _mapped(
-    call: Callable[..., Any],
-    mesh: jax.sharding.Mesh,
-    arrays: tuple[Any, ...],
-    options: dict[str, Any],
-    specs: tuple[Any, ...],
-    option_specs: dict[str, P],
-    out_specs: Any,
-) -> Any:
-    """call(*arrays, **options) by shard_map; some of the options may be None."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return jax.shard_map(
-        lambda arrays, given: call(*arrays, **given),
-        mesh=mesh,
-        in_specs=(specs, {name: option_specs[name] for name in given}),
-        out_specs=out_specs,
-        check_vma=False,  # what an all-gather leaves is the same everywhere
-    )(arrays, given)
 
 
 def _refuse(name: str, expected: str, got: Any) -> NoReturn:

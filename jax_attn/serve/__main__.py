@@ -25,6 +25,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
+import jax_attn as ja
 from jax_attn import models
 from jax_attn.serve import auth
 from jax_attn.serve.admission import KeyLimits
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
         directory = models.fetch(args.model, args.revision)
         # Weights that devices share go to each from host memory.
-        with jax.default_device(jax.devices("cpu")[0] if args.tensor_parallel > 1 else None):
+        with jax.default_device(jax.devices("cpu")[0] if _num_devices(args) > 1 else None):
             model = _load(directory, args)
         name, *aliases = args.served_model_name or [_name_of(args.model)]
         engine = _make_engine(model, args)
@@ -188,7 +189,24 @@ def _load(directory: Path, args: argparse.Namespace) -> models.Model:
     return model._replace(config=config)
 
 
-_KV_DTYPES = {"fp8": "float8_e4m3fn"}  # names that other servers have for it
+# The first of them is a name that other servers have for it.
+_KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8", "mxfp4": "mxfp4"}
+
+
+def _row_bytes(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """Of the keys or values of a token and head, as the cache stores them."""
+    if args.kv_cache_dtype is None or config.latent:
+        return config.head_dim * jnp.dtype(args.dtype).itemsize
+    spec = ja.AttentionSpec(
+        num_qo_heads=1,
+        num_kv_heads=1,
+        head_dim_qk=config.head_dim,
+        dtype=args.dtype,
+        kv_dtype=_KV_DTYPES[args.kv_cache_dtype],
+        max_kv_pages=1,
+    )
+    k_shape, _ = spec.kv_shapes()
+    return k_shape[-1] * jnp.dtype(spec.dtype_of_kv).itemsize
 
 
 def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
@@ -198,10 +216,11 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
       ValueError: they do not fit.
     """
     config = model.config
-    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads * config.head_dim
+    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads
+    page_bytes *= _row_bytes(config, args)
     # What one device has of a page.
     page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
-    page_bytes *= jnp.dtype(_KV_DTYPES.get(args.kv_cache_dtype, args.dtype)).itemsize
+    page_bytes //= args.context_parallel
     fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
     num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
     while True:
@@ -244,7 +263,12 @@ def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         max_drafts=args.max_drafts,
         batch_invariant=args.batch_invariant,
         tensor_parallel=args.tensor_parallel,
+        context_parallel=args.context_parallel,
     )
+
+
+def _num_devices(args: argparse.Namespace) -> int:
+    return args.tensor_parallel * args.context_parallel
 
 
 def _default_num_pages(
@@ -309,7 +333,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     longest = "tokens of prompt and output together (what the model can)"
     add("--max-model-len", type=_positive, help=longest)
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
-    cache = "fp8: float8_e4m3fn, half the memory, some accuracy (as --dtype)"
+    cache = "fp8 is float8_e4m3fn; int8, fp8_e5m2 and mxfp4 on a CPU: less memory (as --dtype)"
     add("--kv-cache-dtype", choices=[*_KV_DTYPES], help=cache)
     generation = "auto: generation_config.json has the defaults of sampling (%(default)s)"
     add("--generation-config", choices=["auto", "none"], default="auto", help=generation)
@@ -325,7 +349,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     origin = "a web page's origin, such as http://localhost:3000, that may use the server, or *"
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     add("--num-pages", type=_positive, help="of the kv cache (what the device's memory holds)")
-    add("--page-size", type=_positive, default=16, help="tokens of a page (%(default)s)")
+    page = "tokens of a page (16; with --context-parallel N, 64 x N)"
+    add("--page-size", type=_positive, help=page)
     add("--max-running", type=_positive, help="sequences at once (32; on a GPU 256)")
     add("--max-step-tokens", type=_positive, help="tokens of a step (512; on a GPU 2048)")
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
@@ -348,11 +373,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     devices = "devices to split the model over, by heads; each has its share of it (%(default)s)"
     add("--tensor-parallel", type=_positive, default=1, metavar="N", help=devices)
+    contexts = """devices to split the slots of each page over, times those of --tensor-parallel,
+        for contexts that no device holds (%(default)s)"""
+    add("--context-parallel", type=_positive, default=1, metavar="N", help=contexts)
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     args = parser.parse_args(argv)
     on_cpu = jax.default_backend() == "cpu"
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     steps = _BATCH_INVARIANT if args.batch_invariant else _ON_CPU if on_cpu else _ON_GPU
+    # A step has a copy of a sequence's page table for each page that its prompt's chunk touches.
+    args.page_size = args.page_size or (
+        16 if args.context_parallel == 1 else 64 * args.context_parallel
+    )
     args.max_step_tokens = args.max_step_tokens or steps.max_step_tokens
     args.max_running = args.max_running or min(steps.max_running, args.max_step_tokens)
     args.max_prefill_chunk = args.prefill_chunk or steps.max_prefill_chunk

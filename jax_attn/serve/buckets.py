@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn import models
+from jax_attn import models, parallel
 from jax_attn.serve.request import Sequence
 from jax_attn.serve.sampling import GIVEN, ROW_WORDS, Kind, SlotParams
 from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
@@ -27,6 +27,8 @@ class Bucket:
     num_tokens: int
     num_rows: int  # of logits, and at most as many sequences
     specs: tuple[ja.AttentionSpec, ...]
+    # Of each spec, where pages are striped over devices: then these plan, each its own stripes.
+    stripes: tuple[parallel.KvStripes, ...] = ()
 
     @property
     def name(self) -> str:
@@ -35,7 +37,11 @@ class Bucket:
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
         """Where what `unpack` gives begins in `words`, and where the last ends."""
-        plans = (spec.plan_words for spec in self.specs)
+        plans = [spec.plan_words for spec in self.specs]
+        if self.stripes:
+            assert self.specs[0].max_kv_pages is not None
+            n = self.num_rows
+            plans = [n + 1, n, n + 1, self.specs[0].max_kv_pages]
         sizes = 2 * self.num_tokens, self.num_rows, ROW_WORDS * self.num_rows, *plans
         return tuple(itertools.accumulate(sizes, initial=0))
 
@@ -47,12 +53,12 @@ class Bucket:
         """Views of `words` [num_words] i32, a numpy or a traced array."""
         parts = (words[begin:end] for begin, end in itertools.pairwise(self._bounds))
         inputs, logit_rows, rows, *plans = parts
-        return Arguments(
-            inputs.reshape(2, -1),
-            logit_rows,
-            rows.reshape(-1, ROW_WORDS),
-            tuple(ja.AttentionPlan(*plan) for plan in zip(plans, self.specs, strict=True)),
-        )
+        planned: tuple[ja.AttentionPlan, ...] = ()
+        if not self.stripes:
+            planned = tuple(ja.AttentionPlan(*plan) for plan in zip(plans, self.specs, strict=True))
+        lengths = tuple(plans) if self.stripes else ()
+        rows = rows.reshape(-1, ROW_WORDS)
+        return Arguments(inputs.reshape(2, -1), logit_rows, rows, planned, lengths)
 
 
 class Arguments(NamedTuple):
@@ -61,13 +67,16 @@ class Arguments(NamedTuple):
     inputs: [2, num_tokens] i32. Token, or ~slot whose newest token it is; and position.
     logit_rows: [num_rows] i32. The last token of each sequence, and then those that are scored.
     rows: [num_rows, ROW_WORDS] i32. How to sample from them.
-    plans: one for each spec of the bucket.
+    plans: one for each spec of the bucket; none with stripes.
+    lengths: with stripes what plan_stripes takes, all of it as long as the bucket has room for:
+      [num_rows + 1], [num_rows], [num_rows + 1] and [max_kv_pages] i32.
     """
 
     inputs: Any
     logit_rows: Any
     rows: Any
     plans: tuple[ja.AttentionPlan, ...]
+    lengths: tuple[Any, ...]
 
 
 class Batch(NamedTuple):
@@ -183,7 +192,7 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
         tokens += entry.drafts
 
     words = np.zeros(bucket.num_words, np.int32)
-    inputs, logit_rows, rows, plans = bucket.unpack(words)
+    inputs, logit_rows, rows, plans, lengths = bucket.unpack(words)
     inputs[0, : len(tokens)] = tokens
     inputs[1, : len(tokens)] = np.arange(len(tokens)) + (begins - qo_indptr[:-1]).repeat(qo_lens)
     logit_rows[:n] = qo_indptr[1:] - 1
@@ -196,9 +205,12 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     if scored:
         kind = "full"
     drafted = _draft(entries, qo_indptr, logit_rows, rows, slots.max_running)
+    batch = qo_indptr, kv_lens, page_indptr, page_indices
     for plan in plans:
-        batch = qo_indptr, kv_lens, page_indptr, page_indices
         ja.plan(plan.spec, *batch, buffer=plan.buffer)
+    ends = qo_indptr[-1], 0, page_indptr[-1], 0
+    for room, array, rest in zip(lengths, batch, ends, strict=False):  # without stripes no room
+        room[: len(array)], room[len(array) :] = array, rest  # sequences without tokens
     return Batch(bucket, words, kind, scored, drafted)
 
 
@@ -260,10 +272,11 @@ def make_forward(config: models.ModelConfig, tree: Any, bucket: Bucket) -> Calla
 
     def forward(weights, words, last_tokens, k_pages, v_pages):
         params = jax.tree.unflatten(tree, weights)
-        (tokens, positions), logit_rows, rows, plans = bucket.unpack(words)
+        (tokens, positions), logit_rows, rows, planned, lengths = bucket.unpack(words)
+        striped = tuple(parallel.plan_stripes(stripes, *lengths) for stripes in bucket.stripes)
         tokens = jnp.where(tokens < 0, last_tokens[~tokens], tokens)
         logits, k_pages, v_pages = models.forward(
-            params, config, tokens, positions, k_pages, v_pages, plans, logit_rows
+            params, config, tokens, positions, k_pages, v_pages, striped or planned, logit_rows
         )
         return logits, rows, k_pages, v_pages
 

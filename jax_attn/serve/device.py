@@ -5,6 +5,7 @@ Every call here returns before the device is done, and the device works in the o
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -45,9 +46,10 @@ class Device:
         batch_invariant: bool,
         kv_dtype: str | None = None,
         tensor_parallel: int = 1,
+        context_parallel: int = 1,
     ):
         params = model.params
-        self._split = _split(model.config, tensor_parallel)
+        self._split = _split(model.config, tensor_parallel, context_parallel)
         if self._split is not None:
             params = self._split.split_params(params)
         # Of what one device computes.
@@ -62,10 +64,12 @@ class Device:
             sizes = sizes[-1:]
         dtype = str(model.params["embed"].dtype)
         make_specs = buckets.invariant_specs if batch_invariant else buckets.balanced_specs
-        self.buckets = [
-            Bucket(*size, make_specs(self._config, dtype, capacities, *size, kv_dtype=kv_dtype))
-            for size in sizes
-        ]
+        self.buckets = []
+        for size in sizes:
+            specs = make_specs(self._config, dtype, capacities, *size, kv_dtype=kv_dtype)
+            stripes = () if self._split is None else map(self._split.stripes, specs)
+            striped = tuple(x for x in stripes if x is not None)
+            self.buckets.append(Bucket(*size, specs, striped))
         self._slots = sampling.SlotParams(capacities.max_running)
         self._allow_all = {
             bucket.num_rows: self._everywhere(
@@ -93,6 +97,10 @@ class Device:
         state = sampling.init_state(self._max_running, self._config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._state))
+        self._bytes_held: collections.Counter[int] = collections.Counter()
+        for array in (*self._weights, self._k_pages, self._v_pages):
+            for shard in () if array is None else array.addressable_shards:
+                self._bytes_held[shard.device.id] += shard.data.nbytes
 
     @property
     def _sharding(self) -> jax.sharding.Sharding | None:
@@ -104,11 +112,7 @@ class Device:
 
     def bytes_held(self) -> dict[int, int]:
         """By device id: bytes of weights and kv cache."""
-        held: dict[int, int] = {}
-        for array in (*self._weights, self._k_pages, self._v_pages):
-            for shard in () if array is None else array.addressable_shards:
-                held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
-        return held
+        return dict(self._bytes_held)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -257,22 +261,28 @@ class Device:
                 jax.block_until_ready(self.sample(scores, kind, None))
 
 
-def _split(config: models.ModelConfig, num_devices: int) -> models.TensorParallel | None:
-    """How the model is split over the first devices; None: there is one.
+def _split(
+    config: models.ModelConfig, num_heads_devices: int, num_context_devices: int
+) -> models.TensorParallel | None:
+    """How the model and its pages are split over the first devices; None: there is one.
 
     Raises ValueError for more devices than there are.
     """
+    shape = num_heads_devices, num_context_devices
+    num_devices = num_heads_devices * num_context_devices
     if num_devices == 1:
         return None
     devices = jax.devices()
     if num_devices > len(devices):
+        names = "tensor_parallel" + " * context_parallel" * (num_context_devices > 1)
         raise ValueError(
-            f"EngineConfig: tensor_parallel: expected at most {len(devices)}, the devices that JAX"
+            f"EngineConfig: {names}: expected at most {len(devices)}, the devices that JAX"
             f" sees, got {num_devices}."
         )
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((num_devices,), ("heads",), devices=devices[:num_devices], axis_types=auto)
-    return models.TensorParallel(config, mesh, "heads")
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    axes = "heads", "context"
+    mesh = jax.make_mesh(shape, axes, devices=devices[:num_devices], axis_types=auto)
+    return models.TensorParallel(config, mesh, "heads", "context" if shape[1] > 1 else None)
 
 
 # Of XLA: autotuning takes its turns on the device anyway, and each has buffers of its own.

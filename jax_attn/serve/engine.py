@@ -70,6 +70,7 @@ class EngineConfig:
     max_drafts: int = 0  # guesses at what follows, of each sequence, verified in a step
     max_grammars: int = 128  # compiled grammars kept
     tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
+    context_parallel: int = 1  # devices that slots of each page are split over, times the others
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_step_tokens:
@@ -77,9 +78,17 @@ class EngineConfig:
                 "EngineConfig: max_running: expected 1 to max_step_tokens = "
                 f"{self.max_step_tokens}, got {self.max_running}."
             )
-        if self.tensor_parallel < 1:
+        for name in ("tensor_parallel", "context_parallel"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"EngineConfig: {name}: expected at least 1, got {count}.")
+        if self.page_size % self.context_parallel:
             raise ValueError(
-                f"EngineConfig: tensor_parallel: expected at least 1, got {self.tensor_parallel}."
+                "EngineConfig: page_size: expected a multiple of context_parallel = "
+                f"{self.context_parallel}, got {self.page_size}."
+            )
+        if self.batch_invariant and self.context_parallel > 1:
+            raise ValueError(
+                "EngineConfig: batch_invariant: expected False with context_parallel > 1, got True."
             )
 
 
@@ -123,7 +132,12 @@ class Engine:
         self._texts = Texts(model.tokenizer)
         core = capacities(config, model.config.max_positions)
         self.device = Device(
-            model, core, config.batch_invariant, config.kv_dtype, config.tensor_parallel
+            model,
+            core,
+            config.batch_invariant,
+            config.kv_dtype,
+            config.tensor_parallel,
+            config.context_parallel,
         )
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
@@ -585,6 +599,7 @@ class Engine:
             **self._totals,
             "compilations": self.device.num_compiles_after_warm_up,
             "step_seconds": dict(self._seconds),
+            "device_bytes": self.device.bytes_held(),
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -74,6 +74,13 @@ class _EngineCollector(Collector):
             pages.add_metric([state], stats[f"pages_{state}"])
         yield pages
 
+        held = GaugeMetricFamily(
+            "jax_attn_device_bytes", "Weights and kv cache on a device", labels=["device"]
+        )
+        for device, count in stats["device_bytes"].items():
+            held.add_metric([str(device)], count)
+        yield held
+
         for name, text in (
             ("prompt_tokens", "Prompt tokens of admitted sequences"),
             ("prefix_hit_tokens", "Of them, those found in the prefix cache"),

@@ -30,7 +30,7 @@ struct Case {
 template <int kElement, bool kIsE4m3>
 struct TraitsOf {
   static constexpr int kArch = 90, kDtype = kElement;
-  static constexpr bool kKvIsE4m3 = kIsE4m3;
+  static constexpr int kKvFormat = kIsE4m3 ? kE4m3Format : kPlainFormat;
 };
 
 template <class Traits>
@@ -81,7 +81,7 @@ class Batch {
 
  private:
   static constexpr int kBytes = Traits::kDtype == kElementF32 ? 4 : 2;
-  static constexpr int kKvBytes = Traits::kKvIsE4m3 ? 1 : kBytes;
+  static constexpr int kKvBytes = Traits::kKvFormat == kE4m3Format ? 1 : kBytes;
   static constexpr int kNumLayers = 2;
 
   struct Outputs {
@@ -126,7 +126,7 @@ class Batch {
     p.page_size = c_.page_size;
     p.max_qo_tokens = tokens_;
     p.max_batch = header_.batch_size + 1;
-    p.kv_is_e4m3 = Traits::kKvIsE4m3;
+    p.kv_format = Traits::kKvFormat;
     p.dtype = Traits::kDtype;
     p.num_kv_heads = c_.kv_heads;
     p.head_dim_qk = c_.dqk;

@@ -62,7 +62,8 @@ struct ShapeOf {
   static constexpr bool kHasWindowLeft = kLeft, kHasWindowRight = kRight, kHasSoftCap = kCap;
   static constexpr bool kPositiveScale = true;
   static constexpr bool kIsMla = false, kHasFreshKv = false, kRecordsTimes = true;
-  static constexpr bool kQIsE4m3 = false, kKvIsE4m3 = false, kHasSteps = false;
+  static constexpr int kQFormat = kPlainFormat, kKvFormat = kPlainFormat;
+  static constexpr bool kHasSteps = false;
   using Variant = NoVariant;
 };
 
@@ -81,7 +82,7 @@ struct Listed : Shape {
 // Keys and values of e4m3, and queries.
 template <class Shape, bool kQ>
 struct E4m3Of : Shape {
-  static constexpr bool kQIsE4m3 = kQ, kKvIsE4m3 = true;
+  static constexpr int kQFormat = kQ ? kE4m3Format : kPlainFormat, kKvFormat = kE4m3Format;
 };
 
 // A block of kGroup query heads over a latent cache.
@@ -98,12 +99,12 @@ std::vector<uint16_t> RandomBf16(size_t n, std::mt19937& random) {
 }
 
 // Row `at` of an array, whose elements are bf16 or else e4m3.
-void PutRow(const std::vector<uint16_t>& row, bool is_e4m3, int64_t at,
+void PutRow(const std::vector<uint16_t>& row, int64_t format, int64_t at,
             std::vector<uint16_t>* array) {
   char* to = reinterpret_cast<char*>(array->data());
   const int64_t n = static_cast<int64_t>(row.size());
   for (int64_t i = 0; i < n; ++i) {
-    if (is_e4m3) {
+    if (format == kE4m3Format) {
       to[at * n + i] = static_cast<char>(FloatToE4m3(Bf16ToFloat(row[i])));
     } else {
       std::memcpy(to + (at * n + i) * 2, &row[i], 2);
@@ -126,8 +127,8 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.num_kv_heads = c.kv_heads;
   spec.num_qo_heads = c.qo_heads > 0 ? c.qo_heads : c.kv_heads * Traits::kGroupSize;
   spec.mla = Traits::kIsMla;
-  spec.q_is_e4m3 = Traits::kQIsE4m3;
-  spec.kv_is_e4m3 = Traits::kKvIsE4m3;
+  spec.q_format = Traits::kQFormat;
+  spec.kv_format = Traits::kKvFormat;
   spec.head_dim_qk = Traits::kHeadDimQk;
   spec.head_dim_vo = Traits::kHeadDimVo;
   spec.window_left = c.window_left;
@@ -226,24 +227,24 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
       if (c.nan_values && middle) values[5] = 0x7fff;
       if (c.infinite_values && middle) values[5] = 0x7f80;
       if (c.infinite_values && (middle || late)) values[9] = 0xff80;
-      PutRow(k, spec.kv_is_e4m3, at, &b.k);
-      PutRow(v, spec.kv_is_e4m3, at, &b.v);
+      PutRow(k, spec.kv_format, at, &b.k);
+      PutRow(v, spec.kv_format, at, &b.v);
     }
   }
   b.q = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * Traits::kHeadDimQk);
   for (int64_t i = 0; i < b.qo_indptr.back(); ++i) {
     std::vector<uint16_t> q = RandomBf16(spec.num_qo_heads * Traits::kHeadDimQk, random);
     for (uint16_t& x : q) x &= c.low ? 0x7fff : 0xffff;
-    PutRow(q, spec.q_is_e4m3, i, &b.q);
+    PutRow(q, spec.q_format, i, &b.q);
   }
-  const auto scales = [&](bool given, int64_t n) {
-    std::vector<float> x(given ? n : 0);
+  const auto scales = [&](int64_t format, int64_t n) {
+    std::vector<float> x(FormatOf(format).scale == kHeadScale ? n : 0);
     for (float& scale : x) scale = 0.7f + 0.1f * static_cast<float>(random() % 8);
     return x;
   };
-  b.q_scale = scales(spec.q_is_e4m3, spec.num_qo_heads);
-  b.k_scale = scales(spec.kv_is_e4m3, spec.num_kv_heads);
-  b.v_scale = scales(spec.kv_is_e4m3, spec.num_kv_heads);
+  b.q_scale = scales(spec.q_format, spec.num_qo_heads);
+  b.k_scale = scales(spec.kv_format, spec.num_kv_heads);
+  b.v_scale = scales(spec.kv_format, spec.num_kv_heads);
   return b;
 }
 

@@ -4,8 +4,7 @@
 #include "cuda_emulation.h"
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
-#include "attention_cuda_cases.h"
-#include "cuda/sm80/mla.cuh"
+#include "sm80_kernels.h"
 #include "sm90_kernels.h"
 
 namespace jax_attn {
@@ -18,17 +17,6 @@ void Expect(bool ok, const std::string& what) {
   std::printf("FAILED %s\n", what.c_str());
 }
 
-struct Sm80Kernel : NoTensorMaps {
-  template <class Shape>
-  struct Traits : Shape {
-    static constexpr int kArch = 90;
-    static constexpr int kNumTiles = 2, kTileQ0 = 16, kTileQ1 = 128, kTileQ2 = 0;
-    static constexpr int kTileKv = 64, kNumWarps = 4, kNumStages = 4;
-  };
-  template <class Shape>
-  using Body = AttentionBody<Traits<Shape>>;
-};
-
 // Follows plans as the others; its operands are not looked at here.
 struct F32Kernel : NoTensorMaps {
   template <class Shape>
@@ -39,17 +27,6 @@ struct F32Kernel : NoTensorMaps {
   };
   template <class Shape>
   using Body = AttentionBody<Traits<Shape>>;
-};
-
-struct Sm80MlaKernel : NoTensorMaps {
-  template <class Shape>
-  struct Traits : Shape {
-    static constexpr int kArch = 90;
-    static constexpr int kNumTiles = 2, kTileQ0 = 16, kTileQ1 = 64, kTileQ2 = 0;
-    static constexpr int kTileKv = 32, kNumWarps = 8, kNumStages = 0;
-  };
-  template <class Shape>
-  using Body = MlaBody<Traits<Shape>>;
 };
 
 // A batch and its plan, for launches in a row with the same counters.
@@ -277,11 +254,11 @@ int main() {
   TestHeaders<Sm90Kernel<true, 32>, Page16>(named("sm90"));
   TestHeaders<Sm90Kernel<false, 32, 1>, Page16>(named("sm90, decodes alone"));
   TestHeaders<Sm90Kernel<true, 32>, E4m3Of<Page16, false>>(named("sm90, e4m3"));
-  TestHeaders<Sm80MlaKernel, Mla16>(latent);
+  TestHeaders<Sm80Mla, Mla16>(latent);
   TestCounters<Sm80Kernel, Page16>(c);
   TestCounters<Sm90Kernel<true, 32>, Page16>(named("sm90"));
   TestCounters<Sm90Kernel<false, 32, 1>, Page16>(named("sm90, decodes alone"));
-  TestCounters<Sm80MlaKernel, Mla16>(latent);
+  TestCounters<Sm80Mla, Mla16>(latent);
   latent.name = "sm90 mla, few heads";
   TestHeaders<Sm90MlaDecode, Mla16>(latent);
   TestCounters<Sm90MlaDecode, Mla16>(latent);

@@ -40,8 +40,8 @@ AttentionSpec RandomSpec(Random& random) {
   spec.dtype = Pick<int64_t>(random, {kBF16, kF16, kF32});
   spec.arch = PickNumber(random, {0, 0, 80, 90, 90, 120});
   if (OneIn(random, 6) && spec.dtype != kF32) {
-    spec.kv_is_e4m3 = 1;
-    spec.q_is_e4m3 = OneIn(random, 2);
+    spec.kv_format = kE4m3Format;
+    spec.q_format = OneIn(random, 2) ? kE4m3Format : kPlainFormat;
     spec.head_dim_qk = spec.head_dim_vo = 128;
   } else if (OneIn(random, 8) && (spec.dtype != kF32 || spec.arch == 0)) {
     spec.mla = 1;
@@ -61,7 +61,7 @@ AttentionSpec RandomSpec(Random& random) {
   if (!spec.paged()) spec.num_pages = -1;
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
-  spec.fresh_kv = spec.paged() && !spec.mla && !spec.kv_is_e4m3 && OneIn(random, 4);
+  spec.fresh_kv = spec.paged() && !spec.mla && !spec.quantized() && OneIn(random, 4);
   spec.num_processors = PickNumber(random, {1, 1, 2, 3, 7, 16, 132});
   if (spec.schedule == kFixedSplit) {
     const int64_t step = SelectAttention(spec).tile_kv;

@@ -1,7 +1,7 @@
-// The kernels of sm_90a as select/cuda.cc has them, for attention_cuda_cases.h; include that and
-// the emulation before this file.
+// The kernels of sm_90a as select/cuda.cc has them, emulated; include the emulation first.
 #pragma once
 
+#include "attention_cuda_cases.h"
 #include "cuda/sm90/attention.cuh"
 #include "cuda/sm90/mla.cuh"
 #include "cuda/sm90/mla_decode.cuh"
@@ -15,7 +15,7 @@ struct Sm90Kernel {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr bool kE4m3 = Shape::kKvIsE4m3;
+    static constexpr bool kE4m3 = Shape::kKvFormat == kE4m3Format;
     static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kE4m3 ? 2 : 3;
     static constexpr int kNumProducers = kE4m3 && Shape::kHeadDimVo <= 192 ? 2 : 1;
     static constexpr int kNumTiles = kTiles, kTileQ0 = kSmallTile;
@@ -39,7 +39,7 @@ struct Sm90Kernel {
       return bits;
     };
     auto map = [&](const void* array, i64 head_dim, i64 rows) {
-      if (spec.kv_is_e4m3) head_dim /= 2;  // two are a column
+      if (spec.quantized()) head_dim /= 2;  // two are a column
       return bits_of({static_cast<u16*>(const_cast<void*>(array)), 1, static_cast<u64>(rows),
                       static_cast<u64>(spec.num_kv_heads), static_cast<u64>(head_dim), kBoxRows,
                       1});

@@ -68,8 +68,8 @@ std::vector<std::vector<char>> MakeVariantOperands(const VariantCase& c, std::mt
 }
 
 // One element of an array of bf16 or e4m3.
-double ElementAt(const std::vector<uint16_t>& array, bool is_e4m3, i64 at) {
-  if (!is_e4m3) return Bf16ToFloat(array[at]);
+double ElementAt(const std::vector<uint16_t>& array, int64_t format, i64 at) {
+  if (format == kPlainFormat) return Bf16ToFloat(array[at]);
   return E4m3ToFloat(reinterpret_cast<const unsigned char*>(array.data())[at]);
 }
 
@@ -139,9 +139,9 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
   const int q_len = c.base.requests[request].qo_len, kv_len = c.base.requests[request].kv_len;
   const int q_pos = kv_len - q_len + token;
   const i64 q_row = b.qo_indptr[request] + token;
-  const double q_scale = spec.q_is_e4m3 ? b.q_scale[head] : 1;
-  const double k_scale = spec.kv_is_e4m3 ? b.k_scale[kv_head] : 1;
-  const double v_scale = spec.kv_is_e4m3 ? b.v_scale[kv_head] : 1;
+  const double q_scale = b.q_scale.size() > 0 ? b.q_scale[head] : 1;
+  const double k_scale = b.k_scale.size() > 0 ? b.k_scale[kv_head] : 1;
+  const double v_scale = b.v_scale.size() > 0 ? b.v_scale[kv_head] : 1;
   VariantOracle oracle(problem.program, operands);
   std::vector<double> logits;
   std::vector<i64> rows;
@@ -151,10 +151,10 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
     const i64 row = KvRowOf(spec, b, request, pos);
     double score = 0;
     for (i64 d = 0; d < spec.head_dim_qk; ++d) {
-      score += ElementAt(b.q, spec.q_is_e4m3,
-                         (q_row * spec.num_qo_heads + head) * spec.head_dim_qk + d) *
-               ElementAt(b.k, spec.kv_is_e4m3,
-                         (row * spec.num_stored_heads() + kv_head) * spec.head_dim_qk + d);
+      score +=
+          ElementAt(b.q, spec.q_format, (q_row * spec.num_qo_heads + head) * spec.head_dim_qk + d) *
+          ElementAt(b.k, spec.kv_format,
+                    (row * spec.num_stored_heads() + kv_head) * spec.head_dim_qk + d);
     }
     score *= spec.sm_scale * q_scale * k_scale;
     if (spec.logits_soft_cap > 0) {
@@ -185,7 +185,7 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
                                          : std::exp(logits[i] - max) / sum;
     for (i64 d = 0; d < spec.head_dim_vo; ++d) {
       result.o[d] += weight * v_scale *
-                     ElementAt(values, spec.kv_is_e4m3,
+                     ElementAt(values, spec.kv_format,
                                (rows[i] * spec.num_stored_heads() + kv_head) * row_length + d);
     }
   }

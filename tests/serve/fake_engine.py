@@ -200,6 +200,7 @@ class FakeEngine:
             "preemptions": 1,
             "steps": 250,
             "compilations": 0,
+            "device_bytes": {0: 4096, 1: 4096},
             "jump_forward_tokens": 7,
             "draft_tokens": 20,
             "draft_tokens_taken": 12,

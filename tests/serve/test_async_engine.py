@@ -446,7 +446,7 @@ def test_a_command_that_comes_at_the_very_end(engine):
 def test_soak(model, device):
     """5,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
 
-    20,000 behind HTTP: test_soak.py.
+    8,000 behind HTTP: test_soak.py.
     """
     rng = random.Random(0)
     texts = [grammar.from_regex(pattern) for pattern in ("[a-z]{3}", "(", "forced text", "a|b")]

@@ -193,8 +193,8 @@ def test_random_operations_against_the_oracle(page_size, num_pages):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page_size, num_pages", SHAPES)
-def test_a_million_random_operations(page_size, num_pages):
-    for seed in range(25):
+def test_many_random_operations(page_size, num_pages):
+    for seed in range(8):
         Machine(seed, page_size, num_pages).run(10_000)
 
 

@@ -380,6 +380,7 @@ def test_metrics(server):
     )
     assert lines['jax_attn_pages{state="cached"}'] == "14.0"
     assert lines["jax_attn_prefix_hit_tokens_total"] == "400.0"
+    assert lines['jax_attn_device_bytes{device="1"}'] == "4096.0"
     assert lines["jax_attn_preemptions_total"] == "1.0"
     assert lines["jax_attn_compilations_total"] == "0.0"
     assert lines["jax_attn_draft_tokens_taken_total"] == "12.0"

@@ -67,7 +67,7 @@ struct AppendBody {
       const bool is_v = (task & tasks_log2) != 0;
       const i64 row = FindRow(p, plan.batch_size, token);
       if (row < 0) continue;
-      if constexpr (Traits::kKvIsE4m3) {
+      if constexpr (Traits::kKvFormat == kE4m3Format) {
         if (is_v) {
           QuantizeRow(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
         } else {

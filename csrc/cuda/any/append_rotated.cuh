@@ -102,7 +102,7 @@ struct AppendRotatedBody {
 
   __device__ __forceinline__ static void StoreKeys(const AppendParams& p, i64 begin, int quad,
                                                    const Pair& pair) {
-    if constexpr (Traits::kKvIsE4m3) {
+    if constexpr (Traits::kKvFormat == kE4m3Format) {
       const i64 at = begin + LowElement(p, quad);
       const float scale = Scale(p.k_scale, LowElement(p, quad) / p.head_dim_qk);
       StoreCodes(p.k_pages, at, pair.low, scale);
@@ -115,7 +115,7 @@ struct AppendRotatedBody {
   // As they are, NaN as well.
   __device__ __forceinline__ static void StoreValues(const AppendParams& p, i64 at, int quad,
                                                      Bits bits) {
-    if constexpr (Traits::kKvIsE4m3) {
+    if constexpr (Traits::kKvFormat == kE4m3Format) {
       StoreCodes(p.v_pages, at, Floats(bits), Scale(p.v_scale, quad * 4 / p.head_dim_vo));
     } else {
       static_cast<Bits*>(p.v_pages)[at / 4] = bits;

@@ -321,7 +321,7 @@ class LogitStage {
 // What the keys of an item are multiplied by: of e4m3, a scale of their head.
 template <class Traits>
 __device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
-  if constexpr (Traits::kKvIsE4m3)
+  if constexpr (Traits::kKvFormat == kE4m3Format)
     return LogitScaleOfHead(p.k_scale, ItemRecord(p, index).kv_head());
   return 1.0f;
 }

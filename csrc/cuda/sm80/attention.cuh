@@ -36,7 +36,7 @@ class TilePath {
 
   using E = Element<Traits::kDtype>;
   using Stage = LogitStage<Traits>;
-  static constexpr bool kE4m3 = Traits::kKvIsE4m3;
+  static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
   static constexpr int kKvBytes = kE4m3 ? 1 : E::kBytes;  // of an element
   template <int kHeadDim>
   using KvLayout = typename Choose<kE4m3, E4m3RowLayout<kHeadDim>, RowLayout<kHeadDim>>::Type;
@@ -395,7 +395,7 @@ class TilePath {
       const int row = at / Qk::kChunks, chunk = at % Qk::kChunks;
       const bool in_tile = kTileQ * Qk::kChunks % kThreads == 0 || row < kTileQ;
       const bool live = row < num_rows && chunk < Qk::kLiveChunks;
-      if constexpr (Traits::kQIsE4m3) {
+      if constexpr (Traits::kQFormat == kE4m3Format) {
         uint4 q = make_uint4(0, 0, 0, 0);
         if (live) {
           const i64 first = rows.Index(row) * Traits::kHeadDimQk + chunk * 8;

@@ -36,7 +36,7 @@ template <class Traits>
 inline constexpr int kNumProducers = kOnlyDecodes<Traits> || kTwoConvert<Traits> ? 2 : 1;
 template <class Traits>
 using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
-                              Traits::kKvIsE4m3>;
+                              Traits::kKvFormat == kE4m3Format>;
 
 // The consumer whose turn comes after that of `consumer`.
 template <class Traits>
@@ -90,7 +90,7 @@ struct HopperShape {
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;  // of a consumer
   using K = SwizzledTile<Traits::kHeadDimQk, kStep>;
   using V = SwizzledTile<Traits::kHeadDimVo, kStep>;
-  static constexpr bool kE4m3 = Traits::kKvIsE4m3;
+  static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
   using Codes = CodeTiles<Traits, kStep>;
 
   // Rows in a box of the copy engine, what a producer warp copies of a page; 0: boxes do not tile
@@ -977,8 +977,8 @@ class HopperConsumer {
 // --- kernel ---
 
 template <class Traits>
-using ProducerOf =
-    typename Choose<Traits::kKvIsE4m3, E4m3Producer<Traits>, HopperProducer<Traits>>::Type;
+using ProducerOf = typename Choose<Traits::kKvFormat == kE4m3Format, E4m3Producer<Traits>,
+                                   HopperProducer<Traits>>::Type;
 
 template <class Traits>
 using HopperAttentionBody =

@@ -20,7 +20,7 @@ class HopperProducer;
 
 // With values of more than 192 columns a consumer needs more registers than 512 threads have.
 template <class Traits>
-inline constexpr bool kTwoConvert = Traits::kKvIsE4m3 && Traits::kHeadDimVo <= 192;
+inline constexpr bool kTwoConvert = Traits::kKvFormat == kE4m3Format && Traits::kHeadDimVo <= 192;
 
 // --- shared memory ---
 

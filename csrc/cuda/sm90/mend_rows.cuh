@@ -19,10 +19,10 @@ namespace jax_attn {
 
 // Elements of keys and values; of e4m3 but for the scale of their head.
 template <class Traits>
-using KvBits = typename Choose<Traits::kKvIsE4m3, unsigned char, u16>::Type;
+using KvBits = typename Choose<Traits::kKvFormat == kE4m3Format, unsigned char, u16>::Type;
 template <class Traits>
 __device__ __forceinline__ float KvToFloat(KvBits<Traits> bits) {
-  if constexpr (Traits::kKvIsE4m3) {
+  if constexpr (Traits::kKvFormat == kE4m3Format) {
     return __uint_as_float(E4m3HighBytes<kElementBf16>(bits << 8) << 16);
   } else {
     return Element<Traits::kDtype>::ToFloat(bits);
@@ -119,7 +119,7 @@ class RowMender {
   }
   // Eight elements.
   __device__ __forceinline__ static void Load(const Kv* from, float (&x)[8]) {
-    if constexpr (Traits::kKvIsE4m3) {
+    if constexpr (Traits::kKvFormat == kE4m3Format) {
       const uint2 codes = *reinterpret_cast<const uint2*>(from);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

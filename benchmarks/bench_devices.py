@@ -1,0 +1,110 @@
+"""What it costs to split decodes over devices: keys striped over CPU devices against one device.
+
+    python -m benchmarks.bench_devices [--devices 2] [--context 16384] [--requests 8]
+
+Devices of one CPU share its cores and its pool of threads, so no split can be faster: the ratio of
+the two is what plans and the exchange add to the same work. Steps are timed in turns, one after the
+other; the median of rounds is printed, with the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+_ROUNDS = 21
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("devices", 2), ("context", 16384), ("requests", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    count = f"--xla_force_host_platform_device_count={args.devices}"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, {vars(args)}")
+    seconds = _measure(args.devices, args.context, args.requests)
+    for name, value in seconds.items():
+        print(f"{name:40} {1e6 * value:10.0f} us")
+    whole = seconds["one device"]
+    for name in ("striped", "striped, plans in the step"):
+        print(f"{name} / one device: {seconds[name] / whole:.3f}")
+
+
+def _measure(size: int, context: int, requests: int) -> dict[str, float]:
+    """Median seconds of each kind of step, and of its plans on the host."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import jax_attn as ja
+    from jax_attn import parallel
+
+    page_size, heads, kv_heads, head_dim = 64 * size, 32, 8, 128
+    pages_each = -(-context // page_size)
+    spec = ja.AttentionSpec(
+        heads, kv_heads, head_dim, dtype="float32", page_size=page_size, max_batch=requests,
+        max_qo_tokens=requests, max_kv_pages=requests * pages_each, target="cpu",
+    )  # fmt: skip
+    stripes = parallel.KvStripes(spec, "kv", size)
+    mesh = jax.make_mesh((size,), ("kv",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    shape = requests * pages_each, page_size, kv_heads, head_dim
+    pages = [rng.standard_normal(shape, np.float32) for _ in "kv"]
+    q = rng.standard_normal((requests, heads, head_dim), np.float32)
+    indptr = np.arange(requests + 1, dtype=np.int32)
+    lengths = (indptr, np.full(requests, context, np.int32), indptr * pages_each,
+               np.arange(requests * pages_each, dtype=np.int32))  # fmt: skip
+
+    on_one = [jax.device_put(x, jax.devices()[0]) for x in pages]
+    striped = NamedSharding(mesh, stripes.pages_spec(is_stacked=False))
+    on_all = [jax.device_put(x, striped) for x in pages]
+    everywhere = PartitionSpec()
+    plan = jax.device_put(ja.plan(spec, *lengths), jax.devices()[0])
+    plans = jax.device_put(
+        parallel.plan_stripes(stripes, *lengths), NamedSharding(mesh, stripes.plan_spec)
+    )
+    one = jax.jit(ja.attention)
+    split = jax.jit(lambda *x: parallel.attend_stripes(*x, mesh=mesh))
+
+    def plan_and_attend(q: Any, k: Any, v: Any, *lengths: Any) -> Any:
+        return parallel.attend_stripes(q, k, v, parallel.plan_stripes(stripes, *lengths))
+
+    planned = jax.jit(
+        jax.shard_map(
+            plan_and_attend,
+            mesh=mesh,
+            in_specs=(everywhere, striped.spec, striped.spec, *[everywhere] * 4),
+            out_specs=everywhere,
+            check_vma=False,
+        )
+    )
+    exchange = jax.jit(
+        jax.shard_map(
+            lambda o: jax.lax.all_gather(o, "kv").sum(0),
+            mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False,
+        )
+    )  # fmt: skip
+    steps: dict[str, Callable[[], Any]] = {
+        "one device": lambda: one(q, *on_one, plan),
+        "striped": lambda: split(q, *on_all, plans),
+        "striped, plans in the step": lambda: planned(q, *on_all, *lengths),
+        "all-gather of the states alone": lambda: exchange(q),
+        "plan of one device, on the host": lambda: ja.plan(spec, *lengths),
+        "plans of all stripes, on the host": lambda: parallel.plan_stripes(stripes, *lengths),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_index in range(_ROUNDS + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(step())
+            if round_index:  # the first one compiles
+                times[name].append(time.perf_counter() - begin)
+    return {name: float(np.median(x)) for name, x in times.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Attention error by format of the paged cache, and a decode's time with it, on CPU.
+
+    python -m benchmarks.error_formats
+
+Error: norm(o - truth) / norm(truth) of one query over 4096 keys; truth is float64 attention over
+the drawn q, k and v. Scales of float8 are those that make the largest element of a head the largest
+of the format. Time: a decode of 8 requests with 2048 keys, 32 query and 8 KV heads, the formats in
+turns, the best of 100 each. NOTES.md has the table that it prints.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from benchmarks.error_e4m3 import draw
+from jax_attn import reference
+
+FORMATS = (None, "float8_e4m3fn", "float8_e5m2", "int8", "mxfp4")
+DIM, PAGE = 128, 16
+DATA = ("normal", "sharp", "heavy tails", "outlier channels")
+
+
+def make_spec(kv_dtype: str | None, heads: int, kv_heads: int, **more: Any) -> ja.AttentionSpec:
+    names = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim_qk": DIM}
+    return ja.AttentionSpec(**names, kv_dtype=kv_dtype, page_size=PAGE, target="cpu", **more)
+
+
+def as_pages(x: np.ndarray, kv_dtype: str | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """[tokens, heads, DIM] as pages of the format, and the scales of its heads, if it has them."""
+    x = x.reshape(-1, PAGE, *x.shape[1:])
+    if kv_dtype is None:
+        return x.astype(jnp.bfloat16), None
+    scale = None
+    if kv_dtype.startswith("float8"):
+        scale = (np.abs(x).max(axis=(0, 1, 3)) / float(jnp.finfo(kv_dtype).max)).astype(np.float32)
+    return np.asarray(reference.quantize(x.astype(jnp.bfloat16), scale, kv_dtype)), scale
+
+
+def error(data: str, kv_dtype: str | None, num_keys: int = 4096) -> float:
+    rng = np.random.default_rng(0)
+    q = draw(data, rng, 1, 8, "q")
+    k, v = (draw(data, rng, num_keys, 2, part) for part in "kv")
+    visible = reference.visible_keys(1, num_keys, num_keys - 1, -1, 0)
+    truth, _ = reference.attention_dense(q, k, v, visible)
+    num_pages = num_keys // PAGE
+    spec = make_spec(kv_dtype, 8, 2, max_batch=1, max_qo_tokens=1, max_kv_pages=num_pages)
+    plan = ja.plan(spec, [0, 1], [num_keys], [0, num_pages], np.arange(num_pages, dtype=np.int32))
+    (k, k_scale), (v, v_scale) = (as_pages(x, kv_dtype) for x in (k, v))
+    o = ja.attention(q.astype(jnp.bfloat16), k, v, plan, k_scale=k_scale, v_scale=v_scale)
+    return float(np.linalg.norm(np.asarray(o, np.float64) - truth) / np.linalg.norm(truth))
+
+
+def decode(kv_dtype: str | None, batch: int = 8, num_keys: int = 2048) -> Any:
+    """A call of the decode, compiled."""
+    rng = np.random.default_rng(0)
+    num_pages = batch * num_keys // PAGE
+    spec = make_spec(kv_dtype, 32, 8, max_batch=batch, max_qo_tokens=batch, max_kv_pages=num_pages)
+    lens = np.full(batch, num_keys, np.int32)
+    indptr = np.arange(batch + 1, dtype=np.int32)
+    ids = np.arange(num_pages, dtype=np.int32)
+    plan = ja.plan(spec, indptr, lens, indptr * (num_keys // PAGE), ids)
+    x = rng.normal(size=(PAGE * 32, 8, DIM))
+    pages = np.tile(as_pages(x, kv_dtype)[0], (num_pages // 32, 1, 1, 1))
+    q = jnp.asarray(rng.normal(size=(batch, 32, DIM)), jnp.bfloat16)
+    k, v = jnp.array(pages), jnp.array(pages)
+    call = jax.jit(lambda q, k, v: ja.attention(q, k, v, plan))
+    return lambda: call(q, k, v).block_until_ready()
+
+
+def main() -> None:
+    calls = {kv_dtype: decode(kv_dtype) for kv_dtype in FORMATS}
+    best = dict.fromkeys(FORMATS, np.inf)
+    for _ in range(100):
+        for kv_dtype, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[kv_dtype] = min(best[kv_dtype], time.perf_counter() - start)
+    print(f"| k, v | bytes a token and head | {' | '.join(DATA)} | decode, ms |")
+    print(f"| --- | ---: | {'---: | ' * len(DATA)}---: |")
+    for kv_dtype in FORMATS:
+        row = make_spec(kv_dtype, 1, 1, max_kv_pages=1)
+        width = row.kv_shapes()[0][-1] * jnp.dtype(row.dtype_of_kv).itemsize
+        errors = " | ".join(f"{error(data, kv_dtype):.2%}" for data in DATA)
+        print(f"| {kv_dtype or 'bfloat16'} | {width} | {errors} | {best[kv_dtype] * 1e3:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,639 @@
+"""Attention of sequences that are split over devices: the keys go around, or the heads change."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jax_attn import gradients
+from jax_attn.attention import attention
+from jax_attn.dense import window_of
+from jax_attn.operands import check_array
+from jax_attn.parallel.common import add_sinks, mapped, windows
+from jax_attn.plan import AttentionPlan, plan, traced_int32
+from jax_attn.spec import AttentionSpec
+
+Order = Literal["striped", "contiguous"]
+Exchange = Literal["ring", "heads"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceShards:
+    """The static half of packed documents whose tokens are split over a mesh axis.
+
+    spec: ragged (page_size=None), of all tokens; heads are those that one device has. A multiple of
+        axis_size tokens: max_qo_tokens = max_kv_tokens. max_batch: documents. Causal or not,
+        windows, soft cap; the schedule is that of each step.
+    axis_name, axis_size: the mesh axis that tokens are split over.
+    order: which tokens a device has. "striped": device i has tokens i, i + axis_size, ... of all
+        documents back to back (Striped Attention, arXiv 2311.09431), so that causal work is even
+        to within a token and a document. "contiguous": each device has one part of the tokens,
+        one part after the other. Causal work is then even only with a left window; use it for
+        windows, which keys then need not leave their neighbourhood for, and without causal masks.
+    exchange: "ring": keys and values go around, each device attends to the ones it has while the
+        next ones arrive, and merges the states (Ring Attention, arXiv 2310.01889). "heads": an
+        all-to-all gives each device all tokens of its part of the heads, another one brings o back
+        (DeepSpeed Ulysses, arXiv 2309.14509). None: "heads" where the axis divides the KV heads,
+        and fewer bytes travel so; else "ring".
+    heads_axis_name: a mesh axis that heads are split over, too, or None. Only specs of arrays
+        depend on it.
+    num_rows: rows of a dense batch, of equal length, each of which is a document split over the
+        axis. 1: all tokens are one row, of any documents.
+
+    Raises ValueError for sizes that the axis does not divide, NotImplementedError for pages, mla,
+    float8_e4m3fn, variants and max_steps.
+    """
+
+    spec: AttentionSpec
+    axis_name: str
+    axis_size: int
+    order: Order = "striped"
+    exchange: Exchange | None = None
+    heads_axis_name: str | None = None
+    num_rows: int = 1
+
+    def __post_init__(self) -> None:
+        spec, size = self.spec, self.axis_size
+        if not isinstance(spec, AttentionSpec):
+            raise TypeError(
+                f"SequenceShards: spec: expected an AttentionSpec, got {type(spec).__name__}."
+            )
+        for name in ("axis_size", "num_rows"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                _refuse(name, "a whole number of at least 1", count)
+        if self.order not in ("striped", "contiguous"):
+            _refuse("order", "'striped' or 'contiguous'", self.order)
+        if self.exchange not in ("ring", "heads", None):
+            _refuse("exchange", "'ring', 'heads' or None", self.exchange)
+        for is_wrong, what in (
+            (spec.is_paged, f"page_size=None is supported, got {spec.page_size}"),
+            (spec.mla, "mla=False is supported, got True; expand the keys and values"),
+            (spec.is_quantized, f"kv_dtype=None is supported, got {spec.kv_dtype}"),
+            (spec.variant is not None, "variant=None is supported, got a Variant"),
+            (spec.max_steps is not None, f"max_steps=None is supported, got {spec.max_steps}"),
+        ):
+            if is_wrong:
+                raise NotImplementedError(f"SequenceShards: spec: {what}.")
+        tokens = spec.max_qo_tokens
+        if spec.max_kv_tokens != tokens:
+            _refuse("spec", f"max_kv_tokens=max_qo_tokens={tokens}", spec.max_kv_tokens)
+        if tokens % (size * self.num_rows):
+            unit = f"axis_size={size}" + f" * num_rows={self.num_rows}" * (self.num_rows > 1)
+            _refuse("spec", f"max_qo_tokens that are a multiple of {unit}", tokens)
+        if self.exchange == "heads" and not self._can_exchange_heads:
+            _refuse(
+                "exchange",
+                f"'ring' where axis_size={size} does not divide the query heads of one device, or"
+                " neither divides the KV heads nor is a multiple of them",
+                "'heads'",
+            )
+
+    @property
+    def _can_exchange_heads(self) -> bool:
+        spec, size = self.spec, self.axis_size
+        fits = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+        return fits and spec.num_qo_heads % size == 0
+
+    @property
+    def tokens_each(self) -> int:
+        """Tokens that one device has."""
+        return self.spec.max_qo_tokens // self.axis_size
+
+    @functools.cached_property
+    def algorithm(self) -> Exchange:
+        """What `exchange` is, or becomes if it is None."""
+        if self.exchange is not None:
+            return self.exchange
+        spec, size = self.spec, self.axis_size
+        if spec.num_kv_heads % size or spec.num_qo_heads % size:
+            return "ring"
+        around = self.num_hops * spec.num_kv_heads * size
+        across = (size - 1) * (spec.num_kv_heads + spec.num_qo_heads)
+        return "heads" if across < around else "ring"
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[int, AttentionSpec], ...]:
+        """Of a ring: for each time that a device attends, how far its keys have come by then, and
+        the spec of its part. At distance t device i has the keys of device i - t.
+
+        Steps at which no device sees a key are left out.
+        """
+        spec, size = self.spec, self.axis_size
+        left, right = windows(spec)
+        stride, length = self._stride, self.tokens_each // self.num_rows
+        found = []
+        for distance in range(size):
+            shift = distance * (1 if self.order == "striped" else length)
+            # Of keys of an earlier device; those of a later one, axis_size further on, see as many.
+            width = -1
+            if left >= 0 and right >= 0:
+                width = (left - shift) // stride + (right + shift) // stride
+                if width < 0:
+                    continue
+            # Contiguous: the nearest key of an earlier device is that far, and later ones are
+            # hidden.
+            is_behind = distance > 0 and left >= 0 and shift - length + 1 > left
+            if self.order == "contiguous" and is_behind and right == 0:
+                continue
+            changes: dict[str, Any] = {"window_left": -1, "window_right": -1, "causal": right >= 0}
+            if left >= 0:
+                changes["window_left"] = width if right >= 0 else 0
+            changes |= {"max_qo_tokens": self.tokens_each, "max_kv_tokens": self.tokens_each}
+            found.append((distance, dataclasses.replace(spec, **changes)))
+        return tuple(found)
+
+    @property
+    def num_hops(self) -> int:
+        """Of a ring: how often keys and values go from a device to the next one."""
+        return self.steps[-1][0]
+
+    @property
+    def _stride(self) -> int:
+        """Positions between two tokens of a device."""
+        return self.axis_size if self.order == "striped" else 1
+
+    @functools.cached_property
+    def heads_spec(self) -> AttentionSpec:
+        """Of what a device attends to after an exchange of heads."""
+        num_qo_heads = self.spec.num_qo_heads // self.axis_size
+        num_kv_heads = max(1, self.spec.num_kv_heads // self.axis_size)
+        return dataclasses.replace(self.spec, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+
+    @property
+    def array_spec(self) -> P:
+        """Of q, k, v and o: [max_qo_tokens, heads, head_dim]; and of lse."""
+        return P(self.axis_name, self.heads_axis_name)
+
+    @property
+    def plan_spec(self) -> P:
+        """Of a SequencePlan: of a ring each device has its own."""
+        return P(self.axis_name) if self.algorithm == "ring" else P()
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[max_qo_tokens]: which token each row of the arrays is. `tokens[positions]` is in the
+        order of the devices, and `o[np.argsort(positions)]` is in that of the tokens."""
+        tokens = np.arange(self.spec.max_qo_tokens).reshape(self.num_rows, -1)
+        if self.order == "striped":
+            return tokens.reshape(-1, self.axis_size).T.reshape(-1)
+        each = tokens.reshape(self.num_rows, self.axis_size, -1)
+        return each.swapaxes(0, 1).reshape(-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequencePlan:
+    """The schedules that plan_sequence makes.
+
+    buffers: of each step [axis_size, words], i32; inside shard_map [1, words], that of this device.
+        With an exchange of heads one, [1, words], the same for all. Split them as
+        SequenceShards.plan_spec says.
+    shards: static.
+    """
+
+    buffers: tuple[Any, ...]
+    shards: SequenceShards = dataclasses.field(metadata={"static": True})
+
+    def step_plan(self, step: int, device: int = 0) -> AttentionPlan:
+        """What a device attends to in a step; inside shard_map there is one device, 0."""
+        shards = self.shards
+        spec = shards.steps[step][1] if shards.algorithm == "ring" else shards.heads_spec
+        return AttentionPlan(self.buffers[step][device], spec)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def plan_sequence(shards: SequenceShards, indptr: Any = None) -> SequencePlan:
+    """Schedules documents whose tokens are split over a mesh axis.
+
+    indptr: [num_documents + 1], i32. Document d is tokens [indptr[d], indptr[d + 1]), in the order
+        of tokens, not of devices; tokens from indptr[-1] on are padding. A token sees its own
+        document alone. None: each row is one document.
+
+    Inside shard_map over the axis, each device plans its own part, in the compiled function.
+    Elsewhere: the plans of all devices; made of a host array they are host arrays.
+
+    Raises ValueError for an indptr that does not begin with 0, decreases, or ends beyond
+    max_qo_tokens. For a traced one on CPU `plan`'s sentence comes at run time; on CUDA the plans
+    are faulty.
+    """
+    if not isinstance(shards, SequenceShards):
+        raise TypeError(
+            f"plan_sequence: shards: expected SequenceShards, got {type(shards).__name__}."
+        )
+    tokens = shards.spec.max_qo_tokens
+    if indptr is None:
+        indptr = np.arange(shards.num_rows + 1) * (tokens // shards.num_rows)
+    elif shards.num_rows > 1:
+        raise ValueError(
+            "plan_sequence: indptr: expected None with num_rows > 1, where each row is a document,"
+            " got an array."
+        )
+    is_manual = shards.axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    is_traced = is_manual or isinstance(indptr, jax.core.Tracer)
+    xp: Any = jnp if is_traced else np
+    borders = traced_int32(jnp.asarray(indptr)) if is_traced else np.asarray(indptr)
+    if borders.ndim != 1 or not len(borders):
+        raise ValueError(
+            f"plan_sequence: indptr: expected [num_documents + 1], got {list(borders.shape)}."
+        )
+    is_bad = (borders[0] != 0) | (xp.diff(borders) < 0).any() | (borders[-1] > tokens)
+    if not is_traced and is_bad:
+        raise ValueError(
+            "plan_sequence: indptr: expected offsets from 0 that never decrease, up to"
+            f" max_qo_tokens={tokens}, got {borders.tolist()[:8]}{'...' * (len(borders) > 8)}."
+        )
+    if shards.algorithm == "heads":
+        lens = xp.diff(borders)
+        whole = plan(shards.heads_spec, borders, lens, kv_indptr=borders)
+        return SequencePlan((whole.buffer[None],), shards)
+    # All devices refuse what one does: else the others would wait for it.
+    local = functools.partial(_own_borders, xp, shards, borders, is_bad if is_traced else None)
+    devices = [lax.axis_index(shards.axis_name)] if is_manual else range(shards.axis_size)
+    buffers = [
+        xp.stack([_plan_step(xp, shards, local, device, *step) for device in devices])
+        for step in shards.steps
+    ]
+    return SequencePlan(tuple(buffers), shards)
+
+
+def _own_borders(xp: Any, shards: SequenceShards, borders: Any, is_bad: Any, device: Any) -> Any:
+    """The documents' borders in the rows of a device. Bad ones stay as they are."""
+    if shards.order == "striped":
+        own = (borders - device + shards.axis_size - 1) // shards.axis_size
+    else:
+        length = shards.tokens_each // shards.num_rows
+        row, place = xp.divmod(borders, length * shards.axis_size)
+        own = row * length + xp.clip(place - device * length, 0, length)
+    return own if is_bad is None else xp.where(is_bad, borders, own)
+
+
+def _plan_step(
+    xp: Any, shards: SequenceShards, local: Any, device: Any, distance: int, spec: AttentionSpec
+) -> Any:
+    """What a device attends to of the keys that have come `distance` devices.
+
+    Token r of a device is at position stride * r + begin of its row, so it sees keys
+    [r - floor((left + begin_k - begin_q) / stride), r + floor((right + begin_q - begin_k) /
+    stride)] of another one: a causal mask or a window with another offset.
+    """
+    left, right = windows(shards.spec)
+    stride, other = shards._stride, (device - distance) % shards.axis_size
+    rows, keys = local(device), local(other)
+    ahead = device - other
+    if shards.order == "contiguous":
+        ahead = ahead * (shards.tokens_each // shards.num_rows)
+    offsets = rows[:-1] - keys[:-1]
+    if right >= 0:
+        offsets = offsets + (right + ahead) // stride
+    elif left >= 0:
+        offsets = offsets - (left - ahead) // stride
+    lens = xp.diff(keys)
+    return plan(spec, rows, lens, kv_indptr=keys, q_offsets=offsets.astype(np.int32)).buffer
+
+
+# ---- inside shard_map ----------------------------------------------------------------------------
+
+
+def attend_sequence(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: SequencePlan,
+    *,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of tokens that are split over a mesh axis, of their documents to themselves.
+
+    q: [max_qo_tokens / axis_size, num_qo_heads, head_dim_qk], this device's tokens in the order of
+        SequenceShards.positions. k, v: likewise, with num_kv_heads, and head_dim_vo.
+    sinks: [num_qo_heads], f32, or None; counted once.
+    return_lse: also return lse.
+    mesh: None inside shard_map. Else the arrays are whole ones, in the order of positions, and each
+        device of the mesh does its part of them.
+
+    Returns o, and with return_lse lse, of this device's tokens. Differentiable on cpu in q, k, v
+    and sinks, lse included: of a ring, keys and values go around once more, and their gradients
+    with them, in f32. Of keys and values a device holds its share and the one that arrives.
+
+    The same inputs and plan give the same bits. Raises what jax_attn.attention raises.
+    """
+    op = "attend_sequence"
+    if not isinstance(plan, SequencePlan):
+        raise TypeError(
+            f"{op}: plan: expected a SequencePlan, which plan_sequence makes, got"
+            f" {type(plan).__name__}."
+        )
+    shards = plan.shards
+    _check_axis(op, shards, mesh)
+    if mesh is not None:
+        arrays = shards.array_spec
+        return mapped(
+            functools.partial(attend_sequence, return_lse=return_lse),
+            mesh,
+            (q, k, v, plan),
+            {"sinks": sinks},
+            (arrays, arrays, arrays, shards.plan_spec),
+            {"sinks": P(shards.heads_axis_name)},
+            (arrays, arrays) if return_lse else arrays,
+        )
+    if sinks is not None:
+        sinks = check_array(op, "sinks", sinks, (shards.spec.num_qo_heads,), "float32")
+    if shards.algorithm == "heads":
+        o, lse = _attend_heads(q, k, v, plan, sinks)
+    else:
+        o, lse = _ring(shards, q, k, v, tuple(x[0] for x in plan.buffers))
+        if sinks is not None:
+            o, lse = add_sinks(o, lse, sinks)
+    return (o, lse) if return_lse else o
+
+
+def _check_axis(op: str, shards: SequenceShards, mesh: Any) -> None:
+    name, inside = shards.axis_name, jax.sharding.get_abstract_mesh()
+    if mesh is None and name not in inside.manual_axes:
+        raise ValueError(
+            f"{op}: mesh: expected a mesh outside of jax.shard_map over axis {name!r}, got None."
+        )
+    sizes = (inside if mesh is None else mesh).shape
+    if sizes.get(name) != shards.axis_size:
+        raise ValueError(
+            f"{op}: plan: expected SequenceShards of the mesh, {dict(sizes)}, got axis {name!r} of"
+            f" {shards.axis_size}."
+        )
+
+
+def _attend_heads(
+    q: jax.Array, k: jax.Array, v: jax.Array, plan: SequencePlan, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    shards = plan.shards
+    size, name = shards.axis_size, shards.axis_name
+    if shards.spec.num_kv_heads < size:
+        k, v = (jnp.repeat(x, size // shards.spec.num_kv_heads, axis=1) for x in (k, v))
+    # Of the tokens in order: [rows, devices, length] or, striped, [tokens of a device, devices, 1].
+    major = shards.num_rows if shards.order == "contiguous" else shards.tokens_each
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        """[tokens of the device, heads, ...] -> [all tokens in order, heads of the device, ...]."""
+        x = jnp.moveaxis(x.reshape(x.shape[0], size, -1, *x.shape[2:]), 1, 0)
+        x = lax.all_to_all(x, name, split_axis=0, concat_axis=0)
+        tokens = jnp.moveaxis(x.reshape(size, major, -1, *x.shape[2:]), 0, 1)
+        return tokens.reshape(-1, *x.shape[2:])
+
+    def to_tokens(x: jax.Array) -> jax.Array:
+        """The other way."""
+        tokens = jnp.moveaxis(x.reshape(major, size, -1, *x.shape[1:]), 1, 0)
+        x = tokens.reshape(size, -1, *x.shape[1:])
+        x = jnp.moveaxis(lax.all_to_all(x, name, split_axis=0, concat_axis=0), 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    if sinks is not None:
+        sinks = sinks.reshape(size, -1)[lax.axis_index(name)]
+    whole = AttentionPlan(plan.buffers[0][0], shards.heads_spec)
+    q, k, v = map(to_heads, (q, k, v))
+    o, lse = attention(q, k, v, whole, sinks=sinks, return_lse=True)
+    return to_tokens(o), to_tokens(lse)
+
+
+def _shift(shards: SequenceShards, arrays: Any, distance: int) -> Any:
+    """What device i has goes to device i + distance."""
+    size = shards.axis_size
+    if distance % size == 0:
+        return arrays
+    pairs = [(i, (i + distance) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, shards.axis_name, pairs), arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(
+    shards: SequenceShards,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    buffers: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """o and lse of this device's rows. buffers: its plan of each step."""
+
+    def visit(spec: AttentionSpec, buffer: Any, hop: int, keys: Any, state: Any) -> Any:
+        (k, v), (o, lse) = keys, state
+        new = attention(q, k, v, AttentionPlan(buffer, spec), return_lse=True)
+        return _merge(o, lse, *new)
+
+    nothing = jnp.zeros((*q.shape[:2], v.shape[2]), jnp.float32), jnp.full(q.shape[:2], -jnp.inf)
+    o, lse = _go_around(shards, buffers, (k, v), nothing, visit)
+    return o.astype(q.dtype), lse
+
+
+def _go_around(
+    shards: SequenceShards, buffers: Any, keys: Any, carry: Any, visit: Callable[..., Any]
+) -> Any:
+    """carry, after visit(spec, buffer, hop, keys, carry) has made a new one of it at each step.
+
+    buffers: of each step. keys: those of distance 0. hop: from the step before, static.
+
+    The next keys travel while visit runs. Steps that are alike are a loop: written one after the
+    other, XLA may send all of them first, and a device would hold the keys of all.
+    """
+    places = [distance for distance, _ in shards.steps]
+    hops = [b - a for a, b in itertools.pairwise([0, *places, places[-1]])]
+    steps = [(spec, hops[i], hops[i + 1]) for i, (_, spec) in enumerate(shards.steps)]
+    first = 0
+    for (spec, hop, next_hop), same in itertools.groupby(steps):
+
+        def step(
+            state: Any, buffer: Any, spec: Any = spec, hop: int = hop, next_hop: int = next_hop
+        ) -> Any:
+            keys, carry = state
+            coming = _shift(shards, keys, next_hop)
+            return (coming, visit(spec, buffer, hop, keys, carry)), None
+
+        last = first + len(list(same))
+        if last - first == 1:
+            (keys, carry), _ = step((keys, carry), buffers[first])
+        else:
+            (keys, carry), _ = lax.scan(step, (keys, carry), jnp.stack(buffers[first:last]))
+        first = last
+    return carry
+
+
+def _merge(
+    o: jax.Array, lse: jax.Array, o_step: jax.Array, lse_step: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The state of both; o stays f32, however many steps there are."""
+    total = jnp.logaddexp(lse, lse_step)
+    reference = jnp.where(jnp.isneginf(total), 0.0, total)
+    old, new = (jnp.exp(x - reference)[..., None] for x in (lse, lse_step))
+    return old * o + new * o_step.astype(jnp.float32), total
+
+
+def _ring_forward(
+    shards: SequenceShards, q: jax.Array, k: jax.Array, v: jax.Array, buffers: Any
+) -> tuple[Any, Any]:
+    gradients.check_differentiable(shards.steps[0][1])
+    o, lse = _ring(shards, q, k, v, buffers)
+    o, lse = checkpoint_name(o, gradients.O_NAME), checkpoint_name(lse, gradients.LSE_NAME)
+    return (o, lse), (q, k, v, buffers, o, lse)
+
+
+def _ring_backward(shards: SequenceShards, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Each part of the logits has its gradients from the lse and o of all (FlashAttention-2)."""
+    q, k, v, buffers, o, lse = saved
+    d_o, d_lse = cotangents
+    d = gradients.row_sums(o, d_o, d_lse)
+
+    def visit(spec: AttentionSpec, buffer: Any, hop: int, keys: Any, carry: Any) -> Any:
+        d_q, *d_keys = carry
+        d_keys = _shift(shards, d_keys, hop)
+        k, v = keys
+        more = gradients.gradients(q, k, v, buffer, jnp.int32(0), lse, d, d_o, spec)
+        return tuple(x + y for x, y in zip((d_q, *d_keys), more, strict=True))
+
+    nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    d_q, *d_keys = _go_around(shards, buffers, (k, v), nothing, visit)
+    d_k, d_v = _shift(shards, d_keys, -shards.num_hops)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _refuse(name: str, expected: str, got: Any) -> NoReturn:
+    raise ValueError(f"SequenceShards: {name}: expected {expected}, got {got!r}.")
+
+
+# ---- dense batches -------------------------------------------------------------------------------
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mesh: jax.sharding.Mesh,
+    axis_name: str,
+    batch_axis_name: str | None = None,
+    heads_axis_name: str | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    exchange: Exchange | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """jax_attn.dot_product_attention of sequences that are split over a mesh axis, in jit or out.
+
+    query: [batch, T, num_qo_heads, head_dim], bf16 | f16 | f32, tokens in their order.
+    key: [batch, T, num_kv_heads, head_dim]. value: [batch, T, num_kv_heads, head_dim_vo].
+    mesh, axis_name: T is split over this axis.
+    batch_axis_name, heads_axis_name: axes that batch and heads are split over, too, or None.
+    scale, is_causal, local_window_size, return_residual: as for jax_attn.dot_product_attention.
+    exchange: as for SequenceShards.
+
+    With is_causal a ring would leave the first device idle and the last one busy. So an all-to-all
+    stripes the tokens first, and brings o back, where axis_size squared divides T, and there is no
+    left window. Save it in training: keep tokens striped, and call attend_sequence.
+
+    Returns o: [batch, T, num_qo_heads, head_dim_vo], and with return_residual lse: [batch, T,
+    num_qo_heads], f32, split as query is. Differentiable as attend_sequence is.
+    Raises ValueError for arrays that do not fit each other or the mesh.
+    """
+    op = "parallel.dot_product_attention"
+    shapes = [x.shape for x in (query, key, value)]
+    fits = all(len(x) == 4 for x in shapes) and shapes[1][:3] == shapes[2][:3]
+    if not fits or shapes[0][:2] != shapes[1][:2] or shapes[0][3] != shapes[1][3]:
+        raise ValueError(
+            f"{op}: query, key, value: expected [batch, T, num_qo_heads, head_dim], [batch, T,"
+            " num_kv_heads, head_dim], and the same but for head_dim, got"
+            f" {', '.join(str(list(x)) for x in shapes)}."
+        )
+    (batch, length, num_qo_heads, head_dim), (num_kv_heads, head_dim_vo) = shapes[0], shapes[2][2:]
+    sizes = {None: 1, **mesh.shape}
+    for what, name, counts in (
+        ("T", axis_name, (length,)),
+        ("batch", batch_axis_name, (batch,)),
+        ("heads", heads_axis_name, (num_qo_heads, num_kv_heads)),
+    ):
+        if name not in sizes:
+            raise ValueError(f"{op}: mesh: expected an axis {name!r}, got {dict(mesh.shape)}.")
+        for count in counts:
+            if not count or count % sizes[name]:
+                raise ValueError(
+                    f"{op}: query, key, value: expected {what} in a number that the {sizes[name]}"
+                    f" devices of axis {name!r} divide, got {count}."
+                )
+    rows, heads = batch // sizes[batch_axis_name], sizes[heads_axis_name]
+    left, right = window_of(op, local_window_size, is_causal)
+    spec = AttentionSpec(
+        num_qo_heads=num_qo_heads // heads,
+        num_kv_heads=num_kv_heads // heads,
+        head_dim_qk=head_dim,
+        head_dim_vo=head_dim_vo,
+        dtype=query.dtype.name,
+        causal=right == 0,
+        window_left=left,
+        window_right=right,
+        sm_scale=scale,
+        page_size=None,
+        max_batch=rows,
+        max_qo_tokens=rows * length,
+        max_kv_tokens=rows * length,
+    )
+    size = sizes[axis_name]
+    is_uneven = right == 0 and left < 0  # of a ring over tokens in their order
+    if (
+        exchange is None
+        and is_uneven
+        and not (spec.num_kv_heads % size or spec.num_qo_heads % size)
+    ):
+        exchange = "heads"  # stripes would travel as far, and then go around
+    shards = SequenceShards(
+        spec, axis_name, size, "contiguous", exchange, heads_axis_name, num_rows=rows
+    )
+    is_restriped = is_uneven and shards.algorithm == "ring" and length % size**2 == 0
+    if is_restriped:
+        shards = dataclasses.replace(shards, order="striped", exchange="ring")
+    stripe = functools.partial(_change_order, shards) if is_restriped else lambda x, to: x
+
+    def on_device(*arrays: Any) -> Any:
+        *operands, plan = arrays
+        dense = [stripe(x, "striped") for x in operands]
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in dense)
+        state = attend_sequence(q, k, v, plan, return_lse=True)
+        return tuple(stripe(x.reshape(rows, -1, *x.shape[1:]), "contiguous") for x in state)
+
+    arrays_spec = P(batch_axis_name, axis_name, heads_axis_name)
+    o, lse = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(arrays_spec, arrays_spec, arrays_spec, shards.plan_spec),
+        out_specs=(arrays_spec, arrays_spec),
+        check_vma=False,
+    )(query, key, value, _plan_of_rows(shards))
+    return (o, lse) if return_residual else o
+
+
+@functools.lru_cache(maxsize=128)
+def _plan_of_rows(shards: SequenceShards) -> SequencePlan:
+    return plan_sequence(shards)
+
+
+def _change_order(shards: SequenceShards, x: jax.Array, to: Order) -> jax.Array:
+    """[rows, length of a device, ...] in the one order as the same in the other."""
+    rows, size = x.shape[0], shards.axis_size
+    cut = (-1, size) if to == "striped" else (size, -1)
+    x = x.reshape(rows, *cut, *x.shape[2:])
+    at = 2 if to == "striped" else 1
+    x = lax.all_to_all(jnp.moveaxis(x, at, 0), shards.axis_name, split_axis=0, concat_axis=0)
+    return jnp.moveaxis(x, 0, 3 - at).reshape(rows, -1, *x.shape[3:])

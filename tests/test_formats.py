@@ -1,0 +1,270 @@
+"""Formats of the paged cache on a CPU: what append_kv writes, and attention over it.
+
+Kernels decode rows of codes to the spec's dtype and then do what they do with plain pages. So
+attention over codes has the bits of attention over plain pages of what the codes stand for.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case, build
+from backends import on_every_backend
+from checking import assert_same_bits
+
+import jax_attn as ja
+from jax_attn import reference
+
+OWN_SCALES = ("int8", "mxfp4")
+FORMATS = ("float8_e5m2", *OWN_SCALES)
+ALL_FORMATS = ("float8_e4m3fn", *FORMATS)
+
+
+def encoded(pages, kv_dtype, scale=None):
+    """Plain pages as codes; where nothing was written they are NaN, and so are their codes."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(reference.quantize(np.asarray(pages), scale, kv_dtype))
+
+
+def decoded(codes, dtype):
+    with np.errstate(invalid="ignore"):
+        return np.asarray(reference.dequantize(codes, None, jnp.dtype(dtype)))
+
+
+def scales_of(kv_dtype, rng):
+    """k_scale and v_scale of two heads, as keywords; none of a format with its own."""
+    if kv_dtype in OWN_SCALES:
+        return {}
+    k, v = rng.uniform(0.5, 2, (2, 2)).astype(np.float32)
+    return {"k_scale": k, "v_scale": v}
+
+
+# --- what append writes
+
+
+def awkward_rows(rng, num_rows, heads, dim):
+    """Rows of all sizes, of zeros, of one element, with ties, NaN, and infinities."""
+    x = rng.normal(size=(num_rows, heads, dim))
+    x *= 2.0 ** rng.integers(-20, 12, (num_rows, heads, 1))
+    x[0] = 0
+    x[1, :, 1:] = 0
+    x[2] = rng.integers(-12, 13, x[2].shape) / 4  # ties of both formats
+    x[2, :, 0] = 127 / 4
+    x[3] = rng.integers(-24, 25, x[3].shape) / 4
+    x[3, :, ::32] = 6
+    x[4, 0, 3], x[5, 1, dim - 1], x[6, 0, 0] = np.nan, np.inf, -np.inf
+    x[7] = 1e-7  # of f16, not normal
+    return x
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_append_writes_what_the_reference_writes(kv_dtype, dtype):
+    rng = np.random.default_rng(3)
+    case = Case("", (16,), (16,), num_qo_heads=2, head_dim_qk=128, head_dim_vo=40, num_layers=2)
+    spec = ja.AttentionSpec(
+        **(case.spec_fields() | {"kv_dtype": kv_dtype, "dtype": dtype}), target="cpu"
+    )
+    lengths = build(case).lengths
+    plan = ja.plan(spec, **lengths.plan_arguments())
+    shapes = spec.kv_shapes(2, 4, 16)
+    pages = [np.zeros(shape, spec.dtype_of_kv) for shape in shapes]
+    k_new, v_new = (
+        awkward_rows(rng, spec.max_qo_tokens, 2, dim).astype(dtype) for dim in (128, 40)
+    )
+    scales = scales_of(kv_dtype, rng)
+    got = jax.jit(ja.append_kv)(*pages, k_new, v_new, plan, layer=1, **scales)
+    page = lengths.page_indices[0]
+    for pool, shape, new, scale in zip(
+        got, shapes, (k_new, v_new), scales.values() or (None, None), strict=True
+    ):
+        assert pool.shape == shape and not np.asarray(pool[0]).any()
+        rows = np.asarray(pool)[1, page]
+        want = encoded(new[:16], kv_dtype, scale)
+        if kv_dtype in OWN_SCALES:
+            same = np.isnan(decoded(rows, dtype)) & np.isnan(decoded(want, dtype))
+            assert same[4, 0, 3] and same[5, 1, -1] and same[6, 0].any() and not same[5, 0].any()
+            keep = ~same.any(axis=-1)  # NaN has many bits
+        else:
+            keep = ~(np.isnan(rows) & np.isnan(want)).any(axis=-1)
+        assert_same_bits("codes", rows[keep], want[keep])
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_append_rotated_writes_what_append_kv_writes(kv_dtype):
+    rng = np.random.default_rng(4)
+    case = Case("", (5, 1), (40, 17), num_qo_heads=4, dtype="bfloat16", kv_dtype=None)
+    fields = case.spec_fields() | {"kv_dtype": kv_dtype}
+    spec, lengths = ja.AttentionSpec(**fields, target="cpu"), build(case).lengths
+    plan = ja.plan(spec, **lengths.plan_arguments())
+    tokens = spec.max_qo_tokens
+    qkv = rng.normal(size=(tokens, 8 * 64)).astype(jnp.bfloat16)
+    angle = rng.uniform(0, 6, (tokens, 32)).astype(np.float32)
+    pages = [np.zeros(shape, spec.dtype_of_kv) for shape in spec.kv_shapes(12, 16)]
+    scales = scales_of(kv_dtype, rng)
+    _, *got = ja.append_rotated(qkv, np.cos(angle), np.sin(angle), *pages, plan, **scales)
+    plain = ja.AttentionSpec(**(fields | {"kv_dtype": None}), target="cpu")
+    plain_plan = ja.plan(plain, **lengths.plan_arguments())
+    plain_pages = [jnp.zeros(shape, plain.dtype) for shape in plain.kv_shapes(12, 16)]
+    _, *want = ja.append_rotated(qkv, np.cos(angle), np.sin(angle), *plain_pages, plain_plan)
+    at = np.asarray(want[0]).any(axis=(-1, -2))
+    for new, old, scale in zip(got, want, scales.values() or (None, None), strict=True):
+        assert_same_bits("codes", np.asarray(new)[at], encoded(old, kv_dtype, scale)[at])
+        assert not np.asarray(new)[~at].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_errors_of_codes(dtype):
+    """Bounds that follow from the formats. int8: half a step of the largest magnitude / 127. mxfp4:
+    5 is as far from 4 as from 6, with 5 or more the largest of its block. e5m2: half a step of a
+    quarter. Rounding to dtype comes on top."""
+    rng = np.random.default_rng(5)
+    rounding = {"bfloat16": 2.0**-8, "float32": 2.0**-22}[dtype]
+    x = (rng.normal(size=(4000, 2, 128)) * 2.0 ** rng.integers(-8, 8, (4000, 2, 1))).astype(dtype)
+    true = x.astype(np.float64)
+    size = np.abs(true)
+
+    def error(kv_dtype):
+        return np.abs(decoded(encoded(x, kv_dtype), dtype).astype(np.float64) - true)
+
+    row = size.max(axis=-1, keepdims=True)
+    assert np.all(error("int8") <= row / 254 + rounding * row)
+    block = size.reshape(4000, 2, 4, 32).max(axis=-1, keepdims=True)
+    assert np.all(error("mxfp4").reshape(4000, 2, 4, 32) <= (0.2 + rounding) * block)
+    assert np.all(error("float8_e5m2") <= np.maximum(size / 8, 2.0**-17))
+    # The bounds are sharp: more than nine tenths of each is reached.
+    assert (error("int8") / row).max() > 0.9 / 254
+    assert (error("mxfp4").reshape(4000, 2, 4, 32) / block).max() > 0.18
+    assert (error("float8_e5m2") / size).max() > 0.11
+
+
+# --- attention
+
+CASES = (
+    Case("mixed"),
+    Case("page_1", page_size=1, window_left=20, sinks=True),
+    Case("page_5", page_size=5, logits_soft_cap=3.0, head_dim_qk=80, head_dim_vo=40),
+    Case("decode", (1,) * 5, (0, 1, 129, 300, 17), head_dim_qk=128, num_layers=2),
+    Case("heads", (1, 2), (200, 77), num_qo_heads=24, num_kv_heads=24, page_size=16),
+    Case("prefill", (150, 3), (150, 140), num_qo_heads=8, num_kv_heads=1, causal=False),
+    Case("prefix", (1,) * 4, (600, 530, 522, 519), branches=("aa", "aa", "aa", "aa"), num_ctas=2),
+)
+
+
+def attend(spec, batch, k, v, **more):
+    plan = ja.plan(spec, **batch.lengths.plan_arguments())
+    o, lse = ja.attention(
+        batch.q, k, v, plan, layer=batch.layer, sinks=batch.sinks, return_lse=True, **more
+    )
+    return np.asarray(o), np.asarray(lse)
+
+
+@on_every_backend
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backend):
+    if backend.platform != "cpu":
+        pytest.skip("kv_dtype on CUDA: float8_e4m3fn alone")
+    dtype = {"page_5": "float16", "prefill": "float32"}.get(case.name, "bfloat16")
+    case = dataclasses.replace(case, dtype=dtype, contents=("normal",))
+    batch = build(case)
+    codes = [encoded(pages, kv_dtype) for pages in (batch.k, batch.v)]
+    plain = [decoded(pages, dtype) for pages in codes]
+    want = attend(backend.spec(**case.spec_fields()), batch, *plain)
+    got = attend(backend.spec(**(case.spec_fields() | {"kv_dtype": kv_dtype})), batch, *codes)
+    assert np.isfinite(np.float32(got[0])).all() and np.abs(np.float32(got[0])).max() > 0.1
+    assert_same_bits("o", got[0], want[0])
+    assert_same_bits("lse", got[1], want[1])
+
+
+def test_scales_of_e5m2_are_factors_of_their_heads():
+    case = Case("", dtype="bfloat16", contents=("normal",))
+    batch = build(case)
+    codes = [encoded(pages, "float8_e5m2") for pages in (batch.k, batch.v)]
+    spec = ja.AttentionSpec(**(case.spec_fields() | {"kv_dtype": "float8_e5m2"}), target="cpu")
+    scales = {"k_scale": np.float32([0.5, 2]), "v_scale": np.float32([4, 0.25])}
+    got = attend(spec, batch, *codes, **scales)
+    half = {"k": decoded(codes[0], "float32") * scales["k_scale"][:, None]}
+    half["v"] = decoded(codes[1], "float32") * scales["v_scale"][:, None]
+    plain = ja.AttentionSpec(**case.spec_fields(), target="cpu")
+    want = attend(plain, batch, *(x.astype(jnp.bfloat16) for x in half.values()))
+    assert_same_bits("o", got[0], want[0])  # powers of two
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", ALL_FORMATS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixed", (3, 1, 40, 7), (120, 64, 40, 300)),
+        Case("chunk", (200, 1), (333, 140), num_qo_heads=2, page_size=5),
+    ],
+    ids=lambda case: case.name,
+)
+def test_fresh_kv_is_what_append_leaves(case, kv_dtype):
+    """The bits do not depend on whether append_kv ran."""
+    rng = np.random.default_rng(7)
+    case = dataclasses.replace(case, dtype="bfloat16", contents=("normal",))
+    batch = build(case)
+    scales = scales_of(kv_dtype, rng)
+    codes = [encoded(pages, kv_dtype) for pages in (batch.k, batch.v)]
+    fields = case.spec_fields() | {"kv_dtype": kv_dtype}
+    spec = ja.AttentionSpec(**fields, target="cpu")
+    new = [rng.normal(size=shape).astype(jnp.bfloat16) for shape in spec.new_kv_shapes]
+    plan = ja.plan(spec, **batch.lengths.plan_arguments())
+    appended = ja.append_kv(*codes, *new, plan, **scales)
+    fresh = ja.AttentionSpec(**fields, fresh_kv=True, target="cpu")
+    given = dict(zip(("k_new", "v_new"), new, strict=True)) | scales
+    got = attend(fresh, batch, *codes, **given)
+    assert_same_bits("o", attend(fresh, batch, *appended, **given)[0], got[0])
+    want = attend(spec, batch, *appended, **scales)
+    if kv_dtype == "float8_e4m3fn":  # which has kernels of its own elsewhere
+        np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), atol=2e-2)
+        return
+    assert_same_bits("o", got[0], want[0])
+    assert_same_bits("lse", got[1], want[1])
+
+
+# --- what is not done
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kv_dtype": "int8", "target": "sm_90"}, ("kv_dtype", "CUDA", "float8_e4m3fn", "int8")),
+        ({"kv_dtype": "float8_e5m2", "target": "sm_90"}, ("CUDA", "float8_e4m3fn", "e5m2")),
+        ({"kv_dtype": "int4"}, ("kv_dtype", "float8_e4m3fn", "int8", "mxfp4", "got int4")),
+        ({"kv_dtype": "mxfp4", "q_dtype": "mxfp4"}, ("q_dtype", "float8_e4m3fn", "mxfp4")),
+        (
+            {"kv_dtype": "int8", "page_size": None, "max_kv_pages": None, "max_kv_tokens": 8},
+            ("kv_dtype", "page_size=None", "float8_e5m2", "got int8"),
+        ),
+        (
+            {"kv_dtype": "float8_e4m3fn", "fresh_kv": True, "target": "sm_90"},
+            ("fresh_kv", "CPU", "append"),
+        ),
+        (
+            {"kv_dtype": "float8_e4m3fn", "q_dtype": "float8_e4m3fn", "fresh_kv": True},
+            ("fresh_kv", "q_dtype=None", "append"),
+        ),
+    ],
+)
+def test_what_is_refused(changed, words):
+    fields = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "max_kv_pages": 8}
+    with pytest.raises(NotImplementedError) as error:
+        ja.AttentionSpec(**(fields | {"target": "cpu"} | changed))
+    message = str(error.value)
+    assert all(word in message for word in words) and message.endswith("."), message
+
+
+def test_scales_of_a_format_that_has_its_own_are_refused():
+    case = Case("", dtype="bfloat16", contents=("normal",))
+    batch = build(case)
+    codes = [encoded(pages, "int8") for pages in (batch.k, batch.v)]
+    spec = ja.AttentionSpec(**(case.spec_fields() | {"kv_dtype": "int8"}), target="cpu")
+    with pytest.raises(ValueError, match="k_scale: expected None unless.*float8_e5m2"):
+        attend(spec, batch, *codes, k_scale=np.ones(2, np.float32))
+    with pytest.raises(ValueError, match=r"k_pages: expected int8.*68.*got bfloat16.*64"):
+        attend(spec, batch, batch.k, batch.v)
