@@ -99,11 +99,15 @@ class TensorParallel:
         self, specs: tuple[ja.AttentionSpec, ...], num_pages: int
     ) -> tuple[jax.Array, jax.Array | None]:
         """`models.init_pages`, each device's part on its own."""
-        num_kv_heads = self.config.num_kv_heads * (1 if self.whole.latent else self.size)
-        config = dataclasses.replace(self.config, num_kv_heads=num_kv_heads)
+        times = 1 if self.whole.latent else self.size
+        spec = dataclasses.replace(
+            specs[0],
+            num_qo_heads=specs[0].num_qo_heads * times,
+            num_kv_heads=specs[0].num_kv_heads * times,
+        )
         sharding = NamedSharding(self.mesh, self.pages_spec)
         make = jax.jit(
-            lambda: init_pages(config, specs, num_pages),
+            lambda: init_pages(self.config, (spec,), num_pages),
             out_shardings=(sharding, None if self.whole.latent else sharding),
         )
         return make()
