@@ -28,6 +28,14 @@ import numpy as np
 
 import jax_attn as ja
 from benchmarks.digest import sources_digest
+from benchmarks.variant_functions import (
+    alibi,
+    causal,
+    dense_bias,
+    documents_of_rows,
+    soft_cap_of,
+    t5_bias,
+)
 
 try:
     import torch
@@ -400,43 +408,31 @@ def _torch_bias(q: Any, k: Any, v: Any, bias: np.ndarray) -> Callable[[], Any]:
 def _variants(length: int) -> dict[str, tuple[Any, Any, dict[str, np.ndarray], dict[str, Any]]]:
     """logits, mask, operands and, where it is one, the built-in's fields of AttentionSpec."""
     rng = np.random.default_rng(0)
-
-    def t5(score: Any, at: Any, table: Any) -> Any:
-        distance = jnp.maximum(at.q_pos - at.kv_pos, 0)
-        far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16) * 7.7).astype(jnp.int32)
-        return score + table[jnp.where(distance < 16, distance, jnp.minimum(far, 31)), at.head]
-
-    def alibi(score: Any, at: Any, slopes: Any) -> Any:
-        return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-    def bias(score: Any, at: Any, bias: Any) -> Any:
-        return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
-
     heads = np.arange(1, PREFILL_HEADS + 1)
     array = rng.normal(size=(1, PREFILL_HEADS, length, length) if length <= 2048 else (1, 1, 1, 1))
     return {
-        "causal": (None, lambda at: at.kv_pos <= at.q_pos, {}, {"causal": True}),
+        "causal": (None, causal, {}, {"causal": True}),
         "window": (
             None,
             lambda at: (at.kv_pos <= at.q_pos) & (at.q_pos - at.kv_pos <= 1024),
             {},
             {"causal": True, "window_left": 1024},
         ),
-        "soft_cap": (
-            lambda score, at: 30 * jnp.tanh(score / 30),
-            None,
-            {},
-            {"logits_soft_cap": 30.0},
-        ),
+        "soft_cap": (soft_cap_of(30.0), None, {}, {"logits_soft_cap": 30.0}),
         "alibi": (alibi, None, {"slopes": np.float32(2.0**-heads)}, {}),
-        "t5": (t5, None, {"table": rng.normal(size=(32, PREFILL_HEADS)).astype(np.float32)}, {}),
+        "t5": (
+            t5_bias,
+            None,
+            {"table": rng.normal(size=(32, PREFILL_HEADS)).astype(np.float32)},
+            {},
+        ),
         "documents": (
             None,
-            lambda at, doc: doc[at.q_row] == doc[at.kv_row],
+            documents_of_rows,
             {"doc": np.int32(np.arange(length) * 16 // length)},
             {},
         ),
-        "bias": (bias, None, {"bias": array.astype(np.float32)}, {}),
+        "bias": (dense_bias, None, {"bias": array.astype(np.float32)}, {}),
     }
 
 

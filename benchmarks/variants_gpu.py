@@ -17,23 +17,12 @@ import numpy as np
 import jax_attn as ja
 from benchmarks import device_clock
 from benchmarks.report import log
+from benchmarks.variant_functions import alibi, causal, documents_of_rows
 from jax_attn import masks
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 4, 4096, 32, 8, 128
 ROWS = BATCH * LENGTH
 CALLS = 20  # that are timed together
-
-
-def alibi(score: Any, at: Any, slopes: Any) -> Any:
-    return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-
-def documents(at: Any, doc: Any) -> Any:
-    return doc[at.q_row] == doc[at.kv_row]
-
-
-def causal(at: Any) -> Any:
-    return at.kv_pos <= at.q_pos
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], bool]]:
@@ -51,9 +40,9 @@ def cases() -> dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], bool]]:
         "alibi, slopes 1e-5": ({}, alibi, None, {"slopes": 0 * slopes + 1e-5}, False),
         "alibi, slopes .01 to .3": ({}, alibi, None, {"slopes": slopes}, False),
         "alibi, slopes -.01 to -.3": ({}, alibi, None, {"slopes": -slopes}, False),
-        "one document": ({}, None, documents, {"doc": one}, False),
-        "one document, lists": ({}, None, documents, {"doc": one}, True),
-        "64 documents, lists": ({}, None, documents, {"doc": many}, True),
+        "one document": ({}, None, documents_of_rows, {"doc": one}, False),
+        "one document, lists": ({}, None, documents_of_rows, {"doc": one}, True),
+        "64 documents, lists": ({}, None, documents_of_rows, {"doc": many}, True),
     }
 
 

@@ -26,13 +26,26 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jax_attn as ja
 from jax_attn import _core
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.variant_functions import (
+    alibi,
+    causal,
+    dense_bias,
+    documents,
+    prefix_lm,
+    sigmoid_of,
+    soft_cap_of,
+    t5_bias,
+    tree,
+)
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 
@@ -208,45 +221,6 @@ class Usage:
 # --- variants ---
 
 
-def alibi(score, at, slopes):
-    return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-
-def t5_bias(score, at, bias):
-    distance = jnp.maximum(at.q_pos - at.kv_pos, 0)
-    far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16.0) * 7.69).astype(jnp.int32)
-    return score + bias[jnp.where(distance < 16, distance, jnp.minimum(far, 31)), at.head]
-
-
-def soft_cap(score, at):
-    return 30.0 * jnp.tanh(score / 30.0)
-
-
-def sigmoid(score, at):
-    return jax.nn.sigmoid(score - 8.0)
-
-
-def dense_bias(score, at, bias):
-    return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
-
-
-def causal(at):
-    return at.kv_pos <= at.q_pos
-
-
-def documents(at, q_doc, kv_doc):
-    return q_doc[at.q_row] == kv_doc[at.kv_row]
-
-
-def prefix_lm(at, prefix):
-    return (at.kv_pos < prefix[at.request]) | (at.kv_pos <= at.q_pos)
-
-
-def tree(at, ancestors):
-    place = at.kv_pos - (at.kv_len - at.q_len)
-    return (place < 0) | ((ancestors[at.q_row] >> place) & 1 != 0)
-
-
 def variants() -> dict[str, ja.Variant]:
     def array(dtype: str, rank: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1,) * rank, dtype)
@@ -254,9 +228,9 @@ def variants() -> dict[str, ja.Variant]:
     ids = array("int32", 1)
     return {
         "alibi": ja.Variant(alibi, operands={"slopes": array("float32", 1)}),
-        "t5_bias": ja.Variant(t5_bias, operands={"bias": array("bfloat16", 2)}),
-        "soft_cap": ja.Variant(soft_cap),
-        "sigmoid": ja.Variant(sigmoid, normalize="none"),
+        "t5_bias": ja.Variant(t5_bias, operands={"table": array("bfloat16", 2)}),
+        "soft_cap": ja.Variant(soft_cap_of(30.0)),
+        "sigmoid": ja.Variant(sigmoid_of(8.0), normalize="none"),
         "dense_bias": ja.Variant(dense_bias, operands={"bias": array("bfloat16", 4)}),
         "causal": ja.Variant(mask=causal),
         "documents": ja.Variant(mask=documents, operands={"q_doc": ids, "kv_doc": ids}),

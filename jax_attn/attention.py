@@ -268,10 +268,11 @@ def _operands(
             f"variant_operands[{name!r}]": (array, None, 0)
             for name, array in zip(spec.variant.names, read, strict=True)
         }
-        if num_groups > 1:  # a device would number its own heads from 0
+        if num_groups > 1 and spec.variant.reads_heads:  # a device numbers its own from 0
             raise NotImplementedError(
-                f"{op}: variant: supported where a device has all heads of the arrays, got heads"
-                f" split {num_groups} ways."
+                f"{op}: variant: one that reads head or kv_head is supported where a device has all"
+                f" heads of the arrays, got heads split {num_groups} ways; use jax.shard_map, with"
+                " the part of its operands that each device's heads read."
             )
     split = split_of(one, num_groups, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
     operands = [array for array, *_ in by_name.values()]

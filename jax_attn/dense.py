@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jax_core
+from jax.interpreters import ad, batching, mlir
 
-from jax_attn import gradients
+from jax_attn import dense_jnp, gradients
 from jax_attn.attention import attention
+from jax_attn.dense_jnp import Operand, Problem
 from jax_attn.plan import AttentionPlan, plan
 from jax_attn.spec import AttentionSpec
 from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
@@ -21,10 +24,7 @@ from jax_attn.variant import Variant
 
 _OP = "dot_product_attention"
 
-# Of the backward pass in jnp. _BLOCK: keys whose logits are in memory at the same time. _PANELS:
-# parts of the query rows; each loops over the blocks of keys that it sees. Under a causal mask,
-# half of all logits are visible; four panels compute 5/8 of them. Each is one more loop to compile.
-_BLOCK, _PANELS = 512, 4
+_IMPLEMENTATIONS = (None, "xla", "cudnn")
 
 
 def dot_product_attention(
@@ -39,7 +39,7 @@ def dot_product_attention(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Drop-in for jax.nn.dot_product_attention: dense batches, same arguments, same meaning.
@@ -47,16 +47,16 @@ def dot_product_attention(
     query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim], bf16 | f16 | f32.
     key: [batch, S, num_kv_heads, head_dim] or without the batch, dtype of query.
     value: [batch, S, num_kv_heads, head_dim_vo] or without the batch, dtype of query.
-    bias: added to the logits, a float array. mask: bool, True where a key is seen. Each is [batch,
-        num_qo_heads, T, S] with every axis of that length or 1, or without the batch where query
-        has none. They are read as they are: nothing is broadcast. On one device.
-    scale: logits = scale * (query . key), a number known while tracing. None: 1 / sqrt(head_dim).
+    bias: added to the logits, an array of numbers. mask: bool, True where a key is seen. Each is
+        [batch, num_qo_heads, T, S] with every axis of that length or 1; axes may be missing in
+        front. They are read as they are: nothing is broadcast.
+    scale: logits = scale * (query . key). None: 1 / sqrt(head_dim).
     is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, also
         where T != S. (AttentionSpec.causal aligns their ends.)
-    query_seq_lengths, key_value_seq_lengths: [batch], integers in [0, T] and [0, S], known on the
-        host. Query rows beyond their length are 0.
+    query_seq_lengths, key_value_seq_lengths: [batch], integers in [0, T] and [0, S]; those that
+        jit traces are clamped to that. Query rows beyond their length are 0.
     local_window_size: (left, right) or one int for both. Query i sees i - left <= j <= i + right.
-    implementation: None only.
+    implementation: None: ours. "xla", "cudnn": the call goes to jax.nn as it is.
     return_residual: also return lse.
 
     Returns o: [batch, T, num_qo_heads, head_dim_vo] in query's dtype, and with return_residual lse:
@@ -66,73 +66,82 @@ def dot_product_attention(
     Two results differ from jax.nn, which returns the mean of all values for a row that sees no key,
     and rounds lse to query's dtype.
 
-    Differentiable in query, key and value; lse may be part of the loss. The backward pass is that
-    of FlashAttention-2 (arXiv 2307.08691, Algorithm 2), on CUDA block by block in jnp. Its memory
-    grows with T + S, not with T * S. What lies beyond the lengths has gradient 0 and no influence,
-    whatever it holds. vmap joins the mapped axis to the batch.
+    Every argument but the shapes, is_causal, local_window_size and the two last ones may be traced.
+    vmap joins the mapped axis to the batch; a bias or mask that is not mapped, and has one part for
+    all requests, is not repeated.
+
+    Differentiable in query, key, value, bias and a traced scale, forward (jax.jvp) and backward,
+    any number of times; lse may be part of the loss. The backward pass is that of FlashAttention-2
+    (arXiv 2307.08691, Algorithm 2): on CPUs kernels; on CUDA, and with a bias, a mask or a traced
+    scale, in jnp, block by block of keys. Its memory grows with T + S and with the bias, not with
+    T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a mask
+    hides from all queries, have gradient 0 and no influence, whatever they hold.
 
     On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
-    With lengths, arrays may be split over heads only. Others raise ValueError; where only XLA knows
-    how they are split, compilation fails with the same sentence.
+    A bias or mask is split as the rows are, or has one part for all. With lengths that are known
+    while tracing, arrays may be split over heads only. Others raise ValueError; where only XLA
+    knows how they are split, compilation fails with the same sentence.
 
-    Raises ValueError for arrays that do not fit each other, or for a wrong length or window.
-    Raises NotImplementedError for implementation, for a scale or lengths that are traced by jit,
-    and with bias or mask for gradients and vmap.
+    Raises ValueError for arrays that do not fit each other, or for a wrong length, window or
+    implementation. Raises NotImplementedError for a head_dim beyond 256.
     """
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f'{_OP}: implementation: expected None, "xla" or "cudnn", got {implementation!r}.'
+        )
     if implementation is not None:
-        raise NotImplementedError(
-            f"{_OP}: implementation: only None is supported; use jax.nn.dot_product_attention."
+        theirs: Any = jax.nn.dot_product_attention
+        return theirs(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            return_residual=return_residual,
         )
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     q, k, v = (a if a.ndim == 4 else a[None] for a in (query, key, value))
     _check_operands(q, k, v)
-    if isinstance(scale, jax.core.Tracer):
-        raise NotImplementedError(
-            f"{_OP}: scale: a number known while tracing is supported, got a traced one; multiply"
-            " query by it and pass scale=1.0."
-        )
-    batch, q_len, _, head_dim = q.shape
-    problem = _Problem(
-        query_lens=_host_lengths("query_seq_lengths", query_seq_lengths, batch, q_len),
-        kv_lens=_host_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
-        sm_scale=float(head_dim) ** -0.5 if scale is None else float(scale),
+    batch, q_len, num_qo_heads, head_dim = q.shape
+    kv_len, head_dim_vo = k.shape[1], v.shape[3]
+    logits = batch, num_qo_heads, q_len, kv_len
+    arrays: dict[str, jax.Array] = {}
+    sm_scale = head_dim**-0.5 if scale is None else scale
+    if isinstance(sm_scale, jax.core.Tracer):
+        arrays["scale"] = _traced_scale(sm_scale, batch)
+        sm_scale = 1.0
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None:
+            arrays[name] = _broadcasting(name, array, logits)
+    lens: dict[str, tuple[int, ...] | None] = {"query_lens": None, "kv_lens": None}
+    for name, argument, lengths, limit in (
+        ("query_lens", "query_seq_lengths", query_seq_lengths, q_len),
+        ("kv_lens", "key_value_seq_lengths", key_value_seq_lengths, kv_len),
+    ):
+        if isinstance(lengths, jax.core.Tracer):
+            arrays[name] = _traced_lengths(argument, lengths, batch, limit)
+        elif lengths is not None:
+            lens[name] = _host_lengths(argument, lengths, batch, limit)
+    problem = Problem(
+        **lens,
+        sm_scale=float(sm_scale),
         window=window_of(_OP, local_window_size, is_causal),
+        operands=tuple(
+            Operand(name, x.dtype.name, tuple(n > 1 or x.ndim == 1 for n in x.shape))
+            for name, x in arrays.items()
+        ),
     )
-    if bias is None and mask is None:
-        o, lse = _attend(problem, q, k, v)
-    else:
-        logits = (*q.shape[:1], q.shape[2], q_len, k.shape[1])
-        operands = {
-            name: _broadcasting(name, array, query.ndim, logits)
-            for name, array in (("bias", bias), ("mask", mask))
-            if array is not None
-        }
-        o, lse = _attend_with(operands, problem, q, k, v)
+    o, lse = _attend(problem, *map(_padded_head_dim, (q, k, v)), *arrays.values())
+    o = o[..., :head_dim_vo]
     if query.ndim == 3:
         o, lse = o[0], lse[0]
     return (o, lse) if return_residual else o
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """What is static in a call."""
-
-    query_lens: tuple[int, ...] | None  # None: all of T
-    kv_lens: tuple[int, ...] | None  # None: all of S
-    sm_scale: float
-    window: tuple[int, int]  # query i sees i - left <= j <= i + right; -1: all
-    variant: Variant | None = None  # bias, mask
-
-    @property
-    def split(self) -> tuple[str, ...]:
-        """Axes along which devices may split the work; with lengths, which requests have, not b."""
-        has_lengths = self.query_lens is not None or self.kv_lens is not None
-        return ("h",) if has_lengths else ("b", "h")
-
-    def repeated(self, n: int) -> _Problem:
-        """The problem of n such batches joined into one."""
-        query_lens, kv_lens = (x and n * x for x in (self.query_lens, self.kv_lens))
-        return dataclasses.replace(self, query_lens=query_lens, kv_lens=kv_lens)
 
 
 def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -147,6 +156,11 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(
             f"{_OP}: query, key, value: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype};"
             " cast them."
+        )
+    if max(q.shape[3], v.shape[3]) > 256:
+        raise NotImplementedError(
+            f"{_OP}: head_dim: up to 256 is supported, got {max(q.shape[3], v.shape[3])}; use"
+            ' implementation="xla".'
         )
 
 
@@ -164,14 +178,7 @@ def window_of(op: str, size: Any, is_causal: bool) -> tuple[int, int]:
     return left, 0 if is_causal else right
 
 
-def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int, ...] | None:
-    if lengths is None:
-        return None
-    if isinstance(lengths, jax.core.Tracer):
-        raise NotImplementedError(
-            f"{_OP}: {name}: lengths known on the host are supported, got a traced array; use"
-            " jax_attn.plan outside jit and jax_attn.attention inside."
-        )
+def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int, ...]:
     array = np.asarray(lengths)
     is_whole = array.dtype.kind in "iu" or not array.size
     if array.shape != (batch,) or not is_whole or not ((array >= 0) & (array <= limit)).all():
@@ -181,18 +188,37 @@ def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int,
     return tuple(array.tolist())
 
 
+def _traced_lengths(name: str, lengths: jax.Array, batch: int, limit: int) -> jax.Array:
+    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"{_OP}: {name}: expected {batch} whole numbers in [0, {limit}], got"
+            f" {lengths.dtype}{list(lengths.shape)}."
+        )
+    return jnp.clip(lengths, 0, limit).astype(jnp.int32)
+
+
+def _traced_scale(scale: jax.Array, batch: int) -> jax.Array:
+    if scale.shape or not jnp.issubdtype(scale.dtype, jnp.number):
+        raise ValueError(f"{_OP}: scale: expected a number, got {scale.dtype}{list(scale.shape)}.")
+    return jnp.broadcast_to(scale.astype(jnp.float32), (batch, 1, 1, 1))
+
+
+def _padded_head_dim(x: jax.Array) -> jax.Array:
+    """With zeros, to a multiple of 8, which is what kernels take."""
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[3] % 8),)) if x.shape[3] % 8 else x
+
+
 # ---- bias and mask -------------------------------------------------------------------------------
 
 
-def _broadcasting(name: str, array: Any, ndim: int, logits: tuple[int, ...]) -> jax.Array:
+def _broadcasting(name: str, array: Any, logits: tuple[int, ...]) -> jax.Array:
     """A bias or mask as a variant's operand: an index beyond an axis of length 1 is clamped."""
     array = jnp.asarray(array)
-    given = array if array.ndim == 4 or ndim == 4 else array[None]
+    given = jnp.expand_dims(array, tuple(range(max(0, 4 - array.ndim))))
     fits = given.ndim == 4 and all(
         n in (1, full) for n, full in zip(given.shape, logits, strict=True)
     )
-    is_right = array.dtype == bool if name == "mask" else jnp.issubdtype(array.dtype, jnp.floating)
-    if not fits or not is_right:
+    if not fits or (array.dtype == bool) != (name == "mask") or array.dtype.kind == "c":
         raise ValueError(
             f"{_OP}: {name}: expected {'bool' if name == 'mask' else 'a float array'} of"
             f" {list(logits)}, each axis of that length or 1, got {array.dtype}{list(array.shape)}."
@@ -201,8 +227,10 @@ def _broadcasting(name: str, array: Any, ndim: int, logits: tuple[int, ...]) -> 
     return given if given.dtype.name in known else given.astype(jnp.float32)
 
 
-def _add_bias(score: Any, at: Any, bias: Any) -> Any:
-    return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
+def _logits(score: Any, at: Any, scale: Any = None, bias: Any = None) -> Any:
+    if scale is not None:
+        score = score * scale[at.request, 0, 0, 0]
+    return score if bias is None else score + bias[at.request, at.head, at.q_pos, at.kv_pos]
 
 
 def _is_seen(at: Any, mask: Any) -> Any:
@@ -210,54 +238,75 @@ def _is_seen(at: Any, mask: Any) -> Any:
 
 
 @functools.cache
-def _variant(dtypes: tuple[tuple[str, str], ...]) -> Variant:
-    operands = {name: jax.ShapeDtypeStruct((1,) * 4, dtype) for name, dtype in dtypes}
+def _variant(operands: tuple[Operand, ...]) -> Variant | None:
+    read = {of.name: of.dtype for of in operands if of.name in ("scale", "bias", "mask")}
+    if not read:
+        return None
     return Variant(
-        logits=_add_bias if "bias" in operands else None,
-        mask=_is_seen if "mask" in operands else None,
-        operands=operands,
+        logits=_logits if "scale" in read or "bias" in read else None,
+        mask=_is_seen if "mask" in read else None,
+        operands={name: jax.ShapeDtypeStruct((1,) * 4, dtype) for name, dtype in read.items()},
     )
-
-
-def _attend_with(
-    operands: dict[str, jax.Array], problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    if not q.size or not k.size or not v.size:
-        return _attend_batch(problem, q, k, v)
-    variant = _variant(tuple((name, x.dtype.name) for name, x in operands.items()))
-    problem = dataclasses.replace(problem, variant=variant)
-    whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
-    o, lse = _attend_tokens(whole.spec, q, k, v, jnp.asarray(whole.buffer), operands)
-    return _without_padding(problem, o, lse)
 
 
 # ---- forward -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """o: [batch, T, num_qo_heads, head_dim_vo]; lse: [batch, T, num_qo_heads], f32."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """o: [batch, T, num_qo_heads, head_dim_vo]; lse: [batch, T, num_qo_heads], f32.
 
-    o, lse = _joining(_attend_batch)(problem, q, k, v)
+    arrays: q, k, v and the operands of the problem.
+    """
+    o, lse = _joining(_attend_batch)(problem, *arrays)
     return o, lse
 
 
-def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call(problem, *arrays)` of dense batches under vmap: requests are independent, so a mapped
-    axis joins the batch."""
+def _join(
+    problem: Problem, axis_size: int, in_batched: Any, arrays: Any, kinds: Any
+) -> tuple[Problem, list[jax.Array]]:
+    """The problem of a mapped axis that joins the batch: requests are independent.
 
-    def joined(problem: _Problem, *arrays: jax.Array) -> Any:
+    kinds: of each array the number of its operand, None for one with all of the batch. What is not
+    mapped, and is one for the whole batch, is not repeated.
+    """
+    # (is mapped, is one for the batch)
+    operands = list(problem.operands)
+    batch = arrays[0].shape[1 if in_batched[0] else 0]
+    is_shared = {
+        i: not operand.is_full[0]
+        and not any(b for b, kind in zip(in_batched, kinds, strict=True) if kind == i)
+        for i, operand in enumerate(operands)
+    }
+    joined = []
+    for x, is_batched, kind in zip(arrays, in_batched, kinds, strict=True):
+        if kind is not None and is_shared[kind]:
+            joined.append(x)
+            continue
+        x = x if is_batched else x[None]
+        x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
+        joined.append(x.reshape(-1, *x.shape[2:]))
+    for i, operand in enumerate(operands):
+        if not is_shared[i]:
+            operands[i] = operand._replace(is_full=(True, *operand.is_full[1:]))
+    query_lens, kv_lens = (x and axis_size * x for x in (problem.query_lens, problem.kv_lens))
+    problem = dataclasses.replace(
+        problem, query_lens=query_lens, kv_lens=kv_lens, operands=tuple(operands)
+    )
+    return problem, joined
+
+
+def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(problem, q, k, v, *operands, *others)` under vmap."""
+
+    def joined(problem: Problem, *arrays: jax.Array) -> Any:
         one = jax.custom_batching.custom_vmap(functools.partial(call, problem))
 
         @one.def_vmap
         def all_of_them(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
-            batches = []
-            for x, is_batched in zip(operands, in_batched, strict=True):
-                x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-                batches.append(x.reshape(-1, *x.shape[2:]))
-            results = joined(problem.repeated(axis_size), *batches)
+            n = len(problem.operands)
+            kinds = [None] * 3 + list(range(n)) + [None] * (len(operands) - 3 - n)
+            results = joined(*_flat(_join(problem, axis_size, in_batched, operands, kinds)))
             split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
             return split, (True,) * len(split)
 
@@ -266,302 +315,264 @@ def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
     return joined
 
 
-def _attend_batch(
-    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _flat(call: tuple[Problem, list[jax.Array]]) -> tuple[Any, ...]:
+    return call[0], *call[1]
+
+
+def _attend_batch(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, v = arrays[:3]
     if not q.size or not k.size or not v.size:
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf)
-    whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
-    o, lse = _attend_planned(problem, whole.spec, q, k, v, jnp.asarray(whole.buffer))
-    return _without_padding(problem, o, lse)
-
-
-def _without_padding(
-    problem: _Problem, o: jax.Array, lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    if problem.query_lens is not None:
-        live = np.arange(o.shape[1]) < np.asarray(problem.query_lens)[:, None]
+    whole = _plan(problem, *arrays)
+    o, lse = _attend_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
+    lens = problem.named(arrays[3:]).get("query_lens", problem.query_lens)
+    if lens is not None:
+        live = jnp.arange(o.shape[1]) < jnp.asarray(lens)[:, None]
         o = jnp.where(live[..., None, None], o, 0)
         lse = jnp.where(live[..., None], lse, -jnp.inf)
     return o, lse
 
 
-@functools.lru_cache(maxsize=128)
-def _plan(
-    problem: _Problem, q_shape: tuple[int, ...], k_shape: tuple[int, ...], vo: int, dtype: str
-) -> AttentionPlan:
-    batch, q_len, num_qo_heads, head_dim = q_shape
-    kv_len, num_kv_heads = k_shape[1:3]
+def _plan(problem: Problem, *arrays: jax.Array) -> AttentionPlan:
+    """Of the lengths, on the host where they are known while tracing."""
+    spec = _spec(problem, *arrays[:3])
+    lens = problem.named(arrays[3:]).get("kv_lens")
+    if lens is None:
+        return _plan_on_host(spec, problem.kv_lens or (arrays[1].shape[1],) * spec.max_batch)
+    return _plan_lens(spec, lens)
+
+
+def _spec(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> AttentionSpec:
+    batch, q_len, num_qo_heads, head_dim = q.shape
+    kv_len, num_kv_heads = k.shape[1:3]
     left, right = problem.window
-    spec = AttentionSpec(
+    return AttentionSpec(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim,
-        head_dim_vo=vo,
-        dtype=dtype,
+        head_dim_vo=v.shape[3],
+        dtype=q.dtype.name,
         causal=right == 0,
         window_left=left,
         window_right=right,
         sm_scale=problem.sm_scale,
-        variant=problem.variant,
+        variant=_variant(problem.operands),
         page_size=None,
         max_batch=batch,
         max_qo_tokens=batch * q_len,
         max_kv_tokens=batch * kv_len,
     )
+
+
+@functools.lru_cache(maxsize=128)
+def _plan_on_host(spec: AttentionSpec, kv_lens: tuple[int, ...]) -> AttentionPlan:
+    return _plan_lens(spec, np.asarray(kv_lens, np.int32))
+
+
+def _plan_lens(spec: AttentionSpec, kv_lens: Any) -> AttentionPlan:
+    batch, q_len, kv_len = spec.max_batch, spec.max_qo_tokens, spec.max_kv_tokens
+    assert kv_len is not None
     return plan(
         spec,
-        np.arange(batch + 1) * q_len,
-        np.asarray(problem.kv_lens or (kv_len,) * batch, np.int32),
-        kv_indptr=np.arange(batch + 1) * kv_len,
+        np.arange(batch + 1) * (q_len // batch),
+        kv_lens,
+        kv_indptr=np.arange(batch + 1) * (kv_len // batch),
         q_offsets=np.zeros(batch, np.int32),  # causal and windows count from the start
     )
 
 
-def _attend_tokens(
-    spec: AttentionSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    buffer: jax.Array,
-    operands: dict[str, jax.Array] | None,
+def _attend_flat(
+    problem: Problem, spec: AttentionSpec, *arrays_and_buffer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    q, k, v, *operands, buffer = arrays_and_buffer
+    read = None
+    if spec.variant is not None:
+        named = problem.named(operands)
+        read = {name: named[name] for name in spec.variant.names}
     flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
     own = AttentionPlan(buffer, spec)
-    o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=operands, return_lse=True)
+    o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=read, return_lse=True)
     return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
-def _attend_flat(
-    problem: _Problem,
-    spec: AttentionSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    buffer: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    return _attend_tokens(spec, q, k, v, buffer, None)
-
-
 def _attend_part(
-    problem: _Problem,
-    spec: AttentionSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    buffer: jax.Array,
+    problem: Problem, spec: AttentionSpec, *arrays_and_buffer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What one device of a mesh does: it plans its own requests and heads."""
-    own = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
-    return _attend_flat(problem, own.spec, q, k, v, jnp.asarray(own.buffer))
+    *arrays, _ = arrays_and_buffer
+    own = _plan(problem, *arrays)
+    return _attend_flat(problem, own.spec, *arrays, jnp.asarray(own.buffer))
 
 
-_DENSE = "b t (h g) d, b s h d, b s h e"
-_ROWS = "b t (h g) e, b t (h g)"
+_DENSE = "b t (h g) d", "b s h d", "b s h e"
+_ROWS = "b t (h g) e", "b t (h g)"
 
 
-def _axes(problem: _Problem, spec: AttentionSpec) -> Axes:
+def _axes_of(
+    problem: Problem, group_size: int, others: tuple[str, ...], results: tuple[str, ...]
+) -> Axes:
     """The work may be split over requests, and over KV heads with their groups of query heads."""
-    return Axes(f"{_DENSE}, w -> {_ROWS}", problem.split, {"g": spec.group_size})
+    arguments = (*_DENSE, *(operand.axes for operand in problem.operands), *others)
+    names = f"{', '.join(arguments)} -> {', '.join(results)}"
+    return Axes(names, problem.split, {"g": group_size})
+
+
+def _axes(problem: Problem, spec: AttentionSpec) -> Axes:
+    return _axes_of(problem, spec.group_size, ("w",), _ROWS)
 
 
 _attend_planned = partitioned(_OP, _attend_flat, _axes, num_static=2, per_device=_attend_part)
 
 
-# ---- backward ------------------------------------------------------------------------------------
+# ---- tangents and gradients ----------------------------------------------------------------------
 
 
-def _forward(
-    problem: _Problem, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[Any, tuple[jax.Array, ...]]:
-    o, lse = _attend(problem, q, k, v)
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
+    o, lse = _attend(problem, *primals)
     o, lse = checkpoint_name(o, gradients.O_NAME), checkpoint_name(lse, gradients.LSE_NAME)
-    return (o, lse), (q, k, v, o, lse)
-
-
-def _backward(
-    problem: _Problem, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v = saved[:3]
+    q, k, v = primals[:3]
     if not q.size or not k.size or not v.size:
-        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
-    if _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name).spec.target == "cpu":
-        return _gradients(problem, *saved, *cotangents)
+        return (o, lse), (jnp.zeros_like(o), jnp.zeros_like(lse))
+    is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+    wanted = tuple(
+        operand.name
+        for operand, zero in zip(problem.operands, is_zero[3:], strict=True)
+        if operand.name in ("scale", "bias") and not zero
+    )
+    given = [
+        jnp.zeros_like(x) if zero else t
+        for x, t, zero in zip(primals[:3], tangents[:3], is_zero[:3], strict=True)
+    ]
+    given += [problem.named(tangents[3:])[name] for name in wanted]
+    of_o, of_lse = _tangents_p.bind(*primals, o, lse, *given, problem=problem, wanted=wanted)
+    return (o, lse), (of_o, of_lse)
+
+
+# Tangents of o and lse: in jnp, and what is linear in them the other way round by `_backward`.
+# Operands: q, k, v, the problem's operands, o, lse, tangents of q, k, v and of wanted operands.
+_tangents_p = jax_core.Primitive("jax_attn_dense_tangents")
+_tangents_p.multiple_results = True
+
+
+def _tangents(*arrays: jax.Array, problem: Problem, wanted: tuple[str, ...]) -> Any:
+    run = functools.partial(dense_jnp.tangents, problem, wanted)
+    of_wanted = (operand.axes for operand in problem.operands if operand.name in wanted)
+    group_size = arrays[0].shape[2] // arrays[1].shape[2]
+    about = _axes_of(problem, group_size, (*_ROWS, *_DENSE, *of_wanted), _ROWS)
+    return on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
+
+
+def _tangents_abstract(*avals: Any, problem: Problem, wanted: tuple[str, ...]) -> Any:
+    n = len(problem.operands)
+    return list(avals[3 + n : 5 + n])  # as o and lse
+
+
+def _tangents_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+
+    def run(*varying: jax.Array) -> Any:
+        rest = iter(varying)
+        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
+        return _tangents(*arrays, **params)
+
+    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
+    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
+
+
+def _tangents_transpose(
+    cotangents: Any, *arrays: Any, problem: Problem, wanted: tuple[str, ...]
+) -> Any:
+    n = 5 + len(problem.operands)
+    d_o, d_lse = map(ad.instantiate_zeros, cotangents)
+    results = _backward(problem, wanted, *arrays[:n], d_o, d_lse)
+    linear = map(ad.is_undefined_primal, arrays[n:])
+    return [None] * n + [d if is_one else None for d, is_one in zip(results, linear, strict=True)]
+
+
+def _tangents_batched(arrays: Any, axes: Any, *, problem: Problem, wanted: tuple[str, ...]) -> Any:
+    n = len(problem.operands)
+    numbers = [i for i, operand in enumerate(problem.operands) if operand.name in wanted]
+    kinds = [*[None] * 3, *range(n), *[None] * 5, *numbers]
+    in_batched = [axis is not None for axis in axes]
+    arrays = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    size = next(x.shape[0] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    joined, operands = _join(problem, size, in_batched, arrays, kinds)
+    results = _tangents_p.bind(*operands, problem=joined, wanted=wanted)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0, 0]
+
+
+_tangents_p.def_impl(_tangents)
+_tangents_p.def_abstract_eval(_tangents_abstract)
+ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_transposes[_tangents_p] = _tangents_transpose
+batching.primitive_batchers[_tangents_p] = _tangents_batched
+mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))
+
+
+def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> Any:
+    """Gradients of q, k, v and the wanted operands. arrays: q, k, v, the operands, o, lse, d_o,
+    d_lse."""
+    spec = _spec(problem, *arrays[:3])
+    if spec.target == "cpu" and spec.variant is None:
+        return _gradients(problem, *arrays)
     # On a GPU XLA's products, which are measured there, until the kernels are.
-    names = f"{_DENSE}, {_ROWS}, {_ROWS} -> {_DENSE}"
-    about = Axes(names, problem.split, {"g": q.shape[2] // k.shape[2]})
-    run = functools.partial(_jnp_gradients, problem)  # which XLA splits by itself
-    return on_explicit_mesh(_OP, run, about, otherwise=run)(*saved, *cotangents)
+    names = [operand for operand in problem.operands if operand.name in wanted]
+    # Of a part of the requests and heads: parts of the gradients of what is one for all.
+    parts = tuple("b (h g) t s" for _ in names)
+    group_size = arrays[0].shape[2] // arrays[1].shape[2]
+    about = _axes_of(problem, group_size, (*_ROWS, *_ROWS), (*_DENSE, *parts))
+    run = functools.partial(dense_jnp.gradients, problem, wanted)  # which XLA splits by itself
+    d_q, d_k, d_v, *of_parts = on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
+    of_operands = [
+        x.sum(
+            axis=tuple(i for i, is_full in enumerate(operand.is_full) if not is_full), keepdims=True
+        )
+        for x, operand in zip(of_parts, names, strict=True)
+    ]
+    return d_q, d_k, d_v, *of_operands
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(
-    problem: _Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    o: jax.Array,
-    lse: jax.Array,
-    d_o: jax.Array,
-    d_lse: jax.Array,
-) -> Any:
+def _gradients(problem: Problem, *arrays: jax.Array) -> Any:
     """dq, dk, dv by the kernels."""
 
-    def run(problem: _Problem, *arrays: jax.Array) -> Any:
-        q, k, v, *_ = arrays
-        whole = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
+    def run(problem: Problem, *arrays: jax.Array) -> Any:
+        whole = _plan(problem, *arrays[: 3 + len(problem.operands)])
         return _gradients_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
 
-    return _joining(run)(problem, q, k, v, lse, gradients.row_sums(o, d_o, d_lse), d_o)
+    *inputs, o, lse, d_o, d_lse = arrays
+    d = gradients.row_sums(o, d_o, d_lse)
+    return _joining(run)(problem, *inputs, lse, d, d_o)
 
 
 @_gradients.defjvp
-def _second_derivatives(problem: _Problem, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_jnp_gradients, problem), primals, tangents)
+def _second_derivatives(problem: Problem, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(dense_jnp.gradients, problem, ()), primals, tangents)
 
 
-def _gradients_flat(problem: _Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
-    *operands, buffer = arrays
+def _gradients_flat(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
+    *inputs, lse, d, d_o, buffer = arrays
+    operands = (*inputs[:3], lse, d, d_o)
     q, k, v, lse, d, d_o = (x.reshape(-1, *x.shape[2:]) for x in operands)
     of_all = gradients.gradients(q, k, v, buffer, jnp.int32(0), lse, d, d_o, spec)
     return tuple(x.reshape(like.shape) for x, like in zip(of_all, operands, strict=False))
 
 
-def _gradients_part(problem: _Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
-    q, k, v, *rest, _ = arrays
-    own = _plan(problem, q.shape, k.shape, v.shape[3], q.dtype.name)
-    return _gradients_flat(problem, own.spec, q, k, v, *rest, jnp.asarray(own.buffer))
+def _gradients_part(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
+    *rest, _ = arrays
+    own = _plan(problem, *rest[: 3 + len(problem.operands)])
+    return _gradients_flat(problem, own.spec, *rest, jnp.asarray(own.buffer))
 
 
-def _gradients_axes(problem: _Problem, spec: AttentionSpec) -> Axes:
-    names = f"{_DENSE}, b t (h g), b t (h g), b t (h g) e, w -> {_DENSE}"
-    return Axes(names, problem.split, {"g": spec.group_size})
+def _gradients_axes(problem: Problem, spec: AttentionSpec) -> Axes:
+    others = "b t (h g)", "b t (h g)", "b t (h g) e", "w"
+    return _axes_of(problem, spec.group_size, others, _DENSE)
 
 
 _gradients_planned = partitioned(
     _OP, _gradients_flat, _gradients_axes, num_static=2, per_device=_gradients_part
 )
-
-
-def _jnp_gradients(
-    problem: _Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    o: jax.Array,
-    lse: jax.Array,
-    d_o: jax.Array,
-    d_lse: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, Algorithm 2) on a GPU, and where
-    they are differentiated again.
-
-    For each block of keys, P = exp(logits - lse). With D = sum(do * o) - dlse of each row:
-    dv = P^T do,  ds = P * (do v^T - D),  dq = sm_scale ds k,  dk = sm_scale ds^T q.
-    """
-    (batch, q_len, num_qo_heads, _), (kv_len, num_kv_heads) = q.shape, k.shape[1:3]
-    # Rows without a key are constant; 0 * NaN would be NaN, so what lies beyond lengths is cleared.
-    is_empty = jnp.isneginf(lse)
-    q, o, d_o = (jnp.where(is_empty[..., None], 0, x) for x in (q, o, d_o))
-    d = _einsum("btnd,btnd->btn", d_o, o) - d_lse
-    kv_lens = np.asarray(problem.kv_lens or (kv_len,) * batch)[:, None]
-    if problem.kv_lens is not None:
-        live = (np.arange(kv_len) < kv_lens)[..., None, None]
-        k, v = jnp.where(live, k, 0), jnp.where(live, v, 0)
-    # [num_blocks, batch, block, num_kv_heads, head_dim], the last block padded with zeros.
-    num_blocks = -(-kv_len // _BLOCK)
-    block = -(-kv_len // num_blocks)
-    padding = ((0, 0), (0, num_blocks * block - kv_len), (0, 0), (0, 0))
-    k_blocks, v_blocks = (
-        jnp.moveaxis(jnp.pad(x, padding).reshape(batch, num_blocks, block, num_kv_heads, -1), 1, 0)
-        for x in (k, v)
-    )
-    # Rows: [batch, T, num_kv_heads, group_size, head_dim], and heads in front where logits are.
-    groups = num_kv_heads, num_qo_heads // num_kv_heads
-    q, d_o = (x.reshape(batch, q_len, *groups, -1) for x in (q, d_o))
-    lse, d = (
-        jnp.moveaxis(x.reshape(batch, q_len, *groups), 1, -1)[..., None]
-        for x in (jnp.where(is_empty, jnp.inf, lse), d)
-    )
-    d_q = []
-    d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (k_blocks, v_blocks))
-    num_rows = -(-q_len // min(_PANELS, num_blocks))
-    for first in range(0, q_len, num_rows):
-        rows = slice(first, min(first + num_rows, q_len))
-        seen = _blocks_seen(problem.window, rows, block, num_blocks)
-        panel = _Panel(q[:, rows], d_o[:, rows], lse[..., rows, :], d[..., rows, :])
-        blocks = (x[seen] for x in (jnp.arange(num_blocks) * block, k_blocks, v_blocks))
-        d_q_rows, of_blocks = _panel_gradients(problem, panel, rows, kv_lens, tuple(blocks))
-        d_q.append(d_q_rows)
-        around = ((seen.start, num_blocks - seen.stop), *((0, 0),) * 4)
-        d_k, d_v = (x + jnp.pad(y, around) for x, y in zip((d_k, d_v), of_blocks, strict=True))
-    d_k, d_v = (
-        jnp.moveaxis(x, 0, 1).reshape(batch, num_blocks * block, num_kv_heads, -1)[:, :kv_len]
-        for x in (d_k, d_v)
-    )
-    d_q_all = jnp.concatenate(d_q, axis=1).reshape(batch, q_len, num_qo_heads, -1)
-    return d_q_all.astype(q.dtype), d_k.astype(q.dtype), d_v.astype(q.dtype)
-
-
-class _Panel(NamedTuple):
-    """Some of the query rows. lse is inf where a row sees no key, so that its P is 0."""
-
-    q: jax.Array  # [batch, rows, num_kv_heads, group_size, head_dim_qk]
-    d_o: jax.Array  # [batch, rows, num_kv_heads, group_size, head_dim_vo]
-    lse: jax.Array  # [batch, num_kv_heads, group_size, rows, 1]
-    d: jax.Array  # the same
-
-
-def _panel_gradients(
-    problem: _Problem,
-    panel: _Panel,
-    rows: slice,
-    kv_lens: np.ndarray,
-    blocks: tuple[jax.Array, ...],
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The rows' dq, and what they add to dk and dv of each block; all f32.
-
-    blocks: the first key, the keys and the values of each block, [num_blocks, ...].
-    """
-    q, d_o, lse, d = panel
-
-    def add_block(d_q: jax.Array, of_block: Any) -> Any:
-        begin, k, v = of_block
-        visible = _visible(problem.window, rows, begin + jnp.arange(k.shape[1]), kv_lens)
-        logits = problem.sm_scale * _einsum("bthgd,bshd->bhgts", q, k)
-        p = jnp.where(visible, jnp.exp(logits - lse), 0)
-        d_s = problem.sm_scale * p * (_einsum("bthge,bshe->bhgts", d_o, v) - d)
-        p, d_s = p.astype(q.dtype), d_s.astype(q.dtype)
-        d_k, d_v = _einsum("bhgts,bthgd->bshd", d_s, q), _einsum("bhgts,bthge->bshe", p, d_o)
-        return d_q + _einsum("bhgts,bshd->bthgd", d_s, k), (d_k, d_v)
-
-    return jax.lax.scan(add_block, jnp.zeros(q.shape, jnp.float32), blocks)
-
-
-_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-def _blocks_seen(window: tuple[int, int], rows: slice, block: int, num_blocks: int) -> slice:
-    """The range of blocks in which at least one of the query rows may see a key."""
-    left, right = window
-    first = max(0, rows.start - left) // block if left >= 0 else 0
-    last = (rows.stop - 1 + right) // block + 1 if right >= 0 else num_blocks
-    last = min(last, num_blocks)
-    return slice(min(first, last), last)
-
-
-def _visible(
-    window: tuple[int, int], rows: slice, keys: jax.Array, kv_lens: np.ndarray
-) -> jax.Array:
-    """[batch, 1, 1, rows, keys], bool: which row sees which key."""
-    visible = (keys < kv_lens)[:, None, None, None, :]
-    i = jnp.arange(rows.start, rows.stop)[:, None]
-    left, right = window
-    if left >= 0:
-        visible &= keys >= i - left
-    if right >= 0:
-        visible &= keys <= i + right
-    return visible
-
-
-_attend.defvjp(_forward, _backward)

@@ -204,6 +204,11 @@ class Variant:
         own = {"request", "q_pos", "q_row", "q_len", "kv_len"}
         return any(x.op in own for x in self.instructions)
 
+    @property
+    def reads_heads(self) -> bool:
+        """Whether it depends on the number of a head."""
+        return any(x.op in ("head", "kv_head") for x in self.instructions)
+
     def __str__(self) -> str:
         """The program: a line a value, with how often it is computed."""
         return "\n".join(self.lines())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_attn as ja
-from jax_attn import config
+from jax_attn import config, doors
 from jax_attn.serve import __main__ as command
 from jax_attn.serve import openapi
 from jax_attn.serve.metrics import Metrics
@@ -37,6 +37,7 @@ def lacks(page: str, names: list[str]) -> list[str]:
 def test_every_public_name_is_in_the_api():
     assert not lacks("docs/api.md", ja.__all__)
     assert not lacks("docs/devices.md", ja.parallel.__all__)
+    assert not lacks("docs/doors.md", doors.__all__)
 
 
 def test_calls_in_the_api_are_written_as_they_are():

@@ -12,7 +12,7 @@ from backends import Backend, on_every_backend, on_every_platform
 from checking import assert_close_state
 
 import jax_attn as ja
-from jax_attn import _core, dense, reference
+from jax_attn import _core, dense_jnp, reference
 
 # batch, T, S, N, K, head_dim
 SHAPES = {
@@ -151,7 +151,7 @@ def gradients(attend, operands, weights, **options):
 def test_gradients(shape, options, backend, monkeypatch):
     """Against those of the reference in float64: as far off as the reference is in float32."""
     options = OPTIONS[options]
-    monkeypatch.setattr(dense, "_BLOCK", 16)  # several blocks, of which the last is shorter
+    monkeypatch.setattr(dense_jnp, "_BLOCK", 16)  # several blocks, of which the last is shorter
     operands = arrays(SHAPES[shape], "float32")
     weights = np.random.default_rng(5).normal(size=operands[0].shape)
     with jax.enable_x64():
@@ -191,7 +191,7 @@ def test_gradients_in_16_bits(dtype, backend):
 
 @on_every_platform
 def test_gradients_of_the_residual(backend, monkeypatch):
-    monkeypatch.setattr(dense, "_BLOCK", 16)
+    monkeypatch.setattr(dense_jnp, "_BLOCK", 16)
     operands = arrays((2, 20, 37, 4, 2, 32), "float32")
 
     def plain(q, k, v):
@@ -315,29 +315,252 @@ def test_bias_and_mask_that_do_not_fit(backend):
     q, k, v = arrays(SHAPES["gqa"], "float32")
     for name, value in (
         ("bias", np.zeros((1, 1, 40, 39), np.float32)),
-        ("bias", np.zeros((40, 40), np.float32)),
-        ("bias", np.zeros((1, 1, 40, 40), np.int32)),
+        ("bias", np.zeros((1, 1, 1, 40, 40), np.float32)),
+        ("bias", np.zeros((1, 1, 40, 40), bool)),
         ("mask", np.zeros((1, 2, 40, 40), bool)),
         ("mask", np.zeros((1, 1, 40, 40), np.float32)),
     ):
         with pytest.raises(ValueError, match=f"dot_product_attention: {name}: expected .* got"):
             ja.dot_product_attention(q, k, v, **{name: value})
-    bias = np.zeros((1, 1, 40, 40), np.float32)
-    with pytest.raises(NotImplementedError, match="attention: gradients"):
-        jax.grad(lambda q: ja.dot_product_attention(q, k, v, bias).sum())(q)
-    with pytest.raises(NotImplementedError, match="attention: vmap"):
-        jax.vmap(lambda q: ja.dot_product_attention(q, k, v, bias))(q[None])
+
+
+# What jax.nn's own tests and Flax's layers ask for, beside those above: (arguments of the call,
+# names of those that are traced, or None: all are).
+BIASES = {
+    "full": (2, 8, 40, 40),
+    "of_heads": (8, 40, 40),
+    "of_keys": (2, 1, 1, 40),
+    "of_rows": (40, 1),
+}
+
+
+def asked(shape=None, *, seed=0, **options):
+    """Arguments by name: a bias of the shape, and what else is asked for."""
+    rng = np.random.default_rng(seed)
+    given = {} if shape is None else {"bias": rng.normal(size=shape).astype(np.float32)}
+    return given | options
+
+
+def some_mask(*shape):
+    mask = np.random.default_rng(3).random(shape) < 0.7
+    mask[..., 0] = True  # jax.nn has other values where a row sees no key
+    return mask
+
+
+ASKED = {
+    **{f"bias_{name}": asked(shape) for name, shape in BIASES.items()},
+    "bias_causal": asked((1, 8, 40, 40), is_causal=True),
+    "bias_of_whole_numbers": {"bias": np.arange(40).reshape(1, 1, 1, 40) % 3},
+    "bias_in_bfloat16": {"bias": asked((1, 8, 40, 40))["bias"].astype(jnp.bfloat16)},
+    "mask": asked(mask=some_mask(2, 1, 40, 40)),
+    "mask_of_keys": asked(mask=some_mask(40)),
+    "mask_and_lengths": asked(
+        mask=some_mask(1, 8, 40, 40),
+        query_seq_lengths=np.int32([40, 7]),
+        key_value_seq_lengths=np.int32([33, 40]),
+    ),
+    "all": asked(
+        (2, 8, 40, 40),
+        mask=some_mask(2, 8, 1, 40),
+        scale=np.float32(0.3),
+        local_window_size=(39, 4),
+        key_value_seq_lengths=np.int32([40, 12]),
+    ),
+    "lengths": asked(
+        query_seq_lengths=np.int32([40, 7]), key_value_seq_lengths=np.int32([3, 39]), is_causal=True
+    ),
+    "scale": asked(scale=np.float32(-0.7)),
+}
+STATIC = ("is_causal", "local_window_size")
+
+
+def asked_for(name):
+    """q, k, v, arguments that may be traced, static ones, and weights of the rows that jax.nn
+    gives the same values of."""
+    q, k, v = (jnp.asarray(x) for x in arrays(SHAPES["gqa"], "float32", seed=1))
+    given = ASKED[name]
+    static = {n: x for n, x in given.items() if n in STATIC}
+    traced = {n: jnp.asarray(x) for n, x in given.items() if n not in STATIC}
+    weights = np.random.default_rng(5).normal(size=q.shape).astype(np.float32)
+    lengths = given.get("query_seq_lengths", np.int32([40, 40]))
+    weights *= (np.arange(40) < lengths[:, None])[..., None, None]
+    return (q, k, v), traced, static, weights
+
+
+def varying(traced):
+    return tuple(n for n in ("bias", "scale") if n in traced and traced[n].dtype.kind != "i")
+
+
+@on_every_platform
+@pytest.mark.parametrize("name", ASKED)
+def test_what_jax_nn_takes(name, backend, monkeypatch):
+    """Traced: values and gradients of all that have some."""
+    monkeypatch.setattr(dense_jnp, "_BLOCK", 24)
+    qkv, traced, static, weights = asked_for(name)
+
+    def run(attend):
+        def loss(qkv, floats):
+            o = attend(*qkv, **rest, **floats, **static)
+            return jnp.sum(weights * o), o
+
+        floats = {n: traced[n] for n in varying(traced)}
+        rest = {n: x for n, x in traced.items() if n not in floats}
+
+        def all_of_it(qkv, floats, traced):
+            nonlocal rest
+            rest = traced
+            return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(qkv, floats)
+
+        ((_, o), slopes) = jax.jit(all_of_it)(qkv, floats, rest)
+        return jnp.where(weights != 0, o, 0), slopes
+
+    got, want = run(ja.dot_product_attention), run(jax.nn.dot_product_attention)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, path
+        tolerance = 3e-2 if a.dtype == jnp.bfloat16 else 2e-5
+        a, b = np.float32(a), np.float32(b)
+        np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()), err_msg=str(path)
+        )
+
+
+@on_every_platform
+def test_tangents(backend, monkeypatch):
+    """jax.jvp, and both orders of second derivatives."""
+    monkeypatch.setattr(dense_jnp, "_BLOCK", 24)
+    qkv, traced, static, weights = asked_for("all")
+    rest = {n: x for n, x in traced.items() if n not in ("bias", "scale")}
+    at = (*qkv, traced["bias"], traced["scale"])
+    rng = np.random.default_rng(7)
+    along = tuple(jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in at)
+
+    def run(attend):
+        def loss(q, k, v, bias, scale):
+            o = attend(q, k, v, bias, scale=scale, **rest, **static)
+            return jnp.sum(weights * jnp.sin(o))
+
+        tangent = lambda *at: jax.jvp(loss, at, along)[1]  # noqa: E731
+        forward_over_reverse = jax.jvp(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), at, along)[1]
+        return tangent(*at), forward_over_reverse, jax.grad(tangent, argnums=(0, 1, 2, 3, 4))(*at)
+
+    got, want = (
+        jax.jit(run, static_argnums=0)(ja.dot_product_attention),
+        run(jax.nn.dot_product_attention),
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * max(1, float(np.abs(b).max())))
+
+
+@on_every_platform
+@pytest.mark.parametrize(
+    "of_bias,batch", [(None, 1), (None, 2), (0, 1)], ids=["bias_of_all", "bias", "bias_of_each"]
+)
+def test_vmap_of_bias_mask_lengths_and_scale(of_bias, batch, backend):
+    """Inside and outside of gradients. A bias that all have in common is not repeated."""
+    q, k, v = (np.stack([x, 2 * x, x - 1]) for x in arrays((2, 9, 20, 4, 2, 16), "float32"))
+    rng = np.random.default_rng(0)
+    bias = rng.normal(size=(3, batch, 4, 9, 20)).astype(np.float32)
+    mask = rng.random((3, 1, 1, 9, 20)) < 0.8
+    lengths, scale = np.int32([[20, 3], [1, 9], [0, 20]]), np.float32([0.2, 0.5, 0.7])
+    bias = bias if of_bias == 0 else bias[0]
+    axes = (0, 0, 0, of_bias, 0, 0, 0)
+    operands = q, k, v, bias, mask, lengths, scale
+
+    def attend(q, k, v, bias, mask, lengths, scale):
+        o, lse = ja.dot_product_attention(
+            q, k, v, bias, mask, key_value_seq_lengths=lengths, scale=scale, return_residual=True
+        )
+        return jnp.sin(o).sum() + jnp.where(jnp.isneginf(lse), 0, lse).sum()
+
+    of = (0, 1, 2, 3, 6)
+    each = [
+        jax.jit(jax.value_and_grad(attend, of))(
+            *(x if axis is None else x[i] for x, axis in zip(operands, axes, strict=True))
+        )
+        for i in range(3)
+    ]
+    want = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    inside = jax.jit(jax.vmap(jax.value_and_grad(attend, of), axes))(*operands)
+    outside = jax.jit(jax.grad(lambda *x: jax.vmap(attend, axes)(*x).sum(), of))(*operands)
+    for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for i, a, b in zip(of, outside, want[1], strict=True):
+        b = b.sum(axis=0) if axes[i] is None else b
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_a_bias_have_the_same_bits_again():
+    qkv, traced, _, weights = asked_for("bias_of_keys")
+    slope = jax.jit(
+        jax.grad(lambda *x: jnp.sum(weights * ja.dot_product_attention(*x)), argnums=(0, 1, 2, 3))
+    )
+    for a, b in zip(slope(*qkv, traced["bias"]), slope(*qkv, traced["bias"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@on_every_platform
+def test_keys_that_a_mask_hides_from_all_may_be_nan(backend):
+    q, k, v = arrays((2, 9, 20, 4, 2, 16), "float32")
+    mask = np.ones((2, 1, 1, 20), bool)
+    mask[1, ..., 7:] = False
+    bias = np.zeros((2, 1, 1, 20), np.float32)
+    slope = jax.jit(
+        jax.grad(lambda *x: jnp.sin(ja.dot_product_attention(*x, mask)).sum(), (0, 1, 2, 3))
+    )
+    want = slope(q, k, v, bias)
+    k[1, 7:], v[1, 7:], bias[1, ..., 7:] = np.nan, np.nan, np.nan
+    for a, b in zip(slope(q, k, v, bias), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@on_every_platform
+def test_any_head_dim(backend):
+    for head_dim in (1, 20, 250):
+        operands = [jnp.asarray(x) for x in arrays((2, 9, 17, 4, 2, head_dim), "float32")]
+        got, want = (
+            jax.jit(jax.value_and_grad(lambda *x, f=f: jnp.sin(f(*x)).sum(), (0, 1, 2)))(*operands)
+            for f in (ja.dot_product_attention, jax.nn.dot_product_attention)
+        )
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    operands = arrays((1, 4, 4, 2, 2, 264), "float32")
+    with pytest.raises(NotImplementedError, match="dot_product_attention: head_dim: up to 256"):
+        ja.dot_product_attention(*operands)
+
+
+def test_implementations_of_jax_nn():
+    operands = [jnp.asarray(x) for x in arrays((2, 9, 17, 4, 2, 264), "bfloat16")]
+    got, want = (
+        f(*operands, bias=jnp.zeros((1, 1, 9, 17)), implementation="xla", return_residual=True)
+        for f in (ja.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(RuntimeError, match="cuDNN"):  # as jax.nn says it where there is none
+        ja.dot_product_attention(*operands, implementation="cudnn")
+
+
+def test_memory_with_a_bias_of_keys_is_linear():
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 1, 1, 4096), jnp.float32)
+    loss = lambda *x: ja.dot_product_attention(*x, is_causal=True).sum()  # noqa: E731
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(x, x, x, bias).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 67e6
 
 
 @on_every_platform
 def test_what_is_not_supported_says_so(backend):
     q, k, v = arrays(SHAPES["gqa"], "float32")
-    for name, value in (("implementation", "cudnn"),):
-        with pytest.raises(NotImplementedError, match=f"dot_product_attention: {name}"):
-            ja.dot_product_attention(q, k, v, **{name: value})
-    with pytest.raises(NotImplementedError, match="key_value_seq_lengths.*host"):
-        jax.jit(lambda n: ja.dot_product_attention(q, k, v, key_value_seq_lengths=n))(
-            np.array([1, 2])
-        )
-    with pytest.raises(ValueError, match="query, key, value: expected .* got"):
-        ja.dot_product_attention(q, k[:1], v[:1])
+    attend = ja.dot_product_attention
+    for call, match in (
+        (lambda: attend(q, k, v, implementation="flash"), 'implementation: expected None, "xla"'),
+        (lambda: attend(q, k[:1], v[:1]), "query, key, value: expected .* got"),
+        (
+            lambda: jax.jit(lambda n: attend(q, k, v, key_value_seq_lengths=n))(np.zeros(3, int)),
+            r"key_value_seq_lengths: expected 2 whole numbers in \[0, 40\]",
+        ),
+        (lambda: jax.jit(lambda x: attend(q, k, v, scale=x))(np.ones(2)), "scale: expected a num"),
+    ):
+        with pytest.raises(ValueError, match=f"dot_product_attention: {match}"):
+            call()

@@ -1,6 +1,7 @@
 """Variants on a CPU: programs against the user's functions under vmap, and what is refused."""
 
 import dataclasses
+import functools
 import pickle
 import subprocess
 import sys
@@ -9,11 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import variant_functions
 from attention_cases import E4M3, SCHEDULES, Case, build, expect
 from backends import Backend
 from checking import assert_close_state, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from variant_functions import (
+    alibi,
+    dense_bias,
+    documents,
+    prefix_lm,
+    sigmoid_of,
+    soft_cap_of,
+    t5_bias,
+)
 
 import jax_attn as ja
 from jax_attn import _core
@@ -65,28 +76,13 @@ OPERANDS = {
     "kv_doc": RNG.integers(0, 3, 4000).astype(np.int32),
     "bias": RNG.normal(size=(1, 4, 150, 1100)).astype(np.float16),
     "seen": RNG.random((9, 1, 1100)) < 0.7,
+    "prefix": RNG.integers(0, 40, 9).astype(np.int32),
     "bits": RNG.integers(0, 256, (9, 40)).astype(np.uint8),
     "temperature": np.float32(0.8),
 }
 
 
-def alibi(score, at, slopes):
-    return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-
-def t5(score, at, table):
-    distance = at.q_pos - at.kv_pos
-    far = 4 + (jnp.log(jnp.maximum(distance, 1) / 4.0) * 1.7).astype(jnp.int32)
-    bucket = jnp.where(distance < 4, jnp.maximum(distance, 0), jnp.minimum(far, 8))
-    return score + table[bucket, at.head]
-
-
-def soft_cap(score, at):
-    return 3.0 * jnp.tanh(score / 3.0)
-
-
-def dense_bias(score, at, bias):
-    return score + bias[0, at.head, at.q_row, at.kv_pos]
+soft_cap, sigmoid = soft_cap_of(3.0), sigmoid_of(2.0)
 
 
 def per_row(score, at, q_doc, temperature):
@@ -96,14 +92,6 @@ def per_row(score, at, q_doc, temperature):
 def of_lengths(score, at, slopes):
     share = at.kv_pos.astype(jnp.float32) / jnp.maximum(at.kv_len, 1) + at.q_len * 1e-3
     return score + share * slopes[at.kv_head] + at.request * 0.01
-
-
-def documents(at, q_doc, kv_doc):
-    return q_doc[at.q_row] == kv_doc[at.kv_row]
-
-
-def prefix_lm(at):
-    return (at.kv_pos <= at.q_pos) | (at.kv_pos < 20)
 
 
 def dilated(at):
@@ -126,19 +114,14 @@ def nothing(at):
     return at.head < 0
 
 
-LOGITS = {f.__name__: f for f in (alibi, t5, soft_cap, dense_bias, per_row, of_lengths)}
+LOGITS = {f.__name__: f for f in (alibi, t5_bias, soft_cap, dense_bias, per_row, of_lengths)}
 MASKS = {
     f.__name__: f
     for f in (documents, prefix_lm, dilated, sinks_and_window, boolean, packed, nothing)
 }
 
 
-def variant_of(logits=None, mask=None, normalize="softmax"):
-    """With the operands that the functions name."""
-    functions = [f for f in (logits, mask) if f is not None]
-    names = {n for f in functions for n in f.__code__.co_varnames[: f.__code__.co_argcount]}
-    operands = {n: OPERANDS[n] for n in OPERANDS if n in names}
-    return ja.Variant(logits, mask, normalize, operands), operands
+variant_of = functools.partial(variant_functions.variant_of, OPERANDS)
 
 
 @on_every_cpu
@@ -150,7 +133,7 @@ def test_functions(name, backend):
 
 @on_every_cpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("logits, mask", [(alibi, None), (None, dilated), (t5, documents)])
+@pytest.mark.parametrize("logits, mask", [(alibi, None), (None, dilated), (t5_bias, documents)])
 def test_dtypes(dtype, logits, mask, backend):
     variant, operands = variant_of(logits, mask)
     check(Case("", dtype=dtype, contents=("normal",)), variant, operands)
@@ -186,10 +169,6 @@ def test_dtypes(dtype, logits, mask, backend):
 def test_plans(fields, logits, mask, backend):
     variant, operands = variant_of(logits, mask)
     check(Case("", contents=("normal",), **fields), variant, operands)
-
-
-def sigmoid(score, at):
-    return jax.nn.sigmoid(score - 2.0)
 
 
 @on_every_cpu
@@ -646,23 +625,23 @@ def too_long(score, at):
         ({"mask": lambda at: at.head}, ValueError, "returns a bool"),
         ({"mask": 3}, ValueError, "a function or None"),
         ({}, ValueError, "logits, mask: expected at least one function"),
-        ({"mask": prefix_lm, "normalize": "sum"}, ValueError, 'normalize: expected "softmax"'),
+        ({"mask": dilated, "normalize": "sum"}, ValueError, 'normalize: expected "softmax"'),
         (
-            {"mask": prefix_lm, "operands": {"a": np.zeros(3, complex)}},
+            {"mask": dilated, "operands": {"a": np.zeros(3, complex)}},
             NotImplementedError,
             "operands: a: .*complex128",
         ),
         (
-            {"mask": prefix_lm, "operands": {"a": np.zeros((1,) * 5, np.float32)}},
+            {"mask": dilated, "operands": {"a": np.zeros((1,) * 5, np.float32)}},
             NotImplementedError,
             "up to 4 axes",
         ),
         (
-            {"mask": prefix_lm, "operands": {f"a{i}": np.zeros(1) for i in range(9)}},
+            {"mask": dilated, "operands": {f"a{i}": np.zeros(1) for i in range(9)}},
             NotImplementedError,
             "up to 8 are supported",
         ),
-        ({"mask": prefix_lm, "operands": {"a b": np.zeros(1)}}, ValueError, "Python identifiers"),
+        ({"mask": dilated, "operands": {"a b": np.zeros(1)}}, ValueError, "Python identifiers"),
     ],
 )
 def test_refused_while_tracing(functions, error, words):
@@ -713,7 +692,7 @@ def test_what_is_no_variant():
 def test_damaged_programs():
     """Every word of a program in turn is refused in a sentence, or makes another program, which the
     kernels then run within their bounds."""
-    variant, operands = variant_of(t5, documents)
+    variant, operands = variant_of(t5_bias, documents)
     case = Case("", qo_lens=(1, 20), kv_lens=(40, 33))
     batch = build(case, "normal")
     rng = np.random.default_rng(0)

@@ -4,8 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import variant_functions
 from attention_cases import E4M3, Case, build
 from backends import Backend
+from variant_functions import (
+    alibi,
+    dense_bias,
+    documents,
+    prefix_lm,
+    sigmoid_of,
+    t5_bias,
+    tree,
+)
 
 import jax_attn as ja
 from jax_attn import _core, masks
@@ -30,39 +40,11 @@ OPERANDS = {
 }
 
 
-def alibi(score, at, slopes):
-    return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-
-def t5_bias(score, at, table):
-    distance = jnp.maximum(at.q_pos - at.kv_pos, 0)
-    far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16.0) * 7.69).astype(jnp.int32)
-    return score + table[jnp.where(distance < 16, distance, jnp.minimum(far, 31)), at.head]
-
-
 def soft_cap(score, at, temperature):
     return 3.0 * jnp.tanh(score / (3.0 * temperature))
 
 
-def dense_bias(score, at, bias):
-    return score + bias[at.request, at.head, at.q_pos, at.kv_pos]
-
-
-def sigmoid(score, at):
-    return jax.nn.sigmoid(score - 2.0)
-
-
-def documents(at, q_doc, kv_doc):
-    return q_doc[at.q_row] == kv_doc[at.kv_row]
-
-
-def prefix_lm(at, prefix):
-    return (at.kv_pos < prefix[at.request]) | (at.kv_pos <= at.q_pos)
-
-
-def tree(at, ancestors):
-    place = at.kv_pos - (at.kv_len - at.q_len)
-    return (place < 0) | ((ancestors[at.q_row] >> place) & 1 != 0)
+sigmoid = sigmoid_of(2.0)
 
 
 def some_keys(at, seen):
@@ -99,11 +81,7 @@ CASES = [
 
 
 def variant_of(name):
-    logits, mask, normalize = VARIANTS[name]
-    functions = [f for f in (logits, mask) if f is not None]
-    names = {n for f in functions for n in f.__code__.co_varnames[: f.__code__.co_argcount]}
-    operands = {n: OPERANDS[n] for n in sorted(names & set(OPERANDS))}
-    return ja.Variant(logits, mask, normalize, operands), operands
+    return variant_functions.variant_of(OPERANDS, *VARIANTS[name])
 
 
 @jax.jit
