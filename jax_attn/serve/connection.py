@@ -1,14 +1,17 @@
 """A connection of the HTTP server: uvicorn's, with limits on how many there are and how slow they
-may be."""
+may be, and errors that reach who still sends."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import h11
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -125,6 +128,47 @@ class Connection(H11Protocol):
             self.transport.close()
             # Which waits until all is written.
             self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+
+class DiscardBody:
+    """ASGI middleware. Before an error is answered, reads what has not been read of the body.
+
+    Else the connection is closed under a client that still sends, which then meets a reset, and
+    often not the answer. Bounded: whoever sends more than max_bytes, or slowly, meets it still.
+    """
+
+    max_bytes = 1 << 20
+    seconds = 1.0
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        has_more = (
+            headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        ) and "expect" not in headers  # who asks first would only now be told to send it
+
+        async def receive_and_see() -> Message:
+            nonlocal has_more
+            message = await receive()
+            has_more = has_more and message.get("more_body", False)
+            return message
+
+        async def read_the_rest() -> None:
+            left = self.max_bytes
+            while has_more and left > 0:
+                left -= len((await receive_and_see()).get("body", b""))
+
+        async def send_behind_the_body(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and has_more:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(read_the_rest(), self.seconds)
+            await send(message)
+
+        await self._app(scope, receive_and_see, send_behind_the_body)
 
 
 class _Strict(h11.Connection):

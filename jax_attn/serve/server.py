@@ -30,6 +30,7 @@ from jax_attn.serve import bodies, live_view, openapi, schemas
 from jax_attn.serve.access_log import AccessLog
 from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
 from jax_attn.serve.auth import Authenticate, LoopbackHost
+from jax_attn.serve.connection import DiscardBody
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner, sampling_defaults
@@ -78,7 +79,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
       ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one.
     """
     server = _Server(engine, model, config)
-    middleware = [Middleware(AccessLog, enabled=config.access_log)]
+    middleware = [Middleware(AccessLog, enabled=config.access_log), Middleware(DiscardBody)]
     if config.allowed_origins:
         # First, as browsers ask for permission without a key.
         middleware.append(

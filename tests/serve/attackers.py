@@ -45,7 +45,7 @@ class Target:
             # Refused by its head. uvicorn does not wait for the rest where "Connection: close" was
             # asked for, and what is sent then resets the connection, at times before the answer is
             # read.
-            assert len(body) > 1 << 16
+            assert len(body if isinstance(body, bytes) else json.dumps(body)) > 1 << 16
             return None
         check(answer, {*expected, 429})
         return answer
@@ -535,7 +535,8 @@ async def pipelines(target: Target):
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
         writer.write((target.head(COMPLETIONS, len(raw)) + raw) * 50)
         async with asyncio.timeout(LONGEST_SECONDS):
-            assert b" 200 " in await reader.readline()
+            status = await reader.readline()
+            assert status.split()[1:2] in ([b"200"], [b"429"]), status  # the queue may be full
 
 
 @attacker()

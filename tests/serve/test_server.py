@@ -1034,6 +1034,19 @@ def test_the_body_of_a_stranger_is_not_read(locked_server):
         assert b" 401 " in connection.recv(1000).split(b"\r\n")[0]
 
 
+def test_who_still_sends_reads_the_error(locked_server):
+    """A connection that is closed under what was not read is reset."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    with locked_server.connect(f"{head}Content-Length: 60000\r\n\r\n".encode()) as connection:
+        for _ in range(20):
+            time.sleep(0.01)
+            connection.sendall(b"x" * 3000)
+        received = b""
+        while more := connection.recv(1000):
+            received += more
+        assert b" 401 " in received.split(b"\r\n")[0] and received.endswith(b"}")
+
+
 def test_compare_is_constant_time_and_complete(monkeypatch):
     """Every key is compared, in full, by the function made for it, whichever matches."""
     compared = []
