@@ -419,8 +419,15 @@ def test_what_jax_nn_takes(name, backend, monkeypatch):
         assert a.dtype == b.dtype and a.shape == b.shape, path
         tolerance = 3e-2 if a.dtype == jnp.bfloat16 else 2e-5
         a, b = np.float32(a), np.float32(b)
+        largest = max(1, np.abs(b).max())
+        if path[-1] == jax.tree_util.DictKey("scale"):
+            # A sum of products q * dq / scale that nearly cancel: half a unit in the last place
+            # of their magnitudes.
+            (dq, *_), _ = want[1]
+            terms = np.abs(np.float32(qkv[0]) * np.float32(dq) / np.float32(traced["scale"]))
+            largest = max(largest, terms.sum() * 2**-24 / tolerance)
         np.testing.assert_allclose(
-            a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()), err_msg=str(path)
+            a, b, rtol=tolerance, atol=tolerance * largest, err_msg=str(path)
         )
 
 
