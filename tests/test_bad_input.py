@@ -439,10 +439,11 @@ def test_dot_product_attention(row):
     check(lambda: ja.dot_product_attention(**given), exception, "dot_product_attention", *words)
 
 
-def test_a_traced_scale_of_dot_product_attention():
+def test_a_traced_scale_of_dot_product_attention_that_is_no_number():
     call = jax.jit(lambda scale: ja.dot_product_attention(**_QKV, scale=scale))
-    words = "dot_product_attention", "scale", "tracing", "multiply"
-    check(lambda: call(0.1), NotImplementedError, *words)
+    words = "dot_product_attention", "scale", "expected a number"
+    check(lambda: call(np.ones(4, np.float32)), ValueError, *words, "float32[4]")
+    check(lambda: call(np.array(True)), ValueError, *words, "bool[]")
 
 
 def test_item_times_inside_jit():
