@@ -30,6 +30,8 @@ PEERS = {  # in the order they are measured: the fastest ones before the budget 
     "flashinfer": "flashinfer_attention",
     "torch": "torch_attention",
     "jax": "jax_attention",
+    "fa4": "fa4_attention",
+    "ejkernel": "ejkernel_attention",
 }
 SHRINK = 64  # --tiny
 MAX_ERROR = 1e-2  # bf16 against float32, norms over a few rows
@@ -157,6 +159,11 @@ class GpuBench(Bench):
         plan = ops.make_plan(workload, spec)
         if workload.kind == "append":
             chain = timing.time_chain(ops.append_chain(workload, spec, plan), self.append_calls())
+            self.add(workload, variant, chain)
+        elif workload.kind == "backward":
+            num_calls = ops.attention_chain_length(workload)
+            make_chain = ops.backward_chain(workload, plan, num_calls)
+            chain = timing.time_chain(make_chain, num_calls, sustained=workload.sustained)
             self.add(workload, variant, chain)
         elif workload.kind == "step":
             layer_us = self.layer_us(workload)
