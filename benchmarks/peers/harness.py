@@ -46,17 +46,19 @@ class Peer:
     def report(self, **fields: Any) -> None:
         print(json.dumps(fields), flush=True)
 
-    def measure(self, workload: str, peer: str, take: Callable[[], Timing]) -> None:
-        """A peer that cannot do a workload costs a line, not the run."""
+    def measure(self, workload: str, peer: str, take: Callable[[], Timing]) -> bool:
+        """Whether the peer did it. One that cannot do a workload costs a line, not the run."""
         if time.perf_counter() - self._begin > self.arguments.budget:
             self.report(workload=workload, peer=peer, error="no time left")
-            return
+            return False
         try:
             timing = take()
             more = {} if timing.sustained_us is None else {"sustained_us": timing.sustained_us}
             self.report(workload=workload, peer=peer, us=timing.us, **more)
+            return True
         except Exception as error:
             self.report(workload=workload, peer=peer, error=_sentence(error))
+            return False
 
 
 def _sentence(error: Exception) -> str:
