@@ -17,6 +17,9 @@ from benchmarks.peers.harness import Peer
 from benchmarks.peers.jax_chains import time_calls
 from benchmarks.workloads import Workload
 
+PART = 256  # tokens of a part, by page_attention's own rule
+MAX_NUMEL = 1 << 20  # of Triton's arrays; the kernel that joins the parts has one of all of them
+
 
 def main() -> None:
     peer = Peer()
@@ -34,8 +37,13 @@ def time_page(workload: Workload) -> Timing:
     w = workload
     kv_lens, table = jnp.asarray(w.kv_lens, jnp.int32), page_table(w)
 
+    longest, group = max(w.kv_lens), w.num_qo_heads // w.num_kv_heads
+    most_parts = MAX_NUMEL // (group * w.head_dim)
+    num_splits = 0 if longest <= most_parts * PART else most_parts  # 0: its rule
+
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return page_attention(q, k, v, kv_lens, table, max_context_len=max(w.kv_lens))
+        options = {"max_context_len": longest, "num_splits": num_splits}
+        return page_attention(q, k, v, kv_lens, table, **options)
 
     kv_shape = (w.num_pages, w.num_kv_heads, w.page_size, w.head_dim)
     return time_calls(w, attend, (q_shape(w), kv_shape))
