@@ -155,15 +155,17 @@ class GpuBench(Bench):
             chain = timing.time_chain(ops.merge_chain(workload), 8 if ops.on_gpu() else 2)
             self.add(workload, variant, chain)
             return
+        if workload.kind == "backward":
+            self.add(workload, variant, self.time_backward(workload))
+            if workload.shared_len:
+                whole = self.time_backward(workload.unshared())
+                self.rows[-1].peers["ours, not shared"] = whole.us
+                log(f"{workload.id}: {whole.us:.2f} us, not shared")
+            return
         spec = ops.make_spec(workload, variant)
         plan = ops.make_plan(workload, spec)
         if workload.kind == "append":
             chain = timing.time_chain(ops.append_chain(workload, spec, plan), self.append_calls())
-            self.add(workload, variant, chain)
-        elif workload.kind == "backward":
-            num_calls = ops.attention_chain_length(workload)
-            make_chain = ops.backward_chain(workload, plan, num_calls)
-            chain = timing.time_chain(make_chain, num_calls, sustained=workload.sustained)
             self.add(workload, variant, chain)
         elif workload.kind == "step":
             layer_us = self.layer_us(workload)
@@ -171,6 +173,12 @@ class GpuBench(Bench):
                 self.rows.append(row)
         else:
             self.measure_attention(workload, variant, spec, plan)
+
+    def time_backward(self, workload: workloads.Workload) -> Timing:
+        plan = ops.make_plan(workload, ops.make_spec(workload, {}))
+        num_calls = ops.attention_chain_length(workload)
+        chain = ops.backward_chain(workload, plan, num_calls)
+        return timing.time_chain(chain, num_calls, sustained=workload.sustained)
 
     def measure_plan(self, workload: workloads.Workload) -> None:
         spec = ops.make_spec(workload, {})

@@ -242,8 +242,11 @@ def backward_chain(
 ) -> Callable[[int], Callable[[], Any]]:
     """Ours, for chains of up to 2 * num_calls."""
     data = make_data(workload)
+    k, v, layer = data.kv(0)
+    if layer is not None:
+        k, v = k[layer], v[layer]
     d_o = normal(data.q.shape, 2 * num_calls, seed=3)
-    return gradient_chain(lambda *qkv: ja.attention(*qkv, plan), (data.q, *data.kv(0)[:2]), d_o)
+    return gradient_chain(lambda *qkv: ja.attention(*qkv, plan), (data.q, k, v), d_o)
 
 
 def _attend(q: Any, kv: tuple[Any, Any, int | None], plan: Any) -> Any:

@@ -92,6 +92,11 @@ class Workload:
     def head_dim_vo(self) -> int:
         return self.head_dim if self.head_dim_latent is None else self.head_dim_latent
 
+    def unshared(self) -> Workload:
+        """Of a prompt and answers to it, a request each: the answers as sequences of their own."""
+        lens = self.kv_lens[1:]
+        return dataclasses.replace(self, qo_lens=lens, kv_lens=lens, shared_len=0, page_size=None)
+
     @property
     def kv_bytes(self) -> int:
         """K and V, each read once."""

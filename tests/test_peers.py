@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # As a package, without its parent on the path: that would shadow an installed jax_attn.
@@ -33,6 +34,7 @@ def chosen(name):
         ("prefill/1x16384/32-8/d128/causal/paged16", False),
         ("prefill/8x512@8192/32-8/d128/causal/paged16", False),
         ("backward/1x16384/32/d64/causal", True),
+        ("backward/group8x8192+1024/16/d128/causal", False),
     ],
 )
 def test_dense(name, dense):
@@ -44,6 +46,16 @@ def test_backward_has_five_products_and_eight_arrays():
     assert 2 * backward.flops == 5 * forward.flops
     assert forward.bytes == 4 * 4 * 4096 * 16 * 128 * 2  # q, k, v and o
     assert backward.bytes == 2 * forward.bytes
+
+
+def test_a_group_has_its_prompt_once():
+    group = chosen("backward/group8x8192+1024/16/d128/causal")
+    tables = [set(t) for t in np.split(group.page_indices(), group.page_indptr[1:-1])]
+    assert all(tables[0] <= table for table in tables) and len(tables) == 9
+    assert len(set.union(*tables)) == group.num_pages == (8192 + 8 * 1024) // 16
+    whole = group.unshared()
+    assert whole.qo_lens == whole.kv_lens == (9216,) * 8
+    assert whole.nnz_qo == group.nnz_qo + 7 * 8192
 
 
 def test_a_peer_that_is_not_installed_ends_in_a_line(monkeypatch, capsys):
