@@ -52,6 +52,15 @@ class Load:
         """Decode steps; their mean context is `context`."""
         return self.context // 8
 
+    def throughput_name(self, shape: str) -> str:
+        low, high = self.lengths
+        return f"serve/{shape}/throughput/{self.num_requests}x{low}..{high}"
+
+    def throughput_lengths(self) -> np.ndarray:
+        """[2, num_requests]: tokens of prompts, and of outputs."""
+        low, high = self.lengths
+        return np.random.default_rng(0).integers(low, high + 1, (2, self.num_requests))
+
 
 FULL = Load(64, 8192, 1024, 2048, 128, 256, (100, 1024), 16)
 TINY = Load(8, 256, 64, 64, 16, 12, (4, 40), 4)
@@ -61,6 +70,10 @@ PAGE_SIZE = 16
 VARIANTS = {
     "triton": {"xla_gpu_enable_triton_gemm": True},
 }
+
+
+def make_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, vocab_size, length).tolist()
 
 
 class Step:
@@ -107,9 +120,7 @@ class Driver:
         self.engine.scheduler = Scheduler(capacities(config, self.model.config.max_positions))
 
     def prompt(self, length: int) -> list[int]:
-        seed = next(self._ids)
-        vocab = self.model.config.vocab_size
-        return np.random.default_rng(seed).integers(2, vocab, length).tolist()
+        return make_prompt(next(self._ids), length, self.model.config.vocab_size)
 
     def submit(
         self, prompts: list[list[int]], max_tokens: int | list[int], temperature: float = 0.0
@@ -357,9 +368,7 @@ class EngineBench(Bench):
 
     def throughput(self, shape: str, driver: Driver) -> None:
         load = self.load
-        generator = np.random.default_rng(0)
-        low, high = load.lengths
-        lengths = generator.integers(low, high + 1, (2, load.num_requests))
+        lengths = load.throughput_lengths()
         prompts = [driver.prompt(int(n)) for n in lengths[0]]
         driver.submit(prompts, lengths[1].tolist())
         num_compiles, before = driver.num_compiles, driver.engine.stats()
@@ -371,7 +380,7 @@ class EngineBench(Bench):
         assert after["generated_tokens"] - before["generated_tokens"] == num_output
         floor_us = sum(driver.floor_us(step, self.ceilings) for step in steps)
         row = Row(
-            f"serve/{shape}/throughput/{load.num_requests}x{low}..{high}",
+            load.throughput_name(shape),
             us,
             bytes=sum(map(driver.num_bytes, steps)),
             flops=sum(map(driver.flops, steps)),

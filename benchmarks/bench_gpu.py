@@ -30,6 +30,8 @@ PEERS = {  # in the order they are measured: the fastest ones before the budget 
     "flashinfer": "flashinfer_attention",
     "torch": "torch_attention",
     "jax": "jax_attention",
+    "fa4": "fa4_attention",
+    "ejkernel": "ejkernel_attention",
 }
 SHRINK = 64  # --tiny
 MAX_ERROR = 1e-2  # bf16 against float32, norms over a few rows
@@ -153,6 +155,13 @@ class GpuBench(Bench):
             chain = timing.time_chain(ops.merge_chain(workload), 8 if ops.on_gpu() else 2)
             self.add(workload, variant, chain)
             return
+        if workload.kind == "backward":
+            self.add(workload, variant, self.time_backward(workload))
+            if workload.shared_len:
+                whole = self.time_backward(workload.unshared())
+                self.rows[-1].peers["ours, not shared"] = whole.us
+                log(f"{workload.id}: {whole.us:.2f} us, not shared")
+            return
         spec = ops.make_spec(workload, variant)
         plan = ops.make_plan(workload, spec)
         if workload.kind == "append":
@@ -164,6 +173,12 @@ class GpuBench(Bench):
                 self.rows.append(row)
         else:
             self.measure_attention(workload, variant, spec, plan)
+
+    def time_backward(self, workload: workloads.Workload) -> Timing:
+        plan = ops.make_plan(workload, ops.make_spec(workload, {}))
+        num_calls = ops.attention_chain_length(workload)
+        chain = ops.backward_chain(workload, plan, num_calls)
+        return timing.time_chain(chain, num_calls, sustained=workload.sustained)
 
     def measure_plan(self, workload: workloads.Workload) -> None:
         spec = ops.make_spec(workload, {})

@@ -55,6 +55,11 @@ class Requests:
         return self.text[begin : begin + self.prompt_len], self.random.randint(*self.output_lens)
 
 
+def prompt_text() -> str:
+    files = sorted((ROOT / "examples" / "prompts").glob("*.txt"))
+    return "\n".join(path.read_text("utf-8") for path in files)
+
+
 async def closed_loop(
     client: Client, requests: Requests, num_clients: int, seconds: float
 ) -> tuple[list[Answer], float, float]:
@@ -165,9 +170,7 @@ class ServeBench(Bench):
             log(f"{row.workload}: {row.more}")
 
     def text(self, client: Client) -> list[int]:
-        files = sorted((ROOT / "examples" / "prompts").glob("*.txt"))
-        text = "\n".join(path.read_text("utf-8") for path in files)
-        return json.loads(client.get("/tokenize", {"prompt": text}))["tokens"]
+        return json.loads(client.get("/tokenize", {"prompt": prompt_text()}))["tokens"]
 
     def measure_prefix(self, client: Client, add: bool = False) -> dict[str, float]:
         limit = json.loads(client.get("/v1/models"))["data"][0]["max_model_len"]

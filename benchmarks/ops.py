@@ -220,6 +220,35 @@ def attention_chain(
     return make_chain
 
 
+def gradient_chain(
+    attend: Callable[..., Any], arrays: Any, d_o: list[jax.Array]
+) -> Callable[[int], Callable[[], Any]]:
+    """Chains of backward passes of attend(*arrays): the forward pass once, then the gradients of
+    all arrays for each of n d_o."""
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        @functools.partial(jax.jit, compiler_options=uncaptured())
+        def run(arrays: Any, d_o: Any) -> Any:
+            _, pull = jax.vjp(attend, *arrays)
+            return [pull(x) for x in d_o]
+
+        return lambda: run(arrays, d_o[:num_calls])
+
+    return make_chain
+
+
+def backward_chain(
+    workload: Workload, plan: Any, num_calls: int
+) -> Callable[[int], Callable[[], Any]]:
+    """Ours, for chains of up to 2 * num_calls."""
+    data = make_data(workload)
+    k, v, layer = data.kv(0)
+    if layer is not None:
+        k, v = k[layer], v[layer]
+    d_o = normal(data.q.shape, 2 * num_calls, seed=3)
+    return gradient_chain(lambda *qkv: ja.attention(*qkv, plan), (data.q, k, v), d_o)
+
+
 def _attend(q: Any, kv: tuple[Any, Any, int | None], plan: Any) -> Any:
     k, v, layer = kv
     return ja.attention(q, k, v, plan, layer=layer)

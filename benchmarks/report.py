@@ -145,6 +145,11 @@ def write(path: Path, rows: list[Row], ceilings: Ceilings, **more: Any) -> None:
         "sources_digest": sources_digest(),
         **more,
     }
-    fields = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
-    lines = ",\n".join("  " + json.dumps(row.to_json(ceilings)) for row in rows)
+    write_json(path, head | {"rows": [row.to_json(ceilings) for row in rows]})
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """The object of a results file, one row a line."""
+    fields = [f' "{name}": {json.dumps(value)}' for name, value in result.items() if name != "rows"]
+    lines = ",\n".join("  " + json.dumps(row) for row in result["rows"])
     path.write_text("{\n" + ",\n".join(fields) + ',\n "rows": [\n' + lines + "\n ]\n}\n")

@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
-_TINY = {  # of any shape: for trying a script
+TINY = {  # of any shape: for trying a script
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -75,7 +75,7 @@ _TINY = {  # of any shape: for trying a script
 
 
 def make_model(shape: str, tiny: bool, dtype: str) -> Model:
-    config = models.parse_config(SHAPES[shape] | (_TINY if tiny else {}))
+    config = models.parse_config(SHAPES[shape] | (TINY if tiny else {}))
     key = jax.random.key(0, impl="rbg")  # gigabytes in milliseconds
     abstract = jax.eval_shape(lambda: models.random_params(config, key, dtype))
     leaves, tree = jax.tree.flatten_with_path(abstract)
@@ -112,7 +112,7 @@ def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
 
     from jax_attn.models.weights import file_shapes
 
-    raw = SHAPES[shape] | (_TINY if tiny else {})
+    raw = SHAPES[shape] | (TINY if tiny else {})
     config = models.parse_config(raw)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))

@@ -15,6 +15,7 @@ import numpy as np
 
 PATH = Path(__file__).with_name("workloads.json")
 ATTENTION_KINDS = ("decode", "mixed", "prefill", "mla", "shared_prefix")
+BACKWARD_PRODUCTS = 5  # S again, dP, dV, dQ, dK; the forward pass has two
 READ_BYTES = 30 << 27  # of the read ceiling: 67 times an H200's cache, fewer than 2^31 bf16
 
 
@@ -91,6 +92,11 @@ class Workload:
     def head_dim_vo(self) -> int:
         return self.head_dim if self.head_dim_latent is None else self.head_dim_latent
 
+    def unshared(self) -> Workload:
+        """Of a prompt and answers to it, a request each: the answers as sequences of their own."""
+        lens = self.kv_lens[1:]
+        return dataclasses.replace(self, qo_lens=lens, kv_lens=lens, shared_len=0, page_size=None)
+
     @property
     def kv_bytes(self) -> int:
         """K and V, each read once."""
@@ -107,22 +113,25 @@ class Workload:
         if self.kind == "merge":
             return self.nnz_qo * self.num_qo_heads * (token + 4) * (self.num_states + 1)
         results = self.head_dim_vo * 2
+        if self.kind == "backward":  # q, k, v, o and its gradient in, three gradients out
+            return 2 * self.kv_bytes + self.nnz_qo * self.num_qo_heads * 2 * (token + results)
         return self.kv_bytes + self.nnz_qo * self.num_qo_heads * (token + results)
 
     @property
     def flops(self) -> int:
-        """2 * (QK and PV) over the visible (query, key) pairs."""
-        if self.kind not in ATTENTION_KINDS:
+        """2 * (QK and PV) over the visible (query, key) pairs; backward: 2 * five such products."""
+        if self.kind not in (*ATTENTION_KINDS, "backward"):
             return 0
         pairs = 0
         for qo, kv in zip(self.qo_lens, self.kv_lens, strict=True):
             pairs += qo * kv - (qo * (qo - 1) // 2 if self.causal else 0)
-        return 2 * pairs * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
+        flops = 2 * pairs * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
+        return flops * BACKWARD_PRODUCTS // 2 if self.kind == "backward" else flops
 
     @property
     def sustained(self) -> bool:
         """Whether it multiplies enough for the power limit to matter (bursts.py)."""
-        return self.kind in ("mixed", "prefill", "mla")
+        return self.kind in ("mixed", "prefill", "mla", "backward")
 
     def floor_us(self, bytes_per_us: float, flops_per_us: float) -> float:
         """No version runs faster than this on a device that does so much in a microsecond."""
@@ -142,7 +151,7 @@ def load(select: Iterable[str] = (), kinds: Iterable[str] = (), shrink: int = 1)
             return False
         return not select or any(_matches(entry["id"], pattern) for pattern in select)
 
-    supported = (*ATTENTION_KINDS, "append", "merge", "step", "plan")
+    supported = (*ATTENTION_KINDS, "append", "merge", "step", "plan", "backward")
     entries = json.loads(PATH.read_text())["workloads"]
     for pattern in select:
         if not any(_matches(entry["id"], pattern) for entry in entries):

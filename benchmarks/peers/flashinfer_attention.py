@@ -25,8 +25,7 @@ HEAD_DIMS_MLA = (512, 64)  # ckv, kpe
 
 def main() -> None:
     peer = Peer(build_only="compile the modules, measure nothing", no_fa3="leave fa3 out")
-    import flashinfer
-
+    flashinfer = peer.require("flashinfer")
     fa3 = not peer.arguments.no_fa3
     peer.report(note=f"flashinfer {flashinfer.__version__}")
     begin = time.perf_counter()
@@ -48,15 +47,21 @@ def main() -> None:
 def build(fa3: bool) -> None:
     """Every module that the wrappers below will ask for, in one parallel ninja run."""
     from flashinfer import jit
-    from flashinfer.jit.attention import gen_batch_attention_module
+
+    # fa2 and the persistent kernel have one module for k and v of equal strides, as they are here,
+    # and one for others; the public functions build a third, which no wrapper asks for.
+    from flashinfer.jit.attention.modules import (
+        _gen_batch_attention_primary_module,
+        _gen_batch_prefill_primary_module,
+    )
     from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.page import gen_page_module
 
     types = (BF16, BF16, BF16, INT32, HEAD_DIM, HEAD_DIM, 0)
     specs = [
-        jit.gen_batch_prefill_module("fa2", *types, False, False, False),
+        _gen_batch_prefill_primary_module("fa2", *types, False, False, False),
         jit.gen_batch_decode_module(*types, False, False),
-        gen_batch_attention_module(*types, False, False),
+        _gen_batch_attention_primary_module(*types, False, False),
         gen_page_module(),
         gen_cascade_module(),
         jit.gen_batch_mla_module("fa2", *types[:4], *HEAD_DIMS_MLA, False),
@@ -176,19 +181,31 @@ def make_mla(w: Workload, backend: str) -> Callable[[int], Any]:
 
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(), backend=backend)
     indptr, indices, _ = _pages(w)
+    lengths = {"qo_indptr": _ints(w.qo_indptr), "kv_len_arr": _ints(w.kv_lens)}
     wrapper.plan(
-        _ints(w.qo_indptr), indptr, indices, _ints(w.kv_lens), w.num_qo_heads, *HEAD_DIMS_MLA,
-        w.page_size, w.causal, 192**-0.5, BF16, BF16,
-    )  # fmt: skip
-    q = [_normal(w.nnz_qo, w.num_qo_heads, dim) for dim in HEAD_DIMS_MLA]
+        metadata=flashinfer.mla.MLAPlanMetadata.csr(
+            kv_indptr=indptr, kv_indices=indices, **lengths
+        ),
+        num_heads=w.num_qo_heads,
+        head_dim_ckv=HEAD_DIMS_MLA[0],
+        head_dim_kpe=HEAD_DIMS_MLA[1],
+        page_size=w.page_size,
+        causal=w.causal,
+        sm_scale=192**-0.5,
+        q_data_type=BF16,
+        kv_data_type=BF16,
+        query_layout="split",
+        kv_cache_layout="split",
+    )
+    q = tuple(_normal(w.nnz_qo, w.num_qo_heads, dim) for dim in HEAD_DIMS_MLA)
     o = torch.empty_like(q[0])
     caches = itertools.cycle(
         [
-            [_normal(w.num_pages, w.page_size, dim) for dim in HEAD_DIMS_MLA]
+            tuple(_normal(w.num_pages, w.page_size, dim) for dim in HEAD_DIMS_MLA)
             for _ in range(num_sets(w))
         ]
     )
-    return lambda i: wrapper.run(*q, *next(caches), out=o)
+    return lambda i: wrapper.run(query=q, kv_cache=next(caches), out=o)
 
 
 def make_append(w: Workload) -> Callable[[int], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -34,22 +35,46 @@ class Peer:
         every = load(select, kinds, self.arguments.shrink)
         return [w for w in every if w.kv_dtype == "bf16"]  # the peers here are called with that
 
+    def require(self, module: str) -> Any:
+        """The peer's package. What is not there, or does not load, ends the process in a line."""
+        try:
+            return importlib.import_module(module)
+        except Exception as error:
+            self.report(workload="every row", peer=module, error=_sentence(error))
+            raise SystemExit(0) from None
+
     def report(self, **fields: Any) -> None:
         print(json.dumps(fields), flush=True)
 
-    def measure(self, workload: str, peer: str, take: Callable[[], Timing]) -> None:
-        """A peer that cannot do a workload costs a line, not the run."""
+    def measure(self, workload: str, peer: str, take: Callable[[], Timing]) -> bool:
+        """Whether the peer did it. One that cannot do a workload costs a line, not the run."""
         if time.perf_counter() - self._begin > self.arguments.budget:
             self.report(workload=workload, peer=peer, error="no time left")
-            return
+            return False
         try:
             timing = take()
             more = {} if timing.sustained_us is None else {"sustained_us": timing.sustained_us}
             self.report(workload=workload, peer=peer, us=timing.us, **more)
+            return True
         except Exception as error:
-            words = [word.rpartition("/")[2] for word in str(error).split()]  # no paths
-            text = f"{type(error).__name__}: {' '.join(words)[:200]}"
-            self.report(workload=workload, peer=peer, error=text)
+            self.report(workload=workload, peer=peer, error=_sentence(error))
+            return False
+
+
+def _sentence(error: Exception) -> str:
+    words = [word.rpartition("/")[2] for word in str(error).split()]  # no paths
+    return f"{type(error).__name__}: {' '.join(words)[:200]}"
+
+
+def is_dense(workload: Workload) -> bool:
+    """Whether a call on [batch, len, heads, head_dim] computes it: equal lengths, and one query or
+    as many as keys. Bottom-right causal with fewer queries is not what such calls name causal."""
+    w = workload
+    if len(set(w.kv_lens)) > 1 or len(set(w.qo_lens)) > 1:
+        return False
+    if w.kind == "decode":
+        return w.qo_lens[0] == 1
+    return w.page_size is None and w.qo_lens[0] == w.kv_lens[0]
 
 
 def num_sets(workload: Workload) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.bursts import Timing
-from benchmarks.peers.harness import Peer, expected_us, num_sets, time_graph
+from benchmarks.peers.harness import Peer, expected_us, is_dense, num_sets, time_graph
 from benchmarks.workloads import READ_BYTES, Workload
 
 BACKENDS = {
@@ -22,13 +23,7 @@ def main() -> None:
     peer = Peer()
     peer.report(note=f"torch {torch.__version__}, cudnn {torch.backends.cudnn.version()}")
     ceilings(peer)
-    for workload in peer.workloads("prefill", "decode"):
-        dense = len(set(workload.kv_lens)) == 1 and len(set(workload.qo_lens)) == 1
-        # Bottom-right causal with fewer queries than keys is not SDPA's is_causal.
-        if not dense or workload.qo_lens[0] not in (1, workload.kv_lens[0]):
-            continue
-        if workload.page_size is not None and workload.kind == "prefill":
-            continue
+    for workload in filter(is_dense, peer.workloads("backward", "prefill", "decode")):
         for name, backend in BACKENDS.items():
             if name == "torch flash" and workload.kind == "decode":
                 continue
@@ -55,11 +50,26 @@ def time_sdpa(workload: Workload, backend: SDPBackend) -> Timing:
     gqa = {"enable_gqa": True} if w.num_qo_heads != w.num_kv_heads else {}
     causal = w.causal and w.qo_lens[0] > 1
 
-    def run(i: int) -> Any:
+    def attend(i: int) -> torch.Tensor:
         q, k, v = sets[i % len(sets)]
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **gqa)
 
+    @functools.cache
+    def forward(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, and a gradient of it. Kept: the first call is on the stream that is captured later,
+        which autograd computes gradients on."""
+        for x in sets[i]:
+            x.requires_grad_()
+        o = attend(i)
+        return o, torch.randn_like(o)
+
+    def backward(i: int) -> Any:
+        i %= 2  # the sets that time_graph begins with, before it captures
+        o, d_o = forward(i)
+        return torch.autograd.grad(o, sets[i], d_o, retain_graph=True)
+
     with sdpa_kernel(backend):
+        run = backward if w.kind == "backward" else attend
         return time_graph(run, expected_us(w), sustained=w.sustained)
 
 
