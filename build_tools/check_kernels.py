@@ -398,7 +398,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
                 append = _core.append_source(spec.problem, rotates)
                 appends[append.name] = append
     for spec in backward_specs(target):
-        yield _core.backward_source(spec.problem), 0
+        for source in _core.backward_sources(spec.problem):
+            yield source, 0
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
     yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0

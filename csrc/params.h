@@ -411,7 +411,8 @@ struct BackwardCudaParams {
   // Not 0 at entry.
   float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * head_dim_qk] in the order of registers
   i32 max_tiles;
-  // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if forward.has_tensor_maps
+  // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if
+  // forward.has_tensor_maps
   TensorMap q_map, d_o_map;
 };
 

@@ -93,8 +93,8 @@ class BackwardIndex {
     }
   }
 
-  // kBackwardLinkPages: chains of the entries with one page. What is shared is shared by neighbours, mostly,
-  // so the next entry is about a page table away.
+  // kBackwardLinkPages: chains of the entries with one page. What is shared is shared by
+  // neighbours, mostly, so the next entry is about a page table away.
   __device__ __forceinline__ void LinkPages(int thread, int num_threads) const {
     const AttentionParams& f = p_.forward;
 #pragma unroll 1

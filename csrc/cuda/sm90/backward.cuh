@@ -174,9 +174,9 @@ template <class Traits>
 class HopperBackwardProducer : HopperBackwardRole<Traits> {
  public:
   using Base = HopperBackwardRole<Traits>;
+  using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
   using typename Base::Pairs;
   using typename Base::Shape;
-  using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
 
   __device__ __forceinline__ void Run(int batch_size) {
     UnitSearch search = {0, 0};
@@ -214,9 +214,9 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       return CeilDiv(LoadConstant(f_.kv_lens + request), kKeys);
     };
     u32 place = 0;
-    const int request =
-        search.Find(TakeNumber(p_.num_blocks_taken), batch_size, place,
-                    [&](int r) { return blocks_of(r) * static_cast<u32>(f_.num_kv_heads); });
+    const int request = search.Find(TakeNumber(p_.num_blocks_taken), batch_size, place, [&](int r) {
+      return blocks_of(r) * static_cast<u32>(f_.num_kv_heads);
+    });
     HopperBackwardUnit unit = {};
     unit.block = -1;
     if (request < 0) return unit;
@@ -236,8 +236,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   __device__ __forceinline__ void CopyRows(u32 to, const void* array, int num_heads, int row,
                                            int head, int num_live) const {
     constexpr int kChunks = kDim / 8;  // of 16 bytes
-    const u16* from = static_cast<const u16*>(array) +
-                      (static_cast<i64>(row) * num_heads + head) * kDim;
+    const u16* from =
+        static_cast<const u16*>(array) + (static_cast<i64>(row) * num_heads + head) * kDim;
     const i64 stride = static_cast<i64>(num_heads) * kDim;
 #pragma unroll 1
     for (int i = Lane(); i < kNumRows * kChunks; i += kWarpSize) {
@@ -331,9 +331,9 @@ template <class Traits>
 class HopperBackwardWriter : HopperBackwardRole<Traits> {
  public:
   using Base = HopperBackwardRole<Traits>;
+  using Base::Base, Base::kGroup;
   using typename Base::Pairs;
   using typename Base::Shape;
-  using Base::Base, Base::kGroup;
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
@@ -386,9 +386,9 @@ template <class Traits>
 class HopperBackwardConsumer : HopperBackwardRole<Traits> {
  public:
   using Base = HopperBackwardRole<Traits>;
+  using Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
   using typename Base::Shape;
   using typename Base::Shared;
-  using Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
   using E = Element<Traits::kDtype>;
   using K = typename Shape::K;
   using Q = typename Shape::Q;
@@ -418,8 +418,8 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
  private:
   using Base::f_, Base::p_, Base::shared_;
   using Sums = float[kDim / 8][4];
-  using Tile = float[kRows / 8][4];            // of S^T or dP^T: keys are rows
-  using Fragments = u32[kRows / 16][4];        // likewise, packed
+  using Tile = float[kRows / 8][4];      // of S^T or dP^T: keys are rows
+  using Fragments = u32[kRows / 16][4];  // likewise, packed
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
   // Of the block, the first key of this warp's 16.
@@ -745,8 +745,7 @@ class HopperBackwardRounding {
       }
     }
     if (batch_size_ == 0 || FirstTile(low) > slot) return -1;
-    const int tokens =
-        LoadConstant(f_.qo_indptr + low + 1) - LoadConstant(f_.qo_indptr + low);
+    const int tokens = LoadConstant(f_.qo_indptr + low + 1) - LoadConstant(f_.qo_indptr + low);
     return (slot - FirstTile(low)) * kRows < tokens ? low : -1;
   }
 
@@ -779,8 +778,7 @@ class HopperBackwardRounding {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row + 8 * h >= source.qo_len) continue;
-      const i64 at =
-          static_cast<i64>(source.qo_begin + row + 8 * h) * f_.num_qo_heads + head;
+      const i64 at = static_cast<i64>(source.qo_begin + row + 8 * h) * f_.num_qo_heads + head;
       *reinterpret_cast<uint4*>(static_cast<u16*>(p_.d_q) + at * kDim + column) =
           make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
     }
@@ -813,7 +811,7 @@ struct HopperBackwardBody {
   static constexpr int kSmemBytes = sizeof(Shared);
   static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
   // 64K in all. Consumers hold dk, dv, S and dP, or dq.
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 240;
 
   __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
