@@ -89,8 +89,8 @@ void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
   }
 }
 
-// How a backward pass is launched: void(const Case&, const AttentionSpec&, BackwardCudaParams,
-// std::mt19937&).
+// How a backward pass is launched: void(const Case&, const AttentionSpec&, const
+// BackwardCudaParams&, std::mt19937&).
 template <class Traits, class Launch>
 void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, const Launch& launch) {
   std::mt19937 random(seed);
@@ -183,8 +183,9 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
 
 // One phase.
 template <class Body>
-void Emulate(const Case& c, BackwardCudaParams params, i32 phase, std::mt19937& random) {
+void Emulate(const Case& c, const BackwardCudaParams& of_all, i32 phase, std::mt19937& random) {
   static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
+  BackwardCudaParams params = of_all;
   params.phase = phase;
   emulation::machine.Launch(static_cast<int>(c.num_ctas), Body::kNumThreads,
                             static_cast<unsigned>(random()), [&params] { Body::Run(params); });

@@ -12,8 +12,9 @@ template <class Traits>
 void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, bool scatters = false) {
   using Body = BackwardBody<Traits>;
   RunBackward<Traits>(c, seed, poison, scatters,
-                      [](const Case& c, const AttentionSpec& spec, BackwardCudaParams params,
+                      [](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& given,
                          std::mt19937& random) {
+                        BackwardCudaParams params = given;
                         params.is_not_finite = nullptr;  // as without the Hopper kernel
                         Emulate<Body>(c, params, kBackwardReadPlan, random);
                         if (spec.paged()) Emulate<Body>(c, params, kBackwardLinkPages, random);

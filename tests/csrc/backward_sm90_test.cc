@@ -40,8 +40,9 @@ void Run(const Case& c, unsigned seed, bool boxes, Poison poison = kNone) {
   using Hopper = HopperBackwardBody<Traits>;
   RunBackward<Traits>(
       c, seed, poison, false,
-      [=](const Case& c, const AttentionSpec& spec, BackwardCudaParams params,
+      [=](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& given,
           std::mt19937& random) {
+        BackwardCudaParams params = given;
         if (!RunsHopperBackward(spec)) {
           std::printf("FAILED %s: not a case of the Hopper kernel\n", c.name);
           ++g_failures;

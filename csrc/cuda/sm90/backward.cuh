@@ -300,25 +300,29 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     Load<typename Shape::Q, kRows>(full, boxed, SharedAddress(to.q), SharedAddress(to.d_o), f_.q,
                                    p_.d_o, p_.q_map, p_.d_o_map, f_.num_qo_heads, row, head,
                                    num_live);
-    float lse[kRows / kWarpSize], d[kRows / kWarpSize];
+    // Two of each at a time: registers are few here.
+#pragma unroll 1
+    for (int begin = 0; begin < kRows; begin += 2 * kWarpSize) {
+      float lse[2], d[2];
 #pragma unroll
-    for (int i = 0; i < kRows / kWarpSize; ++i) {
-      const int r = i * kWarpSize + Lane();
-      lse[i] = -Infinity();
-      d[i] = 0.0f;
-      if (r < num_live) {
-        const i64 at = static_cast<i64>(row + r) * f_.num_qo_heads + head;
-        lse[i] = __uint_as_float(LoadOperand32(p_.lse + at));
-        d[i] = __uint_as_float(LoadOperand32(p_.d + at));
+      for (int i = 0; i < 2; ++i) {
+        const int r = begin + i * kWarpSize + Lane();
+        lse[i] = -Infinity();
+        d[i] = 0.0f;
+        if (r < num_live) {
+          const i64 at = static_cast<i64>(row + r) * f_.num_qo_heads + head;
+          lse[i] = __uint_as_float(LoadOperand32(p_.lse + at));
+          d[i] = __uint_as_float(LoadOperand32(p_.d + at));
+        }
       }
-    }
 #pragma unroll
-    for (int i = 0; i < kRows / kWarpSize; ++i) {
-      const int r = i * kWarpSize + Lane();
-      const bool counts = lse[i] != -Infinity();
-      // Of +inf NaN.
-      shared_.lse_log2[slot][r] = counts ? (lse[i] - lse[i]) + lse[i] * kLog2E : Infinity();
-      shared_.d[slot][r] = counts ? d[i] : 0.0f;
+      for (int i = 0; i < 2; ++i) {
+        const int r = begin + i * kWarpSize + Lane();
+        const bool counts = lse[i] != -Infinity();
+        // Of +inf NaN.
+        shared_.lse_log2[slot][r] = counts ? (lse[i] - lse[i]) + lse[i] * kLog2E : Infinity();
+        shared_.d[slot][r] = counts ? d[i] : 0.0f;
+      }
     }
     ArriveBarrier(full, boxed ? 2 : 1);
     this->slot_.Advance();
@@ -810,8 +814,9 @@ struct HopperBackwardBody {
   static constexpr int kMinCtasPerSm = 1;
   static constexpr int kSmemBytes = sizeof(Shared);
   static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
-  // 64K in all. Consumers hold dk, dv, S and dP, or dq.
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 240;
+  // No more in all than the CTA begins with, 168 a thread. Consumers hold dk, dv, S and dP, or dq.
+  static constexpr int kProducerRegisters = Shape::kRows == 128 ? 24 : 40;
+  static constexpr int kConsumerRegisters = Shape::kRows == 128 ? 240 : 232;
 
   __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
