@@ -69,8 +69,8 @@ _ITEM_TO_ITEM = (
 _QUEUE_END = (16, "the end of the queue, which consumers read once an item")
 _BACKWARD_D64 = (
     48,
-    "dk, dv, S^T, dP^T and P^T of 128 rows take 224 of 240 registers: 6 words, 12 with windows and a"
-    " soft cap; not profiled",
+    "dk, dv, S^T, dP^T and P^T of 128 rows take 224 of 240 registers: 6 words, 12 with windows and"
+    " a soft cap; not profiled",
 )
 _PORTABLE_ON_SM100 = (
     136,
