@@ -815,8 +815,8 @@ struct HopperBackwardBody {
   static constexpr int kSmemBytes = sizeof(Shared);
   static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
   // No more in all than the CTA begins with, 168 a thread. Consumers hold dk, dv, S and dP, or dq.
-  static constexpr int kProducerRegisters = Shape::kRows == 128 ? 24 : 40;
-  static constexpr int kConsumerRegisters = Shape::kRows == 128 ? 240 : 232;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
 
   __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
