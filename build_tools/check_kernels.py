@@ -67,6 +67,11 @@ _ITEM_TO_ITEM = (
     " no registers for; with windows and a soft cap two of these words are read in every step",
 )
 _QUEUE_END = (16, "the end of the queue, which consumers read once an item")
+_BACKWARD_D64 = (
+    48,
+    "dk, dv, S^T, dP^T and P^T of 128 rows take 224 of 240 registers: 6 words, 12 with windows and"
+    " a soft cap; not profiled",
+)
 _PORTABLE_ON_SM100 = (
     136,
     "sm_100a, where mma.sync serves with all of 255 registers; not looked into, no such GPU was at"
@@ -174,6 +179,12 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-ragged-q16_128-kv64-w4-s3-right-times": (
         56,
         "sm_80: the kernel that records times, which nobody waits for",
+    ),
+    "backward-bf16-d64-g1-ragged-right-wgmma": _BACKWARD_D64,
+    "backward-f16-d64-g8-ragged-left-right-cap-wgmma": _BACKWARD_D64,
+    "backward-f16-d128-g2-ragged-left-right-cap-wgmma": (
+        32,
+        "8 words; with 40 registers for the producer there are none, but ptxas serialises every wgmma",
     ),
     "backward-bf16-d96-g4-page1-right-cap": (8, "not looked into yet"),
     "plan": (
@@ -365,6 +376,9 @@ def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
         ((128, 128), 8, 16, {"dtype": "float16", "causal": False}),
         ((64, 64), 1, None, {}),
         ((64, 64), 4, 16, {}),
+        ((128, 128), 1, None, {"causal": False}),
+        ((128, 128), 2, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
+        ((64, 64), 8, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
         ((40, 40), 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}),
         ((96, 96), 4, 1, {"logits_soft_cap": 30.0}),
         ((192, 128), 1, None, {}),
@@ -398,7 +412,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
                 append = _core.append_source(spec.problem, rotates)
                 appends[append.name] = append
     for spec in backward_specs(target):
-        yield _core.backward_source(spec.problem), 0
+        for source in _core.backward_sources(spec.problem):
+            yield source, 0
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
     yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0

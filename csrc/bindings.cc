@@ -342,8 +342,8 @@ NB_MODULE(_core, m) {
         return nb::make_tuple(nb::bytes(cubin.data(), cubin.size()), log);
       });
   m.def("attention_source", &AttentionKernelSource);
-  m.def("backward_source",
-        [](const AttentionProblem& problem) { return BackwardKernelSource(problem.spec); });
+  m.def("backward_sources",
+        [](const AttentionProblem& problem) { return BackwardKernelSources(problem.spec); });
   m.def("append_source", [](const AttentionProblem& problem, bool rotates) {
     return AppendKernelSource(MakeAppendKernel(problem.spec, rotates));
   });

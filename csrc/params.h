@@ -370,21 +370,32 @@ struct BackwardParams {
   float* d_v;  // the same with head_dim_vo
 };
 
+// Query tokens of a tile of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh.
+constexpr i32 HopperBackwardRows(i32 head_dim) { return head_dim <= 64 ? 128 : 64; }
+
+// Launches of the backward pass on CUDA devices, in their order.
+enum BackwardPhase : i32 {
+  kBackwardReadPlan = 0,   // portable
+  kBackwardLinkPages = 1,  // portable, if paged
+  kBackwardSums = 2,       // Hopper: d_k, d_v, and the sums that become d_q
+  kBackwardRound = 3,      // Hopper: d_q from these
+  kBackwardRows = 4,       // portable: all results, unless is_not_finite says otherwise
+};
+
 // The backward pass on CUDA devices. It goes by lengths and page tables, not by the schedule.
-// Launches with phases 0, 1 and 2 follow each other; ragged, 0 and 2.
 struct BackwardCudaParams {
-  AttentionParams forward;  // as in BackwardParams
+  AttentionParams forward;  // as in BackwardParams; with the Hopper kernel, k_map and v_map
   const float* lse;         // as in BackwardParams, likewise d and d_o
   const float* d;
   const void* d_o;
-  // In the element type, 0 at entry.
+  // In the element type. 0 at entry, but not for the Hopper kernel.
   void* d_q;             // [max_qo_tokens, num_qo_heads, head_dim_qk]
   void* d_k;             // as k, all layers
   void* d_v;             // as v
   i64 num_elements[3];   // of d_q, d_k and d_v
   const i32* kv_indptr;  // [max_batch + 1] pages (page_indptr); ragged: first rows
   i32 max_entries;       // of page_indices
-  i32 phase;
+  i32 phase;             // BackwardPhase
   // Workspace, 0 at entry.
   i32* num_taken;      // [1] units that CTAs took
   i32* q_begins;       // [max_batch] kv position of a request's first query token
@@ -392,6 +403,17 @@ struct BackwardCudaParams {
   i32* is_read;        // [max_entries] 1: its request has tokens there
   i32* first_entries;  // [num_pages] max_entries - the first entry that is read; 0: none is
   i32* last_entries;   // [num_pages] 1 + the last one; 0: none
+  // Of the Hopper kernel, null without it. A request's first tile is qo_indptr / tile rows +
+  // request, so that max_tiles = max_qo_tokens / tile rows + max_batch are enough.
+  i32* num_blocks_taken;  // [1] blocks of keys that CTAs took
+  i32* is_not_finite;     // [1] 1: some result is not, and kBackwardRows computes all of them again
+  i32* turns;             // [max_tiles, num_qo_heads] blocks of keys that have added to a tile
+  // Not 0 at entry.
+  float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * head_dim_qk] in the order of registers
+  i32 max_tiles;
+  // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if
+  // forward.has_tensor_maps
+  TensorMap q_map, d_o_map;
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

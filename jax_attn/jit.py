@@ -119,7 +119,7 @@ def jobs_of(
             jobs[name] = functools.partial(_core.prepare_append, spec.problem, rotates)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
     if has_gradients:
-        name = _core.backward_source(spec.problem).name
+        name = _core.backward_sources(spec.problem)[-1].name  # of those that run, the fastest
         jobs[name] = lambda: _core.prepare_backward(spec.problem)
     return jobs
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, Case, build, built, random_case
+from attention_cases import CASES, MASKS, Case, build, built, random_case
 from backends import Backend, on_every_backend, on_every_platform
 from checking import assert_same_bits
 from hypothesis import given, settings
@@ -105,6 +105,20 @@ def check(case, backends=BEST_CPU, content=None):
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
 def test_case(case, backend):
     check(case, cpu_backends(case) if backend.platform == "cpu" else [backend])
+
+
+@on_every_platform
+@pytest.mark.parametrize("mask", ["causal", "full", "both_long", "cap_full_window"])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (5, 1)), (128, (4, 4))])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ragged(dtype, head_dim, heads, mask, backend):
+    """On sm_90 the kernel on wgmma, with tiles and blocks that are whole, and that are not."""
+    for content in ("normal", "peaky", "count"):
+        case = Case(
+            f"hopper_{mask}-{content}", (200, 0, 64, 1, 130, 3), (200, 16, 400, 1, 300, 0),
+            *heads, head_dim, dtype=dtype, page_size=None, **MASKS[mask], contents=(content,),
+        )  # fmt: skip
+        check(case, [backend])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -248,6 +262,22 @@ def test_the_backward_pass_lowers_for_cuda(dtype):
     calls = [line for line in text.splitlines() if "@jax_attn_backward" in line]
     words = 16 + 3 + 2 * 40 + 2 * 30  # counter, requests, entries of page tables, pages
     assert len(calls) == 1 and f"tensor<{words}xf32>" in calls[0]
+
+
+@pytest.mark.parametrize("head_dim, rows", [(64, 128), (128, 64)])
+def test_the_workspace_of_sm_90_grows_with_tokens(head_dim, rows):
+    """Ragged: f32 sums of d_q in tiles of so many rows, and a count of turns each."""
+
+    def words(tokens, batch=3, dtype="bfloat16", target="sm_90"):
+        spec = ja.AttentionSpec(
+            4, 2, head_dim, dtype=dtype, page_size=None, max_batch=batch, max_qo_tokens=tokens,
+            max_kv_tokens=99, target=target,
+        )  # fmt: skip
+        return spec.problem.backward_words(1)
+
+    tiles = 500 // rows + 3
+    assert words(500) == 4 * -(-(16 + 3 + 4 * tiles) // 4) + 4 * tiles * rows * head_dim
+    assert words(500, dtype="float32") == words(500, target="sm_80") == 16 + 3
 
 
 # ---- with the rest of JAX

@@ -138,8 +138,8 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   p.d_q = d_q->untyped_data();
   p.d_k = d_k->untyped_data();
   p.d_v = d_v->untyped_data();
-  const int64_t num_words = BackwardWorkspaceWords(problem.spec, params.forward.num_pages);
-  return ToFfi(LaunchBackward(problem.spec, p, num_words, stream, device_ordinal));
+  const int64_t num_zero_words = BackwardZeroWords(problem.spec, params.forward.num_pages);
+  return ToFfi(LaunchBackward(problem.spec, p, num_zero_words, stream, device_ordinal));
 }
 
 // The operands, results and attributes of one call, after the contexts of a platform.

@@ -111,6 +111,7 @@ void VisitFields(const BackwardKernel& k, Visitor& visit) {
   visit("kHasWindowLeft", k.window_left);
   visit("kHasWindowRight", k.window_right, "causal is window_right 0");
   visit("kHasSoftCap", k.logits_soft_cap);
+  visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
 }
 
 // Whether bytes are copied, whatever their type.
@@ -266,6 +267,12 @@ BackwardKernel MakeBackwardKernel(const AttentionSpec& spec) {
   return kernel;
 }
 
+BackwardKernel MakeHopperBackwardKernel(const AttentionSpec& spec) {
+  BackwardKernel kernel = MakeBackwardKernel(spec);
+  kernel.main_loop = kHopper;
+  return kernel;
+}
+
 KernelSource MakeSource(const BackwardKernel& kernel) {
   std::ostringstream name;
   name << "backward-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
@@ -277,9 +284,12 @@ KernelSource MakeSource(const BackwardKernel& kernel) {
   if (kernel.window_left) name << "-left";
   if (kernel.window_right) name << "-right";
   if (kernel.logits_soft_cap) name << "-cap";
+  const bool hopper = kernel.main_loop == kHopper;
+  if (hopper) name << "-wgmma";
   const std::string entry = "backward_kernel";
   return {name.str(), entry,
-          TranslationUnit("cuda/sm80/backward.cuh", TraitsOf(kernel).str(), "BackwardBody",
+          TranslationUnit(hopper ? "cuda/sm90/backward.cuh" : "cuda/sm80/backward.cuh",
+                          TraitsOf(kernel).str(), hopper ? "HopperBackwardBody" : "BackwardBody",
                           "BackwardCuda", entry),
           Options(kernel.arch)};
 }

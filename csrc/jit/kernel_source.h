@@ -51,8 +51,11 @@ struct BackwardKernel {
   bool window_left = false;   // is limited
   bool window_right = false;  // is limited, as causal is
   bool logits_soft_cap = false;
+  int64_t main_loop = kPortable;
 };
 BackwardKernel MakeBackwardKernel(const AttentionSpec& spec);
+// The one that goes first where RunsHopperBackward.
+BackwardKernel MakeHopperBackwardKernel(const AttentionSpec& spec);
 
 struct AppendKernel {
   int64_t arch = 0;                  // 0: that of device 0

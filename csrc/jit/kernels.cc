@@ -6,6 +6,7 @@
 #include "jit/compiler.h"
 #include "jit/cuda_api.h"
 #include "jit/registry.h"
+#include "select/select.h"
 
 namespace jax_attn {
 namespace {
@@ -91,8 +92,7 @@ struct BoxedArray {
   int64_t box_rows, box_heads;
 };
 
-Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const BoxedArray& of,
-                     TensorMap* map) {
+Status MakeTensorMap(const CudaDriver& d, int64_t dtype, const BoxedArray& of, TensorMap* map) {
   using u64 = unsigned long long;
   const u64 row_bytes = static_cast<u64>(of.num_heads * of.head_dim * 2);
   const u64 dims[] = {static_cast<u64>(of.head_dim), static_cast<u64>(of.num_heads),
@@ -101,8 +101,8 @@ Status MakeTensorMap(const CudaDriver& d, const AttentionProblem& problem, const
   const unsigned box[] = {64, static_cast<unsigned>(of.box_heads),
                           static_cast<unsigned>(of.box_rows), 1};
   const unsigned steps[] = {1, 1, 1, 1};
-  const int type = problem.spec.dtype == kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const int type =
+      dtype == kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult r = d.cuTensorMapEncodeTiled(
       map, type, 4, const_cast<void*>(of.array), dims, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -117,7 +117,7 @@ Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const voi
   if (problem.spec.quantized()) head_dim /= 2;
   const BoxedArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
                          head_dim, BoxRows(problem), 1};
-  return MakeTensorMap(d, problem, of, map);
+  return MakeTensorMap(d, problem.spec.dtype, of, map);
 }
 
 // Results that consumers share are written by the copy engine, where a warp's 16 rows are one box:
@@ -132,7 +132,7 @@ Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, Attent
   }
   const BoxedArray of = {p->o,       1,    p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
                          16 / group, group};
-  const Status s = MakeTensorMap(d, problem, of, &p->o_map);
+  const Status s = MakeTensorMap(d, spec.dtype, of, &p->o_map);
   p->has_o_map = s.ok();
   return s;
 }
@@ -159,6 +159,25 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
   return s;
 }
 
+// Of the Hopper kernel of the backward pass.
+Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardCudaParams* p) {
+  constexpr int64_t kKeys = 128;  // of a block
+  AttentionParams& f = p->forward;
+  if (spec.max_kv_tokens == 0 || spec.max_qo_tokens == 0) return Status::Ok();
+  const int64_t dim = spec.head_dim_qk;
+  const auto map = [&](const void* array, int64_t rows, int64_t heads, int64_t box_rows,
+                       TensorMap* to) {
+    return MakeTensorMap(d, spec.dtype, {array, 1, rows, heads, dim, box_rows, 1}, to);
+  };
+  const int64_t tile = HopperBackwardRows(static_cast<i32>(dim));
+  Status s = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->q_map);
+  if (s.ok()) s = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->d_o_map);
+  if (s.ok()) s = map(f.k, spec.max_kv_tokens, spec.num_kv_heads, kKeys, &f.k_map);
+  if (s.ok()) s = map(f.v, spec.max_kv_tokens, spec.num_kv_heads, kKeys, &f.v_map);
+  f.has_tensor_maps = s.ok();
+  return s;
+}
+
 Status NotLoaded(const char* op, int device_ordinal) {
   return Status::Error(std::string(op) + ": its kernel is not loaded on device " +
                        std::to_string(device_ordinal) +
@@ -172,6 +191,13 @@ Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
   if (FindLoadedKernel(key, device_ordinal) != nullptr) return Status::Ok();
   Status status = PrepareKernel(key, [&] { return MakeSource(kernel); }, nullptr);
   return status.ok() ? LoadKernel(key, device_ordinal) : status;
+}
+
+// The portable kernel always: the Hopper kernel leaves to it what is not finite.
+std::vector<BackwardKernel> BackwardKernels(const AttentionSpec& spec) {
+  std::vector<BackwardKernel> kernels = {MakeBackwardKernel(spec)};
+  if (RunsHopperBackward(spec)) kernels.push_back(MakeHopperBackwardKernel(spec));
+  return kernels;
 }
 
 int64_t GridFor(int64_t work, int64_t work_per_cta, const LoadedKernel& kernel) {
@@ -254,34 +280,55 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
 }
 
 Status PrepareBackward(const AttentionSpec& spec, KernelInfo* info) {
-  const BackwardKernel kernel = MakeBackwardKernel(spec);
-  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+  Status s = Status::Ok();
+  for (const BackwardKernel& kernel : BackwardKernels(spec)) {
+    if (s.ok()) s = PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+  }
+  return s;
 }
 
 Status LoadBackward(const AttentionSpec& spec, int device_ordinal) {
-  return LoadSpec(MakeBackwardKernel(spec), device_ordinal);
+  Status s = Status::Ok();
+  for (const BackwardKernel& kernel : BackwardKernels(spec)) {
+    if (s.ok()) s = LoadSpec(kernel, device_ordinal);
+  }
+  return s;
 }
 
 Status LaunchBackward(const AttentionSpec& spec, const BackwardCudaParams& params,
-                      int64_t num_words, void* stream, int device_ordinal) {
+                      int64_t num_zero_words, void* stream, int device_ordinal) {
   constexpr char kOp[] = "attention's backward pass";
   backward_launches.fetch_add(1, std::memory_order_relaxed);
   const LoadedKernel* kernel = FindLoadedKernel(MakeKey(MakeBackwardKernel(spec)), device_ordinal);
-  if (kernel == nullptr) return NotLoaded(kOp, device_ordinal);
-  void* const results[] = {params.d_q, params.d_k, params.d_v};
-  for (int i = 0; i < 3; ++i) {
-    const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
-    if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
+  const LoadedKernel* hopper = nullptr;
+  if (RunsHopperBackward(spec)) {
+    hopper = FindLoadedKernel(MakeKey(MakeHopperBackwardKernel(spec)), device_ordinal);
+  }
+  if (kernel == nullptr || (RunsHopperBackward(spec) && hopper == nullptr)) {
+    return NotLoaded(kOp, device_ordinal);
+  }
+  BackwardCudaParams of_phase = params;
+  if (hopper != nullptr) {
+    if (Status s = AddBackwardMaps(*hopper->driver, spec, &of_phase); !s.ok()) return s;
+  } else {
+    void* const results[] = {params.d_q, params.d_k, params.d_v};
+    for (int i = 0; i < 3; ++i) {
+      const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
+      if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
+    }
   }
   Launch launch;
-  launch.num_ctas = kBackwardCtasPerSm * kernel->num_sms;
   launch.zero_words = params.num_taken;
-  launch.num_zero_words = num_words;
-  BackwardCudaParams of_phase = params;
-  for (const i32 phase : {0, 1, 2}) {
-    if (phase == 1 && !spec.paged()) continue;
+  launch.num_zero_words = num_zero_words;
+  for (const i32 phase :
+       {kBackwardReadPlan, kBackwardLinkPages, kBackwardSums, kBackwardRound, kBackwardRows}) {
+    if (phase == kBackwardLinkPages && !spec.paged()) continue;
+    const bool of_hopper = phase == kBackwardSums || phase == kBackwardRound;
+    if (of_hopper && hopper == nullptr) continue;
     of_phase.phase = phase;
-    if (Status s = LaunchLoaded(kOp, *kernel, launch, of_phase, stream); !s.ok()) return s;
+    launch.num_ctas = (of_hopper ? 1 : kBackwardCtasPerSm) * kernel->num_sms;
+    const LoadedKernel& of = of_hopper ? *hopper : *kernel;
+    if (Status s = LaunchLoaded(kOp, of, launch, of_phase, stream); !s.ok()) return s;
     launch.num_zero_words = 0;
   }
   return Status::Ok();
@@ -404,8 +451,10 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms) {
 KernelSource AttentionKernelSource(const AttentionProblem& problem) {
   return MakeSource(MakeAttentionKernel(problem));
 }
-KernelSource BackwardKernelSource(const AttentionSpec& spec) {
-  return MakeSource(MakeBackwardKernel(spec));
+std::vector<KernelSource> BackwardKernelSources(const AttentionSpec& spec) {
+  std::vector<KernelSource> sources;
+  for (const BackwardKernel& kernel : BackwardKernels(spec)) sources.push_back(MakeSource(kernel));
+  return sources;
 }
 KernelSource AppendKernelSource(const AppendKernel& kernel) { return MakeSource(kernel); }
 KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(kernel); }

@@ -43,10 +43,10 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
 
 Status PrepareBackward(const AttentionSpec& spec, KernelInfo* info = nullptr);
 Status LoadBackward(const AttentionSpec& spec, int device_ordinal);
-// Zeroes the results and the workspace, num_words from params.num_taken on, and launches every
-// phase.
+// Zeroes the workspace, num_zero_words from params.num_taken on, and what the kernels do not write
+// of the results, and launches every phase.
 Status LaunchBackward(const AttentionSpec& spec, const BackwardCudaParams& params,
-                      int64_t num_words, void* stream, int device_ordinal);
+                      int64_t num_zero_words, void* stream, int device_ordinal);
 
 Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info = nullptr);
 Status LoadAppend(const AppendKernel& kernel, int device_ordinal);
@@ -80,7 +80,7 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms);
 
 // The source and options of a kernel as Prepare compiles it, for tools and tests.
 KernelSource AttentionKernelSource(const AttentionProblem& problem);
-KernelSource BackwardKernelSource(const AttentionSpec& spec);
+std::vector<KernelSource> BackwardKernelSources(const AttentionSpec& spec);
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
 KernelSource PlanKernelSource(const PlanKernel& kernel);

@@ -4,6 +4,7 @@
 #include "plan/plan.h"
 #include "plan/prefix.h"
 #include "plan/schedule.h"
+#include "select/select.h"
 
 namespace jax_attn {
 namespace {
@@ -235,9 +236,39 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   return p;
 }
 
-int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages) {
+namespace {
+
+// Tiles of the Hopper kernel of the backward pass, and their sums behind the words that are zeroed.
+struct HopperBackwardLayout {
+  int64_t max_tiles = 0, turns = 0, sums = 0, num_words = 0;
+};
+
+HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t num_words) {
+  HopperBackwardLayout layout;
+  const int64_t rows = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
+  layout.max_tiles = spec.max_qo_tokens / rows + spec.max_batch;
+  layout.turns = num_words;
+  const int64_t tiles_of_heads = layout.max_tiles * spec.num_qo_heads;
+  layout.sums = (layout.turns + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
+  layout.num_words = layout.sums + tiles_of_heads * rows * spec.head_dim_qk;
+  return layout;
+}
+
+int64_t PortableBackwardWords(const AttentionSpec& spec, int64_t num_pages) {
   const int64_t of_pages = spec.paged() ? 2 * spec.max_kv_pages + 2 * num_pages : 0;
   return 16 + spec.max_batch + of_pages;
+}
+
+}  // namespace
+
+int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages) {
+  const int64_t words = PortableBackwardWords(spec, num_pages);
+  return RunsHopperBackward(spec) ? MakeHopperBackwardLayout(spec, words).num_words : words;
+}
+
+int64_t BackwardZeroWords(const AttentionSpec& spec, int64_t num_pages) {
+  const int64_t words = PortableBackwardWords(spec, num_pages);
+  return RunsHopperBackward(spec) ? MakeHopperBackwardLayout(spec, words).sums : words;
 }
 
 BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
@@ -260,6 +291,15 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
   p.is_read = p.next_entries + p.max_entries;
   p.first_entries = p.is_read + p.max_entries;
   p.last_entries = p.first_entries + (paged ? forward.num_pages : 0);
+  if (RunsHopperBackward(spec)) {
+    const HopperBackwardLayout layout =
+        MakeHopperBackwardLayout(spec, PortableBackwardWords(spec, forward.num_pages));
+    p.num_blocks_taken = workspace + 1;
+    p.is_not_finite = workspace + 2;
+    p.turns = workspace + layout.turns;
+    p.d_q_sums = reinterpret_cast<float*>(workspace + layout.sums);
+    p.max_tiles = static_cast<i32>(layout.max_tiles);
+  }
   return p;
 }
 

@@ -56,8 +56,12 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
 // and the sizes of k, v are left to the caller. plan: [layout.num_words].
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);
 
-// 4-byte words of workspace of a backward pass on CUDA devices. num_pages: of a layer's pool.
+// 4-byte words of workspace of a backward pass on CUDA devices, aligned to 16 bytes. num_pages: of
+// a layer's pool.
 int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages);
+
+// How many of them, the first ones, are 0 at entry.
+int64_t BackwardZeroWords(const AttentionSpec& spec, int64_t num_pages);
 
 // Of a backward pass on CUDA devices all but lse, d, d_o and the results. forward: with operands.
 // workspace: of BackwardWorkspaceWords.

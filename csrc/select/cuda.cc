@@ -244,6 +244,14 @@ std::string DescribeDevice(const CudaDevice& device) {
 
 int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_processors; }
 
+bool RunsHopperBackward(const AttentionSpec& spec) {
+  // Pages that requests share have their dk and dv from several of them, in turns of their own.
+  // Other head dims do not leave room in shared memory or registers, or fill no swizzled row.
+  return FindCudaDevice(spec.arch).main_loop == kHopper && spec.dtype != kF32 && !spec.paged() &&
+         spec.head_dim_qk == spec.head_dim_vo &&
+         (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
+}
+
 std::string DescribeFallback(int64_t arch, int64_t q_format) {
   const CudaDevice& device = FindCudaDevice(arch);
   const char* why = NoOwnLoop(device, q_format);

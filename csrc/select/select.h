@@ -31,6 +31,9 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
 // Multiprocessors of a target that does not say how many: those of the usual part.
 int64_t DefaultProcessors(int64_t arch);
 
+// Whether the backward pass runs cuda/sm90/backward.cuh, and not the portable kernel alone.
+bool RunsHopperBackward(const AttentionSpec& spec);
+
 // What a CUDA device does without, in a sentence; empty for one that has all there is.
 std::string DescribeFallback(int64_t arch, int64_t q_format);
 

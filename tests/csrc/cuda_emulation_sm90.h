@@ -50,6 +50,14 @@ struct BoxOfResults {
   std::vector<u16> elements;  // as they were when the copy was issued
 };
 
+// Words on their way to memory, likewise.
+struct BulkOfResults {
+  float* to;
+  bool adds;
+  u32 shared;
+  std::vector<float> words;
+};
+
 // One of the two matrices of a product in shared memory, as a descriptor has it. In 16-byte chunks,
 // the layouts of the PTX ISA ("Asynchronous warpgroup-level matrix shared memory layout") in the
 // notation of CUTLASS (cute/atom/mma_traits_sm90_gmma.hpp); T is the 8 elements of a chunk.
@@ -146,6 +154,7 @@ struct WarpState {
   int num_fences = 0;
   int num_registers = 0;  // a thread, 0: as launched
   std::vector<BoxOfResults> open_stores, stores;
+  std::vector<BulkOfResults> open_bulks, bulks;
   std::deque<std::vector<Product>> groups;
   std::vector<Product> open_group;
   std::map<float*, Accumulators> accumulators;  // in flight, by the registers of lane 0
@@ -182,6 +191,9 @@ class Sm90 : public Unit {
       if (!warp.stores.empty() || !warp.open_stores.empty()) {
         Fail(Text("warp %zu ends before its boxes are read", i));
       }
+      if (!warp.bulks.empty() || !warp.open_bulks.empty()) {
+        Fail(Text("warp %zu ends before its bulk copies arrive", i));
+      }
       if (warp.num_products != warps_[i / 4 * 4].num_products) {
         Fail(Text("warps %zu and %zu of a warpgroup issue %d and %d products", i / 4 * 4, i,
                   warps_[i / 4 * 4].num_products, warp.num_products));
@@ -189,7 +201,9 @@ class Sm90 : public Unit {
       num_registers += 32 * warp.num_registers;
       all_set = all_set && warp.num_registers > 0;
     }
-    if (all_set && num_registers > 64 * 1024) {
+    // What the CTA begins with, in eights a thread: nobody gets more than others gave back.
+    const int num_threads = 32 * static_cast<int>(warps_.size());
+    if (all_set && num_registers > 64 * 1024 / num_threads / 8 * 8 * num_threads) {
       Fail(Text("the warps' limits add up to %d registers", num_registers));
     }
   }
@@ -521,8 +535,28 @@ void StoreBox(const TensorMap& map, int column, int head, int row, u32 shared) {
   box.elements = ReadBox(box.to, shared);
   emulation::sm90.warp().open_stores.push_back(box);
 }
+inline std::vector<float> ReadBulk(u32 shared, size_t num_words) {
+  std::vector<float> words(num_words);
+  std::memcpy(words.data(), emulation::async_smem + shared, 4 * num_words);
+  return words;
+}
+inline void StartBulk(float* global, u32 shared, int num_bytes, bool adds) {
+  if (num_bytes % 16 != 0 || shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    emulation::Fail("misplaced bulk copy");
+  }
+  emulation::sm90.warp().open_bulks.push_back(
+      {global, adds, shared, ReadBulk(shared, num_bytes / 4)});
+}
+inline void StoreBulk(float* global, u32 shared, int num_bytes) {
+  StartBulk(global, shared, num_bytes, false);
+}
+inline void AddBulk(float* global, u32 shared, int num_bytes) {
+  StartBulk(global, shared, num_bytes, true);
+}
 inline void CommitStores() {
   auto& w = emulation::sm90.warp();
+  w.bulks.insert(w.bulks.end(), w.open_bulks.begin(), w.open_bulks.end());
+  w.open_bulks.clear();
   w.stores.insert(w.stores.end(), w.open_stores.begin(), w.open_stores.end());
   w.open_stores.clear();
 }
@@ -541,8 +575,25 @@ inline void WaitStores() {
     }
   }
   w.stores.clear();
+  for (const emulation::BulkOfResults& bulk : w.bulks) {
+    for (size_t i = 0; i < bulk.words.size(); ++i) {
+      bulk.to[i] = (bulk.adds ? bulk.to[i] : 0.0f) + bulk.words[i];
+    }
+  }
+  w.bulks.clear();
 }
-inline void WaitStoresRead() { WaitStores(); }
+// Of bulk copies: they are read, but have not arrived.
+inline void WaitStoresRead() {
+  auto& w = emulation::sm90.warp();
+  for (const emulation::BulkOfResults& bulk : w.bulks) {
+    const std::vector<float> now = ReadBulk(bulk.shared, bulk.words.size());
+    if (std::memcmp(now.data(), bulk.words.data(), 4 * now.size()) != 0) {
+      emulation::Fail("what a bulk copy reads was written before it was waited for");
+    }
+  }
+  if (w.bulks.empty()) WaitStores();
+}
+inline void FenceGlobalForBulk() {}
 inline void Nanosleep() {}
 inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
 inline bool TestBarrier(u32, u32) { return false; }    // as unlucky as can be
@@ -636,6 +687,9 @@ struct Wgmma {
   }
   static void TransposedSharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
     emulation::Multiply({kN, kBf16, false, a, b, true, false, accumulate}, &d[0][0], nullptr);
+  }
+  static void TransposedSharedATransposedB(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
+    emulation::Multiply({kN, kBf16, false, a, b, true, true, accumulate}, &d[0][0], nullptr);
   }
   static void RegistersATransposedB(float (&d)[kN / 8][4], const u32 (&a)[4], u64 b,
                                     bool accumulate) {

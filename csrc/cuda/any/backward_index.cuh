@@ -7,13 +7,67 @@
 
 namespace jax_attn {
 
+// A request.
+struct BackwardSource {
+  int qo_begin, qo_len;  // rows of q
+  int q_begin;           // kv position of its first query token
+  int kv_begin, kv_len;  // kv_indptr, tokens
+
+  BackwardSource() = default;
+  __device__ __forceinline__ BackwardSource(const BackwardCudaParams& p, int request)
+      : qo_begin(LoadConstant(p.forward.qo_indptr + request)),
+        qo_len(LoadConstant(p.forward.qo_indptr + request + 1) - qo_begin),
+        q_begin(LoadConstant(p.q_begins + request)),
+        kv_begin(LoadConstant(p.kv_indptr + request)),
+        kv_len(LoadConstant(p.forward.kv_lens + request)) {}
+};
+
+// The next number of a counter, by a warp.
+__device__ __forceinline__ u32 TakeNumber(i32* counter) {
+  u32 number = 0;
+  if (threadIdx.x % kWarpSize == 0) number = static_cast<u32>(AddRelaxed(counter, 1));
+  return __shfl_sync(kFullWarp, number, 0);
+}
+
+// Finds units by their numbers, which ascend from call to call.
+struct UnitSearch {
+  int request;  // the next one to look at
+  u32 units;    // of those before it
+
+  // By a warp, all lanes of which have this: the request that unit `number` is of, and its place
+  // among the request's; -1: there is none. units_of: of a request.
+  template <class UnitsOf>
+  __device__ __forceinline__ int Find(u32 number, int batch_size, u32& place,
+                                      const UnitsOf& units_of) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+#pragma unroll 1
+    for (; request < batch_size; request += kWarpSize) {
+      const u32 mine = request + lane < batch_size ? units_of(request + lane) : 0;
+      u32 sum = mine;
+#pragma unroll
+      for (int i = 1; i < kWarpSize; i *= 2) {
+        const u32 other = __shfl_up_sync(kFullWarp, sum, i);
+        if (lane >= i) sum += other;
+      }
+      const u32 found = __ballot_sync(kFullWarp, units + sum > number);
+      if (found != 0) {
+        const int who = __ffs(found) - 1;
+        place = __shfl_sync(kFullWarp, number - (units + sum - mine), who);
+        return request + who;
+      }
+      units += __shfl_sync(kFullWarp, sum, kWarpSize - 1);
+    }
+    return -1;
+  }
+};
+
 template <class Traits>
 class BackwardIndex {
  public:
   __device__ __forceinline__ explicit BackwardIndex(const BackwardCudaParams& p, int batch_size)
       : p_(p), batch_size_(batch_size) {}
 
-  // Phase 0: what each item and each entry knows by itself.
+  // kBackwardReadPlan: what each item and each entry knows by itself.
   __device__ __forceinline__ void ReadPlan(int thread, int num_threads) const {
     const AttentionParams& f = p_.forward;
     const int num_items = LoadConstant(&f.header->num_items);
@@ -39,8 +93,8 @@ class BackwardIndex {
     }
   }
 
-  // Phase 1: chains of the entries with one page. What is shared is shared by neighbours, mostly,
-  // so the next entry is about a page table away.
+  // kBackwardLinkPages: chains of the entries with one page. What is shared is shared by
+  // neighbours, mostly, so the next entry is about a page table away.
   __device__ __forceinline__ void LinkPages(int thread, int num_threads) const {
     const AttentionParams& f = p_.forward;
 #pragma unroll 1

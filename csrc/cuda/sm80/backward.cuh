@@ -92,30 +92,13 @@ struct BackwardUnit {
   int request, kv_head, block;
 };
 
-// A request.
-struct BackwardSource {
-  int qo_begin, qo_len;  // rows of q
-  int q_begin;           // kv position of its first query token
-  int kv_begin, kv_len;  // kv_indptr, tokens
-
-  BackwardSource() = default;
-  __device__ __forceinline__ BackwardSource(const BackwardCudaParams& p, int request)
-      : qo_begin(LoadConstant(p.forward.qo_indptr + request)),
-        qo_len(LoadConstant(p.forward.qo_indptr + request + 1) - qo_begin),
-        q_begin(LoadConstant(p.q_begins + request)),
-        kv_begin(LoadConstant(p.kv_indptr + request)),
-        kv_len(LoadConstant(p.forward.kv_lens + request)) {}
-};
-
 // What a CTA is at. In shared memory: registers are short in the main loop.
 struct alignas(16) BackwardState {
   BackwardUnit unit;
   BackwardSource own;  // the unit's request
   KvPools pools;
   int batch_size;
-  // The next request to look at, and the units of those before it.
-  int request;
-  u32 units;
+  UnitSearch search;
   bool is_done;
 };
 
@@ -872,7 +855,7 @@ struct BackwardBody {
     const int num_threads = gridDim.x * kNumThreads;
     if (!IsPlan(f, header, LoadConstant16(&f.header->num_items))) {
       // All bits set are NaN in every type.
-      if (p.phase == 2) {
+      if (p.phase == kBackwardRows) {
         Fill(p.d_q, p.num_elements[0], thread, num_threads);
         Fill(p.d_k, p.num_elements[1], thread, num_threads);
         Fill(p.d_v, p.num_elements[2], thread, num_threads);
@@ -881,14 +864,14 @@ struct BackwardBody {
     }
     const auto batch_size = static_cast<int>(header.z);
     const BackwardIndex<Traits> index(p, batch_size);
-    if (p.phase == 0) return index.ReadPlan(thread, num_threads);
-    if (p.phase == 1) return index.LinkPages(thread, num_threads);
+    if (p.phase == kBackwardReadPlan) return index.ReadPlan(thread, num_threads);
+    if (p.phase == kBackwardLinkPages) return index.LinkPages(thread, num_threads);
+    if (p.is_not_finite != nullptr && LoadConstant(p.is_not_finite) == 0) return;
     BackwardState& state = *reinterpret_cast<BackwardState*>(smem);
     if (threadIdx.x == 0) {
       state.batch_size = batch_size;
       state.pools = FindPools<Traits, Element<Traits::kDtype>::kBytes>(f);
-      state.request = 0;
-      state.units = 0;
+      state.search = {0, 0};
     }
 #pragma unroll 1
     for (;;) {
@@ -918,52 +901,27 @@ struct BackwardBody {
     return CeilDiv(tokens * Traits::kGroupSize, QueriesPass::kOwned);
   }
 
-  // Takes a unit, by a warp; numbers ascend from call to call. Requests come one after the other.
-  // Of a causal one, the first keys are seen by the most rows, and the last rows see the most keys:
-  // longest first.
+  // Takes a unit, by a warp. Requests come one after the other. Of a causal one, the first keys are
+  // seen by the most rows, and the last rows see the most keys: longest first.
   __device__ __forceinline__ static void Take(const BackwardCudaParams& p, BackwardState& state) {
     const auto heads = static_cast<u32>(p.forward.num_kv_heads);
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    u32 number = 0;
-    if (lane == 0) number = static_cast<u32>(AddRelaxed(p.num_taken, 1));
-    number = __shfl_sync(kFullWarp, number, 0);
-    int first = state.request;
-    u32 before = state.units;
-    __syncwarp();  // all lanes have read them
-#pragma unroll 1
-    for (; first < state.batch_size; first += kWarpSize) {
-      const int request = first + lane;
-      u32 units = 0;
-      if (request < state.batch_size) {
-        units = (KeyBlocks(p, request) + QueryBlocks(p, request)) * heads;
-      }
-      u32 sum = units;
-#pragma unroll
-      for (int i = 1; i < kWarpSize; i *= 2) {
-        const u32 other = __shfl_up_sync(kFullWarp, sum, i);
-        if (lane >= i) sum += other;
-      }
-      const u32 found = __ballot_sync(kFullWarp, before + sum > number);
-      if (found == 0) {
-        before += __shfl_sync(kFullWarp, sum, kWarpSize - 1);
-        continue;
-      }
-      if (lane != __ffs(found) - 1) return;
-      state.request = first;
-      state.units = before;
-      const u32 key_blocks = KeyBlocks(p, request);
-      const u32 place = number - (before + sum - units);
-      const u32 block = place / heads;
-      state.unit.of_keys = block < key_blocks;
-      state.unit.request = request;
-      state.unit.kv_head = static_cast<int>(place % heads);
-      state.unit.block = static_cast<int>(
-          state.unit.of_keys ? block : QueryBlocks(p, request) - 1 - (block - key_blocks));
-      state.own = BackwardSource(p, request);
-      state.is_done = false;
-      return;
-    }
-    if (lane == 0) state.is_done = true;
+    UnitSearch search = state.search;
+    u32 place = 0;
+    const int request = search.Find(TakeNumber(p.num_taken), state.batch_size, place, [&](int r) {
+      return (KeyBlocks(p, r) + QueryBlocks(p, r)) * heads;
+    });
+    __syncwarp();  // all lanes have read it
+    if (threadIdx.x % kWarpSize != 0) return;
+    state.search = search;
+    state.is_done = request < 0;
+    if (request < 0) return;
+    const u32 key_blocks = KeyBlocks(p, request), block = place / heads;
+    state.unit.of_keys = block < key_blocks;
+    state.unit.request = request;
+    state.unit.kv_head = static_cast<int>(place % heads);
+    state.unit.block = static_cast<int>(
+        state.unit.of_keys ? block : QueryBlocks(p, request) - 1 - (block - key_blocks));
+    state.own = BackwardSource(p, request);
   }
 
   __device__ __forceinline__ static void Fill(void* array, i64 num_elements, int thread,

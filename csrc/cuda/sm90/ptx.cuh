@@ -66,6 +66,19 @@ __device__ __forceinline__ void StoreBox(const TensorMap& map, int column, int h
       "r"(column), "r"(head), "r"(row), "r"(0), "r"(shared)
       : "memory");
 }
+// Copies, or adds in f32, num_bytes, a multiple of 16, from shared to global memory. Waited for as
+// StoreBox is.
+__device__ __forceinline__ void StoreBulk(float* global, u32 shared, int num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(num_bytes)
+               : "memory");
+}
+__device__ __forceinline__ void AddBulk(float* global, u32 shared, int num_bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(num_bytes)
+      : "memory");
+}
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -115,6 +128,11 @@ __device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
 // they arrive.
 __device__ __forceinline__ void FenceSharedForWgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Bulk copies and ordinary accesses of this thread to global memory keep their order across this.
+__device__ __forceinline__ void FenceGlobalForBulk() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // --- matrix fragments ---
@@ -254,39 +272,49 @@ struct Wgmma;
 #define JAX_ATTN_REGISTERS_128 JAX_ATTN_REGISTERS_96, JAX_ATTN_REGISTERS_32_AT(96)
 
 // o0 .. o5: the operands after the accumulators.
-#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                         \
-  template <>                                                                                 \
-  struct Wgmma<n, dtype> {                                                                    \
-    __device__ __forceinline__ static void SharedA(float (&d)[count / 4][4], u64 a, u64 b,    \
-                                                   bool accumulate) {                         \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                     \
-                   ", 0;\n"                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
-                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 0, 0;\n}\n"        \
-                   : JAX_ATTN_REGISTERS_##count                                               \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                      \
-    }                                                                                         \
-    __device__ __forceinline__ static void TransposedSharedA(float (&d)[count / 4][4], u64 a, \
-                                                             u64 b, bool accumulate) {        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                     \
-                   ", 0;\n"                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
-                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 1, 0;\n}\n"        \
-                   : JAX_ATTN_REGISTERS_##count                                               \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                      \
-    }                                                                                         \
-    __device__ __forceinline__ static void RegistersATransposedB(float (&d)[count / 4][4],    \
-                                                                 const u32 (&a)[4], u64 b,    \
-                                                                 bool accumulate) {           \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                     \
-                   ", 0;\n"                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
-                   " {" JAX_ATTN_LIST_##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4      \
-                                              ", p, 1, 1, 1;\n}\n"                            \
-                   : JAX_ATTN_REGISTERS_##count                                               \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                      \
-                     "r"(static_cast<int>(accumulate)));                                      \
-    }                                                                                         \
+#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                             \
+  template <>                                                                                     \
+  struct Wgmma<n, dtype> {                                                                        \
+    __device__ __forceinline__ static void SharedA(float (&d)[count / 4][4], u64 a, u64 b,        \
+                                                   bool accumulate) {                             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                         \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
+                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 0, 0;\n}\n"            \
+                   : JAX_ATTN_REGISTERS_##count                                                   \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
+    }                                                                                             \
+    __device__ __forceinline__ static void TransposedSharedA(float (&d)[count / 4][4], u64 a,     \
+                                                             u64 b, bool accumulate) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                         \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
+                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 1, 0;\n}\n"            \
+                   : JAX_ATTN_REGISTERS_##count                                                   \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
+    }                                                                                             \
+    __device__ __forceinline__ static void TransposedSharedATransposedB(float (&d)[count / 4][4], \
+                                                                        u64 a, u64 b,             \
+                                                                        bool accumulate) {        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                         \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
+                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 1, 1;\n}\n"            \
+                   : JAX_ATTN_REGISTERS_##count                                                   \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
+    }                                                                                             \
+    __device__ __forceinline__ static void RegistersATransposedB(float (&d)[count / 4][4],        \
+                                                                 const u32 (&a)[4], u64 b,        \
+                                                                 bool accumulate) {               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                         \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
+                   " {" JAX_ATTN_LIST_##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4          \
+                                              ", p, 1, 1, 1;\n}\n"                                \
+                   : JAX_ATTN_REGISTERS_##count                                                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                          \
+                     "r"(static_cast<int>(accumulate)));                                          \
+    }                                                                                             \
   };
 #define JAX_ATTN_WGMMA_BOTH(n, count, ...)                    \
   JAX_ATTN_WGMMA(n, count, kElementBf16, "bf16", __VA_ARGS__) \

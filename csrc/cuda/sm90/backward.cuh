@@ -1,0 +1,849 @@
+// The backward pass on sm_90a: wgmma, TMA, one pass of five products. Ragged, 16-bit elements,
+// head_dim_qk = head_dim_vo of 64 or 128; all else is sm80/backward.cuh's, where the formulas are.
+//
+// A unit of work is a block of 128 keys of a kv head, of which it writes dk and dv. Tiles of
+// query tokens of each query head of the group stream by:
+//   S^T = k q^T    dP^T = v d_o^T    dv += P^T d_o    dk += dS^T q    dq = dS k
+// Of the first four each of two consumers has 64 keys. P^T and dS^T are operand a from registers;
+// dS^T goes to shared memory besides, for dq, of which a consumer has half: of the columns
+// (head_dim 128) or of the rows (64).
+//
+// dq leaves through shared memory for f32 sums in global memory, by bulk copies that add. Blocks of
+// keys add to a tile in turns, the last one first, so the order of the sums is fixed. Units are
+// numbered in the order of turns and taken in the order of numbers: whoever is waited for runs
+// already, whatever the grid, so this cannot lock up. A causal block begins at its diagonal, where
+// the blocks behind it have been before: the turn has come when it gets there.
+//
+// What is not finite makes a result that is not finite. Then is_not_finite is set, and the portable
+// kernel, which knows what to do about it, computes everything again.
+#pragma once
+
+#include "cuda/any/backward_index.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tile_rows.cuh"
+
+namespace jax_attn {
+
+// A unit, as the producer hands it around.
+struct HopperBackwardUnit {
+  BackwardSource source;
+  int kv_head;
+  int block;  // of keys; -1: there are no more units
+  // Tiles of query tokens that see the block, of the request; and the request's first one.
+  int tile_begin, tile_end, first_tile;
+};
+
+// Which blocks of keys and which tiles of query tokens see each other. Asked either way, the answer
+// is the same: a tile counts its turns by it.
+template <class Traits>
+struct HopperBackwardPairs {
+  static constexpr int kKeys = 128;
+  static constexpr int kRows = HopperBackwardRows(Traits::kHeadDimQk);
+  static constexpr int kFar = 1 << 30;
+  struct Range {
+    int begin, end;
+  };
+  const AttentionParams& p;
+  const BackwardSource& source;
+
+  __device__ __forceinline__ i64 Left() const { return Min(p.window_left, kFar); }
+  __device__ __forceinline__ i64 Right() const { return Min(p.window_right, kFar); }
+
+  __device__ __forceinline__ Range TilesOf(int block) const {
+    const int last_key = Min(block * kKeys + kKeys, source.kv_len) - 1;
+    int begin = 0, end = source.qo_len;
+    if constexpr (Traits::kHasWindowRight) {
+      begin = Clamp(static_cast<i64>(block) * kKeys - Right() - source.q_begin, 0, source.qo_len);
+    }
+    if constexpr (Traits::kHasWindowLeft) {
+      end = Clamp(last_key + Left() + 1 - source.q_begin, 0, source.qo_len);
+    }
+    if (begin >= end) return {0, 0};
+    return {begin / kRows, CeilDiv(end, kRows)};
+  }
+  __device__ __forceinline__ Range BlocksOf(int tile) const {
+    const int last_token = Min(tile * kRows + kRows, source.qo_len) - 1;
+    int begin = 0, end = source.kv_len;
+    if constexpr (Traits::kHasWindowLeft) {
+      begin = Clamp(static_cast<i64>(source.q_begin) + tile * kRows - Left(), 0, source.kv_len);
+    }
+    if constexpr (Traits::kHasWindowRight) {
+      end = Clamp(static_cast<i64>(source.q_begin) + last_token + Right() + 1, 0, source.kv_len);
+    }
+    if (begin >= end) return {0, 0};
+    return {begin / kKeys, CeilDiv(end, kKeys)};
+  }
+};
+
+template <class Traits>
+struct HopperBackwardShape {
+  static_assert(Traits::kHeadDimQk == Traits::kHeadDimVo && Traits::kPageSize == 0);
+  static constexpr int kDim = Traits::kHeadDimQk;
+  static_assert(kDim == 64 || kDim == 128);
+  static constexpr int kKeys = HopperBackwardPairs<Traits>::kKeys;
+  static constexpr int kRows = HopperBackwardPairs<Traits>::kRows;
+  static constexpr int kSlots = 2, kUnits = 2;
+  static constexpr int kSumWords = kRows * kDim;  // of a tile's dq
+  static constexpr int kConsumerWarps = 8;
+  using K = SwizzledTile<kDim, kKeys>;   // of k and v
+  using Q = SwizzledTile<kDim, kRows>;   // of q and d_o
+  using S = SwizzledTile<kRows, kKeys>;  // of dS^T
+
+  struct Slot {
+    unsigned char q[Q::kBytes], d_o[Q::kBytes];
+  };
+  struct Barriers {
+    u64 full_kv, empty_kv;
+    u64 full[kSlots], empty[kSlots];
+    u64 full_sums, empty_sums;
+    u64 full_unit[kUnits], empty_unit[kUnits];
+  };
+  struct alignas(1024) Shared {
+    unsigned char k[K::kBytes], v[K::kBytes];
+    Slot slots[kSlots];
+    unsigned char d_s[2][S::kBytes];
+    float sums[kSumWords];
+    float lse_log2[kSlots][kRows];  // inf: the row counts for nothing
+    float d[kSlots][kRows];
+    HopperBackwardUnit units[kUnits];
+    Barriers barriers;
+  };
+
+  __device__ __forceinline__ static void Init(Shared& shared) {
+    Barriers& b = shared.barriers;
+    // By each lane of the producer: for its copies, and for what it stored.
+    InitBarrier(SharedAddress(&b.full_kv), 2 * kWarpSize);
+    InitBarrier(SharedAddress(&b.empty_kv), kConsumerWarps);
+    for (int i = 0; i < kSlots; ++i) {
+      InitBarrier(SharedAddress(b.full + i), 2 * kWarpSize);
+      InitBarrier(SharedAddress(b.empty + i), kConsumerWarps);
+    }
+    InitBarrier(SharedAddress(&b.full_sums), kConsumerWarps);
+    InitBarrier(SharedAddress(&b.empty_sums), 1);
+    for (int i = 0; i < kUnits; ++i) {
+      InitBarrier(SharedAddress(b.full_unit + i), 1);
+      InitBarrier(SharedAddress(b.empty_unit + i), kConsumerWarps + 1);
+    }
+  }
+};
+
+// What producer, consumers and the writer of sums have in common: their way through the units.
+template <class Traits>
+class HopperBackwardRole {
+ public:
+  using Shape = HopperBackwardShape<Traits>;
+  using Shared = typename Shape::Shared;
+  using Pairs = HopperBackwardPairs<Traits>;
+  static constexpr int kGroup = Traits::kGroupSize, kDim = Shape::kDim;
+  static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
+
+  __device__ __forceinline__ HopperBackwardRole(const BackwardCudaParams& p, Shared& shared)
+      : p_(p), f_(p.forward), shared_(shared) {}
+
+ protected:
+  __device__ typename Shape::Barriers& Barriers() const { return shared_.barriers; }
+  // The next unit, which is there until the caller passes it.
+  __device__ __forceinline__ const HopperBackwardUnit& WaitForUnit() const {
+    WaitBarrier(SharedAddress(Barriers().full_unit + unit_.slot), unit_.parity);
+    return shared_.units[unit_.slot];
+  }
+  __device__ __forceinline__ void PassUnit() {
+    ArriveBarrier(SharedAddress(Barriers().empty_unit + unit_.slot));
+    unit_.Advance();
+  }
+  // Index of a tile of a query head in [max_tiles, num_qo_heads].
+  __device__ __forceinline__ i64 TileAt(const HopperBackwardUnit& unit, int tile, int g) const {
+    return static_cast<i64>(unit.first_tile + tile) * f_.num_qo_heads + unit.kv_head * kGroup + g;
+  }
+  // Whether boxes of tensor maps have all of rows [row, row + num) of `len`, and none else.
+  __device__ __forceinline__ bool IsBoxed(int row, int num, int len) const {
+    return f_.has_tensor_maps != 0 && row + num <= len;
+  }
+
+  const BackwardCudaParams& p_;
+  const AttentionParams& f_;
+  Shared& shared_;
+  RingCursor<Shape::kUnits> unit_;
+  RingCursor<Shape::kSlots> slot_;
+  RingCursor<1> kv_, sums_;
+};
+
+// --- producer: one warp ---
+
+template <class Traits>
+class HopperBackwardProducer : HopperBackwardRole<Traits> {
+ public:
+  using Base = HopperBackwardRole<Traits>;
+  using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
+  using typename Base::Pairs;
+  using typename Base::Shape;
+
+  __device__ __forceinline__ void Run(int batch_size) {
+    UnitSearch search = {0, 0};
+#pragma unroll 1
+    for (;;) {
+      WaitBarrier(SharedAddress(this->Barriers().empty_unit + this->unit_.slot),
+                  this->unit_.parity ^ 1);
+      const HopperBackwardUnit unit = Take(batch_size, search);
+      if (Lane() == 0) {
+        this->shared_.units[this->unit_.slot] = unit;
+        ArriveBarrier(SharedAddress(this->Barriers().full_unit + this->unit_.slot));
+      }
+      this->unit_.Advance();
+      if (unit.block < 0) break;
+      bool has_kv = false;
+#pragma unroll 1
+      for (int g = 0; g < kGroup; ++g) {
+#pragma unroll 1
+        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) {
+          LoadTile(unit, tile, g);
+          if (has_kv) continue;
+          LoadKv(unit);  // behind the first tile, whose slot is free before
+          has_kv = true;
+        }
+      }
+    }
+  }
+
+ private:
+  using Base::f_, Base::p_, Base::shared_;
+  __device__ static int Lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
+  __device__ __forceinline__ HopperBackwardUnit Take(int batch_size, UnitSearch& search) const {
+    const auto blocks_of = [&](int request) -> u32 {
+      return CeilDiv(LoadConstant(f_.kv_lens + request), kKeys);
+    };
+    u32 place = 0;
+    const int request = search.Find(TakeNumber(p_.num_blocks_taken), batch_size, place, [&](int r) {
+      return blocks_of(r) * static_cast<u32>(f_.num_kv_heads);
+    });
+    HopperBackwardUnit unit = {};
+    unit.block = -1;
+    if (request < 0) return unit;
+    const u32 blocks = blocks_of(request);
+    unit.source = BackwardSource(p_, request);
+    unit.kv_head = static_cast<int>(place / blocks);
+    unit.block = static_cast<int>(blocks - 1 - place % blocks);
+    const auto tiles = Pairs{f_, unit.source}.TilesOf(unit.block);
+    unit.tile_begin = tiles.begin;
+    unit.tile_end = tiles.end;
+    unit.first_tile = unit.source.qo_begin / kRows + request;
+    return unit;
+  }
+
+  // kRows of one head, of which the first num_live exist; the others become zeros.
+  template <class Tile, int kNumRows>
+  __device__ __forceinline__ void CopyRows(u32 to, const void* array, int num_heads, int row,
+                                           int head, int num_live) const {
+    constexpr int kChunks = kDim / 8;  // of 16 bytes
+    const u16* from =
+        static_cast<const u16*>(array) + (static_cast<i64>(row) * num_heads + head) * kDim;
+    const i64 stride = static_cast<i64>(num_heads) * kDim;
+#pragma unroll 1
+    for (int i = Lane(); i < kNumRows * kChunks; i += kWarpSize) {
+      const int r = i / kChunks, c = i % kChunks;
+      const bool live = r < num_live;
+      CopyAsync16(to + c / 8 * Tile::kBlockBytes + r * 128 + (c % 8 ^ r % 8) * 16,
+                  live ? from + r * stride + c * 8 : from, live);
+    }
+  }
+  template <class Tile>
+  __device__ __forceinline__ void CopyBoxes(u32 to, const TensorMap& map, int row, int head,
+                                            u32 barrier) const {
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      CopyBox(to + block * Tile::kBlockBytes, map, 64 * block, head, row, 0, barrier);
+    }
+  }
+  // Two arrays of the same rows. What this lane stored before arrives with them.
+  template <class Tile, int kNumRows>
+  __device__ __forceinline__ void Load(u32 barrier, bool boxed, u32 to1, u32 to2, const void* from1,
+                                       const void* from2, const TensorMap& map1,
+                                       const TensorMap& map2, int num_heads, int row, int head,
+                                       int num_live) const {
+    if (boxed) {
+      if (Lane() == 0) {
+        ExpectBytes(barrier, 2 * Tile::kBytes);
+        CopyBoxes<Tile>(to1, map1, row, head, barrier);
+        CopyBoxes<Tile>(to2, map2, row, head, barrier);
+      }
+    } else {
+      CopyRows<Tile, kNumRows>(to1, from1, num_heads, row, head, num_live);
+      CopyRows<Tile, kNumRows>(to2, from2, num_heads, row, head, num_live);
+      ArriveBarrierAfterCopies(barrier);
+    }
+  }
+
+  __device__ __forceinline__ void LoadKv(const HopperBackwardUnit& unit) {
+    auto& barriers = this->Barriers();
+    WaitBarrier(SharedAddress(&barriers.empty_kv), this->kv_.parity ^ 1);
+    const u32 full = SharedAddress(&barriers.full_kv);
+    const int first = unit.block * kKeys;
+    const bool boxed = this->IsBoxed(first, kKeys, unit.source.kv_len);
+    Load<typename Shape::K, kKeys>(full, boxed, SharedAddress(shared_.k), SharedAddress(shared_.v),
+                                   f_.k, f_.v, f_.k_map, f_.v_map, f_.num_kv_heads,
+                                   unit.source.kv_begin + first, unit.kv_head,
+                                   unit.source.kv_len - first);
+    ArriveBarrier(full, boxed ? 2 : 1);
+    this->kv_.Advance();
+  }
+
+  __device__ __forceinline__ void LoadTile(const HopperBackwardUnit& unit, int tile, int g) {
+    auto& barriers = this->Barriers();
+    const int slot = this->slot_.slot;
+    WaitBarrier(SharedAddress(barriers.empty + slot), this->slot_.parity ^ 1);
+    const u32 full = SharedAddress(barriers.full + slot);
+    const int first = tile * kRows, head = unit.kv_head * kGroup + g;
+    const int row = unit.source.qo_begin + first, num_live = unit.source.qo_len - first;
+    const bool boxed = this->IsBoxed(first, kRows, unit.source.qo_len);
+    typename Shape::Slot& to = shared_.slots[slot];
+    Load<typename Shape::Q, kRows>(full, boxed, SharedAddress(to.q), SharedAddress(to.d_o), f_.q,
+                                   p_.d_o, p_.q_map, p_.d_o_map, f_.num_qo_heads, row, head,
+                                   num_live);
+    // Two of each at a time: registers are few here.
+#pragma unroll 1
+    for (int begin = 0; begin < kRows; begin += 2 * kWarpSize) {
+      float lse[2], d[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int r = begin + i * kWarpSize + Lane();
+        lse[i] = -Infinity();
+        d[i] = 0.0f;
+        if (r < num_live) {
+          const i64 at = static_cast<i64>(row + r) * f_.num_qo_heads + head;
+          lse[i] = __uint_as_float(LoadOperand32(p_.lse + at));
+          d[i] = __uint_as_float(LoadOperand32(p_.d + at));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int r = begin + i * kWarpSize + Lane();
+        const bool counts = lse[i] != -Infinity();
+        // Of +inf NaN.
+        shared_.lse_log2[slot][r] = counts ? (lse[i] - lse[i]) + lse[i] * kLog2E : Infinity();
+        shared_.d[slot][r] = counts ? d[i] : 0.0f;
+      }
+    }
+    ArriveBarrier(full, boxed ? 2 : 1);
+    this->slot_.Advance();
+  }
+};
+
+// --- writer of sums: one thread ---
+
+template <class Traits>
+class HopperBackwardWriter : HopperBackwardRole<Traits> {
+ public:
+  using Base = HopperBackwardRole<Traits>;
+  using Base::Base, Base::kGroup;
+  using typename Base::Pairs;
+  using typename Base::Shape;
+
+  __device__ __forceinline__ void Run() {
+#pragma unroll 1
+    for (;;) {
+      const HopperBackwardUnit& unit = this->WaitForUnit();
+      if (unit.block < 0) break;
+#pragma unroll 1
+      for (int g = 0; g < kGroup; ++g) {
+#pragma unroll 1
+        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) Write(unit, tile, g);
+      }
+      this->PassUnit();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void Write(const HopperBackwardUnit& unit, int tile, int g) {
+    const i64 at = this->TileAt(unit, tile, g);
+    const int turn = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
+    float* to = this->p_.d_q_sums + at * Shape::kSumWords;
+    i32* turns = this->p_.turns + at;
+    const u32 from = SharedAddress(this->shared_.sums);
+    constexpr int kBytes = Shape::kSumWords * 4;
+    WaitBarrier(SharedAddress(&this->Barriers().full_sums), this->sums_.parity);
+    this->sums_.Advance();
+    if (turn == 0) {
+      StoreBulk(to, from, kBytes);
+    } else {
+      int naps = 0;
+      while (LoadAcquire(turns) < turn && naps < kMostNaps) {
+        Nap();
+        ++naps;
+      }
+      if (naps == kMostNaps) MaxRelaxed(this->p_.is_not_finite, 1);
+      FenceGlobalForBulk();
+      AddBulk(to, from, kBytes);
+    }
+    CommitStores();
+    WaitStoresRead();
+    ArriveBarrier(SharedAddress(&this->Barriers().empty_sums));
+    WaitStores();
+    FenceGlobalForBulk();
+    AddAcquireRelease(turns, 1);
+  }
+};
+
+// --- consumers: two warpgroups ---
+
+template <class Traits>
+class HopperBackwardConsumer : HopperBackwardRole<Traits> {
+ public:
+  using Base = HopperBackwardRole<Traits>;
+  using Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
+  using typename Base::Shape;
+  using typename Base::Shared;
+  using E = Element<Traits::kDtype>;
+  using K = typename Shape::K;
+  using Q = typename Shape::Q;
+  using S = typename Shape::S;
+  static constexpr int kNamedBarrier = 1, kConsumerThreads = 256;
+
+  __device__ __forceinline__ HopperBackwardConsumer(const BackwardCudaParams& p, Shared& shared)
+      : Base(p, shared),
+        consumer_(Uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+        thread_(static_cast<int>(threadIdx.x) % 128) {}
+
+  __device__ __forceinline__ void Run() {
+#pragma unroll 1
+    for (;;) {
+      const HopperBackwardUnit& unit = this->WaitForUnit();
+      if (unit.block < 0) break;
+      RunUnit(unit);
+      __syncwarp();
+      if (Lane() == 0) {
+        this->PassUnit();
+      } else {
+        this->unit_.Advance();
+      }
+    }
+  }
+
+ private:
+  using Base::f_, Base::p_, Base::shared_;
+  using Sums = float[kDim / 8][4];
+  using Tile = float[kRows / 8][4];      // of S^T or dP^T: keys are rows
+  using Fragments = u32[kRows / 16][4];  // likewise, packed
+  __device__ int Lane() const { return thread_ % kWarpSize; }
+  __device__ int Warp() const { return thread_ / kWarpSize; }
+  // Of the block, the first key of this warp's 16.
+  __device__ int FirstKey() const { return 64 * consumer_ + 16 * Warp(); }
+  __device__ __forceinline__ void Arrive(const u64* barrier) const {
+    __syncwarp();
+    if (Lane() == 0) ArriveBarrier(SharedAddress(barrier));
+  }
+
+  __device__ __forceinline__ void RunUnit(const HopperBackwardUnit& unit) {
+    Sums d_k = {}, d_v = {};
+    const int begin = Uniform(unit.tile_begin), end = Uniform(unit.tile_end);
+    if (begin < end) {
+      WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
+      this->kv_.Advance();
+      FenceSharedForWgmma();  // rows of it may not have come by boxes
+      int tile = begin;
+      const int num_steps = (end - begin) * kGroup;
+#pragma unroll 1
+      for (int step = 0; step < num_steps; ++step) {
+        RunStep(unit, tile, d_k, d_v);
+        if (++tile == end) tile = begin;
+      }
+      Arrive(&this->Barriers().empty_kv);
+    }
+    bool is_finite = Write(p_.d_k, unit, f_.sm_scale, d_k);
+    is_finite &= Write(p_.d_v, unit, 1.0f, d_v);
+    if (!is_finite) MaxRelaxed(p_.is_not_finite, 1);
+  }
+
+  __device__ __forceinline__ void RunStep(const HopperBackwardUnit& unit, int tile, Sums& d_k,
+                                          Sums& d_v) {
+    const int slot = this->slot_.slot;
+    const u32 q_at = Uniform(SharedAddress(shared_.slots[slot].q));
+    const u32 d_o_at = Uniform(SharedAddress(shared_.slots[slot].d_o));
+    const u32 d_s_at = Uniform(SharedAddress(shared_.d_s[buffer_]));
+    const bool boxed = this->IsBoxed(tile * kRows, kRows, unit.source.qo_len);
+    WaitBarrier(SharedAddress(this->Barriers().full + slot), this->slot_.parity);
+    if (!boxed) FenceSharedForWgmma();
+
+    // S^T and dP^T.
+    Tile s = {}, d_p = {};
+    WgmmaFence();
+    Dot(SharedAddress(shared_.k), q_at, s);
+    WgmmaCommit();
+    Dot(SharedAddress(shared_.v), d_o_at, d_p);
+    WgmmaCommit();
+    WgmmaWait<1>();
+    PinRegisters(s);
+
+    // P^T, and dv.
+    Fragments p;
+    if (IsSeenByAll(unit, tile)) {
+      Weigh<false>(unit, tile, slot, s, p);
+    } else {
+      Weigh<true>(unit, tile, slot, s, p);
+    }
+    PinRegisters(p);
+    PinRegisters(d_v);
+    WgmmaFence();
+    Add(p, d_o_at, d_v);
+    WgmmaCommit();
+
+    // dS^T, and dk.
+    WgmmaWait<1>();
+    PinRegisters(d_p);
+    Fragments d_s;
+    MakeSlopes(slot, s, d_p, d_s);
+    StoreSlopes(d_s_at, d_s);
+    FenceSharedForWgmma();
+    PinRegisters(d_s);
+    PinRegisters(d_k);
+    WgmmaFence();
+    Add(d_s, q_at, d_k);
+    WgmmaCommit();
+
+    // dq, behind everybody's dS^T. The buffer of dS^T two steps ago is free likewise.
+    SyncNamed(kNamedBarrier, kConsumerThreads);
+    float d_q[8][4] = {};
+    WgmmaFence();
+    DotSlopes(d_s_at, d_q);
+    WgmmaCommit();
+    WgmmaWait<1>();
+    PinRegisters(d_v);
+    PinRegisters(d_k);
+    Arrive(this->Barriers().empty + slot);
+    WgmmaWait<0>();
+    PinRegisters(d_q);
+    HandOver(d_q);
+    this->slot_.Advance();
+    buffer_ ^= 1;
+  }
+
+  // --- products ---
+
+  // c = this consumer's rows of `own`, k or v, times those of a tile of q or d_o.
+  __device__ __forceinline__ void Dot(u32 own, u32 tile, Tile& c) const {
+    const u64 a = K::Descriptor(own, 64 * consumer_), b = Q::Descriptor(tile, 0);
+#pragma unroll
+    for (int kk = 0; kk < kDim / 16; ++kk) {
+      Wgmma<kRows, Traits::kDtype>::SharedA(c, K::AlongK(a, kk), Q::AlongK(b, kk), kk > 0);
+    }
+  }
+  // sums += fragments times rows of a tile.
+  __device__ __forceinline__ static void Add(const Fragments& a, u32 tile, Sums& sums) {
+    const u64 b = Q::TransposedDescriptor(tile, 0);
+#pragma unroll
+    for (int kk = 0; kk < kRows / 16; ++kk) {
+      Wgmma<kDim, Traits::kDtype>::RegistersATransposedB(sums, a[kk], Q::AlongRows(b, kk), true);
+    }
+  }
+  // This consumer's half of dS k.
+  __device__ __forceinline__ void DotSlopes(u32 d_s_at, float (&d_q)[8][4]) const {
+    u64 a = S::TransposedDescriptor(d_s_at, 0);
+    u64 b = K::TransposedDescriptor(SharedAddress(shared_.k), 0);
+    if constexpr (kRows == 128) {
+      a = S::Right(a, consumer_);
+    } else {
+      b = K::Right(b, consumer_);
+    }
+#pragma unroll
+    for (int kk = 0; kk < kKeys / 16; ++kk) {
+      Wgmma<64, Traits::kDtype>::TransposedSharedATransposedB(d_q, S::AlongRows(a, kk),
+                                                              K::AlongRows(b, kk), kk > 0);
+    }
+  }
+
+  // --- between them ---
+
+  // Whether all of the tile's tokens see all of this warp's keys.
+  __device__ __forceinline__ bool IsSeenByAll(const HopperBackwardUnit& unit, int tile) const {
+    const i64 key = unit.block * kKeys + FirstKey();
+    const i64 pos = static_cast<i64>(unit.source.q_begin) + tile * kRows;
+    bool all = key + 16 <= unit.source.kv_len;
+    if constexpr (Traits::kHasWindowRight) all &= key + 15 <= pos + f_.window_right;
+    if constexpr (Traits::kHasWindowLeft) all &= key >= pos + kRows - 1 - f_.window_left;
+    return Uniform(static_cast<int>(all)) != 0;
+  }
+
+  // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. p:
+  // weights, packed.
+  template <bool kMasks>
+  __device__ __forceinline__ void Weigh(const HopperBackwardUnit& unit, int tile, int slot, Tile& s,
+                                        Fragments& p) const {
+    const float scale = f_.sm_scale * kLog2E;
+    const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
+    const float cap = f_.logits_soft_cap * kLog2E;
+    const float* lse_log2 = shared_.lse_log2[slot] + 2 * (Lane() % 4);
+    // Rows [low, high) of the tile see the lane's keys.
+    int low[2] = {0, 0}, high[2] = {kRows, kRows};
+    if constexpr (kMasks) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int key = unit.block * kKeys + FirstKey() + 8 * h + Lane() / 4;
+        const i64 row = static_cast<i64>(key) - unit.source.q_begin - tile * kRows;
+        if constexpr (Traits::kHasWindowRight) low[h] = Clamp(row - f_.window_right, 0, kRows);
+        if constexpr (Traits::kHasWindowLeft) high[h] = Clamp(row + f_.window_left + 1, 0, kRows);
+        if (key >= unit.source.kv_len) high[h] = 0;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + 8 * j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float weights[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[j][2 * h + c];
+          const float reference = c == 0 ? lse.x : lse.y;
+          float factor = 1.0f;
+          if constexpr (Traits::kHasSoftCap) {  // as class SoftCap
+            const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
+            factor = fmaf(-tanh, tanh, 1.0f);
+            weights[c] = Exp2(fmaf(cap, tanh, -reference));
+          } else {
+            weights[c] = Exp2(fmaf(x, scale, -reference));
+          }
+          if constexpr (kMasks) {
+            const int row = 8 * j + 2 * (Lane() % 4) + c;
+            if (row < low[h] || row >= high[h]) weights[c] = 0.0f;
+          }
+          x = Traits::kHasSoftCap ? weights[c] * factor : weights[c];
+        }
+        p[j / 2][j % 2 * 2 + h] = E::Pack(weights[0], weights[1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void MakeSlopes(int slot, const Tile& s, const Tile& d_p,
+                                             Fragments& d_s) const {
+    const float* d = shared_.d[slot] + 2 * (Lane() % 4);
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float2 x = *reinterpret_cast<const float2*>(d + 8 * j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        d_s[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h] * (d_p[j][2 * h] - x.x),
+                                            s[j][2 * h + 1] * (d_p[j][2 * h + 1] - x.y));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void StoreSlopes(u32 d_s_at, const Fragments& d_s) const {
+    const int key = FirstKey() + Lane() / 8 % 2 * 8 + Lane() % 8;
+    const u32 row = d_s_at + key * 128;
+#pragma unroll
+    for (int kk = 0; kk < kRows / 16; ++kk) {
+      const int chunk = 2 * kk + Lane() / 16;
+      StoreMatrix4(row + chunk / 8 * S::kBlockBytes + (chunk % 8 ^ key % 8) * 16, d_s[kk]);
+    }
+  }
+
+  // --- results ---
+
+  __device__ __forceinline__ void HandOver(const float (&d_q)[8][4]) {
+    WaitBarrier(SharedAddress(&this->Barriers().empty_sums), this->sums_.parity ^ 1);
+    this->sums_.Advance();
+    float* to = shared_.sums + consumer_ * (Shape::kSumWords / 2) + thread_ * 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      *reinterpret_cast<float4*>(to + j * 512) =
+          make_float4(d_q[j][0], d_q[j][1], d_q[j][2], d_q[j][3]);
+    }
+    FenceSharedForWgmma();
+    Arrive(&this->Barriers().full_sums);
+  }
+
+  // Rows of dk or dv. Whether all of them are finite.
+  __device__ __forceinline__ bool Write(void* result, const HopperBackwardUnit& unit, float scale,
+                                        const Sums& sums) const {
+    bool is_finite = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = unit.block * kKeys + FirstKey() + 8 * h + Lane() / 4;
+      const i64 row = static_cast<i64>(unit.source.kv_begin + key) * f_.num_kv_heads + unit.kv_head;
+      u16* to = static_cast<u16*>(result) + row * kDim;
+#pragma unroll
+      for (int j = 0; j < kDim / 8; j += 4) {
+        u32 packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float left = sums[j + i][2 * h] * scale, right = sums[j + i][2 * h + 1] * scale;
+          is_finite &= left - left == 0.0f && right - right == 0.0f;
+          packed[i] = E::Pack(left, right);
+        }
+        const uint4 x = TransposeQuad(packed, Lane());
+        if (key < unit.source.kv_len) {
+          *reinterpret_cast<uint4*>(to + 8 * (j + Lane() % 4)) = x;
+        }
+      }
+    }
+    return is_finite;
+  }
+
+  const int consumer_, thread_;
+  int buffer_ = 0;  // of dS^T
+};
+
+// --- the sums become dq ---
+
+template <class Traits>
+class HopperBackwardRounding {
+ public:
+  using Shape = HopperBackwardShape<Traits>;
+  using Pairs = HopperBackwardPairs<Traits>;
+  using E = Element<Traits::kDtype>;
+  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
+
+  __device__ __forceinline__ HopperBackwardRounding(const BackwardCudaParams& p, int batch_size)
+      : p_(p), f_(p.forward), batch_size_(batch_size) {}
+
+  // By all threads of the grid, CTAs side by side.
+  __device__ __forceinline__ void Run() const {
+    const i64 num_items = static_cast<i64>(p_.max_tiles) * f_.num_qo_heads * kTileItems;
+    const i64 per_cta = (num_items + gridDim.x - 1) / gridDim.x;
+    const i64 begin = per_cta * blockIdx.x, end = begin + per_cta;
+    int slot = -1, request = 0;
+#pragma unroll 1
+    for (i64 i = begin + threadIdx.x; i < end && i < num_items; i += blockDim.x) {
+      const i64 tile_and_head = i / kTileItems;
+      const int now = static_cast<int>(tile_and_head / f_.num_qo_heads);
+      if (now != slot) request = RequestOf(now);
+      slot = now;
+      if (request < 0) continue;
+      Round(request, slot - FirstTile(request), tile_and_head, static_cast<int>(i % kTileItems));
+    }
+  }
+
+  // Zeros for rows of nobody.
+  __device__ __forceinline__ void ClearRest() const {
+    const i64 q_row = static_cast<i64>(f_.num_qo_heads) * kDim;
+    const i64 kv_row = static_cast<i64>(f_.num_kv_heads) * kDim;
+    Clear(p_.d_q, batch_size_ > 0 ? LoadConstant(f_.qo_indptr + batch_size_) * q_row : 0,
+          p_.num_elements[0]);
+#pragma unroll 1
+    for (int r = -1; r < batch_size_; ++r) {
+      i64 begin = 0, end = p_.num_elements[1];
+      if (r >= 0) begin = (LoadConstant(p_.kv_indptr + r) + LoadConstant(f_.kv_lens + r)) * kv_row;
+      if (r + 1 < batch_size_) end = LoadConstant(p_.kv_indptr + r + 1) * kv_row;
+      Clear(p_.d_k, begin, end);
+      Clear(p_.d_v, begin, end);
+    }
+  }
+
+ private:
+  // An item is two rows, 8 apart, by 8 columns.
+  static constexpr int kTileItems = Shape::kSumWords / 16;
+
+  __device__ __forceinline__ int FirstTile(int request) const {
+    return LoadConstant(f_.qo_indptr + request) / kRows + request;
+  }
+  // The request of a tile; -1: of none.
+  __device__ __forceinline__ int RequestOf(int slot) const {
+    int low = 0, high = batch_size_;  // the last one that begins at it or before
+#pragma unroll 1
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (FirstTile(middle) <= slot) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    if (batch_size_ == 0 || FirstTile(low) > slot) return -1;
+    const int tokens = LoadConstant(f_.qo_indptr + low + 1) - LoadConstant(f_.qo_indptr + low);
+    return (slot - FirstTile(low)) * kRows < tokens ? low : -1;
+  }
+
+  __device__ __forceinline__ void Round(int request, int tile, i64 tile_and_head, int item) const {
+    const BackwardSource source(p_, request);
+    const auto blocks = Pairs{f_, source}.BlocksOf(tile);
+    // As HandOver has it: column tile, row of 8, warp, consumer.
+    const int j = item % 8, row_of_8 = item / 8 % 8, warp = item / 64 % 4, part = item / 256;
+    float4 x[4] = {};
+    if (blocks.begin < blocks.end) {
+      const float* from = p_.d_q_sums + tile_and_head * Shape::kSumWords +
+                          part * (Shape::kSumWords / 2) + j * 512 + (warp * 32 + row_of_8 * 4) * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = reinterpret_cast<const float4*>(from)[i];
+    }
+    const int row = tile * kRows + (kRows == 128 ? 64 * part : 0) + 16 * warp + row_of_8;
+    const int column = (kRows == 128 ? 0 : 64 * part) + 8 * j;
+    const int head = static_cast<int>(tile_and_head % f_.num_qo_heads);
+    bool is_finite = true;
+    u32 packed[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float y[4] = {x[i].x * f_.sm_scale, x[i].y * f_.sm_scale, x[i].z * f_.sm_scale,
+                          x[i].w * f_.sm_scale};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) is_finite &= y[c] - y[c] == 0.0f;
+      packed[0][i] = E::Pack(y[0], y[1]);
+      packed[1][i] = E::Pack(y[2], y[3]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row + 8 * h >= source.qo_len) continue;
+      const i64 at = static_cast<i64>(source.qo_begin + row + 8 * h) * f_.num_qo_heads + head;
+      *reinterpret_cast<uint4*>(static_cast<u16*>(p_.d_q) + at * kDim + column) =
+          make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
+    }
+    if (!is_finite) MaxRelaxed(p_.is_not_finite, 1);
+  }
+
+  // Elements [begin, end), multiples of 8.
+  __device__ __forceinline__ static void Clear(void* array, i64 begin, i64 end) {
+    const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const i64 num_threads = static_cast<i64>(gridDim.x) * blockDim.x;
+#pragma unroll 1
+    for (i64 i = begin / 8 + thread; i < end / 8; i += num_threads) {
+      static_cast<uint4*>(array)[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  const BackwardCudaParams& p_;
+  const AttentionParams& f_;
+  const int batch_size_;
+};
+
+// --- kernel ---
+
+template <class Traits>
+struct HopperBackwardBody {
+  using Shape = HopperBackwardShape<Traits>;
+  using Shared = typename Shape::Shared;
+  static constexpr int kNumThreads = 384;
+  static constexpr int kMinCtasPerSm = 1;
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
+  // No more in all than the CTA begins with, 168 a thread. Consumers hold dk, dv, S and dP, or dq.
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+
+  __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Shared& shared = *reinterpret_cast<Shared*>(smem);
+    const AttentionParams& f = p.forward;
+    const uint4 header = LoadConstant16(&f.header->magic);
+    // What is no plan the portable kernel answers.
+    if (!IsPlan(f, header, LoadConstant16(&f.header->num_items))) return;
+    const auto batch_size = static_cast<int>(header.z);
+    if (p.phase == kBackwardRound) {
+      const HopperBackwardRounding<Traits> rounding(p, batch_size);
+      rounding.Run();
+      rounding.ClearRest();
+      return;
+    }
+    if (threadIdx.x == 0) Shape::Init(shared);
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      LowerRegisterLimit<kProducerRegisters>();
+      const int warp = Uniform(static_cast<int>(threadIdx.x) / kWarpSize);
+      if (warp == 0) HopperBackwardProducer<Traits>(p, shared).Run(batch_size);
+      if (threadIdx.x == kWarpSize) HopperBackwardWriter<Traits>(p, shared).Run();
+    } else {
+      RaiseRegisterLimit<kConsumerRegisters>();
+      HopperBackwardConsumer<Traits>(p, shared).Run();
+    }
+  }
+};
+
+}  // namespace jax_attn

@@ -1,0 +1,195 @@
+// Cases of backward_cuda_test.cc and backward_sm90_test.cc: kernels of the backward pass run in
+// emulation on plans of the real planner and must agree with the CPU kernels, which have tests of
+// their own.
+//
+// Include cuda_emulation.h before this file.
+#pragma once
+
+#include "attention_cuda_cases.h"
+#include "cpu/backward.h"
+
+namespace jax_attn {
+namespace {
+
+// Of which kernel: shared memory decides on tiles.
+template <class Shape, int kTarget, int kElement = kElementBf16>
+struct Kernel {
+  struct Traits : Shape {
+    static constexpr int kArch = kTarget, kDtype = kElement;
+    static constexpr int kNumTiles = 2, kTileQ0 = 16, kTileQ1 = 128, kTileQ2 = 0;
+    static constexpr int kTileKv = 64, kNumWarps = 4, kNumStages = 4;
+  };
+};
+
+// What the arrays of a case have besides.
+enum Poison { kNone, kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV };
+
+// An array of the element type.
+class Array {
+ public:
+  Array(int dtype, size_t n) : dtype_(dtype), bytes_(n * ElementBytes(dtype)) {}
+  Array(int dtype, const std::vector<uint16_t>& bf16) : Array(dtype, bf16.size()) {
+    for (size_t i = 0; i < bf16.size(); ++i) Put(i, Bf16ToFloat(bf16[i]));
+  }
+  size_t size() const { return bytes_.size() / ElementBytes(dtype_); }
+  char* data() { return bytes_.data(); }
+  const std::vector<char>& bytes() const { return bytes_; }
+  float At(size_t i) const {
+    if (dtype_ == kF32) return Word<float>(i);
+    return Bf16ToFloat(Word<uint16_t>(i));
+  }
+  void Put(size_t i, float x) {
+    if (dtype_ == kF32) {
+      std::memcpy(bytes_.data() + 4 * i, &x, 4);
+    } else {
+      const auto bits = static_cast<uint16_t>(FloatToBf16(x));
+      std::memcpy(bytes_.data() + 2 * i, &bits, 2);
+    }
+  }
+
+ private:
+  template <typename T>
+  T Word(size_t i) const {
+    T x;
+    std::memcpy(&x, bytes_.data() + i * sizeof(T), sizeof(T));
+    return x;
+  }
+  int dtype_;
+  std::vector<char> bytes_;
+};
+
+struct Gradients {
+  Array d_q, d_k, d_v;
+};
+
+// Whether each row of `head_dim` is within a few roundings of its largest expected element.
+void CompareRows(const Case& c, const char* what, const Array& got, const Array& expected,
+                 int64_t head_dim, float tolerance) {
+  for (size_t row = 0; row < expected.size(); row += head_dim) {
+    float largest = 0;
+    for (int64_t i = 0; i < head_dim; ++i) {
+      if (std::isfinite(expected.At(row + i))) {
+        largest = std::max(largest, std::abs(expected.At(row + i)));
+      }
+    }
+    for (int64_t i = 0; i < head_dim; ++i) {
+      Compare(c, what, row + i, got.At(row + i), expected.At(row + i), tolerance * largest);
+    }
+  }
+}
+
+// Every table names pages of the first request, at other places, some of them twice.
+void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
+  const int64_t whole = c.requests[0].kv_len / page_size;
+  for (size_t r = 1; r < c.requests.size(); ++r) {
+    for (int64_t i = b->kv_indptr[r]; i < b->kv_indptr[r + 1]; ++i) {
+      const auto slot = i - b->kv_indptr[r];
+      if (slot % 4 != 3) b->page_indices[i] = b->page_indices[(slot * (r + 1) / 2 + r) % whole];
+    }
+  }
+}
+
+// How a backward pass is launched: void(const Case&, const AttentionSpec&, const
+// BackwardCudaParams&, std::mt19937&).
+template <class Traits, class Launch>
+void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, const Launch& launch) {
+  std::mt19937 random(seed);
+  AttentionProblem problem = MakeProblem<Traits>(c);
+  AttentionSpec& spec = problem.spec;
+  spec.dtype = Traits::kDtype;
+  Batch b = MakeBatch<Traits>(c, spec, random);
+  if (scatters) ScatterPages(c, spec.page_size, &b);
+  const std::vector<int32_t> plan = MakePlan(c, problem, b);
+  if (plan.empty()) return;
+  const int dtype = Traits::kDtype;
+  Array q(dtype, b.q), k(dtype, b.k), v(dtype, b.v);
+  Array d_o(dtype, RandomBf16(spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_vo, random));
+  std::vector<float> sinks(spec.num_qo_heads);
+  for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
+
+  // The forward pass, of clean operands.
+  InlinePool pool;
+  AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
+  p.q = q.data();
+  p.k = k.data();
+  p.v = v.data();
+  p.num_layers = 1;
+  Outputs workspace = MakeOutputs(problem, &p);
+  Array o(dtype, spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_vo);
+  p.o = o.data();
+  AttentionCpu(problem, p, pool);
+  std::vector<float> lse = workspace.lse, d(lse.size());
+  std::normal_distribution<float> normal;
+  for (size_t i = 0; i < d.size(); ++i) {
+    d[i] = normal(random);
+    for (int64_t j = 0; j < spec.head_dim_vo; ++j) {
+      d[i] += o.At(i * spec.head_dim_vo + j) * d_o.At(i * spec.head_dim_vo + j);
+    }
+  }
+  // Of a row and a key in the middle of the batch.
+  if (poison != kNone) {
+    const size_t token = b.qo_indptr.back() / 2, head = spec.num_qo_heads - 1;
+    const size_t row = token * spec.num_qo_heads + head;
+    const size_t last = c.requests.size() - 1, pos = c.requests[last].kv_len / 2;
+    size_t key = b.kv_indptr[last] + pos;
+    if (spec.paged()) {
+      key = b.page_indices[b.kv_indptr[last] + pos / spec.page_size] * spec.page_size +
+            pos % spec.page_size;
+    }
+    key = key * spec.num_kv_heads + spec.num_kv_heads - 1;
+    if (poison == kNanQ) q.Put(row * spec.head_dim_qk + 3, NAN);
+    if (poison == kInfiniteDo) d_o.Put(row * spec.head_dim_vo + 4, INFINITY);
+    if (poison == kNanLse) lse[row] = NAN;
+    if (poison == kInfiniteLse) lse[row] = INFINITY;
+    if (poison == kNanD) d[row] = NAN;
+    if (poison == kNanK) k.Put(key * spec.head_dim_qk + 1, NAN);
+    if (poison == kInfiniteV) v.Put(key * spec.head_dim_vo + 2, -INFINITY);
+  }
+
+  BackwardParams on_cpu = {};
+  on_cpu.forward = p;
+  on_cpu.lse = lse.data();
+  on_cpu.d = d.data();
+  on_cpu.d_o = d_o.data();
+  Gradients expected = {{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}};
+  std::vector<float> sums(BackwardSums(spec, p.num_pages));
+  BackwardCpu(problem, on_cpu,
+              {expected.d_q.data(), expected.d_k.data(), expected.d_v.data(), sums.data()}, pool);
+
+  // Other orders of warps and CTAs: the same bits.
+  Gradients got[2] = {{{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}},
+                      {{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}}};
+  for (Gradients& g : got) {
+    std::vector<int32_t> words(BackwardWorkspaceWords(spec, p.num_pages));
+    BackwardCudaParams params = MakeBackwardParams(problem, p, plan.data(), words.data());
+    params.lse = lse.data();
+    params.d = d.data();
+    params.d_o = d_o.data();
+    params.d_q = g.d_q.data();
+    params.d_k = g.d_k.data();
+    params.d_v = g.d_v.data();
+    launch(c, spec, params, random);
+  }
+  if (got[0].d_q.bytes() != got[1].d_q.bytes() || got[0].d_k.bytes() != got[1].d_k.bytes() ||
+      got[0].d_v.bytes() != got[1].d_v.bytes()) {
+    std::printf("FAILED %s: bits depend on the order of execution\n", c.name);
+    ++g_failures;
+  }
+  const float tolerance = dtype == kF32 ? 1e-4f : 0.03f;
+  CompareRows(c, "d_q", got[0].d_q, expected.d_q, spec.head_dim_qk, tolerance);
+  CompareRows(c, "d_k", got[0].d_k, expected.d_k, spec.head_dim_qk, tolerance);
+  CompareRows(c, "d_v", got[0].d_v, expected.d_v, spec.head_dim_vo, tolerance);
+}
+
+// One phase.
+template <class Body>
+void Emulate(const Case& c, const BackwardCudaParams& of_all, i32 phase, std::mt19937& random) {
+  static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
+  BackwardCudaParams params = of_all;
+  params.phase = phase;
+  emulation::machine.Launch(static_cast<int>(c.num_ctas), Body::kNumThreads,
+                            static_cast<unsigned>(random()), [&params] { Body::Run(params); });
+}
+
+}  // namespace
+}  // namespace jax_attn
