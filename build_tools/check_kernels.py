@@ -7,6 +7,7 @@ specialisation takes each of its values somewhere in the list below; the product
 Prints a table and fails if a kernel
 
   - spills registers, or uses the stack at all (its frame is not 0 bytes), unless SPILLS says why;
+  - has its wgmma serialised by ptxas;
   - does not fit its CTAs on a multiprocessor as select/cuda.cc launches them (registers, shared
     memory).
 
@@ -523,10 +524,12 @@ def check(which: tuple[str, int]) -> tuple[bool, str]:
     target, i = which
     source, num_ctas = kernels_of(target)[i]
     start = time.perf_counter()
-    cubin, _ = source.compile()
+    cubin, log = source.compile()
     milliseconds = 1e3 * (time.perf_counter() - start)
     usage = read_usage(cubin, source.entry)
     found = faults(usage, int(target.removeprefix("sm_")), num_ctas)
+    if "serialized" in log:  # C7510 to C7517
+        found.append("ptxas serialises wgmma")
     name = display_name(target, i)
     arch_name = source.name.split("-")[1]
     bytes_accepted, reason = SPILLS.get(name.replace(f"-{arch_name}", "", 1), (0, ""))
