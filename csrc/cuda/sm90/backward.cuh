@@ -441,11 +441,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
       this->kv_.Advance();
       FenceSharedForWgmma();  // rows of it may not have come by boxes
       int tile = begin;
-      const int num_steps = (end - begin) * kGroup;
 #pragma unroll 1
-      for (int step = 0; step < num_steps; ++step) {
+      for (int left = (end - begin) * kGroup; left > 0; --left) {
         RunStep(unit, tile, d_k, d_v);
-        if (++tile == end) tile = begin;
+        if (++tile == unit.tile_end) tile = unit.tile_begin;
       }
       Arrive(&this->Barriers().empty_kv);
     }
