@@ -114,6 +114,32 @@ def test_ragged_paged_attention(packing, width, options):
     np.testing.assert_array_equal(same, cache)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged_paged_attention_with_a_sink(causal):
+    """Masked by cause or not, scaled, in a dtype of its own, against the float64 reference."""
+    q, (k, v) = normal(5, 4, 64), normal(2, 5, 2, 64)
+    cache, sinks = normal(6, 8, 4, 1, 64), normal(4)
+    kv_lens, cu_q_lens = np.int32([20, 3]), np.int32([0, 2, 5])
+    table = np.int32([[4, 0, 2], [1, 5, 3]])
+    o, cache = doors.ragged_paged_attention(
+        q, k, v, cache, kv_lens, table.ravel(), cu_q_lens, np.int32([0, 0, 2]), sinks,
+        use_causal_mask=causal, sm_scale=0.2, k_scale=0.5, v_scale=3.0, out_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    assert o.dtype == jnp.bfloat16
+    for seq, kv_len in enumerate(kv_lens):
+        rows = np.float64(cache)[table[seq], :, :, 0].reshape(-1, 2, 2, 64)[:kv_len]
+        keys, values = (np.repeat(rows[:, :, i], 2, axis=1) for i in (0, 1))
+        part = slice(*cu_q_lens[seq : seq + 2])
+        logits = 0.1 * np.einsum("qhd,khd->qhk", np.float64(q[part]), keys)
+        if causal:
+            position = kv_len - logits.shape[0] + np.arange(logits.shape[0])
+            logits[np.arange(kv_len) > position[:, None, None] + np.zeros((1, 4, 1))] = -np.inf
+        weights = np.exp(logits)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(np.float64(sinks))[:, None]
+        want = 3 * np.einsum("qhk,khd->qhd", weights, values)
+        np.testing.assert_allclose(np.float64(o[part]), want, rtol=1e-2, atol=1e-3)
+
+
 def test_what_does_not_fit_is_said():
     q, pages, n, table = normal(2, 4, 8), normal(2, 3, 8, 8), np.int32([1, 2]), np.zeros((2, 3))
     for call, error, match in (
