@@ -12,12 +12,13 @@ from jax_attn.dense import dot_product_attention
 from jax_attn.plan import plan
 from jax_attn.spec import AttentionSpec
 
-__all__ = ["flax_attention", "paged_attention", "ragged_paged_attention"]
+__all__ = ["flax_attention", "paged_attention", "paged_attention_gpu", "ragged_paged_attention"]
 
 # Parameters of their kernels' launches, which have no meaning for ours.
 _TUNING = {
-    "paged_attention": {"pages_per_compute_block", "megacore_mode", "inline_seq_dim"}
-    | {"block_h", "k_splits", "num_warps", "num_stages", "interpret", "debug"},
+    "paged_attention": {"pages_per_compute_block", "megacore_mode", "inline_seq_dim"},
+    "paged_attention_gpu": {"pages_per_compute_block", "block_h", "k_splits", "num_warps"}
+    | {"num_stages", "interpret", "debug"},
     "ragged_paged_attention": {"chunk_prefill_size", "num_kv_pages_per_block", "debug_mode"}
     | {"num_queries_per_block", "vmem_limit_bytes", "decode_q_len", "decode_block_sizes"}
     | {"prefill_block_sizes"},
@@ -59,8 +60,7 @@ def paged_attention(
 
     q: [batch, num_q_heads, head_dim], already scaled: logits = q . k. k_pages, v_pages:
         [num_kv_heads, num_pages, page_size, head_dim], dtype of q. They are read where they are.
-    lengths: i32[batch], keys of each request. page_indices: i32[batch, pages_per_sequence]. In the
-        signature of pallas.ops.gpu these two are the other way round, as block_tables and lengths.
+    lengths: i32[batch], keys of each request. page_indices: i32[batch, pages_per_sequence].
     mask_value: not read; keys beyond the length never influence a result.
     tuning: parameters of their kernels, not read.
 
@@ -70,6 +70,62 @@ def paged_attention(
     del mask_value
     op = "paged_attention"
     _check_tuning(op, tuning)
+    return _of_one_token(
+        op, q, k_pages, v_pages, lengths, "page_indices", page_indices, attn_logits_soft_cap
+    )
+
+
+def paged_attention_gpu(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array | None,
+    k_scales_pages: jax.Array | None = None,
+    v_scales_pages: jax.Array | None = None,
+    *,
+    mask_value: float | None = None,
+    attn_logits_soft_cap: float | None = None,
+    **tuning: Any,
+) -> jax.Array:
+    """jax.experimental.pallas.ops.gpu.paged_attention: one query token for each request.
+
+    q, k_pages, v_pages, mask_value, attn_logits_soft_cap: as for paged_attention.
+    block_tables: i32[batch, pages_per_sequence]. lengths: i32[batch], keys of each request; None:
+        all keys of its pages.
+    k_scales_pages, v_scales_pages: None. tuning: parameters of their kernel, not read.
+
+    Returns o: [batch, num_q_heads, head_dim]; 0 for a request without keys. Raises ValueError for
+    arrays that do not fit, NotImplementedError for scales.
+    """
+    del mask_value
+    op = "paged_attention_gpu"
+    _check_tuning(op, tuning)
+    for name, scales in (("k_scales_pages", k_scales_pages), ("v_scales_pages", v_scales_pages)):
+        if scales is not None:
+            raise NotImplementedError(
+                f"{op}: {name}: None is supported, got an array; the paged cache of"
+                " jax_attn.attention has float8_e4m3fn with a scale for each head."
+            )
+    if lengths is None:
+        _check_shape(op, "block_tables", block_tables, (None,) * 2, "[batch, pages_per_sequence]")
+        _check_shape(op, "k_pages", k_pages, (None,) * 4, "[heads, pages, page_size, head_dim]")
+        lengths = jnp.full(block_tables.shape[0], block_tables.shape[1] * k_pages.shape[2])
+    return _of_one_token(
+        op, q, k_pages, v_pages, lengths, "block_tables", block_tables, attn_logits_soft_cap
+    )
+
+
+def _of_one_token(
+    op: str,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    lengths: jax.Array,
+    table_name: str,
+    page_indices: jax.Array,
+    soft_cap: float | None,
+) -> jax.Array:
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not hasattr(pages, "shape"):
             raise NotImplementedError(
@@ -82,7 +138,7 @@ def paged_attention(
     _check_shape(op, "k_pages", k_pages, pages_shape, f"[heads, pages, page_size, {head_dim}]")
     _check_shape(op, "v_pages", v_pages, k_pages.shape, f"k_pages' {list(k_pages.shape)}")
     _check_shape(op, "lengths", lengths, (batch,), f"[{batch}]")
-    _check_shape(op, "page_indices", page_indices, (batch, None), f"[{batch}, ...]")
+    _check_shape(op, table_name, page_indices, (batch, None), f"[{batch}, ...]")
     num_kv_heads, num_pages, page_size, _ = k_pages.shape
     if num_q_heads % num_kv_heads:
         raise ValueError(
@@ -96,7 +152,7 @@ def paged_attention(
         head_dim,
         dtype=q.dtype.name,
         sm_scale=1.0,
-        logits_soft_cap=attn_logits_soft_cap or 0.0,
+        logits_soft_cap=soft_cap or 0.0,
         page_size=page_size,
         max_batch=num_requests,
         max_qo_tokens=num_requests,

@@ -123,7 +123,7 @@ def check_differentiable(spec: AttentionSpec) -> None:
         (
             spec.variant is not None,
             "a variant",
-            "jax.nn.dot_product_attention has gradients with a bias and a mask",
+            "dot_product_attention has gradients with a bias and a mask",
         ),
         (
             spec.max_steps is not None,

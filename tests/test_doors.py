@@ -25,9 +25,10 @@ def normal(*shape, dtype=np.float32):
 # ---- jax.experimental.pallas.ops.{tpu, gpu}.paged_attention
 
 
+@pytest.mark.parametrize("door", ["tpu", "gpu"])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_paged_attention(num_kv_heads, soft_cap):
+def test_paged_attention(num_kv_heads, soft_cap, door):
     batch, page_size, num_slots, num_pages, head_dim = 5, 8, 6, 40, 64
     q = normal(batch, 4, head_dim) / 8
     k, v = (normal(num_kv_heads, num_pages, page_size, head_dim) for _ in range(2))
@@ -36,15 +37,25 @@ def test_paged_attention(num_kv_heads, soft_cap):
     dense = [jnp.moveaxis(x[:, table], 0, -2).reshape(batch, -1, num_kv_heads, 64) for x in (k, v)]
     want = paged_attention_reference(q, *dense, jnp.asarray(lengths), attn_logits_soft_cap=soft_cap)
     table[1, 1:] = 10**6  # what is not read
-    call = jax.jit(
-        lambda *x: doors.paged_attention(
-            *x, attn_logits_soft_cap=soft_cap, pages_per_compute_block=4, mask_value=-1e10
-        )
-    )
-    got = call(q, k, v, lengths, np.int32(table))
+    options = {"attn_logits_soft_cap": soft_cap, "pages_per_compute_block": 4, "mask_value": -1e10}
+    table = np.int32(table)
+    if door == "gpu":
+        call = jax.jit(lambda *x: doors.paged_attention_gpu(*x, **options, block_h=16, k_splits=4))
+        got = call(q, k, v, table, lengths)
+    else:
+        got = jax.jit(lambda *x: doors.paged_attention(*x, **options))(q, k, v, lengths, table)
     seen = lengths > 0
     np.testing.assert_allclose(got[seen], want[seen], rtol=1e-5, atol=1e-5)
     assert not np.asarray(got[~seen]).any()
+
+
+def test_paged_attention_gpu_without_lengths():
+    q, (k, v) = normal(2, 4, 64) / 8, normal(2, 2, 9, 8, 64)
+    table = np.int32([[3, 1, 8], [0, 2, 5]])
+    dense = [jnp.moveaxis(x[:, table], 0, -2).reshape(2, 24, 2, 64) for x in (k, v)]
+    want = paged_attention_reference(q, *dense, None)
+    got = doors.paged_attention_gpu(q, k, v, table, None)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 # ---- RPA v3
@@ -103,6 +114,32 @@ def test_ragged_paged_attention(packing, width, options):
     np.testing.assert_array_equal(same, cache)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged_paged_attention_with_a_sink(causal):
+    """Masked by cause or not, scaled, in a dtype of its own, against the float64 reference."""
+    q, (k, v) = normal(5, 4, 64), normal(2, 5, 2, 64)
+    cache, sinks = normal(6, 8, 4, 1, 64), normal(4)
+    kv_lens, cu_q_lens = np.int32([20, 3]), np.int32([0, 2, 5])
+    table = np.int32([[4, 0, 2], [1, 5, 3]])
+    o, cache = doors.ragged_paged_attention(
+        q, k, v, cache, kv_lens, table.ravel(), cu_q_lens, np.int32([0, 0, 2]), sinks,
+        use_causal_mask=causal, sm_scale=0.2, k_scale=0.5, v_scale=3.0, out_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    assert o.dtype == jnp.bfloat16
+    for seq, kv_len in enumerate(kv_lens):
+        rows = np.float64(cache)[table[seq], :, :, 0].reshape(-1, 2, 2, 64)[:kv_len]
+        keys, values = (np.repeat(rows[:, :, i], 2, axis=1) for i in (0, 1))
+        part = slice(*cu_q_lens[seq : seq + 2])
+        logits = 0.1 * np.einsum("qhd,khd->qhk", np.float64(q[part]), keys)
+        if causal:
+            position = kv_len - logits.shape[0] + np.arange(logits.shape[0])
+            logits[np.arange(kv_len) > position[:, None, None] + np.zeros((1, 4, 1))] = -np.inf
+        weights = np.exp(logits)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(np.float64(sinks))[:, None]
+        want = 3 * np.einsum("qhk,khd->qhd", weights, values)
+        np.testing.assert_allclose(np.float64(o[part]), want, rtol=1e-2, atol=1e-3)
+
+
 def test_what_does_not_fit_is_said():
     q, pages, n, table = normal(2, 4, 8), normal(2, 3, 8, 8), np.int32([1, 2]), np.zeros((2, 3))
     for call, error, match in (
@@ -114,6 +151,21 @@ def test_what_does_not_fit_is_said():
             "k_pages: arr",
         ),
         (lambda: doors.paged_attention(q, pages, pages, n, table, blocks=3), TypeError, "blocks"),
+        (
+            lambda: doors.paged_attention_gpu(q, pages, pages, n, table),
+            ValueError,
+            "paged_attention_gpu: lengths: expected",
+        ),
+        (
+            lambda: doors.paged_attention_gpu(q, pages, pages, table, n, v_scales_pages=n),
+            NotImplementedError,
+            "paged_attention_gpu: v_scales_pages: None",
+        ),
+        (
+            lambda: doors.paged_attention_gpu(q, pages, pages, table[:1], n),
+            ValueError,
+            "paged_attention_gpu: block_tables: expected",
+        ),
         (
             lambda: doors.ragged_paged_attention(
                 q, q, q, normal(3, 8, 4, 1, 8), n, n, np.zeros(3), np.zeros(3)

@@ -496,6 +496,18 @@ def test_vmap_of_bias_mask_lengths_and_scale(of_bias, batch, backend):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@on_every_platform
+def test_checkpoint(backend):
+    qkv, traced, _, weights = asked_for("bias_full")
+    loss = lambda *x: jnp.sum(weights * ja.dot_product_attention(*x))  # noqa: E731
+    of = (0, 1, 2, 3)
+    got, want = (
+        jax.jit(jax.grad(f, of))(*qkv, traced["bias"]) for f in (jax.checkpoint(loss), loss)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_gradients_of_a_bias_have_the_same_bits_again():
     qkv, traced, _, weights = asked_for("bias_of_keys")
     slope = jax.jit(
