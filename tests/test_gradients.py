@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_attn as ja
-from jax_attn import reference
+from jax_attn import _core, dense, reference
 
 NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
@@ -340,6 +340,46 @@ def test_what_has_no_gradient_says_so_while_tracing(fields, what):
 
     with pytest.raises(NotImplementedError, match=f"^attention: gradients: {what}.*; "):
         jax.eval_shape(jax.grad(loss), q, k, v, plan, new)
+
+
+def launches_of_gradients(device, **options):
+    """Launches of the backward kernels for the gradients of q, k and v on a GPU."""
+    x = jax.device_put(jnp.ones((2, 40, 4, 64), jnp.bfloat16), device)
+
+    def loss(q, k, v):
+        return ja.dot_product_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    before = _core.jit_stats()["backward_launches"]
+    jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x))
+    return _core.jit_stats()["backward_launches"] - before
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+def test_the_dense_entry_runs_the_backward_kernels_on_cuda(backend):
+    """With a bias or a mask it differentiates in jnp."""
+    mask = jnp.tril(jnp.ones((1, 1, 40, 40), bool))
+    assert launches_of_gradients(backend.device, is_causal=True) > 0
+    assert launches_of_gradients(backend.device, mask=mask) == 0
+    assert launches_of_gradients(backend.device, bias=mask.astype(jnp.float32)) == 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_dense_entry_lowers_to_the_backward_kernels(target, monkeypatch):
+    """For CUDA without a GPU: one call of theirs, none with a mask."""
+    monkeypatch.setattr(dense, "AttentionSpec", functools.partial(ja.AttentionSpec, target=target))
+
+    def num_calls(**options):
+        def loss(q, k, v):
+            return ja.dot_product_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+        x = jax.ShapeDtypeStruct((2, 48, 4, 64), jnp.bfloat16)
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        text = step.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("@jax_attn_backward")
+
+    assert num_calls(is_causal=True) == 1
+    assert num_calls(mask=jnp.ones((1, 1, 48, 48), bool)) == 0
 
 
 # ---- prefixes in common
