@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_attn as ja
-from jax_attn import _core, dense, reference
+from jax_attn import _core, dense, gradients, reference
 
 NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
@@ -340,6 +340,24 @@ def test_what_has_no_gradient_says_so_while_tracing(fields, what):
 
     with pytest.raises(NotImplementedError, match=f"^attention: gradients: {what}.*; "):
         jax.eval_shape(jax.grad(loss), q, k, v, plan, new)
+
+
+@pytest.mark.parametrize(
+    "fields,what",
+    [
+        ({"variant": ja.Variant(lambda score, at: score + at.kv_pos)}, "a variant"),
+        ({"max_steps": 100}, "max_steps"),
+    ],
+)
+def test_masks_and_biases_are_sent_to_the_entry_that_has_their_gradients(fields, what):
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype="float32", page_size=None, max_batch=1, max_qo_tokens=8, max_kv_tokens=8,
+        target="cpu", **fields,
+    )  # fmt: skip
+    entry = "jax_attn.dot_product_attention has gradients with a bias and a mask"
+    words = f"^attention: gradients: {what}: not supported; {entry}"
+    with pytest.raises(NotImplementedError, match=words):
+        gradients.check_differentiable(spec)
 
 
 def launches_of_gradients(device, **options):
