@@ -15,6 +15,7 @@ from backends import Backend, on_every_backend, on_every_platform
 from checking import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_prefix_levels import num_shared, one_document
 
 import jax_attn as ja
 from jax_attn import _core, dense, gradients, reference
@@ -250,6 +251,60 @@ def test_the_backward_pass_lowers_for_cuda(dtype):
     assert len(calls) == 1 and f"tensor<{words}xf32>" in calls[0]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@on_every_platform
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_in_10_000_runs(dtype, backend):
+    """Requests that share pages, whose rows many tasks write, in several queues."""
+    tables = [np.append(np.arange(8), 8 + r) for r in range(4)]
+    spec = backend.spec(
+        num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, dtype=dtype, page_size=16, max_batch=4,
+        max_qo_tokens=40, max_kv_pages=36, share_prefixes=False, num_ctas=3,
+    )  # fmt: skip
+    plan = ja.plan(spec, np.arange(5) * 10, [140] * 4, np.arange(5) * 9, np.concatenate(tables))
+    rng = np.random.default_rng(0)
+    q, d_o = (jnp.asarray(rng.normal(size=(40, 4, 16)), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(12, 16, 2, 16)), dtype) for _ in range(2))
+    step = jax.jit(lambda *qkv: jax.vjp(lambda *x: ja.attention(*x, plan), *qkv)[1](d_o))
+    first = [np.asarray(x) for x in step(q, k, v)]
+    for _ in range(10_000):
+        for name, a, b in zip(NAMES, step(q, k, v), first, strict=False):
+            assert_same_bits(name, np.asarray(a), b)
+
+
+def test_a_plan_of_another_batch_is_refused():
+    """The kernels' backward pass has the forward pass's checks: of pages, words, shapes."""
+    spec = ja.AttentionSpec(
+        4, 2, 32, dtype="float32", page_size=16, max_batch=2, max_qo_tokens=8, max_kv_pages=4,
+        target="cpu",
+    )  # fmt: skip
+    lengths = [0, 4, 8], [20, 30], [0, 2, 4]
+    good, far = (ja.plan(spec, *lengths, pages) for pages in ([0, 1, 2, 3], [0, 1, 2, 9]))
+    other = ja.plan(dataclasses.replace(spec, max_batch=3), *lengths, [0, 1, 2, 3])
+    q, rows = jnp.ones((8, 4, 32)), jnp.zeros((8, 4))
+    pages = jnp.ones((4, 16, 2, 32))
+
+    def forward(buffer):
+        plan = dataclasses.replace(good, buffer=buffer)
+        return ja.attention(q, pages, pages, plan)
+
+    def backward(buffer):
+        return gradients.gradients(
+            q, pages, pages, buffer, jnp.int32(0), rows, rows, q, good.spec
+        )  # fmt: skip
+
+    for run in (forward, backward):
+        jax.block_until_ready(run(jnp.asarray(good.buffer)))
+        for buffer, words in (
+            (far.buffer, "page.*9"),
+            (np.zeros_like(good.buffer), "plan"),
+            (other.buffer, "plan"),
+        ):
+            with pytest.raises(Exception, match=words):
+                jax.block_until_ready(run(jnp.asarray(buffer)))
+
+
 # ---- with the rest of JAX
 
 
@@ -451,6 +506,27 @@ def test_a_group_has_the_gradients_of_whole_sequences():
     )
     for name, a, b in zip("qkv", got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_prefix_levels_that_are_given_have_the_gradients_of_what_is_found():
+    """Levels that nest. With none the prompts are computed for each request; and the reference."""
+    told = one_document(head_dim_qk=32, dtype="float32")
+    rng = np.random.default_rng(5)
+    num_pages = 1 + int(told.lengths["page_indices"].max())
+    q, d_o = (rng.normal(size=(16, 8, 32)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(num_pages, 16, 2, 32)).astype(np.float32) for _ in range(2))
+    plans = [told.plan(prefix_levels=x) for x in (told.levels, None, ())]
+    assert [num_shared(x) for x in plans] == [20, 20, 0]
+    given, found, flat = (
+        jax.jit(lambda *qkv, p=p: jax.vjp(lambda *x: ja.attention(*x, p), *qkv)[1](d_o))(q, k, v)
+        for p in plans
+    )
+    want = reference.attention_vjp(
+        d_o, np.zeros((16, 8)), q, k, v, **told.lengths, spec=plans[0].spec
+    )
+    for got in (given, found, flat):
+        for name, a, b in zip(NAMES, got, want, strict=False):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 # ---- any lengths
