@@ -231,10 +231,7 @@ def forward(params: Params, config: Config, tokens: jax.Array) -> jax.Array:
         h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
         q, k = (rope((h @ w[name]).reshape(heads), config.rope_theta) for name in ("q", "k"))
         v = (h @ w["v"]).reshape(heads)
-        if on_gpu:  # where our backward pass has not run yet
-            o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        else:
-            o = ja.dot_product_attention(q, k, v, is_causal=True)
+        o = ja.dot_product_attention(q, k, v, is_causal=True)
         x = x + o.reshape(*tokens.shape, -1) @ w["o"]
         h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
         return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None

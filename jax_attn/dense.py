@@ -517,9 +517,8 @@ def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> 
     """Gradients of q, k, v and the wanted operands. arrays: q, k, v, the operands, o, lse, d_o,
     d_lse."""
     spec = _spec(problem, *arrays[:3])
-    if spec.target == "cpu" and spec.variant is None:
+    if spec.variant is None:
         return _gradients(problem, *arrays)
-    # On a GPU XLA's products, which are measured there, until the kernels are.
     names = [operand for operand in problem.operands if operand.name in wanted]
     # Of a part of the requests and heads: parts of the gradients of what is one for all.
     parts = tuple("b (h g) t s" for _ in names)

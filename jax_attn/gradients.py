@@ -19,6 +19,7 @@ O_NAME, LSE_NAME = "jax_attn_o", "jax_attn_lse"
 
 _VMAP = "put the batch into the plan, one request per element"
 _BACKWARD = "attention's backward pass"
+_WITH_MASKS = "jax_attn.dot_product_attention has gradients with a bias and a mask"
 _NO_SECOND = "jax_attn.dot_product_attention has second derivatives"
 
 
@@ -123,12 +124,12 @@ def check_differentiable(spec: AttentionSpec) -> None:
         (
             spec.variant is not None,
             "a variant",
-            "dot_product_attention has gradients with a bias and a mask",
+            _WITH_MASKS,
         ),
         (
             spec.max_steps is not None,
             "max_steps",
-            "make the spec without it: documents can be requests of a ragged batch",
+            f"{_WITH_MASKS}, and documents can be requests of a ragged batch",
         ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
     ):

@@ -15,9 +15,10 @@ from backends import Backend, on_every_backend, on_every_platform
 from checking import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_prefix_levels import num_shared, one_document
 
 import jax_attn as ja
-from jax_attn import reference
+from jax_attn import _core, dense, gradients, reference
 
 NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
@@ -280,6 +281,60 @@ def test_the_workspace_of_sm_90_grows_with_tokens(head_dim, rows):
     assert words(500, dtype="float32") == words(500, target="sm_80") == 16 + 3
 
 
+@pytest.mark.hours
+@pytest.mark.timeout(1800)
+@on_every_platform
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_in_10_000_runs(dtype, backend):
+    """Requests that share pages, whose rows many tasks write, in several queues."""
+    tables = [np.append(np.arange(8), 8 + r) for r in range(4)]
+    spec = backend.spec(
+        num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, dtype=dtype, page_size=16, max_batch=4,
+        max_qo_tokens=40, max_kv_pages=36, share_prefixes=False, num_ctas=3,
+    )  # fmt: skip
+    plan = ja.plan(spec, np.arange(5) * 10, [140] * 4, np.arange(5) * 9, np.concatenate(tables))
+    rng = np.random.default_rng(0)
+    q, d_o = (jnp.asarray(rng.normal(size=(40, 4, 16)), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(12, 16, 2, 16)), dtype) for _ in range(2))
+    step = jax.jit(lambda *qkv: jax.vjp(lambda *x: ja.attention(*x, plan), *qkv)[1](d_o))
+    first = [np.asarray(x) for x in step(q, k, v)]
+    for _ in range(10_000):
+        for name, a, b in zip(NAMES, step(q, k, v), first, strict=False):
+            assert_same_bits(name, np.asarray(a), b)
+
+
+def test_a_plan_of_another_batch_is_refused():
+    """The kernels' backward pass has the forward pass's checks: of pages, words, shapes."""
+    spec = ja.AttentionSpec(
+        4, 2, 32, dtype="float32", page_size=16, max_batch=2, max_qo_tokens=8, max_kv_pages=4,
+        target="cpu",
+    )  # fmt: skip
+    lengths = [0, 4, 8], [20, 30], [0, 2, 4]
+    good, far = (ja.plan(spec, *lengths, pages) for pages in ([0, 1, 2, 3], [0, 1, 2, 9]))
+    other = ja.plan(dataclasses.replace(spec, max_batch=3), *lengths, [0, 1, 2, 3])
+    q, rows = jnp.ones((8, 4, 32)), jnp.zeros((8, 4))
+    pages = jnp.ones((4, 16, 2, 32))
+
+    def forward(buffer):
+        plan = dataclasses.replace(good, buffer=buffer)
+        return ja.attention(q, pages, pages, plan)
+
+    def backward(buffer):
+        return gradients.gradients(
+            q, pages, pages, buffer, jnp.int32(0), rows, rows, q, good.spec
+        )  # fmt: skip
+
+    for run in (forward, backward):
+        jax.block_until_ready(run(jnp.asarray(good.buffer)))
+        for buffer, words in (
+            (far.buffer, "page.*9"),
+            (np.zeros_like(good.buffer), "plan"),
+            (other.buffer, "plan"),
+        ):
+            with pytest.raises(Exception, match=words):
+                jax.block_until_ready(run(jnp.asarray(buffer)))
+
+
 # ---- with the rest of JAX
 
 
@@ -372,6 +427,64 @@ def test_what_has_no_gradient_says_so_while_tracing(fields, what):
         jax.eval_shape(jax.grad(loss), q, k, v, plan, new)
 
 
+@pytest.mark.parametrize(
+    "fields,what",
+    [
+        ({"variant": ja.Variant(lambda score, at: score + at.kv_pos)}, "a variant"),
+        ({"max_steps": 100}, "max_steps"),
+    ],
+)
+def test_masks_and_biases_are_sent_to_the_entry_that_has_their_gradients(fields, what):
+    spec = ja.AttentionSpec(
+        4, 2, 64, dtype="float32", page_size=None, max_batch=1, max_qo_tokens=8, max_kv_tokens=8,
+        target="cpu", **fields,
+    )  # fmt: skip
+    entry = "jax_attn.dot_product_attention has gradients with a bias and a mask"
+    words = f"^attention: gradients: {what}: not supported; {entry}"
+    with pytest.raises(NotImplementedError, match=words):
+        gradients.check_differentiable(spec)
+
+
+def launches_of_gradients(device, **options):
+    """Launches of the backward kernels for the gradients of q, k and v on a GPU."""
+    x = jax.device_put(jnp.ones((2, 40, 4, 64), jnp.bfloat16), device)
+
+    def loss(q, k, v):
+        return ja.dot_product_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    before = _core.jit_stats()["backward_launches"]
+    jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x))
+    return _core.jit_stats()["backward_launches"] - before
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+def test_the_dense_entry_runs_the_backward_kernels_on_cuda(backend):
+    """With a bias or a mask it differentiates in jnp."""
+    mask = jnp.tril(jnp.ones((1, 1, 40, 40), bool))
+    assert launches_of_gradients(backend.device, is_causal=True) > 0
+    assert launches_of_gradients(backend.device, mask=mask) == 0
+    assert launches_of_gradients(backend.device, bias=mask.astype(jnp.float32)) == 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_dense_entry_lowers_to_the_backward_kernels(target, monkeypatch):
+    """For CUDA without a GPU: one call of theirs, none with a mask."""
+    monkeypatch.setattr(dense, "AttentionSpec", functools.partial(ja.AttentionSpec, target=target))
+
+    def num_calls(**options):
+        def loss(q, k, v):
+            return ja.dot_product_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+        x = jax.ShapeDtypeStruct((2, 48, 4, 64), jnp.bfloat16)
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        text = step.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("@jax_attn_backward")
+
+    assert num_calls(is_causal=True) == 1
+    assert num_calls(mask=jnp.ones((1, 1, 48, 48), bool)) == 0
+
+
 # ---- prefixes in common
 
 
@@ -423,6 +536,27 @@ def test_a_group_has_the_gradients_of_whole_sequences():
     )
     for name, a, b in zip("qkv", got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_prefix_levels_that_are_given_have_the_gradients_of_what_is_found():
+    """Levels that nest. With none the prompts are computed for each request; and the reference."""
+    told = one_document(head_dim_qk=32, dtype="float32")
+    rng = np.random.default_rng(5)
+    num_pages = 1 + int(told.lengths["page_indices"].max())
+    q, d_o = (rng.normal(size=(16, 8, 32)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(num_pages, 16, 2, 32)).astype(np.float32) for _ in range(2))
+    plans = [told.plan(prefix_levels=x) for x in (told.levels, None, ())]
+    assert [num_shared(x) for x in plans] == [20, 20, 0]
+    given, found, flat = (
+        jax.jit(lambda *qkv, p=p: jax.vjp(lambda *x: ja.attention(*x, p), *qkv)[1](d_o))(q, k, v)
+        for p in plans
+    )
+    want = reference.attention_vjp(
+        d_o, np.zeros((16, 8)), q, k, v, **told.lengths, spec=plans[0].spec
+    )
+    for got in (given, found, flat):
+        for name, a, b in zip(NAMES, got, want, strict=False):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 # ---- any lengths
