@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from fake_engine import FakeEngine, fake_model
 from live_server import eventually, post_bytes, serving
 
-from jax_attn.serve import admission, auth, responses, schemas
+from jax_attn.serve import admission, answers, auth, schemas
 from jax_attn.serve import server as server_module
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.prepare import namespace
@@ -840,7 +840,7 @@ def test_a_slow_reader_gets_all(monkeypatch):
 
 def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     """Before the first token, too. Clients pass over the comments."""
-    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
     with serving(FakeEngine(fake_model().tokenizer, delay=0.5)) as server:
         raw = server.post(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 3}).body.decode()
     events = raw.split("\n\n")
