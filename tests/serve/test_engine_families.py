@@ -29,7 +29,7 @@ FAMILIES = [
     "mixtral window",
     "qwen3 moe, some dense",
     "phi3",
-    "olmo2 bias, yarn",
+    "olmo2",
     "granite",
     "smollm3 windows",
 ]
