@@ -275,7 +275,7 @@ class GenerationAnswer(abc.ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._respond_in_events if self._stream else self._respond_whole
         work = asyncio.create_task(respond(send))
-        others = [asyncio.create_task(_disconnected(receive))]
+        others = [asyncio.create_task(disconnected(receive))]
         try:
             if self._stream:
                 others.append(asyncio.create_task(self._keep_alive(send)))
@@ -543,7 +543,7 @@ class ChoicesAnswer(GenerationAnswer):
         return None if chunk is None else _dump(chunk, choice.scores)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone; its body has been read by now."""
     while (await receive())["type"] != "http.disconnect":
         pass
