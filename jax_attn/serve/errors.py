@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
@@ -16,6 +16,9 @@ class ErrorBody(BaseModel):
     type: str
     param: str | None
     code: str | None
+    reason: str | None = Field(
+        None, description="beside code rate_limit_exceeded: which limit was met"
+    )
 
 
 class ErrorResponse(BaseModel):
@@ -25,7 +28,10 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """A request that is answered with `status` and OpenAI's error JSON; `param` names the field."""
+    """A request that is answered with `status` and OpenAI's error JSON; `param` names the field.
+
+    code: of a 429, which clients know by OpenAI's one code for all of them, it is the reason.
+    """
 
     def __init__(
         self,
@@ -46,10 +52,14 @@ class ApiError(Exception):
 
     def body(self) -> ErrorResponse:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        code, reason = self.code, None
         if self.status == 429:
             kind = "tokens" if self.code == "too_many_tokens" else "requests"
+            code, reason = "rate_limit_exceeded", self.code
         return ErrorResponse(
-            error=ErrorBody(message=str(self), type=kind, param=self.param, code=self.code)
+            error=ErrorBody(
+                message=str(self), type=kind, param=self.param, code=code, reason=reason
+            )
         )
 
     def response(self) -> Response:

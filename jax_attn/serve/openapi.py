@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jax_attn.serve import schemas
+from jax_attn.serve import response_schemas, schemas
 from jax_attn.serve.errors import ErrorResponse
 
 _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
@@ -17,6 +18,12 @@ _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
         "Answer a conversation",
         schemas.ChatCompletionRequest,
         schemas.ChatCompletion,
+    ),
+    (
+        "/v1/responses",
+        "Answer a conversation, as OpenAI's Responses API has it",
+        response_schemas.ResponsesRequest,
+        response_schemas.ModelResponse,
     ),
     (
         "/tokenize",
@@ -29,6 +36,7 @@ _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
 _JSON_GETS: list[tuple[str, str, type[BaseModel]]] = [
     ("/v1/models", "The model that is served", schemas.ModelList),
     ("/v1/models/{model}", "The model, if it is the one that is served", schemas.ModelCard),
+    ("/v1/responses/{id}", "A response that is kept", response_schemas.ModelResponse),
     ("/version", "Of jax_attn", schemas.Version),
     ("/health", "200 when requests can be served, 503 before and after", schemas.Health),
 ]
@@ -41,6 +49,7 @@ _OTHER_GETS = [
 _EVENTS: dict[str, type[BaseModel]] = {
     "/v1/completions": schemas.Completion,
     "/v1/chat/completions": schemas.ChatCompletionChunk,
+    "/v1/responses": response_schemas.ResponseEvent,
 }
 
 
@@ -50,7 +59,7 @@ def describe() -> dict[str, Any]:
         model for _, _, request, answer in _POSTS for model in (request, answer)
     ]
     models += [model for _, _, model in _JSON_GETS]
-    models += [schemas.ChatCompletionChunk, ErrorResponse]
+    models += [*_EVENTS.values(), response_schemas.DeletedResponse, ErrorResponse]
     _, definitions = models_json_schema(
         [(model, "validation") for model in dict.fromkeys(models)],
         ref_template="#/components/schemas/{model}",
@@ -62,7 +71,8 @@ def describe() -> dict[str, Any]:
         if event := _EVENTS.get(path):
             content["text/event-stream"] = {
                 "schema": _ref(event),
-                "x-note": "with stream: true; one event a chunk, then `data: [DONE]`",
+                "x-note": "with stream: true; one event a chunk"
+                + ("" if event is response_schemas.ResponseEvent else ", then `data: [DONE]`"),
             }
         paths[path] = {
             "post": {
@@ -76,9 +86,20 @@ def describe() -> dict[str, Any]:
     for path, summary, media_type in _OTHER_GETS:
         paths[path] = _get(summary, {media_type: {}}, error)
     paths["/health"]["get"]["security"] = []
-    paths["/v1/models/{model}"]["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    paths["/v1/responses/{id}"]["delete"] = _operation(
+        "Forget a response", _json(response_schemas.DeletedResponse), error
+    )
+    paths["/v1/responses/{id}/cancel"] = {
+        "post": {
+            "summary": "Always an error: responses in the background are not supported",
+            "responses": {"default": error},
+        }
+    }
+    for path in paths:
+        if found := re.search(r"\{(\w+)\}", path):
+            paths[path]["parameters"] = [
+                {"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "jax_attn.serve", "version": "1"},
@@ -98,8 +119,12 @@ def describe() -> dict[str, Any]:
 
 
 def _get(summary: str, content: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    return {"get": _operation(summary, content, error)}
+
+
+def _operation(summary: str, content: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     responses = {"200": {"description": "OK", "content": content}, "default": error}
-    return {"get": {"summary": summary, "responses": responses}}
+    return {"summary": summary, "responses": responses}
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:

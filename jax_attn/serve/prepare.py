@@ -127,10 +127,12 @@ class Preparer:
         params = self._params(body, body.logprobs)
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = True
-        return self._prepared("cmpl", body, prompts, echoes, lengths, params, caller)
+        return self._prepared("cmpl-", body, prompts, echoes, lengths, params, caller)
 
-    def chat(self, body: schemas.ChatCompletionRequest, caller: Caller) -> Prepared:
-        """Raises: ApiError."""
+    def chat(
+        self, body: schemas.ChatCompletionRequest, caller: Caller, prefix: str = "chatcmpl-"
+    ) -> Prepared:
+        """prefix: of the answer's identifier. Raises: ApiError."""
         self.check_model(body.model)
         tool_format = self._tool_format(body)
         shown = (
@@ -153,7 +155,7 @@ class Preparer:
             params["skip_special_tokens"] = False
         if self._template.writes_channels and harmony.CALL in self._special_tokens:
             params["stop_token_ids"] += (self._special_tokens[harmony.CALL],)
-        prepared = self._prepared("chatcmpl", body, [prompt], [""], lengths, params, caller)
+        prepared = self._prepared(prefix, body, [prompt], [""], lengths, params, caller)
         return dataclasses.replace(
             prepared,
             tool_format=None if self._template.writes_channels else tool_format,
@@ -452,7 +454,7 @@ class Preparer:
         params: dict[str, Any],
         caller: Caller,
     ) -> Prepared:
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        request_id = f"{prefix}{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if body.seed is None else body.seed
         sequences: list[Sequence] = []
         for prompt, wanted in zip(prompts, lengths, strict=True):

@@ -246,14 +246,12 @@ class Constraint(NamedTuple):
     value: Any
 
 
-class _Sampling(_Request):
-    """What completions and chat completions have in common."""
+class Generation(_Request):
+    """What all requests for text have in common."""
 
     model: str | SkipJsonSchema[None] = Field(None, description="as /v1/models names it")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt")
     stream: bool = False
     stream_options: StreamOptions | SkipJsonSchema[None] = None
-    max_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
     top_p: float = Field(1.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -273,7 +271,6 @@ class _Sampling(_Request):
         _at_most(MAX_LOGIT_BIAS),
         Field(max_length=MAX_LOGIT_BIAS, description="token id -> what is added to its logit"),
     ] = {}
-    response_format: ResponseFormat | SkipJsonSchema[None] = None
 
     # This server's own. With the openai client: extra_body={"top_k": 40}.
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: off")
@@ -282,19 +279,6 @@ class _Sampling(_Request):
     min_tokens: int = Field(0, ge=0, description="no end of text and no stop before so many")
     ignore_eos: bool = False
     stop_token_ids: StopTokens = []
-    json_schema: dict[str, Any] | bool | SkipJsonSchema[None] = Field(
-        None, description="the output is JSON that fits this schema (vLLM: guided_json)"
-    )
-    regex: str | SkipJsonSchema[None] = Field(
-        None,
-        max_length=MAX_GRAMMAR_CHARS,
-        description="the output matches this (vLLM: guided_regex)",
-    )
-    grammar: str | SkipJsonSchema[None] = Field(
-        None,
-        max_length=MAX_GRAMMAR_CHARS,
-        description="the output follows this Lark grammar (vLLM: guided_grammar)",
-    )
     priority: int = Field(
         0, ge=-1000, le=1000, description="lower runs first, of one key's requests"
     )
@@ -311,6 +295,35 @@ class _Sampling(_Request):
         description="cached prefixes are shared only between requests with the same salt",
     )
 
+    user: Ignored
+    metadata: Ignored
+    store: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+
+
+class _Sampling(Generation):
+    """What completions and chat completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt")
+    max_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
+    response_format: ResponseFormat | SkipJsonSchema[None] = None
+
+    json_schema: dict[str, Any] | bool | SkipJsonSchema[None] = Field(
+        None, description="the output is JSON that fits this schema (vLLM: guided_json)"
+    )
+    regex: str | SkipJsonSchema[None] = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="the output matches this (vLLM: guided_regex)",
+    )
+    grammar: str | SkipJsonSchema[None] = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="the output follows this Lark grammar (vLLM: guided_grammar)",
+    )
     # vLLM's, beside those above.
     guided_json: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(
         None, description="as json_schema, or its text"
@@ -347,14 +360,6 @@ class _Sampling(_Request):
     return_token_ids: Unsupported = None
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
-
-    user: Ignored
-    metadata: Ignored
-    store: Ignored
-    service_tier: Ignored
-    safety_identifier: Ignored
-    prompt_cache_key: Ignored
-    prompt_cache_retention: Ignored
 
     @model_validator(mode="after")
     def _fields_that_go_together(self) -> _Sampling:

@@ -13,9 +13,10 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -26,15 +27,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jax_attn.serve import bodies, live_view, openapi, schemas
-from jax_attn.serve.access_log import AccessLog
+from jax_attn.serve import bodies, live_view, openapi, response_schemas, schemas
+from jax_attn.serve.access_log import AccessLog, Record
 from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
+from jax_attn.serve.answers import (
+    ChatStyle,
+    ChoicesAnswer,
+    CompletionStyle,
+    GenerationAnswer,
+    Style,
+)
 from jax_attn.serve.auth import Authenticate, LoopbackHost
 from jax_attn.serve.connection import DiscardBody
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner, sampling_defaults
-from jax_attn.serve.responses import ChatStyle, CompletionStyle, GenerationResponse, Style
+from jax_attn.serve.responses_api import ResponsesApi, StoredAnswer
 from jax_attn.serve.scores import TokenJson
 from jax_attn.serve.token_bytes import TokenBytes
 
@@ -47,6 +55,8 @@ VIEW_SECONDS = 0.25  # before a live view is made anew
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
+# Of the first arguments of GenerationAnswer.
+MakeAnswer: TypeAlias = Callable[[Any, Prepared, Metrics, Ticket, Record], GenerationAnswer]
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.allowed_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["DELETE", "GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["Retry-After", "X-Request-Id"],
             )
@@ -106,6 +116,10 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
         routes=[
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
+            Route("/v1/responses", server.responses, methods=["POST"]),
+            Route("/v1/responses/{id}", server.response),
+            Route("/v1/responses/{id}", server.delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", server.cancel_response, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/v1/models/{name:path}", server.model),
             Route("/tokenize", server.tokenize, methods=["POST"]),
@@ -146,6 +160,7 @@ class _Server:
             limits,
             sampling_defaults(directory) if config.generation_config else {},
         )
+        self._responses = ResponsesApi(self._prepare)
         self._unknown = None if config.strict else schemas.UnknownFields()
         self._token_json = TokenJson(TokenBytes(model.tokenizer))
         self.gate, self._lanes = Gate(engine, limits), Lanes()
@@ -169,35 +184,43 @@ class _Server:
 
     # ---- generation ----------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> GenerationResponse:
-        def prepare(raw: bytes, caller: Caller) -> tuple[schemas._Sampling, Prepared, Style]:
+    async def completions(self, request: Request) -> GenerationAnswer:
+        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
             body = self._parse(raw, schemas.CompletionRequest)
             prepared = self._prepare.completion(body, caller)
             style = CompletionStyle(prepared, body.logprobs is not None, self._token_json)
-            return body, prepared, style
+            return prepared, _with_choices(style, body)
 
         return await self._generate(request, prepare)
 
-    async def chat_completions(self, request: Request) -> GenerationResponse:
-        def prepare(raw: bytes, caller: Caller) -> tuple[schemas._Sampling, Prepared, Style]:
+    async def chat_completions(self, request: Request) -> GenerationAnswer:
+        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
             body = self._parse(raw, schemas.ChatCompletionRequest)
             prepared = self._prepare.chat(body, caller)
-            return body, prepared, ChatStyle(prepared, body.logprobs, self._token_json)
+            style = ChatStyle(prepared, body.logprobs, self._token_json)
+            return prepared, _with_choices(style, body)
+
+        return await self._generate(request, prepare)
+
+    async def responses(self, request: Request) -> GenerationAnswer:
+        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
+            body = self._parse(raw, response_schemas.ResponsesRequest)
+            return self._responses.prepare(body, caller)
 
         return await self._generate(request, prepare)
 
     async def _generate(
         self,
         request: Request,
-        prepare: Callable[[bytes, Caller], tuple[schemas._Sampling, Prepared, Style]],
-    ) -> GenerationResponse:
+        prepare: Callable[[bytes, Caller], tuple[Prepared, MakeAnswer]],
+    ) -> GenerationAnswer:
         self._need_ready()
         record = request.state.record
         tenant = _tenant(request)
         ticket = self.gate.enter(tenant, queues=True)
         try:
             caller = Caller(tenant, record.arrival)
-            body, prepared, style = await self._with_body(request, ticket, prepare, caller)
+            prepared, make = await self._with_body(request, ticket, prepare, caller)
             record.num_prompt = prepared.num_prompt_tokens
             ticket.take(
                 choices=len(prepared.sequences),
@@ -206,17 +229,16 @@ class _Server:
         except BaseException:
             ticket.leave()
             raise
-        options = body.stream_options
-        return GenerationResponse(
-            self._engine,
-            prepared,
-            style,
-            self._metrics,
-            ticket,
-            record,
-            stream=body.stream,
-            include_usage=options is not None and options.include_usage,
-        )
+        return make(self._engine, prepared, self._metrics, ticket, record)
+
+    async def response(self, request: Request) -> StoredAnswer:
+        return self._responses.stored(_tenant(request), request.path_params["id"])
+
+    async def delete_response(self, request: Request) -> Response:
+        return _json(self._responses.delete(_tenant(request), request.path_params["id"]))
+
+    async def cancel_response(self, request: Request) -> NoReturn:
+        self._responses.cancel(_tenant(request), request.path_params["id"])
 
     def _parse(self, raw: bytes, model: type[Body]) -> Body:
         return bodies.parse(raw, model, self._unknown)
@@ -402,6 +424,16 @@ class _Server:
             elif error.status == 429:
                 self._metrics.count("rejected")
         return error.response()
+
+
+def _with_choices(style: Style, body: schemas._Sampling) -> MakeAnswer:
+    options = body.stream_options
+    return partial(
+        ChoicesAnswer,
+        style,
+        stream=body.stream,
+        include_usage=options is not None and options.include_usage,
+    )
 
 
 _NO_STORE = {"Cache-Control": "no-store"}

@@ -17,7 +17,9 @@ from typing import Any
 from jax_attn.serve import openapi
 
 DESCRIPTION = openapi.describe()
-PATHS = [path for path, item in DESCRIPTION["paths"].items() if "post" in item]
+PATHS = [
+    path for path, item in DESCRIPTION["paths"].items() if "requestBody" in item.get("post", {})
+]
 GETS = [path for path, item in DESCRIPTION["paths"].items() if "get" in item]
 # Requests that are answered with 200: what is changed in them is all that may be wrong.
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
@@ -38,6 +40,21 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "top_logprobs": 1,
             "stream": True,
             "stream_options": {"include_usage": True},
+        },
+    ],
+    "/v1/responses": [
+        {"input": "a", "max_output_tokens": 2, "metadata": {"a": "b"}},
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "b"},
+            ],
+            "instructions": "a",
+            "max_output_tokens": 3,
+            "text": {"format": {"type": "json_object"}},
+            "stream": True,
         },
     ],
     "/tokenize": [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}],
@@ -106,6 +123,8 @@ def value(rng: random.Random, schema: dict[str, Any]) -> Any:
             return value(rng, referred(ref))
         case {"anyOf": kinds} | {"oneOf": kinds}:
             return value(rng, rng.choice(kinds))
+        case {"not": {}}:  # what there is no support for
+            return anything(rng)
         case {"const": only}:
             return only
         case {"enum": options}:

@@ -26,6 +26,7 @@ from .bodies import Request
 
 ANSWER_SECONDS = 60.0  # of the slowest grammar on a busy machine
 LONGEST_ERROR = 2000  # bytes
+ERROR_KEYS = {"message", "type", "param", "code", "reason"}
 
 
 class Routes:
@@ -65,16 +66,24 @@ def check(case: Request, answer: Answer) -> None:
     content_type = answer.headers.get("content-type", "")
     if content_type.startswith("text/event-stream"):
         *events, end = answer.body.split(b"\n\n")
-        assert events and events[-1] == b"data: [DONE]" and not end, where
-        for event in events[:-1]:
+        assert events and not end, where
+        has_names = case.path == "/v1/responses"
+        assert has_names or events.pop() == b"data: [DONE]", where
+        for event in events:
             if not event.startswith(b":"):  # a comment
-                data = json.loads(event.removeprefix(b"data: "))
-                assert data.get("error", {}).get("type") != "server_error", where
+                name, mark, raw = event.rpartition(b"data: ")
+                data = json.loads(raw)
+                assert mark and name == (
+                    b"event: %b\n" % data["type"].encode() if has_names else b""
+                )
+                error = data.get("response", data).get("error") or {}
+                assert "server_error" not in (error.get("type"), error.get("code")), where
+        assert not has_names or data["response"]["status"] != "in_progress", where
     elif content_type.startswith("application/json") and case.method != "HEAD":
         data = json.loads(answer.body)
         if answer.status >= 400:
             error = data["error"]
-            assert error.keys() == {"message", "type", "param", "code"} and error["message"], where
+            assert error.keys() == ERROR_KEYS and error["message"], where
             assert len(answer.body) < LONGEST_ERROR, where
     if answer.status >= 400:
         assert b"Traceback" not in answer.body, where

@@ -64,7 +64,7 @@ def check(answer: Answer, expected=FINAL) -> None:
     assert answer.status in expected, (answer.status, answer.body[:500])
     if answer.status >= 400:
         error = answer.error
-        assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+        assert error.keys() == {"message", "type", "param", "code", "reason"} and error["message"]
         assert len(answer.body) < 2000, len(answer.body)
     for line in answer.body.split(b"\n") if b"server_error" in answer.body else ():
         # An error in the midst of a stream has no status.

@@ -16,7 +16,7 @@ from fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
 from live_server import serving
 from pydantic import ValidationError
 
-from jax_attn.serve import bodies, responses, schemas
+from jax_attn.serve import answers, bodies, schemas
 from jax_attn.serve.admission import Gate, KeyLimits, Lanes
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.prepare import Caller, Preparer
@@ -289,13 +289,13 @@ def test_others_have_turns_while_log_probabilities_are_written(kind):
 
     async def run():
         other = asyncio.create_task(count())
-        choice = responses._Choice(scores)
-        await responses._add_scores(choice, entries(num_tokens, 20))
+        choice = answers._Choice(scores)
+        await answers._add_scores(choice, entries(num_tokens, 20))
         assert num_turns >= num_tokens // 64
         turns_before = num_turns
         pieces = scores.take()
         num_bytes = sum(map(len, pieces))
-        await responses._send_pieces(send, pieces)
+        await answers.send_pieces(send, pieces)
         assert num_turns - turns_before >= num_bytes >> 17
         other.cancel()
         return b"".join(pieces)

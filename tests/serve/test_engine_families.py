@@ -1,4 +1,5 @@
-"""The engine on other families than the bundled model's: experts, sinks, latent attention."""
+"""The engine on other families than the bundled model's: experts, sinks, latent attention, layers
+without RoPE, and quantised weights."""
 
 import sys
 from pathlib import Path
@@ -12,32 +13,82 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import model_cases
+import quantized_cases
 
 from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import SamplingParams, Sequence
 
-BUNDLED = models.BUNDLED
+# Small, so that there are few executables to compile.
+LIMITS = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=8)
+PROMPTS = [[5, 9, 200, 31, 7, 7, 12, 90, 4], [5, 9, 200, 31, 1], [77]]
+NUM_TOKENS = 8
+FAMILIES = [
+    "gpt-oss",
+    "deepseek v2 groups, yarn",
+    "mixtral window",
+    "qwen3 moe, some dense",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3 windows",
+]
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek v2 groups, yarn"])
-def test_greedy_tokens_are_those_of_the_reference(name):
-    tokenizer = models.load(BUNDLED, "float32").tokenizer
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
-    raw = model_cases.CONFIGS[name] | sizes
-    config = models.parse_config(raw)
-    params = models.random_params(config, jax.random.key(0), "float32")
-    limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=16)
-    engine = Engine(models.Model(config, params, tokenizer), limits)
+reference = jax.jit(
+    models.reference_forward,
+    static_argnames="config",
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load(models.BUNDLED, "float32").tokenizer
+
+
+def sizes(tokenizer) -> dict[str, int]:
+    return {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+
+
+def greedy_answers(model: models.Model) -> list[list[int]]:
+    engine = Engine(model, LIMITS)
     engine.warm_up()
-    prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4], [5, 9, 200, 31, 1], [77]]
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    engine.submit([Sequence(str(i), str(i), list(x), sampling) for i, x in enumerate(prompts)])
-    answers = [[] for _ in prompts]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    engine.submit([Sequence(str(i), str(i), list(x), sampling) for i, x in enumerate(PROMPTS)])
+    answers: list[list[int]] = [[] for _ in PROMPTS]
     while engine.has_work:
         for event in engine.step():
             answers[int(event.seq_id)] += event.tokens
-    for tokens, answer in zip(prompts, answers, strict=True):
-        assert len(answer) == 8
-        logits = models.reference_forward(params, config, np.array(tokens + answer))
-        assert np.argmax(logits, -1)[len(tokens) - 1 : -1].tolist() == answer
+    return answers
+
+
+def check(answers: list[list[int]], params, config) -> None:
+    """Against the reference on `params`."""
+    for tokens, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer) == NUM_TOKENS
+        padded = np.zeros(max(map(len, PROMPTS)) + NUM_TOKENS, np.int32)  # behind, nobody sees it
+        padded[: len(tokens) + NUM_TOKENS] = tokens + answer
+        best = np.argmax(reference(params, config, padded), -1)
+        assert best[len(tokens) - 1 :][:NUM_TOKENS].tolist() == answer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_the_reference(name, tokenizer):
+    config = models.parse_config(model_cases.CONFIGS[name] | sizes(tokenizer))
+    params = models.random_params(config, jax.random.key(0), "float32")
+    check(greedy_answers(models.Model(config, params, tokenizer)), params, config)
+
+
+def test_greedy_tokens_of_quantised_weights_are_those_of_the_numbers_they_stand_for(
+    tmp_path, tokenizer
+):
+    raw = quantized_cases.LLAMA | sizes(tokenizer)
+    config, wide = quantized_cases.write(tmp_path, raw, "awq")
+    params = models.load_params(tmp_path, config, "float32")
+    answers = greedy_answers(models.Model(config, params, tokenizer))
+    plain_dir = tmp_path / "plain"
+    plain_dir.mkdir()
+    pytest.importorskip("safetensors.numpy").save_file(wide, plain_dir / "model.safetensors")
+    plain_config = models.parse_config(raw)
+    check(answers, models.load_params(plain_dir, plain_config, "float32"), plain_config)

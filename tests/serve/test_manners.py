@@ -171,7 +171,7 @@ def test_many_prompts_wait_for_a_queue_that_others_fill():
         engine.generate = generate
         engine.live |= {f"other{i}": 0 for i in range(8)}
         answer = server.post(COMPLETIONS, body)
-        assert answer.status == 429 and answer.error["code"] == "queue_full"
+        assert answer.status == 429 and answer.error["reason"] == "queue_full"
 
 
 def test_one_of_many_prompts_that_fails_ends_all():
@@ -308,6 +308,18 @@ def test_context_overflow_in_openais_words(server, path, body, words):
 )
 def test_codes_are_openais(server, change, code):
     assert server.post(COMPLETIONS, HELLO | change).error["code"] == code
+
+
+def test_the_code_of_a_429_is_openais():
+    """Clients wait and try again where they see it; which limit it was stands beside it."""
+    limits = admission.KeyLimits(requests=9, choices=9, tokens=100)
+    with serving(key_limits=limits) as server:
+        server.engine.live |= {f"other{i}": 0 for i in range(40)}
+        error = server.post(COMPLETIONS, HELLO).error
+    assert (error["code"], error["reason"]) == ("rate_limit_exceeded", "queue_full")
+    assert error["type"] == "requests"
+    with serving() as server:
+        assert server.post(COMPLETIONS, {}).error["reason"] is None
 
 
 # ---- the model's defaults ----------------------------------------------------------------------

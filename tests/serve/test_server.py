@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from fake_engine import FakeEngine, fake_model
 from live_server import eventually, post_bytes, serving
 
-from jax_attn.serve import admission, auth, responses, schemas
+from jax_attn.serve import admission, answers, auth, schemas
 from jax_attn.serve import server as server_module
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.prepare import namespace
@@ -608,7 +608,7 @@ def test_429_when_the_queue_is_full(slow_server):
         eventually(lambda: len(slow_server.engine.live) == 2)
         for stream in (False, True):
             answer = slow_server.post(COMPLETIONS, HELLO | {"stream": stream})
-            assert answer.status == 429 and answer.error["code"] == "queue_full"
+            assert answer.status == 429 and answer.error["reason"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
     eventually(lambda: not slow_server.engine.live)
     assert slow_server.post(COMPLETIONS, HELLO).status == 200
@@ -652,7 +652,7 @@ def test_429_says_which_limit_of_a_key(limit, change):
         with server.connect(raw), server.connect(raw):
             eventually(lambda: len(engine.live) == 2 * body.get("n", 1))
             answer = server.post(COMPLETIONS, body, **bearer(KEYS[0]))
-            assert answer.status == 429 and answer.error["code"] == f"too_many_{limit}"
+            assert answer.status == 429 and answer.error["reason"] == f"too_many_{limit}"
             assert f"at most {most[limit]} of one key" in answer.error["message"]
             assert int(answer.headers["retry-after"]) >= 1
             assert server.post(COMPLETIONS, body | {"max_tokens": 2}, **bearer(KEYS[1])).ok
@@ -679,7 +679,7 @@ def test_log_probabilities_that_are_held_are_bounded():
     with serving(key_limits=limits) as server:
         assert server.post(COMPLETIONS, body).ok
         answer = server.post(COMPLETIONS, body | {"n": 2})
-        assert answer.status == 429 and answer.error["code"] == "too_many_scores"
+        assert answer.status == 429 and answer.error["reason"] == "too_many_scores"
         assert len(server.events(COMPLETIONS, body | {"n": 2})) > 50
         eventually(lambda: not server.app.state.server.gate.held(""))
         assert len(server.engine.aborted) == 2 and not server.engine.live
@@ -693,7 +693,7 @@ def test_bodies_that_are_held_are_bounded():
         with server.connect(post_bytes(COMPLETIONS, long)[:-1]) as connection:
             eventually(lambda: server.app.state.server.gate.held("")["body_bytes"] > 600_000)
             answer = server.post(COMPLETIONS, long)
-            assert answer.status == 429 and answer.error["code"] == "too_many_body_bytes"
+            assert answer.status == 429 and answer.error["reason"] == "too_many_body_bytes"
             assert server.post(COMPLETIONS, HELLO).status == 200
             connection.sendall(b"}")
             assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]  # too many tokens
@@ -840,7 +840,7 @@ def test_a_slow_reader_gets_all(monkeypatch):
 
 def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     """Before the first token, too. Clients pass over the comments."""
-    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
     with serving(FakeEngine(fake_model().tokenizer, delay=0.5)) as server:
         raw = server.post(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 3}).body.decode()
     events = raw.split("\n\n")
@@ -860,7 +860,7 @@ def test_connections_are_capped(server, monkeypatch):
                 stack.enter_context(server.connect(b"GET /health HTTP/1.1\r\n"))
             eventually(lambda: server.num_connections == most)  # noqa: B023
             answer = server.get("/health")
-            assert answer.status == 429 and answer.error["code"] == "too_many_connections"
+            assert answer.status == 429 and answer.error["reason"] == "too_many_connections"
             assert f"{most} connections" in answer.error["message"]
             stack.close()
             eventually(lambda: not server.num_connections)

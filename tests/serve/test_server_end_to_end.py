@@ -238,6 +238,41 @@ def test_tools(client):
     assert answer.choices[0].message.tool_calls is None
 
 
+def test_responses(client):
+    """A stream, its conversation gone on with, a demanded call, and a shape."""
+    request = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
+    whole = client.responses.create(input="Read a file.", **request)
+    events = list(client.responses.create(input="Read a file.", **request, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].type == f"response.{whole.status}"
+    streamed = events[-1].response
+    assert whole.output_text == streamed.output_text == "".join(deltas) and len(deltas) > 2
+    assert client.responses.retrieve(streamed.id).output_text == whole.output_text
+    after = client.responses.create(input="And now?", previous_response_id=whole.id, **request)
+    assert after.usage.input_tokens > whole.usage.input_tokens + 12
+    assert after.usage.input_tokens_details.cached_tokens >= 16
+    schema = {
+        "type": "object",
+        "properties": {"level": {"enum": ["low", "high"]}},
+        "required": ["level"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "name": "set_level", "parameters": schema, "strict": True}
+    request = {"model": MODEL, "input": "Turn it on.", "max_output_tokens": 100}
+    called = client.responses.create(
+        **request, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = called.output
+    assert call.name == "set_level" and json.loads(call.arguments)["level"] in ("low", "high")
+    shape = {"format": {"type": "json_schema", "name": "level", "schema": schema}}
+    assert json.loads(client.responses.create(**request, text=shape).output_text).keys() == {
+        "level"
+    }
+    client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**request, previous_response_id=whole.id)
+
+
 def test_stop(client):
     answer = client.completions.create(
         model=MODEL, prompt="for i in range(", max_tokens=40, stop=[":"], temperature=0

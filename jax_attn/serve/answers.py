@@ -1,7 +1,9 @@
-"""From the engine's events to OpenAI's answers, whole or as server-sent events."""
+"""From the engine's events to OpenAI's answers, whole or as server-sent events: those with choices.
+`responses_api` has the others."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import json
@@ -51,7 +53,7 @@ _RETRY_SECONDS = 0.05  # where the queue has no room for more of a request that 
 class _Choice:
     """What one sequence has produced so far."""
 
-    scores: Scores | None  # None: they were not asked for
+    scores: Scores | None = None  # None: they were not asked for
     prompt_scores: PromptScores | None = None  # likewise
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -110,7 +112,7 @@ class CompletionStyle:
         if not self._started[index]:
             self._started[index] = True
             text = self._echoes[index] + text
-        choice = schemas.CompletionChoice(index=index, text=text, **_reasons(finish))
+        choice = schemas.CompletionChoice(index=index, text=text, **reasons_of(finish))
         return schemas.Completion(**self._head, choices=[choice])
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
@@ -120,7 +122,7 @@ class CompletionStyle:
 
     def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
         return schemas.CompletionChoice(
-            index=index, text=self._echoes[index] + text, **_reasons(finish)
+            index=index, text=self._echoes[index] + text, **reasons_of(finish)
         )
 
     def _first_offset(self, index: int) -> int:
@@ -137,7 +139,7 @@ class ChatStyle:
         self._head: dict[str, Any] = _head(prepared)
         self._with_logprobs, self.tokens = with_logprobs, tokens
         self._started = [False] * len(prepared.sequences)
-        self._answers = [_Answer(prepared) for _ in prepared.sequences]
+        self._answers = [SplitText(prepared) for _ in prepared.sequences]
         self.keeps_text = prepared.tool_format is None and prepared.splitter is None
 
     def scores(self, index: int) -> Scores | None:
@@ -186,7 +188,7 @@ class ChatStyle:
         return schemas.ChatChoice(index=index, message=message, **answer.reasons(finish))
 
 
-class _Answer:
+class SplitText:
     """What one choice of a chat says: thoughts, the answer, and calls of tools.
 
     Calls are looked for outside of thoughts only.
@@ -223,10 +225,10 @@ class _Answer:
 
     def reasons(self, reason: str | None) -> dict[str, Any]:
         called = self.calls and reason == FinishReason.STOP
-        return _reasons("tool_calls" if called else reason)
+        return reasons_of("tool_calls" if called else reason)
 
 
-def _reasons(reason: str | None) -> dict[str, Any]:
+def reasons_of(reason: str | None) -> dict[str, Any]:
     """finish_reason, of those that OpenAI's clients know, and stop_reason for what they do not."""
     if reason in (FinishReason.DEADLINE, FinishReason.ERROR):
         return {"finish_reason": "length", "stop_reason": str(reason)}
@@ -237,7 +239,7 @@ def _head(prepared: Prepared) -> dict[str, Any]:
     return {"id": prepared.id, "created": int(time.time()), "model": prepared.model}
 
 
-class GenerationResponse:
+class GenerationAnswer(abc.ABC):
     """Runs a prepared request on the engine and answers it: an ASGI application.
 
     The answer begins with the first token, or with the first sign of life, so that a full queue is
@@ -249,31 +251,31 @@ class GenerationResponse:
         self,
         engine: Any,
         prepared: Prepared,
-        style: Style,
         metrics: Metrics,
         ticket: Ticket,
         record: Record,
         *,
         stream: bool,
-        include_usage: bool,
     ):
-        self._engine, self._prepared, self._style = engine, prepared, style
+        self._engine, self._prepared = engine, prepared
         self._metrics, self._ticket, self._record = metrics, ticket, record
-        self._stream, self._include_usage = stream, include_usage
+        self._stream = stream
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
-        self._choices = [
-            _Choice(style.scores(index), self._prompt_scores(seq))
-            for index, seq in enumerate(prepared.sequences)
-        ]
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._choices = [_Choice() for _ in prepared.sequences]
         self._is_started = False  # the answer
         self._sending = asyncio.Lock()  # an event, which may take several pieces
         self._last_sent = time.monotonic()
 
+    @abc.abstractmethod
+    async def _respond_whole(self, send: Send) -> None: ...
+
+    @abc.abstractmethod
+    async def _respond_in_events(self, send: Send) -> None: ...
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._respond_in_events if self._stream else self._respond_whole
         work = asyncio.create_task(respond(send))
-        others = [asyncio.create_task(_disconnected(receive))]
+        others = [asyncio.create_task(disconnected(receive))]
         try:
             if self._stream:
                 others.append(asyncio.create_task(self._keep_alive(send)))
@@ -288,84 +290,20 @@ class GenerationResponse:
         if not cut_off:
             work.result()
 
-    def _prompt_scores(self, seq: Sequence) -> PromptScores | None:
-        num_top = self._prepared.num_prompt_top
-        if num_top is None:
-            return None
-        return PromptScores(self._style.tokens, seq.num_prompt, num_top)
+    # ---- sending -------------------------------------------------------------------------------
 
-    # ---- one answer ----------------------------------------------------------------------------
-
-    async def _respond_whole(self, send: Send) -> None:
-        async for event in self._events():
-            choice = self._choices[self._index[event.seq_id]]
-            choice.texts.append(event.text)
-            # A stream's are sent as they come.
-            self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
-            await _add_scores(choice, event.logprobs)
-        before, behind = (
-            self._style.whole(self._usage()).model_dump_json().encode().split(b'"choices":[]')
-        )
-        pieces = [before, b'"choices":[']
-        for index, choice in enumerate(self._choices):
-            model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
-            pieces += [b","] * bool(index) + _dump(model, choice.scores, choice.prompt_scores)
-            await asyncio.sleep(0)  # others' turn
-        pieces += [b"]", behind]
+    async def _send_whole(self, send: Send, pieces: list[bytes]) -> None:
         length = b"%d" % sum(map(len, pieces))
         await self._start(send, "application/json", (b"content-length", length))
-        await _send_pieces(send, pieces)
+        await send_pieces(send, pieces)
         await send({"type": "http.response.body", "body": b""})
 
-    # ---- server-sent events --------------------------------------------------------------------
-
-    async def _respond_in_events(self, send: Send) -> None:
-        try:
-            async for event in self._events():
-                finish = None if event.finish_reason is None else str(event.finish_reason)
-                index = self._index[event.seq_id]
-                await _add_scores(self._choices[index], event.logprobs)
-                if event.text or event.logprobs or finish:
-                    news = self._chunk(index, event.text, bool(event.logprobs), finish)
-                    if news is not None:
-                        await self._send_event(send, news)
-                        await asyncio.sleep(0)  # others' turn; a client that has gone is seen
-        except ApiError as error:
-            if not self._is_started:
-                raise
-            await self._send_event(send, [error.body().model_dump_json().encode()])
-        else:
-            if self._include_usage:
-                usage = self._style.usage_chunk(self._usage())
-                await self._send_event(send, [usage.model_dump_json().encode()])
-        await self._send_event(send, [b"[DONE]"])
-        await send({"type": "http.response.body", "body": b""})
-
-    def _chunk(
-        self, index: int, text: str, has_scores: bool, finish: str | None
-    ) -> list[bytes] | None:
-        """All but the first and the last chunk of a choice differ in their text alone, unless the
-        style changes it."""
-        choice = self._choices[index]
-        is_plain = choice.has_begun and not (has_scores or finish)
-        choice.has_begun = True
-        around = self._around_text.get(index)
-        if is_plain and around is None and self._style.keeps_text:
-            marked = self._style.chunk(index, _MARK, False, finish)
-            assert marked is not None
-            whole = b"".join(_dump(marked, choice.scores))
-            before, after = whole.split(json.dumps(_MARK).encode())
-            around = self._around_text[index] = (before, after)
-        if is_plain and around is not None:
-            return [json.dumps(text).encode().join(around)]
-        chunk = self._style.chunk(index, text, has_scores, finish)
-        return None if chunk is None else _dump(chunk, choice.scores)
-
-    async def _send_event(self, send: Send, pieces: list[bytes]) -> None:
+    async def _send_event(self, send: Send, pieces: list[bytes], name: bytes = b"") -> None:
         async with self._sending:
             if not self._is_started:
                 await self._start(send, "text/event-stream")
-            await _send_pieces(send, [b"data: ", *pieces, b"\n\n"])
+            head = b"event: %b\ndata: " % name if name else b"data: "
+            await send_pieces(send, [head, *pieces, b"\n\n"])
             self._last_sent = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> None:
@@ -377,7 +315,7 @@ class GenerationResponse:
                     continue
                 if not self._is_started:
                     await self._start(send, "text/event-stream")
-                await _send_pieces(send, [b": waiting\n\n"])
+                await send_pieces(send, [b": waiting\n\n"])
                 self._last_sent = time.monotonic()
 
     async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
@@ -521,7 +459,91 @@ class GenerationResponse:
         self._metrics.count(outcome)
 
 
-async def _disconnected(receive: Receive) -> None:
+class ChoicesAnswer(GenerationAnswer):
+    """Of completions and chat completions: a list of choices."""
+
+    def __init__(self, style: Style, *args: Any, include_usage: bool, **kwargs: Any):
+        """Further arguments: of GenerationAnswer."""
+        super().__init__(*args, **kwargs)
+        self._style, self._include_usage = style, include_usage
+        for index, (choice, seq) in enumerate(
+            zip(self._choices, self._prepared.sequences, strict=True)
+        ):
+            choice.scores, choice.prompt_scores = style.scores(index), self._prompt_scores(seq)
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    def _prompt_scores(self, seq: Sequence) -> PromptScores | None:
+        num_top = self._prepared.num_prompt_top
+        if num_top is None:
+            return None
+        return PromptScores(self._style.tokens, seq.num_prompt, num_top)
+
+    # ---- one answer ----------------------------------------------------------------------------
+
+    async def _respond_whole(self, send: Send) -> None:
+        async for event in self._events():
+            choice = self._choices[self._index[event.seq_id]]
+            choice.texts.append(event.text)
+            # A stream's are sent as they come.
+            self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
+            await _add_scores(choice, event.logprobs)
+        before, behind = (
+            self._style.whole(self._usage()).model_dump_json().encode().split(b'"choices":[]')
+        )
+        pieces = [before, b'"choices":[']
+        for index, choice in enumerate(self._choices):
+            model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
+            pieces += [b","] * bool(index) + _dump(model, choice.scores, choice.prompt_scores)
+            await asyncio.sleep(0)  # others' turn
+        pieces += [b"]", behind]
+        await self._send_whole(send, pieces)
+
+    # ---- server-sent events --------------------------------------------------------------------
+
+    async def _respond_in_events(self, send: Send) -> None:
+        try:
+            async for event in self._events():
+                finish = None if event.finish_reason is None else str(event.finish_reason)
+                index = self._index[event.seq_id]
+                await _add_scores(self._choices[index], event.logprobs)
+                if event.text or event.logprobs or finish:
+                    news = self._chunk(index, event.text, bool(event.logprobs), finish)
+                    if news is not None:
+                        await self._send_event(send, news)
+                        await asyncio.sleep(0)  # others' turn; a client that has gone is seen
+        except ApiError as error:
+            if not self._is_started:
+                raise
+            await self._send_event(send, [error.body().model_dump_json().encode()])
+        else:
+            if self._include_usage:
+                usage = self._style.usage_chunk(self._usage())
+                await self._send_event(send, [usage.model_dump_json().encode()])
+        await self._send_event(send, [b"[DONE]"])
+        await send({"type": "http.response.body", "body": b""})
+
+    def _chunk(
+        self, index: int, text: str, has_scores: bool, finish: str | None
+    ) -> list[bytes] | None:
+        """All but the first and the last chunk of a choice differ in their text alone, unless the
+        style changes it."""
+        choice = self._choices[index]
+        is_plain = choice.has_begun and not (has_scores or finish)
+        choice.has_begun = True
+        around = self._around_text.get(index)
+        if is_plain and around is None and self._style.keeps_text:
+            marked = self._style.chunk(index, _MARK, False, finish)
+            assert marked is not None
+            whole = b"".join(_dump(marked, choice.scores))
+            before, after = whole.split(json.dumps(_MARK).encode())
+            around = self._around_text[index] = (before, after)
+        if is_plain and around is not None:
+            return [json.dumps(text).encode().join(around)]
+        chunk = self._style.chunk(index, text, has_scores, finish)
+        return None if chunk is None else _dump(chunk, choice.scores)
+
+
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone; its body has been read by now."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -553,7 +575,7 @@ def _dump(
     return pieces
 
 
-async def _send_pieces(send: Send, pieces: Iterable[bytes]) -> None:
+async def send_pieces(send: Send, pieces: Iterable[bytes]) -> None:
     """Joined, if that is not too long, so that nobody waits until a long answer is copied, and one
     that reads some of it in time is seen to do so."""
     body = bytearray()

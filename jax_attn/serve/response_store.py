@@ -1,0 +1,67 @@
+"""Responses that clients may come back to: the last used ones, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    body: bytes  # JSON, as it was answered
+    # JSON: the conversation that ends with it, as messages of a chat, without instructions. All of
+    # it, so that no response needs another one to be continued.
+    messages: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.messages)
+
+
+class ResponseStore:
+    """By tenant and identifier. Of any thread.
+
+    Where it is full, the tenant that has most of it loses what it did not use for longest. So one
+    that stores much costs the others nothing.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20, max_count: int = 8192):
+        self._max_bytes, self._max_count = max_bytes, max_count
+        self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._num_bytes: dict[str, int] = {}  # of each tenant
+        self._lock = threading.Lock()
+
+    def put(self, tenant: str, id: str, response: StoredResponse) -> None:
+        """id: a new one."""
+        with self._lock:
+            self._tenants.setdefault(tenant, OrderedDict())[id] = response
+            self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + response.num_bytes
+            while sum(self._num_bytes.values()) > self._max_bytes:
+                self._drop_oldest(max(self._tenants, key=self._num_bytes.__getitem__))
+            while sum(map(len, self._tenants.values())) > self._max_count:
+                self._drop_oldest(max(self._tenants, key=lambda name: len(self._tenants[name])))
+
+    def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """None: there is none, or none any more. What is found was used now."""
+        with self._lock:
+            responses = self._tenants.get(tenant, OrderedDict())
+            if id in responses:
+                responses.move_to_end(id)
+            return responses.get(id)
+
+    def remove(self, tenant: str, id: str) -> bool:
+        """Whether there was one."""
+        with self._lock:
+            is_there = id in self._tenants.get(tenant, {})
+            if is_there:
+                self._drop(tenant, id)
+            return is_there
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self._drop(tenant, next(iter(self._tenants[tenant])))
+
+    def _drop(self, tenant: str, id: str) -> None:
+        self._num_bytes[tenant] -= self._tenants[tenant].pop(id).num_bytes
+        if not self._tenants[tenant]:
+            del self._tenants[tenant], self._num_bytes[tenant]
