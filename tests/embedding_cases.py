@@ -90,7 +90,7 @@ def tensors(raw: dict[str, Any]) -> dict[str, np.ndarray]:
 def write(directory: Path, name: str) -> Path:
     """A directory as sentence-transformers has it."""
     from safetensors.numpy import save_file
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     raw, pooling, normalizes = CASES[name]
 
@@ -110,5 +110,11 @@ def write(directory: Path, name: str) -> Path:
     save("1_Pooling/config.json", {"embedding_dimension": SIZE, "pooling_mode": pooling})
     save_file(tensors(raw), directory / "model.safetensors")
     words = {f"w{i}": i for i in range(raw["vocab_size"])}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [("w1", 1), ("w2", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing("w1 $0 w2", special_tokens=special)
+    tokenizer.enable_truncation(8)  # as published files do
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory

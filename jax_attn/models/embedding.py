@@ -324,14 +324,14 @@ def _begin(batch: EmbeddingBatch, params: Params, config: EncoderConfig | ModelC
     return decoder.embed(batch.tokens, params, config)
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="x")
+@partial(jax.jit, static_argnames="config")
 def _encoder_layer(
     x: jax.Array, batch: EmbeddingBatch, weights: Params, config: EncoderConfig
 ) -> jax.Array:
     return encoder.layer(x, weights, batch.plans[0], config)
 
 
-@partial(jax.jit, static_argnames=("config", "kind"), donate_argnames="x")
+@partial(jax.jit, static_argnames=("config", "kind"))
 def _decoder_layer(
     x: jax.Array, batch: EmbeddingBatch, weights: Params, config: ModelConfig, kind: Any
 ) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jax_attn.serve import schemas
+from jax_attn.serve import embeddings, schemas
 from jax_attn.serve.errors import ErrorResponse
 
 _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
@@ -17,6 +17,12 @@ _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
         "Answer a conversation",
         schemas.ChatCompletionRequest,
         schemas.ChatCompletion,
+    ),
+    (
+        "/v1/embeddings",
+        "Vectors of texts",
+        embeddings.EmbeddingRequest,
+        embeddings.EmbeddingList,
     ),
     (
         "/tokenize",

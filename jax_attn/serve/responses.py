@@ -273,7 +273,7 @@ class GenerationResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = self._respond_in_events if self._stream else self._respond_whole
         work = asyncio.create_task(respond(send))
-        others = [asyncio.create_task(_disconnected(receive))]
+        others = [asyncio.create_task(disconnected(receive))]
         try:
             if self._stream:
                 others.append(asyncio.create_task(self._keep_alive(send)))
@@ -314,7 +314,7 @@ class GenerationResponse:
         pieces += [b"]", behind]
         length = b"%d" % sum(map(len, pieces))
         await self._start(send, "application/json", (b"content-length", length))
-        await _send_pieces(send, pieces)
+        await send_pieces(send, pieces)
         await send({"type": "http.response.body", "body": b""})
 
     # ---- server-sent events --------------------------------------------------------------------
@@ -365,7 +365,7 @@ class GenerationResponse:
         async with self._sending:
             if not self._is_started:
                 await self._start(send, "text/event-stream")
-            await _send_pieces(send, [b"data: ", *pieces, b"\n\n"])
+            await send_pieces(send, [b"data: ", *pieces, b"\n\n"])
             self._last_sent = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> None:
@@ -377,7 +377,7 @@ class GenerationResponse:
                     continue
                 if not self._is_started:
                     await self._start(send, "text/event-stream")
-                await _send_pieces(send, [b": waiting\n\n"])
+                await send_pieces(send, [b": waiting\n\n"])
                 self._last_sent = time.monotonic()
 
     async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
@@ -521,7 +521,7 @@ class GenerationResponse:
         self._metrics.count(outcome)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone; its body has been read by now."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -553,7 +553,7 @@ def _dump(
     return pieces
 
 
-async def _send_pieces(send: Send, pieces: Iterable[bytes]) -> None:
+async def send_pieces(send: Send, pieces: Iterable[bytes]) -> None:
     """Joined, if that is not too long, so that nobody waits until a long answer is copied, and one
     that reads some of it in time is seen to do so."""
     body = bytearray()

@@ -295,7 +295,7 @@ def test_others_have_turns_while_log_probabilities_are_written(kind):
         turns_before = num_turns
         pieces = scores.take()
         num_bytes = sum(map(len, pieces))
-        await responses._send_pieces(send, pieces)
+        await responses.send_pieces(send, pieces)
         assert num_turns - turns_before >= num_bytes >> 17
         other.cancel()
         return b"".join(pieces)
