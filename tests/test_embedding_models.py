@@ -25,8 +25,8 @@ def largest_difference(got, expected) -> float:
     return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
-def embed(model, sequences, num_tokens=96, num_rows=8) -> np.ndarray:
-    batch = models.EmbeddingBatch.make(model, sequences, num_tokens, num_rows)
+def embed(model, sequences, num_tokens=96, num_rows=8, chunk=None) -> np.ndarray:
+    batch = models.EmbeddingBatch.make(model, sequences, num_tokens, num_rows, chunk)
     vectors = np.asarray(models.embed(model, batch))
     assert not vectors[len(sequences) :].any()
     return vectors[: len(sequences)]
@@ -126,12 +126,29 @@ def test_vectors_do_not_depend_on_the_batch(name, tmp_path):
         assert largest_difference(embed(model, [tokens], 48, 1), expected[None]) < TOLERANCE
 
 
+@every_model
+@pytest.mark.parametrize("chunk", [8, 48])
+def test_chunks_of_tokens_change_nothing(name, chunk, tmp_path):
+    model = load(tmp_path, name)
+    vectors = embed(model, embedding_cases.sequences(), 96, 8, chunk)
+    assert largest_difference(vectors, np.load(embedding_cases.RECORDED)[name]) < TOLERANCE
+
+
+def test_what_is_padding_is_no_piece(tmp_path):
+    model = load(tmp_path, "bert mean")
+    batch = models.EmbeddingBatch.make(model, [[5] * 17], 64, 2, chunk=8)
+    assert len(batch.plans) == 3
+    assert len(list(embedding.pieces(model, batch))) == 2 + 3 * 2 * 3
+
+
 def test_a_batch_has_no_room_for_more(tmp_path):
     model = load(tmp_path, "bert mean")
     with pytest.raises(ValueError, match="at most 8 tokens of 2 sequences, got 9 of 1"):
         models.EmbeddingBatch.make(model, [[1] * 9], 8, 2)
     with pytest.raises(ValueError, match="at most 8 tokens of 2 sequences, got 3 of 3"):
         models.EmbeddingBatch.make(model, [[1], [2], [3]], 8, 2)
+    with pytest.raises(ValueError, match="chunk: expected a divisor of 8, got 3"):
+        models.EmbeddingBatch.make(model, [[1]], 8, 2, chunk=3)
 
 
 # ---- directories -------------------------------------------------------------------------------

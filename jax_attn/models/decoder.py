@@ -125,25 +125,26 @@ def forward(
     return _logits(x[logit_rows], params, config), k_pages, v_pages
 
 
-def ragged_layer(
+def project(
+    x: jax.Array, weights: Params, positions: jax.Array, config: ModelConfig, kind: LayerKind
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k, v: [n, num_heads, head_dim], rotated, of x [n, hidden] and the weights of a layer.
+
+    positions: [n] i32. Not with latent attention.
+    """
+    h = _rms_norm(x, weights["attention_norm"], config) if config.pre_norms else x
+    return _rotated_heads(_qkv(h, weights, config), positions, config, kind)
+
+
+def layer(
     x: jax.Array,
     weights: Params,
-    positions: jax.Array,
-    plan: ja.AttentionPlan,
     config: ModelConfig,
-    kind: LayerKind,
+    attend: Callable[[jax.Array | None], jax.Array],
 ) -> jax.Array:
-    """One layer over whole sequences, without a cache: x [max_qo_tokens, hidden] -> the same.
-
-    weights: of the layer. positions: [max_qo_tokens] i32. plan: of the kind's window, of a spec
-    whose k and v are ragged. Not with latent attention.
-    """
-
-    def attend(qkv: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        q, k, v = _rotated_heads(qkv, positions, config, kind)
-        return ja.attention(q, k, v, plan, sinks=sinks)
-
-    return _layer(x, weights, config, attend)
+    """x [n, hidden] -> the same, with attend(sinks) -> o [n, num_qo_heads, head_dim] of what
+    `project` gives."""
+    return _layer(x, weights, config, lambda qkv, sinks: attend(sinks))
 
 
 def final_norm(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:

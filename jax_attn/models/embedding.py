@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn.models import decoder, encoder, families, loading, weights
-from jax_attn.models.config import ModelConfig
+from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
 from jax_attn.models.encoder import EncoderConfig
 from jax_attn.models.keys import Keys, one_of
@@ -54,6 +54,13 @@ class EmbeddingModel:
     pooling: Pooling
     max_tokens: int
     sizes: Seq[int]
+
+    def operations(self, num_tokens: int) -> int:
+        """Of a token in a layer, about, where it attends to num_tokens: two for each weight, and
+        four for each number of a key."""
+        num_weights = sum(leaf.size for leaf in jax.tree.leaves(self.params["layers"][-1]))
+        num_heads, _ = _num_heads(self.config)
+        return 2 * num_weights + 4 * num_tokens * num_heads * self.config.head_dim
 
     @property
     def size(self) -> int:
@@ -212,7 +219,6 @@ def _mode(path: Path, config: EncoderConfig | ModelConfig) -> Mode:
 # ---- batches -----------------------------------------------------------------------------------
 
 
-@partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class EmbeddingBatch:
     """Sequences back to back; what is beyond them is padding.
@@ -220,33 +226,49 @@ class EmbeddingBatch:
     tokens, positions: [num_tokens] i32.
     owners: [num_tokens] i32. Of each token its sequence; num_rows in the padding.
     lens: [num_rows] i32, tokens of each sequence; 0 where there is none.
-    plans: one for each window of the model's layers; an encoder has one.
+    plans: of each chunk of tokens that has any, one for each window of the model's layers; an
+      encoder has one.
+    chunk: tokens of a chunk, a divisor of num_tokens.
     """
 
     tokens: Any
     positions: Any
     owners: Any
     lens: Any
-    plans: tuple[ja.AttentionPlan, ...]
+    plans: tuple[tuple[ja.AttentionPlan, ...], ...]
+    chunk: int
 
     @staticmethod
     def make(
-        model: EmbeddingModel, sequences: Seq[Seq[int]], num_tokens: int, num_rows: int
+        model: EmbeddingModel,
+        sequences: Seq[Seq[int]],
+        num_tokens: int,
+        num_rows: int,
+        chunk: int | None = None,
     ) -> EmbeddingBatch:
         """num_tokens, num_rows: room for tokens and for sequences, which fix the shapes.
 
-        Raises ValueError for more of either.
+        chunk: tokens that a piece of the work is about; None: num_tokens.
+
+        Raises ValueError for more of either, or for a chunk that does not divide num_tokens.
         """
         lens = np.array([len(each) for each in sequences], np.int32)
         used = int(lens.sum())
+        chunk = chunk or num_tokens
         if used > num_tokens or len(sequences) > num_rows:
             raise ValueError(
                 f"EmbeddingBatch: expected at most {num_tokens} tokens of {num_rows} sequences, "
                 f"got {used} of {len(sequences)}"
             )
+        if num_tokens % chunk:
+            raise ValueError(
+                f"EmbeddingBatch: chunk: expected a divisor of {num_tokens}, got {chunk}"
+            )
         tokens, positions = np.zeros((2, num_tokens), np.int32)
         owners = np.full(num_tokens, num_rows, np.int32)
-        ends = lens.cumsum()
+        all_lens = np.zeros(num_rows, np.int32)
+        all_lens[: len(lens)] = lens
+        ends = lens.cumsum(dtype=np.int32)
         tokens[:used] = list(itertools.chain.from_iterable(sequences))
         owners[:used] = np.repeat(np.arange(len(lens)), lens)
         for begin, end in zip(ends - lens, ends, strict=True):
@@ -255,20 +277,19 @@ class EmbeddingBatch:
                 positions[part] = model.config.positions(tokens[part])
             else:
                 positions[part] = np.arange(end - begin)
-        indptr = np.concatenate([[0], ends]).astype(np.int32)
-        specs = _specs(model, num_tokens, num_rows)
-        plans = tuple(ja.plan(spec, indptr, lens) for spec in specs)
-        all_lens = np.zeros(num_rows, np.int32)
-        all_lens[: len(lens)] = lens
-        return EmbeddingBatch(tokens, positions, owners, all_lens, plans)
+        specs = _specs(model, num_tokens, num_rows, chunk)
+        plans = tuple(_plans(specs, lens, begin) for begin in range(0, used, chunk))
+        return EmbeddingBatch(tokens, positions, owners, all_lens, plans, chunk)
 
 
-def _specs(model: EmbeddingModel, num_tokens: int, num_rows: int) -> tuple[ja.AttentionSpec, ...]:
+def _specs(
+    model: EmbeddingModel, num_tokens: int, num_rows: int, chunk: int
+) -> tuple[ja.AttentionSpec, ...]:
     room: dict[str, Any] = {
         "dtype": str(model.params["embed"].dtype),
         "page_size": None,
         "max_batch": num_rows,
-        "max_qo_tokens": num_tokens,
+        "max_qo_tokens": chunk,
         "max_kv_tokens": num_tokens,
     }
     if isinstance(model.config, EncoderConfig):
@@ -276,88 +297,191 @@ def _specs(model: EmbeddingModel, num_tokens: int, num_rows: int) -> tuple[ja.At
     return decoder.attention_specs(model.config, **room)
 
 
+def _plans(
+    specs: tuple[ja.AttentionSpec, ...], lens: np.ndarray, begin: int
+) -> tuple[ja.AttentionPlan, ...]:
+    """Of the chunk of queries that begins at token `begin`: the part of each sequence in it, and
+    all keys of those that have one."""
+    indptr = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
+    first, last = (
+        np.clip(border, begin, begin + specs[0].max_qo_tokens)
+        for border in (indptr[:-1], indptr[1:])
+    )
+    qo_lens = last - first
+    qo_indptr = np.concatenate([[0], qo_lens.cumsum()]).astype(np.int32)
+    offsets = np.where(qo_lens > 0, first - indptr[:-1], 0).astype(np.int32)
+    kv_lens = np.where(qo_lens > 0, lens, 0).astype(np.int32)
+    return tuple(
+        ja.plan(spec, qo_indptr, kv_lens, kv_indptr=indptr, q_offsets=offsets) for spec in specs
+    )
+
+
 # ---- the forward pass --------------------------------------------------------------------------
 
 
-class Steps(NamedTuple):
-    """A forward pass in pieces, between which a server can do something else.
-
-    They are jitted, and layers of one kind share an executable.
-    """
-
-    begin: Callable[[EmbeddingBatch], jax.Array]
-    layers: tuple[Callable[[jax.Array, EmbeddingBatch], jax.Array], ...]
-    end: Callable[[jax.Array, EmbeddingBatch], jax.Array]
-    """[num_tokens, hidden] -> [num_rows, size] f32, of which rows without a sequence are zeros."""
-
-
-def steps(model: EmbeddingModel) -> Steps:
-    config, params = model.config, model.params
-    if isinstance(config, EncoderConfig):
-        layers = tuple(
-            partial(_encoder_layer, weights=each, config=config) for each in params["layers"]
-        )
-    else:
-        layers = tuple(
-            partial(_decoder_layer, weights=each, config=config, kind=kind)
-            for each, kind in zip(params["layers"], config.layers, strict=True)
-        )
-    others = {key: value for key, value in params.items() if key != "layers"}
-    begin = partial(_begin, params=others, config=config)
-    end = partial(_end, params=others, config=config, pooling=model.pooling)
-    return Steps(begin, layers, end)
-
-
 def embed(model: EmbeddingModel, batch: EmbeddingBatch) -> jax.Array:
-    """[num_rows, size] f32, the vector of each sequence."""
-    begin, layers, end = steps(model)
-    x = begin(batch)
-    for layer in layers:
-        x = layer(x, batch)
-    return end(x, batch)
+    """[num_rows, size] f32, the vector of each sequence; zeros where there is none."""
+    *_, vectors = pieces(model, batch)
+    return vectors
+
+
+def pieces(model: EmbeddingModel, batch: EmbeddingBatch) -> Iterator[jax.Array]:
+    """Embeds piece by piece, each begun when it is asked for, so that others come in between.
+
+    Yields what a piece will have made, the last of them what `embed` returns. Others are for
+    waiting, until the next is asked for. Pieces of one shape share an executable, and so do layers.
+    """
+    config = model.config
+    others = {key: value for key, value in model.params.items() if key != "layers"}
+    tokens, positions, owners, lens, plans = jax.device_put(
+        (batch.tokens, batch.positions, batch.owners, batch.lens, batch.plans)
+    )
+    yield (x := _begin(tokens, positions, others, config=config))
+    chunks = [(np.int32(i * batch.chunk), each) for i, each in enumerate(plans)]
+    heads = None if batch.chunk == len(tokens) else _no_heads(x, config=config)
+    for i, own in enumerate(model.params["layers"]):
+        kind = config.layers[i] if isinstance(config, ModelConfig) else None
+        layer = {"weights": own, "config": config, "kind": kind}
+        if heads is None:
+            for _, each in chunks:
+                yield (x := _layer(x, positions, each, **layer))
+            continue
+        for begin, _ in chunks:
+            heads = _project(x, positions, heads, begin, chunk=batch.chunk, **layer)
+            yield heads[0]
+        for begin, each in chunks:
+            yield (x := _attend(x, heads, begin, each, chunk=batch.chunk, **layer))
+    yield _end(x, owners, lens, others, config=config, pooling=model.pooling)
+
+
+Config: TypeAlias = EncoderConfig | ModelConfig
+Heads: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""q, k, v: [num_tokens, num_heads, head_dim]."""
 
 
 @partial(jax.jit, static_argnames="config")
-def _begin(batch: EmbeddingBatch, params: Params, config: EncoderConfig | ModelConfig) -> jax.Array:
+def _begin(tokens: jax.Array, positions: jax.Array, params: Params, config: Config) -> jax.Array:
     if isinstance(config, EncoderConfig):
-        return encoder.embed(batch.tokens, batch.positions, params, config)
-    return decoder.embed(batch.tokens, params, config)
+        return encoder.embed(tokens, positions, params, config)
+    return decoder.embed(tokens, params, config)
 
 
 @partial(jax.jit, static_argnames="config")
-def _encoder_layer(
-    x: jax.Array, batch: EmbeddingBatch, weights: Params, config: EncoderConfig
-) -> jax.Array:
-    return encoder.layer(x, weights, batch.plans[0], config)
+def _no_heads(x: jax.Array, config: Config) -> Heads:
+    q_heads, kv_heads = _num_heads(config)
+    q, k, v = (
+        jnp.zeros((len(x), n, config.head_dim), x.dtype) for n in (q_heads, kv_heads, kv_heads)
+    )
+    return q, k, v
+
+
+def _num_heads(config: Config) -> tuple[int, int]:
+    """Of q, and of k and v."""
+    if isinstance(config, EncoderConfig):
+        return config.num_heads, config.num_heads
+    return config.num_qo_heads, config.num_kv_heads
 
 
 @partial(jax.jit, static_argnames=("config", "kind"))
-def _decoder_layer(
-    x: jax.Array, batch: EmbeddingBatch, weights: Params, config: ModelConfig, kind: Any
+def _layer(
+    x: jax.Array,
+    positions: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
 ) -> jax.Array:
-    plan = batch.plans[config.windows.index(kind.window)]
-    return decoder.ragged_layer(x, weights, batch.positions, plan, config, kind)
+    """All of a layer, of a batch that is one chunk."""
+    heads = _heads_of(x, positions, weights, config, kind)
+    return _with_attention(x, *heads, plans, weights, config, kind)
+
+
+@partial(jax.jit, static_argnames=("config", "kind", "chunk"), donate_argnames="heads")
+def _project(
+    x: jax.Array,
+    positions: jax.Array,
+    heads: Heads,
+    begin: jax.Array,
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+    chunk: int,
+) -> Heads:
+    """heads with those of the chunk."""
+    rows, places = (jax.lax.dynamic_slice_in_dim(each, begin, chunk) for each in (x, positions))
+    new = _heads_of(rows, places, weights, config, kind)
+    q, k, v = (
+        jax.lax.dynamic_update_slice_in_dim(array, part, begin, 0)
+        for array, part in zip(heads, new, strict=True)
+    )
+    return q, k, v
+
+
+@partial(jax.jit, static_argnames=("config", "kind", "chunk"), donate_argnames="x")
+def _attend(
+    x: jax.Array,
+    heads: Heads,
+    begin: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+    chunk: int,
+) -> jax.Array:
+    """x with the layer's results in the rows of the chunk. heads: of all tokens."""
+    q, k, v = heads
+    rows, q = (jax.lax.dynamic_slice_in_dim(each, begin, chunk) for each in (x, q))
+    rows = _with_attention(rows, q, k, v, plans, weights, config, kind)
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, begin, 0)
+
+
+def _heads_of(
+    x: jax.Array, positions: jax.Array, weights: Params, config: Config, kind: LayerKind | None
+) -> Heads:
+    if isinstance(config, EncoderConfig):
+        return encoder.project(x, weights, config)
+    assert kind is not None
+    return decoder.project(x, weights, positions, config, kind)
+
+
+def _with_attention(
+    x: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+) -> jax.Array:
+    """x, q: [n, ...]; k, v: of all tokens."""
+    if isinstance(config, EncoderConfig):
+        return encoder.layer(x, ja.attention(q, k, v, plans[0]), weights, config)
+    assert kind is not None
+    plan = plans[config.windows.index(kind.window)]
+    return decoder.layer(x, weights, config, lambda sinks: ja.attention(q, k, v, plan, sinks=sinks))
 
 
 @partial(jax.jit, static_argnames=("config", "pooling"))
 def _end(
     x: jax.Array,
-    batch: EmbeddingBatch,
+    owners: jax.Array,
+    lens: jax.Array,
     params: Params,
-    config: EncoderConfig | ModelConfig,
+    config: Config,
     pooling: Pooling,
 ) -> jax.Array:
-    num_rows = len(batch.lens)
-    ends = jnp.cumsum(batch.lens)
+    num_rows = len(lens)
+    ends = jnp.cumsum(lens)
     if pooling.mode != "mean":
-        row = ends - 1 if pooling.mode == "last" else ends - batch.lens
+        row = ends - 1 if pooling.mode == "last" else ends - lens
         x = x[row]
     if isinstance(config, ModelConfig):
         x = decoder.final_norm(x, params, config)
     x = x.astype(jnp.float32)
     if pooling.mode == "mean":
-        sums = jax.ops.segment_sum(x, batch.owners, num_rows + 1, indices_are_sorted=True)
-        x = sums[:num_rows] / jnp.maximum(batch.lens, 1)[:, None]
+        sums = jax.ops.segment_sum(x, owners, num_rows + 1, indices_are_sorted=True)
+        x = sums[:num_rows] / jnp.maximum(lens, 1)[:, None]
     if pooling.normalize:
         x /= jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-    return jnp.where(batch.lens[:, None] > 0, x, 0)
+    return jnp.where(lens[:, None] > 0, x, 0)

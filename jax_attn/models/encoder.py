@@ -216,17 +216,17 @@ def embed(
     return _layer_norm(x, params, "norm", config)
 
 
-def layer(
-    x: jax.Array, weights: Params, plan: ja.AttentionPlan, config: EncoderConfig
-) -> jax.Array:
-    """One layer over whole sequences: x [max_qo_tokens, hidden] -> the same.
+def project(
+    x: jax.Array, weights: Params, config: EncoderConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k, v: [n, num_heads, head_dim], of x [n, hidden] and the weights of a layer."""
+    qkv = (x @ weights["qkv"] + weights["qkv_bias"]).reshape(len(x), 3, -1, config.head_dim)
+    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
-    weights: of the layer. plan: of `attention_spec`, with ragged k and v.
-    """
-    n, heads = len(x), config.num_heads
-    qkv = (x @ weights["qkv"] + weights["qkv_bias"]).reshape(n, 3 * heads, config.head_dim)
-    o = ja.attention(qkv[:, :heads], qkv[:, heads : 2 * heads], qkv[:, 2 * heads :], plan)
-    h = o.reshape(n, -1) @ weights["o"] + weights["o_bias"]
+
+def layer(x: jax.Array, o: jax.Array, weights: Params, config: EncoderConfig) -> jax.Array:
+    """x [n, hidden] -> the same, with the results of attention, o [n, num_heads, head_dim]."""
+    h = o.reshape(len(x), -1) @ weights["o"] + weights["o_bias"]
     x = _layer_norm(x + h, weights, "attention_norm", config)
     h = _ACTIVATIONS[config.activation](x @ weights["up"] + weights["up_bias"])
     h = h @ weights["down"] + weights["down_bias"]

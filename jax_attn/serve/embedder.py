@@ -2,8 +2,8 @@
 
 A batch is filled up to a budget of tokens, by the tenants in turn and the requests of each in turn,
 so that a large request keeps nobody waiting. It is padded to a bucket, whose executables are made
-at the start. The thread goes layer by layer and never has more than two layers on the device's
-queue: what else runs there, such as the steps of a decoder, comes in between.
+at the start. It is computed in pieces, of a layer for some tokens, and the device never has two of
+them to do: what else runs there, such as the steps of a decoder, comes in between.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ log = logging.getLogger("jax_attn.serve")
 # Of a batch, unless one sequence has more. Where a step of a decoder has as many (__main__), for
 # the same reason: the time of a step is what others wait.
 _CPU_TOKENS, _GPU_TOKENS = 512, 2048
+# Of a piece. On two cores 20 to 50 ms, which is what others wait for.
+_CPU_OPERATIONS, _GPU_OPERATIONS = 2 * 10**9, 10**12
 _FEWEST_TOKENS = 32  # of a bucket; the next has twice as many, as padding costs
 _MAX_ROWS = 64  # sequences of a batch
 MAX_TOKENS = 8192  # of a sequence, as OpenAI's models; memory for layers grows with it
@@ -71,9 +73,11 @@ class Embedder:
         self.size = model.size
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self._steps = embedding.steps(model)
-        self._budget = _CPU_TOKENS if jax.default_backend() == "cpu" else _GPU_TOKENS
+        on_cpu = jax.default_backend() == "cpu"
+        self._budget = _CPU_TOKENS if on_cpu else _GPU_TOKENS
         self._buckets = _buckets(max(self._budget, self.max_tokens))
+        operations = _CPU_OPERATIONS if on_cpu else _GPU_OPERATIONS
+        self._chunks = {size: _chunk(model, size, operations) for size in self._buckets}
         self._thread = threading.Thread(target=self._run, name="jax_attn embedder", daemon=True)
         self._wake = threading.Condition()
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant; guarded by _wake
@@ -174,14 +178,12 @@ class Embedder:
     def _vectors(self, sequences: list[list[int]], num_tokens: int) -> np.ndarray:
         """[number of sequences, size] f32."""
         batch = models.EmbeddingBatch.make(
-            self._model, sequences, num_tokens, min(_MAX_ROWS, num_tokens)
+            self._model, sequences, num_tokens, _MAX_ROWS, self._chunks[num_tokens]
         )
-        batch = jax.device_put(batch)
-        x = self._steps.begin(batch)
-        for layer in self._steps.layers:
-            before, x = x, layer(x, batch)
-            jax.block_until_ready(before)
-        return np.asarray(self._steps.end(x, batch))[: len(sequences)]
+        vectors = None
+        for piece in embedding.pieces(self._model, batch):
+            vectors = jax.block_until_ready(piece)
+        return np.asarray(vectors)[: len(sequences)]
 
     def _forget(self, job: Job) -> None:
         """Guarded by _wake."""
@@ -199,8 +201,16 @@ class Embedder:
 
 
 def _buckets(largest: int) -> list[int]:
-    """Room for tokens, ascending."""
+    """Room for tokens, ascending; powers of two, so that chunks divide them."""
     sizes = [_FEWEST_TOKENS]
     while sizes[-1] < largest:
-        sizes.append(min(2 * sizes[-1], largest))
+        sizes.append(2 * sizes[-1])
     return sizes
+
+
+def _chunk(model: models.EmbeddingModel, num_tokens: int, operations: int) -> int:
+    """Tokens of a piece of so many operations at most, in a batch of num_tokens."""
+    chunk = num_tokens
+    while chunk > _FEWEST_TOKENS and chunk * model.operations(num_tokens) > operations:
+        chunk //= 2
+    return chunk
