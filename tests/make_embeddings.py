@@ -3,8 +3,8 @@ compute for embedding_cases.py.
 
     python tests/make_embeddings.py
 
-Needs torch, transformers and sentence-transformers (2.13, 5.24 and 6.2 made the file), and jax_attn
-for the names of the tensors.
+Needs torch, transformers and sentence-transformers (2.13, 5.24 and 6.2 made the file), the package
+of MiniLM (embedding_cases.py), and jax_attn for the names of the tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import embedding_cases
 import numpy as np
 import torch
 import transformers
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 
@@ -45,6 +46,8 @@ def embeddings(name: str) -> np.ndarray:
 
 def main() -> None:
     rows = {name: embeddings(name) for name in embedding_cases.CASES}
+    published = SentenceTransformer(str(embedding_cases.minilm()), device="cpu")
+    rows[embedding_cases.MINILM] = np.stack([published.encode(x) for x in embedding_cases.TEXTS])
     np.savez_compressed(embedding_cases.RECORDED, **rows)
     size = embedding_cases.RECORDED.stat().st_size
     print(f"{embedding_cases.RECORDED}: {len(rows)} models, {size} bytes")

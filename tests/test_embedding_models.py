@@ -46,6 +46,19 @@ def test_agrees_with_transformers(name, tmp_path):
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1) == normalizes
 
 
+def test_a_published_model():
+    """Against sentence-transformers; from texts on."""
+    if (directory := embedding_cases.minilm()) is None:
+        pytest.skip(f"{embedding_cases.MINILM_PACKAGE} is not installed, with 90 MB of weights")
+    model = models.load_embedding(directory, "float32")
+    assert model.max_tokens == 256
+    model.tokenizer.no_truncation()
+    model.tokenizer.no_padding()
+    sequences = [model.tokenizer.encode(text).ids for text in embedding_cases.TEXTS]
+    vectors = embed(model, sequences, 512, 16)
+    assert np.abs(vectors - np.load(embedding_cases.RECORDED)[embedding_cases.MINILM]).max() < 1e-5
+
+
 @every_model
 def test_agrees_with_transformers_live(name):
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
