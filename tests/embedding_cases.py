@@ -107,12 +107,13 @@ def tensors(raw: dict[str, Any]) -> dict[str, np.ndarray]:
     return made
 
 
-def write(directory: Path, name: str) -> Path:
-    """A directory as sentence-transformers has it."""
+def write(directory: Path, name: str, **keys: Any) -> Path:
+    """A directory as sentence-transformers has it. keys: of config.json, in the place of others."""
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     raw, pooling, normalizes = CASES[name]
+    raw = raw | keys
 
     def save(path: str, value: Any) -> None:
         (directory / path).parent.mkdir(exist_ok=True)
@@ -127,7 +128,10 @@ def write(directory: Path, name: str) -> Path:
             for i, kind in enumerate(modules[: 2 + normalizes])
         ],
     )
-    save("1_Pooling/config.json", {"embedding_dimension": SIZE, "pooling_mode": pooling})
+    save(
+        "1_Pooling/config.json",
+        {"embedding_dimension": raw["hidden_size"], "pooling_mode": pooling},
+    )
     save_file(tensors(raw), directory / "model.safetensors")
     words = {f"w{i}": i for i in range(raw["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))

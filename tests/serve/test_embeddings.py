@@ -4,6 +4,7 @@ import base64
 import contextlib
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
+from bystander import bystanding
 from live_server import KEYS, ServerProcess, eventually, key_options, post_bytes, serving
 
 from jax_attn import models
@@ -24,6 +26,14 @@ import embedding_cases
 
 ROUTE = "/v1/embeddings"
 TOLERANCE = 1e-5
+NUM_TRIES = 3  # as in test_neighbours.py
+LONG = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8194,
+}
 
 
 def load(tmp_path_factory, name: str) -> models.EmbeddingModel:
@@ -416,3 +426,35 @@ def test_beside_a_decoder(tmp_path, qwen):
         assert {card.id for card in client.models.list()} == {"tiny-llama-stdlib", "qwen"}
         server.process.terminate()
         assert server.process.wait(60) == 0, server.log()
+
+
+# ---- what others notice ------------------------------------------------------------------------
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_another_stream_waits_at_most_250_ms(tmp_path):
+    """Beside inputs of 8,192 tokens, and requests of many tokens, of a model as wide as MiniLM."""
+    directory = tmp_path / "long"
+    directory.mkdir()
+    embedding_cases.write(directory, "xlm-roberta", **LONG)
+    options = [*key_options(tmp_path), "--embedding-model", "long"]
+    server = ServerProcess(tmp_path, *options)
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        client = server.client(KEYS[0]).with_options(timeout=120)
+        for inputs in ([[7] * 8192], [[7] * 250] * 100):
+            with bystanding(server.port, KEYS[1]) as bystander:
+                for _ in range(NUM_TRIES):
+                    server.forget_peak()
+                    before = server.resident_bytes()
+                    begin = time.monotonic()
+                    client.embeddings.create(model="long", input=inputs)
+                    seen = bystander.seen(begin, time.monotonic())
+                    growth = server.peak_bytes() - before
+                    print(f"longest gap {seen.longest_gap * 1e3:.0f} ms, {growth / 1e6:.0f} MB")
+                    assert growth < 300_000_000
+                    if seen.longest_gap <= 0.25:
+                        break
+                else:
+                    pytest.fail(f"the stream waited {seen.longest_gap:.2f} s")
