@@ -97,7 +97,7 @@ class EmbeddingReader:
         self._name, self._max_tokens = embedder.name, embedder.max_tokens
         self._sizes, self._vocab_size = model.sizes, model.config.vocab_size
         self._normalizes = model.pooling.normalize
-        self._texts = TextEncoder(model.tokenizer, embedder.max_tokens)
+        self._texts = TextEncoder(model.tokenizer)
 
     def prepare(self, body: EmbeddingRequest) -> PreparedEmbeddings:
         """Raises: ApiError."""
@@ -125,7 +125,9 @@ class EmbeddingReader:
         return PreparedEmbeddings(sequences, dimensions, body.encoding_format == "base64")
 
     def _tokens(self, given: str | list[int], field: str) -> list[int]:
-        tokens = self._texts.encode(given, field) if isinstance(given, str) else given
+        if isinstance(given, str):
+            given = self._texts.encode(given, field, self._max_tokens)
+        tokens = given
         if not tokens:
             raise bad_field(field, "no tokens")
         if len(tokens) > self._max_tokens:

@@ -62,23 +62,31 @@ _MAX_ECHO_CHARS = 1 << 22  # in all choices
 class TextEncoder:
     """From texts to tokens, in bounded time and memory."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int):
+    def __init__(self, tokenizer: Any):
         # A text that is too long is refused, not cut.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._tokenizer = tokenizer
 
     def encode(
-        self, text: str, field: str, add_special_tokens: bool = True, most: int | None = None
+        self,
+        text: str,
+        field: str,
+        max_tokens: int,
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
-        """most: tokens that are of use. Raises ApiError for a text that has far more."""
+        """max_tokens: of the model. most: tokens that are of use; None: those.
+
+        Raises ApiError, about `field`, for a text that has far more.
+        """
         # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
         # number of its tokens by a few, so what has twice as many as are of use is known early.
-        num_tokens, limit = 0, 2 * (most or self._max_tokens)
+        num_tokens, limit = 0, 2 * (most or max_tokens)
         for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
             num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
             if num_tokens > limit:
-                raise overflow(field, self._max_tokens, f"over {limit}")
+                raise overflow(field, max_tokens, f"over {limit}")
         return self._ids(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -109,7 +117,7 @@ class Preparer:
         self.max_model_len: int = engine.limits.max_model_len
         self._limits, self._defaults = limits, defaults
         self._tokenizer = model.tokenizer
-        self._texts = TextEncoder(model.tokenizer, self.max_model_len)
+        self._texts = TextEncoder(model.tokenizer)
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
@@ -165,7 +173,7 @@ class Preparer:
             [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
         )
         text, splitter = self._rendered(body, shown)
-        prompt = self._texts.encode(text, "messages", body.add_special_tokens)
+        prompt = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._truncated(prompt, body, max_tokens or 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -269,7 +277,7 @@ class Preparer:
         self, text: str, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
         """most: tokens that are of use. Raises ApiError for a text that has far more."""
-        tokens = self._texts.encode(text, "prompt", add_special_tokens, most)
+        tokens = self._texts.encode(text, "prompt", self.max_model_len, add_special_tokens, most)
         if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
             tokens = [self._bos, *tokens]
         return tokens
@@ -282,7 +290,7 @@ class Preparer:
         most: int | None = None,
     ) -> list[int]:
         text = self._render(messages, variables, tools)
-        return self._texts.encode(text, "messages", False, most)
+        return self._texts.encode(text, "messages", self.max_model_len, False, most)
 
     def _render(
         self,
