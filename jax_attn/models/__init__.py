@@ -27,6 +27,8 @@ from jax_attn.models import deepseek
 from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.decoder import attention_specs, forward, init_pages, reference_forward
 from jax_attn.models.directory import BUNDLED, ModelDirectoryError
+from jax_attn.models.embedding import EmbeddingBatch, EmbeddingModel, embed, load_embedding
+from jax_attn.models.encoder import EncoderConfig
 from jax_attn.models.families import load_config, parse_config
 from jax_attn.models.hub import fetch
 from jax_attn.models.loading import Model, load
@@ -36,6 +38,9 @@ from jax_attn.models.weights import Params, load_params, random_params
 
 __all__ = [
     "BUNDLED",
+    "EmbeddingBatch",
+    "EmbeddingModel",
+    "EncoderConfig",
     "LayerKind",
     "LinearScaling",
     "Llama3Scaling",
@@ -47,11 +52,13 @@ __all__ = [
     "TensorParallel",
     "attention_specs",
     "deepseek",
+    "embed",
     "fetch",
     "forward",
     "init_pages",
     "load",
     "load_config",
+    "load_embedding",
     "load_params",
     "parse_config",
     "random_params",

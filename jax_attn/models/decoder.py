@@ -125,6 +125,33 @@ def forward(
     return _logits(x[logit_rows], params, config), k_pages, v_pages
 
 
+def project(
+    x: jax.Array, weights: Params, positions: jax.Array, config: ModelConfig, kind: LayerKind
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k, v: [n, num_heads, head_dim], rotated, of x [n, hidden] and the weights of a layer.
+
+    positions: [n] i32. Not with latent attention.
+    """
+    h = _rms_norm(x, weights["attention_norm"], config) if config.pre_norms else x
+    return _rotated_heads(_qkv(h, weights, config), positions, config, kind)
+
+
+def layer(
+    x: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    attend: Callable[[jax.Array | None], jax.Array],
+) -> jax.Array:
+    """x [n, hidden] -> the same, with attend(sinks) -> o [n, num_qo_heads, head_dim] of what
+    `project` gives."""
+    return _layer(x, weights, config, lambda qkv, sinks: attend(sinks))
+
+
+def final_norm(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
+    """[n, hidden], what the head would take, of what the last layer gives."""
+    return _rms_norm(x, params["final_norm"], config)
+
+
 def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """Logits [len, vocab_size] f32 of one sequence tokens [len] i32, by dense attention."""
     positions = jnp.arange(tokens.shape[0])
@@ -165,7 +192,7 @@ def _layers(tokens: jax.Array, params: Params, config: ModelConfig, attend: Atte
     No loop of XLA's: its body would have to slice the weights of each layer out of a stack, and
     what cannot be fused with that slice (Triton's matmuls, so a decode's) reads a copy of them.
     """
-    x = _embed(tokens, params, config)
+    x = embed(tokens, params, config)
     for idx, (kind, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         x = _layer(x, weights, config, partial(attend, idx=idx, kind=kind))
     return x
@@ -307,7 +334,8 @@ def _angles(
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form
 
 
-def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
+def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
+    """[n, hidden], what the first layer takes of tokens [n] i32."""
     table = params["embed"]
     if config.splits_vocabulary:
         row = tokens - len(table) * jax.lax.axis_index(config.heads_axis)
@@ -319,7 +347,7 @@ def _embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
 
 
 def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
-    x = _rms_norm(x, params["final_norm"], config)
+    x = final_norm(x, params, config)
     head = params["embed"].T if config.tie_embeddings else params["head"]
     logits = product(x, head, jnp.float32) * config.logit_scale
     if config.splits_vocabulary:

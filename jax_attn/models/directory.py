@@ -19,12 +19,13 @@ def existing(path: Path) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelDirectoryError."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The object, or the list, in a JSON file. Raises ModelDirectoryError."""
     try:
         value = json.loads(existing(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelDirectoryError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelDirectoryError(f"{path}: expected an object, got {type(value).__name__}")
+    if not isinstance(value, kind):
+        expected = "an object" if kind is dict else "a list"
+        raise ModelDirectoryError(f"{path}: expected {expected}, got {type(value).__name__}")
     return value

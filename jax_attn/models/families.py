@@ -64,8 +64,8 @@ def parse_config(raw: dict[str, Any], path: Path | str = "config.json") -> Model
     """The model that the object of a config.json describes. `path` is for messages."""
     keys = Keys(raw, path)
     keys.need("model_type")
-    keys.expect("model_type", *_FAMILIES)
-    config = _FAMILIES[raw["model_type"]](keys)
+    keys.expect("model_type", *FAMILIES)
+    config = FAMILIES[raw["model_type"]](keys)
     quantization = parse_quantization(keys)
     is_mxfp4 = quantization is not None and quantization.kind == "e2m1"
     if quantization is not None and is_mxfp4 != (raw["model_type"] == "gpt_oss"):
@@ -367,7 +367,7 @@ def _gemma3_with_images(keys: Keys) -> ModelConfig:
     return dataclasses.replace(config, tensor_prefix="language_model.")
 
 
-_FAMILIES: dict[str, Callable[[Keys], ModelConfig]] = {
+FAMILIES: dict[str, Callable[[Keys], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

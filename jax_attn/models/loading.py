@@ -37,12 +37,17 @@ def load(
     Raises:
       ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
     """
+    config = load_config(directory)
+    tokenizer = load_tokenizer(directory)
+    return Model(config, load_params(directory, config, dtype, progress), tokenizer)
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """Of tokenizer.json. Raises ModelDirectoryError."""
     from tokenizers import Tokenizer
 
-    config = load_config(directory)
     path = existing(Path(directory) / "tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelDirectoryError(f"{path}: not a tokenizer: {error}") from error
-    return Model(config, load_params(directory, config, dtype, progress), tokenizer)

@@ -170,26 +170,17 @@ def load_params(
 
     Raises ModelDirectoryError for a tensor that is missing, is one too many or does not fit.
     """
-    directory = Path(directory)
     with contextlib.ExitStack() as stack:
-        tensors: dict[str, _InFile] = {}
-        expected = _Expected(config)
-        for path in _weight_files(directory):
-            tensors |= _open_tensors(stack, path, expected)
-        if missing := expected.missing(tensors):
-            raise ModelDirectoryError(
-                f"{directory}: tensor '{config.tensor_prefix}{missing[0]}' is missing, with "
-                f"{len(missing) - 1} more"
-            )
-        return _make_params(_Tensors(tensors, expected, progress), config, dtype)
+        expected = Expected(config, file_shapes(config))
+        return _make_params(open_tensors(stack, directory, expected, progress), config, dtype)
 
 
-class _Expected:
+class Expected:
     """The tensors that belong in the files of a model."""
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
-        self.shapes = file_shapes(config)
+    def __init__(self, config: Any, shapes: dict[str, Shape]):
+        """config: a ModelConfig; of other models, for a subclass, what is used of one here."""
+        self.config, self.shapes = config, shapes
         # Of matrices that may be quantised, by stem, and by name.
         self.of_matrix: dict[str, dict[str, Tensor]] = {}
         if config.quantization is not None and config.quantization.kind != "e2m1":
@@ -197,6 +188,13 @@ class _Expected:
                 if name.endswith(_WEIGHT) and len(shape) == 2 and name != _EMBED:
                     stem = name.removesuffix(_WEIGHT)
                     self.of_matrix[stem] = config.quantization.tensors(*shape)
+
+    def name(self, full_name: str) -> str:
+        """Without prefix, and with the one that models without a head are saved without."""
+        name = full_name.removeprefix(self.config.tensor_prefix)
+        longer = f"model.{name}"
+        is_known = longer in self.shapes or longer.rpartition(".")[0] in self.of_matrix
+        return longer if is_known else name
 
     def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
         """What the tensor is called here, and what it may be."""
@@ -267,13 +265,13 @@ class _InFile(NamedTuple):
         return math.prod(self.shape)
 
 
-class _Tensors:
+class FileTensors:
     """Of the files, each read when it is asked for."""
 
     def __init__(
         self,
         files: dict[str, _InFile],
-        expected: _Expected,
+        expected: Expected,
         progress: Callable[[int, int], None] | None,
     ):
         self._files, self._expected, self._progress = files, expected, progress
@@ -311,7 +309,7 @@ class _Tensors:
         return ModelDirectoryError(f"{found.path}: tensor '{found.name}': {message}")
 
 
-def _make_params(tensors: _Tensors, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
+def _make_params(tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
     def plain(layer: int, weight: str, parts: Parts, found: list[np.ndarray]) -> np.ndarray:
         whole = _in_rotary_order(np.concatenate(found), weight, config)
         if whole.ndim == 3 or weight.endswith("_bias"):  # [experts, ...] as in memory
@@ -508,6 +506,27 @@ def _normal(key: jax.Array, shape: Shape, dtype: Any, scale: float, mean: float 
     return (mean + scale * jax.random.normal(key, shape, dtype)).astype(dtype)
 
 
+def open_tensors(
+    stack: contextlib.ExitStack,
+    directory: str | Path,
+    expected: Expected,
+    progress: Callable[[int, int], None] | None,
+) -> FileTensors:
+    """Those of model.safetensors, or of the shards; the files are open as long as stack.
+
+    Raises: see `load_params`.
+    """
+    tensors: dict[str, _InFile] = {}
+    for path in _weight_files(Path(directory)):
+        tensors |= _tensors_of(stack, path, expected)
+    if missing := expected.missing(tensors):
+        raise ModelDirectoryError(
+            f"{directory}: tensor '{expected.config.tensor_prefix}{missing[0]}' is missing, with "
+            f"{len(missing) - 1} more"
+        )
+    return FileTensors(tensors, expected, progress)
+
+
 def _weight_files(directory: Path) -> list[Path]:
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():
@@ -527,8 +546,8 @@ def _weight_files(directory: Path) -> list[Path]:
     return [existing(directory / name) for name in sorted(names)]
 
 
-def _open_tensors(
-    stack: contextlib.ExitStack, path: Path, expected: _Expected
+def _tensors_of(
+    stack: contextlib.ExitStack, path: Path, expected: Expected
 ) -> Iterable[tuple[str, _InFile]]:
     """The tensors of one file, each checked. The file is open as long as stack."""
     from safetensors import SafetensorError, safe_open
@@ -540,7 +559,7 @@ def _open_tensors(
         raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
     stack.enter_context(file)
     for full_name in file.keys():
-        name = full_name.removeprefix(config.tensor_prefix)
+        name = expected.name(full_name)
         where = f"{path}: tensor '{full_name}'"
         found = expected.find(name)
         if found is None and expected.is_passed_over(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -11,7 +12,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from jax_attn.serve import auth
 from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.connection import Connection
+from jax_attn.serve.embedder import Embedder
 from jax_attn.serve.engine import EngineConfig
 from jax_attn.serve.server import ServerConfig, create_app
 from jax_attn.serve.tenants import TenantLimits
@@ -102,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         # Weights that devices share go to each from host memory.
         with jax.default_device(jax.devices("cpu")[0] if _num_devices(args) > 1 else None):
             model = _load(directory, args)
+        # Before the engine, which takes what memory is left.
+        embedding = _load_embedding(args)
         name, *aliases = args.served_model_name or [_name_of(args.model)]
         engine = _make_engine(model, args)
         model = model._replace(params={})  # of which the engine has what it needs
@@ -119,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             allowed_origins=tuple(args.allow_origin),
             access_log=args.access_log,
         )
-        app = create_app(engine, model, config)
+        app = create_app(engine, model, config, embedding)
     except (OSError, ValueError, NotImplementedError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
@@ -147,8 +151,11 @@ def main(argv: list[str] | None = None) -> int:
     engine.on_ready = _spare_the_collector
     # Whoever keeps servers running starts another one then.
     engine.on_failure = server.stop
+    if embedding is not None:
+        embedding[1].on_failure = server.stop
     asyncio.run(server.serve())
-    return 0 if server.started and engine.failure is None else 1
+    failures = engine.failure, embedding and embedding[1].failure
+    return 0 if server.started and failures == (None, None) else 1
 
 
 def _spare_the_collector() -> None:
@@ -163,21 +170,9 @@ def _name_of(model: str) -> str:
 
 
 def _load(directory: Path, args: argparse.Namespace) -> models.Model:
-    """With a bar on a terminal.
-
-    Raises:
-      ModelDirectoryError, ValueError.
-    """
-    log.info("loading %s", directory)
-    begin = time.monotonic()
-    with tqdm(disable=None, unit=" weights", unit_scale=True, leave=False) as bar:
-
-        def show(num_read: int, num_all: int) -> None:
-            bar.total = num_all
-            bar.update(num_read - bar.n)
-
+    """Raises: ModelDirectoryError, ValueError."""
+    with _loading(directory) as show:
         model = models.load(directory, args.dtype, show)
-    log.info("loaded in %.1f s", time.monotonic() - begin)
     longest = model.config.max_positions
     if args.max_model_len is None:
         return model
@@ -187,6 +182,31 @@ def _load(directory: Path, args: argparse.Namespace) -> models.Model:
         )
     config = dataclasses.replace(model.config, max_positions=args.max_model_len)
     return model._replace(config=config)
+
+
+def _load_embedding(args: argparse.Namespace) -> tuple[models.EmbeddingModel, Embedder] | None:
+    """Raises: ModelDirectoryError."""
+    if args.embedding_model is None:
+        return None
+    directory = models.fetch(args.embedding_model)
+    with _loading(directory) as show:
+        model = models.load_embedding(directory, args.dtype, show)
+    return model, Embedder(model, _name_of(args.embedding_model))
+
+
+@contextlib.contextmanager
+def _loading(directory: Path) -> Iterator[Callable[[int, int], None]]:
+    """With a bar on a terminal. Gives what wants to be told how much is read, of how much."""
+    log.info("loading %s", directory)
+    begin = time.monotonic()
+    with tqdm(disable=None, unit=" weights", unit_scale=True, leave=False) as bar:
+
+        def show(num_read: int, num_all: int) -> None:
+            bar.total = num_all
+            bar.update(num_read - bar.n)
+
+        yield show
+    log.info("loaded in %.1f s", time.monotonic() - begin)
 
 
 # The first of them is a name that other servers have for it.
@@ -328,6 +348,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     hub = "Hugging Face directory, or ORG/NAME of the Hub (the bundled model)"
     add("--model", default=str(models.BUNDLED), help=hub)
     add("--revision", help="of ORG/NAME: a branch, tag or commit (main)")
+    vectors = "likewise, of an embedding model, for /v1/embeddings (none)"
+    add("--embedding-model", metavar="MODEL", help=vectors)
     names = "as clients call it; more are aliases (ORG/NAME, or the directory's name)"
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
     longest = "tokens of prompt and output together (what the model can)"

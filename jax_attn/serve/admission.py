@@ -33,6 +33,7 @@ class KeyLimits:
     # Log-probabilities of answers that are not complete, and no streams; up to 90 bytes each.
     scores: int = 8 * schemas.MAX_SCORES
     body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
+    embedding_bytes: int = 64 << 20  # of vectors until they are sent
 
     @staticmethod
     def default(max_waiting: int, max_running: int) -> KeyLimits:
@@ -53,6 +54,7 @@ _WORDS = {
     "tokens": "prompt tokens in flight (x n)",
     "scores": "log-probabilities of answers in flight (use streams, or fewer)",
     "body_bytes": "bytes of bodies that are being read",
+    "embedding_bytes": "bytes of embeddings in flight",
 }
 
 

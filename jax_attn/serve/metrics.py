@@ -36,9 +36,15 @@ class Metrics:
             "request_seconds", "From arrival to the end of the answer", _REQUEST_SECONDS
         )
         requests = Counter(
-            "jax_attn_requests", "Generation requests", ["outcome"], registry=self._registry
+            "jax_attn_requests",
+            "Requests for texts and embeddings",
+            ["outcome"],
+            registry=self._registry,
         )
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
+        self.embedding_tokens = Counter(
+            "jax_attn_embedding_tokens", "Tokens of embeddings", registry=self._registry
+        )
         self._registry.register(_EngineCollector(engine))
 
     def count(self, outcome: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jax_attn.serve import response_schemas, schemas
+from jax_attn.serve import embeddings, response_schemas, schemas
 from jax_attn.serve.errors import ErrorResponse
 
 _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
@@ -24,6 +24,12 @@ _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
         "Answer a conversation, as OpenAI's Responses API has it",
         response_schemas.ResponsesRequest,
         response_schemas.ModelResponse,
+    ),
+    (
+        "/v1/embeddings",
+        "Vectors of texts",
+        embeddings.EmbeddingRequest,
+        embeddings.EmbeddingList,
     ),
     (
         "/tokenize",

@@ -59,6 +59,44 @@ _MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
 _MAX_ECHO_CHARS = 1 << 22  # in all choices
 
 
+class TextEncoder:
+    """From texts to tokens, in bounded time and memory."""
+
+    def __init__(self, tokenizer: Any):
+        # A text that is too long is refused, not cut.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+
+    def encode(
+        self,
+        text: str,
+        field: str,
+        max_tokens: int,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+    ) -> list[int]:
+        """max_tokens: of the model. most: tokens that are of use; None: those.
+
+        Raises ApiError, about `field`, for a text that has far more.
+        """
+        # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
+        # number of its tokens by a few, so what has twice as many as are of use is known early.
+        num_tokens, limit = 0, 2 * (most or max_tokens)
+        for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
+            num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
+            if num_tokens > limit:
+                raise overflow(field, max_tokens, f"over {limit}")
+        return self._ids(text, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of a batch, as that lets other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding.ids
+
+
 class Preparer:
     def __init__(
         self,
@@ -79,9 +117,7 @@ class Preparer:
         self.max_model_len: int = engine.limits.max_model_len
         self._limits, self._defaults = limits, defaults
         self._tokenizer = model.tokenizer
-        # A prompt that is too long is refused, not cut.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._texts = TextEncoder(model.tokenizer)
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
@@ -139,7 +175,7 @@ class Preparer:
             [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
         )
         text, splitter = self._rendered(body, shown)
-        prompt = self._encode(text, body.add_special_tokens, "messages", None)
+        prompt = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._truncated(prompt, body, max_tokens or 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -243,7 +279,7 @@ class Preparer:
         self, text: str, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
         """most: tokens that are of use. Raises ApiError for a text that has far more."""
-        tokens = self._encode(text, add_special_tokens, "prompt", most)
+        tokens = self._texts.encode(text, "prompt", self.max_model_len, add_special_tokens, most)
         if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
             tokens = [self._bos, *tokens]
         return tokens
@@ -255,7 +291,8 @@ class Preparer:
         tools: list[dict[str, Any]] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        return self._encode(self._render(messages, variables, tools), False, "messages", most)
+        text = self._render(messages, variables, tools)
+        return self._texts.encode(text, "messages", self.max_model_len, False, most)
 
     def _render(
         self,
@@ -301,25 +338,6 @@ class Preparer:
         if len(body.tokens) > most:
             raise bad_field("tokens", f"expected at most {most} tokens, got {len(body.tokens)}")
         return self.decode(body.tokens)
-
-    def _encode(
-        self, text: str, add_special_tokens: bool, field: str, most: int | None
-    ) -> list[int]:
-        # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
-        # number of its tokens by a few, so what has twice as many as are of use is known early.
-        num_tokens, limit = 0, 2 * (most or self.max_model_len)
-        for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
-            num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
-            if num_tokens > limit:
-                raise _overflow(field, self.max_model_len, f"over {limit}")
-        return self._ids(text, add_special_tokens)
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Of a batch, as that lets other threads run meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return encoding.ids
 
     def decode(self, tokens: list[int]) -> str:
         """Raises: ApiError."""
@@ -429,7 +447,7 @@ class Preparer:
             if not prompt:
                 raise bad_field(field, "no tokens")
             if room < (1 if max_tokens is None else max_tokens):
-                raise _overflow(field, self.max_model_len, len(prompt), max_tokens)
+                raise overflow(field, self.max_model_len, len(prompt), max_tokens)
             if max_tokens is None and each:
                 room = min(room, schemas.MAX_SCORES // (each * body.n))
             wanted.append(room if max_tokens is None else max_tokens)
@@ -543,7 +561,7 @@ def _grammar_field(body: schemas._Sampling) -> str:
     return "grammar" if body.constraint is None else body.constraint.field
 
 
-def _overflow(
+def overflow(
     field: str, limit: int, num_prompt: int | str, max_tokens: int | None = None
 ) -> ApiError:
     """In OpenAI's words, which clients look for."""

@@ -414,7 +414,7 @@ class _Sampling(Generation):
         return tuple(self.stop)
 
 
-def _kind_of_prompt(prompt: Any) -> str | None:
+def kind_of_prompt(prompt: Any) -> str | None:
     if not isinstance(prompt, list):
         return "text" if isinstance(prompt, str) else None
     if prompt and isinstance(prompt[0], int | float):
@@ -435,7 +435,7 @@ Prompt: TypeAlias = Annotated[
         Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
     ],
     Discriminator(
-        _kind_of_prompt,
+        kind_of_prompt,
         custom_error_type="prompt",
         custom_error_message="expected a text, a list of tokens, or a list of either",
     ),

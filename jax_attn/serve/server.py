@@ -27,6 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jax_attn import models
 from jax_attn.serve import bodies, live_view, openapi, response_schemas, schemas
 from jax_attn.serve.access_log import AccessLog, Record
 from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
@@ -39,6 +40,13 @@ from jax_attn.serve.answers import (
 )
 from jax_attn.serve.auth import Authenticate, LoopbackHost
 from jax_attn.serve.connection import DiscardBody
+from jax_attn.serve.embedder import Embedder
+from jax_attn.serve.embeddings import (
+    EmbeddingReader,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PreparedEmbeddings,
+)
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner, sampling_defaults
@@ -78,17 +86,23 @@ class ServerConfig:
     body_timeout: float = 30.0  # seconds for a client to send its body
 
 
-def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
+def create_app(
+    engine: Any,
+    model: Any,
+    config: ServerConfig,
+    embedding: tuple[models.EmbeddingModel, Embedder] | None = None,
+) -> Starlette:
     """The application, as ASGI. It starts the engine, and at the end stops it.
 
     Args:
       engine: an AsyncEngine, not started.
       model: as `jax_attn.models.load` gives it.
+      embedding: a model for /v1/embeddings, and what runs it, not started.
 
     Raises:
       ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one.
     """
-    server = _Server(engine, model, config)
+    server = _Server(engine, model, config, embedding)
     middleware = [Middleware(AccessLog, enabled=config.access_log), Middleware(DiscardBody)]
     if config.allowed_origins:
         # First, as browsers ask for permission without a key.
@@ -120,6 +134,7 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}", server.response),
             Route("/v1/responses/{id}", server.delete_response, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", server.cancel_response, methods=["POST"]),
+            Route("/v1/embeddings", server.embeddings, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/v1/models/{name:path}", server.model),
             Route("/tokenize", server.tokenize, methods=["POST"]),
@@ -145,7 +160,13 @@ def create_app(engine: Any, model: Any, config: ServerConfig) -> Starlette:
 
 
 class _Server:
-    def __init__(self, engine: Any, model: Any, config: ServerConfig):
+    def __init__(
+        self,
+        engine: Any,
+        model: Any,
+        config: ServerConfig,
+        embedding: tuple[models.EmbeddingModel, Embedder] | None,
+    ):
         self._engine, self._config = engine, config
         self._metrics = Metrics(engine)
         limits = config.key_limits or KeyLimits.default(
@@ -161,6 +182,12 @@ class _Server:
             sampling_defaults(directory) if config.generation_config else {},
         )
         self._responses = ResponsesApi(self._prepare)
+        self._embedder, self._embedding_reader = None, None
+        if embedding is not None:
+            self._embedder = embedding[1]
+            self._embedding_reader = EmbeddingReader(*embedding)
+            if self._embedder.name in self._prepare.names:
+                raise ValueError(f"two models are called {self._embedder.name!r}")
         self._unknown = None if config.strict else schemas.UnknownFields()
         self._token_json = TokenJson(TokenBytes(model.tokenizer))
         self.gate, self._lanes = Gate(engine, limits), Lanes()
@@ -172,9 +199,14 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._engine.start()
+        if self._embedder is None:
+            self._engine.start()
+        else:  # one after the other, as the engine counts what is compiled while it serves
+            self._embedder.start(on_ready=self._engine.start)
         yield
         # By now every connection is closed, so what still runs has nobody who waits for it.
+        if self._embedder is not None:
+            await asyncio.to_thread(self._embedder.stop)
         await self._engine.stop(drain=False)
         self._lanes.close()
 
@@ -240,6 +272,31 @@ class _Server:
     async def cancel_response(self, request: Request) -> NoReturn:
         self._responses.cancel(_tenant(request), request.path_params["id"])
 
+    async def embeddings(self, request: Request) -> EmbeddingResponse:
+        embedder, reader = self._embedder, self._embedding_reader
+        if embedder is None or reader is None:
+            raise ApiError(
+                404,
+                "no embedding model is served here; --embedding-model does",
+                code="model_not_found",
+            )
+        self._need_ready()
+        record = request.state.record
+
+        def prepare(raw: bytes) -> PreparedEmbeddings:
+            return reader.prepare(self._parse(raw, EmbeddingRequest))
+
+        ticket = self.gate.enter(_tenant(request), queues=False)
+        try:
+            prepared = await self._with_body(request, ticket, prepare)
+            record.num_prompt = prepared.num_tokens
+            num_bytes = 4 * embedder.size * len(prepared.sequences)
+            ticket.take(tokens=prepared.num_tokens, embedding_bytes=num_bytes)
+        except BaseException:
+            ticket.leave()
+            raise
+        return EmbeddingResponse(embedder, reader, prepared, self._metrics, ticket, record)
+
     def _parse(self, raw: bytes, model: type[Body]) -> Body:
         return bodies.parse(raw, model, self._unknown)
 
@@ -254,7 +311,7 @@ class _Server:
             )
 
     def _status(self) -> Any:
-        if self._engine.failure is not None:
+        if self._engine.failure is not None or (self._embedder and self._embedder.failure):
             return "failed"
         if self._draining:
             return "draining"
@@ -263,18 +320,20 @@ class _Server:
     # ---- the model -----------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return _json(schemas.ModelList(data=list(map(self._card, self._prepare.names))))
+        names = [*self._prepare.names, *([self._embedder.name] if self._embedder else [])]
+        return _json(schemas.ModelList(data=list(map(self._card, names))))
 
     async def model(self, request: Request) -> Response:
-        self._prepare.check_model(name := request.path_params["name"])
+        name = request.path_params["name"]
+        if self._embedder is None or name != self._embedder.name:
+            self._prepare.check_model(name)
         return _json(self._card(name))
 
     def _card(self, name: str) -> schemas.ModelCard:
-        return schemas.ModelCard(
-            id=name,
-            created=self._created,
-            max_model_len=self._prepare.max_model_len,
-        )
+        longest = self._prepare.max_model_len
+        if self._embedder is not None and name == self._embedder.name:
+            longest = self._embedder.max_tokens
+        return schemas.ModelCard(id=name, created=self._created, max_model_len=longest)
 
     async def tokenize(self, request: Request) -> Response:
         def work(raw: bytes) -> bytes:

@@ -119,12 +119,15 @@ def post_bytes(path: str, body: dict) -> bytes:
 
 @contextlib.contextmanager
 def serving(
-    engine: FakeEngine | None = None, directory: Path = MODEL, **config
+    engine: FakeEngine | None = None, directory: Path = MODEL, embedding=None, **config
 ) -> Iterator[LiveServer]:
     model = fake_model()
     engine = engine or FakeEngine(model.tokenizer)
     app = create_app(
-        engine, model, ServerConfig(model_directory=directory, model_name="tiny", **config)
+        engine,
+        model,
+        ServerConfig(model_directory=directory, model_name="tiny", **config),
+        embedding,
     )
     server = uvicorn.Server(
         uvicorn.Config(

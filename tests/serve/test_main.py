@@ -205,7 +205,7 @@ def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("a-key-that-is-in-a-file\n")
     configs = []
 
-    def stop(engine, model, config):
+    def stop(engine, model, config, embedding):
         configs.append(config)
         raise ValueError("enough")
 
