@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ SIZES = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "40"]
 BODIES = [
     {"prompt": "import os\nimport", "max_tokens": 12, "temperature": 0},
     {"prompt": "import os\nimport sys\n\n" * 4, "max_tokens": 8, "temperature": 0},
-    {"prompt": "x = ", "max_tokens": 9, "frequency_penalty": 1.5, "logit_bias": {"44": 3},
-     "temperature": 0},
+    {"prompt": "1, 1, 1, 1, 1, 1, ", "max_tokens": 24, "frequency_penalty": 2,
+     "presence_penalty": 2, "temperature": 0},
     {"prompt": "x = ", "max_tokens": 9, "temperature": 0, "regex": "[a-z]{4,9}"},
 ]  # fmt: skip
 
@@ -159,6 +160,34 @@ def test_unequal_options(tmp_path, launcher):
         sentence = "jax_attn.serve: process 1: --page-size: expected 16, as process 0 has, got 8\n"
         assert all(sentence in log for log in logs()), logs()
         assert "Traceback" not in "".join(logs())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["flags", "slurm"])
+def test_the_training_example(launcher):
+    """Its own assertions compare it with one device."""
+    example, port = Path(__file__).parents[2] / "examples" / "train_on_mesh.py", free_port()
+    options, environments = options_of(port, 2), [environment(2)] * 2
+    if launcher == "slurm":
+        options = [["--distributed"]] * 2
+        environments = [environment(2) | launched(launcher, i, port) for i in range(2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *SAFE_PATH, str(example), *of_one],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for of_one, env in zip(options, environments, strict=True)
+    ]
+    try:
+        for process in running:
+            output = process.communicate(timeout=120)[0]
+            assert process.returncode == 0 and "loss by step: " in output, output
+    finally:
+        for process in running:
+            process.kill()
 
 
 @pytest.mark.parametrize("present", [0, 1])
