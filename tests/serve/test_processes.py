@@ -26,8 +26,9 @@ SIZES = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "40"]
 BODIES = [
     {"prompt": "import os\nimport", "max_tokens": 12, "temperature": 0},
     {"prompt": "import os\nimport sys\n\n" * 4, "max_tokens": 8, "temperature": 0},
-    {"prompt": "1, 1, 1, 1, 1, 1, ", "max_tokens": 24, "frequency_penalty": 2,
-     "presence_penalty": 2, "temperature": 0},
+    # Always token 3000, whose embedding process 1 has: logprobs tell if it sampled that, too.
+    {"prompt": "x = ", "max_tokens": 9, "frequency_penalty": 1.5, "logit_bias": {"3000": 100},
+     "temperature": 0, "logprobs": 1},
     {"prompt": "x = ", "max_tokens": 9, "temperature": 0, "regex": "[a-z]{4,9}"},
 ]  # fmt: skip
 
@@ -70,15 +71,18 @@ def wait_for(pattern: str, text, processes) -> re.Match:
     return found
 
 
-def answers(url: str) -> list[str]:
-    texts = []
+def answers(url: str) -> tuple[list[str], list[float]]:
+    """Texts, and the logprobs of those that ask for them."""
+    texts, logprobs = [], []
     for body in BODIES:
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as response:
-            texts.append(json.load(response)["choices"][0]["text"])
-    return texts
+            choice = json.load(response)["choices"][0]
+            texts.append(choice["text"])
+            logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    return texts, logprobs
 
 
 def ready_url(logs, processes) -> str:
@@ -101,11 +105,14 @@ def ready_url(logs, processes) -> str:
 )
 def test_answers_are_those_of_one_process(tmp_path, num_devices, split):
     with started(tmp_path, [["--dtype", "float32"]], [environment(1)]) as (alone, logs):
-        expected = answers(ready_url(logs, alone))
+        expected, expected_logprobs = answers(ready_url(logs, alone))
     options = options_of(free_port(), 2, "--dtype", "float32", *split)
     with started(tmp_path, options, [environment(num_devices)] * 2) as (processes, logs):
         url = ready_url(logs, processes)
-        assert answers(url) == expected
+        texts, logprobs = answers(url)
+        assert texts == expected
+        assert len(logprobs) == 9
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-3)
         with urllib.request.urlopen(f"{url}/metrics") as response:
             held = re.findall(r"^jax_attn_device_bytes{.*} (.*)$", response.read().decode(), re.M)
         assert len(held) == 2 * num_devices and len(set(held)) == 1
