@@ -1,11 +1,11 @@
-"""Training steps of one attention layer, requests and tokens over a mesh: nothing is gathered."""
+"""Training steps of one attention layer, requests and tokens over a mesh: nothing is gathered.
 
+The mesh has four CPU devices: of this process, or of 2 or 4 processes, each started with
+--coordinator HOST:PORT --num-processes N --process-id I, or by Slurm or Open MPI --distributed.
+"""
+
+import argparse
 import os
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get(
-    "XLA_FLAGS", ""
-)
-
 from functools import partial
 
 import jax
@@ -15,6 +15,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn import parallel
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--coordinator", help="HOST:PORT of process 0")
+parser.add_argument("--num-processes", type=int)
+parser.add_argument("--process-id", type=int)
+parser.add_argument("--distributed", action="store_true", help="a launcher says the rest")
+args = parser.parse_args()
+# Both before JAX looks for devices.
+if args.distributed or args.coordinator:  # XLA_FLAGS says how many devices each process has
+    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+else:
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=4 {flags}"
 
 batch, length, num_qo_heads, num_kv_heads, head_dim = 4, 300, 4, 2, 32
 width = num_qo_heads * head_dim

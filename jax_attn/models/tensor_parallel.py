@@ -145,7 +145,9 @@ class TensorParallel:
 
         def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:
             if axis is None:
-                return jax.device_put(x, NamedSharding(self.mesh, P()))
+                # Unlike device_put, without comparing what the processes of the mesh have.
+                whole, everywhere = np.asarray(x), NamedSharding(self.mesh, P())
+                return jax.make_array_from_callback(whole.shape, everywhere, lambda _: whole)
             array = np.moveaxis(np.asarray(x), axis, 0)
             rows = np.arange(len(array)) if order is None else order
             own = len(rows) // self.size

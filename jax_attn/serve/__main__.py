@@ -7,10 +7,13 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import logging
 import resource
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 try:
     import uvicorn
@@ -32,8 +36,11 @@ from jax_attn.serve import auth
 from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.connection import Connection
+from jax_attn.serve.device import Device
 from jax_attn.serve.embedder import Embedder
-from jax_attn.serve.engine import EngineConfig
+from jax_attn.serve.engine import EngineConfig, device_arguments
+from jax_attn.serve.processes import Processes, ProcessesError
+from jax_attn.serve.replay import follow
 from jax_attn.serve.server import ServerConfig, create_app
 from jax_attn.serve.tenants import TenantLimits
 
@@ -48,6 +55,7 @@ _SAMPLING_BYTES = 48  # for each of [max_running, vocab]: logits, counts, ten f3
 _KV_SHARE = 0.85  # of the memory that is left; the rest is for activations
 _NEXT_TRY = 0.9  # of the pages that did not fit
 _CPU_BYTES = 2 << 30
+_DIGEST_VALUES = 1000  # of each weight
 _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
 
 
@@ -86,6 +94,12 @@ class _Uvicorn(uvicorn.Server):
         """From any thread. What is being answered is answered first."""
         self.should_exit = True
 
+    def leave(self) -> None:
+        """What the first signal does, and nothing if it has come. From any thread."""
+        if not self.should_exit:
+            self._on_drain()
+            self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Without super(), which would raise the signal again after the drain.
         self._on_drain()
@@ -94,16 +108,63 @@ class _Uvicorn(uvicorn.Server):
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        args = _parse(argv)
+    except ProcessesError as error:
+        print(f"jax_attn.serve: {error}", file=sys.stderr)
+        return 1
+    processes: Processes | None = args.processes
+    if processes is None:
+        return _serve(args)
+    try:
+        status = _serve(args) if processes.leads else _follow(args, processes)
+    except BaseException as error:
+        log.exception("%s has failed", processes.names[processes.index])
+        processes.fail(error)
+    processes.end(status, "" if status == 0 else f"{processes.names[processes.index]} has ended.")
+
+
+def _follow(args: argparse.Namespace, processes: Processes) -> int:
+    """What a process other than 0 does, until process 0 ends it. Returns if it cannot begin."""
+
+    def on_signal(_: int, __: FrameType | None) -> None:
+        if processes.is_leaving:
+            processes.end(1, f"{processes.names[processes.index]} was stopped by a second signal.")
+        processes.is_leaving = True
+
+    try:
+        model = _load(models.fetch(args.model, args.revision), args)
+        num_pages = _num_pages(model, args)
+        device = Device(*device_arguments(model, _engine_config(num_pages, args)))
+    except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
+        print(f"jax_attn.serve: {error}", file=sys.stderr)
+        return 1
+    del model
+
+    def run() -> None:
+        try:
+            follow(device, processes)
+        except BaseException as error:
+            log.exception("%s has failed", processes.names[processes.index])
+            processes.fail(error)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    thread = threading.Thread(target=run, name="jax_attn follower", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(1)  # signals run in this thread alone
+    return 1
+
+
+def _serve(args: argparse.Namespace) -> int:
     try:
         keys = auth.checked_keys(args.api_key, "--api-key")
         keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
         directory = models.fetch(args.model, args.revision)
-        # Weights that devices share go to each from host memory.
-        with jax.default_device(jax.devices("cpu")[0] if _num_devices(args) > 1 else None):
-            model = _load(directory, args)
+        model = _load(directory, args)
         # Before the engine, which takes what memory is left.
         embedding = _load_embedding(args)
         name, *aliases = args.served_model_name or [_name_of(args.model)]
@@ -124,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
             access_log=args.access_log,
         )
         app = create_app(engine, model, config, embedding)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
     if not (keys or operator_keys) and not auth.is_loopback(args.host):
@@ -153,6 +214,8 @@ def main(argv: list[str] | None = None) -> int:
     engine.on_failure = server.stop
     if embedding is not None:
         embedding[1].on_failure = server.stop
+    if args.processes is not None:
+        args.processes.on_leave = server.leave
     asyncio.run(server.serve())
     failures = engine.failure, embedding and embedding[1].failure
     return 0 if server.started and failures == (None, None) else 1
@@ -172,7 +235,10 @@ def _name_of(model: str) -> str:
 def _load(directory: Path, args: argparse.Namespace) -> models.Model:
     """Raises: ModelDirectoryError, ValueError."""
     with _loading(directory) as show:
-        model = models.load(directory, args.dtype, show)
+        # Weights that devices share go to each from host memory.
+        host = jax.local_devices(backend="cpu")[0] if _num_devices(args) > 1 else None
+        with jax.default_device(host):
+            model = models.load(directory, args.dtype, show)
     longest = model.config.max_positions
     if args.max_model_len is None:
         return model
@@ -235,22 +301,16 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
     Raises:
       ValueError: they do not fit.
     """
-    config = model.config
-    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads
-    page_bytes *= _row_bytes(config, args)
-    # What one device has of a page.
-    page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
-    page_bytes //= args.context_parallel
-    fewest = -(-args.max_step_tokens // args.page_size)  # for one step of prompts
-    num_pages = args.num_pages or max(fewest, _default_num_pages(config, args, page_bytes))
+    page_bytes, fewest = _page_bytes(model.config, args), _fewest_pages(args)
+    num_pages = _num_pages(model, args)
     while True:
         try:
-            engine = AsyncEngine(model, _engine_config(num_pages, args))
+            engine = AsyncEngine(model, _engine_config(num_pages, args), args.processes)
             break
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            if args.num_pages or num_pages == fewest:
+            if args.num_pages or num_pages == fewest or args.processes is not None:
                 raise ValueError(
                     "--num-pages: expected a kv cache that fits in the device's memory, got "
                     f"{num_pages} pages of {page_bytes} bytes; use fewer, or free memory."
@@ -266,6 +326,60 @@ def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
         engine.limits.max_model_len,
     )
     return engine
+
+
+def _page_bytes(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """What one device has of a page."""
+    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads
+    page_bytes *= _row_bytes(config, args)
+    page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
+    return int(page_bytes // args.context_parallel)
+
+
+def _fewest_pages(args: argparse.Namespace) -> int:
+    """For one step of prompts."""
+    return int(-(-args.max_step_tokens // args.page_size))
+
+
+def _num_pages(model: models.Model, args: argparse.Namespace) -> int:
+    """As the options say, or what the memory holds: of several processes, the least that one holds.
+
+    Raises ProcessesError where processes have other options or another model.
+    """
+    page_bytes = _page_bytes(model.config, args)
+    most = _default_num_pages(model.config, args, page_bytes)
+    num_pages = args.num_pages or max(_fewest_pages(args), most)
+    if args.processes is None:
+        return int(num_pages)
+    own = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _OF_ALL_PROCESSES}
+    own |= {"version of jax": jax.__version__}
+    own |= {"model": _digest(model)}
+    return int(args.processes.agree(own, min, num_pages))
+
+
+# Options that each process is to be given alike: what its devices compute depends on them.
+_OF_ALL_PROCESSES = (
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+    "num_pages",
+    "page_size",
+    "max_running",
+    "max_step_tokens",
+    "batch_invariant",
+    "tensor_parallel",
+    "context_parallel",
+)
+
+
+def _digest(model: models.Model) -> str:
+    """Of the config, and of some values of each weight."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for path, weight in jax.tree_util.tree_leaves_with_path(model.params):
+        values = np.asarray(weight).reshape(-1)
+        some = values[:: max(1, values.size // _DIGEST_VALUES)]
+        digest.update(f"{path} {weight.shape} {weight.dtype}".encode() + some.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
@@ -296,7 +410,7 @@ def _default_num_pages(
 ) -> int:
     """What the device's free memory holds; on CPU, whose memory others need too, far less."""
     num_running = args.max_running * -(-config.max_positions // args.page_size)
-    if memory := jax.devices()[0].memory_stats():
+    if memory := jax.local_devices()[0].memory_stats():
         left = memory["bytes_limit"] - memory["bytes_in_use"]
         left -= _SAMPLING_BYTES * args.max_running * config.vocab_size
         budget = int(_KV_SHARE * left)
@@ -398,8 +512,28 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     contexts = """devices to split the slots of each page over, times those of --tensor-parallel,
         for contexts that no device holds (%(default)s)"""
     add("--context-parallel", type=_positive, default=1, metavar="N", help=contexts)
+    address = """of process 0, where processes of one server meet; for a mesh of devices of several
+        machines, each started with the same options but --process-id (none: one process)"""
+    add("--coordinator", metavar="HOST:PORT", help=address)
+    add("--num-processes", type=_positive, metavar="N", help="with --coordinator: of the server")
+    which = "with --coordinator: 0 to N - 1; 0 speaks HTTP"
+    add("--process-id", type=_non_negative, metavar="I", help=which)
+    launcher = "several processes; their launcher (Slurm, Open MPI) says which this is"
+    add("--distributed", action="store_true", help=launcher)
+    wait = "how long processes wait for each other at the start (%(default)s)"
+    add("--start-seconds", type=_positive, default=300, help=wait)
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     args = parser.parse_args(argv)
+    of_one = (args.coordinator, args.num_processes, args.process_id)
+    if len({x is None for x in of_one}) > 1 or (args.distributed and args.coordinator):
+        parser.error("expected --coordinator, --num-processes and --process-id, or --distributed")
+    if args.process_id is not None and args.process_id >= args.num_processes:
+        parser.error(
+            f"--process-id: expected less than {args.num_processes}, got {args.process_id}"
+        )
+    args.processes = None
+    if args.distributed or args.coordinator:
+        args.processes = Processes(*of_one, args.start_seconds)  # before JAX looks for devices
     on_cpu = jax.default_backend() == "cpu"
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     steps = _BATCH_INVARIANT if args.batch_invariant else _ON_CPU if on_cpu else _ON_GPU

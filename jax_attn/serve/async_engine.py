@@ -17,6 +17,7 @@ from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.grammar import CompiledGrammar
 from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
+from jax_attn.serve.processes import Processes
 from jax_attn.serve.request import FinishReason, Sequence
 
 log = logging.getLogger("jax_attn.serve")
@@ -57,8 +58,10 @@ class AsyncEngine:
     on_failure: called when it gives up, likewise, once all who wait have been told.
     """
 
-    def __init__(self, model: models.Model, config: EngineConfig):
-        self._engine = Engine(model, config)
+    def __init__(
+        self, model: models.Model, config: EngineConfig, processes: Processes | None = None
+    ):
+        self._engine = Engine(model, config, processes)
         self.limits = Limits(
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )

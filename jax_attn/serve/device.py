@@ -108,10 +108,14 @@ class Device:
         return None if self._split is None else NamedSharding(self._split.mesh, P())
 
     def _everywhere(self, array: Any) -> jax.Array:
-        return jnp.asarray(array) if self._split is None else jax.device_put(array, self._sharding)
+        if self._sharding is None:
+            return jnp.asarray(array)
+        # Unlike device_put, of what other processes have, too, and without asking them.
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, self._sharding, lambda _: host)
 
     def bytes_held(self) -> dict[int, int]:
-        """By device id: bytes of weights and kv cache."""
+        """By device id: bytes of weights and kv cache, on the devices of this process."""
         return dict(self._bytes_held)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -167,10 +171,17 @@ class Device:
     # ---- compilation ---------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+        """`compile_all`, and runs everything once; the list."""
+        names = self.compile_all(progress)
+        self._run_all()
+        self._num_compiles_warm = len(_compile_seconds)
+        return names
+
+    def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """Compiles everything that a step can need, behind a progress bar on a terminal; the list.
 
         progress: called with the number of executables done, of all, and the last one's name. What
-          it raises ends the warm-up.
+          it raises ends the compilation.
         """
         tasks = self._tasks()
         # Large ones last in a list of buckets, first here: the pool ends without waiting for one.
@@ -190,8 +201,6 @@ class Device:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._run_all()
-        self._num_compiles_warm = len(_compile_seconds)
         return list(tasks)
 
     @property
@@ -278,6 +287,11 @@ def _split(
         raise ValueError(
             f"EngineConfig: {names}: expected at most {len(devices)}, the devices that JAX"
             f" sees, got {num_devices}."
+        )
+    if jax.process_count() > 1 and num_devices < len(devices):
+        raise ValueError(
+            "EngineConfig: tensor_parallel * context_parallel: expected all"
+            f" {len(devices)} devices of the {jax.process_count()} processes, got {num_devices}."
         )
     auto = (jax.sharding.AxisType.Auto,) * 2
     axes = "heads", "context"

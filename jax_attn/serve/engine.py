@@ -36,6 +36,8 @@ from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import CompiledGrammar, Grammars
 from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
+from jax_attn.serve.processes import Processes
+from jax_attn.serve.replay import LeadingDevice
 from jax_attn.serve.request import FinishReason, Sequence, Status
 from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
 from jax_attn.serve.tenants import TenantLimits
@@ -119,7 +121,10 @@ class _Launched:
 class Engine:
     """Of one thread, but for `grammars`."""
 
-    def __init__(self, model: models.Model, config: EngineConfig):
+    def __init__(
+        self, model: models.Model, config: EngineConfig, processes: Processes | None = None
+    ):
+        """processes: of which this one leads, where the devices belong to several."""
         self.config = config
         # Without the weights: a device that has its share of them keeps no others.
         self.model = model._replace(params={})
@@ -131,14 +136,11 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         core = capacities(config, model.config.max_positions)
-        self.device = Device(
-            model,
-            core,
-            config.batch_invariant,
-            config.kv_dtype,
-            config.tensor_parallel,
-            config.context_parallel,
-        )
+        arguments = device_arguments(model, config)
+        if processes is None:
+            self.device = Device(*arguments)
+        else:
+            self.device = LeadingDevice(processes, *arguments)
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
@@ -636,6 +638,18 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         tenant_limits=config.tenant_limits,
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
+    )
+
+
+def device_arguments(model: models.Model, config: EngineConfig) -> tuple[Any, ...]:
+    """Of Device, in every process alike."""
+    return (
+        model,
+        capacities(config, model.config.max_positions),
+        config.batch_invariant,
+        config.kv_dtype,
+        config.tensor_parallel,
+        config.context_parallel,
     )
 
 

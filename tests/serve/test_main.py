@@ -23,7 +23,7 @@ class Allocator:
     def __init__(self, num_pages: int, message: str = "RESOURCE_EXHAUSTED: out of memory"):
         self.num_pages, self.message, self.asked = num_pages, message, []
 
-    def __call__(self, model, config):
+    def __call__(self, model, config, processes=None):
         self.asked.append(config.num_pages)
         if config.num_pages > self.num_pages:
             raise jax.errors.JaxRuntimeError(self.message)
@@ -44,7 +44,9 @@ class FakeGpu:
 
 def make(model, monkeypatch, allocator, *options, device=None):
     monkeypatch.setattr(main, "AsyncEngine", allocator)
-    monkeypatch.setattr(main.jax, "devices", lambda: [device or FakeGpu(2000 * PAGE_BYTES, 0)])
+    monkeypatch.setattr(
+        main.jax, "local_devices", lambda: [device or FakeGpu(2000 * PAGE_BYTES, 0)]
+    )
     return main._make_engine(model, main._parse(["--dtype", "float32", *options]))
 
 

@@ -1,0 +1,239 @@
+"""A server of several processes: one process's tokens, and how they end."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+
+from live_server import SAFE_PATH, START_SECONDS
+from test_process import free_port
+
+from jax_attn.serve.processes import Record, pack, unpack
+
+SIZES = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "40"]
+# Through the sampler's state, masks, prefix hits and several chunks.
+BODIES = [
+    {"prompt": "import os\nimport", "max_tokens": 12, "temperature": 0},
+    {"prompt": "import os\nimport sys\n\n" * 4, "max_tokens": 8, "temperature": 0},
+    # Always token 3000, whose embedding process 1 has: logprobs tell if it sampled that, too.
+    {"prompt": "x = ", "max_tokens": 9, "frequency_penalty": 1.5, "logit_bias": {"3000": 100},
+     "temperature": 0, "logprobs": 1},
+    {"prompt": "x = ", "max_tokens": 9, "temperature": 0, "regex": "[a-z]{4,9}"},
+]  # fmt: skip
+
+
+def environment(num_devices: int) -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+@contextlib.contextmanager
+def started(directory, options, environments):
+    """A process for each of the options, and what each has written by now."""
+    logs = [directory / f"log{i}" for i in range(len(options))]
+    command = [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--port", "0", *SIZES]
+    processes = []
+    try:
+        for log, of_one, env in zip(logs, options, environments, strict=True):
+            with open(log, "wb") as file:
+                processes.append(
+                    subprocess.Popen([*command, *of_one], env=env, stdout=file, stderr=file)
+                )
+        yield processes, lambda: [log.read_text(errors="replace") for log in logs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def options_of(port: int, count: int, *more: str) -> list[list[str]]:
+    meeting = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count)]
+    return [[*meeting, "--process-id", str(i), *more] for i in range(count)]
+
+
+def wait_for(pattern: str, text, processes) -> re.Match:
+    deadline = time.monotonic() + START_SECONDS
+    while not (found := re.search(pattern, text())):
+        assert time.monotonic() < deadline, text()
+        assert processes[0].poll() is None, text()
+        time.sleep(0.05)
+    return found
+
+
+def answers(url: str) -> tuple[list[str], list[float]]:
+    """Texts, and the logprobs of those that ask for them."""
+    texts, logprobs = [], []
+    for body in BODIES:
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            choice = json.load(response)["choices"][0]
+            texts.append(choice["text"])
+            logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    return texts, logprobs
+
+
+def ready_url(logs, processes) -> str:
+    url = wait_for(r"running on (http://\S+)", lambda: logs()[0], processes)[1]
+    wait_for("ready; compiled", lambda: logs()[0], processes)
+    return url
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("num_devices", "split"),
+    [
+        (1, ("--tensor-parallel", "2")),
+        pytest.param(
+            2,
+            ("--tensor-parallel", "2", "--context-parallel", "2", "--page-size", "16"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_answers_are_those_of_one_process(tmp_path, num_devices, split):
+    with started(tmp_path, [["--dtype", "float32"]], [environment(1)]) as (alone, logs):
+        expected, expected_logprobs = answers(ready_url(logs, alone))
+    options = options_of(free_port(), 2, "--dtype", "float32", *split)
+    with started(tmp_path, options, [environment(num_devices)] * 2) as (processes, logs):
+        url = ready_url(logs, processes)
+        texts, logprobs = answers(url)
+        assert texts == expected
+        assert len(logprobs) == 9
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-3)
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            held = re.findall(r"^jax_attn_device_bytes{.*} (.*)$", response.read().decode(), re.M)
+        assert len(held) == 2 * num_devices and len(set(held)) == 1
+        # A signal to any of them ends all, and well.
+        processes[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in processes] == [0, 0], logs()
+        assert "Traceback" not in "".join(logs())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_killed_process_ends_the_others(tmp_path, dead):
+    options = options_of(free_port(), 2, "--tensor-parallel", "2")
+    with started(tmp_path, options, [environment(1)] * 2) as (processes, logs):
+        wait_for(r"running on (http://\S+)", lambda: logs()[0], processes)
+        processes[dead].kill()
+        begin = time.monotonic()
+        assert processes[1 - dead].wait(40) == 1, logs()
+        assert time.monotonic() - begin < 30
+        named = (
+            rf"process 1 \(.*, pid {processes[1].pid}\) is dead" if dead else "process 0 is gone"
+        )
+        assert re.search(rf"^jax_attn.serve: .*{named}", logs()[1 - dead], re.M), logs()
+
+
+def launched(launcher: str, index: int, port: int) -> dict[str, str]:
+    """What it sets."""
+    if launcher == "slurm":
+        return {
+            "SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index),
+        }  # fmt: skip
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{4096 * port}.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(index),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["flags", "slurm", "open mpi"])
+def test_unequal_options(tmp_path, launcher):
+    port, split = free_port(), ["--tensor-parallel", "2"]
+    if launcher == "flags":
+        options, environments = options_of(port, 2, *split), [environment(1)] * 2
+    else:
+        options = [["--distributed", *split], ["--distributed", *split]]
+        environments = [environment(1) | launched(launcher, i, port) for i in range(2)]
+    options[1] += ["--page-size", "8"]
+    with started(tmp_path, options, environments) as (processes, logs):
+        assert [process.wait(120) for process in processes] == [1, 1], logs()
+        sentence = "jax_attn.serve: process 1: --page-size: expected 16, as process 0 has, got 8\n"
+        assert all(sentence in log for log in logs()), logs()
+        assert "Traceback" not in "".join(logs())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["flags", "slurm"])
+def test_the_training_example(launcher):
+    """Its own assertions compare it with one device."""
+    example, port = Path(__file__).parents[2] / "examples" / "train_on_mesh.py", free_port()
+    options, environments = options_of(port, 2), [environment(2)] * 2
+    if launcher == "slurm":
+        options = [["--distributed"]] * 2
+        environments = [environment(2) | launched(launcher, i, port) for i in range(2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *SAFE_PATH, str(example), *of_one],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for of_one, env in zip(options, environments, strict=True)
+    ]
+    try:
+        for process in running:
+            output = process.communicate(timeout=120)[0]
+            assert process.returncode == 0 and "loss by step: " in output, output
+    finally:
+        for process in running:
+            process.kill()
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_process_that_does_not_come(tmp_path, present):
+    options = [options_of(free_port(), 2, "--start-seconds", "4")[present]]
+    with started(tmp_path, options, [environment(1)]) as (processes, logs):
+        assert processes[0].wait(60) == 1, logs()
+        assert "the processes did not find each other within 4 seconds; start one" in logs()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--coordinator", "h:1", "--process-id", "0"], "expected --coordinator, --num-processes"),
+        (["--distributed", *options_of(1, 2)[0]], "expected --coordinator, --num-processes"),
+        ([*options_of(1, 2)[0], "--process-id", "2"], "--process-id: expected less than 2, got 2"),
+    ],
+)
+def test_options_that_do_not_go_together(options, sentence, capsys):
+    from jax_attn.serve import __main__ as main
+
+    with pytest.raises(SystemExit):
+        main.main(options)
+    assert sentence in capsys.readouterr().err
+
+
+def test_records_survive_the_way():
+    rng = np.random.default_rng(0)
+    words = rng.integers(-9, 9, 5000).astype(np.int32)
+    records = [
+        Record("forward", (3,), (words,)),
+        Record("set_state", (1, 2, ((5, 0.1),)), (words[:0], np.float32([[0.5], [np.nan]]))),
+        Record("sample", ("greedy",), ()),
+    ]
+    for some in (records, records[1:]):  # compressed, and not
+        got = unpack(pack(some))
+        assert [r.call for r in got] == [r.call for r in some]
+        for a, b in zip(got, some, strict=True):
+            assert json.dumps(a.plain) == json.dumps(b.plain)
+            for x, y in zip(a.arrays, b.arrays, strict=True):
+                assert x.dtype == y.dtype
+                np.testing.assert_array_equal(x, y)
