@@ -130,8 +130,8 @@ def test_a_killed_process_ends_the_others(tmp_path, dead):
         wait_for(r"running on (http://\S+)", lambda: logs()[0], processes)
         processes[dead].kill()
         begin = time.monotonic()
-        assert processes[1 - dead].wait(40) == 1, logs()
-        assert time.monotonic() - begin < 30
+        assert processes[1 - dead].wait(90) == 1, logs()
+        assert time.monotonic() - begin < 60  # 14 s where the machine is idle
         named = (
             rf"process 1 \(.*, pid {processes[1].pid}\) is dead" if dead else "process 0 is gone"
         )
@@ -163,14 +163,14 @@ def test_unequal_options(tmp_path, launcher):
         environments = [environment(1) | launched(launcher, i, port) for i in range(2)]
     options[1] += ["--page-size", "8"]
     with started(tmp_path, options, environments) as (processes, logs):
-        assert [process.wait(120) for process in processes] == [1, 1], logs()
+        assert [process.wait(240) for process in processes] == [1, 1], logs()
         sentence = "jax_attn.serve: process 1: --page-size: expected 16, as process 0 has, got 8\n"
         assert all(sentence in log for log in logs()), logs()
         assert "Traceback" not in "".join(logs())
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["flags", "slurm"])
+@pytest.mark.parametrize("launcher", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])
 def test_the_training_example(launcher):
     """Its own assertions compare it with one device."""
     example, port = Path(__file__).parents[2] / "examples" / "train_on_mesh.py", free_port()
@@ -190,7 +190,7 @@ def test_the_training_example(launcher):
     ]
     try:
         for process in running:
-            output = process.communicate(timeout=120)[0]
+            output = process.communicate(timeout=240)[0]
             assert process.returncode == 0 and "loss by step: " in output, output
     finally:
         for process in running:
@@ -201,7 +201,7 @@ def test_the_training_example(launcher):
 def test_a_process_that_does_not_come(tmp_path, present):
     options = [options_of(free_port(), 2, "--start-seconds", "4")[present]]
     with started(tmp_path, options, [environment(1)]) as (processes, logs):
-        assert processes[0].wait(60) == 1, logs()
+        assert processes[0].wait(150) == 1, logs()
         assert "the processes did not find each other within 4 seconds; start one" in logs()[0]
 
 
