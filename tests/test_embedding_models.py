@@ -12,8 +12,8 @@ import pytest
 from jax_attn import models
 from jax_attn.models import embedding
 
-pytest.importorskip("safetensors.numpy")
-pytest.importorskip("tokenizers")
+pytest.importorskip("safetensors.numpy", reason="needs the extra `models`")
+pytest.importorskip("tokenizers", reason="needs the extra `models`")
 
 TOLERANCE = 1e-5  # of the largest number; measured: 5e-7
 every_model = pytest.mark.parametrize("name", embedding_cases.CASES)

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def example():
-    pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers", reason="needs the extra `models`")
     spec = importlib.util.spec_from_file_location("train", EXAMPLES / "train_tiny_llama.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:

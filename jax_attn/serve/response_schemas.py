@@ -146,19 +146,12 @@ Input: TypeAlias = Annotated[
 # ---- requests ----------------------------------------------------------------------------------
 
 
-class FunctionTool(_Request):
+class FunctionTool(schemas.Function):
     type: Literal["function"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str = ""
-    parameters: dict[str, Any] | SkipJsonSchema[None] = Field(
-        None, description="JSON schema of an object"
-    )
-    strict: Ignored
 
 
-class NamedFunctionTool(_Request):
+class NamedFunctionTool(schemas.NamedFunction):
     type: Literal["function"]
-    name: str
 
 
 class TextFormat(_Request):

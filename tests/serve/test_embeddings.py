@@ -386,7 +386,7 @@ def test_stopping_tells_whoever_waits(bert, monkeypatch):
 
 
 def test_openais_client(server, bert):
-    openai = pytest.importorskip("openai")
+    openai = pytest.importorskip("openai", reason="needs the extra `test`")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     expected = vectors_of(bert, [[1, 5, 6, 2], [1, 7, 2]])
     for more in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):

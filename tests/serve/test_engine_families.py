@@ -89,6 +89,8 @@ def test_greedy_tokens_of_quantised_weights_are_those_of_the_numbers_they_stand_
     answers = greedy_answers(models.Model(config, params, tokenizer))
     plain_dir = tmp_path / "plain"
     plain_dir.mkdir()
-    pytest.importorskip("safetensors.numpy").save_file(wide, plain_dir / "model.safetensors")
+    pytest.importorskip("safetensors.numpy", reason="needs the extra `models`").save_file(
+        wide, plain_dir / "model.safetensors"
+    )
     plain_config = models.parse_config(raw)
     check(answers, models.load_params(plain_dir, plain_config, "float32"), plain_config)
