@@ -370,7 +370,9 @@ struct BackwardParams {
   float* d_v;  // the same with head_dim_vo
 };
 
-// Query tokens of a tile of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh.
+// Of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh: keys of a block, and query
+// tokens of a tile.
+constexpr i32 kHopperBackwardKeys = 128;
 constexpr i32 HopperBackwardRows(i32 head_dim) { return head_dim <= 64 ? 128 : 64; }
 
 // Launches of the backward pass on CUDA devices, in their order.

@@ -161,7 +161,6 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
 
 // Of the Hopper kernel of the backward pass.
 Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardCudaParams* p) {
-  constexpr int64_t kKeys = 128;  // of a block
   AttentionParams& f = p->forward;
   if (spec.max_kv_tokens == 0 || spec.max_qo_tokens == 0) return Status::Ok();
   const int64_t dim = spec.head_dim_qk;
@@ -172,8 +171,8 @@ Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardC
   const int64_t tile = HopperBackwardRows(static_cast<i32>(dim));
   Status s = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->q_map);
   if (s.ok()) s = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->d_o_map);
-  if (s.ok()) s = map(f.k, spec.max_kv_tokens, spec.num_kv_heads, kKeys, &f.k_map);
-  if (s.ok()) s = map(f.v, spec.max_kv_tokens, spec.num_kv_heads, kKeys, &f.v_map);
+  if (s.ok()) s = map(f.k, spec.max_kv_tokens, spec.num_kv_heads, kHopperBackwardKeys, &f.k_map);
+  if (s.ok()) s = map(f.v, spec.max_kv_tokens, spec.num_kv_heads, kHopperBackwardKeys, &f.v_map);
   f.has_tensor_maps = s.ok();
   return s;
 }

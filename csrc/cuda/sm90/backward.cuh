@@ -37,7 +37,7 @@ struct HopperBackwardUnit {
 // is the same: a tile counts its turns by it.
 template <class Traits>
 struct HopperBackwardPairs {
-  static constexpr int kKeys = 128;
+  static constexpr int kKeys = kHopperBackwardKeys;
   static constexpr int kRows = HopperBackwardRows(Traits::kHeadDimQk);
   static constexpr int kFar = 1 << 30;
   struct Range {

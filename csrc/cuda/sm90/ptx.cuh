@@ -271,50 +271,35 @@ struct Wgmma;
 #define JAX_ATTN_REGISTERS_96 JAX_ATTN_REGISTERS_64, JAX_ATTN_REGISTERS_32_AT(64)
 #define JAX_ATTN_REGISTERS_128 JAX_ATTN_REGISTERS_96, JAX_ATTN_REGISTERS_32_AT(96)
 
-// o0 .. o5: the operands after the accumulators.
-#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                             \
-  template <>                                                                                     \
-  struct Wgmma<n, dtype> {                                                                        \
-    __device__ __forceinline__ static void SharedA(float (&d)[count / 4][4], u64 a, u64 b,        \
-                                                   bool accumulate) {                             \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                         \
-                   ", 0;\n"                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
-                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 0, 0;\n}\n"            \
-                   : JAX_ATTN_REGISTERS_##count                                                   \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
-    }                                                                                             \
-    __device__ __forceinline__ static void TransposedSharedA(float (&d)[count / 4][4], u64 a,     \
-                                                             u64 b, bool accumulate) {            \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                         \
-                   ", 0;\n"                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
-                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 1, 0;\n}\n"            \
-                   : JAX_ATTN_REGISTERS_##count                                                   \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
-    }                                                                                             \
-    __device__ __forceinline__ static void TransposedSharedATransposedB(float (&d)[count / 4][4], \
-                                                                        u64 a, u64 b,             \
-                                                                        bool accumulate) {        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                         \
-                   ", 0;\n"                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
-                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, 1, 1;\n}\n"            \
-                   : JAX_ATTN_REGISTERS_##count                                                   \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
-    }                                                                                             \
-    __device__ __forceinline__ static void RegistersATransposedB(float (&d)[count / 4][4],        \
-                                                                 const u32 (&a)[4], u64 b,        \
-                                                                 bool accumulate) {               \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                         \
-                   ", 0;\n"                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                \
-                   " {" JAX_ATTN_LIST_##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4          \
-                                              ", p, 1, 1, 1;\n}\n"                                \
-                   : JAX_ATTN_REGISTERS_##count                                                   \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                          \
-                     "r"(static_cast<int>(accumulate)));                                          \
-    }                                                                                             \
+// o0 .. o5: the operands after the accumulators. transposed: "a, b" of 0 and 1.
+#define JAX_ATTN_WGMMA_OF_SHARED(name, transposed, n, count, type, o0, o1, o2)                 \
+  __device__ __forceinline__ static void name(float (&d)[count / 4][4], u64 a, u64 b,          \
+                                              bool accumulate) {                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                        \
+                 ", 0;\n"                                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
+                 " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1, " transposed ";\n}\n" \
+                 : JAX_ATTN_REGISTERS_##count                                                  \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                         \
+  }
+#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                          \
+  template <>                                                                                  \
+  struct Wgmma<n, dtype> {                                                                     \
+    JAX_ATTN_WGMMA_OF_SHARED(SharedA, "0, 0", n, count, type, o0, o1, o2)                      \
+    JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedA, "1, 0", n, count, type, o0, o1, o2)            \
+    JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedATransposedB, "1, 1", n, count, type, o0, o1, o2) \
+    __device__ __forceinline__ static void RegistersATransposedB(float (&d)[count / 4][4],     \
+                                                                 const u32 (&a)[4], u64 b,     \
+                                                                 bool accumulate) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                      \
+                   ", 0;\n"                                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type             \
+                   " {" JAX_ATTN_LIST_##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4       \
+                                              ", p, 1, 1, 1;\n}\n"                             \
+                   : JAX_ATTN_REGISTERS_##count                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                       \
+                     "r"(static_cast<int>(accumulate)));                                       \
+    }                                                                                          \
   };
 #define JAX_ATTN_WGMMA_BOTH(n, count, ...)                    \
   JAX_ATTN_WGMMA(n, count, kElementBf16, "bf16", __VA_ARGS__) \
@@ -330,6 +315,7 @@ JAX_ATTN_WGMMA_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef JAX_ATTN_WGMMA_BOTH
 #undef JAX_ATTN_WGMMA
+#undef JAX_ATTN_WGMMA_OF_SHARED
 
 }  // namespace jax_attn
 
