@@ -31,6 +31,7 @@ struct Attend {
         PrefillPass<Isa, T, Kv>(params, g, items + i, heads, scratch).Run();
       }
     }
+    ReleaseTiles<Isa>();
   }
 };
 

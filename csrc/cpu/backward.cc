@@ -201,7 +201,7 @@ void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands
   const AttentionSpec& spec = problem.spec;
   BackwardParams params = operands;
   const AttentionParams& p = params.forward;
-  const CpuTypeKernels& kernels = *ActiveKernels().of[kPlainFormat][spec.dtype];
+  const CpuBackwardKernels& kernels = *ActiveKernels().backward[spec.dtype];
   const CpuGeometry geometry = MakeGeometry(problem.config);
   const int64_t kv_rows = KvRows(spec, p.num_pages), layer = p.layer ? *p.layer : 0;
   // Of each result: the elements of a layer, those of all, and which layer sums go to.
@@ -234,8 +234,8 @@ void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands
   }
   TaskGraph graph(p, kv_rows);
   const std::function<void(i32)> run = [&](i32 task) {
-    kernels.backward(params, geometry, graph.ItemOf(task),
-                     ThreadScratch(kernels.backward_scratch_bytes(p, geometry)));
+    kernels.run(params, geometry, graph.ItemOf(task),
+                ThreadScratch(kernels.scratch_bytes(p, geometry)));
   };
   Runner runner(&graph, run);
   ParallelFor(pool, std::min<int64_t>(pool.num_threads(), graph.num_tasks()),

@@ -212,8 +212,10 @@ class BackwardPass {
       PackKeyPanel<Isa, kPacked, T>(d_o, u * kUnit, p_.head_dim_vo,
                                     buf_.d_o_t + u * buf_.d_o_t_bytes, no_fetch);
     }
-    PackValues<Isa, kPacked, T>(q, 0, 0, rows_, p_.head_dim_qk, buf_.row_panel_bytes, buf_.q);
-    PackValues<Isa, kPacked, T>(d_o, 0, 0, rows_, p_.head_dim_vo, buf_.row_panel_bytes, buf_.d_o);
+    PackValues<Isa, kPacked, T>(q, 0, 0, rows_, p_.head_dim_qk, buf_.row_panel_bytes, buf_.q,
+                                no_fetch);
+    PackValues<Isa, kPacked, T>(d_o, 0, 0, rows_, p_.head_dim_vo, buf_.row_panel_bytes, buf_.d_o,
+                                no_fetch);
     Clear(buf_.d_q, rows_ * buf_.k_columns);
   }
 
@@ -339,8 +341,9 @@ class BackwardPass {
     // The partner in a pair at the border; its values count 0 times.
     if (valid.begin > 0) buf_.k_rows[valid.begin - 1] = buf_.zeros;
     if (valid.end < buf_.tile_kv) buf_.k_rows[valid.end] = buf_.zeros;
+    NoFetch no_fetch;
     PackValues<Isa, kPacked, T>({buf_.k_rows, 0}, 0, valid.begin, valid.end, p_.head_dim_qk,
-                                buf_.key_panel_bytes, buf_.k_panels);
+                                buf_.key_panel_bytes, buf_.k_panels, no_fetch);
   }
 
   // A row of lanes that multiply: f32, or pairs of bf16 as they are.

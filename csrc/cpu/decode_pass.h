@@ -30,6 +30,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   void Run() {
     this->LoadQueries();
+    this->template ClearKeyPanels<KeyIsa>(2 * kKeyPanels, KeyPanelBytes());
     this->ForBlocks([&](i64 start, const BlockRows& block, const BlockRows& next) {
       AddBlock(start, block, next);
     });
@@ -41,12 +42,12 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   // for a whole panel of keys and not to load and store o too often. On two Zen 5 cores twice as
   // many f32 values a unit cost 7 %; half as many save 7 %, but cost 12 % with AVX2.
   static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens,
-                       kValueTokens = Min(8, 16 / kBytes);
+                       kValueTokens = Base::kTiled ? kTileDepth : Min(8, 16 / kBytes);
   static constexpr i64 kTokensAhead = kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
-  // Keys are read twice, from their rows and from panels.
-  using KeyFetch = RowFetch<1, 2>;
+  // Keys are read twice, from their rows and from panels; tiles do not fetch.
+  using KeyFetch = RowFetch<1, Base::kTiled ? 1 : 2>;
   using ValueFetch = RowFetch<1>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
@@ -127,11 +128,12 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   i64 MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const char* const* rows,
                    KeyFetch& fetch) {
     const i64 begin = tokens.begin / kKeyPanel, end = CeilDiv(tokens.end, kKeyPanel);
-    const i64 panel_bytes = PanelBytes<KeyIsa, kKeys>(params_.head_dim_qk);
-    const i64 steps = params_.head_dim_qk / StepDepth(kKeys);
+    const i64 panel_bytes = KeyPanelBytes(), steps = this->KeySteps();
     const PanelSource<KeyIsa, kKeys> panels{buf_.k_panels, panel_bytes};
     const i64 heads =
-        end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_ ? 2 : 1;
+        !Base::kTiled && end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_
+            ? 2
+            : 1;
     char* panel = buf_.k_panels;
     for (i64 i = 0; i < heads; ++i) {
       const HeadRows keys{rows, (h + i) * params_.head_dim_qk * kBytes};
@@ -146,15 +148,31 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const float* q = buf_.q + tile.row * buf_.q_lanes;
       float* s = buf_.s + tile.score_row * buf_.tile_kv + first * kKeyPanel;
       if (heads == 2) {
-        GemmTwoSets<KeyIsa, kKeyPanels, kMaxPairRows>(
-            tile.n, q, buf_.q_lanes, panels, steps, Onto::kZero,
-            buf_.s + tile.score_row * buf_.tile_kv + begin * kKeyPanel, buf_.tile_kv, fetch);
+        if constexpr (!Base::kTiled) {
+          GemmTwoSets<KeyIsa, kKeyPanels, kMaxPairRows>(
+              tile.n, q, buf_.q_lanes, panels, steps, Onto::kZero,
+              buf_.s + tile.score_row * buf_.tile_kv + begin * kKeyPanel, buf_.tile_kv, fetch);
+        }
       } else {
         GemmRows<KeyIsa>(tile.n, q, buf_.q_lanes, panels, first - begin, num, steps, Onto::kZero,
                          nullptr, s, buf_.tile_kv, fetch);
       }
     });
     return heads;
+  }
+
+  // Products with tiles do not fetch, others do so as they read the panels.
+  void PackFetched(const HeadRows& values, i64 first, Range tokens, ValueFetch& fetch) const {
+    if constexpr (Base::kTiled) {
+      this->PackBlockValues(values, first, tokens, fetch);
+    } else {
+      NoFetch none;
+      this->PackBlockValues(values, first, tokens, none);
+    }
+  }
+
+  i64 KeyPanelBytes() const {
+    return PanelBytes<KeyIsa, kKeys>(this->KeySteps() * StepDepth(kKeys));
   }
 
   // o = alpha o + p v for the unit that starts at token `first`.
@@ -165,17 +183,18 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const bool mixed = this->IsMixed(start, valid);
     // Each value is read once a row tile, so straight from its row, where whole panels and steps do
     // not reach into what is beside it and every row sees every token.
-    const bool whole =
-        params_.head_dim_vo % kUnit == 0 && tokens.begin % kStep == 0 && tokens.end % kStep == 0;
-    if (whole && !mixed) {
-      const RowSource<Isa, Kv, Base::kPairs> rows{values.rows + tokens.begin, values.offset};
-      ForTiles(h, start, valid, [&](const RowTile& tile) {
-        this->AddValues(tile, tokens.begin, tokens, rows, 0, panels, fetch);
-      });
-      return;
+    if constexpr (!Base::kTiled) {
+      const bool whole =
+          params_.head_dim_vo % kUnit == 0 && tokens.begin % kStep == 0 && tokens.end % kStep == 0;
+      if (whole && !mixed) {
+        const RowSource<Isa, Kv, Base::kPairs> rows{values.rows + tokens.begin, values.offset};
+        ForTiles(h, start, valid, [&](const RowTile& tile) {
+          this->AddValues(tile, tokens.begin, tokens, rows, 0, panels, fetch);
+        });
+        return;
+      }
     }
-    PackValues<Isa, kValues, Kv>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
-                                 buf_.v_panel_bytes, buf_.v_panels);
+    PackFetched(values, first, tokens, fetch);
     if (!mixed || this->ValuesAreFinite(first, tokens)) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
         this->AddValues(tile, first, tokens, this->PackedValues(), 0, panels, fetch);

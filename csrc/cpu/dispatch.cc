@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace jax_attn {
@@ -14,7 +16,7 @@ namespace {
 #if defined(__x86_64__)
 // CPUID leaves and the register state the operating system saves.
 struct X86Features {
-  bool avx2 = false, avx512 = false, avx512_bf16 = false;
+  bool avx2 = false, avx512 = false, avx512_bf16 = false, amx_bf16 = false;
 
   X86Features() {
     unsigned a, b, c, d;
@@ -28,8 +30,17 @@ struct X86Features {
     avx2 = ymm_saved && fma && f16c && (b >> 5 & 1);
     const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
     avx512 = avx2 && zmm_saved && f && dq && bw && vl;
+    const bool tiles = (d >> 24 & 1) && (d >> 22 & 1), tiles_saved = (xcr0 & 0x60000) == 0x60000;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
     avx512_bf16 = avx512 && (a >> 5 & 1);
+    amx_bf16 = avx512_bf16 && tiles && tiles_saved && MayUseTiles();
+  }
+
+ private:
+  // Linux saves the tiles of a process only after it asked, which may be refused.
+  static bool MayUseTiles() {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   }
 };
 #endif
@@ -42,6 +53,7 @@ std::vector<const CpuKernels*> SupportedKernels() {
   if (features.avx2) kernels.push_back(&kKernelsAvx2);
   if (features.avx512) kernels.push_back(&kKernelsAvx512);
   if (features.avx512_bf16) kernels.push_back(&kKernelsAvx512Bf16);
+  if (features.amx_bf16) kernels.push_back(&kKernelsAmx);
 #elif defined(__aarch64__)
   kernels.push_back(&kKernelsNeon);
 #endif
@@ -57,6 +69,10 @@ std::atomic<const CpuKernels*>& Active() {
 
 const CpuKernels& ActiveKernels() { return *Active().load(std::memory_order_acquire); }
 
+void SetActiveKernels(const CpuKernels& kernels) {
+  Active().store(&kernels, std::memory_order_release);
+}
+
 std::vector<std::string> SupportedCpuIsas() {
   std::vector<std::string> names;
   for (const CpuKernels* kernels : SupportedKernels()) names.push_back(kernels->name);
@@ -70,13 +86,13 @@ Status SetCpuIsa(const std::string& name) {
   const std::vector<const CpuKernels*> all = SupportedKernels();
   for (const CpuKernels* kernels : all) {
     if (name == kernels->name) {
-      Active().store(kernels, std::memory_order_release);
+      SetActiveKernels(*kernels);
       return Status::Ok();
     }
     supported += std::string(supported.empty() ? "" : ", ") + kernels->name;
   }
   if (name.empty()) {
-    Active().store(all.back(), std::memory_order_release);
+    SetActiveKernels(*all.back());
     return Status::Ok();
   }
   return Status::Error("JAX_ATTN_CPU_ISA: expected one of " + supported + " on this machine, got " +

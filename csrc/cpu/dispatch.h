@@ -8,8 +8,8 @@
 
 namespace jax_attn {
 
-// Names: "baseline", "avx2", "avx512", "avx512_bf16" on x86-64; "baseline", "neon" on AArch64.
-// Best last; only those this build contains and this machine runs.
+// Names: "baseline", "avx2", "avx512", "avx512_bf16", "amx" on x86-64; "baseline", "neon" on
+// AArch64. Best last; only those this build contains and this machine runs.
 std::vector<std::string> SupportedCpuIsas();
 
 // The one in use.

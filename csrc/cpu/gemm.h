@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu/simd_types.h"
+#include "cpu/tiles.h"
 
 namespace jax_attn {
 namespace {
@@ -114,6 +115,7 @@ constexpr int kPanelsAtOnce = kRows * 4 <= Isa::kRows   ? 4
 struct NoFetch {
   template <i64 kBytes>
   void Step(i64) {}
+  void Lines(i64) {}
 };
 
 // c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b where scale is not null, for
@@ -186,7 +188,10 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
 template <class Isa, int kRows = Isa::kRows, bool kTransposed = false, class Source, class Fetch>
 void GemmRows(i64 rows, const float* a, i64 lda, const Source& b, i64 panel, i64 panels, i64 steps,
               Onto onto, const float* scale, float* c, i64 ldc, Fetch& fetch) {
-  if constexpr (kRows > 0) {
+  if constexpr (Isa::kTiles && Source::kDot && !kTransposed) {
+    GemmTiles<Isa, kPanel<Isa>>(rows, a, lda, b.panels + panel * b.panel_bytes, b.panel_bytes,
+                                panels, steps, onto == Onto::kZero, scale, c, ldc);
+  } else if constexpr (kRows > 0) {
     if (rows != kRows) {
       return GemmRows<Isa, kRows - 1, kTransposed>(rows, a, lda, b, panel, panels, steps, onto,
                                                    scale, c, ldc, fetch);

@@ -17,23 +17,24 @@ constexpr CpuTypeKernels MakeTypeKernels() {
   kernels.attend = Attend<Isa, T, Kv>::Run;
   kernels.merge_group = MergeGroupRows<Isa, T>;
   kernels.merge_rows = MergeStateRows<Isa, T>;
-  if constexpr (!IsCode<Kv>) {
-    kernels.backward_scratch_bytes = BackwardScratchBytes<Isa, T>;
-    kernels.backward = RunBackward<Isa, T>;
-    kernels.round = RoundRow<Isa, T>;
-  }
   return kernels;
 }
+
+template <class Isa, typename T>
+constexpr CpuBackwardKernels kBackwardKernels = {BackwardScratchBytes<Isa, T>, RunBackward<Isa, T>,
+                                                 RoundRow<Isa, T>};
 
 template <class Isa, typename T, typename Kv = T>
 constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();
 
 template <class Isa>
 constexpr CpuKernels MakeKernels(const char* name) {
-  return {name,
-          {{&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
-           {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
-            &kTypeKernels<Isa, float, E4m3>}}};
+  return {
+      name,
+      {{&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
+       {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
+        &kTypeKernels<Isa, float, E4m3>}},
+      {&kBackwardKernels<Isa, Bf16>, &kBackwardKernels<Isa, F16>, &kBackwardKernels<Isa, float>}};
 }
 
 }  // namespace

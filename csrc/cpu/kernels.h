@@ -42,12 +42,16 @@ struct CpuTypeKernels {
 
   // Rows [begin, end) of a merge call.
   void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
+};
 
-  // The backward pass of one item, or of a part of its span; null unless these are plain. Adds to
-  // p.d_q, p.d_k and p.d_v what the item's rows and keys make; of scratch, the same as above.
-  size_t (*backward_scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
-  void (*backward)(const BackwardParams& p, const CpuGeometry& g, const WorkItem& item,
-                   void* scratch);
+// The backward pass for one type of q, k and v.
+struct CpuBackwardKernels {
+  // Bytes of scratch Run wants, 64-byte aligned, per thread.
+  size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
+
+  // One item, or a part of its span. Adds to p.d_q, p.d_k and p.d_v what the item's rows and keys
+  // make.
+  void (*run)(const BackwardParams& p, const CpuGeometry& g, const WorkItem& item, void* scratch);
 
   // to[0, n) = from[0, n), n a multiple of 8.
   void (*round)(const float* from, i64 n, void* to);
@@ -58,20 +62,24 @@ struct CpuKernels {
   // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
   // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
   const CpuTypeKernels* of[2][3];
+  const CpuBackwardKernels* backward[3];  // by DType
 };
 
 extern const CpuKernels kKernelsBaseline;
 #if defined(__x86_64__)
-// Shared by the two tables with AVX-512.
+// Shared by the tables with AVX-512, and by those with pair products of bf16.
 extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
+extern const CpuBackwardKernels kAvx512BackwardF16, kAvx512BackwardF32, kAvx512Bf16BackwardBf16;
 extern const CpuKernels kKernelsAvx2;
 extern const CpuKernels kKernelsAvx512;
 extern const CpuKernels kKernelsAvx512Bf16;
+extern const CpuKernels kKernelsAmx;
 #elif defined(__aarch64__)
 extern const CpuKernels kKernelsNeon;
 #endif
 
-// The table in use (dispatch.h).
+// The table in use (dispatch.h), and another one from now on.
 const CpuKernels& ActiveKernels();
+void SetActiveKernels(const CpuKernels& kernels);
 
 }  // namespace jax_attn

@@ -2,8 +2,10 @@
 #include "cpu/simd_avx512.h"
 
 namespace jax_attn {
+constexpr CpuBackwardKernels kAvx512Bf16BackwardBf16 = kBackwardKernels<Avx512Bf16, Bf16>;
 constexpr CpuKernels kKernelsAvx512Bf16 = {
     "avx512_bf16",
     {{&kTypeKernels<Avx512Bf16, Bf16>, &kAvx512F16, &kAvx512F32},
-     {&kTypeKernels<Avx512Bf16, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}}};
+     {&kTypeKernels<Avx512Bf16, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}},
+    {&kAvx512Bf16BackwardBf16, &kAvx512BackwardF16, &kAvx512BackwardF32}};
 }  // namespace jax_attn

@@ -25,6 +25,10 @@ constexpr Format kValueFormat = kUsesDot<Isa, T, Kv> ? Format::kDot
                                 : IsBf16<Kv> && kLow ? Format::kColumnPairs
                                                      : Format::kF32;
 
+// Whether products take tiles, for which depth comes in multiples of kTileDepth.
+template <class Isa, typename T, typename Kv>
+constexpr bool kUsesTiles = Isa::kTiles && kUsesDot<Isa, T, Kv>;
+
 // Depths (head dims of keys, tokens of values) a step of a panel holds.
 constexpr i64 StepDepth(Format format) {
   return format == Format::kDot || format == Format::kDepthPairs ? 2 : 1;
@@ -35,6 +39,16 @@ constexpr i64 Lanes(Format format, i64 depth) { return format == Format::kDot ? 
 template <class Isa, Format kFormat>
 constexpr i64 PanelBytes(i64 depth) {
   return CeilDiv(depth, StepDepth(kFormat)) * kStepBytes<Isa, kFormat>;
+}
+
+// Zeros in steps [begin, end) of a panel.
+template <class Isa, Format kFormat>
+void ClearSteps(char* panel, i64 begin, i64 end) {
+  constexpr i64 kLanes = kStepBytes<Isa, kFormat> / 4;
+  float* lanes = reinterpret_cast<float*>(panel);
+  for (i64 i = begin * kLanes; i < end * kLanes; i += Isa::kWidth) {
+    Isa::Store(lanes + i, Isa::Zero());
+  }
 }
 
 // Puts the columns of c, a row of whole panels, in their order.
@@ -87,6 +101,10 @@ struct RowFetch {
     } else {
       if (k % (kCacheLine / kBytes) == 0) Line();
     }
+  }
+
+  void Lines(i64 n) {
+    for (i64 i = 0; i < n; ++i) Line();
   }
 
   // The next line; the last one again when all are fetched.
@@ -164,17 +182,20 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
 
 // Panels of values: columns are head dims, zeros beyond head_dim; depth are the tokens [begin,
 // end), in steps from that of token `first` on. Of a pair of tokens at the border the outer one is
-// 0.
-template <class Isa, Format kFormat, typename T>
+// 0. As many lines are fetched as are read.
+template <class Isa, Format kFormat, typename T, class Fetch>
 JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i64 end, i64 head_dim,
-                                i64 panel_bytes, char* panels) {
+                                i64 panel_bytes, char* panels, Fetch& fetch) {
   using Vec = typename Isa::Vec;
   constexpr i64 kStep = StepDepth(kFormat);
   // bf16 in the order of columns moves as 32-bit lanes, two columns each.
   constexpr bool kMove = kFormat == Format::kColumnPairs;
   constexpr int kColumns = kMove ? 2 * Isa::kWidth : Isa::kWidth;  // of a vector
   const i64 whole = head_dim / kPanel<Isa>;
+  const i64 lines = kStep * head_dim * static_cast<i64>(sizeof(T)) / kCacheLine;
+  Fetch ahead = fetch;  // in registers
   for (i64 t = begin / kStep * kStep; t < end; t += kStep) {
+    ahead.Lines(lines);
     const T* row = reinterpret_cast<const T*>(values.Row(t));
     const T* next = reinterpret_cast<const T*>(values.Row(t + kStep - 1));
     char* out = panels + (t - first) / kStep * kStepBytes<Isa, kFormat>;
@@ -206,6 +227,7 @@ JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i6
           n > 0 ? load(column, static_cast<int>(n)) : Isa::Zero());
     }
   }
+  fetch = ahead;
 }
 
 // Whether the first `steps` steps of the panels hold neither NaN nor inf, so that 0 times them is

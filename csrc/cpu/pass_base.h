@@ -54,11 +54,16 @@ struct Buffers {
   Kv* stage;        // [key tokens, heads, head_dim] of coded keys or values: what they stand for
   const char** staged;  // [tile_kv] a row of it for each token
 
+  // Depths that are multiplied of so many.
+  static constexpr i64 Depth(i64 depth) {
+    return kUsesTiles<Isa, T, Kv> ? RoundUp(depth, kTileDepth) : depth;
+  }
+
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
-      : q_lanes(Lanes(kKeys, params.head_dim_qk)),
+      : q_lanes(Lanes(kKeys, Depth(params.head_dim_qk))),
         p_lanes(Lanes(kValues, g.tile_kv)),
         o_columns(RoundUp(params.head_dim_vo, kPanel<Isa>)),
-        k_panel_bytes(PanelBytes<Isa, kKeys>(params.head_dim_qk)),
+        k_panel_bytes(PanelBytes<Isa, kKeys>(Depth(params.head_dim_qk))),
         // One line more than the panel: panels a power of two apart would share cache sets.
         v_panel_bytes(PanelBytes<Isa, kValues>(g.tile_kv) + kCacheLine),
         tile_kv(g.tile_kv) {
@@ -121,6 +126,7 @@ class PassBase {
   static constexpr Format kKeys = kKeyFormat<Isa, T, Kv, kLow>,
                           kValues = kValueFormat<Isa, T, Kv, kLow>;
   static constexpr bool kPairs = kUsesDot<Isa, T, Kv>;
+  static constexpr bool kTiled = kUsesTiles<Isa, T, Kv>;
   static constexpr i64 kUnit = kPanel<Isa>;         // tokens of a panel of keys
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kBytes = sizeof(Kv);
@@ -182,6 +188,48 @@ class PassBase {
         Isa::StoreFirst(reinterpret_cast<Bf16*>(to) + d, x, n);
       } else {
         Isa::StoreFirst(to + d, x, n);
+      }
+    }
+    if constexpr (kTiled) {
+      Bf16* row_to = reinterpret_cast<Bf16*>(to);
+      for (i64 d = dim; d < 2 * buf_.q_lanes; ++d) row_to[d] = Bf16{0};
+    }
+  }
+
+  // Depths of a product over head_dim, in steps of keys.
+  i64 KeySteps() const {
+    return Buffers<Isa, T, Kv, kLow>::Depth(params_.head_dim_qk) / StepDepth(kKeys);
+  }
+
+  // Zeros where packing leaves the panels of keys as they are: beyond head_dim.
+  template <class PanelIsa>
+  void ClearKeyPanels(i64 num_panels, i64 panel_bytes) const {
+    const i64 begin = params_.head_dim_qk / StepDepth(kKeys), end = KeySteps();
+    if (begin == end) return;
+    for (i64 u = 0; u < num_panels; ++u) {
+      ClearSteps<PanelIsa, kKeys>(buf_.k_panels + u * panel_bytes, begin, end);
+    }
+  }
+
+  // The tokens that a product with values takes, to multiply those of `tokens`.
+  static Range Whole(Range tokens) {
+    if constexpr (!kTiled) return tokens;
+    return {tokens.begin / kTileDepth * kTileDepth, RoundUp(tokens.end, kTileDepth)};
+  }
+
+  // The panels of values from token `first` on; what a tile multiplies beside them is 0.
+  template <class Fetch>
+  void PackBlockValues(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
+    PackValues<Isa, kValues, Kv>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
+                                 buf_.v_panel_bytes, buf_.v_panels, fetch);
+    if constexpr (kTiled) {
+      const Range whole = Whole(tokens);
+      for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
+        char* panel = buf_.v_panels + j * buf_.v_panel_bytes;
+        ClearSteps<Isa, kValues>(panel, (whole.begin - first) / kStep,
+                                 (tokens.begin - first) / kStep);
+        ClearSteps<Isa, kValues>(panel, CeilDiv(tokens.end - first, kStep),
+                                 (whole.end - first) / kStep);
       }
     }
   }
@@ -380,6 +428,7 @@ class PassBase {
   // Scores of rows [first, first + n) of head h, which are rows [score_row, ...) of the buffer, to
   // probabilities; `seen` covers what any of them sees.
   void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen) {
+    seen = Whole(seen);
     const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
     Range visible[kMaxTileRows];
     for (i64 r = 0; r < n; ++r) visible[r] = RowSees(first + r, start, valid);
@@ -467,7 +516,8 @@ class PassBase {
   template <class Source, class Fetch>
   void AddValues(const RowTile& tile, i64 first, Range tokens, Source source, i64 panel, i64 panels,
                  Fetch& ahead) {
-    const Range seen = tile.seen;
+    const Range seen = Whole(tile.seen);
+    tokens = Whole(tokens);
     const i64 begin = Max(seen.begin, tokens.begin), end = Min(seen.end, tokens.end);
     if (begin >= end) return;
     const i64 step = begin / kStep, steps = CeilDiv(end, kStep) - step;
@@ -490,7 +540,9 @@ class PassBase {
   template <class Fetch>
   void AddVisibleValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
     const i64 panels = buf_.o_columns / kUnit;
-    if constexpr (kPairs) {
+    if constexpr (kTiled) {
+      AddSeenTiles(row, first, tokens, nullptr);
+    } else if constexpr (kPairs) {
       AddVisiblePairs(row, first, tokens, panels, ahead);
     } else {
       AddValues(row, first, tokens, PackedValues(), 0, panels, ahead);
@@ -502,6 +554,11 @@ class PassBase {
   void AddSeenValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
     const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
     if (begin >= end) return;
+    if constexpr (kTiled) {
+      return AddSeenTiles(
+          row, first, tokens,
+          buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth)));
+    }
     if (row.seen.begin >= tokens.begin) {  // alpha, once
       float* o = buf_.o + row.row * buf_.o_columns;
       const auto alpha = Isa::Set(buf_.alpha[row.score_row]);
@@ -517,6 +574,34 @@ class PassBase {
       while (stop < end && mask[stop]) ++stop;
       if (stop > t) AddVisibleValues({row.row, row.score_row, 1, {t, stop}}, first, tokens, ahead);
       t = stop + 1;
+    }
+  }
+
+  // Tile by tile of tokens, with zeros for values that the row does not see. mask: of the tokens of
+  // row.seen, or null: it sees all.
+  JAX_ATTN_KERNEL void AddSeenTiles(const RowTile& row, i64 first, Range tokens, const i32* mask) {
+    const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
+    const auto sees = [&](i64 t) { return t >= begin && t < end && (mask == nullptr || mask[t]); };
+    NoFetch none;
+    for (i64 t = begin / kTileDepth * kTileDepth; t < end; t += kTileDepth) {
+      const bool rescale = row.seen.begin >= tokens.begin && t <= begin;
+      for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
+        const float* from = reinterpret_cast<const float*>(
+            buf_.v_panels + j * buf_.v_panel_bytes + (t - first) / 2 * kStepBytes<Isa, kValues>);
+        alignas(64) float steps[kTileSteps * kUnit];
+        for (i64 k = 0; k < kTileSteps; ++k) {
+          const uint32_t lanes =
+              (sees(t + 2 * k) ? 0x0000ffff : 0) | (sees(t + 2 * k + 1) ? 0xffff0000 : 0);
+          for (int v = 0; v < Isa::kVecs; ++v) {
+            const i64 at = k * kUnit + v * Isa::kWidth;
+            Isa::Store(steps + at, Isa::MaskLanes(Isa::Load(from + at), lanes));
+          }
+        }
+        GemmRows<Isa>(1, buf_.p + row.score_row * buf_.p_lanes + t / 2, buf_.p_lanes,
+                      PanelSource<Isa, kValues>{reinterpret_cast<const char*>(steps), 0}, 0, 1,
+                      kTileSteps, Onto::kOld, rescale ? buf_.alpha + row.score_row : nullptr,
+                      buf_.o + row.row * buf_.o_columns + j * kUnit, buf_.o_columns, none);
+      }
     }
   }
 

@@ -21,6 +21,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
 
   void Run() {
     this->LoadQueries();
+    this->template ClearKeyPanels<Isa>(buf_.tile_kv / kUnit, buf_.k_panel_bytes);
     this->ForBlocks([&](i64 start, const BlockRows& block, const BlockRows& next) {
       AddBlock(start, block, next);
     });
@@ -45,8 +46,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     if (stages) {
       this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, 0, buf_.tile_kv, valid);
     }
-    PackValues<Isa, kValues, Kv>(values, 0, valid.begin, valid.end, params_.head_dim_vo,
-                                 buf_.v_panel_bytes, buf_.v_panels);
+    this->PackBlockValues(values, 0, valid, no_fetch);
     const bool finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
     // The next block's rows, a few lines with every register tile.
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
@@ -101,7 +101,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
         if (tile.seen.begin >= (u + 1) * kUnit || tile.seen.end <= u * kUnit) return;
         FetchLines(&fetch_);
         GemmRows<Isa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panels, u, 1,
-                      params_.head_dim_qk / StepDepth(kKeys), Onto::kZero, nullptr,
+                      this->KeySteps(), Onto::kZero, nullptr,
                       buf_.s + tile.score_row * buf_.tile_kv + u * kUnit, buf_.tile_kv, none);
       });
     }
@@ -139,8 +139,9 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     const bool begin_together =
         this->VisibleTo(buf_.tokens[last], start, valid).begin == valid.begin;
     const i64 end_of_first = this->VisibleTo(buf_.tokens[tile.row], start, valid).end;
+    constexpr i64 kWhole = Base::kTiled ? kTileDepth : kStep;
     const i64 border =
-        begin_together ? Max(valid.begin, end_of_first / kStep * kStep) : valid.begin;
+        begin_together ? Max(valid.begin, end_of_first / kWhole * kWhole) : valid.begin;
     if (border > valid.begin) {
       const RowTile common{tile.row, tile.score_row, tile.n, {valid.begin, border}};
       this->AddValues(common, 0, {valid.begin, border}, this->PackedValues(), 0,

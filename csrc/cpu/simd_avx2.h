@@ -14,6 +14,7 @@ struct Avx2 {
   static constexpr int kRows = 6;  // 12 accumulators, 2 of b, 1 of a: 15 of 16 registers
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
+  static constexpr bool kTiles = false;
 
   static Vec Zero() { return _mm256_setzero_ps(); }
   static Vec Set(float x) { return _mm256_set1_ps(x); }

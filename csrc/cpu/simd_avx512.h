@@ -22,6 +22,7 @@ struct Avx512 {
   static constexpr int kRows = 12;  // 24 accumulators, 2 of b, 1 of a: 27 of 32 registers
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
+  static constexpr bool kTiles = false;
 
   static Vec Zero() { return _mm512_setzero_ps(); }
   static Vec Set(float x) { return _mm512_set1_ps(x); }

@@ -14,6 +14,7 @@ struct Neon {
   static constexpr int kRows = 6;  // 24 accumulators, 4 of b, 1 of a: 29 of 32 registers
   static constexpr int kVecs = 4;
   static constexpr bool kBf16Dot = false;
+  static constexpr bool kTiles = false;
 
   static Vec Zero() { return vdupq_n_f32(0); }
   static Vec Set(float x) { return vdupq_n_f32(x); }

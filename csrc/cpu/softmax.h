@@ -81,14 +81,14 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
 }
 
 // Logits that are natural have no scales.
-constexpr float kNoScales[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+constexpr int kMaxTileRows = 32;
+constexpr float kNoScales[kMaxTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 // One online softmax step of n <= kMaxTileRows rows, each with a scale of its own. Replaces the
 // scores in columns [begin, end) by probabilities at p (p = s allowed); those of masked columns are
 // 0. alpha: what rescales the sums of the blocks before. begin and end are multiples of kWidth. The
 // rows go through each phase together, so that their latencies overlap.
-constexpr int kMaxTileRows = 16;
-
 template <class Isa, typename P>
 JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64 n, i64 begin,
                                  i64 end, const Range* seen, float* s, i64 lds, P* p, i64 ldp,

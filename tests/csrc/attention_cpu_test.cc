@@ -1,4 +1,5 @@
-// CPU kernels against a double-precision reference, on every instruction set of this machine.
+// CPU kernels against a double-precision reference, on every instruction set of this machine and on
+// the tiles of AMX in emulation.
 //
 // Plans are written here, by hand: tiles and kv chunks at random, so that the kernels are tested
 // for every list of work and not for the lists of one planner. Whatever the contract says may hold
@@ -17,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "amx_emulation.h"
 #include "cpu/append.h"
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
@@ -43,6 +45,22 @@ int g_failures = 0;
       if (++g_failures > 20) std::exit(1);                              \
     }                                                                   \
   } while (0)
+
+// ---- instruction sets
+
+std::vector<std::string> Isas() {
+  std::vector<std::string> isas = SupportedCpuIsas();
+  isas.push_back(kKernelsAmxEmulated.name);
+  return isas;
+}
+
+void UseIsa(const std::string& isa) {
+  if (isa == kKernelsAmxEmulated.name) {
+    SetActiveKernels(kKernelsAmxEmulated);
+  } else {
+    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+  }
+}
 
 // ---- storage types
 
@@ -433,8 +451,8 @@ void TestCase(const Case& c, TaskPool& threads) {
   InlinePool inline_pool;
   const Problem p(c);
   const Output want = Reference(p);
-  for (const std::string& isa : SupportedCpuIsas()) {
-    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+  for (const std::string& isa : Isas()) {
+    UseIsa(isa);
     const PlanData plan = RandomPlan(p, 5, 7);
     const Output got = Run(p, plan, inline_pool);
     Compare(p, got, want, isa.c_str());
@@ -449,8 +467,8 @@ void TestCase(const Case& c, TaskPool& threads) {
 
 // The bits of a request must not depend on tiles or neighbours once chunk borders are fixed.
 void TestInvariance(Case c, TaskPool& threads) {
-  for (const std::string& isa : SupportedCpuIsas()) {
-    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+  for (const std::string& isa : Isas()) {
+    UseIsa(isa);
     c.split = 96;
     c.max_tile_tokens = 1 << 30;
     const Problem tall(c);
@@ -468,8 +486,8 @@ void TestInvariance(Case c, TaskPool& threads) {
 
 // A NaN or inf in one visible key or value reaches the rows that see it, and no other bit changes.
 void TestPoisonedToken(const Case& c, TaskPool& threads) {
-  for (const std::string& isa : SupportedCpuIsas()) {
-    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+  for (const std::string& isa : Isas()) {
+    UseIsa(isa);
     Problem p(c);
     const PlanData plan = RandomPlan(p, 3, 5);
     const Output clean = Run(p, plan, threads);
@@ -555,8 +573,8 @@ void TestAppend(TaskPool& threads) {
 void TestMerge(TaskPool& threads) {
   std::mt19937 rng(3);
   std::normal_distribution<float> normal;
-  for (const std::string& isa : SupportedCpuIsas()) {
-    CHECK(SetCpuIsa(isa).ok(), "%s", isa.c_str());
+  for (const std::string& isa : Isas()) {
+    UseIsa(isa);
     for (int64_t dtype : {kBF16, kF16, kF32}) {
       for (int dim : {8, 72, 128, 512}) {
         for (int states : {1, 2, 5}) {
@@ -683,7 +701,7 @@ int TestMain() {
     }
   }
   std::printf("%s; instruction sets:", g_failures ? "FAILED" : "ok");
-  for (const std::string& isa : SupportedCpuIsas()) std::printf(" %s", isa.c_str());
+  for (const std::string& isa : Isas()) std::printf(" %s", isa.c_str());
   std::printf("\n");
   return g_failures ? 1 : 0;
 }

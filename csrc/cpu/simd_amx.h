@@ -1,0 +1,51 @@
+// AVX-512 with BF16, and the tiles of AMX-BF16. The vocabulary is documented in simd_baseline.h and
+// below.
+#pragma once
+
+#include "cpu/simd_avx512.h"
+
+namespace jax_attn {
+namespace {
+
+struct Amx : Avx512Bf16 {
+  static constexpr bool kTiles = true;
+  static constexpr int kRows = 32;  // two tiles
+
+  // The tiles of MultiplyTiles (tiles.h) for products of so many rows, 1 to 32: those of c and a
+  // have the rows, 64 bytes each; b has 16.
+  static void ConfigureTiles(i64 rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {};
+    } config;
+    const uint8_t first = static_cast<uint8_t>(rows < 16 ? rows : 16);
+    const uint8_t second = static_cast<uint8_t>(rows > 16 ? rows - 16 : 1);
+    const uint8_t of[8] = {first, first, second, second, first, second, 16, 16};
+    for (int i = 0; i < 8; ++i) config.rows[i] = of[i];
+    asm volatile("ldtilecfg %0" : : "m"(config));
+  }
+  static void ReleaseTiles() { asm volatile("tilerelease"); }
+
+  // Of tile kTile: sets it to 0; loads and stores its rows, so many bytes apart.
+  template <int kTile>
+  JAX_ATTN_INLINE static void TileZero() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+  }
+  template <int kTile>
+  JAX_ATTN_INLINE static void TileLoad(const void* from, i64 bytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(bytes), "i"(kTile) : "memory");
+  }
+  template <int kTile>
+  JAX_ATTN_INLINE static void TileStore(void* to, i64 bytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(bytes), "i"(kTile) : "memory");
+  }
+  // c[m, n] += sum over k of a[m, 2 k] b[k, 2 n] + sum over k of a[m, 2 k + 1] b[k, 2 n + 1].
+  template <int kC, int kA, int kB>
+  JAX_ATTN_INLINE static void TileDot() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+};
+
+}  // namespace
+}  // namespace jax_attn

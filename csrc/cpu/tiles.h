@@ -1,0 +1,112 @@
+// The matrix product of an Isa that has tiles (AMX), in place of the register tile of gemm.h.
+// Internal linkage: see kernels.h.
+//
+// Panels of pairs (Format::kDot) are what a tile multiplies, as they are: a step is a row of the
+// tile of b. One instruction multiplies kTileSteps steps: it adds up the first numbers of their
+// pairs and the second ones, each in the order of depth, then both sums to c. So the bits of an
+// element of c depend on where depth is cut into tiles: at multiples of kTileSteps from the start
+// of a head dim, or of a block of tokens. Callers say what is beyond the depth with zeros.
+#pragma once
+
+#include "cpu/simd_types.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr int kTileRows = 16;   // of a tile
+constexpr i64 kTileSteps = 16;  // pairs of depth of a tile
+constexpr i64 kTileDepth = 2 * kTileSteps;
+
+// Rows of c that the tiles are configured for, of this thread; 0: they are not in use.
+inline i64& ConfiguredRows() {
+  static thread_local i64 rows = 0;
+  return rows;
+}
+
+// c[r, :] *= scale[r], where scales differ from 1.
+template <class Isa>
+JAX_ATTN_KERNEL void ScaleRows(i64 rows, i64 columns, const float* scale, float* c, i64 ldc) {
+  for (i64 r = 0; r < rows; ++r, c += ldc) {
+    if (scale[r] == 1.0f) continue;
+    const auto factor = Isa::Set(scale[r]);
+    for (i64 j = 0; j < columns; j += Isa::kWidth) {
+      Isa::Store(c + j, Isa::Mul(factor, Isa::Load(c + j)));
+    }
+  }
+}
+
+// c[rows, 2 * kTileRows columns] (+)= a b for 1 to 2 * kTileRows rows: tiles 0 to 3 are c, 4 and 5
+// a, 6 and 7 b. lda, ldc: f32 lanes between rows; b: the first step of the panel; step_bytes: from
+// one step to the next. steps: a multiple of kTileSteps. kNarrow: c has kTileRows columns.
+template <class Isa, bool kNarrow>
+JAX_ATTN_INLINE void MultiplyTiles(i64 rows, const float* a, i64 lda, const char* b, i64 step_bytes,
+                                   i64 steps, bool zero, float* c, i64 ldc) {
+  const i64 a_bytes = lda * 4, c_bytes = ldc * 4;
+  const bool both = rows > kTileRows;
+  float* low = c + kTileRows * ldc;
+  if (zero) {
+    Isa::template TileZero<0>();
+    if constexpr (!kNarrow) Isa::template TileZero<1>();
+    if (both) {
+      Isa::template TileZero<2>();
+      if constexpr (!kNarrow) Isa::template TileZero<3>();
+    }
+  } else {
+    Isa::template TileLoad<0>(c, c_bytes);
+    if constexpr (!kNarrow) Isa::template TileLoad<1>(c + kTileRows, c_bytes);
+    if (both) {
+      Isa::template TileLoad<2>(low, c_bytes);
+      if constexpr (!kNarrow) Isa::template TileLoad<3>(low + kTileRows, c_bytes);
+    }
+  }
+  for (i64 k = 0; k < steps; k += kTileSteps, a += kTileSteps, b += kTileSteps * step_bytes) {
+    Isa::template TileLoad<4>(a, a_bytes);
+    Isa::template TileLoad<6>(b, step_bytes);
+    Isa::template TileDot<0, 4, 6>();
+    if constexpr (!kNarrow) {
+      Isa::template TileLoad<7>(b + 64, step_bytes);
+      Isa::template TileDot<1, 4, 7>();
+    }
+    if (both) {
+      Isa::template TileLoad<5>(a + kTileRows * lda, a_bytes);
+      Isa::template TileDot<2, 5, 6>();
+      if constexpr (!kNarrow) Isa::template TileDot<3, 5, 7>();
+    }
+  }
+  Isa::template TileStore<0>(c, c_bytes);
+  if constexpr (!kNarrow) Isa::template TileStore<1>(c + kTileRows, c_bytes);
+  if (both) {
+    Isa::template TileStore<2>(low, c_bytes);
+    if constexpr (!kNarrow) Isa::template TileStore<3>(low + kTileRows, c_bytes);
+  }
+}
+
+// GemmRows (gemm.h) with tiles, for panels of kColumns columns.
+template <class Isa, int kColumns>
+JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* panels,
+                               i64 panel_bytes, i64 num_panels, i64 steps, bool zero,
+                               const float* scale, float* c, i64 ldc) {
+  static_assert(kColumns == kTileRows || kColumns == 2 * kTileRows);
+  if (ConfiguredRows() != rows) {
+    ConfiguredRows() = rows;
+    Isa::ConfigureTiles(rows);
+  }
+  if (scale) ScaleRows<Isa>(rows, num_panels * kColumns, scale, c, ldc);
+  for (i64 j = 0; j < num_panels; ++j, panels += panel_bytes, c += kColumns) {
+    MultiplyTiles<Isa, kColumns == kTileRows>(rows, a, lda, panels, 4 * kColumns, steps, zero, c,
+                                              ldc);
+  }
+}
+
+// Gives the tiles back: a thread that holds them costs more to switch.
+template <class Isa>
+void ReleaseTiles() {
+  if constexpr (Isa::kTiles) {
+    if (ConfiguredRows() == 0) return;
+    ConfiguredRows() = 0;
+    Isa::ReleaseTiles();
+  }
+}
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,106 @@
+// The tiles of AMX in C++, so that what is written for them (cpu/tiles.h) runs on any machine.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "cpu/kernel_table.h"
+#include "cpu/simd_baseline.h"
+
+namespace jax_attn {
+namespace {
+
+struct EmulatedTiles {
+  int rows = 0;  // of c and a, as configured: 0 are none
+  float c[4][16][16];
+  uint16_t a[2][16][32], b[2][16][32];
+};
+
+inline EmulatedTiles& Tiles() {
+  static thread_local EmulatedTiles tiles;
+  return tiles;
+}
+
+struct AmxEmulated : Baseline {
+  static constexpr int kRows = 32, kVecs = 8;  // panels of 32 columns
+  static constexpr bool kBf16Dot = true, kTiles = true;
+
+  static Vec MaskLanes(Vec x, uint32_t mask) { return (Vec)((Int)x & static_cast<int32_t>(mask)); }
+  template <typename T>
+  static Vec PairRows(const T* a, const T* b, int n) {
+    Vec v = Zero();
+    for (int i = 0; i < n; ++i) v[i] = Pair(a[i], b[i]);
+    return v;
+  }
+  static Vec LoadPairs(const E4m3* a, int n) {
+    Vec v = Zero();
+    for (int i = 0; i < n; ++i) v[i] = Pair(a[2 * i], a[2 * i + 1]);
+    return v;
+  }
+
+  static void ConfigureTiles(i64 rows) { Tiles().rows = static_cast<int>(rows); }
+  static void ReleaseTiles() { Tiles().rows = 0; }
+  template <int kTile>
+  static void TileZero() {
+    memset(Tiles().c[kTile], 0, sizeof(Tiles().c[kTile]));
+  }
+  template <int kTile>
+  static void TileLoad(const void* from, i64 bytes) {
+    char* to = kTile < 4   ? reinterpret_cast<char*>(Tiles().c[kTile % 4])
+               : kTile < 6 ? reinterpret_cast<char*>(Tiles().a[kTile % 2])
+                           : reinterpret_cast<char*>(Tiles().b[kTile % 2]);
+    for (int r = 0; r < RowsOf(kTile); ++r) {
+      memcpy(to + r * 64, static_cast<const char*>(from) + r * bytes, 64);
+    }
+  }
+  template <int kTile>
+  static void TileStore(void* to, i64 bytes) {
+    for (int r = 0; r < RowsOf(kTile); ++r) {
+      memcpy(static_cast<char*>(to) + r * bytes, Tiles().c[kTile][r], 64);
+    }
+  }
+  template <int kC, int kA, int kB>
+  static void TileDot() {
+    EmulatedTiles& t = Tiles();
+    for (int m = 0; m < RowsOf(kC); ++m) {
+      for (int n = 0; n < 16; ++n) {
+        float first = 0, second = 0;
+        for (int k = 0; k < 16; ++k) {
+          first = fmaf(Value(t.a[kA % 2][m][2 * k]), Value(t.b[kB % 2][k][2 * n]), first);
+          second = fmaf(Value(t.a[kA % 2][m][2 * k + 1]), Value(t.b[kB % 2][k][2 * n + 1]), second);
+        }
+        t.c[kC][m][n] += first + second;
+      }
+    }
+  }
+
+ private:
+  // As simd_amx.h configures them. A product without a configuration computes nothing.
+  static int RowsOf(int tile) {
+    const int rows = Tiles().rows;
+    if (tile >= 6) return rows == 0 ? 0 : 16;
+    const bool is_second = tile == 2 || tile == 3 || tile == 5;
+    return is_second ? (rows > 16 ? rows - 16 : 0) : (rows < 16 ? rows : 16);
+  }
+  static float Value(uint16_t bits) { return ToF32(Bf16{bits}); }
+  template <typename T>
+  static float Pair(T a, T b) {
+    const auto bits = [](T x) -> uint32_t {
+      if constexpr (IsBf16<T>)
+        return x.bits;
+      else
+        return ToBf16(ToF32(x)).bits;
+    };
+    return FromBits(bits(a) | bits(b) << 16);
+  }
+};
+
+const CpuKernels kKernelsAmxEmulated = {
+    "amx, emulated",
+    {{&kTypeKernels<AmxEmulated, Bf16>, kKernelsBaseline.of[0][1], kKernelsBaseline.of[0][2]},
+     {&kTypeKernels<AmxEmulated, Bf16, E4m3>, kKernelsBaseline.of[1][1],
+      kKernelsBaseline.of[1][2]}},
+    {kKernelsBaseline.backward[0], kKernelsBaseline.backward[1], kKernelsBaseline.backward[2]}};
+
+}  // namespace
+}  // namespace jax_attn
