@@ -127,18 +127,31 @@ def with_torch(runs: dict[str, Callable[[], Any]], *operands: Any) -> dict[str, 
     return runs | ({"torch SDPA": torch_attention(*operands)} if torch else {})
 
 
-def prefill(dtype: str, length: int, causal: bool) -> tuple[str, dict[str, Any], float, float]:
+def prefill(
+    dtype: str,
+    length: int,
+    causal: bool,
+    batch: int = 1,
+    num_qo_heads: int = PREFILL_HEADS,
+    num_kv_heads: int = PREFILL_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> tuple[str, dict[str, Any], float, float]:
     keys = jax.random.split(jax.random.key(1), 3)
-    shape = (1, length, PREFILL_HEADS, HEAD_DIM)
-    q, k, v = (jax.random.normal(key, shape, dtype) for key in keys)
+    heads = (num_qo_heads, num_kv_heads, num_kv_heads)
+    q, k, v = (
+        jax.random.normal(key, (batch, length, num_heads, head_dim), dtype)
+        for key, num_heads in zip(keys, heads, strict=True)
+    )
     ours = jax.jit(lambda q, k, v: ja.dot_product_attention(q, k, v, is_causal=causal))
     runs = {
         "ours": lambda: ours(q, k, v).block_until_ready(),
         "jax.nn": jax_attention(q, k, v, causal),
     }
-    flops = 4 * length**2 * PREFILL_HEADS * HEAD_DIM / (2 if causal else 1)
-    name = f"cpu/prefill/1x{length}/8/d128/{dtype}/{'causal' if causal else 'full'}"
-    return name, with_torch(runs, q, k, v, causal), 4 * q.nbytes, flops
+    flops = 4 * batch * length**2 * num_qo_heads * head_dim / (2 if causal else 1)
+    group = f"{num_qo_heads}" + (f"-{num_kv_heads}" if num_kv_heads != num_qo_heads else "")
+    shape = f"{batch}x{length}/{group}/d{head_dim}"
+    name = f"cpu/prefill/{shape}/{dtype}/{'causal' if causal else 'full'}"
+    return name, with_torch(runs, q, k, v, causal), 2 * (q.nbytes + k.nbytes), flops
 
 
 def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], float, float]:
@@ -458,7 +471,18 @@ def main() -> None:
             (decode, [(1, 16384), (8, 2048)]),
             (shared_prefix, [(32, 4096, 128)]),
             (skewed, [(16, 1024)]),
-            (prefill, [(512, True), (2048, True), (2048, False)]),
+            (
+                prefill,
+                [
+                    (512, True),
+                    (2048, True),
+                    (2048, False),
+                    (701, False, 3, 12, 12, 64),
+                    (1531, True, 1, 16, 4),
+                    (2048, True, 1, 8, 8, 96),
+                    (2048, True, 1, 8, 8, 256),
+                ],
+            ),
             (backward, [(1, 2048), (4, 512)]),
             (ragged_backward, [(16, 512)]),
             (packed_backward, [(16, 512)]),

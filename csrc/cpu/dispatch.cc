@@ -16,10 +16,12 @@ namespace {
 #if defined(__x86_64__)
 // CPUID leaves and the register state the operating system saves.
 struct X86Features {
-  bool avx2 = false, avx512 = false, avx512_bf16 = false, amx_bf16 = false;
+  bool avx2 = false, avx512 = false, avx512_bf16 = false, amx_bf16 = false, is_intel = false;
 
   X86Features() {
     unsigned a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return;
+    is_intel = b == signature_INTEL_ebx;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return;
     const bool fma = c >> 12 & 1, osxsave = c >> 27 & 1, f16c = c >> 29 & 1;
     if (!osxsave) return;
@@ -52,7 +54,12 @@ std::vector<const CpuKernels*> SupportedKernels() {
   const X86Features features;
   if (features.avx2) kernels.push_back(&kKernelsAvx2);
   if (features.avx512) kernels.push_back(&kKernelsAvx512);
-  if (features.avx512_bf16) kernels.push_back(&kKernelsAvx512Bf16);
+  if (features.avx512_bf16) {
+    // On Intel's cores a product of pairs takes longer than two multiply-adds: prefill of 2,048
+    // tokens 91 ms against 51, decode of 8 x 2,048 tokens 5.2 against 4.7 (Sapphire Rapids, 2
+    // threads). On AMD's it is the faster one.
+    kernels.insert(kernels.end() - (features.is_intel ? 1 : 0), &kKernelsAvx512Bf16);
+  }
   if (features.amx_bf16) kernels.push_back(&kKernelsAmx);
 #elif defined(__aarch64__)
   kernels.push_back(&kKernelsNeon);

@@ -212,7 +212,22 @@ JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i6
         return Isa::LoadFirst(row + column, n);
       }
     };
+    const bool both = t >= begin && t + kStep <= end;
     for (i64 j = 0; j < whole; ++j, out += panel_bytes) {
+      if constexpr (kFormat == Format::kDot) {
+        if (both) {
+          float* to = reinterpret_cast<float*>(out);
+          JAX_ATTN_UNROLL
+          for (int v = 0; v < Isa::kVecs; v += 2) {
+            const i64 column = j * kPanel<Isa> + v * Isa::kWidth;
+            Vec x[2];
+            Isa::PairRows(row + column, next + column, x);
+            Isa::Store(to + v * Isa::kWidth, x[0]);
+            Isa::Store(to + (v + 1) * Isa::kWidth, x[1]);
+          }
+          continue;
+        }
+      }
       JAX_ATTN_UNROLL
       for (int at = 0; at < kPanel<Isa>; at += kColumns) {
         Isa::Store(reinterpret_cast<float*>(out) + at / kColumns * Isa::kWidth,

@@ -11,6 +11,12 @@ struct Amx : Avx512Bf16 {
   static constexpr bool kTiles = true;
   static constexpr int kRows = 32;  // two tiles
 
+  using Avx512Bf16::Store;
+  // In one instruction, for which subnormal numbers are 0, as they are for the tiles.
+  static void Store(Bf16* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+  }
+
   // The tiles of MultiplyTiles (tiles.h) for products of so many rows, 1 to 32: those of c and a
   // have the rows, 64 bytes each; b has 16.
   static void ConfigureTiles(i64 rows) {

@@ -32,6 +32,11 @@ struct AmxEmulated : Baseline {
     for (int i = 0; i < n; ++i) v[i] = Pair(a[i], b[i]);
     return v;
   }
+  template <typename T>
+  static void PairRows(const T* a, const T* b, Vec* x) {
+    x[0] = PairRows(a, b, kWidth);
+    x[1] = PairRows(a + kWidth, b + kWidth, kWidth);
+  }
   static Vec LoadPairs(const E4m3* a, int n) {
     Vec v = Zero();
     for (int i = 0; i < n; ++i) v[i] = Pair(a[2 * i], a[2 * i + 1]);
