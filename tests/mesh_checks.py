@@ -1,5 +1,5 @@
-"""Checks that run in a process of several devices: tests start it by `run_on_cpus`, test_mesh_cuda.py
-by `run_on_gpus`, on as many GPUs as there are."""
+"""Checks that run in a process of several devices: by `run_on_cpus`, or by `run_on_gpus` on as many
+GPUs as there are (test_mesh_cuda.py)."""
 
 from __future__ import annotations
 
