@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import glob
+import math
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,12 +59,26 @@ def record(run: Callable[[], Any], first_module: str) -> Summary | None:
 
     None: there is no GPU in the trace.
     """
+    events = record_events(run)
+    return summarize(events, first_module) if events else None
+
+
+def record_events(run: Callable[[], Any]) -> list[Event]:
+    """Runs under the profiler: the work of the first GPU, by begin."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        events = device_events(jax.profiler.ProfileData.from_file(path))
-    return summarize(events, first_module) if events else None
+        return device_events(jax.profiler.ProfileData.from_file(path))
+
+
+def covered_us(events: list[Event]) -> float:
+    """In which at least one of the events is there; they are by begin."""
+    total, end = 0.0, -math.inf
+    for event in events:
+        total += max(0.0, event.end_us - max(end, event.begin_us))
+        end = max(end, event.end_us)
+    return total
 
 
 def device_events(profile: Any) -> list[Event]:

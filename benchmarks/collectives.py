@@ -1,0 +1,26 @@
+"""What a compiled module sends between devices, read from its HLO."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+_KINDS = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+_BITS = {"f32": 32, "s32": 32, "u32": 32, "bf16": 16, "f16": 16, "u16": 16, "pred": 8, "u8": 8}
+
+
+def collectives(text: str) -> list[tuple[str, int]]:
+    """(kind, bytes of the results on one device) of every collective of a compiled module.
+
+    One that starts and is awaited later has its operands beside its results, and scalars that are
+    the runtime's; an all-reduce has its results alone.
+    """
+    found = []
+    for shapes, kind, start in re.findall(rf" = (.*?) ({_KINDS})(-start)?\(", text):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        if start and kind != "all-reduce":
+            arrays = [x for x in arrays if x[1]]
+            arrays = arrays[len(arrays) // 2 :]
+        size = sum(_BITS[t] // 8 * prod(map(int, filter(None, d.split(",")))) for t, d in arrays)
+        found.append((kind, size))
+    return found
