@@ -18,7 +18,7 @@ from jax_attn import dense_jnp, gradients
 from jax_attn.attention import attention
 from jax_attn.dense_jnp import Operand, Problem
 from jax_attn.plan import AttentionPlan, plan
-from jax_attn.spec import AttentionSpec
+from jax_attn.spec import AttentionSpec, default_target
 from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
 from jax_attn.variant import Variant
 
@@ -83,7 +83,7 @@ def dot_product_attention(
     knows how they are split, compilation fails with the same sentence.
 
     Raises ValueError for arrays that do not fit each other, or for a wrong length, window or
-    implementation. Raises NotImplementedError for a head_dim beyond 256.
+    implementation. Raises NotImplementedError for a head_dim beyond 512 on a CPU, 256 on a GPU.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
@@ -157,10 +157,11 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"{_OP}: query, key, value: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype};"
             " cast them."
         )
-    if max(q.shape[3], v.shape[3]) > 256:
+    largest = 512 if default_target() == "cpu" else 256
+    if max(q.shape[3], v.shape[3]) > largest:
         raise NotImplementedError(
-            f"{_OP}: head_dim: up to 256 is supported, got {max(q.shape[3], v.shape[3])}; use"
-            ' implementation="xla".'
+            f"{_OP}: head_dim: up to {largest} is supported on {default_target()}, got"
+            f' {max(q.shape[3], v.shape[3])}; use implementation="xla".'
         )
 
 

@@ -207,7 +207,8 @@ def ragged_paged_attention(
         pages_per_seq]. cu_q_lens: i32[max_num_seqs + 1].
     distribution: i32[3], of which the last is the number of sequences.
     attention_sink: [num_q_heads], f32. sliding_window: a query sees that many keys, its own
-        included. q_scale, k_scale, v_scale: numbers that stored values are multiplied by.
+        included. k_scale, v_scale: numbers that stored values are multiplied by. q_scale: queries
+        are divided by it, rounded to the dtype of the cache, and count times it.
     mask_value: not read. tuning: parameters of their kernel, not read.
 
     Returns o: [max_num_tokens, num_q_heads, head_dim], 0 beyond the tokens, and the cache. Raises
@@ -266,10 +267,19 @@ def ragged_paged_attention(
         max_kv_pages=table.size,
     )
     own = plan(spec, cu_q_lens, kv_lens, jnp.arange(num_seqs + 1) * table.shape[1], table.ravel())
+    if q_scale is not None:
+        queries = _rounded_queries(queries, q_scale, kv_cache.dtype)
     q = jnp.pad(queries, ((0, 0), (0, 0), (0, 2 * width - head_dim)))
     o = attention(q, rows, rows, own, sinks=attention_sink)[..., width : width + head_dim]
     o = o if v_scale is None else o * v_scale
     return o.astype(out_dtype or queries.dtype), rows.reshape(kv_cache.shape)
+
+
+def _rounded_queries(q: jax.Array, scale: float, dtype: Any) -> jax.Array:
+    """Queries over the scale, with the precision of the dtype, as RPA v3 multiplies them."""
+    limits = jnp.finfo(dtype)
+    scaled = jnp.clip(q / scale, float(limits.min), float(limits.max))
+    return scaled.astype(dtype).astype(q.dtype)
 
 
 def flax_attention(

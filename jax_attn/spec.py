@@ -35,7 +35,8 @@ class AttentionSpec:
 
     Heads and dtypes
         num_qo_heads, num_kv_heads: the group size, num_qo_heads / num_kv_heads, is 1 to 16.
-        head_dim_qk, head_dim_vo: multiples of 8, up to 256. head_dim_vo None: head_dim_qk.
+        head_dim_qk, head_dim_vo: multiples of 8, up to 256, or 512 on a CPU without kv_dtype.
+            head_dim_vo None: head_dim_qk.
         mla: multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434,
             section 2.1). There is one KV head, and v is the first head_dim_vo columns of k. So the
             cache is one array, a kernel reads each of its rows once for both, and v is None
@@ -148,7 +149,7 @@ class AttentionSpec:
             _refuse(
                 "num_qo_heads", f"a multiple of num_kv_heads={self.num_kv_heads}", self.num_qo_heads
             )
-        max_group, max_qk, max_vo = (128, 576, 512) if self.mla else (16, 256, 256)
+        max_group = 128 if self.mla else 16
         if self.group_size > max_group:
             raise NotImplementedError(
                 f"AttentionSpec: num_qo_heads / num_kv_heads: 1 to {max_group} are supported, got"
@@ -156,14 +157,8 @@ class AttentionSpec:
             )
         if self.head_dim_vo is None:
             settle("head_dim_vo", self.head_dim_qk)
-        for name, largest in (("head_dim_qk", max_qk), ("head_dim_vo", max_vo)):
-            head_dim = getattr(self, name)
-            _require_int(name, head_dim, 1)
-            if head_dim % 8 or head_dim > largest:
-                raise NotImplementedError(
-                    f"AttentionSpec: {name}: multiples of 8 up to {largest} are supported, got"
-                    f" {head_dim}; pad q, k, v with zeros."
-                )
+        for name in ("head_dim_qk", "head_dim_vo"):
+            _require_int(name, getattr(self, name), 1)
         for name in ("window_left", "window_right"):
             _require_int(name, getattr(self, name), -1)
         if self.causal and self.window_right > 0:
@@ -185,11 +180,31 @@ class AttentionSpec:
         if not isinstance(self.target, str):
             _refuse("target", _TARGETS, self.target)
         parse_target(self.target)  # refuses what it does not know
+        self._check_head_dims()
         if self.mla:
             self._check_mla()
         if self.is_quantized:
             self._check_quantized()
         self._settle_schedule(settle)
+
+    def _check_head_dims(self) -> None:
+        largest, where = 512, ""
+        if self.mla:
+            where = " with mla=True"
+        elif self.target != "cpu":
+            largest, where = 256, " on CUDA"
+        elif self.is_quantized:
+            largest, where = 256, f" with kv_dtype={self.kv_dtype!r}"
+        for name, limit in (
+            ("head_dim_qk", 576 if self.mla else largest),
+            ("head_dim_vo", largest),
+        ):
+            head_dim = getattr(self, name)
+            if head_dim % 8 or head_dim > limit:
+                raise NotImplementedError(
+                    f"AttentionSpec: {name}: multiples of 8 up to {limit} are supported{where}, got"
+                    f" {head_dim}; pad q, k, v with zeros."
+                )
 
     def _check_mla(self) -> None:
         if self.num_kv_heads != 1:

@@ -98,12 +98,13 @@ int64_t MaxFormat(const AttentionSpec& s) {
 
 Status CheckSpec(const AttentionSpec& s) {
   const bool mla = s.mla != 0, cpu = s.arch == 0;
+  const int64_t largest_dim = mla || (cpu && s.kv_format == kPlainFormat) ? 512 : 256;
   const Field fields[] = {
       {"mla", s.mla, 0, 1},
       {"num_qo_heads", s.num_qo_heads, 1, kMaxHeads},
       {"num_kv_heads", s.num_kv_heads, 1, s.num_qo_heads},
-      {"head_dim_qk", s.head_dim_qk, 8, mla ? 576 : 256},
-      {"head_dim_vo", s.head_dim_vo, 8, mla ? 512 : 256},
+      {"head_dim_qk", s.head_dim_qk, 8, mla ? 576 : largest_dim},
+      {"head_dim_vo", s.head_dim_vo, 8, largest_dim},
       {"dtype", s.dtype, kBF16, kF32},
       {"kv_format", s.kv_format, kPlainFormat, MaxFormat(s)},
       {"q_format", s.q_format, kPlainFormat,
