@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from jax_attn.serve.tools import ToolParser
 # Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
 KEEP_ALIVE_SECONDS = 10.0
 _ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other requests have a turn
+_EVENTS_AT_A_TIME = 8  # of several choices in one step; likewise
 _PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
 _MARK = "the text goes here"
 _NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
@@ -263,7 +264,10 @@ class GenerationAnswer(abc.ABC):
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
         self._choices = [_Choice() for _ in prepared.sequences]
         self._is_started = False  # the answer
-        self._sending = asyncio.Lock()  # an event, which may take several pieces
+        # What is being sent: an event, which may take several pieces, or a sign of life. Nothing
+        # else comes between; a lock would take a tenth of an event's time.
+        self._is_sending = False
+        self._comment: asyncio.Task[None] | None = None
         self._last_sent = time.monotonic()
 
     @abc.abstractmethod
@@ -299,24 +303,32 @@ class GenerationAnswer(abc.ABC):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_event(self, send: Send, pieces: list[bytes], name: bytes = b"") -> None:
-        async with self._sending:
-            if not self._is_started:
-                await self._start(send, "text/event-stream")
-            head = b"event: %b\ndata: " % name if name else b"data: "
-            await send_pieces(send, [head, *pieces, b"\n\n"])
-            self._last_sent = time.monotonic()
+        if self._comment is not None:
+            await self._comment
+        self._is_sending = True
+        if not self._is_started:
+            await self._start(send, "text/event-stream")
+        head = b"event: %b\ndata: " % name if name else b"data: "
+        await send_pieces(send, [head, *pieces, b"\n\n"])
+        self._last_sent = time.monotonic()
+        self._is_sending = False
 
     async def _keep_alive(self, send: Send) -> None:
         """A comment, which clients pass over, wherever nothing was sent for a while."""
         while True:
-            await asyncio.sleep(self._last_sent + KEEP_ALIVE_SECONDS - time.monotonic())
-            async with self._sending:
-                if time.monotonic() < self._last_sent + KEEP_ALIVE_SECONDS:
-                    continue
-                if not self._is_started:
-                    await self._start(send, "text/event-stream")
-                await send_pieces(send, [b": waiting\n\n"])
-                self._last_sent = time.monotonic()
+            left = self._last_sent + KEEP_ALIVE_SECONDS - time.monotonic()
+            if left > 0 or self._is_sending:
+                await asyncio.sleep(max(left, KEEP_ALIVE_SECONDS / 10))
+                continue
+            self._comment = asyncio.create_task(self._send_comment(send))
+            await self._comment
+            self._comment = None
+
+    async def _send_comment(self, send: Send) -> None:
+        if not self._is_started:
+            await self._start(send, "text/event-stream")
+        await send_pieces(send, [b": waiting\n\n"])
+        self._last_sent = time.monotonic()
 
     async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
         self._is_started = True
@@ -398,9 +410,10 @@ class GenerationAnswer(abc.ABC):
         news.put_nowait(_Ended(asyncio.current_task(), group, error))
 
     def _count(self, event: Any) -> None:
-        if event.finish_reason == FinishReason.ERROR and not event.is_clients_fault:
+        reason = event.finish_reason
+        if reason == FinishReason.ERROR and not event.is_clients_fault:
             raise ApiError(500, event.error or "the request failed", code="engine_error")
-        if event.finish_reason == FinishReason.ABORT:
+        if reason == FinishReason.ABORT:
             raise ApiError(503, "the server is shutting down", code="draining")
         choice = self._choices[self._index[event.seq_id]]
         now = time.monotonic()
@@ -410,15 +423,15 @@ class GenerationAnswer(abc.ABC):
                 self._record.see_first_token(now)
             else:
                 each = (now - choice.last_event) / len(event.tokens)
-                for _ in event.tokens:
-                    self._metrics.inter_token.observe(each)
+                self._metrics.inter_token.observe(each, len(event.tokens))
             choice.last_event = now
             choice.num_tokens += len(event.tokens)
             self._record.num_output += len(event.tokens)
         if event.num_cached_tokens is not None:
             choice.num_cached = event.num_cached_tokens
-        if event.finish_reason is not None:
-            choice.finish_reason = str(event.finish_reason)
+        if reason is None:
+            return
+        choice.finish_reason = str(reason)
         # The grammar that one choice has got stuck in may take the others to their end.
         if event.is_clients_fault and all(c.finish_reason == "error" for c in self._choices):
             raise self._bad_grammar(event.error or "the grammar has got stuck")
@@ -502,15 +515,19 @@ class ChoicesAnswer(GenerationAnswer):
 
     async def _respond_in_events(self, send: Send) -> None:
         try:
+            num_sent = 0
             async for event in self._events():
                 finish = None if event.finish_reason is None else str(event.finish_reason)
                 index = self._index[event.seq_id]
-                await _add_scores(self._choices[index], event.logprobs)
+                if event.logprobs:
+                    await _add_scores(self._choices[index], event.logprobs)
                 if event.text or event.logprobs or finish:
                     news = self._chunk(index, event.text, bool(event.logprobs), finish)
                     if news is not None:
                         await self._send_event(send, news)
-                        await asyncio.sleep(0)  # others' turn; a client that has gone is seen
+                        num_sent += 1
+                        if num_sent % _EVENTS_AT_A_TIME == 0:
+                            await asyncio.sleep(0)
         except ApiError as error:
             if not self._is_started:
                 raise
@@ -575,9 +592,12 @@ def _dump(
     return pieces
 
 
-async def send_pieces(send: Send, pieces: Iterable[bytes]) -> None:
+async def send_pieces(send: Send, pieces: list[bytes]) -> None:
     """Joined, if that is not too long, so that nobody waits until a long answer is copied, and one
     that reads some of it in time is seen to do so."""
+    if sum(map(len, pieces)) <= _PIECE_BYTES:
+        await send(_body(b"".join(pieces)))
+        return
     body = bytearray()
     for piece in pieces:
         body += piece

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax_attn import models
@@ -45,7 +45,27 @@ class _Subscriber:
     """Where the events of a call of `generate` go."""
 
     loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[list[TokenEvent]]
+    news: dict[str, TokenEvent] = field(default_factory=dict)  # by sequence: what nobody has taken
+    waiter: asyncio.Future[None] | None = None  # of whoever waits for news
+
+    def put(self, events: list[TokenEvent]) -> None:
+        """Of the event loop. A sequence has one event until it is taken: a server that cannot keep
+        up with the engine token by token writes fewer, longer chunks, and so does keep up."""
+        for event in events:
+            if (earlier := self.news.get(event.seq_id)) is None:
+                self.news[event.seq_id] = event
+            else:
+                earlier.extend(event)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def take(self) -> list[TokenEvent]:
+        """All there is, once there is any."""
+        if not self.news:
+            self.waiter = self.loop.create_future()
+            await self.waiter
+        taken, self.news = self.news, {}
+        return list(taken.values())
 
 
 class AsyncEngine:
@@ -113,14 +133,14 @@ class AsyncEngine:
           EngineStopped.
         """
         compiled = await self._compile(seqs)
-        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue())
+        subscriber = _Subscriber(asyncio.get_running_loop())
         submitted: Future[None] = Future()
         left = {seq.id for seq in seqs}
         try:
             self._command(lambda: self._submit(seqs, compiled, subscriber, submitted))
             await asyncio.wrap_future(submitted)
             while left:
-                for event in _all_news(await subscriber.events.get(), subscriber.events):
+                for event in await subscriber.take():
                     if event.finish_reason is not None:
                         left.discard(event.seq_id)
                     yield event
@@ -284,21 +304,6 @@ class AsyncEngine:
             self._publish()
 
 
-def _all_news(first: list[TokenEvent], events: asyncio.Queue[list[TokenEvent]]) -> list[TokenEvent]:
-    """What has come by now, an event for each sequence: a server that cannot keep up with the
-    engine token by token writes fewer, longer chunks, and so does keep up."""
-    if events.empty():
-        return first
-    news = {event.seq_id: event for event in first}
-    while not events.empty():
-        for event in events.get_nowait():
-            if event.seq_id in news:
-                news[event.seq_id].extend(event)
-            else:
-                news[event.seq_id] = event
-    return list(news.values())
-
-
 def _put(batches: dict[_Subscriber, list[TokenEvent]]) -> None:
     for subscriber, events in batches.items():
-        subscriber.events.put_nowait(events)
+        subscriber.put(events)

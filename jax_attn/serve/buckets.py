@@ -185,11 +185,13 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
 
     tokens: list[int] = []
     for entry, begin in zip(entries, begins.tolist(), strict=True):
+        drafts = entry.drafts
         known = entry.seq.tokens[begin : begin + entry.num_tokens]
         tokens += known
-        if len(known) < entry.num_tokens - len(entry.drafts):  # by one, the sample in flight
+        if len(known) + len(drafts) < entry.num_tokens:  # by one, the sample in flight
             tokens.append(~entry.seq.slot)
-        tokens += entry.drafts
+        if drafts:
+            tokens += drafts
 
     words = np.zeros(bucket.num_words, np.int32)
     inputs, logit_rows, rows, plans, lengths = bucket.unpack(words)
@@ -223,10 +225,12 @@ def _draft(
 ) -> dict[int, list[int]]:
     """Fills in the rows before the last of those with drafts, and moves the last's position."""
     drafted: dict[int, list[int]] = {}
+    drafting = [i for i, entry in enumerate(entries) if entry.drafts]
+    if not drafting:
+        return drafted
     num_rows = len(entries) + sum(entry.num_more_rows for entry in entries if entry.num_scored)
-    for i, entry in enumerate(entries):
-        if not (n := len(entry.drafts)):
-            continue
+    for i in drafting:
+        n = len(entries[i].drafts)
         more = list(range(num_rows, num_rows + n))
         logit_rows[more] = qo_indptr[i] + np.arange(n)
         rows[more] = rows[i]

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +113,7 @@ class _Launched:
     batch: Batch
     scores: Scores | None  # until they are sampled
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
-    drafts: dict[int, list[int]]  # of those that have some, by row
+    drafts: dict[int, tuple[int, ...]]  # of those that have some, by row
     sampled: sampling.Sampled | None = None
 
 
@@ -151,6 +150,7 @@ class Engine:
         self.step_stats = StepStats(0)
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phases = {name: _Phase(self, name) for name in PHASES}
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """See Device.warm_up."""
@@ -299,8 +299,8 @@ class Engine:
             scores = self.device.forward(batch)
         self.scheduler.launched(plan)
         stats.bucket, stats.num_sequences = batch.bucket.name, len(plan.entries)
-        stats.num_tokens = sum(entry.num_tokens for entry in plan.entries)
-        stats.num_decodes = sum(entry.num_tokens == 1 for entry in plan.entries)
+        lengths = [entry.num_tokens for entry in plan.entries]
+        stats.num_tokens, stats.num_decodes = sum(lengths), lengths.count(1)
         self._totals["steps"] += 1
         streams = [
             (row, self._streams[entry.seq.id])
@@ -322,7 +322,7 @@ class Engine:
                     allowed = self._mask_of(stream)
                     if allowed is None:
                         continue
-                elif self._may_not_stop(stream):
+                elif stream.seq.params.min_tokens and self._may_not_stop(stream):
                     allowed = None
                 else:
                     wanted.append((row, stream))
@@ -427,12 +427,12 @@ class Engine:
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
                     self._take_scores(scored, sampled)
-            tokens = sampled.tokens.tolist()
+            tokens, drafted = sampled.tokens.tolist(), launched.batch.drafted
             for row, stream in launched.streams:
                 if stream.seq.status is Status.FINISHED:
                     continue
                 self.step_stats.num_sampled += 1
-                if row in launched.batch.drafted:
+                if row in drafted:
                     self._take_drafts(stream, launched, row, sampled)
                 else:
                     self._take_sample(stream, tokens[row], sampled, row)
@@ -454,17 +454,18 @@ class Engine:
     def _take_sample(
         self, stream: _Stream, token: int, sampled: sampling.Sampled, row: int
     ) -> None:
-        seq, event = stream.seq, self._event(stream.seq)
+        seq = stream.seq
         if token < 0:
             self._fail(seq, _NOT_NUMBERS)
             return
         if stream.prompt_logprobs:
-            event.logprobs, stream.prompt_logprobs = stream.prompt_logprobs, []
+            self._event(seq).logprobs, stream.prompt_logprobs = stream.prompt_logprobs, []
         if not seq.params.max_tokens:
-            event.num_cached_tokens = seq.num_cached
+            self._event(seq).num_cached_tokens = seq.num_cached
             self._finish(seq, FinishReason.LENGTH)
             return
         if (num_top := seq.params.logprobs) is not None:
+            event = self._event(seq)
             event.logprobs = [*(event.logprobs or ()), _logprob(sampled, row, num_top)]
         _, reason = self._append(stream, [token], num_sampled=1)
         if reason is FinishReason.STOP or (reason is not None and stream.constraint is None):
@@ -517,9 +518,10 @@ class Engine:
             reason = self._push(stream, token, num_output + num_taken, event)
             if reason is not None:
                 break
-        tokens = tokens[:num_taken]
+        if num_taken < len(tokens):
+            tokens = tokens[:num_taken]
         event.tokens += tokens
-        self._totals["generated_tokens"] += len(tokens)
+        self._totals["generated_tokens"] += num_taken
         self.scheduler.append(seq, tokens, num_sampled, min(num_right, num_taken - 1))
         return num_taken, reason
 
@@ -554,7 +556,10 @@ class Engine:
         self._held.pop(seq.id, None)
 
     def _event(self, seq: Sequence) -> TokenEvent:
-        return self._events.setdefault(seq.id, TokenEvent(seq.id))
+        event = self._events.get(seq.id)
+        if event is None:
+            event = self._events[seq.id] = TokenEvent(seq.id)
+        return event
 
     def _take_events(self) -> list[TokenEvent]:
         events, self._events = list(self._events.values()), {}
@@ -608,13 +613,28 @@ class Engine:
         """See live_view."""
         return live_view.snapshot(self.scheduler, self.step_stats, self._last_plan)
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        self.step_stats.seconds[name] += seconds
-        self._seconds[name] += seconds
+    def _phase(self, name: str) -> _Phase:
+        return self._phases[name]
+
+    def spent(self, phase: str, seconds: float) -> None:
+        self.step_stats.seconds[phase] += seconds
+        self._seconds[phase] += seconds
+
+
+class _Phase:
+    """Measures a `with` block. A generator's context would take as long as some of the phases."""
+
+    __slots__ = ("_engine", "_name", "_begin")
+
+    def __init__(self, engine: Engine, name: str):
+        self._engine, self._name = engine, name
+        self._begin = 0.0
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.spent(self._name, time.perf_counter() - self._begin)
 
 
 def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:

@@ -7,7 +7,6 @@ with the conversation that led to it.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import re
@@ -404,7 +403,6 @@ class ResponseAnswer(GenerationAnswer):
                 await self._begin(send)
                 for news in self._push(event):
                     await self._tell(send, news)
-                await asyncio.sleep(0)  # others' turn; a client that has gone is seen
         except ApiError as error:
             if not self._is_started:
                 raise

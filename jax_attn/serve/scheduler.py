@@ -22,15 +22,15 @@ import itertools
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jax_attn.serve.pages import PageAllocator
 from jax_attn.serve.prefix_cache import Node, RadixCache
 from jax_attn.serve.request import FinishReason, Sequence, Status
-from jax_attn.serve.tenants import Tenant, TenantLimits, Tenants, rank, waiting_rank
+from jax_attn.serve.tenants import Tenant, TenantLimits, Tenants, in_turn, rank, waiting_rank
 
 # Waiting sequences, from the heads of the queues, that are looked up in the prefix cache for a
 # step: a lookup takes some microseconds, and there may be thousands. They are of so many tenants.
@@ -97,7 +97,7 @@ class ScheduledSequence:
     num_scored: int = 0
     num_more_rows: int = 0  # of logits than the last token's: of the scored or drafts before it
     # The last of the tokens, each of which counts if it is what the token before it gives.
-    drafts: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
 
 
 class _Candidate(NamedTuple):
@@ -164,12 +164,13 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         """Tenant by tenant, in turn. By priority; the preempted before those that have never run;
         by arrival."""
-        return [seq for tenant in self._tenants for seq in tenant.waiting]
+        return [seq for tenant in in_turn(self._tenants) for seq in tenant.waiting]
 
     @property
     def running(self) -> list[Sequence]:
         """Tenant by tenant, in turn. By priority, then by arrival."""
-        return [seq for tenant in self._tenants for seq in tenant.running]
+        tenants = in_turn(tenant for tenant in self._tenants if tenant.running)
+        return [seq for tenant in tenants for seq in tenant.running]
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -343,8 +344,8 @@ class Scheduler:
         self._expire(now, step)
         self._return_share(step)
         self._secure_pages(step)
-        num_left = self._schedule_decodes(step)
-        if not self._schedule_prompts(step, num_left):
+        num_left, reading = self._schedule_decodes(step)
+        if not self._schedule_prompts(step, num_left, reading):
             self._add_drafts(step)
         for seq in step.admitted:
             seq.admitted = now if seq.admitted is None else seq.admitted
@@ -381,18 +382,19 @@ class Scheduler:
     # ---- shares of tenants ----
 
     def _claimants(self) -> list[Tenant]:
-        """The tenants that wait and have less than their share of slots and of pages, in turn.
+        """The tenants that wait and have less than their share of slots and of pages.
 
         While there are any, nobody else gets in.
         """
         if len(self._tenants) < 2 or not self._num_waiting:
             return []
+        num_slots, num_pages = self._share_of_slots, self._share_of_pages
         return [
             tenant
             for tenant in self._tenants
             if self._may_run(tenant)
-            and len(tenant.running) < self._share_of_slots
-            and tenant.num_pages + self._num_pages(tenant.waiting[0]) <= self._share_of_pages
+            and len(tenant.running) < num_slots
+            and tenant.num_pages + self._num_pages(tenant.waiting[0]) <= num_pages
         ]
 
     @property
@@ -417,10 +419,10 @@ class Scheduler:
         if not claimants:
             return
         if not self._free_slots:
-            most = max(self._tenants, key=lambda tenant: len(tenant.running))
+            most = self._tenants.with_most(lambda tenant: len(tenant.running))
             exceeds = len(most.running) > self._share_of_slots
-        elif not self._fits(claimants[0].waiting[0]):
-            most = max(self._tenants, key=lambda tenant: tenant.num_pages)
+        elif not self._fits(min(claimants, key=lambda tenant: tenant.turn).waiting[0]):
+            most = self._tenants.with_most(lambda tenant: tenant.num_pages)
             exceeds = most.num_pages > self._share_of_pages
         else:
             return
@@ -439,18 +441,25 @@ class Scheduler:
         tenant that has most pages."""
         page_size = self.config.page_size
         for seq in self.running:
+            if len(seq.tokens) + seq.num_in_flight <= len(seq.pages) * page_size:
+                continue  # as most do
             num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
             # `seq` may be preempted itself: for one before it, or as the youngest.
             while num_new > 0 and seq.status is Status.RUNNING and not self._grow(seq, num_new):
-                largest = max(self._tenants, key=lambda tenant: tenant.num_pages)
+                largest = self._tenants.with_most(lambda tenant: tenant.num_pages)
                 self._preempt(largest.running[-1], step)
 
-    def _schedule_decodes(self, step: StepPlan) -> int:
-        """Schedules those that have read their prompts. Returns how many tokens are left."""
+    def _schedule_decodes(self, step: StepPlan) -> tuple[int, list[Sequence]]:
+        """Schedules those that have read their prompts. Returns how many tokens are left, and those
+        that have not."""
         num_left = self.config.max_step_tokens
         several: list[Sequence] = []
+        reading: list[Sequence] = []
         for seq in self.running:
-            if seq.num_computed < seq.num_prompt or seq.is_held or seq.is_drafting:
+            if seq.is_held or seq.is_drafting:
+                continue
+            if seq.num_computed < seq.num_prompt:
+                reading.append(seq)
                 continue
             num_pending = seq.num_pending
             if num_pending == 1:
@@ -462,7 +471,7 @@ class Scheduler:
         # somebody waiting in the middle of a text: before prompts.
         for seq in several:
             num_left -= self._schedule_chunk(step, seq, num_left)
-        return num_left
+        return num_left, reading
 
     def _add_drafts(self, step: StepPlan) -> None:
         """Gives decodes drafts, as many as fill the size that the step is padded to anyway."""
@@ -483,54 +492,53 @@ class Scheduler:
             num_new = -(-(seq.num_computed + 1 + most) // page_size) - len(seq.pages)
             if num_new > 0 and not (self._has_room(num_new, num_new) and self._grow(seq, num_new)):
                 most = len(seq.pages) * page_size - seq.num_computed - 1
-            entry.drafts = seq.drafter.propose(seq, most)
+            entry.drafts = tuple(seq.drafter.propose(seq, most))
             entry.num_tokens += len(entry.drafts)
             entry.num_more_rows = len(entry.drafts)
             step.num_more_rows += len(entry.drafts)
             num_left -= len(entry.drafts)
 
-    def _schedule_prompts(self, step: StepPlan, num_left: int) -> bool:
+    def _schedule_prompts(self, step: StepPlan, num_left: int, reading: list[Sequence]) -> bool:
         """Schedules chunks of prompts: each time of the tenant whose turn it is, the next of those
-        that run, and then of those that get in. Whether there are any."""
+        that run, and then of those that get in. Whether there are any.
+
+        reading: those that run, tenant by tenant.
+        """
+        if not (reading or self._may_admit):
+            return False
         num_entries = len(step.entries)
-        reading = {
-            tenant.serial: deque(
-                seq
-                for seq in tenant.running
-                if seq.num_computed < seq.num_prompt and not seq.is_held
-            )
-            for tenant in self._tenants
-        }
         if step.entries:
-            chunk = self._wanted_chunk(itertools.chain(*reading.values()))
+            chunk = self._wanted_chunk(reading)
             num_others = self.config.max_step_tokens - num_left
             num_left = min(num_left, self._chunk_beside(num_others, chunk))
         # Nobody goes out and in again within a step.
         candidates = self._candidates() if num_left > 0 and not step.preempted else {}
-        coming = [self._coming(seq) for seqs in reading.values() for seq in seqs]
-        turns = [(tenant.turn, tenant) for tenant in self._tenants]
-        prompts = {
-            tenant.serial: itertools.chain(
-                reading[tenant.serial],
-                self._admit(step, tenant, candidates.get(tenant.serial, []), coming),
-            )
-            for tenant in self._tenants
-        }
+        coming = [self._coming(seq) for seq in reading] if candidates else []
+        mine: dict[str, list[Sequence]] = {}
+        for seq in reading:
+            mine.setdefault(seq.tenant, []).append(seq)
+        prompts: dict[int, Iterator[Sequence]] = {}
+        turns = []
+        for name in mine.keys() | candidates.keys():
+            tenant = self._tenants[name]
+            entering = self._admit(step, tenant, candidates.get(name, []), coming)
+            prompts[tenant.serial] = itertools.chain(mine.get(name, []), entering)
+            turns.append((tenant.turn, tenant))
         heapq.heapify(turns)
         while turns and num_left > 0:
             (num_had, _, serial), tenant = turns[0]
-            seq = next(prompts[serial], None)
-            if seq is None:
+            first = next(prompts[serial], None)
+            if first is None:
                 heapq.heappop(turns)
                 continue
-            num_tokens = self._schedule_chunk(step, seq, num_left)
+            num_tokens = self._schedule_chunk(step, first, num_left)
             num_left -= num_tokens
             turn = num_had + num_tokens, len(tenant.running), serial
             heapq.heapreplace(turns, (turn, tenant))
         self._count_overtaken(step.admitted)
         return len(step.entries) > num_entries
 
-    def _wanted_chunk(self, reading: Iterable[Sequence]) -> int:
+    def _wanted_chunk(self, reading: list[Sequence]) -> int:
         """Tokens of prompts beside decodes: what reads all that wait in _READ_STEPS steps."""
         most = self.config.max_prefill_chunk
         chunk = num_waiting = 0
@@ -578,20 +586,24 @@ class Scheduler:
 
     # ---- admission ----
 
-    def _candidates(self) -> dict[int, list[_Candidate]]:
-        """Those that might get in now, by serial of the tenant, each tenant's in order.
+    @property
+    def _may_admit(self) -> bool:
+        return bool(self._num_waiting and self._free_slots)
+
+    def _candidates(self) -> dict[str, list[_Candidate]]:
+        """Those that might get in now, by the tenant's name, each tenant's in order.
 
         In each priority: the preempted and the starved in the order of arrival, then by longest
         cached prefix.
         """
-        if not (self._num_waiting and self._free_slots):
+        if not self._may_admit:
             return {}
         if self._least_need is not None and not self._has_room(*self._least_need):
             return {}
         tenants = self._claimants() or [t for t in self._tenants if self._may_run(t)]
-        tenants = tenants[:_LOOKUP_TENANTS]
+        tenants = heapq.nsmallest(_LOOKUP_TENANTS, tenants, key=lambda tenant: tenant.turn)
         candidates = {
-            tenant.serial: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
+            tenant.name: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
             for tenant in tenants
         }
         # With several tenants, which of them are looked up changes from step to step.

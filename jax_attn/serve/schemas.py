@@ -246,6 +246,18 @@ class Constraint(NamedTuple):
     value: Any
 
 
+# Those that are fields of a request as they are.
+_CONSTRAINTS: tuple[tuple[str, Literal["json", "regex", "grammar", "choice"]], ...] = (
+    ("json_schema", "json"),
+    ("regex", "regex"),
+    ("grammar", "grammar"),
+    ("guided_json", "json"),
+    ("guided_regex", "regex"),
+    ("guided_grammar", "grammar"),
+    ("guided_choice", "choice"),
+)
+
+
 class Generation(_Request):
     """What all requests for text have in common."""
 
@@ -384,13 +396,9 @@ class _Sampling(Generation):
 
     def _constraints(self) -> list[Constraint]:
         found = [
-            Constraint("json_schema", "json", self.json_schema),
-            Constraint("regex", "regex", self.regex),
-            Constraint("grammar", "grammar", self.grammar),
-            Constraint("guided_json", "json", self.guided_json),
-            Constraint("guided_regex", "regex", self.guided_regex),
-            Constraint("guided_grammar", "grammar", self.guided_grammar),
-            Constraint("guided_choice", "choice", self.guided_choice),
+            Constraint(field, kind, value)
+            for field, kind in _CONSTRAINTS
+            if (value := getattr(self, field)) is not None
         ]
         if (format := self.response_format) is not None and format.type != "text":
             wanted = format.json_schema

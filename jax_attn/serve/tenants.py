@@ -7,7 +7,7 @@ Source: "Fairness in Serving Large Language Models" (Sheng et al., 2024), sectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from jax_attn.serve.request import Sequence
@@ -38,6 +38,7 @@ class TenantLimits:
 class Tenant:
     """The sequences of one tenant. Written by the scheduler alone."""
 
+    name: str
     serial: int
     num_tokens: int  # the counter: tokens of steps, and what it began with
     waiting: list[Sequence] = field(default_factory=list)  # ordered by waiting_rank
@@ -61,8 +62,8 @@ class Tenants:
         return len(self._by_name)
 
     def __iter__(self) -> Iterator[Tenant]:
-        """In turn."""
-        return iter(sorted(self._by_name.values(), key=lambda tenant: tenant.turn))
+        """In no order that means anything: there may be thousands. See `in_turn`."""
+        return iter(self._by_name.values())
 
     def __getitem__(self, name: str) -> Tenant:
         return self._by_name[name]
@@ -70,11 +71,15 @@ class Tenants:
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
+    def with_most(self, amount: Callable[[Tenant], int]) -> Tenant:
+        """Of several with as much, the first in turn."""
+        return min(self, key=lambda tenant: (-amount(tenant), tenant.turn))
+
     def get_or_add(self, name: str) -> Tenant:
         tenant = self._by_name.get(name)
         if tenant is None:
             least = min((tenant.num_tokens for tenant in self._by_name.values()), default=0)
-            tenant = self._by_name[name] = Tenant(self._num_made, least)
+            tenant = self._by_name[name] = Tenant(name, self._num_made, least)
             self._num_made += 1
         return tenant
 
@@ -89,6 +94,8 @@ class Tenants:
         max_credit: tokens by which one may be behind whoever has had most. More is forgotten: who
           has long wanted little may not shut out all others once it wants much.
         """
+        if len(self._by_name) < 2:
+            return  # it is always the turn of one that is alone
         for seq, num_tokens in seqs:
             if (tenant := self._by_name.get(seq.tenant)) is not None:
                 tenant.num_tokens += num_tokens
@@ -96,6 +103,10 @@ class Tenants:
         least = max((tenant.num_tokens for tenant in tenants), default=0) - max_credit
         for tenant in tenants:
             tenant.num_tokens = max(tenant.num_tokens, least)
+
+
+def in_turn(tenants: Iterable[Tenant]) -> list[Tenant]:
+    return sorted(tenants, key=lambda tenant: tenant.turn)
 
 
 def rank(seq: Sequence) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +18,13 @@ from live_server import serving
 from pydantic import ValidationError
 
 from jax_attn.serve import answers, bodies, schemas
+from jax_attn.serve.access_log import Record
 from jax_attn.serve.admission import Gate, KeyLimits, Lanes
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.events import TokenEvent
+from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Caller, Preparer
+from jax_attn.serve.request import FinishReason
 from jax_attn.serve.scores import ChatScores, CompletionScores, TokenJson
 from jax_attn.serve.server import ServerConfig
 from jax_attn.serve.token_bytes import TokenBytes
@@ -316,6 +321,89 @@ def test_log_probabilities_that_are_no_numbers():
     (entry,) = json.loads(b"".join(scores.take()))["content"]
     assert entry["logprob"] is None and entry["top_logprobs"][0]["logprob"] is None
     assert json.loads(b"".join(scores.take())) == {"content": []}
+
+
+# ---- streams -----------------------------------------------------------------------------------
+
+
+class Steps:
+    """An engine: a token of each choice a step, which takes no time."""
+
+    limits = SimpleNamespace(max_waiting=64)
+
+    def __init__(self, num_steps: int, seconds: float = 0.0, text: str = "a"):
+        self._num_steps, self._seconds, self._text = num_steps, seconds, text
+
+    def stats(self):
+        return {"waiting": 0}
+
+    async def generate(self, seqs):
+        for step in range(self._num_steps):
+            await asyncio.sleep(self._seconds)
+            for seq in seqs:
+                reason = FinishReason.LENGTH if step == self._num_steps - 1 else None
+                yield TokenEvent(seq.id, [300], self._text, finish_reason=reason)
+
+
+def stream(preparer, engine, **fields):
+    body = schemas.CompletionRequest(prompt="a", stream=True, **fields)
+    prepared = preparer.completion(body, Caller("", 0.0))
+    style = answers.CompletionStyle(prepared, False, TokenJson(TokenBytes(fake_model().tokenizer)))
+    ticket = Gate(engine, KeyLimits(1, 64)).enter("", queues=False)
+    record = Record("req-1", False)
+    arguments = engine, prepared, Metrics(engine), ticket, record
+    return answers.ChoicesAnswer(style, *arguments, stream=True, include_usage=False)
+
+
+async def connected():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("num_choices", [1, 32])
+def test_the_event_loop_turns_once_a_step_and_once_in_eight_events(preparer, num_choices):
+    """A turn for each event was a third of what the loop did for a token."""
+    num_steps, num_turns, bodies_sent = 50, 0, []
+
+    async def count():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def send(message):
+        bodies_sent.append(message.get("body", b""))
+
+    async def run():
+        other = asyncio.create_task(count())
+        await stream(preparer, Steps(num_steps), n=num_choices)({}, connected, send)
+        other.cancel()
+
+    asyncio.run(run())
+    assert b"".join(bodies_sent).count(b"data: {") == num_steps * num_choices
+    num_wanted = num_steps * (1 + num_choices / 8)
+    assert num_wanted - 10 <= num_turns <= num_wanted + 10
+
+
+def test_a_sign_of_life_comes_between_events_and_not_within_one(preparer, monkeypatch):
+    """Nor does an event begin before it is sent."""
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.01)
+    is_sending, sent = False, b""
+
+    async def send(message):
+        nonlocal is_sending, sent
+        assert not is_sending
+        is_sending = True
+        await asyncio.sleep(0.02)
+        is_sending = False
+        sent += message.get("body", b"")
+
+    engine = Steps(6, seconds=0.035, text="a" * 200_000)  # in four pieces
+    asyncio.run(stream(preparer, engine)({}, connected, send))
+    *events, done, end = sent.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    comments = [event for event in events if event == ": waiting"]
+    texts = [json.loads(event.removeprefix("data: ")) for event in events if event not in comments]
+    assert len(comments) >= 3 and len(texts) == 6
 
 
 # ---- turns -------------------------------------------------------------------------------------

@@ -266,6 +266,18 @@ def test_pages_that_are_shared_are_found_by_the_fake_device_if_written():
 # ---- what is scheduled -------------------------------------------------------------------------
 
 
+def test_where_nobody_waits_no_prompt_is_copied(monkeypatch):
+    """To find out who shares it: 4 bytes a token, in every step while a long one was read."""
+    scheduler = Scheduler(config())
+    scheduler.add(sequence("a", [3]), sequence("b", range(90)))
+    advance(scheduler)
+    monkeypatch.delattr(Scheduler, "_coming")
+    assert scheduled(scheduler.schedule(0.0)).keys() == {"a", "b"}
+    scheduler.add(sequence("c", range(90)))
+    with pytest.raises(AttributeError):
+        scheduler.schedule(0.0)
+
+
 def test_chunks_of_prompts_share_a_step_with_all_decodes():
     scheduler = Scheduler(config(max_step_tokens=20, prefill_chunk=6))
     scheduler.add(*[sequence(f"d{i}", [i, i], max_tokens=50) for i in range(3)])
