@@ -731,6 +731,92 @@ def check_processes() -> None:
     check(attend(place(q, stripes.rows_spec), *placed, plan), np.asarray(want))
 
 
+# ---- arrays that are split otherwise -------------------------------------------------------------
+
+
+def check_shardings(explicit: bool) -> None:
+    """With a mesh, arrays that every device has are cut; what is split otherwise is refused, in jit
+    and outside, gradients too. Nothing is gathered."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("heads", "kv"), axis_types=(kind,) * 2)
+    P = jax.sharding.PartitionSpec
+    tokens = {"max_qo_tokens": 8, "dtype": "float32", "max_batch": 1}
+    paged = make_spec(2, 1, 16, page_size=4, max_kv_pages=6, **tokens)
+    stripes = parallel.KvStripes(paged, "kv", 2, "heads")
+    striped = parallel.plan_stripes(stripes, [0, 8], [20], [0, 5], [4, 2, 0, 1, 3])
+    ragged = make_spec(2, 1, 16, page_size=None, max_kv_tokens=8, **tokens)
+    shards = parallel.SequenceShards(ragged, "kv", 2, "striped", "ring", "heads")
+    sequence = parallel.plan_sequence(shards, [0, 8])
+    rng = np.random.default_rng(0)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    make = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    pages, rows = make(6, 4, 2, 16), make(8, 2, 16)
+    dense = {"axis_name": "kv", "heads_axis_name": "heads", "exchange": "ring"}
+    cases = {
+        "attend_stripes": (
+            lambda q, k_pages, v_pages: parallel.attend_stripes(
+                q, k_pages, v_pages, striped, mesh=mesh
+            ),
+            {"q": make(8, 4, 16), "k_pages": pages, "v_pages": pages + 1},
+            {"all-gather": 1},
+            ({"k_pages": P("kv")}, {"v_pages": P(None, None, "kv")}, {"q": P("kv")},
+             {"k_pages": P(None, "kv", None, "heads")}, {"q": P(None, ("heads", "kv"))}),
+        ),
+        "append_stripes": (
+            lambda k_pages, v_pages, k_new, v_new: parallel.append_stripes(
+                k_pages, v_pages, k_new, v_new, striped, mesh=mesh
+            )[0],
+            {"k_pages": pages, "v_pages": pages, "k_new": rows, "v_new": rows},
+            {},
+            ({"k_pages": P("heads")}, {"v_new": P("kv")}),
+        ),
+        "attend_sequence": (
+            lambda q, k, v: parallel.attend_sequence(q, k, v, sequence, mesh=mesh),
+            {"q": make(8, 4, 16), "k": rows, "v": rows + 1},
+            {"collective-permute": 2},
+            ({"q": P("heads")}, {"k": P(None, "kv")}, {"v": P(("heads", "kv"))}),
+        ),
+        "parallel.dot_product_attention": (
+            lambda query, key, value: parallel.dot_product_attention(
+                query, key, value, mesh=mesh, **dense
+            ),
+            {"query": make(2, 8, 4, 16), "key": make(2, 8, 2, 16), "value": make(2, 8, 2, 16)},
+            {"collective-permute": 2},
+            ({"query": P("kv")}, {"key": P(None, "heads")}),
+        ),
+    }  # fmt: skip
+    for op, (call, arrays, kinds, refused) in cases.items():
+        everywhere = {name: put(x, P()) for name, x in arrays.items()}
+        # Of a result of other operations only XLA knows how it is split.
+        jitted = jax.jit(lambda x, call=call: call(**{name: 2 * x[name] / 2 for name in x}))
+        compiled = jitted.lower(everywhere).compile()
+        found = collectives(compiled.as_text())
+        assert Counter(kind for kind, _ in found) == kinds, (op, found)
+        want = call(**arrays)
+        np.testing.assert_allclose(compiled(everywhere), want, rtol=1e-5, atol=1e-6)
+        for bad in refused:
+            ((name, spec),) = bad.items()
+            split = {name: put(arrays[name], spec)}
+            sentence = f"{op}: {name}: expected an array that is split as "
+            for form in (lambda x, call=call: call(**x), jitted):
+                raises(sentence, form, everywhere | split)
+    call, arrays, *_ = cases["attend_sequence"]
+    # A gradient that is split by other tokens.
+    if not explicit:  # where the product itself raises
+        weights = put(make(8, 4, 16), P("heads"))
+        gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(w * call(**x))))
+        raises("attend_sequence: gradient: expected an", gradient, arrays, weights)
+
+
+def raises(sentence: str, call: Any, *arguments: Any) -> None:
+    try:
+        jax.block_until_ready(call(*arguments))
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        assert sentence in str(error), (sentence, error)
+    else:
+        raise AssertionError(sentence)
+
+
 # ---- models over heads ---------------------------------------------------------------------------
 
 
