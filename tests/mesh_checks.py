@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention_cases import CASES, Case, build, expect, random_case
 from checking import assert_close_state, assert_same_bits
-from collectives import collectives
+from collectives import collectives, executed
 from jax.sharding import NamedSharding
 
 import jax_attn as ja
@@ -568,25 +567,31 @@ def check_sequence_bytes() -> None:
 
             compiled = jax.jit(attend).lower(q, k, k, plan).compile()
             text = compiled.as_text()
-            found = sorted(collectives(text))
-            loops = [int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"', text)]
+            found = executed(text)
             hop = ("collective-permute", block)
             if exchange == "heads":
-                assert found == sorted([("all-to-all", x) for x in (rows, rows, block, block)])
-            elif order == "contiguous":  # a window reaches the neighbour alone
-                assert (shards.num_hops, found) == (1, [hop] * 2), found
-            elif size == 2:
-                assert found == [hop] * 2, found
-            else:  # of 3 hops 2 are a loop
-                assert found == [hop] * 4 and loops.count(2) == 1, (found, loops)
+                travels = Counter({("all-to-all", rows): 2, ("all-to-all", block): 2})
+            else:
+                hops = 1 if order == "contiguous" else size - 1  # a window reaches the neighbour
+                assert shards.num_hops == hops
+                travels = Counter({hop: 2 * hops})
+            assert found == travels, (shards, found, travels)
+            if exchange == "ring" and size == 4 and window < 0:
+                # Of 3 hops 2 are a loop: XLA may not send the keys of all at once.
+                assert len(collectives(text)) == 4, text
                 temporaries[exchange] = compiled.memory_analysis().temp_size_in_bytes
-            if window < 0:
-                shape = shards.algorithm, size
-                d_q = jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))
-                text = jax.jit(d_q).lower(q, k, k, plan).compile().as_text()
-                kinds = {kind for kind, _ in collectives(text)}
-                expected = "all-to-all" if exchange == "heads" else "collective-permute"
-                assert kinds == {expected}, (shape, kinds)
+
+            def o_and_sum(*x, attend=attend):
+                o = attend(*x)
+                return o.sum(), o
+
+            both = jax.grad(o_and_sum, (0, 1, 2), has_aux=True)
+            found = executed(jax.jit(both).lower(q, k, k, plan).compile().as_text())
+            if exchange == "heads":  # as much again
+                travels += travels
+            else:  # Again k and v, which share the first hop; and their gradients, and home.
+                travels = Counter({hop: 2 * hops + 2 * (hops - 1) + 2 * (hops + 1)})
+            assert found == travels, (shards, found, travels)
     if not temporaries:
         return
     # The state in f32, a new one, and of keys and values those that are here, come and go.
@@ -862,22 +867,30 @@ def check_models(num_devices: int, first: int = 0, step: int = 1, num_stripes: i
         padded = np.append(tokens, 0).astype(np.int32)
         arguments = (parts, padded, np.arange(24, dtype=np.int32), *pages, plans,
                      np.arange(23, dtype=np.int32))  # fmt: skip
-        found = collectives(forward.lower(*arguments).compile().as_text())
-        kinds = [kind for kind, _ in found]
-        sums = 2 * config.num_layers + split.config.splits_vocabulary
-        if config.qk_norm == "all_heads":  # of a number for each token
-            sums += config.num_layers
-        assert kinds.count("all-reduce") == sums, (name, found, sums)
-        gathers = split.config.splits_vocabulary + config.num_layers * (num_stripes > 1)
-        assert kinds.count("all-gather") == gathers, (name, found)
-        assert len(kinds) == sums + gathers, (name, found)
-        assert all(
-            size <= 24 * config.hidden_size * 4 for kind, size in found if kind != "all-gather"
-        )
+        found = Counter(collectives(forward.lower(*arguments).compile().as_text()))
+        expected = bytes_of_model(split, num_stripes, num_rows=24, num_logits=23)
+        assert found == expected, (name, found, expected)
         check_shares(name, split, params, parts, pages, num_stripes)
         logits = forward(*arguments)[0]
         want = models.reference_forward(params, config, tokens)
         np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def bytes_of_model(split, num_stripes, *, num_rows: int, num_logits: int) -> Counter:
+    """Of a step in f32: (kind, bytes of the results on one device), and how often."""
+    whole, own, layers = split.whole, split.config, split.whole.num_layers
+    expected = Counter()
+    expected["all-reduce", 4 * num_rows * whole.hidden_size] += 2 * layers
+    if whole.qk_norm == "all_heads":  # of q and of k a number for each token
+        expected["all-reduce", 4 * 2 * num_rows] += layers
+    if own.splits_vocabulary:  # the embedding, and the logits
+        expected["all-reduce", 4 * num_rows * whole.hidden_size] += 1
+        expected["all-gather", 4 * num_logits * whole.vocab_size] += 1
+    if num_stripes > 1:
+        head_dim_vo = whole.latent.kv_rank if whole.latent else whole.head_dim
+        states = num_rows * own.num_qo_heads * (head_dim_vo + 1)
+        expected["all-gather", 4 * num_stripes * states] += layers
+    return expected
 
 
 def check_shares(name, split, params, parts, pages, num_stripes) -> None:
@@ -994,3 +1007,91 @@ def check_bad_batches() -> None:
             assert sentence in str(error), error
         else:
             raise AssertionError(sentence)
+
+
+def check_features(*splits: tuple[int, int]) -> None:
+    """All that a server offers, mixed, on too few pages: what one device answers."""
+    from jax_attn import models
+    from jax_attn.serve import grammar
+    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.request import SamplingParams, Sequence
+
+    model = models.load(models.BUNDLED, "float32")
+    repeated, text = (
+        [0, *model.tokenizer.encode(x).ids]
+        for x in ("def add(a, b):\n    return a + b\n\n\n" * 4, "import os\nimport sys\n" * 3)
+    )
+    requests = (
+        (repeated, {}),
+        (text, {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.3}),
+        (text, {"grammar": grammar.from_regex("[a-z]{3,9} = [0-9]{4}")}),
+        (repeated, {"temperature": 0.8, "seed": 3, "logprobs": 3, "top_p": 0.9}),
+        (text, {"logprobs": 1, "prompt_logprobs": True, "logit_bias": ((300, 2.0),)}),
+        (repeated[:30], {"temperature": 1.0, "seed": 5, "top_k": 20, "min_p": 0.01}),
+    )
+    answers = {}
+    for split in ((1, 1), *splits):
+        limits = EngineConfig(num_pages=30, page_size=8, max_running=4, max_step_tokens=24,
+                              max_drafts=4, tensor_parallel=split[0],
+                              context_parallel=split[1])  # fmt: skip
+        engine = Engine(model, limits)
+        engine.warm_up()
+        told = [([], []) for _ in requests]
+        for turn in range(2):  # the second one has the first one's prefixes
+            common = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            engine.submit(
+                [
+                    Sequence(f"{turn}.{i}", str(i), list(x), SamplingParams(**common | more))
+                    for i, (x, more) in enumerate(requests)
+                ]
+            )
+            while engine.has_work:
+                for event in engine.step():
+                    assert event.error is None, event
+                    tokens, logprobs = told[int(event.seq_id.split(".")[1])]
+                    tokens += event.tokens
+                    for entry in event.logprobs or ():
+                        logprobs += [entry.logprob or 0.0, *(x for _, x in entry.top)]
+                engine.scheduler.check_integrity()
+        stats = engine.stats()
+        assert engine.device.num_compiles_after_warm_up == 0
+        for name in ("preemptions", "prefix_hit_tokens", "draft_tokens_taken"):
+            assert stats[name] > 0, (split, name, stats)
+        answers[split] = told
+        del engine
+        gc.collect()
+    for split in splits:
+        for i, (got, want) in enumerate(zip(answers[split], answers[1, 1], strict=True)):
+            assert got[0] == want[0], (split, i, got[0], want[0])
+            np.testing.assert_allclose(got[1], want[1], atol=1e-3, err_msg=str((split, i)))
+    assert [bool(logprobs) for _, logprobs in answers[1, 1]] == [0, 0, 0, 1, 1, 0]
+
+
+def check_family(name: str, *splits: tuple[int, int]) -> None:
+    """Experts, sinks, latent attention: an engine of two devices answers as one of one."""
+    import model_cases
+
+    from jax_attn import models
+    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.request import SamplingParams, Sequence
+
+    tokenizer = models.load(models.BUNDLED, "float32").tokenizer
+    prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4], [5, 9, 200, 31, 1], [77]]
+    more = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+    config = models.parse_config(model_cases._COMMON | model_cases.CONFIGS[name] | more)
+    params = models.random_params(config, jax.random.key(0), "float32")
+    answers = {}
+    for split in ((1, 1), *splits):
+        limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=8,
+                              tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
+        engine = Engine(models.Model(config, params, tokenizer), limits)
+        engine.warm_up()
+        sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        engine.submit([Sequence(str(i), str(i), list(x), sampling) for i, x in enumerate(prompts)])
+        answers[split] = [[] for _ in prompts]
+        while engine.has_work:
+            for event in engine.step():
+                answers[split][int(event.seq_id)] += event.tokens
+    assert all(len(x) == 8 for x in answers[1, 1])
+    for split, got in answers.items():
+        assert got == answers[1, 1], (split, got, answers[1, 1])
