@@ -5,7 +5,8 @@
 Devices of one CPU share its cores and its pool of threads, so no split can be faster: the ratio of
 the two is what plans and the exchange add to the same work. A step is the attention of all layers,
 by one plan, as in a model; its layers have the same keys. Steps are timed in turns, one after the
-other; the median of rounds is printed, with the load.
+other; medians of rounds are printed, with the load. Beside other work on the machine, two devices
+have more threads that ask for a core; then the seconds of processors are what compares them.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ def main() -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, {vars(args)}")
     seconds = _measure(args.devices, args.context, args.requests, args.layers)
-    for name, value in seconds.items():
-        print(f"{name:40} {1e6 * value:10.0f} us")
+    for name, (wall, processor) in seconds.items():
+        print(f"{name:40} {1e6 * wall:10.0f} us, of processors {1e6 * processor:10.0f}")
     whole = seconds["one device"]
     for name in ("striped", "striped, plans in the step"):
-        print(f"{name} / one device: {seconds[name] / whole:.3f}")
+        wall, processor = (x / y for x, y in zip(seconds[name], whole, strict=True))
+        print(f"{name} / one device: {wall:.3f}, of processors {processor:.3f}")
 
 
-def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[str, float]:
-    """Median seconds of each kind of step, and of its plans on the host."""
+def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[str, Any]:
+    """Of each kind of step, and of its plans on the host: median seconds, and those of processors."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -102,14 +104,15 @@ def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[st
         "plan of one device, on the host": lambda: ja.plan(spec, *lengths),
         "plans of all stripes, on the host": lambda: parallel.plan_stripes(stripes, *lengths),
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for round_index in range(_ROUNDS + 1):
         for name, step in steps.items():
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             jax.block_until_ready(step())
+            end = time.perf_counter(), time.process_time()
             if round_index:  # the first one compiles
-                times[name].append(time.perf_counter() - begin)
-    return {name: float(np.median(x)) for name, x in times.items()}
+                times[name].append((end[0] - begin[0], end[1] - begin[1]))
+    return {name: np.median(x, axis=0).tolist() for name, x in times.items()}
 
 
 if __name__ == "__main__":

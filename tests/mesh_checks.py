@@ -538,6 +538,79 @@ def _check_sequence(case: dict, num_heads: int, size: int) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
+def listed_sequences() -> list[Case]:
+    """The shared list as documents that attend to themselves: its heads, masks, dtypes, schedules
+    and contents, and its lengths of keys, cut to 300.
+
+    Not mla and codes, which sequences refuse, nor logits near -5e5 (see striped_cases).
+    """
+    found: dict[Case, Case] = {}
+    for case in [*CASES, *map(random_case, range(60))]:
+        if case.mla or case.kv_dtype or case.q_dtype or "huge" in case.contents:
+            continue
+        lens = tuple(min(n, 300) for n in case.kv_lens[:12])
+        alone = {"page_size": None, "num_layers": None, "q_offsets": None, "branches": None}
+        case = dataclasses.replace(
+            case, qo_lens=lens, kv_lens=lens, share_prefixes=None, repeats=2, **alone
+        )
+        found.setdefault(dataclasses.replace(case, name=""), case)
+    return list(found.values())
+
+
+def check_listed_sequences(mesh_name: str, first: int, step: int) -> None:
+    """Cases first, first + step, ... on one mesh, against the truth; same bits again."""
+    with config.poisoned():
+        for i, case in list(enumerate(listed_sequences()))[first::step]:
+            for content in case.contents:
+                try:
+                    _check_listed_sequence(case, content, i, *MESHES[mesh_name])
+                except (AssertionError, ValueError, NotImplementedError) as error:
+                    raise AssertionError(f"{case}, {content}, {mesh_name}: {error}") from error
+
+
+def _check_listed_sequence(case: Case, content: str, index: int, num_heads: int, size: int) -> None:
+    if case.num_kv_heads % num_heads:
+        num_heads = 1
+    batch = build(case, content)
+    live = sum(case.qo_lens)
+    tokens = -(-(live + 1) // size) * size
+    fields = case.spec_fields() | {"max_qo_tokens": tokens, "max_kv_tokens": tokens}
+    fields["num_qo_heads"] //= num_heads
+    fields["num_kv_heads"] //= num_heads
+    spec, mesh = make_spec(**fields), make_mesh(num_heads, size)
+    order = ("striped", "contiguous")[index % 2]
+    shards = parallel.SequenceShards(spec, "kv", size, order, "ring", "heads")
+    if index % 3 == 2 and shards._can_exchange_heads:
+        shards = dataclasses.replace(shards, exchange="heads")
+    plan = parallel.plan_sequence(shards, np.append(0, np.cumsum(case.qo_lens)).astype(np.int32))
+
+    def place(rows: np.ndarray) -> jax.Array:
+        whole = np.full((tokens, *rows.shape[1:]), np.nan, case.dtype)
+        whole[:live] = rows[:live]
+        return jax.device_put(whole[shards.positions], NamedSharding(mesh, shards.array_spec))
+
+    # k and v have a gap behind each request.
+    k, v = (
+        np.concatenate([x[:0], *r]) for x, r in ((batch.k, batch.k_rows), (batch.v, batch.v_rows))
+    )
+    attend = jax.jit(
+        lambda q, k, v, plan, sinks: parallel.attend_sequence(
+            q, k, v, plan, sinks=sinks, return_lse=True, mesh=mesh
+        )
+    )
+    arrays = place(batch.q), place(k), place(v), plan, batch.sinks
+    got, again = attend(*arrays), attend(*arrays)
+    for name, a, b in zip(("o", "lse"), got, again, strict=True):
+        assert_same_bits(name, b, a)
+    back = np.argsort(shards.positions)[:live]
+    o, lse = (np.asarray(x)[back] for x in got)
+    want = expect(case, batch)
+    slack = 1 if case.dtype == "float32" else 2
+    assert_close_state(
+        o, lse, want.o[:live], want.lse[:live], slack * want.o_bound[:live], want.lse_bound[:live]
+    )
+
+
 def check_sequence_bytes() -> None:
     """Each kv block once around, or an all-to-all; no gather; never the keys of all at once."""
     tokens, heads, kv_heads = 4096, 8, 4
