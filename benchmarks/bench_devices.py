@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[str, Any]:
-    """Of each kind of step, and of its plans on the host: median seconds, and those of processors."""
+    """Of each kind of step, and of plans on the host: median seconds, and those of processors."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec

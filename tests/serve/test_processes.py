@@ -205,6 +205,20 @@ def test_the_training_example(launcher):
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("split", "sentence"),
+    [
+        ("--tensor-parallel", "TensorParallel: mesh: expected KV heads in a number that the 3 dev"),
+        ("--context-parallel", "EngineConfig: page_size: expected a multiple of context_parallel"),
+    ],
+)
+def test_a_mesh_that_does_not_divide(tmp_path, split, sentence):
+    options = [[split, "3", "--page-size", "16"]]
+    with started(tmp_path, options, [environment(3)]) as (processes, logs):
+        assert processes[0].wait(150) == 1, logs()
+        assert f"jax_attn.serve: {sentence}" in logs()[0] and "Traceback" not in logs()[0]
+
+
 @pytest.mark.parametrize("present", [0, 1])
 def test_a_process_that_does_not_come(tmp_path, present):
     options = [options_of(free_port(), 2, "--start-seconds", "4")[present]]
