@@ -1,15 +1,18 @@
 """What it costs to split decodes over devices: keys striped over CPU devices against one device.
 
-    python -m benchmarks.bench_devices [--devices 2] [--context 16384] [--requests 8]
+    python -m benchmarks.bench_devices [--devices 2] [--context 16384] [--requests 8] [--layers 16]
 
 Devices of one CPU share its cores and its pool of threads, so no split can be faster: the ratio of
-the two is what plans and the exchange add to the same work. Steps are timed in turns, one after the
-other; the median of rounds is printed, with the load.
+the two is what plans and the exchange add to the same work. A step is the attention of all layers,
+by one plan, as in a model; its layers have the same keys. Steps are timed in turns, one after the
+other; medians of rounds are printed, with the load. Beside other work on the machine, two devices
+have more threads that ask for a core; then the seconds of processors are what compares them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -20,22 +23,24 @@ _ROUNDS = 21
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("devices", 2), ("context", 16384), ("requests", 8)):
+    defaults = {"devices": 2, "context": 16384, "requests": 8, "layers": 16}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     count = f"--xla_force_host_platform_device_count={args.devices}"
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, {vars(args)}")
-    seconds = _measure(args.devices, args.context, args.requests)
-    for name, value in seconds.items():
-        print(f"{name:40} {1e6 * value:10.0f} us")
+    seconds = _measure(args.devices, args.context, args.requests, args.layers)
+    for name, (wall, processor) in seconds.items():
+        print(f"{name:40} {1e6 * wall:10.0f} us, of processors {1e6 * processor:10.0f}")
     whole = seconds["one device"]
     for name in ("striped", "striped, plans in the step"):
-        print(f"{name} / one device: {seconds[name] / whole:.3f}")
+        wall, processor = (x / y for x, y in zip(seconds[name], whole, strict=True))
+        print(f"{name} / one device: {wall:.3f}, of processors {processor:.3f}")
 
 
-def _measure(size: int, context: int, requests: int) -> dict[str, float]:
-    """Median seconds of each kind of step, and of its plans on the host."""
+def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[str, Any]:
+    """Of each kind of step, and of plans on the host: median seconds, and those of processors."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -67,27 +72,30 @@ def _measure(size: int, context: int, requests: int) -> dict[str, float]:
     plans = jax.device_put(
         parallel.plan_stripes(stripes, *lengths), NamedSharding(mesh, stripes.plan_spec)
     )
-    one = jax.jit(ja.attention)
-    split = jax.jit(lambda *x: parallel.attend_stripes(*x, mesh=mesh))
+
+    def layers(attend: Callable[..., Any], q: Any, *rest: Any) -> Any:
+        for _ in range(num_layers):
+            q = attend(q, *rest)
+        return q
 
     def plan_and_attend(q: Any, k: Any, v: Any, *lengths: Any) -> Any:
-        return parallel.attend_stripes(q, k, v, parallel.plan_stripes(stripes, *lengths))
+        return layers(parallel.attend_stripes, q, k, v, parallel.plan_stripes(stripes, *lengths))
 
-    planned = jax.jit(
-        jax.shard_map(
-            plan_and_attend,
-            mesh=mesh,
-            in_specs=(everywhere, striped.spec, striped.spec, *[everywhere] * 4),
-            out_specs=everywhere,
-            check_vma=False,
-        )
+    def mapped(call: Callable[..., Any], *specs: Any) -> Any:
+        return jax.jit(
+            jax.shard_map(
+                call, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False
+            )
+        )  # fmt: skip
+
+    one = jax.jit(functools.partial(layers, ja.attention))
+    pages_specs = everywhere, striped.spec, striped.spec
+    split = mapped(
+        functools.partial(layers, parallel.attend_stripes), *pages_specs, stripes.plan_spec
     )
-    exchange = jax.jit(
-        jax.shard_map(
-            lambda o: jax.lax.all_gather(o, "kv").sum(0),
-            mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False,
-        )
-    )  # fmt: skip
+    planned = mapped(plan_and_attend, *pages_specs, *[everywhere] * 4)
+    gather = functools.partial(layers, lambda o: jax.lax.all_gather(o, "kv").sum(0))
+    exchange = mapped(gather, everywhere)
     steps: dict[str, Callable[[], Any]] = {
         "one device": lambda: one(q, *on_one, plan),
         "striped": lambda: split(q, *on_all, plans),
@@ -96,14 +104,15 @@ def _measure(size: int, context: int, requests: int) -> dict[str, float]:
         "plan of one device, on the host": lambda: ja.plan(spec, *lengths),
         "plans of all stripes, on the host": lambda: parallel.plan_stripes(stripes, *lengths),
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for round_index in range(_ROUNDS + 1):
         for name, step in steps.items():
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             jax.block_until_ready(step())
+            end = time.perf_counter(), time.process_time()
             if round_index:  # the first one compiles
-                times[name].append(time.perf_counter() - begin)
-    return {name: float(np.median(x)) for name, x in times.items()}
+                times[name].append((end[0] - begin[0], end[1] - begin[1]))
+    return {name: np.median(x, axis=0).tolist() for name, x in times.items()}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from math import prod
 
@@ -23,4 +24,25 @@ def collectives(text: str) -> list[tuple[str, int]]:
             arrays = arrays[len(arrays) // 2 :]
         size = sum(_BITS[t] // 8 * prod(map(int, filter(None, d.split(",")))) for t, d in arrays)
         found.append((kind, size))
+    return found
+
+
+def executed(text: str) -> collections.Counter[tuple[str, int]]:
+    """How often each of `collectives` runs: those in the body of a loop as often as it turns."""
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) .*?\{$(.*?)^\}", text, re.M | re.S))
+    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    for caller, body in bodies.items():
+        for line in body.splitlines():
+            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for callee in re.findall(r"(?:body|calls|to_apply)=%?([\w.-]+)", line):
+                calls[callee].append((caller, int(turns[1]) if turns else 1))
+    (entry,) = re.findall(r"^ENTRY %?([\w.-]+)", text, re.M)
+
+    def runs(name: str) -> int:
+        return 1 if name == entry else sum(n * runs(caller) for caller, n in calls[name])
+
+    found: collections.Counter[tuple[str, int]] = collections.Counter()
+    for name, body in bodies.items():
+        for collective in collectives(body):
+            found[collective] += runs(name)
     return found

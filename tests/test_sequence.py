@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from mesh_checks import run_in_processes, run_on_cpus
+from mesh_checks import MESHES, run_in_processes, run_on_cpus
 
 import jax_attn as ja
 from jax_attn import parallel
@@ -23,6 +23,19 @@ def test_cases():
 @pytest.mark.parametrize("part", range(4))
 def test_all_cases(part):
     program = f"import mesh_checks as m; m.check_sequences({part}, 4, True)"
+    run_on_cpus(4, program, timeout=3900)
+
+
+@pytest.mark.parametrize(("index", "mesh"), list(enumerate(MESHES)))
+def test_listed_cases(index, mesh):
+    run_on_cpus(4, f"import mesh_checks as m; m.check_listed_sequences({mesh!r}, {index}, 40)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_listed_cases(mesh):
+    program = f"import mesh_checks as m; m.check_listed_sequences({mesh!r}, 0, 1)"
     run_on_cpus(4, program, timeout=3900)
 
 

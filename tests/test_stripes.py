@@ -35,6 +35,12 @@ def test(what):
     run_on_cpus(4, f"import mesh_checks as m; m.check_{what}()")
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_nothing_is_gathered_in_silence(explicit):
+    """Of the calls that take a mesh, sequences too."""
+    run_on_cpus(4, f"import mesh_checks as m; m.check_shardings({explicit})")
+
+
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 def test_devices_share_the_keys_that_decodes_read(num_devices):
     """No key is read twice, and none has more of a request than others but for a stripe."""

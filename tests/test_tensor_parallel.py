@@ -42,6 +42,31 @@ def test_engine():
     run_on_cpus(4, "import mesh_checks as m; m.check_engine((2, 1), (2, 2))")
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "split",
+    [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow),
+     pytest.param((2, 2), marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_all_features_of_an_engine(split):
+    run_on_cpus(4, f"import mesh_checks as m; m.check_features({split})", timeout=850)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "gpt-oss"])
+def test_an_engine_of_another_family(name):
+    run_on_cpus(2, f"import mesh_checks as m; m.check_family({name!r}, (2, 1))", timeout=850)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "qwen3 moe, some dense"])
+def test_a_striped_engine_of_another_family(name):
+    run_on_cpus(
+        4, f"import mesh_checks as m; m.check_family({name!r}, (1, 2), (2, 2))", timeout=850
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_engine_over_more_devices():

@@ -341,16 +341,16 @@ def attend_sequence(
     shards = plan.shards
     _check_axis(op, shards, mesh)
     if mesh is not None:
-        arrays = shards.array_spec
-        return mapped(
-            functools.partial(attend_sequence, return_lse=return_lse),
-            mesh,
-            (q, k, v, plan),
-            {"sinks": sinks},
-            (arrays, arrays, arrays, shards.plan_spec),
-            {"sinks": P(shards.heads_axis_name)},
-            (arrays, arrays) if return_lse else arrays,
-        )
+        tokens = shards.array_spec
+        arrays = {
+            "q": (q, tokens),
+            "k": (k, tokens),
+            "v": (v, tokens),
+            "plan": (plan, shards.plan_spec),
+            "sinks": (sinks, P(shards.heads_axis_name)),
+        }
+        call = functools.partial(attend_sequence, return_lse=return_lse)
+        return mapped(op, call, mesh, arrays, (tokens, tokens) if return_lse else tokens)
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (shards.spec.num_qo_heads,), "float32")
     if shards.algorithm == "heads":
@@ -609,21 +609,20 @@ def dot_product_attention(
         shards = dataclasses.replace(shards, order="striped", exchange="ring")
     stripe = functools.partial(_change_order, shards) if is_restriped else lambda x, to: x
 
-    def on_device(*arrays: Any) -> Any:
-        *operands, plan = arrays
-        dense = [stripe(x, "striped") for x in operands]
+    def on_device(query: Any, key: Any, value: Any, plan: Any) -> Any:
+        dense = [stripe(x, "striped") for x in (query, key, value)]
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in dense)
         state = attend_sequence(q, k, v, plan, return_lse=True)
         return tuple(stripe(x.reshape(rows, -1, *x.shape[1:]), "contiguous") for x in state)
 
     arrays_spec = P(batch_axis_name, axis_name, heads_axis_name)
-    o, lse = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(arrays_spec, arrays_spec, arrays_spec, shards.plan_spec),
-        out_specs=(arrays_spec, arrays_spec),
-        check_vma=False,
-    )(query, key, value, _plan_of_rows(shards))
+    arrays = {
+        "query": (query, arrays_spec),
+        "key": (key, arrays_spec),
+        "value": (value, arrays_spec),
+        "plan": (_plan_of_rows(shards), shards.plan_spec),
+    }
+    o, lse = mapped(op, on_device, mesh, arrays, (arrays_spec, arrays_spec))
     return (o, lse) if return_residual else o
 
 

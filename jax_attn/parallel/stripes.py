@@ -459,15 +459,18 @@ def append_stripes(
         return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
     pages = stripes.pages_spec(is_stacked=layer is not None)
     heads = P(stripes.heads_axis_name)
-    return mapped(
-        functools.partial(append_stripes, mesh=None),
-        mesh,
-        (k_pages, v_pages, k_new, v_new, plan),
-        {"layer": layer, "k_scale": k_scale, "v_scale": v_scale},
-        (pages, pages, stripes.new_spec, stripes.new_spec, stripes.plan_spec),
-        {"layer": P(), "k_scale": heads, "v_scale": heads},
-        (pages, None if v_pages is None else pages),
-    )
+    arrays = {
+        "k_pages": (k_pages, pages),
+        "v_pages": (v_pages, pages),
+        "k_new": (k_new, stripes.new_spec),
+        "v_new": (v_new, stripes.new_spec),
+        "plan": (plan, stripes.plan_spec),
+        "layer": (layer, P()),
+        "k_scale": (k_scale, heads),
+        "v_scale": (v_scale, heads),
+    }
+    out_specs = pages, None if v_pages is None else pages
+    return mapped("append_stripes", append_stripes, mesh, arrays, out_specs)
 
 
 def attend_stripes(
@@ -526,15 +529,16 @@ def attend_stripes(
         pages = stripes.pages_spec(is_stacked=layer is not None)
         heads = P(stripes.heads_axis_name)
         rows = stripes.o_spec(scatter)
-        return mapped(
-            functools.partial(attend_stripes, scatter=scatter, return_lse=return_lse),
-            mesh,
-            (q, k_pages, v_pages, plan),
-            options,
-            (stripes.rows_spec, pages, pages, stripes.plan_spec),
-            {name: P() if name == "layer" else heads for name in options},
-            (rows, rows) if return_lse else rows,
-        )
+        arrays = {
+            "q": (q, stripes.rows_spec),
+            "k_pages": (k_pages, pages),
+            "v_pages": (v_pages, pages),
+            "plan": (plan, stripes.plan_spec),
+        }
+        for name, value in options.items():
+            arrays[name] = value, P() if name == "layer" else heads
+        call = functools.partial(attend_stripes, scatter=scatter, return_lse=return_lse)
+        return mapped(op, call, mesh, arrays, (rows, rows) if return_lse else rows)
     own_sinks = options.pop("sinks")
     if own_sinks is not None:
         own_sinks = check_array(op, "sinks", own_sinks, (stripes.spec.num_qo_heads,), "float32")

@@ -21,7 +21,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jax._src import distributed  # the store: jax.distributed itself only begins and ends
+
+# The store has no public name in jax 0.10 to 0.12: jax.distributed itself only begins and ends, and
+# multihost_utils speaks by collectives of the devices (benchmarks/NOTES.md has what either takes).
+from jax._src import distributed
 
 log = logging.getLogger("jax_attn.serve")
 

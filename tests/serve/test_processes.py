@@ -1,4 +1,5 @@
-"""A server of several processes: one process's tokens, and how they end."""
+"""A server of several devices, in one process and in several: the tokens of one device, and how
+they end."""
 
 import contextlib
 import json
@@ -93,21 +94,28 @@ def ready_url(logs, processes) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("num_devices", "split"),
+    ("num_processes", "num_devices", "split"),
     [
-        (1, ("--tensor-parallel", "2")),
+        (1, 2, ("--tensor-parallel", "2")),
+        (1, 2, ("--context-parallel", "2", "--page-size", "16")),
+        (2, 1, ("--tensor-parallel", "2")),
         pytest.param(
+            2,
             2,
             ("--tensor-parallel", "2", "--context-parallel", "2", "--page-size", "16"),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_answers_are_those_of_one_process(tmp_path, num_devices, split):
+def test_answers_are_those_of_one_device(tmp_path, num_processes, num_devices, split):
+    """In one process, and in several; over HTTP."""
     with started(tmp_path, [["--dtype", "float32"]], [environment(1)]) as (alone, logs):
         expected, expected_logprobs = answers(ready_url(logs, alone))
-    options = options_of(free_port(), 2, "--dtype", "float32", *split)
-    with started(tmp_path, options, [environment(num_devices)] * 2) as (processes, logs):
+    options = [["--dtype", "float32", *split]]
+    if num_processes > 1:
+        options = options_of(free_port(), num_processes, *options[0])
+    environments = [environment(num_devices)] * num_processes
+    with started(tmp_path, options, environments) as (processes, logs):
         url = ready_url(logs, processes)
         texts, logprobs = answers(url)
         assert texts == expected
@@ -115,10 +123,10 @@ def test_answers_are_those_of_one_process(tmp_path, num_devices, split):
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-3)
         with urllib.request.urlopen(f"{url}/metrics") as response:
             held = re.findall(r"^jax_attn_device_bytes{.*} (.*)$", response.read().decode(), re.M)
-        assert len(held) == 2 * num_devices and len(set(held)) == 1
+        assert len(held) == num_processes * num_devices and len(set(held)) == 1
         # A signal to any of them ends all, and well.
-        processes[1].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [0, 0], logs()
+        processes[-1].send_signal(signal.SIGTERM)
+        assert {process.wait(60) for process in processes} == {0}, logs()
         assert "Traceback" not in "".join(logs())
 
 
@@ -195,6 +203,20 @@ def test_the_training_example(launcher):
     finally:
         for process in running:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("split", "sentence"),
+    [
+        ("--tensor-parallel", "TensorParallel: mesh: expected KV heads in a number that the 3 dev"),
+        ("--context-parallel", "EngineConfig: page_size: expected a multiple of context_parallel"),
+    ],
+)
+def test_a_mesh_that_does_not_divide(tmp_path, split, sentence):
+    options = [[split, "3", "--page-size", "16"]]
+    with started(tmp_path, options, [environment(3)]) as (processes, logs):
+        assert processes[0].wait(150) == 1, logs()
+        assert f"jax_attn.serve: {sentence}" in logs()[0] and "Traceback" not in logs()[0]
 
 
 @pytest.mark.parametrize("present", [0, 1])
