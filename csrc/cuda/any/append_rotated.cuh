@@ -18,7 +18,7 @@ struct AppendRotatedBody {
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const PlanTokens plan(p);
+    const HeaderCounts plan(p.header, p);
     const int q_quads = p.num_qo_heads * p.head_dim_qk / 8;
     const int rotated_quads = q_quads + p.num_kv_heads * p.head_dim_qk / 8;
     const int num_quads = rotated_quads + p.num_kv_heads * p.head_dim_vo / 4;
