@@ -7,7 +7,8 @@
 //   a plan is checked by what a plan must be (fuzz_cover.cc), whatever is refused must deserve it;
 //   one case in a hundred also goes to the device planner, in emulation.
 // damaged: words of good plans are changed, of all formats, with variants and step lists. CheckPlan
-//   refuses them, or attention, its gradients and append run over them; build with JAX_ATTN_SANITIZE=address to see what they touch.
+//   refuses them, or attention, its gradients and append run over them; build with
+//   JAX_ATTN_SANITIZE=address to see what they touch.
 //
 // A worker process runs case after case; each is a function of the seed and its number, so one that
 // kills or hangs the worker is as good as one that fails. A failure is made smaller and written to

@@ -10,7 +10,7 @@ template <class Traits>
 struct AppendRotatedBody {
   static constexpr int kNumThreads = 256;
   static constexpr int kSmemBytes = 0;
-  static constexpr int kMinCtasPerSm = 5;
+  static constexpr int kMinCtasPerSm = 8;  // 32 registers are enough
   static constexpr int kDtype = Traits::kDtype;
 
   // A thread has four neighbouring elements of a token, and with them the four that they pair with:
