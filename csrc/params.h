@@ -198,6 +198,21 @@ struct PlanHeader {
 };
 static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 
+// What a launch has room for: the counts of a header are compared with it (IsPlan in
+// cuda/common/header.cuh) before anything behind the header is looked at.
+struct PlanLimits {
+  i64 num_pages;  // of a layer's pool; 1 when ragged
+  i32 max_batch;
+  i32 max_qo_tokens;
+  i32 max_items;
+  i32 max_merge_groups;
+  i32 max_partial_rows;
+  i32 max_kv;  // paged: entries of page_indices; ragged: rows of k, v
+  i32 max_partials;
+  i32 max_shared_tokens;
+  i32 max_steps;
+};
+
 // One partial attention state: (qo_len query tokens) x (one kv head) x (kv span [kv_begin,
 // kv_end)).
 //
@@ -280,8 +295,9 @@ struct VariantOperand {
   i32 dims[4];  // as many as it has axes; each at least 1
 };
 
-// Operands, results, plan sections and workspace of one attention call.
-struct AttentionParams {
+// Operands, results, plan sections and workspace of one attention call. The layer stride of k and v
+// is num_pages * page_size * row.
+struct AttentionParams : PlanLimits {
   const void* q;       // [max_qo_tokens, num_qo_heads, head_dim_qk]
   const void* k;       // paged: [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk]
   const void* v;       //   ... head_dim_vo]; ragged: [max_kv_tokens, num_kv_heads, head_dim_*]
@@ -308,11 +324,6 @@ struct AttentionParams {
   float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
   i64* item_times;           // [max_items, 2] begin and end, ns since any time; null: not asked for
 
-  i64 num_pages;  // pages a layer (1 when ragged): layer stride = num_pages * page_size * row
-  i32 max_qo_tokens;
-  i32 max_items;
-  i32 max_merge_groups;
-  i32 max_partial_rows;
   i32 num_ctas;
   i32 num_qo_heads;
   i32 num_kv_heads;
@@ -419,7 +430,7 @@ struct BackwardCudaParams {
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
-struct AppendParams {
+struct AppendParams : PlanLimits {
   void* k_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk], in place
   void* v_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_vo], in place;
                       // null with mla, whose k_pages hold the values, too
@@ -431,12 +442,9 @@ struct AppendParams {
   const i32* kv_lens;       // [max_batch]
   const i32* page_indptr;   // [max_batch + 1]
   const i32* page_indices;  // [max_kv_pages]
-  i64 num_pages;
-  i64 k_row_bytes;  // num_kv_heads * head_dim_qk * element size
+  i64 k_row_bytes;          // num_kv_heads * head_dim_qk * element size
   i64 v_row_bytes;
   i32 page_size;
-  i32 max_qo_tokens;
-  i32 max_batch;
 
   // With kHeadScale a code is new / scale of its head, the nearest, ties to even, at most the
   // format's largest; NaN stays NaN. cpu/codec.h has the other formats.

@@ -1,5 +1,7 @@
 """Attributes of a call are data from outside, too: of an exported executable, or made by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from attention_cases import Case, make_plan
 
 import jax_attn as ja
-from jax_attn import _core
+from jax_attn import _core, ffi
 
 CASE = Case("", (1, 20), (40, 33), num_ctas=2)
 PLAN = make_plan(CASE)
@@ -136,6 +138,35 @@ def test_attributes_of_merge():
         assert words in sentence_of(merge(dtype))
     for dtype in (0, 1):
         assert "merge_states: o_parts: expected" in sentence_of(merge(dtype))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_steps": 9},
+        {"fresh_kv": True},
+        {"variant": ja.Variant(logits=lambda score, at: score + at.kv_pos)},
+    ],
+    ids=["max_steps", "fresh_kv", "variant"],
+)
+def test_the_backward_pass_of_what_has_none(fields):
+    """Step lists, say, would be taken for positions."""
+    spec = dataclasses.replace(SPEC, share_prefixes=False, **fields)
+    rows = np.ones(spec.o_shape[:2], f32)
+    sentence = sentence_of(
+        lambda: ffi.backward(
+            np.ones(spec.q_shape, f32),
+            np.ones(K_SHAPE, f32),
+            np.ones(V_SHAPE, f32),
+            np.zeros(spec.plan_words, np.int32),
+            np.int32(0),
+            rows,
+            rows,
+            np.ones(spec.o_shape, f32),
+            spec,
+        )
+    )
+    assert "attention's backward pass: spec: " in sentence
 
 
 def test_a_tampered_export_is_refused():

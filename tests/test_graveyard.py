@@ -17,7 +17,8 @@ from jax_attn import reference
 
 ROOT = Path(__file__).parents[1]
 TABLE = (ROOT / "tests" / "GRAVEYARD.md").read_text()
-ROWS = re.findall(r"^\| (?!mistake|---)(.+) \| (.+) \|$", TABLE, re.MULTILINE)
+ROWS_OF = re.compile(r"^\| (?!mistake|---)(.+) \| (.+) \|$", re.MULTILINE)
+ROWS = ROWS_OF.findall(TABLE)
 
 
 def functions_of(path: Path) -> set[str]:
@@ -41,8 +42,9 @@ def test_every_mistake_has_a_test_that_exists(mistake, guards):
 
 
 def test_the_table_has_all_mistakes():
-    """47 of them, each once: none is lost in an edit of the table."""
-    assert len(ROWS) == len({mistake for mistake, _ in ROWS}) == 47
+    """The first two sections, each once: none is lost in an edit of the table."""
+    of_others = ROWS_OF.findall(TABLE.partition("## Found here")[0])
+    assert len(of_others) == len({mistake for mistake, _ in of_others}) == 47
 
 
 def flipped(x):

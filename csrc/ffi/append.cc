@@ -97,12 +97,10 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
   p.kv_lens = plan + layout.kv_lens;
   p.page_indptr = plan + layout.kv_indptr;
   p.page_indices = plan + layout.page_indices;
-  p.num_pages = pool.num_pages;
+  static_cast<PlanLimits&>(p) = MakePlanLimits(problem, pool.num_pages);
   p.k_row_bytes = spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_qk);
   p.v_row_bytes = b.v_pages ? spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_vo) : 0;
   p.page_size = static_cast<i32>(spec.page_size);
-  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
-  p.max_batch = static_cast<i32>(spec.max_batch);
   p.k_scale = FloatsOf(b.k_scale);
   p.v_scale = FloatsOf(b.v_scale);
   p.kv_format = static_cast<i32>(spec.kv_format);

@@ -200,6 +200,23 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
   return p;
 }
 
+PlanLimits MakePlanLimits(const AttentionProblem& problem, int64_t num_pages) {
+  const AttentionSpec& spec = problem.spec;
+  const KernelConfig& config = problem.config;
+  PlanLimits limits = {};
+  limits.num_pages = num_pages;
+  limits.max_batch = static_cast<i32>(spec.max_batch);
+  limits.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  limits.max_items = static_cast<i32>(config.max_items);
+  limits.max_merge_groups = static_cast<i32>(config.max_merge_groups);
+  limits.max_partial_rows = static_cast<i32>(config.max_partial_rows);
+  limits.max_kv = static_cast<i32>(spec.paged() ? spec.max_kv_pages : spec.max_kv_tokens);
+  limits.max_partials = static_cast<i32>(config.max_partials);
+  limits.max_shared_tokens = static_cast<i32>(config.max_shared_tokens);
+  limits.max_steps = static_cast<i32>(spec.max_steps);
+  return limits;
+}
+
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan) {
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
@@ -214,10 +231,7 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
   p.qo_indptr = plan + layout.qo_indptr;
   p.kv_lens = plan + layout.kv_lens;
   if (spec.max_steps > 0) p.steps = plan + layout.steps;
-  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
-  p.max_items = static_cast<i32>(problem.config.max_items);
-  p.max_merge_groups = static_cast<i32>(problem.config.max_merge_groups);
-  p.max_partial_rows = static_cast<i32>(problem.config.max_partial_rows);
+  static_cast<PlanLimits&>(p) = MakePlanLimits(problem, spec.paged() ? 0 : 1);
   p.num_ctas = static_cast<i32>(problem.config.num_ctas);
   p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
   p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);

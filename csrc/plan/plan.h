@@ -52,6 +52,9 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
 PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs,
                           const PrefixLevels* levels, i32* plan, void* scratch);
 
+// num_pages: of a layer's pool; 1 when ragged.
+PlanLimits MakePlanLimits(const AttentionProblem& problem, int64_t num_pages);
+
 // Of an attention call all that its problem and its plan determine: operands, results, workspace
 // and the sizes of k, v are left to the caller. plan: [layout.num_words].
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);

@@ -9,6 +9,7 @@
 #include "cpu/append.h"
 #include "cuda/any/append.cuh"
 #include "cuda/any/append_rotated.cuh"
+#include "damaged_headers.h"
 #include "spec.h"
 
 namespace jax_attn {
@@ -49,6 +50,8 @@ class Batch {
     header_.version = kPlanVersion;
     header_.batch_size = static_cast<i32>(c.requests.size());
     header_.nnz_qo = qo_indptr_.back();
+    header_.nnz_kv = page_indptr_.back();
+    header_.max_page_id = num_pages_ - 1;
     const int row_dim = (c.q_heads + c.kv_heads) * c.dqk + c.kv_heads * c.dvo;
     tokens_ = header_.nnz_qo + 3;  // the last ones are padding
     qkv_ = Elements(tokens_ * row_dim);
@@ -65,18 +68,28 @@ class Batch {
     AppendParams p = Params(rotates, &want);
     rotates ? AppendRotatedCpu(p, pool) : AppendCpu(p, pool);
     for (int num_ctas : {1, 3}) {
-      p = Params(rotates, &(got = MakeOutputs()));
-      if (rotates) {
-        using Body = AppendRotatedBody<Traits>;
-        emulation::machine.Launch(num_ctas, Body::kNumThreads, 1, [&] { Body::Run(p); });
-      } else {
-        using Body = AppendBody<Traits>;
-        emulation::machine.Launch(num_ctas, Body::kNumThreads, 1, [&] { Body::Run(p); });
-      }
+      Launch(rotates, num_ctas, &(got = MakeOutputs()));
       Compare(rotates, "q", want.q, got.q);
       Compare(rotates, "k_pages", want.k, got.k);
       Compare(rotates, "v_pages", want.v, got.v);
     }
+  }
+
+  // Headers that are none of this launch's: nothing is written.
+  void RunDamaged(bool rotates) {
+    const PlanHeader good = header_;
+    const Outputs blank = MakeOutputs();
+    Outputs got = blank;
+    for (const DamagedHeader& damaged : DamagedHeaders(good, Params(rotates, &got))) {
+      header_ = damaged.header;
+      Launch(rotates, 1, &(got = blank));
+      const bool is_blank = got.q == blank.q && got.k == blank.k && got.v == blank.v;
+      if (is_blank) continue;
+      std::printf("FAILED %s%s: %s: something is written\n", c_.name.c_str(),
+                  rotates ? ", rotated" : "", damaged.what.c_str());
+      ++g_failures;
+    }
+    header_ = good;
   }
 
  private:
@@ -87,6 +100,17 @@ class Batch {
   struct Outputs {
     std::vector<char> q, k, v;
   };
+
+  void Launch(bool rotates, int num_ctas, Outputs* out) {
+    const AppendParams p = Params(rotates, out);
+    if (rotates) {
+      using Body = AppendRotatedBody<Traits>;
+      emulation::machine.Launch(num_ctas, Body::kNumThreads, 1, [&] { Body::Run(p); });
+    } else {
+      using Body = AppendBody<Traits>;
+      emulation::machine.Launch(num_ctas, Body::kNumThreads, 1, [&] { Body::Run(p); });
+    }
+  }
 
   Outputs MakeOutputs() const {
     const int64_t slots = int64_t{kNumLayers} * num_pages_ * c_.page_size * c_.kv_heads;
@@ -125,7 +149,8 @@ class Batch {
     p.v_row_bytes = c_.kv_heads * c_.dvo * kKvBytes;
     p.page_size = c_.page_size;
     p.max_qo_tokens = tokens_;
-    p.max_batch = header_.batch_size + 1;
+    p.max_batch = static_cast<i32>(c_.requests.size()) + 1;
+    p.max_kv = page_indptr_.back() + 1;
     p.kv_format = Traits::kKvFormat;
     p.dtype = Traits::kDtype;
     p.num_kv_heads = c_.kv_heads;
@@ -183,6 +208,10 @@ void RunCases(const std::string& dtype) {
     Batch<Traits> batch(named);
     batch.Run(false);
     batch.Run(true);
+    if (c.name == "odd") {
+      batch.RunDamaged(false);
+      batch.RunDamaged(true);
+    }
   }
 }
 

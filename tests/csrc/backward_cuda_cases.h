@@ -7,6 +7,7 @@
 
 #include "attention_cuda_cases.h"
 #include "cpu/backward.h"
+#include "damaged_headers.h"
 
 namespace jax_attn {
 namespace {
@@ -189,6 +190,47 @@ void Emulate(const Case& c, const BackwardCudaParams& of_all, i32 phase, std::mt
   params.phase = phase;
   emulation::machine.Launch(static_cast<int>(c.num_ctas), Body::kNumThreads,
                             static_cast<unsigned>(random()), [&params] { Body::Run(params); });
+}
+
+// Headers that are none: all gradients are NaN, and nothing behind the header is looked at. phases:
+// runs all of them, void(const AttentionSpec&, const BackwardCudaParams&, std::mt19937&).
+template <class Traits, class Phases>
+void RunDamagedHeaders(const Case& c, const Phases& phases) {
+  std::mt19937 random(1);
+  AttentionProblem problem = MakeProblem<Traits>(c);
+  AttentionSpec& spec = problem.spec;
+  spec.dtype = Traits::kDtype;
+  const Batch b = MakeBatch<Traits>(c, spec, random);
+  const std::vector<int32_t> good = MakePlan(c, problem, b);
+  const PlanLayout layout = MakePlanLayout(problem);
+  const auto& header = *reinterpret_cast<const PlanHeader*>(good.data() + layout.header);
+  for (const DamagedHeader& damaged :
+       DamagedHeaders(header, MakePlanLimits(problem, b.num_pages))) {
+    std::vector<int32_t> plan(good.size(), 0x7f7f7f70);
+    std::memcpy(plan.data() + layout.header, &damaged.header, sizeof(damaged.header));
+    AttentionParams p = MakeParams(problem, b, plan, nullptr);
+    p.num_layers = 1;
+    std::vector<int32_t> words(BackwardWorkspaceWords(spec, p.num_pages));
+    BackwardCudaParams params = MakeBackwardParams(problem, p, plan.data(), words.data());
+    std::vector<float> row(spec.max_qo_tokens * spec.num_qo_heads);
+    Array d_o(Traits::kDtype, spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_vo);
+    params.lse = params.d = row.data();
+    params.d_o = d_o.data();
+    std::vector<Array> results;
+    for (const i64 num : params.num_elements) {
+      results.emplace_back(Traits::kDtype, static_cast<size_t>(num));
+    }
+    params.d_q = results[0].data();
+    params.d_k = results[1].data();
+    params.d_v = results[2].data();
+    phases(spec, params, random);
+    for (const Array& x : results) {
+      const auto is_set = [](char byte) { return byte == static_cast<char>(0xff); };
+      if (std::all_of(x.bytes().begin(), x.bytes().end(), is_set)) continue;
+      std::printf("FAILED %s, %s: not all gradients are NaN\n", c.name, damaged.what.c_str());
+      ++g_failures;
+    }
+  }
 }
 
 }  // namespace

@@ -25,6 +25,17 @@ void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, bool scatt
               Body::QueriesPass::kOwned, Body::QueriesPass::kStep);
 }
 
+template <class Traits>
+void RunDamaged(const char* name) {
+  const Case c = {.name = name, .requests = {{20, 30}, {3, 17}}};
+  RunDamagedHeaders<Traits>(
+      c, [&](const AttentionSpec&, const BackwardCudaParams& params, std::mt19937& random) {
+        for (const i32 phase : {kBackwardReadPlan, kBackwardLinkPages, kBackwardRows}) {
+          Emulate<BackwardBody<Traits>>(c, params, phase, random);
+        }
+      });
+}
+
 int RunAll() {
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {0, 9}, {5, 2}, {1, 0}};
   const std::vector<Request> documents = {{70, 70}, {150, 150}, {1, 1}};
@@ -84,6 +95,8 @@ int RunAll() {
     RunBackward<Odd>(windows, 30 + poison, poison);
     RunBackward<OddF32>(windows, 40 + poison, poison);
   }
+  RunDamaged<Ragged64>("damaged headers");
+  RunDamaged<Page16>("damaged headers, pages");
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }

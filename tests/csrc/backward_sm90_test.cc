@@ -68,6 +68,20 @@ void Run(const Case& c, unsigned seed, bool boxes, Poison poison = kNone) {
               Hopper::kSmemBytes);
 }
 
+template <class Shape>
+void RunDamaged() {
+  using Traits = typename Kernel<Shape, 90>::Traits;
+  const Case c = {.name = "damaged headers", .requests = {{150, 150}, {3, 17}}, .kv_heads = 1};
+  RunDamagedHeaders<Traits>(
+      c, [&](const AttentionSpec& spec, BackwardCudaParams params, std::mt19937& random) {
+        AddMaps(spec, &params);
+        Emulate<BackwardBody<Traits>>(c, params, kBackwardReadPlan, random);
+        Emulate<HopperBackwardBody<Traits>>(c, params, kBackwardSums, random);
+        Emulate<HopperBackwardBody<Traits>>(c, params, kBackwardRound, random);
+        Emulate<BackwardBody<Traits>>(c, params, kBackwardRows, random);
+      });
+}
+
 int RunAll() {
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {0, 9}, {5, 2}, {1, 0}};
   const std::vector<Request> documents = {{150, 150}, {1, 1}, {260, 260}};
@@ -102,6 +116,7 @@ int RunAll() {
     const Case c = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
     Run<Causal64>(c, 20 + poison, true, poison);
   }
+  RunDamaged<Causal128>();
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }

@@ -4,6 +4,7 @@
 #include "cuda_emulation.h"
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
+#include "damaged_headers.h"
 #include "sm80_kernels.h"
 #include "sm90_kernels.h"
 
@@ -97,35 +98,24 @@ void TestHeaders(const Case& c) {
   Series<Kernel, Shape> series(c);
   const Outputs good = series.Launch(series.plan);
   const PlanLayout layout = series.layout();
-  const KernelConfig& config = series.problem().config;
-  const auto too_large = [](i64 capacity) { return static_cast<i32>(capacity + 1); };
-  const std::vector<std::pair<i32 PlanHeader::*, i32>> damages = {
-      {&PlanHeader::magic, 0},
-      {&PlanHeader::magic, kFaultyPlanMagic},
-      {&PlanHeader::version, kPlanVersion + 1},
-      {&PlanHeader::nnz_qo, too_large(series.problem().spec.max_qo_tokens)},
-      {&PlanHeader::nnz_qo, -1},
-      {&PlanHeader::num_items, too_large(config.max_items)},
-      {&PlanHeader::num_merge_groups, too_large(config.max_merge_groups)},
-      {&PlanHeader::num_partial_rows, too_large(config.max_partial_rows)},
-      {&PlanHeader::num_partial_rows, -1},
-  };
-  for (const auto& [field, value] : damages) {
+  const PlanLimits most = MakePlanLimits(series.problem(), series.batch.num_pages);
+  const PlanHeader header = *reinterpret_cast<const PlanHeader*>(&series.plan[layout.header]);
+  for (const DamagedHeader& damaged : DamagedHeaders(header, most)) {
     // What follows leads astray.
     std::vector<i32> plan(series.plan.size(), 0x7f7f7f70);
     std::copy_n(series.plan.begin(), layout.qo_indptr, plan.begin());
-    HeaderOf(layout, &plan).*field = value;
+    HeaderOf(layout, &plan) = damaged.header;
     const Outputs out = series.Launch(plan);
     const auto is_blank = [](auto x) { return std::isnan(x) || x == 0xffff; };
     Expect(std::all_of(out.o.begin(), out.o.end(), is_blank) &&
                std::all_of(out.lse.begin(), out.lse.end(), [](float x) { return std::isnan(x); }),
-           std::string(c.name) + ": a header that is none: not all results are NaN");
+           std::string(c.name) + ", " + damaged.what + ": not all results are NaN");
   }
   Expect(SameBits(series.Launch(series.plan), good),
          std::string(c.name) + ": other bits behind headers that are none");
   // Queues that are not of the plan's items have none.
   for (const auto& [at, value] : std::vector<std::pair<int, i32>>{
-           {0, -7}, {config.num_ctas, too_large(config.max_items)}, {1, 0x7fffffff}}) {
+           {0, -7}, {c.num_ctas, most.max_items + 1}, {1, 0x7fffffff}}) {
     std::vector<i32> plan = series.plan;
     plan[layout.queue_indptr + at] = value;
     series.Launch(plan);
@@ -176,6 +166,92 @@ void TestSpin(const Case& c) {
   const Outputs out = series.Launch(plan, false, 1);
   Expect(std::isnan(out.lse[0]) && out.o[0] != 0xffff && std::isnan(Bf16ToFloat(out.o[0])),
          "a state that never came: not NaN");
+}
+
+// --- barriers ---
+
+// Items of any kind, as long as what they name is memory of this launch: lengths and spans that are
+// empty, reversed or too long, tiles that do not exist, heads, positions, merge groups and queues
+// of others. All warps must agree on how often they wait and arrive: the emulation aborts where a
+// warp waits for what nobody does, and where a CTA leaves something over. And the next launch is
+// right.
+template <class Kernel, class Shape>
+void TestBarriers(const Case& c, int num_plans) {
+  Series<Kernel, Shape> series(c);
+  const Outputs good = series.Launch(series.plan);
+  const PlanLayout layout = series.layout();
+  const AttentionProblem& problem = series.problem();
+  const KernelConfig& config = problem.config;
+  const i32 group_size = static_cast<i32>(problem.spec.group_size());
+  std::mt19937 random(7);
+  const auto between = [&](i64 least, i64 most) {
+    return least >= most
+               ? static_cast<i32>(least)
+               : static_cast<i32>(least + static_cast<i64>(random() % (most - least + 1)));
+  };
+  for (int plans = 0; plans < num_plans; ++plans) {
+    std::vector<i32> plan = series.plan;
+    plan.resize(plan.size() + 1000);  // page 0, behind the last page table
+    const PlanHeader header = HeaderOf(layout, &plan);
+    for (i64 i = 0; i < config.max_shared_tokens; ++i) {
+      if (random() % 4 == 0) plan[layout.qo_indices + i] = between(0, header.nnz_qo - 1);
+    }
+    auto* items = reinterpret_cast<WorkItem*>(&plan[layout.items]);
+    for (i32 i = 0; i < header.num_items; ++i) {
+      WorkItem item = items[i];
+      for (int changes = between(0, 4); changes > 0; --changes) {
+        switch (between(0, 8)) {
+          case 0:
+            item.qo_len = between(-2, config.tile_q[config.num_tiles - 1] / group_size);
+            break;
+          case 1:
+            item.tile = between(-1, 3);
+            break;
+          case 2:
+            item.kv_begin = between(0, 300);
+            break;
+          case 3:
+            item.kv_end = between(0, 300);
+            break;
+          case 4:
+            item.q_pos = between(-400, 400);
+            break;
+          case 5:
+            item.kv_head = between(0, problem.spec.num_kv_heads - 1);
+            break;
+          case 6:
+            item.num_groups = between(0, 3);
+            break;
+          case 7:
+            item.partial_row = between(-1, config.max_partial_rows);
+            break;
+          default:
+            item = items[between(0, header.num_items - 1)];
+        }
+      }
+      // Within sections and arrays.
+      const i64 rows = i64{std::max(item.qo_len, 1)} * group_size;
+      if (item.merge_idx + item.num_groups > header.num_merge_groups) item.num_groups = 0;
+      if (item.merge_idx < 0 || item.partial_row < 0) item.num_groups = 0;
+      if (item.num_groups == 0) item.partial_row = item.merge_idx = -1;
+      const i64 tokens =
+          item.num_groups > 1 ? config.max_shared_tokens : problem.spec.max_qo_tokens;
+      if (item.qo_begin + i64{item.qo_len} > tokens) continue;
+      if (item.partial_row + rows > config.max_partial_rows) continue;
+      items[i] = item;
+    }
+    i32* queues = &plan[layout.queue_indptr];
+    if (random() % 4 == 0) queues[between(0, config.num_ctas)] = between(-1, config.max_items);
+    if (random() % 4 == 0) {
+      auto* groups = reinterpret_cast<MergeGroup*>(&plan[layout.merge_groups]);
+      for (i32 i = 0; i < header.num_merge_groups; ++i) {
+        if (random() % 4 == 0) groups[i].num_partials = between(0, groups[i].num_partials);
+      }
+    }
+    series.Launch(plan);
+  }
+  Expect(SameBits(series.Launch(series.plan), good),
+         std::string(c.name) + ": other bits behind plans of anything");
 }
 
 // --- what is not finite ---
@@ -232,8 +308,10 @@ void TestPoison(const char* name, const Request& request, i64 tile_rows) {
 }  // namespace
 }  // namespace jax_attn
 
-int main() {
+// The argument: damaged plans of each kernel, 10 without.
+int main(int argc, char** argv) {
   using namespace jax_attn;
+  const int num_plans = argc > 1 ? std::atoi(argv[1]) : 10;
   const std::vector<Request> mixed = {{45, 170}, {3, 5}, {1, 200}, {5, 130}};
   const Case c = {.name = "sm80", .requests = mixed, .kv_split = 64};
   const auto named = [&c](const char* name) {
@@ -272,6 +350,23 @@ int main() {
                             .kv_heads = 1,
                             .kv_split = 64,
                             .qo_heads = 64});
+  Case shared = c;
+  shared.requests = {{1, 170}, {1, 190}, {2, 160}, {1, 170}, {45, 170}};
+  shared.prefix = 128;
+  const auto sharing = [&](const char* name) {
+    Case copy = shared;
+    copy.name = name;
+    return copy;
+  };
+  TestBarriers<Sm80Kernel, Page16>(sharing("sm80"), num_plans);
+  TestBarriers<Sm90Kernel<true, 32>, Page16>(sharing("sm90"), num_plans);
+  TestBarriers<Sm90Kernel<false, 32, 1>, Page16>(named("sm90, decodes alone"), num_plans);
+  TestBarriers<Sm90Kernel<true, 32>, E4m3Of<Page16, false>>(sharing("sm90, e4m3"), num_plans);
+  latent.qo_heads = 16;
+  TestBarriers<Sm80Mla, Mla16>(latent, num_plans);
+  TestBarriers<Sm90MlaDecode, Mla16>(latent, num_plans);
+  latent.qo_heads = 64;
+  TestBarriers<Sm90Mla, Mla64>(latent, num_plans);
   using Page16Dim128 = ShapeOf<128, 128, 1, 16, false, true, false>;
   TestPoison<Sm90Kernel<true, 32>, Page16Dim128>("sm90, prompt", {400, 400}, 128);
   TestPoison<Sm90Kernel<true, 32>, Page16Dim128>("sm90, speculation", {9, 700}, 9);

@@ -4,7 +4,9 @@
 #include <cstdarg>
 #include <sstream>
 
+#include "plan/check.h"
 #include "select/select.h"
+#include "variant_programs.h"
 
 namespace jax_attn::fuzz {
 namespace {
@@ -61,7 +63,12 @@ AttentionSpec RandomSpec(Random& random) {
   if (!spec.paged()) spec.num_pages = -1;
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
-  spec.fresh_kv = spec.paged() && !spec.mla && !spec.quantized() && OneIn(random, 4);
+  if (OneIn(random, 6) && !spec.quantized() && !spec.mla && spec.arch == 0) {
+    spec.kv_format = Pick<int64_t>(random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format});
+    if (!spec.paged()) spec.kv_format = std::min<int64_t>(spec.kv_format, kE5m2Format);
+  }
+  spec.fresh_kv =
+      spec.paged() && !spec.mla && (spec.arch == 0 || !spec.quantized()) && OneIn(random, 4);
   spec.num_processors = PickNumber(random, {1, 1, 2, 3, 7, 16, 132});
   if (spec.schedule == kFixedSplit) {
     const int64_t step = SelectAttention(spec).tile_kv;
@@ -225,6 +232,26 @@ void SettleCapacities(Random& random, Case* c) {
   }
 }
 
+// A map of blocks for step lists, dense or sparse; now and then with too few rows, columns or room.
+void AddMap(Random& random, Case* c) {
+  AttentionSpec& spec = c->spec;
+  spec.share_prefixes = 0;
+  c->q_block = static_cast<int32_t>(PickNumber(random, {1, 7, 16, 64, 128, 1000}));
+  c->kv_block = static_cast<int32_t>(PickNumber(random, {16, 33, 64, 128, 1000}));
+  const int64_t longest =
+      c->kv_lens.empty() ? 0 : *std::max_element(c->kv_lens.begin(), c->kv_lens.end());
+  c->map_columns = (longest + c->kv_block - 1) / c->kv_block + Below(random, 2);
+  if (OneIn(random, 20)) c->map_columns = Below(random, c->map_columns + 1);
+  int64_t rows = (spec.max_qo_tokens + c->q_block - 1) / c->q_block + Below(random, 2);
+  if (OneIn(random, 20)) rows = Below(random, rows + 1);
+  const int sparsity = static_cast<int>(PickNumber(random, {1, 2, 5, 100}));
+  for (int64_t i = 0; i < rows * c->map_columns; ++i) {
+    const uint8_t some = OneIn(random, 2) ? kSomeVisible : kSomeVisible | kSomeHidden;
+    c->map_classes.push_back(OneIn(random, sparsity) ? some : kSomeHidden);
+  }
+  spec.max_steps = PickNumber(random, {1, 30, 3000, 3000, 3000});
+}
+
 Case SmallCase(Random& random);
 
 }  // namespace
@@ -245,6 +272,18 @@ PrefixLevels Case::levels() const {
   return {request_indptr.data(), prefix_lens.data(), num_levels, num_prefixes};
 }
 
+Status PlanOf(const Case& c, const AttentionProblem& problem, int32_t* plan) {
+  const PrefixLevels levels = c.levels();
+  BlockMap map = {};
+  map.classes = c.map_classes.data();
+  map.num_columns = c.map_columns;
+  map.num_rows = c.map_columns > 0 ? static_cast<int64_t>(c.map_classes.size()) / c.map_columns : 0;
+  map.q_block = c.q_block;
+  map.kv_block = c.kv_block;
+  return Plan(problem, c.inputs(), c.told ? &levels : nullptr, plan,
+              c.spec.max_steps > 0 ? &map : nullptr);
+}
+
 std::string Text(const char* format, ...) {
   char text[1000];
   va_list arguments;
@@ -262,6 +301,7 @@ AttentionProblem MakeProblem(const Case& c) {
   problem.config.max_items = c.max_items;
   problem.config.max_partial_rows = c.max_partial_rows;
   FillCapacities(&problem);
+  if (!DecodeProgram(c.program.data(), c.program.size(), &problem.program).ok()) std::abort();
   return problem;
 }
 
@@ -271,12 +311,18 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index) {
   if (is_damaged) return SmallCase(random);
   Case c;
   c.spec = RandomSpec(random);
-  AddRequests(RandomLengths(c.spec, random), random, &c);
+  const bool listed = OneIn(random, 8) && (c.spec.arch == 0 || !c.spec.mla);
+  std::vector<Lengths> lengths = RandomLengths(c.spec, random);
+  for (Lengths& l : lengths) {  // few enough steps to look at each, for every token
+    if (listed) l = {l.qo_len % 301, l.kv_len % 3001};
+  }
+  AddRequests(lengths, random, &c);
   if (OneIn(random, 3)) AddOffsets(random, &c);
-  if (c.spec.share_prefixes && OneIn(random, 2)) AddLevels(random, &c);
+  if (c.spec.share_prefixes && !listed && OneIn(random, 2)) AddLevels(random, &c);
   SettleCapacities(random, &c);
+  if (listed && c.spec.max_qo_tokens < 1 << 20) AddMap(random, &c);
   if (OneIn(random, 4)) Spoil(random, &c);
-  if (OneIn(random, 100)) c.device_seed = Below(random, 1 << 30);
+  if (OneIn(random, 100) && c.spec.max_steps == 0) c.device_seed = Below(random, 1 << 30);
   return c;
 }
 
@@ -301,12 +347,15 @@ std::string ToText(const Case& c) {
   number("max_partial_rows", c.max_partial_rows, 0);
   number("device_seed", c.device_seed, -1);
   number("told", c.told, 0);
+  number("q_block", c.q_block, 0);
+  number("kv_block", c.kv_block, 0);
+  number("map_columns", c.map_columns, 0);
   number("num_levels", c.num_levels, 0);
   number("num_prefixes", c.num_prefixes, 0);
-  const auto list = [&](const char* name, const std::vector<int32_t>& values) {
+  const auto list = [&](const char* name, const auto& values) {
     if (values.empty()) return;
     out << name;
-    for (int32_t x : values) out << " " << x;
+    for (const int64_t x : values) out << " " << x;
     out << "\n";
   };
   list("qo_indptr", c.qo_indptr);
@@ -316,6 +365,8 @@ std::string ToText(const Case& c) {
   list("q_offsets", c.q_offsets);
   list("request_indptr", c.request_indptr);
   list("prefix_lens", c.prefix_lens);
+  list("map_classes", c.map_classes);
+  list("program", c.program);
   for (const auto& [word, value] : c.words) out << "word " << word << " " << value << "\n";
   if (!c.expect.empty()) out << "expect " << c.expect << "\n";
   return out.str();
@@ -342,12 +393,16 @@ bool FromText(const std::string& text, Case* c) {
     number("max_partial_rows", &c->max_partial_rows);
     number("device_seed", &c->device_seed);
     number("told", &c->told);
+    number("q_block", &c->q_block);
+    number("kv_block", &c->kv_block);
+    number("map_columns", &c->map_columns);
     number("num_levels", &c->num_levels);
     number("num_prefixes", &c->num_prefixes);
-    const auto list = [&](const char* field_name, std::vector<int32_t>* field) {
+    const auto list = [&](const char* field_name, auto* field) {
       if (name != field_name) return;
       known = true;
-      for (int32_t x; in >> x;) field->push_back(x);
+      using Element = typename std::remove_pointer_t<decltype(field)>::value_type;
+      for (int64_t x; in >> x;) field->push_back(static_cast<Element>(x));
     };
     list("qo_indptr", &c->qo_indptr);
     list("kv_lens", &c->kv_lens);
@@ -356,6 +411,8 @@ bool FromText(const std::string& text, Case* c) {
     list("q_offsets", &c->q_offsets);
     list("request_indptr", &c->request_indptr);
     list("prefix_lens", &c->prefix_lens);
+    list("map_classes", &c->map_classes);
+    list("program", &c->program);
     if (name == "part") {
       std::string part;
       known = in >> part && (part == "damaged" || part == "batches");
@@ -370,6 +427,8 @@ bool FromText(const std::string& text, Case* c) {
     if (!known) return false;
   }
   const size_t n = c->kv_lens.size();
+  VariantProgram program;
+  if (!DecodeProgram(c->program.data(), c->program.size(), &program).ok()) return false;
   return c->qo_indptr.size() == n + 1 && c->kv_indptr.size() == n + 1 &&
          (c->q_offsets.empty() || c->q_offsets.size() == n) &&
          c->request_indptr.size() == static_cast<size_t>(c->num_levels) * (c->num_prefixes + 1) &&
@@ -422,6 +481,11 @@ std::vector<Case> Smaller(const Case& c) {
   }
   for (size_t r = 0; r < c.kv_lens.size(); ++r) add([&](Case* s) { RemoveRequest(r, s); });
   add([](Case* s) { s->device_seed = -1; });
+  add([](Case* s) {
+    s->spec.max_steps = s->q_block = s->kv_block = 0;
+    s->map_columns = 0;
+    s->map_classes.clear();
+  });
   add([](Case* s) { s->q_offsets.clear(); });
   add([](Case* s) {
     s->told = false;
@@ -436,7 +500,7 @@ std::vector<Case> Smaller(const Case& c) {
     add([&](Case* s) { s->spec.*field = -1; });
   }
   for (auto field : {&AttentionSpec::share_prefixes, &AttentionSpec::fresh_kv,
-                     &AttentionSpec::dtype, &AttentionSpec::arch}) {
+                     &AttentionSpec::dtype, &AttentionSpec::arch, &AttentionSpec::kv_format}) {
     add([&](Case* s) { s->spec.*field = 0; });
   }
   add([](Case* s) { s->spec.num_qo_heads = s->spec.num_kv_heads = 1; });
@@ -479,6 +543,18 @@ Case SmallCase(Random& random) {
   spec.kv_split = spec.schedule == kFixedSplit ? 128 : 0;
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
   spec.fresh_kv = spec.paged() && OneIn(random, 4);
+  if (OneIn(random, 4)) {
+    spec.kv_format = Pick<int64_t>(random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format});
+    if (!spec.paged()) spec.kv_format = std::min<int64_t>(spec.kv_format, kE5m2Format);
+  }
+  if (OneIn(random, 4)) {
+    const auto seed = static_cast<unsigned>(random() % 1000);
+    const std::vector<NamedProgram> published = VariantPrograms();
+    const VariantProgram program =
+        OneIn(random, 2) ? RandomProgram(seed) : published[seed % published.size()].program;
+    c.program = EncodeProgram(program);
+    if (NeedsOwnRows(program)) spec.share_prefixes = 0;
+  }
   spec.num_processors = PickNumber(random, {1, 2, 4});
   spec.sm_scale = 0.25;
   std::vector<Lengths> lengths;
@@ -513,10 +589,12 @@ Case SmallCase(Random& random) {
     c.max_partial_rows = 10000;
   }
 
+  if (OneIn(random, 4)) AddMap(random, &c);
+
   const AttentionProblem problem = MakeProblem(c);
   const PlanLayout layout = MakePlanLayout(problem);
   std::vector<int32_t> plan(layout.num_words);
-  if (!Plan(problem, c.inputs(), nullptr, plan.data()).ok()) return c;
+  if (!PlanOf(c, problem, plan.data()).ok()) return c;
   PlanHeader header;
   std::copy_n(plan.data() + layout.header, sizeof(header) / 4, reinterpret_cast<int32_t*>(&header));
   // Live words of each section: what is behind them nobody reads.
@@ -531,6 +609,7 @@ Case SmallCase(Random& random) {
       {layout.qo_indices, header.num_shared_tokens},
       {layout.items, header.num_items * 12},
       {layout.items, header.num_items * 12},
+      {layout.steps, header.num_steps},
       {layout.page_indices, spec.paged() ? header.nnz_kv : 0}};
   const auto some_word = [&]() -> int64_t {
     for (;;) {

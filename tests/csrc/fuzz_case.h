@@ -27,6 +27,10 @@ struct Case {
   bool told = false;               // levels are
   int32_t num_levels = 0, num_prefixes = 0;
   std::vector<int32_t> request_indptr, prefix_lens;  // of all levels
+  int32_t q_block = 0, kv_block = 0;                 // of a BlockMap, with spec.max_steps
+  int64_t map_columns = 0;                           // likewise
+  std::vector<uint8_t> map_classes;                  // likewise, row by row
+  std::vector<int64_t> program;                      // words of a variant (variant/words.h)
   int64_t device_seed = -1;                          // of the emulation; -1: host alone
   std::vector<std::pair<int64_t, int32_t>> words;    // damaged: index and value
   std::string expect;  // batches: a part of the sentence by which it must be refused; "": any
@@ -41,6 +45,9 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index);
 
 // The kernel configuration and the capacities.
 AttentionProblem MakeProblem(const Case& c);
+
+// The host planner on the whole case. plan: as many words as its layout has.
+Status PlanOf(const Case& c, const AttentionProblem& problem, int32_t* plan);
 
 std::string ToText(const Case& c);
 bool FromText(const std::string& text, Case* c);

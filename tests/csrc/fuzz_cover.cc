@@ -44,7 +44,7 @@ class Cover {
     if (std::string s = CheckRows(); !s.empty()) return s;
     if (std::string s = CheckGroups(); !s.empty()) return s;
     for (int64_t head = 0; head < spec_.num_kv_heads; ++head) {
-      std::string s = CheckPieces(&pieces_[head]);
+      std::string s = spec_.max_steps > 0 ? CheckLists(pieces_[head]) : CheckPieces(&pieces_[head]);
       if (s.empty()) s = CheckFinal(&final_[head]);
       if (!s.empty()) return Text("head %lld: ", static_cast<long long>(head)) + s;
     }
@@ -307,6 +307,64 @@ class Cover {
     return "";
   }
 
+  // What a map says of the keys [kv_begin, kv_end) for a token, a row of q.
+  uint8_t ClassOf(int64_t token, int64_t kv_begin, int64_t kv_end) const {
+    uint8_t found = 0;
+    for (int64_t i = kv_begin / c_.kv_block; i * c_.kv_block < kv_end; ++i) {
+      found |= c_.map_classes[token / c_.q_block * c_.map_columns + i];
+    }
+    return found;
+  }
+
+  // With step lists: every token has each step in which it may see a key, once, and is told where
+  // a key may be hidden; and no step is listed in which no token of its tile may see one.
+  std::string CheckLists(const std::vector<Piece>& pieces) const {
+    const int64_t step_tokens = problem_.config.tile_kv;
+    const int32_t* steps = plan_ + layout_.steps;
+    for (int64_t token = 0; token < c_.qo_indptr.back(); ++token) {
+      const int64_t r = RequestOf(token), num_steps = CeilDivide(c_.kv_lens[r], step_tokens);
+      const auto where = [&](int64_t step) {
+        return Text("token %lld of request %lld, step %lld: ", static_cast<long long>(token),
+                    static_cast<long long>(r), static_cast<long long>(step));
+      };
+      std::vector<int> listed(num_steps, -1);  // 1: masked
+      bool found = false;
+      for (const Piece& p : pieces) {
+        if (token < p.begin || token >= p.end) continue;
+        found = true;
+        if (p.kv_begin % step_tokens != 0 || p.kv_end % step_tokens != 0 ||
+            p.kv_end > header_.num_steps * step_tokens) {
+          return where(p.kv_begin) + "places that are none";
+        }
+        for (int64_t e = p.kv_begin / step_tokens; e < p.kv_end / step_tokens; ++e) {
+          const int64_t step = steps[e] >> 1;
+          if (step < 0 || step >= num_steps) return where(step) + "beyond kv_len";
+          if (listed[step] >= 0) return where(step) + "listed twice";
+          if (e > p.kv_begin / step_tokens && steps[e - 1] >> 1 >= step) {
+            return where(step) + "not ascending";
+          }
+          listed[step] = steps[e] & 1;
+          const int64_t end = std::min<int64_t>(c_.kv_lens[r], (step + 1) * step_tokens);
+          uint8_t of_tile = 0;
+          for (int64_t t = p.begin; t < p.end; ++t) {
+            of_tile |= ClassOf(t, step * step_tokens, end);
+          }
+          if (!(of_tile & kSomeVisible)) return where(step) + "listed, and nobody sees it";
+        }
+      }
+      if (!found) return where(0) + "in no item";
+      const Seen seen = SeenBy(r, token);
+      for (int64_t step = seen.begin / step_tokens; step * step_tokens < seen.end; ++step) {
+        const uint8_t found = ClassOf(token, std::max(seen.begin, step * step_tokens),
+                                      std::min(seen.end, (step + 1) * step_tokens));
+        if (!(found & kSomeVisible)) continue;
+        if (listed[step] < 0) return where(step) + "not listed";
+        if (found & kSomeHidden && listed[step] == 0) return where(step) + "not masked";
+      }
+    }
+    return "";
+  }
+
   struct Range {
     int64_t begin, end;
   };
@@ -343,6 +401,17 @@ class Cover {
   std::vector<State> states_;
 };
 
+// Whether any of the tokens sees a key.
+bool SeesAny(const AttentionSpec& spec, int64_t kv_len, int64_t first, int64_t qo_len) {
+  for (int64_t at = first; at < first + qo_len; ++at) {
+    const int64_t begin = spec.window_left < 0 ? 0 : std::max<int64_t>(0, at - spec.window_left);
+    const int64_t end =
+        spec.window_right < 0 ? kv_len : std::min<int64_t>(kv_len, at + spec.window_right + 1);
+    if (begin < end) return true;
+  }
+  return false;
+}
+
 // The contract of a batch, in words of the interface.
 bool IsLegal(const Case& c, const AttentionSpec& spec) {
   const int64_t limit = int64_t{1} << 30, n = c.batch_size();
@@ -361,6 +430,16 @@ bool IsLegal(const Case& c, const AttentionSpec& spec) {
     const int64_t page = std::max<int64_t>(1, spec.page_size);
     const int64_t used = (kv_len + page - 1) / page;
     if (used > kv[r + 1] - kv[r]) return false;
+    // The last token of a request sees the furthest.
+    if (spec.max_steps == 0 || qo_len == 0) continue;
+    int64_t end = kv_len;
+    if (spec.window_right >= 0) end = std::min(end, first + qo_len + spec.window_right);
+    if (end > c.map_columns * c.kv_block && SeesAny(spec, kv_len, first, qo_len)) return false;
+  }
+  if (spec.max_steps > 0) {
+    const int64_t rows = CeilDivide(spec.max_qo_tokens, c.q_block);
+    if (static_cast<int64_t>(c.map_classes.size()) < rows * c.map_columns) return false;
+    if (c.map_columns == 0 && rows > 0) return false;  // as the case has it, there are no rows then
   }
   for (int64_t r = 0; r < n && spec.paged(); ++r) {
     for (int64_t i = 0; i * spec.page_size < c.kv_lens[r]; ++i) {
@@ -417,7 +496,7 @@ std::string CheckLegal(const Case& c, const AttentionProblem& problem, const Sta
   bool named = false;
   for (const char* argument :
        {"qo_indptr", "kv_lens", "kv_indptr", "page_indptr", "page_indices", "q_offsets",
-        "prefix_levels", "batch_size", "max_items", "max_partial_rows"}) {
+        "prefix_levels", "batch_size", "max_items", "max_partial_rows", "block_map", "max_steps"}) {
     named |= Contains(message, argument);
   }
   if (message.rfind("plan: ", 0) != 0 || !named || !Contains(message, "expected") ||
@@ -426,12 +505,13 @@ std::string CheckLegal(const Case& c, const AttentionProblem& problem, const Sta
   }
   const bool capacity = Contains(message, "raise max_items") ||
                         Contains(message, "raise max_partial_rows") ||
-                        Contains(message, "raise kv_split");
+                        Contains(message, "raise kv_split") || Contains(message, "max_steps");
   const bool too_much = Contains(message, "2^25 query tiles") || Contains(message, "2^49");
   if (!is_legal) return "";  // which of its faults is said is up to the planner
   if (too_much) return "";
   if (!capacity) return "a legal batch is refused: " + message;
-  if (problem.spec.balances() && c.max_items == 0 && c.max_partial_rows == 0) {
+  if (problem.spec.balances() && !Contains(message, "max_steps") && c.max_items == 0 &&
+      c.max_partial_rows == 0) {
     return "capacities that should hold any batch do not: " + message;
   }
   return "";

@@ -1,5 +1,5 @@
-// Plans with changed words: CheckPlan refuses them, or attention and append over them touch only
-// what is theirs and leave no row of o unwritten.
+// Plans with changed words: CheckPlan refuses them, or attention, its gradients and append over
+// them touch only what is theirs and leave no row of o unwritten.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,6 +7,7 @@
 
 #include "cpu/append.h"
 #include "cpu/attention.h"
+#include "cpu/backward.h"
 #include "fuzz_case.h"
 #include "plan/check.h"
 
@@ -43,8 +44,8 @@ struct Operands {
   explicit Operands(const AttentionSpec& s)
       : element(ElementBytes(s.dtype)),
         q(s.max_qo_tokens * s.num_qo_heads * s.head_dim_qk * element, kTenth),
-        k(Rows(s) * s.num_kv_heads * s.head_dim_qk * element, kTenth),
-        v(Rows(s) * s.num_kv_heads * s.head_dim_vo * element, kTenth),
+        k(Rows(s) * s.num_kv_heads * s.kv_row_bytes(s.head_dim_qk), kTenth),
+        v(Rows(s) * s.num_kv_heads * s.kv_row_bytes(s.head_dim_vo), kTenth),
         k_new(s.max_qo_tokens * s.num_kv_heads * s.head_dim_qk * element, kTenth),
         v_new(s.max_qo_tokens * s.num_kv_heads * s.head_dim_vo * element, kTenth) {}
   static int64_t Rows(const AttentionSpec& s) {
@@ -53,6 +54,53 @@ struct Operands {
   int64_t element;
   Bytes q, k, v, k_new, v_new;
 };
+
+// What a variant reads: arrays of a few elements, as small as they may be.
+class VariantOperands {
+ public:
+  explicit VariantOperands(const VariantProgram& program) {
+    for (i32 i = 0; i < program.num_operands; ++i) {
+      const ProgramOperand& operand = program.operands[i];
+      VariantOperand bound = {};
+      int64_t num = 1;
+      for (i32 axis = 0; axis < operand.rank; ++axis) num *= bound.dims[axis] = 1 + (i + axis) % 3;
+      const int64_t bytes = operand.type >= kOperandU8     ? 1
+                            : operand.type == kOperandBF16 ? 2
+                            : operand.type == kOperandF16  ? 2
+                                                           : 4;
+      arrays_.emplace_back(num * bytes, operand.type == kOperandBool ? 1 : kTenth);
+      bound.data = arrays_.back().data.get();
+      bound_.push_back(bound);
+    }
+  }
+  void Bind(AttentionParams* p) const {
+    std::copy(bound_.begin(), bound_.end(), p->variant_operands);
+  }
+
+ private:
+  std::vector<Bytes> arrays_;
+  std::vector<VariantOperand> bound_;
+};
+
+// The gradients, of an attention that has some.
+std::string Differentiate(const AttentionProblem& problem, const AttentionParams& forward,
+                          const float* lse, const Operands& x) {
+  const AttentionSpec& spec = problem.spec;
+  const Bytes d(spec.max_qo_tokens * spec.num_qo_heads * 4, kTenth);
+  const Bytes d_o(spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_vo * x.element, kTenth);
+  const Bytes d_q(x.q.size, kNobodysNan), d_k(x.k.size, kNobodysNan), d_v(x.v.size, kNobodysNan);
+  const Bytes sums(4 * BackwardSums(spec, forward.num_pages), kNobodysNan);
+  BackwardParams p = {};
+  p.forward = forward;
+  p.lse = lse;
+  p.d = d.as<float>();
+  p.d_o = d_o.data.get();
+  InlinePool pool;
+  BackwardCpu(problem, p, {d_q.data.get(), d_k.data.get(), d_v.data.get(), sums.as<float>()}, pool);
+  const bool is_whole =
+      !HasNan(d_q, spec.dtype) && !HasNan(d_k, spec.dtype) && !HasNan(d_v, spec.dtype);
+  return is_whole ? "" : "a gradient that nobody writes";
+}
 
 std::string Attend(const AttentionProblem& problem, const int32_t* plan, const Operands& x) {
   const AttentionSpec& spec = problem.spec;
@@ -77,10 +125,14 @@ std::string Attend(const AttentionProblem& problem, const int32_t* plan, const O
   }
   p.num_pages = spec.paged() ? kPoolPages : 1;
   p.num_layers = 1;
+  const VariantOperands variant(problem.program);
+  variant.Bind(&p);
   InlinePool pool;
   AttentionCpu(problem, p, pool);
   if (HasNan(o, spec.dtype) || HasNan(lse, kF32)) return "a row of o or lse that nobody writes";
-  return "";
+  const bool has_gradients =
+      !spec.quantized() && !spec.fresh_kv && spec.max_steps == 0 && !problem.program.present;
+  return has_gradients ? Differentiate(problem, p, lse.as<float>(), x) : "";
 }
 
 void Append(const AttentionProblem& problem, const int32_t* plan, const Operands& x) {
@@ -98,11 +150,11 @@ void Append(const AttentionProblem& problem, const int32_t* plan, const Operands
   p.kv_lens = plan + layout.kv_lens;
   p.page_indptr = plan + layout.kv_indptr;
   p.page_indices = plan + layout.page_indices;
-  p.num_pages = kPoolPages;
-  p.k_row_bytes = spec.num_kv_heads * spec.head_dim_qk * x.element;
-  p.v_row_bytes = spec.num_kv_heads * spec.head_dim_vo * x.element;
+  static_cast<PlanLimits&>(p) = MakePlanLimits(problem, kPoolPages);
+  p.k_row_bytes = spec.num_kv_heads * spec.kv_row_bytes(spec.head_dim_qk);
+  p.v_row_bytes = spec.num_kv_heads * spec.kv_row_bytes(spec.head_dim_vo);
   p.page_size = static_cast<i32>(spec.page_size);
-  p.max_qo_tokens = static_cast<i32>(spec.max_qo_tokens);
+  p.kv_format = static_cast<i32>(spec.kv_format);
   p.dtype = static_cast<i32>(spec.dtype);
   p.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
   p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
@@ -120,7 +172,7 @@ std::string RunDamaged(const Case& c, std::string* outcome) {
   const Bytes memory(4 * layout.num_words, 0);
   auto* plan = memory.as<int32_t>();
   *outcome = "without a plan";
-  if (!Plan(problem, c.inputs(), nullptr, plan).ok()) return "";
+  if (!PlanOf(c, problem, plan).ok()) return "";
   const int64_t num_pages = problem.spec.paged() ? kPoolPages : -1;
   if (const Status s = CheckPlan(problem, plan, num_pages); !s.ok()) {
     return "a good plan is refused: " + s.message;

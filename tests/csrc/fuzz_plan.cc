@@ -3,11 +3,12 @@
 //   fuzz_plan batches|damaged [--seconds=N] [--cases=N] [--seed=S] [--out=FOLDER]
 //   fuzz_plan --replay=FILE_OR_FOLDER
 //
-// batches: specs and batches at and beyond every limit. Whatever has a plan is checked by what a
-//   plan must be (fuzz_cover.cc), whatever is refused must deserve it; one case in a hundred also
-//   goes to the device planner, in emulation.
-// damaged: words of good plans are changed. CheckPlan refuses them, or attention and append run
-//   over them; build with JAX_ATTN_SANITIZE=address to see what they touch.
+// batches: specs and batches at and beyond every limit, some of them with step lists. Whatever has
+//   a plan is checked by what a plan must be (fuzz_cover.cc), whatever is refused must deserve it;
+//   one case in a hundred also goes to the device planner, in emulation.
+// damaged: words of good plans are changed, of all formats, with variants and step lists. CheckPlan
+//   refuses them, or attention, its gradients and append run over them; build with
+//   JAX_ATTN_SANITIZE=address to see what they touch.
 //
 // A worker process runs case after case; each is a function of the seed and its number, so one that
 // kills or hangs the worker is as good as one that fails. A failure is made smaller and written to
@@ -28,6 +29,7 @@
 #include <sstream>
 
 #include "fuzz_case.h"
+#include "plan/check.h"
 
 namespace jax_attn::fuzz {
 namespace {
@@ -193,9 +195,11 @@ std::string RunBatch(const Case& c, std::string* outcome) {
   }
   constexpr size_t kGuard = 16;
   std::vector<int32_t> plan(layout.num_words + kGuard, 0x77777777), again(layout.num_words, -1);
-  const PrefixLevels levels = c.levels();
-  const PrefixLevels* told = c.told ? &levels : nullptr;
-  const Status refused = Plan(problem, c.inputs(), told, plan.data());
+  if (!CheckProblem(problem).ok()) {
+    *outcome = "of no problem";
+    return "";
+  }
+  const Status refused = PlanOf(c, problem, plan.data());
   if (std::any_of(plan.end() - kGuard, plan.end(), [](int32_t w) { return w != 0x77777777; })) {
     return "written beyond the plan";
   }
@@ -207,14 +211,15 @@ std::string RunBatch(const Case& c, std::string* outcome) {
   *outcome = "refused";
   if (wrong.empty() && refused.ok()) {
     wrong = CheckCover(c, problem, plan);
-    if (wrong.empty() && (!Plan(problem, c.inputs(), told, again.data()).ok() || again != plan)) {
+    if (wrong.empty() && (!PlanOf(c, problem, again.data()).ok() || again != plan)) {
       wrong = "planned again, the words are others";
     }
     PlanHeader header;
     std::memcpy(&header, plan.data() + layout.header, sizeof(header));
-    *outcome = header.num_shared_tokens > 0  ? "shared"
-               : header.num_merge_groups > 0 ? "split"
-                                             : "whole";
+    *outcome = header.num_steps > 0           ? "listed"
+               : header.num_shared_tokens > 0 ? "shared"
+               : header.num_merge_groups > 0  ? "split"
+                                              : "whole";
   }
   if (wrong.empty() && c.device_seed >= 0 && problem.spec.arch != 0) {
     Count("on a device, too");

@@ -1,7 +1,7 @@
 """python -m tests.fuzz: all parts, each for its share of the time, from a seed that it prints.
 
 --part routes     requests made up from the server's own openapi.json, in this process
---part http       the same over HTTP, to the command with the bundled model
+--part http       the same over HTTP, to the command with the bundled model and an encoder
 --part sockets    bytes on the socket
 --part batches    batches at and beyond every limit, through the planners (C++)
 --part damaged    plans with flipped words (C++)
@@ -67,10 +67,14 @@ def _routes(seed: int, cases: int | None, seconds: float | None) -> str:
 def _http(seed: int, cases: int | None, seconds: float | None) -> str:
     from live_server import KEYS, ServerProcess, key_options
 
-    from .routes import RoutesOverHttp
+    from .routes import RoutesOverHttp, write_embedding_model
 
-    with tempfile.TemporaryDirectory() as directory:
-        server = ServerProcess(Path(directory), *key_options(Path(directory)))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "vectors").mkdir()
+        write_embedding_model(directory / "vectors")
+        options = "--embedding-model", "vectors"
+        server = ServerProcess(directory, *key_options(directory), *options)
         with contextlib.closing(server):
             server.wait_until_ready()
             part = RoutesOverHttp(server, KEYS[0])

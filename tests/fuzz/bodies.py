@@ -57,7 +57,6 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "stream": True,
         },
     ],
-    # A 404 where no embedding model is served.
     "/v1/embeddings": [
         {"input": "a"},
         {"input": [[1, 2], [3]], "encoding_format": "base64", "dimensions": 2},

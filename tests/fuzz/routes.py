@@ -12,18 +12,26 @@ import collections
 import http.client
 import json
 import random
+import tempfile
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import embedding_cases
 from fake_engine import MODEL, FakeEngine, fake_model
 from live_server import Answer, eventually
 
+from jax_attn import models
+from jax_attn.serve.embedder import Embedder
 from jax_attn.serve.server import ServerConfig, create_app
 
 from . import bodies
 from .bodies import Request
 
+EMBEDDING_CASE = "bert mean"
+START_SECONDS = 180.0
 ANSWER_SECONDS = 60.0  # of the slowest grammar on a busy machine
 LONGEST_ERROR = 2000  # bytes
 ERROR_KEYS = {"message", "type", "param", "code", "reason"}
@@ -89,16 +97,27 @@ def check(case: Request, answer: Answer) -> None:
         assert b"Traceback" not in answer.body, where
 
 
+def write_embedding_model(directory: Path) -> Path:
+    """A small random encoder, whose vectors may be cut to the size of the examples."""
+    return embedding_cases.write(directory, EMBEDDING_CASE, matryoshka_dimensions=[2])
+
+
 class RoutesInProcess(Routes):
-    """Of the ASGI application."""
+    """Of the ASGI application, with a real embedding model."""
 
     def __init__(self) -> None:
         super().__init__()
         model = fake_model()
         self.engine = FakeEngine(model.tokenizer)
         config = ServerConfig(model_directory=MODEL, model_name="tiny")
-        self._app = create_app(self.engine, model, config)
+        with tempfile.TemporaryDirectory() as directory:
+            vectors = models.load_embedding(write_embedding_model(Path(directory)), "float32")
+        self._embedder = Embedder(vectors, "vectors")
+        self._app = create_app(self.engine, model, config, (vectors, self._embedder))
         self.engine.start()
+        ready = threading.Event()
+        self._embedder.start(ready.set)
+        assert ready.wait(START_SECONDS), "the embedding model is not ready"
         self._loop = asyncio.new_event_loop()
 
     def answer(self, case: Request) -> Answer:
@@ -137,6 +156,7 @@ class RoutesInProcess(Routes):
         assert len(asyncio.all_tasks(self._loop)) == 0, "tasks that nobody waits for"
 
     def close(self) -> None:
+        self._embedder.stop()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 

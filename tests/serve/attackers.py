@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from live_server import Answer, ask
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 BODY = 4 << 20  # bytes, the most that the server reads
 FINAL = (200, 400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431)
 SLOW_SECONDS = 3.0  # how long those stay who hold on to something
@@ -207,6 +208,45 @@ async def template_variables(target: Target):
     await target.post(CHAT, body)
 
 
+@attacker(heavy=True)
+async def errors_in_items(target: Target):
+    """An item of a response's input is one of many kinds; and a text, a tool, a format of 4 MB."""
+    for raw in (
+        repeated(b'{"input":[{}', b',{"type":"m"}', b"]}"),
+        repeated(b'{"input":[{"role":"user","content":[{}', b',{"type":"input_text"}', b"]}]}"),
+        repeated(b'{"input":"a","tools":[{}', b",{}", b"]}"),
+    ):
+        await target.post(RESPONSES, raw, {400})
+    await target.post(RESPONSES, repeated(b'{"input":"', b"a b. ", b'"}'), {400, 413})
+    await target.post(RESPONSES, repeated(b'{"input":"a","metadata":{"a":"', b"b", b'"}}'), {400})
+
+
+@attacker(heavy=True)
+async def stored_responses(target: Target):
+    """As long as they may be, kept for whoever goes on with them, and gone on with."""
+    body = {"input": "a b. " * 300, "max_output_tokens": 2, "store": True}
+    answers = await asyncio.gather(*(target.post(RESPONSES, body) for _ in range(40)))
+    for answer in answers[:8]:
+        if answer is not None and answer.ok:
+            more = body | {"input": "a", "previous_response_id": answer.json["id"]}
+            await target.post(RESPONSES, more)
+
+
+@attacker(heavy=True)
+async def vectors_of_much(target: Target):
+    """To a server with an embedding model, or without, which is a 404."""
+    text = "a b. " * 1500
+    for raw in (
+        repeated(b'{"input":[0', b",-1", b"]}"),
+        repeated(b'{"input":[[0]', b",[-1]", b"]}"),
+        repeated(b'{"input":["a"', b',"a"', b"]}"),
+        repeated(b'{"input":"', b"a b. ", b'"}'),
+        json.dumps({"input": [text] * 64}).encode(),
+        json.dumps({"input": [[5] * 500] * 500, "encoding_format": "base64"}).encode(),
+    ):
+        await target.post(EMBEDDINGS, raw)
+
+
 @attacker()
 async def broken_json(target: Target):
     await target.post(COMPLETIONS, target.rng.choice([b"{", b"\xff", b"[" * 99_999, b""]), {400})
@@ -342,6 +382,23 @@ async def many_logprobs(target: Target):
 async def scored_prompts(target: Target):
     body = {"prompt": [[5] * 2000] * 64, "echo": True, "logprobs": 1, "max_tokens": 0}
     await target.post(COMPLETIONS, body)
+
+
+@attacker(heavy=True)
+async def prompt_logprobs(target: Target):
+    """The most alternatives of each token of prompts that are as long and as many as may be."""
+    for num_prompts, num_tokens, num_top in ((64, 2000, 20), (1, 2000, 20), (16, 100, 20)):
+        body = {"prompt": [[5] * num_tokens] * num_prompts, "prompt_logprobs": num_top}
+        await target.post(COMPLETIONS, body | {"max_tokens": 1})
+    messages = [{"role": "user", "content": "a b. " * 300}]
+    await target.post(CHAT, {"messages": messages, "prompt_logprobs": 20, "max_tokens": 1})
+
+
+@attacker(heavy=True)
+async def repeats_itself(target: Target):
+    """What drafts are made of, where there are any: a prompt of one phrase, and more of it."""
+    body = {"prompt": "a b c d " * 200, "n": 16, "max_tokens": 400, "ignore_eos": True}
+    await target.post(COMPLETIONS, body | {"temperature": 0, "logit_bias": {"5": 100}})
 
 
 @attacker(heavy=True)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
-#include "cuda/common/math.cuh"
+#include "cuda/common/header.cuh"
 
 namespace jax_attn {
 
@@ -35,20 +35,6 @@ __device__ __forceinline__ i64 FindRow(const AppendParams& p, int batch_size, in
   return page * p.page_size + pos % p.page_size;
 }
 
-// Of what is a plan for these parameters; else none of either.
-struct PlanTokens {
-  int batch_size, nnz_qo;
-
-  __device__ __forceinline__ explicit PlanTokens(const AppendParams& p) {
-    const uint4 header = LoadConstant16(&p.header->magic);
-    const bool is_plan = header.x == kPlanMagic && header.y == kPlanVersion &&
-                         header.z <= static_cast<u32>(p.max_batch) &&
-                         header.w <= static_cast<u32>(p.max_qo_tokens);
-    batch_size = is_plan ? static_cast<int>(header.z) : 0;
-    nnz_qo = is_plan ? static_cast<int>(header.w) : 0;
-  }
-};
-
 template <class Traits>
 struct AppendBody {
   static constexpr int kNumThreads = 256;
@@ -58,7 +44,7 @@ struct AppendBody {
   // A warp copies one row: even tasks k, odd tasks v of token task / 2; without v a task a token.
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const PlanTokens plan(p);
+    const HeaderCounts plan(p.header, p);
     const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // of a token
     const i64 num_tasks = static_cast<i64>(plan.nnz_qo) << tasks_log2;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;

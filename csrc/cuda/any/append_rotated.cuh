@@ -10,7 +10,7 @@ template <class Traits>
 struct AppendRotatedBody {
   static constexpr int kNumThreads = 256;
   static constexpr int kSmemBytes = 0;
-  static constexpr int kMinCtasPerSm = 5;
+  static constexpr int kMinCtasPerSm = 8;  // 32 registers are enough
   static constexpr int kDtype = Traits::kDtype;
 
   // A thread has four neighbouring elements of a token, and with them the four that they pair with:
@@ -18,7 +18,7 @@ struct AppendRotatedBody {
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const PlanTokens plan(p);
+    const HeaderCounts plan(p.header, p);
     const int q_quads = p.num_qo_heads * p.head_dim_qk / 8;
     const int rotated_quads = q_quads + p.num_kv_heads * p.head_dim_qk / 8;
     const int num_quads = rotated_quads + p.num_kv_heads * p.head_dim_vo / 4;

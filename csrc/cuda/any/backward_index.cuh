@@ -68,9 +68,8 @@ class BackwardIndex {
       : p_(p), batch_size_(batch_size) {}
 
   // kBackwardReadPlan: what each item and each entry knows by itself.
-  __device__ __forceinline__ void ReadPlan(int thread, int num_threads) const {
+  __device__ __forceinline__ void ReadPlan(int num_items, int thread, int num_threads) const {
     const AttentionParams& f = p_.forward;
-    const int num_items = LoadConstant(&f.header->num_items);
 #pragma unroll 1
     for (int i = thread; i < num_items; i += num_threads) {
       const ItemRecord item(f, i);

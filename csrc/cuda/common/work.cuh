@@ -2,7 +2,7 @@
 // find rows of the kv pool, and blank the padding rows of the results.
 #pragma once
 
-#include "cuda/common/math.cuh"
+#include "cuda/common/header.cuh"
 
 namespace jax_attn {
 
@@ -49,17 +49,6 @@ class ItemCopy {
   uint4 words_[3];
 };
 
-// Whether what follows the header may be believed to be a plan for these parameters. All words are
-// one trip to memory, which the borders of the queue take as well.
-__device__ __forceinline__ bool IsPlan(const AttentionParams& p, uint4 begin, uint4 counts) {
-  // Unsigned: what is negative is too large.
-  return begin.x == kPlanMagic && begin.y == kPlanVersion &&
-         begin.w <= static_cast<u32>(p.max_qo_tokens) &&
-         counts.x <= static_cast<u32>(p.max_items) &&
-         counts.y <= static_cast<u32>(p.max_merge_groups) &&
-         counts.z <= static_cast<u32>(p.max_partial_rows);
-}
-
 // One past the last item of this CTA's queue.
 __device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
   return LoadConstant(p.queue_indptr + blockIdx.x + 1);
@@ -68,11 +57,10 @@ __device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
 // The first one; where there is no plan, or the queue is not of its items, QueueEnd.
 __device__ __forceinline__ int QueueBegin(const AttentionParams& p) {
   const int begin = LoadConstant(p.queue_indptr + blockIdx.x), end = QueueEnd(p);
-  const uint4 header = LoadConstant16(&p.header->magic);
-  const uint4 counts = LoadConstant16(&p.header->num_items);
-  const bool is_queue =
-      static_cast<u32>(begin) <= static_cast<u32>(end) && static_cast<u32>(end) <= counts.x;
-  return IsPlan(p, header, counts) && is_queue ? begin : end;
+  const HeaderCounts plan(p.header, p);
+  const bool is_queue = static_cast<u32>(begin) <= static_cast<u32>(end) &&
+                        static_cast<u32>(end) <= static_cast<u32>(plan.num_items);
+  return plan.is_plan && is_queue ? begin : end;
 }
 
 // Where the result rows of an item, which is not shared, or of a merge group are.
@@ -284,14 +272,13 @@ template <class Traits, int kElementBytes>
 __device__ __forceinline__ void FinishLaunch(const AttentionParams& p, u32 thread,
                                              u32 num_threads) {
   if (thread < kWarpSize) PassCounters(p, static_cast<int>(thread));
-  const uint4 header = LoadConstant16(&p.header->magic);
-  const bool is_plan = IsPlan(p, header, LoadConstant16(&p.header->num_items));
+  const HeaderCounts plan(p.header, p);
   const i64 first = static_cast<i64>(blockIdx.x) * num_threads + thread;
   const i64 step = static_cast<i64>(gridDim.x) * num_threads;
-  const i64 begin = is_plan ? static_cast<i64>(header.w) * p.num_qo_heads : 0;
+  const i64 begin = static_cast<i64>(plan.nnz_qo) * p.num_qo_heads;
   const i64 end = static_cast<i64>(p.max_qo_tokens) * p.num_qo_heads;
-  const u32 o_word = is_plan ? 0 : kFullWarp;  // all bits set are NaN in every type
-  const float lse = is_plan ? -Infinity() : __uint_as_float(kFullWarp);
+  const u32 o_word = plan.is_plan ? 0 : kFullWarp;  // all bits set are NaN in every type
+  const float lse = plan.is_plan ? -Infinity() : __uint_as_float(kFullWarp);
 #pragma unroll 1
   for (i64 i = begin + first; i < end; i += step) p.lse[i] = lse;
   constexpr int kVectors = Traits::kHeadDimVo * kElementBytes / 16;  // head dims are multiples of 8

@@ -954,13 +954,15 @@ struct QueueBody {
     int item = QueueBegin(p);
     while (item < QueueEnd(p)) {
       const int tile = Traits::kNumTiles == 1 ? 0 : LoadConstant(&p.items[item].tile);
+      int next;
       if (tile == 0) {
-        item = Path<0>::Run(p, smem, item);
+        next = Path<0>::Run(p, smem, item);
       } else if (Traits::kNumTiles == 2 || tile == 1) {
-        item = Path<1>::Run(p, smem, item);
+        next = Path<1>::Run(p, smem, item);
       } else {
-        item = Path<2>::Run(p, smem, item);
+        next = Path<2>::Run(p, smem, item);
       }
+      item = Max(next, item + 1);  // an item of no tile, in a damaged plan, is passed over
     }
     FinishLaunch<Traits, 2>(p, threadIdx.x, blockDim.x);
   }

@@ -850,10 +850,10 @@ struct BackwardBody {
   __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
     const AttentionParams& f = p.forward;
-    const uint4 header = LoadConstant16(&f.header->magic);
+    const HeaderCounts plan(f.header, f);
     const int thread = blockIdx.x * kNumThreads + threadIdx.x;
     const int num_threads = gridDim.x * kNumThreads;
-    if (!IsPlan(f, header, LoadConstant16(&f.header->num_items))) {
+    if (!plan.is_plan) {
       // All bits set are NaN in every type.
       if (p.phase == kBackwardRows) {
         Fill(p.d_q, p.num_elements[0], thread, num_threads);
@@ -862,14 +862,13 @@ struct BackwardBody {
       }
       return;
     }
-    const auto batch_size = static_cast<int>(header.z);
-    const BackwardIndex<Traits> index(p, batch_size);
-    if (p.phase == kBackwardReadPlan) return index.ReadPlan(thread, num_threads);
+    const BackwardIndex<Traits> index(p, plan.batch_size);
+    if (p.phase == kBackwardReadPlan) return index.ReadPlan(plan.num_items, thread, num_threads);
     if (p.phase == kBackwardLinkPages) return index.LinkPages(thread, num_threads);
     if (p.is_not_finite != nullptr && LoadConstant(p.is_not_finite) == 0) return;
     BackwardState& state = *reinterpret_cast<BackwardState*>(smem);
     if (threadIdx.x == 0) {
-      state.batch_size = batch_size;
+      state.batch_size = plan.batch_size;
       state.pools = FindPools<Traits, Element<Traits::kDtype>::kBytes>(f);
       state.search = {0, 0};
     }

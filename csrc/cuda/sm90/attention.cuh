@@ -687,8 +687,8 @@ class HopperConsumer {
     int pos = Uniform(FirstStep<kStep>(item));
     ReleaseRoom();
     bool is_written = false;
-    int num_left = 0;  // steps of the item behind this consumer's last
-    if (pos < end) {
+    int num_left = 0;   // steps of the item behind this consumer's last
+    if (begin < end) {  // as the producer has it: not pos, which a reversed span may reach
       int first_end = end;
       bool takes_turn = joint;
       if (kLeavesEarly && joint) {

@@ -820,13 +820,10 @@ struct HopperBackwardBody {
   __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
-    const AttentionParams& f = p.forward;
-    const uint4 header = LoadConstant16(&f.header->magic);
-    // What is no plan the portable kernel answers.
-    if (!IsPlan(f, header, LoadConstant16(&f.header->num_items))) return;
-    const auto batch_size = static_cast<int>(header.z);
+    const HeaderCounts plan(p.forward.header, p.forward);
+    if (!plan.is_plan) return;  // the portable kernel answers
     if (p.phase == kBackwardRound) {
-      const HopperBackwardRounding<Traits> rounding(p, batch_size);
+      const HopperBackwardRounding<Traits> rounding(p, plan.batch_size);
       rounding.Run();
       rounding.ClearRest();
       return;
@@ -836,7 +833,7 @@ struct HopperBackwardBody {
     if (threadIdx.x < 128) {
       LowerRegisterLimit<kProducerRegisters>();
       const int warp = Uniform(static_cast<int>(threadIdx.x) / kWarpSize);
-      if (warp == 0) HopperBackwardProducer<Traits>(p, shared).Run(batch_size);
+      if (warp == 0) HopperBackwardProducer<Traits>(p, shared).Run(plan.batch_size);
       if (threadIdx.x == kWarpSize) HopperBackwardWriter<Traits>(p, shared).Run();
     } else {
       RaiseRegisterLimit<kConsumerRegisters>();

@@ -15,6 +15,13 @@ namespace jax_attn {
 // A barrier counts the arrivals of its current phase; the last one completes the phase and begins
 // the next. WaitBarrier(b, parity) returns once the phase of that parity (0 for the first one) is
 // complete, so waiting for parity 1 on a fresh barrier returns at once.
+//
+// A wait has no bound of its own. It ends because warps that wait and warps that arrive count their
+// phases by the same words of a plan, which nobody writes meanwhile, and by the same conditions on
+// them: the borders of a queue (QueueBegin, QueueEnd), whether an item has steps, and how many,
+// from its span, who has it, from its tokens and tile. That holds for words of any value, not only
+// for those of good plans; faults_sm90_test.cc has damaged ones. What depends on other CTAs,
+// counters of merge groups, is spun on with a bound.
 
 __device__ __forceinline__ void InitBarrier(u32 barrier, int num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals)
