@@ -63,7 +63,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 import jax_attn as ja  # noqa: E402
 from benchmarks import device_trace, ops, report  # noqa: E402
 from benchmarks.bench import Bench  # noqa: E402
-from benchmarks.collectives import collectives  # noqa: E402
+from benchmarks.collectives import executed  # noqa: E402
 from benchmarks.report import Row, log  # noqa: E402
 from jax_attn import models, parallel  # noqa: E402
 from jax_attn.parallel import stripes as stripes_module  # noqa: E402
@@ -132,12 +132,14 @@ def steady_us(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def communication(call: Call, num_layers: int = 1) -> dict[str, Any]:
-    """Of one layer; of a loop over hops each hop counts once."""
-    found = collectives(call.compiled.as_text())
-    kinds = collections.Counter(kind for kind, _ in found)
+    """Of one layer."""
+    found = executed(call.compiled.as_text())
+    kinds: collections.Counter[str] = collections.Counter()
+    for (kind, _), count in found.items():
+        kinds[kind] += count
     return {
         "collectives": {kind: round(n / num_layers, 2) for kind, n in sorted(kinds.items())},
-        "collective_bytes": sum(size for _, size in found) // num_layers,
+        "collective_bytes": sum(size * n for (_, size), n in found.items()) // num_layers,
     }
 
 

@@ -29,7 +29,7 @@ def collectives(text: str) -> list[tuple[str, int]]:
 
 def executed(text: str) -> collections.Counter[tuple[str, int]]:
     """How often each of `collectives` runs: those in the body of a loop as often as it turns."""
-    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) .*?\{$(.*?)^\}", text, re.M | re.S))
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     for caller, body in bodies.items():
         for line in body.splitlines():
