@@ -17,8 +17,10 @@ it is there.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ from jax_attn.serve import buckets, live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
+from jax_attn.serve.draft_model import DraftModel, ModelDrafter, have_same_tokens
 from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import CompiledGrammar, Grammars
@@ -69,7 +72,9 @@ class EngineConfig:
     prefix_cache: bool = True
     batch_invariant: bool = False
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
-    max_drafts: int = 0  # guesses at what follows, of each sequence, verified in a step
+    # Guesses at what follows, of each sequence, verified in a step. From its own text, or from a
+    # draft model where there is one.
+    max_drafts: int = 0
     max_grammars: int = 128  # compiled grammars kept
     tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
     context_parallel: int = 1  # devices that slots of each page are split over, times the others
@@ -122,10 +127,21 @@ class Engine:
     """Of one thread, but for `grammars`."""
 
     def __init__(
-        self, model: models.Model, config: EngineConfig, processes: Processes | None = None
+        self,
+        model: models.Model,
+        config: EngineConfig,
+        processes: Processes | None = None,
+        draft_model: models.Model | None = None,
     ):
-        """processes: of which this one leads, where the devices belong to several."""
+        """processes: of which this one leads, where the devices belong to several.
+        draft_model: of the model's tokenizer, and in one process; it makes the drafts.
+
+        Raises:
+          ValueError: of a draft model, in one sentence.
+        """
         self.config = config
+        if draft_model is not None:
+            _check_draft_model(draft_model, model, config, processes)
         # Without the weights: a device that has its share of them keeps no others.
         self.model = model._replace(params={})
         self.grammars = Grammars(
@@ -141,6 +157,16 @@ class Engine:
             self.device = Device(*arguments)
         else:
             self.device = LeadingDevice(processes, *arguments)
+        self.draft_model: DraftModel | None = None
+        if draft_model is not None:
+            # Its bits do not matter, so it need not pad its steps for them.
+            arguments = device_arguments(
+                draft_model, dataclasses.replace(config, batch_invariant=False)
+            )
+            longest = draft_model.config.max_positions
+            self.draft_model = DraftModel(
+                Device(*arguments), longest, model.config.vocab_size, core
+            )
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
@@ -154,7 +180,14 @@ class Engine:
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """See Device.warm_up."""
-        return self.device.warm_up(progress)
+        if self.draft_model is None:
+            return self.device.warm_up(progress)
+        drafting = self.draft_model.device
+        names = [f"drafts: {name}" for name in drafting.warm_up(progress)]
+        names += self.device.warm_up(progress)
+        self.draft_model.cost = drafting.step_seconds() / self.device.step_seconds()
+        log.info("a draft takes %.2f of a step", self.draft_model.cost)
+        return names
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -207,9 +240,12 @@ class Engine:
                 f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
                 f"{len(params.logit_bias)}."
             )
-        # Penalties change with each token, and masks of grammars are for one.
-        if self.config.max_drafts and not (sampling.keeps_state(params) or params.grammar):
-            seq.drafter = NgramDrafter(self.config.max_drafts)
+        # The mask of a grammar is for one token.
+        if (most := self.config.max_drafts) and not params.grammar:
+            if self.draft_model is None:
+                seq.drafter = NgramDrafter(most)
+            else:
+                seq.drafter = ModelDrafter(self.draft_model, most)
         biased = [token for token, _ in params.logit_bias]
         named = (
             ("prompt", seq.tokens),
@@ -286,6 +322,8 @@ class Engine:
             self._close(seq)
         for seq in plan.admitted:
             self.device.set_params(seq.slot, seq.params)
+            if self.draft_model is not None:
+                self.draft_model.admit(seq)
             stream = self._streams[seq.id]
             stream.needs_state = sampling.keeps_state(seq.params)
             if stream.constraint is not None and stream.constraint.turn is None:
@@ -293,6 +331,9 @@ class Engine:
         stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
         if not plan.entries:
             return None
+        if self.draft_model is not None:
+            with self._phase("draft"):
+                self.draft_model.draft(plan.entries, self.device.newest)
         with self._phase("plan"):
             batch = self.device.plan(plan.entries)
         with self._phase("dispatch"):
@@ -490,6 +531,8 @@ class Engine:
         self._totals["draft_tokens_taken"] += num_right
         assert stream.seq.drafter is not None
         stream.seq.drafter.settle(len(drafts), num_right)
+        if sampling.has_penalties(stream.seq.params):
+            stream.needs_state = True  # as the device has counted what was refused
         if min(tokens) < 0:
             self._fail(stream.seq, _NOT_NUMBERS)
             return
@@ -580,6 +623,8 @@ class Engine:
         cache = self.scheduler.cache
         cache.evict(cache.num_cached)
         self.device.reset()
+        if self.draft_model is not None:
+            self.draft_model.reset()
         return self._take_events()
 
     # ---- numbers -------------------------------------------------------------------------------
@@ -601,8 +646,14 @@ class Engine:
             **self._totals,
             "compilations": self.device.num_compiles_after_warm_up,
             "step_seconds": dict(self._seconds),
-            "device_bytes": self.device.bytes_held(),
+            "device_bytes": self._bytes_held(),
         }
+
+    def _bytes_held(self) -> dict[int, int]:
+        held = Counter(self.device.bytes_held())
+        if self.draft_model is not None:
+            held.update(self.draft_model.device.bytes_held())
+        return dict(held)
 
     def snapshot(self) -> dict[str, Any]:
         """See live_view."""
@@ -651,6 +702,17 @@ def device_arguments(model: models.Model, config: EngineConfig) -> tuple[Any, ..
         config.tensor_parallel,
         config.context_parallel,
     )
+
+
+def _check_draft_model(
+    draft: models.Model, model: models.Model, config: EngineConfig, processes: Processes | None
+) -> None:
+    if not config.max_drafts:
+        raise ValueError("EngineConfig: max_drafts: expected at least 1 with a draft model, got 0.")
+    if processes is not None:
+        raise ValueError("a draft model: expected a server of one process, got several.")
+    if not have_same_tokens(draft, model):
+        raise ValueError("a draft model: expected the tokens of the model, got others.")
 
 
 _TOTALS = (
