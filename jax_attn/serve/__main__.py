@@ -165,14 +165,22 @@ def _serve(args: argparse.Namespace) -> int:
         keys = auth.checked_keys(args.api_key, "--api-key")
         keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
-        directory = models.fetch(args.model, args.revision)
-        model = _load(directory, args)
-        # Before the engine, which takes what memory is left.
-        embedding, draft_model = _load_embedding(args), _load_draft_model(model, args)
-        name, *aliases = args.served_model_name or [_name_of(args.model)]
-        engine = _make_engine(model, args, draft_model)
-        model = model._replace(params={})  # of which the engine has what it needs
-        del draft_model
+        name, *aliases = args.served_model_name or [_name_of(args.model or args.embedding_model)]
+        engine = model = None
+        if args.model is None:
+            directory = models.fetch(args.embedding_model, args.revision)
+            embedding = _load_embedding(directory, name, args)
+        else:
+            directory = models.fetch(args.model, args.revision)
+            model = _load(directory, args)
+            # Before the engine, which takes what memory is left.
+            embedding, draft_model = None, _load_draft_model(model, args)
+            if args.embedding_model is not None:
+                fetched = models.fetch(args.embedding_model)
+                embedding = _load_embedding(fetched, _name_of(args.embedding_model), args)
+            engine = _make_engine(model, args, draft_model)
+            model = model._replace(params={})  # of which the engine has what it needs
+            del draft_model
         config = ServerConfig(
             model_directory=directory,
             model_name=name,
@@ -212,16 +220,16 @@ def _serve(args: argparse.Namespace) -> int:
         ),
         on_drain=app.state.server.drain,
     )
-    engine.on_ready = _spare_the_collector
-    # Whoever keeps servers running starts another one then.
-    engine.on_failure = server.stop
-    if embedding is not None:
-        embedding[1].on_failure = server.stop
+    if engine is not None:
+        engine.on_ready = _spare_the_collector
+    parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
+    for part in parts:
+        # Whoever keeps servers running starts another one then.
+        part.on_failure = server.stop
     if args.processes is not None:
         args.processes.on_leave = server.leave
     asyncio.run(server.serve())
-    failures = engine.failure, embedding and embedding[1].failure
-    return 0 if server.started and failures == (None, None) else 1
+    return 0 if server.started and all(part.failure is None for part in parts) else 1
 
 
 def _spare_the_collector() -> None:
@@ -270,14 +278,13 @@ def _load_draft_model(model: models.Model, args: argparse.Namespace) -> models.M
     return draft_model
 
 
-def _load_embedding(args: argparse.Namespace) -> tuple[models.EmbeddingModel, Embedder] | None:
+def _load_embedding(
+    directory: Path, name: str, args: argparse.Namespace
+) -> tuple[models.EmbeddingModel, Embedder]:
     """Raises: ModelDirectoryError."""
-    if args.embedding_model is None:
-        return None
-    directory = models.fetch(args.embedding_model)
     with _loading(directory) as show:
         model = models.load_embedding(directory, args.dtype, show)
-    return model, Embedder(model, _name_of(args.embedding_model))
+    return model, Embedder(model, name)
 
 
 @contextlib.contextmanager
@@ -483,8 +490,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jax_attn.serve", description=__doc__)
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
-    hub = "Hugging Face directory, or ORG/NAME of the Hub (the bundled model)"
-    add("--model", default=str(models.BUNDLED), help=hub)
+    hub = """Hugging Face directory, or ORG/NAME of the Hub (the bundled model; none with
+        --embedding-model)"""
+    add("--model", help=hub)
     add("--revision", help="of ORG/NAME: a branch, tag or commit (main)")
     vectors = "likewise, of an embedding model, for /v1/embeddings (none)"
     add("--embedding-model", metavar="MODEL", help=vectors)
@@ -557,6 +565,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--process-id: expected less than {args.num_processes}, got {args.process_id}"
         )
+    if args.model is None and args.embedding_model is None:
+        args.model = str(models.BUNDLED)
+    if args.model is None:
+        _check_alone(args, parser)
     if args.max_drafts is None:
         args.max_drafts = _DRAFTS if args.draft_model else 0
     if args.draft_model and not args.max_drafts:
@@ -578,6 +590,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args.max_prefill_chunk = args.prefill_chunk or steps.max_prefill_chunk
     args.prefill_chunk = args.prefill_chunk or steps.prefill_chunk
     return args
+
+
+def _check_alone(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Of an embedding model that is served alone."""
+    for name in ("draft_model", "coordinator", "distributed"):
+        if getattr(args, name):
+            parser.error(
+                f"--{name.replace('_', '-')}: expected --model, got --embedding-model only"
+            )
+    if len(args.served_model_name or ()) > 1:
+        parser.error("--served-model-name: expected one name of --embedding-model without --model")
 
 
 def _positive(text: str) -> int:

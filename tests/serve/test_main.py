@@ -239,6 +239,15 @@ def test_options_that_exclude_a_draft_model(capsys, options, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_models_of_the_command_line(capsys):
+    assert main._parse([]).model == str(main.models.BUNDLED)
+    assert main._parse(["--embedding-model", "x"]).model is None
+    for options in (["--draft-model", "x"], ["--distributed"], ["--served-model-name", "a", "b"]):
+        with pytest.raises(SystemExit):
+            main._parse(["--embedding-model", "x", *options])
+        assert f"{options[0]}: expected " in capsys.readouterr().err
+
+
 def test_a_draft_model_has_as_many_pages(model, monkeypatch):
     """Of its own, beside those of the model."""
     allocator = Allocator(10**9)
