@@ -26,6 +26,7 @@ from jax_attn.serve.request import Sequence
 from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
 
 _READ_CHUNKS = 4  # of prompts beside decodes: what a draft model reads beside them, as it is small
+_WEIGHT = 0.05  # of the last drafts, in the average of all
 _UNKNOWN = 0  # a draft until it is made, and one that is no token of the model
 
 
@@ -43,6 +44,7 @@ class DraftModel:
         self.device = device
         self.max_positions = max_positions
         self.cost = 0.0  # of a draft, in steps of the model, once that is measured
+        self.gain = 0.0  # of drafts of late, of whichever sequence: see Pace
         # Tokens of a sequence that are read in the step that makes drafts of it; of more, before.
         self.chunk = core.max_step_tokens // core.max_running
         self._page_size, self._vocab_size = core.page_size, vocab_size
@@ -89,7 +91,9 @@ class DraftModel:
             return
         scores, kind = self._forward(batch, newest)
         for entry in batch:
-            self._mark(entry.seq, entry.begin + entry.num_tokens)
+            # With a grammar, the sample in flight may turn out to be void.
+            num_unsure = entry.seq.num_in_flight if entry.seq.may_retract else 0
+            self._mark(entry.seq, entry.begin + entry.num_tokens - num_unsure)
         if guessing:
             self._make(guessing, scores, kind)
 
@@ -150,7 +154,7 @@ class ModelDrafter:
     """Of one sequence. It only says how many drafts there are to be; DraftModel makes them."""
 
     def __init__(self, model: DraftModel, most: int):
-        self._model, self._pace = model, Pace(most, model.cost)
+        self._model, self._pace = model, Pace(most, model.cost, expected=model.gain)
         self._admission = -1  # which of the sequence's: its pages are others each time
         self.num_read = 0  # tokens whose kv the draft model has
         self.num_marked = 0  # of them, those that their pages tell of
@@ -169,7 +173,8 @@ class ModelDrafter:
         return [] if self.is_behind else [_UNKNOWN] * num
 
     def settle(self, num_drafts: int, num_taken: int) -> None:
-        self._pace.settle(num_drafts, num_taken)
+        gain = self._pace.settle(num_drafts, num_taken)
+        self._model.gain += _WEIGHT * (gain - self._model.gain)
         self.num_read += min(num_taken, num_drafts - 1)  # the last was made, and not read
 
 

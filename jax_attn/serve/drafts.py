@@ -31,11 +31,14 @@ class Pace:
     sequence rests: for two steps, then four, and so on, with a try of a few drafts in between.
     """
 
-    def __init__(self, most: int, cost: float = 0.0):
-        """most: drafts of a step. cost: of making one, in steps without drafts."""
+    def __init__(self, most: int, cost: float = 0.0, expected: float = 0.0):
+        """most: drafts of a step. cost: of making one, in steps without drafts. expected: what the
+        drafts of a step save, as far as others tell."""
         self._most, self._num, self._cost = most, min(most, _FIRST), cost
-        self._gain = 0.0  # steps that drafts save, on average
+        self._gain = expected  # steps that drafts save, on average
         self._rest, self._next_rest = 0, 1  # steps until the next drafts
+        if expected < 0:
+            self._num, self._rest, self._next_rest = 1, _MAX_REST // 2, _MAX_REST // 2
 
     def next(self, most: int) -> int:
         """How many drafts to propose for this step, at most so many. Called once a step."""
@@ -44,18 +47,19 @@ class Pace:
             return 0
         return min(most, self._num)
 
-    def settle(self, num_drafts: int, num_taken: int) -> None:
-        """Of the last drafts, so many were right."""
+    def settle(self, num_drafts: int, num_taken: int) -> float:
+        """Of the last drafts, so many were right. Returns what that has saved, -1 to 1 steps."""
         self._num = min(self._most, 2 * self._num if num_taken == num_drafts else num_taken + 1)
-        gain = num_taken - _WAIT - self._cost * num_drafts
         # Within bounds, so that a long quotation is forgotten soon after its end.
-        self._gain += _WEIGHT * (min(max(gain, -1.0), 1.0) - self._gain)
+        gain = min(max(num_taken - _WAIT - self._cost * num_drafts, -1.0), 1.0)
+        self._gain += _WEIGHT * (gain - self._gain)
         if gain > 0:
             self._next_rest = max(1, self._next_rest // 2)
         else:
             self._next_rest = min(2 * self._next_rest, _MAX_REST)
         if self._gain <= 0:
             self._rest = self._next_rest
+        return gain
 
 
 class NgramDrafter:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,8 @@ class _Launched:
     scores: Scores | None  # until they are sampled
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
     drafts: dict[int, list[int]]  # of those that have some, by row
+    # Of those with a grammar, by row: samples that it has masked, before a draft and behind some.
+    num_masked: dict[int, int] = field(default_factory=dict)
     sampled: sampling.Sampled | None = None
 
 
@@ -240,8 +242,7 @@ class Engine:
                 f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
                 f"{len(params.logit_bias)}."
             )
-        # The mask of a grammar is for one token.
-        if (most := self.config.max_drafts) and not params.grammar:
+        if most := self.config.max_drafts:
             if self.draft_model is None:
                 seq.drafter = NgramDrafter(most)
             else:
@@ -327,7 +328,7 @@ class Engine:
             stream = self._streams[seq.id]
             stream.needs_state = sampling.keeps_state(seq.params)
             if stream.constraint is not None and stream.constraint.turn is None:
-                self._masks.start(stream.constraint, None)
+                self._masks.start(stream.constraint, [])
         stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
         if not plan.entries:
             return None
@@ -372,7 +373,7 @@ class Engine:
                     bucket = launched.batch.bucket
                     mask = sampling.allow_all(bucket.num_rows, self.model.config.vocab_size)
                 if allowed is not None:
-                    mask[row] = allowed
+                    self._fill_masks(mask, launched, row, stream, allowed)
                 else:
                     sampling.forbid(mask[row], stream.stop_tokens)
                 wanted.append((row, stream))
@@ -413,6 +414,22 @@ class Engine:
             stream.needs_state = sampling.keeps_state(stream.seq.params)
             return None
         return turn.mask if self._take_turn(stream, turn) else None
+
+    def _fill_masks(
+        self,
+        mask: np.ndarray,
+        launched: _Launched,
+        row: int,
+        stream: _Stream,
+        allowed: np.ndarray,
+    ) -> None:
+        """Of a sequence's rows: behind drafts, as far as its grammar goes with them."""
+        assert stream.constraint is not None
+        rows, drafts = launched.batch.drafted.get(row, [row]), launched.drafts.get(row, [])
+        ahead = stream.constraint.look_ahead(drafts) if drafts else []
+        for each, of_row in zip(rows, [allowed, *ahead], strict=False):
+            mask[each] = of_row
+        launched.num_masked[row] = 1 + len(ahead)
 
     def _take_late_turns(self) -> None:
         for stream in list(self._held.values()):
@@ -456,7 +473,7 @@ class Engine:
         if reason is not None:
             self._finish(seq, reason)
         else:
-            self._masks.start(stream.constraint, None)
+            self._masks.start(stream.constraint, [])
 
     def _retire(self, launched: _Launched) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
@@ -508,13 +525,17 @@ class Engine:
         if (num_top := seq.params.logprobs) is not None:
             event.logprobs = [*(event.logprobs or ()), _logprob(sampled, row, num_top)]
         _, reason = self._append(stream, [token], num_sampled=1)
+        self._end_or_turn(stream, [token], reason)
+
+    def _end_or_turn(self, stream: _Stream, tokens: list[int], reason: FinishReason | None) -> None:
+        """Behind tokens that were sampled, of which the last may end the sequence."""
         if reason is FinishReason.STOP or (reason is not None and stream.constraint is None):
-            self._finish(seq, reason)
+            self._finish(stream.seq, reason)
         elif stream.constraint is not None:
-            self._masks.start(stream.constraint, token)
+            self._masks.start(stream.constraint, tokens)
             if reason is not None:
                 stream.at_length = True
-                self._held[seq.id] = stream
+                self._held[stream.seq.id] = stream
 
     def _take_drafts(
         self, stream: _Stream, launched: _Launched, row: int, sampled: sampling.Sampled
@@ -526,7 +547,8 @@ class Engine:
             (i for i, (a, b) in enumerate(zip(tokens, drafts, strict=False)) if a != b),
             len(drafts),
         )
-        tokens = tokens[: num_right + 1]
+        tokens = tokens[: min(num_right + 1, launched.num_masked.get(row, len(rows)))]
+        num_right = len(tokens) - 1
         self._totals["draft_tokens"] += len(drafts)
         self._totals["draft_tokens_taken"] += num_right
         assert stream.seq.drafter is not None
@@ -541,8 +563,7 @@ class Engine:
             event = self._event(stream.seq)
             found = [_logprob(sampled, which, num_top) for which in rows[:num_taken]]
             event.logprobs = [*(event.logprobs or ()), *found]
-        if reason is not None:
-            self._finish(stream.seq, reason)
+        self._end_or_turn(stream, tokens[:num_taken], reason)
 
     def _append(
         self, stream: _Stream, tokens: list[int], num_sampled: int, num_right: int = 0

@@ -299,7 +299,7 @@ class Scheduler:
             raise ValueError(
                 f"{seq.id}: retract: expected one sample in flight, got {seq.num_in_flight}"
             )
-        seq.num_in_flight, seq.is_held = 0, True
+        seq.num_in_flight, seq.is_held, seq.is_drafting = 0, True, False
         seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
 
     def resume(self, seq: Sequence) -> None:

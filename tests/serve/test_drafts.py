@@ -141,7 +141,7 @@ def requests(repeated, text):
 )
 def test_a_draft_model_leaves_the_output_as_it_is(run, repeated, text, draft, least, most):
     """Of whatever use it is: that is how many drafts are right, sampled ones like greedy ones."""
-    batch = [one for one in requests(repeated, text) if "grammar" not in one[1]]
+    batch = requests(repeated, text)
     _, expected = run(0, *batch)
     engine, got = run(4, *batch, draft=draft)
     assert got == expected
@@ -195,6 +195,32 @@ def test_penalties_count_the_drafts_that_were_right(run, repeated, monkeypatch, 
     stats = engine.stats()
     num_refused = stats["draft_tokens"] - stats["draft_tokens_taken"]
     assert stats["draft_tokens_taken"] > 15 and (num_refused == 0 if right else num_refused > 10)
+
+
+GRAMMARS = {
+    "any text": "start: /(.|\\n)*/",
+    "few letters": "start: /[a-f ():+,\\n]*/",
+    "forced": 'start: ("def add(a, b):\\n    return " ("a" | "b" | "c + ") "+ b\\n\\n\\n")+',
+    "short": 'start: ("def add(a" | "def add(a, b):" | "def sub(a, b):\\n") /[a-z ]{4}/',
+}
+
+
+@pytest.mark.parametrize("draft", [None, "itself"])
+@pytest.mark.parametrize("jumps", [False, True])
+def test_grammars_with_drafts(run, repeated, draft, jumps):
+    """What may follow is known behind each draft; where something must, it comes without."""
+    num_taken = 0
+    for name, text in GRAMMARS.items():
+        params = {"grammar": grammar.from_lark(text), "ignore_eos": False}
+        batch = [
+            (repeated, params | {"temperature": t, "seed": seed, **more})
+            for t, seed, more in ((0, 0, {}), (0.7, 1, {}), (0.3, 2, {"frequency_penalty": 0.1}))
+        ]
+        _, expected = run(0, *batch, jump_forward=jumps)
+        engine, got = run(4, *batch, jump_forward=jumps, draft=draft)
+        assert got == expected, name
+        num_taken += engine.stats()["draft_tokens_taken"]
+    assert num_taken > 20
 
 
 def test_repeated_text_takes_few_steps(run, repeated):
@@ -480,6 +506,19 @@ def test_drafts_that_do_not_pay_become_rare():
 def test_drafts_of_a_model_cost_what_it_takes():
     assert set(rests(drafts.Pace(4, cost=0.2), 2, 20)) == {0}
     assert rests(drafts.Pace(4, cost=0.9), 1, 8)[-1] == 64
+
+
+def test_where_others_lose_by_drafts_one_begins_without(run, text):
+    engine, _ = run(4, *((text, {"seed": i, "temperature": 1.0}) for i in range(3)), draft="noise")
+    assert engine.draft_model.gain < 0
+    seq = Sequence("more", "more", list(text), SamplingParams(max_tokens=30, ignore_eos=True))
+    before = engine.stats()["draft_tokens"]
+    engine.submit([seq])
+    while engine.has_work:
+        engine.step()
+    assert engine.stats()["draft_tokens"] == before and seq.drafter.num_read == 0
+    # It tries before long, and goes on once that pays.
+    assert rests(drafts.Pace(4, expected=-0.1), 4, 4) == [32, 0, 0, 0]
 
 
 def test_a_long_text_is_not_searched_from_its_beginning(monkeypatch):
