@@ -18,7 +18,8 @@ from jax_attn.serve.request import Sequence
 _FIRST = 4  # drafts; more once all of them are right, fewer once they are not
 _WAIT = 0.3  # of a step without drafts: what the device waits for the host behind one with some
 _WEIGHT = 0.3  # of the last drafts, in the average that decides
-_MAX_REST = 64  # steps without drafts
+_MAX_REST = 64  # steps without drafts, if a try costs little
+_MAX_LOSS = 0.03  # of the time, by tries that are in vain
 _NGRAMS = (4, 3, 2)  # tokens that must have been there before, tried in this order
 _LOOKBACK = 1 << 13  # tokens
 _TRIES = 8  # at bytes that are no tokens
@@ -28,7 +29,8 @@ class Pace:
     """How many drafts a sequence has, learned from what became of those that it had.
 
     A draft that is right saves a step. While drafts save less, on average, than they cost, the
-    sequence rests: for two steps, then four, and so on, with a try of a few drafts in between.
+    sequence rests, with a try of a few drafts in between: for twice as long each time, and for as
+    long as makes the loss of the last try a small part of the time.
     """
 
     def __init__(self, most: int, cost: float = 0.0, expected: float = 0.0):
@@ -51,14 +53,15 @@ class Pace:
         """Of the last drafts, so many were right. Returns what that has saved, -1 to 1 steps."""
         self._num = min(self._most, 2 * self._num if num_taken == num_drafts else num_taken + 1)
         # Within bounds, so that a long quotation is forgotten soon after its end.
-        gain = min(max(num_taken - _WAIT - self._cost * num_drafts, -1.0), 1.0)
+        saved = num_taken - _WAIT - self._cost * num_drafts
+        gain = min(max(saved, -1.0), 1.0)
         self._gain += _WEIGHT * (gain - self._gain)
         if gain > 0:
             self._next_rest = max(1, self._next_rest // 2)
         else:
             self._next_rest = min(2 * self._next_rest, _MAX_REST)
         if self._gain <= 0:
-            self._rest = self._next_rest
+            self._rest = max(self._next_rest, int(-saved / _MAX_LOSS))
         return gain
 
 

@@ -486,7 +486,7 @@ def rests(pace, num_taken, n):
 def test_drafts_that_do_not_pay_become_rare():
     """And frequent again soon after they do."""
     pace = drafts.Pace(15)
-    assert rests(pace, 0, 8) == [0, 2, 4, 8, 16, 32, 64, 64]
+    assert rests(pace, 0, 8) == [0, 10, 10, 10, 16, 32, 64, 64]
     assert rests(pace, 15, 4) == [64, 0, 0, 0]
     # The end of a quotation is noticed after a few.
     assert sum(rest == 0 for rest in rests(pace, 0, 20)) <= 5
@@ -501,6 +501,18 @@ def test_drafts_that_do_not_pay_become_rare():
         seldom.settle(num, i % 4 == 0)
         num_drafts += 1
     assert num_drafts / num_steps < 0.1
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.2, 1.0])
+def test_drafts_in_vain_are_three_hundredths_of_the_time(cost):
+    """Of each try, the wait behind it and what it takes to make, from the second on."""
+    pace, num_steps, lost = drafts.Pace(4, cost), 0, 0.0
+    while num_steps < 2000:
+        num_steps += 1
+        if num := pace.next(99):
+            pace.settle(num, 0)
+            lost += (0.3 + cost * num) * (num_steps > 1)
+        assert lost <= 0.031 * num_steps + 0.3
 
 
 def test_drafts_of_a_model_cost_what_it_takes():
