@@ -48,8 +48,9 @@ class Device:
         kv_dtype: str | None = None,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        has_drafts: bool = False,
     ):
-        params = model.params
+        params, self._has_drafts = model.params, has_drafts
         self._split = _split(model.config, tensor_parallel, context_parallel)
         if self._split is not None:
             params = self._split.split_params(params)
@@ -232,7 +233,9 @@ class Device:
             rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
             for kind in sampling.KINDS:
                 sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
-                tasks[_sample_name(num_rows, kind)] = partial(sample, kind=kind)
+                tasks[_sample_name(num_rows, kind)] = partial(
+                    sample, kind=kind, has_drafts=self._has_drafts
+                )
         return tasks
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Any:

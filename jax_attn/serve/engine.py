@@ -162,9 +162,8 @@ class Engine:
         self.draft_model: DraftModel | None = None
         if draft_model is not None:
             # Its bits do not matter, so it need not pad its steps for them.
-            arguments = device_arguments(
-                draft_model, dataclasses.replace(config, batch_invariant=False)
-            )
+            plain = dataclasses.replace(config, batch_invariant=False, max_drafts=0)
+            arguments = device_arguments(draft_model, plain)
             longest = draft_model.config.max_positions
             self.draft_model = DraftModel(
                 Device(*arguments), longest, model.config.vocab_size, core
@@ -722,6 +721,7 @@ def device_arguments(model: models.Model, config: EngineConfig) -> tuple[Any, ..
         config.kv_dtype,
         config.tensor_parallel,
         config.context_parallel,
+        config.max_drafts > 0,
     )
 
 

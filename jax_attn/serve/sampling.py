@@ -197,7 +197,7 @@ def set_slot(
     )
 
 
-@partial(jax.jit, donate_argnames="state", static_argnames="kind")
+@partial(jax.jit, donate_argnames="state", static_argnames=("kind", "has_drafts"))
 def sample(
     state: SamplerState,
     logits: jax.Array,
@@ -205,10 +205,12 @@ def sample(
     mask: jax.Array,
     *,
     kind: Kind,
+    has_drafts: bool = False,
 ) -> tuple[SamplerState, Sampled]:
     """Samples a token from each row of logits [num_rows, vocab] f32.
 
     rows: [num_rows, ROW_WORDS] i32, by SlotParams. mask: as `allow_all` and `forbid` make it.
+    has_drafts: some of the rows may be behind drafts.
 
     Returns the state with the tokens counted and in last_tokens[slot], and what was sampled. Of a
     sequence with drafts too many are counted: if it has penalties, it is to `set_slot` again.
@@ -220,7 +222,8 @@ def sample(
     temperature, top_p, min_p = (floats[:, i, None] for i in range(3))
     scores = logits
     if kind == "full":
-        scores = _penalized(state, rows, scores, *(floats[:, i, None] for i in range(3, 6)))
+        penalties = (floats[:, i, None] for i in range(3, 6))
+        scores = _penalized(state, rows, has_drafts, scores, *penalties)
     scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
     if kind != "greedy":
         # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
@@ -257,6 +260,7 @@ def _argmax(scores: jax.Array) -> jax.Array:
 def _penalized(
     state: SamplerState,
     rows: jax.Array,
+    has_drafts: bool,
     scores: jax.Array,
     repetition: jax.Array,
     presence: jax.Array,
@@ -271,10 +275,10 @@ def _penalized(
     bias_tokens, bias_values = of_slot(state.bias_tokens), of_slot(state.bias_values)
     which = jnp.arange(len(slot))[:, None]
     scores = scores.at[which, bias_tokens].add(bias_values, mode="drop")
-    # If the sample behind drafts counts, so do they.
-    is_behind = (chain[:, None] == chain) & (chain > 0) & (position[:, None] >= position)
     counts = of_slot(state.counts)
-    counts = counts.at[which, draft[None, :]].add(is_behind.astype(jnp.int32), mode="drop")
+    if has_drafts:  # if the sample behind them counts, so do they
+        is_behind = (chain[:, None] == chain) & (chain > 0) & (position[:, None] >= position)
+        counts = counts.at[which, draft[None, :]].add(is_behind.astype(jnp.int32), mode="drop")
     repeated = jnp.where(scores > 0, scores / repetition, scores * repetition)
     scores = jnp.where(counts > 0, repeated, scores)
     in_output = (counts & ~_IN_PROMPT).astype(jnp.float32)

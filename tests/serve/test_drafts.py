@@ -27,7 +27,7 @@ TEXT = (Path(__file__).parents[2] / "examples" / "prompts" / "ast.py.txt").read_
 
 @pytest.fixture(scope="module")
 def device(model):
-    engine = Engine(model, CONFIG)
+    engine = Engine(model, dataclasses.replace(CONFIG, max_drafts=7))
     engine.warm_up()
     return engine.device
 
@@ -146,7 +146,7 @@ def test_a_draft_model_leaves_the_output_as_it_is(run, repeated, text, draft, le
     engine, got = run(4, *batch, draft=draft)
     assert got == expected
     stats = engine.stats()
-    assert stats["draft_tokens"] > 10
+    assert stats["draft_tokens"] > (5 if draft == "noise" else 30)
     assert least <= stats["draft_tokens_taken"] / stats["draft_tokens"] <= most
     assert stats["step_seconds"]["draft"] > 0
 

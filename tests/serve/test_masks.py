@@ -48,8 +48,9 @@ def test_a_text_turn_by_turn(grammars, tokenizer):
     assert tokenizer.decode(tokens) == "a and then no choice at all"
 
 
-def test_what_may_follow_drafts(grammars, tokenizer):
+def test_what_may_follow_drafts(grammars, tokenizer, monkeypatch):
     """As far as there is a choice, and the grammar stays where it is."""
+    monkeypatch.setattr(masks, "SLOW_SECONDS", 60)
     workers = MaskWorkers(num_fast=1)
     text = grammar.from_regex("[ab][cd] and no choice")
     drafts = [token for each in ("a", "c", " and", " no") for token in tokenizer.encode(each).ids]
@@ -150,12 +151,12 @@ def test_what_a_grammar_cannot_do_is_an_error_of_its_own(grammars):
 def test_an_ambiguous_grammar_comes_to_an_end(grammars):
     """Within a few tokens: its rows have more items than may be."""
     workers, one = MaskWorkers(num_fast=1), constraint(grammars, AMBIGUOUS)
-    token, num_tokens = None, 0
+    tokens, num_tokens = [], 0
     rng = np.random.default_rng(0)
-    while (turn := done(workers, one, [token])).error is None:
+    while (turn := done(workers, one, tokens)).error is None:
         bits = np.unpackbits(turn.mask.view(np.uint8), bitorder="little")
         bits[0] = 0
-        token = int(rng.choice(np.flatnonzero(bits)))
+        tokens = [int(rng.choice(np.flatnonzero(bits)))]
         num_tokens += 1
         assert num_tokens < 100
     assert "items; max is 500" in turn.error
