@@ -1,11 +1,16 @@
-"""Speculative decoding by n-gram lookup: the engine with and without drafts, in turns.
+"""Speculative decoding: the engine with and without drafts, in turns.
 
-    python -m benchmarks.drafts                  -> a table, tokens/s
+    python -m benchmarks.drafts                  -> a table, tokens/s, of n-gram lookup
+    python -m benchmarks.drafts --draft-model    -> one of draft models
     python -m benchmarks.drafts --rounds 1 --tokens 40    tries the script
 
 The bundled model. Repetitive text is a function that is there six times; source code is the
 beginning of a module, whose continuations repeat less. A ratio is that of two runs of one round,
-next to each other; the table has the median of all rounds, the least and the most.
+next to each other; the table has the median of all rounds, the least and the most. Processor time
+of a token is less noisy than its time where others use the machine: its ratio is the last column.
+
+Draft models are for a model that has 24 more layers, which add nothing: the bundled one finds the
+same at a fifth of the time. Beside it, one of weights near it, and one of noise.
 """
 
 from __future__ import annotations
@@ -16,6 +21,10 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jax_attn import models
 from jax_attn.serve.engine import Engine, EngineConfig
@@ -23,6 +32,7 @@ from jax_attn.serve.request import SamplingParams, Sequence
 
 PROMPTS = Path(__file__).resolve().parents[1] / "examples" / "prompts"
 CONFIG = EngineConfig(num_pages=2048, page_size=16, max_running=8, max_step_tokens=64)
+NUM_MORE_LAYERS = 24
 CONTEXT = 200  # tokens of source code before what is written
 
 
@@ -45,15 +55,28 @@ CASES = [
 ]
 
 
+MODEL_CASES = [CASES[i] for i in (2, 3)]
+
+
+class Run(NamedTuple):
+    tokens_per_second: float
+    cpu_seconds: float  # of a token
+
+
 class Bench:
-    def __init__(self, max_drafts: int, num_tokens: int):
-        self._model = models.load(models.BUNDLED, "float32")
-        self._num_tokens = num_tokens
+    def __init__(
+        self,
+        model: models.Model,
+        max_drafts: int,
+        num_tokens: int,
+        draft_model: models.Model | None = None,
+    ):
+        self._model, self._draft_model, self._num_tokens = model, draft_model, num_tokens
         # One after the other on the same device: what is compiled is the same.
         self._configs = [CONFIG, dataclasses.replace(CONFIG, max_drafts=max_drafts)]
-        engine = Engine(self._model, CONFIG)
-        engine.warm_up()
-        self._device = engine.device
+        self._warm = Engine(model, self._configs[1], draft_model=draft_model)
+        self._warm.warm_up()
+        self.right = 0.0  # of the drafts of the last run, as a share
 
     def _prompt(self, repetitive: bool) -> list[int]:
         text = "def add(a, b):\n    return a + b\n\n\n" * 6
@@ -62,9 +85,13 @@ class Bench:
         ids = self._model.tokenizer.encode(text).ids
         return [self._model.config.bos_token, *(ids if repetitive else ids[:CONTEXT])]
 
-    def tokens_per_second(self, case: Case, config: EngineConfig, seed: int) -> float:
-        engine = Engine(self._model, config)
-        engine.device = self._device
+    def measure(self, case: Case, config: EngineConfig, seed: int) -> Run:
+        drafts = self._draft_model if config.max_drafts else None
+        engine = Engine(self._model, config, draft_model=drafts)
+        engine.device = self._warm.device
+        if engine.draft_model is not None and self._warm.draft_model is not None:
+            engine.draft_model.device = self._warm.draft_model.device
+            engine.draft_model.cost = self._warm.draft_model.cost
         prompt = self._prompt(case.repetitive)
         engine.submit(
             [
@@ -82,41 +109,84 @@ class Bench:
                 for i in range(case.clients)
             ]
         )
-        begin, num_tokens = 0.0, 0
+        begin, begin_cpu, num_tokens = 0.0, 0.0, 0
         while engine.has_work:
             events = engine.step()
             if begin:
                 num_tokens += sum(len(event.tokens) for event in events)
             elif events:  # from the first token on: prefill is not what is measured
-                begin = time.perf_counter()
-        return num_tokens / (time.perf_counter() - begin)
+                begin, begin_cpu = time.perf_counter(), time.process_time()
+        if num_drafts := engine.stats()["draft_tokens"]:
+            self.right = engine.stats()["draft_tokens_taken"] / num_drafts
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
+        return Run(num_tokens / seconds, cpu / num_tokens)
 
-    def rounds(self, case: Case, num_rounds: int) -> Iterator[tuple[float, float]]:
+    def rounds(self, case: Case, num_rounds: int) -> Iterator[tuple[Run, Run]]:
         """Without and with drafts. Which is first takes turns."""
         for seed in range(num_rounds):
             order = self._configs if seed % 2 == 0 else self._configs[::-1]
-            found = {id(c): self.tokens_per_second(case, c, seed) for c in order}
+            found = {id(c): self.measure(case, c, seed) for c in order}
             yield found[id(self._configs[0])], found[id(self._configs[1])]
+
+    def show(self, case: Case, num_rounds: int) -> None:
+        """Prints a line of the table."""
+        pairs = list(self.rounds(case, num_rounds))
+        plain, drafted = (
+            statistics.median(run.tokens_per_second for run in each)
+            for each in zip(*pairs, strict=True)
+        )
+        ratios = [b.tokens_per_second / a.tokens_per_second for a, b in pairs]
+        cpu = statistics.median(b.cpu_seconds / a.cpu_seconds for a, b in pairs)
+        print(
+            f"| {case.name} | {self.right:.0%} | {plain:.0f} | {drafted:.0f} "
+            f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f} "
+            f"| {cpu:.2f} |",
+            flush=True,
+        )
+
+
+def deeper(model: models.Model) -> models.Model:
+    """The same function, by more layers."""
+    layer = dict(model.params["layers"][0])
+    layer |= {name: jnp.zeros_like(layer[name]) for name in ("o", "down")}
+    layers = [*model.params["layers"], *[layer] * NUM_MORE_LAYERS]
+    kinds = model.config.layers + model.config.layers[:1] * NUM_MORE_LAYERS
+    config = dataclasses.replace(model.config, layers=kinds)
+    return model._replace(config=config, params=model.params | {"layers": layers})
+
+
+def near(model: models.Model, std: float) -> models.Model:
+    """Each weight times 1 + std * a normal number."""
+    key = jax.random.key(0)
+
+    def change(weight: jax.Array) -> jax.Array:
+        return weight * (1 + std * jax.random.normal(key, weight.shape, weight.dtype))
+
+    return model._replace(params=jax.tree.map(change, model.params))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drafts", type=int, default=7, help="--max-drafts (%(default)s)")
+    parser.add_argument("--draft-model", action="store_true", help="in place of n-gram lookup")
+    parser.add_argument("--drafts", type=int, help="--max-drafts (7; of a draft model 4)")
     parser.add_argument("--rounds", type=int, default=9, help="of each case (%(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="of each client (%(default)s)")
     args = parser.parse_args()
-    bench = Bench(args.drafts, args.tokens)
-    print(f"| text | without | {args.drafts} drafts | ratio | least | most |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for case in CASES:
-        pairs = list(bench.rounds(case, args.rounds))
-        plain, drafted = (statistics.median(each) for each in zip(*pairs, strict=True))
-        ratios = [with_drafts / without for without, with_drafts in pairs]
-        print(
-            f"| {case.name} | {plain:.0f} | {drafted:.0f} | {statistics.median(ratios):.2f} "
-            f"| {min(ratios):.2f} | {max(ratios):.2f} |",
-            flush=True,
-        )
+    num_drafts = args.drafts or (4 if args.draft_model else 7)
+    print(f"| text | right | without | {num_drafts} drafts | ratio | least | most | processor |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    model = models.load(models.BUNDLED, "float32")
+    if not args.draft_model:
+        bench = Bench(model, num_drafts, args.tokens)
+        for case in CASES:
+            bench.show(case, args.rounds)
+        return
+    noise = models.random_params(model.config, jax.random.key(0), "float32")
+    smaller = {"same": model, "near": near(model, 0.1), "noise": model._replace(params=noise)}
+    for name, draft_model in smaller.items():
+        bench = Bench(deeper(model), num_drafts, args.tokens, draft_model)
+        for case in MODEL_CASES:
+            bench.show(dataclasses.replace(case, name=f"{name}: {case.name}"), args.rounds)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def evaluate(python: str, directory: Path, url: str) -> dict[str, dict[str, floa
     command += ["--model_args", *(f"{name}={value}" for name, value in arguments.items())]
     command += ["--tasks", *TASKS, "--include_path", directory, "--output_path", directory / "out"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(directory / "cache")}
-    subprocess.run(list(map(str, command)), check=True, env=os.environ | offline, timeout=300)
+    subprocess.run(list(map(str, command)), check=True, env=os.environ | offline, timeout=900)
     (results,) = (directory / "out").rglob("results_*.json")
     return json.loads(results.read_text())["results"]
 

@@ -37,6 +37,7 @@ from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.device import Device
+from jax_attn.serve.draft_model import have_same_tokens
 from jax_attn.serve.embedder import Embedder
 from jax_attn.serve.engine import EngineConfig, device_arguments
 from jax_attn.serve.processes import Processes, ProcessesError
@@ -55,6 +56,7 @@ _SAMPLING_BYTES = 48  # for each of [max_running, vocab]: logits, counts, ten f3
 _KV_SHARE = 0.85  # of the memory that is left; the rest is for activations
 _NEXT_TRY = 0.9  # of the pages that did not fit
 _CPU_BYTES = 2 << 30
+_DRAFTS = 4  # of a draft model: each takes its time, and behind a wrong one all are in vain
 _DIGEST_VALUES = 1000  # of each weight
 _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
 
@@ -135,7 +137,7 @@ def _follow(args: argparse.Namespace, processes: Processes) -> int:
 
     try:
         model = _load(models.fetch(args.model, args.revision), args)
-        num_pages = _num_pages(model, args)
+        num_pages = _num_pages(model, args, _page_bytes(model.config, args))
         device = Device(*device_arguments(model, _engine_config(num_pages, args)))
     except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
@@ -163,13 +165,22 @@ def _serve(args: argparse.Namespace) -> int:
         keys = auth.checked_keys(args.api_key, "--api-key")
         keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
         operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
-        directory = models.fetch(args.model, args.revision)
-        model = _load(directory, args)
-        # Before the engine, which takes what memory is left.
-        embedding = _load_embedding(args)
-        name, *aliases = args.served_model_name or [_name_of(args.model)]
-        engine = _make_engine(model, args)
-        model = model._replace(params={})  # of which the engine has what it needs
+        name, *aliases = args.served_model_name or [_name_of(args.model or args.embedding_model)]
+        engine = model = None
+        if args.model is None:
+            directory = models.fetch(args.embedding_model, args.revision)
+            embedding = _load_embedding(directory, name, args)
+        else:
+            directory = models.fetch(args.model, args.revision)
+            model = _load(directory, args)
+            # Before the engine, which takes what memory is left.
+            embedding, draft_model = None, _load_draft_model(model, args)
+            if args.embedding_model is not None:
+                fetched = models.fetch(args.embedding_model)
+                embedding = _load_embedding(fetched, _name_of(args.embedding_model), args)
+            engine = _make_engine(model, args, draft_model)
+            model = model._replace(params={})  # of which the engine has what it needs
+            del draft_model
         config = ServerConfig(
             model_directory=directory,
             model_name=name,
@@ -209,16 +220,16 @@ def _serve(args: argparse.Namespace) -> int:
         ),
         on_drain=app.state.server.drain,
     )
-    engine.on_ready = _spare_the_collector
-    # Whoever keeps servers running starts another one then.
-    engine.on_failure = server.stop
-    if embedding is not None:
-        embedding[1].on_failure = server.stop
+    if engine is not None:
+        engine.on_ready = _spare_the_collector
+    parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
+    for part in parts:
+        # Whoever keeps servers running starts another one then.
+        part.on_failure = server.stop
     if args.processes is not None:
         args.processes.on_leave = server.leave
     asyncio.run(server.serve())
-    failures = engine.failure, embedding and embedding[1].failure
-    return 0 if server.started and failures == (None, None) else 1
+    return 0 if server.started and all(part.failure is None for part in parts) else 1
 
 
 def _spare_the_collector() -> None:
@@ -234,11 +245,7 @@ def _name_of(model: str) -> str:
 
 def _load(directory: Path, args: argparse.Namespace) -> models.Model:
     """Raises: ModelDirectoryError, ValueError."""
-    with _loading(directory) as show:
-        # Weights that devices share go to each from host memory.
-        host = jax.local_devices(backend="cpu")[0] if _num_devices(args) > 1 else None
-        with jax.default_device(host):
-            model = models.load(directory, args.dtype, show)
+    model = _read(directory, args)
     longest = model.config.max_positions
     if args.max_model_len is None:
         return model
@@ -250,14 +257,34 @@ def _load(directory: Path, args: argparse.Namespace) -> models.Model:
     return model._replace(config=config)
 
 
-def _load_embedding(args: argparse.Namespace) -> tuple[models.EmbeddingModel, Embedder] | None:
-    """Raises: ModelDirectoryError."""
-    if args.embedding_model is None:
+def _read(directory: Path, args: argparse.Namespace) -> models.Model:
+    with _loading(directory) as show:
+        # Weights that devices share go to each from host memory.
+        host = jax.local_devices(backend="cpu")[0] if _num_devices(args) > 1 else None
+        with jax.default_device(host):
+            return models.load(directory, args.dtype, show)
+
+
+def _load_draft_model(model: models.Model, args: argparse.Namespace) -> models.Model | None:
+    """Raises: ModelDirectoryError, ValueError."""
+    if args.draft_model is None:
         return None
-    directory = models.fetch(args.embedding_model)
+    draft_model = _read(models.fetch(args.draft_model), args)
+    if not have_same_tokens(draft_model, model):
+        raise ValueError(
+            f"--draft-model: expected one with the tokens of {args.model}, got"
+            f" {args.draft_model}, which has others"
+        )
+    return draft_model
+
+
+def _load_embedding(
+    directory: Path, name: str, args: argparse.Namespace
+) -> tuple[models.EmbeddingModel, Embedder]:
+    """Raises: ModelDirectoryError."""
     with _loading(directory) as show:
         model = models.load_embedding(directory, args.dtype, show)
-    return model, Embedder(model, _name_of(args.embedding_model))
+    return model, Embedder(model, name)
 
 
 @contextlib.contextmanager
@@ -295,17 +322,22 @@ def _row_bytes(config: models.ModelConfig, args: argparse.Namespace) -> int:
     return k_shape[-1] * jnp.dtype(spec.dtype_of_kv).itemsize
 
 
-def _make_engine(model: models.Model, args: argparse.Namespace) -> AsyncEngine:
+def _make_engine(
+    model: models.Model, args: argparse.Namespace, draft_model: models.Model | None = None
+) -> AsyncEngine:
     """With as many pages as the device's memory holds, unless it was told how many.
 
     Raises:
       ValueError: they do not fit.
     """
-    page_bytes, fewest = _page_bytes(model.config, args), _fewest_pages(args)
-    num_pages = _num_pages(model, args)
+    # A draft model has pages of its own beside each of the model's.
+    configs = [each.config for each in (model, draft_model) if each is not None]
+    page_bytes = sum(_page_bytes(config, args) for config in configs)
+    fewest, num_pages = _fewest_pages(args), _num_pages(model, args, page_bytes)
     while True:
         try:
-            engine = AsyncEngine(model, _engine_config(num_pages, args), args.processes)
+            config = _engine_config(num_pages, args)
+            engine = AsyncEngine(model, config, args.processes, draft_model)
             break
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -341,12 +373,11 @@ def _fewest_pages(args: argparse.Namespace) -> int:
     return int(-(-args.max_step_tokens // args.page_size))
 
 
-def _num_pages(model: models.Model, args: argparse.Namespace) -> int:
+def _num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:
     """As the options say, or what the memory holds: of several processes, the least that one holds.
 
     Raises ProcessesError where processes have other options or another model.
     """
-    page_bytes = _page_bytes(model.config, args)
     most = _default_num_pages(model.config, args, page_bytes)
     num_pages = args.num_pages or max(_fewest_pages(args), most)
     if args.processes is None:
@@ -459,8 +490,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jax_attn.serve", description=__doc__)
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
-    hub = "Hugging Face directory, or ORG/NAME of the Hub (the bundled model)"
-    add("--model", default=str(models.BUNDLED), help=hub)
+    hub = """Hugging Face directory, or ORG/NAME of the Hub (the bundled model; none with
+        --embedding-model)"""
+    add("--model", help=hub)
     add("--revision", help="of ORG/NAME: a branch, tag or commit (main)")
     vectors = "likewise, of an embedding model, for /v1/embeddings (none)"
     add("--embedding-model", metavar="MODEL", help=vectors)
@@ -504,8 +536,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--access-log", action=switch, default=True, help="a line of the log for each request")
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
     drafts = """tokens of each sequence guessed from its own text, and verified in one step, where
-        steps have room for them (%(default)s: none)"""
-    add("--max-drafts", type=_non_negative, default=0, help=drafts)
+        steps have room for them (0: none; with --draft-model 4)"""
+    add("--max-drafts", type=_non_negative, help=drafts)
+    smaller = "likewise, of a smaller model with the same tokens, which guesses them instead (none)"
+    add("--draft-model", metavar="MODEL", help=smaller)
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     devices = "devices to split the model over, by heads; each has its share of it (%(default)s)"
     add("--tensor-parallel", type=_positive, default=1, metavar="N", help=devices)
@@ -531,6 +565,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--process-id: expected less than {args.num_processes}, got {args.process_id}"
         )
+    if args.model is None and args.embedding_model is None:
+        args.model = str(models.BUNDLED)
+    if args.model is None:
+        _check_alone(args, parser)
+    if args.max_drafts is None:
+        args.max_drafts = _DRAFTS if args.draft_model else 0
+    if args.draft_model and not args.max_drafts:
+        parser.error("--draft-model: expected --max-drafts of at least 1, got 0")
+    if args.draft_model and (args.distributed or args.coordinator):
+        parser.error("--draft-model: expected a server of one process")
     args.processes = None
     if args.distributed or args.coordinator:
         args.processes = Processes(*of_one, args.start_seconds)  # before JAX looks for devices
@@ -546,6 +590,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args.max_prefill_chunk = args.prefill_chunk or steps.max_prefill_chunk
     args.prefill_chunk = args.prefill_chunk or steps.prefill_chunk
     return args
+
+
+def _check_alone(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Of an embedding model that is served alone."""
+    for name in ("draft_model", "coordinator", "distributed"):
+        if getattr(args, name):
+            parser.error(
+                f"--{name.replace('_', '-')}: expected --model, got --embedding-model only"
+            )
+    if len(args.served_model_name or ()) > 1:
+        parser.error("--served-model-name: expected one name of --embedding-model without --model")
 
 
 def _positive(text: str) -> int:

@@ -78,7 +78,8 @@ def _whose(tenant: str) -> str:
 class Gate:
     """Of an event loop. Hands out tickets as long as there is room for one."""
 
-    def __init__(self, engine: Any, limits: KeyLimits):
+    def __init__(self, engine: Any | None, limits: KeyLimits):
+        """engine: None: there is no queue to enter."""
         self._engine, self._limits = engine, limits
         self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold
 
@@ -96,6 +97,7 @@ class Gate:
 
     def _check_queue(self, tenant: str) -> None:
         """What the engine will say, as far as it is known without reading the request."""
+        assert self._engine is not None
         limits = self._engine.limits
         if self._engine.stats()["waiting"] < limits.max_waiting:
             return

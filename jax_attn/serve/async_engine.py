@@ -79,9 +79,14 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, model: models.Model, config: EngineConfig, processes: Processes | None = None
+        self,
+        model: models.Model,
+        config: EngineConfig,
+        processes: Processes | None = None,
+        draft_model: models.Model | None = None,
     ):
-        self._engine = Engine(model, config, processes)
+        """See Engine."""
+        self._engine = Engine(model, config, processes, draft_model)
         self.limits = Limits(
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )

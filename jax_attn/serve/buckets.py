@@ -16,7 +16,7 @@ import numpy as np
 import jax_attn as ja
 from jax_attn import models, parallel
 from jax_attn.serve.request import Sequence
-from jax_attn.serve.sampling import GIVEN, ROW_WORDS, Kind, SlotParams
+from jax_attn.serve.sampling import CHAIN, DRAFT, GIVEN, ROW_WORDS, Kind, SlotParams
 from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
 
 
@@ -176,7 +176,7 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     assert page_size is not None
     seqs, n = [entry.seq for entry in entries], len(entries)
     qo_lens = np.array([entry.num_tokens for entry in entries], np.int32)
-    begins = np.array([seq.num_computed for seq in seqs], np.int32)
+    begins = np.array([entry.begin for entry in entries], np.int32)
     kv_lens = begins + qo_lens
     num_pages = -(-kv_lens // page_size)
     qo_indptr, page_indptr = (_indptr(lens) for lens in (qo_lens, num_pages))
@@ -201,7 +201,7 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     kind = slots.fill(
         rows,
         [entry.seq.slot if entry.samples else slots.max_running for entry in entries],
-        [seq.num_output + seq.num_in_flight for seq in seqs],
+        [e.begin + e.num_tokens - len(e.drafts) - e.seq.num_prompt for e in entries],
     )
     scored = _score(entries, qo_indptr, logit_rows, rows)
     if scored:
@@ -237,7 +237,9 @@ def _draft(
         rows[more, 0] = no_slot  # which of them is the newest token, the host finds out
         rows[more, 4] += np.arange(n, dtype=np.int32)
         rows[i, 4] += n
-        drafted[i] = [*more, i]
+        chain = drafted[i] = [*more, i]
+        rows[chain, CHAIN] = i + 1
+        rows[chain[1:], DRAFT] = entries[i].drafts
         num_rows += n
     return drafted
 
@@ -250,7 +252,7 @@ def _score(
     for i, entry in enumerate(entries):
         if not (n := entry.num_scored):
             continue
-        seq, begin = entry.seq, entry.seq.num_computed + 1
+        seq, begin = entry.seq, entry.begin + 1
         which = list(range(num_rows, num_rows + n))
         if n == entry.num_tokens:
             which[-1] = i

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -47,8 +48,9 @@ class Device:
         kv_dtype: str | None = None,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        has_drafts: bool = False,
     ):
-        params = model.params
+        params, self._has_drafts = model.params, has_drafts
         self._split = _split(model.config, tensor_parallel, context_parallel)
         if self._split is not None:
             params = self._split.split_params(params)
@@ -135,11 +137,17 @@ class Device:
         )
         return buckets.make_batch(bucket, entries, self._slots)
 
-    def forward(self, batch: Batch) -> Scores:
-        """The kv cache grows by the tokens of the batch."""
+    @property
+    def newest(self) -> jax.Array:
+        """[max_running] i32. The token that was last sampled in each slot."""
+        return self._state.last_tokens
+
+    def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
+        """The kv cache grows by the tokens of the batch. newest: of another device like this."""
         forward = self._executables[_forward_name(batch.bucket)]
+        newest = self.newest if newest is None else newest
         logits, rows, self._k_pages, self._v_pages = forward(
-            self._weights, batch.words, self._state.last_tokens, self._k_pages, self._v_pages
+            self._weights, batch.words, newest, self._k_pages, self._v_pages
         )
         return Scores(logits, rows)
 
@@ -225,7 +233,9 @@ class Device:
             rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
             for kind in sampling.KINDS:
                 sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
-                tasks[_sample_name(num_rows, kind)] = partial(sample, kind=kind)
+                tasks[_sample_name(num_rows, kind)] = partial(
+                    sample, kind=kind, has_drafts=self._has_drafts
+                )
         return tasks
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Any:
@@ -253,6 +263,17 @@ class Device:
             out_specs=(P(), P(), pages, pages),
             check_vma=False,  # logits are gathered, or sums: the same everywhere
         )
+
+    def step_seconds(self) -> float:
+        """What the smallest step takes, measured: the least of a few. To be called when warm."""
+
+        def measure() -> float:
+            begin = time.perf_counter()
+            batch = buckets.make_batch(self.buckets[0], (), self._slots)
+            self.read(self.sample(self.forward(batch), "temperature", None))
+            return time.perf_counter() - begin
+
+        return min(measure() for _ in range(_MEASURED_STEPS))
 
     def executable(self, bucket: Bucket) -> Any:
         return self._executables[_forward_name(bucket)]
@@ -301,6 +322,8 @@ def _split(
 
 # Of XLA: autotuning takes its turns on the device anyway, and each has buffers of its own.
 _MAX_THREADS = 8
+
+_MEASURED_STEPS = 7
 
 
 def _options(num_tokens: int) -> dict[str, Any]:

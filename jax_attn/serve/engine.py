@@ -17,11 +17,13 @@ it is there.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from jax_attn.serve import buckets, live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
+from jax_attn.serve.draft_model import DraftModel, ModelDrafter, have_same_tokens
 from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import CompiledGrammar, Grammars
@@ -68,7 +71,9 @@ class EngineConfig:
     prefix_cache: bool = True
     batch_invariant: bool = False
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
-    max_drafts: int = 0  # guesses at what follows, of each sequence, verified in a step
+    # Guesses at what follows, of each sequence, verified in a step. From its own text, or from a
+    # draft model where there is one.
+    max_drafts: int = 0
     max_grammars: int = 128  # compiled grammars kept
     tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
     context_parallel: int = 1  # devices that slots of each page are split over, times the others
@@ -114,6 +119,8 @@ class _Launched:
     scores: Scores | None  # until they are sampled
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
     drafts: dict[int, tuple[int, ...]]  # of those that have some, by row
+    # Of those with a grammar, by row: samples that it has masked, before a draft and behind some.
+    num_masked: dict[int, int] = field(default_factory=dict)
     sampled: sampling.Sampled | None = None
 
 
@@ -121,10 +128,21 @@ class Engine:
     """Of one thread, but for `grammars`."""
 
     def __init__(
-        self, model: models.Model, config: EngineConfig, processes: Processes | None = None
+        self,
+        model: models.Model,
+        config: EngineConfig,
+        processes: Processes | None = None,
+        draft_model: models.Model | None = None,
     ):
-        """processes: of which this one leads, where the devices belong to several."""
+        """processes: of which this one leads, where the devices belong to several.
+        draft_model: of the model's tokenizer, and in one process; it makes the drafts.
+
+        Raises:
+          ValueError: of a draft model, in one sentence.
+        """
         self.config = config
+        if draft_model is not None:
+            _check_draft_model(draft_model, model, config, processes)
         # Without the weights: a device that has its share of them keeps no others.
         self.model = model._replace(params={})
         self.grammars = Grammars(
@@ -140,6 +158,15 @@ class Engine:
             self.device = Device(*arguments)
         else:
             self.device = LeadingDevice(processes, *arguments)
+        self.draft_model: DraftModel | None = None
+        if draft_model is not None:
+            # Its bits do not matter, so it need not pad its steps for them.
+            plain = dataclasses.replace(config, batch_invariant=False, max_drafts=0)
+            arguments = device_arguments(draft_model, plain)
+            longest = draft_model.config.max_positions
+            self.draft_model = DraftModel(
+                Device(*arguments), longest, model.config.vocab_size, core
+            )
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
@@ -154,7 +181,14 @@ class Engine:
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """See Device.warm_up."""
-        return self.device.warm_up(progress)
+        if self.draft_model is None:
+            return self.device.warm_up(progress)
+        drafting = self.draft_model.device
+        names = [f"drafts: {name}" for name in drafting.warm_up(progress)]
+        names += self.device.warm_up(progress)
+        self.draft_model.cost = drafting.step_seconds() / self.device.step_seconds()
+        log.info("a draft takes %.2f of a step", self.draft_model.cost)
+        return names
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -207,9 +241,11 @@ class Engine:
                 f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
                 f"{len(params.logit_bias)}."
             )
-        # Penalties change with each token, and masks of grammars are for one.
-        if self.config.max_drafts and not (sampling.keeps_state(params) or params.grammar):
-            seq.drafter = NgramDrafter(self.config.max_drafts)
+        if most := self.config.max_drafts:
+            if self.draft_model is None:
+                seq.drafter = NgramDrafter(most)
+            else:
+                seq.drafter = ModelDrafter(self.draft_model, most)
         biased = [token for token, _ in params.logit_bias]
         named = (
             ("prompt", seq.tokens),
@@ -286,13 +322,18 @@ class Engine:
             self._close(seq)
         for seq in plan.admitted:
             self.device.set_params(seq.slot, seq.params)
+            if self.draft_model is not None:
+                self.draft_model.admit(seq)
             stream = self._streams[seq.id]
             stream.needs_state = sampling.keeps_state(seq.params)
             if stream.constraint is not None and stream.constraint.turn is None:
-                self._masks.start(stream.constraint, None)
+                self._masks.start(stream.constraint, [])
         stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
         if not plan.entries:
             return None
+        if self.draft_model is not None:
+            with self._phase("draft"):
+                self.draft_model.draft(plan.entries, self.device.newest)
         with self._phase("plan"):
             batch = self.device.plan(plan.entries)
         with self._phase("dispatch"):
@@ -331,7 +372,7 @@ class Engine:
                     bucket = launched.batch.bucket
                     mask = sampling.allow_all(bucket.num_rows, self.model.config.vocab_size)
                 if allowed is not None:
-                    mask[row] = allowed
+                    self._fill_masks(mask, launched, row, stream, allowed)
                 else:
                     sampling.forbid(mask[row], stream.stop_tokens)
                 wanted.append((row, stream))
@@ -372,6 +413,22 @@ class Engine:
             stream.needs_state = sampling.keeps_state(stream.seq.params)
             return None
         return turn.mask if self._take_turn(stream, turn) else None
+
+    def _fill_masks(
+        self,
+        mask: np.ndarray,
+        launched: _Launched,
+        row: int,
+        stream: _Stream,
+        allowed: np.ndarray,
+    ) -> None:
+        """Of a sequence's rows: behind drafts, as far as its grammar goes with them."""
+        assert stream.constraint is not None
+        rows, drafts = launched.batch.drafted.get(row, [row]), launched.drafts.get(row, ())
+        ahead = stream.constraint.look_ahead(drafts) if drafts else []
+        for each, of_row in zip(rows, [allowed, *ahead], strict=False):
+            mask[each] = of_row
+        launched.num_masked[row] = 1 + len(ahead)
 
     def _take_late_turns(self) -> None:
         for stream in list(self._held.values()):
@@ -415,7 +472,7 @@ class Engine:
         if reason is not None:
             self._finish(seq, reason)
         else:
-            self._masks.start(stream.constraint, None)
+            self._masks.start(stream.constraint, [])
 
     def _retire(self, launched: _Launched) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
@@ -468,13 +525,17 @@ class Engine:
             event = self._event(seq)
             event.logprobs = [*(event.logprobs or ()), _logprob(sampled, row, num_top)]
         _, reason = self._append(stream, [token], num_sampled=1)
+        self._end_or_turn(stream, [token], reason)
+
+    def _end_or_turn(self, stream: _Stream, tokens: list[int], reason: FinishReason | None) -> None:
+        """Behind tokens that were sampled, of which the last may end the sequence."""
         if reason is FinishReason.STOP or (reason is not None and stream.constraint is None):
-            self._finish(seq, reason)
+            self._finish(stream.seq, reason)
         elif stream.constraint is not None:
-            self._masks.start(stream.constraint, token)
+            self._masks.start(stream.constraint, tokens)
             if reason is not None:
                 stream.at_length = True
-                self._held[seq.id] = stream
+                self._held[stream.seq.id] = stream
 
     def _take_drafts(
         self, stream: _Stream, launched: _Launched, row: int, sampled: sampling.Sampled
@@ -486,11 +547,14 @@ class Engine:
             (i for i, (a, b) in enumerate(zip(tokens, drafts, strict=False)) if a != b),
             len(drafts),
         )
-        tokens = tokens[: num_right + 1]
+        tokens = tokens[: min(num_right + 1, launched.num_masked.get(row, len(rows)))]
+        num_right = len(tokens) - 1
         self._totals["draft_tokens"] += len(drafts)
         self._totals["draft_tokens_taken"] += num_right
         assert stream.seq.drafter is not None
         stream.seq.drafter.settle(len(drafts), num_right)
+        if sampling.has_penalties(stream.seq.params):
+            stream.needs_state = True  # as the device has counted what was refused
         if min(tokens) < 0:
             self._fail(stream.seq, _NOT_NUMBERS)
             return
@@ -499,8 +563,7 @@ class Engine:
             event = self._event(stream.seq)
             found = [_logprob(sampled, which, num_top) for which in rows[:num_taken]]
             event.logprobs = [*(event.logprobs or ()), *found]
-        if reason is not None:
-            self._finish(stream.seq, reason)
+        self._end_or_turn(stream, tokens[:num_taken], reason)
 
     def _append(
         self, stream: _Stream, tokens: list[int], num_sampled: int, num_right: int = 0
@@ -585,6 +648,8 @@ class Engine:
         cache = self.scheduler.cache
         cache.evict(cache.num_cached)
         self.device.reset()
+        if self.draft_model is not None:
+            self.draft_model.reset()
         return self._take_events()
 
     # ---- numbers -------------------------------------------------------------------------------
@@ -606,8 +671,14 @@ class Engine:
             **self._totals,
             "compilations": self.device.num_compiles_after_warm_up,
             "step_seconds": dict(self._seconds),
-            "device_bytes": self.device.bytes_held(),
+            "device_bytes": self._bytes_held(),
         }
+
+    def _bytes_held(self) -> dict[int, int]:
+        held = Counter(self.device.bytes_held())
+        if self.draft_model is not None:
+            held.update(self.draft_model.device.bytes_held())
+        return dict(held)
 
     def snapshot(self) -> dict[str, Any]:
         """See live_view."""
@@ -670,7 +741,19 @@ def device_arguments(model: models.Model, config: EngineConfig) -> tuple[Any, ..
         config.kv_dtype,
         config.tensor_parallel,
         config.context_parallel,
+        config.max_drafts > 0,
     )
+
+
+def _check_draft_model(
+    draft: models.Model, model: models.Model, config: EngineConfig, processes: Processes | None
+) -> None:
+    if not config.max_drafts:
+        raise ValueError("EngineConfig: max_drafts: expected at least 1 with a draft model, got 0.")
+    if processes is not None:
+        raise ValueError("a draft model: expected a server of one process, got several.")
+    if not have_same_tokens(draft, model):
+        raise ValueError("a draft model: expected the tokens of the model, got others.")
 
 
 _TOTALS = (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax_attn.serve.request import FinishReason
 
-PHASES = ("schedule", "plan", "dispatch", "wait", "retire")
+PHASES = ("schedule", "draft", "plan", "dispatch", "wait", "retire")
 
 
 class TokenLogprob(NamedTuple):
@@ -49,7 +49,8 @@ class StepStats:
     """One call of Engine.step.
 
     seconds: of the engine's thread, in each of PHASES. "wait" is for the device, and the device
-      works during all others; "retire" holds everything between the tokens and their events.
+      works during all others; "draft" is all that a draft model takes, waiting included; "retire"
+      holds everything between the tokens and their events.
     """
 
     index: int

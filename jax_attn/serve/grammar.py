@@ -174,6 +174,15 @@ class Matcher:
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
 
+    def copy(self) -> Matcher:
+        """At the same place, from where it goes on by itself."""
+        return Matcher(self._matcher.deep_copy())
+
+    @property
+    def is_forced(self) -> bool:
+        """There is no choice of what may follow."""
+        return bool(self._matcher.compute_ff_tokens())
+
     @property
     def is_stopped(self) -> bool:
         """The text is complete: nothing may follow."""

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,9 +30,9 @@ _NICE = 10
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """What becomes of a grammar with one more token; the fields below the line once `is_done`."""
+    """What becomes of a grammar with more tokens; the fields below the line once `is_done`."""
 
-    token: int | None  # None: the first turn
+    tokens: list[int]  # none: the first turn
     mask: np.ndarray  # [words] i32, a bit a token that may follow; neither forced nor stopped
     jumps: bool  # wants forced tokens; else they are but the only ones allowed
 
@@ -68,7 +68,7 @@ class Constraint:
         seconds = time.thread_time() - begin
         self.was_slow = seconds > SLOW_SECONDS
         self.seconds += seconds
-        self.num_turns += 1
+        self.num_turns += max(1, len(turn.tokens))
         budget = _BUDGET_SECONDS + _BUDGET_SECONDS_TOKEN * self.num_turns
         if self.seconds > budget and turn.error is None:
             turn.error = (
@@ -78,14 +78,40 @@ class Constraint:
 
     def _take(self, turn: Turn) -> None:
         matcher = self.matcher
-        if turn.token is not None:
-            matcher.advance(turn.token)
+        for token in turn.tokens:
+            matcher.advance(token)
         if not matcher.is_stopped:
             if turn.jumps:
                 turn.forced = matcher.take_forced()
             if not turn.forced:
                 matcher.fill_mask(turn.mask)
         turn.is_stopped = matcher.is_stopped
+
+    def look_ahead(self, drafts: Sequence[int]) -> list[np.ndarray]:
+        """Of the first drafts, if they are what is sampled, what may follow each: as far as the
+        turn, which is done, allows them, and nothing is forced behind them or has to wait."""
+        assert self.turn is not None
+        masks: list[np.ndarray] = []
+        begin, allowed, matcher = time.thread_time(), self.turn.mask, self.matcher.copy()
+        for draft in drafts:
+            spent = time.thread_time() - begin
+            if self.was_slow or spent > SLOW_SECONDS or not _allows(allowed, draft):
+                break
+            try:
+                matcher.advance(draft)
+                if matcher.is_stopped or (self.jumps and matcher.is_forced):
+                    break
+                allowed = np.empty(self.num_words, np.int32)
+                matcher.fill_mask(allowed)
+            except GrammarError:  # maybe it is not sampled
+                break
+            masks.append(allowed)
+        self.seconds += time.thread_time() - begin
+        return masks
+
+
+def _allows(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token // 32] >> token % 32 & 1)
 
 
 class MaskWorkers:
@@ -103,10 +129,10 @@ class MaskWorkers:
                 target=self._run, args=(lane,), name="jax_attn masks", daemon=True
             ).start()
 
-    def start(self, constraint: Constraint, token: int | None) -> None:
+    def start(self, constraint: Constraint, tokens: list[int]) -> None:
         """Begins the next turn. The one before is done."""
         mask = np.empty(constraint.num_words, np.int32)
-        turn = constraint.turn = Turn(token, mask, constraint.jumps)
+        turn = constraint.turn = Turn(tokens, mask, constraint.jumps)
         item = (constraint.seconds, next(self._serials), constraint, turn)
         with self._work:
             heapq.heappush(self._lanes[constraint.was_slow], item)

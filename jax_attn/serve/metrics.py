@@ -30,7 +30,8 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any | None):
+        """engine: None: there is none, and nothing to tell of it."""
         self._registry = CollectorRegistry()
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _TTFT_SECONDS
@@ -53,7 +54,8 @@ class Metrics:
         self.embedding_tokens = Counter(
             "jax_attn_embedding_tokens", "Tokens of embeddings", registry=self._registry
         )
-        self._registry.register(_EngineCollector(engine))
+        if engine is not None:
+            self._registry.register(_EngineCollector(engine))
 
     def count(self, outcome: str) -> None:
         """outcome: one of OUTCOMES."""

@@ -59,6 +59,15 @@ _MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
 _MAX_ECHO_CHARS = 1 << 22  # in all choices
 
 
+def model_not_found(name: str, served: str) -> ApiError:
+    return ApiError(
+        404,
+        f"model: {name[:200]!r} is not served here, {served!r} is",
+        param="model",
+        code="model_not_found",
+    )
+
+
 class TextEncoder:
     """From texts to tokens, in bounded time and memory."""
 
@@ -268,12 +277,7 @@ class Preparer:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names:
-            raise ApiError(
-                404,
-                f"model: {name[:200]!r} is not served here, {self.name!r} is",
-                param="model",
-                code="model_not_found",
-            )
+            raise model_not_found(name, self.name)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None

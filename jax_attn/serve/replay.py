@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from jax_attn.serve import sampling
@@ -38,7 +39,8 @@ class LeadingDevice(Device):
             raise ProcessesError("A step failed, and the server is of several processes.")
         super().reset()
 
-    def forward(self, batch: Batch) -> Scores:
+    def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
+        assert newest is None  # which others do not have
         bucket = self.buckets.index(batch.bucket)
         self._processes.send("forward", bucket, arrays=[batch.words])
         return super().forward(batch)

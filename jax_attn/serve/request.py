@@ -162,6 +162,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_known(self) -> int:
+        """Of prompt and output, to the device: those that the host knows, and those in flight."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
     def may_retract(self) -> bool:
         """Whether a launched sample may turn out to be void, as a grammar was not ready for it."""
         return self.params.grammar is not None
@@ -172,7 +177,7 @@ class Sequence:
 
         1 while decoding; 0 when nothing is left but to learn the last token of max_tokens.
         """
-        num_tokens = len(self.tokens) + self.num_in_flight
+        num_tokens = self.num_known
         # The last token is never fed back.
         return (num_tokens if num_tokens < self._last else self._last) - self.num_computed
 

@@ -91,8 +91,13 @@ def kind_of(params: SamplingParams) -> Kind:
 
 def keeps_state(params: SamplingParams) -> bool:
     """Whether the sequence needs `set_slot` before it is sampled in a slot."""
+    return bool(params.logit_bias) or has_penalties(params)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether what it samples depends on the tokens before."""
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
-    return bool(params.logit_bias) or any(penalties)
+    return any(penalties)
 
 
 def slot_arrays(
@@ -116,10 +121,12 @@ def slot_arrays(
 
 
 # Columns of a row, i32: slot (max_running: the result is dropped), top_k, seed (two), position,
-# the slot again where its counts and biases are this sequence's (else max_running), and the token
-# whose logprob is wanted (-1: sampled; kind is to be "full" for any other).
-GIVEN = 6
-NUM_INTS = 7
+# the slot again where its counts and biases are this sequence's (else max_running), the token
+# whose logprob is wanted (-1: sampled; kind is to be "full" for any other). Of a sequence with
+# drafts, a number that its rows have alone (else 0), and the draft that a row is the next behind.
+GIVEN, CHAIN, DRAFT = 6, 7, 8
+NUM_INTS = 9
+_NO_TOKEN = 2**31 - 1
 # And then, as bits of f32: temperature, top_p, min_p; repetition, presence, frequency penalty.
 ROW_WORDS = NUM_INTS + 6
 
@@ -139,7 +146,7 @@ class SlotParams:
         row, seed = self._rows[slot], params.seed % 2**64
         seeds = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
         state_slot = slot if keeps_state(params) else self.max_running
-        row[:NUM_INTS] = (slot, params.top_k, *seeds, 0, state_slot, -1)
+        row[:NUM_INTS] = (slot, params.top_k, *seeds, 0, state_slot, -1, 0, _NO_TOKEN)
         row[NUM_INTS:].view(np.float32)[:] = (
             params.temperature,
             params.top_p,
@@ -190,7 +197,7 @@ def set_slot(
     )
 
 
-@partial(jax.jit, donate_argnames="state", static_argnames="kind")
+@partial(jax.jit, donate_argnames="state", static_argnames=("kind", "has_drafts"))
 def sample(
     state: SamplerState,
     logits: jax.Array,
@@ -198,12 +205,15 @@ def sample(
     mask: jax.Array,
     *,
     kind: Kind,
+    has_drafts: bool = False,
 ) -> tuple[SamplerState, Sampled]:
     """Samples a token from each row of logits [num_rows, vocab] f32.
 
     rows: [num_rows, ROW_WORDS] i32, by SlotParams. mask: as `allow_all` and `forbid` make it.
+    has_drafts: some of the rows may be behind drafts.
 
-    Returns the state with the tokens counted and in last_tokens[slot], and what was sampled.
+    Returns the state with the tokens counted and in last_tokens[slot], and what was sampled. Of a
+    sequence with drafts too many are counted: if it has penalties, it is to `set_slot` again.
     """
     slot, top_k, seed, position, state_slot = (
         rows[:, 0], rows[:, 1], rows[:, 2:4], rows[:, 4], rows[:, 5]
@@ -212,7 +222,8 @@ def sample(
     temperature, top_p, min_p = (floats[:, i, None] for i in range(3))
     scores = logits
     if kind == "full":
-        scores = _penalized(state, state_slot, scores, *(floats[:, i, None] for i in range(3, 6)))
+        penalties = (floats[:, i, None] for i in range(3, 6))
+        scores = _penalized(state, rows, has_drafts, scores, *penalties)
     scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
     if kind != "greedy":
         # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
@@ -248,21 +259,26 @@ def _argmax(scores: jax.Array) -> jax.Array:
 
 def _penalized(
     state: SamplerState,
-    slot: jax.Array,
+    rows: jax.Array,
+    has_drafts: bool,
     scores: jax.Array,
     repetition: jax.Array,
     presence: jax.Array,
     frequency: jax.Array,
 ) -> jax.Array:
     """Bias, then HF's repetition penalty, then OpenAI's two. Neutral values change no bit."""
+    position, slot, chain, draft = (rows[:, i] for i in (4, 5, CHAIN, DRAFT))
 
     def of_slot(x: jax.Array) -> jax.Array:
         return x.at[slot].get(mode="fill", fill_value=0)
 
     bias_tokens, bias_values = of_slot(state.bias_tokens), of_slot(state.bias_values)
-    rows = jnp.arange(len(slot))[:, None]
-    scores = scores.at[rows, bias_tokens].add(bias_values, mode="drop")
+    which = jnp.arange(len(slot))[:, None]
+    scores = scores.at[which, bias_tokens].add(bias_values, mode="drop")
     counts = of_slot(state.counts)
+    if has_drafts:  # if the sample behind them counts, so do they
+        is_behind = (chain[:, None] == chain) & (chain > 0) & (position[:, None] >= position)
+        counts = counts.at[which, draft[None, :]].add(is_behind.astype(jnp.int32), mode="drop")
     repeated = jnp.where(scores > 0, scores / repetition, scores * repetition)
     scores = jnp.where(counts > 0, repeated, scores)
     in_output = (counts & ~_IN_PROMPT).astype(jnp.float32)

@@ -85,12 +85,13 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """seq.tokens[num_computed : num_computed + num_tokens] go through the model, in seq.pages.
+    """seq.tokens[begin : begin + num_tokens] go through the model, in seq.pages.
 
     An index that seq.tokens does not have yet is the sample in flight, to be read from the device.
     """
 
     seq: Sequence
+    begin: int
     num_tokens: int
     samples: bool  # the last token's logits are sampled
     # Of the tokens, from the first, those whose logits tell the logprob of the prompt's next.
@@ -299,7 +300,7 @@ class Scheduler:
             raise ValueError(
                 f"{seq.id}: retract: expected one sample in flight, got {seq.num_in_flight}"
             )
-        seq.num_in_flight, seq.is_held = 0, True
+        seq.num_in_flight, seq.is_held, seq.is_drafting = 0, True, False
         seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
 
     def resume(self, seq: Sequence) -> None:
@@ -463,7 +464,7 @@ class Scheduler:
                 continue
             num_pending = seq.num_pending
             if num_pending == 1:
-                step.entries.append(ScheduledSequence(seq, 1, True))
+                step.entries.append(ScheduledSequence(seq, seq.num_computed, 1, True))
                 num_left -= 1
             elif num_pending:
                 several.append(seq)
@@ -574,8 +575,9 @@ class Scheduler:
         if num_tokens:
             samples = num_tokens == num_pending
             num_more_rows = min(num_scored, num_tokens - 1)
+            begin = seq.num_computed
             step.entries.append(
-                ScheduledSequence(seq, num_tokens, samples, num_scored, num_more_rows)
+                ScheduledSequence(seq, begin, num_tokens, samples, num_scored, num_more_rows)
             )
             step.num_more_rows += num_more_rows
         return num_tokens

@@ -49,7 +49,14 @@ from jax_attn.serve.embeddings import (
 )
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import Caller, Prepared, Preparer, owner, sampling_defaults
+from jax_attn.serve.prepare import (
+    Caller,
+    Prepared,
+    Preparer,
+    model_not_found,
+    owner,
+    sampling_defaults,
+)
 from jax_attn.serve.responses_api import ResponsesApi, StoredAnswer
 from jax_attn.serve.scores import TokenJson
 from jax_attn.serve.token_bytes import TokenBytes
@@ -86,23 +93,47 @@ class ServerConfig:
     body_timeout: float = 30.0  # seconds for a client to send its body
 
 
+# Those of a model that writes texts, of _TextServer.
+_TEXT_ROUTES = [
+    ("/v1/completions", "completions", "POST"),
+    ("/v1/chat/completions", "chat_completions", "POST"),
+    ("/v1/responses", "responses", "POST"),
+    ("/v1/responses/{id}", "response", "GET"),
+    ("/v1/responses/{id}", "delete_response", "DELETE"),
+    ("/v1/responses/{id}/cancel", "cancel_response", "POST"),
+    ("/tokenize", "tokenize", "POST"),
+    ("/detokenize", "detokenize", "POST"),
+    ("/debug/state", "debug_state", "GET"),
+    ("/openapi.json", "openapi", "GET"),
+    ("/", "page", "GET"),
+]
+
+
 def create_app(
-    engine: Any,
-    model: Any,
+    engine: Any | None,
+    model: Any | None,
     config: ServerConfig,
     embedding: tuple[models.EmbeddingModel, Embedder] | None = None,
 ) -> Starlette:
     """The application, as ASGI. It starts the engine, and at the end stops it.
 
     Args:
-      engine: an AsyncEngine, not started.
-      model: as `jax_attn.models.load` gives it.
+      engine: an AsyncEngine, not started; None: there is a model for embeddings, and no other.
+      model: as `jax_attn.models.load` gives it; None without an engine.
       embedding: a model for /v1/embeddings, and what runs it, not started.
 
     Raises:
       ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one.
     """
-    server = _Server(engine, model, config, embedding)
+    server: _Server
+    if engine is None:
+        server = _Server(config, embedding)
+    else:
+        server = _TextServer(engine, model, config, embedding)
+    text_routes = [
+        Route(path, getattr(server, name, server.no_text_model), methods=[method])
+        for path, name, method in _TEXT_ROUTES
+    ]
     middleware = [Middleware(AccessLog, enabled=config.access_log), Middleware(DiscardBody)]
     if config.allowed_origins:
         # First, as browsers ask for permission without a key.
@@ -128,23 +159,13 @@ def create_app(
         )
     app = Starlette(
         routes=[
-            Route("/v1/completions", server.completions, methods=["POST"]),
-            Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
-            Route("/v1/responses", server.responses, methods=["POST"]),
-            Route("/v1/responses/{id}", server.response),
-            Route("/v1/responses/{id}", server.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", server.cancel_response, methods=["POST"]),
+            *text_routes,
             Route("/v1/embeddings", server.embeddings, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/v1/models/{name:path}", server.model),
-            Route("/tokenize", server.tokenize, methods=["POST"]),
-            Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/health", server.health),
             Route("/version", server.version),
             Route("/metrics", server.metrics_text),
-            Route("/debug/state", server.debug_state),
-            Route("/openapi.json", server.openapi),
-            Route("/", server.page),
         ],
         middleware=middleware,
         exception_handlers={
@@ -160,6 +181,220 @@ def create_app(
 
 
 class _Server:
+    """What there is without a model that writes texts: embeddings, and the server itself."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        embedding: tuple[models.EmbeddingModel, Embedder] | None,
+        engine: Any | None = None,
+    ):
+        self._engine, self._config = engine, config
+        self._metrics = Metrics(engine)
+        limits = config.key_limits or KeyLimits.default(
+            *((engine.limits.max_waiting, engine.limits.max_running) if engine else _NO_ENGINE)
+        )
+        self.gate, self._lanes = Gate(engine, limits), Lanes()
+        self._limits = limits
+        self._embedder, self._embedding_reader = None, None
+        if embedding is not None:
+            self._embedder = embedding[1]
+            self._embedding_reader = EmbeddingReader(*embedding)
+        self._unknown = None if config.strict else schemas.UnknownFields()
+        self._created = int(time.time())
+        self._draining = self._embedder_is_ready = False
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        if self._embedder is not None:
+            self._embedder.start(on_ready=self._on_embedder_ready)
+        elif self._engine is not None:
+            self._engine.start()
+        yield
+        # By now every connection is closed, so what still runs has nobody who waits for it.
+        if self._embedder is not None:
+            await asyncio.to_thread(self._embedder.stop)
+        if self._engine is not None:
+            await self._engine.stop(drain=False)
+        self._lanes.close()
+
+    def _on_embedder_ready(self) -> None:
+        """One starts after the other, as the engine counts what is compiled while it serves."""
+        self._embedder_is_ready = True
+        if self._engine is not None:
+            self._engine.start()
+
+    def drain(self) -> None:
+        """From now on requests are refused; those that run go on."""
+        self._draining = True
+
+    async def no_text_model(self, request: Request) -> NoReturn:
+        raise ApiError(
+            404,
+            f"{request.url.path}: no model for texts is served here, only one for embeddings;"
+            " --model does",
+            code="model_not_found",
+        )
+
+    # ---- embeddings ----------------------------------------------------------------------------
+
+    async def embeddings(self, request: Request) -> EmbeddingResponse:
+        embedder, reader = self._embedder, self._embedding_reader
+        if embedder is None or reader is None:
+            raise ApiError(
+                404,
+                "no embedding model is served here; --embedding-model does",
+                code="model_not_found",
+            )
+        self._need_ready()
+        record = request.state.record
+
+        def prepare(raw: bytes) -> PreparedEmbeddings:
+            return reader.prepare(self._parse(raw, EmbeddingRequest))
+
+        ticket = self.gate.enter(_tenant(request), queues=False)
+        try:
+            prepared = await self._with_body(request, ticket, prepare)
+            record.num_prompt = prepared.num_tokens
+            num_bytes = 4 * embedder.size * len(prepared.sequences)
+            ticket.take(tokens=prepared.num_tokens, embedding_bytes=num_bytes)
+        except BaseException:
+            ticket.leave()
+            raise
+        return EmbeddingResponse(embedder, reader, prepared, self._metrics, ticket, record)
+
+    def _parse(self, raw: bytes, model: type[Body]) -> Body:
+        return bodies.parse(raw, model, self._unknown)
+
+    def _need_ready(self) -> None:
+        status = self._status()
+        if status != "ok":
+            raise ApiError(
+                503,
+                f"the server does not take requests: {status}",
+                code=status,
+                retry_after=_RETRY_AFTER_SECONDS,
+            )
+
+    def _status(self) -> Any:
+        parts = [part for part in (self._engine, self._embedder) if part is not None]
+        if any(part.failure is not None for part in parts):
+            return "failed"
+        if self._draining:
+            return "draining"
+        is_ready = self._embedder_is_ready if self._engine is None else self._engine.ready
+        return "ok" if is_ready else "compiling"
+
+    # ---- the models ----------------------------------------------------------------------------
+
+    @property
+    def _max_lens(self) -> dict[str, int]:
+        """By name of a model, tokens that it takes."""
+        embedder = self._embedder
+        return {} if embedder is None else {embedder.name: embedder.max_tokens}
+
+    async def models(self, request: Request) -> Response:
+        return _json(schemas.ModelList(data=list(map(self._card, self._max_lens))))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._max_lens:
+            raise model_not_found(name, next(iter(self._max_lens)))
+        return _json(self._card(name))
+
+    def _card(self, name: str) -> schemas.ModelCard:
+        longest = self._max_lens[name]
+        return schemas.ModelCard(id=name, created=self._created, max_model_len=longest)
+
+    # ---- the server itself ---------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        status = self._status()
+        return _json(schemas.Health(status=status), 200 if status == "ok" else 503)
+
+    async def version(self, request: Request) -> Response:
+        return _json(schemas.Version(version=metadata.version("jax_attn")))
+
+    async def metrics_text(self, request: Request) -> Response:
+        self._need_operator(request, "/metrics")
+        return Response(self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
+
+    @property
+    def _has_keys(self) -> bool:
+        return bool(self._config.api_keys or self._config.operator_keys)
+
+    def _is_operator(self, request: Request) -> bool:
+        """Sees what all do: who alone can use the server, and who was made an operator."""
+        if not self._has_keys:
+            return not self._config.is_public
+        is_alone = len(self._config.api_keys) == 1 and not self._config.operator_keys
+        return is_alone or getattr(request.state, "is_operator", False)
+
+    def _need_operator(self, request: Request, path: str) -> None:
+        if not self._is_operator(request):
+            needed = "an operator's key" if self._has_keys else "a key"
+            option = "--operator-key-file" if self._has_keys else "--api-key-file"
+            raise ApiError(
+                403,
+                f"{path} shows what others do, and needs {needed}: start the server with {option}",
+                code="operators_only",
+            )
+
+    # ---- bodies and errors ---------------------------------------------------------------------
+
+    async def _with_body(
+        self, request: Request, ticket: Ticket, work: Callable[..., Result], *args: Any
+    ) -> Result:
+        """work(the body, *args), in a thread. Gives up on a body that is too long or too slow.
+
+        Raises:
+          ApiError: 400, 408, 413, 415 or 429.
+        """
+        # Other types could be sent by any web page that the user visits, without asking first.
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
+        try:
+            async with asyncio.timeout(self._config.body_timeout):
+                raw = await self._read(request, ticket)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
+            ) from None
+        try:
+            return await self._lanes.run(ticket, len(raw), work, raw, *args)
+        finally:
+            ticket.give_back("body_bytes")
+
+    async def _read(self, request: Request, ticket: Ticket) -> bytes:
+        limit = self._config.max_body_bytes
+        too_long = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_long
+        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # as short ones need none
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > limit:
+                raise too_long
+            if len(raw) > num_taken:
+                ticket.take(body_bytes=len(raw) - num_taken)
+                num_taken = len(raw)
+        return bytes(raw)
+
+    async def on_api_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if request.url.path.startswith("/v1/"):
+            if error.status in (400, 413, 415):
+                self._metrics.count("invalid")
+            elif error.status == 429:
+                self._metrics.count("rejected")
+        return error.response()
+
+
+class _TextServer(_Server):
+    """With a model that writes texts, and an engine that runs it."""
+
     def __init__(
         self,
         engine: Any,
@@ -167,52 +402,28 @@ class _Server:
         config: ServerConfig,
         embedding: tuple[models.EmbeddingModel, Embedder] | None,
     ):
-        self._engine, self._config = engine, config
-        self._metrics = Metrics(engine)
-        limits = config.key_limits or KeyLimits.default(
-            engine.limits.max_waiting, engine.limits.max_running
-        )
+        super().__init__(config, embedding, engine)
+        self._engine: Any = engine
         directory = config.model_directory
         self._prepare = Preparer(
             model,
             engine,
             directory,
             (config.model_name, *config.model_aliases),
-            limits,
+            self._limits,
             sampling_defaults(directory) if config.generation_config else {},
         )
         self._responses = ResponsesApi(self._prepare)
-        self._embedder, self._embedding_reader = None, None
-        if embedding is not None:
-            self._embedder = embedding[1]
-            self._embedding_reader = EmbeddingReader(*embedding)
-            if self._embedder.name in self._prepare.names:
-                raise ValueError(f"two models are called {self._embedder.name!r}")
-        self._unknown = None if config.strict else schemas.UnknownFields()
+        if self._embedder is not None and self._embedder.name in self._prepare.names:
+            raise ValueError(f"two models are called {self._embedder.name!r}")
         self._token_json = TokenJson(TokenBytes(model.tokenizer))
-        self.gate, self._lanes = Gate(engine, limits), Lanes()
-        self._created = int(time.time())
         self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()
-        self._draining = False
         self._views: dict[str, tuple[float, asyncio.Future[bytes]]] = {}  # by tenant
 
-    @contextlib.asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        if self._embedder is None:
-            self._engine.start()
-        else:  # one after the other, as the engine counts what is compiled while it serves
-            self._embedder.start(on_ready=self._engine.start)
-        yield
-        # By now every connection is closed, so what still runs has nobody who waits for it.
-        if self._embedder is not None:
-            await asyncio.to_thread(self._embedder.stop)
-        await self._engine.stop(drain=False)
-        self._lanes.close()
-
-    def drain(self) -> None:
-        """From now on requests are refused; those that run go on."""
-        self._draining = True
+    @property
+    def _max_lens(self) -> dict[str, int]:
+        return dict.fromkeys(self._prepare.names, self._prepare.max_model_len) | super()._max_lens
 
     # ---- generation ----------------------------------------------------------------------------
 
@@ -272,68 +483,7 @@ class _Server:
     async def cancel_response(self, request: Request) -> NoReturn:
         self._responses.cancel(_tenant(request), request.path_params["id"])
 
-    async def embeddings(self, request: Request) -> EmbeddingResponse:
-        embedder, reader = self._embedder, self._embedding_reader
-        if embedder is None or reader is None:
-            raise ApiError(
-                404,
-                "no embedding model is served here; --embedding-model does",
-                code="model_not_found",
-            )
-        self._need_ready()
-        record = request.state.record
-
-        def prepare(raw: bytes) -> PreparedEmbeddings:
-            return reader.prepare(self._parse(raw, EmbeddingRequest))
-
-        ticket = self.gate.enter(_tenant(request), queues=False)
-        try:
-            prepared = await self._with_body(request, ticket, prepare)
-            record.num_prompt = prepared.num_tokens
-            num_bytes = 4 * embedder.size * len(prepared.sequences)
-            ticket.take(tokens=prepared.num_tokens, embedding_bytes=num_bytes)
-        except BaseException:
-            ticket.leave()
-            raise
-        return EmbeddingResponse(embedder, reader, prepared, self._metrics, ticket, record)
-
-    def _parse(self, raw: bytes, model: type[Body]) -> Body:
-        return bodies.parse(raw, model, self._unknown)
-
-    def _need_ready(self) -> None:
-        status = self._status()
-        if status != "ok":
-            raise ApiError(
-                503,
-                f"the server does not take requests: {status}",
-                code=status,
-                retry_after=_RETRY_AFTER_SECONDS,
-            )
-
-    def _status(self) -> Any:
-        if self._engine.failure is not None or (self._embedder and self._embedder.failure):
-            return "failed"
-        if self._draining:
-            return "draining"
-        return "ok" if self._engine.ready else "compiling"
-
-    # ---- the model -----------------------------------------------------------------------------
-
-    async def models(self, request: Request) -> Response:
-        names = [*self._prepare.names, *([self._embedder.name] if self._embedder else [])]
-        return _json(schemas.ModelList(data=list(map(self._card, names))))
-
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if self._embedder is None or name != self._embedder.name:
-            self._prepare.check_model(name)
-        return _json(self._card(name))
-
-    def _card(self, name: str) -> schemas.ModelCard:
-        longest = self._prepare.max_model_len
-        if self._embedder is not None and name == self._embedder.name:
-            longest = self._embedder.max_tokens
-        return schemas.ModelCard(id=name, created=self._created, max_model_len=longest)
+    # ---- tokens --------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
         def work(raw: bytes) -> bytes:
@@ -360,18 +510,7 @@ class _Server:
             ticket.leave()
         return Response(answer, headers=_NO_STORE, media_type="application/json")
 
-    # ---- the server itself ---------------------------------------------------------------------
-
-    async def health(self, request: Request) -> Response:
-        status = self._status()
-        return _json(schemas.Health(status=status), 200 if status == "ok" else 503)
-
-    async def version(self, request: Request) -> Response:
-        return _json(schemas.Version(version=metadata.version("jax_attn")))
-
-    async def metrics_text(self, request: Request) -> Response:
-        self._need_operator(request, "/metrics")
-        return Response(self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
+    # ---- the live view -------------------------------------------------------------------------
 
     async def debug_state(self, request: Request) -> Response:
         """The engine's snapshot: to a tenant its own, to an operator all but others' texts."""
@@ -405,84 +544,12 @@ class _Server:
     def _texts(self, tokens: list[list[int]]) -> list[str]:
         return self._prepare.decode_all([each[:_TREE_TOKENS] for each in tokens])
 
-    @property
-    def _has_keys(self) -> bool:
-        return bool(self._config.api_keys or self._config.operator_keys)
-
-    def _is_operator(self, request: Request) -> bool:
-        """Sees what all do: who alone can use the server, and who was made an operator."""
-        if not self._has_keys:
-            return not self._config.is_public
-        is_alone = len(self._config.api_keys) == 1 and not self._config.operator_keys
-        return is_alone or getattr(request.state, "is_operator", False)
-
-    def _need_operator(self, request: Request, path: str) -> None:
-        if not self._is_operator(request):
-            needed = "an operator's key" if self._has_keys else "a key"
-            option = "--operator-key-file" if self._has_keys else "--api-key-file"
-            raise ApiError(
-                403,
-                f"{path} shows what others do, and needs {needed}: start the server with {option}",
-                code="operators_only",
-            )
-
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         headers = {"Content-Security-Policy": self._page_policy, **_NO_STORE}
         return Response(self._page, media_type="text/html", headers=headers)
-
-    # ---- bodies and errors ---------------------------------------------------------------------
-
-    async def _with_body(
-        self, request: Request, ticket: Ticket, work: Callable[..., Result], *args: Any
-    ) -> Result:
-        """work(the body, *args), in a thread. Gives up on a body that is too long or too slow.
-
-        Raises:
-          ApiError: 400, 408, 413, 415 or 429.
-        """
-        # Other types could be sent by any web page that the user visits, without asking first.
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
-        try:
-            async with asyncio.timeout(self._config.body_timeout):
-                raw = await self._read(request, ticket)
-        except TimeoutError:
-            raise ApiError(
-                408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
-            ) from None
-        try:
-            return await self._lanes.run(ticket, len(raw), work, raw, *args)
-        finally:
-            ticket.give_back("body_bytes")
-
-    async def _read(self, request: Request, ticket: Ticket) -> bytes:
-        limit = self._config.max_body_bytes
-        too_long = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise too_long
-        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # as short ones need none
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > limit:
-                raise too_long
-            if len(raw) > num_taken:
-                ticket.take(body_bytes=len(raw) - num_taken)
-                num_taken = len(raw)
-        return bytes(raw)
-
-    async def on_api_error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        if request.url.path.startswith("/v1/"):
-            if error.status in (400, 413, 415):
-                self._metrics.count("invalid")
-            elif error.status == 429:
-                self._metrics.count("rejected")
-        return error.response()
 
 
 def _with_choices(style: Style, body: schemas._Sampling) -> MakeAnswer:
@@ -495,6 +562,7 @@ def _with_choices(style: Style, body: schemas._Sampling) -> MakeAnswer:
     )
 
 
+_NO_ENGINE = 1024, 0  # requests of one key that wait and run, where no engine says how many can
 _NO_STORE = {"Cache-Control": "no-store"}
 
 

@@ -1,5 +1,6 @@
 """Speculative decoding: the output is what it is without, in fewer steps."""
 
+import collections
 import dataclasses
 from pathlib import Path
 
@@ -12,6 +13,7 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 from jax_attn import models
 from jax_attn.serve import drafts, grammar
 from jax_attn.serve import engine as engine_module
+from jax_attn.serve.draft_model import ModelDrafter
 from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.engine import Engine, EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
@@ -25,25 +27,63 @@ TEXT = (Path(__file__).parents[2] / "examples" / "prompts" / "ast.py.txt").read_
 
 @pytest.fixture(scope="module")
 def device(model):
-    engine = Engine(model, CONFIG)
+    engine = Engine(model, dataclasses.replace(CONFIG, max_drafts=7))
     engine.warm_up()
     return engine.device
 
 
+@pytest.fixture(scope="module")
+def smaller(model):
+    """Draft models by name: the model itself, one of weights near its own, noise, and itself again
+    for short texts only."""
+    key, std = jax.random.key(1), 0.15
+    near = jax.tree.map(
+        lambda w: w * (1 + std * jax.random.normal(key, w.shape, w.dtype)), model.params
+    )
+    config = dataclasses.replace(model.config, layers=model.config.layers[:1])
+    noise = models.random_params(config, key, "float32")
+    short = dataclasses.replace(model.config, max_positions=90)
+    return {
+        "itself": model,
+        "near": model._replace(params=near),
+        "noise": model._replace(config=config, params=noise),
+        "short": model._replace(config=short),
+    }
+
+
+@pytest.fixture(scope="module")
+def draft_device(model, smaller):
+    """The compiled device of a draft model. Its pages hold what was there before."""
+    devices = {}
+
+    def device(name):
+        if name not in devices:
+            config = dataclasses.replace(CONFIG, max_drafts=1)
+            engine = Engine(model, config, draft_model=smaller[name])
+            devices[name] = engine.draft_model.device
+            devices[name].warm_up()
+        return devices[name]
+
+    return device
+
+
 @pytest.fixture
-def run(model, device):
+def run(model, device, smaller, draft_device):
     """Runs sequences, given as prompts and parameters, on an engine of so many drafts."""
 
-    def run(max_drafts, *requests, each_step=None, **changes):
-        engine = Engine(model, dataclasses.replace(CONFIG, max_drafts=max_drafts, **changes))
+    def run(max_drafts, *requests, each_step=None, draft=None, **changes):
+        config = dataclasses.replace(CONFIG, max_drafts=max_drafts, **changes)
+        engine = Engine(model, config, draft_model=smaller.get(draft))
         engine.device = device
+        if draft is not None:
+            engine.draft_model.device = draft_device(draft)
         params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
         seqs = [
             Sequence(f"s{i}", f"s{i}", list(prompt), SamplingParams(**params | more))
             for i, (prompt, more) in enumerate(requests)
         ]
         engine.submit(seqs)
-        events = {seq.id: [] for seq in seqs}
+        events = collections.defaultdict(list)
         while engine.has_work:
             for event in engine.step():
                 events[event.seq_id].append(event)
@@ -87,11 +127,28 @@ def requests(repeated, text):
         (repeated, {"max_tokens": 1}),
         (repeated, {"max_tokens": 2}),
         (repeated, {"presence_penalty": 0.5, "frequency_penalty": 0.5}),
+        (repeated, {"repetition_penalty": 1.1, "temperature": 0.3, "logprobs": 1}),
         (repeated, {"logit_bias": ((300, 2.0),)}),
         (repeated, {"grammar": lark, "ignore_eos": False}),
         (text, {"prompt_logprobs": True, "logprobs": 1}),
         ([5], {}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("draft", "least", "most"),
+    [("itself", 0.99, 1.0), ("near", 0.2, 0.9), ("noise", 0.0, 0.05), ("short", 0.99, 1.0)],
+)
+def test_a_draft_model_leaves_the_output_as_it_is(run, repeated, text, draft, least, most):
+    """Of whatever use it is: that is how many drafts are right, sampled ones like greedy ones."""
+    batch = requests(repeated, text)
+    _, expected = run(0, *batch)
+    engine, got = run(4, *batch, draft=draft)
+    assert got == expected
+    stats = engine.stats()
+    assert stats["draft_tokens"] > (5 if draft == "noise" else 30)
+    assert least <= stats["draft_tokens_taken"] / stats["draft_tokens"] <= most
+    assert stats["step_seconds"]["draft"] > 0
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -112,19 +169,6 @@ def test_the_output_is_what_it_is_without(run, repeated, text, together):
     assert num_taken > (20 if together else 50) and (together or num_steps > 50)
 
 
-def test_repeated_text_takes_few_steps(run, repeated):
-    engine, _ = run(7, (repeated, {"max_tokens": 80}))
-    stats = engine.stats()
-    assert stats["steps"] < 80 / 3 and stats["draft_tokens_taken"] > 50
-    assert stats["generated_tokens"] == 80
-
-
-def test_text_without_repetition_is_let_alone(run, text):
-    """After some drafts that were refused."""
-    engine, _ = run(7, (text, {"max_tokens": 200, "temperature": 1.5}))
-    assert engine.stats()["draft_tokens"] <= 40 and engine.stats()["steps"] > 190
-
-
 class Always:
     """Proposes the same drafts, right or wrong."""
 
@@ -138,7 +182,62 @@ class Always:
         pass
 
 
-def test_sampled_output_is_distributed_as_without(run, model, monkeypatch):
+@pytest.mark.parametrize("right", [True, False])
+def test_penalties_count_the_drafts_that_were_right(run, repeated, monkeypatch, right):
+    """Those before a sample, and no others: behind a step with refused ones, the next is theirs."""
+    request = repeated, {"frequency_penalty": 1.2, "repetition_penalty": 1.3, "logprobs": 1}
+    _, expected = run(0, request)
+    tokens = expected[0][0]
+    drafts = tokens if right else [7 if i % 3 == 2 else t for i, t in enumerate(tokens)]
+    monkeypatch.setattr(engine_module, "NgramDrafter", lambda most: Always(drafts))
+    engine, got = run(4, request)
+    assert got == expected
+    stats = engine.stats()
+    num_refused = stats["draft_tokens"] - stats["draft_tokens_taken"]
+    assert stats["draft_tokens_taken"] > 15 and (num_refused == 0 if right else num_refused > 10)
+
+
+GRAMMARS = {
+    "any text": "start: /(.|\\n)*/",
+    "few letters": "start: /[a-f ():+,\\n]*/",
+    "forced": 'start: ("def add(a, b):\\n    return " ("a" | "b" | "c + ") "+ b\\n\\n\\n")+',
+    "short": 'start: ("def add(a" | "def add(a, b):" | "def sub(a, b):\\n") /[a-z ]{4}/',
+}
+
+
+@pytest.mark.parametrize("draft", [None, "itself"])
+@pytest.mark.parametrize("jumps", [False, True])
+def test_grammars_with_drafts(run, repeated, draft, jumps):
+    """What may follow is known behind each draft; where something must, it comes without."""
+    num_taken = 0
+    for name, text in GRAMMARS.items():
+        params = {"grammar": grammar.from_lark(text), "ignore_eos": False}
+        batch = [
+            (repeated, params | {"temperature": t, "seed": seed, **more})
+            for t, seed, more in ((0, 0, {}), (0.7, 1, {}), (0.3, 2, {"frequency_penalty": 0.1}))
+        ]
+        _, expected = run(0, *batch, jump_forward=jumps)
+        engine, got = run(4, *batch, jump_forward=jumps, draft=draft)
+        assert got == expected, name
+        num_taken += engine.stats()["draft_tokens_taken"]
+    assert num_taken > 20
+
+
+def test_repeated_text_takes_few_steps(run, repeated):
+    engine, _ = run(7, (repeated, {"max_tokens": 80}))
+    stats = engine.stats()
+    assert stats["steps"] < 80 / 3 and stats["draft_tokens_taken"] > 50
+    assert stats["generated_tokens"] == 80
+
+
+def test_text_without_repetition_is_let_alone(run, text):
+    """After some drafts that were refused."""
+    engine, _ = run(7, (text, {"max_tokens": 200, "temperature": 1.5}))
+    assert engine.stats()["draft_tokens"] <= 40 and engine.stats()["steps"] > 190
+
+
+@pytest.mark.parametrize("draft", [None, "near"])
+def test_sampled_output_is_distributed_as_without(run, model, monkeypatch, draft):
     """Three tokens, of which the drafts propose the likeliest; against the model's own odds.
 
     Were wrong drafts taken, or right ones refused and sampled anew, the first and the second token
@@ -163,7 +262,8 @@ def test_sampled_output_is_distributed_as_without(run, model, monkeypatch):
     num_taken, n = 0, 400
     for begin in range(0, n, 4):  # beside which rows for drafts are left
         params = {"max_tokens": 4, "temperature": 1.0, "top_k": 3}
-        engine, got = run(7, *((prompt, params | {"seed": begin + i}) for i in range(4)))
+        batch = ((prompt, params | {"seed": begin + i}) for i in range(4))
+        engine, got = run(7, *batch, draft=draft)
         num_taken += engine.stats()["draft_tokens_taken"]
         for tokens, *_ in got:
             counts[tuple(tokens[:2])] += 1
@@ -228,6 +328,111 @@ def test_a_failed_step_leaves_no_drafts(run, model, repeated, monkeypatch):
     assert failed and failed[0][0].error == "broken"
 
 
+# ---- a draft model -----------------------------------------------------------------------------
+
+
+def test_a_draft_model_reads_what_it_lacks(run, model, text):
+    """Prompts of several chunks, which others have begun with, in pages that were others'."""
+    prompts = [text, text[:40] + text[20:], text[30:] * 3, text]
+    for prompt in prompts * 2:
+        engine, _ = run(4, (prompt, {"max_tokens": 20}), draft="itself", num_pages=60)
+        stats = engine.stats()
+        assert stats["draft_tokens_taken"] == stats["draft_tokens"] > 5
+    engine, _ = run(4, *((p, {"max_tokens": 20}) for p in prompts), draft="itself")
+    stats = engine.stats()
+    assert stats["draft_tokens_taken"] == stats["draft_tokens"] > 5
+
+
+def test_a_draft_model_has_what_it_read_for_others(run, text):
+    engine, _ = run(4, (text, {"max_tokens": 20}), draft="itself")
+    begins = []
+
+    def propose(self, seq, most):
+        drafts = original(self, seq, most)
+        begins.append(self.num_read)
+        return drafts
+
+    original = ModelDrafter.propose
+    again = Sequence("again", "again", list(text), SamplingParams(max_tokens=8, temperature=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelDrafter, "propose", propose)
+        engine.submit([again])
+        while engine.has_work:
+            engine.step()
+    assert again.num_cached > 40
+    assert begins[0] == again.num_cached
+
+
+def test_pages_that_are_overwritten_are_read_again(run, text):
+    """The pool is as large as one sequence: each has the pages of the one before."""
+    engine, _ = run(4, (text, {"max_tokens": 20}), draft="itself", num_pages=24)
+    for i in range(4):
+        before = engine.stats()
+        other = Sequence(
+            f"{i}", f"{i}", [0, *text[i + 2 :]], SamplingParams(max_tokens=20, ignore_eos=True)
+        )
+        engine.submit([other])
+        while engine.has_work:
+            engine.step()
+        made, taken = (
+            engine.stats()[name] - before[name] for name in ("draft_tokens", "draft_tokens_taken")
+        )
+        assert made == taken > 5
+
+
+def test_the_pages_of_drafts_and_of_the_preempted(run, repeated):
+    batch = [(repeated, {"seed": i, "temperature": 0.5}) for i in range(6)]
+    _, expected = run(0, *batch)
+    engine, got = run(4, *batch, draft="itself", num_pages=CONFIG.num_pages // 2)
+    stats = engine.stats()
+    assert got == expected and stats["preemptions"] > 0
+    assert stats["draft_tokens_taken"] == stats["draft_tokens"] > 0
+
+
+def test_a_failed_step_leaves_nothing_of_a_draft_model(run, repeated):
+    failed = []
+
+    def fail(engine, seqs):
+        if not failed and seqs[0].is_drafting:
+            failed.append(engine.recover("broken"))
+            again = Sequence(
+                "again", "again", list(repeated), SamplingParams(max_tokens=30, temperature=0)
+            )
+            engine.submit([again])
+
+    engine, _ = run(4, (repeated, {}), draft="itself", each_step=fail)
+    stats = engine.stats()
+    assert failed and stats["draft_tokens_taken"] == stats["draft_tokens"] > 5
+
+
+def test_a_warm_engine_knows_what_a_draft_costs(model, smaller, text):
+    config = dataclasses.replace(CONFIG, max_drafts=4, max_running=2, batch_invariant=False)
+    engine = Engine(model, config, draft_model=smaller["noise"])
+    names = engine.warm_up()
+    assert any(name.startswith("drafts: forward") for name in names)
+    assert 0 < engine.draft_model.cost < 3
+    seq = Sequence("s", "s", list(text), SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.submit([seq])
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert stats["draft_tokens"] > 0 and stats["compilations"] == 0
+    (held,) = stats["device_bytes"].values()
+    assert held > sum(engine.device.bytes_held().values())
+
+
+def test_draft_models_that_are_refused(model, directory):
+    from tokenizers import Tokenizer
+
+    with pytest.raises(ValueError, match="max_drafts: expected at least 1 with a draft model"):
+        Engine(model, CONFIG, draft_model=model)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens(["another"])
+    config = dataclasses.replace(CONFIG, max_drafts=4)
+    with pytest.raises(ValueError, match="expected the tokens of the model, got others"):
+        Engine(model, config, draft_model=model._replace(tokenizer=tokenizer))
+
+
 # ---- guesses -----------------------------------------------------------------------------------
 
 
@@ -259,20 +464,73 @@ def test_what_followed_before_is_proposed(tokens, in_flight, most, expected):
 
 
 def test_the_number_of_drafts_follows_what_is_taken():
-    seq, drafter = sequence([9] * 30), NgramDrafter(15)
-    sizes = []
+    pace, sizes = drafts.Pace(15), []
     for num_taken in (4, 8, 15, 3, 0):
-        sizes.append(len(drafter.propose(seq, 99)))
-        drafter.settle(sizes[-1], num_taken)
+        sizes.append(pace.next(99))
+        pace.settle(sizes[-1], num_taken)
     assert sizes == [4, 8, 15, 15, 4]
-    rests = []
-    for _ in range(8):
-        n = 0
-        while not (proposed := drafter.propose(seq, 99)):
-            n += 1
-        drafter.settle(len(proposed), 0)
-        rests.append(n)
-    assert rests == [2, 4, 8, 16, 32, 64, 64, 64]
+
+
+def rests(pace, num_taken, n):
+    """Steps without drafts before each of the next n with some."""
+    found = []
+    for _ in range(n):
+        rest = 0
+        while not (num := pace.next(99)):
+            rest += 1
+        pace.settle(num, min(num, num_taken))
+        found.append(rest)
+    return found
+
+
+def test_drafts_that_do_not_pay_become_rare():
+    """And frequent again soon after they do."""
+    pace = drafts.Pace(15)
+    assert rests(pace, 0, 8) == [0, 10, 10, 10, 16, 32, 64, 64]
+    assert rests(pace, 15, 4) == [64, 0, 0, 0]
+    # The end of a quotation is noticed after a few.
+    assert sum(rest == 0 for rest in rests(pace, 0, 20)) <= 5
+    # One of three that is right, now and then, is less than what the waiting costs.
+    seldom = drafts.Pace(15)
+    num_drafts = num_steps = 0
+    for i in range(200):
+        num = 0
+        while not num:
+            num = seldom.next(99)
+            num_steps += 1
+        seldom.settle(num, i % 4 == 0)
+        num_drafts += 1
+    assert num_drafts / num_steps < 0.1
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.2, 1.0])
+def test_drafts_in_vain_are_three_hundredths_of_the_time(cost):
+    """Of each try, the wait behind it and what it takes to make, from the second on."""
+    pace, num_steps, lost = drafts.Pace(4, cost), 0, 0.0
+    while num_steps < 2000:
+        num_steps += 1
+        if num := pace.next(99):
+            pace.settle(num, 0)
+            lost += (0.3 + cost * num) * (num_steps > 1)
+        assert lost <= 0.031 * num_steps + 0.3
+
+
+def test_drafts_of_a_model_cost_what_it_takes():
+    assert set(rests(drafts.Pace(4, cost=0.2), 2, 20)) == {0}
+    assert rests(drafts.Pace(4, cost=0.9), 1, 8)[-1] == 64
+
+
+def test_where_others_lose_by_drafts_one_begins_without(run, text):
+    engine, _ = run(4, *((text, {"seed": i, "temperature": 1.0}) for i in range(3)), draft="noise")
+    assert engine.draft_model.gain < 0
+    seq = Sequence("more", "more", list(text), SamplingParams(max_tokens=30, ignore_eos=True))
+    before = engine.stats()["draft_tokens"]
+    engine.submit([seq])
+    while engine.has_work:
+        engine.step()
+    assert engine.stats()["draft_tokens"] == before and seq.drafter.num_read == 0
+    # It tries before long, and goes on once that pays.
+    assert rests(drafts.Pace(4, expected=-0.1), 4, 4) == [32, 0, 0, 0]
 
 
 def test_a_long_text_is_not_searched_from_its_beginning(monkeypatch):

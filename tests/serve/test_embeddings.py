@@ -408,6 +408,7 @@ def test_beside_a_decoder(tmp_path, qwen):
     directory.mkdir()
     embedding_cases.write(directory, "qwen3")
     options = ["--max-running", "4", "--max-step-tokens", "32", "--embedding-model", "qwen"]
+    options += ["--model", str(models.BUNDLED)]
     server = ServerProcess(tmp_path, *key_options(tmp_path), *options)
     with contextlib.closing(server):
         server.wait_until_ready()
@@ -428,6 +429,40 @@ def test_beside_a_decoder(tmp_path, qwen):
         assert server.process.wait(60) == 0, server.log()
 
 
+@pytest.mark.parametrize("names", [[], ["--served-model-name", "vectors"]])
+def test_alone(tmp_path, qwen, names):
+    """Without --model: what texts need is refused in OpenAI's way, all else is as it was."""
+    directory = tmp_path / "qwen"
+    directory.mkdir()
+    embedding_cases.write(directory, "qwen3")
+    options = [*key_options(tmp_path), "--embedding-model", "qwen", *names]
+    name = names[1] if names else "qwen"
+    openai = pytest.importorskip("openai", reason="needs the extra `test`")
+    server = ServerProcess(tmp_path, *options)
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        client = server.client(KEYS[0])
+        answer = client.embeddings.create(model=name, input=[[5, 6, 7]])
+        (expected,) = vectors_of(qwen, [[5, 6, 7]])
+        assert np.abs(np.array(answer.data[0].embedding) - expected).max() < TOLERANCE
+        assert server.metric("jax_attn_embedding_tokens_total") == 3
+        assert [card.id for card in client.models.list()] == [name]
+        assert client.models.retrieve(name).id == name
+        with pytest.raises(openai.NotFoundError, match=f"'x' is not served here, '{name}' is"):
+            client.models.retrieve("x")
+        for ask in (
+            lambda: client.completions.create(model=name, prompt="a"),
+            lambda: client.chat.completions.create(model=name, messages=[]),
+            lambda: client.responses.create(model=name, input="a"),
+            lambda: client.post("/../tokenize", body={"prompt": "a"}, cast_to=object),
+        ):
+            with pytest.raises(openai.NotFoundError, match="no model for texts") as caught:
+                ask()
+            assert caught.value.code == "model_not_found"
+        server.process.terminate()
+        assert server.process.wait(60) == 0, server.log()
+
+
 # ---- what others notice ------------------------------------------------------------------------
 
 
@@ -439,6 +474,7 @@ def test_another_stream_waits_at_most_250_ms(tmp_path):
     directory.mkdir()
     embedding_cases.write(directory, "xlm-roberta", **LONG)
     options = [*key_options(tmp_path), "--embedding-model", "long"]
+    options += ["--model", str(models.BUNDLED)]
     server = ServerProcess(tmp_path, *options)
     with contextlib.closing(server):
         server.wait_until_ready()

@@ -974,8 +974,7 @@ def test_batch_invariant_plans_hold_any_batch(model):
             seq = sequence([5] * longest)
             seq.pages = array("i", range(longest // CONFIG.page_size))
             n = 1 if i < num_decodes else (256 - num_decodes) // num_prompts
-            seq.num_computed = longest - n
-            entries.append(ScheduledSequence(seq, n, True))
+            entries.append(ScheduledSequence(seq, longest - n, n, True))
         (plan,) = bucket.unpack(engine.device.plan(entries).words).plans
         assert plan.header()["num_partial_rows"] > 0
 

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
+from tokenizers import Tokenizer
+
 from jax_attn.serve import __main__ as main
 from jax_attn.serve import device
 from jax_attn.serve.async_engine import AsyncEngine, Limits
@@ -23,8 +25,9 @@ class Allocator:
     def __init__(self, num_pages: int, message: str = "RESOURCE_EXHAUSTED: out of memory"):
         self.num_pages, self.message, self.asked = num_pages, message, []
 
-    def __call__(self, model, config, processes=None):
+    def __call__(self, model, config, processes=None, draft_model=None):
         self.asked.append(config.num_pages)
+        self.draft_model = draft_model
         if config.num_pages > self.num_pages:
             raise jax.errors.JaxRuntimeError(self.message)
         self.limits = Limits(16 * config.num_pages, config.max_running, config.max_waiting)
@@ -201,6 +204,58 @@ def test_a_shorter_context(model, caplog):
 def test_what_cannot_be_served_is_one_sentence(capsys, options, sentence):
     assert main.main(["--port", "0", *options]) == 1
     assert sentence in capsys.readouterr().err
+
+
+def test_a_draft_model_of_other_tokens(model, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(main.models.BUNDLED / name)
+    text = (main.models.BUNDLED / "tokenizer.json").read_text("utf-8")
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert main.main(["--port", "0", "--draft-model", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "--draft-model: expected one with the tokens of " in said
+    assert str(main.models.BUNDLED) in said and str(tmp_path) in said and said.count("\n") == 1
+
+
+def test_how_many_drafts():
+    assert main._parse([]).max_drafts == 0
+    assert main._parse(["--max-drafts", "7"]).max_drafts == 7
+    assert main._parse(["--draft-model", "x"]).max_drafts == 4
+    assert main._parse(["--draft-model", "x", "--max-drafts", "2"]).max_drafts == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--max-drafts", "0"], "--draft-model: expected --max-drafts of at least 1"),
+        (["--distributed"], "--draft-model: expected a server of one process"),
+    ],
+)
+def test_options_that_exclude_a_draft_model(capsys, options, sentence):
+    with pytest.raises(SystemExit):
+        main._parse(["--draft-model", "x", *options])
+    assert sentence in capsys.readouterr().err
+
+
+def test_models_of_the_command_line(capsys):
+    assert main._parse([]).model == str(main.models.BUNDLED)
+    assert main._parse(["--embedding-model", "x"]).model is None
+    for options in (["--draft-model", "x"], ["--distributed"], ["--served-model-name", "a", "b"]):
+        with pytest.raises(SystemExit):
+            main._parse(["--embedding-model", "x", *options])
+        assert f"{options[0]}: expected " in capsys.readouterr().err
+
+
+def test_a_draft_model_has_as_many_pages(model, monkeypatch):
+    """Of its own, beside those of the model."""
+    allocator = Allocator(10**9)
+    monkeypatch.setattr(main, "AsyncEngine", allocator)
+    monkeypatch.setattr(main.jax, "local_devices", lambda: [FakeGpu(2000 * PAGE_BYTES, 0)])
+    args = main._parse(["--dtype", "float32", "--draft-model", "x"])
+    main._make_engine(model, args, draft_model=model)
+    assert allocator.asked == [850] and allocator.draft_model is model
 
 
 def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):

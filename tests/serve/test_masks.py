@@ -23,8 +23,8 @@ def constraint(grammars, text: str, jumps: bool = True) -> Constraint:
     return Constraint(grammars.matcher(text), VOCAB // 32, jumps)
 
 
-def done(workers: MaskWorkers, constraint: Constraint, token: int | None) -> masks.Turn:
-    workers.start(constraint, token)
+def done(workers: MaskWorkers, constraint: Constraint, tokens: list[int]) -> masks.Turn:
+    workers.start(constraint, tokens)
     workers.wait([constraint.turn], 60)
     assert constraint.turn.is_done
     return constraint.turn
@@ -37,15 +37,39 @@ def first(turn: masks.Turn) -> int:
 def test_a_text_turn_by_turn(grammars, tokenizer):
     workers = MaskWorkers(num_fast=2)
     one = constraint(grammars, grammar.from_regex("[ab] and then no choice at all"))
-    turn = done(workers, one, None)
+    turn = done(workers, one, [])
     assert not turn.forced and not turn.is_stopped
     token = first(turn)
-    turn = done(workers, one, token)
+    turn = done(workers, one, [token])
     tokens = [token, *turn.forced]
     while not turn.is_stopped:
-        turn = done(workers, one, None if turn.forced else first(turn))
+        turn = done(workers, one, [] if turn.forced else [first(turn)])
         tokens += turn.forced or ([] if turn.is_stopped else [first(turn)])
     assert tokenizer.decode(tokens) == "a and then no choice at all"
+
+
+def test_what_may_follow_drafts(grammars, tokenizer, monkeypatch):
+    """As far as there is a choice, and the grammar stays where it is."""
+    monkeypatch.setattr(masks, "SLOW_SECONDS", 60)
+    workers = MaskWorkers(num_fast=1)
+    text = grammar.from_regex("[ab][cd] and no choice")
+    drafts = [token for each in ("a", "c", " and", " no") for token in tokenizer.encode(each).ids]
+    one, other = (constraint(grammars, text, jumps) for jumps in (True, False))
+    for each, most in ((one, 1), (other, 4)):
+        done(workers, each, [])
+        ahead = each.look_ahead(drafts)
+        assert len(ahead) == most
+        assert len(each.look_ahead([drafts[0], drafts[0], drafts[1]])) == 1
+        assert each.look_ahead([drafts[1]]) == []
+        for i in range(most):
+            turn = done(workers, each, [drafts[i]])
+            np.testing.assert_array_equal(turn.mask, ahead[i])
+    assert done(workers, one, [drafts[1]]).forced
+    whole = constraint(grammars, text, False)
+    assert not done(workers, whole, drafts[:2]).is_stopped
+    slow = Constraint(grammars.matcher(text), VOCAB // 32, False, was_slow=True)
+    slow.turn = other.turn
+    assert slow.look_ahead(drafts) == []
 
 
 class Stuck:
@@ -67,10 +91,10 @@ def test_who_was_slow_keeps_nobody_else_waiting(grammars):
     workers = MaskWorkers(num_fast=1)
     slow = [Constraint(Stuck(), VOCAB // 32, False, was_slow=True) for _ in range(5)]
     for one in slow:
-        workers.start(one, None)
+        workers.start(one, [])
     assert slow[0].matcher.begun.wait(60)
     for text in ("[a-z]{3}", "no choice"):
-        assert done(workers, constraint(grammars, grammar.from_regex(text)), None).error is None
+        assert done(workers, constraint(grammars, grammar.from_regex(text)), []).error is None
     assert not any(one.turn.is_done for one in slow)
     for one in slow:
         one.matcher.goes_on.set()
@@ -81,7 +105,7 @@ def test_who_was_slow_keeps_nobody_else_waiting(grammars):
 def test_waiting_has_an_end(grammars):
     workers = MaskWorkers(num_fast=1)
     stuck = Constraint(Stuck(), VOCAB // 32, False)
-    workers.start(stuck, None)
+    workers.start(stuck, [])
     workers.wait([stuck.turn], 0.01)
     workers.wait_for_any([stuck.turn], 0.01)
     assert not stuck.turn.is_done
@@ -104,7 +128,7 @@ def test_a_budget_of_processor_time(monkeypatch):
     monkeypatch.setattr(masks, "_BUDGET_SECONDS_TOKEN", 0.001)
     workers, one = MaskWorkers(num_fast=1), Constraint(Costly(), 1, False)
     num_turns = 0
-    while (turn := done(workers, one, None)).error is None:
+    while (turn := done(workers, one, [])).error is None:
         num_turns += 1
         assert one.was_slow and num_turns < 20
     assert 2 <= num_turns <= 6
@@ -119,20 +143,20 @@ def test_what_a_grammar_cannot_do_is_an_error_of_its_own(grammars):
             raise ZeroDivisionError
 
     workers = MaskWorkers(num_fast=1)
-    assert isinstance(done(workers, Constraint(Broken(), 1, False), None).bug, ZeroDivisionError)
+    assert isinstance(done(workers, Constraint(Broken(), 1, False), []).bug, ZeroDivisionError)
     sound = constraint(grammars, grammar.from_regex("a"))
-    assert done(workers, sound, None).bug is None
+    assert done(workers, sound, []).bug is None
 
 
 def test_an_ambiguous_grammar_comes_to_an_end(grammars):
     """Within a few tokens: its rows have more items than may be."""
     workers, one = MaskWorkers(num_fast=1), constraint(grammars, AMBIGUOUS)
-    token, num_tokens = None, 0
+    tokens, num_tokens = [], 0
     rng = np.random.default_rng(0)
-    while (turn := done(workers, one, token)).error is None:
+    while (turn := done(workers, one, tokens)).error is None:
         bits = np.unpackbits(turn.mask.view(np.uint8), bitorder="little")
         bits[0] = 0
-        token = int(rng.choice(np.flatnonzero(bits)))
+        tokens = [int(rng.choice(np.flatnonzero(bits)))]
         num_tokens += 1
         assert num_tokens < 100
     assert "items; max is 500" in turn.error

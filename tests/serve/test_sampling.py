@@ -291,7 +291,7 @@ def test_rows_are_filled_anew():
     slots.set(2, params(top_k=3, temperature=0.5, seed=2**32 + 5))
     slots.set(7, params(temperature=0, presence_penalty=1.5))
     assert slots.fill(rows, [2, SLOTS], [9, 1]) == "filtered"
-    assert rows[0, : sampling.NUM_INTS].tolist() == [2, 3, 1, 5, 9, SLOTS, -1]
+    assert rows[0, : sampling.CHAIN].tolist() == [2, 3, 1, 5, 9, SLOTS, -1]
     assert rows[0, sampling.NUM_INTS :].view(np.float32).tolist() == [0.5, 1, 0, 1, 0, 0]
     assert (rows[1:, [0, 5]] == SLOTS).all() and (rows[2:] == rows[2]).all()
     assert slots.fill(rows, [7], [0]) == "full" and rows[0, 5] == 7
