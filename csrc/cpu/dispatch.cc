@@ -34,14 +34,18 @@ struct X86Features {
 };
 #endif
 
-// What this machine runs, best last.
+// What this machine runs, best last. JAX_ATTN_WITHOUT_*: this build has no such kernels.
 std::vector<const CpuKernels*> SupportedKernels() {
   std::vector<const CpuKernels*> kernels = {&kKernelsBaseline};
 #if defined(__x86_64__)
   const X86Features features;
   if (features.avx2) kernels.push_back(&kKernelsAvx2);
+#if !defined(JAX_ATTN_WITHOUT_AVX512)
   if (features.avx512) kernels.push_back(&kKernelsAvx512);
+#endif
+#if !defined(JAX_ATTN_WITHOUT_AVX512_BF16)
   if (features.avx512_bf16) kernels.push_back(&kKernelsAvx512Bf16);
+#endif
 #elif defined(__aarch64__)
   kernels.push_back(&kKernelsNeon);
 #endif
