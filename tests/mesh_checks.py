@@ -29,12 +29,18 @@ _COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scat
 _BITS = {"f32": 32, "s32": 32, "u32": 32, "bf16": 16, "f16": 16, "pred": 8}
 
 
+def xla_flags(num_devices: int) -> str:
+    """Those of this process, and so many devices."""
+    count = f"--xla_force_host_platform_device_count={num_devices}"
+    return f"{os.environ.get('XLA_FLAGS', '')} {count}"
+
+
 def run_on_cpus(num_devices: int, program: str, timeout: int = 300) -> None:
     """Runs a program, which may import modules of tests/, to its end."""
     here = os.path.dirname(__file__)
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": xla_flags(num_devices),
         "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
     }
     command = [sys.executable, "-c", program + "\nprint('done')"]
@@ -52,7 +58,7 @@ def run_in_processes(num_processes: int, devices_each: int, program: str) -> Non
     here = os.path.dirname(__file__)
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
+        "XLA_FLAGS": xla_flags(devices_each),
         "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
     }
     start = "import jax; jax.distributed.initialize('127.0.0.1:{}', {}, {})\n"
