@@ -21,6 +21,9 @@ VENV ?= .venv
 JAX ?= jax
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
+# Python's own: without compiled modules every start of a process takes seconds more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint digest clean
 
 ifdef PY
@@ -28,21 +31,26 @@ ready :=
 else
 PY := $(VENV)/bin/python
 ready := $(VENV)/ready.stamp
+test_ready := $(VENV)/test.stamp
 dev_ready := $(VENV)/dev.stamp
 cuda_ready := $(VENV)/cuda.stamp
 # Much of a test is XLA compiling, on one core.
 pytest_workers := -n auto --maxprocesses 4 --dist worksteal
 endif
+QUIETLY = build_tools/quietly.sh
+# --no-compile, further on: most of what is installed is never imported, and what is gets compiled then.
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 build_dir := build/$(subst /,-,$(VENV))
 headers := build/ffi_headers
 # Without build isolation objects survive from one build to the next, and only what changed is compiled.
-INSTALL = $(PIP) install --quiet --no-build-isolation \
+# --verbose: of the compiler's steps, for $(QUIETLY) to count.
+INSTALL = $(PIP) install --verbose --no-compile --no-build-isolation \
   --config-settings=build-dir=$(build_dir) \
   --config-settings=cmake.define.JAX_ATTN_TESTS=ON \
+  --config-settings=cmake.define.JAX_ATTN_NATIVE=ON \
   --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
   --editable
-sources := $(shell find csrc tests/csrc -type f 2>/dev/null) build_tools/CMakeLists.txt \
+sources := $(shell find csrc -type f 2>/dev/null) build_tools/CMakeLists.txt \
   build_tools/embed_sources.py
 
 demo: $(ready)
@@ -51,15 +59,17 @@ demo: $(ready)
 serve: $(ready)
 	$(PY) -m jax_attn.serve $(ARGS)
 
-test: $(ready)
+test: $(test_ready)
+	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
+	  $(VENV)/bin/cmake --build $(build_dir) --target cpp_tests)
 	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure)
 	$(PY) -m pytest $(pytest_workers) $(ARGS)
 
-sanitize: $(ready)
+sanitize: $(test_ready)
 	build_tools/sanitize.sh $(PY) $(ARGS)
 
 # The C++ fuzzer under the sanitizers of `make sanitize`, in the same build.
-fuzz: $(ready)
+fuzz: $(test_ready)
 	$(if $(ready),$(VENV)/bin/cmake -S build_tools -B build/sanitize/address -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
 	  -DXLA_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
@@ -91,27 +101,29 @@ clean:
 	rm -rf $(VENV) build dist
 
 $(VENV)/tools.stamp: pyproject.toml
-	@echo "== environment in $(VENV)"
-	test -x $(VENV)/bin/python || { python=$$(build_tools/find_python.sh $(PYTHON)) && \
+	@test -x $(VENV)/bin/python || { python=$$(build_tools/find_python.sh $(PYTHON)) && \
 	  { $$python -m venv $(VENV) || { $$python -m venv --clear --without-pip $(VENV) && \
 	    $$python -m pip --python $(VENV)/bin/python install --quiet pip; }; }; }
-	$(PIP) install --quiet --upgrade 'pip>=25.1'
-	$(PIP) install --quiet --group build
-	touch $@
+	@$(QUIETLY) 'pip and cmake into $(VENV)' sh -c "$(PIP) install --upgrade 'pip>=25.1' && \
+	  $(PIP) install --no-compile --group build"
+	@touch $@
 
 $(headers)/ready.stamp: pyproject.toml build_tools/ffi_headers.py | $(VENV)/tools.stamp
-	$(PY) build_tools/ffi_headers.py $(headers)
-	touch $@
+	@$(QUIETLY) "XLA's headers" $(PY) build_tools/ffi_headers.py $(headers)
+	@touch $@
 
 $(VENV)/ready.stamp: $(VENV)/tools.stamp $(headers)/ready.stamp $(sources)
-	@echo "== jax_attn into $(VENV)"
-	$(INSTALL) '.[serve,test]' '$(JAX)'
-	touch $@
+	@$(QUIETLY) 'jax, and jax_attn compiled, into $(VENV)' $(INSTALL) '.[serve]' '$(JAX)'
+	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/ready.stamp
-	$(INSTALL) '.[dev]' '$(JAX)'
-	touch $@
+$(VENV)/test.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
+	@$(QUIETLY) 'what tests need into $(VENV)' $(INSTALL) '.[serve,test]' '$(JAX)'
+	@touch $@
 
-$(VENV)/cuda.stamp: $(VENV)/ready.stamp
-	$(INSTALL) '.[cuda13]' '$(JAX)'
-	touch $@
+$(VENV)/dev.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
+	@$(QUIETLY) 'linters into $(VENV)' $(INSTALL) '.[dev]' '$(JAX)'
+	@touch $@
+
+$(VENV)/cuda.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
+	@$(QUIETLY) 'CUDA into $(VENV)' $(INSTALL) '.[cuda13]' '$(JAX)'
+	@touch $@

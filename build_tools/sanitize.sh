@@ -43,7 +43,7 @@ fi
 configure() {
   "$bin/cmake" -S build_tools -B "$work/$1" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
     -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE="$python" -DXLA_FFI_INCLUDE_DIR="$headers" \
-    -DJAX_ATTN_TESTS=ON -DJAX_ATTN_SANITIZE="$1" >"$work/$1.log" || { cat "$work/$1.log"; return 1; }
+    -DJAX_ATTN_TESTS=ON -DJAX_ATTN_NATIVE=ON -DJAX_ATTN_SANITIZE="$1" >"$work/$1.log" || { cat "$work/$1.log"; return 1; }
 }
 
 # build SANITIZER TARGETS...

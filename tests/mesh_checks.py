@@ -29,13 +29,19 @@ from jax_attn import config, parallel
 MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "1x4": (1, 4), "3": (1, 3)}
 
 
+def xla_flags(num_devices: int) -> str:
+    """Those of this process, and so many devices."""
+    count = f"--xla_force_host_platform_device_count={num_devices}"
+    return f"{os.environ.get('XLA_FLAGS', '')} {count}"
+
+
 def environment(num_devices: int) -> dict[str, str]:
     """Of a process of that many CPU devices, which may import modules of tests/ and benchmarks/."""
     here = os.path.dirname(__file__)
     paths = here, os.path.join(here, "..", "benchmarks"), os.environ.get("PYTHONPATH")
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": xla_flags(num_devices),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
 
@@ -48,7 +54,7 @@ def run_on_cpus(num_devices: int, program: str, timeout: int = 300) -> None:
 def run_on_gpus(program: str, timeout: int = 300) -> None:
     """Runs a program to its end, on all GPUs. Products in f32 are not rounded to TF32."""
     env = environment(1)
-    del env["JAX_PLATFORMS"], env["XLA_FLAGS"]
+    del env["JAX_PLATFORMS"], env["XLA_FLAGS"]  # which are for CPUs
     env |= {
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "NCCL_NVLS_ENABLE": "0",

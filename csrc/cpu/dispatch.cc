@@ -47,20 +47,26 @@ struct X86Features {
 };
 #endif
 
-// What this machine runs, best last.
+// What this machine runs, best last. JAX_ATTN_WITHOUT_*: this build has no such kernels.
 std::vector<const CpuKernels*> SupportedKernels() {
   std::vector<const CpuKernels*> kernels = {&kKernelsBaseline};
 #if defined(__x86_64__)
   const X86Features features;
   if (features.avx2) kernels.push_back(&kKernelsAvx2);
+#if !defined(JAX_ATTN_WITHOUT_AVX512)
   if (features.avx512) kernels.push_back(&kKernelsAvx512);
+#endif
+#if !defined(JAX_ATTN_WITHOUT_AVX512_BF16)
   if (features.avx512_bf16) {
     // On Intel's cores a product of pairs takes longer than two multiply-adds: prefill of 2,048
     // tokens 91 ms against 51, decode of 8 x 2,048 tokens 5.2 against 4.7 (Sapphire Rapids, 2
     // threads). On AMD's it is the faster one.
     kernels.insert(kernels.end() - (features.is_intel ? 1 : 0), &kKernelsAvx512Bf16);
   }
+#endif
+#if !defined(JAX_ATTN_WITHOUT_AMX)
   if (features.amx_bf16) kernels.push_back(&kKernelsAmx);
+#endif
 #elif defined(__aarch64__)
   kernels.push_back(&kKernelsNeon);
 #endif

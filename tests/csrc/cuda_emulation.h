@@ -37,6 +37,8 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __align__(bytes) __attribute__((aligned(bytes)))
+// Of what most of the time goes into: optimised for speed, where the kernels are for compiling.
+#define JAX_ATTN_EMULATION_HOT __attribute__((optimize("O3"), noinline))
 
 struct uint2 {
   unsigned x, y;
@@ -325,7 +327,7 @@ class Machine {
 
   // A random warp among those that can run, of the slow warpgroup or of the others, until its lanes
   // wait. False if there is none.
-  bool RunSomeWarp(bool slow) {
+  JAX_ATTN_EMULATION_HOT bool RunSomeWarp(bool slow) {
     ready_.clear();
     for (int i = 0; i < block_dim.x; ++i) {
       if ((i / 128 == slow_) == slow && CanRun(*fibers_[i])) ready_.push_back(i);
@@ -634,7 +636,7 @@ inline u32 FmaBf16x2(u32 a, u32 b, u32 c) {
   const auto half = [](u32 x, int i) { return Bf16ToFloat(x >> (16 * i) & 0xffff); };
   return PackBf16(half(a, 0) * half(b, 0) + half(c, 0), half(a, 1) * half(b, 1) + half(c, 1));
 }
-inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+JAX_ATTN_EMULATION_HOT inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   auto& machine = emulation::machine;
   const int lane = threadIdx.x % 32;
   uint32_t* mine = machine.current().exchange;
@@ -642,14 +644,26 @@ inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   mine[4] = b0;
   mine[5] = b1;
   emulation::WarpBarrier("mma");
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const int holder = k % 8 / 2, half = 16 * (k % 2);
-      const u32 x = machine.lane(row % 8 * 4 + holder).exchange[row / 8 + 2 * (k / 8)];
-      const u32 y = machine.lane(column * 4 + holder).exchange[4 + k / 8];
-      c[i] += Bf16ToFloat(x >> half & 0xffff) * Bf16ToFloat(y >> half & 0xffff);
+  // Of this lane's two rows and two columns: [k].
+  float x[2][16], y[2][16];
+  for (int holder = 0; holder < 4; ++holder) {
+    const uint32_t* of_a = machine.lane(lane / 4 * 4 + holder).exchange;
+    for (int part = 0; part < 4; ++part) {
+      float* to = &x[part % 2][part / 2 * 8 + 2 * holder];
+      to[0] = Bf16ToFloat(of_a[part] & 0xffff);
+      to[1] = Bf16ToFloat(of_a[part] >> 16);
     }
+    for (int column = 0; column < 2; ++column) {
+      const uint32_t* of_b = machine.lane((2 * (lane % 4) + column) * 4 + holder).exchange;
+      for (int part = 0; part < 2; ++part) {
+        float* to = &y[column][part * 8 + 2 * holder];
+        to[0] = Bf16ToFloat(of_b[4 + part] & 0xffff);
+        to[1] = Bf16ToFloat(of_b[4 + part] >> 16);
+      }
+    }
+  }
+  for (int k = 0; k < 16; ++k) {
+    for (int i = 0; i < 4; ++i) c[i] += x[i / 2][k] * y[i % 2][k];
   }
   emulation::WarpBarrier("mma");
 }

@@ -372,21 +372,21 @@ class Sm90 : public Unit {
     return (lane / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2;
   }
 
-  std::vector<u16> ReadA(const ProductShape& shape) const {
+  JAX_ATTN_EMULATION_HOT std::vector<u16> ReadA(const ProductShape& shape) const {
     const SharedMatrix matrix(shape.a, shape.a_mn_major);
     const int first_row = machine.current().thread.x / 32 % 4 * 16;
     std::vector<u16> a(16 * 16);
     for (int i = 0; i < 16 * 16; ++i) a[i] = matrix.At(first_row + i / 16, i % 16);
     return a;
   }
-  std::vector<u16> ReadB(const ProductShape& shape) const {
+  JAX_ATTN_EMULATION_HOT std::vector<u16> ReadB(const ProductShape& shape) const {
     const SharedMatrix matrix(shape.b, shape.b_mn_major);
     std::vector<u16> b(shape.n * 16);
     for (int i = 0; i < shape.n * 16; ++i) b[i] = matrix.At(i / 16, i % 16);
     return b;
   }
 
-  void Multiply(WarpState& w, const Product& p) {
+  JAX_ATTN_EMULATION_HOT void Multiply(WarpState& w, const Product& p) {
     if (!p.shape.a_in_registers && ReadA(p.shape) != p.a) {
       Fail(Text("operand a of product %d changed before it was waited for", p.number));
     }

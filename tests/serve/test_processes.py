@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from live_server import SAFE_PATH, START_SECONDS
+from mesh_checks import xla_flags
 from test_process import free_port
 
 from jax_attn.serve.processes import Record, pack, unpack
@@ -35,8 +36,7 @@ BODIES = [
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(num_devices)}
 
 
 @contextlib.contextmanager
