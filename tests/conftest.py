@@ -1,5 +1,4 @@
 import collections
-import importlib.metadata
 import os
 import shutil
 from pathlib import Path
@@ -13,16 +12,6 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# What XLA compiles around our calls runs for milliseconds, and LLVM would optimise it for seconds.
-# A GPU's code stays as users have it.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Workers are parallel, so that what each compiles need not be.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
-)
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones lack the flag, and abort
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import pytest

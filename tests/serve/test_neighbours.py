@@ -27,10 +27,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
-    with pytest.MonkeyPatch.context() as patch:  # compiled as users have it
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
-        patch.delenv("XLA_FLAGS")
-        server = ServerProcess(directory, *key_options(directory))
+    server = ServerProcess(directory, *key_options(directory))
     with contextlib.closing(server):
         server.wait_until_ready()
         yield server
