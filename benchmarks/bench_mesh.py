@@ -65,21 +65,11 @@ from benchmarks import device_trace, ops, report  # noqa: E402
 from benchmarks.bench import Bench  # noqa: E402
 from benchmarks.collectives import executed  # noqa: E402
 from benchmarks.report import Row, log  # noqa: E402
+from benchmarks.shapes import SHAPES  # noqa: E402
 from jax_attn import models, parallel  # noqa: E402
 from jax_attn.parallel import stripes as stripes_module  # noqa: E402
 
 EVERYWHERE = PartitionSpec()
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +346,7 @@ class MeshBench(Bench):
     # ---- heads ---------------------------------------------------------------------------------
 
     def measure_heads(self) -> None:
-        raw = dict(LLAMA_8B)
+        raw = dict(SHAPES["llama-3.1-8b"])
         if self.shrink > 1:
             sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 256}
             raw |= sizes | {"num_hidden_layers": 2}

@@ -198,7 +198,7 @@ struct PlanHeader {
 };
 static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 
-// What a launch has room for: the counts of a header are compared with it (IsPlan in
+// What a launch has room for: the counts of a header are compared with it (HeaderCounts in
 // cuda/common/header.cuh) before anything behind the header is looked at.
 struct PlanLimits {
   i64 num_pages;  // of a layer's pool; 1 when ragged

@@ -18,7 +18,7 @@ from jax_attn import dense_jnp, gradients
 from jax_attn.attention import attention
 from jax_attn.dense_jnp import Operand, Problem
 from jax_attn.plan import AttentionPlan, plan
-from jax_attn.spec import AttentionSpec, default_target
+from jax_attn.spec import AttentionSpec, default_target, largest_head_dim
 from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
 from jax_attn.variant import Variant
 
@@ -157,7 +157,7 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"{_OP}: query, key, value: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype};"
             " cast them."
         )
-    largest = 512 if default_target() == "cpu" else 256
+    largest = largest_head_dim(default_target())
     if max(q.shape[3], v.shape[3]) > largest:
         raise NotImplementedError(
             f"{_OP}: head_dim: up to {largest} is supported on {default_target()}, got"

@@ -188,11 +188,12 @@ class AttentionSpec:
         self._settle_schedule(settle)
 
     def _check_head_dims(self) -> None:
-        largest, where = 512, ""
+        assert self.target is not None
+        largest, where = largest_head_dim(self.target), ""
         if self.mla:
-            where = " with mla=True"
+            largest, where = 512, " with mla=True"
         elif self.target != "cpu":
-            largest, where = 256, " on CUDA"
+            where = " on CUDA"
         elif self.is_quantized:
             largest, where = 256, f" with kv_dtype={self.kv_dtype!r}"
         for name, limit in (
@@ -507,6 +508,11 @@ class AttentionSpec:
     def workspace_words(self) -> int:
         """Size of the workspace of one attention call, in words of 4 bytes."""
         return self.problem.workspace_words
+
+
+def largest_head_dim(target: str) -> int:
+    """Of kernels of a target, without mla and with keys and values of the dtype of q."""
+    return 512 if target == "cpu" else 256
 
 
 def default_target() -> str:

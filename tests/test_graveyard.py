@@ -42,9 +42,9 @@ def test_every_mistake_has_a_test_that_exists(mistake, guards):
 
 
 def test_the_table_has_all_mistakes():
-    """The first two sections, each once: none is lost in an edit of the table."""
+    """44 that others shipped, each once: none is lost in an edit of the table."""
     of_others = ROWS_OF.findall(TABLE.partition("## Found here")[0])
-    assert len(of_others) == len({mistake for mistake, _ in of_others}) == 51
+    assert len(of_others) == len({mistake for mistake, _ in of_others}) == 44
 
 
 def flipped(x):

@@ -80,8 +80,9 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
   return Isa::ReduceAdd(sum);
 }
 
-// Logits that are natural have no scales.
 constexpr int kMaxTileRows = 32;
+
+// Logits that are natural have no scales.
 constexpr float kNoScales[kMaxTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 

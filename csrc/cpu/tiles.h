@@ -5,7 +5,7 @@
 // tile of b. One instruction multiplies kTileSteps steps: it adds up the first numbers of their
 // pairs and the second ones, each in the order of depth, then both sums to c. So the bits of an
 // element of c depend on where depth is cut into tiles: at multiples of kTileSteps from the start
-// of a head dim, or of a block of tokens. Callers say what is beyond the depth with zeros.
+// of a head dim, or of a block of tokens. Callers put zeros where depth ends within a tile.
 #pragma once
 
 #include "cpu/simd_types.h"

@@ -423,7 +423,8 @@ class GenerationAnswer(abc.ABC):
                 self._record.see_first_token(now)
             else:
                 each = (now - choice.last_event) / len(event.tokens)
-                self._metrics.inter_token.observe(each, len(event.tokens))
+                for _ in event.tokens:
+                    self._metrics.inter_token.observe(each)
             choice.last_event = now
             choice.num_tokens += len(event.tokens)
             self._record.num_output += len(event.tokens)

@@ -275,34 +275,45 @@ def entries(num_tokens: int, num_top: int) -> list[TokenLogprob]:
     ]
 
 
+class Turns:
+    """How often the event loop turns within a `with` block."""
+
+    num = 0
+
+    def __enter__(self):
+        self._task = asyncio.create_task(self._count())
+        return self
+
+    def __exit__(self, *_):
+        self._task.cancel()
+
+    async def _count(self):
+        while True:
+            self.num += 1
+            await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("kind", [ChatScores, CompletionScores])
 def test_others_have_turns_while_log_probabilities_are_written(kind):
     """All that an answer may have, in one event, as those of a prompt come."""
     tokens = TokenJson(TokenBytes(fake_model().tokenizer))
     scores = kind(tokens) if kind is ChatScores else kind(tokens, 0)
     num_tokens = schemas.MAX_SCORES // 21
-    num_turns, sizes = 0, []
-
-    async def count():
-        nonlocal num_turns
-        while True:
-            num_turns += 1
-            await asyncio.sleep(0)
+    sizes = []
 
     async def send(message):
         sizes.append(len(message["body"]))
 
     async def run():
-        other = asyncio.create_task(count())
-        choice = answers._Choice(scores)
-        await answers._add_scores(choice, entries(num_tokens, 20))
-        assert num_turns >= num_tokens // 64
-        turns_before = num_turns
-        pieces = scores.take()
-        num_bytes = sum(map(len, pieces))
-        await answers.send_pieces(send, pieces)
-        assert num_turns - turns_before >= num_bytes >> 17
-        other.cancel()
+        with Turns() as turns:
+            choice = answers._Choice(scores)
+            await answers._add_scores(choice, entries(num_tokens, 20))
+            assert turns.num >= num_tokens // 64
+            turns_before = turns.num
+            pieces = scores.take()
+            num_bytes = sum(map(len, pieces))
+            await answers.send_pieces(send, pieces)
+            assert turns.num - turns_before >= num_bytes >> 17
         return b"".join(pieces)
 
     found = json.loads(asyncio.run(run()))
@@ -362,23 +373,17 @@ async def connected():
 @pytest.mark.parametrize("num_choices", [1, 32])
 def test_the_event_loop_turns_once_a_step_and_once_in_eight_events(preparer, num_choices):
     """A turn for each event was a third of what the loop did for a token."""
-    num_steps, num_turns, bodies_sent = 50, 0, []
-
-    async def count():
-        nonlocal num_turns
-        while True:
-            num_turns += 1
-            await asyncio.sleep(0)
+    num_steps, bodies_sent = 50, []
 
     async def send(message):
         bodies_sent.append(message.get("body", b""))
 
     async def run():
-        other = asyncio.create_task(count())
-        await stream(preparer, Steps(num_steps), n=num_choices)({}, connected, send)
-        other.cancel()
+        with Turns() as turns:
+            await stream(preparer, Steps(num_steps), n=num_choices)({}, connected, send)
+        return turns.num
 
-    asyncio.run(run())
+    num_turns = asyncio.run(run())
     assert b"".join(bodies_sent).count(b"data: {") == num_steps * num_choices
     num_wanted = num_steps * (1 + num_choices / 8)
     assert num_wanted - 10 <= num_turns <= num_wanted + 10
