@@ -1,4 +1,4 @@
-// The cases of attention_cuda_test.cc and attention_sm90_test.cc: attention kernels run in
+// The cases of attention_cuda_test.cc and attention_*sm90_test.cc: attention kernels run in
 // emulation on plans of the real planner and must agree with the CPU kernels, which have tests of
 // their own.
 //

@@ -10,8 +10,8 @@ namespace jax_attn {
 namespace {
 
 // kTiles: 1 is decodes alone.
-template <bool kBoxes, int kSmallTile, int kTiles = 2>
-struct Sm90Kernel {
+template <int kSmallTile, int kTiles>
+struct Sm90Tiles {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
@@ -27,6 +27,13 @@ struct Sm90Kernel {
   };
   template <class Shape>
   using Body = HopperAttentionBody<Traits<Shape>>;
+};
+
+// Boxes are the launch's: the kernel is the same with and without, and compiles once.
+template <bool kBoxes, int kSmallTile, int kTiles = 2>
+struct Sm90Kernel : Sm90Tiles<kSmallTile, kTiles> {
+  template <class Shape>
+  using Traits = typename Sm90Tiles<kSmallTile, kTiles>::template Traits<Shape>;
 
   template <class Shape>
   static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {

@@ -139,7 +139,8 @@ def serving(
             timeout_graceful_shutdown=2,
         )
     )
-    thread = threading.Thread(target=server.run, daemon=True)
+    # As the command does: run() would take uvloop where that is installed.
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     try:
         eventually(lambda: server.started)
