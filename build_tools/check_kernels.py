@@ -1,6 +1,6 @@
 """Compiles CUDA kernels, built-in ones and variants, with pip's NVRTC, and bounds what they use.
 
-    python build_tools/check_kernels.py [sm_80 sm_90a sm_100a sm_120a] [--only TEXT]
+    python build_tools/check_kernels.py [sm_80 sm_90a sm_100a sm_120a] [--only TEXT] [--some]
 
 Sources and options are the ones that a process would compile at run time. Every field of a
 specialisation takes each of its values somewhere in the list below; the product would take hours.
@@ -10,6 +10,9 @@ Prints a table and fails if a kernel
   - has its wgmma serialised by ptxas;
   - does not fit its CTAs on a multiprocessor as select/cuda.cc launches them (registers, shared
     memory).
+
+--some: one kernel in SOME of them, others for other sources, so that all have their turn. All of them
+take some 20 minutes of processor time.
 
 Compile times are printed, not bounded: they are those of this machine and of its other work. NVRTC
 uses one core, so that there is a process for each.
@@ -36,6 +39,7 @@ import jax_attn as ja
 from jax_attn import _core
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.digest import sources_digest
 from benchmarks.variant_functions import (
     alibi,
     causal,
@@ -49,6 +53,7 @@ from benchmarks.variant_functions import (
 )
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+SOME = 4
 
 # Shared memory of a multiprocessor and of one CTA, KB (CUDA programming guide, table of compute
 # capabilities). A CTA takes 1 KB of the former beside its own.
@@ -549,6 +554,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("archs", nargs="*", default=ARCHS, metavar="ARCH", help="default: all")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--some", action="store_true", help=f"of these, one in {SOME}")
     arguments = parser.parse_args()
     chosen = [
         (target, i)
@@ -556,6 +562,8 @@ def main() -> int:
         for i in range(len(kernels_of(target)))
         if arguments.only in display_name(target, i)
     ]
+    if arguments.some:
+        chosen = chosen[int(sources_digest(), 16) % SOME :: SOME]
     if not chosen:
         parser.error(f"no kernel has {arguments.only!r} in its name")
     print(f"{'kernel':<62} regs  stack    smem CTAs   compile")
