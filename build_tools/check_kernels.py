@@ -11,8 +11,8 @@ Prints a table and fails if a kernel
   - does not fit its CTAs on a multiprocessor as select/cuda.cc launches them (registers, shared
     memory).
 
---some: one kernel in SOME of them, others for other sources, so that all have their turn. All of them
-take some 20 minutes of processor time.
+--some: one kernel in SOME of them, others for other sources, so that all have their turn. All take
+some 20 minutes of processor time.
 
 Compile times are printed, not bounded: they are those of this machine and of its other work. NVRTC
 uses one core, so that there is a process for each.

@@ -1052,7 +1052,7 @@ def check_engine(*splits: tuple[int, int]) -> None:
 
 
 def live_bytes(besides: list[jax.Array]) -> Counter:
-    """Of each device: the buffers of all arrays that are alive, but those of the arrays `besides`."""
+    """Of each device: the buffers of all arrays that are alive, but those of `besides`."""
     buffers = buffers_of(jax.live_arrays())
     total = Counter()
     for place in buffers.keys() - buffers_of(besides).keys():
