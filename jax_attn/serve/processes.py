@@ -86,13 +86,25 @@ class Processes:
         self.is_leaving = False  # it was told to end, and process 0 is to decide
         self.on_leave: Callable[[], None] = lambda: None
         self._outgoing: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._beat()  # first: whoever knows a process's name counts on its beats
         self._set(f"name/{self.index}", f"{socket.gethostname()}, pid {os.getpid()}")
-        self._beat()
         names = (self._get(f"name/{i}", start_seconds) for i in range(self.count))
         self.names = [f"process {i} ({name})" for i, name in enumerate(names)]
-        threading.Thread(target=self._watch, name="jax_attn watch", daemon=True).start()
-        if self.index == 0:
-            threading.Thread(target=self._send_all, name="jax_attn send", daemon=True).start()
+        self._start(self._watch, "jax_attn watch")
+        if self.leads:
+            self._start(self._send_all, "jax_attn send")
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        """A thread without which the processes would wait for each other for ever."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                log.exception("%s", name)
+                self.end(1, f"{self.names[self.index]}: {name}: {error}".splitlines()[0])
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -156,12 +168,14 @@ class Processes:
     def end(self, status: int, sentence: str = "") -> NoReturn:
         """Ends this process, and with process 0 all others. Not by way of JAX, which would wait
         for those that are dead."""
-        if self.leads:
-            self._set("end/0", json.dumps([status, sentence]))
-            self._await_others()
-        else:
-            self._set(f"gone/{self.index}", json.dumps([status, sentence]))
-        _exit(status, sentence)
+        try:
+            if self.leads:
+                self._set("end/0", json.dumps([status, sentence]))
+                self._await_others()
+            else:
+                self._set(f"gone/{self.index}", json.dumps([status, sentence]))
+        finally:  # the store may be gone
+            _exit(status, sentence)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all after an exception. Where a collective failed as another process died, the

@@ -4,10 +4,12 @@ they end."""
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -21,7 +23,8 @@ from live_server import SAFE_PATH, START_SECONDS
 from mesh_checks import xla_flags
 from test_process import free_port
 
-from jax_attn.serve.processes import Record, pack, unpack
+from jax_attn.serve import processes as module
+from jax_attn.serve.processes import Processes, Record, pack, unpack
 
 SIZES = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "40"]
 # Through the sampler's state, masks, prefix hits and several chunks.
@@ -144,6 +147,72 @@ def test_a_killed_process_ends_the_others(tmp_path, dead):
             rf"process 1 \(.*, pid {processes[1].pid}\) is dead" if dead else "process 0 is gone"
         )
         assert re.search(rf"^jax_attn.serve: .*{named}", logs()[1 - dead], re.M), logs()
+
+
+class Store:
+    """The key-value store of two processes, of which one has not come further than `keys`."""
+
+    def __init__(self, keys):
+        self.keys = {f"{module._ROOT}/{key}": value for key, value in keys.items()}
+        self.dir_error = None
+        self.is_closed = False
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.keys[key] = value
+
+    def blocking_key_value_get(self, key, milliseconds):
+        deadline = time.monotonic() + milliseconds / 1000
+        while key not in self.keys:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return self.keys[key]
+
+    def key_value_dir_get(self, folder):
+        if self.is_closed:
+            threading.Event().wait()
+        if self.dir_error is not None:
+            raise self.dir_error
+        return [(key, value) for key, value in self.keys.items() if key.startswith(folder)]
+
+    def key_value_delete(self, folder):
+        pass
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """That of process 0, when process 1 has a name."""
+    store = Store({"name/1": "elsewhere, pid 5", "beat/1": "[1, 0, false]"})
+    monkeypatch.setattr(module.jax.distributed, "initialize", lambda *args, **options: None)
+    monkeypatch.setattr(module.jax, "process_index", lambda: 0)
+    monkeypatch.setattr(module.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(module.distributed.global_state, "client", store)
+    monkeypatch.setattr(module.Processes, "_catch_aborts", lambda self: None)
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.01)
+    yield store
+    store.is_closed = True
+
+
+def test_who_has_a_name_has_beaten(store):
+    Processes(None, None, None, 5)
+    names = [key.removeprefix(f"{module._ROOT}/") for key in store.keys]
+    assert names.index("beat/0") < names.index("name/0")
+
+
+def test_a_watch_that_fails_ends_the_process(store, monkeypatch):
+    """Nobody would notice any more that another one is dead."""
+    ended = queue.SimpleQueue()
+
+    def end(status, sentence):
+        ended.put((status, sentence))
+        threading.Event().wait()
+
+    monkeypatch.setattr(module, "_exit", end)
+    Processes(None, None, None, 5)
+    store.dir_error = RuntimeError("the store is gone\nin C++")
+    status, sentence = ended.get(timeout=30)
+    assert status == 1 and re.fullmatch(
+        r"process 0 \(.*\): jax_attn watch: the store is gone", sentence
+    )
 
 
 def launched(launcher: str, index: int, port: int) -> dict[str, str]:
