@@ -63,10 +63,15 @@ jax.tree_util.register_dataclass(At, FACTS, [])
 class Variant:
     """Logits and masks of your own: functions of scalars, which run inside of the kernels.
 
-        def alibi(score, at, slopes):
-            return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-        variant = Variant(logits=alibi, operands={"slopes": slopes})
+    >>> import jax.numpy as jnp
+    >>> import jax_attn as ja
+    >>> def alibi(score, at, slopes):
+    ...     return score - slopes[at.head] * (at.q_pos - at.kv_pos)
+    >>> slopes = 2.0 ** -jnp.arange(1, 9)
+    >>> variant = ja.Variant(logits=alibi, operands={"slopes": slopes})
+    >>> variant == ja.Variant(logits=alibi, operands={"slopes": slopes / 2})  # one program
+    True
+    >>> spec = ja.AttentionSpec(8, 2, 64, variant=variant, max_qo_tokens=8, max_kv_pages=8)
 
     logits: fn(score, at, ...) -> the logit, f32. score: sm_scale * (q . k) after the scales of
         float8_e4m3fn and the spec's soft cap. at: an `At`. None: the score.

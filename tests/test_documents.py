@@ -4,6 +4,7 @@ import collections
 import inspect
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -242,3 +243,13 @@ def test_a_link_in_code_is_no_link(tree):
     page = tree / "docs" / "page.md"
     page.write_text(page.read_text() + "\n`x[0](y)`\n\n```\n[a](b.md)\n```\n")
     readme_tables.main(["--check"])
+
+
+def test_pre_commit_checks_with_the_versions_of_make_lint():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = re.findall(
+        r'dependencies: \["(.+?)"\]', (ROOT / ".pre-commit-config.yaml").read_text()
+    )
+    assert len(listed) == 3 and set(listed) <= set(
+        project["project"]["optional-dependencies"]["dev"]
+    )
