@@ -36,13 +36,19 @@ _MERGE_GROUP = np.dtype([(name, np.int32) for name in (
 
 
 class PlanBucket(NamedTuple):
-    """What Unified Attention groups batches by: those of a bucket ask for the same work."""
+    """What Unified Attention groups batches by: those of a bucket ask for the same work.
 
-    phase: str  # see AttentionPlan.phase
+    phase: see AttentionPlan.phase.
+    num_qo_tokens: query tokens of the batch.
+    num_shared_pages, num_unique_pages: different pages that shared items read; that others read.
+    num_logits: requests with query tokens: each wants the logits of its last one.
+    """
+
+    phase: str
     num_qo_tokens: int
-    num_shared_pages: int  # different pages that shared items read
-    num_unique_pages: int  # and the other items
-    num_logits: int  # requests with query tokens: each wants the logits of its last one
+    num_shared_pages: int
+    num_unique_pages: int
+    num_logits: int
 
 
 @jax.tree_util.register_dataclass

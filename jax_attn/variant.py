@@ -255,9 +255,11 @@ class Variant:
     def apply(self, score: Any, at: At, operands: Mapping[str, Any]) -> tuple[Any, Any]:
         """(logits, visible) of many logits at once, by the Python functions under vmap.
 
-        score: an array, f32 or f64. at: of i32 arrays that broadcast to its shape. operands: the
-        arrays by name. Either is None without its function. For the reference: kernels run the
-        program.
+        score: an array, f32 or f64.
+        at: of i32 arrays that broadcast to its shape.
+        operands: the arrays by name.
+
+        Either result is None without its function. For the reference: kernels run the program.
         """
         logits_value, visible_value = self.results
         if (logits_value >= 0 and self.logits is None) or (

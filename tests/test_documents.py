@@ -1,6 +1,7 @@
 """README and docs/: whether they name all there is, and whether their checks see what is wrong."""
 
 import collections
+import importlib
 import inspect
 import re
 import sys
@@ -20,7 +21,8 @@ from jax_attn.serve import openapi
 from jax_attn.serve.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "build_tools"))
+sys.path[:0] = [str(ROOT / "build_tools"), str(ROOT / "docs")]
+import docstrings  # noqa: E402
 import readme_tables  # noqa: E402
 
 
@@ -39,6 +41,73 @@ def test_every_public_name_is_in_the_api():
     assert not lacks("docs/api.md", ja.__all__)
     assert not lacks("docs/devices.md", ja.parallel.__all__)
     assert not lacks("docs/doors.md", doors.__all__)
+
+
+def test_every_public_module_has_a_page_of_reference():
+    """Which Sphinx fills with the names of its __all__."""
+    modules = [name for name in ja.__all__ if isinstance(getattr(ja, name), types.ModuleType)]
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/reference").glob("*.rst")}
+    for name in ("jax_attn", "doors", "models", *modules):
+        module = importlib.import_module("jax_attn" if name == "jax_attn" else f"jax_attn.{name}")
+        assert f".. automodule:: {module.__name__}\n" in pages[name] and module.__all__
+
+
+def test_every_public_call_has_a_docstring():
+    for module in (ja, ja.masks, ja.mla, ja.parallel, ja.reference, doors):
+        names = [name for name in module.__all__ if callable(getattr(module, name))]
+        assert not [name for name in names if not inspect.getdoc(getattr(module, name))]
+
+
+def test_docstrings_become_lists_of_arguments():
+    text = """One line about `x*` and docs/api.md.
+
+    q: [n], i32. A row_
+        of many.
+    levels: pairs of
+        lens: [n]. Tokens
+            of each.
+        more text.
+
+    Heads
+        k, v: two.
+    Raises ValueError.
+
+        code(*x)
+
+    >>> f(*x)
+    1
+    """
+    expected = """One line about ``x\\*`` and :doc:`docs/api.md </docs/api>`.
+
+``q``
+    [n], i32. A row\\_
+    of many.
+
+``levels``
+    pairs of
+
+    ``lens``
+        [n]. Tokens
+        of each.
+
+    more text.
+
+Heads
+    ``k, v``
+        two.
+
+Raises ValueError.
+
+::
+
+    code(*x)
+
+>>> f(*x)
+1
+"""
+    lines = docstrings.to_rest(inspect.cleandoc(text).splitlines())
+    made = re.sub("\n{3,}", "\n\n", "\n".join(lines))
+    assert made.strip() == expected.strip()
 
 
 def test_calls_in_the_api_are_written_as_they_are():

@@ -1,0 +1,64 @@
+"""Sphinx's configuration. The source folder is the repository, so that every link between pages is
+the same on GitHub and in what is built: sphinx-build -c docs . build/docs."""
+
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS))
+import docstrings  # noqa: E402
+
+_project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+project = _project["name"]
+release = version = _project["version"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+root_doc = "docs/index"
+include_patterns = [
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
+    "docs/**", "examples/*/README.md", "jax_attn/models/*/README.md", "tests/GRAVEYARD.md",
+]  # fmt: skip
+exclude_patterns = ["build", "dist", ".*", "csrc", "docs/_templates"]
+
+myst_heading_anchors = 6  # GitHub's
+html_theme = "furo"
+html_title = project
+html_additional_pages = {"index": "redirect.html"}
+templates_path = ["_templates"]
+html_show_sphinx = False
+
+# Shapes and dtypes are in the docstrings; annotations have neither.
+autodoc_typehints = "none"
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+viewcode_line_numbers = True
+
+
+def navigation(page: str) -> str:
+    """The table of contents that the links of an index page make: a part for each of its headings,
+    so that what a reader of the page sees is what the navigation has."""
+    parts = []
+    for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        links = re.findall(r"^[-|] ?\[[^\]]+\]\(([^)#]+)\)", part, re.MULTILINE)
+        if links:
+            caption = part.splitlines()[0]
+            lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *links, "```"]
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
+    if os.path.basename(page) == "index":
+        source[0] += "\n\n" + navigation(source[0])
+
+
+def _to_rest(app, what, name, obj, options, lines) -> None:
+    lines[:] = docstrings.to_rest(lines)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _add_navigation)
+    app.connect("autodoc-process-docstring", _to_rest)
