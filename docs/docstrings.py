@@ -6,8 +6,8 @@ They are plain text, written to be read in an editor:
     Heading                followed by a deeper line: a group of these
         code               a deeper block behind an empty line, and lines that begin with >>>
 
-All else is paragraphs, in which `x` is code and docs/x.md a link. A line that begins with Returns or
-Raises begins one.
+All else is paragraphs, in which `x` is code and docs/x.md a link. A line that begins with Returns
+or Raises begins one.
 """
 
 import re

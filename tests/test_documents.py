@@ -77,7 +77,7 @@ def test_docstrings_become_lists_of_arguments():
     >>> f(*x)
     1
     """
-    expected = """One line about ``x\\*`` and :doc:`docs/api.md </docs/api>`.
+    expected = """One line about ``x*`` and :doc:`docs/api.md </docs/api>`.
 
 ``q``
     [n], i32. A row\\_
@@ -132,7 +132,7 @@ def test_calls_in_the_api_are_written_as_they_are():
 def test_every_environment_variable_has_an_entry():
     names = re.findall(r"^\w+(?:, \w+)?(?==1|  )", config.__doc__, re.MULTILINE)
     names = [name for line in names for name in line.split(", ")]
-    assert len(names) >= 6 and not lacks("docs/development.md", names)
+    assert len(names) >= 6 and not lacks("docs/environment.md", names)
 
 
 def test_every_option_of_the_server_has_an_entry(capsys):
@@ -165,7 +165,7 @@ def test_every_metric_has_an_entry():
     names = re.findall(r"^# TYPE jax_attn_(\w+)", Metrics(Engine()).text().decode(), re.MULTILINE)
     names = [name for name in names if not name.endswith("_created")]  # of the library itself
     assert len(names) >= 12
-    text = re.sub(r"\{\w+\}", "", coded("docs/server.md"))
+    text = re.sub(r"\{\w+\}", "", coded("docs/operations.md"))
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
@@ -265,7 +265,6 @@ def tree(tmp_path, monkeypatch):
     for folder in ("docs", "benchmarks", "examples"):
         (tmp_path / folder).mkdir()
     (tmp_path / "examples" / "a.py").write_text("print(1)\n")
-    (tmp_path / "benchmarks" / "NOTES.md").write_text("# Notes\n")
     (tmp_path / "docs" / "page.md").write_text("# One page\n\n[up](../README.md#the-top)\n")
     block = "<!-- begin: example a.py -->\n```python\nprint(1)\n```\n<!-- end: example a.py -->\n"
     (tmp_path / "README.md").write_text(f"# The top\n\n[page](docs/page.md)\n\n{block}")
