@@ -97,7 +97,7 @@ lint: $(ready) $(dev_ready)
 	$(PY) build_tools/readme_tables.py --check
 
 docs: $(ready) $(docs_ready)
-	$(PY) -m sphinx -q -W --keep-going -c docs . build/docs
+	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: all pages, or none warns twice
 
 digest:
 	@python=$$(build_tools/find_python.sh $(PYTHON)) && $$python benchmarks/digest.py

@@ -1,13 +1,17 @@
 """Sphinx's configuration. The source folder is the repository, so that every link between pages is
 the same on GitHub and in what is built: sphinx-build -c docs . build/docs."""
 
+from __future__ import annotations
+
 import os
 import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
@@ -20,7 +24,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
 include_patterns = [
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
-    "docs/**", "examples/*/README.md", "jax_attn/models/*/README.md", "tests/GRAVEYARD.md",
+    "docs/**", "jax_attn/models/*/README.md", "tests/GRAVEYARD.md",
 ]  # fmt: skip
 exclude_patterns = ["build", "dist", ".*", "csrc", "docs/_templates"]
 
@@ -42,7 +46,7 @@ def navigation(page: str) -> str:
     so that what a reader of the page sees is what the navigation has."""
     parts = []
     for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
-        links = re.findall(r"^[-|] ?\[[^\]]+\]\(([^)#]+)\)", part, re.MULTILINE)
+        links = re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", part, re.MULTILINE)
         if links:
             caption = part.splitlines()[0]
             lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *links, "```"]
@@ -55,7 +59,8 @@ def _add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n\n" + navigation(source[0])
 
 
-def _to_rest(app, what, name, obj, options, lines) -> None:
+def _to_rest(*arguments: Any) -> None:
+    lines = arguments[-1]
     lines[:] = docstrings.to_rest(lines)
 
 

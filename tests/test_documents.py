@@ -22,6 +22,7 @@ from jax_attn.serve.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "build_tools"), str(ROOT / "docs")]
+import conf  # noqa: E402
 import docstrings  # noqa: E402
 import readme_tables  # noqa: E402
 
@@ -50,6 +51,24 @@ def test_every_public_module_has_a_page_of_reference():
     for name in ("jax_attn", "doors", "models", *modules):
         module = importlib.import_module("jax_attn" if name == "jax_attn" else f"jax_attn.{name}")
         assert f".. automodule:: {module.__name__}\n" in pages[name] and module.__all__
+
+
+def test_every_page_is_where_a_reader_finds_it():
+    """In one of the lists of an index, which also make the navigation."""
+    found = set()
+    for index in (ROOT / "docs").rglob("index.md"):
+        links = re.findall(r"^(\S+\.(?:md|rst))$", conf.navigation(index.read_text()), re.MULTILINE)
+        found |= {index, *((index.parent / link).resolve() for link in links)}
+    pages = [path for kind in ("*.md", "*.rst") for path in (ROOT / "docs").rglob(kind)]
+    assert len(pages) > 40 and not set(pages) - found
+    assert all(path.is_file() for path in found)
+
+
+def test_an_index_becomes_a_part_of_the_navigation_for_each_heading():
+    page = (
+        "# Top\n\n- [no](no.md)\n\n## One\n\n- [a](a.md): x\n- [b](../b.md#c)\n\n## Two\n\nText.\n"
+    )
+    assert conf.navigation(page) == "```{toctree}\n:hidden:\n:caption: One\n\na.md\n```"
 
 
 def test_every_public_call_has_a_docstring():
