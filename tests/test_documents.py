@@ -64,6 +64,13 @@ def test_every_page_is_where_a_reader_finds_it():
     assert all(path.is_file() for path in found)
 
 
+def test_every_example_has_a_row():
+    text = (ROOT / "docs/examples.md").read_text()
+    examples = [path.name for path in (ROOT / "examples").glob("*.py")]
+    assert len(examples) > 20
+    assert not [name for name in examples if f"| [{name[:-3]}](../examples/{name}) |" not in text]
+
+
 def test_an_index_becomes_a_part_of_the_navigation_for_each_heading():
     page = (
         "# Top\n\n- [no](no.md)\n\n## One\n\n- [a](a.md): x\n- [b](../b.md#c)\n\n## Two\n\nText.\n"
