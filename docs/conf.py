@@ -3,10 +3,12 @@ the same on GitHub and in what is built: sphinx-build -c docs . build/docs."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +66,21 @@ def _to_rest(*arguments: Any) -> None:
     lines[:] = docstrings.to_rest(lines)
 
 
+def _check_reference(app: Sphinx, env: Any) -> None:
+    """Warns of public calls that the reference lacks, which autodoc does in silence."""
+    from sphinx.util import logging
+
+    objects = env.get_domain("py").objects
+    for page in (DOCS / "reference").glob("*.rst"):
+        module = importlib.import_module(page.read_text().rsplit("automodule:: ", 1)[1].strip())
+        for name in module.__all__:
+            full, value = f"{module.__name__}.{name}", getattr(module, name)
+            is_call = callable(value) and not isinstance(value, types.GenericAlias)
+            if is_call and full not in objects:
+                logging.getLogger(__name__).warning("%s has no docstring in the reference", full)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("env-updated", _check_reference)
     app.connect("source-read", _add_navigation)
     app.connect("autodoc-process-docstring", _to_rest)
