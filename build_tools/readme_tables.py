@@ -33,6 +33,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving": result_tables.serving_tables,
     "targets": targets.table,
 }
+# Documents without blocks, whose links are checked.
 LINKED = (
     "*.md",
     ".github/**/*.md",
@@ -53,11 +54,7 @@ def documents() -> list[Path]:
 
 def linked() -> list[Path]:
     """The documents whose links are checked."""
-    others = (path for pattern in LINKED for path in sorted(ROOT.glob(pattern)))
-    return [
-        *documents(),
-        *(path for path in others if path.name != "README.md" or path.parent != ROOT),
-    ]
+    return sorted({*documents(), *(path for pattern in LINKED for path in ROOT.glob(pattern))})
 
 
 def block(name: str) -> str:

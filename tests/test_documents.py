@@ -291,6 +291,7 @@ def tree(tmp_path, monkeypatch):
     for folder in ("docs", "benchmarks", "examples"):
         (tmp_path / folder).mkdir()
     (tmp_path / "examples" / "a.py").write_text("print(1)\n")
+    (tmp_path / "CONTRIBUTING.md").write_text("[page](docs/page.md)\n")
     (tmp_path / "docs" / "page.md").write_text("# One page\n\n[up](../README.md#the-top)\n")
     block = "<!-- begin: example a.py -->\n```python\nprint(1)\n```\n<!-- end: example a.py -->\n"
     (tmp_path / "README.md").write_text(f"# The top\n\n[page](docs/page.md)\n\n{block}")
@@ -310,13 +311,14 @@ def test_documents_that_are_up_to_date_pass(tree):
         ("examples/a.py", "1", "2", "README.md is out of date"),
         ("docs/picture.svg", "<svg/>", "<svg></svg>", "picture.svg is out of date"),
         ("README.md", "docs/page.md", "docs/pages.md", "README.md: docs/pages.md"),
+        ("CONTRIBUTING.md", "docs/page.md", "docs/pages.md", "CONTRIBUTING.md: docs/pages.md"),
         ("docs/page.md", "#the-top", "#the-end", "docs/page.md: ../README.md#the-end"),
         ("docs/page.md", "[up]", "![picture](no.svg) [up]", "docs/page.md: no.svg"),
         ("README.md", "begin: example a.py", "begin: example b.py", "ends as 'example a.py'"),
         ("README.md", "example a.py", "example b.py", "expected highlights, "),
         ("README.md", "<!-- end: example a.py -->", "", "lacks its begin or its end"),
     ],
-    ids=["code", "picture", "link", "anchor", "image", "names", "unknown", "unclosed"],
+    ids=["code", "picture", "link", "other", "anchor", "image", "names", "unknown", "unclosed"],
 )
 def test_what_is_wrong_is_said(tree, file, old, new, message):
     path = tree / file
