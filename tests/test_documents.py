@@ -155,6 +155,11 @@ def test_calls_in_the_api_are_written_as_they_are():
         assert "..." in text or not missing, name
 
 
+def test_every_phase_of_ci_has_an_entry():
+    phases = re.findall(r"^phase_(\w+)\(\)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert len(phases) >= 11 and not lacks("docs/development.md", phases)
+
+
 def test_every_environment_variable_has_an_entry():
     names = re.findall(r"^\w+(?:, \w+)?(?==1|  )", config.__doc__, re.MULTILINE)
     names = [name for line in names for name in line.split(", ")]
