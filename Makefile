@@ -9,6 +9,7 @@
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
 #   make bench-serve  the server over HTTP -> benchmarks/results/
 #   make lint       ruff, mypy, clang-format, and whether README.md and docs/ are up to date
+#   make docs       the pages of docs/ -> build/docs; warnings are errors
 #   make digest     hash of the sources that a result file must carry
 #   make clean      remove what the above made
 #
@@ -24,7 +25,7 @@ ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 # Python's own: without compiled modules every start of a process takes seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint digest clean
+.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint docs digest clean
 
 ifdef PY
 ready :=
@@ -33,6 +34,7 @@ PY := $(VENV)/bin/python
 ready := $(VENV)/ready.stamp
 test_ready := $(VENV)/test.stamp
 dev_ready := $(VENV)/dev.stamp
+docs_ready := $(VENV)/docs.stamp
 cuda_ready := $(VENV)/cuda.stamp
 # Much of a test is XLA compiling, on one core.
 pytest_workers := -n auto --maxprocesses 4 --dist worksteal
@@ -94,6 +96,9 @@ lint: $(ready) $(dev_ready)
 	  | xargs $(dir $(PY))clang-format --dry-run -Werror
 	$(PY) build_tools/readme_tables.py --check
 
+docs: $(ready) $(docs_ready)
+	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: all pages, or none warns twice
+
 digest:
 	@python=$$(build_tools/find_python.sh $(PYTHON)) && $$python benchmarks/digest.py
 
@@ -122,6 +127,10 @@ $(VENV)/test.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 
 $(VENV)/dev.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'linters into $(VENV)' $(INSTALL) '.[dev]' '$(JAX)'
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
+	@$(QUIETLY) 'Sphinx into $(VENV)' $(PIP) install --no-compile --group docs
 	@touch $@
 
 $(VENV)/cuda.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp

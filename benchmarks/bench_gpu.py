@@ -3,7 +3,7 @@
     python -m benchmarks.bench_gpu            every workload, peers, -> results/<device>.json
     python -m benchmarks.bench_gpu --quick    six workloads, no peers, no file: for tuning
 
-How a time is taken: timing.py. What a chain is made of: ops.py. What was expected: NOTES.md.
+How a time is taken: timing.py. What a chain is made of: ops.py. What was expected: docs/notes/.
 """
 
 from __future__ import annotations

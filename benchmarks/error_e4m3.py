@@ -5,7 +5,7 @@
 q, k and v are drawn in float64, and that attention, in float64, is the truth. Rows: what is stored
 how. `stored` is the error of the rounded operands in float64, what no kernel can avoid; `kernel`
 that of jax_attn.attention on them. Both are norm(o - truth) / norm(truth) over all rows; `lse` is
-the largest error of a log-sum-exp. NOTES.md has the table that it prints.
+the largest error of a log-sum-exp. docs/notes/e4m3.md has the table that it prints.
 """
 
 from __future__ import annotations

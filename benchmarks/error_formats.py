@@ -5,7 +5,7 @@
 Error: norm(o - truth) / norm(truth) of one query over 4096 keys; truth is float64 attention over
 the drawn q, k and v. Scales of float8 are those that make the largest element of a head the largest
 of the format. Time: a decode of 8 requests with 2048 keys, 32 query and 8 KV heads, the formats in
-turns, the best of 100 each. NOTES.md has the table that it prints.
+turns, the best of 100 each. docs/notes/e4m3.md has the table that it prints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rewrites what documents quote from other files: readme_tables.py [--check].
 
-In README.md, docs/**/*.md and benchmarks/NOTES.md, a block between these lines:
+In README.md and docs/**/*.md, a block between these lines:
 
     <!-- begin: NAME -->
     <!-- end: NAME -->
@@ -13,8 +13,8 @@ In README.md, docs/**/*.md and benchmarks/NOTES.md, a block between these lines:
     targets          benchmarks/targets.toml beside benchmarks/results/*.json (targets.py)
 
 It also writes docs/images/results.svg, the plot of the ten rows. --check changes nothing and fails
-if anything differs from its source. Both fail where a link leads nowhere, also in the READMEs of
-jax_attn/models/ and examples/.
+if anything differs from its source. Both fail where a link leads nowhere, also in the other pages
+that LINKED names.
 """
 
 import re
@@ -33,6 +33,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving": result_tables.serving_tables,
     "targets": targets.table,
 }
+# Documents without blocks, whose links are checked.
+LINKED = (
+    "*.md",
+    ".github/**/*.md",
+    "tests/*.md",
+    "jax_attn/models/*/README.md",
+    "examples/*/README.md",
+)
 PICTURES: dict[str, Callable[[], str]] = {"docs/images/results.svg": result_plot.plot}
 
 _BLOCK = re.compile(r"<!-- begin: (.+?) -->\n.*?<!-- end: (.+?) -->", re.DOTALL)
@@ -41,20 +49,12 @@ _CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
 def documents() -> list[Path]:
     """The documents that may have blocks."""
-    return [
-        ROOT / "README.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-        ROOT / "benchmarks" / "NOTES.md",
-    ]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def linked() -> list[Path]:
     """The documents whose links are checked."""
-    return [
-        *documents(),
-        *ROOT.glob("jax_attn/models/*/README.md"),
-        *ROOT.glob("examples/*/README.md"),
-    ]
+    return sorted({*documents(), *(path for pattern in LINKED for path in ROOT.glob(pattern))})
 
 
 def block(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The table of NOTES.md's "What is short, and why": benchmarks/targets.toml beside the results."""
+"""The table of docs/notes/targets.md: benchmarks/targets.toml beside benchmarks/results/."""
 
 import fnmatch
 import json

@@ -116,6 +116,22 @@ def attention(
     Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
     arrays that are split otherwise, and when differentiated with mla, fresh_kv, kv_dtype, a
     variant or max_steps.
+
+    One request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
+
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(
+    ...     4, 2, 64, dtype="float32", page_size=None, max_qo_tokens=4, max_kv_tokens=4
+    ... )
+    >>> plan = ja.plan(spec, np.array([0, 3]), np.array([3]))
+    >>> q, k, v = jnp.ones((4, 4, 64)), jnp.ones((4, 2, 64)), jnp.ones((4, 2, 64))
+    >>> o, lse = ja.attention(q, k, v, plan, return_lse=True)
+    >>> o[:, 0, 0].round(3).tolist()
+    [1.0, 1.0, 1.0, 0.0]
+    >>> jnp.exp(lse[:, 0] - 8).round().tolist()  # row i sees i + 1 logits of 64 / sqrt(64)
+    [1.0, 2.0, 3.0, 0.0]
     """
     operands = _operands(
         "attention",

@@ -84,6 +84,15 @@ def dot_product_attention(
 
     Raises ValueError for arrays that do not fit each other, or for a wrong length, window or
     implementation. Raises NotImplementedError for a head_dim beyond 512 on a CPU, 256 on a GPU.
+
+    Query i sees keys 0 to i, whose values here are 0 to i.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> q, k = np.ones((1, 3, 2, 16), np.float32), np.ones((1, 3, 1, 16), np.float32)
+    >>> v = k * np.arange(3, dtype=np.float32)[:, None, None]
+    >>> ja.dot_product_attention(q, k, v, is_causal=True)[0, :, 0, 0].round(3).tolist()
+    [0.0, 0.5, 1.0]
     """
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(

@@ -26,6 +26,21 @@ from jax_attn.variant import At, Variant
 if TYPE_CHECKING:
     from jax_attn.spec import AttentionSpec
 
+__all__ = [
+    "HIDDEN",
+    "MIXED",
+    "VISIBLE",
+    "Batch",
+    "BlockMap",
+    "Mask",
+    "block_sparse",
+    "custom_mask",
+    "document_ids",
+    "page_positions",
+    "prefix_lm",
+    "tree",
+]
+
 # Classes of a block. May any pair of it be visible, may any be hidden? Of several blocks: their OR.
 VISIBLE, HIDDEN, MIXED = 1, 2, 3
 

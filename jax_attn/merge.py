@@ -25,6 +25,15 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
 
     Returns o: [n, num_heads, head_dim_vo] in o_parts' dtype; lse: [n, num_heads], f32, natural log.
     Raises ValueError for shapes or dtypes that do not fit.
+
+    Two states with the same lse have the same weight.
+
+    >>> import jax.numpy as jnp
+    >>> import jax_attn as ja
+    >>> o_parts = jnp.stack([jnp.full((1, 1, 8), 1.0), jnp.full((1, 1, 8), 3.0)])
+    >>> o, lse = ja.merge_states(o_parts, jnp.zeros((2, 1, 1)))
+    >>> round(o.mean().item(), 4), round(lse.item(), 4)  # log(exp(0) + exp(0))
+    (2.0, 0.6931)
     """
     o_parts = as_array("merge_states", "o_parts", o_parts)
     lse_parts = as_array("merge_states", "lse_parts", lse_parts)

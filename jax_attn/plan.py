@@ -36,13 +36,19 @@ _MERGE_GROUP = np.dtype([(name, np.int32) for name in (
 
 
 class PlanBucket(NamedTuple):
-    """What Unified Attention groups batches by: those of a bucket ask for the same work."""
+    """What Unified Attention groups batches by: those of a bucket ask for the same work.
 
-    phase: str  # see AttentionPlan.phase
+    phase: see AttentionPlan.phase.
+    num_qo_tokens: query tokens of the batch.
+    num_shared_pages, num_unique_pages: different pages that shared items read; that others read.
+    num_logits: requests with query tokens: each wants the logits of its last one.
+    """
+
+    phase: str
     num_qo_tokens: int
-    num_shared_pages: int  # different pages that shared items read
-    num_unique_pages: int  # and the other items
-    num_logits: int  # requests with query tokens: each wants the logits of its last one
+    num_shared_pages: int
+    num_unique_pages: int
+    num_logits: int
 
 
 @jax.tree_util.register_dataclass
@@ -394,6 +400,22 @@ def plan(
     is faulty: attention over it gives NaN in every row of o and lse, append_kv writes nothing, and
     nothing is read out of bounds. `plan.fault()` and `plan.describe()` say the sentence once the
     buffer is on the host, and with JAX_ATTN_CHECK=1 attention and append_kv raise it.
+
+    Two requests in pages of 16 tokens: a prompt of 5 tokens, and a decode over 20 keys.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(4, 2, 64, page_size=16, max_qo_tokens=8, max_kv_pages=8)
+    >>> qo_indptr, kv_lens = np.array([0, 5, 6]), np.array([5, 20])
+    >>> plan = ja.plan(spec, qo_indptr, kv_lens, np.array([0, 1, 3]), np.array([7, 2, 4]))
+    >>> plan.header()["nnz_qo"], plan.buffer.shape == (spec.plan_words,)
+    (6, True)
+
+    The second request needs two pages.
+
+    >>> ja.plan(spec, qo_indptr, kv_lens, np.array([0, 1, 2]), np.array([7, 2]))
+    Traceback (most recent call last):
+    ValueError: ...
     """
     if not isinstance(spec, AttentionSpec):
         raise TypeError(f"plan: spec: expected an AttentionSpec, got {type(spec).__name__}.")

@@ -63,10 +63,15 @@ jax.tree_util.register_dataclass(At, FACTS, [])
 class Variant:
     """Logits and masks of your own: functions of scalars, which run inside of the kernels.
 
-        def alibi(score, at, slopes):
-            return score - slopes[at.head] * (at.q_pos - at.kv_pos)
-
-        variant = Variant(logits=alibi, operands={"slopes": slopes})
+    >>> import jax.numpy as jnp
+    >>> import jax_attn as ja
+    >>> def alibi(score, at, slopes):
+    ...     return score - slopes[at.head] * (at.q_pos - at.kv_pos)
+    >>> slopes = 2.0 ** -jnp.arange(1, 9)
+    >>> variant = ja.Variant(logits=alibi, operands={"slopes": slopes})
+    >>> variant == ja.Variant(logits=alibi, operands={"slopes": slopes / 2})  # one program
+    True
+    >>> spec = ja.AttentionSpec(8, 2, 64, variant=variant, max_qo_tokens=8, max_kv_pages=8)
 
     logits: fn(score, at, ...) -> the logit, f32. score: sm_scale * (q . k) after the scales of
         float8_e4m3fn and the spec's soft cap. at: an `At`. None: the score.
@@ -250,9 +255,11 @@ class Variant:
     def apply(self, score: Any, at: At, operands: Mapping[str, Any]) -> tuple[Any, Any]:
         """(logits, visible) of many logits at once, by the Python functions under vmap.
 
-        score: an array, f32 or f64. at: of i32 arrays that broadcast to its shape. operands: the
-        arrays by name. Either is None without its function. For the reference: kernels run the
-        program.
+        score: an array, f32 or f64.
+        at: of i32 arrays that broadcast to its shape.
+        operands: the arrays by name.
+
+        Either result is None without its function. For the reference: kernels run the program.
         """
         logits_value, visible_value = self.results
         if (logits_value >= 0 and self.logits is None) or (

@@ -1,9 +1,11 @@
 """README and docs/: whether they name all there is, and whether their checks see what is wrong."""
 
 import collections
+import importlib
 import inspect
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from jax_attn.serve import openapi
 from jax_attn.serve.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "build_tools"))
+sys.path[:0] = [str(ROOT / "build_tools"), str(ROOT / "docs")]
+import conf  # noqa: E402
+import docstrings  # noqa: E402
 import readme_tables  # noqa: E402
 
 
@@ -38,6 +42,98 @@ def test_every_public_name_is_in_the_api():
     assert not lacks("docs/api.md", ja.__all__)
     assert not lacks("docs/devices.md", ja.parallel.__all__)
     assert not lacks("docs/doors.md", doors.__all__)
+
+
+def test_every_public_module_has_a_page_of_reference():
+    """Which Sphinx fills with the names of its __all__."""
+    modules = [name for name in ja.__all__ if isinstance(getattr(ja, name), types.ModuleType)]
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/reference").glob("*.rst")}
+    for name in ("jax_attn", "doors", "models", *modules):
+        module = importlib.import_module("jax_attn" if name == "jax_attn" else f"jax_attn.{name}")
+        assert f".. automodule:: {module.__name__}\n" in pages[name] and module.__all__
+
+
+def test_every_page_is_where_a_reader_finds_it():
+    """In one of the lists of an index, which also make the navigation."""
+    found = set()
+    for index in (ROOT / "docs").rglob("index.md"):
+        links = re.findall(r"^(\S+\.(?:md|rst))$", conf.navigation(index.read_text()), re.MULTILINE)
+        found |= {index, *((index.parent / link).resolve() for link in links)}
+    pages = [path for kind in ("*.md", "*.rst") for path in (ROOT / "docs").rglob(kind)]
+    assert len(pages) > 40 and not set(pages) - found
+    assert all(path.is_file() for path in found)
+
+
+def test_every_example_has_a_row():
+    text = (ROOT / "docs/examples.md").read_text()
+    examples = [path.name for path in (ROOT / "examples").glob("*.py")]
+    assert len(examples) > 20
+    assert not [name for name in examples if f"| [{name[:-3]}](../examples/{name}) |" not in text]
+
+
+def test_an_index_becomes_a_part_of_the_navigation_for_each_heading():
+    page = (
+        "# Top\n\n- [no](no.md)\n\n## One\n\n- [a](a.md): x\n- [b](../b.md#c)\n\n## Two\n\nText.\n"
+    )
+    assert conf.navigation(page) == "```{toctree}\n:hidden:\n:caption: One\n\na.md\n```"
+
+
+def test_every_public_call_has_a_docstring():
+    for module in (ja, ja.masks, ja.mla, ja.parallel, ja.reference, doors):
+        names = [name for name in module.__all__ if callable(getattr(module, name))]
+        assert not [name for name in names if not inspect.getdoc(getattr(module, name))]
+
+
+def test_docstrings_become_lists_of_arguments():
+    text = """One line about `x*` and docs/api.md.
+
+    q: [n], i32. A row_
+        of many.
+    levels: pairs of
+        lens: [n]. Tokens
+            of each.
+        more text.
+
+    Heads
+        k, v: two.
+    Raises ValueError.
+
+        code(*x)
+
+    >>> f(*x)
+    1
+    """
+    expected = """One line about ``x*`` and :doc:`docs/api.md </docs/api>`.
+
+``q``
+    [n], i32. A row\\_
+    of many.
+
+``levels``
+    pairs of
+
+    ``lens``
+        [n]. Tokens
+        of each.
+
+    more text.
+
+Heads
+    ``k, v``
+        two.
+
+Raises ValueError.
+
+::
+
+    code(*x)
+
+>>> f(*x)
+1
+"""
+    lines = docstrings.to_rest(inspect.cleandoc(text).splitlines())
+    made = re.sub("\n{3,}", "\n\n", "\n".join(lines))
+    assert made.strip() == expected.strip()
 
 
 def test_calls_in_the_api_are_written_as_they_are():
@@ -59,10 +155,15 @@ def test_calls_in_the_api_are_written_as_they_are():
         assert "..." in text or not missing, name
 
 
+def test_every_phase_of_ci_has_an_entry():
+    phases = re.findall(r"^phase_(\w+)\(\)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert len(phases) >= 11 and not lacks("docs/development.md", phases)
+
+
 def test_every_environment_variable_has_an_entry():
     names = re.findall(r"^\w+(?:, \w+)?(?==1|  )", config.__doc__, re.MULTILINE)
     names = [name for line in names for name in line.split(", ")]
-    assert len(names) >= 6 and not lacks("docs/development.md", names)
+    assert len(names) >= 6 and not lacks("docs/environment.md", names)
 
 
 def test_every_option_of_the_server_has_an_entry(capsys):
@@ -95,7 +196,7 @@ def test_every_metric_has_an_entry():
     names = re.findall(r"^# TYPE jax_attn_(\w+)", Metrics(Engine()).text().decode(), re.MULTILINE)
     names = [name for name in names if not name.endswith("_created")]  # of the library itself
     assert len(names) >= 12
-    text = re.sub(r"\{\w+\}", "", coded("docs/server.md"))
+    text = re.sub(r"\{\w+\}", "", coded("docs/operations.md"))
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
@@ -195,7 +296,7 @@ def tree(tmp_path, monkeypatch):
     for folder in ("docs", "benchmarks", "examples"):
         (tmp_path / folder).mkdir()
     (tmp_path / "examples" / "a.py").write_text("print(1)\n")
-    (tmp_path / "benchmarks" / "NOTES.md").write_text("# Notes\n")
+    (tmp_path / "CONTRIBUTING.md").write_text("[page](docs/page.md)\n")
     (tmp_path / "docs" / "page.md").write_text("# One page\n\n[up](../README.md#the-top)\n")
     block = "<!-- begin: example a.py -->\n```python\nprint(1)\n```\n<!-- end: example a.py -->\n"
     (tmp_path / "README.md").write_text(f"# The top\n\n[page](docs/page.md)\n\n{block}")
@@ -215,13 +316,14 @@ def test_documents_that_are_up_to_date_pass(tree):
         ("examples/a.py", "1", "2", "README.md is out of date"),
         ("docs/picture.svg", "<svg/>", "<svg></svg>", "picture.svg is out of date"),
         ("README.md", "docs/page.md", "docs/pages.md", "README.md: docs/pages.md"),
+        ("CONTRIBUTING.md", "docs/page.md", "docs/pages.md", "CONTRIBUTING.md: docs/pages.md"),
         ("docs/page.md", "#the-top", "#the-end", "docs/page.md: ../README.md#the-end"),
         ("docs/page.md", "[up]", "![picture](no.svg) [up]", "docs/page.md: no.svg"),
         ("README.md", "begin: example a.py", "begin: example b.py", "ends as 'example a.py'"),
         ("README.md", "example a.py", "example b.py", "expected highlights, "),
         ("README.md", "<!-- end: example a.py -->", "", "lacks its begin or its end"),
     ],
-    ids=["code", "picture", "link", "anchor", "image", "names", "unknown", "unclosed"],
+    ids=["code", "picture", "link", "other", "anchor", "image", "names", "unknown", "unclosed"],
 )
 def test_what_is_wrong_is_said(tree, file, old, new, message):
     path = tree / file
@@ -242,3 +344,13 @@ def test_a_link_in_code_is_no_link(tree):
     page = tree / "docs" / "page.md"
     page.write_text(page.read_text() + "\n`x[0](y)`\n\n```\n[a](b.md)\n```\n")
     readme_tables.main(["--check"])
+
+
+def test_pre_commit_checks_with_the_versions_of_make_lint():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = re.findall(
+        r'dependencies: \["(.+?)"\]', (ROOT / ".pre-commit-config.yaml").read_text()
+    )
+    assert len(listed) == 3 and set(listed) <= set(
+        project["project"]["optional-dependencies"]["dev"]
+    )

@@ -25,8 +25,8 @@ _SHIFTS: dict[str, tuple[int, int, float]] = {
     "e4m3": (8, 7, 2.0**8),
     "e2m1": (12, 9, 2.0**14),
 }
-# Columns that are widened at a time on CPU. Measured (2 cores, [2048, 8192], NOTES.md): 256 are 1.1
-# to 2.3 times as fast as 64 or 1,024.
+# Columns that are widened at a time on CPU. Measured (2 cores, [2048, 8192]): 256 are 1.1 to 2.3
+# times as fast as 64 or 1,024 (docs/notes/quantized_weights.md).
 _TILE = min(max(128 * (os.cpu_count() or 1), 256), 2048)
 
 

@@ -68,7 +68,7 @@ class _Steps(NamedTuple):
     max_step_tokens: int
     # A step's time grows with its tokens, and whoever decodes waits for it. With chunks of these
     # sizes the 99th percentile between tokens is 1.5 to 2.3 times the median on a CPU, 2.0 to 3.3
-    # times on an H200, in steps full of prompts up to 5.2 and 3.7 times (benchmarks/NOTES.md).
+    # times on an H200, in steps full of prompts up to 5.2 and 3.7 times (docs/notes/server.md).
     prefill_chunk: int
     # Where many wait. A GPU reads a larger chunk in little more time, a CPU does not.
     max_prefill_chunk: int

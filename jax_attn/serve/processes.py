@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 # The store has no public name in jax 0.10 to 0.12: jax.distributed itself only begins and ends, and
-# multihost_utils speaks by collectives of the devices (benchmarks/NOTES.md has what either takes).
+# multihost_utils speaks by collectives of the devices (docs/notes/devices.md: what either takes).
 from jax._src import distributed
 
 log = logging.getLogger("jax_attn.serve")

@@ -555,7 +555,7 @@ class Scheduler:
         """Tokens of prompts in a step of so many others: about a chunk, as fill a size.
 
         The size below, where five eighths of a chunk fit: all who decode wait for the padding of
-        the one above. Else that one: half empty it takes as long (benchmarks/NOTES.md).
+        the one above. Else that one: half empty it takes as long (docs/notes/server.md).
         """
         sizes = self.config.step_sizes
         wanted = num_others + chunk
