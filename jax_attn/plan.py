@@ -430,11 +430,6 @@ def plan(
     pages = _int32(xp, "page_indices", () if page_indices is None else page_indices)
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
     levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
-    if traced and block_map is not None and spec.target != "cpu":
-        raise NotImplementedError(
-            "plan: block_map: on CUDA supported with host arrays alone, outside of jit, got traced"
-            " ones."
-        )
     if not traced:
         buffer = _plan_memory(spec, buffer)
         request_indptr, prefix_lens = levels or (None, None)

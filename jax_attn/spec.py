@@ -75,7 +75,10 @@ class AttentionSpec:
             small, the planner raises and names it.
         max_steps: entries of step lists (masks that save work): then `plan` takes a block_map, and
             each query tile visits only the steps of tile_kv keys where the map says that its rows
-            see something. None: no step lists. Not with shared prefixes, on CUDA not with mla.
+            see something. (max_batch + max_qo_tokens // query tokens of the largest tile) *
+            ceil(longest kv_len / tile_kv) hold any batch; if a batch needs more than there are, the
+            planner says how many. None: no step lists. Not with shared prefixes, on CUDA not with
+            mla.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
             2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges

@@ -10,7 +10,7 @@ from attention_cases import Case, build, random_case
 from checking import assert_close_state, assert_same_bits
 
 import jax_attn as ja
-from jax_attn import config
+from jax_attn import config, jit
 from jax_attn.masks import HIDDEN, MIXED, VISIBLE, BlockMap
 
 REFUSED = (ValueError, jax.errors.JaxRuntimeError)
@@ -185,6 +185,54 @@ def test_inside_jit_the_bits_are_the_same_and_contents_never_recompile():
     assert make._cache_size() == 1
 
 
+def test_on_cuda_the_kernel_of_the_planner_gets_the_map():
+    spec = ja.AttentionSpec(
+        1, 1, 64, page_size=16, max_batch=2, max_qo_tokens=300, max_kv_pages=999, max_steps=77,
+        target="sm_90:132",
+    )  # fmt: skip
+
+    @jax.jit
+    def make(lens, classes):
+        pages = [0, 400, 500], np.arange(500)
+        return ja.plan(spec, [0, 250, 251], lens, *pages, block_map=BlockMap(classes, 64)).buffer
+
+    lens = jax.ShapeDtypeStruct((2,), np.int32)
+
+    def call_of(num_columns):
+        classes = jax.ShapeDtypeStruct((5, num_columns), np.uint8)
+        text = make.trace(lens, classes).lower(lowering_platforms=("cuda",)).as_text()
+        (call,) = (line for line in text.splitlines() if "@jax_attn_plan" in line)
+        assert f"tensor<5x{num_columns}xui8>" in call
+        assert "q_block = 64 : i64" in call and "kv_block = 128 : i64" in call
+        words = spec.problem.plan_scratch_words(0, 0, num_columns, 128)
+        assert f"tensor<{words}xi32>" in call
+        return words
+
+    # 32 steps of a tile take 4 words; there are no more steps than the pages' 125.
+    num_tiles = (call_of(100) - call_of(50)) / (4 * (4 - 2))
+    assert num_tiles in (3, 4)
+    assert call_of(999) == call_of(125)
+    assert {name for name in jit.jobs_of(spec) if "plan" in name} == {"plan_general-90"}
+
+
+def test_the_room_that_the_documentation_names_holds_any_batch():
+    """Of maps that hide nothing, on both kinds of devices."""
+    lens, longest = (1, 1, 1, 2000, 900), 900
+    qo = np.concatenate([[0], np.cumsum(lens)])
+    for target in ("cpu", "sm_90:132", "sm_80:108"):
+        spec = ja.AttentionSpec(
+            4, 1, 64, page_size=None, causal=False, target=target, max_batch=5, max_steps=1,
+            max_qo_tokens=qo[-1].item(), max_kv_tokens=5 * longest,
+        )  # fmt: skip
+        config = spec.kernel_config
+        tile_tokens = max(config[f"tile_q_{i}"] for i in range(config["num_tiles"])) // 4
+        room = (5 + qo[-1] // tile_tokens) * -(-longest // config["tile_kv"])
+        spec = dataclasses.replace(spec, max_steps=room.item())
+        classes = np.full((-(-qo[-1] // 128), 9), VISIBLE, np.uint8)
+        plan = ja.plan(spec, qo, [longest] * 5, block_map=BlockMap(classes, 128))
+        assert 0.8 * room < plan.header()["num_steps"] <= room
+
+
 def test_no_room_for_the_lists_is_refused_with_the_need():
     case = CASES[0]
     block_map, _ = block_mask(np.random.default_rng(0), case, 16, 128, density=1)
@@ -226,14 +274,6 @@ def test_what_does_not_fit_is_refused():
             16, 1, 576, head_dim_vo=512, mla=True, sm_scale=0.1, max_kv_pages=1, max_steps=3,
             target="sm_90:132",
         )  # fmt: skip
-    spec = ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, target="sm_90:132")
-    traced = jax.jit(
-        lambda lens: ja.plan(spec, qo_indptr=jnp.array([0, 1]), kv_lens=lens,
-                             page_indptr=jnp.array([0, 1]), page_indices=jnp.array([0]),
-                             block_map=BlockMap(np.ones((99, 9), np.uint8))).buffer
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="block_map: on CUDA supported with host arrays"):
-        traced(jnp.array([5]))
     with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
         ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, share_prefixes=True, target="cpu")
     with pytest.raises(ValueError, match="max_steps: expected at most 2\\^30 / tile_kv"):

@@ -303,10 +303,10 @@ class PlanChecker {
                     item.kv_base);
     }
     const int64_t tokens =
-        rules_.listed ? header_.num_steps * config_.tile_kv : int64_t{kv_lens_[item.request]};
+        IsListed() ? header_.num_steps * config_.tile_kv : int64_t{kv_lens_[item.request]};
     if (item.kv_end < 0 || item.kv_end > tokens) {
       return refuse("kv_end",
-                    Between(0, tokens) + (rules_.listed ? " by header.num_steps" : " by kv_lens"),
+                    Between(0, tokens) + (IsListed() ? " by header.num_steps" : " by kv_lens"),
                     item.kv_end);
     }
     if (item.kv_begin < 0 || item.kv_begin > item.kv_end) {
@@ -315,7 +315,7 @@ class PlanChecker {
     if (item.q_pos <= -kPositionLimit || item.q_pos > kPositionLimit - item.qo_len) {
       return refuse("q_pos", "positions in (-2^30, 2^30)", item.q_pos);
     }
-    if (rules_.listed) return CheckSteps(i, item);
+    if (IsListed()) return CheckSteps(i, item);
     if (is_shared && spec_.fresh_kv && item.kv_end > CachedTokens(item.request)) {
       return refuse(
           "kv_end",
@@ -435,8 +435,8 @@ class PlanChecker {
       // The last state is the tile's own, at its own positions.
       const WorkItem& own = items_[writer_[end - 1]];
       const KvSpan visible =
-          rules_.listed ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
-                        : VisibleSpan(own);
+          IsListed() ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
+                     : VisibleSpan(own);
       if (group.first_place != FirstPlace(visible.begin)) {
         return Refuse("merge_groups", g, "first_place",
                       Equal(FirstPlace(visible.begin), "by its first key"), group.first_place);
@@ -449,7 +449,7 @@ class PlanChecker {
           return Refuse("items", i, "kv_begin", Equal(next, "where the state before it ends"),
                         item.kv_begin);
         }
-        if (rules_.listed && item.kv_begin > visible.begin && item.kv_begin < item.kv_end) {
+        if (IsListed() && item.kv_begin > visible.begin && item.kv_begin < item.kv_end) {
           const int64_t e = item.kv_begin / config_.tile_kv;
           if (steps_[e] >> 1 <= steps_[e - 1] >> 1) {
             return Refuse(At("steps", e), "a later step than the state before it has", steps_[e]);
@@ -457,7 +457,7 @@ class PlanChecker {
         }
         // What is shared by one request has made-up positions, too.
         const bool all_see =
-            !rules_.listed && EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
+            !IsListed() && EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
         if (item.num_groups == 1 && item.q_pos != own.q_pos && !all_see) {
           return Refuse("items", i, "q_pos",
                         Equal(own.q_pos, "as of " + At("items", writer_[end - 1])), item.q_pos);
@@ -472,9 +472,11 @@ class PlanChecker {
     return Status::Ok();
   }
 
+  bool IsListed() const { return rules_.max_steps > 0; }
+
   // As FirstFoldPlace.
   int32_t FirstPlace(int64_t kv_begin) const {
-    if (spec_.schedule != kFixedSplit || rules_.listed) return 0;
+    if (spec_.schedule != kFixedSplit || IsListed()) return 0;
     return static_cast<int32_t>(kv_begin / spec_.kv_split % kFoldBatch);
   }
 
@@ -496,7 +498,7 @@ class PlanChecker {
     for (int32_t i = 0; i < header_.num_items; ++i) {
       const WorkItem& item = items_[i];
       if (item.num_groups > 0) continue;
-      const KvSpan visible = rules_.listed ? KvSpan{item.kv_begin, item.kv_end} : VisibleSpan(item);
+      const KvSpan visible = IsListed() ? KvSpan{item.kv_begin, item.kv_end} : VisibleSpan(item);
       if (item.kv_begin != visible.begin) {
         return Refuse("items", i, "kv_begin", Equal(visible.begin, "the first key its rows see"),
                       item.kv_begin);

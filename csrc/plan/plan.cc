@@ -182,7 +182,7 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
   if (PlanFault f = MakeTiles(rules, in, &flat.tiles); f.code) return DescribeFault(problem, f);
   if (map != nullptr) {
     const PlanFault f =
-        ListSteps(problem, *map, &flat.tiles, buffer + layout.steps, &header.num_steps);
+        ListSteps(rules, *map, &flat.tiles, buffer + layout.steps, &header.num_steps);
     if (f.code) return DescribeFault(problem, f);
   }
   const bool shares = SharePrefixes(problem, rules, in, levels, flat.tiles, &shared);

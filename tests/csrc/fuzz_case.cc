@@ -272,14 +272,15 @@ PrefixLevels Case::levels() const {
   return {request_indptr.data(), prefix_lens.data(), num_levels, num_prefixes};
 }
 
+BlockMap Case::map() const {
+  const auto num_classes = static_cast<int64_t>(map_classes.size());
+  return {map_classes.data(), map_columns > 0 ? num_classes / map_columns : 0, map_columns, q_block,
+          kv_block};
+}
+
 Status PlanOf(const Case& c, const AttentionProblem& problem, int32_t* plan) {
   const PrefixLevels levels = c.levels();
-  BlockMap map = {};
-  map.classes = c.map_classes.data();
-  map.num_columns = c.map_columns;
-  map.num_rows = c.map_columns > 0 ? static_cast<int64_t>(c.map_classes.size()) / c.map_columns : 0;
-  map.q_block = c.q_block;
-  map.kv_block = c.kv_block;
+  const BlockMap map = c.map();
   return Plan(problem, c.inputs(), c.told ? &levels : nullptr, plan,
               c.spec.max_steps > 0 ? &map : nullptr);
 }
@@ -322,7 +323,7 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index) {
   SettleCapacities(random, &c);
   if (listed && c.spec.max_qo_tokens < 1 << 20) AddMap(random, &c);
   if (OneIn(random, 4)) Spoil(random, &c);
-  if (OneIn(random, 100) && c.spec.max_steps == 0) c.device_seed = Below(random, 1 << 30);
+  if (OneIn(random, c.spec.max_steps > 0 ? 4 : 100)) c.device_seed = Below(random, 1 << 30);
   return c;
 }
 
