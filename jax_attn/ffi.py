@@ -52,14 +52,16 @@ def plan(
 ) -> jax.Array:
     """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
     num_prefixes]."""
-    shape = (0, 0) if levels is None else levels[1].shape
-    is_general = shape[0] > 0 or spec.schedule == "auto" or spec.max_steps is not None
+    num_levels, num_prefixes = (0, 0) if levels is None else levels[1].shape
+    is_general = num_levels > 0 or spec.schedule == "auto" or spec.max_steps is not None
     blocks = {"q_block": 0, "kv_block": 0}
     num_columns = 0
     if block_map is not None:
         blocks = {name: getattr(block_map, name) for name in blocks}
         num_columns = block_map.classes.shape[1]
-    scratch_words = spec.problem.plan_scratch_words(*shape, num_columns, blocks["kv_block"])
+    scratch_words = spec.problem.plan_scratch_words(
+        num_levels, num_prefixes, num_columns, blocks["kv_block"]
+    )
     jit.compile_ahead("plan_general" if is_general else "plan", spec)
     call = jax.ffi.ffi_call(
         "jax_attn_plan",
@@ -80,7 +82,7 @@ def plan(
         return call(*operands, problem=spec.problem_words, levels=has_levels, **attributes)
 
     buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
-        *operands, bool(shape[0])
+        *operands, num_levels > 0
     )
     return buffer
 
