@@ -20,9 +20,15 @@ class PlanSteps : public PlanTiles<Traits, kGeneral> {
   // Writes the lists, and replaces the spans of tiles by ranges of these.
   __device__ __noinline__ PlanFault ListSteps() {
     const BlockMap& map = p_.block_map;
-    const PlanFault fault =
-        FirstFault(num_tiles_, [&](i32 i) { return CheckMapColumns(map, tiles_[i]); });
-    if (fault.code != kNoFault) return fault;
+    PlanFault fault = FirstFault(num_tiles_, [&](i32 i) {
+      PlanFault f = CheckMapColumns(map, tiles_[i]);
+      f.at = i;  // tiles of a request may have different ones
+      return f;
+    });
+    if (fault.code != kNoFault) {
+      fault.at = tiles_[fault.at].request;
+      return fault;
+    }
     // Words of all tiles in one line, so that one long tile keeps as many warps busy as many short
     // ones.
     i32* first_word = this->template Take<i32>(num_tiles_ + 1);
