@@ -71,7 +71,7 @@ def plan(
         ),
     )
     if block_map is not None and levels is None:  # only the last operands may be left out
-        levels = jnp.zeros((0, 1), np.int32), jnp.zeros((0, 0), np.int32)
+        levels = jnp.zeros((0, 0), np.int32), jnp.zeros((0, 0), np.int32)
     operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
     if block_map is not None:
         operands += (block_map.classes,)

@@ -10,7 +10,7 @@ from attention_cases import Case, build, random_case
 from checking import assert_close_state, assert_same_bits
 
 import jax_attn as ja
-from jax_attn import config, jit
+from jax_attn import config, jit, masks, reference
 from jax_attn.masks import HIDDEN, MIXED, VISIBLE, BlockMap
 
 REFUSED = (ValueError, jax.errors.JaxRuntimeError)
@@ -274,8 +274,14 @@ def test_what_does_not_fit_is_refused():
             16, 1, 576, head_dim_vo=512, mla=True, sm_scale=0.1, max_kv_pages=1, max_steps=3,
             target="sm_90:132",
         )  # fmt: skip
-    with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
-        ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, share_prefixes=True, target="cpu")
+    shares = {"max_kv_pages": 1, "max_steps": 3, "share_prefixes": True}
+    for more in ({"target": "sm_90:132"}, {"target": "cpu", "schedule": "fixed_split"}):
+        with pytest.raises(NotImplementedError, match="share_prefixes: with max_steps, True is"):
+            ja.AttentionSpec(1, 1, 64, **shares, **more)
+    assert ja.AttentionSpec(1, 1, 64, **shares | {"share_prefixes": None}).share_prefixes is False
+    of_rows = ja.Variant(logits=lambda score, at: score * at.q_len, mask=lambda at: at.kv_pos > 3)
+    with pytest.raises(NotImplementedError, match="asks for the request.* its mask may ask"):
+        ja.AttentionSpec(1, 1, 64, **shares, target="cpu", variant=of_rows)
     with pytest.raises(ValueError, match="max_steps: expected at most 2\\^30 / tile_kv"):
         fields = {"max_kv_pages": 1, "max_steps": 2**24, "target": "cpu"}
         assert ja.AttentionSpec(1, 1, 64, **fields).problem
@@ -350,6 +356,148 @@ def test_records_that_name_lists_are_checked():
                     o = run(dataclasses.replace(plan, buffer=buffer))
                     assert np.isfinite(o[: sum(case.qo_lens)]).all()
     assert 0 < accepted < refused / 5, (accepted, refused)
+
+
+class SharedPrompts:
+    """Requests that begin with the same 2,048 tokens; the last ones are drafts of a tree."""
+
+    PREFIX, NUM_REQUESTS, NUM_DRAFTS, PAGE = 2048, 9, 5, 16
+
+    def __init__(self, rng):
+        own = rng.integers(1, 300, self.NUM_REQUESTS)
+        self.kv_lens = (self.PREFIX + own + self.NUM_DRAFTS).astype(np.int32)
+        self.qo_indptr = np.arange(self.NUM_REQUESTS + 1, dtype=np.int32) * self.NUM_DRAFTS
+        num_pages = -(-self.kv_lens // self.PAGE)
+        self.page_indptr = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
+        num_shared = self.PREFIX // self.PAGE
+        ids = rng.permutation(int(num_shared + (num_pages - num_shared).sum()) + 4)
+        tables, self.num_pages = [], len(ids)
+        for n in num_pages:
+            first = num_shared + sum(len(t) - num_shared for t in tables)
+            tables.append(np.concatenate([ids[:num_shared], ids[first : first + n - num_shared]]))
+        self.page_indices = np.concatenate(tables).astype(np.int32)
+
+    def arguments(self):
+        return self.qo_indptr, self.kv_lens, self.page_indptr, self.page_indices
+
+    def pages(self, rng, num_heads, head_dim):
+        """NaN where no request has a token."""
+        pages = np.full((self.num_pages, self.PAGE, num_heads, head_dim), np.nan, np.float32)
+        for r, kv_len in enumerate(self.kv_lens):
+            at = np.arange(kv_len)
+            at = self.page_indices[self.page_indptr[r] + at // self.PAGE], at % self.PAGE
+            new = rng.normal(size=(kv_len, num_heads, head_dim))
+            pages[at] = np.where(np.isnan(pages[at]), new, pages[at])
+        return pages
+
+    def mask(self, name, rng):
+        if name == "tree":
+            draft = np.arange(self.NUM_DRAFTS * self.NUM_REQUESTS) % self.NUM_DRAFTS
+            return masks.tree([rng.integers(-1, n) if n else -1 for n in draft], self.qo_indptr)
+        # The first 700 tokens are of everybody's document, others are not.
+        q_ids = rng.integers(1, 3, self.qo_indptr[-1]).astype(np.int32)
+        kv_ids = rng.integers(1, 3, (self.NUM_REQUESTS, self.kv_lens.max())).astype(np.int32)
+        return masks.Mask(
+            lambda at, q_ids, kv_ids:
+                (at.kv_pos < 700) | (q_ids[at.q_row] == kv_ids[at.request, at.kv_pos]),
+            {"q_ids": q_ids, "kv_ids": kv_ids},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, seen_steps", (("tree", 16), ("documents", 5)))
+@pytest.mark.parametrize("mla", (False, True))
+@pytest.mark.parametrize("schedule", ("balanced", "auto"))
+def test_what_a_map_shows_to_all_is_shared(name, seen_steps, mla, schedule):
+    """The mask asks for rows and positions of its own, which shared items do not have: they have
+    none but steps of which it hides nothing."""
+    rng = np.random.default_rng(3)
+    batch = SharedPrompts(rng)
+    mask, num_kv_heads, dim = batch.mask(name, rng), 1 if mla else 2, 96
+    spec = ja.AttentionSpec(
+        4, num_kv_heads, dim, head_dim_vo=64, mla=mla, sm_scale=0.1, dtype="float32", page_size=16,
+        causal=False, max_batch=batch.NUM_REQUESTS, max_qo_tokens=int(batch.qo_indptr[-1]),
+        max_kv_pages=len(batch.page_indices), variant=mask.variant(), max_steps=400,
+        schedule=schedule, share_prefixes=True, target="cpu", num_ctas=3,
+    )  # fmt: skip
+    block_map = mask.block_map(
+        spec, *batch.arguments()[:2], q_block=batch.NUM_DRAFTS, kv_block=128,
+    )  # fmt: skip
+    plan = ja.plan(spec, *batch.arguments(), block_map=block_map)
+    spec.problem.check_plan(plan.buffer, -1)
+    items = plan.items()
+    shared = items[items["num_groups"] > 1]
+    assert len(shared) and plan.phase()[1] == "s"
+    entries = np.concatenate(
+        [plan.steps()[x["kv_begin"] // 128 : x["kv_end"] // 128] for x in shared]
+    )
+    assert not (entries & 1).any() and set(entries >> 1) == set(range(seen_steps))
+    alone = dataclasses.replace(spec, share_prefixes=False)
+    flat = ja.plan(alone, *batch.arguments(), block_map=block_map)
+    assert len(plan.steps()) == len(flat.steps()) - (batch.NUM_REQUESTS - 1) * seen_steps
+    assert plan._steps_without_mask() == (
+        flat._steps_without_mask() - (batch.NUM_REQUESTS - 1) * seen_steps
+    )
+
+    q = rng.normal(size=(batch.qo_indptr[-1], 4, dim)).astype(np.float32)
+    k = batch.pages(rng, num_kv_heads, dim)
+    v = None if mla else batch.pages(rng, num_kv_heads, 64)
+    want = reference.attention(
+        q, np.nan_to_num(k), None if mla else np.nan_to_num(v), *batch.arguments(), spec=spec,
+        variant_operands=mask.operands,
+    )  # fmt: skip
+    run = jax.jit(
+        lambda p: ja.attention(q, k, v, p, variant_operands=mask.operands, return_lse=True)
+    )
+    for made in (plan, flat):
+        for got, expected_array in zip(run(made), want, strict=True):
+            np.testing.assert_allclose(got, expected_array, atol=3e-5)
+    for a, b in zip(run(plan), run(plan), strict=True):
+        assert_same_bits("o", np.asarray(a), np.asarray(b))
+
+    # Inside jit, found and told.
+    levels = [([0, batch.NUM_REQUESTS], [batch.PREFIX])]
+    for prefix_levels in (None, levels, []):
+        fields = {"block_map": block_map, "prefix_levels": prefix_levels}
+        inside = jax.jit(lambda lens, f=fields: ja.plan(
+            spec, batch.qo_indptr, lens, *batch.arguments()[2:], **f).buffer)  # fmt: skip
+        outside = ja.plan(spec, *batch.arguments(), **fields)
+        assert_same_bits("plan", inside(batch.kv_lens), outside.buffer)
+        assert (outside.header()["num_shared_tokens"] > 0) == (prefix_levels != [])
+
+
+@pytest.mark.parametrize("section, size", (("items", 12), ("merge_groups", 8), ("steps", 1)))
+def test_words_of_shared_lists_are_checked(section, size):
+    """Whatever word is changed: refused, or what is computed stays within the batch's tokens."""
+    rng = np.random.default_rng(3)
+    batch = SharedPrompts(rng)
+    mask = batch.mask("tree", rng)
+    spec = ja.AttentionSpec(
+        1, 1, 64, dtype="float32", page_size=16, causal=False, max_batch=batch.NUM_REQUESTS,
+        max_qo_tokens=int(batch.qo_indptr[-1]), max_kv_pages=len(batch.page_indices),
+        variant=mask.variant(), max_steps=400, share_prefixes=True, target="cpu", num_ctas=3,
+    )  # fmt: skip
+    block_map = mask.block_map(spec, *batch.arguments()[:2], q_block=5, kv_block=128)
+    plan = ja.plan(spec, *batch.arguments(), block_map=block_map)
+    k, v = batch.pages(rng, 1, 64), batch.pages(rng, 1, 64)
+    q = rng.normal(size=spec.q_shape).astype(np.float32)
+    header = plan.header()
+    assert header["num_shared_tokens"] > 0
+    run = jax.jit(lambda p: ja.attention(q, k, v, p, variant_operands=mask.operands))
+    count = {"items": "num_items", "merge_groups": "num_merge_groups", "steps": "num_steps"}
+    begin, accepted, refused = spec.layout[section], 0, 0
+    for at in range(begin, begin + header[count[section]] * size):
+        old = int(plan.buffer[at])
+        for value in {old + 1, old - 1, old ^ 3, old + 128, 0, -1, 2**30} - {old}:
+            buffer = plan.buffer.copy()
+            buffer[at] = value
+            try:
+                spec.problem.check_plan(buffer, -1)
+            except ValueError:
+                refused += 1
+                continue
+            accepted += 1
+            assert np.isfinite(run(dataclasses.replace(plan, buffer=buffer))).all()
+    assert refused > 4 * accepted, (accepted, refused)
 
 
 def test_fixed_split_bits_do_not_depend_on_neighbours():

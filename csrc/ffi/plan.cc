@@ -37,12 +37,21 @@ struct PlanArguments {
   const BlockMap* map_or_null() const { return has_map ? &block_map : nullptr; }
 };
 
+// Only the last operands may be left out: before a map, request_indptr without columns says that no
+// levels are told.
+bool ToldLevels(const PlanBuffers& b) {
+  return b.request_indptr && b.request_indptr->dimensions().size() == 2 &&
+         b.request_indptr->dimensions()[1] > 0;
+}
+
 Status UnpackLevels(const PlanBuffers& b, PrefixLevels* levels) {
   *levels = {};
   if (!b.request_indptr && !b.prefix_lens) return Status::Ok();
-  if (!b.request_indptr || !b.prefix_lens || b.prefix_lens->dimensions().size() != 2) {
+  if (!b.request_indptr || !b.prefix_lens || b.request_indptr->dimensions().size() != 2 ||
+      b.prefix_lens->dimensions().size() != 2) {
     return Status::Error("plan: request_indptr, prefix_lens: expected both, two-dimensional.");
   }
+  if (!ToldLevels(b)) return Status::Ok();
   const int64_t num_levels = b.prefix_lens->dimensions()[0];
   const int64_t num_prefixes = b.prefix_lens->dimensions()[1];
   if (num_levels > kMaxLevels || num_prefixes >= kMaxChunks / kMaxLevels) {
@@ -74,14 +83,12 @@ Status UnpackMap(const PlanBuffers& b, BlockMap* map) {
   return Status::Ok();
 }
 
-// has_levels: those of the buffers are meant.
-Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, bool has_levels,
-              PlanArguments* arguments) {
+Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, PlanArguments* arguments) {
   *arguments = {};
   AttentionProblem* problem = &arguments->problem;
   PrefixLevels* levels = &arguments->levels;
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
-  arguments->has_levels = has_levels;
+  arguments->has_levels = ToldLevels(b);
   arguments->has_map = b.block_classes.has_value();
   const int64_t batch_size = static_cast<int64_t>(b.kv_lens.element_count());
   const int64_t num_pages = static_cast<int64_t>(b.page_indices.element_count());
@@ -123,7 +130,7 @@ ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::Any
   const Status s = Unpack(words,
                           {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
                            prefix_lens, block_classes, *plan, *scratch, q_block, kv_block},
-                          prefix_lens.has_value(), &a);
+                          &a);
   if (!s.ok()) return ToFfi(s);
   return ToFfi(Plan(a.problem, a.inputs, a.levels_or_null(),
                     static_cast<int32_t*>(plan->untyped_data()), a.map_or_null()));
@@ -158,7 +165,7 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   const Status s = Unpack(words,
                           {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
                            prefix_lens, block_classes, *plan, *scratch, q_block, kv_block},
-                          has_levels, &a);
+                          &a);
   if (!s.ok()) return ToFfi(s);
   const PlanParams params = MakePlanParams(a.problem, a.inputs, a.levels_or_null(),
                                            static_cast<int32_t*>(plan->untyped_data()),

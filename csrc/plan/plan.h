@@ -79,12 +79,17 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
 // kept.
 void FillCapacities(AttentionProblem* problem);
 
+struct Tiling;  // plan/schedule.h
+
 // Refuses a map that does not fit the problem, or none where there should be one.
 Status CheckBlockMap(const AttentionProblem& problem, const BlockMap* map);
 
 // Writes the lists of steps that tiles need, and replaces the spans of `tiles` by ranges of these.
-PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, std::vector<QueryTile>* tiles,
-                    int32_t* steps, int32_t* num_steps);
+// Tiles of shared prefixes (plan/schedule.h) have all steps of their spans, without the mask.
+// seen_ends: null, or what becomes of each tile the end of the leading positions of which the map
+// hides none from its rows.
+PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, Tiling* tiling, int32_t* steps,
+                    int32_t* num_steps, std::vector<int32_t>* seen_ends);
 
 // Refuses a batch of more requests than max_batch.
 Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/schedule.h"
 
 namespace jax_attn {
 
@@ -27,15 +28,23 @@ Status CheckBlockMap(const AttentionProblem& problem, const BlockMap* map) {
                 std::to_string(map->num_rows));
 }
 
-PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, std::vector<QueryTile>* tiles,
-                    int32_t* steps, int32_t* num_steps) {
+PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, Tiling* tiling, int32_t* steps,
+                    int32_t* num_steps, std::vector<int32_t>* seen_ends) {
   thread_local std::vector<uint8_t> line;  // classes of a tile by column
   int64_t count = 0;
   const auto entry = [&] { return static_cast<i32>(std::min<int64_t>(count, rules.max_steps)); };
-  for (QueryTile& t : *tiles) {
+  const auto add = [&](i32 step, bool masked) {
+    if (count < rules.max_steps) steps[count] = StepEntry(step, masked);
+    ++count;
+  };
+  for (size_t tile_idx = 0; tile_idx < tiling->tiles.size(); ++tile_idx) {
+    QueryTile& t = tiling->tiles[tile_idx];
     const i32 list_begin = entry();
     const StepSpan span = StepsOf(rules, t);
-    if (span.begin < span.end) {
+    i32 seen_end = span.begin == 0 ? t.kv_end : 0;
+    if (tiling->SharingOf(static_cast<int32_t>(tile_idx)).shared()) {
+      for (i32 step = span.begin; step < span.end; ++step) add(step, false);
+    } else if (span.begin < span.end) {
       if (const PlanFault f = CheckMapColumns(map, t); f.code) return f;
       const i32 first = ColumnsOf(rules, map, t, span.begin).begin;
       const i32 end = ColumnsOf(rules, map, t, span.end - 1).end;
@@ -49,11 +58,11 @@ PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, std::vector<Que
         const MapColumns columns = ColumnsOf(rules, map, t, step);
         uint8_t found = 0;
         for (i32 i = columns.begin; i < columns.end; ++i) found |= line[i - first];
-        if (!(found & kSomeVisible)) continue;
-        if (count < rules.max_steps) steps[count] = StepEntry(step, found & kSomeHidden);
-        ++count;
+        if (found != kSomeVisible) seen_end = std::min(seen_end, step * rules.tile_kv);
+        if (found & kSomeVisible) add(step, found & kSomeHidden);
       }
     }
+    if (seen_ends != nullptr) seen_ends->push_back(seen_end);
     TakeList(rules, list_begin, entry(), &t);
   }
   *num_steps = entry();

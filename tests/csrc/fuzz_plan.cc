@@ -217,7 +217,7 @@ std::string RunBatch(const Case& c, std::string* outcome) {
     }
     PlanHeader header;
     std::memcpy(&header, plan.data() + layout.header, sizeof(header));
-    *outcome = header.num_steps > 0           ? "listed"
+    *outcome = header.num_steps > 0 ? header.num_shared_tokens > 0 ? "listed and shared" : "listed"
                : header.num_shared_tokens > 0 ? "shared"
                : header.num_merge_groups > 0  ? "split"
                                               : "whole";
