@@ -407,7 +407,7 @@ class SharedPrompts:
 @pytest.mark.parametrize("name, seen_steps", (("tree", 16), ("documents", 5)))
 @pytest.mark.parametrize("mla", (False, True))
 @pytest.mark.parametrize("schedule", ("balanced", "auto"))
-def test_what_a_map_shows_to_all_is_shared(name, seen_steps, mla, schedule):
+def test_what_a_map_shows_to_all_is_shared(name, seen_steps, mla, schedule, tmp_path):
     """The mask asks for rows and positions of its own, which shared items do not have: they have
     none but steps of which it hides nothing."""
     rng = np.random.default_rng(3)
@@ -434,9 +434,12 @@ def test_what_a_map_shows_to_all_is_shared(name, seen_steps, mla, schedule):
     alone = dataclasses.replace(spec, share_prefixes=False)
     flat = ja.plan(alone, *batch.arguments(), block_map=block_map)
     assert len(plan.steps()) == len(flat.steps()) - (batch.NUM_REQUESTS - 1) * seen_steps
-    assert plan._steps_without_mask() == (
-        flat._steps_without_mask() - (batch.NUM_REQUESTS - 1) * seen_steps
-    )
+    most = flat._steps_without_mask() - (batch.NUM_REQUESTS - 1) * seen_steps
+    assert f"steps          {len(plan.steps())} of {most} (" in plan.describe()
+    assert plan.bucket().num_shared_pages == seen_steps * 128 // batch.PAGE
+    plan.save(tmp_path / "plan.npz")
+    assert_same_bits("plan", ja.AttentionPlan.load(tmp_path / "plan.npz").buffer, plan.buffer)
+    plan.plot(tmp_path / "plan.html")
 
     q = rng.normal(size=(batch.qo_indptr[-1], 4, dim)).astype(np.float32)
     k = batch.pages(rng, num_kv_heads, dim)
