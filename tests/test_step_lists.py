@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, build, random_case
+from backends import Backend, on_every_platform
 from checking import assert_close_state, assert_same_bits
 
 import jax_attn as ja
@@ -170,19 +171,35 @@ def test_plans_of_a_map_that_hides_nothing_are_complete(seed):
     )
 
 
-def test_inside_jit_the_bits_are_the_same_and_contents_never_recompile():
-    case = CASES[0]
+@on_every_platform
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_inside_jit_the_bits_are_the_same_and_contents_never_recompile(case, backend):
     lengths = build(case).lengths
-    spec = ja.AttentionSpec(
-        **case.spec_fields() | {"share_prefixes": False}, max_steps=900, target="cpu"
-    )
+    spec = backend.spec(**case.spec_fields() | {"share_prefixes": False}, max_steps=4000)
     make = jax.jit(lambda arguments, m: ja.plan(spec, **arguments, block_map=m).buffer)
     for seed in range(5):
         block_map, _ = block_mask(np.random.default_rng(seed), case, 16, 128)
         arguments = lengths.plan_arguments()
         host = ja.plan(spec, **arguments, block_map=block_map)
-        assert_same_bits("plan", make(arguments, block_map), host.buffer)
+        assert_same_bits("plan", np.asarray(make(arguments, block_map)), host.buffer)
     assert make._cache_size() == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+def test_lists_of_a_gpu_that_do_not_fit_are_a_fault(backend):
+    case = CASES[0]
+    batch, arguments = build(case), build(case).lengths.plan_arguments()
+    block_map, _ = block_mask(np.random.default_rng(0), case, 16, 128, density=1)
+    few = BlockMap(block_map.classes[:, :3], 16, 128)
+    for max_steps, given in ((5, block_map), (4000, few)):
+        spec = backend.spec(**case.spec_fields() | {"share_prefixes": False}, max_steps=max_steps)
+        make = jax.jit(lambda a, m, spec=spec: ja.plan(spec, **a, block_map=m))
+        plan = make(arguments, given)
+        with pytest.raises(ValueError) as refused:
+            ja.plan(spec, **arguments, block_map=given)
+        assert plan.fault() == str(refused.value)
+        assert np.isnan(ja.attention(batch.q, batch.k, batch.v, plan, layer=batch.layer)).all()
 
 
 def test_on_cuda_the_kernel_of_the_planner_gets_the_map():
