@@ -288,8 +288,14 @@ NB_MODULE(_core, m) {
                                      : BackwardWorkspaceWords(p.spec, num_pages);
            })
       .def("plan_scratch_words",
-           [](const AttentionProblem& p, int64_t num_levels, int64_t num_prefixes) {
-             return PlanScratchBytes(p, num_levels, num_prefixes) / 4;
+           [](const AttentionProblem& p, int64_t num_levels, int64_t num_prefixes,
+              int64_t num_columns, int32_t kv_block) {
+             BlockMap map = {};
+             map.num_columns = num_columns;
+             map.kv_block = kv_block;
+             return PlanScratchBytes(p, num_levels, num_prefixes,
+                                     p.spec.max_steps > 0 ? &map : nullptr) /
+                    4;
            })
       .def("plan_fault",
            [](const AttentionProblem& p, int32_t code, int32_t at, int32_t got, int32_t expected) {

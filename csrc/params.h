@@ -123,6 +123,17 @@ struct PrefixLevels {
 };
 enum : i32 { kMaxLevels = 8 };  // an agent's tools, a document, a conversation, its forks
 
+// What a mask does to blocks of q_block query tokens and kv_block positions. Row block i has rows
+// [i * q_block, (i + 1) * q_block) of q, each with the positions of its own request.
+struct BlockMap {
+  const unsigned char* classes;  // [num_rows, num_columns] kSomeVisible | kSomeHidden
+  i64 num_rows, num_columns;
+  i32 q_block, kv_block;
+};
+// May any element of the block be visible, may any be hidden? Classes of parts make that of the
+// whole by OR.
+enum : unsigned char { kSomeVisible = 1, kSomeHidden = 2 };
+
 enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2, kAuto = 3 };
 
 // What planners go by: AttentionSpec and KernelConfig (spec.h) as numbers that a kernel can be
@@ -137,7 +148,7 @@ struct PlanRules {
   i32 window_right;  // -1: unlimited; causal is 0
   i32 kv_split;      // tokens a chunk: kFixedSplit; 2^30, as many as there may be: kNoSplit
   i32 page_size;     // 0: ragged
-  i32 listed;        // 1: tiles have step lists, see WorkItem
+  i32 max_steps;     // room for the step lists of tiles, see WorkItem; 0: there are none
 
   i32 num_tiles;
   i32 tile_tokens[kMaxTiles];  // query tokens of a tile, ascending: tile_q / group_size
@@ -492,6 +503,9 @@ struct PlanParams {
   PrefixLevels levels;
   SharingRules sharing;
   i32* qo_indices;  // [max_shared_tokens]
+  // With step lists:
+  BlockMap block_map;
+  i32* steps;  // [max_steps]
 };
 
 // o = sum_i exp(lse_i - lse) * o_i with lse = log sum_i exp(lse_i); (0, -inf) is the identity.

@@ -52,30 +52,37 @@ def plan(
 ) -> jax.Array:
     """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
     num_prefixes]."""
-    shape = (0, 0) if levels is None else levels[1].shape
-    is_general = shape[0] > 0 or spec.schedule == "auto"
+    num_levels, num_prefixes = (0, 0) if levels is None else levels[1].shape
+    is_general = num_levels > 0 or spec.schedule == "auto" or spec.max_steps is not None
+    blocks = {"q_block": 0, "kv_block": 0}
+    num_columns = 0
+    if block_map is not None:
+        blocks = {name: getattr(block_map, name) for name in blocks}
+        num_columns = block_map.classes.shape[1]
+    scratch_words = spec.problem.plan_scratch_words(
+        num_levels, num_prefixes, num_columns, blocks["kv_block"]
+    )
     jit.compile_ahead("plan_general" if is_general else "plan", spec)
     call = jax.ffi.ffi_call(
         "jax_attn_plan",
         (
             jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32),
-            jax.ShapeDtypeStruct((spec.problem.plan_scratch_words(*shape),), jnp.int32),
+            jax.ShapeDtypeStruct((scratch_words,), jnp.int32),
         ),
     )
     if block_map is not None and levels is None:  # only the last operands may be left out
-        levels = jnp.zeros((0, 1), np.int32), jnp.zeros((0, 0), np.int32)
+        levels = jnp.zeros((0, 0), np.int32), jnp.zeros((0, 0), np.int32)
     operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
-    blocks = {"q_block": np.int64(0), "kv_block": np.int64(0)}
     if block_map is not None:
         operands += (block_map.classes,)
-        blocks = {name: np.int64(getattr(block_map, name)) for name in blocks}
+    attributes = {name: np.int64(tokens) for name, tokens in blocks.items()}
 
     def plan_batch(*operands_and_levels: Any) -> Any:
         *operands, has_levels = operands_and_levels
-        return call(*operands, problem=spec.problem_words, levels=has_levels, **blocks)
+        return call(*operands, problem=spec.problem_words, levels=has_levels, **attributes)
 
     buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
-        *operands, bool(shape[0])
+        *operands, num_levels > 0
     )
     return buffer
 

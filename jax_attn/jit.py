@@ -109,9 +109,10 @@ def jobs_of(
     jobs = {
         _core.attention_source(spec.problem).name: lambda: _core.prepare_attention(spec.problem),
     }
-    if spec.schedule != "auto":
+    always_general = spec.schedule == "auto" or spec.max_steps is not None
+    if not always_general:
         jobs[f"plan-{arch}"] = lambda: _core.prepare_plan(arch, False)
-    if spec.schedule == "auto" or spec.share_prefixes:
+    if always_general or spec.share_prefixes:
         jobs[f"plan_general-{arch}"] = lambda: _core.prepare_plan(arch, True)
     if spec.is_paged:
         for rotates in (False, True)[: 1 if spec.mla else 2]:

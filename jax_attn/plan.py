@@ -128,6 +128,15 @@ class AttentionPlan:
     def _steps_without_mask(self) -> int:
         """How many entries step lists would have if the map hid nothing."""
         spec, items = self.spec, self.items()
+        tile_kv = spec.kernel_config["tile_kv"]
+        # Entries of a shared prefix are there once, not for each of its requests.
+        shared = items[(items["num_groups"] > 1) & (items["kv_head"] == 0)]
+        counts = (shared["kv_end"] - shared["kv_begin"]) // tile_kv
+        num_saved = int((counts * (shared["num_groups"] - 1)).sum())
+        # Of items with the same query tokens the first in the lists: where a tile has a prefix to
+        # itself, that comes later, and its positions are made up.
+        items = items[items["num_groups"] <= 1]
+        items = items[np.lexsort((items["kv_end"], items["kv_begin"], items["qo_begin"]))]
         _, first = np.unique(items["qo_begin"], return_index=True)
         items = items[first]
         q_pos, qo_len = items["q_pos"].astype(np.int64), items["qo_len"]
@@ -137,8 +146,8 @@ class AttentionPlan:
             begin = np.maximum(begin, q_pos - spec.window_left)
         if spec.causal or spec.window_right >= 0:
             end = np.minimum(end, q_pos + qo_len + max(0, spec.window_right))
-        tile_kv = spec.kernel_config["tile_kv"]
-        return int(np.where(end > begin, -(-end // tile_kv) - begin // tile_kv, 0).sum())
+        steps = np.where(end > begin, -(-end // tile_kv) - begin // tile_kv, 0)
+        return int(steps.sum()) - num_saved
 
     def item_costs(self) -> np.ndarray:
         """[num_items]. What the planner takes an item for, in kv tokens of the smallest tile."""
@@ -452,11 +461,6 @@ def plan(
     pages = _int32(xp, "page_indices", () if page_indices is None else page_indices)
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
     levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
-    if traced and block_map is not None and spec.target != "cpu":
-        raise NotImplementedError(
-            "plan: block_map: on CUDA supported with host arrays alone, outside of jit, got traced"
-            " ones."
-        )
     if not traced:
         buffer = _plan_memory(spec, buffer)
         request_indptr, prefix_lens = levels or (None, None)

@@ -75,7 +75,9 @@ class AttentionSpec:
             small, the planner raises and names it.
         max_steps: entries of step lists (masks that save work): then `plan` takes a block_map, and
             each query tile visits only the steps of tile_kv keys where the map says that its rows
-            see something. None: no step lists. Not with shared prefixes, on CUDA not with mla.
+            see something. (max_batch + max_qo_tokens // query tokens of the largest tile) *
+            ceil(longest kv_len / tile_kv) hold any batch; if a batch needs more than there are, the
+            planner says how many. None: no step lists. On CUDA not with mla.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
             2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
@@ -90,7 +92,9 @@ class AttentionSpec:
             attends to the shared keys once for all of them, if it predicts a speed-up. With
             fixed_split this changes no bits. None: True for a paged cache, unless no_split, or
             the variant asks for the request, the position, the row or the lengths of a query,
-            which queries of a shared prefix do not have in common.
+            which queries of a shared prefix do not have in common, or with max_steps. There, on
+            CPU and not with fixed_split, True shares those leading steps that the map shows in full
+            to every query, and so the mask may ask for anything.
         target: "cpu", or "sm_90" and the like. None: that of jax.default_backend() now.
         num_ctas: queues of the plan, and the grid of the launch. None: from the device.
 
@@ -310,21 +314,32 @@ class AttentionSpec:
     def _settle_schedule(self, settle: Any) -> None:
         if not isinstance(self.schedule, str) or self.schedule not in _SCHEDULES:
             _refuse("schedule", " or ".join(_SCHEDULES), self.schedule)
-        can_share = self.is_paged and self.schedule != "no_split" and self.max_steps is None
-        if self.variant is not None and self.variant.needs_own_rows:
+        has_lists = self.max_steps is not None
+        can_share = self.is_paged and self.schedule != "no_split"
+        if has_lists and self.share_prefixes is True:
+            if self.target != "cpu" or self.schedule == "fixed_split":
+                raise NotImplementedError(
+                    "AttentionSpec: share_prefixes: with max_steps, True is supported with"
+                    " target='cpu' and schedule='balanced' or 'auto', got"
+                    f" {self.target!r} and {self.schedule!r}."
+                )
+        elif has_lists:
+            can_share = False  # unless asked for
+        variant = self.variant
+        if variant is not None and (
+            variant.logits_need_own_rows if has_lists else variant.needs_own_rows
+        ):
             if self.share_prefixes is True:
                 raise NotImplementedError(
                     "AttentionSpec: share_prefixes: with a variant that asks for the request, the"
                     " position, the row or the lengths of a query, None and False are supported,"
-                    " got True."
+                    " got True. With max_steps, its mask may ask for them."
                 )
             can_share = False
         if not isinstance(self.share_prefixes, (bool, type(None))):
             _refuse("share_prefixes", "True, False or None", self.share_prefixes)
         if self.share_prefixes and not can_share:
-            _refuse(
-                "share_prefixes", "False or None without pages, with no_split or max_steps", True
-            )
+            _refuse("share_prefixes", "False or None without pages or with no_split", True)
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
         if self.max_steps is not None and self.mla and self.target != "cpu":
             raise NotImplementedError(

@@ -57,6 +57,8 @@ class At:
 
 
 FACTS = tuple(field.name for field in dataclasses.fields(At))
+# Those that the queries of a shared prefix do not have in common.
+_OWN_ROWS = ("request", "q_pos", "q_row", "q_len", "kv_len")
 jax.tree_util.register_dataclass(At, FACTS, [])
 
 
@@ -206,8 +208,20 @@ class Variant:
     @property
     def needs_own_rows(self) -> bool:
         """Whether it asks for what the queries of a shared prefix do not have in common."""
-        own = {"request", "q_pos", "q_row", "q_len", "kv_len"}
-        return any(x.op in own for x in self.instructions)
+        return any(x.op in _OWN_ROWS for x in self.instructions)
+
+    @property
+    def logits_need_own_rows(self) -> bool:
+        """Whether the logits do, which is all that counts where the mask hides nothing."""
+        instructions = self.instructions
+        is_read = [i == self.results[0] for i in range(len(instructions))]
+        for i, x in reversed(list(enumerate(instructions))):
+            if is_read[i] and x.op in _OWN_ROWS:
+                return True
+            values = x.args[1:] if x.op == "load" else () if x.op in ("const", "dim") else x.args
+            for value in values if is_read[i] else ():
+                is_read[value] = True
+        return False
 
     @property
     def reads_heads(self) -> bool:

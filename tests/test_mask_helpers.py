@@ -210,19 +210,21 @@ def test_bad_arguments_are_refused():
 # ---- through the kernels -------------------------------------------------------------------------
 
 
-def attend(q, k, v, dense, there):
-    """o, lse of float64; o = 0 and lse = -inf where a row sees nothing."""
-    o = np.zeros(q.shape, np.float64)
+def attend(q, k, v, dense, there, logits=lambda score, row, keys, head: score):
+    """o, lse of float64; o = 0 and lse = -inf where a row sees nothing. logits: fn(score, row of q,
+    which positions these are of, head)."""
+    o = np.zeros((*q.shape[:2], v.shape[-1]), np.float64)
     lse = np.full(q.shape[:2], -np.inf)
     visible = dense & there
     for row, keys in enumerate(visible):
         if not keys.any():
             continue
         for head in range(q.shape[1]):
-            logits = k[row][keys, 0].astype(np.float64) @ q[row, head] / np.sqrt(q.shape[2])
-            weights = np.exp(logits - logits.max())
+            score = k[row][keys, 0].astype(np.float64) @ q[row, head] / np.sqrt(q.shape[2])
+            x = logits(score, row, keys, head)
+            weights = np.exp(x - x.max())
             o[row, head] = weights @ v[row][keys, 0] / weights.sum()
-            lse[row, head] = logits.max() + np.log(weights.sum())
+            lse[row, head] = x.max() + np.log(weights.sum())
     return o, lse
 
 
@@ -266,6 +268,72 @@ def test_attention_sees_what_the_mask_shows(name, lengths):
         np.testing.assert_allclose(o, want_o, atol=2e-5)
         np.testing.assert_allclose(lse, want_lse, atol=2e-5)
         results.append(o)
+
+
+@pytest.mark.parametrize("schedule", ("auto", "fixed_split"))
+@pytest.mark.parametrize(
+    "name, page_size, has_logits",
+    (
+        ("documents", None, True),
+        ("documents by position", 16, True),
+        ("prefix", 7, True),
+        ("tree", 16, False),
+        ("bits", None, False),
+        ("blocks", None, True),
+    ),
+)
+def test_mla_on_a_cpu_sees_what_the_mask_shows(name, page_size, has_logits, schedule):
+    """With lists, beside logits of the user's. Latent rows that nobody sees are NaN."""
+    lengths, rng = Lengths(), np.random.default_rng(0)
+    mask, slopes = helpers(lengths)[name], rng.random(16).astype(np.float32) / 100
+
+    def alibi(score, at, slopes):
+        return score - slopes[at.head] * (at.q_pos - at.kv_pos)
+
+    more = {"logits": alibi, "operands": {"slopes": slopes}} if has_logits else {}
+    variant, operands = mask.variant(**more), mask.operands | more.get("operands", {})
+    spec = dataclasses.replace(
+        lengths.spec, variant=variant, dtype="float32", causal=False, num_ctas=3, mla=True,
+        num_qo_heads=16, head_dim_qk=96, head_dim_vo=64, sm_scale=96**-0.5, schedule=schedule,
+        kv_split=128 if schedule == "fixed_split" else None, max_items=99, max_partial_rows=29999,
+    )  # fmt: skip
+    q = rng.normal(size=spec.q_shape).astype(np.float32)
+    rows = rng.normal(size=(spec.max_kv_tokens, 1, 96)).astype(np.float32)
+    dense, (at, there) = lengths.dense(mask), lengths.facts()
+    places = at.kv_row.clip(max=spec.max_kv_tokens - 1)
+    seen = np.zeros(spec.max_kv_tokens, bool)
+    seen[places[dense & there]] = True
+    rows[~seen] = np.nan
+    want_o, want_lse = attend(
+        q[: lengths.qo[-1]], rows[places], rows[places][..., :64], dense, there,
+        lambda score, row, keys, head:
+            score - has_logits * slopes[head] * (at.q_pos - at.kv_pos)[row, keys],
+    )  # fmt: skip
+    block_map = lengths.block_map(mask, q_block=16, kv_block=128)
+    where = {"kv_indptr": lengths.kv}
+    if page_size:
+        num_pages = -(-lengths.lens // page_size)
+        indptr = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
+        indices = rng.permutation(indptr[-1] + 3)[: indptr[-1]].astype(np.int32)
+        pages = np.full((indptr[-1] + 3, page_size, 1, 96), np.nan, np.float32)
+        for r, n in enumerate(lengths.lens):
+            at_page, slot = indices[indptr[r] + np.arange(n) // page_size], np.arange(n) % page_size
+            pages[at_page, slot] = rows[lengths.kv[r] : lengths.kv[r] + n]
+        rows, where = pages, {"page_indptr": indptr, "page_indices": indices}
+        spec = dataclasses.replace(
+            spec, page_size=page_size, max_kv_pages=len(indices), max_kv_tokens=None,
+            share_prefixes=False,
+        )  # fmt: skip
+    plan = ja.plan(spec, lengths.qo, lengths.lens, **where, block_map=block_map)
+    spec.problem.check_plan(plan.buffer, -1)
+    most = plan._steps_without_mask()
+    if name != "bits":  # whose blocks are all mixed
+        assert len(plan.steps()) < most or (plan.steps() & 1).sum() < most
+    o, lse = ja.attention(q, rows, None, plan, variant_operands=operands, return_lse=True)
+    o, lse = np.asarray(o)[: lengths.qo[-1]], np.asarray(lse)[: lengths.qo[-1]]
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    np.testing.assert_allclose(o, want_o, atol=2e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
 
 
 def test_a_hundred_contents_are_one_executable():

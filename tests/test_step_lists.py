@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, build, random_case
+from backends import Backend, on_every_platform
 from checking import assert_close_state, assert_same_bits
 
 import jax_attn as ja
-from jax_attn import config
+from jax_attn import config, jit, masks, reference
 from jax_attn.masks import HIDDEN, MIXED, VISIBLE, BlockMap
 
 REFUSED = (ValueError, jax.errors.JaxRuntimeError)
@@ -170,19 +171,83 @@ def test_plans_of_a_map_that_hides_nothing_are_complete(seed):
     )
 
 
-def test_inside_jit_the_bits_are_the_same_and_contents_never_recompile():
-    case = CASES[0]
+@on_every_platform
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_inside_jit_the_bits_are_the_same_and_contents_never_recompile(case, backend):
     lengths = build(case).lengths
-    spec = ja.AttentionSpec(
-        **case.spec_fields() | {"share_prefixes": False}, max_steps=900, target="cpu"
-    )
+    spec = backend.spec(**case.spec_fields() | {"share_prefixes": False}, max_steps=4000)
     make = jax.jit(lambda arguments, m: ja.plan(spec, **arguments, block_map=m).buffer)
     for seed in range(5):
         block_map, _ = block_mask(np.random.default_rng(seed), case, 16, 128)
         arguments = lengths.plan_arguments()
         host = ja.plan(spec, **arguments, block_map=block_map)
-        assert_same_bits("plan", make(arguments, block_map), host.buffer)
+        assert_same_bits("plan", np.asarray(make(arguments, block_map)), host.buffer)
     assert make._cache_size() == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+def test_lists_of_a_gpu_that_do_not_fit_are_a_fault(backend):
+    case = CASES[0]
+    batch, arguments = build(case), build(case).lengths.plan_arguments()
+    block_map, _ = block_mask(np.random.default_rng(0), case, 16, 128, density=1)
+    few = BlockMap(block_map.classes[:, :3], 16, 128)
+    for max_steps, given in ((5, block_map), (4000, few)):
+        spec = backend.spec(**case.spec_fields() | {"share_prefixes": False}, max_steps=max_steps)
+        make = jax.jit(lambda a, m, spec=spec: ja.plan(spec, **a, block_map=m))
+        plan = make(arguments, given)
+        with pytest.raises(ValueError) as refused:
+            ja.plan(spec, **arguments, block_map=given)
+        assert plan.fault() == str(refused.value)
+        assert np.isnan(ja.attention(batch.q, batch.k, batch.v, plan, layer=batch.layer)).all()
+
+
+def test_on_cuda_the_kernel_of_the_planner_gets_the_map():
+    spec = ja.AttentionSpec(
+        1, 1, 64, page_size=16, max_batch=2, max_qo_tokens=300, max_kv_pages=999, max_steps=77,
+        target="sm_90:132",
+    )  # fmt: skip
+
+    @jax.jit
+    def make(lens, classes):
+        pages = [0, 400, 500], np.arange(500)
+        return ja.plan(spec, [0, 250, 251], lens, *pages, block_map=BlockMap(classes, 64)).buffer
+
+    lens = jax.ShapeDtypeStruct((2,), np.int32)
+
+    def call_of(num_columns):
+        classes = jax.ShapeDtypeStruct((5, num_columns), np.uint8)
+        text = make.trace(lens, classes).lower(lowering_platforms=("cuda",)).as_text()
+        (call,) = (line for line in text.splitlines() if "@jax_attn_plan" in line)
+        assert f"tensor<5x{num_columns}xui8>" in call
+        assert "q_block = 64 : i64" in call and "kv_block = 128 : i64" in call
+        words = spec.problem.plan_scratch_words(0, 0, num_columns, 128)
+        assert f"tensor<{words}xi32>" in call
+        return words
+
+    # 32 steps of a tile take 4 words; there are no more steps than the pages' 125.
+    num_tiles = (call_of(100) - call_of(50)) / (4 * (4 - 2))
+    assert num_tiles in (3, 4)
+    assert call_of(999) == call_of(125)
+    assert {name for name in jit.jobs_of(spec) if "plan" in name} == {"plan_general-90"}
+
+
+def test_the_room_that_the_documentation_names_holds_any_batch():
+    """Of maps that hide nothing, on both kinds of devices."""
+    lens, longest = (1, 1, 1, 2000, 900), 900
+    qo = np.concatenate([[0], np.cumsum(lens)])
+    for target in ("cpu", "sm_90:132", "sm_80:108"):
+        spec = ja.AttentionSpec(
+            4, 1, 64, page_size=None, causal=False, target=target, max_batch=5, max_steps=1,
+            max_qo_tokens=qo[-1].item(), max_kv_tokens=5 * longest,
+        )  # fmt: skip
+        config = spec.kernel_config
+        tile_tokens = max(config[f"tile_q_{i}"] for i in range(config["num_tiles"])) // 4
+        room = (5 + qo[-1] // tile_tokens) * -(-longest // config["tile_kv"])
+        spec = dataclasses.replace(spec, max_steps=room.item())
+        classes = np.full((-(-qo[-1] // 128), 9), VISIBLE, np.uint8)
+        plan = ja.plan(spec, qo, [longest] * 5, block_map=BlockMap(classes, 128))
+        assert 0.8 * room < plan.header()["num_steps"] <= room
 
 
 def test_no_room_for_the_lists_is_refused_with_the_need():
@@ -226,16 +291,14 @@ def test_what_does_not_fit_is_refused():
             16, 1, 576, head_dim_vo=512, mla=True, sm_scale=0.1, max_kv_pages=1, max_steps=3,
             target="sm_90:132",
         )  # fmt: skip
-    spec = ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, target="sm_90:132")
-    traced = jax.jit(
-        lambda lens: ja.plan(spec, qo_indptr=jnp.array([0, 1]), kv_lens=lens,
-                             page_indptr=jnp.array([0, 1]), page_indices=jnp.array([0]),
-                             block_map=BlockMap(np.ones((99, 9), np.uint8))).buffer
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="block_map: on CUDA supported with host arrays"):
-        traced(jnp.array([5]))
-    with pytest.raises(ValueError, match="share_prefixes: expected False or None"):
-        ja.AttentionSpec(1, 1, 64, max_kv_pages=1, max_steps=3, share_prefixes=True, target="cpu")
+    shares = {"max_kv_pages": 1, "max_steps": 3, "share_prefixes": True}
+    for more in ({"target": "sm_90:132"}, {"target": "cpu", "schedule": "fixed_split"}):
+        with pytest.raises(NotImplementedError, match="share_prefixes: with max_steps, True is"):
+            ja.AttentionSpec(1, 1, 64, **shares, **more)
+    assert ja.AttentionSpec(1, 1, 64, **shares | {"share_prefixes": None}).share_prefixes is False
+    of_rows = ja.Variant(logits=lambda score, at: score * at.q_len, mask=lambda at: at.kv_pos > 3)
+    with pytest.raises(NotImplementedError, match="asks for the request.* its mask may ask"):
+        ja.AttentionSpec(1, 1, 64, **shares, target="cpu", variant=of_rows)
     with pytest.raises(ValueError, match="max_steps: expected at most 2\\^30 / tile_kv"):
         fields = {"max_kv_pages": 1, "max_steps": 2**24, "target": "cpu"}
         assert ja.AttentionSpec(1, 1, 64, **fields).problem
@@ -310,6 +373,151 @@ def test_records_that_name_lists_are_checked():
                     o = run(dataclasses.replace(plan, buffer=buffer))
                     assert np.isfinite(o[: sum(case.qo_lens)]).all()
     assert 0 < accepted < refused / 5, (accepted, refused)
+
+
+class SharedPrompts:
+    """Requests that begin with the same 2,048 tokens; the last ones are drafts of a tree."""
+
+    PREFIX, NUM_REQUESTS, NUM_DRAFTS, PAGE = 2048, 9, 5, 16
+
+    def __init__(self, rng):
+        own = rng.integers(1, 300, self.NUM_REQUESTS)
+        self.kv_lens = (self.PREFIX + own + self.NUM_DRAFTS).astype(np.int32)
+        self.qo_indptr = np.arange(self.NUM_REQUESTS + 1, dtype=np.int32) * self.NUM_DRAFTS
+        num_pages = -(-self.kv_lens // self.PAGE)
+        self.page_indptr = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
+        num_shared = self.PREFIX // self.PAGE
+        ids = rng.permutation(int(num_shared + (num_pages - num_shared).sum()) + 4)
+        tables, self.num_pages = [], len(ids)
+        for n in num_pages:
+            first = num_shared + sum(len(t) - num_shared for t in tables)
+            tables.append(np.concatenate([ids[:num_shared], ids[first : first + n - num_shared]]))
+        self.page_indices = np.concatenate(tables).astype(np.int32)
+
+    def arguments(self):
+        return self.qo_indptr, self.kv_lens, self.page_indptr, self.page_indices
+
+    def pages(self, rng, num_heads, head_dim):
+        """NaN where no request has a token."""
+        pages = np.full((self.num_pages, self.PAGE, num_heads, head_dim), np.nan, np.float32)
+        for r, kv_len in enumerate(self.kv_lens):
+            at = np.arange(kv_len)
+            at = self.page_indices[self.page_indptr[r] + at // self.PAGE], at % self.PAGE
+            new = rng.normal(size=(kv_len, num_heads, head_dim))
+            pages[at] = np.where(np.isnan(pages[at]), new, pages[at])
+        return pages
+
+    def mask(self, name, rng):
+        if name == "tree":
+            draft = np.arange(self.NUM_DRAFTS * self.NUM_REQUESTS) % self.NUM_DRAFTS
+            return masks.tree([rng.integers(-1, n) if n else -1 for n in draft], self.qo_indptr)
+        # The first 700 tokens are of everybody's document, others are not.
+        q_ids = rng.integers(1, 3, self.qo_indptr[-1]).astype(np.int32)
+        kv_ids = rng.integers(1, 3, (self.NUM_REQUESTS, self.kv_lens.max())).astype(np.int32)
+        return masks.Mask(
+            lambda at, q_ids, kv_ids:
+                (at.kv_pos < 700) | (q_ids[at.q_row] == kv_ids[at.request, at.kv_pos]),
+            {"q_ids": q_ids, "kv_ids": kv_ids},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, seen_steps", (("tree", 16), ("documents", 5)))
+@pytest.mark.parametrize("mla", (False, True))
+@pytest.mark.parametrize("schedule", ("balanced", "auto"))
+def test_what_a_map_shows_to_all_is_shared(name, seen_steps, mla, schedule, tmp_path):
+    """The mask asks for rows and positions of its own, which shared items do not have: they have
+    none but steps of which it hides nothing."""
+    rng = np.random.default_rng(3)
+    batch = SharedPrompts(rng)
+    mask, num_kv_heads, dim = batch.mask(name, rng), 1 if mla else 2, 96
+    spec = ja.AttentionSpec(
+        4, num_kv_heads, dim, head_dim_vo=64, mla=mla, sm_scale=0.1, dtype="float32", page_size=16,
+        causal=False, max_batch=batch.NUM_REQUESTS, max_qo_tokens=int(batch.qo_indptr[-1]),
+        max_kv_pages=len(batch.page_indices), variant=mask.variant(), max_steps=400,
+        schedule=schedule, share_prefixes=True, target="cpu", num_ctas=3,
+    )  # fmt: skip
+    block_map = mask.block_map(
+        spec, *batch.arguments()[:2], q_block=batch.NUM_DRAFTS, kv_block=128,
+    )  # fmt: skip
+    plan = ja.plan(spec, *batch.arguments(), block_map=block_map)
+    spec.problem.check_plan(plan.buffer, -1)
+    items = plan.items()
+    shared = items[items["num_groups"] > 1]
+    assert len(shared) and plan.phase()[1] == "s"
+    entries = np.concatenate(
+        [plan.steps()[x["kv_begin"] // 128 : x["kv_end"] // 128] for x in shared]
+    )
+    assert not (entries & 1).any() and set(entries >> 1) == set(range(seen_steps))
+    alone = dataclasses.replace(spec, share_prefixes=False)
+    flat = ja.plan(alone, *batch.arguments(), block_map=block_map)
+    assert len(plan.steps()) == len(flat.steps()) - (batch.NUM_REQUESTS - 1) * seen_steps
+    most = flat._steps_without_mask() - (batch.NUM_REQUESTS - 1) * seen_steps
+    assert f"steps          {len(plan.steps())} of {most} (" in plan.describe()
+    assert plan.bucket().num_shared_pages == seen_steps * 128 // batch.PAGE
+    plan.save(tmp_path / "plan.npz")
+    assert_same_bits("plan", ja.AttentionPlan.load(tmp_path / "plan.npz").buffer, plan.buffer)
+    plan.plot(tmp_path / "plan.html")
+
+    q = rng.normal(size=(batch.qo_indptr[-1], 4, dim)).astype(np.float32)
+    k = batch.pages(rng, num_kv_heads, dim)
+    v = None if mla else batch.pages(rng, num_kv_heads, 64)
+    want = reference.attention(
+        q, np.nan_to_num(k), None if mla else np.nan_to_num(v), *batch.arguments(), spec=spec,
+        variant_operands=mask.operands,
+    )  # fmt: skip
+    run = jax.jit(
+        lambda p: ja.attention(q, k, v, p, variant_operands=mask.operands, return_lse=True)
+    )
+    for made in (plan, flat):
+        for got, expected_array in zip(run(made), want, strict=True):
+            np.testing.assert_allclose(got, expected_array, atol=3e-5)
+    for a, b in zip(run(plan), run(plan), strict=True):
+        assert_same_bits("o", np.asarray(a), np.asarray(b))
+
+    # Inside jit, found and told.
+    levels = [([0, batch.NUM_REQUESTS], [batch.PREFIX])]
+    for prefix_levels in (None, levels, []):
+        fields = {"block_map": block_map, "prefix_levels": prefix_levels}
+        inside = jax.jit(lambda lens, f=fields: ja.plan(
+            spec, batch.qo_indptr, lens, *batch.arguments()[2:], **f).buffer)  # fmt: skip
+        outside = ja.plan(spec, *batch.arguments(), **fields)
+        assert_same_bits("plan", inside(batch.kv_lens), outside.buffer)
+        assert (outside.header()["num_shared_tokens"] > 0) == (prefix_levels != [])
+
+
+@pytest.mark.parametrize("section, size", (("items", 12), ("merge_groups", 8), ("steps", 1)))
+def test_words_of_shared_lists_are_checked(section, size):
+    """Whatever word is changed: refused, or what is computed stays within the batch's tokens."""
+    rng = np.random.default_rng(3)
+    batch = SharedPrompts(rng)
+    mask = batch.mask("tree", rng)
+    spec = ja.AttentionSpec(
+        1, 1, 64, dtype="float32", page_size=16, causal=False, max_batch=batch.NUM_REQUESTS,
+        max_qo_tokens=int(batch.qo_indptr[-1]), max_kv_pages=len(batch.page_indices),
+        variant=mask.variant(), max_steps=400, share_prefixes=True, target="cpu", num_ctas=3,
+    )  # fmt: skip
+    block_map = mask.block_map(spec, *batch.arguments()[:2], q_block=5, kv_block=128)
+    plan = ja.plan(spec, *batch.arguments(), block_map=block_map)
+    k, v = batch.pages(rng, 1, 64), batch.pages(rng, 1, 64)
+    q = rng.normal(size=spec.q_shape).astype(np.float32)
+    header = plan.header()
+    assert header["num_shared_tokens"] > 0
+    run = jax.jit(lambda p: ja.attention(q, k, v, p, variant_operands=mask.operands))
+    count = {"items": "num_items", "merge_groups": "num_merge_groups", "steps": "num_steps"}
+    begin, accepted, refused = spec.layout[section], 0, 0
+    for at in range(begin, begin + header[count[section]] * size):
+        old = int(plan.buffer[at])
+        for value in {old + 1, old - 1, old ^ 3, old + 128, 0, -1, 2**30} - {old}:
+            buffer = plan.buffer.copy()
+            buffer[at] = value
+            try:
+                spec.problem.check_plan(buffer, -1)
+            except ValueError:
+                refused += 1
+                continue
+            accepted += 1
+            assert np.isfinite(run(dataclasses.replace(plan, buffer=buffer))).all()
+    assert refused > 4 * accepted, (accepted, refused)
 
 
 def test_fixed_split_bits_do_not_depend_on_neighbours():

@@ -22,14 +22,36 @@ struct PlanBuffers {
   OptionalBuffer request_indptr, prefix_lens;  // both, or none: no levels are told
   OptionalBuffer block_classes;                // with step lists
   ffi::AnyBuffer plan, scratch;
+  int64_t q_block, kv_block;  // of block_classes
 };
+
+// What a planner is given.
+struct PlanArguments {
+  AttentionProblem problem;
+  PlanInputs inputs;
+  PrefixLevels levels;
+  BlockMap block_map;
+  bool has_levels, has_map;
+
+  const PrefixLevels* levels_or_null() const { return has_levels ? &levels : nullptr; }
+  const BlockMap* map_or_null() const { return has_map ? &block_map : nullptr; }
+};
+
+// Only the last operands may be left out: before a map, request_indptr without columns says that no
+// levels are told.
+bool ToldLevels(const PlanBuffers& b) {
+  return b.request_indptr && b.request_indptr->dimensions().size() == 2 &&
+         b.request_indptr->dimensions()[1] > 0;
+}
 
 Status UnpackLevels(const PlanBuffers& b, PrefixLevels* levels) {
   *levels = {};
   if (!b.request_indptr && !b.prefix_lens) return Status::Ok();
-  if (!b.request_indptr || !b.prefix_lens || b.prefix_lens->dimensions().size() != 2) {
+  if (!b.request_indptr || !b.prefix_lens || b.request_indptr->dimensions().size() != 2 ||
+      b.prefix_lens->dimensions().size() != 2) {
     return Status::Error("plan: request_indptr, prefix_lens: expected both, two-dimensional.");
   }
+  if (!ToldLevels(b)) return Status::Ok();
   const int64_t num_levels = b.prefix_lens->dimensions()[0];
   const int64_t num_prefixes = b.prefix_lens->dimensions()[1];
   if (num_levels > kMaxLevels || num_prefixes >= kMaxChunks / kMaxLevels) {
@@ -49,22 +71,25 @@ Status UnpackLevels(const PlanBuffers& b, PrefixLevels* levels) {
   return s;
 }
 
-// q_block, kv_block: of the map.
-Status UnpackMap(const PlanBuffers& b, int64_t q_block, int64_t kv_block, BlockMap* map) {
+Status UnpackMap(const PlanBuffers& b, BlockMap* map) {
   if (!b.block_classes) return Status::Ok();
   const auto dims = b.block_classes->dimensions();
-  if (b.block_classes->element_type() != ffi::U8 || dims.size() != 2 || q_block > kMaxInt32 ||
-      kv_block > kMaxInt32) {
+  if (b.block_classes->element_type() != ffi::U8 || dims.size() != 2 || b.q_block > kMaxInt32 ||
+      b.kv_block > kMaxInt32) {
     return Status::Error("plan: block_map: expected uint8 classes by row and column of blocks.");
   }
   *map = {static_cast<const uint8_t*>(b.block_classes->untyped_data()), dims[0], dims[1],
-          static_cast<int32_t>(q_block), static_cast<int32_t>(kv_block)};
+          static_cast<int32_t>(b.q_block), static_cast<int32_t>(b.kv_block)};
   return Status::Ok();
 }
 
-Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionProblem* problem,
-              PlanInputs* inputs, PrefixLevels* levels) {
+Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, PlanArguments* arguments) {
+  *arguments = {};
+  AttentionProblem* problem = &arguments->problem;
+  PrefixLevels* levels = &arguments->levels;
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
+  arguments->has_levels = ToldLevels(b);
+  arguments->has_map = b.block_classes.has_value();
   const int64_t batch_size = static_cast<int64_t>(b.kv_lens.element_count());
   const int64_t num_pages = static_cast<int64_t>(b.page_indices.element_count());
   const int64_t num_words = MakePlanLayout(*problem).num_words;
@@ -75,13 +100,16 @@ Status Unpack(ffi::Span<const int64_t> words, const PlanBuffers& b, AttentionPro
   if (s.ok()) s = CheckBuffer(kOp, "q_offsets", b.q_offsets, ffi::S32, {batch_size});
   if (s.ok()) s = CheckBuffer(kOp, "plan", b.plan, ffi::S32, {num_words});
   if (s.ok()) s = UnpackLevels(b, levels);
+  if (s.ok()) s = UnpackMap(b, &arguments->block_map);
+  if (s.ok()) s = CheckBlockMap(*problem, arguments->map_or_null());
   if (s.ok()) {
-    s = CheckBuffer(kOp, "scratch", b.scratch, ffi::S32,
-                    {PlanScratchBytes(*problem, levels->num_levels, levels->num_prefixes) / 4});
+    const int64_t scratch_bytes = PlanScratchBytes(*problem, levels->num_levels,
+                                                   levels->num_prefixes, arguments->map_or_null());
+    s = CheckBuffer(kOp, "scratch", b.scratch, ffi::S32, {scratch_bytes / 4});
   }
   if (s.ok()) s = CheckBatchSize(*problem, batch_size);
   if (!s.ok()) return s;
-  *inputs = {};
+  PlanInputs* inputs = &arguments->inputs;
   inputs->qo_indptr = static_cast<const int32_t*>(b.qo_indptr.untyped_data());
   inputs->kv_lens = static_cast<const int32_t*>(b.kv_lens.untyped_data());
   inputs->kv_indptr = static_cast<const int32_t*>(b.kv_indptr.untyped_data());
@@ -98,21 +126,19 @@ ffi::Error ExecuteCpu(ffi::AnyBuffer qo_indptr, ffi::AnyBuffer kv_lens, ffi::Any
                       OptionalBuffer block_classes, ffi::Result<ffi::AnyBuffer> plan,
                       ffi::Result<ffi::AnyBuffer> scratch, ffi::Span<const int64_t> words, bool,
                       int64_t q_block, int64_t kv_block) {
-  AttentionProblem problem;
-  PlanInputs inputs;
-  PrefixLevels levels;
-  BlockMap map;
-  const PlanBuffers buffers{qo_indptr,      kv_lens,     kv_indptr,     page_indices, q_offsets,
-                            request_indptr, prefix_lens, block_classes, *plan,        *scratch};
-  Status s = Unpack(words, buffers, &problem, &inputs, &levels);
-  if (s.ok()) s = UnpackMap(buffers, q_block, kv_block, &map);
+  PlanArguments a;
+  const Status s = Unpack(words,
+                          {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
+                           prefix_lens, block_classes, *plan, *scratch, q_block, kv_block},
+                          &a);
   if (!s.ok()) return ToFfi(s);
-  return ToFfi(Plan(problem, inputs, prefix_lens ? &levels : nullptr,
-                    static_cast<int32_t*>(plan->untyped_data()), block_classes ? &map : nullptr));
+  return ToFfi(Plan(a.problem, a.inputs, a.levels_or_null(),
+                    static_cast<int32_t*>(plan->untyped_data()), a.map_or_null()));
 }
 
 PlanKernel KernelOf(const AttentionProblem& problem, bool has_levels) {
-  return {problem.spec.arch, has_levels || problem.spec.schedule == kAuto};
+  const AttentionSpec& spec = problem.spec;
+  return {spec.arch, has_levels || spec.schedule == kAuto || spec.max_steps > 0};
 }
 
 ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool has_levels, int64_t, int64_t) {
@@ -131,29 +157,20 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool h
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer qo_indptr,
                        ffi::AnyBuffer kv_lens, ffi::AnyBuffer kv_indptr,
                        ffi::AnyBuffer page_indices, ffi::AnyBuffer q_offsets,
-                       OptionalBuffer request_indptr, OptionalBuffer prefix_lens, OptionalBuffer,
-                       ffi::Result<ffi::AnyBuffer> plan, ffi::Result<ffi::AnyBuffer> scratch,
-                       ffi::Span<const int64_t> words, bool has_levels, int64_t, int64_t) {
-  AttentionProblem problem;
-  PlanInputs inputs;
-  PrefixLevels levels;
-  Status s = Unpack(words,
-                    {qo_indptr,
-                     kv_lens,
-                     kv_indptr,
-                     page_indices,
-                     q_offsets,
-                     request_indptr,
-                     prefix_lens,
-                     {},
-                     *plan,
-                     *scratch},
-                    &problem, &inputs, &levels);
+                       OptionalBuffer request_indptr, OptionalBuffer prefix_lens,
+                       OptionalBuffer block_classes, ffi::Result<ffi::AnyBuffer> plan,
+                       ffi::Result<ffi::AnyBuffer> scratch, ffi::Span<const int64_t> words,
+                       bool has_levels, int64_t q_block, int64_t kv_block) {
+  PlanArguments a;
+  const Status s = Unpack(words,
+                          {qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, request_indptr,
+                           prefix_lens, block_classes, *plan, *scratch, q_block, kv_block},
+                          &a);
   if (!s.ok()) return ToFfi(s);
-  const PlanParams params =
-      MakePlanParams(problem, inputs, has_levels ? &levels : nullptr,
-                     static_cast<int32_t*>(plan->untyped_data()), scratch->untyped_data());
-  return ToFfi(LaunchPlan(KernelOf(problem, has_levels), params,
+  const PlanParams params = MakePlanParams(a.problem, a.inputs, a.levels_or_null(),
+                                           static_cast<int32_t*>(plan->untyped_data()),
+                                           scratch->untyped_data(), a.map_or_null());
+  return ToFfi(LaunchPlan(KernelOf(a.problem, has_levels), params,
                           static_cast<int64_t>(plan->element_count()), stream, device_ordinal));
 }
 

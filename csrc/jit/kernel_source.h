@@ -72,7 +72,7 @@ struct MergeKernel {
 
 struct PlanKernel {
   int64_t arch = 0;      // 0: that of device 0
-  bool general = false;  // may be told which prefixes are shared, and may plan kAuto
+  bool general = false;  // may be told which prefixes are shared, may plan kAuto and step lists
 };
 
 // One translation unit with one kernel. Beside `entry` it defines two ints, <entry>_smem_bytes and

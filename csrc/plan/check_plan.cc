@@ -303,10 +303,10 @@ class PlanChecker {
                     item.kv_base);
     }
     const int64_t tokens =
-        rules_.listed ? header_.num_steps * config_.tile_kv : int64_t{kv_lens_[item.request]};
+        IsListed() ? header_.num_steps * config_.tile_kv : int64_t{kv_lens_[item.request]};
     if (item.kv_end < 0 || item.kv_end > tokens) {
       return refuse("kv_end",
-                    Between(0, tokens) + (rules_.listed ? " by header.num_steps" : " by kv_lens"),
+                    Between(0, tokens) + (IsListed() ? " by header.num_steps" : " by kv_lens"),
                     item.kv_end);
     }
     if (item.kv_begin < 0 || item.kv_begin > item.kv_end) {
@@ -315,18 +315,34 @@ class PlanChecker {
     if (item.q_pos <= -kPositionLimit || item.q_pos > kPositionLimit - item.qo_len) {
       return refuse("q_pos", "positions in (-2^30, 2^30)", item.q_pos);
     }
-    if (rules_.listed) return CheckSteps(i, item);
-    if (is_shared && spec_.fresh_kv && item.kv_end > CachedTokens(item.request)) {
+    if (IsListed()) {
+      if (Status s = CheckSteps(i, item); !s.ok()) return s;
+    }
+    if (!is_shared || HasEmptyList(item)) return Status::Ok();
+    if (spec_.fresh_kv && KeysOf(item).end > CachedTokens(item.request)) {
       return refuse(
           "kv_end",
           "at most the cached tokens of its request, " + std::to_string(CachedTokens(item.request)),
           item.kv_end);
     }
-    if (is_shared && !EveryRowSees(item, item.q_pos)) {
+    if (!EveryRowSees(item, item.q_pos)) {
       return refuse("q_pos", "one from which every row sees all of a shared item's keys",
                     item.q_pos);
     }
     return Status::Ok();
+  }
+
+  bool HasEmptyList(const WorkItem& item) const {
+    return IsListed() && item.kv_begin == item.kv_end;
+  }
+
+  // From the first to the last that an item reads, whose list is not empty.
+  KvSpan KeysOf(const WorkItem& item) const {
+    if (!IsListed()) return {item.kv_begin, item.kv_end};
+    const int64_t tile_kv = config_.tile_kv;
+    const int64_t first = steps_[item.kv_begin / tile_kv] >> 1;
+    const int64_t last = steps_[item.kv_end / tile_kv - 1] >> 1;
+    return {first * tile_kv, std::min<int64_t>(kv_lens_[item.request], (last + 1) * tile_kv)};
   }
 
   // Steps that ascend, of which the item's rows see something. Items of other heads have the same.
@@ -363,11 +379,16 @@ class PlanChecker {
     return int64_t{kv_lens_[r]} - (qo_indptr_[r + 1] - qo_indptr_[r]);
   }
 
-  // If its first query token is at position `first`.
+  // All of its keys, if its first query token is at position `first`. Of a list: without a mask.
   bool EveryRowSees(const WorkItem& item, int64_t first) const {
-    const int64_t last = first + item.qo_len - 1;
-    return (spec_.window_right < 0 || first + spec_.window_right >= int64_t{item.kv_end} - 1) &&
-           (spec_.window_left < 0 || last - spec_.window_left <= item.kv_begin);
+    if (HasEmptyList(item)) return true;
+    const int64_t last = first + item.qo_len - 1, tile_kv = config_.tile_kv;
+    const KvSpan keys = KeysOf(item);
+    for (int64_t e = item.kv_begin / tile_kv; IsListed() && e < item.kv_end / tile_kv; ++e) {
+      if (steps_[e] & 1) return false;
+    }
+    return (spec_.window_right < 0 || first + spec_.window_right >= keys.end - 1) &&
+           (spec_.window_left < 0 || last - spec_.window_left <= keys.begin);
   }
 
   // Its tokens are those of its merge groups in order, and its rows of the workspace the ones that
@@ -435,29 +456,37 @@ class PlanChecker {
       // The last state is the tile's own, at its own positions.
       const WorkItem& own = items_[writer_[end - 1]];
       const KvSpan visible =
-          rules_.listed ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
-                        : VisibleSpan(own);
+          IsListed() ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
+                     : VisibleSpan(own);
       if (group.first_place != FirstPlace(visible.begin)) {
         return Refuse("merge_groups", g, "first_place",
                       Equal(FirstPlace(visible.begin), "by its first key"), group.first_place);
       }
-      int64_t next = visible.begin;
+      int64_t next = visible.begin, last_step = -1;
+      const WorkItem* before = nullptr;
       for (int32_t slot = group.partials_begin; slot < end; ++slot) {
         const int32_t i = writer_[slot];
         const WorkItem& item = items_[i];
-        if (item.kv_begin != next) {
+        // Each tile has a list; with shared prefixes a result is of several tiles.
+        const bool is_other_list =
+            IsListed() && spec_.share_prefixes && before != nullptr &&
+            (before->qo_begin != item.qo_begin || before->num_groups != item.num_groups ||
+             before->q_pos != item.q_pos);
+        if (item.kv_begin != next && !is_other_list) {
           return Refuse("items", i, "kv_begin", Equal(next, "where the state before it ends"),
                         item.kv_begin);
         }
-        if (rules_.listed && item.kv_begin > visible.begin && item.kv_begin < item.kv_end) {
+        if (IsListed() && item.kv_begin < item.kv_end) {
           const int64_t e = item.kv_begin / config_.tile_kv;
-          if (steps_[e] >> 1 <= steps_[e - 1] >> 1) {
+          if (steps_[e] >> 1 <= last_step) {
             return Refuse(At("steps", e), "a later step than the state before it has", steps_[e]);
           }
+          last_step = steps_[item.kv_end / config_.tile_kv - 1] >> 1;
         }
+        before = &item;
         // What is shared by one request has made-up positions, too.
-        const bool all_see =
-            !rules_.listed && EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
+        const bool all_see = (!IsListed() || spec_.share_prefixes) &&
+                             EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
         if (item.num_groups == 1 && item.q_pos != own.q_pos && !all_see) {
           return Refuse("items", i, "q_pos",
                         Equal(own.q_pos, "as of " + At("items", writer_[end - 1])), item.q_pos);
@@ -472,9 +501,11 @@ class PlanChecker {
     return Status::Ok();
   }
 
+  bool IsListed() const { return rules_.max_steps > 0; }
+
   // As FirstFoldPlace.
   int32_t FirstPlace(int64_t kv_begin) const {
-    if (spec_.schedule != kFixedSplit || rules_.listed) return 0;
+    if (spec_.schedule != kFixedSplit || IsListed()) return 0;
     return static_cast<int32_t>(kv_begin / spec_.kv_split % kFoldBatch);
   }
 
@@ -496,7 +527,7 @@ class PlanChecker {
     for (int32_t i = 0; i < header_.num_items; ++i) {
       const WorkItem& item = items_[i];
       if (item.num_groups > 0) continue;
-      const KvSpan visible = rules_.listed ? KvSpan{item.kv_begin, item.kv_end} : VisibleSpan(item);
+      const KvSpan visible = IsListed() ? KvSpan{item.kv_begin, item.kv_end} : VisibleSpan(item);
       if (item.kv_begin != visible.begin) {
         return Refuse("items", i, "kv_begin", Equal(visible.begin, "the first key its rows see"),
                       item.kv_begin);

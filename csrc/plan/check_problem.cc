@@ -120,7 +120,8 @@ Status CheckSpec(const AttentionSpec& s) {
       {"schedule", s.schedule, kBalanced, kAuto},
       {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
-      {"max_steps", s.max_steps, 0, (cpu || !mla) && s.share_prefixes == 0 ? kPositionLimit : 0},
+      {"max_steps", s.max_steps, 0,
+       (s.share_prefixes ? cpu && s.balances() : cpu || !mla) ? kPositionLimit : 0},
       {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && (cpu || !s.quantized()) ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},
@@ -152,7 +153,10 @@ Status CheckSpec(const AttentionSpec& s) {
 
 Status CheckProblem(const AttentionProblem& problem) {
   if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
-  if (problem.spec.share_prefixes && NeedsOwnRows(problem.program)) {
+  // With step lists requests share what the mask hides from none of them.
+  const bool needs_own_rows = problem.spec.max_steps > 0 ? LogitsNeedOwnRows(problem.program)
+                                                         : NeedsOwnRows(problem.program);
+  if (problem.spec.share_prefixes && needs_own_rows) {
     return Refuse("share_prefixes", "0 with a variant that asks for what queries do not share",
                   problem.spec.share_prefixes);
   }

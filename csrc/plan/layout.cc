@@ -87,7 +87,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.kv_split = static_cast<i32>(
       Least(kPositionLimit, spec.schedule == kFixedSplit ? spec.kv_split : kPositionLimit));
   rules.page_size = static_cast<i32>(spec.page_size);
-  rules.listed = spec.max_steps > 0;
+  rules.max_steps = static_cast<i32>(spec.max_steps);
   rules.num_tiles = static_cast<i32>(config.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
     rules.tile_tokens[i] = static_cast<i32>(config.tile_q[i] / spec.group_size());
@@ -130,8 +130,8 @@ SharingRules MakeSharingRules(const AttentionProblem& problem) {
   return sharing;
 }
 
-int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
-                         int64_t num_prefixes) {
+int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, int64_t num_prefixes,
+                         const BlockMap* map) {
   if (problem.spec.arch == 0) return 64;  // XLA buffers are never empty
   const PlanRules rules = MakePlanRules(problem);
   const int64_t requests = problem.spec.max_batch;
@@ -165,6 +165,14 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
                   num_trials * trial(tiles, 2 * queues) + ranges +
                   2 * results(tiles, 2 * queues);  // of the first trial, and of what is chosen
   bytes += 64 * 16;                                // each array is rounded up to 16 bytes
+  if (map != nullptr) {                            // cuda/any/plan_steps.cuh
+    const AttentionSpec& spec = problem.spec;
+    const int64_t kv_tokens = spec.paged() ? rules.max_kv * spec.page_size : rules.max_kv;
+    const int64_t seen =
+        std::min<int64_t>({kv_tokens, kPositionLimit, map->num_columns * map->kv_block});
+    const int64_t words = tiles * CeilDiv(CeilDiv(seen, rules.tile_kv), 32);
+    bytes += 4 * tiles + (sizeof(StepWord) + 4) * (words + 1);
+  }
   if (num_levels == 0) return bytes;
   // cuda/any/prefix.cuh.
   const int64_t nodes = num_levels * num_prefixes;
@@ -179,7 +187,8 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels,
 }
 
 PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs,
-                          const PrefixLevels* levels, i32* plan, void* scratch) {
+                          const PrefixLevels* levels, i32* plan, void* scratch,
+                          const BlockMap* map) {
   const PlanLayout layout = MakePlanLayout(problem);
   PlanParams p = {};
   p.inputs = inputs;
@@ -197,6 +206,8 @@ PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inp
   if (levels != nullptr) p.levels = *levels;
   p.sharing = MakeSharingRules(problem);
   p.qo_indices = plan + layout.qo_indices;
+  if (map != nullptr) p.block_map = *map;
+  p.steps = plan + layout.steps;
   return p;
 }
 

@@ -123,6 +123,29 @@ PlanFault MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<Qu
   return CheckCost(rules, coarse_cost);
 }
 
+// Step lists of the tiles of a batch, and `shared` with lists of its own. shares: whether there are
+// such tiles; their lists are not longer, as they have once what each of their requests has.
+PlanFault MakeLists(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
+                    const PrefixLevels* levels, const BlockMap& map, Tiling* flat, int32_t* steps,
+                    int32_t* num_steps, Tiling* shared, std::vector<int32_t>* shared_steps,
+                    bool* shares) {
+  thread_local std::vector<QueryTile> spans;
+  thread_local std::vector<int32_t> seen_ends;
+  spans = flat->tiles;
+  seen_ends.clear();
+  PlanFault f = ListSteps(rules, map, flat, steps, num_steps, &seen_ends);
+  if (f.code) return f;
+  *shares = SharePrefixes(problem, rules, in, levels, spans, &seen_ends, shared);
+  if (!*shares) return {};
+  PlanRules bounded = rules;
+  bounded.max_steps = *num_steps;
+  shared_steps->resize(*num_steps);
+  int32_t num_shared_steps = 0;
+  f = ListSteps(bounded, map, shared, shared_steps->data(), &num_shared_steps, nullptr);
+  shared_steps->resize(num_shared_steps);
+  return f;
+}
+
 // Zeros behind the live part of every section, so that equal plans are equal words.
 void ZeroPadding(const PlanLayout& layout, const PlanHeader& header, int64_t num_ctas,
                  int64_t nnz_page_indices, int32_t* buffer) {
@@ -180,12 +203,16 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
 
   thread_local Tiling flat, shared;
   if (PlanFault f = MakeTiles(rules, in, &flat.tiles); f.code) return DescribeFault(problem, f);
-  if (map != nullptr) {
-    const PlanFault f =
-        ListSteps(problem, *map, &flat.tiles, buffer + layout.steps, &header.num_steps);
+  thread_local std::vector<int32_t> shared_steps;
+  int32_t* const steps = buffer + layout.steps;
+  bool shares = false;
+  if (map == nullptr) {
+    shares = SharePrefixes(problem, rules, in, levels, flat.tiles, nullptr, &shared);
+  } else {
+    const PlanFault f = MakeLists(problem, rules, in, levels, *map, &flat, steps, &header.num_steps,
+                                  &shared, &shared_steps, &shares);
     if (f.code) return DescribeFault(problem, f);
   }
-  const bool shares = SharePrefixes(problem, rules, in, levels, flat.tiles, &shared);
   ScheduleOutput out;
   out.queue_indptr = buffer + layout.queue_indptr;
   out.items = reinterpret_cast<WorkItem*>(buffer + layout.items);
@@ -194,6 +221,10 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
   out.qo_indices = buffer + layout.qo_indices;
   if (PlanFault f = WriteSchedule(rules, flat, shares ? &shared : nullptr, &out); f.code) {
     return DescribeFault(problem, f);
+  }
+  if (map != nullptr && out.shares) {
+    header.num_steps = static_cast<i32>(shared_steps.size());
+    std::copy(shared_steps.begin(), shared_steps.end(), steps);
   }
   if (levels != nullptr) {
     if (PlanFault f = CheckPrefixPages(rules, in, *levels); f.code)

@@ -44,13 +44,15 @@ PlanRules MakePlanRules(const AttentionProblem& problem);
 SharingRules MakeSharingRules(const AttentionProblem& problem);
 
 // Bytes of scratch that the device planner may need, cuda/any/plan.cuh. num_prefixes: of each
-// level.
-int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, int64_t num_prefixes);
+// level; map: null without step lists, its classes are not read.
+int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, int64_t num_prefixes,
+                         const BlockMap* map = nullptr);
 
 // Arguments of the device planner. levels: null if none are told; plan: [layout.num_words], zeros;
-// scratch: of PlanScratchBytes.
+// scratch: of PlanScratchBytes; map: null without step lists.
 PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs,
-                          const PrefixLevels* levels, i32* plan, void* scratch);
+                          const PrefixLevels* levels, i32* plan, void* scratch,
+                          const BlockMap* map = nullptr);
 
 // num_pages: of a layer's pool; 1 when ragged.
 PlanLimits MakePlanLimits(const AttentionProblem& problem, int64_t num_pages);
@@ -77,23 +79,17 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
 // kept.
 void FillCapacities(AttentionProblem* problem);
 
-// What a mask does to blocks of q_block query tokens and kv_block positions. Row block i has rows
-// [i * q_block, (i + 1) * q_block) of q, each with the positions of its own request.
-struct BlockMap {
-  const uint8_t* classes;  // [num_rows, num_columns] kSomeVisible | kSomeHidden
-  int64_t num_rows, num_columns;
-  int32_t q_block, kv_block;
-};
-// May any element of the block be visible, may any be hidden? Classes of parts make that of the
-// whole by OR.
-enum : uint8_t { kSomeVisible = 1, kSomeHidden = 2 };
+struct Tiling;  // plan/schedule.h
 
 // Refuses a map that does not fit the problem, or none where there should be one.
 Status CheckBlockMap(const AttentionProblem& problem, const BlockMap* map);
 
 // Writes the lists of steps that tiles need, and replaces the spans of `tiles` by ranges of these.
-PlanFault ListSteps(const AttentionProblem& problem, const BlockMap& map,
-                    std::vector<QueryTile>* tiles, int32_t* steps, int32_t* num_steps);
+// Tiles of shared prefixes (plan/schedule.h) have all steps of their spans, without the mask.
+// seen_ends: null, or what becomes of each tile the end of the leading positions of which the map
+// hides none from its rows.
+PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, Tiling* tiling, int32_t* steps,
+                    int32_t* num_steps, std::vector<int32_t>* seen_ends);
 
 // Refuses a batch of more requests than max_batch.
 Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);

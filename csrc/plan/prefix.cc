@@ -38,8 +38,8 @@ int32_t EqualUntil(const int32_t* a, const int32_t* b, int32_t begin, int32_t en
 class Forest {
  public:
   Forest(const PlanRules& rules, const SharingRules& sharing, const PlanInputs& in,
-         const std::vector<QueryTile>& flat)
-      : rules_(rules), sharing_(sharing), in_(in), flat_(flat) {}
+         const std::vector<QueryTile>& flat, const std::vector<int32_t>* seen_ends)
+      : rules_(rules), sharing_(sharing), in_(in), flat_(flat), seen_ends_(seen_ends) {}
 
   // False if no two requests have a first page in common, which is what most batches ask.
   bool Find() {
@@ -142,6 +142,11 @@ class Forest {
 
   // ---- the forest
 
+  int64_t Shareable(int64_t tile_idx) const {
+    const int64_t limit = ShareableTokens(rules_, sharing_, in_, flat_[tile_idx]);
+    return seen_ends_ == nullptr ? limit : std::min<int64_t>(limit, (*seen_ends_)[tile_idx]);
+  }
+
   // shortest: tokens that a request must be able to share.
   void FindCandidates(int32_t shortest) {
     order_.clear();
@@ -149,7 +154,7 @@ class Forest {
     for (size_t i = 0; i < flat_.size(); ++i) {
       const QueryTile& t = flat_[i];
       if (t.qo_len != in_.qo_indptr[t.request + 1] - in_.qo_indptr[t.request]) continue;
-      const int64_t limit = ShareableTokens(rules_, sharing_, in_, t);
+      const int64_t limit = Shareable(i);
       if (limit < shortest) continue;
       order_.push_back({in_.page_indices + t.kv_base,
                         static_cast<int32_t>(limit / rules_.page_size), static_cast<int32_t>(i)});
@@ -224,8 +229,7 @@ class Forest {
   int32_t EndOfPrefix(int32_t begin, int32_t end, int64_t len) const {
     len = len / rules_.page_size * rules_.page_size;
     for (int32_t i = begin; i < end; ++i) {
-      len =
-          std::min<int64_t>(len, ShareableTokens(rules_, sharing_, in_, flat_[order_[i].tile_idx]));
+      len = std::min(len, Shareable(order_[i].tile_idx));
     }
     return SharedEnd(sharing_, len);
   }
@@ -343,6 +347,7 @@ class Forest {
   const SharingRules& sharing_;
   const PlanInputs& in_;
   const std::vector<QueryTile>& flat_;
+  const std::vector<int32_t>* seen_ends_;
   std::vector<Candidate> order_;  // units of any node are neighbours
   std::vector<Node> nodes_;
   std::vector<int32_t> table_;
@@ -375,11 +380,12 @@ void CutShared(const PlanRules& rules, const Tiling& tiling, SharedTrial trial,
 }
 
 bool SharePrefixes(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
-                   const PrefixLevels* levels, const std::vector<QueryTile>& flat, Tiling* shared) {
+                   const PrefixLevels* levels, const std::vector<QueryTile>& flat,
+                   const std::vector<int32_t>* seen_ends, Tiling* shared) {
   const AttentionSpec& spec = problem.spec;
   if (!spec.share_prefixes || !spec.paged() || spec.schedule == kNoSplit) return false;
   const SharingRules sharing = MakeSharingRules(problem);
-  Forest forest(rules, sharing, in, flat);
+  Forest forest(rules, sharing, in, flat, seen_ends);
   if (!(levels != nullptr ? forest.Take(*levels) : forest.Find())) return false;
   if (!forest.Choose()) return false;
   forest.Write(shared);

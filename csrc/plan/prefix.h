@@ -12,9 +12,11 @@ namespace jax_attn {
 // Finds equal leading pages (a radix forest over page ids), or takes the prefixes of `levels` for
 // granted, decides by the costs in KernelConfig which of its nodes pay, and rewrites `flat`, the
 // tiles of a batch, into `shared`: units that begin where their last shared span ends, and shared
-// tiles. False: nothing to gain, `shared` is undefined.
+// tiles. seen_ends: of each flat tile, where what may be shared ends at the latest; null: nowhere.
+// False: nothing to gain, `shared` is undefined.
 bool SharePrefixes(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
-                   const PrefixLevels* levels, const std::vector<QueryTile>& flat, Tiling* shared);
+                   const PrefixLevels* levels, const std::vector<QueryTile>& flat,
+                   const std::vector<int32_t>* seen_ends, Tiling* shared);
 
 // Chunks of the tiles, like CutByLength.
 void CutShared(const PlanRules& rules, const Tiling& tiling, SharedTrial trial,

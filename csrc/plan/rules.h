@@ -396,7 +396,7 @@ inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile
     const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
     cut.length = static_cast<i32>(Largest(rounded, rules.min_chunk));
   } else if (rules.schedule == kFixedSplit) {
-    if (!rules.listed) cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
+    if (rules.max_steps == 0) cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
   }
   if (t.kv_end - cut.first > cut.length) {
     cut.num_splits = (t.kv_end - cut.first - 1) / cut.length + 1;
@@ -421,6 +421,55 @@ inline i64 FirstLongestCost(const PlanRules& rules, i64 num_tiles, i64 longest_s
                                                                               : kUncut;
 }
 
+// --- step lists ---
+
+// Steps [begin, end) that rows of a tile may see; none where begin == end.
+struct StepSpan {
+  i32 begin, end;
+};
+inline StepSpan StepsOf(const PlanRules& rules, const QueryTile& t) {
+  if (t.kv_begin == t.kv_end) return {0, 0};
+  return {t.kv_begin / rules.tile_kv, (t.kv_end - 1) / rules.tile_kv + 1};
+}
+
+// Columns [begin, end) of a map that have the positions of a step which rows of the tile may see.
+struct MapColumns {
+  i32 begin, end;
+};
+inline MapColumns ColumnsOf(const PlanRules& rules, const BlockMap& map, const QueryTile& t,
+                            i32 step) {
+  const i32 begin = step * rules.tile_kv, end = begin + rules.tile_kv;
+  const i32 first = begin > t.kv_begin ? begin : t.kv_begin;
+  const i32 last = (end < t.kv_end ? end : t.kv_end) - 1;
+  return {first / map.kv_block, last / map.kv_block + 1};
+}
+
+// Whether the map has all positions that rows of the tile may see.
+inline PlanFault CheckMapColumns(const BlockMap& map, const QueryTile& t) {
+  if (t.kv_begin == t.kv_end || (t.kv_end - 1) / map.kv_block < map.num_columns) return {};
+  return MakeFault(kFaultMapColumns, t.request, map.num_columns, t.kv_end);
+}
+
+// What the lists of all tiles need, behind CheckMapColumns.
+inline PlanFault CheckSteps(const PlanRules& rules, i64 num_steps) {
+  return num_steps > rules.max_steps ? MakeFault(kFaultSteps, 0, num_steps) : PlanFault{};
+}
+
+// Of a tile, 32 steps from `first` on: bit i for step first + i.
+struct StepWord {
+  unsigned listed, masked;
+  i32 first;
+};
+
+// An entry of a list.
+inline i32 StepEntry(i32 step, bool some_hidden) { return 2 * step + some_hidden; }
+
+// A tile whose list has entries [begin, end).
+inline void TakeList(const PlanRules& rules, i32 begin, i32 end, QueryTile* t) {
+  t->kv_begin = begin * rules.tile_kv;
+  t->kv_end = end * rules.tile_kv;
+}
+
 // --- merges ---
 
 // One CTA folds a group at 80 to 100 bytes/ns (H200, reasoned from 64 bytes a clock between L2 and
@@ -436,7 +485,7 @@ inline constexpr i64 kOneFoldBytes = 512 << 10;
 // The place of a tile's first partial state among the batches of a fold. With kFixedSplit a chunk
 // has the same place in any tile, because a row has the same bits in any tile.
 inline i32 FirstFoldPlace(const PlanRules& rules, const QueryTile& t) {
-  if (rules.listed) return 0;
+  if (rules.max_steps > 0) return 0;
   return rules.schedule == kFixedSplit ? t.kv_begin / rules.kv_split % kFoldBatch : 0;
 }
 

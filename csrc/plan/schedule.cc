@@ -484,6 +484,7 @@ PlanFault WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling
   }
   const Assignment& chosen = shares ? best_shared : best;
   if (PlanFault f = CheckCapacities(rules, chosen.counts); f.code) return f;
+  out->shares = shares;
   WriteItems(rules, shares ? *shared : flat, chosen, out);
   return {};
 }

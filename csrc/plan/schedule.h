@@ -58,6 +58,7 @@ struct ScheduleOutput {
   int32_t num_partials = 0;
   int32_t num_shared_tokens = 0;
   int32_t num_partial_rows = 0;
+  bool shares = false;  // the schedule is that of the tiles with shared prefixes
 };
 
 // Cuts the tiles by the spec's schedule, gives every chunk to the least loaded queue, heaviest

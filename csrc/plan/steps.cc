@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/schedule.h"
 
 namespace jax_attn {
 
@@ -27,42 +28,45 @@ Status CheckBlockMap(const AttentionProblem& problem, const BlockMap* map) {
                 std::to_string(map->num_rows));
 }
 
-PlanFault ListSteps(const AttentionProblem& problem, const BlockMap& map,
-                    std::vector<QueryTile>* tiles, int32_t* steps, int32_t* num_steps) {
-  const int64_t tile_kv = problem.config.tile_kv, kv_block = map.kv_block;
-  const int64_t max_steps = problem.spec.max_steps;
+PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, Tiling* tiling, int32_t* steps,
+                    int32_t* num_steps, std::vector<int32_t>* seen_ends) {
   thread_local std::vector<uint8_t> line;  // classes of a tile by column
   int64_t count = 0;
-  for (QueryTile& t : *tiles) {
-    const int64_t list_begin = count;
-    if (t.kv_begin < t.kv_end) {
-      const int64_t first = t.kv_begin / kv_block, end = CeilDivide(t.kv_end, kv_block);
-      if (end > map.num_columns) {
-        return MakeFault(kFaultMapColumns, t.request, map.num_columns, t.kv_end);
-      }
+  const auto entry = [&] { return static_cast<i32>(std::min<int64_t>(count, rules.max_steps)); };
+  const auto add = [&](i32 step, bool masked) {
+    if (count < rules.max_steps) steps[count] = StepEntry(step, masked);
+    ++count;
+  };
+  for (size_t tile_idx = 0; tile_idx < tiling->tiles.size(); ++tile_idx) {
+    QueryTile& t = tiling->tiles[tile_idx];
+    const i32 list_begin = entry();
+    const StepSpan span = StepsOf(rules, t);
+    i32 seen_end = span.begin == 0 ? t.kv_end : 0;
+    if (tiling->SharingOf(static_cast<int32_t>(tile_idx)).shared()) {
+      for (i32 step = span.begin; step < span.end; ++step) add(step, false);
+    } else if (span.begin < span.end) {
+      if (const PlanFault f = CheckMapColumns(map, t); f.code) return f;
+      const i32 first = ColumnsOf(rules, map, t, span.begin).begin;
+      const i32 end = ColumnsOf(rules, map, t, span.end - 1).end;
       line.assign(end - first, 0);
       const int64_t last_row = (t.qo_begin + int64_t{t.qo_len} - 1) / map.q_block;
       for (int64_t row = t.qo_begin / map.q_block; row <= last_row; ++row) {
         const uint8_t* classes = map.classes + row * map.num_columns + first;
-        for (int64_t i = 0; i < end - first; ++i) line[i] |= classes[i];
+        for (i32 i = 0; i < end - first; ++i) line[i] |= classes[i];
       }
-      for (int64_t step = t.kv_begin / tile_kv; step * tile_kv < t.kv_end; ++step) {
-        const int64_t from = std::max<int64_t>(t.kv_begin, step * tile_kv) / kv_block;
-        const int64_t to = CeilDivide(std::min<int64_t>(t.kv_end, (step + 1) * tile_kv), kv_block);
+      for (i32 step = span.begin; step < span.end; ++step) {
+        const MapColumns columns = ColumnsOf(rules, map, t, step);
         uint8_t found = 0;
-        for (int64_t i = from; i < to; ++i) found |= line[i - first];
-        if (!(found & kSomeVisible)) continue;
-        if (count < max_steps) {
-          steps[count] = static_cast<int32_t>(2 * step + ((found & kSomeHidden) != 0));
-        }
-        ++count;
+        for (i32 i = columns.begin; i < columns.end; ++i) found |= line[i - first];
+        if (found != kSomeVisible) seen_end = std::min(seen_end, step * rules.tile_kv);
+        if (found & kSomeVisible) add(step, found & kSomeHidden);
       }
     }
-    t.kv_begin = static_cast<i32>(std::min(list_begin, max_steps) * tile_kv);
-    t.kv_end = static_cast<i32>(std::min(count, max_steps) * tile_kv);
+    if (seen_ends != nullptr) seen_ends->push_back(seen_end);
+    TakeList(rules, list_begin, entry(), &t);
   }
-  *num_steps = static_cast<int32_t>(std::min(count, max_steps));
-  return count > max_steps ? MakeFault(kFaultSteps, 0, count) : PlanFault{};
+  *num_steps = entry();
+  return CheckSteps(rules, count);
 }
 
 }  // namespace jax_attn

@@ -152,14 +152,27 @@ constexpr i32 NumValueArgs(const VariantProgram& program, const Instruction& x) 
                                              : kVariantOps[x.op].num_args;
 }
 
-// Whether a program asks for what the rows of a shared prefix do not have in common, and their
+// Whether an operation is one that the rows of a shared prefix do not have in common, and their
 // items do not say: positions, rows and lengths of the queries.
+constexpr bool IsOfOwnRows(i32 op) {
+  return op == kOpRequest || op == kOpQPos || op == kOpQRow || op == kOpQLen || op == kOpKvLen;
+}
 constexpr bool NeedsOwnRows(const VariantProgram& program) {
   for (i32 i = 0; i < program.num_instructions; ++i) {
-    const i32 op = program.instructions[i].op;
-    if (op == kOpRequest || op == kOpQPos || op == kOpQRow || op == kOpQLen || op == kOpKvLen) {
-      return true;
-    }
+    if (IsOfOwnRows(program.instructions[i].op)) return true;
+  }
+  return false;
+}
+
+// Whether the logits do, which is all that counts where the mask hides nothing.
+constexpr bool LogitsNeedOwnRows(const VariantProgram& program) {
+  bool is_read[kMaxInstructions] = {};
+  for (i32 i = program.num_instructions - 1; i >= 0; --i) {
+    if (i != program.logits && !is_read[i]) continue;
+    const Instruction& x = program.instructions[i];
+    if (IsOfOwnRows(x.op)) return true;
+    const i32 first = FirstValueArg(x);
+    for (i32 a = first; a < first + NumValueArgs(program, x); ++a) is_read[x.args[a]] = true;
   }
   return false;
 }

@@ -232,10 +232,13 @@ void SettleCapacities(Random& random, Case* c) {
   }
 }
 
+// Whether plans with step lists may share prefixes.
+bool SharesLists(const AttentionSpec& spec) { return spec.arch == 0 && spec.balances(); }
+
 // A map of blocks for step lists, dense or sparse; now and then with too few rows, columns or room.
 void AddMap(Random& random, Case* c) {
   AttentionSpec& spec = c->spec;
-  spec.share_prefixes = 0;
+  if (!SharesLists(spec)) spec.share_prefixes = 0;
   c->q_block = static_cast<int32_t>(PickNumber(random, {1, 7, 16, 64, 128, 1000}));
   c->kv_block = static_cast<int32_t>(PickNumber(random, {16, 33, 64, 128, 1000}));
   const int64_t longest =
@@ -245,9 +248,14 @@ void AddMap(Random& random, Case* c) {
   int64_t rows = (spec.max_qo_tokens + c->q_block - 1) / c->q_block + Below(random, 2);
   if (OneIn(random, 20)) rows = Below(random, rows + 1);
   const int sparsity = static_cast<int>(PickNumber(random, {1, 2, 5, 100}));
+  // By all queries.
+  const int64_t seen = spec.share_prefixes ? c->map_columns - Below(random, 5) : 0;
   for (int64_t i = 0; i < rows * c->map_columns; ++i) {
     const uint8_t some = OneIn(random, 2) ? kSomeVisible : kSomeVisible | kSomeHidden;
-    c->map_classes.push_back(OneIn(random, sparsity) ? some : kSomeHidden);
+    const bool is_seen = i % c->map_columns < seen && !OneIn(random, 1000);
+    c->map_classes.push_back(is_seen                   ? uint8_t{kSomeVisible}
+                             : OneIn(random, sparsity) ? some
+                                                       : uint8_t{kSomeHidden});
   }
   spec.max_steps = PickNumber(random, {1, 30, 3000, 3000, 3000});
 }
@@ -272,14 +280,15 @@ PrefixLevels Case::levels() const {
   return {request_indptr.data(), prefix_lens.data(), num_levels, num_prefixes};
 }
 
+BlockMap Case::map() const {
+  const auto num_classes = static_cast<int64_t>(map_classes.size());
+  return {map_classes.data(), map_columns > 0 ? num_classes / map_columns : 0, map_columns, q_block,
+          kv_block};
+}
+
 Status PlanOf(const Case& c, const AttentionProblem& problem, int32_t* plan) {
   const PrefixLevels levels = c.levels();
-  BlockMap map = {};
-  map.classes = c.map_classes.data();
-  map.num_columns = c.map_columns;
-  map.num_rows = c.map_columns > 0 ? static_cast<int64_t>(c.map_classes.size()) / c.map_columns : 0;
-  map.q_block = c.q_block;
-  map.kv_block = c.kv_block;
+  const BlockMap map = c.map();
   return Plan(problem, c.inputs(), c.told ? &levels : nullptr, plan,
               c.spec.max_steps > 0 ? &map : nullptr);
 }
@@ -312,17 +321,27 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index) {
   Case c;
   c.spec = RandomSpec(random);
   const bool listed = OneIn(random, 8) && (c.spec.arch == 0 || !c.spec.mla);
+  if (listed && !c.spec.mla && OneIn(random, 4)) {  // most others have nothing to share
+    c.spec.arch = c.spec.kv_split = 0;
+    c.spec.page_size = PickNumber(random, {1, 16, 64});
+    c.spec.schedule = Pick<int64_t>(random, {kBalanced, kAuto});
+    c.spec.share_prefixes = 1;
+  }
+  if (listed && !SharesLists(c.spec)) c.spec.share_prefixes = 0;
   std::vector<Lengths> lengths = RandomLengths(c.spec, random);
   for (Lengths& l : lengths) {  // few enough steps to look at each, for every token
-    if (listed) l = {l.qo_len % 301, l.kv_len % 3001};
+    if (!listed) continue;
+    // With shared prefixes lengths stay alike, so that it pays.
+    const int64_t kv_len = c.spec.share_prefixes ? std::min<int64_t>(l.kv_len, 3000) : l.kv_len;
+    l = {l.qo_len % 301, kv_len % 3001};
   }
   AddRequests(lengths, random, &c);
   if (OneIn(random, 3)) AddOffsets(random, &c);
-  if (c.spec.share_prefixes && !listed && OneIn(random, 2)) AddLevels(random, &c);
+  if (c.spec.share_prefixes && OneIn(random, 2)) AddLevels(random, &c);
   SettleCapacities(random, &c);
   if (listed && c.spec.max_qo_tokens < 1 << 20) AddMap(random, &c);
   if (OneIn(random, 4)) Spoil(random, &c);
-  if (OneIn(random, 100) && c.spec.max_steps == 0) c.device_seed = Below(random, 1 << 30);
+  if (OneIn(random, c.spec.max_steps > 0 ? 4 : 100)) c.device_seed = Below(random, 1 << 30);
   return c;
 }
 

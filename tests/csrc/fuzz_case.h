@@ -38,6 +38,7 @@ struct Case {
   int64_t batch_size() const { return static_cast<int64_t>(kv_lens.size()); }
   PlanInputs inputs() const;
   PrefixLevels levels() const;
+  BlockMap map() const;  // with spec.max_steps
 };
 
 // Case `index` of a run.

@@ -44,7 +44,7 @@ class Cover {
     if (std::string s = CheckRows(); !s.empty()) return s;
     if (std::string s = CheckGroups(); !s.empty()) return s;
     for (int64_t head = 0; head < spec_.num_kv_heads; ++head) {
-      std::string s = spec_.max_steps > 0 ? CheckLists(pieces_[head]) : CheckPieces(&pieces_[head]);
+      std::string s = IsListed() ? CheckLists(pieces_[head]) : CheckPieces(&pieces_[head]);
       if (s.empty()) s = CheckFinal(&final_[head]);
       if (!s.empty()) return Text("head %lld: ", static_cast<long long>(head)) + s;
     }
@@ -163,7 +163,8 @@ class Cover {
         return "query tokens";
       }
       if (token == 0 && (item.request != r || item.kv_base != c_.kv_indptr[r])) return "request";
-      if (!SamePages(item.request, r, item.kv_begin, item.kv_end)) return "pages are not the same";
+      const Seen keys = KeysOf(item);
+      if (!SamePages(item.request, r, keys.begin, keys.end)) return "pages are not the same";
       if (!AllSee(item, r, group.qo_begin, group.qo_len, token)) return "not seen by all rows";
       if (std::string s = AddPiece(item, group.qo_begin, group.qo_len, g, token); !s.empty()) {
         return s;
@@ -177,15 +178,34 @@ class Cover {
   bool AllSee(const WorkItem& item, int64_t r, int64_t qo_begin, int64_t qo_len,
               int64_t token) const {
     if (item.kv_begin == item.kv_end) return true;
+    const Seen keys = KeysOf(item);
     for (int64_t k : {int64_t{0}, qo_len - 1}) {  // borders of windows grow with the token
       const Seen seen = SeenBy(r, qo_begin + k);
-      if (seen.begin > item.kv_begin || seen.end < item.kv_end) return false;
+      if (seen.begin > keys.begin || seen.end < keys.end) return false;
       const int64_t at = int64_t{item.q_pos} + token + k;
-      if (spec_.window_left >= 0 && at - spec_.window_left > item.kv_begin) return false;
-      if (spec_.window_right >= 0 && at + spec_.window_right + 1 < item.kv_end) return false;
+      if (spec_.window_left >= 0 && at - spec_.window_left > keys.begin) return false;
+      if (spec_.window_right >= 0 && at + spec_.window_right + 1 < keys.end) return false;
+      // Masks ask for positions, which are made up.
+      if (IsListed() && ClassOf(qo_begin + k, keys.begin, keys.end) != kSomeVisible) return false;
+    }
+    for (int64_t e = item.kv_begin; IsListed() && e < item.kv_end; e += problem_.config.tile_kv) {
+      if (StepEntryAt(e) & 1) return false;
     }
     // Keys of the batch's own tokens are read by their requests alone.
-    return !spec_.fresh_kv || item.kv_end <= c_.kv_lens[r] - (QueryBegin(r + 1) - QueryBegin(r));
+    return !spec_.fresh_kv || keys.end <= c_.kv_lens[r] - (QueryBegin(r + 1) - QueryBegin(r));
+  }
+
+  bool IsListed() const { return spec_.max_steps > 0; }
+  // place: of an item, in tokens along the lists.
+  int32_t StepEntryAt(int64_t place) const {
+    return plan_[layout_.steps + place / problem_.config.tile_kv];
+  }
+  // From the first to the last of an item.
+  Seen KeysOf(const WorkItem& item) const {
+    if (!IsListed() || item.kv_begin == item.kv_end) return {item.kv_begin, item.kv_end};
+    const int64_t step = problem_.config.tile_kv;
+    const int64_t first = StepEntryAt(item.kv_begin) >> 1, last = StepEntryAt(item.kv_end - 1) >> 1;
+    return {first * step, std::min<int64_t>(c_.kv_lens[item.request], (last + 1) * step)};
   }
 
   // token: of the item, where the piece begins.
@@ -204,7 +224,8 @@ class Cover {
     const int64_t row = item.partial_row + token * spec_.group_size();
     const int64_t end = row + qo_len * spec_.group_size();
     if (end > header_.num_partial_rows) return "partial_row";
-    states_.push_back({row, end, group, item.kv_begin});
+    const bool is_empty = IsListed() && item.kv_begin == item.kv_end;  // it may come at the end
+    states_.push_back({row, end, group, is_empty ? kPositionLimit : KeysOf(item).begin});
     return "";
   }
 

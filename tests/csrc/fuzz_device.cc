@@ -22,11 +22,13 @@ std::string Launch(const Case& c, const AttentionProblem& problem, std::vector<i
   plan->assign(layout.num_words + kGuard, 0);
   std::fill_n(plan->end() - kGuard, kGuard, kGuardWord);
   const PrefixLevels levels = c.levels();
+  const BlockMap map = c.map(), *map_or_null = problem.spec.max_steps > 0 ? &map : nullptr;
   std::vector<int32_t> scratch(
-      PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes) / 4 + kGuard, -1);
+      PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes, map_or_null) / 4 + kGuard,
+      -1);
   std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
   PlanParams p = MakePlanParams(problem, c.inputs(), kGeneral ? &levels : nullptr, plan->data(),
-                                scratch.data());
+                                scratch.data(), map_or_null);
   const int num_ctas = 1 + (problem.spec.paged() ? 1 + static_cast<int>(c.device_seed % 3) : 0);
   emulation::machine.Launch(num_ctas, T::kNumThreads, static_cast<unsigned>(c.device_seed),
                             [&p] { PlanBodyOf<T, kGeneral>::Run(p); });
@@ -58,13 +60,18 @@ std::string LaunchAny(const Case& c, const AttentionProblem& problem, std::vecto
 std::string CheckDevice(const Case& c, const AttentionProblem& problem) {
   if (c.batch_size() > problem.spec.max_batch) return "";  // refused where shapes are known
   const PrefixLevels told = c.levels();
-  if (PlanScratchBytes(problem, told.num_levels, told.num_prefixes) > 64 << 20) return "";
-  const bool general = c.told || problem.spec.schedule == kAuto;
+  const BlockMap map = c.map(), *map_or_null = problem.spec.max_steps > 0 ? &map : nullptr;
+  if (!CheckBlockMap(problem, map_or_null).ok()) return "";  // likewise
+  if (PlanScratchBytes(problem, told.num_levels, told.num_prefixes, map_or_null) > 64 << 20) {
+    return "";
+  }
+  const bool general = c.told || problem.spec.schedule == kAuto || problem.spec.max_steps > 0;
   const PlanLayout layout = MakePlanLayout(problem);
   std::vector<int32_t> expected(layout.num_words), got;
   AttentionProblem on_host = problem;
   if (!c.told) on_host.spec.share_prefixes = 0;  // a device does not search
-  const Status refused = Plan(on_host, c.inputs(), c.told ? &told : nullptr, expected.data());
+  const Status refused =
+      Plan(on_host, c.inputs(), c.told ? &told : nullptr, expected.data(), map_or_null);
   std::string wrong =
       general ? LaunchAny<true>(c, problem, &got) : LaunchAny<false>(c, problem, &got);
   if (!wrong.empty()) return "device: " + wrong;

@@ -5,7 +5,8 @@
 //
 // batches: specs and batches at and beyond every limit, some of them with step lists. Whatever has
 //   a plan is checked by what a plan must be (fuzz_cover.cc), whatever is refused must deserve it;
-//   one case in a hundred also goes to the device planner, in emulation.
+//   one case in a hundred, and one in four of those with lists, also goes to the device planner,
+//   in emulation.
 // damaged: words of good plans are changed, of all formats, with variants and step lists. CheckPlan
 //   refuses them, or attention, its gradients and append run over them; build with
 //   JAX_ATTN_SANITIZE=address to see what they touch.
@@ -216,7 +217,7 @@ std::string RunBatch(const Case& c, std::string* outcome) {
     }
     PlanHeader header;
     std::memcpy(&header, plan.data() + layout.header, sizeof(header));
-    *outcome = header.num_steps > 0           ? "listed"
+    *outcome = header.num_steps > 0 ? header.num_shared_tokens > 0 ? "listed and shared" : "listed"
                : header.num_shared_tokens > 0 ? "shared"
                : header.num_merge_groups > 0  ? "split"
                                               : "whole";

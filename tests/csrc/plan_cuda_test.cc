@@ -13,6 +13,7 @@ namespace {
 
 int g_failures = 0;
 int g_split = 0, g_trees = 0, g_faults = 0, g_shared = 0, g_flat = 0;
+int g_listed = 0, g_list_faults = 0, g_split_lists = 0;
 
 using Random = std::mt19937;
 
@@ -33,10 +34,13 @@ struct Batch {
   bool has_offsets = false;
   std::vector<int32_t> request_indptr, prefix_lens;  // of all levels
   i32 num_levels = 0, num_prefixes = 0;
+  std::vector<uint8_t> classes;  // of a block map, with step lists; else none
+  BlockMap block_map = {};
 
   PrefixLevels levels() const {
     return {request_indptr.data(), prefix_lens.data(), num_levels, num_prefixes};
   }
+  const BlockMap* map() const { return classes.empty() ? nullptr : &block_map; }
 
   PlanInputs inputs() const {
     PlanInputs in = {};
@@ -246,13 +250,13 @@ std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const Batch& 
   const PrefixLevels levels = batch.levels();
   const PlanInputs in = batch.inputs();
   std::vector<int32_t> scratch(
-      PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes) / 4 + kGuard);
+      PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes, batch.map()) / 4 + kGuard);
   std::memset(scratch.data(), 0xff, scratch.size() * 4);
   std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
   // The operand of the device is aligned.
   std::vector<int32_t> page_indices(in.page_indices, in.page_indices + in.num_page_indices);
   PlanParams p = MakePlanParams(problem, in, Traits::kGeneral ? &levels : nullptr, plan.data(),
-                                scratch.data());
+                                scratch.data(), batch.map());
   p.inputs.page_indices = page_indices.data();
   const int num_ctas = 1 + (problem.spec.paged() ? static_cast<int>(1 + random() % 3) : 0);
   emulation::machine.Launch(num_ctas, Traits::kNumThreads, static_cast<unsigned>(random()),
@@ -280,7 +284,8 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   // What the kernel is not told it does not look for.
   AttentionProblem on_host = problem;
   if (!Traits::kGeneral) on_host.spec.share_prefixes = 0;
-  const Status refused = Plan(on_host, in, Traits::kGeneral ? &levels : nullptr, expected.data());
+  const Status refused =
+      Plan(on_host, in, Traits::kGeneral ? &levels : nullptr, expected.data(), batch.map());
   const std::vector<int32_t> got = PlanOnDevice<Traits>(problem, batch, random);
 
   PlanHeader header;
@@ -295,6 +300,7 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   }
   if (!refused.ok()) {
     ++g_faults;
+    g_list_faults += header.fault == kFaultMapColumns || header.fault == kFaultSteps;
     const bool inert = header.magic == kFaultyPlanMagic && header.nnz_qo == 0 &&
                        header.batch_size == 0 && header.num_items == 0;
     bool empty = true;
@@ -311,7 +317,12 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   const auto* groups = reinterpret_cast<const MergeGroup*>(got.data() + layout.merge_groups);
   g_trees += std::any_of(groups, groups + header.num_merge_groups,
                          [](const MergeGroup& g) { return g.parent >= 0; });
-  (header.num_shared_tokens > 0 ? g_shared : g_flat) += Traits::kGeneral;
+  if (batch.map() == nullptr) {
+    (header.num_shared_tokens > 0 ? g_shared : g_flat) += Traits::kGeneral;
+  } else {
+    g_listed += header.num_steps > 0;
+    g_split_lists += header.num_steps > 0 && header.num_merge_groups > 0;
+  }
   for (int64_t i = 0; i < layout.num_words; ++i) {
     if (got[i] == expected[i]) continue;
     std::printf(
@@ -348,6 +359,41 @@ void RunLevels(unsigned seed) {
   Batch batch = RandomLevels(problem, random);
   SettleProblem(batch, random, &problem);
   if (seed % 5 == 0) SpoilLevels(random, &batch);
+  Compare<Traits>(problem, batch, seed);
+}
+
+// Classes of all blocks, some of each kind; now and then too few columns.
+void AddMap(const AttentionSpec& spec, int32_t q_block, int32_t kv_block, Random& random,
+            Batch* b) {
+  const int64_t longest =
+      b->kv_lens.empty() ? 1 : *std::max_element(b->kv_lens.begin(), b->kv_lens.end());
+  const int64_t num_rows = CeilDivide(spec.max_qo_tokens, q_block);
+  int64_t num_columns = CeilDivide(std::max<int64_t>(1, longest), kv_block) + random() % 2;
+  if (random() % 16 == 0) num_columns = std::max<int64_t>(1, num_columns / 2);
+  const unsigned sparsity = Pick(random, {1, 2, 5, 60});
+  b->classes.resize(num_rows * num_columns);
+  for (uint8_t& x : b->classes) {
+    const uint8_t some = random() % 2 == 0 ? kSomeVisible : kSomeVisible | kSomeHidden;
+    x = random() % sparsity == 0 ? some : uint8_t{kSomeHidden};
+  }
+  b->block_map = {b->classes.data(), num_rows, num_columns, q_block, kv_block};
+}
+
+template <class Traits>
+void RunLists(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = RandomProblem(random);
+  if (problem.spec.mla) return;
+  if (random() % 4 == 0) problem.spec.schedule = kAuto;
+  Batch batch = RandomBatch(problem, random);
+  for (const int32_t kv_len : batch.kv_lens) {
+    if (kv_len > 60000) return;
+  }
+  problem.spec.max_steps = Pick(random, {1, 40, 200000, 200000, 200000, 200000});
+  SettleProblem(batch, random, &problem);
+  AddMap(problem.spec, static_cast<int32_t>(Pick(random, {1, 7, 32, 128, 1000})),
+         static_cast<int32_t>(Pick(random, {16, 33, 64, 128, 128, 1000})), random, &batch);
+  if (seed % 5 == 0) Spoil(problem, random, &batch);
   Compare<Traits>(problem, batch, seed);
 }
 
@@ -391,6 +437,45 @@ void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64
   problem.config.num_ctas = num_ctas;
   FillCapacities(&problem);
   Compare<Traits>(problem, b, 1000000 + static_cast<unsigned>(requests.size()));
+}
+
+// The kernel as it is compiled. 16 documents in 16,384 packed tokens: a map of whole blocks, which
+// leaves a sixteenth of the steps.
+void RunDocuments() {
+  constexpr int32_t kTokens = 16384, kDocument = 1024, kBlock = 128;
+  AttentionProblem problem = HopperProblem(2, 132);
+  AttentionSpec& spec = problem.spec;
+  spec.page_size = 0;
+  Batch b;
+  b.qo_indptr = {0, kTokens};
+  b.kv_lens = {kTokens};
+  b.kv_indptr = {0, kTokens};
+  spec.max_batch = 1;
+  spec.max_qo_tokens = spec.max_kv_tokens = kTokens;
+  spec.max_steps = 5000;
+  SelectCuda(spec, &problem.config);
+  FillCapacities(&problem);
+  for (int32_t row = 0; row < kTokens / kBlock; ++row) {
+    for (int32_t column = 0; column < kTokens / kBlock; ++column) {
+      const bool same = row * kBlock / kDocument == column * kBlock / kDocument;
+      b.classes.push_back(same ? kSomeVisible : kSomeHidden);
+    }
+  }
+  b.block_map = {b.classes.data(), kTokens / kBlock, kTokens / kBlock, kBlock, kBlock};
+  const PlanLayout layout = MakePlanLayout(problem);
+  std::vector<int32_t> plan(layout.num_words);
+  const Status s = Plan(problem, b.inputs(), nullptr, plan.data(), b.map());
+  PlanHeader header;
+  std::memcpy(&header, plan.data() + layout.header, sizeof(header));
+  const int64_t tile_tokens = problem.config.tile_q[problem.config.num_tiles - 1] / 4;
+  // A causal tile of a document sees 1 to 8 steps of 128.
+  const int64_t expected = kTokens / tile_tokens * 9 / 2;
+  if (!s.ok() || problem.config.tile_kv != 128 || header.num_steps != expected) {
+    std::printf("FAILED: documents: %d entries, %lld expected, %s\n", header.num_steps,
+                static_cast<long long>(expected), s.message.c_str());
+    ++g_failures;
+  }
+  Compare<TraitsOf<512, 96 * 1024, 1>>(problem, b, 5);
 }
 
 // The kernel as it is compiled, and batches as servers have them: decodes of uniform and zipf
@@ -526,6 +611,25 @@ void RunAll(unsigned num_cases) {
         RunLevels<TraitsOf<32, 16 * 1024, 1>>(seed);
     }
   }
+  const int faults_before = g_faults;
+  for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
+    switch (seed % 3) {
+      case 0:
+        RunLists<TraitsOf<64, 96 * 1024, 1>>(seed);
+        break;
+      case 1:
+        RunLists<TraitsOf<128, 2 * 1024, 1>>(seed);
+        break;
+      default:
+        RunLists<TraitsOf<32, 16 * 1024, 1>>(seed);
+    }
+  }
+  std::printf(
+      "with step lists: %d plans, %d of them with splits, %d refused by both, %d for their"
+      " lists\n",
+      g_listed, g_split_lists, g_faults - faults_before, g_list_faults);
+  g_faults = faults_before;
+  RunDocuments();
   RunPairs();
   RunOnePrefix(128, 8192, 8, 132);
   RunOnePrefix(64, 16384, 8, 132);
@@ -540,6 +644,12 @@ void RunAll(unsigned num_cases) {
   std::printf("told what is shared: %d plans that share, %d that do not\n", g_shared, g_flat);
   if (g_shared < static_cast<int>(num_cases / 8) || g_flat < static_cast<int>(num_cases / 10)) {
     std::printf("FAILED: the levels are too tame\n");
+    ++g_failures;
+  }
+  if (g_listed < static_cast<int>(num_cases / 5) ||
+      g_split_lists < static_cast<int>(num_cases / 20) ||
+      g_list_faults < static_cast<int>(num_cases / 20)) {
+    std::printf("FAILED: the maps are too tame\n");
     ++g_failures;
   }
   const auto few = static_cast<int>(num_cases / 20);

@@ -9,6 +9,7 @@
 // The scheduler is one class in layers, a file each, every layer over the one before:
 //   plan_cta      what a whole CTA does at once: memory, sums, sorting
 //   plan_tiles    requests checked, their tiles, cuts and costs
+//   plan_steps    step lists
 //   plan_trials   ways to cut: chunks, in the order in which queues take them
 //   plan_deal     chunks to queues
 //   plan_ranges   stream-K
@@ -48,6 +49,9 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
     }
     PlanCounts counts = {};
     if (fault.code == kNoFault) fault = MakeTiles();
+    if constexpr (kGeneral) {
+      if (fault.code == kNoFault && rules_.max_steps > 0) fault = ListSteps();
+    }
     if (fault.code == kNoFault) {
       if constexpr (kGeneral) {
         fault = ChooseGeneral();
@@ -85,8 +89,8 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
 
  private:
   using Base::Check, Base::CheckLevels, Base::Choose, Base::ChooseGeneral, Base::Count,
-      Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles, Base::num_shared_tokens_,
-      Base::p_, Base::rules_, Base::shared_, Base::thread_, Base::Write;
+      Base::ListSteps, Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles,
+      Base::num_shared_tokens_, Base::p_, Base::rules_, Base::shared_, Base::thread_, Base::Write;
 };
 
 // --- the kernel ---
@@ -122,7 +126,7 @@ struct PlanBodyOf {
       if (!end.others_done) {
         end.fault = {LoadCoherent(&h.fault), LoadCoherent(&h.fault_at), LoadCoherent(&h.fault_got),
                      LoadCoherent(&h.fault_expected)};
-        end.found = FindingsOf<kGeneral>(h);
+        end.found = FindingsOf<kGeneral>(p);
       }
       end.fault = FirstFaultOf<kGeneral>(p, end.found, end.fault);
     }
@@ -142,7 +146,7 @@ struct PlanBodyOf {
       h.fault_expected = end.fault.expected;
       h.max_page_id = -1;
     } else {
-      if constexpr (kGeneral) h.num_steps = 0;
+      if (kGeneral && HasLevels(p)) h.num_steps = 0;
       h.max_page_id = static_cast<i32>(static_cast<u32>(end.found.largest) - 1);
     }
     h.magic = faulty ? kFaultyPlanMagic : kPlanMagic;

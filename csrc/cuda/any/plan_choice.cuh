@@ -91,7 +91,7 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
   // --- shared prefixes, as WriteSchedule in plan/schedule.cc decides ---
 
   __device__ PlanFault ChooseGeneral() {
-    const QueryTile* flat = tiles_;
+    QueryTile* flat = tiles_;
     const i32 num_flat = num_tiles_;
     PrefixForest<Cta> forest(*this, p_, flat, num_flat, first_tile_);
     bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);

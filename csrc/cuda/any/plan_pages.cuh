@@ -11,24 +11,29 @@ __device__ __forceinline__ i32 RequestOfPage(const PlanInputs& in, i32 at) {
   return LastAtMost(in.kv_indptr, static_cast<i32>(in.batch_size), at);
 }
 
+__device__ __forceinline__ bool HasLevels(const PlanParams& p) { return p.levels.num_levels > 0; }
+
 // CommonPagesOf, of levels that need not be right.
 __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 request) {
-  if (p.levels.num_levels == 0) return {0, 0};
+  if (!HasLevels(p)) return {0, 0};
   return CommonPagesOf(p.rules, p.inputs, p.levels, request);
 }
 
 // What CTAs 1 and on find, in words of the header until it is written.
 struct PageFindings {
-  i32 largest;      // in max_page_id: counts from 1
-  i32 first_bad;    // in version: complement of the first entry that is out of range; 0: none
-  i32 first_other;  // in num_steps, with levels: likewise, not the same as in the request before
+  i32 largest;    // in max_page_id: counts from 1
+  i32 first_bad;  // in version: complement of the first entry that is out of range; 0: none
+  // In num_steps, with levels, which have no step lists: likewise, not the same as in the request
+  // before.
+  i32 first_other;
 };
 
 // When they are all done.
 template <bool kGeneral>
-__device__ __forceinline__ PageFindings FindingsOf(const PlanHeader& h) {
+__device__ __forceinline__ PageFindings FindingsOf(const PlanParams& p) {
+  const PlanHeader& h = *p.header;
   return {LoadCoherent(&h.max_page_id), LoadCoherent(&h.version),
-          kGeneral ? LoadCoherent(&h.num_steps) : 0};
+          kGeneral && HasLevels(p) ? LoadCoherent(&h.num_steps) : 0};
 }
 
 // The first fault of pages and `fault`.

@@ -89,9 +89,8 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
   // Whether the other CTAs are done, which they mostly are long before this one: then they need not
   // be met.
   __device__ void LookAtPages() {
-    const PlanHeader& h = *p_.header;
-    shared_.others_done = LoadAcquire(&h.magic) == static_cast<i32>(gridDim.x) - 1;
-    shared_.found = FindingsOf<kGeneral>(h);
+    shared_.others_done = LoadAcquire(&p_.header->magic) == static_cast<i32>(gridDim.x) - 1;
+    shared_.found = FindingsOf<kGeneral>(p_);
   }
 
   // What the chunks of the chosen schedule become, whichever queues they go to.

@@ -10,7 +10,8 @@
 namespace jax_attn {
 
 // The device planner is one class in layers, a file each; see plan.cuh.
-// kGeneral: prefixes may be told, PlanParams::levels, and the schedule may be kAuto.
+// kGeneral: prefixes may be told, PlanParams::levels, the schedule may be kAuto, and tiles may have
+// step lists.
 template <class Traits, bool kGeneral>
 class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
   using Base = PlanCta<Traits::kNumThreads, kGeneral>;
@@ -142,7 +143,7 @@ class PlanTiles : public PlanCta<Traits::kNumThreads, kGeneral> {
   const PlanInputs& in_;
 
   i32 num_tiles_ = 0;
-  const QueryTile* tiles_ = nullptr;  // [num_tiles]
+  QueryTile* tiles_ = nullptr;  // [num_tiles]
   i64 span_cost_ = 0;
   i64 longest_span_cost_ = 0;
   bool several_heights_ = false;

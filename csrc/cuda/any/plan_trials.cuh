@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/any/plan_pages.cuh"
-#include "cuda/any/plan_tiles.cuh"
+#include "cuda/any/plan_steps.cuh"
 
 namespace jax_attn {
 
@@ -30,8 +30,8 @@ struct PlanTrial {
 static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
 
 template <class Traits, bool kGeneral>
-class PlanTrials : public PlanTiles<Traits, kGeneral> {
-  using Base = PlanTiles<Traits, kGeneral>;
+class PlanTrials : public PlanSteps<Traits, kGeneral> {
+  using Base = PlanSteps<Traits, kGeneral>;
 
  public:
   using typename Base::Cta;

@@ -10,7 +10,7 @@ namespace jax_attn {
 // The tiles of a batch with shared prefixes, as in plan/schedule.h.
 struct SharedTiling {
   i32 num_tiles;                    // those of the batch, then the shared ones
-  const QueryTile* tiles;           // [num_tiles]
+  QueryTile* tiles;                 // [num_tiles]
   const TileSharing* sharing;       // [num_tiles]
   i64 span_cost, shared_span_cost;  // of own and of shared tiles
   i32 num_units, num_levels;
