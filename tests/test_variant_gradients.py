@@ -213,9 +213,9 @@ def test_dtypes(dtype, logits, mask, backend):
         {"causal": False, "window_left": 20, "window_right": 3},
         {"logits_soft_cap": 1.5, "sinks": True},
         {"num_layers": 3, "sm_scale": -0.3},
-        {"num_qo_heads": 8, "num_kv_heads": 1, "schedule": "batch_invariant"},
+        {"num_qo_heads": 8, "num_kv_heads": 1, "schedule": "no_split"},
         {"page_size": None, "q_offsets": (3, 1, 0, 149)},
-        {"num_ctas": 3, "kv_split": 16, "schedule": "fixed_split"},
+        {"num_ctas": 3, "kv_split": 128, "schedule": "fixed_split"},
     ],
     ids=lambda fields: "-".join(fields),
 )
@@ -342,7 +342,7 @@ def test_what_a_mask_hides_has_no_gradient_and_no_influence():
             live = np.arange(len(a)) < 150
             inside = (np.arange(len(a)) >= 50) & (np.arange(len(a)) < 100)
             assert_same_bits("", a[live & ~inside], b[live & ~inside])
-            assert np.isnan(a[60]).all() and np.isfinite(a[50]).all() == (which == 0 or a is not a)
+            assert np.isnan(a[60]).all()
 
 
 def test_a_row_that_is_not_finite_makes_nan_of_the_operands_that_it_reads():
