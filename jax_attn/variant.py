@@ -118,9 +118,8 @@ class Variant:
         for i, (name, function) in enumerate((("logits", logits), ("mask", mask))):
             if function is not None:
                 results[i] = builder.trace(name, function, declared)
-        self._settle(
-            builder.words(_NORMALIZE.index(normalize), *results)[0], tuple(declared), logits, mask
-        )
+        words, _ = builder.words(_NORMALIZE.index(normalize), results[0], results[1])
+        self._settle(words, tuple(declared), logits, mask)
 
     @classmethod
     def from_words(cls, words: Sequence[int], names: Sequence[str]) -> Variant:

@@ -65,9 +65,9 @@ def gradient_of(variant: Variant, wanted: tuple[int, ...] = ()) -> Gradient:
             f" differentiated are supported, got {len(loads)}."
         )
     kept += [value for i in loads for value in (values[i], slopes[i])]
-    results = (values[r] if r >= 0 else -1 for r in (result, visible))
+    logits, mask = (values[r] if r >= 0 else -1 for r in (result, visible))
     try:
-        words, numbers = builder.words(int(variant.normalizes), *results, kept)
+        words, numbers = builder.words(int(variant.normalizes), logits, mask, kept)
     except NotImplementedError as error:
         raise NotImplementedError(f"{_OP}: with derivatives: {error}") from None
     if result < 0:
