@@ -263,6 +263,7 @@ NB_MODULE(_core, m) {
   m.attr("max_instruction_args") = kMaxInstructionArgs;
   m.attr("max_operand_rank") = kMaxOperandRank;
   m.attr("max_variant_operands") = kMaxVariantOperands;
+  m.attr("max_derivatives") = kMaxDerivatives;
   m.attr("variant_ops") = VariantOps();
   m.def("program_levels", &ProgramLevels);
   m.def("registrations", &Registrations);

@@ -390,6 +390,8 @@ struct BackwardParams {
   float* d_q;  // [max_qo_tokens, num_qo_heads, head_dim_qk]
   float* d_k;  // [num_pages * page_size, num_kv_heads, head_dim_qk]; ragged [max_kv_tokens, ...]
   float* d_v;  // the same with head_dim_vo
+  // Of a variant's operands, in their shapes; null: of no floats, or nobody wants them.
+  float* d_operands[kMaxVariantOperands];
 };
 
 // Of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh: keys of a block, and query

@@ -16,6 +16,7 @@ max_instructions: int
 max_instruction_args: int
 max_operand_rank: int
 max_variant_operands: int
+max_derivatives: int
 variant_ops: list[tuple[str, int, int, int]]
 
 def program_levels(words: list[int], /) -> list[int]: ...

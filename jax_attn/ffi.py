@@ -15,6 +15,7 @@ from jax_attn import _core, config, jit
 from jax_attn.masks import BlockMap
 from jax_attn.spec import AttentionSpec
 from jax_attn.transforms import refusing
+from jax_attn.variant_gradient import gradient_of
 
 
 def _runtime_ffi_version() -> tuple[int, int]:
@@ -139,9 +140,13 @@ def backward(
     lse: jax.Array,
     d: jax.Array,
     d_o: jax.Array,
-    spec: AttentionSpec,
+    *variant_operands_and_spec: Any,
+    wanted: tuple[int, ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """d_q, d_k, d_v, and a workspace: on CPUs the f32 sums of what is not f32."""
+    """d_q, d_k, d_v, a workspace, which on CPUs has the f32 sums of what is not f32, and gradients
+    of the operands `wanted` of a variant, in their dtypes."""
+    *variant_operands, spec = variant_operands_and_spec
+    words, summed = ((), ()) if spec.variant is None else gradient_of(spec.variant, wanted)
     jit.compile_ahead("backward", spec)
     num_words = spec.problem.backward_words(k.shape[-4] if spec.is_paged else 1)
     call = jax.ffi.ffi_call(
@@ -149,13 +154,24 @@ def backward(
         (
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
             jax.ShapeDtypeStruct((num_words,), jnp.float32),
+            *(_sums_of(variant_operands[i], q, spec) for i in summed),
         ),
     )
-    operands = (q, k, v, plan_buffer, layer, lse, d, d_o)
-    results: tuple[jax.Array, ...] = tuple(
-        call(*operands, problem=spec.problem_words, poison=config.poison)
+    operands = (q, k, v, plan_buffer, layer, lse, d, d_o, *variant_operands)
+    gradient = np.asarray(words, np.int64)
+    results = call(*operands, problem=spec.problem_words, gradient=gradient, poison=config.poison)
+    sums = {i: x.sum(axis=0) for i, x in zip(summed, results[4:], strict=True)}
+    like = [variant_operands[i] for i in wanted]
+    of_operands = (
+        sums.get(i, jnp.zeros(x.shape)).astype(x.dtype) for i, x in zip(wanted, like, strict=True)
     )
-    return results
+    return *results[:4], *of_operands
+
+
+def _sums_of(operand: jax.Array, q: jax.Array, spec: AttentionSpec) -> jax.ShapeDtypeStruct:
+    """Those of a small operand one for each kv head, which then run side by side."""
+    num_copies = spec.num_kv_heads if operand.size * spec.num_kv_heads <= q.size else 1
+    return jax.ShapeDtypeStruct((num_copies, *operand.shape), jnp.float32)
 
 
 def append_kv(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn import ffi
 from jax_attn.spec import AttentionSpec
-from jax_attn.transforms import HeadSplit, over_heads, refusing
+from jax_attn.transforms import HeadSplit, Operand, over_heads, refusing
 
 # What the backward pass keeps of the forward pass besides its operands, for policies of
 # jax.checkpoint.
 O_NAME, LSE_NAME = "jax_attn_o", "jax_attn_lse"
+
+_NUM_OPERANDS = 11  # of ffi.attention, before those of a variant
 
 _VMAP = "put the batch into the plan, one request per element"
 _BACKWARD = "attention's backward pass"
@@ -27,12 +31,21 @@ def _states(*operands: Any) -> tuple[jax.Array, ...]:
     return ffi.attention(*operands)[:2]
 
 
-def _products(*operands: Any) -> tuple[jax.Array, ...]:
-    return ffi.backward(*operands)[:3]
+def _products(*operands: Any, wanted: tuple[int, ...] = ()) -> tuple[jax.Array, ...]:
+    d_q, d_k, d_v, _, *of_operands = ffi.backward(*operands, wanted=wanted)
+    return d_q, d_k, d_v, *of_operands
 
 
 _forward = refusing("attention", over_heads("attention", _states), vmap=_VMAP)
-_backward = refusing(_BACKWARD, over_heads(_BACKWARD, _products), vmap=_VMAP, gradients=_NO_SECOND)
+
+
+@functools.cache
+def _backward(wanted: tuple[int, ...]) -> Callable[..., Any]:
+    """wanted: operands of a variant that have gradients."""
+    call = functools.partial(_products, wanted=wanted)
+    return refusing(_BACKWARD, over_heads(_BACKWARD, call), vmap=_VMAP, gradients=_NO_SECOND)
+
+
 _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
@@ -43,7 +56,7 @@ def _attention(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
-    """o and lse of ffi.attention, differentiable in q, k, v and sinks.
+    """o and lse of ffi.attention, differentiable in q, k, v, sinks and a variant's operands.
 
     operands: those of ffi.attention, but for the last one, which is a HeadSplit.
     """
@@ -51,40 +64,61 @@ def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
     return _attention(split, *arrays)
 
 
-def _attention_forward(split: HeadSplit, *arrays: Any) -> tuple[Any, Any]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    operands: tuple[int, ...]  # of a variant, by number
+
+
+def _attention_forward(split: HeadSplit, *primals: Any) -> tuple[Any, Any]:
+    arrays = [None if x is None else x.value for x in primals]
     check_differentiable(split.spec)
+    wanted = [i for i, x in enumerate(primals[_NUM_OPERANDS:]) if x.perturbed]
+    if wanted and split.num_groups > 1:
+        raise NotImplementedError(
+            "attention: gradients: variant_operands: supported where a device has all heads of the"
+            f" arrays, got heads split {split.num_groups} ways; use jax.shard_map, and add up what"
+            " its devices have."
+        )
     o, lse = _forward(*arrays, split)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
-    q, k, v, buffer, layer, _, _, sinks, *_ = arrays
-    return (o, lse), (q, k, v, buffer, layer, sinks, o, lse)
+    q, k, v, buffer, layer, _, _, sinks = arrays[:8]
+    read = tuple(arrays[_NUM_OPERANDS:])
+    return (o, lse), (q, k, v, buffer, layer, sinks, read, o, lse, _Wanted(tuple(wanted)))
 
 
 def _attention_backward(split: HeadSplit, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, buffer, layer, sinks, o, lse = saved
-    d_o, d_lse = cotangents
+    q, k, v, buffer, layer, sinks, read, o, lse, wanted = saved
+    d_o, d_lse = (
+        jnp.zeros_like(x) if isinstance(d_x, jax.custom_derivatives.SymbolicZero) else d_x
+        for x, d_x in zip((o, lse), cotangents, strict=True)
+    )
     d = row_sums(o, d_o, d_lse)
-    operands = (q, k, v, buffer, layer, lse, d, d_o)
-    d_q, d_k, d_v = _backward(*operands, _split_backward(split))
+    operands = (q, k, v, buffer, layer, lse, d, d_o, *read)
+    split = _split_backward(split, [read[i].ndim for i in wanted.operands])
+    d_q, d_k, d_v, *of_operands = _backward(wanted.operands)(*operands, split)
     d_sinks = None
     if sinks is not None:
         # The sink has value 0, and no weight in a row without a key.
         d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
         if any(jax.typeof(d_sinks).sharding.spec):  # as the rows' heads are, on a mesh in the types
             d_sinks = jax.sharding.reshard(d_sinks, jax.typeof(sinks).sharding)
-    return d_q, d_k, d_v, *[None] * 4, d_sinks, *[None] * (len(split.operands) - 8)
+    found = dict(zip(wanted.operands, of_operands, strict=True))
+    d_read = [found.get(i) for i in range(len(read))]
+    return d_q, d_k, d_v, *[None] * 4, d_sinks, *[None] * 3, *d_read
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
 
 
-def _split_backward(split: HeadSplit) -> HeadSplit:
+def _split_backward(split: HeadSplit, wanted_ndims: list[int]) -> HeadSplit:
     """How the arrays of the backward pass are split by head, from those of the forward pass."""
     of_o, of_lse = split.results
-    products = tuple(x for x in split.operands[:3] if x is not None)  # q, k, v; their gradients
+    products = [x for x in split.operands[:3] if x is not None]  # q, k, v; their gradients
+    products += [Operand("d_operand", ndim, None, 0) for ndim in wanted_ndims]
     of_rows = of_lse._replace(name="d"), of_o._replace(name="d_o")
-    return HeadSplit(
-        split.spec, (*split.operands[:5], of_lse, *of_rows), products, split.num_groups
-    )
+    arrays = (*split.operands[:5], of_lse, *of_rows, *split.operands[_NUM_OPERANDS:])
+    return HeadSplit(split.spec, arrays, tuple(products), split.num_groups)
 
 
 def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array) -> jax.Array:
@@ -121,11 +155,7 @@ def check_differentiable(spec: AttentionSpec) -> None:
         ),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
-        (
-            spec.variant is not None,
-            "a variant",
-            _WITH_MASKS,
-        ),
+        (spec.variant is not None and spec.target != "cpu", "a variant on CUDA", _WITH_MASKS),
         (
             spec.max_steps is not None,
             "max_steps",

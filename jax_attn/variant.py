@@ -18,17 +18,17 @@ from jax_attn import _core
 
 _OP = "Variant"
 _NORMALIZE = ("none", "softmax")  # order of normalizes in csrc/variant/program.h
-_F32, _I32, _BOOL = range(3)  # order of VariantType
+F32, I32, BOOL = range(3)  # order of VariantType
 _TYPE_NAMES = ("f32", "i32", "bool")
 _LEVELS = ("call", "row", "key", "logit")  # order of VariantLevel
 # Order of OperandType, and the type that elements have in the program.
 _OPERAND_TYPES = {
-    "float32": _F32,
-    "bfloat16": _F32,
-    "float16": _F32,
-    "int32": _I32,
-    "uint8": _I32,
-    "bool": _BOOL,
+    "float32": F32,
+    "bfloat16": F32,
+    "float16": F32,
+    "int32": I32,
+    "uint8": I32,
+    "bool": BOOL,
 }
 _WORDS = [word for word, *_ in _core.variant_ops]  # of operations, by number
 _CODES = {word: code for code, word in enumerate(_WORDS)}
@@ -120,14 +120,13 @@ class Variant:
             if function is not None and not callable(function):
                 _refuse(name, "a function or None", function)
         declared = _declare(operands or {})
-        builder = _Builder(tuple(declared.values()))
+        builder = Builder(tuple(declared.values()))
         results = [-1, -1]
         for i, (name, function) in enumerate((("logits", logits), ("mask", mask))):
             if function is not None:
                 results[i] = builder.trace(name, function, declared)
-        self._settle(
-            builder.words(_NORMALIZE.index(normalize), *results), tuple(declared), logits, mask
-        )
+        words, _ = builder.words(_NORMALIZE.index(normalize), results[0], results[1])
+        self._settle(words, tuple(declared), logits, mask)
 
     @classmethod
     def from_words(cls, words: Sequence[int], names: Sequence[str]) -> Variant:
@@ -314,9 +313,17 @@ class Instruction(NamedTuple):
     args: tuple[int, ...]
     level: str  # what it depends on: "call", "row", "key" or "logit"
 
+    @property
+    def num_own_args(self) -> int:
+        """How many of args, the first ones, are not values."""
+        rule = _core.variant_ops[_CODES[self.op]][1]
+        if rule in (_RULE_CONST, _RULE_AT, _RULE_DIM):
+            return len(self.args)
+        return 1 if rule == _RULE_LOAD else 0
+
 
 def _constant(kind: int, bits: int) -> np.generic:
-    return np.int32(bits).view(np.float32) if kind == _F32 else (np.int32, np.bool_)[kind - 1](bits)
+    return np.int32(bits).view(np.float32) if kind == F32 else (np.int32, np.bool_)[kind - 1](bits)
 
 
 def _refuse(name: str, expected: str, got: Any) -> NoReturn:
@@ -326,13 +333,13 @@ def _refuse(name: str, expected: str, got: Any) -> NoReturn:
 # ---- operands ------------------------------------------------------------------------------------
 
 
-class _Declared(NamedTuple):
+class Declared(NamedTuple):
     number: int
     dtype: str
     rank: int
 
 
-def _declare(operands: Mapping[str, Any]) -> dict[str, _Declared]:
+def _declare(operands: Mapping[str, Any]) -> dict[str, Declared]:
     if not isinstance(operands, Mapping):
         _refuse("operands", "a dict of name: array", operands)
     if len(operands) > _core.max_variant_operands:
@@ -361,7 +368,7 @@ def _declare(operands: Mapping[str, Any]) -> dict[str, _Declared]:
                 f"{_OP}: operands: {name}: up to {_core.max_operand_rank} axes are supported, got"
                 f" {rank}."
             )
-        declared[name] = _Declared(number, dtype, rank)
+        declared[name] = Declared(number, dtype, rank)
     return declared
 
 
@@ -391,7 +398,7 @@ _dim_p.def_abstract_eval(lambda *, operand, axis: jax.core.ShapedArray((), jnp.i
 class _Operand:
     """An operand while a function is traced: indexing is all there is."""
 
-    def __init__(self, name: str, declared: _Declared) -> None:
+    def __init__(self, name: str, declared: Declared) -> None:
         self._name, self._declared = name, declared
         self.ndim, self.dtype = declared.rank, jnp.dtype(declared.dtype)
 
@@ -444,10 +451,10 @@ def _index(name: str, index: Any) -> Any:
 # ---- tracing -------------------------------------------------------------------------------------
 
 
-class _Builder:
+class Builder:
     """Values of the program so far; equal ones are one."""
 
-    def __init__(self, operands: tuple[_Declared, ...]) -> None:
+    def __init__(self, operands: tuple[Declared, ...]) -> None:
         self._operands = operands
         self._values: dict[tuple[str, int, tuple[int, ...]], int] = {}
 
@@ -469,13 +476,13 @@ class _Builder:
         return _constant(kind, args[0]) if op == "const" else None
 
     def constant(self, value: Any, kind: int) -> int:
-        if kind == _F32:
+        if kind == F32:
             return self.add("const", kind, int(np.float32(value).view(np.int32)))
         return self.add("const", kind, int(value))
 
     # From functions to values.
 
-    def trace(self, what: str, function: Callable[..., Any], declared: dict[str, _Declared]) -> int:
+    def trace(self, what: str, function: Callable[..., Any], declared: dict[str, Declared]) -> int:
         """The value that the function returns."""
         wanted = _wanted(what, function, declared)
         facts = At(**{fact: jax.ShapeDtypeStruct((), jnp.int32) for fact in FACTS})
@@ -516,7 +523,7 @@ class _Builder:
                 f" element at a time, got one as a whole at {_raised_at(error)}."
             ) from None
         names = ("score", *FACTS) if what == "logits" else FACTS
-        values = [self.add(name, _F32 if name == "score" else _I32) for name in names]
+        values = [self.add(name, F32 if name == "score" else I32) for name in names]
         (result,) = self._run(what, closed.jaxpr, closed.consts, values)
         return result
 
@@ -558,8 +565,11 @@ class _Builder:
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(x, None) for x in jaxpr.outvars]
 
-    def words(self, normalizes: int, logits: int, visible: int) -> tuple[int, ...]:
-        """Those of the values that the results need, in the order in which they need them."""
+    def words(
+        self, normalizes: int, logits: int, visible: int, kept: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """Those of the values that the results and `kept` need, in the order in which they need
+        them; and the numbers of `kept` there."""
         values = list(self._values)
         numbers: dict[int, int] = {}
         order: list[int] = []
@@ -578,6 +588,8 @@ class _Builder:
             if value >= 0:
                 visit(value)
             results.append(numbers.get(value, -1))
+        for value in kept:
+            visit(value)
         if len(order) > _core.max_instructions:
             raise NotImplementedError(
                 f"{_OP}: up to {_core.max_instructions} values are supported, got {len(order)}."
@@ -590,11 +602,11 @@ class _Builder:
         for value in order:
             op, kind, args = values[value]
             of_values = self._value_args(op, args)
-            kept = args[: len(args) - len(of_values)]
-            line = [*kept, *(numbers[a] for a in of_values)]
+            own = args[: len(args) - len(of_values)]
+            line = [*own, *(numbers[a] for a in of_values)]
             words += [_CODES[op], kind, *line]
             words += [0] * (_core.max_instruction_args - len(line))
-        return tuple(words)
+        return tuple(words), [numbers[value] for value in kept]
 
     @staticmethod
     def _value_args(op: str, args: tuple[int, ...]) -> tuple[int, ...]:
@@ -635,7 +647,7 @@ _CALLS = {
 
 
 def _kind(what: str, aval: Any, eqn: Any) -> int:
-    kinds = {"float32": _F32, "int32": _I32, "bool": _BOOL}
+    kinds = {"float32": F32, "int32": I32, "bool": BOOL}
     if aval.shape or aval.dtype.name not in kinds:
         _unsupported(what, f"a value of {aval.str_short()}", eqn)
     return kinds[aval.dtype.name]
@@ -672,40 +684,40 @@ def _same(op: str) -> _Rule:
 
 
 def _compare(op: str, swaps: bool = False) -> _Rule:
-    def rule(b: _Builder, kind: int, params: Any, x: int, y: int) -> int:
-        return b.add(op, _BOOL, *((y, x) if swaps else (x, y)))
+    def rule(b: Builder, kind: int, params: Any, x: int, y: int) -> int:
+        return b.add(op, BOOL, *((y, x) if swaps else (x, y)))
 
     return rule
 
 
-def _identity(b: _Builder, kind: int, params: Any, x: int, *_: int) -> int:
+def _identity(b: Builder, kind: int, params: Any, x: int, *_: int) -> int:
     return x
 
 
-def _cast(b: _Builder, kind: int, params: Any, x: int) -> int:
+def _cast(b: Builder, kind: int, params: Any, x: int) -> int:
     if b.kind(x) == kind:
         return x
-    if kind == _F32 and (known := b.constant_of(x)) is not None:
+    if kind == F32 and (known := b.constant_of(x)) is not None:
         return b.constant(known, kind)
     return b.add("cast", kind, x)
 
 
-def _select(b: _Builder, kind: int, params: Any, which: int, *cases: int) -> int | None:
+def _select(b: Builder, kind: int, params: Any, which: int, *cases: int) -> int | None:
     if len(cases) == 1:
         return cases[0]
     if len(cases) > 2:
         return None
-    which = _cast(b, _BOOL, params, which)
+    which = _cast(b, BOOL, params, which)
     if (known := b.constant_of(which)) is not None:
         return cases[int(known)]
     return b.add("select", kind, which, cases[1], cases[0])
 
 
-def _clamp(b: _Builder, kind: int, params: Any, low: int, x: int, high: int) -> int:
+def _clamp(b: Builder, kind: int, params: Any, low: int, x: int, high: int) -> int:
     return b.add("min", kind, b.add("max", kind, low, x), high)
 
 
-def _integer_pow(b: _Builder, kind: int, params: Any, x: int) -> int:
+def _integer_pow(b: Builder, kind: int, params: Any, x: int) -> int:
     """By squaring."""
     power = abs(params["y"])
     result, square = None, x
@@ -720,27 +732,32 @@ def _integer_pow(b: _Builder, kind: int, params: Any, x: int) -> int:
     return result if params["y"] >= 0 else b.add("div", kind, one, result)
 
 
-def _round(b: _Builder, kind: int, params: Any, x: int) -> int:
+def _round(b: Builder, kind: int, params: Any, x: int) -> int:
     """To the nearest: ties away from zero, as lax does unless told, or to even."""
     if int(params["rounding_method"]) == 1:
         return b.add("round", kind, x)
     magnitude = b.add("abs", kind, x)
     whole = b.add("floor", kind, magnitude)
-    half = b.add("le", _BOOL, b.constant(0.5, kind), b.add("sub", kind, magnitude, whole))
+    half = b.add("le", BOOL, b.constant(0.5, kind), b.add("sub", kind, magnitude, whole))
     up = b.add("select", kind, half, b.add("add", kind, whole, b.constant(1, kind)), whole)
-    negative = b.add("lt", _BOOL, x, b.constant(0, kind))
+    negative = b.add("lt", BOOL, x, b.constant(0, kind))
     return b.add("select", kind, negative, b.add("neg", kind, up), up)
 
 
-def _is_finite(b: _Builder, kind: int, params: Any, x: int) -> int:
-    return b.add("lt", _BOOL, b.add("abs", _F32, x), b.constant(np.inf, _F32))
+def _is_finite(b: Builder, kind: int, params: Any, x: int) -> int:
+    return b.add("lt", BOOL, b.add("abs", F32, x), b.constant(np.inf, F32))
 
 
-def _load(b: _Builder, kind: int, params: Any, *indices: int) -> int:
+def _load(b: Builder, kind: int, params: Any, *indices: int) -> int:
     return b.add("load", kind, params["operand"], *indices)
 
 
-def _dim(b: _Builder, kind: int, params: Any) -> int:
+def _stop_gradient(b: Builder, kind: int, params: Any, x: int) -> int:
+    """A cast to its own type, which has no derivative."""
+    return b.add("cast", kind, x) if kind == F32 else x
+
+
+def _dim(b: Builder, kind: int, params: Any) -> int:
     return b.add("dim", kind, params["operand"], params["axis"])
 
 
@@ -775,7 +792,7 @@ _RULES: dict[str, _Rule] = {
     "squeeze": _identity,
     "reshape": _identity,
     "broadcast_in_dim": _identity,
-    "stop_gradient": _identity,
+    "stop_gradient": _stop_gradient,
     "jax_attn_load": _load,
     "jax_attn_dim": _dim,
 }

@@ -145,9 +145,8 @@ def test_attributes_of_merge():
     [
         {"max_steps": 9},
         {"fresh_kv": True},
-        {"variant": ja.Variant(logits=lambda score, at: score + at.kv_pos)},
     ],
-    ids=["max_steps", "fresh_kv", "variant"],
+    ids=["max_steps", "fresh_kv"],
 )
 def test_the_backward_pass_of_what_has_none(fields):
     """Step lists, say, would be taken for positions."""

@@ -430,14 +430,17 @@ def test_what_has_no_gradient_says_so_while_tracing(fields, what):
 @pytest.mark.parametrize(
     "fields,what",
     [
-        ({"variant": ja.Variant(lambda score, at: score + at.kv_pos)}, "a variant"),
-        ({"max_steps": 100}, "max_steps"),
+        (
+            {"variant": ja.Variant(lambda score, at: score + at.kv_pos), "target": "sm_90"},
+            "a variant on CUDA",
+        ),
+        ({"max_steps": 100, "target": "cpu"}, "max_steps"),
     ],
 )
 def test_masks_and_biases_are_sent_to_the_entry_that_has_their_gradients(fields, what):
     spec = ja.AttentionSpec(
         4, 2, 64, dtype="float32", page_size=None, max_batch=1, max_qo_tokens=8, max_kv_tokens=8,
-        target="cpu", **fields,
+        **fields,
     )  # fmt: skip
     entry = "jax_attn.dot_product_attention has gradients with a bias and a mask"
     words = f"^attention: gradients: {what}: not supported; {entry}"

@@ -181,6 +181,11 @@ def test_without_softmax(logits, mask, schedule, kv_split, dtype, backend):
     check(case, variant, operands)
 
 
+@on_every_cpu
+def test_the_score_itself_after_a_soft_cap(backend):
+    check(Case("", logits_soft_cap=2.0), *variant_of(lambda score, at: score))
+
+
 # ---- single operations ---------------------------------------------------------------------------
 
 SPECIAL = np.array(

@@ -143,7 +143,7 @@ void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params
   CpuGeometry geometry = MakeGeometry(problem.config);
   VariantCode code;
   if (problem.program.present) {
-    MakeVariantCode(problem.program, problem.spec.logits_soft_cap > 0, &code);
+    MakeVariantCode(problem.program, problem.spec.logits_soft_cap > 0, nullptr, &code);
     geometry.program = &problem.program;
     geometry.code = &code;
   }

@@ -10,6 +10,7 @@
 #include "cpu/attention.h"
 #include "cpu/kernels.h"
 #include "cpu/thread_scratch.h"
+#include "cpu/variant_code.h"
 
 namespace jax_attn {
 namespace {
@@ -23,12 +24,16 @@ struct Task {
   i32 item, kv_begin, kv_end;
 };
 
+// Which tasks write the same sums of a variant's operands.
+enum class OperandSums { kNone, kOfHead, kOfAll };
+
 // The tasks of a plan in the order in which sums are added up, and who waits for whom: a task for
-// the ones before it that were the last to write any of its rows of d_q, or of d_k and d_v. So the
-// result is that of running them one by one.
+// the ones before it that were the last to write any of its rows of d_q, or of d_k and d_v, or its
+// sums of operands. So the result is that of running them one by one.
 class TaskGraph {
  public:
-  TaskGraph(const AttentionParams& p, int64_t num_kv_rows) : p_(p) {
+  TaskGraph(const AttentionParams& p, int64_t num_kv_rows, OperandSums operand_sums)
+      : p_(p), operand_sums_(operand_sums) {
     std::vector<std::vector<i32>> items(p.num_kv_heads);  // of a head
     for (i32 i = 0; i < p.header->num_items; ++i) {
       const WorkItem& item = p.items[i];
@@ -38,6 +43,7 @@ class TaskGraph {
     for (const std::vector<i32>& of_head : items) {
       std::fill(last_of_token.begin(), last_of_token.end(), -1);
       std::fill(last_of_kv.begin(), last_of_kv.end(), -1);
+      if (operand_sums_ == OperandSums::kOfHead) last_of_operands_ = -1;
       const size_t begin = tasks_.size();
       ListTasks(of_head);
       for (size_t i = begin; i < tasks_.size(); ++i) {
@@ -108,6 +114,7 @@ class TaskGraph {
       }
       *last = task;
     };
+    if (operand_sums_ != OperandSums::kNone) wait_for(&last_of_operands_);
     for (i32 t = 0; t < item.qo_len; ++t) {
       const i32 at = item.qo_begin + t;
       wait_for(&(*last_of_token)[item.num_groups > 1 ? p_.qo_indices[at] : at]);
@@ -129,6 +136,8 @@ class TaskGraph {
   };
 
   const AttentionParams& p_;
+  const OperandSums operand_sums_;
+  i32 last_of_operands_ = -1;
   std::vector<Task> tasks_;
   std::vector<i32> waits_for_;         // tasks that are not finished
   std::vector<i32> first_edge_;        // of a task
@@ -188,7 +197,45 @@ int64_t KvRows(const AttentionSpec& spec, int64_t num_pages) {
   return spec.paged() ? num_pages * spec.page_size : spec.max_kv_tokens;
 }
 
+// Whether heads of k and v that differ read different elements: by an axis that says which head.
+bool IsByHead(const VariantGradient& gradient, i32 element, const AttentionParams& p) {
+  const VariantProgram& program = gradient.program;
+  const Instruction& load = program.instructions[gradient.elements[element].load];
+  for (i32 axis = 0; axis < NumValueArgs(program, load); ++axis) {
+    const i32 op = program.instructions[load.args[1 + axis]].op;
+    const i32 length = p.variant_operands[load.args[0]].dims[axis];
+    if ((op == kOpHead && length >= p.num_qo_heads) ||
+        (op == kOpKvHead && length >= p.num_kv_heads)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+OperandSums SumsOf(const VariantGradient& gradient, const AttentionParams& p,
+                   const std::vector<BackwardResults::OfOperand>& results) {
+  if (results.empty()) return OperandSums::kNone;
+  const std::vector<i32> operands = OperandsOf(gradient);
+  for (i32 i = 0; i < gradient.num_elements; ++i) {
+    const i32 operand = gradient.program.instructions[gradient.elements[i].load].args[0];
+    const auto at = std::find(operands.begin(), operands.end(), operand) - operands.begin();
+    const bool has_own = results[at].num_copies == p.num_kv_heads;
+    if (!has_own && !IsByHead(gradient, i, p)) return OperandSums::kOfAll;
+  }
+  return OperandSums::kOfHead;
+}
+
 }  // namespace
+
+std::vector<i32> OperandsOf(const VariantGradient& gradient) {
+  std::vector<i32> operands;
+  for (i32 i = 0; i < gradient.num_elements; ++i) {
+    operands.push_back(gradient.program.instructions[gradient.elements[i].load].args[0]);
+  }
+  std::sort(operands.begin(), operands.end());
+  operands.erase(std::unique(operands.begin(), operands.end()), operands.end());
+  return operands;
+}
 
 int64_t BackwardSums(const AttentionSpec& spec, int64_t num_pages) {
   if (spec.dtype == kF32) return 0;
@@ -196,13 +243,19 @@ int64_t BackwardSums(const AttentionSpec& spec, int64_t num_pages) {
          KvRows(spec, num_pages) * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo);
 }
 
-void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands,
-                 const BackwardResults& results, TaskPool& pool) {
+void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradient,
+                 const BackwardParams& operands, const BackwardResults& results, TaskPool& pool) {
   const AttentionSpec& spec = problem.spec;
   BackwardParams params = operands;
   const AttentionParams& p = params.forward;
   const CpuBackwardKernels& kernels = *ActiveKernels().backward[spec.dtype];
-  const CpuGeometry geometry = MakeGeometry(problem.config);
+  CpuGeometry geometry = MakeGeometry(problem.config);
+  VariantCode code;
+  if (problem.program.present) {
+    MakeVariantCode(gradient.program, spec.logits_soft_cap > 0, &gradient, &code);
+    geometry.program = &gradient.program;
+    geometry.code = &code;
+  }
   const int64_t kv_rows = KvRows(spec, p.num_pages), layer = p.layer ? *p.layer : 0;
   // Of each result: the elements of a layer, those of all, and which layer sums go to.
   struct Result {
@@ -232,10 +285,21 @@ void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands
       std::memset(data + begin * element, 0, (end - begin) * element);
     });
   }
-  TaskGraph graph(p, kv_rows);
+  for (const BackwardResults::OfOperand& r : results.operands) {
+    ForPieces(pool, r.num_copies * r.size, [&](int64_t begin, int64_t end) {
+      std::memset(r.data + begin, 0, (end - begin) * sizeof(float));
+    });
+  }
+  const std::vector<i32> read = OperandsOf(gradient);
+  TaskGraph graph(p, kv_rows, SumsOf(gradient, p, results.operands));
   const std::function<void(i32)> run = [&](i32 task) {
-    kernels.run(params, geometry, graph.ItemOf(task),
-                ThreadScratch(kernels.scratch_bytes(p, geometry)));
+    const WorkItem item = graph.ItemOf(task);
+    BackwardParams of_task = params;
+    for (size_t i = 0; i < read.size(); ++i) {
+      const BackwardResults::OfOperand& r = results.operands[i];
+      of_task.d_operands[read[i]] = r.data + (r.num_copies > 1 ? item.kv_head * r.size : 0);
+    }
+    kernels.run(of_task, geometry, item, ThreadScratch(kernels.scratch_bytes(p, geometry)));
   };
   Runner runner(&graph, run);
   ParallelFor(pool, std::min<int64_t>(pool.num_threads(), graph.num_tasks()),

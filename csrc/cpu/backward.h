@@ -1,9 +1,12 @@
 // The backward pass of attention on CPUs.
 #pragma once
 
+#include <vector>
+
 #include "cpu/task_pool.h"
 #include "params.h"
 #include "spec.h"
+#include "variant/program.h"
 
 namespace jax_attn {
 
@@ -14,14 +17,25 @@ struct BackwardResults {
   void* d_v;  // as v
   // f32 sums of one layer, where the type is not f32: of d_q, then d_k, then d_v.
   float* sums;
+  // f32 sums of what a variant reads, one for each operand of its gradient's elements, in order of
+  // operands: [num_kv_heads or 1, as the operand].
+  struct OfOperand {
+    float* data;
+    int64_t num_copies, size;  // elements of a copy
+  };
+  std::vector<OfOperand> operands;
 };
+
+// The operands of a gradient's elements, in order.
+std::vector<i32> OperandsOf(const VariantGradient& gradient);
 
 // Elements of BackwardResults::sums. num_pages: of a layer's pool.
 int64_t BackwardSums(const AttentionSpec& spec, int64_t num_pages);
 
-// operands: without d_q, d_k and d_v, which are set here. Every sum is in the order of one list of
-// tasks, which follows from the plan, so the bits do not depend on the pool.
-void BackwardCpu(const AttentionProblem& problem, const BackwardParams& operands,
-                 const BackwardResults& results, TaskPool& pool);
+// operands: without d_q, d_k, d_v and d_operands, which are set here. gradient: of the problem's
+// variant, if it has one. Every sum is in the order of one list of tasks, which follows from the
+// plan, so the bits do not depend on the pool.
+void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradient,
+                 const BackwardParams& operands, const BackwardResults& results, TaskPool& pool);
 
 }  // namespace jax_attn

@@ -6,6 +6,11 @@
 //   dS = P * (d_o v^T - D)       dk += scale dS^T q        dq += scale dS k
 // So what is transposed is q and d_o, once an item, and a block of keys is copied only.
 //
+// A variant's program (cpu/variant.h) has logits row by row. So rows of logits and of d_o v^T are
+// copied to where their keys lie side by side, and P and dS back, with
+//   dS = P * (d_o v^T - D) * d logit / d score
+// and without softmax P = logit, dS = d_o v^T * d logit / d score.
+//
 // What is not finite never enters a product. A row with such a number in q, d_o, lse or D makes NaN
 // of its dq, and of dk and dv of each key it sees. A key with one in k or v makes NaN of its dk and
 // dv, and of dq of each row that sees it. Rows that saw no key, lse = -inf, count for nothing.
@@ -16,12 +21,16 @@
 #include "cpu/pack.h"
 #include "cpu/simd_math.h"
 #include "cpu/softmax.h"
+#include "cpu/variant.h"
 
 namespace jax_attn {
 namespace {
 
 // Rows whose logits are in the cache at once: a multiple of every panel.
 constexpr i64 kBackwardRows = 128;
+
+// Rows that a variant gets at once: a cache line of each key's.
+constexpr i64 kTurnedRows = 16;
 
 template <class Isa, typename T>
 struct BackwardBuffers {
@@ -63,6 +72,15 @@ struct BackwardBuffers {
   float* d_s_pairs;        // kDot: dS likewise
   float* d_s_token_pairs;  // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]
   char* zeros;             // a row
+  // With a variant.
+  VariantRun<Isa> variant;
+  float* ones;      // [max_rows]
+  float* scores;    // [kTurnedRows, tile_kv] then P
+  float* slopes;    // [kTurnedRows, tile_kv] d_o v^T, then dS
+  float* logits;    // [tile_kv] of a row
+  float* of_score;  // [tile_kv] d logit / d score
+  float* d_logits;  // [tile_kv]
+  i32* seen;        // [tile_kv]
   size_t bytes = 0;
 
   BackwardBuffers(const AttentionParams& p, const CpuGeometry& g, void* scratch)
@@ -106,6 +124,17 @@ struct BackwardBuffers {
     d_s_pairs = kPairs ? Take<float>(base, tile_kv * kLogitLanes / 2) : d_s;
     d_s_token_pairs = kPairs ? Take<float>(base, CeilDiv(tile_kv, 2) * kLogitLanes) : d_s;
     zeros = Take<char>(base, 4 * Max(p.head_dim_qk, p.head_dim_vo));
+    if (g.code == nullptr) return;
+    variant =
+        VariantRun<Isa>(g.program, g.code, max_rows, max_rows, p.group_size, tile_kv, base + bytes);
+    bytes += variant.bytes();
+    ones = Take<float>(base, max_rows);
+    scores = Take<float>(base, kTurnedRows * tile_kv);
+    slopes = Take<float>(base, kTurnedRows * tile_kv);
+    logits = Take<float>(base, tile_kv);
+    of_score = Take<float>(base, tile_kv);
+    d_logits = Take<float>(base, tile_kv);
+    seen = Take<i32>(base, tile_kv);
   }
 
  private:
@@ -171,6 +200,9 @@ class BackwardPass {
 
   void LoadRows() {
     const i64 group = p_.group_size, padded = RoundUp(rows_, kBackwardRows);
+    const auto q_row = [&](i64 token) {
+      return item_.num_groups > 1 ? p_.qo_indices[item_.qo_begin + token] : item_.qo_begin + token;
+    };
     const i64 row_bytes = Max(p_.head_dim_qk, p_.head_dim_vo) * kSize;
     for (i64 i = 0; i < row_bytes; ++i) buf_.zeros[i] = 0;
     any_nan_row_ = false;
@@ -181,12 +213,11 @@ class BackwardPass {
       buf_.is_nan[r] = 0;
       if (r >= rows_) continue;
       const i64 token = r / group, head = item_.kv_head * group + r % group;
-      const i64 q_row =
-          item_.num_groups > 1 ? p_.qo_indices[item_.qo_begin + token] : item_.qo_begin + token;
-      const i64 at = q_row * p_.num_qo_heads + head;
+      const i64 at = q_row(token) * p_.num_qo_heads + head;
       buf_.tokens[r] = static_cast<i32>(token);
       buf_.heads[r] = at;
-      const float lse = params_.lse[at], d = params_.d[at];
+      const float lse = p_.sums_weights ? 0.0f : params_.lse[at];
+      const float d = p_.sums_weights ? 0.0f : params_.d[at];
       if (lse == kNegInf) continue;
       const char* q = static_cast<const char*>(p_.q) + at * p_.head_dim_qk * kSize;
       const char* d_o = static_cast<const char*>(params_.d_o) + at * p_.head_dim_vo * kSize;
@@ -217,7 +248,15 @@ class BackwardPass {
     PackValues<Isa, kPacked, T>(d_o, 0, 0, rows_, p_.head_dim_vo, buf_.row_panel_bytes, buf_.d_o,
                                 no_fetch);
     Clear(buf_.d_q, rows_ * buf_.k_columns);
+    if (buf_.variant) {
+      for (i64 r = 0; r < rows_; ++r) buf_.ones[r] = 1.0f;
+      buf_.variant.Begin({&p_, &item_, 1, rows_}, p_.sm_scale, buf_.ones, q_row,
+                         params_.d_operands);
+    }
   }
+
+  // Whether a row's numbers are finite, and it saw a key.
+  bool Counts(i64 r) const { return buf_.q_rows[r] != buf_.zeros; }
 
   static bool IsFinite(const char* row, i64 n) {
     Vec sum = Isa::Zero();
@@ -287,12 +326,13 @@ class BackwardPass {
   void AddBlock(i64 start) {
     const Range valid{Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
     LoadKeys(start, valid);
+    if (buf_.variant) buf_.variant.StartBlock(start, valid, true);
     bool is_first = true;
     for (i64 begin = 0; begin < rows_; begin += kBackwardRows) {
       const i64 end = Min(rows_, begin + kBackwardRows);
       const Range seen{KeysOf(buf_.tokens[begin], start, valid).begin,
                        KeysOf(buf_.tokens[end - 1], start, valid).end};
-      if (seen.begin >= seen.end) continue;
+      if (seen.begin >= seen.end || HidesAll(begin, end, seen)) continue;
       if (is_first) {  // which also sets what it sees
         ClearKeys(valid.begin, seen.begin);
         ClearKeys(seen.end, valid.end);
@@ -309,6 +349,14 @@ class BackwardPass {
       AddRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, params_.d_k + row * p_.head_dim_qk);
       AddRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, params_.d_v + row * p_.head_dim_vo);
     }
+  }
+
+  // Whether a variant is known to hide the keys from rows [begin, end).
+  bool HidesAll(i64 begin, i64 end, Range keys) {
+    if (!buf_.variant) return false;
+    const auto share = buf_.variant.Sees(begin, end - 1, keys.begin, keys.end);
+    buf_.variant.SetHides(!share.all);
+    return share.none;
   }
 
   void ClearKeys(i64 begin, i64 end) {
@@ -379,6 +427,7 @@ class BackwardPass {
       product(buf_.k, buf_.k_lanes, p_.head_dim_qk, q_t, buf_.s);
       product(buf_.v, buf_.v_lanes, p_.head_dim_vo, d_o_t, buf_.d_s);
     }
+    if (buf_.variant) VariantWeights(start, valid, begin, end);
     for (i64 t = valid.begin / kStep * kStep; t < valid.end; t += kStep) {
       for (i64 i = t; i < t + kStep; ++i) Weights(i, start, valid, begin, end);
       if constexpr (kPairs) PairTokens(t, begin, end);
@@ -418,6 +467,92 @@ class BackwardPass {
     }
   }
 
+  // P and dS of the keys `valid` and rows [begin, end), to where the products were; 0 where a row
+  // does not see the key.
+  JAX_ATTN_KERNEL void VariantWeights(i64 start, Range valid, i64 begin, i64 end) {
+    const i64 tile = buf_.tile_kv;
+    for (i64 first = begin; first < end; first += kTurnedRows) {
+      const i64 n = Min(kTurnedRows, end - first), lane = first - begin;
+      Turn<true>(valid, n, buf_.s + lane, buf_.scores);
+      Turn<true>(valid, n, buf_.d_s + lane, buf_.slopes);
+      for (i64 i = 0; i < n; ++i) {
+        WeighRow(first + i, start, valid, buf_.scores + i * tile, buf_.slopes + i * tile);
+      }
+      for (i64 i = n * tile; i < kTurnedRows * tile; ++i) buf_.scores[i] = buf_.slopes[i] = 0;
+      Turn<false>(valid, kTurnedRows, buf_.s + lane, buf_.scores);
+      Turn<false>(valid, kTurnedRows, buf_.d_s + lane, buf_.slopes);
+    }
+  }
+
+  // Copies n rows of a tile, which lies key by key, to rows of keys, or back.
+  template <bool kToRows>
+  void Turn(Range keys, i64 n, float* by_key, float* by_row) const {
+    for (i64 t = keys.begin; t < keys.end; ++t) {
+      for (i64 i = 0; i < n; ++i) {
+        float& of_key = by_key[t * kLanes + i];
+        float& of_row = by_row[i * buf_.tile_kv + t];
+        (kToRows ? of_row : of_key) = kToRows ? of_key : of_row;
+      }
+    }
+  }
+
+  // The same for row r. s: its products with the keys; d_s: those of d_o with the values.
+  void WeighRow(i64 r, i64 start, Range valid, float* s, float* d_s) {
+    using L = VectorOf<Isa>;
+    const Range keys = KeysOf(buf_.tokens[r], start, valid);
+    const bool is_nan = buf_.is_nan[r] && buf_.variant.has_elements();
+    if (keys.begin >= keys.end || !(Counts(r) || is_nan)) {
+      for (i64 j = valid.begin; j < valid.end; ++j) s[j] = d_s[j] = 0;
+      return;
+    }
+    const i64 begin = keys.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(keys.end, Isa::kWidth);
+    const float cap = p_.logits_soft_cap;
+    if (cap > 0) {
+      for (i64 j = begin; j < end; j += Isa::kWidth) {
+        const Vec x = Tanh<Isa>(Isa::Mul(Isa::Set(rule_.cap_in), Isa::Load(s + j)));
+        Isa::Store(s + j, Isa::Mul(Isa::Set(cap), x));
+      }
+    } else if (!buf_.variant.scales()) {
+      for (i64 j = begin; j < end; j += Isa::kWidth) {
+        Isa::Store(s + j, Isa::Mul(Isa::Set(rule_.sm_scale), Isa::Load(s + j)));
+      }
+    }
+    buf_.variant.Differentiate(r, begin, end, buf_.variant.masks(), s,
+                               {buf_.logits, buf_.of_score, buf_.seen});
+    for (i64 j = begin; j < end; ++j) {
+      if (j < keys.begin || j >= keys.end) buf_.seen[j] = 0;
+    }
+    const auto where_seen = [&](i64 j, Vec x) __attribute__((always_inline)) {
+      return (Vec)(L::Load(buf_.seen + j) & (typename L::Int)x);
+    };
+    const Vec minus_lse = Isa::Set(-buf_.lse_log2[r]), d = Isa::Set(buf_.d[r]);
+    for (i64 j = begin; j < end; j += Isa::kWidth) {
+      const Vec logit = Isa::Load(buf_.logits + j), d_p = Isa::Load(d_s + j);
+      Vec p = logit, d_logit = d_p;
+      if (!p_.sums_weights) {
+        p = Exp2<Isa>(Isa::Fma(Isa::Set(kLog2e), logit, minus_lse));
+        d_logit = Isa::Mul(p, Isa::Sub(d_p, d));
+      }
+      if (buf_.is_nan[r]) d_logit = Isa::Set(__builtin_nanf(""));
+      Isa::Store(buf_.logits + j, where_seen(j, p));
+      Isa::Store(buf_.d_logits + j, where_seen(j, d_logit));
+    }
+    buf_.variant.AddElements(begin, end, buf_.d_logits);
+    for (i64 j = begin; j < end; j += Isa::kWidth) {
+      Vec slope = Isa::Mul(Isa::Set(rule_.sm_scale), Isa::Load(buf_.of_score + j));
+      if (cap > 0) {
+        const Vec x = Isa::Mul(Isa::Set(1 / cap), Isa::Load(s + j));
+        slope = Isa::Mul(slope, Isa::Sub(Isa::Set(1.0f), Isa::Mul(x, x)));
+      }
+      Isa::Store(d_s + j, where_seen(j, Isa::Mul(slope, Isa::Load(buf_.d_logits + j))));
+      Isa::Store(s + j, Isa::Load(buf_.logits + j));
+    }
+    const bool counts = Counts(r);  // else SpreadNan says what is NaN
+    for (i64 j = valid.begin; j < valid.end; ++j) {
+      if (!counts || j < begin || j >= end) s[j] = d_s[j] = 0;
+    }
+  }
+
   // P and dS of key t and rows [begin, end); 0 where a row does not see the key.
   void Weights(i64 t, i64 start, Range valid, i64 begin, i64 end) {
     const i64 n = RoundUp(end - begin, Isa::kWidth);
@@ -435,6 +570,14 @@ class BackwardPass {
         Isa::Store(d_s + i, ds);
       }
     };
+    if (buf_.variant) {
+      if (t < valid.begin || t >= valid.end) {
+        for (i64 i = 0; i < n; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
+      } else if constexpr (kPairs) {
+        for (i64 i = 0; i < n; i += Isa::kWidth) store(i, Isa::Load(s + i), Isa::Load(d_s + i));
+      }
+      return;
+    }
     const i64 first = seen.begin / Isa::kWidth * Isa::kWidth;
     const i64 last = RoundUp(seen.end, Isa::kWidth);
     for (i64 i = 0; i < first; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
@@ -478,18 +621,25 @@ class BackwardPass {
 
   void SpreadNan(i64 start, Range valid) {
     const float nan = __builtin_nanf("");
-    for (i64 t = valid.begin; t < valid.end; ++t) {
-      const Range seen = RowsOf(t, start);
-      bool spreads = false;
-      for (i64 r = seen.begin; r < seen.end; ++r) {
-        const bool counts = buf_.is_nan[r] || buf_.q_rows[r] != buf_.zeros;
-        if (!counts) continue;
-        if (buf_.key_is_nan[t] || buf_.is_nan[r]) {
-          spreads = true;
-          Fill(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, nan);
-        }
+    constexpr char kSpreads = 2;  // a bit of key_is_nan
+    for (i64 r = 0; r < rows_; ++r) {
+      const Range keys = KeysOf(buf_.tokens[r], start, valid);
+      if (keys.begin >= keys.end || !(buf_.is_nan[r] || Counts(r))) continue;
+      const i32* mask = nullptr;
+      if (buf_.variant && buf_.variant.has_mask()) {
+        mask = buf_.variant.Mask(r, keys.begin / Isa::kWidth * Isa::kWidth,
+                                 RoundUp(keys.end, Isa::kWidth));
       }
-      if (!spreads) continue;
+      bool is_nan = false;
+      for (i64 t = keys.begin; t < keys.end; ++t) {
+        if (!(buf_.is_nan[r] || (buf_.key_is_nan[t] & 1)) || (mask && !mask[t])) continue;
+        is_nan = true;
+        buf_.key_is_nan[t] |= kSpreads;
+      }
+      if (is_nan) Fill(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, nan);
+    }
+    for (i64 t = valid.begin; t < valid.end; ++t) {
+      if (!(buf_.key_is_nan[t] & kSpreads)) continue;
       Fill(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, nan);
       Fill(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, nan);
     }

@@ -44,15 +44,18 @@ class VariantRun {
   size_t bytes() const { return bytes_; }
   explicit operator bool() const { return c_ != nullptr; }
   bool scales() const { return c_->scales; }
+  bool has_mask() const { return c_->visible >= 0; }
   // Whether the mask may hide something of what is computed now: see Sees.
-  bool masks() const { return c_->visible >= 0 && hides_; }
+  bool masks() const { return has_mask() && hides_; }
   void SetHides(bool hides) { hides_ = hides; }
 
   // scales: [rows of the pass]; natural logits are magnitude * scale * raw score.
+  // d_operands: of the backward pass, what AddElements adds to, by operand.
   template <typename QueryRow>
   void Begin(const VariantRows& pass, float magnitude, const float* scales,
-             const QueryRow& query_row) {
+             const QueryRow& query_row, float* const* d_operands = nullptr) {
     pass_ = pass;
+    d_operands_ = d_operands;
     const AttentionParams& params = *pass.params;
     const WorkItem& item = pass.items[0];
     const i64 group = params.group_size, num_rows = pass.num_heads * pass.rows;
@@ -145,13 +148,53 @@ class VariantRun {
     }
   }
 
+  // Of the backward pass, instead of Transform: all of [begin, end) by key, of a row whose scores s
+  // are.
+  struct Slopes {
+    float* logits;
+    float* of_score;  // d logit / d score
+    i32* seen;        // 0 where the variant hides the key, else -1
+  };
+  void Differentiate(i64 row, i64 begin, i64 end, bool masks, float* s, const Slopes& to) {
+    At(row);
+    raw_ = reinterpret_cast<i32*>(s);
+    if (masks) Run(c_->mask, kLogitHome, begin, end);
+    Run(masks ? c_->logits : c_->only_logits, kLogitHome, begin, end);
+    CopyLanes(c_->logit, begin, end, reinterpret_cast<i32*>(to.logits));
+    if (c_->score >= 0) {
+      CopyLanes(c_->score, begin, end, reinterpret_cast<i32*>(to.of_score));
+    } else {
+      for (i64 j = begin; j < end; ++j) to.of_score[j] = 1.0f;
+    }
+    if (masks) return CopyLanes(c_->visible, begin, end, to.seen);
+    for (i64 j = begin; j < end; ++j) to.seen[j] = -1;
+  }
+
+  bool has_elements() const { return c_->num_elements > 0; }
+
+  // After it, while s is as it was: adds d_logits[j] * d logit / d element to the sums of what the
+  // row's keys [begin, end) read of operands. d_logits: 0 where the row does not see the key.
+  void AddElements(i64 begin, i64 end, const float* d_logits) const {
+    for (i32 i = 0; i < c_->num_elements; ++i) {
+      const auto& element = c_->elements[i];
+      Index indices[kMaxOperandRank];
+      for (i32 a = 0; a < element.rank; ++a) {
+        indices[a].at = Find(element.indices[a], begin, &indices[a].is_vector);
+      }
+      bool is_vector;
+      const auto* partial =
+          reinterpret_cast<const float*>(Find(element.partial, begin, &is_vector));
+      AddToElements<Isa>(d_operands_[element.operand],
+                         pass_.params->variant_operands[element.operand].dims, element.rank,
+                         indices, partial, is_vector, d_logits + begin, end - begin);
+    }
+  }
+
   // By key, 0 in [begin, end) where the variant hides it from the row.
   const i32* Mask(i64 row, i64 begin, i64 end) {
     At(row);
     Run(c_->mask, kLogitHome, begin, end);  // no mask reads scores
-    bool is_vector;
-    const i32* mask = Find(c_->visible, begin, &is_vector);
-    for (i64 j = begin; j < end; ++j) mask_[j] = is_vector ? mask[j - begin] : *mask;
+    CopyLanes(c_->visible, begin, end, mask_);
     return mask_;
   }
 
@@ -262,6 +305,12 @@ class VariantRun {
     const i64 group = pass_.params->group_size;
     token_ = row % pass_.rows / group;
     head_ = c_->diagonals_by_head ? row / pass_.rows * group + row % group : 0;
+  }
+
+  void CopyLanes(i32 value, i64 begin, i64 end, i32* to) const {
+    bool is_vector;
+    const i32* from = Find(value, begin, &is_vector);
+    for (i64 j = begin; j < end; ++j) to[j] = is_vector ? from[j - begin] : *from;
   }
 
   void Fill(i32 bits, i64 begin, i64 end) {
@@ -386,6 +435,7 @@ class VariantRun {
   i32* logits_ = nullptr;     // [slots, tile_kv]
 
   VariantRows pass_ = {};
+  float* const* d_operands_ = nullptr;
   bool is_masked_ = true, hides_ = true;
   i64 lanes_ = 0, tokens_ = 0, start_ = 0;
   ValueHome section_ = kNoHome;

@@ -41,20 +41,22 @@ ValueHome HomeOf(i32 depends) {
 
 class CodeMaker {
  public:
-  CodeMaker(const VariantProgram& program, bool capped, VariantCode* code)
-      : p_(program), capped_(capped), c_(*code) {}
+  CodeMaker(const VariantProgram& program, bool capped, const VariantGradient* gradient,
+            VariantCode* code)
+      : p_(program), capped_(capped), gradient_(gradient), c_(*code) {}
 
   void Make() {
     c_.visible = p_.visible;
     c_.scales = p_.logits >= 0 || capped_ || !p_.normalizes;
     for (i32 i = 0; i < p_.num_instructions; ++i) Place(i);
-    c_.logit = p_.logits >= 0 ? p_.logits : kRawScore;
+    c_.logit = p_.logits >= 0 ? Resolve(p_.logits) : kRawScore;
     // Without an instruction of its own, the score as a result.
     const bool bare = p_.logits < 0 && c_.scales && !capped_;
     if (bare) c_.logit = NewValue(kLogitHome);
 
     Need(c_.visible, needs_mask_);
     if (!bare) Need(c_.logit, needs_logit_);
+    if (gradient_ != nullptr) KeepDerivatives();
     for (i32 i = 0; i < p_.num_instructions; ++i) {
       needed_[i] = needs_mask_[i] || needs_logit_[i];
       if (!needed_[i]) c_.home[i] = kNoHome;
@@ -130,6 +132,25 @@ class CodeMaker {
     for (i32 i = value; i >= 0; --i) {
       if (!needs[i]) continue;
       for (i32 a = 0; a < NumArgs(i); ++a) needs[Arg(i, a)] = true;
+    }
+  }
+
+  // They are results: nothing else takes their place.
+  void KeepDerivatives() {
+    const auto keep = [&](i32 value) {
+      Need(value, needs_logit_);
+      uses_[value] += 2;
+      return Resolve(value);
+    };
+    c_.score = gradient_->score < 0 ? -1 : keep(gradient_->score);
+    c_.num_elements = gradient_->num_elements;
+    for (i32 i = 0; i < c_.num_elements; ++i) {
+      const auto [load, partial] = gradient_->elements[i];
+      auto& element = c_.elements[i];
+      element.operand = At(load).args[0];
+      element.partial = keep(partial);
+      element.rank = NumArgs(load);
+      for (i32 a = 0; a < element.rank; ++a) element.indices[a] = keep(Arg(load, a));
     }
   }
 
@@ -212,6 +233,7 @@ class CodeMaker {
 
   const VariantProgram& p_;
   const bool capped_;
+  const VariantGradient* const gradient_;
   VariantCode& c_;
   i32 num_ops_ = 0;
   i32 num_values_ = kFirstExtraValue;
@@ -228,9 +250,10 @@ class CodeMaker {
 
 }  // namespace
 
-void MakeVariantCode(const VariantProgram& program, bool capped, VariantCode* code) {
+void MakeVariantCode(const VariantProgram& program, bool capped, const VariantGradient* gradient,
+                     VariantCode* code) {
   *code = VariantCode{};
-  CodeMaker(program, capped, code).Make();
+  CodeMaker(program, capped, gradient, code).Make();
 }
 
 }  // namespace jax_attn

@@ -62,9 +62,18 @@ struct VariantCode {
   bool scales;             // raw scores become natural logits here, with the soft cap
   bool diagonals_by_head;  // diagonal values depend on the head
   bool reads_kv_rows;
+  // Of a gradient, all of them there after `logits`.
+  i32 score;  // d logit / d score; -1: 1
+  i32 num_elements;
+  struct {
+    i32 operand, partial, rank;
+    i32 indices[kMaxOperandRank];  // values
+  } elements[kMaxDerivatives];
 };
 
 // Of a program that is present. capped: there is a soft cap, after which scores are natural.
-void MakeVariantCode(const VariantProgram& program, bool capped, VariantCode* code);
+// gradient: of the backward pass, whose program it is, or null.
+void MakeVariantCode(const VariantProgram& program, bool capped, const VariantGradient* gradient,
+                     VariantCode* code);
 
 }  // namespace jax_attn

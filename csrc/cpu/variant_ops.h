@@ -454,5 +454,40 @@ void LoadOperand(i32 type, const VariantOperand& operand, i32 rank, const Index*
   }
 }
 
+// to[indices of the lane, each clamped] += weights[lane] * partial, of n lanes in their order.
+// Lanes of weight 0 add nothing, whatever the partial is.
+template <class Isa>
+JAX_ATTN_KERNEL void AddToElements(float* to, const i32* dims, i32 rank, const Index* indices,
+                                   const float* partial, bool is_vector, const float* weights,
+                                   i64 n) {
+  i64 stride = 1, strides[kMaxOperandRank];
+  i32 vectors[kMaxOperandRank], num_vectors = 0;
+  for (i32 axis = rank - 1; axis >= 0; --axis) {
+    strides[axis] = stride;
+    stride *= dims[axis];
+    if (indices[axis].is_vector) {
+      vectors[num_vectors++] = axis;
+    } else {
+      to += Clamp(*indices[axis].at, dims[axis]) * strides[axis];
+    }
+  }
+  const auto product = [&](i64 j) {
+    return weights[j] == 0 ? 0.0f : weights[j] * (is_vector ? partial[j] : *partial);
+  };
+  if (num_vectors == 0) {
+    float sum = 0;
+    for (i64 j = 0; j < n; ++j) sum += product(j);
+    *to += sum;
+    return;
+  }
+  for (i64 j = 0; j < n; ++j) {
+    i64 at = 0;
+    for (i32 i = 0; i < num_vectors; ++i) {
+      at += Clamp(indices[vectors[i]].at[j], dims[vectors[i]]) * strides[vectors[i]];
+    }
+    to[at] += product(j);
+  }
+}
+
 }  // namespace
 }  // namespace jax_attn

@@ -43,25 +43,6 @@ bool ReadsKvRows(const VariantProgram& program) {
   return false;
 }
 
-Status CheckVariantOperands(const VariantProgram& program,
-                            const std::vector<ffi::AnyBuffer>& operands) {
-  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16,
-                                             ffi::S32, ffi::U8,   ffi::PRED};  // by OperandType
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const ProgramOperand& expected = program.operands[i];
-    const auto dims = operands[i].dimensions();
-    bool fits = operands[i].element_type() == kTypes[expected.type] &&
-                static_cast<i32>(dims.size()) == expected.rank;
-    for (const int64_t dim : dims) fits = fits && dim >= 1 && dim <= kMaxInt32;
-    if (!fits) {
-      return Status::Error("attention: variant_operands: expected operand " + std::to_string(i) +
-                           " with the dtype and the " + std::to_string(expected.rank) +
-                           " axes that the variant says, none of length 0, got another array.");
-    }
-  }
-  return Status::Ok();
-}
-
 Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* pool) {
   const AttentionSpec& spec = problem.spec;
   const ffi::DataType type = ToDataType(spec.dtype);
@@ -106,7 +87,7 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* p
         "kv_row, got " +
         std::to_string(pool->num_pages * spec.page_size) + ".");
   }
-  return s.ok() ? CheckVariantOperands(problem.program, b.variant_operands) : s;
+  return s.ok() ? CheckVariantOperands(kOp, problem.program, b.variant_operands) : s;
 }
 
 AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffers& b,
@@ -138,14 +119,7 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   }
   p.num_pages = pool.num_pages;
   p.num_layers = static_cast<i32>(pool.num_layers);
-  for (size_t i = 0; i < b.variant_operands.size(); ++i) {
-    VariantOperand& operand = p.variant_operands[i];
-    operand.data = b.variant_operands[i].untyped_data();
-    const auto dims = b.variant_operands[i].dimensions();
-    for (size_t axis = 0; axis < dims.size(); ++axis) {
-      operand.dims[axis] = static_cast<i32>(dims[axis]);
-    }
-  }
+  SetVariantOperands(b.variant_operands, &p);
   return p;
 }
 

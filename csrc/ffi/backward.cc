@@ -2,6 +2,7 @@
 #include "cpu/backward.h"
 
 #include <utility>
+#include <vector>
 
 #include "ffi/checks.h"
 #include "ffi/cpu_task_pool.h"
@@ -9,6 +10,7 @@
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "variant/words.h"
 
 namespace jax_attn {
 namespace {
@@ -18,7 +20,54 @@ constexpr char kOp[] = "attention's backward pass";
 struct BackwardBuffers {
   ffi::AnyBuffer q, k, v, plan, layer, lse, d, d_o;
   ffi::AnyBuffer d_q, d_k, d_v, workspace;
+  std::vector<ffi::AnyBuffer> variant_operands;
+  std::vector<ffi::AnyBuffer> d_operands;  // of OperandsOf the gradient
 };
+
+// Operands and results of a variant, after the others.
+Status TakeVariant(ffi::RemainingArgs args, ffi::RemainingRets rets, BackwardBuffers* b) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto operand = args.get<ffi::AnyBuffer>(i);
+    if (!operand.has_value()) return Status::Error("attention's backward pass: operands.");
+    b->variant_operands.push_back(*operand);
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto result = rets.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return Status::Error("attention's backward pass: results.");
+    b->d_operands.push_back(**result);
+  }
+  return Status::Ok();
+}
+
+Status CheckVariant(const AttentionProblem& problem, const VariantGradient& gradient,
+                    const BackwardBuffers& b) {
+  const auto refuse = [](const char* what, size_t expected, size_t got) {
+    return Status::Error("attention's backward pass: " + std::string(what) + ": expected " +
+                         std::to_string(expected) + ", got " + std::to_string(got) + ".");
+  };
+  const auto num_operands = static_cast<size_t>(problem.program.num_operands);
+  if (b.variant_operands.size() != num_operands) {
+    return refuse("variant_operands", num_operands, b.variant_operands.size());
+  }
+  if (Status s = CheckVariantOperands(kOp, problem.program, b.variant_operands); !s.ok()) return s;
+  const std::vector<i32> operands = OperandsOf(gradient);
+  if (b.d_operands.size() != operands.size()) {
+    return refuse("gradients of operands", operands.size(), b.d_operands.size());
+  }
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto got = b.d_operands[i].dimensions();
+    const auto dims = b.variant_operands[operands[i]].dimensions();
+    const bool fits = b.d_operands[i].element_type() == ffi::F32 && got.size() == 1 + dims.size() &&
+                      (got[0] == 1 || got[0] == problem.spec.num_kv_heads) &&
+                      std::equal(dims.begin(), dims.end(), got.begin() + 1);
+    if (!fits) {
+      return Status::Error(
+          "attention's backward pass: gradients of operands: expected f32 sums of one or of each "
+          "kv head, got another array.");
+    }
+  }
+  return Status::Ok();
+}
 
 Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
                int64_t head_dim, const Pool& pool) {
@@ -32,10 +81,10 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
   const ffi::DataType type = ToDataType(spec.dtype);
   Status s = Status::Ok();
   if (spec.mla || spec.quantized() || spec.fresh_kv || spec.max_steps > 0 ||
-      problem.program.present) {
+      (problem.program.present && spec.arch != 0)) {
     s = Status::Error(
-        "attention's backward pass: spec: mla, kv_dtype, fresh_kv, max_steps and a variant have "
-        "none.");
+        "attention's backward pass: spec: mla, kv_dtype, fresh_kv, max_steps and, on CUDA, a "
+        "variant have none.");
   }
   const auto check_q = [&](const char* name, const ffi::AnyBuffer& x, int64_t dim) {
     if (s.ok()) s = CheckBuffer(kOp, name, x, type, {spec.max_qo_tokens, spec.num_qo_heads, dim});
@@ -62,11 +111,16 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
 }
 
 // Everything between XLA's call and the work that both platforms share. params: without results.
-Status Unpack(ffi::Span<const int64_t> words, const BackwardBuffers& b, AttentionProblem* problem,
+Status Unpack(ffi::Span<const int64_t> words, ffi::Span<const int64_t> gradient_words,
+              const BackwardBuffers& b, AttentionProblem* problem, VariantGradient* gradient,
               BackwardParams* params) {
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
   Pool kv_pool;
   if (Status s = Check(*problem, b, &kv_pool); !s.ok()) return s;
+  Status s = Prefixed(kOp, DecodeGradient(gradient_words.begin(), gradient_words.size(),
+                                          problem->program, gradient));
+  if (s.ok()) s = CheckVariant(*problem, *gradient, b);
+  if (!s.ok()) return s;
   AttentionParams& p = params->forward;
   p = MakeAttentionParams(*problem, static_cast<const int32_t*>(b.plan.untyped_data()));
   p.q = b.q.untyped_data();
@@ -78,6 +132,7 @@ Status Unpack(ffi::Span<const int64_t> words, const BackwardBuffers& b, Attentio
   params->lse = static_cast<const float*>(b.lse.untyped_data());
   params->d = static_cast<const float*>(b.d.untyped_data());
   params->d_o = b.d_o.untyped_data();
+  SetVariantOperands(b.variant_operands, &p);
   return CheckBuffer(
       kOp, "workspace", b.workspace, ffi::F32,
       {problem->spec.arch == 0 ? BackwardSums(problem->spec, p.num_pages)
@@ -86,14 +141,17 @@ Status Unpack(ffi::Span<const int64_t> words, const BackwardBuffers& b, Attentio
 
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                       ffi::AnyBuffer plan, ffi::AnyBuffer layer, ffi::AnyBuffer lse,
-                      ffi::AnyBuffer d, ffi::AnyBuffer d_o, ffi::Result<ffi::AnyBuffer> d_q,
-                      ffi::Result<ffi::AnyBuffer> d_k, ffi::Result<ffi::AnyBuffer> d_v,
-                      ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
-                      bool poison) {
+                      ffi::AnyBuffer d, ffi::AnyBuffer d_o, ffi::RemainingArgs args,
+                      ffi::Result<ffi::AnyBuffer> d_q, ffi::Result<ffi::AnyBuffer> d_k,
+                      ffi::Result<ffi::AnyBuffer> d_v, ffi::Result<ffi::AnyBuffer> workspace,
+                      ffi::RemainingRets rets, ffi::Span<const int64_t> gradient_words,
+                      ffi::Span<const int64_t> words, bool poison) {
   AttentionProblem problem;
   BackwardParams params = {};
-  const BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *workspace};
-  Status s = Unpack(words, b, &problem, &params);
+  VariantGradient gradient;
+  BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *workspace, {}, {}};
+  Status s = TakeVariant(args, rets, &b);
+  if (s.ok()) s = Unpack(words, gradient_words, b, &problem, &gradient, &params);
   const AttentionParams& p = params.forward;
   if (s.ok()) {
     const auto* plan_words = static_cast<const int32_t*>(plan.untyped_data());
@@ -102,19 +160,28 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   if (s.ok() && p.layer) s = CheckLayer(kOp, *p.layer, p.num_layers);
   if (!s.ok()) return ToFfi(s);
   if (poison) PoisonOnHost({*d_q, *d_k, *d_v, *workspace});
+  BackwardResults results = {d_q->untyped_data(),
+                             d_k->untyped_data(),
+                             d_v->untyped_data(),
+                             static_cast<float*>(workspace->untyped_data()),
+                             {}};
+  for (const ffi::AnyBuffer& x : b.d_operands) {
+    if (poison) PoisonOnHost({x});
+    const int64_t copies = x.dimensions()[0];
+    results.operands.push_back({static_cast<float*>(x.untyped_data()), copies,
+                                static_cast<int64_t>(x.element_count()) / copies});
+  }
   XlaTaskPool task_pool(pool);
-  BackwardCpu(problem, params,
-              {d_q->untyped_data(), d_k->untyped_data(), d_v->untyped_data(),
-               static_cast<float*>(workspace->untyped_data())},
-              task_pool);
+  BackwardCpu(problem, gradient, params, results, task_pool);
   return ffi::Error::Success();
 }
 
-ffi::Error InstantiateCuda(ffi::Span<const int64_t> words, bool) {
+ffi::Error InstantiateCuda(ffi::Span<const int64_t>, ffi::Span<const int64_t> words, bool) {
   return RunStage(kOp, words, [](const AttentionProblem& p) { return PrepareBackward(p.spec); });
 }
 
-ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool) {
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t>, ffi::Span<const int64_t> words,
+                          bool) {
   return RunStage(kOp, words,
                   [=](const AttentionProblem& p) { return LoadBackward(p.spec, device); });
 }
@@ -122,14 +189,17 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool) 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer q,
                        ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer plan,
                        ffi::AnyBuffer layer, ffi::AnyBuffer lse, ffi::AnyBuffer d,
-                       ffi::AnyBuffer d_o, ffi::Result<ffi::AnyBuffer> d_q,
+                       ffi::AnyBuffer d_o, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> d_q,
                        ffi::Result<ffi::AnyBuffer> d_k, ffi::Result<ffi::AnyBuffer> d_v,
-                       ffi::Result<ffi::AnyBuffer> workspace, ffi::Span<const int64_t> words,
+                       ffi::Result<ffi::AnyBuffer> workspace, ffi::RemainingRets rets,
+                       ffi::Span<const int64_t> gradient_words, ffi::Span<const int64_t> words,
                        bool poison) {
   AttentionProblem problem;
   BackwardParams params = {};
-  const BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *workspace};
-  Status s = Unpack(words, b, &problem, &params);
+  VariantGradient gradient;
+  BackwardBuffers b{q, k, v, plan, layer, lse, d, d_o, *d_q, *d_k, *d_v, *workspace, {}, {}};
+  Status s = TakeVariant(args, rets, &b);
+  if (s.ok()) s = Unpack(words, gradient_words, b, &problem, &gradient, &params);
   if (s.ok() && poison) s = PoisonOnDevice({*d_q, *d_k, *d_v, *workspace}, stream);
   if (!s.ok()) return ToFfi(s);
   BackwardCudaParams p =
@@ -145,30 +215,39 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   return ToFfi(LaunchBackward(problem.spec, p, num_zero_words, stream, device_ordinal));
 }
 
+// gradient: the words of that of a variant.
+template <typename Binding>
+auto BindAttributes(Binding binding) {
+  return BindProblem(std::move(binding).template Attr<ffi::Span<const int64_t>>("gradient"));
+}
+
 // The operands, results and attributes of one call, after the contexts of a platform.
 template <typename Binding>
 auto BindCall(Binding binding) {
-  return BindProblem(std::move(binding)
-                         .template Arg<ffi::AnyBuffer>()    // q
-                         .template Arg<ffi::AnyBuffer>()    // k
-                         .template Arg<ffi::AnyBuffer>()    // v
-                         .template Arg<ffi::AnyBuffer>()    // plan
-                         .template Arg<ffi::AnyBuffer>()    // layer
-                         .template Arg<ffi::AnyBuffer>()    // lse
-                         .template Arg<ffi::AnyBuffer>()    // d
-                         .template Arg<ffi::AnyBuffer>()    // d_o
-                         .template Ret<ffi::AnyBuffer>()    // d_q
-                         .template Ret<ffi::AnyBuffer>()    // d_k
-                         .template Ret<ffi::AnyBuffer>()    // d_v
-                         .template Ret<ffi::AnyBuffer>());  // workspace
+  return BindAttributes(std::move(binding)
+                            .template Arg<ffi::AnyBuffer>()  // q
+                            .template Arg<ffi::AnyBuffer>()  // k
+                            .template Arg<ffi::AnyBuffer>()  // v
+                            .template Arg<ffi::AnyBuffer>()  // plan
+                            .template Arg<ffi::AnyBuffer>()  // layer
+                            .template Arg<ffi::AnyBuffer>()  // lse
+                            .template Arg<ffi::AnyBuffer>()  // d
+                            .template Arg<ffi::AnyBuffer>()  // d_o
+                            .RemainingArgs()                 // of a variant
+                            .template Ret<ffi::AnyBuffer>()  // d_q
+                            .template Ret<ffi::AnyBuffer>()  // d_k
+                            .template Ret<ffi::AnyBuffer>()  // d_v
+                            .template Ret<ffi::AnyBuffer>()  // workspace
+                            .RemainingRets());               // of a variant's operands
 }
 
 XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda, BindProblem(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
+                       BindAttributes(ffi::Ffi::BindInstantiate()));
 
 XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
-                       BindProblem(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
+                       BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
 
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCuda, ExecuteCuda,

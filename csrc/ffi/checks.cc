@@ -137,6 +137,37 @@ Status CheckPages(const char* op, const char* argument, const AttentionSpec& spe
                      {pool.num_layers, pool.num_pages, spec.page_size, heads, head_dim});
 }
 
+Status CheckVariantOperands(const char* op, const VariantProgram& program,
+                            const std::vector<ffi::AnyBuffer>& operands) {
+  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16,
+                                             ffi::S32, ffi::U8,   ffi::PRED};  // by OperandType
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const ProgramOperand& expected = program.operands[i];
+    const auto dims = operands[i].dimensions();
+    bool fits = operands[i].element_type() == kTypes[expected.type] &&
+                static_cast<i32>(dims.size()) == expected.rank;
+    for (const int64_t dim : dims) fits = fits && dim >= 1 && dim <= kMaxInt32;
+    if (!fits) {
+      return Status::Error(std::string(op) + ": variant_operands: expected operand " +
+                           std::to_string(i) + " with the dtype and the " +
+                           std::to_string(expected.rank) +
+                           " axes that the variant says, none of length 0, got another array.");
+    }
+  }
+  return Status::Ok();
+}
+
+void SetVariantOperands(const std::vector<ffi::AnyBuffer>& operands, AttentionParams* p) {
+  for (size_t i = 0; i < operands.size(); ++i) {
+    VariantOperand& operand = p->variant_operands[i];
+    operand.data = operands[i].untyped_data();
+    const auto dims = operands[i].dimensions();
+    for (size_t axis = 0; axis < dims.size(); ++axis) {
+      operand.dims[axis] = static_cast<i32>(dims[axis]);
+    }
+  }
+}
+
 Status CheckLayer(const char* op, int32_t layer, int64_t num_layers) {
   if (layer >= 0 && layer < num_layers) return Status::Ok();
   return Status::Error(std::string(op) + ": layer: expected an index in [0, " +

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "spec.h"
 #include "status.h"
@@ -67,6 +68,12 @@ Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer&
                 Pool* pool);
 Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
                   const ffi::AnyBuffer& pages, int64_t head_dim);
+
+// The operands of a variant: their types, and that no axis has length 0; and to where kernels read
+// them.
+Status CheckVariantOperands(const char* op, const VariantProgram& program,
+                            const std::vector<ffi::AnyBuffer>& operands);
+void SetVariantOperands(const std::vector<ffi::AnyBuffer>& operands, AttentionParams* p);
 
 // Reads data, as the checks of plans do (plan/check.h), so only CPU handlers call it;
 // JAX_ATTN_CHECK=1 does both on any device.

@@ -143,6 +143,18 @@ struct VariantProgram {
   Instruction instructions[kMaxInstructions];
 };
 
+// What the backward pass needs of a program: derivatives of its logit, which are values of it, too.
+inline constexpr i32 kMaxDerivatives = 16;
+struct VariantGradient {
+  VariantProgram program;  // gives the logit and the mask as before
+  i32 score;               // the value that is d logit / d score; -1: 1
+  i32 num_elements;
+  struct {
+    i32 load;     // an instruction that loads an element of an operand of floats
+    i32 partial;  // the value that is d logit / d element
+  } elements[kMaxDerivatives];
+};
+
 // Arguments of an instruction that are values: args[first_value_arg ... + num_value_args).
 constexpr i32 FirstValueArg(const Instruction& x) {
   return kVariantOps[x.op].rule == kRuleLoad ? 1 : 0;

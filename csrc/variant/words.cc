@@ -189,6 +189,41 @@ Status DecodeProgram(const int64_t* words, size_t num_words, VariantProgram* pro
   return s;
 }
 
+Status DecodeGradient(const int64_t* words, size_t num_words, const VariantProgram& of,
+                      VariantGradient* gradient) {
+  *gradient = VariantGradient{};
+  const auto refuse = [](const char* what) {
+    return Status::Error(std::string("gradient: ") + what + ".");
+  };
+  if (!of.present) return num_words == 0 ? Status::Ok() : refuse("expected none without a variant");
+  if (num_words < 2 || words[1] < 0 || words[1] > kMaxDerivatives ||
+      num_words < 2 + 2 * static_cast<size_t>(words[1])) {
+    return refuse("expected the words of one");
+  }
+  VariantProgram& p = gradient->program;
+  const size_t first = 2 + 2 * static_cast<size_t>(words[1]);
+  if (Status s = DecodeProgram(words + first, num_words - first, &p); !s.ok()) return s;
+  bool fits = p.present && p.normalizes == of.normalizes && p.num_operands == of.num_operands;
+  for (i32 i = 0; fits && i < of.num_operands; ++i) {
+    fits = p.operands[i].type == of.operands[i].type && p.operands[i].rank == of.operands[i].rank;
+  }
+  if (!fits) return refuse("expected that of the variant");
+  const auto is_float = [&](int64_t value) {
+    return value >= 0 && value < p.num_instructions && p.instructions[value].type == kVariantF32;
+  };
+  if (words[0] != -1 && !is_float(words[0])) return refuse("expected a derivative that is a float");
+  gradient->score = static_cast<i32>(words[0]);
+  gradient->num_elements = static_cast<i32>(words[1]);
+  for (i32 i = 0; i < gradient->num_elements; ++i) {
+    const int64_t load = words[2 + 2 * i], partial = words[3 + 2 * i];
+    if (!is_float(load) || p.instructions[load].op != kOpLoad || !is_float(partial)) {
+      return refuse("expected elements of floats, and derivatives that are floats");
+    }
+    gradient->elements[i] = {static_cast<i32>(load), static_cast<i32>(partial)};
+  }
+  return Status::Ok();
+}
+
 std::vector<int64_t> EncodeProgram(const VariantProgram& p) {
   if (!p.present) return {};
   std::vector<int64_t> words = {kProgramVersion, p.normalizes, p.logits, p.visible, p.num_operands};

@@ -21,4 +21,10 @@ inline constexpr int64_t kProgramVersion = 1;
 Status DecodeProgram(const int64_t* words, size_t num_words, VariantProgram* program);
 std::vector<int64_t> EncodeProgram(const VariantProgram& program);
 
+// Those of a gradient: score, num_elements, (load, partial) of each, and the words of its program.
+// of: the program that it must be the gradient of, as far as operands and softmax go; without one
+// there are no words.
+Status DecodeGradient(const int64_t* words, size_t num_words, const VariantProgram& of,
+                      VariantGradient* gradient);
+
 }  // namespace jax_attn

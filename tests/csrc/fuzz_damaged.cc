@@ -96,7 +96,9 @@ std::string Differentiate(const AttentionProblem& problem, const AttentionParams
   p.d = d.as<float>();
   p.d_o = d_o.data.get();
   InlinePool pool;
-  BackwardCpu(problem, p, {d_q.data.get(), d_k.data.get(), d_v.data.get(), sums.as<float>()}, pool);
+  const VariantGradient gradient = {problem.program, -1, 0, {}};  // as of masks
+  BackwardCpu(problem, gradient, p,
+              {d_q.data.get(), d_k.data.get(), d_v.data.get(), sums.as<float>(), {}}, pool);
   const bool is_whole =
       !HasNan(d_q, spec.dtype) && !HasNan(d_k, spec.dtype) && !HasNan(d_v, spec.dtype);
   return is_whole ? "" : "a gradient that nobody writes";
@@ -130,8 +132,7 @@ std::string Attend(const AttentionProblem& problem, const int32_t* plan, const O
   InlinePool pool;
   AttentionCpu(problem, p, pool);
   if (HasNan(o, spec.dtype) || HasNan(lse, kF32)) return "a row of o or lse that nobody writes";
-  const bool has_gradients =
-      !spec.quantized() && !spec.fresh_kv && spec.max_steps == 0 && !problem.program.present;
+  const bool has_gradients = !spec.quantized() && !spec.fresh_kv && spec.max_steps == 0;
   return has_gradients ? Differentiate(problem, p, lse.as<float>(), x) : "";
 }
 

@@ -1,0 +1,512 @@
+"""The backward pass with variants, against jax.vjp of dense attention in float64 that calls the
+user's functions."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case, build
+from checking import assert_same_bits
+from test_variant import (
+    dilated,
+    nothing,
+    of_lengths,
+    on_every_cpu,
+    packed,
+    per_row,
+    sinks_and_window,
+    soft_cap,
+    variant_of,
+)
+from variant_functions import alibi, dense_bias, documents, prefix_lm, sigmoid_of, t5_bias
+
+import jax_attn as ja
+from jax_attn import reference
+from jax_attn.variant import At
+from jax_attn.variant_gradient import gradient_of
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+class Element:
+    """An operand of the oracle: indices are clamped."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __getitem__(self, indices):
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        return self.array[
+            tuple(jnp.clip(i, 0, n - 1) for i, n in zip(indices, self.shape, strict=True))
+        ]
+
+
+def oracle(case, batch, functions, q, k, v, sinks, operands):
+    """o and lse of the live rows, one request after the other."""
+    logits_of, mask_of, normalize = functions
+    group, cap = case.num_qo_heads // case.num_kv_heads, case.logits_soft_cap
+    sm_scale = case.head_dim_qk**-0.5 if case.sm_scale is None else case.sm_scale
+    k, v = (x if batch.layer is None else x[batch.layer] for x in (k, v))
+    given = {name: Element(x) if x.ndim else x for name, x in operands.items()}
+    lengths = batch.lengths.plan_arguments()
+    fields = ("qo_indptr", "kv_lens", "page_indptr", "page_indices", "kv_indptr", "q_offsets")
+    requests = reference._requests(
+        *(lengths.get(name) for name in fields), k.shape[1], ja.AttentionSpec(**case.spec_fields())
+    )
+
+    def call(function, *arguments):
+        code = getattr(function, "__code__", None)
+        named = code.co_varnames[: code.co_argcount]
+        return function(*arguments, **{n: x for n, x in given.items() if n in named})
+
+    results = []
+    for r, (rows, places, visible, offset) in enumerate(requests):
+        num_rows, num_keys = visible.shape
+        shape = (case.num_qo_heads, num_rows, num_keys)
+        kv_row = places[0] if len(places) == 1 else places[0] * k.shape[1] + places[1]
+        head, row, key = np.indices(shape).astype(np.int32)
+        at = At(
+            head, head // group, np.full(shape, r, np.int32), row + offset, key, row + rows.start,
+            np.broadcast_to(kv_row, shape).astype(np.int32), np.full(shape, num_rows, np.int32),
+            np.full(shape, num_keys, np.int32),
+        )  # fmt: skip
+        of_rows = q[rows].swapaxes(0, 1)
+        keys, values = (jnp.repeat(x[places].swapaxes(0, 1), group, 0) for x in (k, v))
+        scores = sm_scale * of_rows @ keys.swapaxes(1, 2)
+        scores = cap * jnp.tanh(scores / cap) if cap else scores
+        at, logits, seen = (
+            jax.tree.map(jnp.ravel, at),
+            scores.ravel(),
+            np.ravel(visible[None] | (head < 0)),
+        )
+        if mask_of is not None:
+            seen = seen & jax.vmap(lambda at: call(mask_of, at))(at)
+        if logits_of is not None:
+            # Not where hidden: 0 times what is not finite there would be NaN.
+            logits = jax.vmap(lambda s, at: call(logits_of, s, at))(logits, at)
+        logits, seen = logits.reshape(shape), seen.reshape(shape)
+        if normalize == "none":
+            o = jnp.where(seen, logits, 0) @ values
+            results.append((o.swapaxes(0, 1), jnp.zeros((num_rows, case.num_qo_heads))))
+            continue
+        some = seen.any(-1)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        top = jax.lax.stop_gradient(jnp.where(some, logits.max(-1, initial=-jnp.inf), 0))
+        weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0)
+        total = weights.sum(-1)
+        if sinks is not None:
+            total = total + jnp.where(some, jnp.exp(sinks[:, None] - top), 0)
+        safe = jnp.where(some, total, 1)
+        o = weights / safe[..., None] @ values
+        lse = jnp.where(some, top + jnp.log(safe), 0)
+        results.append((o.swapaxes(0, 1), lse.swapaxes(0, 1)))
+    return tuple(jnp.concatenate(x) for x in zip(*results, strict=True))
+
+
+def gradients_of(case, functions, operands, batch, d_o, d_lse, variant=None):
+    """Of q, k, v, the operands that are floats, and sinks: by the kernels, and by the oracle."""
+    logits_of, mask_of, normalize = functions
+    variant = variant or ja.Variant(logits_of, mask_of, normalize, operands)
+    spec = ja.AttentionSpec(**case.spec_fields(), variant=variant, target="cpu")
+    plan = ja.plan(spec, **batch.lengths.plan_arguments())
+    live = sum(case.qo_lens)
+    floats = {n: x for n, x in operands.items() if np.asarray(x).dtype.name in FLOATS}
+    others = {n: x for n, x in operands.items() if n not in floats}
+    with_lse = normalize == "softmax"
+
+    def attend(q, k, v, floats, sinks):
+        read = {n: (floats | others)[n] for n in variant.names}
+        out = ja.attention(
+            q, k, v, plan, layer=batch.layer, sinks=sinks, variant_operands=read or None,
+            return_lse=with_lse,
+        )  # fmt: skip
+        return out if with_lse else (out, jnp.zeros_like(d_lse))
+
+    inputs = batch.q, batch.k, batch.v, floats, batch.sinks
+    step = jax.jit(lambda *x: jax.vjp(attend, *x)[1]((d_o, d_lse)))
+    got, again = step(*inputs), step(*inputs)
+    jax.tree.map(functools.partial(assert_same_bits, "again"), got, again)
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), inputs)
+        # What nobody reads holds NaN.
+        wide = jax.tree.map(jnp.nan_to_num, wide)
+        wants = [jnp.asarray(np.float64(x[:live])) for x in (d_o, d_lse)]
+
+        def whole(q, k, v, floats, sinks):
+            read = floats | {n: jnp.asarray(x) for n, x in others.items()}
+            return oracle(case, batch, functions, q, k, v, sinks, read)
+
+        want = jax.vjp(whole, *wide)[1](tuple(wants))
+        want = jax.tree.map(np.asarray, want)
+    return jax.tree.map(np.asarray, got), want
+
+
+def check(case, logits=None, mask=None, normalize="softmax", operands=None):
+    if operands is None:
+        operands = variant_of(logits, mask, normalize)[1]
+    batch = build(case)
+    rng = np.random.default_rng(3)
+    shape = (case.spec_fields()["max_qo_tokens"], case.num_qo_heads)
+    d_o = rng.normal(size=(*shape, case.head_dim_vo or case.head_dim_qk))
+    d_lse = rng.normal(size=shape)
+    live = sum(case.qo_lens)
+    d_o[live:] = d_lse[live:] = 0
+    d_o, d_lse = jnp.asarray(d_o, case.dtype), jnp.asarray(d_lse, jnp.float32)
+    got, want = gradients_of(case, (logits, mask, normalize), operands, batch, d_o, d_lse)
+    eps = 2e-5 if case.dtype == "float32" else 3 * float(jnp.finfo(case.dtype).eps)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        own = max(eps, float(jnp.finfo(a.dtype).eps))
+        error, size = np.abs(np.float64(a) - b), np.abs(b).max(initial=0)
+        assert np.isfinite(b).all()
+        assert (error <= own * size + 1e-30).all(), (
+            f"{name}: off by {error.max()} at {np.argwhere(error == error.max())[:1]} of {size}"
+        )
+        assert not a[b == 0].any() or size == 0 or a.ndim < 3, name
+    return got
+
+
+SHORT = Case("", (37, 0, 5, 1), (90, 4, 5, 150), head_dim_qk=16)
+LONG = Case("", (150, 3), (700, 130), head_dim_qk=32, head_dim_vo=24, page_size=None)
+BEST = ja._core.supported_cpu_isas()[-1]
+
+
+@on_every_cpu
+@pytest.mark.parametrize(
+    "mask",
+    [documents, prefix_lm, dilated, sinks_and_window, packed, nothing],
+    ids=lambda f: f.__name__,
+)
+def test_masks(mask, backend):
+    for case in (SHORT, LONG) if backend.isa == BEST else (SHORT,):
+        check(case, mask=mask)
+
+
+@on_every_cpu
+@pytest.mark.parametrize(
+    "logits", [alibi, t5_bias, soft_cap, dense_bias, per_row, of_lengths], ids=lambda f: f.__name__
+)
+def test_logits(logits, backend):
+    for case in (SHORT, LONG) if backend.isa == BEST else (SHORT,):
+        check(case, logits)
+
+
+@on_every_cpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("logits, mask", [(alibi, None), (None, dilated), (t5_bias, documents)])
+def test_dtypes(dtype, logits, mask, backend):
+    check(dataclasses.replace(SHORT, dtype=dtype), logits, mask)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"causal": False},
+        {"window_left": 9},
+        {"causal": False, "window_left": 20, "window_right": 3},
+        {"logits_soft_cap": 1.5, "sinks": True},
+        {"num_layers": 3, "sm_scale": -0.3},
+        {"num_qo_heads": 8, "num_kv_heads": 1, "schedule": "no_split"},
+        {"page_size": None, "q_offsets": (3, 1, 0, 149)},
+        {"num_ctas": 3, "kv_split": 128, "schedule": "fixed_split"},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+@pytest.mark.parametrize("logits, mask", [(per_row, sinks_and_window), (None, documents)])
+def test_plans(fields, logits, mask):
+    """per_row: of a score after the soft cap, whose derivative by an operand it is, too."""
+    check(dataclasses.replace(SHORT, **fields), logits, mask)
+
+
+@on_every_cpu
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize(
+    "logits, mask",
+    [(sigmoid_of(2.0), None), (sigmoid_of(2.0), dilated), (None, None), (None, documents)],
+)
+def test_without_softmax(logits, mask, cap, backend):
+    check(dataclasses.replace(SHORT, logits_soft_cap=cap), logits, mask, "none")
+
+
+def test_the_score_itself_after_a_soft_cap():
+    check(dataclasses.replace(SHORT, logits_soft_cap=1.5), lambda score, at: score)
+
+
+OPERATIONS = {
+    "abs": lambda x, y: jnp.abs(x),
+    "sign": lambda x, y: x * jnp.sign(y),
+    "floor": lambda x, y: x + jnp.floor(y) - jnp.ceil(x) + jnp.round(y),
+    "exp": lambda x, y: jnp.exp(-x * x) + jnp.exp2(0.1 * y),
+    "log": lambda x, y: jnp.log(1 + x * x) + jnp.log1p(y * y),
+    "tanh": lambda x, y: jnp.tanh(x * y),
+    "logistic": lambda x, y: jax.nn.sigmoid(x - y),
+    "sqrt": lambda x, y: jnp.sqrt(1 + x * x) - jax.lax.rsqrt(2 + y * y),
+    "cast": lambda x, y: x * (1.5 * y).astype(jnp.int32) + (x > y),
+    "sub": lambda x, y: x - y - (y - x) * 0.5,
+    "div": lambda x, y: x / (3 + y * y) - y / (2 + x * x),
+    "rem": lambda x, y: jax.lax.rem(x, 0.7 + y * y),
+    "min": lambda x, y: jnp.minimum(x, y) + jnp.maximum(x * x, y),
+    "ties": lambda x, y: jnp.maximum(jnp.minimum(x, x), jnp.abs(x)) + 0.0 * y,
+    "select": lambda x, y: jnp.where(x < y, x * x, y) + jnp.clip(x, -0.5, 0.5),
+    "power": lambda x, y: (1 + x * x) ** -2 + x**3 * 0.1,
+    "softplus": lambda x, y: jax.nn.softplus(x) + jax.nn.relu(y) + jax.nn.silu(x),
+    "stop_gradient": lambda x, y: x * jax.lax.stop_gradient(x + y) + y,
+    "nothing": lambda x, y: y,
+}
+
+
+@on_every_cpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations(operation, backend):
+    """Each rule, by the score and by an operand that is read twice, at indices that are clamped."""
+
+    def logits(score, at, x):
+        return OPERATIONS[operation](score, x[at.kv_pos, at.head] + x[at.q_pos - 40, 0])
+
+    rng = np.random.default_rng(2)
+    case = Case("", (7, 9), (30, 41), head_dim_qk=16)
+    check(case, logits, operands={"x": rng.normal(size=(33, 4)).astype(np.float32)})
+
+
+def test_operands_of_every_shape():
+    """Small ones have a copy of each kv head, of large ones that heads share they take turns."""
+
+    def logits(score, at, scale, by_kv_head, by_row, whole):
+        score = score * scale + by_kv_head[at.kv_head, at.q_pos]
+        return score + by_row[at.q_row] * 0.1 + whole[at.q_row, at.kv_pos]
+
+    rng = np.random.default_rng(2)
+    operands = {
+        "scale": np.float32(0.7),
+        "by_kv_head": rng.normal(size=(2, 1)).astype(jnp.bfloat16),
+        "by_row": rng.normal(size=20).astype(np.float16),
+        "whole": rng.normal(size=(20, 200)).astype(np.float32),
+    }
+    check(Case("", (20,), (200,), head_dim_qk=16), logits, operands=operands)
+
+
+# ---- which gradients, and what is not there
+
+
+def plan_of(case, batch, variant, **fields):
+    spec = ja.AttentionSpec(**case.spec_fields() | {"target": "cpu"} | fields, variant=variant)
+    return ja.plan(spec, **batch.lengths.plan_arguments())
+
+
+def test_only_what_is_differentiated_is_computed():
+    variant, operands = variant_of(alibi)
+    batch = build(SHORT)
+    plan = plan_of(SHORT, batch, variant)
+
+    def loss(q, slopes):
+        return ja.attention(q, batch.k, batch.v, plan, variant_operands={"slopes": slopes})[
+            :43
+        ].sum()
+
+    def results(argnums):
+        step = jax.jit(jax.grad(loss, argnums))
+        text = step.trace(batch.q, operands["slopes"]).lower().as_text()
+        (call,) = (line for line in text.splitlines() if "@jax_attn_backward" in line)
+        return call.rsplit("->", 1)[1].count("tensor<")
+
+    assert (results(0), results(1)) == (4, 5)
+
+
+def test_what_a_mask_hides_has_no_gradient_and_no_influence():
+    """Rows and keys of other documents hold NaN."""
+    variant, operands = variant_of(None, documents)
+    case = Case("", (150,), (150,), page_size=None)
+    batch = build(case)
+    plan = plan_of(case, batch, variant)
+    rng = np.random.default_rng(0)
+    d_o = rng.normal(size=batch.q.shape).astype(np.float32)
+    operands = {
+        "q_doc": np.arange(150, dtype=np.int32) // 50,
+        "kv_doc": np.arange(4000, dtype=np.int32) // 50,
+    }
+    run = jax.jit(
+        lambda *x: jax.vjp(lambda *y: ja.attention(*y, plan, variant_operands=operands), *x)[1](d_o)
+    )
+    want = run(batch.q, batch.k, batch.v)
+    for which in range(3):
+        arrays = [np.array(x) for x in (batch.q, batch.k, batch.v)]
+        arrays[which][60] = np.nan
+        for a, b in zip(run(*arrays), want, strict=True):
+            live = np.arange(len(a)) < 150
+            inside = (np.arange(len(a)) >= 50) & (np.arange(len(a)) < 100)
+            assert_same_bits("", a[live & ~inside], b[live & ~inside])
+            assert np.isnan(a[60]).all()
+
+
+def test_a_row_that_is_not_finite_makes_nan_of_the_operands_that_it_reads():
+    variant, operands = variant_of(per_row)
+    batch = build(SHORT)
+    plan = plan_of(SHORT, batch, variant)
+    q = np.array(batch.q)
+    q[40, 1, 0] = np.inf  # of the third request
+
+    def loss(q, bias):
+        read = {"bias": bias}
+        return ja.attention(q, batch.k, batch.v, plan, variant_operands=read)[:43].sum()
+
+    def of_rows(score, at, bias):
+        return score + bias[at.q_row, at.head]
+
+    bias = np.zeros((43, 4), np.float32)
+    plan = plan_of(SHORT, batch, ja.Variant(of_rows, operands={"bias": bias}))
+    found = np.asarray(jax.jit(jax.grad(loss, 1))(q, bias))
+    is_nan = np.zeros((43, 4), bool)
+    is_nan[40, 1] = True
+    np.testing.assert_array_equal(np.isnan(found), is_nan)
+
+
+def test_prefixes_in_common():
+    """Items of several requests' rows, under a mask and a bias by key row alone."""
+
+    def mask(at, hidden):
+        return ~hidden[at.kv_row]
+
+    def logits(score, at, bias):
+        return score + bias[at.kv_row, at.head]
+
+    case = Case(
+        "", (1, 1, 2), (200, 210, 220), head_dim_qk=16, branches=("aaab", "aaac", "aaad"),
+        branch_tokens=48,
+    )  # fmt: skip
+    batch = build(case)
+    rows = batch.k.shape[0] * batch.k.shape[1]
+    rng = np.random.default_rng(4)
+    operands = {
+        "hidden": rng.random(rows) < 0.4,
+        "bias": rng.normal(size=(rows, 4)).astype(np.float32),
+    }
+    variant = ja.Variant(logits, mask, operands=operands)
+    shared = plan_of(case, batch, variant, num_ctas=2)
+    assert any(item["num_groups"] > 1 for item in shared.items())
+    check(dataclasses.replace(case, num_ctas=2), logits, mask, operands=operands)
+
+
+THREADS = """
+import hashlib, jax, numpy as np, jax_attn as ja
+rng = np.random.default_rng(0)
+def logits(score, at, table, scale, whole):
+    return score * scale + table[at.q_pos - at.kv_pos, at.head] + whole[at.q_row, at.kv_pos]
+f32 = np.float32
+operands = {"table": rng.normal(size=(64, 8)).astype(f32), "scale": f32(0.5),
+            "whole": rng.normal(size=(600, 700)).astype(f32)}
+spec = ja.AttentionSpec(8, 4, 32, dtype="float32", page_size=None, max_batch=3, max_qo_tokens=600,
+                        max_kv_tokens=1950, num_ctas=3, target="cpu",
+                        variant=ja.Variant(logits, operands=operands))
+plan = ja.plan(spec, np.arange(4) * 200, [650] * 3)
+q, d_o = (rng.normal(size=(600, 8, 32)).astype(f32) for _ in range(2))
+k, v = (rng.normal(size=(1950, 4, 32)).astype(f32) for _ in range(2))
+step = jax.jit(lambda *x: jax.vjp(
+    lambda q, k, v, r: ja.attention(q, k, v, plan, variant_operands=r), *x)[1](d_o))
+for _ in range(5):
+    leaves = jax.tree.leaves(step(q, k, v, operands))
+    print(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest())
+"""
+
+
+def test_the_bits_do_not_depend_on_threads():
+    found = set()
+    for threads in ("1", "2", "7"):
+        command = [sys.executable, "-c", THREADS]
+        environment = os.environ | {"NPROC": threads}
+        out = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+        found |= set(out.split())
+    assert len(found) == 1
+
+
+# ---- refusals
+
+
+def test_too_long_with_derivatives():
+    def logits(score, at):
+        for i in range(30):
+            score = jnp.maximum(score, jnp.tanh(score * i))
+        return score
+
+    variant = ja.Variant(logits)
+    words = "^attention: gradients: a variant: with derivatives: .* 128 values"
+    with pytest.raises(NotImplementedError, match=words):
+        gradient_of(variant)
+
+
+def test_operands_of_split_heads():
+    """Parts that devices have of one sum are not added up."""
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    variant = ja.Variant(lambda score, at, scale: score * scale, operands={"scale": 1.0})
+    case = Case("", (20,), (30,), 2, 1, 16, page_size=None)
+    batch = build(case)
+    plan = plan_of(case, batch, variant)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "h")
+    by_head = jax.NamedSharding(mesh, jax.P(None, "h"))
+    q, k, v = (
+        jax.device_put(np.concatenate([x, x], 1), by_head) for x in (batch.q, batch.k, batch.v)
+    )
+
+    def loss(q, scale):
+        return ja.attention(q, k, v, plan, variant_operands={"scale": scale})[:20].sum()
+
+    words = "^attention: gradients: variant_operands: .* heads split 2 ways"
+    with pytest.raises(NotImplementedError, match=words):
+        jax.jit(jax.grad(loss, 1))(q, jnp.float32(1))
+    assert np.isfinite(jax.jit(jax.grad(loss, 0))(q, jnp.float32(1))[:20]).all()
+
+
+def test_damaged_words_of_a_gradient():
+    variant, operands = variant_of(alibi)
+    batch = build(SHORT)
+    plan = plan_of(SHORT, batch, variant)
+    spec = plan.spec
+    rows = np.zeros(spec.o_shape[:2], np.float32)
+    good = gradient_of(variant, (0,)).words
+    sums = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+
+    def run(words, *sums):
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (batch.q, batch.k, batch.v)]
+        call = jax.ffi.ffi_call(
+            "jax_attn_backward", (*results, jax.ShapeDtypeStruct((0,), jnp.float32), *sums)
+        )
+        arrays = batch.q, batch.k, batch.v, plan.buffer, np.int32(0), rows, rows, batch.q
+        words = np.asarray(words, np.int64)
+        return jax.block_until_ready(
+            call(
+                *arrays,
+                operands["slopes"],
+                problem=spec.problem_words,
+                gradient=words,
+                poison=False,
+            )
+        )
+
+    run(good, sums)
+    for words in (
+        (),
+        good[:1],
+        good[:-1],
+        (99, *good[1:]),
+        (good[0], 17, *good[2:]),
+        (good[0], -1),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="backward pass: gradient|program"):
+            run(words, sums)
+    for place in (2, 3):  # what is loaded, and its derivative
+        for bad in (-1, 4, 1000):
+            words = (*good[:place], bad, *good[place + 1 :])
+            with pytest.raises(jax.errors.JaxRuntimeError, match="backward pass: gradient"):
+                run(words, sums)
+    for other in ((), (jax.ShapeDtypeStruct((3, 4), jnp.float32),), (sums, sums)):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="backward pass: gradients of operands"
+        ):
+            run(good, *other)
