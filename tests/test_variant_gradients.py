@@ -346,9 +346,7 @@ def test_what_a_mask_hides_has_no_gradient_and_no_influence():
 
 
 def test_a_row_that_is_not_finite_makes_nan_of_the_operands_that_it_reads():
-    variant, operands = variant_of(per_row)
     batch = build(SHORT)
-    plan = plan_of(SHORT, batch, variant)
     q = np.array(batch.q)
     q[40, 1, 0] = np.inf  # of the third request
 
