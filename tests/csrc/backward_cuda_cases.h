@@ -154,8 +154,9 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
   on_cpu.d_o = d_o.data();
   Gradients expected = {{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}};
   std::vector<float> sums(BackwardSums(spec, p.num_pages));
-  BackwardCpu(problem, on_cpu,
-              {expected.d_q.data(), expected.d_k.data(), expected.d_v.data(), sums.data()}, pool);
+  BackwardCpu(problem, {}, on_cpu,
+              {expected.d_q.data(), expected.d_k.data(), expected.d_v.data(), sums.data(), {}},
+              pool);
 
   // Other orders of warps and CTAs: the same bits.
   Gradients got[2] = {{{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}},
