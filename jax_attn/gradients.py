@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,10 +49,15 @@ def _backward(wanted: tuple[int, ...]) -> Callable[..., Any]:
 _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
+def _call(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
     o, lse = _forward(*operands, split)
     return o, lse
+
+
+# Only a variant's operands ask which of them are differentiated. JAX cannot say so in a shard_map
+# that is not under jit.
+_attention = jax.custom_vjp(_call, nondiff_argnums=(0,))
+_attention_of_operands = jax.custom_vjp(_call, nondiff_argnums=(0,))
 
 
 def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +66,8 @@ def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
     operands: those of ffi.attention, but for the last one, which is a HeadSplit.
     """
     *arrays, split = operands
-    return _attention(split, *arrays)
+    has_operands = len(arrays) > _NUM_OPERANDS
+    return (_attention_of_operands if has_operands else _attention)(split, *arrays)
 
 
 @jax.tree_util.register_static
@@ -70,10 +76,16 @@ class _Wanted:
     operands: tuple[int, ...]  # of a variant, by number
 
 
-def _attention_forward(split: HeadSplit, *primals: Any) -> tuple[Any, Any]:
+def _forward_of_operands(split: HeadSplit, *primals: Any) -> tuple[Any, Any]:
     arrays = [None if x is None else x.value for x in primals]
-    check_differentiable(split.spec)
     wanted = [i for i, x in enumerate(primals[_NUM_OPERANDS:]) if x.perturbed]
+    return _attention_forward(split, *arrays, wanted=wanted)
+
+
+def _attention_forward(
+    split: HeadSplit, *arrays: Any, wanted: Sequence[int] = ()
+) -> tuple[Any, Any]:
+    check_differentiable(split.spec)
     if wanted and split.num_groups > 1:
         raise NotImplementedError(
             "attention: gradients: variant_operands: supported where a device has all heads of the"
@@ -108,7 +120,8 @@ def _attention_backward(split: HeadSplit, saved: Any, cotangents: Any) -> tuple[
     return d_q, d_k, d_v, *[None] * 4, d_sinks, *[None] * 3, *d_read
 
 
-_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
+_attention.defvjp(_attention_forward, _attention_backward)
+_attention_of_operands.defvjp(_forward_of_operands, _attention_backward, symbolic_zeros=True)
 
 
 def _split_backward(split: HeadSplit, wanted_ndims: list[int]) -> HeadSplit:
