@@ -245,7 +245,9 @@ class HeadSplit:
 
         sides = (", ".join(map(axes, side)) for side in (self.given, self.results))
         rule = " -> ".join(sides)
-        return rule, {k: v for k, v in sizes.items() if "(" in rule}
+        # Shardy wants sizes of factors that are nowhere a dimension of their own, and of no others.
+        whole = set(re.sub(r"\([^)]*\)", "", rule).replace(",", " ").split())
+        return rule, {name: size for name, size in sizes.items() if name not in whole}
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -31,10 +31,17 @@ def gpus():
         "check_sequence_bytes()",
         "check_sequence_plans()",
         "check_dense_sequences()",
-        "check_models(2, 0, 25)",
-        "check_models(1, 0, 25, 2)",
-        "check_engine((2, 1), (1, 2))",
     ],
 )
 def test(call):
     run_on_gpus(f"import mesh_checks as m; m.{call}", timeout=550)
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "call",
+    ["check_models(2, 0, 25)", "check_models(1, 0, 25, 2)", "check_engine((2, 1), (1, 2))"],
+)
+def test_models(call):
+    run_on_gpus(f"import mesh_model_checks as m; m.{call}", timeout=550)

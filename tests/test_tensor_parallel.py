@@ -16,17 +16,17 @@ from jax_attn.serve.engine import EngineConfig
 
 @pytest.mark.parametrize(("num_devices", "first", "step"), [(2, 5, 10), (4, 4, 17)])
 def test_models(num_devices, first, step):
-    run_on_cpus(4, f"import mesh_checks as m; m.check_models({num_devices}, {first}, {step})")
+    run_on_cpus(4, f"import mesh_model_checks as m; m.check_models({num_devices}, {first}, {step})")
 
 
 def test_models_with_striped_pages():
-    run_on_cpus(4, "import mesh_checks as m; m.check_models(2, 17, 5, 2)")
+    run_on_cpus(4, "import mesh_model_checks as m; m.check_models(2, 17, 5, 2)")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 def test_all_models_with_striped_pages():
-    program = "import mesh_checks as m; m.check_models(2, num_stripes=2)"
+    program = "import mesh_model_checks as m; m.check_models(2, num_stripes=2)"
     run_on_cpus(4, program, timeout=1900)
 
 
@@ -34,12 +34,12 @@ def test_all_models_with_striped_pages():
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 def test_all_models(num_devices):
-    program = f"import mesh_checks as m; m.check_models({num_devices})"
+    program = f"import mesh_model_checks as m; m.check_models({num_devices})"
     run_on_cpus(4, program, timeout=1900)
 
 
 def test_engine():
-    run_on_cpus(4, "import mesh_checks as m; m.check_engine((2, 1), (2, 2))")
+    run_on_cpus(4, "import mesh_model_checks as m; m.check_engine((2, 1), (2, 2))")
 
 
 @pytest.mark.timeout(900)
@@ -49,13 +49,13 @@ def test_engine():
      pytest.param((2, 2), marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_all_features_of_an_engine(split):
-    run_on_cpus(4, f"import mesh_checks as m; m.check_features({split})", timeout=850)
+    run_on_cpus(4, f"import mesh_model_checks as m; m.check_features({split})", timeout=850)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "gpt-oss"])
 def test_an_engine_of_another_family(name):
-    run_on_cpus(2, f"import mesh_checks as m; m.check_family({name!r}, (2, 1))", timeout=850)
+    run_on_cpus(2, f"import mesh_model_checks as m; m.check_family({name!r}, (2, 1))", timeout=850)
 
 
 @pytest.mark.slow
@@ -63,14 +63,16 @@ def test_an_engine_of_another_family(name):
 @pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "qwen3 moe, some dense"])
 def test_a_striped_engine_of_another_family(name):
     run_on_cpus(
-        4, f"import mesh_checks as m; m.check_family({name!r}, (1, 2), (2, 2))", timeout=850
+        4, f"import mesh_model_checks as m; m.check_family({name!r}, (1, 2), (2, 2))", timeout=850
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_engine_over_more_devices():
-    run_on_cpus(4, "import mesh_checks as m; m.check_engine((4, 1), (1, 2), (1, 4))", timeout=800)
+    run_on_cpus(
+        4, "import mesh_model_checks as m; m.check_engine((4, 1), (1, 2), (1, 4))", timeout=800
+    )
 
 
 @pytest.mark.parametrize(

@@ -559,3 +559,30 @@ ON_MESH = textwrap.dedent(
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_dense_attention_and_merges_stay_where_a_mesh_has_them(kind):
     run_on_cpus(4, ON_MESH.replace("KIND", kind))
+
+
+def test_one_kv_head_a_device():
+    run_on_cpus(2, "import test_transforms as t; t.check_one_kv_head_a_device()")
+
+
+def check_one_kv_head_a_device():
+    """Of grouped queries: Shardy takes no size of a factor that is an axis of k and v."""
+    spec = ja.AttentionSpec(
+        4, 1, 16, dtype="float32", page_size=None, max_qo_tokens=20, max_kv_tokens=30, max_batch=1
+    )
+    plan = ja.plan(spec, np.array([0, 20]), np.array([30]))
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_head = jax.NamedSharding(mesh, jax.P(None, "heads"))
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.normal(size=(tokens, heads, 16)).astype(np.float32)
+        for tokens, heads in ((20, 8), (30, 2), (30, 2))
+    )
+    slope = jax.value_and_grad(lambda q, k, v: ja.attention(q, k, v, plan).sum(), (0, 1, 2))
+    split = jax.jit(slope)(*(jax.device_put(x, by_head) for x in (q, k, v)))
+    one_by_one = [
+        slope(q[:, 4 * i : 4 * i + 4], k[:, i : i + 1], v[:, i : i + 1]) for i in range(2)
+    ]
+    np.testing.assert_allclose(split[0], sum(o for o, _ in one_by_one), rtol=1e-5)
+    for got, *want in zip(split[1], *(slopes for _, slopes in one_by_one), strict=True):
+        np.testing.assert_array_equal(got, np.concatenate(want, 1))

@@ -583,6 +583,19 @@ void RunOnePrefix(int32_t batch_size, int32_t shared_len, int64_t num_kv_heads, 
   Compare<TraitsOf<512, 96 * 1024, 1>>(problem, b, 4);
 }
 
+// Calls run with the traits of a general planner, others for other seeds.
+template <class Run>
+void WithGeneralTraits(unsigned seed, const Run& run) {
+  switch (seed % 3) {
+    case 0:
+      return run(TraitsOf<64, 96 * 1024, 1>());
+    case 1:
+      return run(TraitsOf<128, 2 * 1024, 1>());
+    default:
+      return run(TraitsOf<32, 16 * 1024, 1>());
+  }
+}
+
 void RunAll(unsigned num_cases) {
   for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
     switch (seed % 4) {
@@ -600,29 +613,11 @@ void RunAll(unsigned num_cases) {
     }
   }
   for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
-    switch (seed % 3) {
-      case 0:
-        RunLevels<TraitsOf<64, 96 * 1024, 1>>(seed);
-        break;
-      case 1:
-        RunLevels<TraitsOf<128, 2 * 1024, 1>>(seed);
-        break;
-      default:
-        RunLevels<TraitsOf<32, 16 * 1024, 1>>(seed);
-    }
+    WithGeneralTraits(seed, [&](auto traits) { RunLevels<decltype(traits)>(seed); });
   }
   const int faults_before = g_faults;
   for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
-    switch (seed % 3) {
-      case 0:
-        RunLists<TraitsOf<64, 96 * 1024, 1>>(seed);
-        break;
-      case 1:
-        RunLists<TraitsOf<128, 2 * 1024, 1>>(seed);
-        break;
-      default:
-        RunLists<TraitsOf<32, 16 * 1024, 1>>(seed);
-    }
+    WithGeneralTraits(seed, [&](auto traits) { RunLists<decltype(traits)>(seed); });
   }
   std::printf(
       "with step lists: %d plans, %d of them with splits, %d refused by both, %d for their"
