@@ -37,6 +37,7 @@ import jax
 
 import jax_attn as ja
 from jax_attn import _core
+from jax_attn.variant_gradient import gradient_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.digest import sources_digest
@@ -381,6 +382,25 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         yield latent(heads, 64, variant=by_name[name])
 
 
+def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int | None, Any]]:
+    by_name = variants()
+    if target not in ("sm_80", "sm_90"):
+        by_name = {name: by_name[name] for name in ("alibi", "documents")}
+    for variant in by_name.values():
+        yield (128, 128), 4, None, {"variant": variant}
+        yield (64, 64), 4, 16, {"variant": variant}
+    for dims, options in (
+        ((256, 256), {"logits_soft_cap": 50.0}),
+        ((128, 128), {"dtype": "float32", "window_left": 100}),
+    ):
+        yield dims, 5, 5, options | {"variant": by_name["alibi"]}
+        yield dims, 5, 5, options | {"variant": by_name["documents"]}
+
+
+def gradient_words(spec: ja.AttentionSpec) -> list[int]:
+    return [] if spec.variant is None else list(gradient_of(spec.variant).words)
+
+
 def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
     """The same of the backward pass."""
     for dims, group, page_size, options in (
@@ -399,6 +419,7 @@ def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
         ((64, 64), 1, None, {"dtype": "float32"}),
         ((128, 128), 4, 16, {"dtype": "float32", "window_left": 100, "logits_soft_cap": 30.0}),
         ((256, 256), 16, 1, {"dtype": "float32"}),
+        *backward_variants(target),
     ):
         yield ja.AttentionSpec(
             num_qo_heads=2 * group,
@@ -424,7 +445,7 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
                 append = _core.append_source(spec.problem, rotates)
                 appends[append.name] = append
     for spec in backward_specs(target):
-        for source in _core.backward_sources(spec.problem):
+        for source in _core.backward_sources(spec.problem, gradient_words(spec)):
             yield source, 0
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
@@ -513,10 +534,14 @@ def variant_kernels(target: str) -> dict[str, str]:
     """Names of the kernels with variants, and the same with the variant's instead of a hash."""
     names = {variant.words: name for name, variant in variants().items()}
     kernels = {}
-    for spec in attention_specs(target):
-        if spec.variant is not None:
-            name = _core.attention_source(spec.problem).name
-            kernels[name] = f"{name.partition('-variant')[0]}-{names[spec.variant.words]}"
+    for specs, source_of in (
+        (attention_specs, lambda spec: _core.attention_source(spec.problem)),
+        (backward_specs, lambda spec: _core.backward_sources(spec.problem, gradient_words(spec))[0]),
+    ):
+        for spec in specs(target):
+            if spec.variant is not None:
+                name = source_of(spec).name
+                kernels[name] = f"{name.partition('-variant')[0]}-{names[spec.variant.words]}"
     return kernels
 
 

@@ -166,6 +166,13 @@ std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
   return levels;
 }
 
+// That of the problem's variant; no words without one.
+VariantGradient ReadGradient(const AttentionProblem& problem, const std::vector<int64_t>& words) {
+  VariantGradient gradient;
+  ThrowIfError(DecodeGradient(words.data(), words.size(), problem.program, &gradient));
+  return gradient;
+}
+
 nb::dict LayoutDict(const AttentionProblem& problem) {
   const PlanLayout l = MakePlanLayout(problem);
   nb::dict dict;
@@ -286,7 +293,7 @@ NB_MODULE(_core, m) {
       .def("backward_words",
            [](const AttentionProblem& p, int64_t num_pages) {
              return p.spec.arch == 0 ? BackwardSums(p.spec, num_pages)
-                                     : BackwardWorkspaceWords(p.spec, num_pages);
+                                     : BackwardWorkspaceWords(p, num_pages);
            })
       .def("plan_scratch_words",
            [](const AttentionProblem& p, int64_t num_levels, int64_t num_prefixes,
@@ -322,9 +329,11 @@ NB_MODULE(_core, m) {
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });
-  m.def("prepare_backward", [](const AttentionProblem& problem) {
-    return Prepared([&](KernelInfo* info) { return PrepareBackward(problem.spec, info); });
-  });
+  m.def("prepare_backward",
+        [](const AttentionProblem& problem, const std::vector<int64_t>& gradient_words) {
+          const VariantGradient gradient = ReadGradient(problem, gradient_words);
+          return Prepared([&](KernelInfo* info) { return PrepareBackward(problem, gradient, info); });
+        });
   m.def("prepare_append", [](const AttentionProblem& problem, bool rotates) {
     return Prepared([&](KernelInfo* info) {
       return PrepareAppend(MakeAppendKernel(problem.spec, rotates), info);
@@ -350,7 +359,9 @@ NB_MODULE(_core, m) {
       });
   m.def("attention_source", &AttentionKernelSource);
   m.def("backward_sources",
-        [](const AttentionProblem& problem) { return BackwardKernelSources(problem.spec); });
+        [](const AttentionProblem& problem, const std::vector<int64_t>& gradient_words) {
+          return BackwardKernelSources(problem, ReadGradient(problem, gradient_words));
+        });
   m.def("append_source", [](const AttentionProblem& problem, bool rotates) {
     return AppendKernelSource(MakeAppendKernel(problem.spec, rotates));
   });

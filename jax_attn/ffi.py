@@ -147,7 +147,7 @@ def backward(
     of the operands `wanted` of a variant, in their dtypes."""
     *variant_operands, spec = variant_operands_and_spec
     words, summed = ((), ()) if spec.variant is None else gradient_of(spec.variant, wanted)
-    jit.compile_ahead("backward", spec)
+    jit.compile_ahead("backward", spec, words)
     num_words = spec.problem.backward_words(k.shape[-4] if spec.is_paged else 1)
     call = jax.ffi.ffi_call(
         "jax_attn_backward",

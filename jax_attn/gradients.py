@@ -86,6 +86,12 @@ def _attention_forward(
     split: HeadSplit, *arrays: Any, wanted: Sequence[int] = ()
 ) -> tuple[Any, Any]:
     check_differentiable(split.spec)
+    if wanted and split.spec.target != "cpu":
+        raise NotImplementedError(
+            "attention: gradients: variant_operands: not supported on CUDA, got operands"
+            f" {[split.spec.variant.names[i] for i in wanted]} that are differentiated; "
+            "jax.lax.stop_gradient holds them, a spec with target='cpu' differentiates them."
+        )
     if wanted and split.num_groups > 1:
         raise NotImplementedError(
             "attention: gradients: variant_operands: supported where a device has all heads of the"
@@ -168,7 +174,6 @@ def check_differentiable(spec: AttentionSpec) -> None:
         ),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
-        (spec.variant is not None and spec.target != "cpu", "a variant on CUDA", _WITH_MASKS),
         (
             spec.max_steps is not None,
             "max_steps",

@@ -56,25 +56,25 @@ def precompile(
     return [CompiledKernel(**future.result()) for future in running]
 
 
-def compile_ahead(operation: str, spec: AttentionSpec) -> None:
+def compile_ahead(operation: str, spec: AttentionSpec, gradient: tuple[int, ...] = ()) -> None:
     """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
     own work, waits for the rest of the compile, if any, instead of the whole.
 
     operation: "attention", "backward", "append", "append_rotated", "plan" or "plan_general".
         Nothing happens unless a GPU is the default backend.
+    gradient: of "backward": the words of the gradient of the spec's variant.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
-        _start(operation, spec)
+        _start(operation, spec, gradient)
 
 
 @functools.cache
-def _start(operation: str, spec: AttentionSpec) -> list[Future[dict[str, Any]]]:
+def _start(
+    operation: str, spec: AttentionSpec, gradient: tuple[int, ...]
+) -> list[Future[dict[str, Any]]]:
     # An error is left to whom the kernel is for: it tries again, and says it.
-    return [
-        _pool().submit(job)
-        for name, job in jobs_of(spec, has_gradients=operation == "backward").items()
-        if name.startswith(f"{operation}-")
-    ]
+    jobs = jobs_of(spec, gradient if operation == "backward" else None)
+    return [_pool().submit(job) for name, job in jobs.items() if name.startswith(f"{operation}-")]
 
 
 @functools.cache
@@ -93,11 +93,11 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 def jobs_of(
-    spec: AttentionSpec, has_gradients: bool = False
+    spec: AttentionSpec, gradient: tuple[int, ...] | None = None
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """The kernels of a spec by name; each call gets one ready and says how.
 
-    has_gradients: with that of the backward pass.
+    gradient: the words of its variant's, if it has one: with that of the backward pass.
     """
     arch, _ = parse_target(spec.target)
     if arch == 0:
@@ -119,9 +119,10 @@ def jobs_of(
             name = _core.append_source(spec.problem, rotates).name
             jobs[name] = functools.partial(_core.prepare_append, spec.problem, rotates)
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
-    if has_gradients:
-        name = _core.backward_sources(spec.problem)[-1].name  # of those that run, the fastest
-        jobs[name] = lambda: _core.prepare_backward(spec.problem)
+    if gradient is not None:
+        of = spec.problem, list(gradient)
+        name = _core.backward_sources(*of)[-1].name  # of those that run, the fastest
+        jobs[name] = lambda: _core.prepare_backward(*of)
     return jobs
 
 

@@ -80,11 +80,9 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
   const AttentionSpec& spec = problem.spec;
   const ffi::DataType type = ToDataType(spec.dtype);
   Status s = Status::Ok();
-  if (spec.mla || spec.quantized() || spec.fresh_kv || spec.max_steps > 0 ||
-      (problem.program.present && spec.arch != 0)) {
+  if (spec.mla || spec.quantized() || spec.fresh_kv || spec.max_steps > 0) {
     s = Status::Error(
-        "attention's backward pass: spec: mla, kv_dtype, fresh_kv, max_steps and, on CUDA, a "
-        "variant have none.");
+        "attention's backward pass: spec: mla, kv_dtype, fresh_kv and max_steps have none.");
   }
   const auto check_q = [&](const char* name, const ffi::AnyBuffer& x, int64_t dim) {
     if (s.ok()) s = CheckBuffer(kOp, name, x, type, {spec.max_qo_tokens, spec.num_qo_heads, dim});
@@ -110,6 +108,11 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
   return s;
 }
 
+Status ReadGradient(ffi::Span<const int64_t> words, const AttentionProblem& problem,
+                    VariantGradient* gradient) {
+  return Prefixed(kOp, DecodeGradient(words.begin(), words.size(), problem.program, gradient));
+}
+
 // Everything between XLA's call and the work that both platforms share. params: without results.
 Status Unpack(ffi::Span<const int64_t> words, ffi::Span<const int64_t> gradient_words,
               const BackwardBuffers& b, AttentionProblem* problem, VariantGradient* gradient,
@@ -117,8 +120,12 @@ Status Unpack(ffi::Span<const int64_t> words, ffi::Span<const int64_t> gradient_
   if (Status s = ReadProblem(kOp, words, problem); !s.ok()) return s;
   Pool kv_pool;
   if (Status s = Check(*problem, b, &kv_pool); !s.ok()) return s;
-  Status s = Prefixed(kOp, DecodeGradient(gradient_words.begin(), gradient_words.size(),
-                                          problem->program, gradient));
+  Status s = ReadGradient(gradient_words, *problem, gradient);
+  if (s.ok() && problem->spec.arch != 0 && gradient->num_elements > 0) {
+    s = Status::Error(
+        "attention's backward pass: gradient: expected derivatives by the score alone on CUDA, got "
+        "some by operands.");
+  }
   if (s.ok()) s = CheckVariant(*problem, *gradient, b);
   if (!s.ok()) return s;
   AttentionParams& p = params->forward;
@@ -136,7 +143,7 @@ Status Unpack(ffi::Span<const int64_t> words, ffi::Span<const int64_t> gradient_
   return CheckBuffer(
       kOp, "workspace", b.workspace, ffi::F32,
       {problem->spec.arch == 0 ? BackwardSums(problem->spec, p.num_pages)
-                               : BackwardWorkspaceWords(problem->spec, p.num_pages)});
+                               : BackwardWorkspaceWords(*problem, p.num_pages)});
 }
 
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
@@ -176,14 +183,31 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   return ffi::Error::Success();
 }
 
-ffi::Error InstantiateCuda(ffi::Span<const int64_t>, ffi::Span<const int64_t> words, bool) {
-  return RunStage(kOp, words, [](const AttentionProblem& p) { return PrepareBackward(p.spec); });
+// stage(problem, gradient) returns a Status.
+template <typename Stage>
+ffi::Error RunStageWithGradient(ffi::Span<const int64_t> gradient_words,
+                                ffi::Span<const int64_t> words, Stage stage) {
+  return RunStage(kOp, words, [&](const AttentionProblem& problem) {
+    VariantGradient gradient;
+    const Status s = ReadGradient(gradient_words, problem, &gradient);
+    return s.ok() ? stage(problem, gradient) : s;
+  });
 }
 
-ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t>, ffi::Span<const int64_t> words,
-                          bool) {
-  return RunStage(kOp, words,
-                  [=](const AttentionProblem& p) { return LoadBackward(p.spec, device); });
+ffi::Error InstantiateCuda(ffi::Span<const int64_t> gradient_words, ffi::Span<const int64_t> words,
+                           bool) {
+  return RunStageWithGradient(gradient_words, words,
+                              [](const AttentionProblem& problem, const VariantGradient& gradient) {
+                                return PrepareBackward(problem, gradient);
+                              });
+}
+
+ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> gradient_words,
+                          ffi::Span<const int64_t> words, bool) {
+  return RunStageWithGradient(
+      gradient_words, words, [=](const AttentionProblem& problem, const VariantGradient& gradient) {
+        return LoadBackward(problem, gradient, device);
+      });
 }
 
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer q,
@@ -211,8 +235,8 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   p.d_q = d_q->untyped_data();
   p.d_k = d_k->untyped_data();
   p.d_v = d_v->untyped_data();
-  const int64_t num_zero_words = BackwardZeroWords(problem.spec, params.forward.num_pages);
-  return ToFfi(LaunchBackward(problem.spec, p, num_zero_words, stream, device_ordinal));
+  const int64_t num_zero_words = BackwardZeroWords(problem, params.forward.num_pages);
+  return ToFfi(LaunchBackward(problem, gradient, p, num_zero_words, stream, device_ordinal));
 }
 
 // gradient: the words of that of a variant.

@@ -24,12 +24,12 @@ class TraitsWriter {
     Line("bool", name, value ? "true" : "false", comment);
   }
   void operator()(const char* name, const VariantProgram& program) {
-    if (program.present) {
-      variant_ = "namespace variant {\n\n" + VariantText(program, "Given") +
-                 "\n}  // namespace variant\n\n";
-    }
-    out_ << "  using " << name << " = " << (program.present ? "variant::Given" : "NoVariant")
-         << ";\n";
+    if (program.present) variant_ = InNamespace(VariantText(program, "Given"));
+    Use(name, program.present);
+  }
+  void operator()(const char* name, const VariantGradient& gradient) {
+    if (gradient.program.present) variant_ = InNamespace(VariantText(gradient, "Given"));
+    Use(name, gradient.program.present);
   }
   std::string str() const {
     return "namespace jax_attn {\n\n" + variant_ + "struct Traits {\n" + out_.str() +
@@ -37,6 +37,12 @@ class TraitsWriter {
   }
 
  private:
+  static std::string InNamespace(const std::string& text) {
+    return "namespace variant {\n\n" + text + "\n}  // namespace variant\n\n";
+  }
+  void Use(const char* name, bool has_variant) {
+    out_ << "  using " << name << " = " << (has_variant ? "variant::Given" : "NoVariant") << ";\n";
+  }
   void Line(const char* type, const char* name, const std::string& value, const char* comment) {
     out_ << "  static constexpr " << type << " " << name << " = " << value << ";";
     if (*comment != 0) out_ << "  // " << comment;
@@ -47,9 +53,9 @@ class TraitsWriter {
 };
 
 // 16 hex digits, for names.
-std::string HashOf(const VariantProgram& program) {
+std::string HashOf(const std::vector<int64_t>& words) {
   std::string text;
-  for (int64_t word : EncodeProgram(program)) text += std::to_string(word) + " ";
+  for (int64_t word : words) text += std::to_string(word) + " ";
   return Sha256Hex(text).substr(0, 16);
 }
 
@@ -58,13 +64,16 @@ class KeyWriter {
  public:
   explicit KeyWriter(int64_t op) : key_{op} {}
   void operator()(const char*, int64_t value, const char* = "") { key_.push_back(value); }
-  void operator()(const char*, const VariantProgram& program) {
-    const std::vector<int64_t> words = EncodeProgram(program);
-    key_.insert(key_.end(), words.begin(), words.end());
+  void operator()(const char*, const VariantProgram& program) { Append(EncodeProgram(program)); }
+  void operator()(const char*, const VariantGradient& gradient) {
+    Append(EncodeGradient(gradient));
   }
   const KernelKey& key() const { return key_; }
 
  private:
+  void Append(const std::vector<int64_t>& words) {
+    key_.insert(key_.end(), words.begin(), words.end());
+  }
   KernelKey key_;
 };
 
@@ -112,6 +121,7 @@ void VisitFields(const BackwardKernel& k, Visitor& visit) {
   visit("kHasWindowRight", k.window_right, "causal is window_right 0");
   visit("kHasSoftCap", k.logits_soft_cap);
   visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
+  visit("Variant", k.variant);
 }
 
 // Whether bytes are copied, whatever their type.
@@ -235,7 +245,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.main_loop == kHopper) name << "-wgmma";
   if (kernel.record_times) name << "-times";
   if (kernel.steps) name << "-steps";
-  if (kernel.variant.present) name << "-variant" << HashOf(kernel.variant);
+  if (kernel.variant.present) name << "-variant" << HashOf(EncodeProgram(kernel.variant));
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
@@ -253,7 +263,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
           Options(kernel.arch)};
 }
 
-BackwardKernel MakeBackwardKernel(const AttentionSpec& spec) {
+BackwardKernel MakeBackwardKernel(const AttentionSpec& spec, const VariantGradient& gradient) {
   BackwardKernel kernel;
   kernel.arch = spec.arch;
   kernel.dtype = spec.dtype;
@@ -264,11 +274,12 @@ BackwardKernel MakeBackwardKernel(const AttentionSpec& spec) {
   kernel.window_left = spec.window_left >= 0;
   kernel.window_right = spec.window_right >= 0;
   kernel.logits_soft_cap = spec.logits_soft_cap > 0;
+  kernel.variant = gradient;
   return kernel;
 }
 
 BackwardKernel MakeHopperBackwardKernel(const AttentionSpec& spec) {
-  BackwardKernel kernel = MakeBackwardKernel(spec);
+  BackwardKernel kernel = MakeBackwardKernel(spec, {});
   kernel.main_loop = kHopper;
   return kernel;
 }
@@ -286,6 +297,9 @@ KernelSource MakeSource(const BackwardKernel& kernel) {
   if (kernel.logits_soft_cap) name << "-cap";
   const bool hopper = kernel.main_loop == kHopper;
   if (hopper) name << "-wgmma";
+  if (kernel.variant.program.present) {
+    name << "-variant" << HashOf(EncodeGradient(kernel.variant));
+  }
   const std::string entry = "backward_kernel";
   return {name.str(), entry,
           TranslationUnit(hopper ? "cuda/sm90/backward.cuh" : "cuda/sm80/backward.cuh",

@@ -52,8 +52,9 @@ struct BackwardKernel {
   bool window_right = false;  // is limited, as causal is
   bool logits_soft_cap = false;
   int64_t main_loop = kPortable;
+  VariantGradient variant = {};
 };
-BackwardKernel MakeBackwardKernel(const AttentionSpec& spec);
+BackwardKernel MakeBackwardKernel(const AttentionSpec& spec, const VariantGradient& gradient);
 // The one that goes first where RunsHopperBackward.
 BackwardKernel MakeHopperBackwardKernel(const AttentionSpec& spec);
 

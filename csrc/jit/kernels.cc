@@ -193,9 +193,10 @@ Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
 }
 
 // The portable kernel always: the Hopper kernel leaves to it what is not finite.
-std::vector<BackwardKernel> BackwardKernels(const AttentionSpec& spec) {
-  std::vector<BackwardKernel> kernels = {MakeBackwardKernel(spec)};
-  if (RunsHopperBackward(spec)) kernels.push_back(MakeHopperBackwardKernel(spec));
+std::vector<BackwardKernel> BackwardKernels(const AttentionProblem& problem,
+                                            const VariantGradient& gradient) {
+  std::vector<BackwardKernel> kernels = {MakeBackwardKernel(problem.spec, gradient)};
+  if (RunsHopperBackward(problem)) kernels.push_back(MakeHopperBackwardKernel(problem.spec));
   return kernels;
 }
 
@@ -278,32 +279,38 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
   return LaunchLoaded("attention", *kernel, launch, complete, stream);
 }
 
-Status PrepareBackward(const AttentionSpec& spec, KernelInfo* info) {
+Status PrepareBackward(const AttentionProblem& problem, const VariantGradient& gradient,
+                       KernelInfo* info) {
   Status s = Status::Ok();
-  for (const BackwardKernel& kernel : BackwardKernels(spec)) {
+  for (const BackwardKernel& kernel : BackwardKernels(problem, gradient)) {
     if (s.ok()) s = PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
   }
   return s;
 }
 
-Status LoadBackward(const AttentionSpec& spec, int device_ordinal) {
+Status LoadBackward(const AttentionProblem& problem, const VariantGradient& gradient,
+                    int device_ordinal) {
   Status s = Status::Ok();
-  for (const BackwardKernel& kernel : BackwardKernels(spec)) {
+  for (const BackwardKernel& kernel : BackwardKernels(problem, gradient)) {
     if (s.ok()) s = LoadSpec(kernel, device_ordinal);
   }
   return s;
 }
 
-Status LaunchBackward(const AttentionSpec& spec, const BackwardCudaParams& params,
-                      int64_t num_zero_words, void* stream, int device_ordinal) {
+Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gradient,
+                      const BackwardCudaParams& params, int64_t num_zero_words, void* stream,
+                      int device_ordinal) {
   constexpr char kOp[] = "attention's backward pass";
   backward_launches.fetch_add(1, std::memory_order_relaxed);
-  const LoadedKernel* kernel = FindLoadedKernel(MakeKey(MakeBackwardKernel(spec)), device_ordinal);
+  const AttentionSpec& spec = problem.spec;
+  const LoadedKernel* kernel =
+      FindLoadedKernel(MakeKey(MakeBackwardKernel(spec, gradient)), device_ordinal);
+  const bool runs_hopper = RunsHopperBackward(problem);
   const LoadedKernel* hopper = nullptr;
-  if (RunsHopperBackward(spec)) {
+  if (runs_hopper) {
     hopper = FindLoadedKernel(MakeKey(MakeHopperBackwardKernel(spec)), device_ordinal);
   }
-  if (kernel == nullptr || (RunsHopperBackward(spec) && hopper == nullptr)) {
+  if (kernel == nullptr || (runs_hopper && hopper == nullptr)) {
     return NotLoaded(kOp, device_ordinal);
   }
   BackwardCudaParams of_phase = params;
@@ -450,9 +457,12 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms) {
 KernelSource AttentionKernelSource(const AttentionProblem& problem) {
   return MakeSource(MakeAttentionKernel(problem));
 }
-std::vector<KernelSource> BackwardKernelSources(const AttentionSpec& spec) {
+std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
+                                                const VariantGradient& gradient) {
   std::vector<KernelSource> sources;
-  for (const BackwardKernel& kernel : BackwardKernels(spec)) sources.push_back(MakeSource(kernel));
+  for (const BackwardKernel& kernel : BackwardKernels(problem, gradient)) {
+    sources.push_back(MakeSource(kernel));
+  }
   return sources;
 }
 KernelSource AppendKernelSource(const AppendKernel& kernel) { return MakeSource(kernel); }

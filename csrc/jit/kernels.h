@@ -41,12 +41,16 @@ Status LoadAttention(const AttentionProblem& problem, int device_ordinal);
 Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& params, void* stream,
                        int device_ordinal);
 
-Status PrepareBackward(const AttentionSpec& spec, KernelInfo* info = nullptr);
-Status LoadBackward(const AttentionSpec& spec, int device_ordinal);
+// gradient: of the problem's variant; empty without one.
+Status PrepareBackward(const AttentionProblem& problem, const VariantGradient& gradient,
+                       KernelInfo* info = nullptr);
+Status LoadBackward(const AttentionProblem& problem, const VariantGradient& gradient,
+                    int device_ordinal);
 // Zeroes the workspace, num_zero_words from params.num_taken on, and what the kernels do not write
 // of the results, and launches every phase.
-Status LaunchBackward(const AttentionSpec& spec, const BackwardCudaParams& params,
-                      int64_t num_zero_words, void* stream, int device_ordinal);
+Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gradient,
+                      const BackwardCudaParams& params, int64_t num_zero_words, void* stream,
+                      int device_ordinal);
 
 Status PrepareAppend(const AppendKernel& kernel, KernelInfo* info = nullptr);
 Status LoadAppend(const AppendKernel& kernel, int device_ordinal);
@@ -80,7 +84,8 @@ Status QueryDevice(int ordinal, int* compute_capability, int* num_sms);
 
 // The source and options of a kernel as Prepare compiles it, for tools and tests.
 KernelSource AttentionKernelSource(const AttentionProblem& problem);
-std::vector<KernelSource> BackwardKernelSources(const AttentionSpec& spec);
+std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
+                                                const VariantGradient& gradient);
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
 KernelSource PlanKernelSource(const PlanKernel& kernel);

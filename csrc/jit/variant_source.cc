@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 #include <sstream>
 #include <vector>
 
@@ -37,9 +38,11 @@ std::string Hex(i32 bits) {
 
 class Writer {
  public:
-  Writer(const VariantProgram& program, std::string name)
-      : p_(program), name_(std::move(name)), used_(program.num_instructions) {
+  // gradient: of the program; null: none.
+  Writer(const VariantProgram& program, const VariantGradient* gradient, std::string name)
+      : p_(program), gradient_(gradient), name_(std::move(name)), used_(program.num_instructions) {
     for (i32 result : {p_.logits, p_.visible}) MarkUsed(result);
+    if (gradient_ != nullptr) MarkUsed(gradient_->score);
   }
 
   std::string Write() {
@@ -62,7 +65,9 @@ class Writer {
         << "  template <class Facts>\n"
         << Function("Key OfKey", "const Facts& at") << "    Key key;\n"
         << key.str() << "    return key;\n  }\n\n"
-        << Result("float Logit", ", float score", p_.logits, "score") << "\n"
+        << (gradient_ != nullptr ? Derivative()
+                                 : Result("float Logit", ", float score", p_.logits, "score"))
+        << "\n"
         << Result("bool IsVisible", "", p_.visible, "true") << "};\n";
     return out.str();
   }
@@ -298,12 +303,37 @@ class Writer {
     std::ostringstream out;
     out << "  template <class Facts>\n"
         << Function(what, "const Row& row, const Key& key, const Facts& at" + more);
-    if (value < 0) {
-      out << "    return " << otherwise << ";\n  }\n";
-      return out.str();
-    }
+    WriteNeeded({value}, &out);
+    out << "    return " << (value < 0 ? otherwise : Value(value, kOfLogit)) << ";\n  }\n";
+    return out.str();
+  }
+
+  // Whether a derivative is 1 of every logit; -1 says so, too.
+  bool IsOne(i32 value) const {
+    const float one = 1.0f;
+    return value < 0 || (At(value).op == kOpConst && std::memcmp(&At(value).args[0], &one, 4) == 0);
+  }
+
+  std::string Derivative() const {
+    std::ostringstream out;
+    out << "  static constexpr bool kHasSlope = " << Bool(!IsOne(gradient_->score)) << ";\n"
+        << "  template <class Facts>\n"
+        << Function("float Differentiate",
+                    "const Row& row, const Key& key, const Facts& at, float score, float& slope");
+    WriteNeeded({p_.logits, gradient_->score}, &out);
+    out << "    slope = " << (gradient_->score < 0 ? "1.0f" : Value(gradient_->score, kOfLogit))
+        << ";\n    return " << (p_.logits < 0 ? "score" : Value(p_.logits, kOfLogit))
+        << ";\n  }\n";
+    return out.str();
+  }
+
+  // The statements of all that results compute for each logit. -1: no result.
+  void WriteNeeded(std::initializer_list<i32> results, std::ostringstream* to) const {
+    std::ostringstream& out = *to;
     std::vector<bool> needed(p_.num_instructions);
-    MarkNeeded(value, &needed);
+    for (i32 value : results) {
+      if (value >= 0) MarkNeeded(value, &needed);
+    }
     for (i32 i = 0; i < p_.num_instructions; ++i) {
       if (!needed[i]) continue;
       const Instruction& x = At(i);
@@ -321,8 +351,6 @@ class Writer {
         out << Expression(i, kOfLogit) << ";\n";
       }
     }
-    out << "    return " << Value(value, kOfLogit) << ";\n  }\n";
-    return out.str();
   }
   // Values that a result computes for each logit.
   void MarkNeeded(i32 value, std::vector<bool>* needed) const {
@@ -336,6 +364,7 @@ class Writer {
   }
 
   const VariantProgram& p_;
+  const VariantGradient* const gradient_;
   const std::string name_;
   std::vector<bool> used_;
 };
@@ -343,7 +372,11 @@ class Writer {
 }  // namespace
 
 std::string VariantText(const VariantProgram& program, const std::string& name) {
-  return Writer(program, name).Write();
+  return Writer(program, nullptr, name).Write();
+}
+
+std::string VariantText(const VariantGradient& gradient, const std::string& name) {
+  return Writer(gradient.program, &gradient, name).Write();
 }
 
 }  // namespace jax_attn

@@ -16,4 +16,10 @@ namespace jax_attn {
 // present is 1.
 std::string VariantText(const VariantProgram& program, const std::string& name);
 
+// The same for the backward pass, with, in place of Logit,
+//   Differentiate(params, row, key, facts of the key, score, slope)
+//                                  the logit, and its derivative by the score
+//   kHasSlope                      whether that is not 1 everywhere
+std::string VariantText(const VariantGradient& gradient, const std::string& name);
+
 }  // namespace jax_attn

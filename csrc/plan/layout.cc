@@ -286,14 +286,15 @@ int64_t PortableBackwardWords(const AttentionSpec& spec, int64_t num_pages) {
 
 }  // namespace
 
-int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages) {
-  const int64_t words = PortableBackwardWords(spec, num_pages);
-  return RunsHopperBackward(spec) ? MakeHopperBackwardLayout(spec, words).num_words : words;
+int64_t BackwardWorkspaceWords(const AttentionProblem& problem, int64_t num_pages) {
+  const int64_t words = PortableBackwardWords(problem.spec, num_pages);
+  if (!RunsHopperBackward(problem)) return words;
+  return MakeHopperBackwardLayout(problem.spec, words).num_words;
 }
 
-int64_t BackwardZeroWords(const AttentionSpec& spec, int64_t num_pages) {
-  const int64_t words = PortableBackwardWords(spec, num_pages);
-  return RunsHopperBackward(spec) ? MakeHopperBackwardLayout(spec, words).sums : words;
+int64_t BackwardZeroWords(const AttentionProblem& problem, int64_t num_pages) {
+  const int64_t words = PortableBackwardWords(problem.spec, num_pages);
+  return RunsHopperBackward(problem) ? MakeHopperBackwardLayout(problem.spec, words).sums : words;
 }
 
 BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
@@ -316,7 +317,7 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
   p.is_read = p.next_entries + p.max_entries;
   p.first_entries = p.is_read + p.max_entries;
   p.last_entries = p.first_entries + (paged ? forward.num_pages : 0);
-  if (RunsHopperBackward(spec)) {
+  if (RunsHopperBackward(problem)) {
     const HopperBackwardLayout layout =
         MakeHopperBackwardLayout(spec, PortableBackwardWords(spec, forward.num_pages));
     p.num_blocks_taken = workspace + 1;

@@ -63,10 +63,10 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
 
 // 4-byte words of workspace of a backward pass on CUDA devices, aligned to 16 bytes. num_pages: of
 // a layer's pool.
-int64_t BackwardWorkspaceWords(const AttentionSpec& spec, int64_t num_pages);
+int64_t BackwardWorkspaceWords(const AttentionProblem& problem, int64_t num_pages);
 
 // How many of them, the first ones, are 0 at entry.
-int64_t BackwardZeroWords(const AttentionSpec& spec, int64_t num_pages);
+int64_t BackwardZeroWords(const AttentionProblem& problem, int64_t num_pages);
 
 // Of a backward pass on CUDA devices all but lse, d, d_o and the results. forward: with operands.
 // workspace: of BackwardWorkspaceWords.

@@ -32,7 +32,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
 int64_t DefaultProcessors(int64_t arch);
 
 // Whether the backward pass runs cuda/sm90/backward.cuh, and not the portable kernel alone.
-bool RunsHopperBackward(const AttentionSpec& spec);
+bool RunsHopperBackward(const AttentionProblem& problem);
 
 // What a CUDA device does without, in a sentence; empty for one that has all there is.
 std::string DescribeFallback(int64_t arch, int64_t q_format);

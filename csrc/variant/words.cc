@@ -224,6 +224,17 @@ Status DecodeGradient(const int64_t* words, size_t num_words, const VariantProgr
   return Status::Ok();
 }
 
+std::vector<int64_t> EncodeGradient(const VariantGradient& gradient) {
+  if (!gradient.program.present) return {};
+  std::vector<int64_t> words = {gradient.score, gradient.num_elements};
+  for (i32 i = 0; i < gradient.num_elements; ++i) {
+    words.insert(words.end(), {gradient.elements[i].load, gradient.elements[i].partial});
+  }
+  const std::vector<int64_t> program = EncodeProgram(gradient.program);
+  words.insert(words.end(), program.begin(), program.end());
+  return words;
+}
+
 std::vector<int64_t> EncodeProgram(const VariantProgram& p) {
   if (!p.present) return {};
   std::vector<int64_t> words = {kProgramVersion, p.normalizes, p.logits, p.visible, p.num_operands};

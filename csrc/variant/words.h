@@ -26,5 +26,6 @@ std::vector<int64_t> EncodeProgram(const VariantProgram& program);
 // there are no words.
 Status DecodeGradient(const int64_t* words, size_t num_words, const VariantProgram& of,
                       VariantGradient* gradient);
+std::vector<int64_t> EncodeGradient(const VariantGradient& gradient);
 
 }  // namespace jax_attn

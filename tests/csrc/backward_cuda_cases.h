@@ -8,6 +8,7 @@
 #include "attention_cuda_cases.h"
 #include "cpu/backward.h"
 #include "damaged_headers.h"
+#include "variant_operands.h"
 
 namespace jax_attn {
 namespace {
@@ -92,12 +93,15 @@ void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
 
 // How a backward pass is launched: void(const Case&, const AttentionSpec&, const
 // BackwardCudaParams&, std::mt19937&).
+// gradient: of the Traits' variant; range: of the integers that it reads.
 template <class Traits, class Launch>
-void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, const Launch& launch) {
+void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, const Launch& launch,
+                 const VariantGradient& gradient = {}, int range = 3) {
   std::mt19937 random(seed);
   AttentionProblem problem = MakeProblem<Traits>(c);
   AttentionSpec& spec = problem.spec;
   spec.dtype = Traits::kDtype;
+  problem.program = gradient.program;
   Batch b = MakeBatch<Traits>(c, spec, random);
   if (scatters) ScatterPages(c, spec.page_size, &b);
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
@@ -111,6 +115,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
   // The forward pass, of clean operands.
   InlinePool pool;
   AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
+  const auto read = MakeVariantOperands(gradient.program, range, random, p.variant_operands);
   p.q = q.data();
   p.k = k.data();
   p.v = v.data();
@@ -154,7 +159,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
   on_cpu.d_o = d_o.data();
   Gradients expected = {{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}};
   std::vector<float> sums(BackwardSums(spec, p.num_pages));
-  BackwardCpu(problem, {}, on_cpu,
+  BackwardCpu(problem, gradient, on_cpu,
               {expected.d_q.data(), expected.d_k.data(), expected.d_v.data(), sums.data(), {}},
               pool);
 
@@ -162,7 +167,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
   Gradients got[2] = {{{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}},
                       {{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}}};
   for (Gradients& g : got) {
-    std::vector<int32_t> words(BackwardWorkspaceWords(spec, p.num_pages));
+    std::vector<int32_t> words(BackwardWorkspaceWords(problem, p.num_pages));
     BackwardCudaParams params = MakeBackwardParams(problem, p, plan.data(), words.data());
     params.lse = lse.data();
     params.d = d.data();
@@ -211,7 +216,7 @@ void RunDamagedHeaders(const Case& c, const Phases& phases) {
     std::memcpy(plan.data() + layout.header, &damaged.header, sizeof(damaged.header));
     AttentionParams p = MakeParams(problem, b, plan, nullptr);
     p.num_layers = 1;
-    std::vector<int32_t> words(BackwardWorkspaceWords(spec, p.num_pages));
+    std::vector<int32_t> words(BackwardWorkspaceWords(problem, p.num_pages));
     BackwardCudaParams params = MakeBackwardParams(problem, p, plan.data(), words.data());
     std::vector<float> row(spec.max_qo_tokens * spec.num_qo_heads);
     Array d_o(Traits::kDtype, spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_vo);

@@ -10,6 +10,9 @@ int main() {
   for (const NamedProgram& x : VariantPrograms()) {
     std::printf("%s\n", VariantText(x.program, x.name).c_str());
   }
+  for (const NamedGradient& x : VariantGradients()) {
+    std::printf("%s\n", VariantText(x.gradient, x.name).c_str());
+  }
   std::printf("}  // namespace variant\n}  // namespace jax_attn\n");
   return 0;
 }

@@ -6,16 +6,11 @@
 
 #include "attention_cuda_cases.h"
 #include "printed_variants.h"
+#include "variant_operands.h"
 #include "variant_oracle.h"
-#include "variant_programs.h"
 
 namespace jax_attn {
 namespace {
-
-template <class Shape, class V>
-struct With : Shape {
-  using Variant = V;
-};
 
 struct VariantCase {
   Case base;
@@ -23,49 +18,6 @@ struct VariantCase {
   int range = 60;  // i32 operands are in [0, range)
   float tolerance = 0.03f;
 };
-
-// Arrays of lengths that indices need not fit.
-std::vector<std::vector<char>> MakeVariantOperands(const VariantCase& c, std::mt19937& random,
-                                                   VariantOperand* operands) {
-  std::vector<std::vector<char>> data(c.program.num_operands);
-  for (i32 i = 0; i < c.program.num_operands; ++i) {
-    const auto [type, rank] = c.program.operands[i];
-    constexpr int kLongest[kMaxOperandRank] = {300, 40, 8, 4};  // the last axis first
-    i64 size = 1;
-    for (i32 axis = 0; axis < rank; ++axis) {
-      operands[i].dims[axis] = 1 + static_cast<i32>(random() % kLongest[rank - 1 - axis]);
-      size *= operands[i].dims[axis];
-    }
-    const auto put = [&](auto x) {
-      const char* bytes = reinterpret_cast<const char*>(&x);
-      data[i].insert(data[i].end(), bytes, bytes + sizeof(x));
-    };
-    for (i64 at = 0; at < size; ++at) {
-      const float uniform = static_cast<float>(random() % 1024) / 1024;
-      switch (type) {
-        case kOperandF32:
-          put(0.3f + uniform);
-          break;
-        case kOperandBF16:
-          put(static_cast<u16>(FloatToBf16(uniform)));
-          break;
-        case kOperandF16:
-          put(static_cast<u16>(FloatToF16(uniform)));
-          break;
-        case kOperandI32:
-          put(static_cast<i32>(random() % static_cast<unsigned>(c.range)));
-          break;
-        case kOperandU8:
-          put(static_cast<unsigned char>(random() % 3));
-          break;
-        default:
-          put(static_cast<unsigned char>(random() % 4 == 0));
-      }
-    }
-    operands[i].data = data[i].data();
-  }
-  return data;
-}
 
 // One element of an array of bf16 or e4m3.
 double ElementAt(const std::vector<uint16_t>& array, int64_t format, i64 at) {
@@ -203,7 +155,7 @@ void RunVariant(const VariantCase& c, unsigned seed) {
   const AttentionSpec& spec = problem.spec;
   Batch b = MakeBatch<Traits>(c.base, spec, random);
   VariantOperand operands[kMaxVariantOperands] = {};
-  const auto data = MakeVariantOperands(c, random, operands);
+  const auto data = MakeVariantOperands(c.program, c.range, random, operands);
   BlockMap map;
   std::vector<uint8_t> classes;
   if (Traits::kHasSteps) classes = MakeBlockMap(c, problem, b, operands, &map);

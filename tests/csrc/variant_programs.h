@@ -16,6 +16,10 @@ namespace jax_attn {
 // A value of a program, by number.
 class ProgramBuilder {
  public:
+  ProgramBuilder() = default;
+  // Goes on with a program.
+  explicit ProgramBuilder(const VariantProgram& program) : p_(program) {}
+
   i32 Operand(i32 type, i32 rank) {
     p_.operands[p_.num_operands] = {type, rank};
     return p_.num_operands++;
@@ -45,6 +49,7 @@ class ProgramBuilder {
     const bool compares = kVariantOps[op].rule == kRuleCompare;
     return Add(op, compares ? i32{kVariantBool} : TypeOf(x), {x, y});
   }
+  i32 Arg(i32 value, i32 i) const { return p_.instructions[value].args[i]; }
   i32 TypeOf(i32 value) const { return p_.instructions[value].type; }
   i32 size() const { return p_.num_instructions; }
 
@@ -75,6 +80,28 @@ struct NamedProgram {
   const char* name;  // of the generated struct
   VariantProgram program;
 };
+struct NamedGradient {
+  const char* name;
+  VariantGradient gradient;
+};
+
+// Of a program whose logit has the derivative 1 by the score.
+inline VariantGradient PlainGradient(const VariantProgram& program) {
+  VariantGradient gradient = {};
+  gradient.program = program;
+  gradient.score = -1;
+  return gradient;
+}
+// d_score(builder that goes on with the program) gives the value that is the derivative.
+template <typename Derivative>
+VariantGradient GradientBy(const VariantProgram& program, const Derivative& d_score) {
+  ProgramBuilder b(program);
+  const i32 score = d_score(b);
+  VariantGradient gradient = {};
+  gradient.program = b.Finish(program.logits, program.visible, program.normalizes != 0);
+  gradient.score = score;
+  return gradient;
+}
 
 // score - slopes[head] * (q_pos - kv_pos)
 inline VariantProgram Alibi() {
@@ -249,6 +276,49 @@ inline std::vector<NamedProgram> VariantPrograms() {
                                                          "RandomVariant4", "RandomVariant5"};
   for (int i = 0; i < kNumRandomPrograms; ++i) {
     all.push_back({kNames[i], RandomProgram(static_cast<unsigned>(i))});
+  }
+  return all;
+}
+
+inline VariantGradient CapGradient() {
+  const VariantProgram cap = Cap();
+  return GradientBy(cap, [&](ProgramBuilder& b) {
+    const i32 tanh = b.Arg(cap.logits, 1);
+    return b.Do(kOpSub, b.F(1), b.Do(kOpMul, tanh, tanh));
+  });
+}
+
+inline VariantGradient SigmoidGradient() {
+  const VariantProgram sigmoid = Sigmoid();
+  return GradientBy(sigmoid, [&](ProgramBuilder& b) {
+    return b.Do(kOpMul, sigmoid.logits, b.Do(kOpSub, b.F(1), sigmoid.logits));
+  });
+}
+
+inline VariantGradient TreeGradient() {
+  const VariantProgram tree = Tree();
+  return GradientBy(
+      tree, [&](ProgramBuilder& b) { return b.Do(kOpDiv, b.F(1), b.Arg(tree.logits, 1)); });
+}
+
+inline std::vector<NamedGradient> VariantGradients() {
+  std::vector<NamedGradient> all = {
+      {"AlibiGradient", PlainGradient(Alibi())},
+      {"RelativeBiasGradient", PlainGradient(RelativeBias())},
+      {"DenseBiasGradient", PlainGradient(DenseBias())},
+      {"CapGradient", CapGradient()},
+      {"SigmoidGradient", SigmoidGradient()},
+      {"LinearGradient", PlainGradient(Linear())},
+      {"DocumentsGradient", PlainGradient(Documents())},
+      {"PrefixLmGradient", PlainGradient(PrefixLm())},
+      {"TreeGradient", TreeGradient()},
+      {"KeyBiasGradient", PlainGradient(KeyBias())},
+  };
+  static const char* const kNames[kNumRandomPrograms] = {"RandomGradient0", "RandomGradient1",
+                                                         "RandomGradient2", "RandomGradient3",
+                                                         "RandomGradient4", "RandomGradient5"};
+  for (int i = 0; i < kNumRandomPrograms; ++i) {
+    all.push_back({kNames[i], PlainGradient(RandomProgram(static_cast<unsigned>(i)))});
   }
   return all;
 }

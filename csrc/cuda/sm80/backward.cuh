@@ -19,11 +19,16 @@
 //
 // What is not finite makes a result that is not finite, if only as 0 * NaN. Then the unit runs
 // once more with care: such rows become zeros, and NaN is written to those that see them alone.
+//
+// A variant is asked for each logit of a step, in both kinds of unit: whether the row sees the key,
+// and for the logit and its derivative by the score, s', where scale becomes scale s'. Without a
+// softmax P is the logit itself, and dS = d_o v^T.
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
 #include "cuda/common/budget.cuh"
 #include "cuda/common/types.cuh"
+#include "cuda/common/variant.cuh"
 
 namespace jax_attn {
 
@@ -92,6 +97,70 @@ struct BackwardUnit {
   int request, kv_head, block;
 };
 
+// --- what a variant asks ---
+
+// The requests that a unit goes through, where a variant asks about them.
+struct SourceFacts {
+  int request;
+  int first_pos;  // of keys: where the unit's first one is in it
+};
+struct NoSourceFacts {};
+
+// About a row of a request's queries and one of its kv heads.
+template <class Traits>
+class BackwardRowFacts {
+ public:
+  __device__ __forceinline__ BackwardRowFacts(const BackwardSource& source, int request,
+                                              int kv_head, int row)
+      : source_(source), request_(request), kv_head_(kv_head), row_(row) {}
+
+  __device__ int head() const {
+    return kv_head_ * Traits::kGroupSize + static_cast<int>(row_ % Traits::kGroupSize);
+  }
+  __device__ int kv_head() const { return kv_head_; }
+  __device__ int request() const { return request_; }
+  __device__ int q_pos() const { return source_.q_begin + Token(); }
+  __device__ int q_row() const { return source_.qo_begin + Token(); }
+  __device__ int q_len() const { return source_.qo_len; }
+  __device__ int kv_len() const { return source_.kv_len; }
+
+ private:
+  __device__ int Token() const { return static_cast<int>(row_ / Traits::kGroupSize); }
+
+  const BackwardSource& source_;
+  const int request_, kv_head_;
+  const u32 row_;  // so that divisions are cheap
+};
+
+// About a key: the one `offset` behind kv position `first`, of the eight from `eight` on, a
+// multiple of 8. It may be none of the request's.
+template <class Traits>
+class BackwardKeyFacts {
+ public:
+  __device__ __forceinline__ BackwardKeyFacts(const AttentionParams& p,
+                                              const BackwardSource& source, int first, int offset,
+                                              int eight)
+      : p_(p), source_(source), first_(first), offset_(offset), eight_(eight) {}
+
+  __device__ int offset() const { return offset_; }
+  __device__ int kv_pos() const { return first_ + offset_; }
+  __device__ int kv_row() const {
+    constexpr int kPage = Traits::kPageSize;
+    if constexpr (kPage == 0) return source_.kv_begin + kv_pos();
+    // Keys of the same page are seen to be so.
+    const int pos = kv_pos(), in_page = kPage % 8 == 0 ? eight_ : pos;
+    if (static_cast<u32>(in_page) >= static_cast<u32>(source_.kv_len)) return 0;
+    const u32 entry = static_cast<u32>(in_page) / Max(kPage, 1);
+    const int page = variant::Field(p_.page_indices + source_.kv_begin + entry);
+    return static_cast<int>(PoolRow<Max(kPage, 1)>(page, pos));
+  }
+
+ private:
+  const AttentionParams& p_;
+  const BackwardSource& source_;
+  const int first_, offset_, eight_;
+};
+
 // What a CTA is at. In shared memory: registers are short in the main loop.
 struct alignas(16) BackwardState {
   BackwardUnit unit;
@@ -109,6 +178,9 @@ class BackwardPass {
  public:
   using Shapes = BackwardShapes<Traits>;
   using E = Element<Traits::kDtype>;
+  using Variant = typename Traits::Variant;
+  static constexpr bool kHasVariant =
+      Variant::kHasLogits || Variant::kHasMask || !Variant::kNormalizes;
   using L1 = typename Shapes::Qk;  // of q and k
   using L2 = typename Shapes::Vo;  // of d_o and v
   static constexpr BackwardShape kShape = Shapes::Best(kOfKeys, Shapes::kWarps, Shapes::kBudget);
@@ -132,7 +204,7 @@ class BackwardPass {
   struct Bounds {
     int any_begin, any_end, all_begin, all_end;
   };
-  struct alignas(16) Shared {
+  struct alignas(16) Shared : Choose<kHasVariant, SourceFacts, NoSourceFacts>::Type {
     unsigned char own1[kOwned * L1::kPitch];  // q or k
     unsigned char own2[kOwned * L2::kPitch];  // d_o or v
     Stream stream[2];
@@ -204,6 +276,7 @@ class BackwardPass {
           RunSteps<kWants1, kWants2>(source, careful, sums1, sums2);
         }
       } else {
+        PutFacts(state_.unit.request, 0);
         FindSpans(state_.own, 0, [](int) { return true; });
         RunSteps<kWants1, kWants2>(state_.own, careful, sums1, sums2);
       }
@@ -371,6 +444,7 @@ class BackwardPass {
     source = BackwardSource(p_, request);
     const int end = LoadConstant(p_.kv_indptr + request + 1);
     const int shift = (static_cast<int>(least) - source.kv_begin + first_entry) * kPage;
+    PutFacts(request, shift);
     __syncthreads();  // everybody has read the entries
     FindSpans(source, shift, [&](int row) {
       if (distance(row) != least || shared_.entries[row] >= end) return false;
@@ -378,6 +452,15 @@ class BackwardPass {
       return true;
     });
     return true;
+  }
+
+  // Of the request that comes next, and of its keys as FindSpans has it, which makes it known.
+  __device__ __forceinline__ void PutFacts(int request, int shift) {
+    if constexpr (kHasVariant) {
+      if (Thread() != 0) return;
+      shared_.request = request;
+      shared_.first_pos = state_.unit.block * kOwned + shift;
+    }
   }
 
   // Fills spans. shift: of keys, how much further on they are in the source than in the unit's
@@ -522,7 +605,8 @@ class BackwardPass {
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
           for (int j = 0; j < kSTiles; ++j) {
-            const float2 d = StatsOf(shared_.d, slot, mt, h, j);
+            float2 d = make_float2(0.0f, 0.0f);
+            if constexpr (Variant::kNormalizes) d = StatsOf(shared_.d, slot, mt, h, j);
             Put(products, mt, h, j, Slope(s[mt][j][2 * h], d_s[mt][j][2 * h] - d.x),
                 Slope(s[mt][j][2 * h + 1], d_s[mt][j][2 * h + 1] - d.y));
           }
@@ -556,6 +640,7 @@ class BackwardPass {
   template <class PutTwo>
   __device__ __forceinline__ void Weigh(int slot, int begin, bool seen_by_all, Tile& s,
                                         const PutTwo& put) const {
+    if constexpr (kHasVariant) return WeighVariant(slot, begin, seen_by_all, s, put);
     const float scale = f_.sm_scale * kLog2E;
     const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
     const float cap = f_.logits_soft_cap * kLog2E;
@@ -593,6 +678,129 @@ class BackwardPass {
         }
       }
     }
+  }
+
+  // --- a variant ---
+
+  __device__ __forceinline__ BackwardRowFacts<Traits> FactsOfRow(int row) const {
+    return {shared_.source, shared_.request, state_.unit.kv_head, row};
+  }
+  __device__ __forceinline__ BackwardKeyFacts<Traits> FactsOfKey(int first, int offset,
+                                                                 int eight) const {
+    return {f_, shared_.source, first, offset, eight};
+  }
+
+  // Likewise with the user's functions. What they compute once for a row, and once for a key, is
+  // kept of what the warp owns, and comes one after the other of what streams.
+  template <class PutTwo>
+  __device__ __forceinline__ void WeighVariant(int slot, int begin, bool seen_by_all, Tile& s,
+                                               const PutTwo& put) const {
+    const int own_eight = (kOfKeys ? shared_.first_pos : state_.unit.block * kOwned) + FirstRow();
+    const int own = own_eight + Lane() / 4, streamed = begin + 2 * (Lane() % 4);
+    const int first_key = kOfKeys ? own : streamed;
+    const auto key_of = [&](int mt, int h, int j, int c) __attribute__((always_inline)) {
+      const int offset = kOfKeys ? 16 * mt + 8 * h : 8 * j + c;
+      return FactsOfKey(first_key, offset, kOfKeys ? own_eight + offset : begin + 8 * j);
+    };
+    using Row = typename Variant::Row;
+    using Key = typename Variant::Key;
+    typename Choose<kOfKeys, Key, Row>::Type owned[kMTiles][2];
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (kOfKeys) {
+          owned[mt][h] = Variant::OfKey(f_, key_of(mt, h, 0, 0));
+        } else {
+          owned[mt][h] = Variant::OfRow(f_, FactsOfRow(own + 16 * mt + 8 * h), first_key);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kSTiles; ++j) {
+      float weights[kMTiles][2][2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int place = streamed + 8 * j + c;
+        typename Choose<kOfKeys, Row, Key>::Type other;
+        if constexpr (kOfKeys) {
+          other = Variant::OfRow(f_, FactsOfRow(place), first_key);
+        } else {
+          other = Variant::OfKey(f_, key_of(0, 0, j, c));
+        }
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 lse_log2 = StatsOf(shared_.lse_log2, slot, mt, h, j);
+            const float lse = c == 0 ? lse_log2.x : lse_log2.y;
+            bool sees = lse != Infinity();
+            if (!seen_by_all) {
+              const int* span = shared_.spans[FirstRow() + mt * 16 + h * 8 + Lane() / 4];
+              sees = sees && place >= span[0] && place < span[1];
+            }
+            float& x = s[mt][j][2 * h + c];
+            if constexpr (kOfKeys) {
+              weights[mt][h][c] = WeighOne(other, owned[mt][h], key_of(mt, h, j, c), sees, lse, x);
+            } else {
+              weights[mt][h][c] = WeighOne(owned[mt][h], other, key_of(mt, h, j, c), sees, lse, x);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) put(mt, h, j, weights[mt][h][0], weights[mt][h][1]);
+      }
+    }
+  }
+
+  // The weight of one logit. x: the product, which becomes what dP - d is multiplied by.
+  template <class Row, class Key>
+  __device__ __forceinline__ float WeighOne(const Row& row, const Key& key,
+                                            const BackwardKeyFacts<Traits>& at, bool sees,
+                                            float lse_log2, float& x) const {
+    float logit = x, scale = f_.sm_scale, factor = 1.0f;
+    if constexpr (Traits::kHasSoftCap) {  // as class SoftCap
+      const float slope = 2.0f * kLog2E * f_.sm_scale / f_.logits_soft_cap;
+      logit = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
+      scale = f_.logits_soft_cap;
+      factor = fmaf(-logit, logit, 1.0f);
+    }
+    if constexpr (Variant::kHasLogits || !Variant::kNormalizes) {
+      logit *= scale;
+      scale = 1.0f;
+    }
+    if constexpr (Variant::kHasLogits) {
+      float slope;
+      logit = Variant::Differentiate(f_, row, key, at, logit, slope);
+      if constexpr (Variant::kHasSlope) factor *= slope;
+    }
+    float weight = logit;
+    if constexpr (Variant::kNormalizes) {
+      weight = Exp2(fmaf(logit, scale * kLog2E, -lse_log2));
+      factor = Variant::kHasSlope ? fmaf(factor, weight, 0.0f) : factor * weight;
+    } else {
+      factor += 0.0f;
+    }
+    // Of what is seen factor is not -0 here.
+    if constexpr (Variant::kHasMask) sees = sees && Variant::IsVisible(f_, row, key, at);
+    x = sees ? factor : __uint_as_float(kUnseen);
+    return sees ? weight : __uint_as_float(kUnseen);
+  }
+
+  // Whether the user's mask shows row i of the stream to the unit's row `own`, or the other way
+  // round.
+  __device__ __forceinline__ bool ShowsOne(int own, int i) const {
+    if constexpr (Variant::kHasMask) {
+      const int row = kOfKeys ? i : state_.unit.block * kOwned + own;
+      const int pos = kOfKeys ? shared_.first_pos + own : i;
+      const BackwardKeyFacts<Traits> key = FactsOfKey(pos, 0, pos / 8 * 8);
+      return Variant::IsVisible(f_, Variant::OfRow(f_, FactsOfRow(row), pos),
+                                Variant::OfKey(f_, key), key);
+    }
+    return true;
   }
 
   // c = rows of the warp times those of the stream.
@@ -789,7 +997,7 @@ class BackwardPass {
       const bool counts = shared_.stream_kind[i] != kCountsNot;
       const bool is_finite =
           shared_.own_kind[row] == kCounts && shared_.stream_kind[i] != kIsNotFinite;
-      if (counts && !is_finite) shared_.own_is_nan[row] = 1;
+      if (counts && !is_finite && ShowsOne(row, begin + i)) shared_.own_is_nan[row] = 1;
     }
   }
 

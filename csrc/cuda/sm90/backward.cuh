@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
+#include "cuda/common/variant.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
