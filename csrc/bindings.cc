@@ -329,11 +329,11 @@ NB_MODULE(_core, m) {
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });
-  m.def("prepare_backward",
-        [](const AttentionProblem& problem, const std::vector<int64_t>& gradient_words) {
-          const VariantGradient gradient = ReadGradient(problem, gradient_words);
-          return Prepared([&](KernelInfo* info) { return PrepareBackward(problem, gradient, info); });
-        });
+  m.def("prepare_backward", [](const AttentionProblem& problem,
+                               const std::vector<int64_t>& gradient_words) {
+    const VariantGradient gradient = ReadGradient(problem, gradient_words);
+    return Prepared([&](KernelInfo* info) { return PrepareBackward(problem, gradient, info); });
+  });
   m.def("prepare_append", [](const AttentionProblem& problem, bool rotates) {
     return Prepared([&](KernelInfo* info) {
       return PrepareAppend(MakeAppendKernel(problem.spec, rotates), info);

@@ -140,10 +140,9 @@ Status Unpack(ffi::Span<const int64_t> words, ffi::Span<const int64_t> gradient_
   params->d = static_cast<const float*>(b.d.untyped_data());
   params->d_o = b.d_o.untyped_data();
   SetVariantOperands(b.variant_operands, &p);
-  return CheckBuffer(
-      kOp, "workspace", b.workspace, ffi::F32,
-      {problem->spec.arch == 0 ? BackwardSums(problem->spec, p.num_pages)
-                               : BackwardWorkspaceWords(*problem, p.num_pages)});
+  return CheckBuffer(kOp, "workspace", b.workspace, ffi::F32,
+                     {problem->spec.arch == 0 ? BackwardSums(problem->spec, p.num_pages)
+                                              : BackwardWorkspaceWords(*problem, p.num_pages)});
 }
 
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,

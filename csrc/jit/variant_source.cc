@@ -322,8 +322,7 @@ class Writer {
                     "const Row& row, const Key& key, const Facts& at, float score, float& slope");
     WriteNeeded({p_.logits, gradient_->score}, &out);
     out << "    slope = " << (gradient_->score < 0 ? "1.0f" : Value(gradient_->score, kOfLogit))
-        << ";\n    return " << (p_.logits < 0 ? "score" : Value(p_.logits, kOfLogit))
-        << ";\n  }\n";
+        << ";\n    return " << (p_.logits < 0 ? "score" : Value(p_.logits, kOfLogit)) << ";\n  }\n";
     return out.str();
   }
 

@@ -297,8 +297,8 @@ inline VariantGradient SigmoidGradient() {
 
 inline VariantGradient TreeGradient() {
   const VariantProgram tree = Tree();
-  return GradientBy(
-      tree, [&](ProgramBuilder& b) { return b.Do(kOpDiv, b.F(1), b.Arg(tree.logits, 1)); });
+  return GradientBy(tree,
+                    [&](ProgramBuilder& b) { return b.Do(kOpDiv, b.F(1), b.Arg(tree.logits, 1)); });
 }
 
 inline std::vector<NamedGradient> VariantGradients() {

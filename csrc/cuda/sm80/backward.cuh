@@ -100,7 +100,7 @@ struct BackwardUnit {
 // --- what a variant asks ---
 
 // The requests that a unit goes through, where a variant asks about them.
-struct SourceFacts {
+struct alignas(16) SourceFacts {
   int request;
   int first_pos;  // of keys: where the unit's first one is in it
 };
@@ -380,7 +380,7 @@ class BackwardPass {
     if (lse == -Infinity()) return;
     // Of +inf NaN, too.
     lse_log2 = (lse - lse) + lse * kLog2E;
-    d = __uint_as_float(LoadOperand32(p_.d + at));
+    if constexpr (Variant::kNormalizes) d = __uint_as_float(LoadOperand32(p_.d + at));
   }
 
   // Rows of the unit: begins their copies, and stores what is known of them.
@@ -605,8 +605,7 @@ class BackwardPass {
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
           for (int j = 0; j < kSTiles; ++j) {
-            float2 d = make_float2(0.0f, 0.0f);
-            if constexpr (Variant::kNormalizes) d = StatsOf(shared_.d, slot, mt, h, j);
+            const float2 d = StatsOf(shared_.d, slot, mt, h, j);
             Put(products, mt, h, j, Slope(s[mt][j][2 * h], d_s[mt][j][2 * h] - d.x),
                 Slope(s[mt][j][2 * h + 1], d_s[mt][j][2 * h + 1] - d.y));
           }
@@ -793,14 +792,11 @@ class BackwardPass {
   // Whether the user's mask shows row i of the stream to the unit's row `own`, or the other way
   // round.
   __device__ __forceinline__ bool ShowsOne(int own, int i) const {
-    if constexpr (Variant::kHasMask) {
-      const int row = kOfKeys ? i : state_.unit.block * kOwned + own;
-      const int pos = kOfKeys ? shared_.first_pos + own : i;
-      const BackwardKeyFacts<Traits> key = FactsOfKey(pos, 0, pos / 8 * 8);
-      return Variant::IsVisible(f_, Variant::OfRow(f_, FactsOfRow(row), pos),
-                                Variant::OfKey(f_, key), key);
-    }
-    return true;
+    const int row = kOfKeys ? i : state_.unit.block * kOwned + own;
+    const int pos = kOfKeys ? shared_.first_pos + own : i;
+    const BackwardKeyFacts<Traits> key = FactsOfKey(pos, 0, pos / 8 * 8);
+    return Variant::IsVisible(f_, Variant::OfRow(f_, FactsOfRow(row), pos), Variant::OfKey(f_, key),
+                              key);
   }
 
   // c = rows of the warp times those of the stream.
@@ -997,7 +993,10 @@ class BackwardPass {
       const bool counts = shared_.stream_kind[i] != kCountsNot;
       const bool is_finite =
           shared_.own_kind[row] == kCounts && shared_.stream_kind[i] != kIsNotFinite;
-      if (counts && !is_finite && ShowsOne(row, begin + i)) shared_.own_is_nan[row] = 1;
+      if constexpr (Variant::kHasMask) {
+        if (!ShowsOne(row, begin + i)) continue;
+      }
+      if (counts && !is_finite) shared_.own_is_nan[row] = 1;
     }
   }
 
