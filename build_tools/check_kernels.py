@@ -398,7 +398,12 @@ def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int |
 
 
 def gradient_words(spec: ja.AttentionSpec) -> list[int]:
-    return [] if spec.variant is None else list(gradient_of(spec.variant).words)
+    """Of the gradient of a spec's variant and of all of its operands that are floats."""
+    if spec.variant is None:
+        return []
+    types = spec.variant.operand_types
+    wanted = tuple(i for i, (dtype, _) in enumerate(types) if "float" in dtype)
+    return list(gradient_of(spec.variant, wanted).words)
 
 
 def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:

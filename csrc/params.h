@@ -406,6 +406,10 @@ enum BackwardPhase : i32 {
   kBackwardSums = 2,       // Hopper: d_k, d_v, and the sums that become d_q
   kBackwardRound = 3,      // Hopper: d_q from these
   kBackwardRows = 4,       // portable: all results, unless is_not_finite says otherwise
+  // Of a variant's operands that are differentiated:
+  kBackwardBounds = 5,      // operand_bounds and num_terms
+  kBackwardOperands = 6,    // operand_sums
+  kBackwardToOperands = 7,  // what these become
 };
 
 // The backward pass on CUDA devices. It goes by lengths and page tables, not by the schedule.
@@ -440,6 +444,15 @@ struct BackwardCudaParams {
   // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if
   // forward.has_tensor_maps
   TensorMap q_map, d_o_map;
+  // Of operands of a variant that are differentiated, else null: [num_operand_elements]. Sums of
+  // integers, 0 at entry, in a unit that OperandScale has; what leaves is pairs of words, the f32
+  // gradient and 0.
+  i64* operand_sums[kMaxVariantOperands];
+  i64 num_operand_elements[kMaxVariantOperands];
+  // Workspace, 0 at entry.
+  i64* num_terms;          // [1] that one element's sum has at most
+  i32* num_operand_units;  // [2] units that CTAs took of kBackwardBounds and of kBackwardOperands
+  i32* operand_bounds;     // [kMaxVariantOperands] the largest term of each that is finite, f32
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

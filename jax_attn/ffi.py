@@ -160,7 +160,7 @@ def backward(
     operands = (q, k, v, plan_buffer, layer, lse, d, d_o, *variant_operands)
     gradient = np.asarray(words, np.int64)
     results = call(*operands, problem=spec.problem_words, gradient=gradient, poison=config.poison)
-    sums = {i: x.sum(axis=0) for i, x in zip(summed, results[4:], strict=True)}
+    sums = dict(zip(summed, (_whole(x, spec) for x in results[4:]), strict=True))
     like = [variant_operands[i] for i in wanted]
     of_operands = (
         sums.get(i, jnp.zeros(x.shape)).astype(x.dtype) for i, x in zip(wanted, like, strict=True)
@@ -169,9 +169,17 @@ def backward(
 
 
 def _sums_of(operand: jax.Array, q: jax.Array, spec: AttentionSpec) -> jax.ShapeDtypeStruct:
-    """Those of a small operand one for each kv head, which then run side by side."""
+    """On CPUs those of a small operand one for each kv head, which then run side by side. On CUDA
+    two words for each element, which first are a sum of 64 bits."""
+    if spec.target != "cpu":
+        return jax.ShapeDtypeStruct((*operand.shape, 2), jnp.float32)
     num_copies = spec.num_kv_heads if operand.size * spec.num_kv_heads <= q.size else 1
     return jax.ShapeDtypeStruct((num_copies, *operand.shape), jnp.float32)
+
+
+def _whole(sums: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The gradient that arrays of _sums_of are."""
+    return sums.sum(axis=0) if spec.target == "cpu" else sums[..., 0]
 
 
 def append_kv(

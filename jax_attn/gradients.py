@@ -86,12 +86,6 @@ def _attention_forward(
     split: HeadSplit, *arrays: Any, wanted: Sequence[int] = ()
 ) -> tuple[Any, Any]:
     check_differentiable(split.spec)
-    if wanted and split.spec.target != "cpu":
-        raise NotImplementedError(
-            "attention: gradients: variant_operands: not supported on CUDA, got operands"
-            f" {[split.spec.variant.names[i] for i in wanted]} that are differentiated; "
-            "jax.lax.stop_gradient holds them, a spec with target='cpu' differentiates them."
-        )
     if wanted and split.num_groups > 1:
         raise NotImplementedError(
             "attention: gradients: variant_operands: supported where a device has all heads of the"

@@ -57,13 +57,16 @@ Status CheckVariant(const AttentionProblem& problem, const VariantGradient& grad
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto got = b.d_operands[i].dimensions();
     const auto dims = b.variant_operands[operands[i]].dimensions();
-    const bool fits = b.d_operands[i].element_type() == ffi::F32 && got.size() == 1 + dims.size() &&
-                      (got[0] == 1 || got[0] == problem.spec.num_kv_heads) &&
-                      std::equal(dims.begin(), dims.end(), got.begin() + 1);
+    const bool on_cpu = problem.spec.arch == 0;
+    bool fits = b.d_operands[i].element_type() == ffi::F32 && got.size() == 1 + dims.size();
+    if (fits && on_cpu) fits = got[0] == 1 || got[0] == problem.spec.num_kv_heads;
+    if (fits && !on_cpu) fits = got.back() == 2;
+    fits = fits && std::equal(dims.begin(), dims.end(), got.begin() + (on_cpu ? 1 : 0));
     if (!fits) {
       return Status::Error(
-          "attention's backward pass: gradients of operands: expected f32 sums of one or of each "
-          "kv head, got another array.");
+          std::string("attention's backward pass: gradients of operands: expected ") +
+          (on_cpu ? "f32 sums of one or of each kv head" : "two f32 words of each element") +
+          ", got another array.");
     }
   }
   return Status::Ok();
@@ -121,11 +124,6 @@ Status Unpack(ffi::Span<const int64_t> words, ffi::Span<const int64_t> gradient_
   Pool kv_pool;
   if (Status s = Check(*problem, b, &kv_pool); !s.ok()) return s;
   Status s = ReadGradient(gradient_words, *problem, gradient);
-  if (s.ok() && problem->spec.arch != 0 && gradient->num_elements > 0) {
-    s = Status::Error(
-        "attention's backward pass: gradient: expected derivatives by the score alone on CUDA, got "
-        "some by operands.");
-  }
   if (s.ok()) s = CheckVariant(*problem, *gradient, b);
   if (!s.ok()) return s;
   AttentionParams& p = params->forward;
@@ -234,6 +232,11 @@ ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   p.d_q = d_q->untyped_data();
   p.d_k = d_k->untyped_data();
   p.d_v = d_v->untyped_data();
+  const std::vector<i32> operands = OperandsOf(gradient);
+  for (size_t i = 0; i < operands.size(); ++i) {
+    p.operand_sums[operands[i]] = static_cast<i64*>(b.d_operands[i].untyped_data());
+    p.num_operand_elements[operands[i]] = static_cast<i64>(b.d_operands[i].element_count()) / 2;
+  }
   const int64_t num_zero_words = BackwardZeroWords(problem, params.forward.num_pages);
   return ToFfi(LaunchBackward(problem, gradient, p, num_zero_words, stream, device_ordinal));
 }

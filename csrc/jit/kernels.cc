@@ -323,12 +323,17 @@ Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gr
       if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
     }
   }
+  for (int i = 0; i < kMaxVariantOperands; ++i) {
+    const int64_t bytes = params.num_operand_elements[i] * int64_t{sizeof(i64)};
+    if (Status s = FillBytes(params.operand_sums[i], 0, bytes, stream); !s.ok()) return s;
+  }
   Launch launch;
   launch.zero_words = params.num_taken;
   launch.num_zero_words = num_zero_words;
-  for (const i32 phase :
-       {kBackwardReadPlan, kBackwardLinkPages, kBackwardSums, kBackwardRound, kBackwardRows}) {
+  for (const i32 phase : {kBackwardReadPlan, kBackwardLinkPages, kBackwardSums, kBackwardRound,
+                          kBackwardRows, kBackwardBounds, kBackwardOperands, kBackwardToOperands}) {
     if (phase == kBackwardLinkPages && !spec.paged()) continue;
+    if (phase >= kBackwardBounds && gradient.num_elements == 0) continue;
     const bool of_hopper = phase == kBackwardSums || phase == kBackwardRound;
     if (of_hopper && hopper == nullptr) continue;
     of_phase.phase = phase;

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <initializer_list>
 #include <sstream>
 #include <vector>
 
@@ -42,7 +41,12 @@ class Writer {
   Writer(const VariantProgram& program, const VariantGradient* gradient, std::string name)
       : p_(program), gradient_(gradient), name_(std::move(name)), used_(program.num_instructions) {
     for (i32 result : {p_.logits, p_.visible}) MarkUsed(result);
-    if (gradient_ != nullptr) MarkUsed(gradient_->score);
+    if (gradient_ == nullptr) return;
+    MarkUsed(gradient_->score);
+    for (i32 i = 0; i < gradient_->num_elements; ++i) {
+      MarkUsed(gradient_->elements[i].load);
+      MarkUsed(gradient_->elements[i].partial);
+    }
   }
 
   std::string Write() {
@@ -323,11 +327,50 @@ class Writer {
     WriteNeeded({p_.logits, gradient_->score}, &out);
     out << "    slope = " << (gradient_->score < 0 ? "1.0f" : Value(gradient_->score, kOfLogit))
         << ";\n    return " << (p_.logits < 0 ? "score" : Value(p_.logits, kOfLogit)) << ";\n  }\n";
+    WriteElements(&out);
     return out.str();
   }
 
+  // Elements of operands that a logit reads, and its derivatives by them.
+  void WriteElements(std::ostringstream* to) const {
+    std::ostringstream& out = *to;
+    const i32 num = gradient_->num_elements;
+    out << "\n  static constexpr int kNumElements = " << num << ";\n";
+    if (num == 0) return;
+    std::vector<i32> needed;
+    std::string operands, results;
+    for (i32 i = 0; i < num; ++i) {
+      const auto [load, partial] = gradient_->elements[i];
+      const Instruction& x = At(load);
+      const i32 rank = p_.operands[x.args[0]].rank;
+      const std::string operand = std::to_string(x.args[0]),
+                        to_i = "[" + std::to_string(i) + "] = ";
+      needed.push_back(partial);
+      std::string place;
+      for (i32 axis = 0; axis < rank; ++axis) {
+        needed.push_back(x.args[1 + axis]);
+        place += (axis > 0 ? " + " : "") +
+                 (axis == rank - 1 ? "InLastAxis<" + operand
+                                   : "InAxis<" + operand + ", " + std::to_string(rank)) +
+                 ">(p, " + std::to_string(axis) + ", " + Value(x.args[1 + axis], kOfLogit) + ")";
+      }
+      operands += (i > 0 ? ", " : "") + operand;
+      results += "    places" + to_i + (place.empty() ? "0" : place) + ";\n";
+      results += "    partials" + to_i + Value(partial, kOfLogit) + ";\n";
+    }
+    out << "  __device__ static constexpr int OperandOf(int element) {\n"
+        << "    constexpr int kOperands[] = {" << operands << "};\n"
+        << "    return kOperands[element];\n  }\n"
+        << "  template <class Facts>\n"
+        << Function("void Partials",
+                    "const Row& row, const Key& key, const Facts& at, float score, i64 "
+                    "(&places)[kNumElements], float (&partials)[kNumElements]");
+    WriteNeeded(needed, &out);
+    out << results << "  }\n";
+  }
+
   // The statements of all that results compute for each logit. -1: no result.
-  void WriteNeeded(std::initializer_list<i32> results, std::ostringstream* to) const {
+  void WriteNeeded(const std::vector<i32>& results, std::ostringstream* to) const {
     std::ostringstream& out = *to;
     std::vector<bool> needed(p_.num_instructions);
     for (i32 value : results) {

@@ -20,6 +20,10 @@ std::string VariantText(const VariantProgram& program, const std::string& name);
 //   Differentiate(params, row, key, facts of the key, score, slope)
 //                                  the logit, and its derivative by the score
 //   kHasSlope                      whether that is not 1 everywhere
+//   kNumElements                   of operands that a logit reads, and has derivatives by
+//   OperandOf(element)
+//   Partials(params, row, key, facts of the key, score, places, partials)
+//                                  of each its place in the operand, and the derivative
 std::string VariantText(const VariantGradient& gradient, const std::string& name);
 
 }  // namespace jax_attn

@@ -312,6 +312,9 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
   p.num_elements[1] = kv_rows * spec.num_kv_heads * spec.head_dim_qk;
   p.num_elements[2] = kv_rows * spec.num_kv_heads * spec.head_dim_vo;
   p.num_taken = workspace;
+  p.num_terms = reinterpret_cast<i64*>(workspace + 4);
+  p.num_operand_units = workspace + 6;
+  p.operand_bounds = workspace + 8;
   p.q_begins = workspace + 16;
   p.next_entries = p.q_begins + spec.max_batch;
   p.is_read = p.next_entries + p.max_entries;

@@ -78,6 +78,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 inline float __int_as_float(int x) { return EmulationBits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 // How many bits above the highest one are 0.
+inline long long __float2ll_rn(float x) { return std::llrint(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 // 1 + the place of the lowest bit; 0: there is none.
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
@@ -799,6 +800,8 @@ inline float4 LoadCoherent16If(bool loads, const float* global) {
 inline void MaxRelaxed(i32* global, u32 x) {
   *global = static_cast<i32>(std::max(static_cast<u32>(*global), x));
 }
+inline void MaxRelaxed(i64* global, i64 x) { *global = std::max(*global, x); }
+inline void AddRelaxed(i64* global, i64 x) { *global += x; }
 inline void Nap() { emulation::machine.LetOthersGoFirst(); }
 inline constexpr int kMostNaps = 1000;
 inline i32 AddAcquireRelease(i32* counter, i32 x) {

@@ -30,6 +30,10 @@ void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
         Emulate<Body>(c, params, kBackwardReadPlan, random);
         if (spec.paged()) Emulate<Body>(c, params, kBackwardLinkPages, random);
         Emulate<Body>(c, params, kBackwardRows, random);
+        if (!Body::kHasElements) return;
+        for (const i32 phase : {kBackwardBounds, kBackwardOperands, kBackwardToOperands}) {
+          Emulate<Body>(c, params, phase, random);
+        }
       },
       c.gradient, c.range);
   std::printf("%s: %d warps, keys %d by %d, queries %d by %d\n", c.base.name,
@@ -59,23 +63,15 @@ int RunAll() {
   const std::vector<Request> group = {{96, 96}, {20, 116}, {33, 129}, {40, 136}, {20, 110}};
   // Tables of more than one block name the first one's pages.
   const std::vector<Request> scattered = {{70, 170}, {20, 116}, {33, 129}, {9, 90}, {40, 64}};
-  using variant::AlibiGradient;
   using variant::DocumentsGradient;
-  Run<Masked<64, 4, 0, AlibiGradient>>(
-      {{.name = "alibi, ragged, sinks", .requests = prompts, .sinks = true},
-       PlainGradient(Alibi())},
-      1);
-  Run<Masked<128, 2, 16, AlibiGradient>>(
-      {{.name = "alibi, d128, pages", .requests = mixed}, PlainGradient(Alibi())}, 2);
-  Run<Masked<64, 2, 16, AlibiGradient>>(
-      {{.name = "alibi, a prompt's pages", .requests = group, .prefix = 96},
-       PlainGradient(Alibi())},
-      3);
-  Run<Masked<64, 2, 16, AlibiGradient>>(
-      {{.name = "alibi, pages at other places", .requests = scattered},
-       PlainGradient(Alibi()),
-       3,
-       true},
+  Run<Masked<64, 4, 0, variant::AlibiGradient>>(
+      {{.name = "alibi, ragged, sinks", .requests = prompts, .sinks = true}, AlibiGradient()}, 1);
+  Run<Masked<128, 2, 16, variant::AlibiGradient>>(
+      {{.name = "alibi, d128, pages", .requests = mixed}, AlibiGradient()}, 2);
+  Run<Masked<64, 2, 16, variant::AlibiGradient>>(
+      {{.name = "alibi, a prompt's pages", .requests = group, .prefix = 96}, AlibiGradient()}, 3);
+  Run<Masked<64, 2, 16, variant::AlibiGradient>>(
+      {{.name = "alibi, pages at other places", .requests = scattered}, AlibiGradient(), 3, true},
       4);
   const Case odd = {.name = "relative bias, windows, soft cap, sinks, odd sizes",
                     .requests = {{100, 130}, {7, 3}, {0, 9}, {40, 200}, {1, 0}},
@@ -83,11 +79,11 @@ int RunAll() {
                     .window_right = 3,
                     .soft_cap = 3.0,
                     .sinks = true};
-  Run<Odd<variant::RelativeBiasGradient>>({odd, PlainGradient(RelativeBias())}, 5);
-  Run<OddF32<variant::RelativeBiasGradient>>({odd, PlainGradient(RelativeBias())}, 6);
+  Run<Odd<variant::RelativeBiasGradient>>({odd, BiasGradient(RelativeBias())}, 5);
+  Run<OddF32<variant::RelativeBiasGradient>>({odd, BiasGradient(RelativeBias())}, 6);
   Run<Full<48, 1, 0, variant::DenseBiasGradient>>(
       {{.name = "dense bias, ragged", .requests = prompts, .window_right = -1},
-       PlainGradient(DenseBias())},
+       BiasGradient(DenseBias())},
       7);
   Run<Masked<64, 4, 16, variant::CapGradient>>(
       {{.name = "soft cap by hand", .requests = mixed, .sharpness = 5}, CapGradient()}, 8);
@@ -128,14 +124,15 @@ int RunAll() {
                                                      .requests = kForest,
                                                      .prefix = 256,
                                                      .half_prefix = 64},
-                                                    PlainGradient(KeyBias())},
+                                                    BiasGradient(KeyBias())},
                                                    17);
   // Two warps, and a turn for dk and one for dv.
-  using Wide = typename Kernel<With<ShapeOf<256, 256, 1, 16, false, true, false>, AlibiGradient>,
-                               120>::Traits;
-  Run<Wide>({{.name = "alibi, d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1},
-             PlainGradient(Alibi())},
-            18);
+  using Wide =
+      typename Kernel<With<ShapeOf<256, 256, 1, 16, false, true, false>, variant::AlibiGradient>,
+                      120>::Traits;
+  Run<Wide>(
+      {{.name = "alibi, d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1}, AlibiGradient()},
+      18);
 #define JAX_ATTN_RANDOM(i)                                                         \
   Run<Masked<40, 4, i % 2 == 0 ? 16 : 5, variant::RandomGradient##i, i % 3 == 0>>( \
       {{.name = "random " #i,                                                      \
@@ -157,7 +154,7 @@ int RunAll() {
        {kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
     const unsigned seed = 40 + poison;
     const Case ragged = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
-    Run<Masked<64, 4, 0, AlibiGradient>>({ragged, PlainGradient(Alibi())}, seed, poison);
+    Run<Masked<64, 4, 0, variant::AlibiGradient>>({ragged, AlibiGradient()}, seed, poison);
     Case full = {.name = "not finite, documents",
                  .requests = {{30, 40}, {60, 70}},
                  .window_right = -1,

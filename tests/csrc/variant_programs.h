@@ -102,6 +102,17 @@ VariantGradient GradientBy(const VariantProgram& program, const Derivative& d_sc
   gradient.score = score;
   return gradient;
 }
+// With the derivatives by elements of operands besides: `load` is a value of the program, and
+// partial(builder) gives the derivative.
+template <typename Derivative>
+VariantGradient WithElement(VariantGradient gradient, i32 load, const Derivative& partial) {
+  ProgramBuilder b(gradient.program);
+  const i32 value = partial(b);
+  const VariantProgram& p = gradient.program;
+  gradient.program = b.Finish(p.logits, p.visible, p.normalizes != 0);
+  gradient.elements[gradient.num_elements++] = {load, value};
+  return gradient;
+}
 
 // score - slopes[head] * (q_pos - kv_pos)
 inline VariantProgram Alibi() {
@@ -295,24 +306,46 @@ inline VariantGradient SigmoidGradient() {
   });
 }
 
+// By the temperatures, too: -score / temperature^2.
 inline VariantGradient TreeGradient() {
   const VariantProgram tree = Tree();
-  return GradientBy(tree,
-                    [&](ProgramBuilder& b) { return b.Do(kOpDiv, b.F(1), b.Arg(tree.logits, 1)); });
+  const ProgramBuilder of(tree);
+  const i32 temperature = of.Arg(tree.logits, 1);
+  const VariantGradient gradient =
+      GradientBy(tree, [&](ProgramBuilder& b) { return b.Do(kOpDiv, b.F(1), temperature); });
+  return WithElement(gradient, temperature, [&](ProgramBuilder& b) {
+    return b.Do(kOpNeg, b.Do(kOpDiv, tree.logits, temperature));
+  });
+}
+
+// By slopes: -distance.
+inline VariantGradient AlibiGradient() {
+  const VariantProgram alibi = Alibi();
+  const ProgramBuilder of(alibi);
+  const i32 penalty = of.Arg(alibi.logits, 1);
+  return WithElement(PlainGradient(alibi), of.Arg(penalty, 0),
+                     [&](ProgramBuilder& b) { return b.Do(kOpNeg, b.Arg(penalty, 1)); });
+}
+
+// Of score + an element.
+inline VariantGradient BiasGradient(const VariantProgram& bias) {
+  return WithElement(PlainGradient(bias), ProgramBuilder(bias).Arg(bias.logits, 1),
+                     [](ProgramBuilder& b) { return b.F(1); });
 }
 
 inline std::vector<NamedGradient> VariantGradients() {
   std::vector<NamedGradient> all = {
-      {"AlibiGradient", PlainGradient(Alibi())},
-      {"RelativeBiasGradient", PlainGradient(RelativeBias())},
-      {"DenseBiasGradient", PlainGradient(DenseBias())},
+      {"AlibiGradient", AlibiGradient()},
+      {"AlibiOfScores", PlainGradient(Alibi())},
+      {"RelativeBiasGradient", BiasGradient(RelativeBias())},
+      {"DenseBiasGradient", BiasGradient(DenseBias())},
       {"CapGradient", CapGradient()},
       {"SigmoidGradient", SigmoidGradient()},
       {"LinearGradient", PlainGradient(Linear())},
       {"DocumentsGradient", PlainGradient(Documents())},
       {"PrefixLmGradient", PlainGradient(PrefixLm())},
       {"TreeGradient", TreeGradient()},
-      {"KeyBiasGradient", PlainGradient(KeyBias())},
+      {"KeyBiasGradient", BiasGradient(KeyBias())},
   };
   static const char* const kNames[kNumRandomPrograms] = {"RandomGradient0", "RandomGradient1",
                                                          "RandomGradient2", "RandomGradient3",

@@ -318,6 +318,14 @@ __device__ __forceinline__ void MaxRelaxed(i32* global, u32 x) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 
+// Likewise of 64 bits.
+__device__ __forceinline__ void MaxRelaxed(i64* global, i64 x) {
+  asm volatile("red.relaxed.gpu.global.max.s64 [%0], %1;" ::"l"(global), "l"(x) : "memory");
+}
+__device__ __forceinline__ void AddRelaxed(i64* global, i64 x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(global), "l"(x) : "memory");
+}
+
 // Adds to a counter of the whole device and returns what it was. What this thread wrote, or saw
 // written, before is visible to whoever sees the sum.
 __device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {

@@ -12,6 +12,7 @@ struct NoVariant {
   static constexpr bool kHasLogits = false, kHasMask = false;
   static constexpr bool kLogitsFollowKeys = false;  // logits have terms of their keys
   static constexpr bool kNormalizes = true;         // else weights are logits, and o is their sum
+  static constexpr int kNumElements = 0;            // of operands, that have derivatives
 };
 
 namespace variant {

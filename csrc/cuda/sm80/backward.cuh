@@ -23,6 +23,11 @@
 // A variant is asked for each logit of a step, in both kinds of unit: whether the row sees the key,
 // and for the logit and its derivative by the score, s', where scale becomes scale s'. Without a
 // softmax P is the logit itself, and dS = d_o v^T.
+//
+// Operands of a variant have launches of their own. The gradient of an element is the sum of dS
+// times the derivative of the logit by it, over the logits that read it, of whatever units. Terms
+// are integers there, in a unit that follows from the largest of them all, which a launch finds
+// first: so no order changes the bits.
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
@@ -53,6 +58,7 @@ template <class Traits>
 struct BackwardShapes {
   static constexpr int kBytes = Element<Traits::kDtype>::kBytes;
   static constexpr bool kIsF32 = Traits::kDtype == kElementF32;
+  static constexpr bool kHasElements = Traits::Variant::kNumElements > 0;
   using Qk = OperandLayout<kBytes, Traits::kHeadDimQk>;
   using Vo = OperandLayout<kBytes, Traits::kHeadDimVo>;
   // Beyond 128 registers of sums a thread, dk and dv take a turn each.
@@ -63,27 +69,29 @@ struct BackwardShapes {
     if (!of_keys) return Qk::kPadded;
     return kSeparate ? Max(Qk::kPadded, Vo::kPadded) : Qk::kPadded + Vo::kPadded;
   }
-  static constexpr int Bytes(int warps, BackwardShape shape) {
+  static constexpr int Bytes(int warps, BackwardShape shape, bool of_operands) {
     const int owned = 16 * warps * shape.m_tiles;
-    const int products = kIsF32 ? owned * (shape.step + 1) * 4 : 0;
+    const int products = (of_operands ? 2 : kIsF32 ? 1 : 0) * owned * (shape.step + 1) * 4;
     return (owned + 2 * shape.step) * (Qk::kPitch + Vo::kPitch) + products + 40 * owned +
            24 * shape.step + 256;
   }
   // The best shape in so much shared memory; without rows if there is none. A fragment of what
   // streams is loaded once for all m_tiles, so two halve the traffic. Sums, logits and dP take
   // m_tiles * (columns / 2 + step) of 255 registers; beyond 160 some of the rest spill.
-  static constexpr BackwardShape Best(bool of_keys, int warps, int budget) {
+  static constexpr BackwardShape Best(bool of_keys, int warps, int budget,
+                                      bool of_operands = false) {
     constexpr BackwardShape kShapes[] = {{2, 32}, {1, 64}, {1, 32}, {1, 16}, {1, 8}};
     for (const BackwardShape shape : kShapes) {
       if (!kIsF32 && shape.step < 16) continue;
       if (kIsF32 && (shape.m_tiles > 1 || shape.step > 32)) continue;
-      if (shape.m_tiles * (Columns(of_keys) / 2 + shape.step) > 160) continue;
-      if (Bytes(warps, shape) <= budget) return shape;
+      if (!of_operands && shape.m_tiles * (Columns(of_keys) / 2 + shape.step) > 160) continue;
+      if (Bytes(warps, shape, of_operands) <= budget) return shape;
     }
     return {0, 0};
   }
   static constexpr bool Fit(int warps, int ctas) {
     const int budget = CtaSmemBudget(Traits::kArch, ctas);
+    if (kHasElements && Best(false, warps, budget, true).step == 0) return false;
     return Best(false, warps, budget).step > 0 && Best(true, warps, budget).step > 0;
   }
   static constexpr int kWarps = Fit(4, 1) ? 4 : Fit(2, 1) ? 2 : 1;
@@ -173,7 +181,26 @@ struct alignas(16) BackwardState {
 
 // --- a unit ---
 
-template <class Traits, bool kOfKeys>
+// The order of launches is that of terms: how many, and how large; their sums; and these as f32.
+
+// The power of two that makes integers of an operand's terms, so that sums of all of them fit 61
+// bits. num_loads: of an operand by a logit.
+__device__ __forceinline__ int OperandScale(const BackwardCudaParams& p, int operand,
+                                            int num_loads) {
+  const int bound = LoadConstant(p.operand_bounds + operand);
+  const auto* num_terms = reinterpret_cast<const i32*>(p.num_terms);
+  const int high = LoadConstant(num_terms + 1), low = LoadConstant(num_terms);
+  const int term_bits = (high != 0 ? 64 - __clz(high) : 32 - __clz(low)) + 32 - __clz(num_loads);
+  return Clamp(61 - term_bits - ((bound >> 23) - 126), -126, 126);
+}
+__device__ __forceinline__ float PowerOfTwo(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+// Added to no sum: terms that are not finite.
+inline constexpr i64 kNotFiniteSum = i64{1} << 62;
+
+// kOfOperands: of queries, for the sums of operands.
+template <class Traits, bool kOfKeys, bool kOfOperands = false>
 class BackwardPass {
  public:
   using Shapes = BackwardShapes<Traits>;
@@ -183,7 +210,8 @@ class BackwardPass {
       Variant::kHasLogits || Variant::kHasMask || !Variant::kNormalizes;
   using L1 = typename Shapes::Qk;  // of q and k
   using L2 = typename Shapes::Vo;  // of d_o and v
-  static constexpr BackwardShape kShape = Shapes::Best(kOfKeys, Shapes::kWarps, Shapes::kBudget);
+  static constexpr BackwardShape kShape =
+      Shapes::Best(kOfKeys, Shapes::kWarps, Shapes::kBudget, kOfOperands);
   static constexpr bool kIsF32 = Shapes::kIsF32;
   static constexpr int kWarps = Shapes::kWarps, kThreads = kWarps * kWarpSize;
   static constexpr int kMTiles = kShape.m_tiles, kWarpRows = 16 * kMTiles;
@@ -204,11 +232,15 @@ class BackwardPass {
   struct Bounds {
     int any_begin, any_end, all_begin, all_end;
   };
-  struct alignas(16) Shared : Choose<kHasVariant, SourceFacts, NoSourceFacts>::Type {
+  struct TermProducts : SourceFacts {
+    float s[kOwned][kStep + 1], d_p[kOwned][kStep + 1];
+  };
+  using OfVariant = typename Choose<kHasVariant, SourceFacts, NoSourceFacts>::Type;
+  struct alignas(16) Shared : Choose<kOfOperands, TermProducts, OfVariant>::Type {
     unsigned char own1[kOwned * L1::kPitch];  // q or k
     unsigned char own2[kOwned * L2::kPitch];  // d_o or v
     Stream stream[2];
-    typename Choose<kIsF32, Products, NoProducts>::Type products;
+    typename Choose<kIsF32 && !kOfOperands, Products, NoProducts>::Type products;
     i64 own_at[kOwned];                            // row, in units of head_dim; -1: there is none
     int spans[kOwned][2];                          // rows [begin, end) of the stream that it sees
     float lse_log2[kOfKeys ? 2 * kStep : kOwned];  // inf: the row counts for nothing
@@ -231,7 +263,9 @@ class BackwardPass {
         thread_(Anew(static_cast<int>(threadIdx.x))) {}
 
   __device__ __forceinline__ void Run() {
-    if constexpr (!kOfKeys) {
+    if constexpr (kOfOperands) {
+      RunTerms();
+    } else if constexpr (!kOfKeys) {
       RunPart<true, false>();
     } else if constexpr (Shapes::kSeparate) {
       RunPart<false, true>();
@@ -514,9 +548,9 @@ class BackwardPass {
 
   // --- the stream ---
 
-  template <bool kWants1, bool kWants2>
-  __device__ __forceinline__ void RunSteps(const BackwardSource& source, bool careful,
-                                           Sums<L1>& sums1, Sums<L2>& sums2) {
+  template <bool kWants1, bool kWants2, class S1, class S2>
+  __device__ __forceinline__ void RunSteps(const BackwardSource& source, bool careful, S1& sums1,
+                                           S2& sums2) {
     const Bounds all = BoundsOf(0, kOwned), mine = BoundsOf(FirstRow(), kWarpRows);
     if (all.any_begin >= all.any_end) return;
     if (Thread() == 0) {
@@ -570,7 +604,11 @@ class BackwardPass {
       const Bounds& seen = shared_.warp_bounds[Warp()];
       if (begin < seen.any_end && begin + kStep > seen.any_begin) {
         const bool seen_by_all = begin >= seen.all_begin && begin + kStep <= seen.all_end;
-        Multiply<kWants1, kWants2>(slot, begin, seen_by_all, sums1, sums2);
+        if constexpr (kOfOperands) {
+          AddTerms(slot, begin, sums1);
+        } else {
+          Multiply<kWants1, kWants2>(slot, begin, seen_by_all, sums1, sums2);
+        }
       }
       put_stats(slot ^ 1, lse_log2, d);
     }
@@ -755,15 +793,20 @@ class BackwardPass {
     }
   }
 
+  // What the built-in soft cap is multiplied by, as class SoftCap.
+  __device__ __forceinline__ float Tanh(float x) const {
+    const float slope = 2.0f * kLog2E * f_.sm_scale / f_.logits_soft_cap;
+    return fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
+  }
+
   // The weight of one logit. x: the product, which becomes what dP - d is multiplied by.
   template <class Row, class Key>
   __device__ __forceinline__ float WeighOne(const Row& row, const Key& key,
                                             const BackwardKeyFacts<Traits>& at, bool sees,
                                             float lse_log2, float& x) const {
     float logit = x, scale = f_.sm_scale, factor = 1.0f;
-    if constexpr (Traits::kHasSoftCap) {  // as class SoftCap
-      const float slope = 2.0f * kLog2E * f_.sm_scale / f_.logits_soft_cap;
-      logit = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
+    if constexpr (Traits::kHasSoftCap) {
+      logit = Tanh(x);
       scale = f_.logits_soft_cap;
       factor = fmaf(-logit, logit, 1.0f);
     }
@@ -797,6 +840,123 @@ class BackwardPass {
     const BackwardKeyFacts<Traits> key = FactsOfKey(pos, 0, pos / 8 * 8);
     return Variant::IsVisible(f_, Variant::OfRow(f_, FactsOfRow(row), pos), Variant::OfKey(f_, key),
                               key);
+  }
+
+  // --- gradients of operands ---
+
+  // Terms of one element one after the other, which are added up as f32 before they become one
+  // integer. A lane goes through keys in their order.
+  struct Runs {
+    i64 places[Max(Variant::kNumElements, 1)];  // -1: there is none
+    float sums[Max(Variant::kNumElements, 1)];
+    float largest[Max(Variant::kNumElements, 1)];  // of those that are finite, kBackwardBounds
+  };
+
+  __device__ __forceinline__ void RunTerms() {
+    Runs runs;
+#pragma unroll
+    for (int e = 0; e < Variant::kNumElements; ++e) {
+      runs.places[e] = -1;
+      runs.sums[e] = runs.largest[e] = 0.0f;
+    }
+    LoadOwned();
+    MendOwned();
+    PutFacts(state_.unit.request, 0);
+    FindSpans(state_.own, 0, [](int) { return true; });
+    RunSteps<false, false>(state_.own, false, runs, runs);
+#pragma unroll
+    for (int e = 0; e < Variant::kNumElements; ++e) EndRun(e, runs);
+    if (p_.phase != kBackwardBounds) return;
+#pragma unroll
+    for (int e = 0; e < Variant::kNumElements; ++e) {
+      const u32 largest = WarpMax(__float_as_uint(runs.largest[e]));
+      if (Lane() == 0) MaxRelaxed(p_.operand_bounds + Variant::OperandOf(e), largest);
+    }
+    if (Thread() == 0) AddRelaxed(p_.num_terms, static_cast<i64>(kOwned) * state_.own.kv_len);
+  }
+
+  __device__ __forceinline__ void EndRun(int e, Runs& runs) const {
+    const float sum = runs.sums[e];
+    const bool is_finite = sum - sum == 0.0f;
+    if (runs.places[e] < 0) return;
+    if (p_.phase == kBackwardBounds) {
+      if (is_finite) runs.largest[e] = fmaxf(runs.largest[e], fabsf(sum));
+      return;
+    }
+    const int operand = Variant::OperandOf(e);
+    i64* const to = p_.operand_sums[operand] + runs.places[e];
+    if (!is_finite) {
+      MaxRelaxed(to, kNotFiniteSum);
+    } else if (sum != 0.0f) {
+      const int scale = OperandScale(p_, operand, Variant::kNumElements);
+      AddRelaxed(to, __float2ll_rn(sum * PowerOfTwo(scale)));
+    }
+  }
+
+  // Of a step. Lanes have a row each, or half the keys of one.
+  __device__ __forceinline__ void AddTerms(int slot, int begin, Runs& runs) {
+    Stream& stream = shared_.stream[slot];
+    Tile products;
+    Dot<L1>(shared_.own1, stream.rows1, products);
+    PutProducts(products, shared_.s);
+    Dot<L2>(shared_.own2, stream.rows2, products);
+    PutProducts(products, shared_.d_p);
+    __syncwarp();
+    constexpr int kKeys = kStep * kWarpRows / kWarpSize;  // of a lane
+    const int row = FirstRow() + Lane() % kWarpRows, first = Lane() / kWarpRows * kKeys;
+    const int low = Max(shared_.spans[row][0] - begin, first);
+    const int high = Min(shared_.spans[row][1] - begin, first + kKeys);
+    const int kind = shared_.own_kind[row];
+    const float lse_log2 = shared_.lse_log2[row], d = shared_.d[row];
+    const auto of_row = Variant::OfRow(f_, FactsOfRow(state_.unit.block * kOwned + row), begin);
+#pragma unroll 1
+    for (int i = kind == kCountsNot ? high : low; i < high; ++i) {
+      const BackwardKeyFacts<Traits> at = FactsOfKey(begin, i, (begin + i) / 8 * 8);
+      const auto of_key = Variant::OfKey(f_, at);
+      if constexpr (Variant::kHasMask) {
+        if (!Variant::IsVisible(f_, of_row, of_key, at)) continue;
+      }
+      float score = shared_.s[row][i], d_logit = shared_.d_p[row][i];
+      if constexpr (Traits::kHasSoftCap) {
+        score = Tanh(score) * f_.logits_soft_cap;
+      } else {
+        score *= f_.sm_scale;
+      }
+      if constexpr (Variant::kNormalizes) {
+        float slope;
+        const float logit = Variant::Differentiate(f_, of_row, of_key, at, score, slope);
+        d_logit = Exp2(fmaf(logit, kLog2E, -lse_log2)) * (d_logit - d);
+      }
+      if (kind == kIsNotFinite) d_logit = __uint_as_float(kFullWarp);
+      i64 places[Variant::kNumElements];
+      float partials[Variant::kNumElements];
+      Variant::Partials(f_, of_row, of_key, at, score, places, partials);
+#pragma unroll
+      for (int e = 0; e < Variant::kNumElements; ++e) {
+        if (places[e] != runs.places[e]) {
+          EndRun(e, runs);
+          runs.places[e] = places[e];
+          runs.sums[e] = 0.0f;
+        }
+        runs.sums[e] = fmaf(d_logit, partials[e], runs.sums[e]);
+      }
+    }
+    __syncwarp();  // products are written anew
+  }
+
+  __device__ __forceinline__ void PutProducts(const Tile& c, float (&to)[kOwned][kStep + 1]) const {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float* row = to[FirstRow() + mt * 16 + h * 8 + Lane() / 4] + 2 * (Lane() % 4);
+#pragma unroll
+        for (int j = 0; j < kSTiles; ++j) {
+          row[8 * j] = c[mt][j][2 * h];
+          row[8 * j + 1] = c[mt][j][2 * h + 1];
+        }
+      }
+    }
   }
 
   // c = rows of the warp times those of the stream.
@@ -1048,11 +1208,14 @@ struct BackwardBody {
   using Shapes = BackwardShapes<Traits>;
   using KeysPass = BackwardPass<Traits, true>;
   using QueriesPass = BackwardPass<Traits, false>;
+  static constexpr bool kHasElements = Shapes::kHasElements;
+  using OperandsPass = BackwardPass<Traits, false, kHasElements>;
   static constexpr int kNumThreads = Shapes::kWarps * kWarpSize;
   static constexpr int kMinCtasPerSm = Shapes::kCtas;
   static constexpr int kSmemBytes =
       sizeof(BackwardState) +
-      Max(sizeof(typename KeysPass::Shared), sizeof(typename QueriesPass::Shared));
+      Max(Max(sizeof(typename KeysPass::Shared), sizeof(typename QueriesPass::Shared)),
+          sizeof(typename OperandsPass::Shared));
 
   __device__ __forceinline__ static void Run(const BackwardCudaParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
@@ -1067,7 +1230,13 @@ struct BackwardBody {
         Fill(p.d_k, p.num_elements[1], thread, num_threads);
         Fill(p.d_v, p.num_elements[2], thread, num_threads);
       }
+      if constexpr (kHasElements) {
+        if (p.phase == kBackwardToOperands) LeaveOperands(p, false, thread, num_threads);
+      }
       return;
+    }
+    if constexpr (kHasElements) {
+      if (p.phase == kBackwardToOperands) return LeaveOperands(p, true, thread, num_threads);
     }
     const BackwardIndex<Traits> index(p, plan.batch_size);
     if (p.phase == kBackwardReadPlan) return index.ReadPlan(plan.num_items, thread, num_threads);
@@ -1087,6 +1256,8 @@ struct BackwardBody {
       if (state.is_done) break;
       if (state.unit.of_keys) {
         KeysPass(p, state, smem + sizeof(BackwardState)).Run();
+      } else if (kHasElements && p.phase != kBackwardRows) {
+        OperandsPass(p, state, smem + sizeof(BackwardState)).Run();
       } else {
         QueriesPass(p, state, smem + sizeof(BackwardState)).Run();
       }
@@ -1095,6 +1266,7 @@ struct BackwardBody {
 
  private:
   __device__ __forceinline__ static u32 KeyBlocks(const BackwardCudaParams& p, int request) {
+    if (kHasElements && p.phase != kBackwardRows) return 0;
     int rows = LoadConstant(p.forward.kv_lens + request);
     if constexpr (Traits::kPageSize > 0) {  // whole pages: another request may have more of them
       rows = CeilDiv(rows, Traits::kPageSize) * Traits::kPageSize;
@@ -1104,6 +1276,9 @@ struct BackwardBody {
   __device__ __forceinline__ static u32 QueryBlocks(const BackwardCudaParams& p, int request) {
     const int tokens = LoadConstant(p.forward.qo_indptr + request + 1) -
                        LoadConstant(p.forward.qo_indptr + request);
+    if (kHasElements && p.phase != kBackwardRows) {
+      return CeilDiv(tokens * Traits::kGroupSize, OperandsPass::kOwned);
+    }
     return CeilDiv(tokens * Traits::kGroupSize, QueriesPass::kOwned);
   }
 
@@ -1113,7 +1288,11 @@ struct BackwardBody {
     const auto heads = static_cast<u32>(p.forward.num_kv_heads);
     UnitSearch search = state.search;
     u32 place = 0;
-    const int request = search.Find(TakeNumber(p.num_taken), state.batch_size, place, [&](int r) {
+    i32* num_taken = p.num_taken;
+    if (kHasElements && p.phase != kBackwardRows) {
+      num_taken = p.num_operand_units + (p.phase - kBackwardBounds);
+    }
+    const int request = search.Find(TakeNumber(num_taken), state.batch_size, place, [&](int r) {
       return (KeyBlocks(p, r) + QueryBlocks(p, r)) * heads;
     });
     __syncwarp();  // all lanes have read it
@@ -1128,6 +1307,23 @@ struct BackwardBody {
     state.unit.block = static_cast<int>(
         state.unit.of_keys ? block : QueryBlocks(p, request) - 1 - (block - key_blocks));
     state.own = BackwardSource(p, request);
+  }
+
+  // Makes f32 of sums; of no plan NaN.
+  __device__ __forceinline__ static void LeaveOperands(const BackwardCudaParams& p, bool is_plan,
+                                                       int thread, int num_threads) {
+    using Variant = typename Traits::Variant;
+#pragma unroll 1
+    for (int operand = 0; operand < kMaxVariantOperands; ++operand) {
+      i64* const sums = p.operand_sums[operand];
+      if (sums == nullptr) continue;
+      const float unit = PowerOfTwo(-OperandScale(p, operand, Variant::kNumElements));
+      for (i64 i = thread; i < p.num_operand_elements[operand]; i += num_threads) {
+        const bool is_finite = is_plan && sums[i] < kNotFiniteSum / 2;
+        const float x = static_cast<float>(sums[i]) * unit;
+        sums[i] = is_finite ? __float_as_uint(x) : kFullWarp;
+      }
+    }
   }
 
   __device__ __forceinline__ static void Fill(void* array, i64 num_elements, int thread,
