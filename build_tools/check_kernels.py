@@ -601,7 +601,7 @@ def main() -> int:
         parser.error(f"no kernel has {arguments.only!r} in its name")
     print(f"{'kernel':<62} regs  stack    smem CTAs   compile")
     failures = 0
-    num_processes = 1
+    num_processes = min(os.cpu_count() or 1, len(chosen))
     # Not forked: jax has threads.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
         for ok, line in processes.map(check, chosen):

@@ -191,7 +191,7 @@ __device__ __forceinline__ int OperandScale(const BackwardCudaParams& p, int ope
   const auto* num_terms = reinterpret_cast<const i32*>(p.num_terms);
   const int high = LoadConstant(num_terms + 1), low = LoadConstant(num_terms);
   const int term_bits = (high != 0 ? 64 - __clz(high) : 32 - __clz(low)) + 32 - __clz(num_loads);
-  return Clamp(61 - term_bits - ((bound >> 23) - 126), -126, 126);
+  return Clamp(60 - term_bits - ((bound >> 23) - 126), -126, 126);
 }
 __device__ __forceinline__ float PowerOfTwo(int exponent) {
   return __int_as_float((exponent + 127) << 23);
