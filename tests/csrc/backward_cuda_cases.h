@@ -24,7 +24,17 @@ struct Kernel {
 };
 
 // What the arrays of a case have besides.
-enum Poison { kNone, kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV };
+enum Poison {
+  kNone,
+  kNanQ,
+  kInfiniteQ,
+  kInfiniteDo,
+  kNanLse,
+  kInfiniteLse,
+  kNanD,
+  kNanK,
+  kInfiniteV
+};
 
 // An array of the element type.
 class Array {
@@ -146,6 +156,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
     }
     key = key * spec.num_kv_heads + spec.num_kv_heads - 1;
     if (poison == kNanQ) q.Put(row * spec.head_dim_qk + 3, NAN);
+    if (poison == kInfiniteQ) q.Put(row * spec.head_dim_qk + 3, -INFINITY);
     if (poison == kInfiniteDo) d_o.Put(row * spec.head_dim_vo + 4, INFINITY);
     if (poison == kNanLse) lse[row] = NAN;
     if (poison == kInfiniteLse) lse[row] = INFINITY;

@@ -82,7 +82,7 @@ int RunAll() {
   RunBackward<OddF32>(odd_pages, 13, kNone, true);
   RunBackward<Wide>({.name = "d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1}, 14);
   for (const Poison poison :
-       {kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
+       {kNanQ, kInfiniteQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
     RunBackward<Ragged64>({.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1},
                           20 + poison, poison);
   }

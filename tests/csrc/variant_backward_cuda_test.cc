@@ -114,6 +114,18 @@ int RunAll() {
   Run<Full<64, 4, 16, variant::PrefixLmGradient>>(
       {{.name = "prefix-LM", .requests = mixed, .window_right = -1}, PlainGradient(PrefixLm()), 60},
       15);
+  Run<Full<64, 2, 16, variant::PrefixLmGradient>>(
+      {{.name = "prefix-LM, pages at other places", .requests = scattered, .window_right = -1},
+       PlainGradient(PrefixLm()),
+       100,
+       true},
+      19);
+  Run<Full<64, 2, 16, variant::DenseBiasGradient>>(
+      {{.name = "dense bias, pages at other places", .requests = scattered, .window_right = -1},
+       BiasGradient(DenseBias()),
+       3,
+       true},
+      20);
   Run<Full<64, 4, 16, variant::TreeGradient>>(
       {{.name = "tree of drafts", .requests = {{7, 300}, {16, 90}, {1, 40}}, .window_right = -1},
        TreeGradient(),
@@ -151,7 +163,7 @@ int RunAll() {
   JAX_ATTN_RANDOM(5);
 #undef JAX_ATTN_RANDOM
   for (const Poison poison :
-       {kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
+       {kNanQ, kInfiniteQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
     const unsigned seed = 40 + poison;
     const Case ragged = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
     Run<Masked<64, 4, 0, variant::AlibiGradient>>({ragged, AlibiGradient()}, seed, poison);

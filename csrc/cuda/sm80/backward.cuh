@@ -822,11 +822,13 @@ class BackwardPass {
     float weight = logit;
     if constexpr (Variant::kNormalizes) {
       weight = Exp2(fmaf(logit, scale * kLog2E, -lse_log2));
-      factor = Variant::kHasSlope ? fmaf(factor, weight, 0.0f) : factor * weight;
-    } else {
-      factor += 0.0f;
+      factor *= weight;
     }
-    // Of what is seen factor is not -0 here.
+    // What is seen has no factor of -0, and of a score that is not finite NaN: functions may have
+    // made something of it.
+    const float zero = x - x;
+    factor += zero;
+    if constexpr (Variant::kHasLogits || Traits::kHasSoftCap) weight += zero;
     if constexpr (Variant::kHasMask) sees = sees && Variant::IsVisible(f_, row, key, at);
     x = sees ? factor : __uint_as_float(kUnseen);
     return sees ? weight : __uint_as_float(kUnseen);
