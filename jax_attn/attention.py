@@ -109,14 +109,14 @@ def attention(
     On a mesh, arrays may be split by head, with a plan of one device's heads; they stay where they
     are (docs/devices.md).
 
-    Differentiable in q, k, v and sinks, lse included, and on CPUs in variant_operands that are
-    floats (docs/training.md). Rows of k and v that nobody reads have gradient 0, pages that
-    requests share the sum over them.
+    Differentiable in q, k, v and sinks, lse included, and in variant_operands that are floats
+    (docs/training.md). Rows of k and v that nobody reads have gradient 0, pages that requests share
+    the sum over them.
 
     Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
     Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
-    arrays that are split otherwise, and when differentiated with mla, fresh_kv, kv_dtype,
-    max_steps or, on CUDA, a variant.
+    arrays that are split otherwise, and when differentiated with mla, fresh_kv, kv_dtype or
+    max_steps.
 
     One request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
 
