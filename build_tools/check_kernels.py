@@ -397,13 +397,13 @@ def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int |
         yield dims, 5, 5, options | {"variant": by_name["documents"]}
 
 
-def gradient_words(spec: ja.AttentionSpec) -> list[int]:
-    """Of the gradient of a spec's variant and of all of its operands that are floats."""
+def backward_sources(spec: ja.AttentionSpec) -> list[_core.KernelSource]:
+    """With the gradients of all operands of its variant that are floats."""
     if spec.variant is None:
-        return []
+        return _core.backward_sources(spec.problem, [])
     types = spec.variant.operand_types
     wanted = tuple(i for i, (dtype, _) in enumerate(types) if "float" in dtype)
-    return list(gradient_of(spec.variant, wanted).words)
+    return _core.backward_sources(spec.problem, list(gradient_of(spec.variant, wanted).words))
 
 
 def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
@@ -450,7 +450,7 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
                 append = _core.append_source(spec.problem, rotates)
                 appends[append.name] = append
     for spec in backward_specs(target):
-        for source in _core.backward_sources(spec.problem, gradient_words(spec)):
+        for source in backward_sources(spec):
             yield source, 0
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
@@ -538,15 +538,13 @@ def faults(usage: Usage, arch: int, num_ctas: int) -> list[str]:
 def variant_kernels(target: str) -> dict[str, str]:
     """Names of the kernels with variants, and the same with the variant's instead of a hash."""
     names = {variant.words: name for name, variant in variants().items()}
+    sources = [(spec, _core.attention_source(spec.problem)) for spec in attention_specs(target)]
+    sources += [(spec, backward_sources(spec)[0]) for spec in backward_specs(target)]
     kernels = {}
-    for specs, source_of in (
-        (attention_specs, lambda spec: _core.attention_source(spec.problem)),
-        (backward_specs, lambda spec: _core.backward_sources(spec.problem, gradient_words(spec))[0]),
-    ):
-        for spec in specs(target):
-            if spec.variant is not None:
-                name = source_of(spec).name
-                kernels[name] = f"{name.partition('-variant')[0]}-{names[spec.variant.words]}"
+    for spec, source in sources:
+        if spec.variant is not None:
+            common = source.name.partition("-variant")[0]
+            kernels[source.name] = f"{common}-{names[spec.variant.words]}"
     return kernels
 
 

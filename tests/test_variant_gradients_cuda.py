@@ -41,8 +41,13 @@ def check(*arguments, **options):
 # ---- without a GPU
 
 
-def kernels_of(variant, wanted=(), **fields):
-    fields = {"dtype": "bfloat16", "page_size": None, "max_kv_tokens": 99, "target": "sm_90"} | fields
+def kernels_of(variant, wanted=()):
+    fields = {
+        "dtype": "bfloat16",
+        "page_size": None,
+        "max_kv_tokens": 99,
+        "target": "sm_90",
+    } | fields
     spec = ja.AttentionSpec(4, 2, 128, max_qo_tokens=99, variant=variant, **fields)
     words = [] if variant is None else list(gradient_of(variant, wanted).words)
     return _core.backward_sources(spec.problem, words)
@@ -64,7 +69,9 @@ def test_kernels_differ_by_what_is_differentiated():
 
 def test_a_gradient_of_another_variant_is_refused():
     variant, other = variant_of(alibi)[0], variant_of(t5_bias)[0]
-    spec = ja.AttentionSpec(4, 2, 64, max_kv_pages=9, max_qo_tokens=9, variant=variant, target="sm_90")
+    spec = ja.AttentionSpec(
+        4, 2, 64, max_kv_pages=9, max_qo_tokens=9, variant=variant, target="sm_90"
+    )
     for words in ([], list(gradient_of(other).words)):
         with pytest.raises(ValueError, match="^gradient: expected"):
             _core.backward_sources(spec.problem, words)

@@ -250,8 +250,7 @@ bool RunsHopperBackward(const AttentionProblem& problem) {
   // Other head dims do not leave room in shared memory or registers, or fill no swizzled row. Nor
   // is there a register left for a variant.
   return FindCudaDevice(spec.arch).main_loop == kHopper && spec.dtype != kF32 && !spec.paged() &&
-         !problem.program.present &&
-         spec.head_dim_qk == spec.head_dim_vo &&
+         !problem.program.present && spec.head_dim_qk == spec.head_dim_vo &&
          (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
 }
 
