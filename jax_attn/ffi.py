@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, config, jit
@@ -30,7 +30,7 @@ def _register() -> None:
     if _core.ffi_api_version > runtime:
         raise ImportError(
             f"jax_attn was built with XLA FFI API {_core.ffi_api_version}, jaxlib"
-            f" {jaxlib.__version__} has {runtime}: rebuild jax_attn, or upgrade jaxlib."
+            f" {jaxlib.version.__version__} has {runtime}: rebuild jax_attn, or upgrade jaxlib."
         )
     for name, platform, stages in _core.registrations():
         jax.ffi.register_ffi_target(name, stages, platform=platform)

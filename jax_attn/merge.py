@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -160,16 +162,19 @@ def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 @_fold.def_vmap
-def _fold_batch(axis_size, in_batched, o_parts, lse_parts):
+def _fold_batch(
+    axis_size: int, in_batched: list[bool], o_parts: jax.Array, lse_parts: jax.Array
+) -> tuple[Any, Any]:
     """Rows are independent: a mapped axis joins n."""
 
-    def join(array, batched):  # [axis_size, num_states, n, ...] -> [num_states, axis_size * n, ...]
+    def join(array: jax.Array, batched: bool) -> jax.Array:
+        # [axis_size, num_states, n, ...] -> [num_states, axis_size * n, ...]
         if not batched:
             array = jnp.broadcast_to(array, (axis_size, *array.shape))
         num_states, n = array.shape[1:3]
         return array.swapaxes(0, 1).reshape(num_states, axis_size * n, *array.shape[3:])
 
-    def split(array):
+    def split(array: jax.Array) -> jax.Array:
         return array.reshape(axis_size, array.shape[0] // axis_size, *array.shape[1:])
 
     o, lse = _fold(join(o_parts, in_batched[0]), join(lse_parts, in_batched[1]))
@@ -181,12 +186,12 @@ def _merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, 
     return _fold(o_parts, lse_parts)
 
 
-def _merge_forward(o_parts, lse_parts):
+def _merge_forward(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[Any, Any]:
     o, lse = _merge_states(o_parts, lse_parts)
     return (o, lse), (o_parts, lse_parts, lse)
 
 
-def _merge_backward(saved, gradients):
+def _merge_backward(saved: Any, gradients: Any) -> tuple[jax.Array, jax.Array]:
     o_parts, lse_parts, lse = saved
     d_o, d_lse = gradients
     # An empty row has no weights: exp(-inf - -inf) must not be formed.

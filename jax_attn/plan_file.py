@@ -62,7 +62,9 @@ class _Refusal(Exception):
     """A whole sentence."""
 
 
-def _open_array(archive: zipfile.ZipFile, member: str) -> tuple[IO[bytes], np.dtype, tuple, int]:
+def _open_array(
+    archive: zipfile.ZipFile, member: str
+) -> tuple[IO[bytes], np.dtype[Any], tuple[int, ...], int]:
     """The data of an array in the file: its dtype, shape and bytes, which are not read yet."""
     info = archive.getinfo(member)
     stream = archive.open(info)

@@ -63,10 +63,10 @@ def run_on_gpus(program: str, timeout: int = 300) -> None:
 
 
 def _run(env: dict[str, str], program: str, timeout: int) -> None:
-    command = [sys.executable, "-c", program + "\nprint('done')"]
+    command = [sys.executable, "-X", "faulthandler", "-c", program + "\nprint('done')"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), (
-        done.stdout[-2000:] + done.stderr[-6000:]
+        f"exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
     )
 
 
@@ -355,7 +355,8 @@ def check_plans() -> None:
                 plan.spec.problem.check_plan(np.ascontiguousarray(plan.buffer), -1)
         if prefix_levels is not None:
             groups = [host.attend_plan(d).items()["num_groups"].max() for d in range(size)]
-            assert size < 4 or max(groups) > 1, groups
+            # A GPU has so many CTAs that nothing of these lengths is cut.
+            assert size < 4 or on_gpu() or max(groups) > 1, groups
         make = jax.shard_map(
             lambda lengths, stripes=stripes, levels=prefix_levels: parallel.plan_stripes(
                 stripes, **lengths, prefix_levels=levels
@@ -375,11 +376,13 @@ def check_plans() -> None:
 def check_latent() -> None:
     """MLA, and MQA: the one kv head is on every device of the heads axis, its keys are split."""
     size = min(4, len(jax.devices()))
+    latent = {"num_kv_heads": 1, "head_dim_qk": 48, "head_dim_vo": 32, "mla": True, "sm_scale": 0.2}
+    if on_gpu():  # which have kernels for DeepSeek's sizes
+        latent |= {"head_dim_qk": 576, "head_dim_vo": 512, "dtype": "bfloat16"}
     for case, num_heads in (
-        (Case("mla", num_qo_heads=8, num_kv_heads=1, head_dim_qk=48, head_dim_vo=32, mla=True,
-              sm_scale=0.2, page_size=20), 2),
-        (Case("mla_chunk", (150, 1), (500, 90), num_qo_heads=4, num_kv_heads=1, head_dim_qk=48,
-              head_dim_vo=32, mla=True, sm_scale=0.2, page_size=8, sinks=True), 2),
+        (Case("mla", num_qo_heads=8, page_size=20, **latent), 2),
+        (Case("mla_chunk", (150, 1), (500, 90), num_qo_heads=4, page_size=8, sinks=True,
+              **latent), 2),
         (Case("mqa", num_qo_heads=8, num_kv_heads=1, page_size=4), 1),
     ):  # fmt: skip
         batch = build(case)
@@ -661,7 +664,8 @@ def check_sequence_bytes() -> None:
 
             def o_and_sum(*x, attend=attend):
                 o = attend(*x)
-                return o.sum(), o
+                # Squares: XLA does not send what it knows, as the ones that a sum's gradient is.
+                return (o * o).sum(), o
 
             both = jax.grad(o_and_sum, (0, 1, 2), has_aux=True)
             found = executed(jax.jit(both).lower(q, k, k, plan).compile().as_text())
@@ -715,6 +719,9 @@ def check_sequence_plans() -> None:
                 check_vma=False,
             )
         )
+        # Nothing but indptr goes in: XLA may not be able to leave out what nobody reads.
+        lowered = make.lower(_DOCUMENTS).as_text()
+        assert "manual_computation(%arg0) " in lowered, lowered
         for a, b in zip(make(_DOCUMENTS).buffers, host.buffers, strict=True):
             assert_same_bits("buffer", a, b)
     if on_gpu():

@@ -98,7 +98,7 @@ def forward(
     append: Any = parallel.append_stripes if is_striped else ja.append_kv
     attention: Any = parallel.attend_stripes if is_striped else ja.attention
 
-    def attend(qkv, sinks, idx, kind):
+    def attend(qkv: jax.Array, sinks: jax.Array | None, idx: int, kind: LayerKind) -> jax.Array:
         nonlocal k_pages, v_pages
         assert v_pages is not None
         if is_striped:
@@ -111,10 +111,12 @@ def forward(
         )
         return ja.attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
 
-    def attend_latent(projected, weights, idx, kind):
+    def attend_latent(
+        projected: latent.Projected, weights: Params, idx: int, kind: LayerKind
+    ) -> jax.Array:
         nonlocal k_pages
 
-        def attend_rows(q, rows):
+        def attend_rows(q: jax.Array, rows: jax.Array) -> jax.Array:
             nonlocal k_pages
             k_pages, _ = append(k_pages, None, rows, None, some_plan, layer=idx)
             return attention(q, k_pages, None, plan_of[kind.window], layer=idx)
@@ -158,18 +160,22 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
 
     distance = positions[:, None] - positions
 
-    def attend_latent(projected, weights, idx, kind):
+    def attend_latent(
+        projected: latent.Projected, weights: Params, idx: int, kind: LayerKind
+    ) -> jax.Array:
         rotated = projected.rotated(_angles(kind, positions, config))
         q, k, v = latent.expanded(rotated, weights, config)
         return dense(q, k, v, None, kind)
 
-    def attend(qkv, sinks, idx, kind):
+    def attend(qkv: jax.Array, sinks: jax.Array | None, idx: int, kind: LayerKind) -> jax.Array:
         q, k, v = _rotated_heads(qkv, positions, config, kind)
         group_size = config.num_qo_heads // config.num_kv_heads
         k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
         return dense(q, k, v, sinks, kind)
 
-    def dense(q, k, v, sinks, kind):
+    def dense(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, kind: LayerKind
+    ) -> jax.Array:
         visible = distance >= 0
         if kind.window is not None:
             visible &= distance < kind.window

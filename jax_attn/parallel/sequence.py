@@ -43,8 +43,9 @@ class SequenceShards:
     exchange: "ring": keys and values go around, each device attends to the ones it has while the
         next ones arrive, and merges the states (Ring Attention, arXiv 2310.01889). "heads": an
         all-to-all gives each device all tokens of its part of the heads, another one brings o back
-        (DeepSpeed Ulysses, arXiv 2309.14509). None: "heads" where the axis divides the KV heads,
-        and fewer bytes travel so; else "ring".
+        (DeepSpeed Ulysses, arXiv 2309.14509). None: "heads" where the axis divides both kinds of
+        heads and at most twice the bytes travel so, or as many as in a ring that a window cuts
+        short; else "ring".
     heads_axis_name: a mesh axis that heads are split over, too, or None. Only specs of arrays
         depend on it.
     num_rows: rows of a dense batch, of equal length, each of which is a document split over the
@@ -120,7 +121,10 @@ class SequenceShards:
             return "ring"
         around = self.num_hops * spec.num_kv_heads * size
         across = (size - 1) * (spec.num_kv_heads + spec.num_qo_heads)
-        return "heads" if across < around else "ring"
+        # Measured without windows on two and four GPUs (docs/notes/devices.md): a ring hides what
+        # travels, but waits for its neighbours and merges states.
+        worth = 2 if self.num_hops == size - 1 else 1
+        return "heads" if across <= worth * around else "ring"
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[int, AttentionSpec], ...]:
@@ -150,7 +154,13 @@ class SequenceShards:
             if left >= 0:
                 changes["window_left"] = width if right >= 0 else 0
             changes |= {"max_qo_tokens": self.tokens_each, "max_kv_tokens": self.tokens_each}
-            found.append((distance, dataclasses.replace(spec, **changes)))
+            step = dataclasses.replace(spec, **changes)
+            if spec.num_ctas is None and spec.target != "cpu":
+                # Beside a kernel that sends, the last CTAs of a full grid would wait for the first
+                # ones to end: 65,536 tokens on four H100s took 18.2 ms, and 15.8 with 124 of 132.
+                num_ctas = step.kernel_config["num_ctas"]
+                step = dataclasses.replace(step, num_ctas=num_ctas - num_ctas // 16)
+            found.append((distance, step))
         return tuple(found)
 
     @property

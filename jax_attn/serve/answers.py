@@ -457,7 +457,7 @@ class GenerationAnswer(abc.ABC):
             prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
         )
 
-    def _account(self, work: asyncio.Task, cut_off: bool) -> None:
+    def _account(self, work: asyncio.Task[Any], cut_off: bool) -> None:
         admitted = [seq.admitted for seq in self._prepared.sequences if seq.admitted is not None]
         self._record.admitted = min(admitted, default=None)
         self._metrics.request.observe(time.monotonic() - self._prepared.arrival)

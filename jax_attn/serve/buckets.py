@@ -276,7 +276,13 @@ def make_forward(config: models.ModelConfig, tree: Any, bucket: Bucket) -> Calla
       its part of them, for `sample`. To be jitted, the pages donated.
     """
 
-    def forward(weights, words, last_tokens, k_pages, v_pages):
+    def forward(
+        weights: list[jax.Array],
+        words: jax.Array,
+        last_tokens: jax.Array,
+        k_pages: jax.Array,
+        v_pages: jax.Array | None,
+    ) -> tuple[Any, ...]:
         params = jax.tree.unflatten(tree, weights)
         (tokens, positions), logit_rows, rows, planned, lengths = bucket.unpack(words)
         striped = tuple(parallel.plan_stripes(stripes, *lengths) for stripes in bucket.stripes)

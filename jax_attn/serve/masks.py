@@ -114,6 +114,9 @@ def _allows(mask: np.ndarray, token: int) -> bool:
     return bool(mask[token // 32] >> token % 32 & 1)
 
 
+_Item = tuple[float, int, Constraint, Turn]
+
+
 class MaskWorkers:
     """Threads that take turns of constraints. They end with the process: see `workers`."""
 
@@ -122,7 +125,7 @@ class MaskWorkers:
         self._condition = threading.Condition()
         self._work = threading.Condition()
         # (seconds so far, serial, constraint, turn), of the fast and of the slow.
-        self._lanes: tuple[list, list] = [], []
+        self._lanes: tuple[list[_Item], list[_Item]] = [], []
         self._serials = itertools.count()
         for lane in [0] * num_fast + [1]:
             threading.Thread(

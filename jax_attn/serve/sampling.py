@@ -318,7 +318,7 @@ def _threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.A
     and far cheaper than the sort of a whole vocabulary that they are often made of.
     """
 
-    def add_bit(i, t):
+    def add_bit(i: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
         total = jnp.sum(jnp.where(order >= candidate, weights, 0), axis=1, keepdims=True)
         return jnp.where(total >= wanted, candidate, t)
@@ -329,7 +329,7 @@ def _threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.A
 def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
     """[rows, vocab] f32: Gumbel noise of (seed, position) alone; argmax of logits + it samples."""
 
-    def row(seed, position):
+    def row(seed: jax.Array, position: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(seed, jnp.uint32)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)

@@ -234,15 +234,19 @@ async def abuse(port: int, seeds: Iterable[int], outcomes: collections.Counter) 
 
 
 @pytest.mark.parametrize(
-    "num_requests",
+    ("num_requests", "options"),
     [
-        pytest.param(1200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-        pytest.param(100_000, marks=[pytest.mark.hours, pytest.mark.timeout(6 * 3600)]),
+        pytest.param(1200, (), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param(
+            1200, ("--max-drafts", "4"), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]
+        ),
+        pytest.param(100_000, (), marks=[pytest.mark.hours, pytest.mark.timeout(6 * 3600)]),
     ],
+    ids=["1200", "1200-drafts", "100000"],
 )
-def test_soak_with_attackers(tmp_path, num_requests):
+def test_soak_with_attackers(tmp_path, num_requests, options):
     """Two tenants and a bystander, attackers of all kinds, one in five goes before the end."""
-    server = ServerProcess(tmp_path, *key_options(tmp_path))
+    server = ServerProcess(tmp_path, *key_options(tmp_path), *options)
     rng = random.Random(0)
     outcomes: collections.Counter = collections.Counter()
     memory, gaps = [], []
