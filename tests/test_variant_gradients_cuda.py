@@ -42,13 +42,10 @@ def check(*arguments, **options):
 
 
 def kernels_of(variant, wanted=()):
-    fields = {
-        "dtype": "bfloat16",
-        "page_size": None,
-        "max_kv_tokens": 99,
-        "target": "sm_90",
-    } | fields
-    spec = ja.AttentionSpec(4, 2, 128, max_qo_tokens=99, variant=variant, **fields)
+    spec = ja.AttentionSpec(
+        4, 2, 128, dtype="bfloat16", page_size=None, max_qo_tokens=99, max_kv_tokens=99,
+        variant=variant, target="sm_90",
+    )  # fmt: skip
     words = [] if variant is None else list(gradient_of(variant, wanted).words)
     return _core.backward_sources(spec.problem, words)
 
