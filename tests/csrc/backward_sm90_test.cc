@@ -43,7 +43,7 @@ void Run(const Case& c, unsigned seed, bool boxes, Poison poison = kNone) {
       [=](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& given,
           std::mt19937& random) {
         BackwardCudaParams params = given;
-        if (!RunsHopperBackward(spec)) {
+        if (!RunsHopperBackward({spec, {}})) {
           std::printf("FAILED %s: not a case of the Hopper kernel\n", c.name);
           ++g_failures;
           return;
