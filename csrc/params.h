@@ -445,18 +445,19 @@ struct BackwardCudaParams {
   i32* needs_portable;
   // [max_tiles, num_qo_heads] blocks of keys that have added to a tile; with pages: keys.
   i32* turns;
-  // With pages. A request's own keys are those whose pages no request before it has: all from here
-  // on.
-  i32* own_begins;  // [max_batch] tokens, a multiple of page_size
-  i32* page_lens;   // [num_pages] tokens of the request that has the most there
   // Not 0 at entry.
-  i32* readers;     // [max_entries] the entry's request
-  i32* run_ends;    // [max_entries] where its request's keys with the same owner end, tokens
   float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * head_dim_qk] in the order of registers
   i32 max_tiles;
   // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if
   // forward.has_tensor_maps
   TensorMap q_map, d_o_map;
+  // Of the Hopper kernel with pages. A request's own keys are those from the first page on that no
+  // request before it has. 0 at entry:
+  i32* own_begins;  // [max_batch] where they begin, tokens, a multiple of page_size
+  i32* page_lens;   // [num_pages] tokens of the request that has the most there
+  // Not 0 at entry.
+  i32* readers;   // [max_entries] the entry's request
+  i32* run_ends;  // [max_entries] where the request's keys with the entry's owner end, tokens
 };
 
 // k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.

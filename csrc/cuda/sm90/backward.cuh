@@ -31,17 +31,23 @@
 
 namespace jax_attn {
 
+// Keys of the owner that a request reads, in all of the owner's blocks.
+struct HopperBackwardSpan {
+  int key_begin, key_end;
+};
+struct HopperBackwardNoSpan {};
+
 // A unit, as the producer hands it around. With pages: a part of a unit for each request that reads
-// its keys, and behind them one without tiles, of the owner, which says that results are complete.
-struct HopperBackwardUnit {
+// its keys, and behind them one without tiles, of the owner and all of its keys: there results are
+// complete.
+template <class Traits>
+struct HopperBackwardUnit
+    : Choose<(Traits::kPageSize > 0), HopperBackwardSpan, HopperBackwardNoSpan>::Type {
   BackwardSource source;
   int kv_head;
   int block;  // of keys; -1: there are no more units
   // Tiles of query tokens that see the block, of the request; and the request's first one.
   int tile_begin, tile_end, first_tile;
-  // With pages. Keys of the owner that the request reads, in all of its blocks; behind the parts:
-  // keys of the owner.
-  int key_begin, key_end;
 };
 
 // Which keys and which tiles of query tokens see each other. Asked either way, the answer is the
@@ -124,7 +130,7 @@ struct HopperBackwardShape {
     float sums[kSumWords];
     float lse_log2[kSlots][kRows];  // inf: the row counts for nothing
     float d[kSlots][kRows];
-    HopperBackwardUnit units[kUnits];
+    HopperBackwardUnit<Traits> units[kUnits];
     Barriers barriers;
   };
 
@@ -153,6 +159,7 @@ class HopperBackwardRole {
   using Shape = HopperBackwardShape<Traits>;
   using Shared = typename Shape::Shared;
   using Pairs = HopperBackwardPairs<Traits>;
+  using Unit = HopperBackwardUnit<Traits>;
   static constexpr int kGroup = Traits::kGroupSize, kDim = Shape::kDim;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
   static constexpr int kPage = Traits::kPageSize;
@@ -163,7 +170,7 @@ class HopperBackwardRole {
  protected:
   __device__ typename Shape::Barriers& Barriers() const { return shared_.barriers; }
   // The next unit, which is there until the caller passes it.
-  __device__ __forceinline__ const HopperBackwardUnit& WaitForUnit() const {
+  __device__ __forceinline__ const Unit& WaitForUnit() const {
     WaitBarrier(SharedAddress(Barriers().full_unit + unit_.slot), unit_.parity);
     return shared_.units[unit_.slot];
   }
@@ -172,7 +179,7 @@ class HopperBackwardRole {
     unit_.Advance();
   }
   // Index of a tile of a query head in [max_tiles, num_qo_heads].
-  __device__ __forceinline__ i64 TileAt(const HopperBackwardUnit& unit, int tile, int g) const {
+  __device__ __forceinline__ i64 TileAt(const Unit& unit, int tile, int g) const {
     return static_cast<i64>(unit.first_tile + tile) * f_.num_qo_heads + unit.kv_head * kGroup + g;
   }
   // Whether boxes of tensor maps have all of rows [row, row + num) of `len`, and none else.
@@ -197,13 +204,14 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
   using typename Base::Pairs;
   using typename Base::Shape;
+  using typename Base::Unit;
 
   __device__ __forceinline__ void Run(int batch_size) {
     UnitSearch search = {0, 0};
 #pragma unroll 1
     for (;;) {
       WaitForRoom();
-      const HopperBackwardUnit unit = Take(batch_size, search);
+      const Unit unit = Take(batch_size, search);
       if constexpr (kPage > 0) {
         if (unit.block >= 0) RunReaders(unit);
       }
@@ -222,7 +230,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
                 this->unit_.parity ^ 1);
   }
   // After WaitForRoom.
-  __device__ __forceinline__ void HandOut(const HopperBackwardUnit& unit) {
+  __device__ __forceinline__ void HandOut(const Unit& unit) {
     if (Lane() == 0) {
       shared_.units[this->unit_.slot] = unit;
       ArriveBarrier(SharedAddress(this->Barriers().full_unit + this->unit_.slot));
@@ -231,14 +239,14 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
 
   // The parts of a unit, after WaitForRoom; there is room for one more afterwards.
-  __device__ __forceinline__ void RunReaders(const HopperBackwardUnit& owner) {
+  __device__ __forceinline__ void RunReaders(const Unit& owner) {
     const int first = Max(owner.block * kKeys, owner.key_begin);
     int entry = owner.source.kv_begin + first / kPage;  // of the first of the block's own pages
     bool has_kv = false;
 #pragma unroll 1
     for (; entry >= 0; entry = LoadConstant(p_.next_entries + entry) - 1) {
       const int reader = LoadConstant(p_.readers + entry);
-      HopperBackwardUnit part = owner;
+      Unit part = owner;
       part.source = BackwardSource(p_, reader);
       part.key_end = LoadConstant(p_.run_ends + entry);
       const int end = Min(owner.block * kKeys + kKeys, part.key_end);
@@ -256,8 +264,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
 
   // Those that a part of the owner's unit goes through, and the unit's keys unless they are there.
-  __device__ __forceinline__ void LoadTiles(const HopperBackwardUnit& part,
-                                            const HopperBackwardUnit& owner, bool has_kv) {
+  __device__ __forceinline__ void LoadTiles(const Unit& part, const Unit& owner, bool has_kv) {
 #pragma unroll 1
     for (int g = 0; g < kGroup; ++g) {
 #pragma unroll 1
@@ -278,7 +285,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
 
   // With pages without tiles, which readers have.
-  __device__ __forceinline__ HopperBackwardUnit Take(int batch_size, UnitSearch& search) const {
+  __device__ __forceinline__ Unit Take(int batch_size, UnitSearch& search) const {
     const auto blocks_of = [&](int request) -> u32 {
       if constexpr (kPage > 0) {
         const int begin = LoadConstant(p_.own_begins + request), end = OwnEnd(request);
@@ -290,7 +297,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     const int request = search.Find(TakeNumber(p_.num_blocks_taken), batch_size, place, [&](int r) {
       return blocks_of(r) * static_cast<u32>(f_.num_kv_heads);
     });
-    HopperBackwardUnit unit = {};
+    Unit unit = {};
     unit.block = -1;
     if (request < 0) return unit;
     const u32 blocks = blocks_of(request);
@@ -353,7 +360,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     }
   }
 
-  __device__ __forceinline__ void LoadKv(const HopperBackwardUnit& unit) {
+  __device__ __forceinline__ void LoadKv(const Unit& unit) {
     auto& barriers = this->Barriers();
     WaitBarrier(SharedAddress(&barriers.empty_kv), this->kv_.parity ^ 1);
     const u32 full = SharedAddress(&barriers.full_kv);
@@ -373,8 +380,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
 
   // The owner's keys from `first` on, and zeros for what is not its own, or nobody's.
-  __device__ __forceinline__ void LoadPages(const HopperBackwardUnit& owner, int first,
-                                            u32 full) const {
+  __device__ __forceinline__ void LoadPages(const Unit& owner, int first, u32 full) const {
     using K = typename Shape::K;
     constexpr int kBox = HopperBackwardBoxRows(kPage), kChunks = kDim / 8;
     const u32 k_to = SharedAddress(shared_.k), v_to = SharedAddress(shared_.v);
@@ -418,7 +424,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     ArriveBarrier(full, 1);
   }
 
-  __device__ __forceinline__ void LoadTile(const HopperBackwardUnit& unit, int tile, int g) {
+  __device__ __forceinline__ void LoadTile(const Unit& unit, int tile, int g) {
     auto& barriers = this->Barriers();
     const int slot = this->slot_.slot;
     WaitBarrier(SharedAddress(barriers.empty + slot), this->slot_.parity ^ 1);
@@ -468,11 +474,12 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
   using Base::Base, Base::kGroup;
   using typename Base::Pairs;
   using typename Base::Shape;
+  using typename Base::Unit;
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
     for (;;) {
-      const HopperBackwardUnit& unit = this->WaitForUnit();
+      const Unit& unit = this->WaitForUnit();
       if (unit.block < 0) break;
 #pragma unroll 1
       for (int g = 0; g < kGroup; ++g) {
@@ -484,7 +491,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
   }
 
  private:
-  __device__ __forceinline__ void Write(const HopperBackwardUnit& unit, int tile, int g) {
+  __device__ __forceinline__ void Write(const Unit& unit, int tile, int g) {
     const i64 at = this->TileAt(unit, tile, g);
     int turn, share = 1;
     if constexpr (Base::kPage > 0) {
@@ -535,6 +542,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   using Base::kDim, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
   using typename Base::Shape;
   using typename Base::Shared;
+  using typename Base::Unit;
   using E = Element<Traits::kDtype>;
   using K = typename Shape::K;
   using Q = typename Shape::Q;
@@ -549,7 +557,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
     for (;;) {
-      const HopperBackwardUnit& unit = this->WaitForUnit();
+      const Unit& unit = this->WaitForUnit();
       if (unit.block < 0) break;
       RunUnit(unit);
       PassUnitByWarp();
@@ -579,39 +587,57 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
-  // With pages: `unit` is its first part, and the last one is left to be passed.
-  __device__ __forceinline__ void RunUnit(const HopperBackwardUnit& unit) {
+  __device__ __forceinline__ void RunUnit(const Unit& unit) {
     Sums d_k = {}, d_v = {};
-    const HopperBackwardUnit* part = &unit;
-    bool has_kv = false;
+    const Unit* last = &unit;
+    if constexpr (kPage > 0) {
+      last = RunParts(last, d_k, d_v);
+    } else {
+      const int begin = Uniform(unit.tile_begin), end = Uniform(unit.tile_end);
+      if (begin < end) {
+        WaitForKv();
+        RunTiles(unit, begin, end, d_k, d_v);
+        Arrive(&this->Barriers().empty_kv);
+      }
+    }
+    bool is_finite = Write(p_.d_k, *last, f_.sm_scale, d_k);
+    is_finite &= Write(p_.d_v, *last, 1.0f, d_v);
+    if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
+  }
+
+  // Returns what is behind the parts, which the caller passes.
+  __device__ __forceinline__ const Unit* RunParts(const Unit* part, Sums& d_k, Sums& d_v) {
+    if (Uniform(part->tile_begin) == Uniform(part->tile_end)) return part;
+    WaitForKv();
 #pragma unroll 1
     for (;;) {
       const int begin = Uniform(part->tile_begin), end = Uniform(part->tile_end);
       if (begin == end) break;
-      if (!has_kv) {
-        WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
-        this->kv_.Advance();
-        FenceSharedForWgmma();  // rows of it may not have come by boxes
-        has_kv = true;
-      }
-      int tile = begin;
-#pragma unroll 1
-      for (int left = (end - begin) * kGroup; left > 0; --left) {
-        RunStep(*part, tile, d_k, d_v);
-        if (++tile == part->tile_end) tile = part->tile_begin;
-      }
-      if constexpr (kPage == 0) break;
+      RunTiles(*part, begin, end, d_k, d_v);
       PassUnitByWarp();
       part = &this->WaitForUnit();
     }
-    if (has_kv) Arrive(&this->Barriers().empty_kv);
-    bool is_finite = Write(p_.d_k, *part, f_.sm_scale, d_k);
-    is_finite &= Write(p_.d_v, *part, 1.0f, d_v);
-    if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
+    Arrive(&this->Barriers().empty_kv);
+    return part;
   }
 
-  __device__ __forceinline__ void RunStep(const HopperBackwardUnit& unit, int tile, Sums& d_k,
-                                          Sums& d_v) {
+  __device__ __forceinline__ void WaitForKv() {
+    WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
+    this->kv_.Advance();
+    FenceSharedForWgmma();  // rows of it may not have come by boxes
+  }
+
+  __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, Sums& d_k,
+                                           Sums& d_v) {
+    int tile = begin;
+#pragma unroll 1
+    for (int left = (end - begin) * kGroup; left > 0; --left) {
+      RunStep(unit, tile, d_k, d_v);
+      if (++tile == unit.tile_end) tile = unit.tile_begin;
+    }
+  }
+
+  __device__ __forceinline__ void RunStep(const Unit& unit, int tile, Sums& d_k, Sums& d_v) {
     const int slot = this->slot_.slot;
     const u32 q_at = Uniform(SharedAddress(shared_.slots[slot].q));
     const u32 d_o_at = Uniform(SharedAddress(shared_.slots[slot].d_o));
@@ -709,13 +735,22 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- between them ---
 
-  // The keys of a part, or of a ragged unit: [0, KeyEnd).
-  __device__ __forceinline__ static int KeyEnd(const HopperBackwardUnit& unit) {
-    return kPage > 0 ? unit.key_end : unit.source.kv_len;
+  // Whether the unit has gradients of a key: of which it knows that there is one, and whose it is.
+  __device__ __forceinline__ static int KeyEnd(const Unit& unit) {
+    if constexpr (kPage > 0) {
+      return unit.key_end;
+    } else {
+      return unit.source.kv_len;
+    }
+  }
+  __device__ __forceinline__ static bool IsOwn(const Unit& unit, int key) {
+    bool is_own = key < KeyEnd(unit);
+    if constexpr (kPage > 0) is_own &= key >= unit.key_begin;
+    return is_own;
   }
 
   // Whether all of the tile's tokens see all of this warp's keys.
-  __device__ __forceinline__ bool IsSeenByAll(const HopperBackwardUnit& unit, int tile) const {
+  __device__ __forceinline__ bool IsSeenByAll(const Unit& unit, int tile) const {
     const i64 key = unit.block * kKeys + FirstKey();
     const i64 pos = static_cast<i64>(unit.source.q_begin) + tile * kRows;
     bool all = key + 16 <= KeyEnd(unit);
@@ -728,7 +763,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. p:
   // weights, packed.
   template <bool kMasks>
-  __device__ __forceinline__ void Weigh(const HopperBackwardUnit& unit, int tile, int slot, Tile& s,
+  __device__ __forceinline__ void Weigh(const Unit& unit, int tile, int slot, Tile& s,
                                         Fragments& p) const {
     const float scale = f_.sm_scale * kLog2E;
     const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
@@ -743,7 +778,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
         const i64 row = static_cast<i64>(key) - unit.source.q_begin - tile * kRows;
         if constexpr (Traits::kHasWindowRight) low[h] = Clamp(row - f_.window_right, 0, kRows);
         if constexpr (Traits::kHasWindowLeft) high[h] = Clamp(row + f_.window_left + 1, 0, kRows);
-        if (key >= KeyEnd(unit) || (kPage > 0 && key < unit.key_begin)) high[h] = 0;
+        if (!IsOwn(unit, key)) high[h] = 0;
       }
     }
 #pragma unroll
@@ -815,14 +850,13 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   }
 
   // Rows of dk or dv. Whether all of them are finite.
-  __device__ __forceinline__ bool Write(void* result, const HopperBackwardUnit& unit, float scale,
+  __device__ __forceinline__ bool Write(void* result, const Unit& unit, float scale,
                                         const Sums& sums) const {
     bool is_finite = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = unit.block * kKeys + FirstKey() + 8 * h + Lane() / 4;
-      bool is_own = key < KeyEnd(unit);
-      if constexpr (kPage > 0) is_own &= key >= unit.key_begin;
+      const bool is_own = IsOwn(unit, key);
       i64 row = unit.source.kv_begin + key;
       if constexpr (kPage > 0) {
         row = LoadLayer<Traits>(f_) * f_.num_pages * kPage;
