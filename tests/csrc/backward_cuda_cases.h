@@ -80,9 +80,10 @@ void CompareRows(const Case& c, const char* what, const Array& got, const Array&
 }
 
 // What page tables have in common: what the case says; besides, every table names pages of the
-// first request at other places, some of them twice; or of three requests each the second has the
-// first one's pages but for the last one, and the third the second one's.
-enum Tables { kOfCase, kScattered, kGroupsOfThree };
+// first request at other places, some of them twice; or all of its pages but for the first; or of
+// three requests each the second has the first one's pages but for the last one, and the third the
+// second one's.
+enum Tables { kOfCase, kScattered, kAllButTheFirst, kGroupsOfThree };
 
 void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
   const int64_t whole = c.requests[0].kv_len / page_size;
@@ -90,6 +91,15 @@ void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
     for (int64_t i = b->kv_indptr[r]; i < b->kv_indptr[r + 1]; ++i) {
       const auto slot = i - b->kv_indptr[r];
       if (slot % 4 != 3) b->page_indices[i] = b->page_indices[(slot * (r + 1) / 2 + r) % whole];
+    }
+  }
+}
+
+void SharePagesBehindTheFirst(const Case& c, int64_t page_size, Batch* b) {
+  for (size_t r = 1; r < c.requests.size(); ++r) {
+    const int64_t whole = std::min(c.requests[0].kv_len, c.requests[r].kv_len) / page_size;
+    for (int64_t slot = 1; slot < whole; ++slot) {
+      b->page_indices[b->kv_indptr[r] + slot] = b->page_indices[slot];
     }
   }
 }
@@ -114,6 +124,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   spec.dtype = Traits::kDtype;
   Batch b = MakeBatch<Traits>(c, spec, random);
   if (tables == kScattered) ScatterPages(c, spec.page_size, &b);
+  if (tables == kAllButTheFirst) SharePagesBehindTheFirst(c, spec.page_size, &b);
   if (tables == kGroupsOfThree) GroupPages(c, spec.page_size, &b);
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;

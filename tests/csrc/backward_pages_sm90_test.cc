@@ -62,6 +62,8 @@ int RunAll() {
   Run<Odd128>(odd, 14, true, kNone, kGroupsOfThree);
   Run<Page16>({.name = "pages at other places", .requests = scattered, .kv_heads = 1}, 15, true,
               kNone, kScattered);
+  Run<Page16>({.name = "the same places, no prefix", .requests = scattered, .kv_heads = 1}, 16,
+              true, kNone, kAllButTheFirst);
   for (const Poison poison : {kNanQ, kInfiniteDo, kNanLse, kNanK, kInfiniteV}) {
     Run<Page1>({.name = "not finite",
                 .requests = {{60, 60}, {60, 70}, {40, 90}},

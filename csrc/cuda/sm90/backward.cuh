@@ -515,12 +515,14 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     if (turn == 0) {
       StoreBulk(to, from, kBytes);
     } else {
+      // With pages for a unit, perhaps, that goes through many requests first.
+      constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
       int naps = 0;
-      while (LoadAcquire(turns) < turn && naps < kMostNaps) {
+      while (LoadAcquire(turns) < turn && naps < kMost) {
         Nap();
         ++naps;
       }
-      if (naps == kMostNaps) MaxRelaxed(this->p_.needs_portable, 1);
+      if (naps == kMost) MaxRelaxed(this->p_.needs_portable, 1);
       FenceGlobalForBulk();
       AddBulk(to, from, kBytes);
     }
@@ -735,7 +737,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- between them ---
 
-  // Whether the unit has gradients of a key: of which it knows that there is one, and whose it is.
+  // Whether there is such a key, and with pages whether it is the owner's.
   __device__ __forceinline__ static int KeyEnd(const Unit& unit) {
     if constexpr (kPage > 0) {
       return unit.key_end;
