@@ -62,15 +62,19 @@ void Run(const Case& c, unsigned seed, bool boxes, Poison poison = kNone, Tables
         if (boxes) AddMaps(spec, &params);
         Case with = c;
         with.num_ctas = 1 + random() % 9;
+        const auto expect = [&](const char* what, i32 got, bool expected) {
+          if (got == static_cast<i32>(expected)) return;
+          std::printf("FAILED %s: %s is %d\n", c.name, what, got);
+          ++g_failures;
+        };
+        const bool no_prefixes = tables == kScattered || tables == kAllButTheFirst;
         Emulate<Portable>(with, params, kBackwardReadPlan, random);
         if (spec.paged()) Emulate<Portable>(with, params, kBackwardLinkPages, random);
+        expect("needs_portable, of pages,", *params.needs_portable, no_prefixes);
         Emulate<Hopper>(with, params, kBackwardSums, random);
+        if (no_prefixes) expect("num_blocks_taken", *params.num_blocks_taken, false);
         Emulate<Hopper>(with, params, kBackwardRound, random);
-        const bool expected = poison != kNone || tables == kScattered || tables == kAllButTheFirst;
-        if (*params.needs_portable != static_cast<i32>(expected)) {
-          std::printf("FAILED %s: needs_portable is %d\n", c.name, *params.needs_portable);
-          ++g_failures;
-        }
+        expect("needs_portable", *params.needs_portable, no_prefixes || poison != kNone);
         Emulate<Portable>(with, params, kBackwardRows, random);
       });
   std::printf("%s%s: %d bytes of shared memory\n", c.name, boxes ? ", boxes" : "",

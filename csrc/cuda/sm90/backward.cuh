@@ -379,7 +379,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     this->kv_.Advance();
   }
 
-  // The owner's keys from `first` on, and zeros for what is not its own, or nobody's.
+  // The owner's keys from `first` on, with those before its own; zeros for what nobody reads.
   __device__ __forceinline__ void LoadPages(const Unit& owner, int first, u32 full) const {
     using K = typename Shape::K;
     constexpr int kBox = HopperBackwardBoxRows(kPage), kChunks = kDim / 8;
@@ -388,7 +388,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     // Of the last page as much as the request with the most has.
     const int last = owner.key_end - kPage;
     const int end = last + LoadConstant(p_.page_lens + page_at(last));
-    if (kBox > 0 && f_.has_tensor_maps != 0 && first >= owner.key_begin && first + kKeys <= end) {
+    if (kBox > 0 && f_.has_tensor_maps != 0 && first + kKeys <= end) {
       if (Lane() < kKeys / Max(kBox, 1)) {
         const int pos = first + Lane() * kBox;
         const int row = static_cast<int>(PoolRow<kPage>(page_at(pos), pos));
@@ -408,7 +408,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
 #pragma unroll 1
     for (int i = Lane(); i < kKeys * kChunks; i += kWarpSize) {
       const int r = i / kChunks, c = i % kChunks, pos = first + r;
-      const bool live = pos >= owner.key_begin && pos < end;
+      const bool live = pos < end;
       i64 from = 0;
       if (live) {
         from = (static_cast<i64>(PoolRow<kPage>(page_at(pos), pos)) * f_.num_kv_heads +
