@@ -18,7 +18,7 @@
 // goes through all requests that read some of them, itself first, in their order; a block in which
 // its own keys begin is a unit of each owner. dk and dv stay in registers meanwhile. Units of the
 // first request come first, so a tile has its turns by owners, and by blocks of each as above. It
-// counts keys, not blocks, which numbers its turns without counting owners.
+// counts the keys that have added to it, not the blocks, so nobody has to count owners.
 //
 // What is not finite makes a result that is not finite. Then needs_portable is set, and the
 // portable kernel, which knows what to do about it, computes everything again. So it does if pages
@@ -277,14 +277,12 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     }
   }
 
-  // Blocks of a request's own keys. Whole pages: another request may have more of them.
+  // Where a request's own keys end. Whole pages: another request may have more of them.
   __device__ __forceinline__ int OwnEnd(int request) const {
-    const int kv_len = LoadConstant(f_.kv_lens + request);
-    if constexpr (kPage == 0) return kv_len;
-    return CeilDiv(kv_len, kPage) * kPage;
+    return CeilDiv(LoadConstant(f_.kv_lens + request), kPage) * kPage;
   }
 
-  // With pages without tiles, which readers have.
+  // The next unit; with pages all but its parts.
   __device__ __forceinline__ Unit Take(int batch_size, UnitSearch& search) const {
     const auto blocks_of = [&](int request) -> u32 {
       if constexpr (kPage > 0) {
@@ -737,7 +735,6 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- between them ---
 
-  // Whether there is such a key, and with pages whether it is the owner's.
   __device__ __forceinline__ static int KeyEnd(const Unit& unit) {
     if constexpr (kPage > 0) {
       return unit.key_end;
@@ -745,6 +742,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
       return unit.source.kv_len;
     }
   }
+  // Whether the request has such a key, and with pages whether it is the owner's.
   __device__ __forceinline__ static bool IsOwn(const Unit& unit, int key) {
     bool is_own = key < KeyEnd(unit);
     if constexpr (kPage > 0) is_own &= key >= unit.key_begin;
