@@ -80,8 +80,8 @@ _BACKWARD_D64 = (
 )
 _BACKWARD_D128 = (8, "two words; where was not looked into")
 _BACKWARD_PAGES = (
-    "what the ragged kernel has, and of the producer five words, which it reads once for each request"
-    " of a unit; of the consumers two words, with windows and a soft cap at D64"
+    "what the ragged kernel has, and of the producer five words, which it reads once for each"
+    " request of a unit; of the consumers two words, with windows and a soft cap at D64"
 )
 _PORTABLE_ON_SM100 = (
     136,
