@@ -146,9 +146,8 @@ def test_groups(head_dim, heads, page_size, dtype, mask, backend):
         check(case, [backend])
 
 
-@pytest.mark.cuda
+@on_every_platform
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
 def test_pages_that_nobody_shares_have_the_bits_of_rows(head_dim, backend):
     """Of the same operands, lse included."""
     lens, tokens = (200, 0, 64, 450, 1), 715
