@@ -80,10 +80,10 @@ void CompareRows(const Case& c, const char* what, const Array& got, const Array&
 }
 
 // What page tables have in common: what the case says; besides, every table names pages of the
-// first request at other places, some of them twice; or all of its pages but for the first; or of
-// three requests each the second has the first one's pages but for the last one, and the third the
-// second one's.
-enum Tables { kOfCase, kScattered, kAllButTheFirst, kGroupsOfThree };
+// first request at other places, some of them twice; or all of its pages but for the first; or, of
+// three requests each, the second has the first one's pages but for the last one, and the third the
+// second one's; or every table begins as that of some request before it.
+enum Tables { kOfCase, kScattered, kAllButTheFirst, kGroupsOfThree, kTrees };
 
 void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
   const int64_t whole = c.requests[0].kv_len / page_size;
@@ -114,6 +114,17 @@ void GroupPages(const Case& c, int64_t page_size, Batch* b) {
   }
 }
 
+void PlantPages(const Case& c, int64_t page_size, std::mt19937& random, Batch* b) {
+  for (size_t r = 1; r < c.requests.size(); ++r) {
+    const size_t other = random() % r;
+    // Its last page is not full; that of the request itself need not be.
+    const int64_t full = c.requests[other].kv_len / page_size;
+    const int64_t own = (c.requests[r].kv_len + page_size - 1) / page_size;
+    std::copy_n(b->page_indices.begin() + b->kv_indptr[other], random() % (std::min(full, own) + 1),
+                b->page_indices.begin() + b->kv_indptr[r]);
+  }
+}
+
 // How a backward pass is launched: void(const Case&, const AttentionSpec&, const
 // BackwardCudaParams&, std::mt19937&).
 template <class Traits, class Launch>
@@ -126,6 +137,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   if (tables == kScattered) ScatterPages(c, spec.page_size, &b);
   if (tables == kAllButTheFirst) SharePagesBehindTheFirst(c, spec.page_size, &b);
   if (tables == kGroupsOfThree) GroupPages(c, spec.page_size, &b);
+  if (tables == kTrees) PlantPages(c, spec.page_size, random, &b);
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;
   const int dtype = Traits::kDtype;

@@ -60,6 +60,18 @@ int RunAll() {
                     .kv_heads = 1};
   Run<Odd>(odd, 13, true, kNone, kGroupsOfThree);
   Run<Odd128>(odd, 14, true, kNone, kGroupsOfThree);
+  for (unsigned seed = 30; seed < 36; ++seed) {
+    std::mt19937 random(seed);
+    std::vector<Request> trees(7);
+    for (Request& r : trees) {
+      r.qo_len = static_cast<int>(random() % 4 == 0 ? 0 : random() % 150);
+      r.kv_len = static_cast<int>(random() % 5 == 0 ? random() % 20 : 100 + random() % 250);
+    }
+    const Case c = {.name = "trees", .requests = trees, .kv_heads = 1};
+    if (seed % 2 == 0) Run<Page1>(c, seed, true, kNone, kTrees);
+    if (seed % 2 == 1) Run<Page24>(c, seed, true, kNone, kTrees);
+    if (seed % 3 == 0) Run<Page16>(c, seed, true, kNone, kTrees);
+  }
   Run<Page16>({.name = "pages at other places", .requests = scattered, .kv_heads = 1}, 15, true,
               kNone, kScattered);
   Run<Page16>({.name = "the same places, no prefix", .requests = scattered, .kv_heads = 1}, 16,
