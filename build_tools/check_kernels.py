@@ -80,6 +80,10 @@ _BACKWARD_D64 = (
     " a soft cap; not profiled",
 )
 _BACKWARD_D128 = (8, "two words; where was not looked into")
+_BACKWARD_PAGES = (
+    "what the ragged kernel has, and of the producer five words, which it reads once for each"
+    " request of a unit; of the consumers two words, with windows and a soft cap at D64"
+)
 _PORTABLE_ON_SM100 = (
     136,
     "sm_100a, where mma.sync serves with all of 255 registers; not looked into, no such GPU was at"
@@ -196,6 +200,11 @@ SPILLS: dict[str, tuple[int, str]] = {
         24,
         "6 words; with 40 registers for the producer there were none, but ptxas serialised wgmma",
     ),
+    "backward-bf16-d128-g1-page16-right-wgmma": (16, _BACKWARD_PAGES),
+    "backward-f16-d128-g8-page16-wgmma": (16, _BACKWARD_PAGES),
+    "backward-bf16-d128-g2-page1-left-right-cap-wgmma": (48, _BACKWARD_PAGES),
+    "backward-bf16-d64-g4-page16-right-wgmma": (56, _BACKWARD_PAGES),
+    "backward-f16-d64-g8-page256-left-right-cap-wgmma": (96, _BACKWARD_PAGES),
     "backward-bf16-d96-g4-page1-right-cap": (8, "not looked into yet"),
     "plan": (
         56,
@@ -413,6 +422,9 @@ def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
         ((128, 128), 8, 16, {"dtype": "float16", "causal": False}),
         ((64, 64), 1, None, {}),
         ((64, 64), 4, 16, {}),
+        ((128, 128), 1, 16, {}),
+        ((128, 128), 2, 1, {"window_left": 100, "logits_soft_cap": 30.0}),
+        ((64, 64), 8, 256, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
         ((128, 128), 1, None, {"causal": False}),
         ((128, 128), 2, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
         ((64, 64), 8, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),

@@ -398,6 +398,14 @@ struct BackwardParams {
 // tokens of a tile.
 constexpr i32 kHopperBackwardKeys = 128;
 constexpr i32 HopperBackwardRows(i32 head_dim) { return head_dim <= 64 ? 128 : 64; }
+// Rows of k and v in a box: all keys of a block, or what pages and blocks are multiples of; 0:
+// boxes of fewer than the 8 rows that a swizzle repeats after.
+constexpr i32 HopperBackwardBoxRows(i32 page_size) {
+  if (page_size == 0) return kHopperBackwardKeys;
+  i32 rows = 1;
+  while (rows < kHopperBackwardKeys && page_size % (2 * rows) == 0) rows *= 2;
+  return rows < 8 ? 0 : rows;
+}
 
 // Launches of the backward pass on CUDA devices, in their order.
 enum BackwardPhase : i32 {
@@ -405,7 +413,7 @@ enum BackwardPhase : i32 {
   kBackwardLinkPages = 1,  // portable, if paged
   kBackwardSums = 2,       // Hopper: d_k, d_v, and the sums that become d_q
   kBackwardRound = 3,      // Hopper: d_q from these
-  kBackwardRows = 4,       // portable: all results, unless is_not_finite says otherwise
+  kBackwardRows = 4,       // portable: all results; with the Hopper kernel, if needs_portable
   // Of a variant's operands that are differentiated:
   kBackwardBounds = 5,      // operand_bounds and num_terms
   kBackwardOperands = 6,    // operand_sums
@@ -418,7 +426,7 @@ struct BackwardCudaParams {
   const float* lse;         // as in BackwardParams, likewise d and d_o
   const float* d;
   const void* d_o;
-  // In the element type. 0 at entry, but not for the Hopper kernel.
+  // In the element type. 0 at entry, with the Hopper kernel d_k and d_v only, and only with pages.
   void* d_q;             // [max_qo_tokens, num_qo_heads, head_dim_qk]
   void* d_k;             // as k, all layers
   void* d_v;             // as v
@@ -436,14 +444,24 @@ struct BackwardCudaParams {
   // Of the Hopper kernel, null without it. A request's first tile is qo_indptr / tile rows +
   // request, so that max_tiles = max_qo_tokens / tile rows + max_batch are enough.
   i32* num_blocks_taken;  // [1] blocks of keys that CTAs took
-  i32* is_not_finite;     // [1] 1: some result is not, and kBackwardRows computes all of them again
-  i32* turns;             // [max_tiles, num_qo_heads] blocks of keys that have added to a tile
+  // [1] 1: kBackwardRows computes all results again. Some are not finite, or page tables have pages
+  // in common that are no prefix.
+  i32* needs_portable;
+  // [max_tiles, num_qo_heads] blocks of keys that have added to a tile; with pages: keys.
+  i32* turns;
   // Not 0 at entry.
   float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * head_dim_qk] in the order of registers
   i32 max_tiles;
   // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if
   // forward.has_tensor_maps
   TensorMap q_map, d_o_map;
+  // Of the Hopper kernel with pages. A request's own keys are those from the first page on that no
+  // request before it has. 0 at entry:
+  i32* own_begins;  // [max_batch] where they begin, tokens, a multiple of page_size
+  i32* page_lens;   // [num_pages] tokens of the request that has the most there
+  // Not 0 at entry.
+  i32* readers;   // [max_entries] the entry's request
+  i32* run_ends;  // [max_entries] where the request's keys with the entry's owner end, tokens
   // Of operands of a variant that are differentiated, else null: [num_operand_elements]. Sums of
   // integers, 0 at entry, in a unit that OperandScale has; what leaves is pairs of words, the f32
   // gradient and 0.

@@ -162,17 +162,21 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
 // Of the Hopper kernel of the backward pass.
 Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardCudaParams* p) {
   AttentionParams& f = p->forward;
-  if (spec.max_kv_tokens == 0 || spec.max_qo_tokens == 0) return Status::Ok();
+  const int64_t kv_rows = spec.paged() ? f.num_pages * spec.page_size : spec.max_kv_tokens;
+  // Coordinates of a box are 32-bit integers.
+  if (kv_rows == 0 || kv_rows >= (int64_t{1} << 31) || spec.max_qo_tokens == 0) return Status::Ok();
   const int64_t dim = spec.head_dim_qk;
-  const auto map = [&](const void* array, int64_t rows, int64_t heads, int64_t box_rows,
-                       TensorMap* to) {
-    return MakeTensorMap(d, spec.dtype, {array, 1, rows, heads, dim, box_rows, 1}, to);
+  const auto map = [&](const void* array, int64_t layers, int64_t rows, int64_t heads,
+                       int64_t box_rows, TensorMap* to) {
+    return MakeTensorMap(d, spec.dtype, {array, layers, rows, heads, dim, box_rows, 1}, to);
   };
   const int64_t tile = HopperBackwardRows(static_cast<i32>(dim));
-  Status s = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->q_map);
-  if (s.ok()) s = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->d_o_map);
-  if (s.ok()) s = map(f.k, spec.max_kv_tokens, spec.num_kv_heads, kHopperBackwardKeys, &f.k_map);
-  if (s.ok()) s = map(f.v, spec.max_kv_tokens, spec.num_kv_heads, kHopperBackwardKeys, &f.v_map);
+  Status s = map(f.q, 1, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->q_map);
+  if (s.ok()) s = map(p->d_o, 1, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->d_o_map);
+  const int64_t box = HopperBackwardBoxRows(static_cast<i32>(spec.page_size));
+  const int64_t layers = spec.paged() ? f.num_layers : 1;
+  if (s.ok() && box > 0) s = map(f.k, layers, kv_rows, spec.num_kv_heads, box, &f.k_map);
+  if (s.ok() && box > 0) s = map(f.v, layers, kv_rows, spec.num_kv_heads, box, &f.v_map);
   f.has_tensor_maps = s.ok();
   return s;
 }
@@ -192,7 +196,7 @@ Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
   return status.ok() ? LoadKernel(key, device_ordinal) : status;
 }
 
-// The portable kernel always: the Hopper kernel leaves to it what is not finite.
+// The portable kernel always: the Hopper kernel leaves batches to it.
 std::vector<BackwardKernel> BackwardKernels(const AttentionProblem& problem,
                                             const VariantGradient& gradient) {
   std::vector<BackwardKernel> kernels = {MakeBackwardKernel(problem.spec, gradient)};
@@ -316,12 +320,12 @@ Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gr
   BackwardCudaParams of_phase = params;
   if (hopper != nullptr) {
     if (Status s = AddBackwardMaps(*hopper->driver, spec, &of_phase); !s.ok()) return s;
-  } else {
-    void* const results[] = {params.d_q, params.d_k, params.d_v};
-    for (int i = 0; i < 3; ++i) {
-      const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
-      if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
-    }
+  }
+  void* const results[] = {params.d_q, params.d_k, params.d_v};
+  for (int i = 0; i < 3; ++i) {
+    if (hopper != nullptr && (i == 0 || !spec.paged())) continue;  // the kernel writes all of it
+    const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
+    if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
   }
   for (int i = 0; i < kMaxVariantOperands; ++i) {
     const int64_t bytes = params.num_operand_elements[i] * int64_t{sizeof(i64)};

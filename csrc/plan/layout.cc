@@ -265,14 +265,22 @@ namespace {
 
 // Tiles of the Hopper kernel of the backward pass, and their sums behind the words that are zeroed.
 struct HopperBackwardLayout {
-  int64_t max_tiles = 0, turns = 0, sums = 0, num_words = 0;
+  int64_t max_tiles = 0, own_begins = 0, page_lens = 0, readers = 0, run_ends = 0;
+  int64_t turns = 0, sums = 0, num_words = 0;
 };
 
-HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t num_words) {
+HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t num_pages,
+                                              int64_t num_words) {
   HopperBackwardLayout layout;
   const int64_t rows = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
   layout.max_tiles = spec.max_qo_tokens / rows + spec.max_batch;
-  layout.turns = num_words;
+  layout.own_begins = layout.turns = num_words;
+  if (spec.paged()) {
+    layout.page_lens = layout.own_begins + spec.max_batch;
+    layout.readers = layout.page_lens + num_pages;
+    layout.run_ends = layout.readers + spec.max_kv_pages;
+    layout.turns = layout.run_ends + spec.max_kv_pages;
+  }
   const int64_t tiles_of_heads = layout.max_tiles * spec.num_qo_heads;
   layout.sums = (layout.turns + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
   layout.num_words = layout.sums + tiles_of_heads * rows * spec.head_dim_qk;
@@ -289,12 +297,13 @@ int64_t PortableBackwardWords(const AttentionSpec& spec, int64_t num_pages) {
 int64_t BackwardWorkspaceWords(const AttentionProblem& problem, int64_t num_pages) {
   const int64_t words = PortableBackwardWords(problem.spec, num_pages);
   if (!RunsHopperBackward(problem)) return words;
-  return MakeHopperBackwardLayout(problem.spec, words).num_words;
+  return MakeHopperBackwardLayout(problem.spec, num_pages, words).num_words;
 }
 
 int64_t BackwardZeroWords(const AttentionProblem& problem, int64_t num_pages) {
   const int64_t words = PortableBackwardWords(problem.spec, num_pages);
-  return RunsHopperBackward(problem) ? MakeHopperBackwardLayout(problem.spec, words).sums : words;
+  if (!RunsHopperBackward(problem)) return words;
+  return MakeHopperBackwardLayout(problem.spec, num_pages, words).sums;
 }
 
 BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
@@ -321,10 +330,16 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
   p.first_entries = p.is_read + p.max_entries;
   p.last_entries = p.first_entries + (paged ? forward.num_pages : 0);
   if (RunsHopperBackward(problem)) {
-    const HopperBackwardLayout layout =
-        MakeHopperBackwardLayout(spec, PortableBackwardWords(spec, forward.num_pages));
+    const HopperBackwardLayout layout = MakeHopperBackwardLayout(
+        spec, forward.num_pages, PortableBackwardWords(spec, forward.num_pages));
     p.num_blocks_taken = workspace + 1;
-    p.is_not_finite = workspace + 2;
+    p.needs_portable = workspace + 2;
+    if (paged) {
+      p.own_begins = workspace + layout.own_begins;
+      p.page_lens = workspace + layout.page_lens;
+      p.readers = workspace + layout.readers;
+      p.run_ends = workspace + layout.run_ends;
+    }
     p.turns = workspace + layout.turns;
     p.d_q_sums = reinterpret_cast<float*>(workspace + layout.sums);
     p.max_tiles = static_cast<i32>(layout.max_tiles);

@@ -1,4 +1,4 @@
-// Cases of backward_cuda_test.cc and backward_sm90_test.cc: kernels of the backward pass run in
+// Cases of backward_cuda_test.cc and backward*_sm90_test.cc: kernels of the backward pass run in
 // emulation on plans of the real planner and must agree with the CPU kernels, which have tests of
 // their own.
 //
@@ -92,7 +92,12 @@ void CompareRows(const Case& c, const char* what, const Array& got, const Array&
   }
 }
 
-// Every table names pages of the first request, at other places, some of them twice.
+// What page tables have in common: what the case says; besides, every table names pages of the
+// first request at other places, some of them twice; or all of its pages but for the first; or, of
+// three requests each, the second has the first one's pages but for the last one, and the third the
+// second one's; or every table begins as that of some request before it.
+enum Tables { kOfCase, kScattered, kAllButTheFirst, kGroupsOfThree, kTrees };
+
 void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
   const int64_t whole = c.requests[0].kv_len / page_size;
   for (size_t r = 1; r < c.requests.size(); ++r) {
@@ -103,11 +108,41 @@ void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
   }
 }
 
+void SharePagesBehindTheFirst(const Case& c, int64_t page_size, Batch* b) {
+  for (size_t r = 1; r < c.requests.size(); ++r) {
+    const int64_t whole = std::min(c.requests[0].kv_len, c.requests[r].kv_len) / page_size;
+    for (int64_t slot = 1; slot < whole; ++slot) {
+      b->page_indices[b->kv_indptr[r] + slot] = b->page_indices[slot];
+    }
+  }
+}
+
+void GroupPages(const Case& c, int64_t page_size, Batch* b) {
+  for (size_t r = 1; r < c.requests.size(); ++r) {
+    if (r % 3 == 0) continue;
+    const int64_t whole = std::min(c.requests[r - 1].kv_len, c.requests[r].kv_len) / page_size;
+    const int64_t shared = std::max<int64_t>(0, whole - 1);
+    std::copy_n(b->page_indices.begin() + b->kv_indptr[r - 1], shared,
+                b->page_indices.begin() + b->kv_indptr[r]);
+  }
+}
+
+void PlantPages(const Case& c, int64_t page_size, std::mt19937& random, Batch* b) {
+  for (size_t r = 1; r < c.requests.size(); ++r) {
+    const size_t other = random() % r;
+    // Its last page is not full; that of the request itself need not be.
+    const int64_t full = c.requests[other].kv_len / page_size;
+    const int64_t own = (c.requests[r].kv_len + page_size - 1) / page_size;
+    std::copy_n(b->page_indices.begin() + b->kv_indptr[other], random() % (std::min(full, own) + 1),
+                b->page_indices.begin() + b->kv_indptr[r]);
+  }
+}
+
 // How a backward pass is launched: void(const Case&, const AttentionSpec&, const
 // BackwardCudaParams&, std::mt19937&).
 // gradient: of the Traits' variant; range: of the integers that it reads.
 template <class Traits, class Launch>
-void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, const Launch& launch,
+void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, const Launch& launch,
                  const VariantGradient& gradient = {}, int range = 3) {
   std::mt19937 random(seed);
   AttentionProblem problem = MakeProblem<Traits>(c);
@@ -115,7 +150,10 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, bool scatters, con
   spec.dtype = Traits::kDtype;
   problem.program = gradient.program;
   Batch b = MakeBatch<Traits>(c, spec, random);
-  if (scatters) ScatterPages(c, spec.page_size, &b);
+  if (tables == kScattered) ScatterPages(c, spec.page_size, &b);
+  if (tables == kAllButTheFirst) SharePagesBehindTheFirst(c, spec.page_size, &b);
+  if (tables == kGroupsOfThree) GroupPages(c, spec.page_size, &b);
+  if (tables == kTrees) PlantPages(c, spec.page_size, random, &b);
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;
   const int dtype = Traits::kDtype;

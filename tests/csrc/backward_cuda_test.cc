@@ -9,13 +9,13 @@ namespace jax_attn {
 namespace {
 
 template <class Traits>
-void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, bool scatters = false) {
+void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tables = kOfCase) {
   using Body = BackwardBody<Traits>;
-  RunBackward<Traits>(c, seed, poison, scatters,
+  RunBackward<Traits>(c, seed, poison, tables,
                       [](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& given,
                          std::mt19937& random) {
                         BackwardCudaParams params = given;
-                        params.is_not_finite = nullptr;  // as without the Hopper kernel
+                        params.needs_portable = nullptr;  // as without the Hopper kernel
                         Emulate<Body>(c, params, kBackwardReadPlan, random);
                         if (spec.paged()) Emulate<Body>(c, params, kBackwardLinkPages, random);
                         Emulate<Body>(c, params, kBackwardRows, random);
@@ -65,7 +65,8 @@ int RunAll() {
                        .prefix = 256,
                        .half_prefix = 64},
                       8);
-  RunBackward<Page16>({.name = "pages at other places", .requests = scattered}, 9, kNone, true);
+  RunBackward<Page16>({.name = "pages at other places", .requests = scattered}, 9, kNone,
+                      kScattered);
   const Case odd = {.name = "windows, soft cap, sinks, odd sizes",
                     .requests = {{100, 130}, {7, 3}, {0, 9}, {40, 200}, {1, 0}},
                     .window_left = 30,
@@ -78,8 +79,8 @@ int RunAll() {
                           .requests = scattered,
                           .window_left = 40,
                           .soft_cap = 3.0};
-  RunBackward<Odd>(odd_pages, 12, kNone, true);
-  RunBackward<OddF32>(odd_pages, 13, kNone, true);
+  RunBackward<Odd>(odd_pages, 12, kNone, kScattered);
+  RunBackward<OddF32>(odd_pages, 13, kNone, kScattered);
   RunBackward<Wide>({.name = "d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1}, 14);
   for (const Poison poison :
        {kNanQ, kInfiniteQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {

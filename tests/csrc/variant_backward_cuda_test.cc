@@ -20,10 +20,10 @@ template <class Traits>
 void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
   using Body = BackwardBody<Traits>;
   RunBackward<Traits>(
-      c.base, seed, poison, c.scatters,
+      c.base, seed, poison, c.scatters ? kScattered : kOfCase,
       [](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& params,
          std::mt19937& random) {
-        if (params.is_not_finite != nullptr) {
+        if (params.needs_portable != nullptr) {
           std::printf("FAILED %s: variants have the portable kernel alone\n", c.name);
           ++g_failures;
         }

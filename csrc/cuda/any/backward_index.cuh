@@ -85,9 +85,13 @@ class BackwardIndex {
         const int slot = e - LoadConstant(p_.kv_indptr + request);
         if (slot >= CeilDiv(LoadConstant(f.kv_lens + request), Traits::kPageSize)) continue;
         const int page = LoadConstant(f.page_indices + e);
+        const int len = LoadConstant(f.kv_lens + request) - slot * Traits::kPageSize;
         p_.is_read[e] = 1;
         MaxRelaxed(p_.first_entries + page, static_cast<u32>(p_.max_entries - e));
         MaxRelaxed(p_.last_entries + page, static_cast<u32>(e + 1));
+        if (p_.page_lens != nullptr) {
+          MaxRelaxed(p_.page_lens + page, static_cast<u32>(Min(len, Traits::kPageSize)));
+        }
       }
     }
   }
@@ -100,6 +104,7 @@ class BackwardIndex {
     for (int e = FirstEntry() + thread; e < EndOfEntries(); e += num_threads) {
       if (LoadConstant(p_.is_read + e) == 0) continue;
       const int page = LoadConstant(f.page_indices + e);
+      if (p_.run_ends != nullptr) FindOwner(e);
       const int last = LoadConstant(p_.last_entries + page) - 1;
       if (e == last) continue;
       int next = e + 1;
@@ -126,6 +131,41 @@ class BackwardIndex {
   }
 
  private:
+  // The first entry with the page of entry e.
+  __device__ __forceinline__ int FirstWithPageOf(int e) const {
+    const int page = LoadConstant(p_.forward.page_indices + e);
+    return p_.max_entries - LoadConstant(p_.first_entries + page);
+  }
+
+  // For the Hopper kernel: the owner of an entry's page is the first request with it. A request has
+  // what it shares with an owner from its first page on, at the same places, or the portable kernel
+  // is needed. Then owners ascend along every table, and each owns one run of it.
+  __device__ __forceinline__ void FindOwner(int e) const {
+    const AttentionParams& f = p_.forward;
+    const int request = RequestOf(e), begin = LoadConstant(p_.kv_indptr + request);
+    const int slot = e - begin, first = FirstWithPageOf(e);
+    const int kv_len = LoadConstant(f.kv_lens + request);
+    int low = slot, high = CeilDiv(kv_len, Traits::kPageSize);
+#pragma unroll 1
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (FirstWithPageOf(begin + middle) - first == middle - slot) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    p_.readers[e] = request;
+    p_.run_ends[e] = Min(high * Traits::kPageSize, kv_len);
+    if (first == e) return;
+    MaxRelaxed(p_.own_begins + request, static_cast<u32>((slot + 1) * Traits::kPageSize));
+    bool is_prefix = first - LoadConstant(p_.kv_indptr + RequestOf(first)) == slot;
+    if (is_prefix && slot > 0) {
+      is_prefix = LoadConstant(f.page_indices + e - 1) == LoadConstant(f.page_indices + first - 1);
+    }
+    if (!is_prefix) MaxRelaxed(p_.needs_portable, 1);
+  }
+
   __device__ int FirstEntry() const { return batch_size_ > 0 ? LoadConstant(p_.kv_indptr) : 0; }
   __device__ int EndOfEntries() const {
     return batch_size_ > 0 ? LoadConstant(p_.kv_indptr + batch_size_) : 0;

@@ -1243,7 +1243,7 @@ struct BackwardBody {
     const BackwardIndex<Traits> index(p, plan.batch_size);
     if (p.phase == kBackwardReadPlan) return index.ReadPlan(plan.num_items, thread, num_threads);
     if (p.phase == kBackwardLinkPages) return index.LinkPages(thread, num_threads);
-    if (p.is_not_finite != nullptr && LoadConstant(p.is_not_finite) == 0) return;
+    if (p.needs_portable != nullptr && LoadConstant(p.needs_portable) == 0) return;
     BackwardState& state = *reinterpret_cast<BackwardState*>(smem);
     if (threadIdx.x == 0) {
       state.batch_size = plan.batch_size;

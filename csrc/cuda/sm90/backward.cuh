@@ -1,5 +1,5 @@
-// The backward pass on sm_90a: wgmma, TMA, one pass of five products. Ragged, 16-bit elements,
-// head_dim_qk = head_dim_vo of 64 or 128; all else is sm80/backward.cuh's, where the formulas are.
+// The backward pass on sm_90a: wgmma, TMA, one pass of five products. 16-bit elements, head_dim_qk
+// = head_dim_vo of 64 or 128; all else is sm80/backward.cuh's, where the formulas are.
 //
 // A unit of work is a block of 128 keys of a kv head, of which it writes dk and dv. Tiles of
 // query tokens of each query head of the group stream by:
@@ -14,8 +14,15 @@
 // already, whatever the grid, so this cannot lock up. A causal block begins at its diagonal, where
 // the blocks behind it have been before: the turn has come when it gets there.
 //
-// What is not finite makes a result that is not finite. Then is_not_finite is set, and the portable
-// kernel, which knows what to do about it, computes everything again.
+// Pages that several requests have belong to the first one (BackwardIndex). A block of its own keys
+// goes through all requests that read some of them, itself first, in their order; a block in which
+// its own keys begin is a unit of each owner. dk and dv stay in registers meanwhile. Units of the
+// first request come first, so a tile has its turns by owners, and by blocks of each as above. It
+// counts the keys that have added to it, not the blocks, so nobody has to count owners.
+//
+// What is not finite makes a result that is not finite. Then needs_portable is set, and the
+// portable kernel, which knows what to do about it, computes everything again. So it does if pages
+// in common are no prefixes, which is known before this kernel begins.
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
@@ -25,8 +32,18 @@
 
 namespace jax_attn {
 
-// A unit, as the producer hands it around.
-struct HopperBackwardUnit {
+// Keys of the owner that a request reads, in all of the owner's blocks.
+struct HopperBackwardSpan {
+  int key_begin, key_end;
+};
+struct HopperBackwardNoSpan {};
+
+// A unit, as the producer hands it around. With pages: a part of a unit for each request that reads
+// its keys, and behind them one without tiles, of the owner and all of its keys: there results are
+// complete.
+template <class Traits>
+struct HopperBackwardUnit
+    : Choose<(Traits::kPageSize > 0), HopperBackwardSpan, HopperBackwardNoSpan>::Type {
   BackwardSource source;
   int kv_head;
   int block;  // of keys; -1: there are no more units
@@ -34,8 +51,8 @@ struct HopperBackwardUnit {
   int tile_begin, tile_end, first_tile;
 };
 
-// Which blocks of keys and which tiles of query tokens see each other. Asked either way, the answer
-// is the same: a tile counts its turns by it.
+// Which keys and which tiles of query tokens see each other. Asked either way, the answer is the
+// same: a tile counts its turns by it.
 template <class Traits>
 struct HopperBackwardPairs {
   static constexpr int kKeys = kHopperBackwardKeys;
@@ -51,10 +68,14 @@ struct HopperBackwardPairs {
   __device__ __forceinline__ i64 Right() const { return Min(p.window_right, kFar); }
 
   __device__ __forceinline__ Range TilesOf(int block) const {
-    const int last_key = Min(block * kKeys + kKeys, source.kv_len) - 1;
+    return TilesOf(block * kKeys, Min(block * kKeys + kKeys, source.kv_len));
+  }
+  // Of keys [first_key, end_key), one or more.
+  __device__ __forceinline__ Range TilesOf(int first_key, int end_key) const {
+    const int last_key = end_key - 1;
     int begin = 0, end = source.qo_len;
     if constexpr (Traits::kHasWindowRight) {
-      begin = Clamp(static_cast<i64>(block) * kKeys - Right() - source.q_begin, 0, source.qo_len);
+      begin = Clamp(static_cast<i64>(first_key) - Right() - source.q_begin, 0, source.qo_len);
     }
     if constexpr (Traits::kHasWindowLeft) {
       end = Clamp(last_key + Left() + 1 - source.q_begin, 0, source.qo_len);
@@ -63,6 +84,10 @@ struct HopperBackwardPairs {
     return {begin / kRows, CeilDiv(end, kRows)};
   }
   __device__ __forceinline__ Range BlocksOf(int tile) const {
+    const Range keys = KeysOf(tile);
+    return {keys.begin / kKeys, CeilDiv(keys.end, kKeys)};
+  }
+  __device__ __forceinline__ Range KeysOf(int tile) const {
     const int last_token = Min(tile * kRows + kRows, source.qo_len) - 1;
     int begin = 0, end = source.kv_len;
     if constexpr (Traits::kHasWindowLeft) {
@@ -72,13 +97,13 @@ struct HopperBackwardPairs {
       end = Clamp(static_cast<i64>(source.q_begin) + last_token + Right() + 1, 0, source.kv_len);
     }
     if (begin >= end) return {0, 0};
-    return {begin / kKeys, CeilDiv(end, kKeys)};
+    return {begin, end};
   }
 };
 
 template <class Traits>
 struct HopperBackwardShape {
-  static_assert(Traits::kHeadDimQk == Traits::kHeadDimVo && Traits::kPageSize == 0);
+  static_assert(Traits::kHeadDimQk == Traits::kHeadDimVo);
   static constexpr int kDim = Traits::kHeadDimQk;
   static_assert(kDim == 64 || kDim == 128);
   static constexpr int kKeys = HopperBackwardPairs<Traits>::kKeys;
@@ -106,7 +131,7 @@ struct HopperBackwardShape {
     float sums[kSumWords];
     float lse_log2[kSlots][kRows];  // inf: the row counts for nothing
     float d[kSlots][kRows];
-    HopperBackwardUnit units[kUnits];
+    HopperBackwardUnit<Traits> units[kUnits];
     Barriers barriers;
   };
 
@@ -135,8 +160,10 @@ class HopperBackwardRole {
   using Shape = HopperBackwardShape<Traits>;
   using Shared = typename Shape::Shared;
   using Pairs = HopperBackwardPairs<Traits>;
+  using Unit = HopperBackwardUnit<Traits>;
   static constexpr int kGroup = Traits::kGroupSize, kDim = Shape::kDim;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
+  static constexpr int kPage = Traits::kPageSize;
 
   __device__ __forceinline__ HopperBackwardRole(const BackwardCudaParams& p, Shared& shared)
       : p_(p), f_(p.forward), shared_(shared) {}
@@ -144,7 +171,7 @@ class HopperBackwardRole {
  protected:
   __device__ typename Shape::Barriers& Barriers() const { return shared_.barriers; }
   // The next unit, which is there until the caller passes it.
-  __device__ __forceinline__ const HopperBackwardUnit& WaitForUnit() const {
+  __device__ __forceinline__ const Unit& WaitForUnit() const {
     WaitBarrier(SharedAddress(Barriers().full_unit + unit_.slot), unit_.parity);
     return shared_.units[unit_.slot];
   }
@@ -153,7 +180,7 @@ class HopperBackwardRole {
     unit_.Advance();
   }
   // Index of a tile of a query head in [max_tiles, num_qo_heads].
-  __device__ __forceinline__ i64 TileAt(const HopperBackwardUnit& unit, int tile, int g) const {
+  __device__ __forceinline__ i64 TileAt(const Unit& unit, int tile, int g) const {
     return static_cast<i64>(unit.first_tile + tile) * f_.num_qo_heads + unit.kv_head * kGroup + g;
   }
   // Whether boxes of tensor maps have all of rows [row, row + num) of `len`, and none else.
@@ -175,34 +202,23 @@ template <class Traits>
 class HopperBackwardProducer : HopperBackwardRole<Traits> {
  public:
   using Base = HopperBackwardRole<Traits>;
-  using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
+  using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
   using typename Base::Pairs;
   using typename Base::Shape;
+  using typename Base::Unit;
 
   __device__ __forceinline__ void Run(int batch_size) {
     UnitSearch search = {0, 0};
 #pragma unroll 1
     for (;;) {
-      WaitBarrier(SharedAddress(this->Barriers().empty_unit + this->unit_.slot),
-                  this->unit_.parity ^ 1);
-      const HopperBackwardUnit unit = Take(batch_size, search);
-      if (Lane() == 0) {
-        this->shared_.units[this->unit_.slot] = unit;
-        ArriveBarrier(SharedAddress(this->Barriers().full_unit + this->unit_.slot));
+      WaitForRoom();
+      const Unit unit = Take(batch_size, search);
+      if constexpr (kPage > 0) {
+        if (unit.block >= 0) RunReaders(unit);
       }
-      this->unit_.Advance();
+      HandOut(unit);
       if (unit.block < 0) break;
-      bool has_kv = false;
-#pragma unroll 1
-      for (int g = 0; g < kGroup; ++g) {
-#pragma unroll 1
-        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) {
-          LoadTile(unit, tile, g);
-          if (has_kv) continue;
-          LoadKv(unit);  // behind the first tile, whose slot is free before
-          has_kv = true;
-        }
-      }
+      if constexpr (kPage == 0) LoadTiles(unit, unit, false);
     }
   }
 
@@ -210,21 +226,89 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   using Base::f_, Base::p_, Base::shared_;
   __device__ static int Lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-  __device__ __forceinline__ HopperBackwardUnit Take(int batch_size, UnitSearch& search) const {
+  __device__ __forceinline__ void WaitForRoom() const {
+    WaitBarrier(SharedAddress(this->Barriers().empty_unit + this->unit_.slot),
+                this->unit_.parity ^ 1);
+  }
+  // After WaitForRoom.
+  __device__ __forceinline__ void HandOut(const Unit& unit) {
+    if (Lane() == 0) {
+      shared_.units[this->unit_.slot] = unit;
+      ArriveBarrier(SharedAddress(this->Barriers().full_unit + this->unit_.slot));
+    }
+    this->unit_.Advance();
+  }
+
+  // The parts of a unit, after WaitForRoom; there is room for one more afterwards.
+  __device__ __forceinline__ void RunReaders(const Unit& owner) {
+    const int first = Max(owner.block * kKeys, owner.key_begin);
+    int entry = owner.source.kv_begin + first / kPage;  // of the first of the block's own pages
+    bool has_kv = false;
+#pragma unroll 1
+    for (; entry >= 0; entry = LoadConstant(p_.next_entries + entry) - 1) {
+      const int reader = LoadConstant(p_.readers + entry);
+      Unit part = owner;
+      part.source = BackwardSource(p_, reader);
+      part.key_end = LoadConstant(p_.run_ends + entry);
+      const int end = Min(owner.block * kKeys + kKeys, part.key_end);
+      if (first >= end) continue;
+      const auto tiles = Pairs{f_, part.source}.TilesOf(first, end);
+      if (tiles.begin >= tiles.end) continue;
+      part.tile_begin = tiles.begin;
+      part.tile_end = tiles.end;
+      part.first_tile = part.source.qo_begin / kRows + reader;
+      HandOut(part);
+      LoadTiles(part, owner, has_kv);
+      has_kv = true;
+      WaitForRoom();
+    }
+  }
+
+  // Those that a part of the owner's unit goes through, and the unit's keys unless they are there.
+  __device__ __forceinline__ void LoadTiles(const Unit& part, const Unit& owner, bool has_kv) {
+#pragma unroll 1
+    for (int g = 0; g < kGroup; ++g) {
+#pragma unroll 1
+      for (int tile = part.tile_begin; tile < part.tile_end; ++tile) {
+        LoadTile(part, tile, g);
+        if (has_kv) continue;
+        LoadKv(owner);  // behind the first tile, whose slot is free before
+        has_kv = true;
+      }
+    }
+  }
+
+  // Where a request's own keys end. Whole pages: another request may have more of them.
+  __device__ __forceinline__ int OwnEnd(int request) const {
+    return CeilDiv(LoadConstant(f_.kv_lens + request), kPage) * kPage;
+  }
+
+  // The next unit; with pages all but its parts.
+  __device__ __forceinline__ Unit Take(int batch_size, UnitSearch& search) const {
     const auto blocks_of = [&](int request) -> u32 {
+      if constexpr (kPage > 0) {
+        const int begin = LoadConstant(p_.own_begins + request), end = OwnEnd(request);
+        return begin < end ? CeilDiv(end, kKeys) - begin / kKeys : 0;
+      }
       return CeilDiv(LoadConstant(f_.kv_lens + request), kKeys);
     };
     u32 place = 0;
     const int request = search.Find(TakeNumber(p_.num_blocks_taken), batch_size, place, [&](int r) {
       return blocks_of(r) * static_cast<u32>(f_.num_kv_heads);
     });
-    HopperBackwardUnit unit = {};
+    Unit unit = {};
     unit.block = -1;
     if (request < 0) return unit;
     const u32 blocks = blocks_of(request);
     unit.source = BackwardSource(p_, request);
     unit.kv_head = static_cast<int>(place / blocks);
     unit.block = static_cast<int>(blocks - 1 - place % blocks);
+    if constexpr (kPage > 0) {
+      unit.key_begin = LoadConstant(p_.own_begins + request);
+      unit.key_end = OwnEnd(request);
+      unit.block += unit.key_begin / kKeys;
+      return unit;
+    }
     const auto tiles = Pairs{f_, unit.source}.TilesOf(unit.block);
     unit.tile_begin = tiles.begin;
     unit.tile_end = tiles.end;
@@ -275,11 +359,16 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     }
   }
 
-  __device__ __forceinline__ void LoadKv(const HopperBackwardUnit& unit) {
+  __device__ __forceinline__ void LoadKv(const Unit& unit) {
     auto& barriers = this->Barriers();
     WaitBarrier(SharedAddress(&barriers.empty_kv), this->kv_.parity ^ 1);
     const u32 full = SharedAddress(&barriers.full_kv);
     const int first = unit.block * kKeys;
+    if constexpr (kPage > 0) {
+      LoadPages(unit, first, full);
+      this->kv_.Advance();
+      return;
+    }
     const bool boxed = this->IsBoxed(first, kKeys, unit.source.kv_len);
     Load<typename Shape::K, kKeys>(full, boxed, SharedAddress(shared_.k), SharedAddress(shared_.v),
                                    f_.k, f_.v, f_.k_map, f_.v_map, f_.num_kv_heads,
@@ -289,7 +378,52 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     this->kv_.Advance();
   }
 
-  __device__ __forceinline__ void LoadTile(const HopperBackwardUnit& unit, int tile, int g) {
+  // The owner's keys from `first` on, with those before its own; zeros for what nobody reads.
+  __device__ __forceinline__ void LoadPages(const Unit& owner, int first, u32 full) const {
+    using K = typename Shape::K;
+    constexpr int kBox = HopperBackwardBoxRows(kPage), kChunks = kDim / 8;
+    const u32 k_to = SharedAddress(shared_.k), v_to = SharedAddress(shared_.v);
+    const auto page_at = [&](int pos) { return LoadPage<kPage>(f_, owner.source.kv_begin, pos); };
+    // Of the last page as much as the request with the most has.
+    const int last = owner.key_end - kPage;
+    const int end = last + LoadConstant(p_.page_lens + page_at(last));
+    if (kBox > 0 && f_.has_tensor_maps != 0 && first + kKeys <= end) {
+      if (Lane() < kKeys / Max(kBox, 1)) {
+        const int pos = first + Lane() * kBox;
+        const int row = static_cast<int>(PoolRow<kPage>(page_at(pos), pos));
+        const int layer = LoadLayer<Traits>(f_);
+        ExpectBytes(full, 2 * kBox * kDim * 2);
+#pragma unroll
+        for (int block = 0; block < K::kBlocks; ++block) {
+          const u32 at = block * K::kBlockBytes + Lane() * kBox * 128;
+          CopyBox(k_to + at, f_.k_map, 64 * block, owner.kv_head, row, layer, full);
+          CopyBox(v_to + at, f_.v_map, 64 * block, owner.kv_head, row, layer, full);
+        }
+      }
+      ArriveBarrier(full, 2);
+      return;
+    }
+    const KvPools pools = FindPools<Traits, 2>(f_);
+#pragma unroll 1
+    for (int i = Lane(); i < kKeys * kChunks; i += kWarpSize) {
+      const int r = i / kChunks, c = i % kChunks, pos = first + r;
+      const bool live = pos < end;
+      i64 from = 0;
+      if (live) {
+        from = (static_cast<i64>(PoolRow<kPage>(page_at(pos), pos)) * f_.num_kv_heads +
+                owner.kv_head) *
+                   (kDim * 2) +
+               c * 16;
+      }
+      const u32 at = c / 8 * K::kBlockBytes + r * 128 + (c % 8 ^ r % 8) * 16;
+      CopyAsync16(k_to + at, pools.k + from, live);
+      CopyAsync16(v_to + at, pools.v + from, live);
+    }
+    ArriveBarrierAfterCopies(full);
+    ArriveBarrier(full, 1);
+  }
+
+  __device__ __forceinline__ void LoadTile(const Unit& unit, int tile, int g) {
     auto& barriers = this->Barriers();
     const int slot = this->slot_.slot;
     WaitBarrier(SharedAddress(barriers.empty + slot), this->slot_.parity ^ 1);
@@ -339,11 +473,12 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
   using Base::Base, Base::kGroup;
   using typename Base::Pairs;
   using typename Base::Shape;
+  using typename Base::Unit;
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
     for (;;) {
-      const HopperBackwardUnit& unit = this->WaitForUnit();
+      const Unit& unit = this->WaitForUnit();
       if (unit.block < 0) break;
 #pragma unroll 1
       for (int g = 0; g < kGroup; ++g) {
@@ -355,9 +490,21 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
   }
 
  private:
-  __device__ __forceinline__ void Write(const HopperBackwardUnit& unit, int tile, int g) {
+  __device__ __forceinline__ void Write(const Unit& unit, int tile, int g) {
     const i64 at = this->TileAt(unit, tile, g);
-    const int turn = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
+    int turn, share = 1;
+    if constexpr (Base::kPage > 0) {
+      const auto seen = Pairs{this->f_, unit.source}.KeysOf(tile);
+      const auto count = [&](int begin, int end) {
+        return Max(0, Min(end, seen.end) - Max(begin, seen.begin));
+      };
+      // Of owners before this one, and of its blocks behind this one; and of the block.
+      const int first = unit.block * Base::kKeys, next = first + Base::kKeys;
+      turn = count(0, unit.key_begin) + count(Max(next, unit.key_begin), unit.key_end);
+      share = count(Max(first, unit.key_begin), Min(next, unit.key_end));
+    } else {
+      turn = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
+    }
     float* to = this->p_.d_q_sums + at * Shape::kSumWords;
     i32* turns = this->p_.turns + at;
     const u32 from = SharedAddress(this->shared_.sums);
@@ -367,12 +514,14 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     if (turn == 0) {
       StoreBulk(to, from, kBytes);
     } else {
+      // With pages for a unit, perhaps, that goes through many requests first.
+      constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
       int naps = 0;
-      while (LoadAcquire(turns) < turn && naps < kMostNaps) {
+      while (LoadAcquire(turns) < turn && naps < kMost) {
         Nap();
         ++naps;
       }
-      if (naps == kMostNaps) MaxRelaxed(this->p_.is_not_finite, 1);
+      if (naps == kMost) MaxRelaxed(this->p_.needs_portable, 1);
       FenceGlobalForBulk();
       AddBulk(to, from, kBytes);
     }
@@ -381,7 +530,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     ArriveBarrier(SharedAddress(&this->Barriers().empty_sums));
     WaitStores();
     FenceGlobalForBulk();
-    AddAcquireRelease(turns, 1);
+    AddAcquireRelease(turns, share);
   }
 };
 
@@ -391,9 +540,10 @@ template <class Traits>
 class HopperBackwardConsumer : HopperBackwardRole<Traits> {
  public:
   using Base = HopperBackwardRole<Traits>;
-  using Base::kDim, Base::kGroup, Base::kKeys, Base::kRows;
+  using Base::kDim, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
   using typename Base::Shape;
   using typename Base::Shared;
+  using typename Base::Unit;
   using E = Element<Traits::kDtype>;
   using K = typename Shape::K;
   using Q = typename Shape::Q;
@@ -408,15 +558,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
     for (;;) {
-      const HopperBackwardUnit& unit = this->WaitForUnit();
+      const Unit& unit = this->WaitForUnit();
       if (unit.block < 0) break;
       RunUnit(unit);
-      __syncwarp();
-      if (Lane() == 0) {
-        this->PassUnit();
-      } else {
-        this->unit_.Advance();
-      }
+      PassUnitByWarp();
     }
   }
 
@@ -434,28 +579,66 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     if (Lane() == 0) ArriveBarrier(SharedAddress(barrier));
   }
 
-  __device__ __forceinline__ void RunUnit(const HopperBackwardUnit& unit) {
-    Sums d_k = {}, d_v = {};
-    const int begin = Uniform(unit.tile_begin), end = Uniform(unit.tile_end);
-    if (begin < end) {
-      WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
-      this->kv_.Advance();
-      FenceSharedForWgmma();  // rows of it may not have come by boxes
-      int tile = begin;
-#pragma unroll 1
-      for (int left = (end - begin) * kGroup; left > 0; --left) {
-        RunStep(unit, tile, d_k, d_v);
-        if (++tile == unit.tile_end) tile = unit.tile_begin;
-      }
-      Arrive(&this->Barriers().empty_kv);
+  __device__ __forceinline__ void PassUnitByWarp() {
+    __syncwarp();
+    if (Lane() == 0) {
+      this->PassUnit();
+    } else {
+      this->unit_.Advance();
     }
-    bool is_finite = Write(p_.d_k, unit, f_.sm_scale, d_k);
-    is_finite &= Write(p_.d_v, unit, 1.0f, d_v);
-    if (!is_finite) MaxRelaxed(p_.is_not_finite, 1);
   }
 
-  __device__ __forceinline__ void RunStep(const HopperBackwardUnit& unit, int tile, Sums& d_k,
-                                          Sums& d_v) {
+  __device__ __forceinline__ void RunUnit(const Unit& unit) {
+    Sums d_k = {}, d_v = {};
+    const Unit* last = &unit;
+    if constexpr (kPage > 0) {
+      last = RunParts(last, d_k, d_v);
+    } else {
+      const int begin = Uniform(unit.tile_begin), end = Uniform(unit.tile_end);
+      if (begin < end) {
+        WaitForKv();
+        RunTiles(unit, begin, end, d_k, d_v);
+        Arrive(&this->Barriers().empty_kv);
+      }
+    }
+    bool is_finite = Write(p_.d_k, *last, f_.sm_scale, d_k);
+    is_finite &= Write(p_.d_v, *last, 1.0f, d_v);
+    if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
+  }
+
+  // Returns what is behind the parts, which the caller passes.
+  __device__ __forceinline__ const Unit* RunParts(const Unit* part, Sums& d_k, Sums& d_v) {
+    if (Uniform(part->tile_begin) == Uniform(part->tile_end)) return part;
+    WaitForKv();
+#pragma unroll 1
+    for (;;) {
+      const int begin = Uniform(part->tile_begin), end = Uniform(part->tile_end);
+      if (begin == end) break;
+      RunTiles(*part, begin, end, d_k, d_v);
+      PassUnitByWarp();
+      part = &this->WaitForUnit();
+    }
+    Arrive(&this->Barriers().empty_kv);
+    return part;
+  }
+
+  __device__ __forceinline__ void WaitForKv() {
+    WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
+    this->kv_.Advance();
+    FenceSharedForWgmma();  // rows of it may not have come by boxes
+  }
+
+  __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, Sums& d_k,
+                                           Sums& d_v) {
+    int tile = begin;
+#pragma unroll 1
+    for (int left = (end - begin) * kGroup; left > 0; --left) {
+      RunStep(unit, tile, d_k, d_v);
+      if (++tile == unit.tile_end) tile = unit.tile_begin;
+    }
+  }
+
+  __device__ __forceinline__ void RunStep(const Unit& unit, int tile, Sums& d_k, Sums& d_v) {
     const int slot = this->slot_.slot;
     const u32 q_at = Uniform(SharedAddress(shared_.slots[slot].q));
     const u32 d_o_at = Uniform(SharedAddress(shared_.slots[slot].d_o));
@@ -553,11 +736,26 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- between them ---
 
+  __device__ __forceinline__ static int KeyEnd(const Unit& unit) {
+    if constexpr (kPage > 0) {
+      return unit.key_end;
+    } else {
+      return unit.source.kv_len;
+    }
+  }
+  // Whether the request has such a key, and with pages whether it is the owner's.
+  __device__ __forceinline__ static bool IsOwn(const Unit& unit, int key) {
+    bool is_own = key < KeyEnd(unit);
+    if constexpr (kPage > 0) is_own &= key >= unit.key_begin;
+    return is_own;
+  }
+
   // Whether all of the tile's tokens see all of this warp's keys.
-  __device__ __forceinline__ bool IsSeenByAll(const HopperBackwardUnit& unit, int tile) const {
+  __device__ __forceinline__ bool IsSeenByAll(const Unit& unit, int tile) const {
     const i64 key = unit.block * kKeys + FirstKey();
     const i64 pos = static_cast<i64>(unit.source.q_begin) + tile * kRows;
-    bool all = key + 16 <= unit.source.kv_len;
+    bool all = key + 16 <= KeyEnd(unit);
+    if constexpr (kPage > 0) all &= key >= unit.key_begin;
     if constexpr (Traits::kHasWindowRight) all &= key + 15 <= pos + f_.window_right;
     if constexpr (Traits::kHasWindowLeft) all &= key >= pos + kRows - 1 - f_.window_left;
     return Uniform(static_cast<int>(all)) != 0;
@@ -566,7 +764,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. p:
   // weights, packed.
   template <bool kMasks>
-  __device__ __forceinline__ void Weigh(const HopperBackwardUnit& unit, int tile, int slot, Tile& s,
+  __device__ __forceinline__ void Weigh(const Unit& unit, int tile, int slot, Tile& s,
                                         Fragments& p) const {
     const float scale = f_.sm_scale * kLog2E;
     const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
@@ -581,7 +779,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
         const i64 row = static_cast<i64>(key) - unit.source.q_begin - tile * kRows;
         if constexpr (Traits::kHasWindowRight) low[h] = Clamp(row - f_.window_right, 0, kRows);
         if constexpr (Traits::kHasWindowLeft) high[h] = Clamp(row + f_.window_left + 1, 0, kRows);
-        if (key >= unit.source.kv_len) high[h] = 0;
+        if (!IsOwn(unit, key)) high[h] = 0;
       }
     }
 #pragma unroll
@@ -653,14 +851,19 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   }
 
   // Rows of dk or dv. Whether all of them are finite.
-  __device__ __forceinline__ bool Write(void* result, const HopperBackwardUnit& unit, float scale,
+  __device__ __forceinline__ bool Write(void* result, const Unit& unit, float scale,
                                         const Sums& sums) const {
     bool is_finite = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = unit.block * kKeys + FirstKey() + 8 * h + Lane() / 4;
-      const i64 row = static_cast<i64>(unit.source.kv_begin + key) * f_.num_kv_heads + unit.kv_head;
-      u16* to = static_cast<u16*>(result) + row * kDim;
+      const bool is_own = IsOwn(unit, key);
+      i64 row = unit.source.kv_begin + key;
+      if constexpr (kPage > 0) {
+        row = LoadLayer<Traits>(f_) * f_.num_pages * kPage;
+        if (is_own) row += PoolRow<kPage>(LoadPage<kPage>(f_, unit.source.kv_begin, key), key);
+      }
+      u16* to = static_cast<u16*>(result) + (row * f_.num_kv_heads + unit.kv_head) * kDim;
 #pragma unroll
       for (int j = 0; j < kDim / 8; j += 4) {
         u32 packed[4];
@@ -671,7 +874,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
           packed[i] = E::Pack(left, right);
         }
         const uint4 x = TransposeQuad(packed, Lane());
-        if (key < unit.source.kv_len) {
+        if (is_own) {
           *reinterpret_cast<uint4*>(to + 8 * (j + Lane() % 4)) = x;
         }
       }
@@ -713,12 +916,13 @@ class HopperBackwardRounding {
     }
   }
 
-  // Zeros for rows of nobody.
+  // Zeros for rows of nobody. Pages are zeros at entry.
   __device__ __forceinline__ void ClearRest() const {
     const i64 q_row = static_cast<i64>(f_.num_qo_heads) * kDim;
     const i64 kv_row = static_cast<i64>(f_.num_kv_heads) * kDim;
     Clear(p_.d_q, batch_size_ > 0 ? LoadConstant(f_.qo_indptr + batch_size_) * q_row : 0,
           p_.num_elements[0]);
+    if constexpr (Traits::kPageSize > 0) return;
 #pragma unroll 1
     for (int r = -1; r < batch_size_; ++r) {
       i64 begin = 0, end = p_.num_elements[1];
@@ -755,11 +959,11 @@ class HopperBackwardRounding {
 
   __device__ __forceinline__ void Round(int request, int tile, i64 tile_and_head, int item) const {
     const BackwardSource source(p_, request);
-    const auto blocks = Pairs{f_, source}.BlocksOf(tile);
+    const auto keys = Pairs{f_, source}.KeysOf(tile);
     // As HandOver has it: column tile, row of 8, warp, consumer.
     const int j = item % 8, row_of_8 = item / 8 % 8, warp = item / 64 % 4, part = item / 256;
     float4 x[4] = {};
-    if (blocks.begin < blocks.end) {
+    if (keys.begin < keys.end) {
       const float* from = p_.d_q_sums + tile_and_head * Shape::kSumWords +
                           part * (Shape::kSumWords / 2) + j * 512 + (warp * 32 + row_of_8 * 4) * 4;
 #pragma unroll
@@ -786,7 +990,7 @@ class HopperBackwardRounding {
       *reinterpret_cast<uint4*>(static_cast<u16*>(p_.d_q) + at * kDim + column) =
           make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
     }
-    if (!is_finite) MaxRelaxed(p_.is_not_finite, 1);
+    if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
   }
 
   // Elements [begin, end), multiples of 8.
@@ -829,6 +1033,7 @@ struct HopperBackwardBody {
       rounding.ClearRest();
       return;
     }
+    if (Traits::kPageSize > 0 && LoadAcquire(p.needs_portable) != 0) return;
     if (threadIdx.x == 0) Shape::Init(shared);
     __syncthreads();
     if (threadIdx.x < 128) {
