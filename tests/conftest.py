@@ -1,10 +1,28 @@
 import collections
+import importlib.metadata
 import os
 import shutil
+import sys
+import warnings
 from pathlib import Path
 
 # Before numpy loads: the reference multiplies many small matrices, on which BLAS threads only wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "numpy" in sys.modules:
+    warnings.warn("numpy is there before OPENBLAS_NUM_THREADS: tests take longer", stacklevel=1)
+# XLA makes the graphs around our calls as ever, but their machine code in the quickest way: LLVM's
+# optimisations are most of a compile, and one thread compiles beside other workers. Not for GPUs,
+# whose code it would make slow, too. Examples, demo and soak in CI, and `newest`, have them all.
+if not Path("/dev/nvidiactl").exists():
+    flags = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    given = os.environ.get("XLA_FLAGS", "")
+    if flags not in given:  # by the process that started this worker
+        os.environ["XLA_FLAGS"] = f"{flags} {given}"
 # Half of a test is XLA compiling, much of it what another test, worker or server compiles, too. An
 # executable holds no code of ours, only calls of it by name.
 os.environ.setdefault(
