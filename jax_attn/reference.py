@@ -245,7 +245,7 @@ def attention_vjp(
             )
         )
         logits = sm_scale * q_h @ k_h.swapaxes(1, 2)
-        slope = 1.0
+        slope = np.ones(())
         if cap:
             x = np.tanh(logits / cap)
             logits, slope = cap * x, 1 - x**2

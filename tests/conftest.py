@@ -18,7 +18,7 @@ if not Path("/dev/nvidiactl").exists():
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         " --xla_cpu_parallel_codegen_split_count=1"
     )
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # no later one has other emitters
         flags += " --xla_cpu_use_fusion_emitters=false"
     given = os.environ.get("XLA_FLAGS", "")
     if flags not in given:  # by the process that started this worker
