@@ -10,9 +10,9 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "numpy" in sys.modules:
     warnings.warn("numpy is there before OPENBLAS_NUM_THREADS: tests take longer", stacklevel=1)
-# XLA makes the graphs around our calls as ever, but their machine code in the quickest way: LLVM's
-# optimisations are most of a compile, and one thread compiles beside other workers. Not for GPUs,
-# whose code it would make slow, too. Examples, demo and soak in CI, and `newest`, have them all.
+# XLA's passes over graphs are as ever; what LLVM then makes of them may be slow: its optimisations
+# are most of a compile. On one thread, as there are other workers. Not with GPUs, whose code would be
+# slow, too. In CI the examples, the demo and the soak test have XLA's defaults.
 if not Path("/dev/nvidiactl").exists():
     flags = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
