@@ -127,7 +127,7 @@ $(VENV)/test.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 
 $(VENV)/dev.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'linters into $(VENV)' $(INSTALL) '.[dev]' '$(JAX)'
-	@touch $@
+	@touch $@ $(VENV)/test.stamp  # of which dev has all
 
 $(VENV)/docs.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'Sphinx into $(VENV)' $(PIP) install --no-compile --group docs

@@ -1,6 +1,7 @@
 """Check a wheel before anyone installs it: check_wheel.py WHEEL.
 
-It must be small, hold the package and nothing else, and carry the stable-ABI tag.
+It must be small, hold the package and nothing else, and carry the tag of the stable ABI, or of
+Python 3.11, which has none that suffices.
 """
 
 import sys
@@ -12,7 +13,6 @@ ALLOWED = ("jax_attn/", "jax_attn-")  # the package and its dist-info
 MODEL = "jax_attn/models/tiny-llama-stdlib"
 NEEDED = (
     "jax_attn/__init__.py",
-    "jax_attn/_core.abi3.so",
     "jax_attn/py.typed",
     "jax_attn/serve/static/index.html",
     *(f"{MODEL}/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")),
@@ -21,12 +21,16 @@ NEEDED = (
 
 def problems(wheel: Path) -> list[str]:
     found = []
-    if "-cp312-abi3-" not in wheel.name:
-        found.append(f"its tag is not cp312-abi3: {wheel.name}")
+    is_stable = "-cp312-abi3-" in wheel.name
+    if not is_stable and "-cp311-cp311-" not in wheel.name:
+        found.append(f"its tag is neither cp312-abi3 nor cp311-cp311: {wheel.name}")
     if wheel.stat().st_size > MAX_BYTES:
         found.append(f"{wheel.stat().st_size} bytes, more than {MAX_BYTES}")
     names = zipfile.ZipFile(wheel).namelist()
     found += [f"holds {name}" for name in names if not name.startswith(ALLOWED)]
+    extension = "abi3" if is_stable else "cpython-311-"
+    if not any(name.startswith(f"jax_attn/_core.{extension}") for name in names):
+        found.append(f"lacks jax_attn/_core.{extension}...so")
     found += [f"lacks {name}" for name in NEEDED if name not in names]
     found += [
         f"holds a weight file {name}"

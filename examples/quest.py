@@ -57,16 +57,17 @@ q = topics[:, table[:, 1::11]].sum(2)[:, :, 0] + jax.random.normal(
 )
 o, pages = decode(q, k_pages, v_pages, k_pages.min(2), k_pages.max(2))  # kept by append in a server
 
+o, pages, q, k_pages, v_pages = map(np.asarray, (o, pages, q, k_pages, v_pages))
 for i in range(layers):  # right for what was selected, and close to attention over all pages
     cache = k_pages[i], v_pages[i]
     expected, _ = ja.reference.attention(
-        q[i], *cache, starts, sparse_lens, indptr, np.array(pages[i]), spec=spec
+        q[i], *cache, starts, sparse_lens, indptr, pages[i], spec=spec
     )
     np.testing.assert_allclose(o[i], expected, atol=1e-4)
     full, _ = ja.reference.attention(
         q[i], *cache, starts, kv_lens, starts * pages_each, table.reshape(-1), spec=spec
     )
-    cosine = (o[i] * full).sum() / jnp.linalg.norm(o[i]) / jnp.linalg.norm(full)
+    cosine = (o[i] * full).sum() / np.linalg.norm(o[i]) / np.linalg.norm(full)
     print(
         f"layer {i}: {selected.sum()} of {used.sum()} pages, cosine to full attention {cosine:.3f}"
     )

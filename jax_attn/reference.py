@@ -220,34 +220,48 @@ def attention_vjp(
     for rows, places, visible, _ in _requests(
         qo_indptr, kv_lens, page_indptr, page_indices, kv_indptr, q_offsets, page_size, spec
     ):
-        q_r, d_o_r = q[rows], d_o[rows]
-        k_r, v_r = (np.repeat(x[places], group, axis=1) for x in (k_layer, v_layer))
         o_r, lse_r = attention_dense(
-            q_r, k_r, v_r, visible, sm_scale=sm_scale, logits_soft_cap=cap, sinks=sinks
+            q[rows],
+            k_layer[places],
+            v_layer[places],
+            visible,
+            sm_scale=sm_scale,
+            logits_soft_cap=cap,
+            sinks=sinks,
         )
         is_empty = np.isneginf(lse_r)
-        lse_r, d_lse_r = np.where(is_empty, np.inf, lse_r), np.where(is_empty, 0, d_lse[rows])
-        logits = sm_scale * np.einsum("thd,shd->ths", q_r, k_r)
-        slope = 1.0
+        d_lse_r = np.where(is_empty, 0, d_lse[rows])
+        # From here on heads come first, those of q: matrices of [qo_len, kv_len] or [*, head_dim].
+        q_h, d_o_h, o_h, lse_h, d_lse_h, k_h, v_h = (
+            x.swapaxes(0, 1)
+            for x in (
+                q[rows],
+                d_o[rows],
+                o_r,
+                np.where(is_empty, np.inf, lse_r),
+                d_lse_r,
+                np.repeat(k_layer[places], group, axis=1),
+                np.repeat(v_layer[places], group, axis=1),
+            )
+        )
+        logits = sm_scale * q_h @ k_h.swapaxes(1, 2)
+        slope = np.ones(())
         if cap:
             x = np.tanh(logits / cap)
             logits, slope = cap * x, 1 - x**2
-        p = np.where(visible[:, None], np.exp(np.minimum(logits - lse_r[..., None], 1)), 0)
-        d_p = np.einsum("the,she->ths", size(d_o_r), size(v_r))
-        d = (size(d_o_r) * size(o_r)).sum(-1) - (-1 if magnitudes else 1) * size(d_lse_r)
+        p = np.where(visible, np.exp(np.minimum(logits - lse_h[..., None], 1)), 0)
+        d_p = size(d_o_h) @ size(v_h).swapaxes(1, 2)
+        d = (size(d_o_h) * size(o_h)).sum(-1) - (-1 if magnitudes else 1) * size(d_lse_h)
         d_s = abs(sm_scale) * slope * p * (d_p + d[..., None] if magnitudes else d_p - d[..., None])
         d_s = d_s if magnitudes else np.sign(sm_scale) * d_s
-        d_q[rows] = np.einsum("ths,shd->thd", d_s, size(k_r))
-        per_head = (
-            np.einsum("ths,thd->shd", d_s, size(q_r)),
-            np.einsum("ths,the->she", p, size(d_o_r)),
-        )
+        d_q[rows] = (d_s @ size(k_h)).swapaxes(0, 1)
+        per_head = d_s.swapaxes(1, 2) @ size(q_h), p.swapaxes(1, 2) @ size(d_o_h)
         for total, x in zip((d_k_layer, d_v_layer), per_head, strict=True):
-            of_group = x.reshape(len(x), k.shape[-2], group, x.shape[-1]).sum(axis=2)
-            np.add.at(total, places, of_group)
+            of_group = x.reshape(k.shape[-2], group, *x.shape[1:]).sum(axis=1)
+            np.add.at(total, places, of_group.swapaxes(0, 1))
         if sinks is not None and d_sinks is not None:
             sign = 1 if magnitudes else -1
-            d_sinks += sign * (np.exp(sinks - lse_r) * d).sum(axis=0)
+            d_sinks += sign * (np.exp(sinks[:, None] - lse_h) * d).sum(axis=1)
     return d_q, d_k, d_v, d_sinks
 
 
@@ -413,8 +427,9 @@ def attention_dense(
 
     def multiply(x: Array, y: Array) -> Array:
         """x: [num_qo_heads, n, m], y: [num_kv_heads, m, l] -> [num_qo_heads, n, l]."""
-        groups = x.reshape(y.shape[0], x.shape[0] // y.shape[0], *x.shape[1:])
-        return (groups @ y[:, None]).reshape(*x.shape[:2], y.shape[2])
+        group = x.shape[0] // y.shape[0]
+        rows = x.reshape(y.shape[0], group * x.shape[1], x.shape[2])
+        return (rows @ y).reshape(*x.shape[:2], y.shape[2])
 
     q_h, k_h, v_h = (x.astype(dtype).swapaxes(0, 1) for x in (q, k, v))  # heads first
     logits = dtype.type(sm_scale) * multiply(q_h, k_h.swapaxes(1, 2))
@@ -449,18 +464,21 @@ def attention_dense(
         lse, total = xp.zeros_like(lse), xp.ones_like(total)
         exp_logits = xp.where(visible, logits, 0)
 
-    # 0 * NaN and 0 * inf are NaN: they must reach the rows that see them and no other.
     probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)
     o = multiply(probs, xp.where(xp.isfinite(v_h), v_h, 0))
+    nan = xp.isnan(total)[..., None]
+    if xp is jnp or not np.isfinite(v_h).all():  # traced arrays do not say
 
-    def sees(which: Array, values: Array) -> Array:
-        """Whether any of the keys `which` has one of these values."""
-        return multiply((visible & which).astype(dtype), values.astype(dtype)) > 0
+        def sees(which: Array, values: Array) -> Array:
+            """Whether any of the keys `which` has one of these values."""
+            return multiply((visible & which).astype(dtype), values.astype(dtype)) > 0
 
-    plus, minus = (sees(probs != 0, v_h == x) for x in (np.inf, -np.inf))
-    nan = sees(probs == probs, xp.isnan(v_h)) | sees(probs == 0, xp.isinf(v_h)) | (plus & minus)
-    o = xp.where(plus, np.inf, xp.where(minus, -np.inf, o))
-    o = xp.where(nan | xp.isnan(total)[..., None], np.nan, o)
+        # 0 * NaN and 0 * inf are NaN: they must reach the rows that see them and no other.
+        plus, minus = (sees(probs != 0, v_h == x) for x in (np.inf, -np.inf))
+        nan = nan | sees(probs == probs, xp.isnan(v_h)) | sees(probs == 0, xp.isinf(v_h))
+        nan = nan | (plus & minus)
+        o = xp.where(plus, np.inf, xp.where(minus, -np.inf, o))
+    o = xp.where(nan, np.nan, o)
     return o.swapaxes(0, 1).astype(q.dtype), lse.swapaxes(0, 1)
 
 

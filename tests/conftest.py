@@ -1,10 +1,15 @@
 import collections
+import importlib.metadata
 import os
 import shutil
+import sys
+import warnings
 from pathlib import Path
 
 # Before numpy loads: the reference multiplies many small matrices, on which BLAS threads only wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "numpy" in sys.modules:
+    warnings.warn("numpy is there before OPENBLAS_NUM_THREADS: tests take longer", stacklevel=1)
 # Half of a test is XLA compiling, much of it what another test, worker or server compiles, too. An
 # executable holds no code of ours, only calls of it by name.
 os.environ.setdefault(
@@ -37,8 +42,29 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not config.option.markexpr and not Path("/dev/nvidiactl").exists():
+        compile_quickly()
     for name, why in ON_REQUEST.items():
         config.addinivalue_line("markers", f"{name}: {why} (run with `pytest -m {name}`)")
+
+
+def compile_quickly():
+    """Tells XLA, before it starts, here and in the processes that tests start.
+
+    Its passes over graphs are as ever; what LLVM makes of the result is slow code, as LLVM's
+    optimisations are most of a compile; and on one thread, as there are other workers. Not for
+    tests that are asked for, which take long or measure times, nor for the code of a GPU.
+    In CI the examples, the demo and the soak test have XLA's defaults.
+    """
+    flags = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # no later one has other emitters
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    given = os.environ.get("XLA_FLAGS", "")
+    if flags not in given:  # by the process that started this worker
+        os.environ["XLA_FLAGS"] = f"{flags} {given}"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -48,13 +48,18 @@ def arrays(shape, dtype, seed=0):
     return tuple(rng.normal(size=x).astype(jnp.dtype(dtype)) for x in shapes)
 
 
-def check(got, arrays, options):
+def expect(arrays, options):
+    """The truth, and the bound of each row."""
     want = reference.dot_product_attention(*(x.astype(np.float64) for x in arrays), **options)
     plain = reference.dot_product_attention(*arrays, **options)
+    return want, o_bound(want, plain, arrays[0].dtype.name)
+
+
+def check(got, arrays, options, expected=None):
+    want, bound = expected or expect(arrays, options)
     got = np.asarray(got)
     assert got.dtype == arrays[0].dtype and got.shape == want.shape
     rows = np.zeros(want.shape[:-1])
-    bound = o_bound(want, plain, arrays[0].dtype.name)
     assert_close_state(got, rows, want, rows, bound, np.ones_like(rows))
 
 
@@ -279,25 +284,43 @@ ON_CPU = pytest.mark.parametrize(
 )
 
 
-@ON_CPU
-@pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"local_window_size": (30, 2)}], ids=str
-)
-@pytest.mark.parametrize("shape", ["gqa", "more_queries", "one_query", "one_key"])
-def test_bias_and_mask(shape, options, backend):
-    """Every broadcast shape, alone and together, with lengths."""
-    for dtype in ("float32", "bfloat16"):
+MASKED = [{}, {"is_causal": True}, {"local_window_size": (30, 2)}]
+
+
+@functools.lru_cache(maxsize=1)
+def biased_and_masked(shape, which):
+    """Of one shape and MASKED[which]: operands, options, and what every backend gives for them.
+
+    Every broadcast shape of a bias, of a mask, of both with lengths. The two dtypes have them in
+    turns: each has every pair of axes that broadcast or do not, and all of them over MASKED.
+    """
+    calls = []
+    for dtype, axes in itertools.product(
+        ("float32", "bfloat16"), itertools.product((False, True), repeat=4)
+    ):
+        if (sum(axes) + (dtype == "bfloat16") + which) % 2:
+            continue
         q, k, v = operands = arrays(SHAPES[shape], dtype)
         full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        rng = np.random.default_rng(0)
-        for i, axes in enumerate(itertools.product((False, True), repeat=4)):
-            broadcast = tuple(n if keeps else 1 for n, keeps in zip(full, axes, strict=True))
-            bias = rng.normal(size=broadcast).astype((np.float32, jnp.bfloat16, np.float16)[i % 3])
-            mask = rng.random(broadcast[::-1] if i == 0 else broadcast) < 0.8
-            lengths = {"key_value_seq_lengths": np.arange(full[0]) * 7 % (full[3] + 1)}
-            given = ({"bias": bias}, {"mask": mask}, {"bias": bias, "mask": mask} | lengths)[i % 3]
-            got = ja.dot_product_attention(*operands, **given, **options)
-            check(got, operands, given | options)
+        i = len(calls)
+        rng = np.random.default_rng(i)
+        broadcast = tuple(n if keeps else 1 for n, keeps in zip(full, axes, strict=True))
+        bias = rng.normal(size=broadcast).astype((np.float32, jnp.bfloat16, np.float16)[i % 3])
+        mask = rng.random(broadcast) < 0.8
+        lengths = {"key_value_seq_lengths": np.arange(full[0]) * 7 % (full[3] + 1)}
+        given = ({"bias": bias}, {"mask": mask}, {"bias": bias, "mask": mask} | lengths)[i % 3]
+        options = given | MASKED[which]
+        calls.append((operands, options, expect(operands, options)))
+    return calls
+
+
+@ON_CPU
+@pytest.mark.parametrize("which", range(len(MASKED)), ids=map(str, MASKED))
+@pytest.mark.parametrize("shape", ["gqa", "more_queries", "one_query", "one_key"])
+def test_bias_and_mask(shape, which, backend):
+    """Every broadcast shape, alone and together, with lengths."""
+    for operands, options, expected in biased_and_masked(shape, which):
+        check(ja.dot_product_attention(*operands, **options), operands, options, expected)
 
 
 @ON_CPU

@@ -185,7 +185,10 @@ def test_quantize_of_numpy_and_of_jax_agree():
     x = np.concatenate([words, words + 1, words + 0xFFFF]).astype(np.uint32).view(np.float32)
     with np.errstate(invalid="ignore"):
         host = reference.quantize(x[:, None])
-    assert_same_bits("codes", reference.quantize(jnp.asarray(x)[:, None]), host)
+    # XLA's emitters of conftest.py, which jax 0.10 has, round some least codes to 0.
+    own = {"xla_cpu_use_fusion_emitters": True} if jax.__version__.startswith("0.10.") else {}
+    on_jax = jax.jit(reference.quantize, compiler_options=own)
+    assert_same_bits("codes", on_jax(jnp.asarray(x)[:, None]), host)
     finite = host[np.isfinite(x)].astype(np.float64)[:, 0]
     error = np.abs(finite - np.clip(x[np.isfinite(x)], -448, 448).astype(np.float64))
     assert np.all(error <= np.maximum(2.0**-10, np.abs(finite) / 15))

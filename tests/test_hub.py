@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -84,26 +85,34 @@ def hub():
 
 
 def fetch(home, endpoint: str, *args: str, **env: str) -> str:
-    """The path, or the sentence that says why there is none. The library reads its environment
-    when it is imported, hence the process."""
+    """The path, or the sentence that says why there is none."""
+    return fetch_each(home, endpoint, [args], **env)[0]
+
+
+def fetch_each(home, endpoint: str, calls: Sequence[tuple[str, ...]], **env: str) -> list[str]:
+    """Of each call, what `fetch` gives. The library reads its environment when it is imported,
+    hence the process."""
     code = """
-import sys
+import json, sys
 from jax_attn import models
-try:
-    print(models.fetch(*sys.argv[1:]))
-except models.ModelDirectoryError as error:
-    print(f"refused: {error}")
+for args in json.loads(sys.argv[1]):
+    try:
+        print(models.fetch(*args))
+    except models.ModelDirectoryError as error:
+        print(f"refused: {error}")
 """
     named = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code, *args],
+        [sys.executable, "-c", code, json.dumps(calls)],
         env=os.environ | named | env,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    told = done.stdout.splitlines()
+    assert len(told) == len(calls), done.stdout  # each is one line
+    return told
 
 
 def test_a_model_is_loaded_once_and_then_served_without_network(tmp_path):
@@ -128,14 +137,16 @@ def test_a_model_is_loaded_once_and_then_served_without_network(tmp_path):
 
 def test_what_cannot_be_had_is_one_sentence(tmp_path):
     with hub() as endpoint:
-        assert "no such model" in fetch(tmp_path, endpoint, "org/another")
-        assert "HF_TOKEN" in fetch(tmp_path, endpoint, "org/gated")
-        assert "no such revision" in fetch(tmp_path, endpoint, "org/model", "v9")
+        calls = [("org/another",), ("org/gated",), ("org/model", "v9")]
+        whys = ("no such model", "HF_TOKEN", "no such revision")
+        for told, why in zip(fetch_each(tmp_path, endpoint, calls), whys, strict=True):
+            assert why in told
     for env, why in (({}, "no network"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
         told = fetch(tmp_path, endpoint, "org/model", **env)
         assert "refused: org/model: no such directory" in told and why in told
-    for name in ("nothing", "/no/such/directory", "a/b/c", "../no such directory"):
-        assert "expected a directory, or ORG/NAME" in fetch(tmp_path, endpoint, name)
+    names = ("nothing", "/no/such/directory", "a/b/c", "../no such directory")
+    for told in fetch_each(tmp_path, endpoint, [(name,) for name in names]):
+        assert "expected a directory, or ORG/NAME" in told
 
 
 def test_a_directory_is_itself(tmp_path):

@@ -219,11 +219,12 @@ def attend(q, k, v, dense, there, logits=lambda score, row, keys, head: score):
     for row, keys in enumerate(visible):
         if not keys.any():
             continue
+        seen_k, seen_v = k[row][keys, 0].astype(np.float64), v[row][keys, 0].astype(np.float64)
         for head in range(q.shape[1]):
-            score = k[row][keys, 0].astype(np.float64) @ q[row, head] / np.sqrt(q.shape[2])
+            score = seen_k @ q[row, head] / np.sqrt(q.shape[2])
             x = logits(score, row, keys, head)
             weights = np.exp(x - x.max())
-            o[row, head] = weights @ v[row][keys, 0] / weights.sum()
+            o[row, head] = weights @ seen_v / weights.sum()
             lse[row, head] = x.max() + np.log(weights.sum())
     return o, lse
 

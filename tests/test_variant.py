@@ -280,34 +280,45 @@ INDEXED = {
 }
 
 
-@on_every_cpu
-@pytest.mark.parametrize("per", INDEXED)
-@pytest.mark.parametrize("kind", ["float", "floats", "ints"])
-def test_operations(kind, per, backend):
-    """Every operation on special numbers, as XLA computes it, at every level."""
+OPERATIONS = {"float": FLOAT_OPS, "floats": FLOAT_PAIRS, "ints": INT_PAIRS}
+
+
+@functools.cache
+def operation_of(kind, per, name):
+    """A function that reads a and b, these, and what XLA computes: the same for each backend."""
     n = 24
     rng = np.random.default_rng(3)
     numbers = INTEGERS if kind == "ints" else SPECIAL
     a, b = rng.choice(numbers, n), rng.choice(numbers, n)
     a[: len(numbers)] = numbers
-    ops = {"float": FLOAT_OPS, "floats": FLOAT_PAIRS, "ints": INT_PAIRS}[kind]
+    op = OPERATIONS[kind][name]
+
+    def function(score, at, a, b):
+        i, j = INDEXED[per](at)
+        x = jnp.where(score > 1, score, a[i]) if (kind, per) == ("float", "logit") else a[i]
+        result = op(x) if kind == "float" else op(x, b[j])
+        if kind != "ints":
+            return result
+        return (result & 0xFFF).astype(jnp.float32) + (result >> 31).astype(jnp.float32)
+
     rows, keys = np.meshgrid(np.arange(n), np.arange(n), indexing="ij")
-    for name, op in ops.items():
+    at = ja.At(**dict.fromkeys((f.name for f in dataclasses.fields(ja.At)), 0))
+    at = dataclasses.replace(at, q_pos=rows, kv_pos=keys)
+    at = jax.tree.map(lambda x: np.asarray(x, np.int32), at)
+    operands = {"a": a, "b": b}
+    variant = ja.Variant(function, operands=operands)
+    want, _ = variant.apply(np.zeros((n, n), np.float32), at, operands)
+    return function, operands, want
 
-        def function(score, at, a, b, op=op):
-            i, j = INDEXED[per](at)
-            x = jnp.where(score > 1, score, a[i]) if (kind, per) == ("float", "logit") else a[i]
-            result = op(x) if kind == "float" else op(x, b[j])
-            if kind != "ints":
-                return result
-            return (result & 0xFFF).astype(jnp.float32) + (result >> 31).astype(jnp.float32)
 
-        got = weights_of(function, a=a, b=b)
-        at = ja.At(**dict.fromkeys((f.name for f in dataclasses.fields(ja.At)), 0))
-        at = dataclasses.replace(at, q_pos=rows, kv_pos=keys)
-        at = jax.tree.map(lambda x: np.asarray(x, np.int32), at)
-        variant = ja.Variant(function, operands={"a": a, "b": b})
-        want, _ = variant.apply(np.zeros((n, n), np.float32), at, {"a": a, "b": b})
+@on_every_cpu
+@pytest.mark.parametrize("per", INDEXED)
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_operations(kind, per, backend):
+    """Every operation on special numbers, as XLA computes it, at every level."""
+    for name in OPERATIONS[kind]:
+        function, operands, want = operation_of(kind, per, name)
+        got = weights_of(function, **operands)
         np.testing.assert_allclose(got, want, rtol=3e-6, atol=1e-37, err_msg=name)
 
 

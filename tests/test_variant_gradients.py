@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case, build
+from attention_cases import Case, build, built
 from checking import assert_same_bits
 from mesh_checks import run_on_cpus
 from test_variant import (
@@ -110,16 +110,14 @@ def oracle(case, batch, functions, q, k, v, sinks, operands):
     return tuple(jnp.concatenate(x) for x in zip(*results, strict=True))
 
 
-def gradients_of(case, functions, operands, batch, d_o, d_lse, variant=None, target="cpu"):
-    """Of q, k, v, the operands that are floats, and sinks: by the kernels, and by the oracle."""
-    logits_of, mask_of, normalize = functions
-    variant = variant or ja.Variant(logits_of, mask_of, normalize, operands)
+def gradients_of(case, functions, operands, target="cpu"):
+    """Of q, k, v, the operands that are floats, and sinks, by the kernels."""
+    variant = ja.Variant(*functions, operands)
     spec = ja.AttentionSpec(**case.spec_fields(), variant=variant, target=target)
+    batch, (d_o, d_lse) = built(case, "normal"), cotangents(case)
     plan = ja.plan(spec, **batch.lengths.plan_arguments())
-    live = sum(case.qo_lens)
-    floats = {n: x for n, x in operands.items() if np.asarray(x).dtype.name in FLOATS}
-    others = {n: x for n, x in operands.items() if n not in floats}
-    with_lse = normalize == "softmax"
+    floats, others = split(operands)
+    with_lse = variant.normalizes
 
     def attend(q, k, v, floats, sinks):
         read = {n: (floats | others)[n] for n in variant.names}
@@ -133,35 +131,59 @@ def gradients_of(case, functions, operands, batch, d_o, d_lse, variant=None, tar
     step = jax.jit(lambda *x: jax.vjp(attend, *x)[1]((d_o, d_lse)))
     got, again = step(*inputs), step(*inputs)
     jax.tree.map(functools.partial(assert_same_bits, "again"), got, again)
+    return jax.tree.map(np.asarray, got)
 
+
+@functools.lru_cache(maxsize=4)
+def gradients_of_oracle(case, functions, operands):
+    """The same for each backend. operands: as `frozen` makes them."""
+    batch = built(case, "normal")
+    floats, others = split({n: np.frombuffer(b, t).reshape(s) for n, t, s, b in operands})
+    live = sum(case.qo_lens)
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), inputs)
+        inputs = batch.q, batch.k, batch.v, floats, batch.sinks
         # What nobody reads holds NaN.
-        wide = jax.tree.map(jnp.nan_to_num, wide)
-        wants = [jnp.asarray(np.float64(x[:live])) for x in (d_o, d_lse)]
+        wide = jax.tree.map(lambda x: np.nan_to_num(np.float64(x)), inputs)
+        wants = tuple(np.float64(x[:live]) for x in cotangents(case))
 
         def whole(q, k, v, floats, sinks):
             read = floats | {n: jnp.asarray(x) for n, x in others.items()}
             return oracle(case, batch, functions, q, k, v, sinks, read)
 
-        want = jax.vjp(whole, *wide)[1](tuple(wants))
-        want = jax.tree.map(np.asarray, want)
-    return jax.tree.map(np.asarray, got), want
+        want = jax.jit(lambda wide, wants: jax.vjp(whole, *wide)[1](wants))(wide, wants)
+        return jax.tree.map(np.asarray, want)
 
 
-def check(case, logits=None, mask=None, normalize="softmax", operands=None, target="cpu"):
-    if operands is None:
-        operands = variant_of(logits, mask, normalize)[1]
-    batch = build(case)
+def split(operands):
+    """Operands with gradients, and the others."""
+    floats = {n: x for n, x in operands.items() if np.asarray(x).dtype.name in FLOATS}
+    return floats, {n: x for n, x in operands.items() if n not in floats}
+
+
+def frozen(operands):
+    """(name, dtype, shape, bytes) of each."""
+    arrays = {n: np.asarray(x) for n, x in operands.items()}
+    return tuple((n, x.dtype, x.shape, x.tobytes()) for n, x in arrays.items())
+
+
+@functools.lru_cache(maxsize=4)
+def cotangents(case):
+    """Of o and lse, 0 in padding rows."""
     rng = np.random.default_rng(3)
     shape = (case.spec_fields()["max_qo_tokens"], case.num_qo_heads)
     d_o = rng.normal(size=(*shape, case.head_dim_vo or case.head_dim_qk))
     d_lse = rng.normal(size=shape)
     live = sum(case.qo_lens)
     d_o[live:] = d_lse[live:] = 0
-    d_o, d_lse = jnp.asarray(d_o, case.dtype), jnp.asarray(d_lse, jnp.float32)
+    return d_o.astype(case.dtype), d_lse.astype(np.float32)
+
+
+def check(case, logits=None, mask=None, normalize="softmax", operands=None, target="cpu"):
+    if operands is None:
+        operands = variant_of(logits, mask, normalize)[1]
     functions = logits, mask, normalize
-    got, want = gradients_of(case, functions, operands, batch, d_o, d_lse, target=target)
+    got = gradients_of(case, functions, operands, target)
+    want = gradients_of_oracle(case, functions, frozen(operands))
     eps = 2e-5 if case.dtype == "float32" else 3 * float(jnp.finfo(case.dtype).eps)
     if target != "cpu":  # functions within 2^-21, and products rounded to 16 bits
         eps *= 2
@@ -266,17 +288,22 @@ OPERATIONS = {
 }
 
 
+@functools.cache
+def logits_of(operation):
+    def logits(score, at, x):
+        return OPERATIONS[operation](score, x[at.kv_pos, at.head] + x[at.q_pos - 40, 0])
+
+    return logits
+
+
 @on_every_cpu
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(operation, backend):
     """Each rule, by the score and by an operand that is read twice, at indices that are clamped."""
-
-    def logits(score, at, x):
-        return OPERATIONS[operation](score, x[at.kv_pos, at.head] + x[at.q_pos - 40, 0])
-
     rng = np.random.default_rng(2)
     case = Case("", (7, 9), (30, 41), head_dim_qk=16)
-    check(case, logits, operands={"x": rng.normal(size=(33, 4)).astype(np.float32)})
+    operands = {"x": rng.normal(size=(33, 4)).astype(np.float32)}
+    check(case, logits_of(operation), operands=operands)
 
 
 def test_operands_of_every_shape():

@@ -95,6 +95,13 @@ def ready_url(logs, processes) -> str:
     return url
 
 
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("alone")
+    with started(directory, [["--dtype", "float32"]], [environment(1)]) as (alone, logs):
+        return answers(ready_url(logs, alone))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_processes", "num_devices", "split"),
@@ -110,10 +117,9 @@ def ready_url(logs, processes) -> str:
         ),
     ],
 )
-def test_answers_are_those_of_one_device(tmp_path, num_processes, num_devices, split):
+def test_answers_are_those_of_one_device(tmp_path, one_device, num_processes, num_devices, split):
     """In one process, and in several; over HTTP."""
-    with started(tmp_path, [["--dtype", "float32"]], [environment(1)]) as (alone, logs):
-        expected, expected_logprobs = answers(ready_url(logs, alone))
+    expected, expected_logprobs = one_device
     options = [["--dtype", "float32", *split]]
     if num_processes > 1:
         options = options_of(free_port(), num_processes, *options[0])
