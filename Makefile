@@ -10,6 +10,7 @@
 #   make bench-serve  the server over HTTP -> benchmarks/results/
 #   make lint       ruff, mypy, clang-format, and whether README.md and docs/ are up to date
 #   make docs       the pages of docs/ -> build/docs; warnings are errors
+#   make wheels     the sdist and manylinux wheels of this architecture -> dist/; each is tried
 #   make digest     hash of the sources that a result file must carry
 #   make clean      remove what the above made
 #
@@ -25,7 +26,7 @@ ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 # Python's own: without compiled modules every start of a process takes seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint docs digest clean
+.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint docs wheels digest clean
 
 ifdef PY
 ready :=
@@ -98,6 +99,9 @@ lint: $(ready) $(dev_ready)
 
 docs: $(ready) $(docs_ready)
 	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: all pages, or none warns twice
+
+wheels:
+	build_tools/make_wheels.sh 3.11 3.12
 
 digest:
 	@python=$$(build_tools/find_python.sh $(PYTHON)) && $$python benchmarks/digest.py

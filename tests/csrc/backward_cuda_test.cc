@@ -15,7 +15,9 @@ void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tab
                       [](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& given,
                          std::mt19937& random) {
                         BackwardCudaParams params = given;
-                        params.needs_portable = nullptr;  // as without the Hopper kernel
+                        // As without the Hopper kernel.
+                        params.needs_portable = params.run_ends = nullptr;
+                        params.page_lens = nullptr;
                         Emulate<Body>(c, params, kBackwardReadPlan, random);
                         if (spec.paged()) Emulate<Body>(c, params, kBackwardLinkPages, random);
                         Emulate<Body>(c, params, kBackwardRows, random);
