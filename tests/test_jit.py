@@ -373,7 +373,7 @@ def test_a_traced_call_starts_its_compile(cache_dir_here, monkeypatch):
     jax.clear_caches()
     trace()
     try:
-        [started] = jit._start("attention", spec)
+        [started] = jit._start("attention", spec, ())
         assert started.result()["origin"] == "compiled"
         assert _core.prepare_attention(spec.problem)["origin"] == "memory"
     finally:
