@@ -118,6 +118,16 @@ def test_which_exchange(heads, num_devices, window, expected):
     assert parallel.SequenceShards(spec, "kv", num_devices, "contiguous").algorithm == expected
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "given", "expected"), [(2, None, 124), (2, 132, 132), (1, None, 132)]
+)
+def test_a_ring_leaves_ctas_to_what_sends(num_devices, given, expected):
+    fields = {"page_size": None, "max_batch": 1, "num_ctas": given, "target": "sm_90"}
+    spec = ja.AttentionSpec(8, 2, 128, max_qo_tokens=1024, max_kv_tokens=1024, **fields)
+    steps = parallel.SequenceShards(spec, "kv", num_devices, exchange="ring").steps
+    assert {step.kernel_config["num_ctas"] for _, step in steps} == {expected}
+
+
 def test_positions():
     shards = parallel.SequenceShards(_spec(12), "kv", 3)
     assert shards.positions.tolist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]

@@ -155,7 +155,7 @@ class SequenceShards:
                 changes["window_left"] = width if right >= 0 else 0
             changes |= {"max_qo_tokens": self.tokens_each, "max_kv_tokens": self.tokens_each}
             step = dataclasses.replace(spec, **changes)
-            if spec.num_ctas is None and spec.target != "cpu":
+            if size > 1 and spec.num_ctas is None and spec.target != "cpu":
                 # Beside a kernel that sends, the last CTAs of a full grid would wait for the first
                 # ones to end: 65,536 tokens on four H100s took 18.2 ms, and 15.8 with 124 of 132.
                 num_ctas = step.kernel_config["num_ctas"]
