@@ -23,7 +23,6 @@ _NUM_OPERANDS = 11  # of ffi.attention, before those of a variant
 
 _VMAP = "put the batch into the plan, one request per element"
 _BACKWARD = "attention's backward pass"
-_WITH_MASKS = "jax_attn.dot_product_attention has gradients with a bias and a mask"
 _NO_SECOND = "jax_attn.dot_product_attention has second derivatives"
 
 
@@ -171,7 +170,8 @@ def check_differentiable(spec: AttentionSpec) -> None:
         (
             spec.max_steps is not None,
             "max_steps",
-            f"{_WITH_MASKS}, and documents can be requests of a ragged batch",
+            "jax_attn.dot_product_attention has gradients with a bias and a mask, and documents can"
+            " be requests of a ragged batch",
         ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
     ):
