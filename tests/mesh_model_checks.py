@@ -15,14 +15,20 @@ import jax_attn as ja
 from jax_attn import parallel
 
 
-def check_models(num_devices: int, first: int = 0, step: int = 1, num_stripes: int = 1) -> None:
-    """Of families first, first + step, ...: logits of one device, collectives, and memory."""
+def check_models(
+    num_devices: int, first: int = 0, step: int = 1, num_stripes: int = 1, **sizes: int
+) -> None:
+    """Of families first, first + step, ...: logits of one device, collectives, and memory.
+
+    sizes: take the place of a family's own, so that the devices divide them.
+    """
     import model_cases
 
     from jax_attn import models
 
+    checked = []
     for name, raw in list(model_cases.CONFIGS.items())[first::step]:
-        config = models.parse_config(model_cases._COMMON | raw)
+        config = models.parse_config(model_cases._COMMON | raw | sizes)
         mesh = make_mesh(num_devices, num_stripes)
         try:
             split = models.TensorParallel(config, mesh, "heads", "kv" if num_stripes > 1 else None)
@@ -64,6 +70,9 @@ def check_models(num_devices: int, first: int = 0, step: int = 1, num_stripes: i
         logits = forward(*arguments)[0]
         want = models.reference_forward(params, config, tokens)
         np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
+        checked.append(name)
+    assert checked, "all families were refused"
+    print(f"{num_devices} x {num_stripes} devices: {len(checked)} families: {', '.join(checked)}")
 
 
 def bytes_of_model(split, num_stripes, *, num_rows: int, num_logits: int) -> Counter:

@@ -32,10 +32,23 @@ def test_all_models_with_striped_pages():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("num_devices", [2, 3, 4])
+@pytest.mark.parametrize("num_devices", [2, 4])
 def test_all_models(num_devices):
     program = f"import mesh_model_checks as m; m.check_models({num_devices})"
     run_on_cpus(4, program, timeout=1900)
+
+
+THREE = "num_attention_heads=6, num_key_value_heads=3, hidden_size=96, intermediate_size=48"
+
+
+def test_a_model_over_three_devices():
+    run_on_cpus(3, f"import mesh_model_checks as m; m.check_models(3, 0, 100, {THREE})")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_all_models_over_three_devices():
+    run_on_cpus(3, f"import mesh_model_checks as m; m.check_models(3, 0, 2, {THREE})", timeout=1900)
 
 
 def test_engine():
