@@ -6,7 +6,8 @@
 | --- | --- |
 | `request`, `events` | one stream of tokens, as asked for and as answered; plain data |
 | `pages`, `prefix_cache` | who owns a page of the kv cache; which pages hold which tokens |
-| `scheduler` | what the next step computes: admission, preemption, deadlines |
+| `kv_memory`, `tenants` | who of the running has which pages and slots; whose turn it is |
+| `scheduler`, `admission` | what the next step computes; who gets in, in fair shares |
 | `engine` | the step: admit, schedule, plan, forward, sample, retire |
 | `device`, `buckets`, `sampling` | its half on the device, in static shapes |
 | `grammar`, `detokenizer` | constrained decoding; from tokens to text |

@@ -33,13 +33,13 @@ except ModuleNotFoundError:
 import jax_attn as ja
 from jax_attn import models
 from jax_attn.serve import auth
-from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.connection import Connection
 from jax_attn.serve.device import Device
 from jax_attn.serve.draft_model import have_same_tokens
 from jax_attn.serve.embedder import Embedder
 from jax_attn.serve.engine import EngineConfig, device_arguments
+from jax_attn.serve.gate import KeyLimits
 from jax_attn.serve.processes import Processes, ProcessesError
 from jax_attn.serve.replay import follow
 from jax_attn.serve.server import ServerConfig, create_app

@@ -18,15 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from jax_attn.serve import schemas, tools
 from jax_attn.serve.access_log import Record
-from jax_attn.serve.admission import Ticket, queue_full
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.gate import Ticket, queue_full
 from jax_attn.serve.grammar import GrammarError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
 from jax_attn.serve.reasoning import Parts
 from jax_attn.serve.request import FinishReason, Sequence
-from jax_attn.serve.scheduler import QueueFull
 from jax_attn.serve.scores import (
     ChatScores,
     CompletionScores,

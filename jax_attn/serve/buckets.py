@@ -17,7 +17,7 @@ import jax_attn as ja
 from jax_attn import models, parallel
 from jax_attn.serve.request import Sequence
 from jax_attn.serve.sampling import CHAIN, DRAFT, GIVEN, ROW_WORDS, Kind, SlotParams
-from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
+from jax_attn.serve.step_plan import ScheduledSequence, SchedulerConfig
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jax_attn import models
 from jax_attn.serve import buckets, sampling
 from jax_attn.serve.buckets import Batch, Bucket
 from jax_attn.serve.request import SamplingParams
-from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
+from jax_attn.serve.step_plan import ScheduledSequence, SchedulerConfig
 
 
 class Scores(NamedTuple):

@@ -41,7 +41,8 @@ from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
 from jax_attn.serve.processes import Processes
 from jax_attn.serve.replay import LeadingDevice
 from jax_attn.serve.request import FinishReason, Sequence, Status
-from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
+from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve.step_plan import SchedulerConfig, StepPlan
 from jax_attn.serve.tenants import TenantLimits
 
 log = logging.getLogger("jax_attn.serve")

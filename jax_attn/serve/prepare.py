@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from jax_attn.serve import chat, gemma_calls, grammar, harmony, reasoning, schemas, tools
-from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.errors import ApiError, bad_field
+from jax_attn.serve.gate import KeyLimits
 from jax_attn.serve.request import SamplingParams, Sequence
 
 

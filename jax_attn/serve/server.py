@@ -30,7 +30,6 @@ from starlette.routing import Route
 from jax_attn import models
 from jax_attn.serve import bodies, live_view, openapi, response_schemas, schemas
 from jax_attn.serve.access_log import AccessLog, Record
-from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
 from jax_attn.serve.answers import (
     ChatStyle,
     ChoicesAnswer,
@@ -48,6 +47,8 @@ from jax_attn.serve.embeddings import (
     PreparedEmbeddings,
 )
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.gate import Gate, KeyLimits, Ticket
+from jax_attn.serve.lanes import Lanes
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import (
     Caller,

@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from jax_attn.serve import answers, bodies, schemas
 from jax_attn.serve.access_log import Record
-from jax_attn.serve.admission import Gate, KeyLimits, Lanes
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.events import TokenEvent
+from jax_attn.serve.gate import Gate, KeyLimits
+from jax_attn.serve.lanes import Lanes
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Caller, Preparer
 from jax_attn.serve.request import FinishReason
