@@ -38,7 +38,7 @@ from jax_attn.serve.connection import Connection
 from jax_attn.serve.device import Device
 from jax_attn.serve.draft_model import have_same_tokens
 from jax_attn.serve.embedder import Embedder
-from jax_attn.serve.engine import EngineConfig, device_arguments
+from jax_attn.serve.engine_config import EngineConfig, device_config
 from jax_attn.serve.gate import KeyLimits
 from jax_attn.serve.processes import Processes, ProcessesError
 from jax_attn.serve.replay import follow
@@ -138,7 +138,7 @@ def _follow(args: argparse.Namespace, processes: Processes) -> int:
     try:
         model = _load(models.fetch(args.model, args.revision), args)
         num_pages = _num_pages(model, args, _page_bytes(model.config, args))
-        device = Device(*device_arguments(model, _engine_config(num_pages, args)))
+        device = Device(model, device_config(model.config, _engine_config(num_pages, args)))
     except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1

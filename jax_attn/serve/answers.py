@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -19,12 +19,13 @@ from starlette.types import Receive, Scope, Send
 from jax_attn.serve import schemas, tools
 from jax_attn.serve.access_log import Record
 from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.events import TokenEvent, TokenLogprob
 from jax_attn.serve.gate import Ticket, queue_full
 from jax_attn.serve.grammar import GrammarError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
+from jax_attn.serve.protocols import EngineStopped, ServedEngine
 from jax_attn.serve.reasoning import Parts
 from jax_attn.serve.request import FinishReason, Sequence
 from jax_attn.serve.scores import (
@@ -158,7 +159,7 @@ class ChatStyle:
         ]
         if self._started[index] and not (text or reasoning or new or has_scores or finish):
             return None
-        role: Any = None if self._started[index] else "assistant"
+        role: Literal["assistant"] | None = None if self._started[index] else "assistant"
         self._started[index] = True
         choice = schemas.ChatChunkChoice(
             index=index,
@@ -250,7 +251,7 @@ class GenerationAnswer(abc.ABC):
 
     def __init__(
         self,
-        engine: Any,
+        engine: ServedEngine,
         prepared: Prepared,
         metrics: Metrics,
         ticket: Ticket,
@@ -342,7 +343,7 @@ class GenerationAnswer(abc.ABC):
 
     # ---- events --------------------------------------------------------------------------------
 
-    async def _events(self) -> AsyncIterator[Any]:
+    async def _events(self) -> AsyncIterator[TokenEvent]:
         """The engine's events, after they have been counted.
 
         Raises:
@@ -360,18 +361,18 @@ class GenerationAnswer(abc.ABC):
             except EngineStopped:
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
-    def _all_events(self) -> AsyncGenerator[Any]:
+    def _all_events(self) -> AsyncGenerator[TokenEvent]:
         """Of the engine, which has some of the sequences at a time."""
         seqs = self._prepared.sequences
         if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
             return self._engine.generate(seqs)
         return self._events_of_many(seqs)
 
-    async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[Any]:
+    async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[TokenEvent]:
         window = min(_WINDOW, self._engine.limits.max_waiting)
         size = max(1, min(_GROUP, window // 2))
         groups = deque(seqs[begin : begin + size] for begin in range(0, len(seqs), size))
-        news: asyncio.Queue[Any] = asyncio.Queue()
+        news: asyncio.Queue[TokenEvent | _Ended] = asyncio.Queue()
         running: set[asyncio.Task[None]] = set()
         has_begun = is_full = False
         try:
@@ -398,7 +399,7 @@ class GenerationAnswer(abc.ABC):
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, group: list[Sequence], news: asyncio.Queue[Any]) -> None:
+    async def _run(self, group: list[Sequence], news: asyncio.Queue[TokenEvent | _Ended]) -> None:
         """Puts its events there, and in the end that it has ended."""
         error = None
         try:
@@ -409,7 +410,7 @@ class GenerationAnswer(abc.ABC):
             error = raised
         news.put_nowait(_Ended(asyncio.current_task(), group, error))
 
-    def _count(self, event: Any) -> None:
+    def _count(self, event: TokenEvent) -> None:
         reason = event.finish_reason
         if reason == FinishReason.ERROR and not event.is_clients_fault:
             raise ApiError(500, event.error or "the request failed", code="engine_error")
@@ -457,7 +458,7 @@ class GenerationAnswer(abc.ABC):
             prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
         )
 
-    def _account(self, work: asyncio.Task[Any], cut_off: bool) -> None:
+    def _account(self, work: asyncio.Task[None], cut_off: bool) -> None:
         admitted = [seq.admitted for seq in self._prepared.sequences if seq.admitted is not None]
         self._record.admitted = min(admitted, default=None)
         self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
@@ -567,7 +568,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def _add_scores(choice: _Choice, entries: list[Any] | None) -> None:
+async def _add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> None:
     """A long prompt has thousands, all in one event."""
     if not entries or (choice.scores is None and choice.prompt_scores is None):
         return

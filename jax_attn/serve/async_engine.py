@@ -6,18 +6,20 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.grammar import CompiledGrammar
 from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
 from jax_attn.serve.processes import Processes
+from jax_attn.serve.protocols import EngineStopped, Limits
 from jax_attn.serve.request import FinishReason, Sequence
 
 log = logging.getLogger("jax_attn.serve")
@@ -25,19 +27,8 @@ log = logging.getLogger("jax_attn.serve")
 _MAX_FAILURES = 3  # steps in a row that raise: then it is not the request's fault
 
 
-class EngineStopped(RuntimeError):
-    """The engine does not run: not started, stopped, or failed."""
-
-
 class _Stopped(Exception):
     """Leaves the warm-up."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_model_len: int  # prompt and output tokens of a sequence
-    max_running: int
-    max_waiting: int
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +117,7 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    async def generate(self, seqs: Seq[Sequence]) -> AsyncIterator[TokenEvent]:
+    async def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
         Whoever reads slower than the engine works gets several tokens in an event.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from jax_attn.serve import schemas
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.protocols import ServedEngine
 
 RETRY_AFTER_SECONDS = 1
 
@@ -72,7 +72,7 @@ def _whose(tenant: str) -> str:
 class Gate:
     """Of an event loop. Hands out tickets as long as there is room for one."""
 
-    def __init__(self, engine: Any | None, limits: KeyLimits):
+    def __init__(self, engine: ServedEngine | None, limits: KeyLimits):
         """engine: None: there is no queue to enter."""
         self._engine, self._limits = engine, limits
         self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold

@@ -16,9 +16,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jax_attn.models.protocols import Tokenizer
 from jax_attn.serve import chat, gemma_calls, grammar, harmony, reasoning, schemas, tools
 from jax_attn.serve.errors import ApiError, bad_field
 from jax_attn.serve.gate import KeyLimits
+from jax_attn.serve.protocols import ServedEngine, ServedModel
 from jax_attn.serve.request import SamplingParams, Sequence
 
 
@@ -71,7 +73,7 @@ def model_not_found(name: str, served: str) -> ApiError:
 class TextEncoder:
     """From texts to tokens, in bounded time and memory."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         # A text that is too long is refused, not cut.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -109,14 +111,14 @@ class TextEncoder:
 class Preparer:
     def __init__(
         self,
-        model: Any,
-        engine: Any,
+        model: ServedModel,
+        engine: ServedEngine,
         directory: str | Path,
         names: Seq[str],
         limits: KeyLimits,
         defaults: Mapping[str, Any],
     ):
-        """model: as `jax_attn.models.load` gives it; names: as clients call it, the first in
+        """names: as clients call it, the first in
         answers. defaults: of fields of requests.
 
         Raises:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from jax_attn.serve.prefix_cache import Node
+from jax_attn.serve.prefix_cache import Node
 
 
 class FinishReason(enum.StrEnum):

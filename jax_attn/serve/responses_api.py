@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from jax_attn.serve import response_schemas as rs
 from jax_attn.serve import schemas
 from jax_attn.serve.answers import GenerationAnswer, SplitText, reasons_of, send_pieces
 from jax_attn.serve.errors import ApiError, bad_field, from_validation
+from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.prepare import Caller, Prepared, Preparer
 from jax_attn.serve.response_store import ResponseStore, StoredResponse
 
@@ -381,7 +382,13 @@ class Output:
 class ResponseAnswer(GenerationAnswer):
     """Of one response."""
 
-    def __init__(self, response: rs.ModelResponse, put: Any, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        response: rs.ModelResponse,
+        put: Callable[[bytes, bytes], None] | None,
+        *args: Any,
+        **kwargs: Any,
+    ):
         """response: its outline. put: (message of a chat, response), both JSON, keeps it; or None.
 
         Further arguments: of GenerationAnswer.
@@ -416,7 +423,7 @@ class ResponseAnswer(GenerationAnswer):
         await self._tell_response(send, self._response.status)
         await send({"type": "http.response.body", "body": b""})
 
-    def _push(self, event: Any) -> Iterator[Event]:
+    def _push(self, event: TokenEvent) -> Iterator[Event]:
         """What there is to tell of an event of the engine."""
         end: rs.ItemStatus | None = None
         if event.finish_reason is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -58,6 +58,7 @@ from jax_attn.serve.prepare import (
     owner,
     sampling_defaults,
 )
+from jax_attn.serve.protocols import ServedEngine, ServedModel
 from jax_attn.serve.responses_api import ResponsesApi, StoredAnswer
 from jax_attn.serve.scores import TokenJson
 from jax_attn.serve.token_bytes import TokenBytes
@@ -72,7 +73,9 @@ VIEW_SECONDS = 0.25  # before a live view is made anew
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 # Of the first arguments of GenerationAnswer.
-MakeAnswer: TypeAlias = Callable[[Any, Prepared, Metrics, Ticket, Record], GenerationAnswer]
+MakeAnswer: TypeAlias = Callable[
+    [ServedEngine, Prepared, Metrics, Ticket, Record], GenerationAnswer
+]
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ _TEXT_ROUTES = [
 
 
 def create_app(
-    engine: Any | None,
-    model: Any | None,
+    engine: ServedEngine | None,
+    model: ServedModel | None,
     config: ServerConfig,
     embedding: tuple[models.EmbeddingModel, Embedder] | None = None,
 ) -> Starlette:
@@ -130,6 +133,7 @@ def create_app(
     if engine is None:
         server = _Server(config, embedding)
     else:
+        assert model is not None
         server = _TextServer(engine, model, config, embedding)
     text_routes = [
         Route(path, getattr(server, name, server.no_text_model), methods=[method])
@@ -188,7 +192,7 @@ class _Server:
         self,
         config: ServerConfig,
         embedding: tuple[models.EmbeddingModel, Embedder] | None,
-        engine: Any | None = None,
+        engine: ServedEngine | None = None,
     ):
         self._engine, self._config = engine, config
         self._metrics = Metrics(engine)
@@ -277,7 +281,7 @@ class _Server:
                 retry_after=_RETRY_AFTER_SECONDS,
             )
 
-    def _status(self) -> Any:
+    def _status(self) -> Literal["ok", "compiling", "draining", "failed"]:
         parts = [part for part in (self._engine, self._embedder) if part is not None]
         if any(part.failure is not None for part in parts):
             return "failed"
@@ -398,13 +402,13 @@ class _TextServer(_Server):
 
     def __init__(
         self,
-        engine: Any,
-        model: Any,
+        engine: ServedEngine,
+        model: ServedModel,
         config: ServerConfig,
         embedding: tuple[models.EmbeddingModel, Embedder] | None,
     ):
         super().__init__(config, embedding, engine)
-        self._engine: Any = engine
+        self._engine: ServedEngine = engine
         directory = config.model_directory
         self._prepare = Preparer(
             model,

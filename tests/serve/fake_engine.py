@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from jax_attn import models
 from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.async_engine import EngineStopped
 from jax_attn.serve.grammar import Grammars
+from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.request import FinishReason
 
 MODEL = models.BUNDLED

@@ -15,8 +15,10 @@ import pytest
 
 from jax_attn.serve import grammar
 from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.async_engine import AsyncEngine, EngineStopped
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
+from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
 
 CONFIG = EngineConfig(

@@ -21,7 +21,8 @@ import pytest
 from jax_attn import models
 from jax_attn.serve import grammar, masks
 from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
 from jax_attn.serve.step_plan import ScheduledSequence, StepPlan
 

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from jax_attn.serve import __main__ as main
 from jax_attn.serve import device
-from jax_attn.serve.async_engine import AsyncEngine, Limits
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.protocols import Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
 VOCAB = 4096  # of it
