@@ -19,10 +19,10 @@ from jax_attn.serve import schemas
 from jax_attn.serve.access_log import Record
 from jax_attn.serve.answers import disconnected, send_pieces
 from jax_attn.serve.embedder import Embedder, EmbedderStopped
-from jax_attn.serve.errors import ApiError, bad_field
+from jax_attn.serve.errors import ApiError, bad_field, overflow
 from jax_attn.serve.gate import Ticket
 from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import TextEncoder, overflow
+from jax_attn.serve.text_encoder import TextEncoder
 
 # Of a request, as OpenAI has them.
 MAX_INPUTS = 2048

@@ -21,11 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from jax_attn.serve import response_schemas as rs
 from jax_attn.serve import schemas
-from jax_attn.serve.answers import GenerationAnswer, SplitText, reasons_of, send_pieces
+from jax_attn.serve.answers import GenerationAnswer, send_pieces
 from jax_attn.serve.errors import ApiError, bad_field, from_validation
 from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.prepare import Caller, Prepared, Preparer
 from jax_attn.serve.response_store import ResponseStore, StoredResponse
+from jax_attn.serve.styles import SplitText, reasons_of
 
 Event = dict[str, Any]
 

@@ -30,13 +30,7 @@ from starlette.routing import Route
 from jax_attn import models
 from jax_attn.serve import bodies, live_view, openapi, response_schemas, schemas
 from jax_attn.serve.access_log import AccessLog, Record
-from jax_attn.serve.answers import (
-    ChatStyle,
-    ChoicesAnswer,
-    CompletionStyle,
-    GenerationAnswer,
-    Style,
-)
+from jax_attn.serve.answers import ChoicesAnswer, GenerationAnswer
 from jax_attn.serve.auth import Authenticate, LoopbackHost
 from jax_attn.serve.connection import DiscardBody
 from jax_attn.serve.embedder import Embedder
@@ -46,7 +40,7 @@ from jax_attn.serve.embeddings import (
     EmbeddingResponse,
     PreparedEmbeddings,
 )
-from jax_attn.serve.errors import ApiError
+from jax_attn.serve.errors import ApiError, model_not_found
 from jax_attn.serve.gate import Gate, KeyLimits, Ticket
 from jax_attn.serve.lanes import Lanes
 from jax_attn.serve.metrics import Metrics
@@ -54,13 +48,13 @@ from jax_attn.serve.prepare import (
     Caller,
     Prepared,
     Preparer,
-    model_not_found,
-    owner,
     sampling_defaults,
 )
 from jax_attn.serve.protocols import ServedEngine, ServedModel
 from jax_attn.serve.responses_api import ResponsesApi, StoredAnswer
 from jax_attn.serve.scores import TokenJson
+from jax_attn.serve.styles import ChatStyle, CompletionStyle, Style
+from jax_attn.serve.tenants import owner
 from jax_attn.serve.token_bytes import TokenBytes
 
 log = logging.getLogger("jax_attn.serve")

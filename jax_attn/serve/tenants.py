@@ -116,3 +116,13 @@ def rank(seq: Sequence) -> tuple[int, int]:
 
 def waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
     return seq.priority, not seq.num_preempted, seq.order
+
+
+def namespace(tenant: str, salt: str) -> str:
+    """The part of the prefix cache that only this tenant's requests with this salt can hit."""
+    return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
+
+
+def owner(namespace: str) -> str:
+    """The tenant whose it is."""
+    return namespace.partition("/")[0]

@@ -17,7 +17,7 @@ from fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
 from live_server import serving
 from pydantic import ValidationError
 
-from jax_attn.serve import answers, bodies, schemas
+from jax_attn.serve import answers, bodies, schemas, styles
 from jax_attn.serve.access_log import Record
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.events import TokenEvent
@@ -360,7 +360,7 @@ class Steps:
 def stream(preparer, engine, **fields):
     body = schemas.CompletionRequest(prompt="a", stream=True, **fields)
     prepared = preparer.completion(body, Caller("", 0.0))
-    style = answers.CompletionStyle(prepared, False, TokenJson(TokenBytes(fake_model().tokenizer)))
+    style = styles.CompletionStyle(prepared, False, TokenJson(TokenBytes(fake_model().tokenizer)))
     ticket = Gate(engine, KeyLimits(1, 64)).enter("", queues=False)
     record = Record("req-1", False)
     arguments = engine, prepared, Metrics(engine), ticket, record

@@ -19,7 +19,7 @@ from live_server import eventually, post_bytes, serving
 from jax_attn.serve import answers, auth, gate, schemas
 from jax_attn.serve import server as server_module
 from jax_attn.serve.connection import Connection
-from jax_attn.serve.prepare import namespace
+from jax_attn.serve.tenants import namespace
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"prompt": "import os", "max_tokens": 4}
