@@ -5,6 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from jax_attn.models.quantized_files import Quantization
+
+
+class CheckpointConfig(Protocol):
+    """What the files of a model are checked against, beside its tensors: ModelConfig has it, and
+    EncoderConfig."""
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def tensor_prefix(self) -> str:
+        """Of all names in the files."""
+        ...
+
+    @property
+    def quantization(self) -> Quantization | None: ...
+
 
 class Encoding(Protocol):
     """tokenizers.Encoding."""
