@@ -22,7 +22,8 @@ import numpy as np
 from jax_attn import intervals
 from jax_attn.intervals import Interval
 from jax_attn.spec import AttentionSpec
-from jax_attn.variant import At, Variant
+from jax_attn.variant import Variant
+from jax_attn.variant_program import At
 
 __all__ = [
     "HIDDEN",

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.spec import AttentionSpec
-from jax_attn.variant import At, Variant
+from jax_attn.variant import Variant
+from jax_attn.variant_program import At
 
 Array = Any  # numpy.ndarray | jax.Array
 E4M3 = jnp.float8_e4m3fn
