@@ -291,10 +291,14 @@ def test_rows_are_filled_anew():
     slots.set(2, params(top_k=3, temperature=0.5, seed=2**32 + 5))
     slots.set(7, params(temperature=0, presence_penalty=1.5))
     assert slots.fill(rows, [2, SLOTS], [9, 1]) == "filtered"
-    assert rows[0, : sampling.CHAIN].tolist() == [2, 3, 1, 5, 9, SLOTS, -1]
-    assert rows[0, sampling.NUM_INTS :].view(np.float32).tolist() == [0.5, 1, 0, 1, 0, 0]
-    assert (rows[1:, [0, 5]] == SLOTS).all() and (rows[2:] == rows[2]).all()
-    assert slots.fill(rows, [7], [0]) == "full" and rows[0, 5] == 7
+    row = sampling.as_records(rows)[0]
+    assert [row[x].tolist() for x in ("slot", "top_k", "seed")] == [2, 3, [1, 5]]
+    assert [row[x] for x in ("position", "state_slot", "given")] == [9, SLOTS, -1]
+    assert rows[0, 9:].view(np.float32).tolist() == [0.5, 1, 0, 1, 0, 0]
+    void = sampling.as_records(rows[1:])
+    assert (void["slot"] == SLOTS).all() and (void["state_slot"] == SLOTS).all()
+    assert (rows[2:] == rows[2]).all()
+    assert slots.fill(rows, [7], [0]) == "full" and sampling.as_records(rows)["state_slot"][0] == 7
     assert slots.fill(rows, [], []) == "greedy" and (rows == rows[0]).all()
 
 
