@@ -18,7 +18,8 @@ from jax_attn import dense_jnp, gradients
 from jax_attn.attention import attention
 from jax_attn.dense_jnp import Operand, Problem
 from jax_attn.plan import AttentionPlan, plan
-from jax_attn.spec import AttentionSpec, default_target, largest_head_dim
+from jax_attn.spec import AttentionSpec
+from jax_attn.target import default_target, largest_head_dim
 from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
 from jax_attn.variant import Variant
 
