@@ -275,7 +275,9 @@ class Preparer:
                 raise bad_field(field, rest) from None
             raise bad_field("messages", str(error)) from None
 
-    def _truncated(self, tokens: list[int], body: schemas._Sampling, max_tokens: int) -> list[int]:
+    def _truncated(
+        self, tokens: list[int], body: schemas.SamplingBody, max_tokens: int
+    ) -> list[int]:
         """The last of them, if so many are wanted."""
         most = body.truncate_prompt_tokens
         if most is None:
@@ -315,7 +317,7 @@ class Preparer:
             )
         return tokens
 
-    def _params(self, body: schemas._Sampling, logprobs: int | None) -> dict[str, Any]:
+    def _params(self, body: schemas.SamplingBody, logprobs: int | None) -> dict[str, Any]:
         """SamplingParams' fields, but for those that differ between sequences."""
         self._checked(body.stop_token_ids, "stop_token_ids")
         bias = {int(token): value for token, value in body.logit_bias.items()}
@@ -343,7 +345,7 @@ class Preparer:
             "grammar": self._grammar(body),
         }
 
-    def _sampling_fields(self, body: schemas._Sampling) -> dict[str, Any]:
+    def _sampling_fields(self, body: schemas.SamplingBody) -> dict[str, Any]:
         """With the model's own defaults for what the body does not say."""
         return {
             name: self._defaults[name]
@@ -352,7 +354,7 @@ class Preparer:
             for name in DEFAULTS
         }
 
-    def _grammar(self, body: schemas._Sampling) -> str | None:
+    def _grammar(self, body: schemas.SamplingBody) -> str | None:
         if (constraint := body.constraint) is None:
             return None
         field, kind, value = constraint
@@ -378,7 +380,7 @@ class Preparer:
 
     def _lengths(
         self,
-        body: schemas._Sampling,
+        body: schemas.SamplingBody,
         prompts: list[list[int]],
         field: str,
         logprobs: int | None,
@@ -426,7 +428,7 @@ class Preparer:
     def _prepared(
         self,
         prefix: str,
-        body: schemas._Sampling,
+        body: schemas.SamplingBody,
         prompts: list[list[int]],
         echoes: list[str],
         lengths: list[int],
@@ -505,7 +507,7 @@ def _schema(value: Any) -> Any:
         return value
 
 
-def _grammar_field(body: schemas._Sampling) -> str:
+def _grammar_field(body: schemas.SamplingBody) -> str:
     """The field that has the grammar, if any has."""
     if getattr(body, "tools", None) and body.tool_choice != "none":  # type: ignore[attr-defined]
         return "tools"

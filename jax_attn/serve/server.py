@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jax_attn import models
-from jax_attn.serve import bodies, live_view, openapi, response_schemas, schemas
+from jax_attn.serve import bodies, fields, live_view, openapi, response_schemas, schemas
 from jax_attn.serve.access_log import AccessLog, Record
 from jax_attn.serve.answers import ChoicesAnswer, GenerationAnswer
 from jax_attn.serve.auth import Authenticate, LoopbackHost
@@ -199,7 +199,7 @@ class _Server:
         if embedding is not None:
             self._embedder = embedding[1]
             self._embedding_reader = EmbeddingReader(*embedding)
-        self._unknown = None if config.strict else schemas.UnknownFields()
+        self._unknown = None if config.strict else fields.UnknownFields()
         self._created = int(time.time())
         self._draining = self._embedder_is_ready = False
 
@@ -551,7 +551,7 @@ class _TextServer(_Server):
         return Response(self._page, media_type="text/html", headers=headers)
 
 
-def _with_choices(style: Style, body: schemas._Sampling) -> MakeAnswer:
+def _with_choices(style: Style, body: schemas.SamplingBody) -> MakeAnswer:
     options = body.stream_options
     return partial(
         ChoicesAnswer,

@@ -10,7 +10,8 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from fake_engine import FakeEngine, fake_model
 from live_server import eventually, serving
 
-from jax_attn.serve import gate, schemas
+from jax_attn.serve import gate
+from jax_attn.serve.fields import UnknownFields
 from jax_attn.serve.prepare import sampling_defaults
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -63,7 +64,7 @@ def test_strict_refuses_unknown_fields():
 
 
 def test_made_up_names_do_not_fill_the_log(caplog):
-    fields = schemas.UnknownFields()
+    fields = UnknownFields()
     with caplog.at_level(logging.WARNING, "jax_attn.serve"):
         for i in range(10 * fields.MOST):
             fields.see("CompletionRequest", f"{i}\n" + "a" * 1000)
