@@ -36,14 +36,15 @@ class Expected(abc.ABC):
                     self.of_matrix[stem] = config.quantization.tensors(*shape)
 
     def name(self, full_name: str) -> str:
-        """Without prefix, and with the one that models without a head are saved without."""
+        """Without tensor_prefix, and with the "model." that files of models without a head lack."""
         name = full_name.removeprefix(self.config.tensor_prefix)
         longer = f"model.{name}"
         is_known = longer in self.shapes or longer.rpartition(".")[0] in self.of_matrix
         return longer if is_known else name
 
     def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
-        """What the tensor is called here, and what it may be."""
+        """A tensor's name here, and the shapes and dtypes it may have; None: it is no part of the
+        model."""
         plain = self.shapes.get(name)
         stem, _, suffix = name.rpartition(".")
         part = self.of_matrix.get(stem, {}).get(name_of(suffix))
@@ -98,7 +99,7 @@ class _InFile(NamedTuple):
 
 
 class FileTensors:
-    """Of the files, each read when it is asked for."""
+    """The tensors of the files; each is read when it is asked for."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class FileTensors:
         return tensor
 
     def matrix(self, name: str) -> np.ndarray | Rows:
-        """A tensor as it is, or what it is if it is quantised."""
+        """A matrix as an array, or as Rows if the files have it quantised."""
         stem = name.removesuffix(_WEIGHT)
         parts = self._expected.of_matrix.get(stem)
         if parts is None or (name in self._files and self._files[name].dtype in FLOATS):
@@ -147,7 +148,7 @@ def open_tensors(
     expected: Expected,
     progress: Callable[[int, int], None] | None,
 ) -> FileTensors:
-    """Those of model.safetensors, or of the shards; the files are open as long as stack.
+    """The tensors of model.safetensors, or of the shards. The files are open as long as stack.
 
     Raises: see `load_params`.
     """
@@ -234,7 +235,7 @@ def _bytes_of(path: Path, name: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)  # it may have tens of thousands of tensors
 def _header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """And where the data begins."""
+    """The header, and the offset at which the data begins."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         return json.loads(file.read(size)), 8 + size

@@ -179,14 +179,14 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 
 def _gate_then_up(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
-    """Where the columns of gate and up alternate, those of gate first."""
+    """Moves the columns of gate before those of up, in files where they alternate."""
     if config.experts is None or not config.experts.stacked or "gate_up" not in weight:
         return tensor
     return np.concatenate([tensor[..., ::2], tensor[..., 1::2]], axis=-1)
 
 
 def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
-    """q and k, and what else has their dimensions, with those of each head as kernels rotate them.
+    """Puts the elements of each head of q and k, and of their norms, in the order of kernels.
 
     tensor: [out, ...].
     """
@@ -211,7 +211,7 @@ def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np
 def _in_pairs_order(
     tensor: np.ndarray, weight: str, config: ModelConfig, latent: Latent
 ) -> np.ndarray:
-    """Of latent attention's q and k: neighbours that rotate together, half of them apart."""
+    """Latent attention: elements that rotate together, from neighbours to half of rope apart."""
     if not latent.interleaved or weight not in ("q_b", "kv_a"):
         return tensor
     fixed = latent.nope if weight == "q_b" else latent.kv_rank

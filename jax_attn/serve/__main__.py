@@ -194,7 +194,7 @@ def _serve(args: argparse.Namespace) -> int:
         engine.on_ready = _spare_the_collector
     parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
     for part in parts:
-        # Whoever keeps servers running starts another one then.
+        # A supervisor then starts another server.
         part.on_failure = server.stop
     if args.processes is not None:
         args.processes.on_leave = server.leave
@@ -209,7 +209,7 @@ def _spare_the_collector() -> None:
 
 
 def _name_of(model: str) -> str:
-    """As clients call it, unless they are told."""
+    """The name of a model for clients, where --served-model-name does not say one."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
@@ -259,7 +259,7 @@ def _load_embedding(
 
 @contextlib.contextmanager
 def _loading(directory: Path) -> Iterator[Callable[[int, int], None]]:
-    """With a bar on a terminal. Gives what wants to be told how much is read, of how much."""
+    """Shows a progress bar on a terminal. Yields show(numbers read, numbers of all)."""
     log.info("loading %s", directory)
     begin = time.monotonic()
     with tqdm(disable=None, unit=" weights", unit_scale=True, leave=False) as bar:

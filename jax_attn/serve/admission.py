@@ -1,4 +1,4 @@
-"""Who gets in, from the queue into a step: tenants' shares, priorities, cached prefixes.
+"""Which waiting sequences get slots and pages: tenants' shares, priorities, cached prefixes.
 
 Tenants take turns (see `tenants`): tokens of prompts and the right to get in go to the tenant that
 has had the fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
@@ -40,14 +40,11 @@ class Candidate(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """What lets somebody in: so many new pages, and so many entries of the page table.
+    """The least room with which any candidate could enter, when the queues were last looked up."""
 
-    num_insertions: of KvMemory then; with more, somebody may need fewer.
-    """
-
-    num_new: int
-    num_pages: int
-    num_insertions: int
+    num_new: int  # new pages
+    num_pages: int  # entries of the page table
+    num_insertions: int  # KvMemory.num_insertions then: after more, a candidate may need less
 
 
 class Admission:
@@ -75,8 +72,8 @@ class Admission:
     def check(self, num_new: Counter[str]) -> None:
         """Raises QueueFull unless each tenant may add so many.
 
-        Whoever is alone has the whole queue. Others cannot fill it so that a tenant is refused its
-        share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
+        A tenant that is alone has the whole queue. Others cannot fill it so that a tenant is
+        refused its share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
         """
         num_tenants = len(self._tenants) + sum(name not in self._tenants for name in num_new)
         share = self._config.max_waiting // max(num_tenants, 1)
@@ -120,9 +117,9 @@ class Admission:
     # ---- shares of tenants ----
 
     def _claimants(self) -> list[Tenant]:
-        """The tenants that wait and have less than their share of slots and of pages.
+        """Tenants with waiting sequences, and less than their share of slots and of pages.
 
-        While there are any, nobody else gets in.
+        While there are any, only their sequences get in.
         """
         if len(self._tenants) < 2 or not self.num_waiting:
             return []
@@ -144,7 +141,7 @@ class Admission:
         return self._config.num_pages // len(self._tenants)
 
     def _may_run(self, tenant: Tenant) -> bool:
-        """Whether one more of its sequences may."""
+        """Whether one more sequence of the tenant may run."""
         most = self._config.tenant_limits.max_running
         return bool(tenant.waiting) and (most is None or len(tenant.running) < most)
 
@@ -152,7 +149,7 @@ class Admission:
         """The sequence to preempt of a tenant that has more than its share, if a claimant lacks
         that: the last of its running.
 
-        Whoever is preempted is no claimant, so it does not get in before the one it made room for.
+        Its tenant is no claimant, so the preempted sequence does not get in before the claimant's.
         """
         claimants = self._claimants()
         if not claimants:
@@ -181,7 +178,7 @@ class Admission:
         return bool(self.num_waiting and self._memory.num_free_slots)
 
     def candidates(self) -> dict[str, list[Candidate]]:
-        """Those that might get in now, by the tenant's name, each tenant's in order.
+        """Sequences that might get in now, by the tenant's name, in the order of admission.
 
         In each priority: the preempted and the starved in the order of arrival, then by longest
         cached prefix.
@@ -222,7 +219,7 @@ class Admission:
         return [candidate for _, candidate in ranked]
 
     def _need_of_any(self, candidates: list[Candidate]) -> _Need:
-        """The least with which one of them could enter.
+        """The least room with which one of the candidates could enter.
 
         Until the cache gets more pages or the head of the queue changes, no candidate needs less:
         evictions only add to what they need.
@@ -247,10 +244,10 @@ class Admission:
         candidates: list[Candidate],
         coming: list[tuple[str, bytes]],
     ) -> Iterator[Sequence]:
-        """Lets a tenant's candidates in, one each time that the next is asked for, while slots and
-        pages last.
+        """Admits a tenant's candidates one by one, each when the iterator is advanced, while slots
+        and pages last.
 
-        coming: what the cache is about to get; those who get in are added.
+        coming: what the cache is about to get; the prompts of admitted sequences are added.
         """
         for seq, key, num_cached_pages, may_be_overtaken in candidates:
             has_row = self._memory.num_free_slots > step.num_more_rows

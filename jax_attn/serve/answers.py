@@ -33,7 +33,7 @@ from jax_attn.serve.styles import Style
 # Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
 KEEP_ALIVE_SECONDS = 10.0
 _ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other requests have a turn
-_EVENTS_AT_A_TIME = 8  # of several choices in one step; likewise
+_EVENTS_AT_A_TIME = 8  # of several choices in one step; then other requests have a turn
 _PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
 _MARK = "the text goes here"
 _NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
@@ -49,7 +49,7 @@ class _Choice:
     """What one sequence has produced so far."""
 
     scores: Scores | None = None  # None: they were not asked for
-    prompt_scores: PromptScores | None = None  # likewise
+    prompt_scores: PromptScores | None = None  # None: they were not asked for
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     has_begun: bool = False  # its first chunk is sent
@@ -187,7 +187,7 @@ class GenerationAnswer(abc.ABC):
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
     def _all_events(self) -> AsyncGenerator[TokenEvent]:
-        """Of the engine, which has some of the sequences at a time."""
+        """The events of all sequences. Of many, the engine gets only some at a time."""
         seqs = self._prepared.sequences
         if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
             return self._engine.generate(seqs)
@@ -225,7 +225,7 @@ class GenerationAnswer(abc.ABC):
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _run(self, group: list[Sequence], news: asyncio.Queue[TokenEvent | _Ended]) -> None:
-        """Puts its events there, and in the end that it has ended."""
+        """Puts the events of a group into `news`, and behind them an _Ended."""
         error = None
         try:
             async with contextlib.aclosing(self._engine.generate(group)) as events:
@@ -420,8 +420,8 @@ def _dump(
 
 
 async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """Joined, if that is not too long, so that nobody waits until a long answer is copied, and one
-    that reads some of it in time is seen to do so."""
+    """Sends the pieces joined, in parts of at most _PIECE_BYTES: to copy a long answer at once would
+    delay others, and each part that a slow client takes shows that it still reads."""
     if sum(map(len, pieces)) <= _PIECE_BYTES:
         await send(_body(b"".join(pieces)))
         return

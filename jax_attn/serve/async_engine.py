@@ -37,11 +37,11 @@ class _Subscriber:
 
     loop: asyncio.AbstractEventLoop
     news: dict[str, TokenEvent] = field(default_factory=dict)  # by sequence: what nobody has taken
-    waiter: asyncio.Future[None] | None = None  # of whoever waits for news
+    waiter: asyncio.Future[None] | None = None  # of the caller of `take`
 
     def put(self, events: list[TokenEvent]) -> None:
-        """Of the event loop. A sequence has one event until it is taken: a server that cannot keep
-        up with the engine token by token writes fewer, longer chunks, and so does keep up."""
+        """To be called in the event loop. Until it is taken, a sequence has one event: a server
+        that cannot write every token by itself writes fewer, longer chunks."""
         for event in events:
             if (earlier := self.news.get(event.seq_id)) is None:
                 self.news[event.seq_id] = event
@@ -120,7 +120,7 @@ class AsyncEngine:
     async def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
-        Whoever reads slower than the engine works gets several tokens in an event.
+        A caller that reads slower than the engine works gets several tokens in an event.
 
         Closing or cancelling the iterator aborts what is left, before the next step.
 
@@ -271,7 +271,7 @@ class AsyncEngine:
         for loop, batches in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, batches)
-            except RuntimeError:  # the loop is closed, and with it whoever would have read
+            except RuntimeError:  # the event loop is closed: there is no reader
                 for events in batches.values():
                     self._abort({event.seq_id for event in events})
 
@@ -285,7 +285,7 @@ class AsyncEngine:
         """Tells everybody who still waits."""
         self._has_ended = True
         self._compiler.close()
-        with self._wake:  # whoever comes from now on is refused, or leaves behind what nobody needs
+        with self._wake:  # later commands are refused, or are aborts that nothing needs
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()

@@ -276,7 +276,7 @@ class Engine:
         """Where there is nothing else to do."""
         turns = [stream.constraint.turn for stream in self._held.values() if stream.constraint]
         if not turns:
-            # Nothing would ever change, and whoever calls this would do so for ever.
+            # Nothing would ever change, and the caller would call `step` for ever.
             raise RuntimeError(
                 f"The scheduler has no step for {len(self.scheduler.running)} running and "
                 f"{len(self.scheduler.waiting)} waiting sequences, and none is in flight."

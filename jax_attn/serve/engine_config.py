@@ -1,4 +1,4 @@
-"""What an engine is told, and what of it the scheduler and the device are told."""
+"""EngineConfig, and the configurations of the scheduler and the device that follow from it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who may ask: what the requests of each tenant may hold of the server at once.
+"""Limits on requests: what the requests of each tenant may hold of the server at once.
 
-What a request costs is known bit by bit: its being there, the bytes of its body, then its choices,
-tokens and log-probabilities. A `Ticket` adds each of them up as it becomes known, before memory is
-taken for it, and is refused with a 429 that says which limit it met.
+What a request costs becomes known in steps: first that it exists, then the bytes of its body, then
+its choices, tokens and log-probabilities. Its `Ticket` counts each of them before memory is taken
+for it. Beyond a limit the request is refused with a 429 that names the limit.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class KvMemory:
         """Whether a sequence may enter that needs so many pages, and of them so many new ones.
 
         A page for each of the running and a hundredth of the pool stay in reserve: all can go on
-        for page_size steps before one is preempted, and whoever gave its pages to others has to
-        wait until others give theirs back. So no two sequences preempt each other in turns.
+        for page_size steps before one is preempted, and a preempted sequence waits until others
+        have freed pages. So no two sequences preempt each other in turns.
         """
         config, num_running = self.config, self.num_running
         num_reserved = num_running + 1 + config.num_pages // 100 if num_running else 0
@@ -99,7 +99,7 @@ class KvMemory:
         return True
 
     def grow(self, seq: Sequence, num_pages: int) -> bool:
-        """Appends pages to a sequence, or none if they are not to be had."""
+        """Appends pages to a sequence; False, and no change, if there are not so many."""
         if self.num_table_pages + num_pages > self.config.max_kv_pages_step:
             return False
         if num_pages > self.num_available:

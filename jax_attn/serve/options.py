@@ -1,4 +1,4 @@
-"""The command line: options, their defaults, and what of them the engine and the gate are told."""
+"""The command line: options, their defaults, and the configurations of engine and gate."""
 
 from __future__ import annotations
 

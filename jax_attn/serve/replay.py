@@ -1,4 +1,4 @@
-"""A device that several processes share: process 0 tells its calls, and the others repeat them.
+"""A device that several processes share: process 0 sends its calls, and the others repeat them.
 
 Every process gives its devices the same executables in the same order, with the same arguments.
 Nothing is decided anywhere but in process 0, which alone reads results.

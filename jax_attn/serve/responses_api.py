@@ -91,8 +91,8 @@ class ResponsesApi:
         return rs.DeletedResponse(id=id)
 
     def cancel(self, tenant: str, id: str) -> NoReturn:
-        """Raises: ApiError, always: what is stored has ended. Whoever wants no more of one that has
-        not ended closes the connection."""
+        """Raises: ApiError, always: what is stored has ended. To stop one that has not ended,
+        close the connection."""
         self._find(tenant, id)
         raise ApiError(
             400,
@@ -381,7 +381,7 @@ class Output:
 
 
 class ResponseAnswer(GenerationAnswer):
-    """Of one response."""
+    """The answer of one response."""
 
     def __init__(
         self,
@@ -425,7 +425,7 @@ class ResponseAnswer(GenerationAnswer):
         await send({"type": "http.response.body", "body": b""})
 
     def _push(self, event: TokenEvent) -> Iterator[Event]:
-        """What there is to tell of an event of the engine."""
+        """The stream events that follow from an event of the engine."""
         end: rs.ItemStatus | None = None
         if event.finish_reason is not None:
             is_whole = reasons_of(event.finish_reason)["finish_reason"] == "stop"

@@ -31,8 +31,8 @@ MAX_LOGIT_BIAS = 300  # entries a sequence, the limit of OpenAI's API
 _IN_PROMPT = 1 << 30
 
 Kind = Literal["greedy", "temperature", "filtered", "full"]
-"""What the rows of a step need; the dearest of them picks the executable. "filtered" adds top-k,
-top-p and min-p, "full" bias, penalties and logprobs."""
+"""What the rows of a step need; the most expensive of them picks the executable. "filtered" adds
+top-k, top-p and min-p, "full" bias, penalties and logprobs."""
 
 KINDS: tuple[Kind, ...] = ("greedy", "temperature", "filtered", "full")
 
@@ -163,7 +163,7 @@ def _fields(rows: jax.Array) -> dict[str, jax.Array]:
 
 
 class SlotParams:
-    """The parameters of whoever is in each slot, as `sample` takes them."""
+    """The sampling parameters of the sequence in each slot, as `sample` takes them."""
 
     def __init__(self, max_running: int):
         self.max_running = max_running
@@ -193,7 +193,7 @@ class SlotParams:
 
     def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
         """Row i samples output token number positions[i] of the sequence in slots[i]; void where
-        that is max_running, and behind. Returns the kind of the dearest.
+        that is max_running, and behind. Returns the most expensive kind.
 
         rows: [num_rows, ROW_WORDS] i32, at least as many as slots.
         """

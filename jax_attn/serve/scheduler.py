@@ -277,8 +277,8 @@ class Scheduler:
                 self._preempt(largest.running[-1], step)
 
     def _schedule_decodes(self, step: StepPlan) -> tuple[int, list[Sequence]]:
-        """Schedules those that have read their prompts. Returns how many tokens are left, and those
-        that have not."""
+        """Schedules the sequences whose prompts are read. Returns how many tokens are left, and the
+        sequences that still read theirs."""
         num_left = self.config.max_step_tokens
         several: list[Sequence] = []
         reading: list[Sequence] = []
@@ -329,10 +329,10 @@ class Scheduler:
             num_left -= len(entry.drafts)
 
     def _schedule_prompts(self, step: StepPlan, num_left: int, reading: list[Sequence]) -> bool:
-        """Schedules chunks of prompts: each time of the tenant whose turn it is, the next of those
-        that run, and then of those that get in. Whether there are any.
+        """Schedules chunks of prompts, tenants in turn: first of a tenant's running sequences, then
+        of those that it gets admitted. Returns whether there are any.
 
-        reading: those that run, tenant by tenant.
+        reading: running sequences that still read their prompts, tenant by tenant.
         """
         if not (reading or self.admission.may_admit):
             return False
@@ -370,7 +370,7 @@ class Scheduler:
         return len(step.entries) > num_entries
 
     def _wanted_chunk(self, reading: list[Sequence]) -> int:
-        """Tokens of prompts beside decodes: what reads all that wait in _READ_STEPS steps."""
+        """Tokens of prompts beside decodes that read all waiting prompts in _READ_STEPS steps."""
         most = self.config.max_prefill_chunk
         chunk = num_waiting = 0
         waiting = (seq for tenant in self._tenants for seq in tenant.waiting)
@@ -382,10 +382,12 @@ class Scheduler:
         return max(self.config.prefill_chunk, min(chunk, most))
 
     def _chunk_beside(self, num_others: int, chunk: int) -> int:
-        """Tokens of prompts in a step of so many others: about a chunk, as fill a size.
+        """Tokens of prompts in a step with num_others other tokens: about a chunk, so that the step
+        fills one of step_sizes.
 
-        The size below, where five eighths of a chunk fit: all who decode wait for the padding of
-        the one above. Else that one: half empty it takes as long (docs/notes/server.md).
+        Where five eighths of a chunk fit into the size below, that one: all decodes would wait for
+        the padding of the size above. Else the size above, which takes the same time half empty
+        (docs/notes/server.md).
         """
         sizes = self.config.step_sizes
         wanted = num_others + chunk
@@ -398,7 +400,7 @@ class Scheduler:
         num_pending, num_scored = seq.num_pending, 0
         num_tokens = min(num_pending, max_tokens)
         if seq.params.prompt_logprobs:
-            # Half of the rows stay for whoever waits, so that others get in while this one reads.
+            # Half of the rows stay for waiting sequences, which get in while this one reads.
             num_spare = self._num_spare_rows(step) // (2 if self.admission.num_waiting else 1)
             num_tokens = min(num_tokens, 1 + num_spare)
             num_scored = max(0, min(num_tokens, seq.num_prompt - 1 - seq.num_computed))
@@ -413,7 +415,7 @@ class Scheduler:
         return num_tokens
 
     def _num_spare_rows(self, step: StepPlan) -> int:
-        """Of the step's logits: what is left when each that runs has one."""
+        """Rows of the step's logits that are left when each running sequence has one."""
         return self.memory.num_free_slots - step.num_more_rows
 
     def _preempt(self, seq: Sequence, step: StepPlan) -> None:

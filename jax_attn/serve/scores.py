@@ -40,10 +40,10 @@ class TokenJson:
 
 
 class Scores(Protocol):
-    """Those of one choice."""
+    """Log-probabilities of one choice."""
 
     def add(self, entries: Iterable[TokenLogprob]) -> None:
-        """Those of further tokens."""
+        """Adds those of further tokens."""
 
     def take(self) -> list[bytes]:
         """The JSON, in pieces, of what was added since the last call."""

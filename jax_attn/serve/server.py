@@ -180,7 +180,7 @@ def create_app(
 
 
 class _Server:
-    """What there is without a model that writes texts: embeddings, and the server itself."""
+    """The routes without a text model: embeddings, and the server itself."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Server:
         self._lanes.close()
 
     def _on_embedder_ready(self) -> None:
-        """One starts after the other, as the engine counts what is compiled while it serves."""
+        """The engine starts after the embedder, as it counts what is compiled while it serves."""
         self._embedder_is_ready = True
         if self._engine is not None:
             self._engine.start()
@@ -323,7 +323,7 @@ class _Server:
         return bool(self._config.api_keys or self._config.operator_keys)
 
     def _is_operator(self, request: Request) -> bool:
-        """Sees what all do: who alone can use the server, and who was made an operator."""
+        """Whether the caller may see what all do: the only user of the server, or an operator."""
         if not self._has_keys:
             return not self._config.is_public
         is_alone = len(self._config.api_keys) == 1 and not self._config.operator_keys
@@ -392,7 +392,7 @@ class _Server:
 
 
 class _TextServer(_Server):
-    """With a model that writes texts, and an engine that runs it."""
+    """Beside them the routes of a text model, and the engine that runs it."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _MAX_CACHE = 8  # times what can run at once: beyond, a small model would own mi
 def make_engine(
     model: models.Model, args: argparse.Namespace, draft_model: models.Model | None = None
 ) -> AsyncEngine:
-    """With as many pages as the device's memory holds, unless it was told how many.
+    """An engine with --num-pages pages, or as many as the device's memory holds.
 
     Raises:
       ValueError: they do not fit.
@@ -50,8 +50,8 @@ def make_engine(
                     "--num-pages: expected a kv cache that fits in the device's memory, got "
                     f"{num_pages} pages of {page_bytes} bytes; use fewer, or free memory."
                 ) from None
-        # All that is free need not be to be had in two pieces: an allocator that takes memory bit
-        # by bit (XLA_PYTHON_CLIENT_PREALLOCATE=false) rounds up to powers of two.
+        # The free memory may not be available in two pieces: an allocator that grows
+        # (XLA_PYTHON_CLIENT_PREALLOCATE=false) rounds up to powers of two.
         num_pages = max(fewest, int(_NEXT_TRY * num_pages))
     log.info(
         "kv cache: %d pages of %d tokens, %.3g GiB; a request has room for %d tokens",
@@ -64,7 +64,7 @@ def make_engine(
 
 
 def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
-    """What one device has of a page."""
+    """Bytes of a page on one device."""
     page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads
     page_bytes *= _row_bytes(config, args)
     page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
@@ -72,12 +72,12 @@ def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:
-    """For one step of prompts."""
+    """Pages that one step full of prompts needs."""
     return int(-(-args.max_step_tokens // args.page_size))
 
 
 def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:
-    """As the options say, or what the memory holds: of several processes, the least that one holds.
+    """--num-pages, or as many as the memory holds; of several processes the smallest number.
 
     Raises ProcessesError where processes have other options or another model.
     """
@@ -117,7 +117,7 @@ def _digest(model: models.Model) -> str:
 
 
 def _row_bytes(config: models.ModelConfig, args: argparse.Namespace) -> int:
-    """Of the keys or values of a token and head, as the cache stores them."""
+    """Bytes of the keys or values of one token and head, as the cache stores them."""
     if args.kv_cache_dtype is None or config.latent:
         return config.head_dim * jnp.dtype(args.dtype).itemsize
     spec = ja.AttentionSpec(

@@ -27,7 +27,7 @@ class Style(Protocol):
     def chunk(
         self, index: int, text: str, has_scores: bool, finish: str | None
     ) -> BaseModel | None:
-        """An event with the news of one choice, if there are any."""
+        """An event with what is new of one choice; None: nothing is."""
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
 
@@ -148,7 +148,7 @@ class SplitText:
         self.calls: list[schemas.ToolCall] = []
 
     def push(self, text: str, at_end: bool) -> tuple[str, str]:
-        """Of the thoughts and of the answer, what is known to be no tool call."""
+        """(thoughts, answer): the text of each that is known to be no tool call."""
         parts = self._splitter.push(text) if self._splitter else Parts(content=text)
         reasoning, content, calls = parts
         if self._splitter and at_end:
