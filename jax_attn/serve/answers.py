@@ -420,8 +420,8 @@ def _dump(
 
 
 async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """Sends the pieces joined, in parts of at most _PIECE_BYTES: to copy a long answer at once would
-    delay others, and each part that a slow client takes shows that it still reads."""
+    """Sends the pieces joined, in parts of at most _PIECE_BYTES: to copy a long answer at once
+    would delay others, and each part that a slow client takes shows that it still reads."""
     if sum(map(len, pieces)) <= _PIECE_BYTES:
         await send(_body(b"".join(pieces)))
         return

@@ -17,7 +17,7 @@ from fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
 from live_server import serving
 from pydantic import ValidationError
 
-from jax_attn.serve import answers, bodies, schemas, styles
+from jax_attn.serve import answers, bodies, fields, schemas, styles
 from jax_attn.serve.access_log import Record
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.events import TokenEvent
@@ -129,7 +129,7 @@ class Anything(schemas.BaseModel):
 
 def test_tokens_are_checked_in_slices():
     """So that other threads have turns; and the first bad one is found wherever it is."""
-    most = schemas._TOKENS_AT_A_TIME
+    most = fields._TOKENS_AT_A_TIME
     for bad in (0, most - 1, most, 2 * most + 5):
         for value in (-1, 2**31, True, 1.5, "1", None, [1]):
             tokens = [7] * (2 * most + 6)
