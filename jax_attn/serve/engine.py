@@ -201,15 +201,7 @@ class Engine:
                 f"max_tokens: expected prompt and output within the model's {config.max_positions} "
                 f"tokens, got {seq.num_prompt} + {params.max_tokens}."
             )
-        if (params.logprobs or 0) > sampling.MAX_LOGPROBS:
-            raise ValueError(
-                f"logprobs: expected at most {sampling.MAX_LOGPROBS}, got {params.logprobs}."
-            )
-        if len(params.logit_bias) > sampling.MAX_LOGIT_BIAS:
-            raise ValueError(
-                f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
-                f"{len(params.logit_bias)}."
-            )
+        sampling.check(params)
         if most := self.config.max_drafts:
             if self.draft_model is None:
                 seq.drafter = NgramDrafter(most)

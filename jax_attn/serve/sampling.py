@@ -79,6 +79,16 @@ def init_state(max_running: int, vocab_size: int) -> SamplerState:
 # ---- the host's side ---------------------------------------------------------------------------
 
 
+def check(params: SamplingParams) -> None:
+    """Raises ValueError for more logprobs or biases than the arrays here have room for."""
+    if (params.logprobs or 0) > MAX_LOGPROBS:
+        raise ValueError(f"logprobs: expected at most {MAX_LOGPROBS}, got {params.logprobs}.")
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise ValueError(
+            f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, got {len(params.logit_bias)}."
+        )
+
+
 def kind_of(params: SamplingParams) -> Kind:
     """The cheapest kind that serves `params`."""
     if params.logprobs is not None or keeps_state(params):
@@ -105,12 +115,8 @@ def slot_arrays(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """counts [vocab], bias_tokens, bias_values [MAX_LOGIT_BIAS]: what `set_slot` puts in a slot.
 
-    tokens: prompt, then output. Raises ValueError for more than MAX_LOGIT_BIAS biases.
+    params: with no more than `check` allows. tokens: prompt, then output.
     """
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise ValueError(
-            f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, got {len(params.logit_bias)}."
-        )
     counts = np.bincount(tokens[num_prompt:], minlength=vocab_size).astype(np.int32)
     counts[tokens[:num_prompt]] |= _IN_PROMPT
     bias_tokens = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)

@@ -317,4 +317,4 @@ def test_masks():
 def test_too_many_biases():
     p = params(logit_bias=tuple((i, 1.0) for i in range(sampling.MAX_LOGIT_BIAS + 1)))
     with pytest.raises(ValueError, match="logit_bias: expected at most 300"):
-        sampling.slot_arrays(p, (), 0, VOCAB)
+        sampling.check(p)
