@@ -28,7 +28,8 @@ from benchmarks import device_trace, ops, report, shapes
 from benchmarks.bench import Bench
 from benchmarks.report import Ceilings, Row, log
 from jax_attn.models import Model
-from jax_attn.serve.engine import Engine, EngineConfig, capacities
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig, capacities
 from jax_attn.serve.events import PHASES
 from jax_attn.serve.request import SamplingParams, Sequence
 from jax_attn.serve.scheduler import Scheduler

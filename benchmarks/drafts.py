@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import SamplingParams, Sequence
 
 PROMPTS = Path(__file__).resolve().parents[1] / "examples" / "prompts"

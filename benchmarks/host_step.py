@@ -24,7 +24,8 @@ import numpy as np
 from benchmarks import shapes
 from benchmarks.report import log
 from jax_attn.models import Model
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.events import PHASES
 from jax_attn.serve.request import SamplingParams, Sequence
 from jax_attn.serve.sampling import Sampled

@@ -110,7 +110,7 @@ def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
     """A model directory: config.json, tokenizer.json, and random weights in f16."""
     from safetensors.numpy import save_file
 
-    from jax_attn.models.weights import file_shapes
+    from jax_attn.models.tensors import file_shapes
 
     raw = SHAPES[shape] | (TINY if tiny else {})
     config = models.parse_config(raw)

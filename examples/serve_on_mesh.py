@@ -11,7 +11,8 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.envir
 
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import SamplingParams, Sequence
 
 PROMPTS = ("import os\n\n\ndef main(", "class Error(Exception):\n    ")

@@ -17,7 +17,8 @@ from jax_attn.kv_cache import append_kv, append_rotated
 from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
 from jax_attn.plan import AttentionPlan, PlanBucket, plan
 from jax_attn.spec import AttentionSpec
-from jax_attn.variant import At, Variant
+from jax_attn.variant import Variant
+from jax_attn.variant_program import At
 
 __all__ = [
     "At",

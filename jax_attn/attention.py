@@ -17,9 +17,9 @@ from jax_attn.operands import (
     check_scales,
     check_values,
     check_variant_operands,
-    count_groups,
+    count_parts,
     layer_operand,
-    of_groups,
+    of_parts,
     spec_of,
     split_of,
 )
@@ -198,10 +198,10 @@ def item_times(
         v_scale,
         variant_operands,
     )
-    if split.num_groups > 1:
+    if split.num_parts > 1:
         raise NotImplementedError(
             "item_times: q: arrays on one device are supported, got heads of"
-            f" {split.num_groups}; time the part of one device."
+            f" {split.num_parts}; time the part of one device."
         )
     operands.append(split.spec)
     if any(isinstance(x, jax.core.Tracer) for x in operands):
@@ -232,8 +232,8 @@ def _operands(
 ) -> tuple[Any, ...]:
     """The operands of ffi.attention, checked, and how their heads are split."""
     one = spec_of(op, plan)
-    num_groups = count_groups(one, q, one.num_qo_heads)
-    spec = of_groups(one, num_groups)
+    num_parts = count_parts(one, q, one.num_qo_heads)
+    spec = of_parts(one, num_parts)
     q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
         k, v, num_layers = check_cache(op, spec, k, v, layer)
@@ -285,13 +285,13 @@ def _operands(
             f"variant_operands[{name!r}]": (array, None, 0)
             for name, array in zip(spec.variant.names, read, strict=True)
         }
-        if num_groups > 1 and spec.variant.reads_heads:  # a device numbers its own from 0
+        if num_parts > 1 and spec.variant.reads_heads:  # a device numbers its own from 0
             raise NotImplementedError(
                 f"{op}: variant: one that reads head or kv_head is supported where a device has all"
-                f" heads of the arrays, got heads split {num_groups} ways; use jax.shard_map, with"
+                f" heads of the arrays, got heads split {num_parts} ways; use jax.shard_map, with"
                 " the part of its operands that each device's heads read."
             )
-    split = split_of(one, num_groups, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
+    split = split_of(one, num_parts, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
     operands = [array for array, *_ in by_name.values()]
     check_split(op, split, operands)
     return *operands, split

@@ -18,7 +18,8 @@ from jax_attn import dense_jnp, gradients
 from jax_attn.attention import attention
 from jax_attn.dense_jnp import Operand, Problem
 from jax_attn.plan import AttentionPlan, plan
-from jax_attn.spec import AttentionSpec, default_target, largest_head_dim
+from jax_attn.spec import AttentionSpec
+from jax_attn.target import default_target, largest_head_dim
 from jax_attn.transforms import Axes, on_explicit_mesh, partitioned
 from jax_attn.variant import Variant
 
@@ -459,7 +460,7 @@ def _jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
     return (o, lse), (of_o, of_lse)
 
 
-# Tangents of o and lse: in jnp, and what is linear in them the other way round by `_backward`.
+# Tangents of o and lse, in jnp. The transpose in the linear operands is `_backward`.
 # Operands: q, k, v, the problem's operands, o, lse, tangents of q, k, v and of wanted operands.
 _tangents_p = jax_core.Primitive("jax_attn_dense_tangents")
 _tangents_p.multiple_results = True

@@ -243,7 +243,7 @@ class _Call:
         return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
 
     def of_keys(self, blocks: Array) -> Array:
-        """The other way round."""
+        """[batch, S, num_kv_heads, head_dim], from `blocks`."""
         x = jnp.moveaxis(blocks, 0, 1)
         return x.reshape(self._batch, -1, *x.shape[3:])[:, : self._kv_len]
 

@@ -85,10 +85,10 @@ def _attention_forward(
     split: HeadSplit, *arrays: Any, wanted: Sequence[int] = ()
 ) -> tuple[Any, Any]:
     check_differentiable(split.spec)
-    if wanted and split.num_groups > 1:
+    if wanted and split.num_parts > 1:
         raise NotImplementedError(
             "attention: gradients: variant_operands: supported where a device has all heads of the"
-            f" arrays, got heads split {split.num_groups} ways; use jax.shard_map, and add up what"
+            f" arrays, got heads split {split.num_parts} ways; use jax.shard_map, and add up what"
             " its devices have."
         )
     o, lse = _forward(*arrays, split)
@@ -130,7 +130,7 @@ def _split_backward(split: HeadSplit, wanted_ndims: list[int]) -> HeadSplit:
     products += [Operand("d_operand", ndim, None, 0) for ndim in wanted_ndims]
     of_rows = of_lse._replace(name="d"), of_o._replace(name="d_o")
     arrays = (*split.operands[:5], of_lse, *of_rows, *split.operands[_NUM_OPERANDS:])
-    return HeadSplit(split.spec, arrays, tuple(products), split.num_groups)
+    return HeadSplit(split.spec, arrays, tuple(products), split.num_parts)
 
 
 def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array) -> jax.Array:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.variant import Instruction, Variant
+from jax_attn.variant import Variant
+from jax_attn.variant_program import Instruction
 
 _LEAST, _MOST = -(2**31), 2**31 - 1
 _SAFE = 2**31 - 2**10  # of a sum or product in f32, which rounds: below it there is no overflow

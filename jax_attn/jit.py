@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from jax_attn import _core, config
-from jax_attn.spec import AttentionSpec, dtype_code, parse_target
+from jax_attn.spec import AttentionSpec, dtype_code
+from jax_attn.target import parse_target
 
 
 @dataclasses.dataclass(frozen=True)

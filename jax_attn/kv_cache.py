@@ -14,9 +14,9 @@ from jax_attn.operands import (
     check_data,
     check_scales,
     check_values,
-    count_groups,
+    count_parts,
     layer_operand,
-    of_groups,
+    of_parts,
     spec_of,
     split_of,
 )
@@ -99,8 +99,8 @@ def append_kv(
     spec = spec_of("append_kv", plan)
     if not spec.is_paged:
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
-    one, num_groups = spec, 1 if spec.mla else count_groups(spec, k_new, spec.num_kv_heads)
-    spec = of_groups(one, num_groups)
+    one, num_parts = spec, 1 if spec.mla else count_parts(spec, k_new, spec.num_kv_heads)
+    spec = of_parts(one, num_parts)
     k_shape, v_shape = spec.new_kv_shapes
     scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
     k_new = check_array("append_kv", "k_new", k_new, k_shape, spec.dtype)
@@ -123,7 +123,7 @@ def append_kv(
     results = {"k_pages": (k_pages.ndim, head_axis, heads)}
     if v_pages is not None:
         results["v_pages"] = results["k_pages"]
-    split = split_of(one, num_groups, by_name, results)
+    split = split_of(one, num_parts, by_name, results)
     operands = [array for array, *_ in by_name.values()]
     check_split("append_kv", split, operands)
     k_out, *v_out = _append_kv(*operands, split)
@@ -164,8 +164,8 @@ def append_rotated(
     tokens, half = spec.max_qo_tokens, spec.head_dim_qk // 2
     shapes = (spec.q_shape, *spec.new_kv_shapes)
     one_row_dim = sum(math.prod(shape[1:]) for shape in shapes if shape is not None)
-    one, num_groups = spec, count_groups(spec, qkv, one_row_dim)
-    spec, row_dim = of_groups(one, num_groups), num_groups * one_row_dim
+    one, num_parts = spec, count_parts(spec, qkv, one_row_dim)
+    spec, row_dim = of_parts(one, num_parts), num_parts * one_row_dim
     scales = check_scales(op, spec, {"k_scale": k_scale, "v_scale": v_scale})
     qkv = check_array(op, "qkv", qkv, (tokens, row_dim), spec.dtype)
     cos = check_array(op, "cos", cos, (tokens, half), "float32")
@@ -187,7 +187,7 @@ def append_rotated(
     }
     pages = (k.ndim, k.ndim - 2, heads)
     results = {"q": (3, 1, one.num_qo_heads), "k_pages": pages, "v_pages": pages}
-    split = split_of(one, num_groups, by_name, results)
+    split = split_of(one, num_parts, by_name, results)
     operands = [array for array, *_ in by_name.values()]
     check_split(op, split, operands)
     return _append_rotated(*operands, split)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,9 @@ import numpy as np
 
 from jax_attn import intervals
 from jax_attn.intervals import Interval
-from jax_attn.variant import At, Variant
-
-if TYPE_CHECKING:
-    from jax_attn.spec import AttentionSpec
+from jax_attn.spec import AttentionSpec
+from jax_attn.variant import Variant
+from jax_attn.variant_program import At
 
 __all__ = [
     "HIDDEN",

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_attn import ffi
 from jax_attn.operands import as_array
-from jax_attn.spec import default_target, dtype_code, parse_target
+from jax_attn.spec import dtype_code
+from jax_attn.target import default_target, parse_target
 from jax_attn.transforms import Axes, partitioned
 
 

@@ -61,11 +61,11 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
     return array
 
 
-def count_groups(spec: AttentionSpec, array: Any, heads: int) -> int:
-    """How often the spec's heads are in arrays on a mesh, which splits them: 1 elsewhere.
+def count_parts(spec: AttentionSpec, array: Any, heads: int) -> int:
+    """Of how many parts the heads of arrays on a mesh are, each with the spec's heads: 1 elsewhere.
 
     array: [tokens, heads, ...], the first operand; heads: the spec's. What does not fit counts as 1
-    group, which check_array refuses.
+    part, which check_array refuses.
     """
     shape = jnp.shape(array)
     if len(shape) < 2 or shape[1] % heads or not has_mesh(array):
@@ -73,20 +73,20 @@ def count_groups(spec: AttentionSpec, array: Any, heads: int) -> int:
     return max(1, shape[1] // heads)
 
 
-def of_groups(spec: AttentionSpec, num_groups: int) -> AttentionSpec:
-    """The spec with the heads of all groups; for the shapes of arrays alone."""
-    if num_groups == 1:
+def of_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
+    """The spec with the heads of all parts; for the shapes of arrays alone."""
+    if num_parts == 1:
         return spec
     whole = copy.copy(spec)
-    object.__setattr__(whole, "num_qo_heads", spec.num_qo_heads * num_groups)
+    object.__setattr__(whole, "num_qo_heads", spec.num_qo_heads * num_parts)
     if not spec.mla:
-        object.__setattr__(whole, "num_kv_heads", spec.num_kv_heads * num_groups)
+        object.__setattr__(whole, "num_kv_heads", spec.num_kv_heads * num_parts)
     return whole
 
 
 def split_of(
     spec: AttentionSpec,
-    num_groups: int,
+    num_parts: int,
     operands: dict[str, tuple[Any, int | None, int]],
     results: dict[str, tuple[int, int, int]],
 ) -> HeadSplit:
@@ -108,7 +108,7 @@ def split_of(
         spec,
         tuple(operand(name, *about) for name, about in operands.items()),
         tuple(Operand(name, *about) for name, about in results.items()),
-        num_groups,
+        num_parts,
     )
 
 

@@ -7,16 +7,32 @@ import html
 import os
 import pathlib
 import string
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from jax_attn.plan import AttentionPlan
+from jax_attn.spec import AttentionSpec
 
 _FIGURES = (".png", ".svg", ".pdf")
 _SHARED_COLOR = "#8a8f98"
 _MAX_IN_LEGEND = 12  # requests; beyond it colours repeat, more or less
+
+
+class Schedule(Protocol):
+    """What is drawn of an AttentionPlan, whose methods these are."""
+
+    @property
+    def spec(self) -> AttentionSpec: ...
+
+    def items(self) -> np.ndarray: ...
+
+    def queue_indptr(self) -> np.ndarray: ...
+
+    def merge_groups(self) -> np.ndarray: ...
+
+    def item_costs(self) -> np.ndarray: ...
+
+    def describe(self) -> str: ...
 
 
 class Timeline(NamedTuple):
@@ -35,7 +51,7 @@ class Timeline(NamedTuple):
         return float(self.end.max()) if len(self.end) else 1.0
 
 
-def timeline(plan: AttentionPlan, item_times: Any = None) -> Timeline:
+def timeline(plan: Schedule, item_times: Any = None) -> Timeline:
     """The times of a plan's items.
 
     item_times: [num_items, 2], seconds, as jax_attn.item_times returns them; shown in µs from the
@@ -86,7 +102,7 @@ def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray
     return np.unique(links[links[:, 0] != links[:, 1]], axis=0)
 
 
-def draw(plan: AttentionPlan, path: str | os.PathLike[str], item_times: Any) -> None:
+def draw(plan: Schedule, path: str | os.PathLike[str], item_times: Any) -> None:
     """AttentionPlan.plot.
 
     Raises ValueError for another suffix of path or for item_times that do not fit the plan,
@@ -131,7 +147,7 @@ def _legend(times: Timeline) -> list[tuple[str, int]]:
 _WIDTH = 1200  # of the time axis, in pixels
 
 
-def _page(plan: AttentionPlan, times: Timeline, title: str, about: str) -> str:
+def _page(plan: Schedule, times: Timeline, title: str, about: str) -> str:
     row = max(4, min(18, 900 // max(1, times.num_queues)))
     x = _WIDTH / times.length
     top = times.queue * row
@@ -181,7 +197,7 @@ def _page(plan: AttentionPlan, times: Timeline, title: str, about: str) -> str:
     )
 
 
-def _tell(plan: AttentionPlan, times: Timeline) -> list[str]:
+def _tell(plan: Schedule, times: Timeline) -> list[str]:
     """The text that the page shows for each item."""
     group_size, groups = plan.spec.heads_per_item, plan.merge_groups()
     texts = []

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.variant import At, Variant
-
-if TYPE_CHECKING:
-    from jax_attn.spec import AttentionSpec
+from jax_attn.spec import AttentionSpec
+from jax_attn.variant import Variant
+from jax_attn.variant_program import At
 
 Array = Any  # numpy.ndarray | jax.Array
 E4M3 = jnp.float8_e4m3fn

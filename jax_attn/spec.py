@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
-import re
 from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
 
 from jax_attn import _core, config
+from jax_attn.target import TARGETS, default_target, largest_head_dim, parse_target
 from jax_attn.variant import Variant
 
 _DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
@@ -23,7 +22,6 @@ _FORMATS = (None, _E4M3, _E5M2, "int8", "mxfp4")
 _HEAD_SCALED = (_E4M3, _E5M2)  # the others have their scales in the rows of the pages
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
-_TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +180,7 @@ class AttentionSpec:
         self._settle_storage(settle)
         settle("target", default_target() if self.target is None else self.target)
         if not isinstance(self.target, str):
-            _refuse("target", _TARGETS, self.target)
+            _refuse("target", TARGETS, self.target)
         parse_target(self.target)  # refuses what it does not know
         self._check_head_dims()
         if self.mla:
@@ -523,51 +521,6 @@ class AttentionSpec:
     def workspace_words(self) -> int:
         """Size of the workspace of one attention call, in words of 4 bytes."""
         return self.problem.workspace_words
-
-
-def largest_head_dim(target: str) -> int:
-    """Of kernels of a target, without mla and with keys and values of the dtype of q."""
-    return 512 if target == "cpu" else 256
-
-
-def default_target() -> str:
-    """The target of jax.default_backend(): "cpu" or "sm_<compute capability>".
-
-    Raises NotImplementedError for another backend.
-    """
-    backend = jax.default_backend()
-    if backend == "cpu":
-        return "cpu"
-    if backend == "gpu":
-        return "sm_" + jax.local_devices()[0].compute_capability.replace(".", "")
-    raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
-
-
-@functools.cache
-def parse_target(target: str) -> tuple[int, int]:
-    """(compute capability, processors) of a target; the compute capability of "cpu" is 0.
-
-    target: "cpu", "sm_90", or "sm_90:132" to give the number of multiprocessors. Without it: that
-        of the GPU if it has this compute capability, else a default. For "cpu": usable cores.
-
-    Raises ValueError for another form, NotImplementedError below sm_80.
-    """
-    if target == "cpu":
-        has_affinity = hasattr(os, "sched_getaffinity")
-        return 0, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    known = re.fullmatch(r"sm_(\d{1,3})a?(?::(\d{1,7}))?", target, re.ASCII)
-    if known is None:
-        _refuse("target", _TARGETS, target)
-    arch, count = known.groups()
-    if int(arch) < 80:
-        raise NotImplementedError(
-            f"AttentionSpec: target: sm_80 and later are supported, got {target}."
-        )
-    if count:
-        return int(arch), int(count)
-    if jax.default_backend() == "gpu" and default_target() == f"sm_{arch}":
-        return int(arch), jax.local_devices()[0].core_count
-    return int(arch), _core.default_processors(int(arch))
 
 
 @functools.cache

@@ -176,12 +176,12 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """How the arrays of a call are split by head. A plan is of one group of heads, for all."""
+    """How the arrays of a call are split by head. A plan is of one part, and serves all."""
 
-    spec: Any  # of one group of heads
+    spec: Any  # of one part
     operands: tuple[Operand | None, ...]  # None: not given
     results: tuple[Operand, ...]
-    num_groups: int
+    num_parts: int
 
     @property
     def given(self) -> tuple[Operand, ...]:
@@ -204,19 +204,19 @@ class HeadSplit:
             for axis, entry in enumerate(spec):
                 if not entry or math.prod(mesh.shape[a] for a in _names(entry)) == 1:
                     continue
-                is_head_axis = self.num_groups > 1 and axis == operand.head_axis
+                is_head_axis = self.num_parts > 1 and axis == operand.head_axis
                 if not is_head_axis or _names(found or entry) != _names(entry):
                     self.refuse(op, operand, spec)
                 found = entry
         size = math.prod(mesh.shape[a] for a in _names(found)) if found else 1
-        if size != self.num_groups:
+        if size != self.num_parts:
             self.refuse(op, self.given[0], P(*[None] * (self.given[0].head_axis or 0), found))
         return found
 
     def refuse(self, op: str, operand: Operand, spec: Any) -> NoReturn:
         expected = "an array that is not split"
         if operand.head_axis is not None:
-            one, count = operand.heads, self.num_groups
+            one, count = operand.heads, self.num_parts
             expected = (
                 f"{one} heads, as the plan's spec has, on each of {count} devices"
                 if count > 1
@@ -228,13 +228,13 @@ class HeadSplit:
         )
 
     def rule(self) -> tuple[str, dict[str, int]]:
-        """Of Shardy: groups of heads alone are split alike, other axes know of no other array."""
-        sizes = {"n": self.num_groups} if self.num_groups > 1 else {}
+        """Shardy's rule: heads are split alike in all arrays; other axes are independent."""
+        sizes = {"n": self.num_parts} if self.num_parts > 1 else {}
         count = itertools.count()
 
         def axes(operand: Operand) -> str:
             names = [f"a{next(count)}" for _ in range(operand.ndim)]
-            if operand.head_axis is not None and self.num_groups > 1:
+            if operand.head_axis is not None and self.num_parts > 1:
                 minor = names[operand.head_axis]
                 if operand.heads == 1:
                     names[operand.head_axis] = "n"
@@ -260,36 +260,36 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
     call: operands may be None; returns a tuple of arrays, split.results.
 
-    Without a mesh, and inside shard_map, it is `call` of the one group of heads. On a mesh each
-    device runs it for its own group. Arrays that are split otherwise raise NotImplementedError, in
+    Without a mesh, and inside shard_map, it is `call` of all heads. On a mesh each device
+    runs it for its own part of them. Arrays that are split otherwise raise NotImplementedError, in
     a sentence: when called, or, where only XLA knows, as the error of its compilation.
     """
 
-    def one_group(split: HeadSplit, *arrays: jax.Array) -> Any:
+    def one_part(split: HeadSplit, *arrays: jax.Array) -> Any:
         rest = iter(arrays)
         return call(*(None if x is None else next(rest) for x in split.operands), split.spec)
 
-    def all_groups(split: HeadSplit, *arrays: jax.Array) -> Any:
-        """What XLA splits. One group after the other, where it does not."""
-        if split.num_groups == 1:
-            return one_group(split, *arrays)
+    def all_parts(split: HeadSplit, *arrays: jax.Array) -> Any:
+        """What XLA splits. One part after the other, where it does not."""
+        if split.num_parts == 1:
+            return one_part(split, *arrays)
 
-        def part(group: int, operand: Operand, x: jax.Array) -> jax.Array:
+        def of_part(index: int, operand: Operand, x: jax.Array) -> jax.Array:
             if operand.head_axis is None:
                 return x
-            begin = group * operand.heads
+            begin = index * operand.heads
             return lax.slice_in_dim(x, begin, begin + operand.heads, axis=operand.head_axis)
 
-        groups = [
-            one_group(split, *(part(i, *pair) for pair in zip(split.given, arrays, strict=True)))
-            for i in range(split.num_groups)
+        done = [
+            one_part(split, *(of_part(i, *pair) for pair in zip(split.given, arrays, strict=True)))
+            for i in range(split.num_parts)
         ]
         return tuple(
             jnp.concatenate(pieces, axis=result.head_axis)
-            for result, pieces in zip(split.results, zip(*groups, strict=True), strict=True)
+            for result, pieces in zip(split.results, zip(*done, strict=True), strict=True)
         )
 
-    whole = custom_partitioning(all_groups, static_argnums=(0,))
+    whole = custom_partitioning(all_parts, static_argnums=(0,))
 
     def partition(split: HeadSplit, mesh: Any, arguments: Any, results: Any) -> Any:
         over = split.over(op, mesh, [x.sharding.spec for x in jax.tree.leaves(arguments)])
@@ -297,7 +297,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
             tuple(NamedSharding(mesh, spec) for spec in split.partition_specs(side, over))
             for side in (split.results, split.given)
         )
-        return mesh, functools.partial(one_group, split), *shardings
+        return mesh, functools.partial(one_part, split), *shardings
 
     whole.def_partition(partition=partition, sharding_rule=lambda split, *_: split.rule())
 
@@ -312,7 +312,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         # Of arrays that every device has, it takes its part.
         arrays = tuple(map(jax.sharding.reshard, arrays, in_specs))
         return jax.shard_map(
-            functools.partial(one_group, split),
+            functools.partial(one_part, split),
             mesh=explicit[0],
             in_specs=in_specs,
             out_specs=split.partition_specs(split.results, over),
@@ -323,7 +323,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         *operands, split = args
         arrays = [x for x in operands if x is not None]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        return (one_group if is_manual else on_mesh)(split, *arrays)
+        return (one_part if is_manual else on_mesh)(split, *arrays)
 
     return wrapped
 

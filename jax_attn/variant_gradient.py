@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jax_attn import _core
-from jax_attn.variant import BOOL, F32, Builder, Declared, Variant
+from jax_attn.variant import Variant
+from jax_attn.variant_program import BOOL, F32, Builder, Declared
 
 _OP = "attention: gradients: a variant"
 
@@ -35,7 +36,7 @@ def gradient_of(variant: Variant, wanted: tuple[int, ...] = ()) -> Gradient:
     values: list[int] = []  # of each instruction, in the builder
     for x in instructions:
         own = x.args[: x.num_own_args]
-        args = (values[a] for a in x.args[x.num_own_args :])
+        args = (values[a] for a in x.value_args)
         values.append(builder.add(x.op, x.kind, *own, *args))
     result, visible = variant.results
     slopes: dict[int, int] = {}  # of an instruction: the value that is d logit / d it

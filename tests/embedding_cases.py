@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_attn.models import encoder, families
 from jax_attn.models.keys import Keys
-from jax_attn.models.weights import file_shapes as decoder_shapes
+from jax_attn.models.tensors import file_shapes as decoder_shapes
 
 RECORDED = Path(__file__).resolve().parent / "data" / "embeddings.npz"
 SIZE = 32

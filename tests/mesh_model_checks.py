@@ -123,7 +123,8 @@ def check_engine(*splits: tuple[int, int]) -> None:
     """
 
     from jax_attn import models
-    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.engine import Engine
+    from jax_attn.serve.engine_config import EngineConfig
     from jax_attn.serve.request import SamplingParams, Sequence
 
     bundled = models.BUNDLED
@@ -187,7 +188,8 @@ def check_features(*splits: tuple[int, int]) -> None:
     """All that a server offers, mixed, on too few pages: what one device answers."""
     from jax_attn import models
     from jax_attn.serve import grammar
-    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.engine import Engine
+    from jax_attn.serve.engine_config import EngineConfig
     from jax_attn.serve.request import SamplingParams, Sequence
 
     model = models.load(models.BUNDLED, "float32")
@@ -246,7 +248,8 @@ def check_family(name: str, *splits: tuple[int, int]) -> None:
     import model_cases
 
     from jax_attn import models
-    from jax_attn.serve.engine import Engine, EngineConfig
+    from jax_attn.serve.engine import Engine
+    from jax_attn.serve.engine_config import EngineConfig
     from jax_attn.serve.request import SamplingParams, Sequence
 
     tokenizer = models.load(models.BUNDLED, "float32").tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_attn.models.config import ModelConfig
 from jax_attn.models.families import load_config
-from jax_attn.models.weights import file_shapes
+from jax_attn.models.tensors import file_shapes
 
 LOGITS = Path(__file__).resolve().parent / "data" / "model_logits.npz"
 NUM_TOKENS = 44

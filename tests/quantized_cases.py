@@ -16,7 +16,7 @@ import model_cases
 import numpy as np
 
 from jax_attn.models.families import parse_config
-from jax_attn.models.weights import file_shapes
+from jax_attn.models.tensors import file_shapes
 
 Tensors = dict[str, np.ndarray]
 

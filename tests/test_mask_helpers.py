@@ -10,7 +10,7 @@ import pytest
 import jax_attn as ja
 from jax_attn import masks
 from jax_attn.masks import HIDDEN, MIXED, VISIBLE, Mask
-from jax_attn.variant import At
+from jax_attn.variant_program import At
 
 QO_LENS, KV_LENS = (37, 0, 5, 150, 1, 64), (300, 20, 5, 150, 777, 129)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_attn import models
-from jax_attn.models.weights import file_shapes
+from jax_attn.models.tensors import file_shapes
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")

@@ -11,7 +11,7 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 import model_cases
 
 from jax_attn import models
-from jax_attn.serve.engine import EngineConfig
+from jax_attn.serve.engine_config import EngineConfig
 
 
 @pytest.mark.parametrize(("num_devices", "first", "step"), [(2, 5, 10), (4, 4, 17)])
@@ -108,14 +108,14 @@ def test_an_axis_that_does_not_divide(name, num_devices, sentence):
 
 
 def test_more_devices_than_there_are():
-    from jax_attn.serve.device import Device
+    from jax_attn.serve.device import Device, DeviceConfig
 
     config = models.parse_config(model_cases._COMMON | model_cases.CONFIGS["llama"])
     params = models.random_params(config, jax.random.key(0), "float32")
     model = models.Model(config, params, None)
     there = len(jax.devices())
     with pytest.raises(ValueError, match=f"tensor_parallel: expected at most {there}, the devices"):
-        Device(model, None, False, tensor_parallel=there + 1)
+        Device(model, DeviceConfig(None, tensor_parallel=there + 1))
 
 
 @pytest.mark.parametrize("count", [0, -1])

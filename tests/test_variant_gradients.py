@@ -29,8 +29,8 @@ from variant_functions import alibi, dense_bias, documents, prefix_lm, sigmoid_o
 
 import jax_attn as ja
 from jax_attn import reference
-from jax_attn.variant import At
 from jax_attn.variant_gradient import gradient_of
+from jax_attn.variant_program import At
 
 FLOATS = ("float32", "bfloat16", "float16")
 

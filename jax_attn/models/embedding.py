@@ -27,6 +27,7 @@ from jax_attn.models.config import LayerKind, ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing, read_json
 from jax_attn.models.encoder import EncoderConfig
 from jax_attn.models.keys import Keys, one_of
+from jax_attn.models.protocols import Tokenizer
 from jax_attn.models.weights import Params
 
 Mode = Literal["cls", "mean", "last"]
@@ -50,7 +51,7 @@ class EmbeddingModel:
 
     config: EncoderConfig | ModelConfig
     params: Params
-    tokenizer: Any  # tokenizers.Tokenizer
+    tokenizer: Tokenizer
     pooling: Pooling
     max_tokens: int
     sizes: Seq[int]

@@ -18,7 +18,9 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn.models.keys import Keys
-from jax_attn.models.weights import Expected, FileTensors, Params, Parts, Shape, open_tensors
+from jax_attn.models.tensors import Parts, Shape
+from jax_attn.models.weight_files import Expected, FileTensors, open_tensors
+from jax_attn.models.weights import Params
 
 
 @dataclasses.dataclass(frozen=True)

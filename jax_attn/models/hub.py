@@ -23,7 +23,7 @@ def fetch(name: str | Path, revision: str | None = None, token: str | None = Non
       token: for models that are not public; None: that of HF_TOKEN, or of `hf auth login`.
 
     Raises:
-      ModelDirectoryError: neither a directory nor to be had; says which, and what to do.
+      ModelDirectoryError: no directory, and the Hub does not give it; says why, and what to do.
     """
     if Path(name).is_dir():
         if revision is not None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jax_attn.models.config import ModelConfig
 from jax_attn.models.directory import ModelDirectoryError, existing
 from jax_attn.models.families import load_config
+from jax_attn.models.protocols import Tokenizer
 from jax_attn.models.weights import Params, load_params
 
 
 class Model(NamedTuple):
     config: ModelConfig
     params: Params
-    tokenizer: Any  # tokenizers.Tokenizer
+    tokenizer: Tokenizer
 
 
 def load(
@@ -42,12 +43,12 @@ def load(
     return Model(config, load_params(directory, config, dtype, progress), tokenizer)
 
 
-def load_tokenizer(directory: str | Path) -> Any:
+def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Of tokenizer.json. Raises ModelDirectoryError."""
-    from tokenizers import Tokenizer
+    import tokenizers
 
     path = existing(Path(directory) / "tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelDirectoryError(f"{path}: not a tokenizer: {error}") from error

@@ -1,26 +1,24 @@
-"""The weights of a model: their names and shapes, from safetensors files or at random."""
+"""The weights of a decoder model in memory, from its files or at random."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import math
-import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models import mxfp4
-from jax_attn.models.config import Experts, Latent, ModelConfig
-from jax_attn.models.directory import ModelDirectoryError, existing, read_json
+from jax_attn.models.config import Latent, ModelConfig
 from jax_attn.models.quantized import Matrix, Quantized, codes_per_byte, widen
-from jax_attn.models.quantized_files import FLOATS, PASSED_OVER, Rows, Tensor, name_of
+from jax_attn.models.quantized_files import PASSED_OVER, Rows
 from jax_attn.models.rope import Rope, rotary_order
+from jax_attn.models.tensors import Parts, Shape, file_shapes, layer_tensors
+from jax_attn.models.weight_files import Expected, FileTensors, open_tensors
 
 Params: TypeAlias = dict[str, Any]
 """embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
@@ -28,130 +26,30 @@ of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are
 and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]. A
 matrix that the files have in few bits is a `Quantized`."""
 
-Shape: TypeAlias = tuple[int, ...]
 
-Parts: TypeAlias = dict[str, Shape]
-"""Tensors of the files that make one matrix, side by side; a list of them makes a stack."""
-
-_WEIGHT, _EMBED = ".weight", "model.embed_tokens.weight"
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
-    """For each weight of a layer the tensors it is made of, as torch shapes them.
+class _Expected(Expected):
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, file_shapes(config))
+        self._model = config
 
-    A matrix is [out, in] in torch, and the other way round in Params.
-    """
-    d = config.hidden_size
-    q_size = config.num_qo_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    qkv_sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-    # Where there are norms after attention and MLP, they take the name of the one before the MLP.
-    before_mlp = "pre_feedforward" if config.post_norms else "post_attention"
-    tensors: dict[str, Parts | list[Parts]] = {"o": {"self_attn.o_proj.weight": (d, q_size)}}
-    if config.latent is not None:
-        tensors = _latent_tensors(config, config.latent)
-    elif config.packed:
-        tensors["qkv"] = {"self_attn.qkv_proj.weight": (q_size + 2 * kv_size, d)}
-    else:
-        tensors["qkv"] = {f"self_attn.{x}_proj.weight": (n, d) for x, n in qkv_sizes.items()}
-    if config.pre_norms:
-        tensors["attention_norm"] = {"input_layernorm.weight": (d,)}
-        tensors["mlp_norm"] = {f"{before_mlp}_layernorm.weight": (d,)}
-    if config.qkv_bias:
-        tensors["qkv_bias"] = {f"self_attn.{x}_proj.bias": (n,) for x, n in qkv_sizes.items()}
-    if config.sinks:
-        tensors["sinks"] = {"self_attn.sinks": (config.num_qo_heads,)}
-    if config.o_bias:
-        tensors["o_bias"] = {"self_attn.o_proj.bias": (d,)}
-    if config.qk_norm != "none":
-        for x in "qk":
-            size = config.head_dim if config.qk_norm == "per_head" else qkv_sizes[x]
-            tensors[f"{x}_norm"] = {f"self_attn.{x}_norm.weight": (size,)}
-    if config.post_norms:
-        tensors["attention_post_norm"] = {"post_attention_layernorm.weight": (d,)}
-        tensors["mlp_post_norm"] = {"post_feedforward_layernorm.weight": (d,)}
-    return tensors | _mlp_tensors(config, layer)
-
-
-def _latent_tensors(config: ModelConfig, latent: Latent) -> dict[str, Parts | list[Parts]]:
-    d, heads = config.hidden_size, config.num_qo_heads
-    q_size = heads * (latent.nope + latent.rope)
-    tensors: dict[str, Parts | list[Parts]] = {
-        "kv_a": {"self_attn.kv_a_proj_with_mqa.weight": (latent.kv_rank + latent.rope, d)},
-        "kv_a_norm": {"self_attn.kv_a_layernorm.weight": (latent.kv_rank,)},
-        "kv_b": {"self_attn.kv_b_proj.weight": (heads * (latent.nope + latent.v), latent.kv_rank)},
-        "o": {"self_attn.o_proj.weight": (d, heads * latent.v)},
-    }
-    if latent.q_rank is None:
-        return tensors | {"q_b": {"self_attn.q_proj.weight": (q_size, d)}}
-    return tensors | {
-        "q_a": {"self_attn.q_a_proj.weight": (latent.q_rank, d)},
-        "q_a_norm": {"self_attn.q_a_layernorm.weight": (latent.q_rank,)},
-        "q_b": {"self_attn.q_b_proj.weight": (q_size, latent.q_rank)},
-    }
-
-
-def _mlp_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
-    d, ff, experts = config.hidden_size, config.intermediate_size, config.experts
-    if experts is not None and layer not in experts.dense_layers:
-        return _expert_tensors(experts, d)
-    if config.packed:
-        gate_up: Parts = {"mlp.gate_up_proj.weight": (2 * ff, d)}
-    else:
-        gate_up = {f"mlp.{x}_proj.weight": (ff, d) for x in ("gate", "up")}
-    return {"gate_up": gate_up, "down": {"mlp.down_proj.weight": (d, ff)}}
-
-
-def _expert_tensors(experts: Experts, d: int) -> dict[str, Parts | list[Parts]]:
-    names, ff, count = experts.names, experts.intermediate_size, experts.count
-    router: dict[str, Parts | list[Parts]] = {"router": {f"{names.router}.weight": (count, d)}}
-    if experts.sigmoid:
-        router["router_correction"] = {f"{names.router}.e_score_correction_bias": (count,)}
-    if shared := experts.shared_size:
-        prefix = "mlp.shared_experts"
-        router["shared_gate_up"] = {
-            f"{prefix}.{x}_proj.weight": (shared, d) for x in ("gate", "up")
-        }
-        router["shared_down"] = {f"{prefix}.down_proj.weight": (d, shared)}
-    if not experts.stacked:
-        return router | {
-            "expert_gate_up": [
-                {f"{name.format(e)}.weight": (ff, d) for name in names.gate_up}
-                for e in range(count)
-            ],
-            "expert_down": [{f"{names.down.format(e)}.weight": (d, ff)} for e in range(count)],
-        }
-    (gate_up,), down = names.gate_up, names.down
-    return router | {
-        "router_bias": {f"{names.router}.bias": (count,)},
-        "expert_gate_up": _stack(experts, gate_up, d, 2 * ff),
-        "expert_gate_up_bias": {f"{gate_up}_bias": (count, 2 * ff)},
-        "expert_down": _stack(experts, down, ff, d),
-        "expert_down_bias": {f"{down}_bias": (count, d)},
-    }
-
-
-def _stack(experts: Experts, name: str, inner: int, outer: int) -> Parts:
-    if experts.stacked == "plain":
-        return {name: (experts.count, inner, outer)}
-    blocks = (experts.count, outer, inner // mxfp4.BLOCK)
-    return {f"{name}_blocks": (*blocks, mxfp4.BLOCK // 2), f"{name}_scales": blocks}
-
-
-def file_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that belongs in the files, as torch shapes it; names are without prefix."""
-    shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for i in range(config.num_layers):
-        for weight in layer_tensors(config, i).values():
-            for parts in weight if isinstance(weight, list) else [weight]:
-                shapes |= {f"model.layers.{i}.{name}": shape for name, shape in parts.items()}
-    return shapes
+    def is_passed_over(self, name: str) -> bool:
+        """Old exports carry the RoPE table, tied ones the head a second time, some an image encoder
+        beside the text model, and DeepSeek's layers that predict more than one token.
+        """
+        config = self._model
+        stem, _, suffix = name.rpartition(".")
+        return (
+            name.endswith("rotary_emb.inv_freq")
+            or (name == "lm_head.weight" and config.tie_embeddings)
+            or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
+            or (stem in self.of_matrix and suffix in PASSED_OVER)
+            or name.startswith(
+                tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+            )
+        )
 
 
 def load_params(
@@ -171,142 +69,8 @@ def load_params(
     Raises ModelDirectoryError for a tensor that is missing, is one too many or does not fit.
     """
     with contextlib.ExitStack() as stack:
-        expected = Expected(config, file_shapes(config))
-        return _make_params(open_tensors(stack, directory, expected, progress), config, dtype)
-
-
-class Expected:
-    """The tensors that belong in the files of a model."""
-
-    def __init__(self, config: Any, shapes: dict[str, Shape]):
-        """config: a ModelConfig; of other models, for a subclass, what is used of one here."""
-        self.config, self.shapes = config, shapes
-        # Of matrices that may be quantised, by stem, and by name.
-        self.of_matrix: dict[str, dict[str, Tensor]] = {}
-        if config.quantization is not None and config.quantization.kind != "e2m1":
-            for name, shape in self.shapes.items():
-                if name.endswith(_WEIGHT) and len(shape) == 2 and name != _EMBED:
-                    stem = name.removesuffix(_WEIGHT)
-                    self.of_matrix[stem] = config.quantization.tensors(*shape)
-
-    def name(self, full_name: str) -> str:
-        """Without prefix, and with the one that models without a head are saved without."""
-        name = full_name.removeprefix(self.config.tensor_prefix)
-        longer = f"model.{name}"
-        is_known = longer in self.shapes or longer.rpartition(".")[0] in self.of_matrix
-        return longer if is_known else name
-
-    def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
-        """What the tensor is called here, and what it may be."""
-        plain = self.shapes.get(name)
-        stem, _, suffix = name.rpartition(".")
-        part = self.of_matrix.get(stem, {}).get(name_of(suffix))
-        if plain is None and part is None:
-            return None
-        allowed = () if part is None else (part,)
-        if plain is not None:
-            allowed = (Tensor((plain,), _dtypes(name)), *allowed)
-        return f"{stem}.{name_of(suffix)}" if stem else name, allowed
-
-    def is_passed_over(self, name: str) -> bool:
-        """Whether other programs' files have it, and nothing here needs it.
-
-        Old exports carry the RoPE table, tied ones the head a second time, some an image encoder
-        beside the text model, and DeepSeek's layers that predict more than one token.
-        """
-        config = self.config
-        stem, _, suffix = name.rpartition(".")
-        return (
-            name.endswith("rotary_emb.inv_freq")
-            or (name == "lm_head.weight" and config.tie_embeddings)
-            or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
-            or (stem in self.of_matrix and suffix in PASSED_OVER)
-            or name.startswith(
-                tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
-            )
-        )
-
-    def is_bias_of_zeros(self, name: str) -> bool:
-        """Files of GPTQ have biases, which should be zeros, where the model has none."""
-        stem, _, suffix = name.rpartition(".")
-        quantization = self.config.quantization
-        is_gptq = quantization is not None and quantization.layout == "gptq"
-        return is_gptq and suffix == "bias" and stem in self.of_matrix
-
-    def missing(self, tensors: dict[str, _InFile]) -> list[str]:
-        missing = set(self.shapes) - set(tensors)
-        for stem, parts in self.of_matrix.items():
-            name = stem + _WEIGHT
-            if name in tensors and tensors[name].dtype in FLOATS:
-                continue  # not quantised
-            needed = {f"{stem}.{part}" for part, tensor in parts.items() if tensor.is_needed}
-            if any(part in tensors for part in needed):
-                missing.discard(name)
-                missing |= needed - set(tensors)
-        return sorted(missing)
-
-
-class _InFile(NamedTuple):
-    """A tensor of a file that is open."""
-
-    file: Any
-    path: Path
-    name: str  # there
-    shape: Shape
-    dtype: str
-
-    def read(self) -> np.ndarray:
-        if self.dtype == "F8_E4M3":  # numpy has no such type
-            return _bytes_of(self.path, self.name).reshape(self.shape)
-        return self.file.get_tensor(self.name)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-class FileTensors:
-    """Of the files, each read when it is asked for."""
-
-    def __init__(
-        self,
-        files: dict[str, _InFile],
-        expected: Expected,
-        progress: Callable[[int, int], None] | None,
-    ):
-        self._files, self._expected, self._progress = files, expected, progress
-        self._num_read, self._num_all = 0, sum(tensor.size for tensor in files.values())
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        tensor = self._files[name].read()
-        self._num_read += tensor.size
-        if self._progress is not None:
-            self._progress(self._num_read, self._num_all)
-        return tensor
-
-    def matrix(self, name: str) -> np.ndarray | Rows:
-        """A tensor as it is, or what it is if it is quantised."""
-        stem = name.removesuffix(_WEIGHT)
-        parts = self._expected.of_matrix.get(stem)
-        if parts is None or (name in self._files and self._files[name].dtype in FLOATS):
-            return self[name]
-        quantization = self._expected.config.quantization
-        assert quantization is not None
-
-        def get(part: str) -> np.ndarray | None:
-            return self[f"{stem}.{part}"] if f"{stem}.{part}" in self._files else None
-
-        try:
-            return quantization.read(get, *self._expected.shapes[name])
-        except ValueError as error:
-            raise self.error(name, str(error)) from None
-
-    def error(self, name: str, message: str) -> ModelDirectoryError:
-        """name: of a tensor, or of a matrix whose tensors have other names."""
-        parts = self._expected.of_matrix.get(stem := name.removesuffix(_WEIGHT), ())
-        names = [name, *(f"{stem}.{part}" for part in parts)]
-        found = next(self._files[each] for each in names if each in self._files)
-        return ModelDirectoryError(f"{found.path}: tensor '{found.name}': {message}")
+        tensors = open_tensors(stack, directory, _Expected(config), progress)
+        return _make_params(tensors, config, dtype)
 
 
 def _make_params(tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
@@ -415,14 +179,14 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 
 def _gate_then_up(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
-    """Where the columns of gate and up alternate, those of gate first."""
+    """Moves the columns of gate before those of up, in files where they alternate."""
     if config.experts is None or not config.experts.stacked or "gate_up" not in weight:
         return tensor
     return np.concatenate([tensor[..., ::2], tensor[..., 1::2]], axis=-1)
 
 
 def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
-    """q and k, and what else has their dimensions, with those of each head as kernels rotate them.
+    """Puts the elements of each head of q and k, and of their norms, in the order of kernels.
 
     tensor: [out, ...].
     """
@@ -447,7 +211,7 @@ def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np
 def _in_pairs_order(
     tensor: np.ndarray, weight: str, config: ModelConfig, latent: Latent
 ) -> np.ndarray:
-    """Of latent attention's q and k: neighbours that rotate together, half of them apart."""
+    """Latent attention: elements that rotate together, from neighbours to half of rope apart."""
     if not latent.interleaved or weight not in ("q_b", "kv_a"):
         return tensor
     fixed = latent.nope if weight == "q_b" else latent.kv_rank
@@ -504,102 +268,3 @@ def _shape_in_memory(weight: str, parts: Parts | list[Parts]) -> Shape:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(key: jax.Array, shape: Shape, dtype: Any, scale: float, mean: float = 0) -> jax.Array:
     return (mean + scale * jax.random.normal(key, shape, dtype)).astype(dtype)
-
-
-def open_tensors(
-    stack: contextlib.ExitStack,
-    directory: str | Path,
-    expected: Expected,
-    progress: Callable[[int, int], None] | None,
-) -> FileTensors:
-    """Those of model.safetensors, or of the shards; the files are open as long as stack.
-
-    Raises: see `load_params`.
-    """
-    tensors: dict[str, _InFile] = {}
-    for path in _weight_files(Path(directory)):
-        tensors |= _tensors_of(stack, path, expected)
-    if missing := expected.missing(tensors):
-        raise ModelDirectoryError(
-            f"{directory}: tensor '{expected.config.tensor_prefix}{missing[0]}' is missing, with "
-            f"{len(missing) - 1} more"
-        )
-    return FileTensors(tensors, expected, progress)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if not index.is_file():
-        raise ModelDirectoryError(f"{directory}: neither {whole.name} nor {index.name} is there")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelDirectoryError(f"{index}: key 'weight_map' is missing")
-    names = set(map(str, weight_map.values()))
-    for name in names:
-        # The index may be a stranger's, and is to name files of this directory only.
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ModelDirectoryError(
-                f"{index}: weight_map: expected names of files in this directory, got {name!r}"
-            )
-    return [existing(directory / name) for name in sorted(names)]
-
-
-def _tensors_of(
-    stack: contextlib.ExitStack, path: Path, expected: Expected
-) -> Iterable[tuple[str, _InFile]]:
-    """The tensors of one file, each checked. The file is open as long as stack."""
-    from safetensors import SafetensorError, safe_open
-
-    config = expected.config
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
-    stack.enter_context(file)
-    for full_name in file.keys():
-        name = expected.name(full_name)
-        where = f"{path}: tensor '{full_name}'"
-        found = expected.find(name)
-        if found is None and expected.is_passed_over(name):
-            continue
-        if found is None and expected.is_bias_of_zeros(name):
-            if file.get_tensor(full_name).any():
-                raise ModelDirectoryError(f"{where}: expected zeros, as the model has no such bias")
-            continue
-        if found is None:
-            raise ModelDirectoryError(
-                f"{where} is no part of a {config.family} model with this config"
-            )
-        header = file.get_slice(full_name)
-        shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        known, allowed = found
-        shapes = [shape for tensor in allowed for shape in tensor.shapes]
-        if shape not in shapes:
-            words = " or ".join(map(str, dict.fromkeys(shapes)))
-            raise ModelDirectoryError(f"{where}: expected shape {words}, got {shape}")
-        dtypes = [dtype for tensor in allowed for dtype in tensor.dtypes]
-        if dtype not in dtypes:
-            words = " or ".join(", ".join(dtypes).rsplit(", ", 1))
-            raise ModelDirectoryError(f"{where}: expected dtype {words}, got {dtype}")
-        yield known, _InFile(file, path, full_name, shape, dtype)
-
-
-def _dtypes(name: str) -> tuple[str, ...]:
-    return ("U8",) if name.endswith(("_blocks", "_scales")) else FLOATS
-
-
-def _bytes_of(path: Path, name: str) -> np.ndarray:
-    """A tensor as u8 [n], by what the header of the file says of it."""
-    header, data = _header_of(path)
-    begin, end = header[name]["data_offsets"]
-    return np.fromfile(path, np.uint8, end - begin, offset=data + begin)
-
-
-@functools.lru_cache(maxsize=1)  # it may have tens of thousands of tensors
-def _header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """And where the data begins."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(size)), 8 + size

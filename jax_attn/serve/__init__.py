@@ -4,17 +4,26 @@
 
 | module | holds |
 | --- | --- |
-| `request`, `events` | one stream of tokens, as asked for and as answered; plain data |
-| `pages`, `prefix_cache` | who owns a page of the kv cache; which pages hold which tokens |
-| `scheduler` | what the next step computes: admission, preemption, deadlines |
-| `engine` | the step: admit, schedule, plan, forward, sample, retire |
+| `request`, `events`, `step_plan` | a sequence, what is new of it, a scheduled step; plain data |
+| `pages`, `prefix_cache`, `kv_memory` | free pages; which hold which tokens; who has which |
+| `tenants`, `admission` | whose turn it is; which waiting sequences get in |
+| `scheduler` | what the next step computes, and whom it preempts |
+| `engine`, `engine_config` | the life of a step; what it is configured by |
 | `device`, `buckets`, `sampling` | its half on the device, in static shapes |
-| `grammar`, `detokenizer` | constrained decoding; from tokens to text |
+| `draft_model`, `drafts` | speculative decoding |
+| `grammar`, `masks`, `detokenizer` | constrained decoding; from tokens to text |
 | `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |
-| `server`, `schemas`, `prepare`, `responses` | requests and answers, HTTP |
-| `chat`, `tools`, `token_bytes` | what of these depends on the model directory |
+| `protocols` | what HTTP needs of an engine and a model |
+| `server`, `gate`, `lanes`, `bodies` | routes; limits of a key; from bytes to a checked body |
+| `schemas`, `fields`, `prepare` | bodies; how fields are read; from a body to sequences |
+| `answers`, `styles`, `scores` | from events to answers |
+| `responses_api`, `embeddings` | /v1/responses; /v1/embeddings |
+| `chat`, `messages`, `tools`, `reasoning` | what of these depends on the model's chat template |
+| `text_encoder`, `token_bytes` | from texts to tokens; the bytes of a token |
 | `auth`, `connection`, `errors`, `openapi`, `metrics` | what every route has in common |
+| `options`, `sizing` | the command line; how many pages the memory holds |
+| `processes`, `replay` | several processes that are one server |
 
-Arrows only go down: HTTP knows `async_engine`, the engine knows the scheduler, and `request`,
-`pages`, `prefix_cache` and `scheduler` are pure Python that does not import jax.
+Arrows only go down: HTTP knows `protocols`, the engine knows the scheduler, and the scheduler with
+all that it imports is pure Python that does not import jax.
 """

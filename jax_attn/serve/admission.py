@@ -1,227 +1,312 @@
-"""Who may ask: what each tenant may hold of the server, and whose turn it is.
+"""Which waiting sequences get slots and pages: tenants' shares, priorities, cached prefixes.
 
-What a request costs is known bit by bit: its being there, the bytes of its body, then its choices,
-tokens and log-probabilities. A `Ticket` adds each of them up as it becomes known, before memory is
-taken for it, and is refused with a 429 that says which limit it met.
+Tenants take turns (see `tenants`): tokens of prompts and the right to get in go to the tenant that
+has had the fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
+
+Cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
+while another computes pages that it could share, such as its sibling of n > 1.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from jax_attn.serve import schemas
-from jax_attn.serve.errors import ApiError
+from jax_attn.serve.kv_memory import KvMemory
+from jax_attn.serve.request import Sequence, Status
+from jax_attn.serve.step_plan import SchedulerConfig, StepPlan
+from jax_attn.serve.tenants import Tenant, Tenants, in_turn, rank, waiting_rank
 
-RETRY_AFTER_SECONDS = 1
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class KeyLimits:
-    """What the requests of one key may hold at once; without keys, those of everybody."""
-
-    requests: int
-    choices: int  # sequences: prompts x n
-    tokens: int = 1 << 22  # of prompts, for each choice; 44 bytes of memory each
-    # Log-probabilities of answers that are not complete, and no streams; up to 90 bytes each.
-    scores: int = 8 * schemas.MAX_SCORES
-    body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
-    embedding_bytes: int = 64 << 20  # of vectors until they are sent
-
-    @staticmethod
-    def default(max_waiting: int, max_running: int) -> KeyLimits:
-        """All that the engine takes: keys that want more than there is get equal shares of it."""
-        most = max_waiting + max_running
-        return KeyLimits(requests=most, choices=most)
-
-    def check_one(self, tenant: str, **amounts: int) -> None:
-        """Raises ApiError, 400, for a request that is more than all together may be."""
-        for name, amount in amounts.items():
-            if amount > (limit := getattr(self, name)):
-                raise _too_many(name, limit, _whose(tenant), 0, amount)
+# Waiting sequences, from the heads of the queues, that are looked up in the prefix cache for a
+# step: a lookup takes some microseconds, and there may be thousands. They are of so many tenants.
+_LOOKUPS = 128
+_LOOKUP_TENANTS = 16
 
 
-_WORDS = {
-    "requests": "requests in flight",
-    "choices": "choices in flight (prompts x n)",
-    "tokens": "prompt tokens in flight (x n)",
-    "scores": "log-probabilities of answers in flight (use streams, or fewer)",
-    "body_bytes": "bytes of bodies that are being read",
-    "embedding_bytes": "bytes of embeddings in flight",
-}
+class QueueFull(Exception):
+    """As many sequences wait as the limit that the message names. Try again later."""
 
 
-def _too_many(name: str, limit: int, whose: str, held: int, amount: int) -> ApiError:
-    expected = f"{_WORDS[name]}: expected at most {limit} {whose}, got"
-    code = f"too_many_{name}"
-    if amount > limit:  # whenever it comes
-        return ApiError(400, f"{expected} {amount} in one request", code=code)
-    return ApiError(
-        429,
-        f"{expected} {held} and {amount} more; try again when some of them are done",
-        code=code,
-        retry_after=RETRY_AFTER_SECONDS,
-    )
+class Candidate(NamedTuple):
+    """A waiting sequence that was looked up in the prefix cache."""
+
+    seq: Sequence
+    key: bytes
+    num_cached_pages: int
+    may_be_overtaken: bool  # by others of its tenant
 
 
-def _whose(tenant: str) -> str:
-    return "of one key" if tenant else "of all clients together"
+class _Need(NamedTuple):
+    """The least room with which any candidate could enter, when the queues were last looked up."""
+
+    num_new: int  # new pages
+    num_pages: int  # entries of the page table
+    num_insertions: int  # KvMemory.num_insertions then: after more, a candidate may need less
 
 
-class Gate:
-    """Of an event loop. Hands out tickets as long as there is room for one."""
+class Admission:
+    """The queues of all tenants, and the rules by which sequences leave them for a step."""
 
-    def __init__(self, engine: Any | None, limits: KeyLimits):
-        """engine: None: there is no queue to enter."""
-        self._engine, self._limits = engine, limits
-        self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold
+    def __init__(self, config: SchedulerConfig, memory: KvMemory, tenants: Tenants):
+        self._config, self._memory, self._tenants = config, memory, tenants
+        self.num_waiting = 0
+        # With less room nobody gets in: what `candidates` found when it last looked the queues up.
+        # None: since then somebody may need less.
+        self._least_need: _Need | None = None
+        # Totals since the start; re-admissions after a preemption not included.
+        self.num_admissions = 0
+        self.num_prompt_tokens = 0
+        self.num_prompt_tokens_cached = 0
 
-    def enter(self, tenant: str, *, queues: bool) -> Ticket:
-        """queues: it wants a place in the engine's queue, and is refused where it would get none.
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Tenant by tenant, in turn. By priority; the preempted before those that have never run;
+        by arrival."""
+        return [seq for tenant in in_turn(self._tenants) for seq in tenant.waiting]
 
-        Raises:
-          ApiError: 429.
+    # ---- the queue ----
+
+    def check(self, num_new: Counter[str]) -> None:
+        """Raises QueueFull unless each tenant may add so many.
+
+        A tenant that is alone has the whole queue. Others cannot fill it so that a tenant is
+        refused its share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
         """
-        if queues:
-            self._check_queue(tenant)
-        ticket = Ticket(self, tenant)
-        ticket.take(requests=1)
-        return ticket
+        num_tenants = len(self._tenants) + sum(name not in self._tenants for name in num_new)
+        share = self._config.max_waiting // max(num_tenants, 1)
+        is_full = self.num_waiting + num_new.total() > self._config.max_waiting
+        most = self._config.tenant_limits.max_waiting
+        for name, num in num_new.items():
+            num_mine = len(self._tenants[name].waiting) if name in self._tenants else 0
+            if most is not None and num_mine + num > most:
+                raise QueueFull(
+                    f"{num_mine} of your sequences are waiting; with {num} more it would be more "
+                    f"than the {most} that a key may have in the queue"
+                )
+            if is_full and num_mine + num > share:
+                raise QueueFull(
+                    f"the queue is full: {self.num_waiting} of {self._config.max_waiting} are "
+                    f"waiting, and your share of it is {share}"
+                )
 
-    def _check_queue(self, tenant: str) -> None:
-        """What the engine will say, as far as it is known without reading the request."""
-        assert self._engine is not None
-        limits = self._engine.limits
-        if self._engine.stats()["waiting"] < limits.max_waiting:
-            return
-        share = limits.max_waiting // len(self._held.keys() | {tenant})
-        if self.held(tenant)["choices"] >= share:
-            raise queue_full(f"the queue is full, and your share of it is {share}")
+    def join(self, seq: Sequence) -> None:
+        waiting = self._tenants.get_or_add(seq.tenant).waiting
+        place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
+        waiting.insert(place, seq)
+        self.num_waiting += 1
+        self._on_queue_changed(place)
 
-    def held(self, tenant: str) -> Counter[str]:
-        return Counter(self._held.get(tenant, {}))
+    def leave(self, seq: Sequence) -> None:
+        waiting = self._tenants[seq.tenant].waiting
+        place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
+        del waiting[place]
+        self.num_waiting -= 1
+        self._on_queue_changed(place)
 
-    def _add(self, tenant: str, amounts: dict[str, int]) -> None:
-        held = self._held.get(tenant, Counter())
-        for name, amount in amounts.items():
-            limit = getattr(self._limits, name)
-            if held[name] + amount > limit:
-                raise _too_many(name, limit, _whose(tenant), held[name], amount)
-        held.update(amounts)
-        self._held[tenant] = held
+    def _on_queue_changed(self, place: int) -> None:
+        if place < _LOOKUPS:
+            self._least_need = None
 
-    def _remove(self, tenant: str, amounts: dict[str, int]) -> None:
-        held = self._held[tenant]
-        held.subtract(amounts)
-        if not any(held.values()):
-            del self._held[tenant]
+    def on_tokens_changed(self) -> None:
+        """A waiting sequence has more tokens, or fewer samples in flight."""
+        self._least_need = None
 
+    # ---- shares of tenants ----
 
-class Ticket:
-    """What one request holds until it leaves."""
+    def _claimants(self) -> list[Tenant]:
+        """Tenants with waiting sequences, and less than their share of slots and of pages.
 
-    def __init__(self, gate: Gate, tenant: str):
-        self._gate, self.tenant = gate, tenant
-        self._amounts: Counter[str] = Counter()
-
-    def take(self, **amounts: int) -> None:
-        """amounts: of the fields of KeyLimits, all or none.
-
-        Raises:
-          ApiError: 429; or 400, if it is more than all requests may hold.
+        While there are any, only their sequences get in.
         """
-        self._gate._add(self.tenant, amounts)
-        self._amounts.update(amounts)
+        if len(self._tenants) < 2 or not self.num_waiting:
+            return []
+        num_slots, num_pages = self._share_of_slots, self._share_of_pages
+        return [
+            tenant
+            for tenant in self._tenants
+            if self._may_run(tenant)
+            and len(tenant.running) < num_slots
+            and tenant.num_pages + self._memory.pages_of(tenant.waiting[0]) <= num_pages
+        ]
 
-    def give_back(self, name: str) -> None:
-        """All that it took of one of them."""
-        self._gate._remove(self.tenant, {name: self._amounts.pop(name, 0)})
+    @property
+    def _share_of_slots(self) -> int:
+        return self._config.max_running // len(self._tenants)
 
-    def leave(self) -> None:
-        """With all that it has. Once is enough, and more do no harm."""
-        if self._amounts:
-            self._gate._remove(self.tenant, self._amounts)
-            self._amounts = Counter()
+    @property
+    def _share_of_pages(self) -> int:
+        return self._config.num_pages // len(self._tenants)
 
+    def _may_run(self, tenant: Tenant) -> bool:
+        """Whether one more sequence of the tenant may run."""
+        most = self._config.tenant_limits.max_running
+        return bool(tenant.waiting) and (most is None or len(tenant.running) < most)
 
-def queue_full(reason: str) -> ApiError:
-    return ApiError(
-        429,
-        f"{reason}; try again later",
-        code="queue_full",
-        retry_after=RETRY_AFTER_SECONDS,
-    )
+    def beyond_its_share(self) -> Sequence | None:
+        """The sequence to preempt of a tenant that has more than its share, if a claimant lacks
+        that: the last of its running.
 
+        Its tenant is no claimant, so the preempted sequence does not get in before the claimant's.
+        """
+        claimants = self._claimants()
+        if not claimants:
+            return None
+        if not self._memory.num_free_slots:
+            most = self._tenants.with_most(lambda tenant: len(tenant.running))
+            exceeds = len(most.running) > self._share_of_slots
+        elif not self._fits(min(claimants, key=lambda tenant: tenant.turn).waiting[0]):
+            most = self._tenants.with_most(lambda tenant: tenant.num_pages)
+            exceeds = most.num_pages > self._share_of_pages
+        else:
+            return None
+        return most.running[-1] if exceeds else None
 
-class Lanes:
-    """Threads for what a body has to go through before it is a request, for tenants in turn.
+    def _fits(self, seq: Sequence) -> bool:
+        memory = self._memory
+        num_pages = memory.pages_of(seq)
+        num_cached_pages = memory.num_cached_pages(seq, memory.lookup_key(seq))
+        return memory.has_room(num_pages - num_cached_pages, num_pages)
 
-    Long bodies go one at a time, as parsing one may keep all other threads from running for a
-    while. Short ones do not wait for them.
-    """
+    # ---- the step ----
 
-    LONG_BYTES = 1 << 16
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits, and a slot is free."""
+        return bool(self.num_waiting and self._memory.num_free_slots)
 
-    def __init__(self) -> None:
-        self._short, self._long = _Lane("short", 4), _Lane("long", 1)
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """Sequences that might get in now, by the tenant's name, in the order of admission.
 
-    async def run(
-        self, ticket: Ticket, num_bytes: int, work: Callable[..., Result], *args: Any
-    ) -> Result:
-        """What work(*args) returns or raises."""
-        lane = self._short if num_bytes <= self.LONG_BYTES else self._long
-        return await lane.run(ticket.tenant, partial(work, *args))
+        In each priority: the preempted and the starved in the order of arrival, then by longest
+        cached prefix.
+        """
+        if not self.may_admit:
+            return {}
+        need, num_insertions = self._least_need, self._memory.num_insertions
+        if need is not None and need.num_insertions == num_insertions:
+            if not self._memory.has_room(need.num_new, need.num_pages):
+                return {}
+        tenants = self._claimants() or [t for t in self._tenants if self._may_run(t)]
+        tenants = heapq.nsmallest(_LOOKUP_TENANTS, tenants, key=lambda tenant: tenant.turn)
+        candidates = {
+            tenant.name: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
+            for tenant in tenants
+        }
+        # With several tenants, which of them are looked up changes from step to step.
+        is_alone = len(self._tenants) == 1 and candidates
+        self._least_need = self._need_of_any(*candidates.values()) if is_alone else None
+        return candidates
 
-    def close(self) -> None:
-        self._short.close()
-        self._long.close()
+    def _look_up(self, seqs: list[Sequence]) -> list[Candidate]:
+        ranked = []
+        for seq in seqs:
+            key = self._memory.lookup_key(seq)
+            num_cached_pages = self._memory.num_cached_pages(seq, key)
+            may_be_overtaken = not (
+                seq.num_preempted or seq.num_overtaken >= self._config.starvation_steps
+            )
+            order = (
+                seq.priority,
+                may_be_overtaken,
+                -num_cached_pages if may_be_overtaken else 0,
+                seq.order,
+            )
+            ranked.append((order, Candidate(seq, key, num_cached_pages, may_be_overtaken)))
+        ranked.sort(key=lambda item: item[0])
+        return [candidate for _, candidate in ranked]
 
+    def _need_of_any(self, candidates: list[Candidate]) -> _Need:
+        """The least room with which one of the candidates could enter.
 
-class _Lane:
-    """A tenant's jobs begin in their order, and after one of them it is another tenant's turn."""
+        Until the cache gets more pages or the head of the queue changes, no candidate needs less:
+        evictions only add to what they need.
+        """
+        new, entries = [], []
+        for seq, _, num_cached_pages, may_be_overtaken in candidates:
+            num_pages = self._memory.pages_of(seq)
+            new.append(num_pages - num_cached_pages)
+            entries.append(num_pages)
+            if not may_be_overtaken:
+                break  # if it stays out, so do all that follow
+        return _Need(min(new), min(entries), self._memory.num_insertions)
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, f"jax_attn {name}")
-        self._num_free = num_threads
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+    def coming(self, seq: Sequence) -> tuple[str, bytes]:
+        """The namespace and the tokens that the cache gets from `seq` while it reads its prompt."""
+        return seq.namespace, seq.key(seq.num_prompt)
 
-    async def run(self, tenant: str, job: Callable[[], Result]) -> Result:
-        await self._acquire(tenant)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
-        finally:
-            self._release()
+    def entering(
+        self,
+        step: StepPlan,
+        tenant: Tenant,
+        candidates: list[Candidate],
+        coming: list[tuple[str, bytes]],
+    ) -> Iterator[Sequence]:
+        """Admits a tenant's candidates one by one, each when the iterator is advanced, while slots
+        and pages last.
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _acquire(self, tenant: str) -> None:
-        if self._num_free:
-            self._num_free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given, too late
-                self._release()
-            raise
-
-    def _release(self) -> None:
-        while self._waiting:
-            tenant, turns = self._waiting.popitem(last=False)
-            while turns and turns[0].cancelled():
-                turns.popleft()
-            if turns:
-                turns.popleft().set_result(None)
-                self._waiting[tenant] = turns  # behind the others
+        coming: what the cache is about to get; the prompts of admitted sequences are added.
+        """
+        for seq, key, num_cached_pages, may_be_overtaken in candidates:
+            has_row = self._memory.num_free_slots > step.num_more_rows
+            if step.is_closed or not (has_row and self._may_run(tenant)):
                 return
-        self._num_free += 1
+            if seq.is_held:
+                continue
+            if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
+                continue
+            if seq.num_in_flight or not self._enter(seq, key, num_cached_pages):
+                step.is_closed = not may_be_overtaken
+                continue
+            step.admitted.append(seq)
+            coming.append(self.coming(seq))
+            yield seq
+
+    def _gains_by_waiting(
+        self, seq: Sequence, key: bytes, num_cached_pages: int, coming: list[tuple[str, bytes]]
+    ) -> bool:
+        """Whether the page that `seq` would begin with is about to be computed for another."""
+        end = 4 * (num_cached_pages + 1) * self._config.page_size
+        if end > len(key) or not coming:
+            return False
+        head = key[:end]
+        return any(
+            namespace == seq.namespace and prompt.startswith(head) for namespace, prompt in coming
+        )
+
+    def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
+        """From the queue to the running, if there is room."""
+        if not self._memory.enter(seq, key, num_cached_pages):
+            return False
+        self.leave(seq)
+        if not seq.num_preempted:
+            seq.num_cached = seq.num_computed
+            self.num_admissions += 1
+            self.num_prompt_tokens += seq.num_prompt
+            self.num_prompt_tokens_cached += seq.num_cached
+        return True
+
+    def count_overtaken(self, admitted: list[Sequence]) -> None:
+        """To be called once in a step, with those that it admits."""
+        last_ranks: dict[str, tuple[int, int]] = {}
+        for seq in admitted:
+            last_ranks[seq.tenant] = max(last_ranks.get(seq.tenant, rank(seq)), rank(seq))
+        for name, last_rank in last_ranks.items():
+            for seq in self._tenants[name].waiting[:_LOOKUPS]:  # nobody overtakes from further back
+                seq.num_overtaken += rank(seq) < last_rank
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the queues are in order and none in them has pages."""
+        waiting = [seq for tenant in self._tenants for seq in tenant.waiting]
+        assert self.num_waiting == len(waiting)
+        for seq in waiting:
+            assert seq.status is Status.WAITING, seq.id
+            assert not seq.pages and seq.node is None and seq.num_computed == 0, seq.id
+        for tenant in self._tenants:
+            assert tenant.waiting or tenant.running, "an idle tenant"
+            assert tenant.waiting == sorted(tenant.waiting, key=waiting_rank)
+            assert tenant.running == sorted(tenant.running, key=rank)
+            names = {seq.tenant for seq in (*tenant.waiting, *tenant.running)}
+            assert [self._tenants[name] for name in names] == [tenant], names

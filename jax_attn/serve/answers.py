@@ -1,5 +1,5 @@
-"""From the engine's events to OpenAI's answers, whole or as server-sent events: those with choices.
-`responses_api` has the others."""
+"""From the engine's events to answers over HTTP, whole or as server-sent events: what all of them
+have in common, and those with choices. `responses_api` has the others."""
 
 from __future__ import annotations
 
@@ -11,35 +11,29 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from jax_attn.serve import schemas, tools
+from jax_attn.serve import schemas
 from jax_attn.serve.access_log import Record
-from jax_attn.serve.admission import Ticket, queue_full
-from jax_attn.serve.async_engine import EngineStopped
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.errors import ApiError
+from jax_attn.serve.events import TokenEvent, TokenLogprob
+from jax_attn.serve.gate import Ticket, queue_full
 from jax_attn.serve.grammar import GrammarError
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Prepared
-from jax_attn.serve.reasoning import Parts
+from jax_attn.serve.protocols import EngineStopped, ServedEngine
 from jax_attn.serve.request import FinishReason, Sequence
-from jax_attn.serve.scheduler import QueueFull
-from jax_attn.serve.scores import (
-    ChatScores,
-    CompletionScores,
-    PromptScores,
-    Scores,
-    TokenJson,
-)
-from jax_attn.serve.tools import ToolParser
+from jax_attn.serve.scores import PromptScores, Scores
+from jax_attn.serve.styles import Style
 
 # Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
 KEEP_ALIVE_SECONDS = 10.0
 _ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other requests have a turn
-_EVENTS_AT_A_TIME = 8  # of several choices in one step; likewise
+_EVENTS_AT_A_TIME = 8  # of several choices in one step; then other requests have a turn
 _PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
 _MARK = "the text goes here"
 _NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
@@ -55,7 +49,7 @@ class _Choice:
     """What one sequence has produced so far."""
 
     scores: Scores | None = None  # None: they were not asked for
-    prompt_scores: PromptScores | None = None  # likewise
+    prompt_scores: PromptScores | None = None  # None: they were not asked for
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     has_begun: bool = False  # its first chunk is sent
@@ -72,174 +66,6 @@ class _Ended(NamedTuple):
     error: Exception | None
 
 
-class Style(Protocol):
-    """One of OpenAI's two shapes of an answer. The JSON of its models has no log-probabilities:
-    those of a choice are spliced in."""
-
-    keeps_text: bool  # the text of a choice is shown as it is, and when it comes
-    tokens: TokenJson
-
-    def scores(self, index: int) -> Scores | None: ...
-
-    def chunk(
-        self, index: int, text: str, has_scores: bool, finish: str | None
-    ) -> BaseModel | None:
-        """An event with the news of one choice, if there are any."""
-
-    def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
-
-    def whole(self, usage: schemas.Usage) -> BaseModel:
-        """Without its choices."""
-
-    def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
-        """Of the whole."""
-
-
-class CompletionStyle:
-    keeps_text = True
-
-    def __init__(self, prepared: Prepared, with_logprobs: bool, tokens: TokenJson):
-        self._head: dict[str, Any] = _head(prepared)
-        self._prepared, self._with_logprobs, self.tokens = prepared, with_logprobs, tokens
-        self._echoes = [echo for echo in prepared.echoes for _ in range(prepared.num_choices)]
-        self._started = [False] * len(self._echoes)
-
-    def scores(self, index: int) -> Scores | None:
-        if not self._with_logprobs:
-            return None
-        return CompletionScores(self.tokens, self._first_offset(index))
-
-    def chunk(self, index: int, text: str, has_scores: bool, finish: str | None) -> BaseModel:
-        if not self._started[index]:
-            self._started[index] = True
-            text = self._echoes[index] + text
-        choice = schemas.CompletionChoice(index=index, text=text, **reasons_of(finish))
-        return schemas.Completion(**self._head, choices=[choice])
-
-    def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
-        return schemas.Completion(**self._head, choices=[], usage=usage)
-
-    whole = usage_chunk
-
-    def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
-        return schemas.CompletionChoice(
-            index=index, text=self._echoes[index] + text, **reasons_of(finish)
-        )
-
-    def _first_offset(self, index: int) -> int:
-        """Of the prompt's first token; below 0 where it is one that the text does not show."""
-        if not self._echoes[index]:
-            return 0
-        prompt = self._prepared.prompts[index // self._prepared.num_choices]
-        shown = b"".join(map(self.tokens.text, prompt)).decode(errors="replace")
-        return len(self._echoes[index]) - len(shown)
-
-
-class ChatStyle:
-    def __init__(self, prepared: Prepared, with_logprobs: bool, tokens: TokenJson):
-        self._head: dict[str, Any] = _head(prepared)
-        self._with_logprobs, self.tokens = with_logprobs, tokens
-        self._started = [False] * len(prepared.sequences)
-        self._answers = [SplitText(prepared) for _ in prepared.sequences]
-        self.keeps_text = prepared.tool_format is None and prepared.splitter is None
-
-    def scores(self, index: int) -> Scores | None:
-        return ChatScores(self.tokens) if self._with_logprobs else None
-
-    def chunk(
-        self, index: int, text: str, has_scores: bool, finish: str | None
-    ) -> BaseModel | None:
-        answer = self._answers[index]
-        num_before = len(answer.calls)
-        reasoning, text = answer.push(text, at_end=finish is not None)
-        new = [
-            schemas.ToolCallDelta(index=i, **answer.calls[i].model_dump())
-            for i in range(num_before, len(answer.calls))
-        ]
-        if self._started[index] and not (text or reasoning or new or has_scores or finish):
-            return None
-        role: Any = None if self._started[index] else "assistant"
-        self._started[index] = True
-        choice = schemas.ChatChunkChoice(
-            index=index,
-            delta=schemas.Delta(
-                role=role,
-                content=None if reasoning and not text else text,
-                reasoning_content=reasoning or None,
-                tool_calls=new or None,
-            ),
-            **answer.reasons(finish),
-        )
-        return schemas.ChatCompletionChunk(**self._head, choices=[choice])
-
-    def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
-        return schemas.ChatCompletionChunk(**self._head, choices=[], usage=usage)
-
-    def whole(self, usage: schemas.Usage) -> BaseModel:
-        return schemas.ChatCompletion(**self._head, choices=[], usage=usage)
-
-    def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
-        answer = self._answers[index]
-        reasoning, text = answer.push(text, at_end=True)
-        message = schemas.AssistantMessage(
-            content=text, reasoning_content=reasoning or None, tool_calls=answer.calls or None
-        )
-        if not text and (answer.calls or reasoning):
-            message.content = None
-        return schemas.ChatChoice(index=index, message=message, **answer.reasons(finish))
-
-
-class SplitText:
-    """What one choice of a chat says: thoughts, the answer, and calls of tools.
-
-    Calls are looked for outside of thoughts only.
-    """
-
-    def __init__(self, prepared: Prepared):
-        format = prepared.tool_format
-        self._splitter = prepared.splitter() if prepared.splitter else None
-        self._shows_reasoning = prepared.shows_reasoning
-        self._parser = None if format is None else ToolParser(format)
-        self._new_id = (format or tools.HARMONY).new_id
-        self._max_calls = prepared.max_tool_calls
-        self.calls: list[schemas.ToolCall] = []
-
-    def push(self, text: str, at_end: bool) -> tuple[str, str]:
-        """Of the thoughts and of the answer, what is known to be no tool call."""
-        parts = self._splitter.push(text) if self._splitter else Parts(content=text)
-        reasoning, content, calls = parts
-        if self._splitter and at_end:
-            last = self._splitter.flush()
-            reasoning, content = reasoning + last.reasoning, content + last.content
-            calls += last.calls
-        if self._parser is not None:
-            content, found = self._parser.push(content)
-            calls += tuple(found)
-            if at_end:
-                rest, more = self._parser.flush()
-                content, calls = content + rest, (*calls, *more)
-        left = None if self._max_calls is None else self._max_calls - len(self.calls)
-        for call in calls[:left]:
-            function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
-            self.calls.append(schemas.ToolCall(id=call.id or self._new_id(), function=function))
-        return reasoning if self._shows_reasoning else "", content
-
-    def reasons(self, reason: str | None) -> dict[str, Any]:
-        called = self.calls and reason == FinishReason.STOP
-        return reasons_of("tool_calls" if called else reason)
-
-
-def reasons_of(reason: str | None) -> dict[str, Any]:
-    """finish_reason, of those that OpenAI's clients know, and stop_reason for what they do not."""
-    if reason in (FinishReason.DEADLINE, FinishReason.ERROR):
-        return {"finish_reason": "length", "stop_reason": str(reason)}
-    return {"finish_reason": reason}
-
-
-def _head(prepared: Prepared) -> dict[str, Any]:
-    return {"id": prepared.id, "created": int(time.time()), "model": prepared.model}
-
-
 class GenerationAnswer(abc.ABC):
     """Runs a prepared request on the engine and answers it: an ASGI application.
 
@@ -250,7 +76,7 @@ class GenerationAnswer(abc.ABC):
 
     def __init__(
         self,
-        engine: Any,
+        engine: ServedEngine,
         prepared: Prepared,
         metrics: Metrics,
         ticket: Ticket,
@@ -342,7 +168,7 @@ class GenerationAnswer(abc.ABC):
 
     # ---- events --------------------------------------------------------------------------------
 
-    async def _events(self) -> AsyncIterator[Any]:
+    async def _events(self) -> AsyncIterator[TokenEvent]:
         """The engine's events, after they have been counted.
 
         Raises:
@@ -360,18 +186,18 @@ class GenerationAnswer(abc.ABC):
             except EngineStopped:
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
-    def _all_events(self) -> AsyncGenerator[Any]:
-        """Of the engine, which has some of the sequences at a time."""
+    def _all_events(self) -> AsyncGenerator[TokenEvent]:
+        """The events of all sequences. Of many, the engine gets only some at a time."""
         seqs = self._prepared.sequences
         if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
             return self._engine.generate(seqs)
         return self._events_of_many(seqs)
 
-    async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[Any]:
+    async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[TokenEvent]:
         window = min(_WINDOW, self._engine.limits.max_waiting)
         size = max(1, min(_GROUP, window // 2))
         groups = deque(seqs[begin : begin + size] for begin in range(0, len(seqs), size))
-        news: asyncio.Queue[Any] = asyncio.Queue()
+        news: asyncio.Queue[TokenEvent | _Ended] = asyncio.Queue()
         running: set[asyncio.Task[None]] = set()
         has_begun = is_full = False
         try:
@@ -398,8 +224,8 @@ class GenerationAnswer(abc.ABC):
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, group: list[Sequence], news: asyncio.Queue[Any]) -> None:
-        """Puts its events there, and in the end that it has ended."""
+    async def _run(self, group: list[Sequence], news: asyncio.Queue[TokenEvent | _Ended]) -> None:
+        """Puts the events of a group into `news`, and behind them an _Ended."""
         error = None
         try:
             async with contextlib.aclosing(self._engine.generate(group)) as events:
@@ -409,7 +235,7 @@ class GenerationAnswer(abc.ABC):
             error = raised
         news.put_nowait(_Ended(asyncio.current_task(), group, error))
 
-    def _count(self, event: Any) -> None:
+    def _count(self, event: TokenEvent) -> None:
         reason = event.finish_reason
         if reason == FinishReason.ERROR and not event.is_clients_fault:
             raise ApiError(500, event.error or "the request failed", code="engine_error")
@@ -457,7 +283,7 @@ class GenerationAnswer(abc.ABC):
             prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
         )
 
-    def _account(self, work: asyncio.Task[Any], cut_off: bool) -> None:
+    def _account(self, work: asyncio.Task[None], cut_off: bool) -> None:
         admitted = [seq.admitted for seq in self._prepared.sequences if seq.admitted is not None]
         self._record.admitted = min(admitted, default=None)
         self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
@@ -567,7 +393,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def _add_scores(choice: _Choice, entries: list[Any] | None) -> None:
+async def _add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> None:
     """A long prompt has thousands, all in one event."""
     if not entries or (choice.scores is None and choice.prompt_scores is None):
         return
@@ -594,8 +420,8 @@ def _dump(
 
 
 async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """Joined, if that is not too long, so that nobody waits until a long answer is copied, and one
-    that reads some of it in time is seen to do so."""
+    """Sends the pieces joined, in parts of at most _PIECE_BYTES: to copy a long answer at once
+    would delay others, and each part that a slow client takes shows that it still reads."""
     if sum(map(len, pieces)) <= _PIECE_BYTES:
         await send(_body(b"".join(pieces)))
         return

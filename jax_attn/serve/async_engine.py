@@ -6,18 +6,20 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.grammar import CompiledGrammar
 from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
 from jax_attn.serve.processes import Processes
+from jax_attn.serve.protocols import EngineStopped, Limits
 from jax_attn.serve.request import FinishReason, Sequence
 
 log = logging.getLogger("jax_attn.serve")
@@ -25,19 +27,8 @@ log = logging.getLogger("jax_attn.serve")
 _MAX_FAILURES = 3  # steps in a row that raise: then it is not the request's fault
 
 
-class EngineStopped(RuntimeError):
-    """The engine does not run: not started, stopped, or failed."""
-
-
 class _Stopped(Exception):
     """Leaves the warm-up."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_model_len: int  # prompt and output tokens of a sequence
-    max_running: int
-    max_waiting: int
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +37,11 @@ class _Subscriber:
 
     loop: asyncio.AbstractEventLoop
     news: dict[str, TokenEvent] = field(default_factory=dict)  # by sequence: what nobody has taken
-    waiter: asyncio.Future[None] | None = None  # of whoever waits for news
+    waiter: asyncio.Future[None] | None = None  # of the caller of `take`
 
     def put(self, events: list[TokenEvent]) -> None:
-        """Of the event loop. A sequence has one event until it is taken: a server that cannot keep
-        up with the engine token by token writes fewer, longer chunks, and so does keep up."""
+        """To be called in the event loop. Until it is taken, a sequence has one event: a server
+        that cannot write every token by itself writes fewer, longer chunks."""
         for event in events:
             if (earlier := self.news.get(event.seq_id)) is None:
                 self.news[event.seq_id] = event
@@ -126,10 +117,10 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    async def generate(self, seqs: Seq[Sequence]) -> AsyncIterator[TokenEvent]:
+    async def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
-        Whoever reads slower than the engine works gets several tokens in an event.
+        A caller that reads slower than the engine works gets several tokens in an event.
 
         Closing or cancelling the iterator aborts what is left, before the next step.
 
@@ -280,7 +271,7 @@ class AsyncEngine:
         for loop, batches in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, batches)
-            except RuntimeError:  # the loop is closed, and with it whoever would have read
+            except RuntimeError:  # the event loop is closed: there is no reader
                 for events in batches.values():
                     self._abort({event.seq_id for event in events})
 
@@ -294,7 +285,7 @@ class AsyncEngine:
         """Tells everybody who still waits."""
         self._has_ended = True
         self._compiler.close()
-        with self._wake:  # whoever comes from now on is refused, or leaves behind what nobody needs
+        with self._wake:  # later commands are refused, or are aborts that nothing needs
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()

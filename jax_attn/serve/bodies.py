@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from jax_attn.serve.errors import ApiError, from_validation
-from jax_attn.serve.schemas import UnknownFields
+from jax_attn.serve.fields import UnknownFields
 
 # Of a body: [ and {, and what is before a colon. 30 ms to parse. As many messages as there may be,
 # in parts, with calls and tools, have a fifth of them.

@@ -16,8 +16,8 @@ import numpy as np
 import jax_attn as ja
 from jax_attn import models, parallel
 from jax_attn.serve.request import Sequence
-from jax_attn.serve.sampling import CHAIN, DRAFT, GIVEN, ROW_WORDS, Kind, SlotParams
-from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
+from jax_attn.serve.sampling import ROW_WORDS, Kind, SlotParams, as_records
+from jax_attn.serve.step_plan import ScheduledSequence, SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Arguments(NamedTuple):
 
     inputs: [2, num_tokens] i32. Token, or ~slot whose newest token it is; and position.
     logit_rows: [num_rows] i32. The last token of each sequence, and then those that are scored.
-    rows: [num_rows, ROW_WORDS] i32. How to sample from them.
+    rows: [num_rows, ROW_WORDS] i32. How to sample from them, words of sampling.ROW.
     plans: one for each spec of the bucket; none with stripes.
     lengths: with stripes what plan_stripes takes, all of it as long as the bucket has room for:
       [num_rows + 1], [num_rows], [num_rows + 1] and [max_kv_pages] i32.
@@ -229,17 +229,18 @@ def _draft(
     if not drafting:
         return drafted
     num_rows = len(entries) + sum(entry.num_more_rows for entry in entries if entry.num_scored)
+    fields = as_records(rows)
     for i in drafting:
         n = len(entries[i].drafts)
         more = list(range(num_rows, num_rows + n))
         logit_rows[more] = qo_indptr[i] + np.arange(n)
         rows[more] = rows[i]
-        rows[more, 0] = no_slot  # which of them is the newest token, the host finds out
-        rows[more, 4] += np.arange(n, dtype=np.int32)
-        rows[i, 4] += n
+        fields["slot"][more] = no_slot  # which of them is the newest token, the host finds out
+        fields["position"][more] += np.arange(n, dtype=np.int32)
+        fields["position"][i] += n
         chain = drafted[i] = [*more, i]
-        rows[chain, CHAIN] = i + 1
-        rows[chain[1:], DRAFT] = entries[i].drafts
+        fields["chain"][chain] = i + 1
+        fields["draft"][chain[1:]] = entries[i].drafts
         num_rows += n
     return drafted
 
@@ -257,7 +258,7 @@ def _score(
         if n == entry.num_tokens:
             which[-1] = i
         logit_rows[which] = qo_indptr[i] + np.arange(n)
-        rows[which, GIVEN] = seq.tokens[begin : begin + n]
+        as_records(rows)["given"][which] = seq.tokens[begin : begin + n]
         scored.append(ScoredRows(seq, begin, which))
         num_rows += entry.num_more_rows
     return scored

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from jax_attn.models.protocols import Tokenizer
 from jax_attn.serve.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"  # what decoding makes of a character that is not complete yet
@@ -24,8 +25,7 @@ class _Text(Protocol):
 class Texts:
     """Begins the texts of one tokenizer's tokens."""
 
-    def __init__(self, tokenizer: Any):
-        """tokenizer: tokenizers.Tokenizer."""
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, token_bytes = tokenizer, TokenBytes(tokenizer)
         self._are_bytes = token_bytes.joined_are_text
         self._byte_of = {} if self._are_bytes else token_bytes.byte_tokens()
@@ -47,7 +47,7 @@ class _Bytes:
 
     __slots__ = ("_bytes_of", "_decode")
 
-    def __init__(self, bytes_of: Any):
+    def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of = bytes_of
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
@@ -67,7 +67,7 @@ class _Window:
 
     __slots__ = ("_tokenizer", "_skip", "_byte_of", "_known", "_new", "_run_is_broken")
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool, byte_of: dict[int, bytes]):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, byte_of: dict[int, bytes]):
         """byte_of: the tokens that are a byte each."""
         self._tokenizer, self._skip, self._byte_of = tokenizer, skip_special_tokens, byte_of
         self._known: list[int] = []

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 from tqdm import tqdm
 
 from jax_attn import models
 from jax_attn.serve import buckets, sampling
 from jax_attn.serve.buckets import Batch, Bucket
 from jax_attn.serve.request import SamplingParams
-from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
+from jax_attn.serve.step_plan import ScheduledSequence, SchedulerConfig
 
 
 class Scores(NamedTuple):
@@ -39,19 +41,23 @@ class Scores(NamedTuple):
     rows: jax.Array
 
 
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Of every process of a server alike. See EngineConfig, but for the first and the last."""
+
+    capacities: SchedulerConfig
+    batch_invariant: bool = False
+    kv_dtype: str | None = None
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    has_drafts: bool = False  # rows of a step may be behind drafts
+
+
 class Device:
-    def __init__(
-        self,
-        model: models.Model,
-        capacities: SchedulerConfig,
-        batch_invariant: bool,
-        kv_dtype: str | None = None,
-        tensor_parallel: int = 1,
-        context_parallel: int = 1,
-        has_drafts: bool = False,
-    ):
-        params, self._has_drafts = model.params, has_drafts
-        self._split = _split(model.config, tensor_parallel, context_parallel)
+    def __init__(self, model: models.Model, config: DeviceConfig):
+        params, capacities = model.params, config.capacities
+        self._has_drafts = config.has_drafts
+        self._split = _split(model.config, config.tensor_parallel, config.context_parallel)
         if self._split is not None:
             params = self._split.split_params(params)
         # Of what one device computes.
@@ -60,15 +66,15 @@ class Device:
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens)
-        if batch_invariant:
+        if config.batch_invariant:
             # One shape for all: the order in which XLA adds up a row of a matmul depends on how
             # many rows there are, if on nothing else of them.
             sizes = sizes[-1:]
         dtype = str(model.params["embed"].dtype)
-        make_specs = buckets.invariant_specs if batch_invariant else buckets.balanced_specs
+        make_specs = buckets.invariant_specs if config.batch_invariant else buckets.balanced_specs
         self.buckets = []
         for size in sizes:
-            specs = make_specs(self._config, dtype, capacities, *size, kv_dtype=kv_dtype)
+            specs = make_specs(self._config, dtype, capacities, *size, kv_dtype=config.kv_dtype)
             stripes = () if self._split is None else map(self._split.stripes, specs)
             striped = tuple(x for x in stripes if x is not None)
             self.buckets.append(Bucket(*size, specs, striped))
@@ -79,7 +85,7 @@ class Device:
             )
             for bucket in self.buckets
         }
-        self._executables: dict[str, Any] = {}  # by name
+        self._executables: dict[str, Compiled] = {}  # by name
         self._num_compiles_warm: int | None = None
         self.reset()
 
@@ -218,11 +224,11 @@ class Device:
             return 0
         return len(_compile_seconds) - self._num_compiles_warm
 
-    def _tasks(self) -> dict[str, Callable[[], Any]]:
+    def _tasks(self) -> dict[str, Callable[[], Compiled]]:
         """What compiles each executable, by name. All of them may run at once."""
         vocab_size = self._config.vocab_size
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
-        tasks: dict[str, Callable[[], Any]] = {
+        tasks: dict[str, Callable[[], Compiled]] = {
             "slot": partial(_compile, sampling.set_slot, self._state, np.int32(0), *arrays)
         }
         for bucket in self.buckets:
@@ -238,7 +244,7 @@ class Device:
                 )
         return tasks
 
-    def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Any:
+    def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """An executable of the bucket's forward pass. options: of XLA, beside those of its size."""
         compute = buckets.make_forward(self._config, self._tree, bucket)
         if self._split is not None:
@@ -275,10 +281,10 @@ class Device:
 
         return min(measure() for _ in range(_MEASURED_STEPS))
 
-    def executable(self, bucket: Bucket) -> Any:
+    def executable(self, bucket: Bucket) -> Compiled:
         return self._executables[_forward_name(bucket)]
 
-    def use(self, bucket: Bucket, executable: Any) -> None:
+    def use(self, bucket: Bucket, executable: Compiled) -> None:
         """From now on, for `forward`: how a benchmark compares what XLA makes of a bucket."""
         self._executables[_forward_name(bucket)] = executable
 
@@ -336,8 +342,10 @@ def _options(num_tokens: int) -> dict[str, Any]:
     return {"xla_gpu_enable_triton_gemm": False} if 64 <= num_tokens <= 256 else {}
 
 
-def _compile(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function.lower(*args, **kwargs).compile()
+def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
+    """function: of jax.jit."""
+    executable: Compiled = function.lower(*args, **kwargs).compile()
+    return executable
 
 
 def _forward_name(bucket: Bucket) -> str:

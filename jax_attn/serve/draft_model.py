@@ -23,7 +23,7 @@ from jax_attn.serve import sampling
 from jax_attn.serve.device import Device, Scores
 from jax_attn.serve.drafts import Pace
 from jax_attn.serve.request import Sequence
-from jax_attn.serve.scheduler import ScheduledSequence, SchedulerConfig
+from jax_attn.serve.step_plan import ScheduledSequence, SchedulerConfig
 
 _READ_CHUNKS = 4  # of prompts beside decodes: what a draft model reads beside them, as it is small
 _WEIGHT = 0.05  # of the last drafts, in the average of all

@@ -15,14 +15,14 @@ from pydantic.json_schema import SkipJsonSchema
 from starlette.types import Receive, Scope, Send
 
 from jax_attn import models
-from jax_attn.serve import schemas
+from jax_attn.serve import fields, schemas
 from jax_attn.serve.access_log import Record
-from jax_attn.serve.admission import Ticket
 from jax_attn.serve.answers import disconnected, send_pieces
 from jax_attn.serve.embedder import Embedder, EmbedderStopped
-from jax_attn.serve.errors import ApiError, bad_field
+from jax_attn.serve.errors import ApiError, bad_field, overflow
+from jax_attn.serve.gate import Ticket
 from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import TextEncoder, overflow
+from jax_attn.serve.text_encoder import TextEncoder
 
 # Of a request, as OpenAI has them.
 MAX_INPUTS = 2048
@@ -32,12 +32,12 @@ Text: TypeAlias = Annotated[str, Field(min_length=1)]
 # By its first element, so that an error is about what was meant.
 Input: TypeAlias = Annotated[
     Annotated[Text, Tag("text")]
-    | Annotated[schemas.PromptTokens, Tag("tokens")]
+    | Annotated[fields.PromptTokens, Tag("tokens")]
     | Annotated[
         list[Text], Tag("texts"), Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)
     ]
     | Annotated[
-        list[schemas.PromptTokens],
+        list[fields.PromptTokens],
         Tag("token lists"),
         Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS),
     ],
@@ -49,7 +49,7 @@ Input: TypeAlias = Annotated[
 ]
 
 
-class EmbeddingRequest(schemas._Request):
+class EmbeddingRequest(fields.RequestBody):
     model: str | SkipJsonSchema[None] = None
     input: Input = Field(description="a text or its tokens, or a list of either")
     encoding_format: Literal["float", "base64"] = Field(
@@ -58,7 +58,7 @@ class EmbeddingRequest(schemas._Request):
     dimensions: int | SkipJsonSchema[None] = Field(
         None, ge=1, description="the first numbers only, if the model was trained for that"
     )
-    user: schemas.Ignored
+    user: fields.Ignored
 
 
 class Embedding(BaseModel):

@@ -9,10 +9,31 @@
 
 Step n + 1 is scheduled, planned and dispatched before the tokens of step n are known: a decode
 takes its token from the device's memory. While the device computes step n + 1, the host reads step
-n. Where a grammar is to mask what may be sampled, it only then dispatches the sampling of step
-n + 1, with the masks that the tokens of step n made possible. Masks are made by other threads (see
-`masks`); a sequence whose mask is late has no token of this step, and sits out the next ones until
-it is there.
+n. The life of a step, and the two calls of `Engine.step` in which it is:
+
+    host                                                  device
+    ----------------------------------------------------  --------------------------
+    call n
+      schedule    Scheduler.schedule: who, which tokens   computes step n - 1
+      draft       the draft model's guesses, if any
+      plan        Device.plan: buckets, packed arguments
+      dispatch    Device.forward -------------------------> queued: forward n
+                  Scheduler.launched: pages may be shared
+      dispatch    Device.sample --------------------------> queued: sampling n
+      wait        Device.read of step n - 1 <-------------- tokens of step n - 1
+      retire      its tokens to sequences, texts, events    begins forward n
+    call n + 1
+      schedule .. dispatch of step n + 1                  computes step n
+      wait        Device.read of step n <------------------ tokens of step n
+      retire      Scheduler.append; or finish
+
+Where a sequence of step n has a grammar, the mask of its sample depends on its token of step n - 1.
+Then the sampling of step n is dispatched after step n - 1 is retired and its masks are there, while
+the device computes forward n. Masks are made by other threads (see `masks`). A sequence whose mask
+is late has its sample of step n retracted (Scheduler.retract): it gets no token, is held out of the
+next steps until the mask is there, and its last token goes through the model again.
+
+A step that raises is recovered from by `recover`.
 """
 
 from __future__ import annotations
@@ -29,73 +50,23 @@ from typing import Any
 import numpy as np
 
 from jax_attn import models
-from jax_attn.serve import buckets, live_view, sampling
+from jax_attn.serve import live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
 from jax_attn.serve.draft_model import DraftModel, ModelDrafter, have_same_tokens
 from jax_attn.serve.drafts import NgramDrafter
+from jax_attn.serve.engine_config import EngineConfig, capacities, device_config
 from jax_attn.serve.events import PHASES, StepStats, TokenEvent, TokenLogprob
 from jax_attn.serve.grammar import CompiledGrammar, Grammars
 from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
 from jax_attn.serve.processes import Processes
 from jax_attn.serve.replay import LeadingDevice
 from jax_attn.serve.request import FinishReason, Sequence, Status
-from jax_attn.serve.scheduler import Scheduler, SchedulerConfig, StepPlan
-from jax_attn.serve.tenants import TenantLimits
+from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve.step_plan import StepPlan
 
 log = logging.getLogger("jax_attn.serve")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Capacities and policy. The engine's dtype is that of the model's weights.
-
-    batch_invariant: the logits of a sequence, and so its text for a seed, have the same bits
-      whatever runs beside it, and however it is chunked, cached or preempted. That holds between
-      engines of one config on one kind of device. Its price: each step is padded to
-      max_step_tokens, so choose that small.
-    """
-
-    num_pages: int  # of the kv cache
-    page_size: int = 16  # tokens
-    kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; float8_e4m3fn has scales of 1
-    max_running: int = 32  # sequences that run at once
-    max_step_tokens: int = 512  # query tokens of a step
-    prefill_chunk: int | None = None  # of them, about, of prompts beside decodes; None: all
-    max_prefill_chunk: int = 0  # to which it grows where many wait
-    max_waiting: int = 1024  # sequences in the queue
-    max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
-    tenant_limits: TenantLimits = TenantLimits()  # of each tenant
-    starvation_steps: int = 16  # see SchedulerConfig
-    prefix_cache: bool = True
-    batch_invariant: bool = False
-    jump_forward: bool = True  # tokens that a grammar forces are appended without a step
-    # Guesses at what follows, of each sequence, verified in a step. From its own text, or from a
-    # draft model where there is one.
-    max_drafts: int = 0
-    max_grammars: int = 128  # compiled grammars kept
-    tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
-    context_parallel: int = 1  # devices that slots of each page are split over, times the others
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_running <= self.max_step_tokens:
-            raise ValueError(
-                "EngineConfig: max_running: expected 1 to max_step_tokens = "
-                f"{self.max_step_tokens}, got {self.max_running}."
-            )
-        for name in ("tensor_parallel", "context_parallel"):
-            if (count := getattr(self, name)) < 1:
-                raise ValueError(f"EngineConfig: {name}: expected at least 1, got {count}.")
-        if self.page_size % self.context_parallel:
-            raise ValueError(
-                "EngineConfig: page_size: expected a multiple of context_parallel = "
-                f"{self.context_parallel}, got {self.page_size}."
-            )
-        if self.batch_invariant and self.context_parallel > 1:
-            raise ValueError(
-                "EngineConfig: batch_invariant: expected False with context_parallel > 1, got True."
-            )
 
 
 @dataclass(slots=True)
@@ -153,20 +124,18 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         core = capacities(config, model.config.max_positions)
-        arguments = device_arguments(model, config)
+        of_device = device_config(model.config, config)
         if processes is None:
-            self.device = Device(*arguments)
+            self.device = Device(model, of_device)
         else:
-            self.device = LeadingDevice(processes, *arguments)
+            self.device = LeadingDevice(processes, model, of_device)
         self.draft_model: DraftModel | None = None
         if draft_model is not None:
             # Its bits do not matter, so it need not pad its steps for them.
             plain = dataclasses.replace(config, batch_invariant=False, max_drafts=0)
-            arguments = device_arguments(draft_model, plain)
+            device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
-            self.draft_model = DraftModel(
-                Device(*arguments), longest, model.config.vocab_size, core
-            )
+            self.draft_model = DraftModel(device, longest, model.config.vocab_size, core)
         self.scheduler = Scheduler(core)
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
@@ -232,15 +201,7 @@ class Engine:
                 f"max_tokens: expected prompt and output within the model's {config.max_positions} "
                 f"tokens, got {seq.num_prompt} + {params.max_tokens}."
             )
-        if (params.logprobs or 0) > sampling.MAX_LOGPROBS:
-            raise ValueError(
-                f"logprobs: expected at most {sampling.MAX_LOGPROBS}, got {params.logprobs}."
-            )
-        if len(params.logit_bias) > sampling.MAX_LOGIT_BIAS:
-            raise ValueError(
-                f"logit_bias: expected at most {sampling.MAX_LOGIT_BIAS} entries, got "
-                f"{len(params.logit_bias)}."
-            )
+        sampling.check(params)
         if most := self.config.max_drafts:
             if self.draft_model is None:
                 seq.drafter = NgramDrafter(most)
@@ -307,7 +268,7 @@ class Engine:
         """Where there is nothing else to do."""
         turns = [stream.constraint.turn for stream in self._held.values() if stream.constraint]
         if not turns:
-            # Nothing would ever change, and whoever calls this would do so for ever.
+            # Nothing would ever change, and the caller would call `step` for ever.
             raise RuntimeError(
                 f"The scheduler has no step for {len(self.scheduler.running)} running and "
                 f"{len(self.scheduler.waiting)} waiting sequences, and none is in flight."
@@ -706,43 +667,6 @@ class _Phase:
 
     def __exit__(self, *_: object) -> None:
         self._engine.spent(self._name, time.perf_counter() - self._begin)
-
-
-def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
-    """What the scheduler needs to know."""
-    pages_each = -(-max_positions // config.page_size)
-    # Shared pages count once for each sequence, so it may be more than there are.
-    enough = min(config.max_running * pages_each, 4 * config.num_pages)
-    sizes = (
-        [] if config.batch_invariant else buckets.sizes(config.max_running, config.max_step_tokens)
-    )
-    return SchedulerConfig(
-        page_size=config.page_size,
-        num_pages=config.num_pages,
-        max_running=config.max_running,
-        max_step_tokens=config.max_step_tokens,
-        prefill_chunk=config.prefill_chunk or config.max_step_tokens,
-        max_prefill_chunk=config.max_prefill_chunk,
-        max_waiting=config.max_waiting,
-        max_kv_pages_step=config.max_kv_pages_step or enough,
-        starvation_steps=config.starvation_steps,
-        tenant_limits=config.tenant_limits,
-        prefix_cache=config.prefix_cache,
-        step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
-    )
-
-
-def device_arguments(model: models.Model, config: EngineConfig) -> tuple[Any, ...]:
-    """Of Device, in every process alike."""
-    return (
-        model,
-        capacities(config, model.config.max_positions),
-        config.batch_invariant,
-        config.kv_dtype,
-        config.tensor_parallel,
-        config.context_parallel,
-        config.max_drafts > 0,
-    )
 
 
 def _check_draft_model(

@@ -72,6 +72,32 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
+def model_not_found(name: str, served: str) -> ApiError:
+    return ApiError(
+        404,
+        f"model: {name[:200]!r} is not served here, {served!r} is",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def overflow(
+    field: str, limit: int, num_prompt: int | str, max_tokens: int | None = None
+) -> ApiError:
+    """In OpenAI's words, which clients look for."""
+    message = f"This model's maximum context length is {limit} tokens. However, "
+    if max_tokens is None or isinstance(num_prompt, str):
+        message += f"your {field} resulted in {num_prompt} tokens. Please reduce the length of the "
+        message += f"{field}."
+    else:
+        message += (
+            f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, "
+            f"{max_tokens} in the completion). Please reduce the length of the {field} or "
+            "completion."
+        )
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
 def from_validation(error: ValidationError, body: Any) -> ApiError:
     """400 for the first thing that pydantic found wrong; `body` is the parsed JSON."""
     errors = error.errors(include_url=False, include_input=False)

@@ -1,4 +1,4 @@
-"""What the engine tells: news of sequences, and the numbers of its steps. Plain data."""
+"""Events: new tokens and text of sequences, and the numbers of each step. Plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True)
 class TokenEvent:
-    """News of one sequence since its last event."""
+    """What is new of one sequence since its last event."""
 
     seq_id: str
     tokens: list[int] = field(default_factory=list)  # the one that ends the text included
@@ -33,7 +33,7 @@ class TokenEvent:
     is_clients_fault: bool = False  # the error: the request cannot be served, here or elsewhere
 
     def extend(self, later: TokenEvent) -> None:
-        """Makes this the news of both."""
+        """Joins a later event of the sequence to this one."""
         self.tokens += later.tokens
         self.text += later.text
         if later.logprobs is not None:

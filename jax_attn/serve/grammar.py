@@ -22,6 +22,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from jax_attn.models.protocols import Tokenizer
+
 MAX_GRAMMAR_CHARS = 100_000
 MAX_GRAMMAR_SECONDS = 1.0  # of a processor, to compile one
 MAX_GRAMMAR_BYTES = 96 << 20  # to compile one
@@ -89,13 +91,13 @@ class Grammars:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         vocab_size: int,
         eos_tokens: Sequence[int],
         max_entries: int = 128,
         max_bytes: int = 128 << 20,
     ):
-        """tokenizer: tokenizers.Tokenizer. vocab_size: of the model, whose logits may be wider.
+        """vocab_size: of the model, whose logits may be wider.
 
         max_entries, max_bytes: of the cache.
         """

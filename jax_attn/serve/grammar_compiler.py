@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.grammar import (
     MAX_GRAMMAR_BYTES,
     MAX_GRAMMAR_SECONDS,
@@ -26,7 +27,6 @@ from jax_attn.serve.grammar import (
     Grammars,
     one_line,
 )
-from jax_attn.serve.scheduler import QueueFull
 
 _MAX_QUEUED = 64  # grammars of one tenant
 _MAX_REFUSALS = 256  # remembered, so that who tries again costs nothing

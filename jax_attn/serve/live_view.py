@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_attn.serve.events import StepStats
-from jax_attn.serve.scheduler import Scheduler, StepPlan
+from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve.step_plan import StepPlan
 
 _MAX_SHOWN = 500  # of the queue, and of the tree
 _MAX_TOKENS = 64  # of a node, the first

@@ -1,9 +1,9 @@
 """What grammars allow next, computed beside the engine's thread, which waits for it only so long.
 
 A turn of a sequence: its grammar takes the sampled token, and says what must or may follow.
-Most turns take 50 us; a bad grammar's some 50 ms, which only its own sequence is to wait for.
-So there are two lanes: who was slow before goes to a thread of low priority, and there whoever has
-taken least comes first.
+Most turns take 50 us. A bad grammar's turn takes some 50 ms, and only its own sequence waits for
+it: grammars that were slow before go to a thread of low priority, where the one that has used the
+least time comes first.
 """
 
 from __future__ import annotations

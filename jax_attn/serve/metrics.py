@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+
+from jax_attn.serve.protocols import ServedEngine
 
 _TTFT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _INTER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -22,7 +23,7 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, engine: Any | None):
+    def __init__(self, engine: ServedEngine | None):
         """engine: None: there is none, and nothing to tell of it."""
         self._registry = CollectorRegistry()
         self.ttft = self._histogram(
@@ -64,7 +65,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's own numbers at each scrape, so that a step pays nothing for them."""
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: ServedEngine):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

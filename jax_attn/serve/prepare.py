@@ -17,9 +17,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from jax_attn.serve import chat, gemma_calls, grammar, harmony, reasoning, schemas, tools
-from jax_attn.serve.admission import KeyLimits
-from jax_attn.serve.errors import ApiError, bad_field
+from jax_attn.serve.errors import bad_field, model_not_found, overflow
+from jax_attn.serve.gate import KeyLimits
+from jax_attn.serve.messages import for_template
+from jax_attn.serve.protocols import ServedEngine, ServedModel
 from jax_attn.serve.request import SamplingParams, Sequence
+from jax_attn.serve.tenants import namespace
+from jax_attn.serve.text_encoder import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -54,69 +58,21 @@ class Prepared:
         return sum(map(len, self.prompts))
 
 
-_PIECE = 1 << 16  # characters
 _MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
 _MAX_ECHO_CHARS = 1 << 22  # in all choices
-
-
-def model_not_found(name: str, served: str) -> ApiError:
-    return ApiError(
-        404,
-        f"model: {name[:200]!r} is not served here, {served!r} is",
-        param="model",
-        code="model_not_found",
-    )
-
-
-class TextEncoder:
-    """From texts to tokens, in bounded time and memory."""
-
-    def __init__(self, tokenizer: Any):
-        # A text that is too long is refused, not cut.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-
-    def encode(
-        self,
-        text: str,
-        field: str,
-        max_tokens: int,
-        add_special_tokens: bool = True,
-        most: int | None = None,
-    ) -> list[int]:
-        """max_tokens: of the model. most: tokens that are of use; None: those.
-
-        Raises ApiError, about `field`, for a text that has far more.
-        """
-        # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
-        # number of its tokens by a few, so what has twice as many as are of use is known early.
-        num_tokens, limit = 0, 2 * (most or max_tokens)
-        for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
-            num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
-            if num_tokens > limit:
-                raise overflow(field, max_tokens, f"over {limit}")
-        return self._ids(text, add_special_tokens)
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Of a batch, as that lets other threads run meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return encoding.ids
 
 
 class Preparer:
     def __init__(
         self,
-        model: Any,
-        engine: Any,
+        model: ServedModel,
+        engine: ServedEngine,
         directory: str | Path,
         names: Seq[str],
         limits: KeyLimits,
         defaults: Mapping[str, Any],
     ):
-        """model: as `jax_attn.models.load` gives it; names: as clients call it, the first in
+        """names: as clients call it, the first in
         answers. defaults: of fields of requests.
 
         Raises:
@@ -307,9 +263,10 @@ class Preparer:
         continues: bool = False,
     ) -> str:
         """See ChatTemplate.render. Raises: ApiError."""
-        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        if self._template.writes_channels:
-            plain = [_with_thinking(message) for message in plain]
+        plain = [
+            for_template(message, f"messages[{i}]", self._template.writes_channels)
+            for i, message in enumerate(messages)
+        ]
         try:
             return self._template.render(plain, variables, tools, name, continues)
         except chat.ChatTemplateError as error:
@@ -318,7 +275,9 @@ class Preparer:
                 raise bad_field(field, rest) from None
             raise bad_field("messages", str(error)) from None
 
-    def _truncated(self, tokens: list[int], body: schemas._Sampling, max_tokens: int) -> list[int]:
+    def _truncated(
+        self, tokens: list[int], body: schemas.SamplingBody, max_tokens: int
+    ) -> list[int]:
         """The last of them, if so many are wanted."""
         most = body.truncate_prompt_tokens
         if most is None:
@@ -358,7 +317,7 @@ class Preparer:
             )
         return tokens
 
-    def _params(self, body: schemas._Sampling, logprobs: int | None) -> dict[str, Any]:
+    def _params(self, body: schemas.SamplingBody, logprobs: int | None) -> dict[str, Any]:
         """SamplingParams' fields, but for those that differ between sequences."""
         self._checked(body.stop_token_ids, "stop_token_ids")
         bias = {int(token): value for token, value in body.logit_bias.items()}
@@ -386,7 +345,7 @@ class Preparer:
             "grammar": self._grammar(body),
         }
 
-    def _sampling_fields(self, body: schemas._Sampling) -> dict[str, Any]:
+    def _sampling_fields(self, body: schemas.SamplingBody) -> dict[str, Any]:
         """With the model's own defaults for what the body does not say."""
         return {
             name: self._defaults[name]
@@ -395,7 +354,7 @@ class Preparer:
             for name in DEFAULTS
         }
 
-    def _grammar(self, body: schemas._Sampling) -> str | None:
+    def _grammar(self, body: schemas.SamplingBody) -> str | None:
         if (constraint := body.constraint) is None:
             return None
         field, kind, value = constraint
@@ -421,7 +380,7 @@ class Preparer:
 
     def _lengths(
         self,
-        body: schemas._Sampling,
+        body: schemas.SamplingBody,
         prompts: list[list[int]],
         field: str,
         logprobs: int | None,
@@ -469,7 +428,7 @@ class Preparer:
     def _prepared(
         self,
         prefix: str,
-        body: schemas._Sampling,
+        body: schemas.SamplingBody,
         prompts: list[list[int]],
         echoes: list[str],
         lengths: list[int],
@@ -506,16 +465,6 @@ class Preparer:
             grammar_field=_grammar_field(body),
             num_prompt_top=body.prompt_logprobs,
         )
-
-
-def namespace(tenant: str, salt: str) -> str:
-    """The part of the prefix cache that only this tenant's requests with this salt can hit."""
-    return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
-
-
-def owner(namespace: str) -> str:
-    """The tenant whose it is."""
-    return namespace.partition("/")[0]
 
 
 def _seed(seed: int, choice: int) -> int:
@@ -558,73 +507,8 @@ def _schema(value: Any) -> Any:
         return value
 
 
-def _grammar_field(body: schemas._Sampling) -> str:
+def _grammar_field(body: schemas.SamplingBody) -> str:
     """The field that has the grammar, if any has."""
     if getattr(body, "tools", None) and body.tool_choice != "none":  # type: ignore[attr-defined]
         return "tools"
     return "grammar" if body.constraint is None else body.constraint.field
-
-
-def overflow(
-    field: str, limit: int, num_prompt: int | str, max_tokens: int | None = None
-) -> ApiError:
-    """In OpenAI's words, which clients look for."""
-    message = f"This model's maximum context length is {limit} tokens. However, "
-    if max_tokens is None or isinstance(num_prompt, str):
-        message += f"your {field} resulted in {num_prompt} tokens. Please reduce the length of the "
-        message += f"{field}."
-    else:
-        message += (
-            f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, "
-            f"{max_tokens} in the completion). Please reduce the length of the {field} or "
-            "completion."
-        )
-    return ApiError(400, message, param=field, code="context_length_exceeded")
-
-
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """As gpt-oss's template has it, which takes no content beside thoughts and calls."""
-    if "reasoning_content" not in message:
-        return message
-    calls = {"content": ""} if message.get("tool_calls") else {}
-    return {**message, "thinking": message["reasoning_content"], **calls}
-
-
-def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
-    """As chat templates expect it; `where` names the message in an error."""
-    content = message.content
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
-    # Templates know the older word.
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content}
-    if isinstance(message, schemas.ToolMessage):
-        plain |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    if isinstance(message, schemas.PastAnswer):
-        thoughts = message.reasoning_content or message.reasoning
-        if thoughts is not None:
-            plain["reasoning_content"] = thoughts
-    if isinstance(message, schemas.PastAnswer) and message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call, f"{where}.tool_calls[{i}].function.arguments"),
-                },
-            }
-            for i, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _arguments(call: schemas.ToolCall, where: str) -> dict[str, Any]:
-    """Not as text: templates write the JSON themselves."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_field(where, "not a JSON object")
-    return arguments

@@ -1,4 +1,4 @@
-"""A device that several processes share: process 0 tells its calls, and the others repeat them.
+"""A device that several processes share: process 0 sends its calls, and the others repeat them.
 
 Every process gives its devices the same executables in the same order, with the same arguments.
 Nothing is decided anywhere but in process 0, which alone reads results.
@@ -6,14 +6,15 @@ Nothing is decided anywhere but in process 0, which alone reads results.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
 
+from jax_attn import models
 from jax_attn.serve import sampling
 from jax_attn.serve.buckets import Batch
-from jax_attn.serve.device import Device, Scores
+from jax_attn.serve.device import Device, DeviceConfig, Scores
 from jax_attn.serve.processes import Processes, ProcessesError
 from jax_attn.serve.request import SamplingParams
 
@@ -21,10 +22,10 @@ from jax_attn.serve.request import SamplingParams
 class LeadingDevice(Device):
     """Device of process 0. Calls of one thread."""
 
-    def __init__(self, processes: Processes, *arguments: Any):
+    def __init__(self, processes: Processes, model: models.Model, config: DeviceConfig):
         self._processes = processes
         self._is_made = False
-        super().__init__(*arguments)
+        super().__init__(model, config)
         self._is_made = True
         held = processes.gather("held", super().bytes_held())
         self._held = {int(device): n for of_one in held for device, n in of_one.items()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from jax_attn.serve.prefix_cache import Node
+from jax_attn.serve.prefix_cache import Node
 
 
 class FinishReason(enum.StrEnum):
@@ -98,7 +97,7 @@ class SamplingParams:
 
 
 class Drafter(Protocol):
-    """Guesses what a sequence goes on with; see `drafts`."""
+    """Proposes the next tokens of a sequence, for the model to verify; see `drafts`."""
 
     def propose(self, seq: Sequence, most: int) -> list[int]: ...
 
@@ -153,7 +152,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self._last = self.num_prompt + max(self.params.max_tokens, 1) - 1
-        # Here, so that whoever makes the request spends the time (20 ns a token), not the engine.
+        # Packed here, in the thread that makes the request (20 ns a token), not in the engine's.
         self._packed = bytearray(array("i", self.tokens))
 
     @property

@@ -16,8 +16,8 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from jax_attn.serve import schemas
-from jax_attn.serve.schemas import Ignored, Unsupported, _Request
+from jax_attn.serve import fields, schemas
+from jax_attn.serve.fields import Ignored, RequestBody, Unsupported
 
 MAX_METADATA = 16
 
@@ -52,7 +52,7 @@ def _by_type(*known: str, default: str | None = None) -> Discriminator:
 # ---- the conversation --------------------------------------------------------------------------
 
 
-class TextItemPart(_Request):
+class TextItemPart(RequestBody):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Ignored
@@ -71,7 +71,7 @@ Part: TypeAlias = Annotated[
 Parts: TypeAlias = str | Annotated[list[Part], Field(fail_fast=True)]
 
 
-class MessageItem(_Request):
+class MessageItem(RequestBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
@@ -80,7 +80,7 @@ class MessageItem(_Request):
     phase: Ignored
 
 
-class FunctionCallItem(_Request):
+class FunctionCallItem(RequestBody):
     """A call that an answer had."""
 
     type: Literal["function_call"]
@@ -91,7 +91,7 @@ class FunctionCallItem(_Request):
     status: Ignored
 
 
-class FunctionCallOutputItem(_Request):
+class FunctionCallOutputItem(RequestBody):
     """What a call gave."""
 
     type: Literal["function_call_output"]
@@ -101,12 +101,12 @@ class FunctionCallOutputItem(_Request):
     status: Ignored
 
 
-class ReasoningPart(_Request):
+class ReasoningPart(RequestBody):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(_Request):
+class ReasoningItem(RequestBody):
     """Thoughts that an answer had, for the template."""
 
     type: Literal["reasoning"]
@@ -154,7 +154,7 @@ class NamedFunctionTool(schemas.NamedFunction):
     type: Literal["function"]
 
 
-class TextFormat(_Request):
+class TextFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=64)] = "schema"
     # "schema" would hide a method of BaseModel.
@@ -171,12 +171,12 @@ class TextFormat(_Request):
         return self
 
 
-class TextConfig(_Request):
+class TextConfig(RequestBody):
     format: TextFormat | SkipJsonSchema[None] = None
     verbosity: Literal["medium"] | SkipJsonSchema[None] = None
 
 
-class ReasoningConfig(_Request):
+class ReasoningConfig(RequestBody):
     effort: str | SkipJsonSchema[None] = Field(
         None, max_length=32, description="for the template; none: enable_thinking is false, too"
     )
@@ -215,7 +215,7 @@ class ResponsesRequest(schemas.Generation):
             Annotated[str, Field(max_length=64)],
             Annotated[str, Field(max_length=512)],
         ],
-        schemas._at_most(MAX_METADATA),
+        fields.at_most(MAX_METADATA),
         Field(max_length=MAX_METADATA, description="comes back in the response"),
     ] = {}
     chat_template_kwargs: dict[str, Any] = Field(

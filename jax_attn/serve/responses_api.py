@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,10 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from jax_attn.serve import response_schemas as rs
 from jax_attn.serve import schemas
-from jax_attn.serve.answers import GenerationAnswer, SplitText, reasons_of, send_pieces
+from jax_attn.serve.answers import GenerationAnswer, send_pieces
 from jax_attn.serve.errors import ApiError, bad_field, from_validation
+from jax_attn.serve.events import TokenEvent
 from jax_attn.serve.prepare import Caller, Prepared, Preparer
 from jax_attn.serve.response_store import ResponseStore, StoredResponse
+from jax_attn.serve.styles import SplitText, reasons_of
 
 Event = dict[str, Any]
 
@@ -89,8 +91,8 @@ class ResponsesApi:
         return rs.DeletedResponse(id=id)
 
     def cancel(self, tenant: str, id: str) -> NoReturn:
-        """Raises: ApiError, always: what is stored has ended. Whoever wants no more of one that has
-        not ended closes the connection."""
+        """Raises: ApiError, always: what is stored has ended. To stop one that has not ended,
+        close the connection."""
         self._find(tenant, id)
         raise ApiError(
             400,
@@ -379,9 +381,15 @@ class Output:
 
 
 class ResponseAnswer(GenerationAnswer):
-    """Of one response."""
+    """The answer of one response."""
 
-    def __init__(self, response: rs.ModelResponse, put: Any, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        response: rs.ModelResponse,
+        put: Callable[[bytes, bytes], None] | None,
+        *args: Any,
+        **kwargs: Any,
+    ):
         """response: its outline. put: (message of a chat, response), both JSON, keeps it; or None.
 
         Further arguments: of GenerationAnswer.
@@ -416,8 +424,8 @@ class ResponseAnswer(GenerationAnswer):
         await self._tell_response(send, self._response.status)
         await send({"type": "http.response.body", "body": b""})
 
-    def _push(self, event: Any) -> Iterator[Event]:
-        """What there is to tell of an event of the engine."""
+    def _push(self, event: TokenEvent) -> Iterator[Event]:
+        """The stream events that follow from an event of the engine."""
         end: rs.ItemStatus | None = None
         if event.finish_reason is not None:
             is_whole = reasons_of(event.finish_reason)["finish_reason"] == "stop"

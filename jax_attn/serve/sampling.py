@@ -4,7 +4,7 @@
     slots.set(slot, params)                                      # once for a sequence
     state = set_slot(state, slot, *slot_arrays(params, tokens, num_prompt, vocab_size))
     kind = slots.fill(rows, the_slots, positions)                # the sequences of a step
-    rows[i, GIVEN] = token                                       # not sampled, but scored
+    as_records(rows)["given"][i] = token                         # not sampled, but scored
     state, sampled = sample(state, logits, rows, allow_all(len(rows), vocab_size), kind=kind)
 
 A token depends on its logits, its parameters, its seed and its position in the output, and on no
@@ -31,8 +31,8 @@ MAX_LOGIT_BIAS = 300  # entries a sequence, the limit of OpenAI's API
 _IN_PROMPT = 1 << 30
 
 Kind = Literal["greedy", "temperature", "filtered", "full"]
-"""What the rows of a step need; the dearest of them picks the executable. "filtered" adds top-k,
-top-p and min-p, "full" bias, penalties and logprobs."""
+"""What the rows of a step need; the most expensive of them picks the executable. "filtered" adds
+top-k, top-p and min-p, "full" bias, penalties and logprobs."""
 
 KINDS: tuple[Kind, ...] = ("greedy", "temperature", "filtered", "full")
 
@@ -79,6 +79,16 @@ def init_state(max_running: int, vocab_size: int) -> SamplerState:
 # ---- the host's side ---------------------------------------------------------------------------
 
 
+def check(params: SamplingParams) -> None:
+    """Raises ValueError for more logprobs or biases than the arrays here have room for."""
+    if (params.logprobs or 0) > MAX_LOGPROBS:
+        raise ValueError(f"logprobs: expected at most {MAX_LOGPROBS}, got {params.logprobs}.")
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise ValueError(
+            f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, got {len(params.logit_bias)}."
+        )
+
+
 def kind_of(params: SamplingParams) -> Kind:
     """The cheapest kind that serves `params`."""
     if params.logprobs is not None or keeps_state(params):
@@ -105,12 +115,8 @@ def slot_arrays(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """counts [vocab], bias_tokens, bias_values [MAX_LOGIT_BIAS]: what `set_slot` puts in a slot.
 
-    tokens: prompt, then output. Raises ValueError for more than MAX_LOGIT_BIAS biases.
+    params: with no more than `check` allows. tokens: prompt, then output.
     """
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise ValueError(
-            f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, got {len(params.logit_bias)}."
-        )
     counts = np.bincount(tokens[num_prompt:], minlength=vocab_size).astype(np.int32)
     counts[tokens[:num_prompt]] |= _IN_PROMPT
     bias_tokens = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
@@ -120,49 +126,86 @@ def slot_arrays(
     return counts, bias_tokens, bias_values
 
 
-# Columns of a row, i32: slot (max_running: the result is dropped), top_k, seed (two), position,
-# the slot again where its counts and biases are this sequence's (else max_running), the token
-# whose logprob is wanted (-1: sampled; kind is to be "full" for any other). Of a sequence with
-# drafts, a number that its rows have alone (else 0), and the draft that a row is the next behind.
-GIVEN, CHAIN, DRAFT = 6, 7, 8
-NUM_INTS = 9
 _NO_TOKEN = 2**31 - 1
-# And then, as bits of f32: temperature, top_p, min_p; repetition, presence, frequency penalty.
-ROW_WORDS = NUM_INTS + 6
+# How one row of the logits is sampled. On the way to the device it is i32 words, [ROW_WORDS].
+ROW = np.dtype(
+    [
+        ("slot", np.int32),  # of the sequence; max_running: the result is dropped
+        ("top_k", np.int32),
+        ("seed", np.int32, 2),  # the upper word, then the lower
+        ("position", np.int32),  # in the output, of the token that is sampled
+        ("state_slot", np.int32),  # the slot whose counts and biases it has; max_running: none
+        ("given", np.int32),  # the token whose logprob is wanted, of kind "full"; -1: the sampled
+        ("chain", np.int32),  # of a sequence with drafts, a number that its rows have alone; else 0
+        ("draft", np.int32),  # the draft that the row is the next behind; _NO_TOKEN: none
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+    ]
+)
+ROW_WORDS = ROW.itemsize // 4
+
+
+def as_records(rows: np.ndarray) -> np.ndarray:
+    """[num_rows] ROW, a view of rows [num_rows, ROW_WORDS] i32, to name fields. What copies whole
+    rows takes the words: numpy copies records field by field, in ten times the time."""
+    return rows.view(ROW)[:, 0]
+
+
+def _fields(rows: jax.Array) -> dict[str, jax.Array]:
+    """The fields of rows [num_rows, ROW_WORDS] i32, by name: [num_rows], seed: [num_rows, 2]."""
+    assert ROW.fields is not None
+    columns = {}
+    for name, (dtype, offset, *_) in ROW.fields.items():
+        begin, end = offset // 4, (offset + dtype.itemsize) // 4
+        column = rows[:, begin:end] if dtype.shape else rows[:, begin]
+        if dtype.base == np.float32:
+            column = jax.lax.bitcast_convert_type(column, jnp.float32)
+        columns[name] = column
+    return columns
 
 
 class SlotParams:
-    """The parameters of whoever is in each slot, as `sample` takes them."""
+    """The sampling parameters of the sequence in each slot, as `sample` takes them."""
 
     def __init__(self, max_running: int):
         self.max_running = max_running
         self._rows = np.zeros((max_running + 1, ROW_WORDS), np.int32)
+        self._records = as_records(self._rows)
         self._kinds = np.zeros(max_running + 1, np.int8)  # indices into KINDS
         # Void: greedy, and its result dropped.
         self.set(max_running, SamplingParams(max_tokens=1, temperature=0))
 
     def set(self, slot: int, params: SamplingParams) -> None:
         """`slot` belongs to a sequence of these parameters from now on."""
-        row, seed = self._rows[slot], params.seed % 2**64
-        seeds = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
-        state_slot = slot if keeps_state(params) else self.max_running
-        row[:NUM_INTS] = (slot, params.top_k, *seeds, 0, state_slot, -1, 0, _NO_TOKEN)
-        row[NUM_INTS:].view(np.float32)[:] = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+        seed = params.seed % 2**64
+        row = {
+            "slot": slot,
+            "seed": np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32),
+            "position": 0,
+            "state_slot": slot if keeps_state(params) else self.max_running,
+            "given": -1,
+            "chain": 0,
+            "draft": _NO_TOKEN,
+        }
+        # The others are fields of SamplingParams.
+        self._records[slot] = tuple(
+            row[name] if name in row else getattr(params, name) for name in ROW.names or ()
         )
         self._kinds[slot] = KINDS.index(kind_of(params))
 
     def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
         """Row i samples output token number positions[i] of the sequence in slots[i]; void where
-        that is max_running, and behind. Returns the kind of the dearest."""
+        that is max_running, and behind. Returns the most expensive kind.
+
+        rows: [num_rows, ROW_WORDS] i32, at least as many as slots.
+        """
         n = len(slots)
         rows[:n] = self._rows[slots]
-        rows[:n, 4] = positions
+        as_records(rows)["position"][:n] = positions
         rows[n:] = self._rows[self.max_running]
         return KINDS[int(self._kinds[slots].max(initial=0))]
 
@@ -209,21 +252,18 @@ def sample(
 ) -> tuple[SamplerState, Sampled]:
     """Samples a token from each row of logits [num_rows, vocab] f32.
 
-    rows: [num_rows, ROW_WORDS] i32, by SlotParams. mask: as `allow_all` and `forbid` make it.
+    rows: [num_rows, ROW_WORDS] i32, the words of ROW, by SlotParams.
+    mask: as `allow_all` and `forbid` make it.
     has_drafts: some of the rows may be behind drafts.
 
     Returns the state with the tokens counted and in last_tokens[slot], and what was sampled. Of a
     sequence with drafts too many are counted: if it has penalties, it is to `set_slot` again.
     """
-    slot, top_k, seed, position, state_slot = (
-        rows[:, 0], rows[:, 1], rows[:, 2:4], rows[:, 4], rows[:, 5]
-    )  # fmt: skip
-    floats = jax.lax.bitcast_convert_type(rows[:, NUM_INTS:], jnp.float32)
-    temperature, top_p, min_p = (floats[:, i, None] for i in range(3))
+    row = _fields(rows)
+    temperature = row["temperature"][:, None]
     scores = logits
     if kind == "full":
-        penalties = (floats[:, i, None] for i in range(3, 6))
-        scores = _penalized(state, rows, has_drafts, scores, *penalties)
+        scores = _penalized(state, row, has_drafts, scores)
     scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
     if kind != "greedy":
         # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
@@ -231,18 +271,18 @@ def sample(
             temperature > 0, temperature, 1
         )
         if kind != "temperature":
-            scaled = _filtered(scaled, top_k, top_p, min_p)
-        noisy = scaled + _noise(seed, position, logits.shape[1])
+            scaled = _filtered(scaled, row["top_k"], row["top_p"][:, None], row["min_p"][:, None])
+        noisy = scaled + _noise(row["seed"], row["position"], logits.shape[1])
         scores = jnp.where(temperature > 0, noisy, scores)
     tokens = _argmax(scores)
     if kind == "full":
-        tokens = jnp.where(rows[:, GIVEN] < 0, tokens, rows[:, GIVEN])
+        tokens = jnp.where(row["given"] < 0, tokens, row["given"])
     tokens = jnp.where(jnp.any(jnp.isnan(logits), axis=1), -1, tokens)
 
-    state = state._replace(last_tokens=state.last_tokens.at[slot].set(tokens, mode="drop"))
+    state = state._replace(last_tokens=state.last_tokens.at[row["slot"]].set(tokens, mode="drop"))
     if kind != "full":
         return state, Sampled(tokens)
-    state = state._replace(counts=state.counts.at[state_slot, tokens].add(1, mode="drop"))
+    state = state._replace(counts=state.counts.at[row["state_slot"], tokens].add(1, mode="drop"))
     logprobs = jax.nn.log_softmax(logits, axis=1)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
@@ -258,22 +298,18 @@ def _argmax(scores: jax.Array) -> jax.Array:
 
 
 def _penalized(
-    state: SamplerState,
-    rows: jax.Array,
-    has_drafts: bool,
-    scores: jax.Array,
-    repetition: jax.Array,
-    presence: jax.Array,
-    frequency: jax.Array,
+    state: SamplerState, row: dict[str, jax.Array], has_drafts: bool, scores: jax.Array
 ) -> jax.Array:
     """Bias, then HF's repetition penalty, then OpenAI's two. Neutral values change no bit."""
-    position, slot, chain, draft = (rows[:, i] for i in (4, 5, CHAIN, DRAFT))
+    position, chain, draft = row["position"], row["chain"], row["draft"]
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    repetition, presence, frequency = (row[name][:, None] for name in penalties)
 
     def of_slot(x: jax.Array) -> jax.Array:
-        return x.at[slot].get(mode="fill", fill_value=0)
+        return x.at[row["state_slot"]].get(mode="fill", fill_value=0)
 
     bias_tokens, bias_values = of_slot(state.bias_tokens), of_slot(state.bias_values)
-    which = jnp.arange(len(slot))[:, None]
+    which = jnp.arange(len(scores))[:, None]
     scores = scores.at[which, bias_tokens].add(bias_values, mode="drop")
     counts = of_slot(state.counts)
     if has_drafts:  # if the sample behind them counts, so do they

@@ -1,33 +1,33 @@
 """The bodies of the HTTP API: OpenAI's fields, this server's own, and the caps on all of them.
 
-Types are strict: a string is not a number. 5.0 is an integer, as JavaScript writes them. A field
-that is null counts as absent. What a description below calls "not supported" is accepted only where
-it asks for nothing. An unknown field is read past, with a warning in the log (see UnknownFields),
-or with --strict is an error that names it.
-
-A body has a number of errors that does not grow with it: an object with more fields than there are
-is refused at once where it is refused, and every list ends at its first error.
+`fields` says how their fields are read.
 """
 
 from __future__ import annotations
 
-import logging
-import typing
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PlainValidator,
     Tag,
-    ValidationInfo,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
+
+from jax_attn.serve.fields import (
+    Ignored,
+    PromptTokens,
+    RequestBody,
+    Tokens,
+    Unsupported,
+    at_most,
+    check_tokens,
+    tokens_schema,
+)
 
 # Caps that are the same for every model. Those on length and on the queue come from the engine.
 MAX_CHOICES = 64  # n
@@ -47,130 +47,13 @@ MAX_ALTERNATIVES = 1024  # of guided_choice
 MAX_DEADLINE_SECONDS = 86400
 
 
-log = logging.getLogger("jax_attn.serve")
-
-
-class UnknownFields:
-    """Warns of each field that is read past, once, and of no more than so many: their names are the
-    clients'."""
-
-    MOST, MAX_CHARS = 256, 64
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, str]] = set()
-
-    def see(self, owner: str, name: str) -> None:
-        """owner: the kind of object that has it."""
-        entry = (owner, name[: self.MAX_CHARS])
-        if entry not in self._seen and len(self._seen) < self.MOST:
-            self._seen.add(entry)
-            log.warning("unknown field %r of a %s is ignored; --strict refuses it", *entry[::-1])
-
-
-def _refuse(value: Any) -> None:
-    if value not in (None, False, [], {}, "", "none", "auto"):
-        raise PydanticCustomError("unsupported", "not supported by this server")
-
-
-# "Asks for nothing" is null, false, empty, "none" or "auto".
-Unsupported: TypeAlias = Annotated[
-    None, BeforeValidator(_refuse), WithJsonSchema({"type": "null", "description": "not supported"})
-]
-# Fields that cannot change the answer; clients send them to OpenAI for its own book-keeping.
-Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
-
-
-def _at_most(limit: int) -> BeforeValidator:
-    """Of entries, before any of them is looked at."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > limit:
-            raise PydanticCustomError(
-                "too_long",
-                "expected at most {limit} entries, got {length}",
-                {"limit": limit, "length": len(value)},
-            )
-        return value
-
-    return BeforeValidator(check)
-
-
-_TOKENS_AT_A_TIME = 1 << 16
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _tokens(value: Any) -> list[int]:
-    """As pydantic would check it, but other threads get a turn every so many tokens."""
-    if not isinstance(value, list):
-        raise PydanticCustomError("tokens", "expected a list of tokens")
-    for begin in range(0, len(value), _TOKENS_AT_A_TIME):
-        part = value[begin : begin + _TOKENS_AT_A_TIME]
-        types = set(map(type, part))
-        if types == {int, float} or types == {float}:
-            part = value[begin : begin + _TOKENS_AT_A_TIME] = list(map(_whole, part))
-            types = set(map(type, part))
-        if types == {int} and 0 <= min(part) and max(part) < 2**31:
-            continue
-        bad = next(i for i, x in enumerate(part) if type(x) is not int or not 0 <= x < 2**31)
-        raise PydanticCustomError(
-            "tokens", "expected a token, an integer from 0 to 2**31 - 1", {"inside": begin + bad}
-        )
-    return value
-
-
-def _tokens_schema(**more: int) -> WithJsonSchema:
-    token = {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}
-    return WithJsonSchema({"type": "array", "items": token, **more})
-
-
-Tokens: TypeAlias = Annotated[list[int], PlainValidator(_tokens), _tokens_schema()]
-PromptTokens: TypeAlias = Annotated[list[int], PlainValidator(_tokens), _tokens_schema(minItems=1)]
 StopTokens: TypeAlias = Annotated[
     list[int],
-    PlainValidator(_tokens),
-    _at_most(MAX_STOP_TOKENS),  # which looks first
-    _tokens_schema(maxItems=MAX_STOP_TOKENS),
+    PlainValidator(check_tokens),
+    at_most(MAX_STOP_TOKENS),  # which looks first
+    tokens_schema(maxItems=MAX_STOP_TOKENS),
 ]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    # Names of the fields, as clients call them, and of those that are integers.
-    _names: ClassVar[frozenset[str]]
-    _integers: ClassVar[frozenset[str]]
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        types = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
-        cls._names = frozenset(types)
-        cls._integers = frozenset(
-            name for name, type in types.items() if int in (type, *typing.get_args(type))
-        )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _normalised(cls, body: Any, info: ValidationInfo) -> Any:
-        """Without nulls, with integers for whole floats, and without unknown fields if the context
-        is an UnknownFields."""
-        if not isinstance(body, dict):
-            return body
-        body = {key: value for key, value in body.items() if value is not None}
-        for name in cls._integers & body.keys():
-            body[name] = _whole(body[name])
-        unknown = [key for key in body if key not in cls._names]
-        if isinstance(info.context, UnknownFields):
-            for name in unknown:
-                info.context.see(cls.__name__, name)
-                del body[name]
-        elif len(body) > len(cls._names):  # else pydantic finds it, beside what may say more
-            raise PydanticCustomError("unknown_field", "unknown field", {"inside": unknown[0]})
-        return body
 
 
 def _kind_of_stop(stop: Any) -> str:
@@ -188,12 +71,12 @@ Stop: TypeAlias = Annotated[
 ]
 
 
-class StreamOptions(_Request):
+class StreamOptions(RequestBody):
     include_usage: bool = False
     include_obfuscation: Ignored
 
 
-class JsonSchemaFormat(_Request):
+class JsonSchemaFormat(RequestBody):
     name: Annotated[str, Field(max_length=64)] = "schema"
     description: Ignored
     # "schema" would hide a method of BaseModel.
@@ -209,7 +92,7 @@ Alternatives: TypeAlias = Annotated[
 ]
 
 
-class ResponseFormat(_Request):
+class ResponseFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | SkipJsonSchema[None] = None
 
@@ -222,7 +105,7 @@ class ResponseFormat(_Request):
         return self
 
 
-class StructuredOutputs(_Request):
+class StructuredOutputs(RequestBody):
     """vLLM's name for what the output is to follow."""
 
     # "json" would hide a method of BaseModel.
@@ -258,7 +141,7 @@ _CONSTRAINTS: tuple[tuple[str, Literal["json", "regex", "grammar", "choice"]], .
 )
 
 
-class Generation(_Request):
+class Generation(RequestBody):
     """What all requests for text have in common."""
 
     model: str | SkipJsonSchema[None] = Field(None, description="as /v1/models names it")
@@ -280,7 +163,7 @@ class Generation(_Request):
             Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
             Annotated[float, Field(ge=-100, le=100)],
         ],
-        _at_most(MAX_LOGIT_BIAS),
+        at_most(MAX_LOGIT_BIAS),
         Field(max_length=MAX_LOGIT_BIAS, description="token id -> what is added to its logit"),
     ] = {}
 
@@ -316,7 +199,7 @@ class Generation(_Request):
     prompt_cache_retention: Ignored
 
 
-class _Sampling(Generation):
+class SamplingBody(Generation):
     """What completions and chat completions have in common."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt")
@@ -374,7 +257,7 @@ class _Sampling(Generation):
     kv_transfer_params: Unsupported = None
 
     @model_validator(mode="after")
-    def _fields_that_go_together(self) -> _Sampling:
+    def _fields_that_go_together(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream: true")
         if len(constraints := self._constraints()) > 1:
@@ -450,7 +333,7 @@ Prompt: TypeAlias = Annotated[
 ]
 
 
-class CompletionRequest(_Sampling):
+class CompletionRequest(SamplingBody):
     prompt: Prompt = Field(description="a text or its tokens, or a list of either")
     max_tokens: int = Field(16, ge=0, description="0: the prompt is read, and nothing written")
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -466,13 +349,13 @@ class CompletionRequest(_Sampling):
         return self
 
 
-class TextPart(_Request):
+class TextPart(RequestBody):
     type: Literal["text"]
     text: str
     cache_control: Ignored
 
 
-class RefusalPart(_Request):
+class RefusalPart(RequestBody):
     """What an assistant said instead of an answer."""
 
     type: Literal["refusal"]
@@ -503,12 +386,12 @@ SaidContent: TypeAlias = (
 )
 
 
-class FunctionCall(_Request):
+class FunctionCall(RequestBody):
     name: str
     arguments: str = Field(description="a JSON object")
 
 
-class ToolCall(_Request):
+class ToolCall(RequestBody):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -520,14 +403,14 @@ class PastToolCall(ToolCall):
     index: Ignored
 
 
-class PlainMessage(_Request):
+class PlainMessage(RequestBody):
     role: Literal["system", "developer", "user"]
     content: Content
     name: Ignored
     cache_control: Ignored
 
 
-class ToolMessage(_Request):
+class ToolMessage(RequestBody):
     """What a call gave."""
 
     role: Literal["tool"]
@@ -537,7 +420,7 @@ class ToolMessage(_Request):
     cache_control: Ignored
 
 
-class PastAnswer(_Request):
+class PastAnswer(RequestBody):
     role: Literal["assistant"]
     content: SaidContent = ""
     tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
@@ -570,7 +453,7 @@ Messages: TypeAlias = Annotated[
 ]
 
 
-class Function(_Request):
+class Function(RequestBody):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] | SkipJsonSchema[None] = Field(
@@ -579,22 +462,22 @@ class Function(_Request):
     strict: Ignored
 
 
-class Tool(_Request):
+class Tool(RequestBody):
     type: Literal["function"]
     function: Function
     cache_control: Ignored
 
 
-class NamedFunction(_Request):
+class NamedFunction(RequestBody):
     name: str
 
 
-class NamedTool(_Request):
+class NamedTool(RequestBody):
     type: Literal["function"]
     function: NamedFunction
 
 
-class ChatCompletionRequest(_Sampling):
+class ChatCompletionRequest(SamplingBody):
     messages: Messages
     max_tokens: int | SkipJsonSchema[None] = Field(
         None,
@@ -660,7 +543,7 @@ class ChatCompletionRequest(_Sampling):
         return self
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(RequestBody):
     """Either a text, or messages as the chat template writes them."""
 
     model: str | SkipJsonSchema[None] = None
@@ -675,7 +558,7 @@ class TokenizeRequest(_Request):
         return self
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestBody):
     model: str | SkipJsonSchema[None] = None
     tokens: Tokens
 

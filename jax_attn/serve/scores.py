@@ -7,7 +7,9 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
+
+from jax_attn.serve.events import TokenLogprob
 
 TokenText = Callable[[int], bytes]
 """The exact bytes of a token, which need not be whole characters."""
@@ -38,10 +40,10 @@ class TokenJson:
 
 
 class Scores(Protocol):
-    """Those of one choice."""
+    """Log-probabilities of one choice."""
 
-    def add(self, entries: Iterable[Any]) -> None:
-        """entries: events.TokenLogprob."""
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
+        """Adds those of further tokens."""
 
     def take(self) -> list[bytes]:
         """The JSON, in pieces, of what was added since the last call."""
@@ -54,7 +56,7 @@ class ChatScores:
         self._tokens = tokens
         self._pieces: list[bytes] = []
 
-    def add(self, entries: Iterable[Any]) -> None:
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
         text = ",".join(map(self._entry, entries))
         if text:
             self._pieces.append(f"{',' if self._pieces else ''}{text}".encode())
@@ -63,11 +65,11 @@ class ChatScores:
         pieces, self._pieces = self._pieces, []
         return [b'{"content":[', *pieces, b"]}"]
 
-    def _entry(self, entry: Any) -> str:
+    def _entry(self, entry: TokenLogprob) -> str:
         top = ",".join([self._token(token, logprob) + "}" for token, logprob in entry.top])
         return f'{self._token(entry.token, entry.logprob)},"top_logprobs":[{top}]}}'
 
-    def _token(self, token: int, logprob: float) -> str:
+    def _token(self, token: int, logprob: float | None) -> str:
         before, behind = self._tokens.around(token)
         return f"{before}{_number(logprob)}{behind}"
 
@@ -83,7 +85,7 @@ class CompletionScores:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._columns: list[list[bytes]] = [[] for _ in self._NAMES]
 
-    def add(self, entries: Iterable[Any]) -> None:
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
         rows = [
             (
                 self._tokens.name(entry.token),
@@ -109,7 +111,7 @@ class CompletionScores:
         self._offset += len(self._decode(self._tokens.text(token)))
         return offset
 
-    def _top(self, entry: Any) -> str:
+    def _top(self, entry: TokenLogprob) -> str:
         """The token itself among them, as OpenAI has it. Of tokens with one text, the likeliest."""
         if entry.logprob is None:
             return "null"
@@ -126,7 +128,7 @@ class PromptScores:
         self._tokens, self._num_left, self._num_top = tokens, num_tokens, num_top
         self._pieces: list[bytes] = []
 
-    def take_own(self, entries: list[Any]) -> list[Any]:
+    def take_own(self, entries: list[TokenLogprob]) -> list[TokenLogprob]:
         """Those of the prompt; returns the rest, which are of the output."""
         own = entries[: self._num_left]
         self._num_left -= len(own)
@@ -138,7 +140,7 @@ class PromptScores:
         pieces, self._pieces = self._pieces, []
         return [b"[", *pieces, b"]"]
 
-    def _entry(self, entry: Any) -> str:
+    def _entry(self, entry: TokenLogprob) -> str:
         if entry.logprob is None:
             return "null"
         ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}

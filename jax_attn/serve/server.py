@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -28,16 +28,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jax_attn import models
-from jax_attn.serve import bodies, live_view, openapi, response_schemas, schemas
+from jax_attn.serve import bodies, fields, live_view, openapi, response_schemas, schemas
 from jax_attn.serve.access_log import AccessLog, Record
-from jax_attn.serve.admission import Gate, KeyLimits, Lanes, Ticket
-from jax_attn.serve.answers import (
-    ChatStyle,
-    ChoicesAnswer,
-    CompletionStyle,
-    GenerationAnswer,
-    Style,
-)
+from jax_attn.serve.answers import ChoicesAnswer, GenerationAnswer
 from jax_attn.serve.auth import Authenticate, LoopbackHost
 from jax_attn.serve.connection import DiscardBody
 from jax_attn.serve.embedder import Embedder
@@ -47,18 +40,21 @@ from jax_attn.serve.embeddings import (
     EmbeddingResponse,
     PreparedEmbeddings,
 )
-from jax_attn.serve.errors import ApiError
+from jax_attn.serve.errors import ApiError, model_not_found
+from jax_attn.serve.gate import Gate, KeyLimits, Ticket
+from jax_attn.serve.lanes import Lanes
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import (
     Caller,
     Prepared,
     Preparer,
-    model_not_found,
-    owner,
     sampling_defaults,
 )
+from jax_attn.serve.protocols import ServedEngine, ServedModel
 from jax_attn.serve.responses_api import ResponsesApi, StoredAnswer
 from jax_attn.serve.scores import TokenJson
+from jax_attn.serve.styles import ChatStyle, CompletionStyle, Style
+from jax_attn.serve.tenants import owner
 from jax_attn.serve.token_bytes import TokenBytes
 
 log = logging.getLogger("jax_attn.serve")
@@ -71,7 +67,9 @@ VIEW_SECONDS = 0.25  # before a live view is made anew
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 # Of the first arguments of GenerationAnswer.
-MakeAnswer: TypeAlias = Callable[[Any, Prepared, Metrics, Ticket, Record], GenerationAnswer]
+MakeAnswer: TypeAlias = Callable[
+    [ServedEngine, Prepared, Metrics, Ticket, Record], GenerationAnswer
+]
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,8 @@ _TEXT_ROUTES = [
 
 
 def create_app(
-    engine: Any | None,
-    model: Any | None,
+    engine: ServedEngine | None,
+    model: ServedModel | None,
     config: ServerConfig,
     embedding: tuple[models.EmbeddingModel, Embedder] | None = None,
 ) -> Starlette:
@@ -129,6 +127,7 @@ def create_app(
     if engine is None:
         server = _Server(config, embedding)
     else:
+        assert model is not None
         server = _TextServer(engine, model, config, embedding)
     text_routes = [
         Route(path, getattr(server, name, server.no_text_model), methods=[method])
@@ -181,13 +180,13 @@ def create_app(
 
 
 class _Server:
-    """What there is without a model that writes texts: embeddings, and the server itself."""
+    """The routes without a text model: embeddings, and the server itself."""
 
     def __init__(
         self,
         config: ServerConfig,
         embedding: tuple[models.EmbeddingModel, Embedder] | None,
-        engine: Any | None = None,
+        engine: ServedEngine | None = None,
     ):
         self._engine, self._config = engine, config
         self._metrics = Metrics(engine)
@@ -200,7 +199,7 @@ class _Server:
         if embedding is not None:
             self._embedder = embedding[1]
             self._embedding_reader = EmbeddingReader(*embedding)
-        self._unknown = None if config.strict else schemas.UnknownFields()
+        self._unknown = None if config.strict else fields.UnknownFields()
         self._created = int(time.time())
         self._draining = self._embedder_is_ready = False
 
@@ -219,7 +218,7 @@ class _Server:
         self._lanes.close()
 
     def _on_embedder_ready(self) -> None:
-        """One starts after the other, as the engine counts what is compiled while it serves."""
+        """The engine starts after the embedder, as it counts what is compiled while it serves."""
         self._embedder_is_ready = True
         if self._engine is not None:
             self._engine.start()
@@ -276,7 +275,7 @@ class _Server:
                 retry_after=_RETRY_AFTER_SECONDS,
             )
 
-    def _status(self) -> Any:
+    def _status(self) -> Literal["ok", "compiling", "draining", "failed"]:
         parts = [part for part in (self._engine, self._embedder) if part is not None]
         if any(part.failure is not None for part in parts):
             return "failed"
@@ -324,7 +323,7 @@ class _Server:
         return bool(self._config.api_keys or self._config.operator_keys)
 
     def _is_operator(self, request: Request) -> bool:
-        """Sees what all do: who alone can use the server, and who was made an operator."""
+        """Whether the caller may see what all do: the only user of the server, or an operator."""
         if not self._has_keys:
             return not self._config.is_public
         is_alone = len(self._config.api_keys) == 1 and not self._config.operator_keys
@@ -393,17 +392,17 @@ class _Server:
 
 
 class _TextServer(_Server):
-    """With a model that writes texts, and an engine that runs it."""
+    """Beside them the routes of a text model, and the engine that runs it."""
 
     def __init__(
         self,
-        engine: Any,
-        model: Any,
+        engine: ServedEngine,
+        model: ServedModel,
         config: ServerConfig,
         embedding: tuple[models.EmbeddingModel, Embedder] | None,
     ):
         super().__init__(config, embedding, engine)
-        self._engine: Any = engine
+        self._engine: ServedEngine = engine
         directory = config.model_directory
         self._prepare = Preparer(
             model,
@@ -552,7 +551,7 @@ class _TextServer(_Server):
         return Response(self._page, media_type="text/html", headers=headers)
 
 
-def _with_choices(style: Style, body: schemas._Sampling) -> MakeAnswer:
+def _with_choices(style: Style, body: schemas.SamplingBody) -> MakeAnswer:
     options = body.stream_options
     return partial(
         ChoicesAnswer,

@@ -1,7 +1,8 @@
 """Whose turn it is: the tenants that have sequences, and what each has had of the engine.
 
-A virtual token counter decides: who has had the fewest tokens of the steps goes first. Whoever
-comes begins with the least that any other has had, so that nobody gains by going and coming back.
+A virtual token counter decides: the tenant that has had the fewest tokens of the steps goes first.
+A tenant that arrives begins with the least that any other has had, so leaving and coming back gains
+nothing.
 Source: "Fairness in Serving Large Language Models" (Sheng et al., 2024), section 4.
 """
 
@@ -52,7 +53,7 @@ class Tenant:
 
 
 class Tenants:
-    """Those that have sequences, waiting or running."""
+    """The tenants that have sequences, waiting or running."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Tenant] = {}
@@ -62,7 +63,7 @@ class Tenants:
         return len(self._by_name)
 
     def __iter__(self) -> Iterator[Tenant]:
-        """In no order that means anything: there may be thousands. See `in_turn`."""
+        """In arbitrary order, as there may be thousands. See `in_turn`."""
         return iter(self._by_name.values())
 
     def __getitem__(self, name: str) -> Tenant:
@@ -72,7 +73,7 @@ class Tenants:
         return name in self._by_name
 
     def with_most(self, amount: Callable[[Tenant], int]) -> Tenant:
-        """Of several with as much, the first in turn."""
+        """The tenant with the largest amount; of several with the same, the first in turn."""
         return min(self, key=lambda tenant: (-amount(tenant), tenant.turn))
 
     def get_or_add(self, name: str) -> Tenant:
@@ -91,8 +92,8 @@ class Tenants:
     def charge(self, seqs: Iterable[tuple[Sequence, int]], max_credit: int) -> None:
         """Counts the tokens that each has had of a step.
 
-        max_credit: tokens by which one may be behind whoever has had most. More is forgotten: who
-          has long wanted little may not shut out all others once it wants much.
+        max_credit: tokens by which a tenant may be behind the one that has had most. More is
+          forgotten: a tenant that long wanted little must not shut out the others later.
         """
         if len(self._by_name) < 2:
             return  # it is always the turn of one that is alone
@@ -110,9 +111,19 @@ def in_turn(tenants: Iterable[Tenant]) -> list[Tenant]:
 
 
 def rank(seq: Sequence) -> tuple[int, int]:
-    """The order of those that run."""
+    """The order of running sequences; lower comes first."""
     return seq.priority, seq.order
 
 
 def waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
     return seq.priority, not seq.num_preempted, seq.order
+
+
+def namespace(tenant: str, salt: str) -> str:
+    """The part of the prefix cache that only this tenant's requests with this salt can hit."""
+    return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
+
+
+def owner(namespace: str) -> str:
+    """The tenant that a namespace belongs to."""
+    return namespace.partition("/")[0]

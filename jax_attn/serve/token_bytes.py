@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from typing import Any
+
+from jax_attn.models.protocols import Tokenizer
 
 
 class TokenBytes:
     """token_bytes(token) of one tokenizer: byte-level BPE, or SentencePiece with byte fallback."""
 
-    def __init__(self, tokenizer: Any):
-        """tokenizer: a tokenizers.Tokenizer."""
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         description = json.loads(tokenizer.to_str())
         decoder, added = description["decoder"], description["added_tokens"]

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 
 from jax_attn.serve.prefix_cache import Node, RadixCache
 from jax_attn.serve.request import FinishReason, Sequence, Status
-from jax_attn.serve.scheduler import ScheduledSequence, Scheduler, StepPlan
+from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve.step_plan import ScheduledSequence, StepPlan
 
 POISON = -1
 EOS = 0

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer
 
 from jax_attn import models
-from jax_attn.serve.async_engine import EngineStopped
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.grammar import Grammars
+from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.request import FinishReason
-from jax_attn.serve.scheduler import QueueFull
 
 MODEL = models.BUNDLED
 

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from jax_attn.serve import grammar
-from jax_attn.serve.async_engine import AsyncEngine, EngineStopped
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.admission import QueueFull
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
+from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
-from jax_attn.serve.scheduler import QueueFull
 
 CONFIG = EngineConfig(
     num_pages=64, page_size=8, max_running=8, max_step_tokens=8, max_waiting=50, max_grammars=2

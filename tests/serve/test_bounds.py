@@ -17,11 +17,12 @@ from fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
 from live_server import serving
 from pydantic import ValidationError
 
-from jax_attn.serve import answers, bodies, schemas
+from jax_attn.serve import answers, bodies, fields, schemas, styles
 from jax_attn.serve.access_log import Record
-from jax_attn.serve.admission import Gate, KeyLimits, Lanes
 from jax_attn.serve.errors import ApiError
 from jax_attn.serve.events import TokenEvent
+from jax_attn.serve.gate import Gate, KeyLimits
+from jax_attn.serve.lanes import Lanes
 from jax_attn.serve.metrics import Metrics
 from jax_attn.serve.prepare import Caller, Preparer
 from jax_attn.serve.request import FinishReason
@@ -128,7 +129,7 @@ class Anything(schemas.BaseModel):
 
 def test_tokens_are_checked_in_slices():
     """So that other threads have turns; and the first bad one is found wherever it is."""
-    most = schemas._TOKENS_AT_A_TIME
+    most = fields._TOKENS_AT_A_TIME
     for bad in (0, most - 1, most, 2 * most + 5):
         for value in (-1, 2**31, True, 1.5, "1", None, [1]):
             tokens = [7] * (2 * most + 6)
@@ -359,7 +360,7 @@ class Steps:
 def stream(preparer, engine, **fields):
     body = schemas.CompletionRequest(prompt="a", stream=True, **fields)
     prepared = preparer.completion(body, Caller("", 0.0))
-    style = answers.CompletionStyle(prepared, False, TokenJson(TokenBytes(fake_model().tokenizer)))
+    style = styles.CompletionStyle(prepared, False, TokenJson(TokenBytes(fake_model().tokenizer)))
     ticket = Gate(engine, KeyLimits(1, 64)).enter("", queues=False)
     record = Record("req-1", False)
     arguments = engine, prepared, Metrics(engine), ticket, record

@@ -15,7 +15,8 @@ from jax_attn.serve import drafts, grammar
 from jax_attn.serve import engine as engine_module
 from jax_attn.serve.draft_model import ModelDrafter
 from jax_attn.serve.drafts import NgramDrafter
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
 
 CONFIG = EngineConfig(

@@ -18,8 +18,8 @@ from live_server import KEYS, ServerProcess, eventually, key_options, post_bytes
 
 from jax_attn import models
 from jax_attn.serve import embeddings
-from jax_attn.serve.admission import KeyLimits
 from jax_attn.serve.embedder import Embedder, EmbedderStopped
+from jax_attn.serve.gate import KeyLimits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import embedding_cases

@@ -20,9 +20,11 @@ import pytest
 
 from jax_attn import models
 from jax_attn.serve import grammar, masks
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.admission import QueueFull
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import QueueFull, ScheduledSequence, StepPlan
+from jax_attn.serve.step_plan import ScheduledSequence, StepPlan
 
 CONFIG = EngineConfig(num_pages=36, page_size=8, max_running=8, max_step_tokens=40)
 INVARIANT = dataclasses.replace(CONFIG, num_pages=240, batch_invariant=True)  # longer than a split

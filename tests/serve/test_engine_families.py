@@ -16,7 +16,8 @@ import model_cases
 import quantized_cases
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import SamplingParams, Sequence
 
 # Small, so that there are few executables to compile.

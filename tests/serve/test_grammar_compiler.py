@@ -7,9 +7,9 @@ from concurrent.futures import Future, wait
 import pytest
 
 from jax_attn.serve import grammar, grammar_compiler
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.grammar import GrammarError, Grammars
 from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
-from jax_attn.serve.scheduler import QueueFull
 
 # 20 s and 390 MB, where nothing ends it.
 ENDLESS = grammar.from_json_schema({"type": "integer", "multipleOf": 999983})

@@ -10,9 +10,11 @@ import pytest
 from fake_device import VOCAB, FakeEngine, reference_output, salt
 from test_scheduler import assert_drained, config
 
-from jax_attn.serve.prepare import namespace
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import QueueFull, Scheduler, StepPlan
+from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve.step_plan import StepPlan
+from jax_attn.serve.tenants import namespace
 
 TENANTS = ("", "key0", "key1", "key2")
 SYSTEMS = [

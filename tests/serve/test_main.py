@@ -12,8 +12,10 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from tokenizers import Tokenizer
 
 from jax_attn.serve import __main__ as main
-from jax_attn.serve import device
-from jax_attn.serve.async_engine import AsyncEngine, Limits
+from jax_attn.serve import device, sizing
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.options import engine_config, key_limits, parse
+from jax_attn.serve.protocols import Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
 VOCAB = 4096  # of it
@@ -38,7 +40,7 @@ class FakeGpu:
     """`limit`: beside what 32 rows of logits take."""
 
     def __init__(self, limit: int, in_use: int):
-        limit += 32 * VOCAB * main._SAMPLING_BYTES
+        limit += 32 * VOCAB * sizing._SAMPLING_BYTES
         self._stats = {"bytes_limit": limit, "bytes_in_use": in_use}
 
     def memory_stats(self):
@@ -46,11 +48,11 @@ class FakeGpu:
 
 
 def make(model, monkeypatch, allocator, *options, device=None):
-    monkeypatch.setattr(main, "AsyncEngine", allocator)
+    monkeypatch.setattr(sizing, "AsyncEngine", allocator)
     monkeypatch.setattr(
         main.jax, "local_devices", lambda: [device or FakeGpu(2000 * PAGE_BYTES, 0)]
     )
-    return main._make_engine(model, main._parse(["--dtype", "float32", *options]))
+    return sizing.make_engine(model, parse(["--dtype", "float32", *options]))
 
 
 def test_pages_are_what_is_free_less_a_margin(model, monkeypatch):
@@ -81,8 +83,8 @@ def test_pages_that_the_device_fails_to_make_later_are_done_without(model, monke
         return init_pages(config, specs, num_pages) if len(asked) > 1 else (Missing(), Missing())
 
     monkeypatch.setattr(device.models, "init_pages", init)
-    monkeypatch.setattr(main, "_default_num_pages", lambda *_: 200)
-    main._make_engine(model, main._parse(["--dtype", "float32"]))
+    monkeypatch.setattr(sizing, "_default_num_pages", lambda *_: 200)
+    sizing.make_engine(model, parse(["--dtype", "float32"]))
     assert asked == [200, 180]
 
 
@@ -123,13 +125,13 @@ def test_as_many_open_files_as_clients():
 
 def test_limits_of_a_key():
     """By default all that the engine takes; what is asked for instead, one by one."""
-    limits = main._key_limits(main._parse(["--max-waiting", "10", "--max-running", "4"]))
+    limits = key_limits(parse(["--max-waiting", "10", "--max-running", "4"]))
     assert (limits.requests, limits.choices) == (14, 14)
     options = ["--max-requests-per-key", "1", "--max-choices-per-key", "2"]
     options += ["--max-tokens-per-key", "3", "--max-running-per-key", "4"]
-    args = main._parse(options)
-    assert dataclasses.astuple(main._key_limits(args))[:3] == (1, 2, 3)
-    assert main._engine_config(100, args).tenant_limits.max_running == 4
+    args = parse(options)
+    assert dataclasses.astuple(key_limits(args))[:3] == (1, 2, 3)
+    assert engine_config(100, args).tenant_limits.max_running == 4
 
 
 def test_no_more_connections_than_files(caplog):
@@ -181,16 +183,16 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
 )
 def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens, chunks):
     monkeypatch.setattr(main.jax, "default_backend", lambda: backend)
-    args = main._parse(options)
+    args = parse(options)
     assert (args.max_running, args.max_step_tokens) == (running, tokens)
     assert (args.prefill_chunk, args.max_prefill_chunk) == chunks
 
 
 def test_a_shorter_context(model, caplog):
-    args = main._parse(["--max-model-len", "100", "--dtype", "float32"])
+    args = parse(["--max-model-len", "100", "--dtype", "float32"])
     assert main._load(main.models.BUNDLED, args).config.max_positions == 100
     with pytest.raises(ValueError, match="--max-model-len: expected at most the model's 2048, got"):
-        main._load(main.models.BUNDLED, main._parse(["--max-model-len", "2049"]))
+        main._load(main.models.BUNDLED, parse(["--max-model-len", "2049"]))
 
 
 @pytest.mark.parametrize(
@@ -220,10 +222,10 @@ def test_a_draft_model_of_other_tokens(model, tmp_path, capsys):
 
 
 def test_how_many_drafts():
-    assert main._parse([]).max_drafts == 0
-    assert main._parse(["--max-drafts", "7"]).max_drafts == 7
-    assert main._parse(["--draft-model", "x"]).max_drafts == 4
-    assert main._parse(["--draft-model", "x", "--max-drafts", "2"]).max_drafts == 2
+    assert parse([]).max_drafts == 0
+    assert parse(["--max-drafts", "7"]).max_drafts == 7
+    assert parse(["--draft-model", "x"]).max_drafts == 4
+    assert parse(["--draft-model", "x", "--max-drafts", "2"]).max_drafts == 2
 
 
 @pytest.mark.parametrize(
@@ -235,26 +237,26 @@ def test_how_many_drafts():
 )
 def test_options_that_exclude_a_draft_model(capsys, options, sentence):
     with pytest.raises(SystemExit):
-        main._parse(["--draft-model", "x", *options])
+        parse(["--draft-model", "x", *options])
     assert sentence in capsys.readouterr().err
 
 
 def test_models_of_the_command_line(capsys):
-    assert main._parse([]).model == str(main.models.BUNDLED)
-    assert main._parse(["--embedding-model", "x"]).model is None
+    assert parse([]).model == str(main.models.BUNDLED)
+    assert parse(["--embedding-model", "x"]).model is None
     for options in (["--draft-model", "x"], ["--distributed"], ["--served-model-name", "a", "b"]):
         with pytest.raises(SystemExit):
-            main._parse(["--embedding-model", "x", *options])
+            parse(["--embedding-model", "x", *options])
         assert f"{options[0]}: expected " in capsys.readouterr().err
 
 
 def test_a_draft_model_has_as_many_pages(model, monkeypatch):
     """Of its own, beside those of the model."""
     allocator = Allocator(10**9)
-    monkeypatch.setattr(main, "AsyncEngine", allocator)
+    monkeypatch.setattr(sizing, "AsyncEngine", allocator)
     monkeypatch.setattr(main.jax, "local_devices", lambda: [FakeGpu(2000 * PAGE_BYTES, 0)])
-    args = main._parse(["--dtype", "float32", "--draft-model", "x"])
-    main._make_engine(model, args, draft_model=model)
+    args = parse(["--dtype", "float32", "--draft-model", "x"])
+    sizing.make_engine(model, args, draft_model=model)
     assert allocator.asked == [850] and allocator.draft_model is model
 
 
@@ -282,5 +284,5 @@ def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):
 def test_more_rows_leave_less_room_for_pages(model, monkeypatch):
     allocator = Allocator(10**9)
     make(model, monkeypatch, allocator, "--max-running", "64", device=FakeGpu(3000 * PAGE_BYTES, 0))
-    more = 32 * VOCAB * main._SAMPLING_BYTES
+    more = 32 * VOCAB * sizing._SAMPLING_BYTES
     assert allocator.asked == [int(0.85 * (3000 * PAGE_BYTES - more)) // PAGE_BYTES]

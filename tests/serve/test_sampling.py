@@ -49,6 +49,7 @@ class Batch:
         """rows: row -> dict(logits, params, slot, position, tokens, num_prompt, allowed)."""
         self.state = state or sampling.init_state(SLOTS, VOCAB)
         self.rows = np.zeros((ROWS, sampling.ROW_WORDS), np.int32)
+        self.records = sampling.as_records(self.rows)
         self.mask = sampling.allow_all(ROWS, VOCAB)
         in_slots = sampling.SlotParams(SLOTS)
         slots, positions = [SLOTS] * ROWS, [0] * ROWS
@@ -130,7 +131,7 @@ def test_distribution(name):
     history = np.asarray(batch.state.counts).copy()
     num_draws, counts = 4000, np.zeros(VOCAB)
     for begin in range(0, num_draws, ROWS):
-        batch.rows[:, 4] = begin + np.arange(ROWS)
+        batch.records["position"][:] = begin + np.arange(ROWS)
         counts += np.bincount(np.asarray(batch.sample().tokens), minlength=VOCAB)
         batch.state = batch.state._replace(counts=jnp.array(history))  # the draw never happened
     assert not counts[expected == 0].any()
@@ -151,7 +152,7 @@ def test_counts_grow_with_the_output():
     batch = Batch({2: row})
     for position in range(30):
         expected = probabilities(logits, p, tokens, 4).argmax()
-        batch.rows[2, 4] = position
+        batch.records["position"][2] = position
         token = int(batch.sample().tokens[2])
         assert token == expected
         assert int(batch.state.last_tokens[7]) == token
@@ -187,7 +188,7 @@ def test_kinds_agree():
     for position in range(50):
         batches = [Batch(plain) for _ in range(2)]
         for batch in batches:
-            batch.rows[:, 4] += position
+            batch.records["position"][:] += position
         assert batches[0].kind == "temperature"
         np.testing.assert_array_equal(batches[0].sample().tokens, batches[1].sample("full").tokens)
     for p in (params(top_p=0.8, seed=2), params(top_k=9, min_p=0.01, seed=3)):
@@ -216,7 +217,7 @@ def test_seeds_and_positions_matter():
     batch = Batch({i: {"logits": logits, "params": params(seed=s)} for i, s in enumerate(seeds)})
     drawn = []
     for position in range(40):
-        batch.rows[:, 4] = position
+        batch.records["position"][:] = position
         drawn.append(np.asarray(batch.sample().tokens))
     drawn = np.stack(drawn).T
     assert len({tuple(row) for row in drawn}) == len(seeds) - 1  # -1 is 2^64 - 1
@@ -230,7 +231,7 @@ def test_ties_at_the_border_stay():
     batch = Batch(rows)
     seen = set()
     for position in range(20):
-        batch.rows[:, 4] = position
+        batch.records["position"][:] = position
         seen |= set(np.asarray(batch.sample().tokens).tolist())
     assert seen == {3, 9, 40}
 
@@ -291,10 +292,16 @@ def test_rows_are_filled_anew():
     slots.set(2, params(top_k=3, temperature=0.5, seed=2**32 + 5))
     slots.set(7, params(temperature=0, presence_penalty=1.5))
     assert slots.fill(rows, [2, SLOTS], [9, 1]) == "filtered"
-    assert rows[0, : sampling.CHAIN].tolist() == [2, 3, 1, 5, 9, SLOTS, -1]
-    assert rows[0, sampling.NUM_INTS :].view(np.float32).tolist() == [0.5, 1, 0, 1, 0, 0]
-    assert (rows[1:, [0, 5]] == SLOTS).all() and (rows[2:] == rows[2]).all()
-    assert slots.fill(rows, [7], [0]) == "full" and rows[0, 5] == 7
+    row = sampling.as_records(rows)[0]
+    assert [row[x].tolist() for x in ("slot", "top_k", "seed")] == [2, 3, [1, 5]]
+    assert [row[x] for x in ("position", "state_slot", "given")] == [9, SLOTS, -1]
+    assert [row[x] for x in ("temperature", "top_p", "min_p")] == [0.5, 1, 0]
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [row[x] for x in penalties] == [1, 0, 0]
+    void = sampling.as_records(rows[1:])
+    assert (void["slot"] == SLOTS).all() and (void["state_slot"] == SLOTS).all()
+    assert (rows[2:] == rows[2]).all()
+    assert slots.fill(rows, [7], [0]) == "full" and sampling.as_records(rows)["state_slot"][0] == 7
     assert slots.fill(rows, [], []) == "greedy" and (rows == rows[0]).all()
 
 
@@ -310,4 +317,4 @@ def test_masks():
 def test_too_many_biases():
     p = params(logit_bias=tuple((i, 1.0) for i in range(sampling.MAX_LOGIT_BIAS + 1)))
     with pytest.raises(ValueError, match="logit_bias: expected at most 300"):
-        sampling.slot_arrays(p, (), 0, VOCAB)
+        sampling.check(p)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from fake_device import VOCAB, FakeEngine, nodes, reference_output
 
+from jax_attn.serve.admission import Admission, QueueFull
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import QueueFull, Scheduler, SchedulerConfig, StepPlan
+from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve.step_plan import SchedulerConfig, StepPlan
 
 SMALL = SchedulerConfig(
     page_size=4,
@@ -188,7 +190,7 @@ def test_deterministic(system):
     assert first == log()
 
 
-class Diligent(Scheduler):
+class Diligent(Admission):
     """Looks the queue up in every step, whether anybody could enter or not."""
 
     _least_need = property(lambda self: None, lambda self, need: None)
@@ -197,12 +199,13 @@ class Diligent(Scheduler):
 @pytest.mark.parametrize("num_lookups", [128, 3])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_lookups_that_are_spared_change_nothing(system, num_lookups, monkeypatch):
-    monkeypatch.setattr("jax_attn.serve.scheduler._LOOKUPS", num_lookups)
+    monkeypatch.setattr("jax_attn.serve.admission._LOOKUPS", num_lookups)
     num_peeks = []
     for seed in range(2):
         logs = []
-        for kind in (Scheduler, Diligent):
-            scheduler = kind(SYSTEMS[system])
+        for kind in (Admission, Diligent):
+            monkeypatch.setattr("jax_attn.serve.scheduler.Admission", kind)
+            scheduler = Scheduler(SYSTEMS[system])
             peek, calls = scheduler.cache.peek, []
             scheduler.cache.peek = lambda *key, peek=peek, calls=calls: (
                 calls.append(1) or peek(*key)
@@ -271,7 +274,7 @@ def test_where_nobody_waits_no_prompt_is_copied(monkeypatch):
     scheduler = Scheduler(config())
     scheduler.add(sequence("a", [3]), sequence("b", range(90)))
     advance(scheduler)
-    monkeypatch.delattr(Scheduler, "_coming")
+    monkeypatch.delattr(Admission, "coming")
     assert scheduled(scheduler.schedule(0.0)).keys() == {"a", "b"}
     scheduler.add(sequence("c", range(90)))
     with pytest.raises(AttributeError):
@@ -885,7 +888,7 @@ def test_integrity_check_sees_what_the_parts_cannot():
         s.running[0].slot = s.running[1].slot
 
     def wrong_table(s):
-        s._num_table_pages += 1
+        s.memory.num_table_pages += 1
 
     def wrong_share(s):
         s.running[0].pages[0] = s.running[1].pages[0]

@@ -34,7 +34,8 @@ from live_server import (
 
 from jax_attn import models
 from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.engine import Engine, EngineConfig
+from jax_attn.serve.engine import Engine
+from jax_attn.serve.engine_config import EngineConfig
 
 # Three that run need more pages than there are: sequences have up to 14 each.
 CONFIG = EngineConfig(

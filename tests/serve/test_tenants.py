@@ -8,8 +8,9 @@ import pytest
 from fake_device import FakeEngine
 from test_scheduler import SMALL, advance, assert_drained, config, scheduled, sequence
 
+from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.request import SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import QueueFull, Scheduler
+from jax_attn.serve.scheduler import Scheduler
 from jax_attn.serve.tenants import Tenant, TenantLimits
 
 ids = itertools.count()

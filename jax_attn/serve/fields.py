@@ -1,0 +1,148 @@
+"""Fields of the bodies of requests: their strict types, null for absent, and unknown ones.
+
+Types are strict: a string is not a number. 5.0 is an integer, as JavaScript writes them. A field
+that is null counts as absent. What a description calls "not supported" is accepted only where it
+asks for nothing. An unknown field is read past, with a warning in the log (see UnknownFields), or
+with --strict is an error that names it.
+
+A body has a number of errors that does not grow with it: an object with more fields than there are
+is refused at once where it is refused, and every list ends at its first error.
+"""
+
+from __future__ import annotations
+
+import logging
+import typing
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+log = logging.getLogger("jax_attn.serve")
+
+
+class UnknownFields:
+    """Warns of each field that is read past, once, and of no more than so many: their names are the
+    clients'."""
+
+    MOST, MAX_CHARS = 256, 64
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def see(self, owner: str, name: str) -> None:
+        """owner: the kind of object that has it."""
+        entry = (owner, name[: self.MAX_CHARS])
+        if entry not in self._seen and len(self._seen) < self.MOST:
+            self._seen.add(entry)
+            log.warning("unknown field %r of a %s is ignored; --strict refuses it", *entry[::-1])
+
+
+def _refuse(value: Any) -> None:
+    if value not in (None, False, [], {}, "", "none", "auto"):
+        raise PydanticCustomError("unsupported", "not supported by this server")
+
+
+# "Asks for nothing" is null, false, empty, "none" or "auto".
+Unsupported: TypeAlias = Annotated[
+    None, BeforeValidator(_refuse), WithJsonSchema({"type": "null", "description": "not supported"})
+]
+# Fields that cannot change the answer; clients send them to OpenAI for its own book-keeping.
+Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Of entries, before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise PydanticCustomError(
+                "too_long",
+                "expected at most {limit} entries, got {length}",
+                {"limit": limit, "length": len(value)},
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+_TOKENS_AT_A_TIME = 1 << 16
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def check_tokens(value: Any) -> list[int]:
+    """As pydantic would check it, but other threads get a turn every so many tokens."""
+    if not isinstance(value, list):
+        raise PydanticCustomError("tokens", "expected a list of tokens")
+    for begin in range(0, len(value), _TOKENS_AT_A_TIME):
+        part = value[begin : begin + _TOKENS_AT_A_TIME]
+        types = set(map(type, part))
+        if types == {int, float} or types == {float}:
+            part = value[begin : begin + _TOKENS_AT_A_TIME] = list(map(_whole, part))
+            types = set(map(type, part))
+        if types == {int} and 0 <= min(part) and max(part) < 2**31:
+            continue
+        bad = next(i for i, x in enumerate(part) if type(x) is not int or not 0 <= x < 2**31)
+        raise PydanticCustomError(
+            "tokens", "expected a token, an integer from 0 to 2**31 - 1", {"inside": begin + bad}
+        )
+    return value
+
+
+def tokens_schema(**more: int) -> WithJsonSchema:
+    token = {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}
+    return WithJsonSchema({"type": "array", "items": token, **more})
+
+
+Tokens: TypeAlias = Annotated[list[int], PlainValidator(check_tokens), tokens_schema()]
+PromptTokens: TypeAlias = Annotated[
+    list[int], PlainValidator(check_tokens), tokens_schema(minItems=1)
+]
+
+
+class RequestBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    # Names of the fields, as clients call them, and of those that are integers.
+    _names: ClassVar[frozenset[str]]
+    _integers: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        types = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        cls._names = frozenset(types)
+        cls._integers = frozenset(
+            name for name, type in types.items() if int in (type, *typing.get_args(type))
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalised(cls, body: Any, info: ValidationInfo) -> Any:
+        """Without nulls, with integers for whole floats, and without unknown fields if the context
+        is an UnknownFields."""
+        if not isinstance(body, dict):
+            return body
+        body = {key: value for key, value in body.items() if value is not None}
+        for name in cls._integers & body.keys():
+            body[name] = _whole(body[name])
+        unknown = [key for key in body if key not in cls._names]
+        if isinstance(info.context, UnknownFields):
+            for name in unknown:
+                info.context.see(cls.__name__, name)
+                del body[name]
+        elif len(body) > len(cls._names):  # else pydantic finds it, beside what may say more
+            raise PydanticCustomError("unknown_field", "unknown field", {"inside": unknown[0]})
+        return body

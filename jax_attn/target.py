@@ -1,0 +1,58 @@
+"""What a spec is for: "cpu" or an architecture of GPUs, with its number of processors."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+
+import jax
+
+from jax_attn import _core
+
+TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
+
+
+def largest_head_dim(target: str) -> int:
+    """Of kernels of a target, without mla and with keys and values of the dtype of q."""
+    return 512 if target == "cpu" else 256
+
+
+def default_target() -> str:
+    """The target of jax.default_backend(): "cpu" or "sm_<compute capability>".
+
+    Raises NotImplementedError for another backend.
+    """
+    backend = jax.default_backend()
+    if backend == "cpu":
+        return "cpu"
+    if backend == "gpu":
+        return "sm_" + jax.local_devices()[0].compute_capability.replace(".", "")
+    raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
+
+
+@functools.cache
+def parse_target(target: str) -> tuple[int, int]:
+    """(compute capability, processors) of a target; the compute capability of "cpu" is 0.
+
+    target: "cpu", "sm_90", or "sm_90:132" to give the number of multiprocessors. Without it: that
+        of the GPU if it has this compute capability, else a default. For "cpu": usable cores.
+
+    Raises ValueError for another form, NotImplementedError below sm_80.
+    """
+    if target == "cpu":
+        has_affinity = hasattr(os, "sched_getaffinity")
+        return 0, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    known = re.fullmatch(r"sm_(\d{1,3})a?(?::(\d{1,7}))?", target, re.ASCII)
+    if known is None:
+        raise ValueError(f"AttentionSpec: target: expected {TARGETS}, got {target!r}.")
+    arch, count = known.groups()
+    if int(arch) < 80:
+        raise NotImplementedError(
+            f"AttentionSpec: target: sm_80 and later are supported, got {target}."
+        )
+    if count:
+        return int(arch), int(count)
+    if jax.default_backend() == "gpu" and default_target() == f"sm_{arch}":
+        return int(arch), jax.local_devices()[0].core_count
+    return int(arch), _core.default_processors(int(arch))
