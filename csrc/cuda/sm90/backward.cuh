@@ -41,6 +41,9 @@ enum HopperBackwardOrder {
 #ifndef JAX_ATTN_BACKWARD_ORDER
 #define JAX_ATTN_BACKWARD_ORDER 3
 #endif
+#ifndef JAX_ATTN_BACKWARD_CARRIES
+#define JAX_ATTN_BACKWARD_CARRIES 0
+#endif
 #ifndef JAX_ATTN_BACKWARD_SUM_SLOTS
 #define JAX_ATTN_BACKWARD_SUM_SLOTS 2
 #endif
@@ -129,6 +132,7 @@ struct HopperBackwardShape {
   static constexpr int kConsumerWarps = 8;
   static constexpr int kOrder = JAX_ATTN_BACKWARD_ORDER;
   static constexpr bool kSumsLater = kOrder != kSumsBeforeKeys;
+  static constexpr bool kCarries = JAX_ATTN_BACKWARD_CARRIES;
   static constexpr int kSumSlots = JAX_ATTN_BACKWARD_SUM_SLOTS;
   static constexpr int kWriters = JAX_ATTN_BACKWARD_WRITERS;
   using K = SwizzledTile<kDim, kKeys>;   // of k and v
@@ -539,8 +543,8 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     // The turn has come, as a rule, before the sums have: two trips to memory less behind them.
     i32* turns = this->p_.turns + at;
     if (turn > 0) {
-      // With pages for a unit, perhaps, that goes through many requests first.
-      constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
+      // Asked up to two steps ahead; with pages it may be for a unit that goes through many requests.
+      constexpr int kMost = (Base::kPage > 0 ? 16 : 4) * kMostNaps;
       int naps = 0;
       while (LoadAcquire(turns) < turn && naps < kMost) {
         Nap();
@@ -700,8 +704,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     const bool seen_by_all = IsSeenByAll(unit, tile);
     WgmmaWait<1>();
     PinRegisters(s);
-    PinRegisters(d_k);
-    if (!is_first) ArriveBefore();
+    if constexpr (Shape::kCarries) {
+      PinRegisters(d_k);
+      if (!is_first) ArriveBefore();
+    }
 
     // P^T.
     Fragments p;
@@ -715,7 +721,8 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
     // dS^T.
     float d_q[8][4] = {};
-    if constexpr (Shape::kOrder == kSumsBesideSlopes) {
+    constexpr int kAhead = Shape::kOrder == kSumsBesideSlopes ? 0 : kRows / 8;
+    if constexpr (kAhead == 0) {
       DotSlopesBefore(d_q);
       WgmmaWait<1>();
     } else {
@@ -723,7 +730,11 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
     PinRegisters(d_p);
     Fragments d_s;
-    MakeSlopes(slot, s, d_p, p, d_s);
+    MakeSlopes<0, kAhead>(slot, s, d_p, p, d_s);
+    if constexpr (Shape::kOrder == kSumsBesideSlopes) {
+      if (kAhead > 0) DotSlopesBefore(d_q);
+      MakeSlopes<kAhead, kRows / 8>(slot, s, d_p, p, d_s);
+    }
     // The buffer of two steps ago is free if all consumers have come as far as they are waited for.
     if constexpr (Shape::kOrder == kSumsBesideValues) WaitForSlopesBefore();
     StoreSlopes(d_s_at, d_s);
@@ -740,6 +751,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     WgmmaCommit();
     if constexpr (!Shape::kSumsLater) {
       SyncNamed(kNamedBarrier, kConsumerThreads);
+      WgmmaFence();
       DotSlopes(d_s_at, d_q);
       WgmmaCommit();
     }
@@ -750,11 +762,16 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     if constexpr (Shape::kSumsLater) {
       Arrive(this->Barriers().full_slopes + slot);
       if (!is_first) HandOver(Base::Before(this->slot_), d_q);
-      WgmmaWait<1>();
+      WgmmaWait<Shape::kCarries ? 1 : 0>();
     } else {
       HandOver(this->slot_, d_q);
+      if constexpr (!Shape::kCarries) WgmmaWait<0>();
     }
     PinRegisters(d_v);
+    if constexpr (!Shape::kCarries) {
+      PinRegisters(d_k);
+      Arrive(this->Barriers().empty + slot);
+    }
     this->slot_.Advance();
   }
 
@@ -769,8 +786,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     } else {
       WgmmaWait<0>();
     }
-    PinRegisters(d_k);
-    ArriveBefore();
+    if constexpr (Shape::kCarries) {
+      PinRegisters(d_k);
+      ArriveBefore();
+    }
   }
 
   // The tile of the step before may be overwritten.
@@ -906,11 +925,12 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
+  template <int kBegin, int kEnd>
   __device__ __forceinline__ void MakeSlopes(int slot, const Tile& s, const Tile& d_p, Fragments& p,
                                              Fragments& d_s) const {
     const float* d = shared_.d[slot] + 2 * (Lane() % 4);
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
+    for (int j = kBegin; j < kEnd; ++j) {
       const float2 x = *reinterpret_cast<const float2*>(d + 8 * j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
