@@ -540,27 +540,28 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     } else {
       turn = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
     }
-    // The turn has come, as a rule, before the sums have: two trips to memory less behind them.
+    float* to = this->p_.d_q_sums + at * Shape::kSumWords;
     i32* turns = this->p_.turns + at;
-    if (turn > 0) {
-      // Asked up to two steps ahead; with pages it may be for a unit that goes through many requests.
-      constexpr int kMost = (Base::kPage > 0 ? 16 : 4) * kMostNaps;
+    const int slot = this->slot_.slot;
+    const u32 from = SharedAddress(this->shared_.sums[slot % Shape::kSumSlots]);
+    constexpr int kBytes = Shape::kSumWords * 4;
+    // Asked ahead, too: behind the sums it takes a trip to memory.
+    bool has_turn = turn == 0 || LoadAcquire(turns) >= turn;
+    WaitBarrier(SharedAddress(this->Barriers().full_sums + slot), this->slot_.parity);
+    if (turn == 0) {
+      StoreBulk(to, from, kBytes);
+    } else {
+      // With pages for a unit, perhaps, that goes through many requests first.
+      constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
       int naps = 0;
-      while (LoadAcquire(turns) < turn && naps < kMost) {
+      while (!has_turn && naps < kMost) {
+        has_turn = LoadAcquire(turns) >= turn;
+        if (has_turn) break;
         Nap();
         ++naps;
       }
       if (naps == kMost) MaxRelaxed(this->p_.needs_portable, 1);
       FenceGlobalForBulk();
-    }
-    const int slot = this->slot_.slot;
-    float* to = this->p_.d_q_sums + at * Shape::kSumWords;
-    const u32 from = SharedAddress(this->shared_.sums[slot % Shape::kSumSlots]);
-    constexpr int kBytes = Shape::kSumWords * 4;
-    WaitBarrier(SharedAddress(this->Barriers().full_sums + slot), this->slot_.parity);
-    if (turn == 0) {
-      StoreBulk(to, from, kBytes);
-    } else {
       AddBulk(to, from, kBytes);
     }
     CommitStores();
