@@ -41,9 +41,6 @@ enum HopperBackwardOrder {
 #ifndef JAX_ATTN_BACKWARD_ORDER
 #define JAX_ATTN_BACKWARD_ORDER 3
 #endif
-#ifndef JAX_ATTN_BACKWARD_CARRIES
-#define JAX_ATTN_BACKWARD_CARRIES 0
-#endif
 #ifndef JAX_ATTN_BACKWARD_SUM_SLOTS
 #define JAX_ATTN_BACKWARD_SUM_SLOTS 2
 #endif
@@ -130,9 +127,15 @@ struct HopperBackwardShape {
   static constexpr int kSlots = 2, kUnits = 2;
   static constexpr int kSumWords = kRows * kDim;  // of a tile's dq
   static constexpr int kConsumerWarps = 8;
-  static constexpr int kOrder = JAX_ATTN_BACKWARD_ORDER;
+  // As far as registers go: the others would be spilled, or products serialised.
+  static constexpr bool kIsWide = kDim == 128 && !Traits::kHasSoftCap && !Traits::kHasWindowLeft;
+  static constexpr int kOrder = kDim == 64              ? kSumsBeforeKeys
+                                : !kIsWide              ? kSumsBesideValues
+                                : Traits::kPageSize > 0 ? kSumsBeforeKeys
+                                                        : JAX_ATTN_BACKWARD_ORDER;
   static constexpr bool kSumsLater = kOrder != kSumsBeforeKeys;
-  static constexpr bool kCarries = JAX_ATTN_BACKWARD_CARRIES;
+  // Whether dk is on its way while the next step begins.
+  static constexpr bool kCarries = kIsWide && kOrder == kSumsBeforeKeys;
   static constexpr int kSumSlots = JAX_ATTN_BACKWARD_SUM_SLOTS;
   static constexpr int kWriters = JAX_ATTN_BACKWARD_WRITERS;
   using K = SwizzledTile<kDim, kKeys>;   // of k and v
@@ -546,7 +549,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     const u32 from = SharedAddress(this->shared_.sums[slot % Shape::kSumSlots]);
     constexpr int kBytes = Shape::kSumWords * 4;
     // Asked ahead, too: behind the sums it takes a trip to memory.
-    bool has_turn = turn == 0 || LoadAcquire(turns) >= turn;
+    const bool has_turn = turn == 0 || LoadAcquire(turns) >= turn;
     WaitBarrier(SharedAddress(this->Barriers().full_sums + slot), this->slot_.parity);
     if (turn == 0) {
       StoreBulk(to, from, kBytes);
@@ -554,9 +557,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
       // With pages for a unit, perhaps, that goes through many requests first.
       constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
       int naps = 0;
-      while (!has_turn && naps < kMost) {
-        has_turn = LoadAcquire(turns) >= turn;
-        if (has_turn) break;
+      while (!has_turn && LoadAcquire(turns) < turn && naps < kMost) {
         Nap();
         ++naps;
       }
