@@ -8,6 +8,9 @@
 // dS^T goes to shared memory besides, for dq, of which a consumer has half: of the columns
 // (head_dim 128) or of the rows (64).
 //
+// dq is that of the step before where registers allow it (HopperBackwardOrder): its products need
+// no barrier then, and run while dS^T is made.
+//
 // dq leaves through shared memory for f32 sums in global memory, by bulk copies that add. Blocks of
 // keys add to a tile in turns, the last one first, so the order of the sums is fixed. Units are
 // numbered in the order of turns and taken in the order of numbers: whoever is waited for runs
@@ -957,12 +960,14 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   // --- results ---
 
   // at: of the step that it is of, in the ring of tiles, which is as long as that of sums.
-  __device__ __forceinline__ void HandOver(const RingCursor<2>& at, const float (&d_q)[8][4]) const {
+  __device__ __forceinline__ void HandOver(const RingCursor<2>& at,
+                                           const float (&d_q)[8][4]) const {
     // Of as many tiles ago as there are slots.
     RingCursor<2> last = {at.slot, at.parity ^ 1};
     if constexpr (Shape::kSumSlots == 1) last = Base::Before(at);
     WaitBarrier(SharedAddress(this->Barriers().empty_sums + last.slot), last.parity);
-    float* to = shared_.sums[at.slot % Shape::kSumSlots] + consumer_ * (Shape::kSumWords / 2) + Anew(thread_) * 4;
+    float* to = shared_.sums[at.slot % Shape::kSumSlots] + consumer_ * (Shape::kSumWords / 2) +
+                Anew(thread_) * 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       *reinterpret_cast<float4*>(to + j * 512) =
