@@ -8,6 +8,9 @@
 // dS^T goes to shared memory besides, for dq, of which a consumer has half: of the columns
 // (head_dim 128) or of the rows (64).
 //
+// dq is that of the step before where registers allow it (HopperBackwardOrder): its products need
+// no barrier then, and run while dS^T is made.
+//
 // dq leaves through shared memory for f32 sums in global memory, by bulk copies that add. Blocks of
 // keys add to a tile in turns, the last one first, so the order of the sums is fixed. Units are
 // numbered in the order of turns and taken in the order of numbers: whoever is waited for runs
@@ -31,6 +34,22 @@
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
+
+// When dq of a step is computed.
+enum HopperBackwardOrder {
+  kSumsBeforeKeys = 1,  // in the step, behind a barrier of all consumers, ahead of dk
+  kSumsBesideValues,    // in the next step, behind its dS^T
+  kSumsBesideSlopes,    // in the next step, ahead of its dS^T, which is made meanwhile
+};
+#ifndef JAX_ATTN_BACKWARD_ORDER
+#define JAX_ATTN_BACKWARD_ORDER 3
+#endif
+#ifndef JAX_ATTN_BACKWARD_SUM_SLOTS
+#define JAX_ATTN_BACKWARD_SUM_SLOTS 2
+#endif
+#ifndef JAX_ATTN_BACKWARD_WRITERS
+#define JAX_ATTN_BACKWARD_WRITERS 2
+#endif
 
 // Keys of the owner that a request reads, in all of the owner's blocks.
 struct HopperBackwardSpan {
@@ -111,6 +130,17 @@ struct HopperBackwardShape {
   static constexpr int kSlots = 2, kUnits = 2;
   static constexpr int kSumWords = kRows * kDim;  // of a tile's dq
   static constexpr int kConsumerWarps = 8;
+  // As far as registers go: the others would be spilled, or products serialised.
+  static constexpr bool kIsWide = kDim == 128 && !Traits::kHasSoftCap && !Traits::kHasWindowLeft;
+  static constexpr int kOrder = kDim == 64              ? kSumsBeforeKeys
+                                : !kIsWide              ? kSumsBesideValues
+                                : Traits::kPageSize > 0 ? kSumsBeforeKeys
+                                                        : JAX_ATTN_BACKWARD_ORDER;
+  static constexpr bool kSumsLater = kOrder != kSumsBeforeKeys;
+  // Whether dk is on its way while the next step begins.
+  static constexpr bool kCarries = kIsWide && kOrder == kSumsBeforeKeys;
+  static constexpr int kSumSlots = JAX_ATTN_BACKWARD_SUM_SLOTS;
+  static constexpr int kWriters = JAX_ATTN_BACKWARD_WRITERS;
   using K = SwizzledTile<kDim, kKeys>;   // of k and v
   using Q = SwizzledTile<kDim, kRows>;   // of q and d_o
   using S = SwizzledTile<kRows, kKeys>;  // of dS^T
@@ -121,14 +151,15 @@ struct HopperBackwardShape {
   struct Barriers {
     u64 full_kv, empty_kv;
     u64 full[kSlots], empty[kSlots];
-    u64 full_sums, empty_sums;
+    u64 full_slopes[2];
+    u64 full_sums[2], empty_sums[2];  // of tiles in turns
     u64 full_unit[kUnits], empty_unit[kUnits];
   };
   struct alignas(1024) Shared {
     unsigned char k[K::kBytes], v[K::kBytes];
     Slot slots[kSlots];
     unsigned char d_s[2][S::kBytes];
-    float sums[kSumWords];
+    float sums[kSumSlots][kSumWords];
     float lse_log2[kSlots][kRows];  // inf: the row counts for nothing
     float d[kSlots][kRows];
     HopperBackwardUnit<Traits> units[kUnits];
@@ -144,16 +175,19 @@ struct HopperBackwardShape {
       InitBarrier(SharedAddress(b.full + i), 2 * kWarpSize);
       InitBarrier(SharedAddress(b.empty + i), kConsumerWarps);
     }
-    InitBarrier(SharedAddress(&b.full_sums), kConsumerWarps);
-    InitBarrier(SharedAddress(&b.empty_sums), 1);
+    for (int i = 0; i < 2; ++i) {
+      InitBarrier(SharedAddress(b.full_slopes + i), kConsumerWarps);
+      InitBarrier(SharedAddress(b.full_sums + i), kConsumerWarps);
+      InitBarrier(SharedAddress(b.empty_sums + i), 1);
+    }
     for (int i = 0; i < kUnits; ++i) {
       InitBarrier(SharedAddress(b.full_unit + i), 1);
-      InitBarrier(SharedAddress(b.empty_unit + i), kConsumerWarps + 1);
+      InitBarrier(SharedAddress(b.empty_unit + i), kConsumerWarps + kWriters);
     }
   }
 };
 
-// What producer, consumers and the writer of sums have in common: their way through the units.
+// What producer, consumers and the writers of sums have in common: their way through the units.
 template <class Traits>
 class HopperBackwardRole {
  public:
@@ -179,6 +213,10 @@ class HopperBackwardRole {
     ArriveBarrier(SharedAddress(Barriers().empty_unit + unit_.slot));
     unit_.Advance();
   }
+  // Where a ring of two was before.
+  __device__ __forceinline__ static RingCursor<2> Before(const RingCursor<2>& at) {
+    return {at.slot ^ 1, at.parity ^ static_cast<u32>(at.slot ^ 1)};
+  }
   // Index of a tile of a query head in [max_tiles, num_qo_heads].
   __device__ __forceinline__ i64 TileAt(const Unit& unit, int tile, int g) const {
     return static_cast<i64>(unit.first_tile + tile) * f_.num_qo_heads + unit.kv_head * kGroup + g;
@@ -193,7 +231,7 @@ class HopperBackwardRole {
   Shared& shared_;
   RingCursor<Shape::kUnits> unit_;
   RingCursor<Shape::kSlots> slot_;
-  RingCursor<1> kv_, sums_;
+  RingCursor<1> kv_;
 };
 
 // --- producer: one warp ---
@@ -464,7 +502,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
 };
 
-// --- writer of sums: one thread ---
+// --- writers of sums: a thread each, which take tiles in turns ---
 
 template <class Traits>
 class HopperBackwardWriter : HopperBackwardRole<Traits> {
@@ -475,7 +513,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
   using typename Base::Shape;
   using typename Base::Unit;
 
-  __device__ __forceinline__ void Run() {
+  __device__ __forceinline__ void Run(int writer) {
 #pragma unroll 1
     for (;;) {
       const Unit& unit = this->WaitForUnit();
@@ -483,7 +521,10 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
 #pragma unroll 1
       for (int g = 0; g < kGroup; ++g) {
 #pragma unroll 1
-        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) Write(unit, tile, g);
+        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) {
+          if (this->slot_.slot % Shape::kWriters == writer) Write(unit, tile, g);
+          this->slot_.Advance();
+        }
       }
       this->PassUnit();
     }
@@ -507,17 +548,19 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     }
     float* to = this->p_.d_q_sums + at * Shape::kSumWords;
     i32* turns = this->p_.turns + at;
-    const u32 from = SharedAddress(this->shared_.sums);
+    const int slot = this->slot_.slot;
+    const u32 from = SharedAddress(this->shared_.sums[slot % Shape::kSumSlots]);
     constexpr int kBytes = Shape::kSumWords * 4;
-    WaitBarrier(SharedAddress(&this->Barriers().full_sums), this->sums_.parity);
-    this->sums_.Advance();
+    // Asked ahead, too: behind the sums it takes a trip to memory.
+    const bool has_turn = turn == 0 || LoadAcquire(turns) >= turn;
+    WaitBarrier(SharedAddress(this->Barriers().full_sums + slot), this->slot_.parity);
     if (turn == 0) {
       StoreBulk(to, from, kBytes);
     } else {
       // With pages for a unit, perhaps, that goes through many requests first.
       constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
       int naps = 0;
-      while (LoadAcquire(turns) < turn && naps < kMost) {
+      while (!has_turn && LoadAcquire(turns) < turn && naps < kMost) {
         Nap();
         ++naps;
       }
@@ -527,7 +570,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     }
     CommitStores();
     WaitStoresRead();
-    ArriveBarrier(SharedAddress(&this->Barriers().empty_sums));
+    ArriveBarrier(SharedAddress(this->Barriers().empty_sums + slot));
     WaitStores();
     FenceGlobalForBulk();
     AddAcquireRelease(turns, share);
@@ -553,6 +596,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   __device__ __forceinline__ HopperBackwardConsumer(const BackwardCudaParams& p, Shared& shared)
       : Base(p, shared),
         consumer_(Uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+        warp_(Uniform(static_cast<int>(threadIdx.x) % 128 / kWarpSize)),
         thread_(static_cast<int>(threadIdx.x) % 128) {}
 
   __device__ __forceinline__ void Run() {
@@ -570,10 +614,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   using Sums = float[kDim / 8][4];
   using Tile = float[kRows / 8][4];      // of S^T or dP^T: keys are rows
   using Fragments = u32[kRows / 16][4];  // likewise, packed
-  __device__ int Lane() const { return thread_ % kWarpSize; }
-  __device__ int Warp() const { return thread_ / kWarpSize; }
+  // Anew: registers are few, so nothing that follows from it is kept from step to step.
+  __device__ int Lane() const { return Anew(thread_) % kWarpSize; }
   // Of the block, the first key of this warp's 16.
-  __device__ int FirstKey() const { return 64 * consumer_ + 16 * Warp(); }
+  __device__ int FirstKey() const { return 64 * consumer_ + 16 * warp_; }
   __device__ __forceinline__ void Arrive(const u64* barrier) const {
     __syncwarp();
     if (Lane() == 0) ArriveBarrier(SharedAddress(barrier));
@@ -597,7 +641,9 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
       const int begin = Uniform(unit.tile_begin), end = Uniform(unit.tile_end);
       if (begin < end) {
         WaitForKv();
-        RunTiles(unit, begin, end, d_k, d_v);
+        bool is_first = true;
+        RunTiles(unit, begin, end, is_first, d_k, d_v);
+        Finish(d_k);
         Arrive(&this->Barriers().empty_kv);
       }
     }
@@ -610,14 +656,16 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   __device__ __forceinline__ const Unit* RunParts(const Unit* part, Sums& d_k, Sums& d_v) {
     if (Uniform(part->tile_begin) == Uniform(part->tile_end)) return part;
     WaitForKv();
+    bool is_first = true;
 #pragma unroll 1
     for (;;) {
       const int begin = Uniform(part->tile_begin), end = Uniform(part->tile_end);
       if (begin == end) break;
-      RunTiles(*part, begin, end, d_k, d_v);
+      RunTiles(*part, begin, end, is_first, d_k, d_v);
       PassUnitByWarp();
       part = &this->WaitForUnit();
     }
+    Finish(d_k);
     Arrive(&this->Barriers().empty_kv);
     return part;
   }
@@ -628,21 +676,25 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     FenceSharedForWgmma();  // rows of it may not have come by boxes
   }
 
-  __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, Sums& d_k,
-                                           Sums& d_v) {
+  // is_first: whether the first of the tiles is the unit's first one.
+  __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, bool& is_first,
+                                           Sums& d_k, Sums& d_v) {
     int tile = begin;
 #pragma unroll 1
     for (int left = (end - begin) * kGroup; left > 0; --left) {
-      RunStep(unit, tile, d_k, d_v);
+      RunStep(unit, tile, is_first, d_k, d_v);
+      is_first = false;
       if (++tile == unit.tile_end) tile = unit.tile_begin;
     }
   }
 
-  __device__ __forceinline__ void RunStep(const Unit& unit, int tile, Sums& d_k, Sums& d_v) {
+  // dk is on its way at the end, and reads this tile of q, until the next step, or Finish.
+  __device__ __forceinline__ void RunStep(const Unit& unit, int tile, bool is_first, Sums& d_k,
+                                          Sums& d_v) {
     const int slot = this->slot_.slot;
     const u32 q_at = Uniform(SharedAddress(shared_.slots[slot].q));
     const u32 d_o_at = Uniform(SharedAddress(shared_.slots[slot].d_o));
-    const u32 d_s_at = Uniform(SharedAddress(shared_.d_s[buffer_]));
+    const u32 d_s_at = Uniform(SharedAddress(shared_.d_s[slot]));
     const bool boxed = this->IsBoxed(tile * kRows, kRows, unit.source.qo_len);
     WaitBarrier(SharedAddress(this->Barriers().full + slot), this->slot_.parity);
     if (!boxed) FenceSharedForWgmma();
@@ -654,50 +706,100 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     WgmmaCommit();
     Dot(SharedAddress(shared_.v), d_o_at, d_p);
     WgmmaCommit();
+    const bool seen_by_all = IsSeenByAll(unit, tile);
     WgmmaWait<1>();
     PinRegisters(s);
+    if constexpr (Shape::kCarries) {
+      PinRegisters(d_k);
+      if (!is_first) ArriveBefore();
+    }
 
-    // P^T, and dv.
+    // P^T.
     Fragments p;
-    if (IsSeenByAll(unit, tile)) {
+    if (seen_by_all) {
       Weigh<false>(unit, tile, slot, s, p);
     } else {
       Weigh<true>(unit, tile, slot, s, p);
     }
+
+    PinRegisters(s);
+
+    // dS^T.
+    float d_q[8][4] = {};
+    constexpr int kAhead = Shape::kOrder == kSumsBesideSlopes ? 0 : kRows / 8;
+    if constexpr (kAhead == 0) {
+      DotSlopesBefore(d_q);
+      WgmmaWait<1>();
+    } else {
+      WgmmaWait<0>();
+    }
+    PinRegisters(d_p);
+    Fragments d_s;
+    MakeSlopes<0, kAhead>(slot, s, d_p, p, d_s);
+    if constexpr (Shape::kOrder == kSumsBesideSlopes) {
+      if (kAhead > 0) DotSlopesBefore(d_q);
+      MakeSlopes<kAhead, kRows / 8>(slot, s, d_p, p, d_s);
+    }
+    // The buffer of two steps ago is free if all consumers have come as far as they are waited for.
+    if constexpr (Shape::kOrder == kSumsBesideValues) WaitForSlopesBefore();
+    StoreSlopes(d_s_at, d_s);
+    FenceSharedForWgmma();
     PinRegisters(p);
+    PinRegisters(d_s);
+    if constexpr (Shape::kOrder == kSumsBesideValues) DotSlopesBefore(d_q);
+
+    // dv and dk, and dq beside them.
     PinRegisters(d_v);
+    PinRegisters(d_k);
     WgmmaFence();
     Add(p, d_o_at, d_v);
     WgmmaCommit();
-
-    // dS^T, and dk.
-    WgmmaWait<1>();
-    PinRegisters(d_p);
-    Fragments d_s;
-    MakeSlopes(slot, s, d_p, d_s);
-    StoreSlopes(d_s_at, d_s);
-    FenceSharedForWgmma();
-    PinRegisters(d_s);
-    PinRegisters(d_k);
-    WgmmaFence();
+    if constexpr (!Shape::kSumsLater) {
+      SyncNamed(kNamedBarrier, kConsumerThreads);
+      WgmmaFence();
+      DotSlopes(d_s_at, d_q);
+      WgmmaCommit();
+    }
     Add(d_s, q_at, d_k);
     WgmmaCommit();
-
-    // dq, behind everybody's dS^T. The buffer of dS^T two steps ago is free likewise.
-    SyncNamed(kNamedBarrier, kConsumerThreads);
-    float d_q[8][4] = {};
-    WgmmaFence();
-    DotSlopes(d_s_at, d_q);
-    WgmmaCommit();
-    WgmmaWait<1>();
-    PinRegisters(d_v);
-    PinRegisters(d_k);
-    Arrive(this->Barriers().empty + slot);
-    WgmmaWait<0>();
+    WgmmaWait<Shape::kSumsLater ? 2 : 1>();
     PinRegisters(d_q);
-    HandOver(d_q);
+    if constexpr (Shape::kSumsLater) {
+      Arrive(this->Barriers().full_slopes + slot);
+      if (!is_first) HandOver(Base::Before(this->slot_), d_q);
+      WgmmaWait<Shape::kCarries ? 1 : 0>();
+    } else {
+      HandOver(this->slot_, d_q);
+      if constexpr (!Shape::kCarries) WgmmaWait<0>();
+    }
+    PinRegisters(d_v);
+    if constexpr (!Shape::kCarries) {
+      PinRegisters(d_k);
+      Arrive(this->Barriers().empty + slot);
+    }
     this->slot_.Advance();
-    buffer_ ^= 1;
+  }
+
+  // Behind the last step of a unit.
+  __device__ __forceinline__ void Finish(Sums& d_k) {
+    if constexpr (Shape::kSumsLater) {
+      float d_q[8][4] = {};
+      DotSlopesBefore(d_q);
+      WgmmaWait<0>();
+      PinRegisters(d_q);
+      HandOver(Base::Before(this->slot_), d_q);
+    } else {
+      WgmmaWait<0>();
+    }
+    if constexpr (Shape::kCarries) {
+      PinRegisters(d_k);
+      ArriveBefore();
+    }
+  }
+
+  // The tile of the step before may be overwritten.
+  __device__ __forceinline__ void ArriveBefore() const {
+    Arrive(this->Barriers().empty + Base::Before(this->slot_).slot);
   }
 
   // --- products ---
@@ -734,7 +836,21 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
+  // Of the step before, behind everybody's dS^T; in a unit's first step of no use.
+  __device__ __forceinline__ void DotSlopesBefore(float (&d_q)[8][4]) const {
+    WaitForSlopesBefore();
+    WgmmaFence();
+    DotSlopes(Uniform(SharedAddress(shared_.d_s[Base::Before(this->slot_).slot])), d_q);
+    WgmmaCommit();
+  }
+
   // --- between them ---
+
+  // All consumers' dS^T of the step before is there, and their dq of two steps ago is complete.
+  __device__ __forceinline__ void WaitForSlopesBefore() const {
+    const RingCursor<2> before = Base::Before(this->slot_);
+    WaitBarrier(SharedAddress(this->Barriers().full_slopes + before.slot), before.parity);
+  }
 
   __device__ __forceinline__ static int KeyEnd(const Unit& unit) {
     if constexpr (kPage > 0) {
@@ -761,21 +877,22 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     return Uniform(static_cast<int>(all)) != 0;
   }
 
-  // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. p:
-  // weights, packed.
+  // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. p: then
+  // weights, packed; else MakeSlopes packs them.
   template <bool kMasks>
   __device__ __forceinline__ void Weigh(const Unit& unit, int tile, int slot, Tile& s,
                                         Fragments& p) const {
     const float scale = f_.sm_scale * kLog2E;
     const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
     const float cap = f_.logits_soft_cap * kLog2E;
-    const float* lse_log2 = shared_.lse_log2[slot] + 2 * (Lane() % 4);
+    const int lane = Lane();
+    const float* lse_log2 = shared_.lse_log2[slot] + 2 * (lane % 4);
     // Rows [low, high) of the tile see the lane's keys.
     int low[2] = {0, 0}, high[2] = {kRows, kRows};
     if constexpr (kMasks) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int key = unit.block * kKeys + FirstKey() + 8 * h + Lane() / 4;
+        const int key = unit.block * kKeys + FirstKey() + 8 * h + lane / 4;
         const i64 row = static_cast<i64>(key) - unit.source.q_begin - tile * kRows;
         if constexpr (Traits::kHasWindowRight) low[h] = Clamp(row - f_.window_right, 0, kRows);
         if constexpr (Traits::kHasWindowLeft) high[h] = Clamp(row + f_.window_left + 1, 0, kRows);
@@ -801,24 +918,30 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
             weights[c] = Exp2(fmaf(x, scale, -reference));
           }
           if constexpr (kMasks) {
-            const int row = 8 * j + 2 * (Lane() % 4) + c;
+            const int row = 8 * j + 2 * (lane % 4) + c;
             if (row < low[h] || row >= high[h]) weights[c] = 0.0f;
           }
           x = Traits::kHasSoftCap ? weights[c] * factor : weights[c];
         }
-        p[j / 2][j % 2 * 2 + h] = E::Pack(weights[0], weights[1]);
+        if constexpr (Traits::kHasSoftCap) {
+          p[j / 2][j % 2 * 2 + h] = E::Pack(weights[0], weights[1]);
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void MakeSlopes(int slot, const Tile& s, const Tile& d_p,
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void MakeSlopes(int slot, const Tile& s, const Tile& d_p, Fragments& p,
                                              Fragments& d_s) const {
     const float* d = shared_.d[slot] + 2 * (Lane() % 4);
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
+    for (int j = kBegin; j < kEnd; ++j) {
       const float2 x = *reinterpret_cast<const float2*>(d + 8 * j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        if constexpr (!Traits::kHasSoftCap) {
+          p[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h], s[j][2 * h + 1]);
+        }
         d_s[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h] * (d_p[j][2 * h] - x.x),
                                             s[j][2 * h + 1] * (d_p[j][2 * h + 1] - x.y));
       }
@@ -826,37 +949,42 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   }
 
   __device__ __forceinline__ void StoreSlopes(u32 d_s_at, const Fragments& d_s) const {
-    const int key = FirstKey() + Lane() / 8 % 2 * 8 + Lane() % 8;
-    const u32 row = d_s_at + key * 128;
+    const int lane = Lane();
+    const u32 to = d_s_at + (FirstKey() + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
     for (int kk = 0; kk < kRows / 16; ++kk) {
-      const int chunk = 2 * kk + Lane() / 16;
-      StoreMatrix4(row + chunk / 8 * S::kBlockBytes + (chunk % 8 ^ key % 8) * 16, d_s[kk]);
+      StoreMatrix4((to ^ kk % 4 * 32) + kk / 4 * S::kBlockBytes, d_s[kk]);
     }
   }
 
   // --- results ---
 
-  __device__ __forceinline__ void HandOver(const float (&d_q)[8][4]) {
-    WaitBarrier(SharedAddress(&this->Barriers().empty_sums), this->sums_.parity ^ 1);
-    this->sums_.Advance();
-    float* to = shared_.sums + consumer_ * (Shape::kSumWords / 2) + thread_ * 4;
+  // at: of the step that it is of, in the ring of tiles, which is as long as that of sums.
+  __device__ __forceinline__ void HandOver(const RingCursor<2>& at,
+                                           const float (&d_q)[8][4]) const {
+    // Of as many tiles ago as there are slots.
+    RingCursor<2> last = {at.slot, at.parity ^ 1};
+    if constexpr (Shape::kSumSlots == 1) last = Base::Before(at);
+    WaitBarrier(SharedAddress(this->Barriers().empty_sums + last.slot), last.parity);
+    float* to = shared_.sums[at.slot % Shape::kSumSlots] + consumer_ * (Shape::kSumWords / 2) +
+                Anew(thread_) * 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       *reinterpret_cast<float4*>(to + j * 512) =
           make_float4(d_q[j][0], d_q[j][1], d_q[j][2], d_q[j][3]);
     }
     FenceSharedForWgmma();
-    Arrive(&this->Barriers().full_sums);
+    Arrive(this->Barriers().full_sums + at.slot);
   }
 
   // Rows of dk or dv. Whether all of them are finite.
   __device__ __forceinline__ bool Write(void* result, const Unit& unit, float scale,
                                         const Sums& sums) const {
+    const int lane = Lane();
     bool is_finite = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int key = unit.block * kKeys + FirstKey() + 8 * h + Lane() / 4;
+      const int key = unit.block * kKeys + FirstKey() + 8 * h + lane / 4;
       const bool is_own = IsOwn(unit, key);
       i64 row = unit.source.kv_begin + key;
       if constexpr (kPage > 0) {
@@ -873,17 +1001,16 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
           is_finite &= left - left == 0.0f && right - right == 0.0f;
           packed[i] = E::Pack(left, right);
         }
-        const uint4 x = TransposeQuad(packed, Lane());
+        const uint4 x = TransposeQuad(packed, lane);
         if (is_own) {
-          *reinterpret_cast<uint4*>(to + 8 * (j + Lane() % 4)) = x;
+          *reinterpret_cast<uint4*>(to + 8 * (j + lane % 4)) = x;
         }
       }
     }
     return is_finite;
   }
 
-  const int consumer_, thread_;
-  int buffer_ = 0;  // of dS^T
+  const int consumer_, warp_, thread_;
 };
 
 // --- the sums become dq ---
@@ -1040,7 +1167,9 @@ struct HopperBackwardBody {
       LowerRegisterLimit<kProducerRegisters>();
       const int warp = Uniform(static_cast<int>(threadIdx.x) / kWarpSize);
       if (warp == 0) HopperBackwardProducer<Traits>(p, shared).Run(plan.batch_size);
-      if (threadIdx.x == kWarpSize) HopperBackwardWriter<Traits>(p, shared).Run();
+      if (warp > 0 && warp <= Shape::kWriters && threadIdx.x % kWarpSize == 0) {
+        HopperBackwardWriter<Traits>(p, shared).Run(warp - 1);
+      }
     } else {
       RaiseRegisterLimit<kConsumerRegisters>();
       HopperBackwardConsumer<Traits>(p, shared).Run();
