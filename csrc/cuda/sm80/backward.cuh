@@ -66,8 +66,9 @@ struct BackwardBody {
       return;
     }
     if constexpr (kHasElements) {
-      if (p.phase == kBackwardToOperands)
+      if (p.phase == kBackwardToOperands) {
         return LeaveOperands<Traits>(p, true, thread, num_threads);
+      }
     }
     const BackwardIndex<Traits> index(p, plan.batch_size);
     if (p.phase == kBackwardReadPlan) return index.ReadPlan(plan.num_items, thread, num_threads);

@@ -114,8 +114,10 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
     for (int i = kind == kCountsNot ? high : low; i < high; ++i) {
       const BackwardKeyFacts<Traits> at = this->FactsOfKey(begin, i, (begin + i) / 8 * 8);
       const auto of_key = Variant::OfKey(f_, at);
+      const u32 step_class = this->ClassOf(slot, row, 0, i);
+      if (step_class == kStepHidden) continue;
       if constexpr (Variant::kHasMask) {
-        if (!Variant::IsVisible(f_, of_row, of_key, at)) continue;
+        if (step_class == kStepMasked && !Variant::IsVisible(f_, of_row, of_key, at)) continue;
       }
       float score = shared_.s[row][i], d_logit = shared_.d_p[row][i];
       if constexpr (Traits::kHasSoftCap) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
+#include "cuda/any/backward_lists.cuh"
 #include "cuda/common/budget.cuh"
 #include "cuda/common/types.cuh"
 #include "cuda/common/variant.cuh"
@@ -55,6 +56,7 @@ struct BackwardShapes {
     for (const BackwardShape shape : kShapes) {
       if (!kIsF32 && shape.step < 16) continue;
       if (kIsF32 && (shape.m_tiles > 1 || shape.step > 32)) continue;
+      if (!of_keys && Traits::kStepKeys % shape.step != 0) continue;  // parts of a step of lists
       if (!of_operands && shape.m_tiles * (Columns(of_keys) / 2 + shape.step) > 160) continue;
       if (Bytes(warps, shape, of_operands) <= budget) return shape;
     }
@@ -78,7 +80,7 @@ struct BackwardUnit {
 
 // --- what a variant asks ---
 
-// The requests that a unit goes through, where a variant asks about them.
+// The requests that a unit goes through, where a variant or step lists ask about them.
 struct alignas(16) SourceFacts {
   int request;
   int first_pos;  // of keys: where the unit's first one is in it
@@ -161,6 +163,8 @@ class BackwardPass {
   using Variant = typename Traits::Variant;
   static constexpr bool kHasVariant =
       Variant::kHasLogits || Variant::kHasMask || !Variant::kNormalizes;
+  static constexpr bool kHasSteps = Traits::kStepKeys > 0;
+  using Lists = BackwardLists<Traits>;
   using L1 = typename Shapes::Qk;  // of q and k
   using L2 = typename Shapes::Vo;  // of d_o and v
   static constexpr BackwardShape kShape =
@@ -188,8 +192,16 @@ class BackwardPass {
   struct TermProducts : SourceFacts {
     float s[kOwned][kStep + 1], d_p[kOwned][kStep + 1];
   };
-  using OfVariant = typename Choose<kHasVariant, SourceFacts, NoSourceFacts>::Type;
-  struct alignas(16) Shared : Choose<kOfOperands, TermProducts, OfVariant>::Type {
+  using OfVariant = typename Choose<kHasVariant || kHasSteps, SourceFacts, NoSourceFacts>::Type;
+  struct StepLists {
+    // Of the steps of the stream in two slots. Of keys: what each row has of the steps that the
+    // unit's keys are in, two bits a step. Of queries: what the unit's rows have of the one step.
+    u32 classes[2][kOfKeys ? kStep : kOwned];
+    u32 shows_any[kWarps];  // steps of the stream, a bit each: whether lists show any of it
+  };
+  struct NoStepLists {};
+  struct alignas(16) Shared : Choose<kOfOperands, TermProducts, OfVariant>::Type,
+                              Choose<kHasSteps, StepLists, NoStepLists>::Type {
     unsigned char own1[kOwned * L1::kPitch];  // q or k
     unsigned char own2[kOwned * L2::kPitch];  // d_o or v
     Stream stream[2];
@@ -251,8 +263,7 @@ class BackwardPass {
       Sums<L2> sums2;
       if constexpr (kWants1) Clear(sums1);
       if constexpr (kWants2) Clear(sums2);
-      const auto multiply = [&](int slot, int begin,
-                                bool seen_by_all) __attribute__((always_inline)) {
+      const auto add = [&](int slot, int begin, bool seen_by_all) __attribute__((always_inline)) {
         Multiply<kWants1, kWants2>(slot, begin, seen_by_all, sums1, sums2);
       };
       LoadOwned();
@@ -262,12 +273,12 @@ class BackwardPass {
         for (;;) {
           BackwardSource source;
           if (!FindReader(source)) break;
-          RunSteps(source, careful, multiply);
+          RunSteps(source, careful, add);
         }
       } else {
         PutFacts(state_.unit.request, 0);
         FindSpans(state_.own, 0, [](int) { return true; });
-        RunSteps(state_.own, careful, multiply);
+        RunSteps(state_.own, careful, add);
       }
       WaitCopies<0>();
       __syncthreads();
@@ -445,7 +456,7 @@ class BackwardPass {
 
   // Of the request that comes next, and of its keys as FindSpans has it, which makes it known.
   __device__ __forceinline__ void PutFacts(int request, int shift) {
-    if constexpr (kHasVariant) {
+    if constexpr (kHasVariant || kHasSteps) {
       if (Thread() != 0) return;
       shared_.request = request;
       shared_.first_pos = state_.unit.block * kOwned + shift;
@@ -503,11 +514,11 @@ class BackwardPass {
 
   // --- the stream ---
 
-  // Calls multiply(slot, first row, whether all rows of the warp see the step) for the steps of the
+  // Calls add(slot, first row, whether all rows of the warp see all of it) for the steps of the
   // stream that any row of the warp sees.
-  template <class Multiply>
+  template <class AddStep>
   __device__ __forceinline__ void RunSteps(const BackwardSource& source, bool careful,
-                                           const Multiply& multiply) {
+                                           const AddStep& add) {
     const Bounds all = BoundsOf(0, kOwned), mine = BoundsOf(FirstRow(), kWarpRows);
     if (all.any_begin >= all.any_end) return;
     if (Thread() == 0) {
@@ -541,31 +552,162 @@ class BackwardPass {
         shared_.d[slot * kStep + Thread()] = d;
       }
     };
-    int begin = all.any_begin / kStep * kStep, slot = 0;
+    int begin = FirstShown(-1, all.any_begin / kStep * kStep), slot = 0;
     float lse_log2 = 0, d = 0;
+    u32 classes = 0;
     load(begin, 0);
     stats(begin, lse_log2, d);
     put_stats(0, lse_log2, d);
+    FindClasses(begin, classes);
+    PutClasses(0, classes);
 #pragma unroll 1
-    for (; begin < bounds.any_end; begin += kStep, slot ^= 1) {
+    for (int next; begin < bounds.any_end; begin = kHasSteps ? next : begin + kStep, slot ^= 1) {
       WaitCopies<0>();
       __syncthreads();
       ForgetThread();
-      load(begin + kStep, slot ^ 1);
-      stats(begin + kStep, lse_log2, d);
+      next = FirstShown(begin, begin + kStep);
+      load(next, slot ^ 1);
+      stats(next, lse_log2, d);
+      FindClasses(next, classes);
       if (careful) {
         MendStream(slot, begin, bounds);
         __syncthreads();
       }
       ForgetThread();
       const Bounds& seen = shared_.warp_bounds[Warp()];
-      if (begin < seen.any_end && begin + kStep > seen.any_begin) {
-        multiply(slot, begin, begin >= seen.all_begin && begin + kStep <= seen.all_end);
+      const Shares listed = SharesOfWarp(slot);
+      if (begin < seen.any_end && begin + kStep > seen.any_begin && listed.any) {
+        const bool is_inside = begin >= seen.all_begin && begin + kStep <= seen.all_end;
+        add(slot, begin, is_inside && listed.all);
       }
       put_stats(slot ^ 1, lse_log2, d);
+      PutClasses(slot ^ 1, classes);
     }
     WaitCopies<0>();
     __syncthreads();  // slots and spans are written anew
+  }
+
+  // --- step lists ---
+
+  // The first row of the first step of the stream, from the one that begins at `begin` on, of which
+  // lists show anything to any row of the unit; at least bounds.any_end if there is none. By the
+  // whole CTA, which looks at kThreads steps at once. last: where this was called before; -1:
+  // never.
+  __device__ __forceinline__ int FirstShown(int last, int begin) {
+    if constexpr (!kHasSteps) {
+      return begin;
+    } else {
+      int window = last < 0 ? -1 : last / (kThreads * kStep);
+#pragma unroll 1
+      for (int step = begin / kStep; step * kStep < shared_.bounds.any_end;
+           step = (window + 1) * kThreads) {
+        if (window != step / kThreads) {
+          window = step / kThreads;
+          __syncthreads();  // everybody has read the window before
+          const bool shows_any = ShowsAny((window * kThreads + Thread()) * kStep);
+          const u32 word = __ballot_sync(kFullWarp, shows_any);
+          if (Lane() == 0) shared_.shows_any[Warp()] = word;
+          __syncthreads();
+        }
+#pragma unroll 1
+        for (int i = step % kThreads; i < kThreads; i = (i / kWarpSize + 1) * kWarpSize) {
+          const u32 left = shared_.shows_any[i / kWarpSize] >> (i % kWarpSize);
+          if (left != 0) return (window * kThreads + i + __ffs(static_cast<int>(left)) - 1) * kStep;
+        }
+      }
+      return shared_.bounds.any_end;
+    }
+  }
+
+  // Whether lists show any of the step of the stream that begins at `begin`.
+  __device__ __forceinline__ bool ShowsAny(int begin) const {
+    const int end = Min(begin + kStep, shared_.bounds.any_end);
+    if (begin >= end) return false;
+    const Lists lists(p_);
+    if constexpr (kOfKeys) {
+      const int first = FirstListStep(), qo_begin = shared_.source.qo_begin;
+      return lists.ShowAny(qo_begin + begin / kGroup, qo_begin + (end - 1) / kGroup + 1, first,
+                           first + kListSteps);
+    } else {
+      const int row = state_.unit.block * kOwned, qo_begin = state_.own.qo_begin;
+      const int row_end = Min(row + kOwned, state_.own.qo_len * kGroup);
+      return lists.ShowAny(qo_begin + row / kGroup, qo_begin + (row_end - 1) / kGroup + 1,
+                           begin / kDivisor, begin / kDivisor + 1);
+    }
+  }
+
+  // Steps of lists that keys of a unit may be in.
+  static constexpr int kDivisor = Max(Traits::kStepKeys, 1);
+  static constexpr int kListSteps = (kOwned + kDivisor - 2) / kDivisor + 1;
+  static_assert(!kHasSteps || kListSteps <= Lists::kMaxSteps, "as ClassesOf has it");
+  __device__ __forceinline__ int FirstListStep() const {
+    return Max(shared_.first_pos, 0) / kDivisor;  // rows before position 0 are not there
+  }
+  // Where the bits of the unit's row `own` are in classes.
+  __device__ __forceinline__ int ShiftOf(int own) const {
+    if constexpr (kHasSteps && kOfKeys) {
+      return 2 * (Max(shared_.first_pos + own, 0) / kDivisor - FirstListStep());
+    } else {
+      return 0;
+    }
+  }
+
+  // What StepLists::classes has of the step of the stream that begins at `begin`: of row Thread().
+  // Rows that are not there do not count.
+  __device__ __forceinline__ void FindClasses(int begin, u32& classes) const {
+    if constexpr (kHasSteps) {
+      classes = kFullWarp / kStepMasked * kStepShown;
+      const int end = shared_.bounds.any_end;
+      if constexpr (kOfKeys) {
+        const int place = begin + Thread();
+        if (Thread() >= kStep || place < shared_.bounds.any_begin || place >= end) return;
+        const int row = shared_.source.qo_begin + place / kGroup;
+        classes = Lists(p_).ClassesOf(row, FirstListStep(), kListSteps);
+      } else {
+        if (Thread() >= kOwned || begin >= end || shared_.own_at[Thread()] < 0) return;
+        const int place = state_.unit.block * kOwned + Thread();
+        classes = Lists(p_).ClassesOf(state_.own.qo_begin + place / kGroup, begin / kDivisor, 1);
+      }
+    }
+  }
+  __device__ __forceinline__ void PutClasses(int slot, u32 classes) const {
+    if constexpr (kHasSteps) {
+      if (Thread() < (kOfKeys ? kStep : kOwned)) shared_.classes[slot][Thread()] = classes;
+    }
+  }
+
+  // The StepClass of the unit's row `own` and row `streamed` of a slot. shift: ShiftOf(own).
+  __device__ __forceinline__ u32 ClassOf(int slot, int own, int shift, int streamed) const {
+    if constexpr (!kHasSteps) {
+      return kStepMasked;
+    } else {
+      return shared_.classes[slot][kOfKeys ? streamed : own] >> shift & kStepMasked;
+    }
+  }
+
+  // What lists show of a slot's step to the rows of the warp: anything; all, without the mask.
+  struct Shares {
+    bool any, all;
+  };
+  __device__ __forceinline__ Shares SharesOfWarp(int slot) const {
+    if constexpr (!kHasSteps) {
+      return {true, true};
+    } else {
+      u32 bits = kStepMasked;
+      if constexpr (kOfKeys) {
+        const int low = ShiftOf(FirstRow()), high = ShiftOf(FirstRow() + kWarpRows - 1);
+        bits = (kFullWarp >> (30 - (high - low))) << low;
+      }
+      const u32 shown = kFullWarp / kStepMasked * kStepShown & bits;
+      bool any = false, all = true;
+      const u32* of_rows = shared_.classes[slot] + (kOfKeys ? 0 : FirstRow());
+      for (int i = Lane(); i < (kOfKeys ? kStep : kWarpRows); i += kWarpSize) {
+        const u32 classes = of_rows[i] & bits;
+        any |= classes != 0;
+        all &= classes == shown;
+      }
+      return {__any_sync(kFullWarp, any) != 0, __all_sync(kFullWarp, all) != 0};
+    }
   }
 
   // --- products ---
@@ -637,11 +779,13 @@ class BackwardPass {
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        int low = 0, high = kStep;
+        int low = 0, high = kStep, shift = 0;
+        const int own = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
         if (!seen_by_all) {
-          const int* span = shared_.spans[FirstRow() + mt * 16 + h * 8 + Lane() / 4];
+          const int* span = shared_.spans[own];
           low = span[0] - begin;
           high = span[1] - begin;
+          shift = ShiftOf(own);
         }
 #pragma unroll
         for (int j = 0; j < kSTiles; ++j) {
@@ -652,15 +796,20 @@ class BackwardPass {
             float& x = s[mt][j][2 * h + c];
             const float lse = c == 0 ? lse_log2.x : lse_log2.y;
             float factor = 1.0f;
-            if constexpr (Traits::kHasSoftCap) {  // as class SoftCap
-              const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
+            if constexpr (Traits::kHasSoftCap) {
+              // As class SoftCap, but NaN of an infinity, whose slope would hide it.
+              const float one = fmaf(x, 0.0f, 1.0f);
+              const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), one);
               factor = fmaf(-tanh, tanh, 1.0f);
               weights[c] = Exp2(fmaf(cap, tanh, -lse));
             } else {
               weights[c] = Exp2(fmaf(x, scale, -lse));
             }
             const int key = 8 * j + 2 * (Lane() % 4) + c;
-            if (!seen_by_all && (key < low || key >= high)) weights[c] = __uint_as_float(kUnseen);
+            if (!seen_by_all &&
+                (key < low || key >= high || ClassOf(slot, own, shift, key) == kStepHidden)) {
+              weights[c] = __uint_as_float(kUnseen);
+            }
             x = Traits::kHasSoftCap ? weights[c] * factor : weights[c];
           }
           put(mt, h, j, weights[0], weights[1]);
@@ -724,15 +873,19 @@ class BackwardPass {
             const float2 lse_log2 = StatsOf(shared_.lse_log2, slot, mt, h, j);
             const float lse = c == 0 ? lse_log2.x : lse_log2.y;
             bool sees = lse != Infinity();
+            u32 step_class = kHasSteps ? kStepShown : kStepMasked;
             if (!seen_by_all) {
-              const int* span = shared_.spans[FirstRow() + mt * 16 + h * 8 + Lane() / 4];
-              sees = sees && place >= span[0] && place < span[1];
+              const int own_row = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
+              const int* span = shared_.spans[own_row];
+              step_class = ClassOf(slot, own_row, ShiftOf(own_row), place - begin);
+              sees = sees && place >= span[0] && place < span[1] && step_class != kStepHidden;
             }
+            const auto key = key_of(mt, h, j, c);
             float& x = s[mt][j][2 * h + c];
             if constexpr (kOfKeys) {
-              weights[mt][h][c] = WeighOne(other, owned[mt][h], key_of(mt, h, j, c), sees, lse, x);
+              weights[mt][h][c] = WeighOne(other, owned[mt][h], key, sees, step_class, lse, x);
             } else {
-              weights[mt][h][c] = WeighOne(owned[mt][h], other, key_of(mt, h, j, c), sees, lse, x);
+              weights[mt][h][c] = WeighOne(owned[mt][h], other, key, sees, step_class, lse, x);
             }
           }
         }
@@ -755,7 +908,7 @@ class BackwardPass {
   template <class Row, class Key>
   __device__ __forceinline__ float WeighOne(const Row& row, const Key& key,
                                             const BackwardKeyFacts<Traits>& at, bool sees,
-                                            float lse_log2, float& x) const {
+                                            u32 step_class, float lse_log2, float& x) const {
     float logit = x, scale = f_.sm_scale, factor = 1.0f;
     if constexpr (Traits::kHasSoftCap) {
       logit = Tanh(x);
@@ -781,7 +934,9 @@ class BackwardPass {
     const float zero = x - x;
     factor += zero;
     if constexpr (Variant::kHasLogits || Traits::kHasSoftCap) weight += zero;
-    if constexpr (Variant::kHasMask) sees = sees && Variant::IsVisible(f_, row, key, at);
+    if constexpr (Variant::kHasMask) {
+      sees = sees && (step_class != kStepMasked || Variant::IsVisible(f_, row, key, at));
+    }
     x = sees ? factor : __uint_as_float(kUnseen);
     return sees ? weight : __uint_as_float(kUnseen);
   }
@@ -990,8 +1145,10 @@ class BackwardPass {
       const bool counts = shared_.stream_kind[i] != kCountsNot;
       const bool is_finite =
           shared_.own_kind[row] == kCounts && shared_.stream_kind[i] != kIsNotFinite;
+      const u32 step_class = ClassOf(slot, row, ShiftOf(row), i);
+      if (step_class == kStepHidden) continue;
       if constexpr (Variant::kHasMask) {
-        if (!ShowsOne(row, begin + i)) continue;
+        if (step_class == kStepMasked && !ShowsOne(row, begin + i)) continue;
       }
       if (counts && !is_finite) shared_.own_is_nan[row] = 1;
     }
