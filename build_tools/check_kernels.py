@@ -404,6 +404,10 @@ def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int |
     ):
         yield dims, 5, 5, options | {"variant": by_name["alibi"]}
         yield dims, 5, 5, options | {"variant": by_name["documents"]}
+        yield dims, 5, 5, options | {"variant": by_name["documents"], "max_steps": 999}
+    yield (128, 128), 4, None, {"variant": by_name["documents"], "max_steps": 999}
+    yield (128, 128), 4, 16, {"variant": by_name["alibi"], "max_steps": 999}
+    yield (64, 64), 4, 16, {"max_steps": 999}
 
 
 def backward_sources(spec: ja.AttentionSpec) -> list[_core.KernelSource]:

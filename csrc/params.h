@@ -441,6 +441,10 @@ struct BackwardCudaParams {
   i32* is_read;        // [max_entries] 1: its request has tokens there
   i32* first_entries;  // [num_pages] max_entries - the first entry that is read; 0: none is
   i32* last_entries;   // [num_pages] 1 + the last one; 0: none
+  // With step lists, else null, of the tile that a query token is of. All 0: it sees nothing.
+  i32* list_begins;  // [max_qo_tokens] max_steps - the first entry of its list
+  i32* list_ends;    // [max_qo_tokens] 1 + the last one
+  i32* tile_ends;    // [max_qo_tokens] 1 + its last row of q
   // Of the Hopper kernel, null without it. A request's first tile is qo_indptr / tile rows +
   // request, so that max_tiles = max_qo_tokens / tile rows + max_batch are enough.
   i32* num_blocks_taken;  // [1] blocks of keys that CTAs took

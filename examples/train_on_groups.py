@@ -30,10 +30,10 @@ answer_pages = np.arange(prompt_len // page_size, num_tokens // page_size).resha
 tables = [prompt_pages, *(np.append(prompt_pages, own) for own in answer_pages)]
 
 
-def make_plan(tables, qo_lens, kv_lens):
+def make_plan(tables, qo_lens, kv_lens, dtype="float32"):
     qo_indptr, page_indptr = (np.cumsum([0, *lens]) for lens in (qo_lens, map(len, tables)))
     spec = ja.AttentionSpec(
-        heads, kv_heads, head_dim, dtype="float32", page_size=page_size, max_batch=len(tables),
+        heads, kv_heads, head_dim, dtype=dtype, page_size=page_size, max_batch=len(tables),
         max_qo_tokens=int(qo_indptr[-1]), max_kv_pages=int(page_indptr[-1]), schedule="fixed_split",
     )  # fmt: skip
     return ja.plan(spec, qo_indptr, kv_lens, page_indptr, np.concatenate(tables))
@@ -56,14 +56,14 @@ def log_probs(params, tokens, attend):
         o = attend(i, *jnp.split(projected, (heads, heads + kv_heads), axis=1))
         x = by_blocks(lambda x, o, w=out: x + o @ w, x, o.reshape(len(x), -1))
     embedding = params["embedding"].T / hidden**0.5
-    return by_blocks(lambda x: jax.nn.log_softmax(x @ embedding), x)
+    return by_blocks(lambda x: jax.nn.log_softmax((x @ embedding).astype("float32")), x)
 
 
 # ---- the sampler
 
 
 @jax.jit
-def step(tokens, caches, plan):
+def step(params, tokens, caches, plan):
     def attend(i, q, k, v):
         caches[:] = ja.append_kv(*caches, k, v, plan, layer=i)
         return ja.attention(q, *caches, plan, layer=i)
@@ -71,17 +71,26 @@ def step(tokens, caches, plan):
     return log_probs(params, tokens, attend), caches
 
 
-pool = (num_layers, num_tokens // page_size, page_size, kv_heads, head_dim)
-caches = [jnp.zeros(pool), jnp.zeros(pool)]
-predicted, caches = step(prompt, caches, make_plan([prompt_pages], [prompt_len], [prompt_len]))
-predicted = jnp.broadcast_to(predicted[-1], (group, vocab))
-answers, sampled = [], []
-for n in range(answer_len):
-    answers.append(jax.random.categorical(jax.random.fold_in(keys[4], n), predicted))
-    sampled.append(jnp.take_along_axis(predicted, answers[-1][:, None], 1)[:, 0])
-    plan = make_plan(tables[1:], [1] * group, [prompt_len + n + 1] * group)
-    predicted, caches = step(answers[-1], caches, plan)
-answers, sampled = jnp.stack(answers, 1), jnp.stack(sampled, 1)  # [group, answer_len]
+def sample(params, choose):
+    """Tokens that choose(n, log-probabilities) picks, and theirs: [group, answer_len] each."""
+    dtype = params["embedding"].dtype
+    pool = (num_layers, num_tokens // page_size, page_size, kv_heads, head_dim)
+    caches = [jnp.zeros(pool, dtype), jnp.zeros(pool, dtype)]
+    plan = make_plan([prompt_pages], [prompt_len], [prompt_len], dtype.name)
+    predicted, caches = step(params, prompt, caches, plan)
+    predicted = jnp.broadcast_to(predicted[-1], (group, vocab))
+    tokens, found = [], []
+    for n in range(answer_len):
+        tokens.append(choose(n, predicted))
+        found.append(jnp.take_along_axis(predicted, tokens[-1][:, None], 1)[:, 0])
+        plan = make_plan(tables[1:], [1] * group, [prompt_len + n + 1] * group, dtype.name)
+        predicted, caches = step(params, tokens[-1], caches, plan)
+    return jnp.stack(tokens, 1), jnp.stack(found, 1)
+
+
+answers, sampled = sample(
+    params, lambda n, predicted: jax.random.categorical(jax.random.fold_in(keys[4], n), predicted)
+)
 reward = (answers % 2 == 0).mean(axis=1)  # likes even tokens
 advantage = (reward - reward.mean()) / reward.std()
 
@@ -99,10 +108,10 @@ kv_lens = [prompt_len] + [prompt_len + answer_len] * group
 shared_plan = make_plan(tables, qo_lens, kv_lens)
 
 
-def shared(params):
+def shared(params, plan=shared_plan):
     def attend(_, q, k, v):
         k, v = (x.reshape(-1, page_size, kv_heads, head_dim) for x in (k, v))
-        return ja.attention(q, k, v, shared_plan)
+        return ja.attention(q, k, v, plan)
 
     predicted = log_probs(params, jnp.append(prompt, answers), attend)
     first = prompt_len + np.arange(group) * answer_len
@@ -147,5 +156,16 @@ for name, forward in (("shared", shared), ("not shared", not_shared)):
 for name, value in gradient.items():
     np.testing.assert_allclose(value, other[name], atol=1e-5, err_msg=name)
 np.testing.assert_array_equal(found, sampled)  # the same bits
-params = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
 print("log-probabilities of sampler and trainer have the same bits")
+
+# The same answers in bfloat16.
+low = jax.tree.map(lambda w: w.astype("bfloat16"), params)
+_, sampled = sample(low, lambda n, _: answers[:, n])
+low_plan = make_plan(tables, qo_lens, kv_lens, "bfloat16")
+for name, trainer, plan in (("bfloat16", low, low_plan), ("float32", params, shared_plan)):
+    found = jax.jit(shared)(trainer, plan)
+    difference = np.abs(np.asarray(found - sampled))
+    print(f"sampler in bfloat16, trainer in {name}: {difference.max():.1e} apart at most")
+    assert difference.max() < 0.05
+
+params = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)

@@ -167,12 +167,6 @@ def check_differentiable(spec: AttentionSpec) -> None:
         ),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
-        (
-            spec.max_steps is not None,
-            "max_steps",
-            "jax_attn.dot_product_attention has gradients with a bias and a mask, and documents can"
-            " be requests of a ragged batch",
-        ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
     ):
         if has_none:

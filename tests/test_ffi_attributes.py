@@ -140,17 +140,9 @@ def test_attributes_of_merge():
         assert "merge_states: o_parts: expected" in sentence_of(merge(dtype))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_steps": 9},
-        {"fresh_kv": True},
-    ],
-    ids=["max_steps", "fresh_kv"],
-)
-def test_the_backward_pass_of_what_has_none(fields):
-    """Step lists, say, would be taken for positions."""
-    spec = dataclasses.replace(SPEC, share_prefixes=False, **fields)
+def test_the_backward_pass_of_what_has_none():
+    """Fresh keys, say, would be read from pages."""
+    spec = dataclasses.replace(SPEC, share_prefixes=False, fresh_kv=True)
     rows = np.ones(spec.o_shape[:2], f32)
     sentence = sentence_of(
         lambda: ffi.backward(

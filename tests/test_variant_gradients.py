@@ -33,6 +33,7 @@ from jax_attn.variant_gradient import gradient_of
 from jax_attn.variant_program import At
 
 FLOATS = ("float32", "bfloat16", "float16")
+NO_VARIANT = (None, None, "softmax")
 
 
 class Element:
@@ -110,17 +111,21 @@ def oracle(case, batch, functions, q, k, v, sinks, operands):
     return tuple(jnp.concatenate(x) for x in zip(*results, strict=True))
 
 
-def gradients_of(case, functions, operands, target="cpu"):
-    """Of q, k, v, the operands that are floats, and sinks, by the kernels."""
-    variant = ja.Variant(*functions, operands)
+def plain_plan(case, variant, target):
     spec = ja.AttentionSpec(**case.spec_fields(), variant=variant, target=target)
+    return ja.plan(spec, **built(case, "normal").lengths.plan_arguments())
+
+
+def gradients_of(case, functions, operands, target="cpu", make_plan=plain_plan):
+    """Of q, k, v, the operands that are floats, and sinks, by the kernels."""
+    variant = None if functions == NO_VARIANT else ja.Variant(*functions, operands)
+    plan = make_plan(case, variant, target)
     batch, (d_o, d_lse) = built(case, "normal"), cotangents(case)
-    plan = ja.plan(spec, **batch.lengths.plan_arguments())
     floats, others = split(operands)
-    with_lse = variant.normalizes
+    with_lse = functions[2] != "none"
 
     def attend(q, k, v, floats, sinks):
-        read = {n: (floats | others)[n] for n in variant.names}
+        read = {n: (floats | others)[n] for n in (variant.names if variant else ())}
         out = ja.attention(
             q, k, v, plan, layer=batch.layer, sinks=sinks, variant_operands=read or None,
             return_lse=with_lse,
@@ -183,7 +188,10 @@ def check(case, logits=None, mask=None, normalize="softmax", operands=None, targ
         operands = variant_of(logits, mask, normalize)[1]
     functions = logits, mask, normalize
     got = gradients_of(case, functions, operands, target)
-    want = gradients_of_oracle(case, functions, frozen(operands))
+    return compare(case, got, gradients_of_oracle(case, functions, frozen(operands)), target)
+
+
+def compare(case, got, want, target="cpu"):
     eps = 2e-5 if case.dtype == "float32" else 3 * float(jnp.finfo(case.dtype).eps)
     if target != "cpu":  # functions within 2^-21, and products rounded to 16 bits
         eps *= 2

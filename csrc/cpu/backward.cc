@@ -19,7 +19,7 @@ namespace {
 // the same rows wait for each other.
 constexpr int64_t kTaskKeys = 512;
 
-// An item of the plan over a part of its span.
+// An item of the plan over a part of its span, or of its step list.
 struct Task {
   i32 item, kv_begin, kv_end;
 };
@@ -32,8 +32,9 @@ enum class OperandSums { kNone, kOfHead, kOfAll };
 // sums of operands. So the result is that of running them one by one.
 class TaskGraph {
  public:
-  TaskGraph(const AttentionParams& p, int64_t num_kv_rows, OperandSums operand_sums)
-      : p_(p), operand_sums_(operand_sums) {
+  TaskGraph(const AttentionParams& p, int64_t tile_kv, int64_t num_kv_rows,
+            OperandSums operand_sums)
+      : p_(p), tile_kv_(tile_kv), operand_sums_(operand_sums) {
     std::vector<std::vector<i32>> items(p.num_kv_heads);  // of a head
     for (i32 i = 0; i < p.header->num_items; ++i) {
       const WorkItem& item = p.items[i];
@@ -119,15 +120,23 @@ class TaskGraph {
       const i32 at = item.qo_begin + t;
       wait_for(&(*last_of_token)[item.num_groups > 1 ? p_.qo_indices[at] : at]);
     }
-    for (int64_t pos = item.kv_begin; pos < item.kv_end;) {
-      int64_t row = item.kv_base + pos, n = item.kv_end - pos;
-      if (p_.page_size > 0) {
-        const int64_t slot = pos % p_.page_size;
-        row = int64_t{p_.page_indices[item.kv_base + pos / p_.page_size]} * p_.page_size + slot;
-        n = std::min(n, p_.page_size - slot);
+    const Range span = SpanOf(p_, item);
+    const auto wait_for_keys = [&](int64_t pos, int64_t end) {
+      while (pos < end) {
+        int64_t row = item.kv_base + pos, n = end - pos;
+        if (p_.page_size > 0) {
+          const int64_t slot = pos % p_.page_size;
+          row = int64_t{p_.page_indices[item.kv_base + pos / p_.page_size]} * p_.page_size + slot;
+          n = std::min(n, p_.page_size - slot);
+        }
+        for (int64_t i = 0; i < n; ++i) wait_for(&(*last_of_kv)[row + i]);
+        pos += n;
       }
-      for (int64_t i = 0; i < n; ++i) wait_for(&(*last_of_kv)[row + i]);
-      pos += n;
+    };
+    if (p_.steps == nullptr) return wait_for_keys(span.begin, span.end);
+    for (int64_t i = item.kv_begin / tile_kv_; i * tile_kv_ < item.kv_end; ++i) {
+      const i64 start = (p_.steps[i] >> 1) * tile_kv_;
+      wait_for_keys(std::max(span.begin, start), std::min<i64>(span.end, start + tile_kv_));
     }
   }
 
@@ -136,6 +145,7 @@ class TaskGraph {
   };
 
   const AttentionParams& p_;
+  const int64_t tile_kv_;
   const OperandSums operand_sums_;
   i32 last_of_operands_ = -1;
   std::vector<Task> tasks_;
@@ -291,7 +301,7 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
     });
   }
   const std::vector<i32> read = OperandsOf(gradient);
-  TaskGraph graph(p, kv_rows, SumsOf(gradient, p, results.operands));
+  TaskGraph graph(p, geometry.tile_kv, kv_rows, SumsOf(gradient, p, results.operands));
   const std::function<void(i32)> run = [&](i32 task) {
     const WorkItem item = graph.ItemOf(task);
     BackwardParams of_task = params;

@@ -168,14 +168,16 @@ class BackwardPass {
         p_(params.forward),
         item_(item),
         rows_(i64{item.qo_len} * params.forward.group_size),
+        span_(SpanOf(params.forward, item)),
         rule_(MakeRule(params.forward)),
         buf_(params.forward, g, scratch) {}
 
   void Run() {
     LoadRows();
-    for (i64 start = item_.kv_begin / buf_.tile_kv * buf_.tile_kv; start < item_.kv_end;
-         start += buf_.tile_kv) {
-      AddBlock(start);
+    for (i64 i = item_.kv_begin / buf_.tile_kv; i * buf_.tile_kv < item_.kv_end; ++i) {
+      const i64 entry = p_.steps != nullptr ? p_.steps[i] : 2 * i + 1;  // see WorkItem
+      is_masked_ = (entry & 1) != 0;
+      AddBlock((entry >> 1) * buf_.tile_kv);
     }
     for (i64 r = 0; r < rows_; ++r) {
       float* to = params_.d_q + buf_.heads[r] * p_.head_dim_qk;
@@ -324,9 +326,9 @@ class BackwardPass {
   // ---- blocks of keys
 
   void AddBlock(i64 start) {
-    const Range valid{Max(item_.kv_begin - start, 0), Min(item_.kv_end - start, buf_.tile_kv)};
+    const Range valid{Max(span_.begin - start, 0), Min(span_.end - start, buf_.tile_kv)};
     LoadKeys(start, valid);
-    if (buf_.variant) buf_.variant.StartBlock(start, valid, true);
+    if (buf_.variant) buf_.variant.StartBlock(start, valid, is_masked_);
     bool is_first = true;
     for (i64 begin = 0; begin < rows_; begin += kBackwardRows) {
       const i64 end = Min(rows_, begin + kBackwardRows);
@@ -626,7 +628,7 @@ class BackwardPass {
       const Range keys = KeysOf(buf_.tokens[r], start, valid);
       if (keys.begin >= keys.end || !(buf_.is_nan[r] || Counts(r))) continue;
       const i32* mask = nullptr;
-      if (buf_.variant && buf_.variant.has_mask()) {
+      if (buf_.variant && buf_.variant.has_mask() && is_masked_) {
         mask = buf_.variant.Mask(r, keys.begin / Isa::kWidth * Isa::kWidth,
                                  RoundUp(keys.end, Isa::kWidth));
       }
@@ -649,8 +651,10 @@ class BackwardPass {
   const AttentionParams& p_;
   const WorkItem item_;
   const i64 rows_;
+  const Range span_;
   const Rule rule_;
   BackwardBuffers<Isa, T> buf_;
+  bool is_masked_ = true;  // of the block: the element mask may hide something
   bool any_nan_row_ = false, any_nan_key_ = false;
 };
 

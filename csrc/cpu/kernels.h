@@ -23,6 +23,22 @@ struct CpuGeometry {
   const VariantCode* code;
 };
 
+struct Range {
+  i64 begin, end;
+};
+
+// Positions that any row of the item sees, of an item that is a span of keys only those. static:
+// see above.
+static inline Range SpanOf(const AttentionParams& p, const WorkItem& item) {
+  if (p.steps == nullptr) return {item.kv_begin, item.kv_end};
+  Range span{0, p.kv_lens[item.request]};
+  const i64 begin = i64{item.q_pos} - p.window_left;
+  const i64 end = i64{item.q_pos} + item.qo_len + p.window_right;
+  if (p.window_left >= 0 && begin > span.begin) span.begin = begin;
+  if (p.window_right >= 0 && end < span.end) span.end = end;
+  return span;
+}
+
 // Up to so many rows (decode) packing and memory outweigh arithmetic: the kernels take all kv heads
 // of the same rows and span together.
 inline constexpr i64 kMaxLowRows = 16;

@@ -264,16 +264,6 @@ class PassBase {
     return (params_.steps != nullptr ? params_.steps[i] >> 1 : i) * buf_.tile_kv;
   }
 
-  // Positions that any row of the item sees, of an item that is a span of keys only those.
-  static Range SpanOf(const AttentionParams& p, const WorkItem& item) {
-    if (p.steps == nullptr) return {item.kv_begin, item.kv_end};
-    Range span{0, p.kv_lens[item.request]};
-    if (p.window_left >= 0) span.begin = Max(0, i64{item.q_pos} - p.window_left);
-    if (p.window_right >= 0)
-      span.end = Min(span.end, i64{item.q_pos} + item.qo_len + p.window_right);
-    return span;
-  }
-
   // Calls fn(first row, rows, what any of them sees) for tiles of at most max_rows of rows [begin,
   // end) that see anything of the block. Tiles differ by one row at most.
   template <typename Fn>

@@ -35,10 +35,6 @@ inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
 }
 
 // Columns [begin, end) that a row sees; begin >= end: none.
-struct Range {
-  i64 begin, end;
-};
-
 // Soft cap, mask and maximum of one row's scores s[begin, end); returns the new running maximum.
 template <class Isa>
 JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,

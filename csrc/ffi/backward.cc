@@ -83,9 +83,8 @@ Status Check(const AttentionProblem& problem, const BackwardBuffers& b, Pool* po
   const AttentionSpec& spec = problem.spec;
   const ffi::DataType type = ToDataType(spec.dtype);
   Status s = Status::Ok();
-  if (spec.mla || spec.quantized() || spec.fresh_kv || spec.max_steps > 0) {
-    s = Status::Error(
-        "attention's backward pass: spec: mla, kv_dtype, fresh_kv and max_steps have none.");
+  if (spec.mla || spec.quantized() || spec.fresh_kv) {
+    s = Status::Error("attention's backward pass: spec: mla, kv_dtype and fresh_kv have none.");
   }
   const auto check_q = [&](const char* name, const ffi::AnyBuffer& x, int64_t dim) {
     if (s.ok()) s = CheckBuffer(kOp, name, x, type, {spec.max_qo_tokens, spec.num_qo_heads, dim});

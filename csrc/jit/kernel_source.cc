@@ -121,6 +121,7 @@ void VisitFields(const BackwardKernel& k, Visitor& visit) {
   visit("kHasWindowRight", k.window_right, "causal is window_right 0");
   visit("kHasSoftCap", k.logits_soft_cap);
   visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
+  visit("kStepKeys", k.step_keys, k.step_keys == 0 ? "no step lists" : "of step lists");
   visit("Variant", k.variant);
 }
 
@@ -263,7 +264,9 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
           Options(kernel.arch)};
 }
 
-BackwardKernel MakeBackwardKernel(const AttentionSpec& spec, const VariantGradient& gradient) {
+BackwardKernel MakeBackwardKernel(const AttentionProblem& problem,
+                                  const VariantGradient& gradient) {
+  const AttentionSpec& spec = problem.spec;
   BackwardKernel kernel;
   kernel.arch = spec.arch;
   kernel.dtype = spec.dtype;
@@ -274,12 +277,13 @@ BackwardKernel MakeBackwardKernel(const AttentionSpec& spec, const VariantGradie
   kernel.window_left = spec.window_left >= 0;
   kernel.window_right = spec.window_right >= 0;
   kernel.logits_soft_cap = spec.logits_soft_cap > 0;
+  if (spec.max_steps > 0) kernel.step_keys = problem.config.tile_kv;
   kernel.variant = gradient;
   return kernel;
 }
 
-BackwardKernel MakeHopperBackwardKernel(const AttentionSpec& spec) {
-  BackwardKernel kernel = MakeBackwardKernel(spec, {});
+BackwardKernel MakeHopperBackwardKernel(const AttentionProblem& problem) {
+  BackwardKernel kernel = MakeBackwardKernel(problem, {});
   kernel.main_loop = kHopper;
   return kernel;
 }
@@ -297,6 +301,7 @@ KernelSource MakeSource(const BackwardKernel& kernel) {
   if (kernel.logits_soft_cap) name << "-cap";
   const bool hopper = kernel.main_loop == kHopper;
   if (hopper) name << "-wgmma";
+  if (kernel.step_keys > 0) name << "-steps" << kernel.step_keys;
   if (kernel.variant.program.present) {
     name << "-variant" << HashOf(EncodeGradient(kernel.variant));
   }

@@ -52,11 +52,12 @@ struct BackwardKernel {
   bool window_right = false;  // is limited, as causal is
   bool logits_soft_cap = false;
   int64_t main_loop = kPortable;
+  int64_t step_keys = 0;  // of a step of step lists; 0: there are none
   VariantGradient variant = {};
 };
-BackwardKernel MakeBackwardKernel(const AttentionSpec& spec, const VariantGradient& gradient);
+BackwardKernel MakeBackwardKernel(const AttentionProblem& problem, const VariantGradient& gradient);
 // The one that goes first where RunsHopperBackward.
-BackwardKernel MakeHopperBackwardKernel(const AttentionSpec& spec);
+BackwardKernel MakeHopperBackwardKernel(const AttentionProblem& problem);
 
 struct AppendKernel {
   int64_t arch = 0;                  // 0: that of device 0

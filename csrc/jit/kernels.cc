@@ -199,8 +199,8 @@ Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
 // The portable kernel always: the Hopper kernel leaves batches to it.
 std::vector<BackwardKernel> BackwardKernels(const AttentionProblem& problem,
                                             const VariantGradient& gradient) {
-  std::vector<BackwardKernel> kernels = {MakeBackwardKernel(problem.spec, gradient)};
-  if (RunsHopperBackward(problem)) kernels.push_back(MakeHopperBackwardKernel(problem.spec));
+  std::vector<BackwardKernel> kernels = {MakeBackwardKernel(problem, gradient)};
+  if (RunsHopperBackward(problem)) kernels.push_back(MakeHopperBackwardKernel(problem));
   return kernels;
 }
 
@@ -308,11 +308,11 @@ Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gr
   backward_launches.fetch_add(1, std::memory_order_relaxed);
   const AttentionSpec& spec = problem.spec;
   const LoadedKernel* kernel =
-      FindLoadedKernel(MakeKey(MakeBackwardKernel(spec, gradient)), device_ordinal);
+      FindLoadedKernel(MakeKey(MakeBackwardKernel(problem, gradient)), device_ordinal);
   const bool runs_hopper = RunsHopperBackward(problem);
   const LoadedKernel* hopper = nullptr;
   if (runs_hopper) {
-    hopper = FindLoadedKernel(MakeKey(MakeHopperBackwardKernel(spec)), device_ordinal);
+    hopper = FindLoadedKernel(MakeKey(MakeHopperBackwardKernel(problem)), device_ordinal);
   }
   if (kernel == nullptr || (runs_hopper && hopper == nullptr)) {
     return NotLoaded(kOp, device_ordinal);

@@ -289,7 +289,8 @@ HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t
 
 int64_t PortableBackwardWords(const AttentionSpec& spec, int64_t num_pages) {
   const int64_t of_pages = spec.paged() ? 2 * spec.max_kv_pages + 2 * num_pages : 0;
-  return 16 + spec.max_batch + of_pages;
+  const int64_t of_lists = spec.max_steps > 0 ? 3 * spec.max_qo_tokens : 0;
+  return 16 + spec.max_batch + of_pages + of_lists;
 }
 
 }  // namespace
@@ -329,6 +330,11 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
   p.is_read = p.next_entries + p.max_entries;
   p.first_entries = p.is_read + p.max_entries;
   p.last_entries = p.first_entries + (paged ? forward.num_pages : 0);
+  if (spec.max_steps > 0) {
+    p.list_begins = p.last_entries + (paged ? forward.num_pages : 0);
+    p.list_ends = p.list_begins + spec.max_qo_tokens;
+    p.tile_ends = p.list_ends + spec.max_qo_tokens;
+  }
   if (RunsHopperBackward(problem)) {
     const HopperBackwardLayout layout = MakeHopperBackwardLayout(
         spec, forward.num_pages, PortableBackwardWords(spec, forward.num_pages));

@@ -247,9 +247,9 @@ int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_proces
 bool RunsHopperBackward(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
   // Other head dims do not leave room in shared memory or registers, or fill no swizzled row. Nor
-  // is there a register left for a variant.
+  // is there a register left for a variant or for step lists.
   return FindCudaDevice(spec.arch).main_loop == kHopper && spec.dtype != kF32 &&
-         !problem.program.present && spec.head_dim_qk == spec.head_dim_vo &&
+         !problem.program.present && spec.max_steps == 0 && spec.head_dim_qk == spec.head_dim_vo &&
          (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
 }
 

@@ -20,6 +20,7 @@ struct Kernel {
     static constexpr int kArch = kTarget, kDtype = kElement;
     static constexpr int kNumTiles = 2, kTileQ0 = 16, kTileQ1 = 128, kTileQ2 = 0;
     static constexpr int kTileKv = 64, kNumWarps = 4, kNumStages = 4;
+    static constexpr int kStepKeys = Shape::kHasSteps ? kTileKv : 0;
   };
 };
 
@@ -33,6 +34,7 @@ enum Poison {
   kInfiniteLse,
   kNanD,
   kNanK,
+  kInfiniteK,
   kInfiniteV
 };
 
@@ -138,6 +140,22 @@ void PlantPages(const Case& c, int64_t page_size, std::mt19937& random, Batch* b
   }
 }
 
+// Blocks that are hidden, shown, and both, whatever a mask does: a plan believes its map.
+BlockMap RandomMap(const Case& c, const AttentionSpec& spec, std::mt19937& random,
+                   std::vector<uint8_t>* classes) {
+  int64_t most = 1;
+  for (const Request& r : c.requests) most = std::max<int64_t>(most, r.kv_len);
+  BlockMap map = {nullptr, CeilDivide(spec.max_qo_tokens, int64_t{8}),
+                  CeilDivide(most, int64_t{32}), 8, 32};
+  constexpr uint8_t kClasses[] = {kSomeVisible, kSomeHidden, kSomeVisible | kSomeHidden};
+  for (int64_t i = 0; i < map.num_rows * map.num_columns; ++i) {
+    const unsigned dice = random() % 20;
+    classes->push_back(kClasses[dice < 2 ? 0 : dice < 18 ? 1 : 2]);
+  }
+  map.classes = classes->data();
+  return map;
+}
+
 // How a backward pass is launched: void(const Case&, const AttentionSpec&, const
 // BackwardCudaParams&, std::mt19937&).
 // gradient: of the Traits' variant; range: of the integers that it reads.
@@ -154,7 +172,10 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   if (tables == kAllButTheFirst) SharePagesBehindTheFirst(c, spec.page_size, &b);
   if (tables == kGroupsOfThree) GroupPages(c, spec.page_size, &b);
   if (tables == kTrees) PlantPages(c, spec.page_size, random, &b);
-  const std::vector<int32_t> plan = MakePlan(c, problem, b);
+  std::vector<uint8_t> classes;
+  BlockMap map = {};
+  if (Traits::kHasSteps) map = RandomMap(c, spec, random, &classes);
+  const std::vector<int32_t> plan = MakePlan(c, problem, b, Traits::kHasSteps ? &map : nullptr);
   if (plan.empty()) return;
   const int dtype = Traits::kDtype;
   Array q(dtype, b.q), k(dtype, b.k), v(dtype, b.v);
@@ -200,6 +221,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
     if (poison == kInfiniteLse) lse[row] = INFINITY;
     if (poison == kNanD) d[row] = NAN;
     if (poison == kNanK) k.Put(key * spec.head_dim_qk + 1, NAN);
+    if (poison == kInfiniteK) k.Put(key * spec.head_dim_qk + 1, INFINITY);
     if (poison == kInfiniteV) v.Put(key * spec.head_dim_vo + 2, -INFINITY);
   }
 
@@ -250,13 +272,18 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
     std::printf("FAILED %s: bits depend on the order of execution\n", c.name);
     ++g_failures;
   }
+  if (Traits::kHasSteps) {
+    int num_masked = 0;
+    for (int i = 0; i < p.header->num_steps; ++i) num_masked += p.steps[i] & 1;
+    std::printf("  %d steps, %d masked\n", p.header->num_steps, num_masked);
+  }
   const float tolerance = dtype == kF32 ? 1e-4f : 0.03f;
   CompareRows(c, "d_q", got[0].d_q, expected.d_q, spec.head_dim_qk, tolerance);
   CompareRows(c, "d_k", got[0].d_k, expected.d_k, spec.head_dim_qk, tolerance);
   CompareRows(c, "d_v", got[0].d_v, expected.d_v, spec.head_dim_vo, tolerance);
   // The forward pass did not meet a key that is not finite: of the rows that see it the CPU makes
   // something, CUDA NaN.
-  if (poison == kNanK || poison == kInfiniteV) return;
+  if (poison == kNanK || poison == kInfiniteK || poison == kInfiniteV) return;
   for (size_t i = 0; i < differentiated.size(); ++i) {
     Array found(kF32, of_operands[i].size()), sum(kF32, of_operands[i].size());
     for (size_t at = 0; at < found.size(); ++at) {

@@ -84,6 +84,37 @@ int RunAll() {
   RunBackward<Odd>(odd_pages, 12, kNone, kScattered);
   RunBackward<OddF32>(odd_pages, 13, kNone, kScattered);
   RunBackward<Wide>({.name = "d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1}, 14);
+  // A soft cap makes something finite of an infinity.
+  using Cap = Kernel<ShapeOf<64, 64, 4, 0, false, true, true>, 90>::Traits;
+  using CapF32 = Kernel<ShapeOf<64, 64, 4, 0, false, true, true>, 90, kElementF32>::Traits;
+  // Rows that see two steps of keys; dv has a turn of its own.
+  using WideCap = Kernel<ShapeOf<256, 256, 1, 16, false, true, true>, 120>::Traits;
+  for (const Poison poison : {kInfiniteQ, kInfiniteK}) {
+    const Case c = {
+        .name = "infinite, soft cap", .requests = {{64, 128}}, .soft_cap = 3.0, .kv_heads = 1};
+    RunBackward<Cap>(c, 60 + poison, poison);
+    RunBackward<CapF32>(c, 60 + poison, poison);
+    RunBackward<WideCap>(c, 60 + poison, poison);
+  }
+  // Step lists, whose steps are no blocks of keys and whose tiles are no blocks of rows.
+  using Lists = Kernel<Listed<ShapeOf<64, 64, 4, 0, false, true, false>>, 90>::Traits;
+  using ListsOfPages = Kernel<Listed<ShapeOf<128, 128, 2, 16, false, false, false>>, 90>::Traits;
+  using OddLists = Kernel<Listed<OddShape>, 90>::Traits;
+  using OddListsF32 = Kernel<Listed<OddShape>, 120, kElementF32>::Traits;
+  const std::vector<Request> long_ones = {{70, 400}, {150, 300}, {2, 500}, {0, 9}, {1, 300}};
+  RunBackward<Lists>({.name = "lists", .requests = long_ones, .sinks = true}, 70);
+  RunBackward<Lists>({.name = "lists, split", .requests = long_ones, .kv_split = 64}, 71);
+  RunBackward<ListsOfPages>({.name = "lists, pages", .requests = long_ones, .window_right = -1},
+                            72);
+  RunBackward<ListsOfPages>(
+      {.name = "lists, pages at other places", .requests = scattered, .window_right = -1}, 73,
+      kNone, kScattered);
+  RunBackward<OddLists>(odd, 74);
+  RunBackward<OddListsF32>(odd, 75);
+  RunBackward<OddListsF32>(odd_pages, 76, kNone, kScattered);
+  for (const Poison poison : {kNanQ, kNanK, kInfiniteV}) {
+    RunBackward<Lists>({.name = "lists, not finite", .requests = long_ones}, 80 + poison, poison);
+  }
   for (const Poison poison :
        {kNanQ, kInfiniteQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
     RunBackward<Ragged64>({.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1},

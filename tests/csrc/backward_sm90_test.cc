@@ -38,9 +38,18 @@ int RunAll() {
   Run<Odd64>(odd, 8, true);
   Run<Odd128>(odd, 9, true);
   for (const Poison poison :
-       {kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
+       {kNanQ, kInfiniteQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
     const Case c = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
     Run<Causal64>(c, 20 + poison, true, poison);
+  }
+  // A soft cap makes something finite of an infinity. Of the row d_q is 0 here, and of the key d_k,
+  // but d_k of what the row sees, and d_q of what sees the key, are 0 times an infinity.
+  for (const Poison poison : {kInfiniteQ, kInfiniteK}) {
+    Case c = odd;
+    c.name = "infinite, soft cap";
+    c.requests = {{40, 200}, {100, 130}};
+    Run<Odd64>(c, 30 + poison, true, poison);
+    Run<Odd128>(c, 30 + poison, true, poison);
   }
   RunDamaged<Causal128>();
   if (g_failures > 0) std::printf("%d failures\n", g_failures);

@@ -45,6 +45,10 @@ void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
 template <int kDim, int kGroup, int kPage, class V, bool kCap = false, int kElement = kElementBf16>
 using Masked = typename Kernel<With<ShapeOf<kDim, kDim, kGroup, kPage, false, true, kCap>, V>, 90,
                                kElement>::Traits;
+template <int kDim, int kGroup, int kPage, class V>
+using ListedMasked =
+    typename Kernel<Listed<With<ShapeOf<kDim, kDim, kGroup, kPage, false, true, false>, V>>,
+                    90>::Traits;
 template <int kDim, int kGroup, int kPage, class V, int kElement = kElementBf16>
 using Full = typename Kernel<With<ShapeOf<kDim, kDim, kGroup, kPage, false, false, false>, V>, 90,
                              kElement>::Traits;
@@ -138,6 +142,30 @@ int RunAll() {
                                                      .half_prefix = 64},
                                                     BiasGradient(KeyBias())},
                                                    17);
+  // Step lists: a mask that is asked only where they say so, and operands.
+  const std::vector<Request> long_ones = {{70, 400}, {150, 300}, {2, 500}, {0, 9}, {1, 300}};
+  Run<ListedMasked<64, 4, 0, variant::AlibiGradient>>(
+      {{.name = "lists, alibi, ragged, splits", .requests = long_ones, .kv_split = 64},
+       AlibiGradient()},
+      60);
+  Run<ListedMasked<128, 2, 16, DocumentsGradient>>(
+      {{.name = "lists, documents, pages at other places", .requests = scattered},
+       PlainGradient(Documents()),
+       3,
+       true},
+      61);
+  Run<typename Kernel<Listed<OddShape<variant::RelativeBiasGradient>>, 90>::Traits>(
+      {odd, BiasGradient(RelativeBias())}, 62);
+  Run<typename Kernel<Listed<OddShape<variant::RelativeBiasGradient>>, 120, kElementF32>::Traits>(
+      {odd, BiasGradient(RelativeBias())}, 63);
+  Run<ListedMasked<64, 4, 16, variant::SigmoidGradient>>(
+      {{.name = "lists, sigmoid, window by mask", .requests = long_ones}, SigmoidGradient()}, 64);
+  for (const Poison poison : {kNanQ, kInfiniteDo, kNanK}) {
+    Run<ListedMasked<128, 2, 16, DocumentsGradient>>(
+        {{.name = "lists, documents, not finite", .requests = long_ones},
+         PlainGradient(Documents())},
+        65 + poison, poison);
+  }
   // Two warps, and a turn for dk and one for dv.
   using Wide =
       typename Kernel<With<ShapeOf<256, 256, 1, 16, false, true, false>, variant::AlibiGradient>,

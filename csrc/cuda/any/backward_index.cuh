@@ -77,6 +77,7 @@ class BackwardIndex {
       if (item.num_groups() > 1) continue;
       const int request = item.request();
       p_.q_begins[request] = item.q_pos() - (item.qo_begin() - LoadConstant(f.qo_indptr + request));
+      if constexpr (Traits::kStepKeys > 0) PutList(item);
     }
     if constexpr (Traits::kPageSize > 0) {
 #pragma unroll 1
@@ -131,6 +132,20 @@ class BackwardIndex {
   }
 
  private:
+  // The item's part of the list of its tile, which all heads have in common. Items of a tile take
+  // its list apart.
+  __device__ __forceinline__ void PutList(const ItemRecord& item) const {
+    const int begin = item.kv_begin() / Traits::kStepKeys, end = item.kv_end() / Traits::kStepKeys;
+    if (item.kv_head() != 0 || begin >= end) return;
+    const int row_end = item.qo_begin() + item.qo_len();
+#pragma unroll 1
+    for (int row = item.qo_begin(); row < row_end; ++row) {
+      MaxRelaxed(p_.list_begins + row, static_cast<u32>(p_.forward.max_steps - begin));
+      MaxRelaxed(p_.list_ends + row, static_cast<u32>(end));
+      MaxRelaxed(p_.tile_ends + row, static_cast<u32>(row_end));
+    }
+  }
+
   // The first entry with the page of entry e.
   __device__ __forceinline__ int FirstWithPageOf(int e) const {
     const int page = LoadConstant(p_.forward.page_indices + e);
