@@ -42,9 +42,9 @@ AffineLogit FindAffineLogit(const VariantProgram& program);
 // taken, or that is taken from it. The other position is a fact of the row, such as q_pos or a
 // length, a small constant, or the sum or difference of two of these: far from what wraps around.
 struct KeyPosition {
-  i32 sign;          // of kv_pos; 0: the value is none
-  i32 other;         // a value, or -1
-  bool takes_other;  // kv_pos - other
+  i32 sign = 0;              // of kv_pos; 0: the value is none
+  i32 other = -1;            // a value, or -1
+  bool takes_other = false;  // kv_pos - other
 };
 KeyPosition FindKeyPosition(const VariantProgram& program, i32 value);
 

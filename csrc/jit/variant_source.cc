@@ -327,13 +327,18 @@ class Writer {
     for (size_t i = 0; i < x.rest.size(); ++i) {
       const auto& [value, number] = x.rest[i];
       const std::string text = Value(value, kOfLogit);
+      const bool is_first = i == 0 && !x.term && !x.slope;  // x is 0
       if (number.kind == RowNumber::kConstant && number.constant == 1.0f) {
-        out << "    x += " << text << ";\n";
+        out << "    x " << (is_first ? "= " : "+= ") << text << ";\n";
         continue;
       }
       const std::string name = Number("rest", static_cast<i32>(i));
       Member("float", name, NumberText(number), "row", row, row_members);
-      out << "    x = fmaf(row." << name << ", " << text << ", x);\n";
+      if (is_first) {
+        out << "    x = row." << name << " * " << text << ";\n";
+      } else {
+        out << "    x = fmaf(row." << name << ", " << text << ", x);\n";
+      }
     }
     out << "    return x;\n  }\n";
     return out.str();

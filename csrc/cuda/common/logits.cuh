@@ -148,6 +148,8 @@ class LogitStage {
   static constexpr bool kHasBias = Variant::kHasTerm || Variant::kHasSlope || Variant::kHasRest;
   static constexpr bool kMultiplies = Variant::kHasFactor || kHasBias;
   static constexpr float kFactor = Variant::kFactor;
+  // Whether a mask is asked for a whole tile first. On other loops it would cost registers.
+  static constexpr bool kAsksFirst = Variant::kMayShowAll && Traits::kArch == 90;
   static constexpr bool kIsNatural = kCalls || kMultiplies || !kNormalizes;
   // Whether Transform leaves what is seen as it is, and q . k are compared. A scale that is not
   // positive would turn the maximum around, so it is applied at once.
@@ -183,7 +185,7 @@ class LogitStage {
     constexpr bool kChanges = kCalls || kMultiplies;
     if constexpr (Variant::kHasMask) {
       bool asks = !Traits::kHasSteps || is_masked;
-      if constexpr (Variant::kMayShowAll) asks = asks && !ShowsAll(layout, begin);
+      if constexpr (kAsksFirst) asks = asks && !ShowsAll(layout, begin);
       if (asks) {
         Call<true>(layout, begin, s);
       } else if constexpr (kChanges) {
@@ -223,7 +225,7 @@ class LogitStage {
     return p_.sm_scale * (kLog2E * kFactor) * k_scale_;
   }
   __device__ __forceinline__ BiasLine LineOfRow(int row, int begin) const {
-    const variant::RowFacts<Traits> facts(p_, p_.items + Anew(index_), row);
+    const variant::RowFacts<Traits> facts(p_, p_.items + index_, row);
     const auto of_row = Variant::OfRow(p_, facts, begin);
     return {Variant::Term(of_row) * kLog2E, Variant::Slope(of_row) * kLog2E};
   }

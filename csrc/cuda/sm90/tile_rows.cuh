@@ -439,17 +439,19 @@ class TileRows {
     constexpr float kSlack = kAddsLines ? 40.0f : kWide ? 30.0f : 2.0f;
     float highest[2];
     if constexpr (kAddsLines) {
-      bool is_far[2];
+      float rise[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         highest[h] = highest_bias_[h] + lift_[h];
-        is_far[h] = !is_first && highest[h] - reference[h] > kFarthest;
+        rise[h] = is_first ? 0.0f : highest[h] - reference[h];
+        factor[h] = 1.0f;
       }
-      if (__any_sync(kFullWarp, is_far[0] || is_far[1])) {
+      if (!is_first && !__any_sync(kFullWarp, rise[0] > kSlack || rise[1] > kSlack)) return;
+      if (__any_sync(kFullWarp, rise[0] > kFarthest || rise[1] > kFarthest)) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float sample = QuadMax(LaneMaxWithBias<4>(scale, s, h));
-          if (is_far[h]) highest[h] = sample;
+          if (rise[h] > kFarthest) highest[h] = sample;
         }
       }
     } else {
