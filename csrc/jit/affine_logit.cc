@@ -90,7 +90,7 @@ class Finder {
   }
   // A row's f32 value.
   RowNumber Of(i32 value) const {
-    if (At(value).op != kOpConst) return Named("v" + std::to_string(value));
+    if (At(value).op != kOpConst) return Named("row.v" + std::to_string(value));
     float x;
     std::memcpy(&x, &At(value).args[0], sizeof(x));
     return Constant(x);
@@ -146,7 +146,7 @@ class Finder {
     if (position.other >= 0) {
       const Instruction& x = At(position.other);
       other = x.op == kOpConst ? "static_cast<int>(" + HexText(x.args[0]) + ")"
-                               : "v" + std::to_string(position.other);
+                               : "row.v" + std::to_string(position.other);
     }
     return {true,
             {},

@@ -312,12 +312,17 @@ class Writer {
     // comes near the end of f32.
     const bool is_common = x.factor.kind == RowNumber::kConstant && x.factor.constant > 0x1p-60f &&
                            x.factor.constant < 0x1p60f;
+    const bool is_line = is_common && x.rest.empty();
     char common[32];
     std::snprintf(common, sizeof(common), "%af", is_common ? x.factor.constant : 1.0f);
     out << "  static constexpr float kFactor = " << common << ";\n"
         << RowNumberText("Factor", is_common ? RowNumber{} : x.factor, row, row_members)
         << RowNumberText("Term", x.term, row, row_members)
         << RowNumberText("Slope", x.slope, row, row_members)
+        << "  __device__ __forceinline__ static BiasLine LineAt(const Row& row, int first) {\n"
+        << (is_line ? affine.statements : "") << "    return {"
+        << (is_line && x.term ? NumberText(x.term) : "0.0f") << ", "
+        << (is_line && x.slope ? NumberText(x.slope) : "0.0f") << "};\n  }\n"
         << "  static constexpr bool kHasRest = " << Bool(!x.rest.empty()) << ";\n"
         << "  template <class Facts>\n"
         << Function("float Rest", "const Row& row, const Key& key, const Facts& at, float x");

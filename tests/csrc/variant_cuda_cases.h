@@ -280,11 +280,11 @@ void RunFormCases() {
         .requests = long_ones,
         .window_left = 260,
         .kv_split = 256},
-       Rising(40.0f)},
+       Rising(400.0f)},
       62);
   RunVariant<Kernel, FullWith<64, 4, 16, variant::SharpVariant>>(
       {{.name = "rising bias, scores that fall", .requests = long_ones, .window_right = -1},
-       Rising(40.0f)},
+       Rising(400.0f)},
       63);
   RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::HeadBiasVariant>>(
       {{.name = "bias of heads", .requests = long_ones, .nan_values = true}, HeadBias()}, 64);

@@ -129,11 +129,6 @@ struct SoftCap {
   }
 };
 
-// A row's bias of the logits of a tile, in log2 units: term + slope * place in the tile.
-struct BiasLine {
-  float term, slope;
-};
-
 // Logits of an item. They leave in log2 units, but for a factor, scale(), which waits for the
 // exponent of the softmax: there large logits are not rounded. The user's function gets, and gives,
 // natural units.
@@ -224,10 +219,13 @@ class LogitStage {
   __device__ __forceinline__ float ScaleOfScores() const {
     return p_.sm_scale * (kLog2E * kFactor) * k_scale_;
   }
-  __device__ __forceinline__ BiasLine LineOfRow(int row, int begin) const {
-    const variant::RowFacts<Traits> facts(p_, p_.items + index_, row);
-    const auto of_row = Variant::OfRow(p_, facts, begin);
-    return {Variant::Term(of_row) * kLog2E, Variant::Slope(of_row) * kLog2E};
+  // What is kept of a row of the item for its lines.
+  __device__ __forceinline__ typename Variant::Row OfRow(int row) const {
+    return Variant::OfRow(p_, variant::RowFacts<Traits>(p_, p_.items + index_, row), 0);
+  }
+  __device__ __forceinline__ static BiasLine LineAt(const typename Variant::Row& row, int begin) {
+    const BiasLine line = Variant::LineAt(row, begin);
+    return {line.term * kLog2E, line.slope * kLog2E};
   }
 
   // Fills sees[r][k] of each logit of the layout: whether its row sees its key. span_of(r):

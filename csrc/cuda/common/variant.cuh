@@ -7,8 +7,14 @@
 
 namespace jax_attn {
 
+// A row's bias of the logits of a tile: term + slope * place in the tile.
+struct BiasLine {
+  float term, slope;
+};
+
 // No user functions.
 struct NoVariant {
+  struct Row {};
   static constexpr bool kHasLogits = false, kHasMask = false;
   static constexpr bool kLogitsFollowKeys = false;  // logits have terms of their keys
   static constexpr bool kNormalizes = true;         // else weights are logits, and o is their sum

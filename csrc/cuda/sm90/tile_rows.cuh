@@ -56,6 +56,10 @@ class TileRows {
     const ItemRecord item(p, index);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     live_ = first_row_ < num_rows;
+    if constexpr (kAddsLines) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) of_rows_[h] = Stage().OfRow(first_row_ + lane_ / 4 + 8 * h);
+    }
     const VisibleSpan span = SpanOfTokens<Traits>(
         p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item), item.q_pos(),
         first_row_ / Traits::kGroupSize, Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
@@ -400,7 +404,7 @@ class TileRows {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      bias_[h] = Stage().LineOfRow(layout.Row(h), begin);
+      bias_[h] = LogitStage<Traits>::LineAt(of_rows_[h], begin);
       if constexpr (kHasSlope) {
         const float slope = bias_[h].slope;
         highest_bias_[h] = fmaf(slope, slope > 0.0f ? highest[h] : lowest[h], bias_[h].term);
@@ -578,6 +582,7 @@ class TileRows {
   // Of kAddsLines, log2: the bias of the step at the lane's first column, the highest one of keys
   // that the row sees, and by how much the reference is to exceed that.
   BiasLine bias_[2];
+  typename Traits::Variant::Row of_rows_[2];
   float highest_bias_[2], lift_[2] = {0.0f, 0.0f};
 };
 
