@@ -2,8 +2,6 @@
 
     python -m benchmarks.variants_gpu [NAME ...]        names of rows, or how they begin
     python -m benchmarks.variants_gpu --shrink 64       tries the script, also on a CPU
-
-torch's attention with a dense bias: benchmarks/peers/torch_bias.py.
 """
 
 from __future__ import annotations
