@@ -1,7 +1,7 @@
 """What variants cost on a GPU, beside the built-in kernel and XLA: bf16, 32/8 heads, d128.
 
-    python -m benchmarks.variants_gpu [NAME ...]        names of rows, or how they begin
-    python -m benchmarks.variants_gpu --shrink 64       tries the script, also on a CPU
+python -m benchmarks.variants_gpu [NAME ...]        names of rows, or how they begin
+python -m benchmarks.variants_gpu --shrink 64       tries the script, also on a CPU
 """
 
 from __future__ import annotations
