@@ -6,6 +6,8 @@
 #include <sstream>
 #include <vector>
 
+#include "jit/affine_logit.h"
+
 namespace jax_attn {
 namespace {
 
@@ -29,12 +31,6 @@ const char* OpText(i32 op) {
   return kNames[op];
 }
 
-std::string Hex(i32 bits) {
-  char text[16];
-  std::snprintf(text, sizeof(text), "0x%08xu", static_cast<unsigned>(bits));
-  return text;
-}
-
 class Writer {
  public:
   // gradient: of the program; null: none.
@@ -53,6 +49,8 @@ class Writer {
     std::ostringstream row, key, row_members, key_members;
     WriteValues(kOfRow, &row, &row_members);
     WriteValues(kOfKey, &key, &key_members);
+    std::string logit;
+    if (gradient_ == nullptr) logit = Logit(&row, &row_members);
     std::ostringstream out;
     out << "struct " << name_ << " {\n"
         << "  static constexpr bool kHasLogits = " << Bool(p_.logits >= 0) << ";\n"
@@ -69,10 +67,9 @@ class Writer {
         << "  template <class Facts>\n"
         << Function("Key OfKey", "const Facts& at") << "    Key key;\n"
         << key.str() << "    return key;\n  }\n\n"
-        << (gradient_ != nullptr ? Derivative()
-                                 : Result("float Logit", ", float score", p_.logits, "score"))
-        << "\n"
-        << Result("bool IsVisible", "", p_.visible, "true") << "};\n";
+        << (gradient_ != nullptr ? Derivative() : logit) << "\n"
+        << Result("bool IsVisible", "", p_.visible, "true")
+        << (gradient_ != nullptr ? "" : "\n" + ShowsAll()) << "};\n";
     return out.str();
   }
 
@@ -118,9 +115,9 @@ class Writer {
   std::string Value(i32 value, Place place) const {
     const Instruction& x = At(value);
     if (x.op == kOpConst) {
-      if (x.type == kVariantF32) return "F32(" + Hex(x.args[0]) + ")";
+      if (x.type == kVariantF32) return "F32(" + HexText(x.args[0]) + ")";
       if (x.type == kVariantBool) return Bool(x.args[0] != 0);
-      return "static_cast<int>(" + Hex(x.args[0]) + ")";
+      return "static_cast<int>(" + HexText(x.args[0]) + ")";
     }
     if (x.op == kOpScore) return "score";
     const Place at = PlaceOf(value);
@@ -130,22 +127,10 @@ class Writer {
 
   // --- distances: a value of rows plus or minus the key's position, as f32 ---
 
-  // The sign of kv_pos in such a value, or 0. The other term is far from what wraps around.
-  i32 SignOfPosition(i32 value, i32* other) const {
-    const Instruction& x = At(value);
-    if ((x.op != kOpAdd && x.op != kOpSub) || x.type != kVariantI32) return 0;
-    const bool second = At(x.args[1]).op == kOpKvPos;
-    *other = x.args[second ? 0 : 1];
-    if (!second && At(x.args[0]).op != kOpKvPos) return 0;
-    const i32 op = At(*other).op;
-    if (op != kOpQPos && op != kOpKvLen && op != kOpQLen) return 0;
-    return second && x.op == kOpSub ? -1 : 1;
-  }
   // Whether the instruction makes such a value f32. A conversion is as slow as an exponential, so
   // one a row does, to which the key's offset is added.
   bool IsDistance(const Instruction& x) const {
-    i32 other;
-    return x.op == kOpCast && x.type == kVariantF32 && SignOfPosition(x.args[0], &other) != 0;
+    return x.op == kOpCast && x.type == kVariantF32 && FindKeyPosition(p_, x.args[0]).other >= 0;
   }
 
   // The argument of a product that is such a value, where the other one is of the row; else -1. A
@@ -189,9 +174,7 @@ class Writer {
       int exponent;
       const float inverse = 1.0f / divisor;
       if (std::abs(std::frexp(divisor, &exponent)) == 0.5f && std::isnormal(inverse)) {
-        i32 bits;
-        std::memcpy(&bits, &inverse, sizeof(bits));
-        return "Mul(" + Value(x.args[0], place) + ", F32(" + Hex(bits) + "))";
+        return "Mul(" + Value(x.args[0], place) + ", " + FloatText(inverse) + ")";
       }
     }
     std::string text = std::string(OpText(x.op)) + "(";
@@ -268,7 +251,6 @@ class Writer {
       const Instruction& x = At(i);
       const Place at = PlaceOf(i);
       bool only_last;
-      i32 other;
       // What loads further in can have ahead.
       if (x.op == kOpLoad && at == kOfLogit && place == kOfRow) {
         const std::string text = PlaceOfIndices(x, kOfRow, &only_last);
@@ -282,11 +264,10 @@ class Writer {
         }
       }
       if (IsDistance(x) && place == kOfRow) {
-        const i32 sign = SignOfPosition(x.args[0], &other);
+        const KeyPosition position = FindKeyPosition(p_, x.args[0]);
         Member("float", Number("distance", i),
-               std::string("ToFloat(") + (sign < 0 ? "Sub" : "Add") + "(" + Value(other, place) +
-                   ", first))",
-               of, out, members);
+               "ToFloat(" + TextAtKey(position, Value(position.other, place), "first") + ")", of,
+               out, members);
       }
       if (const i32 d = DistanceOfProduct(x); d >= 0 && place == kOfRow) {
         Member(
@@ -310,6 +291,132 @@ class Writer {
     WriteNeeded({value}, &out);
     out << "    return " << (value < 0 ? otherwise : Value(value, kOfLogit)) << ";\n  }\n";
     return out.str();
+  }
+
+  // --- logits ---
+
+  std::string Logit(std::ostringstream* row, std::ostringstream* row_members) const {
+    const AffineLogit affine = FindAffineLogit(p_);
+    std::ostringstream out;
+    out << "  static constexpr bool kIsAffine = " << Bool(affine.value.is_affine) << ";\n";
+    if (!affine.value.is_affine) {
+      out << "  static constexpr float kFactor = 1.0f;\n"
+          << "  static constexpr bool kHasFactor = false, kHasTerm = false, kHasSlope = false, "
+             "kHasRest = false;\n"
+          << Result("float Logit", ", float score", p_.logits, "score");
+      return out.str();
+    }
+    *row << affine.statements;
+    const AffineValue& x = affine.value;
+    // What all rows have in common waits for the exponent, if it neither turns logits around nor
+    // comes near the end of f32.
+    const bool is_common = x.factor.kind == RowNumber::kConstant && x.factor.constant > 0x1p-60f &&
+                           x.factor.constant < 0x1p60f;
+    const bool is_line = is_common && x.rest.empty();
+    char common[32];
+    std::snprintf(common, sizeof(common), "%af", is_common ? x.factor.constant : 1.0f);
+    out << "  static constexpr float kFactor = " << common << ";\n"
+        << RowNumberText("Factor", is_common ? RowNumber{} : x.factor, row, row_members)
+        << RowNumberText("Term", x.term, row, row_members)
+        << RowNumberText("Slope", x.slope, row, row_members)
+        << "  __device__ __forceinline__ static BiasLine LineAt(const Row& row, int first) {\n"
+        << (is_line ? affine.statements : "") << "    return {"
+        << (is_line && x.term ? NumberText(x.term) : "0.0f") << ", "
+        << (is_line && x.slope ? NumberText(x.slope) : "0.0f") << "};\n  }\n"
+        << "  static constexpr bool kHasRest = " << Bool(!x.rest.empty()) << ";\n"
+        << "  template <class Facts>\n"
+        << Function("float Rest", "const Row& row, const Key& key, const Facts& at, float x");
+    std::vector<i32> values;
+    for (const auto& [value, number] : x.rest) values.push_back(value);
+    WriteNeeded(values, &out);
+    for (size_t i = 0; i < x.rest.size(); ++i) {
+      const auto& [value, number] = x.rest[i];
+      const std::string text = Value(value, kOfLogit);
+      const bool is_first = i == 0 && !x.term && !x.slope;  // x is 0
+      if (number.kind == RowNumber::kConstant && number.constant == 1.0f) {
+        out << "    x " << (is_first ? "= " : "+= ") << text << ";\n";
+        continue;
+      }
+      const std::string name = Number("rest", static_cast<i32>(i));
+      Member("float", name, NumberText(number), "row", row, row_members);
+      if (is_first) {
+        out << "    x = row." << name << " * " << text << ";\n";
+      } else {
+        out << "    x = fmaf(row." << name << ", " << text << ", x);\n";
+      }
+    }
+    out << "    return x;\n  }\n";
+    return out.str();
+  }
+
+  static std::string NumberText(const RowNumber& x) {
+    return x.kind == RowNumber::kConstant ? FloatText(x.constant) : x.name;
+  }
+  // kHas<name>, and the number of a row that has it.
+  static std::string RowNumberText(const std::string& name, const RowNumber& x,
+                                   std::ostringstream* row, std::ostringstream* row_members) {
+    if (x) Member("float", "of" + name, NumberText(x), "row", row, row_members);
+    return "  static constexpr bool kHas" + name + " = " + Bool(static_cast<bool>(x)) + ";\n" +
+           "  __device__ __forceinline__ static float " + name + "(const Row& row) { return " +
+           (x ? "row.of" + name : "0.0f") + "; }\n";
+  }
+
+  // --- masks ---
+
+  // Whether the mask is known to show all keys of a range to a row, by its comparisons of
+  // positions.
+  std::string ShowsAll() const {
+    const std::string proof = p_.visible < 0 ? "true" : Proof(p_.visible, true);
+    return std::string("  static constexpr bool kMayShowAll = ") +
+           Bool(p_.visible >= 0 && proof != "false") + ";\n" +
+           "  __device__ __forceinline__ static bool ShowsAll(const Row& row, int first, int last) "
+           "{\n    return " +
+           proof + ";\n  }\n";
+  }
+
+  // Text of a condition of rows on which the bool is `wanted` for all keys of [first, last];
+  // "false" where none is known.
+  std::string Proof(i32 value, bool wanted) const {
+    const Instruction& x = At(value);
+    if (PlaceOf(value) <= kOfRow) {
+      return std::string(wanted ? "" : "!") + Value(value, kOfLogit);
+    }
+    switch (x.op) {
+      case kOpNot:
+        return Proof(x.args[0], !wanted);
+      case kOpAnd:
+        return Both(Proof(x.args[0], wanted), Proof(x.args[1], wanted), wanted);
+      case kOpOr:
+        return Both(Proof(x.args[0], wanted), Proof(x.args[1], wanted), !wanted);
+      case kOpLt:
+      case kOpLe: {
+        if (At(x.args[0]).type != kVariantI32) return "false";
+        // The largest one on the left against the smallest one on the right, or the opposite.
+        const std::string left = Extreme(x.args[0], wanted);
+        const std::string right = Extreme(x.args[1], !wanted);
+        if (left.empty() || right.empty()) return "false";
+        const bool or_equal = (x.op == kOpLe) == wanted;
+        return (wanted ? left : right) + (or_equal ? " <= " : " < ") + (wanted ? right : left);
+      }
+      default:
+        return "false";
+    }
+  }
+  static std::string Both(const std::string& x, const std::string& y, bool all) {
+    if (all && (x == "false" || y == "false")) return "false";
+    if (!all && x == "false") return y;
+    if (!all && y == "false") return x;
+    if (x.size() + y.size() > 2000) return "false";  // values that are used again and again
+    return "(" + x + (all ? " && " : " || ") + y + ")";
+  }
+  // The largest, or smallest, that the i32 is for keys of [first, last]; "" if that is not known.
+  std::string Extreme(i32 value, bool largest) const {
+    if (PlaceOf(value) <= kOfRow) return Value(value, kOfLogit);
+    const KeyPosition position = FindKeyPosition(p_, value);
+    if (position.sign == 0) return "";
+    const bool at_last = (position.sign > 0) == largest;
+    return TextAtKey(position, position.other < 0 ? "" : Value(position.other, kOfLogit),
+                     at_last ? "last" : "first");
   }
 
   // Whether a derivative is 1 of every logit; -1 says so, too.
@@ -379,14 +486,13 @@ class Writer {
     for (i32 i = 0; i < p_.num_instructions; ++i) {
       if (!needed[i]) continue;
       const Instruction& x = At(i);
-      i32 other;
       out << "    const " << TypeText(x.type) << " " << Number("v", i) << " = ";
       if (IsDistance(x)) {
-        const i32 sign = SignOfPosition(x.args[0], &other);
+        const i32 sign = FindKeyPosition(p_, x.args[0]).sign;
         out << "row." << Number("distance", i) << (sign < 0 ? " - " : " + ")
             << "ToFloat(at.offset());\n";
       } else if (const i32 d = DistanceOfProduct(x); d >= 0) {
-        const i32 sign = SignOfPosition(At(x.args[d]).args[0], &other);
+        const i32 sign = FindKeyPosition(p_, At(x.args[d]).args[0]).sign;
         out << "fmaf(" << Value(x.args[1 - d], kOfLogit) << ", ToFloat(" << (sign < 0 ? "-" : "")
             << "at.offset()), row." << Number("scaled", i) << ");\n";
       } else {

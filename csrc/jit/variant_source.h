@@ -13,7 +13,16 @@ namespace jax_attn {
 //   OfKey(params, facts)
 //   Logit(params, row, key, facts of the key, score)
 //   IsVisible(params, row, key, facts of the key)
-// present is 1.
+//   ShowsAll(row, first, last)      whether the row is known to see all keys from first to last, kv
+//                                  positions; kMayShowAll: not false of all rows
+// kIsAffine: there are, in place of Logit, the parts of
+//   (kFactor * Factor(row)) * score + (Term(row) + Slope(row) * place of the key) + rest
+//   kHasFactor, kHasTerm ...        which of them there are; Factor counts as 1 otherwise
+//   Rest(params, row, key, facts of the key, x)
+//                                  x + rest, what depends on keys otherwise
+//   LineAt(row, first)             Term and Slope where `first` is another one, and there is neither
+//                                  Factor nor rest
+// The place is counted from `first`. present is 1.
 std::string VariantText(const VariantProgram& program, const std::string& name);
 
 // The same for the backward pass, with, in place of Logit,

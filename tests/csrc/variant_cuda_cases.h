@@ -264,10 +264,55 @@ void RunListedCases() {
       56);
 }
 
+// Logits that are multiples of scores and a bias, and masks of positions.
+template <class Kernel>
+void RunFormCases() {
+  const std::vector<Request> long_ones = {{40, 900}, {3, 700}, {130, 300},
+                                          {0, 9},    {1, 0},   {1, 400}};
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::RisingVariant>>(
+      {{.name = "rising bias", .requests = long_ones, .sinks = true}, Rising(1.25f)}, 60);
+  RunVariant<Kernel, FullWith<64, 4, 0, variant::RisingVariant>>(
+      {{.name = "rising bias, full", .requests = long_ones, .window_right = -1, .nan_values = true},
+       Rising(1.25f)},
+      61);
+  RunVariant<Kernel, ShapeWith<64, 2, 16, true, false, variant::SharpVariant>>(
+      {{.name = "rising bias, scores that fall, window",
+        .requests = long_ones,
+        .window_left = 260,
+        .kv_split = 256},
+       Rising(400.0f)},
+      62);
+  RunVariant<Kernel, FullWith<64, 4, 16, variant::SharpVariant>>(
+      {{.name = "rising bias, scores that fall", .requests = long_ones, .window_right = -1},
+       Rising(400.0f)},
+      63);
+  RunVariant<Kernel, ShapeWith<64, 4, 16, false, false, variant::HeadBiasVariant>>(
+      {{.name = "bias of heads", .requests = long_ones, .nan_values = true}, HeadBias()}, 64);
+#define JAX_ATTN_FORM(i)                                                                        \
+  RunVariant<Kernel, ShapeWith<64, 4, i % 2 == 0 ? 16 : 0, false, i == 3, variant::Affine##i>>( \
+      {{.name = "affine " #i, .requests = long_ones, .soft_cap = i == 3 ? 4.0 : 0.0},           \
+       RandomAffine(i)},                                                                        \
+      70 + i);                                                                                  \
+  RunVariant<Kernel, FullWith<64, 4, i % 2 == 0 ? 0 : 16, variant::Mask##i>>(                   \
+      {{.name = "mask of positions " #i,                                                        \
+        .requests = long_ones,                                                                  \
+        .window_right = -1,                                                                     \
+        .nan_values = true},                                                                    \
+       RandomMask(i),                                                                           \
+       600},                                                                                    \
+      80 + i)
+  JAX_ATTN_FORM(0);
+  JAX_ATTN_FORM(1);
+  JAX_ATTN_FORM(2);
+  JAX_ATTN_FORM(3);
+#undef JAX_ATTN_FORM
+}
+
 // The exit status of the test.
 template <class Kernel>
 int RunVariantCases() {
   RunListedCases<Kernel>();
+  RunFormCases<Kernel>();
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}, {0, 9}, {1, 0}, {2, 300}};
   const std::vector<Request> decode = {{1, 130}, {1, 1},  {1, 64}, {0, 9},
                                        {1, 0},   {1, 65}, {2, 300}};

@@ -213,6 +213,91 @@ inline VariantProgram KeyBias() {
   return b.Finish(b.Do(kOpAdd, b.At(kOpScore), term), b.Do(kOpOr, even, first));
 }
 
+// score * factor + 0.2 * slopes[head] * (kv_pos - q_pos) + 0.5: bias that rises by up to 48 log2 a
+// step of 128 keys, and scores that a large factor makes fall by more than that.
+inline VariantProgram Rising(float factor) {
+  ProgramBuilder b;
+  const i32 slopes = b.Operand(kOperandF32, 1);
+  const i32 distance = b.Cast(kVariantF32, b.Do(kOpSub, b.At(kOpKvPos), b.At(kOpQPos)));
+  const i32 slope = b.Do(kOpMul, b.Load(slopes, {b.At(kOpHead)}), b.F(0.2f));
+  const i32 bias = b.Do(kOpAdd, b.Do(kOpMul, distance, slope), b.F(0.5f));
+  return b.Finish(b.Do(kOpAdd, b.Do(kOpMul, b.At(kOpScore), b.F(factor)), bias), -1);
+}
+
+// 1.5 * score + bias[head]: nothing that depends on keys
+inline VariantProgram HeadBias() {
+  ProgramBuilder b;
+  const i32 bias = b.Operand(kOperandF32, 1);
+  const i32 score = b.Do(kOpMul, b.At(kOpScore), b.F(1.5f));
+  return b.Finish(b.Do(kOpAdd, score, b.Load(bias, {b.At(kOpHead)})), -1);
+}
+
+// Sums, differences, and multiples by values of rows, of the score and all that depends on keys.
+inline VariantProgram RandomAffine(unsigned seed) {
+  std::mt19937 random(seed);
+  const auto any = [&](size_t n) { return static_cast<i32>(random() % n); };
+  ProgramBuilder b;
+  const i32 of_head = b.Load(b.Operand(kOperandF32, 1), {b.At(kOpHead)});
+  const i32 of_row = b.Load(b.Operand(kOperandBF16, 1), {b.At(kOpQRow)});
+  const i32 of_key = b.Load(b.Operand(kOperandF32, 1), {b.At(kOpKvPos)});
+  const i32 rows[] = {of_head, b.F(-0.75f), b.Do(kOpAdd, of_row, b.F(0.25f))};
+  std::vector<i32> values = {b.At(kOpScore), of_head, of_key};
+  const auto add_distance = [&](i32 distance) {
+    values.push_back(b.Do(kOpMul, b.Cast(kVariantF32, distance), b.F(0.01f)));
+  };
+  const i32 q_pos = b.At(kOpQPos), kv_pos = b.At(kOpKvPos);
+  add_distance(b.Do(kOpSub, q_pos, kv_pos));
+  add_distance(b.Do(kOpSub, kv_pos, b.Do(kOpSub, b.At(kOpKvLen), b.At(kOpQLen))));
+  add_distance(b.Do(kOpAdd, kv_pos, b.I(7)));
+  add_distance(b.Do(kOpAbs, b.Do(kOpSub, q_pos, kv_pos)));
+  const auto one = [&] { return values[any(values.size())]; };
+  for (i32 i = 0; i < 10; ++i) {
+    switch (any(5)) {
+      case 0:
+        values.push_back(b.Do(kOpAdd, one(), one()));
+        break;
+      case 1:
+        values.push_back(b.Do(kOpSub, one(), one()));
+        break;
+      case 2:
+        values.push_back(b.Do(kOpNeg, one()));
+        break;
+      case 3:
+        values.push_back(b.Do(kOpMul, rows[any(3)], one()));
+        break;
+      default:
+        values.push_back(b.Do(kOpDiv, one(), b.F(any(2) == 0 ? 1.7f : -0.9f)));
+    }
+  }
+  const i32 rest = b.Do(kOpAdd, b.Do(kOpMul, values.back(), b.F(0.25f)), values[values.size() - 2]);
+  return b.Finish(b.Do(kOpAdd, b.At(kOpScore), b.Do(kOpMul, rest, b.F(0.5f))), -1);
+}
+
+// Comparisons of positions in any combination; keys near the row are seen.
+inline VariantProgram RandomMask(unsigned seed) {
+  std::mt19937 random(seed);
+  const auto any = [&](size_t n) { return static_cast<i32>(random() % n); };
+  ProgramBuilder b;
+  const i32 border = b.Load(b.Operand(kOperandI32, 1), {b.At(kOpRequest)});
+  const i32 q_pos = b.At(kOpQPos), kv_pos = b.At(kOpKvPos), kv_len = b.At(kOpKvLen);
+  const i32 distance = b.Do(kOpSub, q_pos, kv_pos);
+  const i32 of_keys[] = {kv_pos, distance, b.Do(kOpSub, kv_pos, b.Do(kOpSub, kv_len, b.I(40))),
+                         b.Do(kOpAdd, kv_pos, q_pos)};
+  const i32 of_rows[] = {border, q_pos, b.I(100), b.Do(kOpSub, border, b.I(30)), kv_len};
+  std::vector<i32> bools;
+  const auto one = [&] { return bools[any(bools.size())]; };
+  for (i32 i = 0; i < 12; ++i) {
+    const i32 x = of_keys[any(4)], y = of_rows[any(5)], op = any(2) == 0 ? kOpLt : kOpLe;
+    const i32 compared = any(2) == 0 ? b.Do(op, x, y) : b.Do(op, y, x);
+    bools.push_back(i < 3 || any(2) == 0 ? compared
+                    : any(3) == 0        ? b.Do(kOpNot, one())
+                                         : b.Do(any(2) == 0 ? kOpAnd : kOpOr, one(), one()));
+  }
+  const i32 near = b.Do(kOpLe, b.Do(kOpAbs, distance), b.I(2));
+  return b.Finish(-1, b.Do(kOpOr, near, bools.back()));
+}
+inline constexpr int kNumRandomForms = 4;  // of each
+
 // Integer operations in any order, of facts, operands and constants; the end is tame.
 inline VariantProgram RandomProgram(unsigned seed) {
   std::mt19937 random(seed);
@@ -280,8 +365,15 @@ inline std::vector<NamedProgram> VariantPrograms() {
       {"SigmoidVariant", Sigmoid()},     {"LinearVariant", Linear()},
       {"DocumentsVariant", Documents()}, {"PrefixLmVariant", PrefixLm()},
       {"CausalVariant", Causal()},       {"TreeVariant", Tree()},
-      {"KeyBiasVariant", KeyBias()},
+      {"KeyBiasVariant", KeyBias()},     {"RisingVariant", Rising(1.25f)},
+      {"SharpVariant", Rising(400.0f)},   {"HeadBiasVariant", HeadBias()},
   };
+  for (int i = 0; i < kNumRandomForms; ++i) {
+    static const char* const kAffine[] = {"Affine0", "Affine1", "Affine2", "Affine3"};
+    static const char* const kMasks[] = {"Mask0", "Mask1", "Mask2", "Mask3"};
+    all.push_back({kAffine[i], RandomAffine(static_cast<unsigned>(i))});
+    all.push_back({kMasks[i], RandomMask(static_cast<unsigned>(i))});
+  }
   static const char* const kNames[kNumRandomPrograms] = {"RandomVariant0", "RandomVariant1",
                                                          "RandomVariant2", "RandomVariant3",
                                                          "RandomVariant4", "RandomVariant5"};

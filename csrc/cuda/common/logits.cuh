@@ -137,7 +137,15 @@ class LogitStage {
  public:
   using Variant = typename Traits::Variant;
   static constexpr bool kNormalizes = Variant::kNormalizes;
-  static constexpr bool kIsNatural = Variant::kHasLogits || !kNormalizes;
+  // A user's logits are called for, or, where they are a multiple of the score and a bias, one
+  // multiply-add; a factor that all rows have is one of the scale.
+  static constexpr bool kCalls = !Variant::kIsAffine;
+  static constexpr bool kHasBias = Variant::kHasTerm || Variant::kHasSlope || Variant::kHasRest;
+  static constexpr bool kMultiplies = Variant::kHasFactor || kHasBias;
+  static constexpr float kFactor = Variant::kFactor;
+  // Whether a mask is asked for a whole tile first. On other loops it would cost registers.
+  static constexpr bool kAsksFirst = Variant::kMayShowAll && Traits::kArch == 90;
+  static constexpr bool kIsNatural = kCalls || kMultiplies || !kNormalizes;
   // Whether Transform leaves what is seen as it is, and q . k are compared. A scale that is not
   // positive would turn the maximum around, so it is applied at once.
   static constexpr bool kScalesLater =
@@ -148,7 +156,7 @@ class LogitStage {
       : p_(p), index_(index), k_scale_(k_scale) {}
 
   __device__ __forceinline__ float scale() const {
-    if constexpr (kScalesLater) return p_.sm_scale * kLog2E * k_scale_;
+    if constexpr (kScalesLater) return ScaleOfScores();
     return kIsNatural && kNormalizes ? kLog2E : 1.0f;
   }
 
@@ -169,10 +177,17 @@ class LogitStage {
   __device__ __forceinline__ void Apply(const Layout& layout, int begin, bool seen_by_all,
                                         bool is_masked, Tile& s) const {
     Scale(layout, s);
-    if (Traits::kHasSteps && Variant::kHasMask && !is_masked) {
-      if constexpr (Variant::kHasLogits) Call<false>(layout, begin, s);
-    } else if constexpr (Variant::kHasLogits || Variant::kHasMask) {
-      Call<Variant::kHasMask>(layout, begin, s);
+    constexpr bool kChanges = kCalls || kMultiplies;
+    if constexpr (Variant::kHasMask) {
+      bool asks = !Traits::kHasSteps || is_masked;
+      if constexpr (kAsksFirst) asks = asks && !ShowsAll(layout, begin);
+      if (asks) {
+        Call<true>(layout, begin, s);
+      } else if constexpr (kChanges) {
+        Call<false>(layout, begin, s);
+      }
+    } else if constexpr (kChanges) {
+      Call<false>(layout, begin, s);
     }
     if (!seen_by_all) Mask(layout, begin, s);
   }
@@ -196,6 +211,23 @@ class LogitStage {
                 });
   }
 
+  // Where a bias is a line of the place alone, and can wait for the exponent as the scale does:
+  // what q . k is multiplied by there, and the line of a row of the item in the tile at `begin`.
+  static constexpr bool kIsLine = kNormalizes && kHasBias && !Variant::kHasRest &&
+                                  !Variant::kHasFactor && !Traits::kHasSoftCap &&
+                                  Traits::kPositiveScale;
+  __device__ __forceinline__ float ScaleOfScores() const {
+    return p_.sm_scale * (kLog2E * kFactor) * k_scale_;
+  }
+  // What is kept of a row of the item for its lines.
+  __device__ __forceinline__ typename Variant::Row OfRow(int row) const {
+    return Variant::OfRow(p_, variant::RowFacts<Traits>(p_, p_.items + index_, row), 0);
+  }
+  __device__ __forceinline__ static BiasLine LineAt(const typename Variant::Row& row, int begin) {
+    const BiasLine line = Variant::LineAt(row, begin);
+    return {line.term * kLog2E, line.slope * kLog2E};
+  }
+
   // Fills sees[r][k] of each logit of the layout: whether its row sees its key. span_of(r):
   // SpanOfRow of the layout's row r.
   template <class Layout, class SpanOf>
@@ -216,14 +248,49 @@ class LogitStage {
   template <class Layout, class Tile>
   __device__ __forceinline__ void Scale(const Layout& layout, Tile& s) const {
     if constexpr (Traits::kHasSoftCap) {
-      const SoftCap cap(p_, kIsNatural ? 1.0f : kLog2E);
+      const SoftCap cap(p_, (kIsNatural ? 1.0f : kLog2E) * (kMultiplies ? 1.0f : kFactor));
       ForEach(layout, s,
               [&](float& x) __attribute__((always_inline)) { x = cap.Logit(x * k_scale_); });
-    } else if constexpr (!kScalesLater) {
+    } else if constexpr (!kScalesLater && !kMultiplies) {
       ForEach(layout, s, [&](float& x) __attribute__((always_inline)) {
-        x *= p_.sm_scale * (kIsNatural ? 1.0f : kLog2E) * k_scale_;
+        x *= p_.sm_scale * ((kIsNatural ? 1.0f : kLog2E) * kFactor) * k_scale_;
       });
     }
+  }
+
+  template <class Row, class Key, class Facts>
+  __device__ __forceinline__ float LogitOf(const Row& row, const Key& key, const Facts& facts,
+                                           float x) const {
+    if constexpr (kCalls) {
+      return Variant::Logit(p_, row, key, facts, x);
+    } else if constexpr (kMultiplies) {
+      float factor = (Traits::kHasSoftCap ? 1.0f : p_.sm_scale * k_scale_) * kFactor;
+      if constexpr (Variant::kHasFactor) factor *= Variant::Factor(row);
+      if constexpr (!kHasBias) return x * factor;
+      float bias = Variant::Term(row);
+      if constexpr (Variant::kHasSlope) {
+        bias = fmaf(Variant::Slope(row), static_cast<float>(facts.offset()), bias);
+      }
+      return fmaf(x, factor, Variant::Rest(p_, row, key, facts, bias));
+    } else {
+      return x;
+    }
+  }
+
+  // Whether the user's mask is known to show the keys of the tile to the thread's rows.
+  template <class Layout>
+  __device__ __forceinline__ bool ShowsAll(const Layout& layout, int begin) const {
+    const WorkItem* const item = p_.items + Anew(index_);
+    const int first = begin + layout.FirstKey();
+    bool all = true;
+#pragma unroll
+    for (int r = 0; r < Layout::kRows; ++r) {
+      if (!layout.Has(r)) break;
+      const variant::RowFacts<Traits> facts(p_, item, layout.Row(r));
+      all = all && Variant::ShowsAll(Variant::OfRow(p_, facts, first), first,
+                                     first + Layout::Key(Layout::kKeys - 1));
+    }
+    return all;
   }
 
   // The user's functions.
@@ -233,9 +300,7 @@ class LogitStage {
                [&](int r, int k, const auto& row, const auto& key, const auto& facts)
                    __attribute__((always_inline)) {
                      float& x = Layout::At(s, r, k);
-                     if constexpr (Variant::kHasLogits) {
-                       x = Variant::Logit(p_, row, key, facts, x);
-                     }
+                     x = LogitOf(row, key, facts, x);
                      if constexpr (kMasks) {
                        if (!Variant::IsVisible(p_, row, key, facts)) x = Hidden();
                      }

@@ -7,12 +7,22 @@
 
 namespace jax_attn {
 
+// A row's bias of the logits of a tile: term + slope * place in the tile.
+struct BiasLine {
+  float term, slope;
+};
+
 // No user functions.
 struct NoVariant {
+  struct Row {};
   static constexpr bool kHasLogits = false, kHasMask = false;
   static constexpr bool kLogitsFollowKeys = false;  // logits have terms of their keys
   static constexpr bool kNormalizes = true;         // else weights are logits, and o is their sum
-  static constexpr int kNumElements = 0;            // of operands, that have derivatives
+  static constexpr bool kMayShowAll = false;        // the mask says so of some ranges of keys
+  static constexpr bool kIsAffine = true;           // of the score; then these are its parts
+  static constexpr float kFactor = 1.0f;
+  static constexpr bool kHasFactor = false, kHasTerm = false, kHasSlope = false, kHasRest = false;
+  static constexpr int kNumElements = 0;  // of operands, that have derivatives
 };
 
 namespace variant {

@@ -706,6 +706,7 @@ class HopperConsumer {
         StartQk(KSlot(), s);
         WgmmaWait<0>();
         PinRegisters(s);
+        rows.template FindBias<kSTiles>(Step(p_, pos, end));
         rows.MakeLogits(Step(p_, pos, end), s);
         again = rows.Exponentiate(rows.Scale(), true, s, p, [] {});
       }
@@ -751,13 +752,14 @@ class HopperConsumer {
         if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
         const float scale = rows.Scale();
         KeepBefore(scale);
+        rows.template FindBias<kSTiles>(step);
         WgmmaWait<1>();
         PinRegisters(s);
         rows.MakeLogits(step, s);
         again = rows.Exponentiate(scale, false, s, p, [&] {
           WgmmaWait<0>();
           PinRegisters(o);
-          if constexpr (Rows::kSamples) rows.Rescale(o);
+          if constexpr (Rows::kMoves) rows.Rescale(o);
           Release(Barriers().empty_v, v_cursor_, joint);
           Cursor next_k = k_cursor_;
           next_k.Advance();

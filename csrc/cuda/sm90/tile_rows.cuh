@@ -56,6 +56,10 @@ class TileRows {
     const ItemRecord item(p, index);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     live_ = first_row_ < num_rows;
+    if constexpr (kAddsLines) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) of_rows_[h] = Stage().OfRow(first_row_ + lane_ / 4 + 8 * h);
+    }
     const VisibleSpan span = SpanOfTokens<Traits>(
         p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item), item.q_pos(),
         first_row_ / Traits::kGroupSize, Min(first_row_ + 15, num_rows - 1) / Traits::kGroupSize);
@@ -65,19 +69,35 @@ class TileRows {
         span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
   }
 
-  __device__ __forceinline__ float Scale() const { return Stage().scale(); }
+  __device__ __forceinline__ float Scale() const {
+    if constexpr (kAddsLines) return Stage().ScaleOfScores();
+    return Stage().scale();
+  }
 
-  // From q . k of the tokens of a step, or of `begin` and those behind it, to logits, but for their
-  // scale.
+  // Ahead of MakeLogits, for which it needs no logits: the bias of a step's logits, where it is one
+  // that the exponents add.
+  template <int kTiles>
+  __device__ __forceinline__ void FindBias(KvStep<Traits> step) {
+    if constexpr (kAddsLines) FindLines<kTiles>(step.begin());
+  }
+
+  // From q . k of the tokens of a step to logits, but for their scale, and for a bias that FindBias
+  // has found.
   template <int kTiles>
   __device__ __forceinline__ void MakeLogits(KvStep<Traits> step, float (&s)[kTiles][4]) const {
-    MakeLogits(step.begin(), s, step.is_masked());
+    if constexpr (kAddsLines) {
+      if (SeenByAll<kTiles>(step.begin())) return;
+      Stage().Mask(RowMajorLayout<1, kTiles>(first_row_, lane_), step.begin(), s);
+    } else {
+      MakeLogits(step.begin(), s, step.is_masked());
+    }
   }
+  // The same of `begin` and the tokens behind it, with any bias. For ExponentiateByMaxima.
   template <int kTiles>
   __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4],
                                              bool is_masked = true) const {
-    const bool seen_by_all = begin >= all_begin_ && begin + 8 * kTiles <= all_end_;
-    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, seen_by_all, is_masked, s);
+    Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, SeenByAll<kTiles>(begin),
+                  is_masked, s);
   }
 
   // p = 2^(logit - reference), packed: the accumulators of two neighbouring 8-column tiles are
@@ -95,7 +115,7 @@ class TileRows {
                                                u32 (&p)[kTiles / 2][4], const Between& between) {
     constexpr int kHalf = kTiles / 4 * 2;
     grows_ = false;
-    if constexpr (kSamples) FollowSample(scale, is_first, s);
+    if constexpr (kMoves) FollowLogits(scale, is_first, s);
     StepSums sums = {};
     Weights<0, kHalf>(scale, s, sums);
     KeepBefore(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]);
@@ -108,6 +128,7 @@ class TileRows {
     if constexpr (!kNormalizes) return false;
     bool again = IsTooMuch(0) || IsTooMuch(1);
     if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
+    if (kAddsLines && kMoves && !is_first && grows_) again |= IsLost(0) | IsLost(1);
     return again;
   }
 
@@ -115,18 +136,22 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ void ExponentiateAnew(bool is_first, float (&s)[kTiles][4],
                                                    u32 (&p)[kTiles / 2][4]) {
-    const float scale = Stage().scale();
+    const float scale = Scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float step_max = QuadMax(LaneMax(s, h)) * scale;
+      const float step_max =
+          kAddsLines ? QuadMax(LaneMaxWithBias<1>(scale, s, h)) : QuadMax(LaneMax(s, h)) * scale;
       const bool too_little = is_first && IsTooLittle(h);
-      const u32 lanes = __ballot_sync(kFullWarp, too_little || IsTooMuch(h));
+      const bool is_lost = kAddsLines && kMoves && !is_first && IsLost(h);
+      const u32 lanes = __ballot_sync(kFullWarp, too_little || is_lost || IsTooMuch(h));
       factor[h] = 1.0f;
       if ((lanes >> lane_ / 4 * 4 & 0xf) == 0) continue;
-      const float new_max = fmaxf(is_first ? kNoReference : reference[h], step_max);
+      const float before = is_lost ? reference[h] - kFarthest : reference[h];
+      const float new_max = fmaxf(is_first ? kNoReference : before, step_max);
       if (!is_first) factor[h] = Exp2(reference[h] - new_max);
       reference[h] = new_max;
       sum[h] *= factor[h];
+      if constexpr (kAddsLines && kMoves) lift_[h] = new_max - highest_bias_[h];
     }
     StepSums sums = {};
     Weights<0, kTiles>(scale, s, sums);
@@ -141,9 +166,14 @@ class TileRows {
     for (int h = 0; h < 2; ++h) sum[h] += step_sum_[h];
   }
 
+  // Whether exponents add the bias of FindBias. f16 has no room for references that are not the
+  // maximum; a user's mask may hide the keys of the highest bias.
+  static constexpr bool kAddsLines = LogitStage<Traits>::kIsLine &&
+                                     Traits::kDtype == kElementBf16 && !Traits::Variant::kHasMask &&
+                                     !Traits::kIsMla;
   // Whether Exponentiate may change references, of steps behind the first one, so that o has to
   // follow by Rescale.
-  static constexpr bool kSamples =
+  static constexpr bool kMoves =
       LogitStage<Traits>::kNormalizes && Traits::Variant::kLogitsFollowKeys;
 
   // For loops that look for maxima; the rows begin with kNoReference. s becomes p. A reference
@@ -359,25 +389,94 @@ class TileRows {
     return fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
   }
 
-  // Logits with a term of their key, such as a slope times its position, may rise from step to step
-  // for ever, and would be exponentiated twice in each. So the row's reference follows some of the
-  // step's logits, a quarter, before: what is left of the range is enough for the others.
   template <int kTiles>
-  __device__ __forceinline__ void FollowSample(float scale, bool is_first,
+  __device__ __forceinline__ void FindLines(int begin) {
+    const RowMajorLayout<1, kTiles> layout(first_row_, lane_);
+    float lowest[2] = {0.0f, 0.0f}, highest[2] = {8 * kTiles - 1, 8 * kTiles - 1};  // places
+    if (kHasSlope && !SeenByAll<kTiles>(begin)) {
+      const ItemRecord item(p_, index_);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const VisibleSpan span = SpanOfRow<Traits>(p_, item, layout.Row(h));
+        lowest[h] = fmaxf(lowest[h], static_cast<float>(span.any_begin - begin));
+        highest[h] = fminf(highest[h], static_cast<float>(span.any_end - 1 - begin));
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      bias_[h] = LogitStage<Traits>::LineAt(of_rows_[h], begin);
+      if constexpr (kHasSlope) {
+        const float slope = bias_[h].slope;
+        highest_bias_[h] = fmaf(slope, slope > 0.0f ? highest[h] : lowest[h], bias_[h].term);
+        bias_[h].term = fmaf(slope, static_cast<float>(layout.FirstKey()), bias_[h].term);
+      }
+    }
+  }
+
+  // Of row h, over this lane's columns of every kStride-th tile from the last one downwards, the
+  // logits with their scale and bias.
+  template <int kStride, int kTiles>
+  __device__ __forceinline__ float LaneMaxWithBias(float scale, const float (&s)[kTiles][4],
+                                                   int h) const {
+    float maxima[2] = {-Infinity(), -Infinity()};
+#pragma unroll
+    for (int j = kTiles - 1; j >= 0; j -= kStride) {
+      maxima[0] = fmaxf(maxima[0], fmaf(s[j][2 * h], scale, BiasAt(h, 8 * j)));
+      maxima[1] = fmaxf(maxima[1], fmaf(s[j][2 * h + 1], scale, BiasAt(h, 8 * j + 1)));
+    }
+    return fmaxf(maxima[0], maxima[1]);
+  }
+  __device__ __forceinline__ float BiasAt(int h, int place) const {
+    if constexpr (!kHasSlope) return bias_[h].term;
+    return fmaf(bias_[h].slope, static_cast<float>(place), bias_[h].term);
+  }
+
+  // Logits with a term of their key, such as a slope times its position, may rise from step to step
+  // for ever, and would be exponentiated twice in each. So references follow before. Of a bias that
+  // is a line, the highest one of the step is known: what scores add is as in the step that was
+  // exponentiated anew last (lift_). Only where that would be far away, and lose what there is, a
+  // sample of the logits tells, a quarter, as with every other bias: what is left of the range is
+  // enough for the others.
+  template <int kTiles>
+  __device__ __forceinline__ void FollowLogits(float scale, bool is_first,
                                                const float (&s)[kTiles][4]) {
-    constexpr float kSlack = kWide ? 30.0f : 2.0f;
+    constexpr float kSlack = kAddsLines ? 40.0f : kWide ? 30.0f : 2.0f;
+    float highest[2];
+    if constexpr (kAddsLines) {
+      float rise[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        highest[h] = highest_bias_[h] + lift_[h];
+        rise[h] = is_first ? 0.0f : highest[h] - reference[h];
+        factor[h] = 1.0f;
+      }
+      if (!is_first && !__any_sync(kFullWarp, rise[0] > kSlack || rise[1] > kSlack)) return;
+      if (__any_sync(kFullWarp, rise[0] > kFarthest || rise[1] > kFarthest)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float sample = QuadMax(LaneMaxWithBias<4>(scale, s, h));
+          if (rise[h] > kFarthest) highest[h] = sample;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sample[2] = {s[1][2 * h], s[3][2 * h]};
+#pragma unroll
+        for (int j = 5; j < kTiles; j += 2) {
+          sample[j / 2 % 2] = fmaxf(sample[j / 2 % 2], s[j][2 * h]);
+        }
+        highest[h] = QuadMax(fmaxf(sample[0], sample[1])) * scale;
+      }
+    }
     bool moves = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float sample[2] = {s[1][2 * h], s[3][2 * h]};
-#pragma unroll
-      for (int j = 5; j < kTiles; j += 2) sample[j / 2 % 2] = fmaxf(sample[j / 2 % 2], s[j][2 * h]);
-      const float highest = QuadMax(fmaxf(sample[0], sample[1])) * scale;
       const float before = reference[h];
-      const bool follows = is_first ? highest > kNoReference : highest - before > kSlack;
-      if (follows) reference[h] = highest;
+      const bool follows = is_first ? highest[h] > kNoReference : highest[h] - before > kSlack;
+      if (follows) reference[h] = highest[h];
       factor[h] = 1.0f;
-      if (follows && !is_first) factor[h] = Exp2(before - highest);
+      if (follows && !is_first) factor[h] = Exp2(before - highest[h]);
       sum[h] *= factor[h];
       moves |= follows;
     }
@@ -388,11 +487,24 @@ class TileRows {
   template <int kFirst, int kEnd, int kTiles>
   __device__ __forceinline__ void Weights(float scale, float (&s)[kTiles][4],
                                           StepSums& sums) const {
+    float terms[2];
+    if constexpr (kAddsLines) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) terms[h] = bias_[h].term - reference[h];
+    }
 #pragma unroll
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[j][c] = LogitStage<Traits>::Weight(s[j][c], scale, reference[c / 2]);
+        if constexpr (kAddsLines && kHasSlope) {
+          const float bias =
+              fmaf(bias_[c / 2].slope, static_cast<float>(8 * j + c % 2), terms[c / 2]);
+          s[j][c] = Exp2(fmaf(s[j][c], scale, bias));
+        } else if constexpr (kAddsLines) {
+          s[j][c] = Exp2(fmaf(s[j][c], scale, terms[c / 2]));
+        } else {
+          s[j][c] = LogitStage<Traits>::Weight(s[j][c], scale, reference[c / 2]);
+        }
         sums[c / 2][c % 2] += s[j][c];
       }
     }
@@ -412,11 +524,25 @@ class TileRows {
   // loses bits below 2^-14.
   static constexpr bool kWide = Traits::kDtype == kElementBf16;
   static constexpr float kMost = kWide ? 0x1p60f : 0x1p8f;
-  static constexpr float kLeast = kWide ? 0x1p-60f : 1.0f;
+  static constexpr float kLeast = kAddsLines ? 0x1p-40f : kWide ? 0x1p-60f : 1.0f;
   // Of this lane's columns; true for NaN.
   __device__ bool IsTooMuch(int h) const { return !(step_sum_[h] <= kMost); }
   // Of the row, by all of its lanes. True as well for a row that sees nothing in the step.
   __device__ bool IsTooLittle(int h) const { return QuadSum(step_sum_[h]) < kLeast; }
+  // How far references follow a bias at once, log2. What kLeast leaves of a row is still there
+  // behind it.
+  static constexpr float kFarthest = 80.0f;
+  // Whether the row's reference has followed a bias, and scores fall short of what they were: by
+  // all of its lanes.
+  __device__ bool IsLost(int h) const {
+    return (QuadSum(sum[h] + step_sum_[h]) < kLeast) & (factor[h] != 1.0f);
+  }
+
+  static constexpr bool kHasSlope = Traits::Variant::kHasSlope;
+  template <int kTiles>
+  __device__ __forceinline__ bool SeenByAll(int begin) const {
+    return begin >= all_begin_ && begin + 8 * kTiles <= all_end_;
+  }
 
   // Rows with a result that is not finite may have it from a value that they do not see. A row with
   // a NaN among its logits does not: it is NaN. nan_rows: of each row the lanes that have such a
@@ -453,6 +579,11 @@ class TileRows {
   bool live_, differ_;       // differ_: some rows see tokens that others do not
   bool grows_ = false;
   float step_sum_[2];  // of the last Exponentiate
+  // Of kAddsLines, log2: the bias of the step at the lane's first column, the highest one of keys
+  // that the row sees, and by how much the reference is to exceed that.
+  BiasLine bias_[2];
+  typename Traits::Variant::Row of_rows_[2];
+  float highest_bias_[2], lift_[2] = {0.0f, 0.0f};
 };
 
 }  // namespace jax_attn
