@@ -96,8 +96,8 @@ class PlanChoice : public PlanSteps<Traits, kGeneral> {
     const i32 num_flat = num_tiles_;
     const bool has_lists = rules_.max_steps > 0;
     const i32* seen_ends = has_lists && HasLevels(p_) ? SeenEnds() : nullptr;
-    PrefixForest<Cta> forest(*this, p_, flat, num_flat, first_tile_, seen_ends);
-    bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);
+    PrefixForest<Cta> forest(*this, p_, flat, num_flat, seen_ends);
+    bool shares = rules_.schedule != kNoSplit && forest.Share(first_tile_, &shared_tiling_);
     if (has_lists) TakeLists(shares);
     PlanTrial chosen = {};
     i32 num_chunks = 0;
