@@ -109,12 +109,12 @@ class LatentSteps : ListedStep<Traits> {
   }
 
   const AttentionParams& p_;
-  int index_, end_;              // item of the step
-  int pos_;                      // kv position, or place, of the step
-  int begin_pos_ = 0, end_pos_;  // span of its item, likewise
-  int seen_begin_, seen_end_;    // with step lists: the kv positions that the item's rows see
-  int base_ = 0;                 // where its pages are, or rows
-  i32 page_ = 0;                 // page of this lane's token
+  int index_, end_;                    // item of the step
+  int pos_;                            // kv position, or place, of the step
+  int begin_pos_ = 0, end_pos_;        // span of its item, likewise
+  int seen_begin_ = 0, seen_end_ = 0;  // with step lists: the kv positions that the item's rows see
+  int base_ = 0;                       // where its pages are, or rows
+  i32 page_ = 0;                       // page of this lane's token
 };
 
 // A Shape has kUnits units of a step, which are loaded by themselves, one after the other:
