@@ -113,7 +113,7 @@ class PlanSteps : public PlanRanges<Traits, kGeneral> {
       const i32 step = first + thread_ % kWarpSize;
       const bool is_shared = sharing != nullptr && sharing[i].shared();
       const u32 classes = step >= span.end ? 0
-                          : is_shared      ? kSomeVisible
+                          : is_shared      ? u32{kSomeVisible}
                                            : ClassesOf(p_.block_map, tiles[i], step);
       const u32 listed = __ballot_sync(kFullWarp, (classes & kSomeVisible) != 0);
       const u32 masked = __ballot_sync(kFullWarp, (classes & kSomeHidden) != 0);
