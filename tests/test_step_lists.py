@@ -556,7 +556,7 @@ def test_latent_rows_that_a_map_hides_are_not_read(backend, num_heads, page_size
     """Every other block of 128 latent rows is NaN, and hidden by the map alone: no kernel's loop is
     another one for the sake of a mask."""
     rng = np.random.default_rng(5)
-    qo_lens, kv_lens = np.array([1, 3, 0, 1, 2]), np.array([1500, 700, 90, 64, 4000])
+    qo_lens, kv_lens = np.array([1, 3, 0, 1, 2]), np.array([1450, 700, 90, 64, 4000])
     qo_indptr = np.append(0, np.cumsum(qo_lens)).astype(np.int32)
     num_pages = -(-kv_lens // page_size)
     page_indptr = np.append(0, np.cumsum(num_pages)).astype(np.int32)
@@ -590,6 +590,11 @@ def test_latent_rows_that_a_map_hides_are_not_read(backend, num_heads, page_size
         np.testing.assert_allclose(
             np.float32(got), np.float32(expected_array), atol=2e-2, rtol=1e-2
         )
+    if "kv_split" in fields:  # the first request's list, of an odd number of entries, becomes empty
+        classes[0] = HIDDEN
+        shorter = ja.plan(spec, *arguments, block_map=BlockMap(classes, 1, 128))
+        for got, again in zip(run(plan), run(shorter), strict=True):
+            assert_same_bits("o", np.asarray(got)[1:], np.asarray(again)[1:])
 
 
 @pytest.mark.parametrize("section", ["items", "merge_groups", "steps"])

@@ -44,7 +44,7 @@ int main() {
   RunVariant<Sm90Mla,
              Listed<With<MlaShapeOf<192, 128, 39, 16, true, true, false>, variant::CapVariant>>>(
       {{.name = "mla, 77 heads in 2 blocks, lists, window, splits",
-        .requests = {{1, 500}, {3, 290}, {1, 1000}},
+        .requests = {{8, 71}, {1, 500}, {3, 290}, {1, 1000}},
         .window_left = 700,
         .kv_heads = 2,
         .kv_split = 192,
