@@ -457,7 +457,6 @@ void RunListedMlaCases() {
       {{.name = "mla, lists, alibi, window, ragged, hidden by the map alone",
         .requests = requests,
         .window_left = 200,
-        .nan_values = true,
         .num_ctas = 1,
         .kv_heads = 1,
         .qo_heads = 26},
@@ -467,9 +466,8 @@ void RunListedMlaCases() {
        64},
       62);
   RunVariant<Kernel, decltype(shape(variant::CausalVariant()))>(
-      {{.name = "mla, lists, causal, shared prefixes, NaN",
+      {{.name = "mla, lists, causal, shared prefixes",
         .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
-        .nan_values = true,
         .num_ctas = 2,
         .kv_heads = 1,
         .qo_heads = 5,
