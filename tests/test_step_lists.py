@@ -546,6 +546,18 @@ def test_what_a_map_shows_to_all_is_computed_once(backend, name, shape, schedule
         assert (outside.header()["num_shared_tokens"] > 0) == (prefix_levels != [])
 
 
+def test_pages_that_differ_are_named_before_lists_that_do_not_fit():
+    """As the device planner does, whose CTAs find both."""
+    lists = SharedLists("tree", (4, 2, 96, 64, False, 5), "cpu")
+    *lengths, pages = lists.batch.arguments()
+    pages = pages.copy()
+    pages[lengths[2][1]] = pages[3]
+    levels = [([0, lists.batch.NUM_REQUESTS], [lists.batch.PREFIX])]
+    spec = dataclasses.replace(lists.spec, max_steps=1)
+    with pytest.raises(ValueError, match="page_indices.*as in the request before"):
+        ja.plan(spec, *lengths, pages, block_map=lists.block_map, prefix_levels=levels)
+
+
 @on_every_platform
 @pytest.mark.parametrize("num_heads", (16, 32, 128))
 @pytest.mark.parametrize("page_size", (1, 64))

@@ -44,10 +44,9 @@ class PlanSteps : public PlanRanges<Traits, kGeneral> {
 #pragma unroll 1
       for (i32 w = lists.first_word[i]; w < lists.first_word[i + 1]; ++w) {
         const StepWord word = lists.words[w];
-        const i32 num_steps = Min(span.end - word.first, kWarpSize);
         const u32 others = ~(word.listed & ~word.masked);
-        const i32 first_other = __ffs(others) - 1;  // -1: none
-        if (first_other < 0 || first_other >= num_steps) continue;
+        const i32 first_other = __ffs(others) - 1;  // -1: none; perhaps behind the tile's steps
+        if (first_other < 0) continue;
         end = Min(end, (word.first + first_other) * rules_.tile_kv);
         break;
       }
