@@ -389,6 +389,8 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(256, 2, 5, window_left=100, variant=by_name["documents"], max_steps=999)
     for heads, name in ((16, "alibi"), (16, "documents"), (128, "alibi"), (128, "documents")):
         yield latent(heads, 64, variant=by_name[name])
+    yield latent(16, 64, variant=by_name["documents"], max_steps=999)
+    yield latent(128, 64, max_steps=999)
 
 
 def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int | None, Any]]:

@@ -75,7 +75,7 @@ class AttentionSpec:
             each query tile visits only the steps of tile_kv keys where the map says that its rows
             see something. (max_batch + max_qo_tokens // query tokens of the largest tile) *
             ceil(longest kv_len / tile_kv) hold any batch; if a batch needs more than there are, the
-            planner says how many. None: no step lists. On CUDA not with mla.
+            planner says how many. None: no step lists.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
             2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
@@ -90,9 +90,9 @@ class AttentionSpec:
             attends to the shared keys once for all of them, if it predicts a speed-up. With
             fixed_split this changes no bits. None: True for a paged cache, unless no_split, or
             the variant asks for the request, the position, the row or the lengths of a query,
-            which queries of a shared prefix do not have in common, or with max_steps. There, on
-            CPU and not with fixed_split, True shares those leading steps that the map shows in full
-            to every query, and so the mask may ask for anything.
+            which queries of a shared prefix do not have in common, or with max_steps. There, but
+            not with fixed_split, True shares those leading steps that the map shows in full to
+            every query, and so the mask may ask for anything.
         target: "cpu", or "sm_90" and the like. None: that of jax.default_backend() now.
         num_ctas: queues of the plan, and the grid of the launch. None: from the device.
 
@@ -315,11 +315,10 @@ class AttentionSpec:
         has_lists = self.max_steps is not None
         can_share = self.is_paged and self.schedule != "no_split"
         if has_lists and self.share_prefixes is True:
-            if self.target != "cpu" or self.schedule == "fixed_split":
+            if self.schedule == "fixed_split":
                 raise NotImplementedError(
                     "AttentionSpec: share_prefixes: with max_steps, True is supported with"
-                    " target='cpu' and schedule='balanced' or 'auto', got"
-                    f" {self.target!r} and {self.schedule!r}."
+                    " schedule='balanced' or 'auto', got 'fixed_split'."
                 )
         elif has_lists:
             can_share = False  # unless asked for
@@ -339,11 +338,6 @@ class AttentionSpec:
         if self.share_prefixes and not can_share:
             _refuse("share_prefixes", "False or None without pages or with no_split", True)
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        if self.max_steps is not None and self.mla and self.target != "cpu":
-            raise NotImplementedError(
-                "AttentionSpec: max_steps: with mla supported with target='cpu', got"
-                f" {self.target}."
-            )
         for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)

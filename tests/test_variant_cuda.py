@@ -135,11 +135,8 @@ def test_new_contents_and_lengths_compile_nothing(backend):
     assert _core.jit_stats()["compiled"] == before
 
 
-LISTED = [case for case in CASES if not case.mla]
-
-
 @pytest.mark.parametrize("name", ("documents", "prefix_lm", "sigmoid", "some_keys"))
-@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_step_lists_give_what_all_steps_do(backend, case, name):
     """Of documents in rows, so that steps are hidden and shown as a whole, too."""
     if case.sinks and VARIANTS[name][2] == "none":

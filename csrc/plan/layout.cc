@@ -165,14 +165,16 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
                   num_trials * trial(tiles, 2 * queues) + ranges +
                   2 * results(tiles, 2 * queues);  // of the first trial, and of what is chosen
   bytes += 64 * 16;                                // each array is rounded up to 16 bytes
-  if (map != nullptr) {                            // cuda/any/plan_steps.cuh
+  const auto lists = [&](int64_t num_tiles) -> int64_t {  // cuda/any/plan_steps.cuh
+    if (map == nullptr) return 0;
     const AttentionSpec& spec = problem.spec;
     const int64_t kv_tokens = spec.paged() ? rules.max_kv * spec.page_size : rules.max_kv;
     const int64_t seen =
         std::min<int64_t>({kv_tokens, kPositionLimit, map->num_columns * map->kv_block});
-    const int64_t words = tiles * CeilDiv(CeilDiv(seen, rules.tile_kv), 32);
-    bytes += 4 * tiles + (sizeof(StepWord) + 4) * (words + 1);
-  }
+    const int64_t words = num_tiles * CeilDiv(CeilDiv(seen, rules.tile_kv), 32);
+    return 4 * num_tiles + (sizeof(StepWord) + 4) * (words + 1);
+  };
+  bytes += lists(tiles);
   if (num_levels == 0) return bytes;
   // cuda/any/prefix.cuh.
   const int64_t nodes = num_levels * num_prefixes;
@@ -182,7 +184,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
                          12 * (requests + 1) + 4 * (nodes + 1) + 8 * num_levels * requests;
   bytes += forest + (sizeof(QueryTile) + sizeof(TileSharing) + 4) * shared_tiles +
            kNumSharedTrials * trial(shared_tiles, 3 * queues) + results(shared_tiles, 3 * queues) +
-           4 * (requests + 1);
+           4 * (requests + 1) + lists(shared_tiles) + (map != nullptr ? 4 * tiles : 0);
   return bytes + 64 * 16;
 }
 

@@ -209,8 +209,12 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
   if (map == nullptr) {
     shares = SharePrefixes(problem, rules, in, levels, flat.tiles, nullptr, &shared);
   } else {
-    const PlanFault f = MakeLists(problem, rules, in, levels, *map, &flat, steps, &header.num_steps,
-                                  &shared, &shared_steps, &shares);
+    PlanFault f = MakeLists(problem, rules, in, levels, *map, &flat, steps, &header.num_steps,
+                            &shared, &shared_steps, &shares);
+    if (f.code && levels != nullptr) {
+      const PlanFault pages = CheckPrefixPages(rules, in, *levels);
+      if (IsBefore(pages, f)) f = pages;
+    }
     if (f.code) return DescribeFault(problem, f);
   }
   ScheduleOutput out;

@@ -233,7 +233,7 @@ void SettleCapacities(Random& random, Case* c) {
 }
 
 // Whether plans with step lists may share prefixes.
-bool SharesLists(const AttentionSpec& spec) { return spec.arch == 0 && spec.balances(); }
+bool SharesLists(const AttentionSpec& spec) { return spec.balances(); }
 
 // A map of blocks for step lists, dense or sparse; now and then with too few rows, columns or room.
 void AddMap(Random& random, Case* c) {
@@ -320,9 +320,9 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index) {
   if (is_damaged) return SmallCase(random);
   Case c;
   c.spec = RandomSpec(random);
-  const bool listed = OneIn(random, 8) && (c.spec.arch == 0 || !c.spec.mla);
+  const bool listed = OneIn(random, 8);
   if (listed && !c.spec.mla && OneIn(random, 4)) {  // most others have nothing to share
-    c.spec.arch = c.spec.kv_split = 0;
+    c.spec.kv_split = 0;
     c.spec.page_size = PickNumber(random, {1, 16, 64});
     c.spec.schedule = Pick<int64_t>(random, {kBalanced, kAuto});
     c.spec.share_prefixes = 1;

@@ -14,6 +14,7 @@ namespace {
 int g_failures = 0;
 int g_split = 0, g_trees = 0, g_faults = 0, g_shared = 0, g_flat = 0;
 int g_listed = 0, g_list_faults = 0, g_split_lists = 0;
+int g_shared_lists = 0, g_flat_lists = 0;  // of levels
 
 using Random = std::mt19937;
 
@@ -322,6 +323,7 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   } else {
     g_listed += header.num_steps > 0;
     g_split_lists += header.num_steps > 0 && header.num_merge_groups > 0;
+    if (batch.num_levels > 0) ++(header.num_shared_tokens > 0 ? g_shared_lists : g_flat_lists);
   }
   for (int64_t i = 0; i < layout.num_words; ++i) {
     if (got[i] == expected[i]) continue;
@@ -346,9 +348,7 @@ void RunCase(unsigned seed) {
   Compare<Traits>(problem, batch, seed);
 }
 
-template <class Traits>
-void RunLevels(unsigned seed) {
-  Random random(seed);
+AttentionProblem RandomLevelsProblem(Random& random) {
   AttentionProblem problem = RandomProblem(random);
   problem.spec.page_size = Pick(random, {1, 7, 16, 16});
   if (random() % 3 == 0) problem.spec.schedule = kAuto;
@@ -356,15 +356,23 @@ void RunLevels(unsigned seed) {
   problem.spec.window_left = Pick(random, {-1, -1, -1, 2500});
   problem.spec.fresh_kv = random() % 4 == 0;
   problem.spec.num_processors = Pick(random, {1, 1, 2, 4, 16});
+  return problem;
+}
+
+template <class Traits>
+void RunLevels(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = RandomLevelsProblem(random);
   Batch batch = RandomLevels(problem, random);
   SettleProblem(batch, random, &problem);
   if (seed % 5 == 0) SpoilLevels(random, &batch);
   Compare<Traits>(problem, batch, seed);
 }
 
-// Classes of all blocks, some of each kind; now and then too few columns.
-void AddMap(const AttentionSpec& spec, int32_t q_block, int32_t kv_block, Random& random,
-            Batch* b) {
+// Classes of all blocks, some of each kind; now and then too few columns. seen: positions that most
+// blocks show in full, from the first one on.
+void AddMap(const AttentionSpec& spec, int32_t q_block, int32_t kv_block, int64_t seen,
+            Random& random, Batch* b) {
   const int64_t longest =
       b->kv_lens.empty() ? 1 : *std::max_element(b->kv_lens.begin(), b->kv_lens.end());
   const int64_t num_rows = CeilDivide(spec.max_qo_tokens, q_block);
@@ -372,9 +380,13 @@ void AddMap(const AttentionSpec& spec, int32_t q_block, int32_t kv_block, Random
   if (random() % 16 == 0) num_columns = std::max<int64_t>(1, num_columns / 2);
   const unsigned sparsity = Pick(random, {1, 2, 5, 60});
   b->classes.resize(num_rows * num_columns);
-  for (uint8_t& x : b->classes) {
+  for (size_t i = 0; i < b->classes.size(); ++i) {
     const uint8_t some = random() % 2 == 0 ? kSomeVisible : kSomeVisible | kSomeHidden;
-    x = random() % sparsity == 0 ? some : uint8_t{kSomeHidden};
+    const bool is_seen =
+        static_cast<int64_t>(i) % num_columns < seen / kv_block && random() % 10000 > 0;
+    b->classes[i] = is_seen                    ? uint8_t{kSomeVisible}
+                    : random() % sparsity == 0 ? some
+                                               : uint8_t{kSomeHidden};
   }
   b->block_map = {b->classes.data(), num_rows, num_columns, q_block, kv_block};
 }
@@ -392,8 +404,25 @@ void RunLists(unsigned seed) {
   problem.spec.max_steps = Pick(random, {1, 40, 200000, 200000, 200000, 200000});
   SettleProblem(batch, random, &problem);
   AddMap(problem.spec, static_cast<int32_t>(Pick(random, {1, 7, 32, 128, 1000})),
-         static_cast<int32_t>(Pick(random, {16, 33, 64, 128, 128, 1000})), random, &batch);
+         static_cast<int32_t>(Pick(random, {16, 33, 64, 128, 128, 1000})), 0, random, &batch);
   if (seed % 5 == 0) Spoil(problem, random, &batch);
+  Compare<Traits>(problem, batch, seed);
+}
+
+// Requests share those leading steps that the map shows in full to all of them.
+template <class Traits>
+void RunSharedLists(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = RandomLevelsProblem(random);
+  problem.spec.schedule = Pick(random, {kBalanced, kBalanced, kAuto});
+  problem.spec.share_prefixes = 1;
+  Batch batch = RandomLevels(problem, random);
+  problem.spec.max_steps = Pick(random, {40, 200000, 200000, 200000, 200000, 200000});
+  SettleProblem(batch, random, &problem);
+  AddMap(problem.spec, static_cast<int32_t>(Pick(random, {1, 7, 32, 128, 1000})),
+         static_cast<int32_t>(Pick(random, {16, 33, 64, 128, 128, 1000})),
+         Pick(random, {0, 1000, 5000, 1 << 20, 1 << 20}), random, &batch);
+  if (seed % 5 == 0) SpoilLevels(random, &batch);
   Compare<Traits>(problem, batch, seed);
 }
 
@@ -618,11 +647,13 @@ void RunAll(unsigned num_cases) {
   const int faults_before = g_faults;
   for (unsigned seed = 0; seed < num_cases && g_failures < 10; ++seed) {
     WithGeneralTraits(seed, [&](auto traits) { RunLists<decltype(traits)>(seed); });
+    WithGeneralTraits(seed, [&](auto traits) { RunSharedLists<decltype(traits)>(seed); });
   }
   std::printf(
       "with step lists: %d plans, %d of them with splits, %d refused by both, %d for their"
-      " lists\n",
-      g_listed, g_split_lists, g_faults - faults_before, g_list_faults);
+      " lists; told what is shared: %d plans that share, %d that do not\n",
+      g_listed, g_split_lists, g_faults - faults_before, g_list_faults, g_shared_lists,
+      g_flat_lists);
   g_faults = faults_before;
   RunDocuments();
   RunPairs();
@@ -643,7 +674,9 @@ void RunAll(unsigned num_cases) {
   }
   if (g_listed < static_cast<int>(num_cases / 5) ||
       g_split_lists < static_cast<int>(num_cases / 20) ||
-      g_list_faults < static_cast<int>(num_cases / 20)) {
+      g_list_faults < static_cast<int>(num_cases / 20) ||
+      g_shared_lists < static_cast<int>(num_cases / 20) ||
+      g_flat_lists < static_cast<int>(num_cases / 10)) {
     std::printf("FAILED: the maps are too tame\n");
     ++g_failures;
   }

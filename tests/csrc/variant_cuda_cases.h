@@ -17,6 +17,10 @@ struct VariantCase {
   VariantProgram program;
   int range = 60;  // i32 operands are in [0, range)
   float tolerance = 0.03f;
+  // With step lists: of blocks of so many keys every other one is hidden by the map alone.
+  int hidden_keys = 0;
+
+  bool Hides(int pos) const { return hidden_keys > 0 && pos / hidden_keys % 2 == 0; }
 };
 
 // One element of an array of bf16 or e4m3.
@@ -68,7 +72,8 @@ std::vector<uint8_t> MakeBlockMap(const VariantCase& c, const AttentionProblem& 
         bool visible;
         oracle.Run(FactOf(c, problem, b, r, token, head, pos, 0), &logit, &visible);
         const int64_t row = (b.qo_indptr[r] + token) / kMapTokens;
-        classes[row * map->num_columns + pos / kMapKeys] |= visible ? kSomeVisible : kSomeHidden;
+        classes[row * map->num_columns + pos / kMapKeys] |=
+            visible && !c.Hides(pos) ? kSomeVisible : kSomeHidden;
       }
     }
   }
@@ -98,6 +103,7 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
   std::vector<double> logits;
   std::vector<i64> rows;
   for (int pos = 0; pos < kv_len; ++pos) {
+    if (c.Hides(pos)) continue;
     if (spec.window_left >= 0 && pos < q_pos - spec.window_left) continue;
     if (spec.window_right >= 0 && pos > q_pos + spec.window_right) continue;
     const i64 row = KvRowOf(spec, b, request, pos);
@@ -145,6 +151,17 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
   return result;
 }
 
+// Keys and values of MLA that the map hides are NaN.
+void PoisonHidden(const VariantCase& c, const AttentionSpec& spec, Batch* b) {
+  for (size_t r = 0; r < c.base.requests.size(); ++r) {
+    for (int pos = 0; pos < c.base.requests[r].kv_len; ++pos) {
+      if (!c.Hides(pos)) continue;
+      const i64 row = KvRowOf(spec, *b, static_cast<int>(r), pos);
+      std::fill_n(b->k.begin() + row * spec.head_dim_qk, spec.head_dim_qk, uint16_t{0xffff});
+    }
+  }
+}
+
 template <class Kernel, class Shape>
 void RunVariant(const VariantCase& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<Shape>;
@@ -154,6 +171,7 @@ void RunVariant(const VariantCase& c, unsigned seed) {
   problem.program = c.program;
   const AttentionSpec& spec = problem.spec;
   Batch b = MakeBatch<Traits>(c.base, spec, random);
+  PoisonHidden(c, spec, &b);
   VariantOperand operands[kMaxVariantOperands] = {};
   const auto data = MakeVariantOperands(c.program, c.range, random, operands);
   BlockMap map;
@@ -187,6 +205,23 @@ void RunVariant(const VariantCase& c, unsigned seed) {
   if (c.base.prefix > 0 && p.header->num_shared_tokens == 0) {
     std::printf("FAILED %s: expected a plan with shared items\n", c.base.name);
     ++g_failures;
+  }
+  // With lists of kFixedSplit the bits of a request do not depend on what lies before its list: of
+  // the first one, whose tokens are a block row, nothing.
+  if (c.hidden_keys > 0 && c.base.kv_split > 0 && c.base.requests[0].qo_len == kMapTokens) {
+    std::fill_n(classes.begin(), map.num_columns, kSomeHidden);
+    const std::vector<int32_t> shorter = MakePlan(c.base, problem, b, &map);
+    AttentionParams other = MakeParams(problem, b, shorter, p.sinks);
+    std::copy_n(operands, kMaxVariantOperands, other.variant_operands);
+    const Outputs out = MakeOutputs(problem, &other);
+    emulation::machine.Launch(other.num_ctas, Body::kNumThreads, 1, [&other] { Body::Run(other); });
+    const i64 o_row = spec.num_qo_heads * spec.head_dim_vo, end = b.qo_indptr.back();
+    if ((p.header->num_steps - other.header->num_steps) % 2 == 0 ||
+        !std::equal(out.o.begin() + kMapTokens * o_row, out.o.begin() + end * o_row,
+                    got[0].o.begin() + kMapTokens * o_row)) {
+      std::printf("FAILED %s: bits depend on the list of another request\n", c.base.name);
+      ++g_failures;
+    }
   }
   for (size_t r = 0; r < c.base.requests.size(); ++r) {
     for (int token = 0; token < c.base.requests[r].qo_len; ++token) {
@@ -262,6 +297,16 @@ void RunListedCases() {
       {{.name = "lists, e4m3", .requests = requests, .window_right = -1, .nan_values = true},
        Causal()},
       56);
+  // Steps that all of them see in full, though the mask asks for their rows.
+  RunVariant<Kernel, Listed<FullWith<64, 4, 16, variant::CausalVariant>>>(
+      {{.name = "lists, causal, shared prefixes, NaN values",
+        .requests = kForest,
+        .window_right = -1,
+        .nan_values = true,
+        .prefix = 256,
+        .half_prefix = 64},
+       Causal()},
+      57);
 }
 
 // Logits that are multiples of scores and a bias, and masks of positions.
@@ -423,6 +468,59 @@ void RunVariantDecodes() {
       3);
 }
 
+// MLA with step lists.
+template <class Kernel, int kDim>
+void RunListedMlaCases() {
+  const std::vector<Request> requests = {{1, 330}, {4, 90}, {0, 9}, {1, 0}, {2, 500}, {5, 7}};
+  const auto shape = [](auto v) {
+    return Listed<With<MlaShapeOf<kDim, 128, 5, 16, false, true, false>, decltype(v)>>();
+  };
+  RunVariant<Kernel, decltype(shape(variant::DocumentsVariant()))>(
+      {{.name = "mla, lists, documents, NaN, splits",
+        .requests = requests,
+        .nan_values = true,
+        .kv_heads = 1,
+        .kv_split = 128,
+        .qo_heads = 5},
+       Documents(),
+       2},
+      60);
+  RunVariant<
+      Kernel,
+      Listed<With<MlaShapeOf<kDim, 128, 16, 1, false, false, false>, variant::PrefixLmVariant>>>(
+      {{.name = "mla, lists, prefix-LM, page 1, infinities",
+        .requests = requests,
+        .window_right = -1,
+        .infinite_values = true,
+        .num_ctas = 2,
+        .kv_heads = 1,
+        .qo_heads = 16},
+       PrefixLm()},
+      61);
+  RunVariant<Kernel,
+             Listed<With<MlaShapeOf<kDim, 128, 26, 0, true, true, false>, variant::AlibiVariant>>>(
+      {{.name = "mla, lists, alibi, window, ragged, hidden by the map alone",
+        .requests = requests,
+        .window_left = 200,
+        .num_ctas = 1,
+        .kv_heads = 1,
+        .qo_heads = 26},
+       Alibi(),
+       60,
+       0.03f,
+       64},
+      62);
+  RunVariant<Kernel, decltype(shape(variant::CausalVariant()))>(
+      {{.name = "mla, lists, causal, shared prefixes",
+        .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
+        .num_ctas = 2,
+        .kv_heads = 1,
+        .qo_heads = 5,
+        .prefix = 256},
+       Causal()},
+      63);
+}
+
 // MLA: every head reads the one head of k.
 template <class Kernel, int kDimA>
 int RunVariantMlaCases() {
@@ -460,6 +558,7 @@ int RunVariantMlaCases() {
         .prefix = 256},
        KeyBias()},
       4);
+  RunListedMlaCases<Kernel, kDimA>();
   RunVariant<Kernel, decltype(shape(variant::SigmoidVariant()))>(
       {{.name = "mla, sigmoid", .requests = requests, .kv_heads = 1, .qo_heads = 5}, Sigmoid()}, 5);
   if (g_failures > 0) std::printf("%d failures\n", g_failures);

@@ -27,5 +27,34 @@ int main() {
         .sharpness = 5},
        Cap()},
       2);
+  // Step lists, splits among them: consumers take turns from the first step of an item on. Only the
+  // last two rows of the first case see something that is not finite.
+  RunVariant<Sm90Mla,
+             Listed<With<MlaShapeOf<128, 128, 48, 1, false, true, false>, variant::AlibiVariant>>>(
+      {{.name = "mla, 48 heads, lists, alibi, infinities",
+        .requests = {{5, 7}, {1, 776}, {2, 400}, {1, 0}, {1, 64}, {3, 250}},
+        .infinite_values = true,
+        .num_ctas = 2,
+        .kv_heads = 1,
+        .qo_heads = 48},
+       Alibi(),
+       60,
+       0.03f,
+       64},
+      3);
+  RunVariant<Sm90Mla,
+             Listed<With<MlaShapeOf<192, 128, 39, 16, true, true, false>, variant::CapVariant>>>(
+      {{.name = "mla, 77 heads in 2 blocks, lists, window, splits",
+        .requests = {{8, 71}, {1, 500}, {3, 290}, {1, 1000}},
+        .window_left = 700,
+        .kv_heads = 2,
+        .kv_split = 192,
+        .qo_heads = 77,
+        .sharpness = 5},
+       Cap(),
+       60,
+       0.03f,
+       64},
+      4);
   return RunVariantMlaCases<Sm90MlaDecode, 192>();
 }

@@ -9,10 +9,10 @@
 // The scheduler is one class in layers, a file each, every layer over the one before:
 //   plan_cta      what a whole CTA does at once: memory, sums, sorting
 //   plan_tiles    requests checked, their tiles, cuts and costs
-//   plan_steps    step lists
 //   plan_trials   ways to cut: chunks, in the order in which queues take them
 //   plan_deal     chunks to queues
 //   plan_ranges   stream-K
+//   plan_steps    step lists
 //   plan_choice   which schedule
 //   plan_results  counts, merge groups, items
 // Beside it: prefix (shared prefixes), plan_pages (what the other CTAs do).
@@ -35,8 +35,9 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
  public:
   using Base::Base;
 
-  // Writes everything but the header's magic, version and max_page_id. Returns the fault, and, of a
-  // batch without one, whether the other CTAs were seen done, and what they found.
+  // Writes everything but the header's magic, version, max_page_id and num_steps. Returns the
+  // fault, and, of a batch without one, in its `got` the number of steps, and whether the other
+  // CTAs were seen done, and what they found.
   struct End {
     PlanFault fault;
     bool others_done;
@@ -67,6 +68,9 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
       }
       if (fault.code == kNoFault) fault = CheckCapacities(rules_, counts);
       if (fault.code == kNoFault) Write(counts);
+      if constexpr (kGeneral) {
+        if (fault.code == kNoFault) fault.got = num_steps_;
+      }
     }
     if (thread_ == 0) {
       PlanHeader& h = *p_.header;
@@ -90,7 +94,8 @@ class PlanScheduler : PlanResults<Traits, kGeneral> {
  private:
   using Base::Check, Base::CheckLevels, Base::Choose, Base::ChooseGeneral, Base::Count,
       Base::ListSteps, Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles,
-      Base::num_shared_tokens_, Base::p_, Base::rules_, Base::shared_, Base::thread_, Base::Write;
+      Base::num_shared_tokens_, Base::num_steps_, Base::p_, Base::rules_, Base::shared_,
+      Base::thread_, Base::Write;
 };
 
 // --- the kernel ---
@@ -146,7 +151,10 @@ struct PlanBodyOf {
       h.fault_expected = end.fault.expected;
       h.max_page_id = -1;
     } else {
-      if (kGeneral && HasLevels(p)) h.num_steps = 0;
+      if constexpr (kGeneral) {
+        h.num_steps = end.fault.got;
+        h.fault_got = 0;
+      }
       h.max_page_id = static_cast<i32>(static_cast<u32>(end.found.largest) - 1);
     }
     h.magic = faulty ? kFaultyPlanMagic : kPlanMagic;

@@ -1,13 +1,13 @@
 // The device planner decides on a schedule, as WriteSchedule in plan/schedule.cc does.
 #pragma once
 
-#include "cuda/any/plan_ranges.cuh"
+#include "cuda/any/plan_steps.cuh"
 
 namespace jax_attn {
 
 template <class Traits, bool kGeneral>
-class PlanChoice : public PlanRanges<Traits, kGeneral> {
-  using Base = PlanRanges<Traits, kGeneral>;
+class PlanChoice : public PlanSteps<Traits, kGeneral> {
+  using Base = PlanSteps<Traits, kGeneral>;
 
  public:
   using Base::Base;
@@ -16,9 +16,10 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
   using Base::by_ranges_, Base::chosen_, Base::CutByLength, Base::Deal, Base::first_tile_,
       Base::kNumTeams, Base::kNumThreads, Base::kTeamThreads, Base::MakeSharedTrial,
       Base::makespan_, Base::MakeTrial, Base::num_chunks_, Base::num_tiles_, Base::p_, Base::rules_,
-      Base::several_heights_, Base::shared_, Base::shared_tiling_, Base::sharing_, Base::SortChunks,
-      Base::span_cost_, Base::Sum, Base::TakeChunks, Base::TakeTiles, Base::TakeTrial,
-      Base::thread_, Base::tiles_, Base::TryRanges, Base::UseSharedTiles;
+      Base::SeenEnds, Base::several_heights_, Base::shared_, Base::shared_tiling_, Base::sharing_,
+      Base::SortChunks, Base::span_cost_, Base::Sum, Base::TakeChunks, Base::TakeLists,
+      Base::TakeTiles, Base::TakeTrial, Base::thread_, Base::tiles_, Base::TryRanges,
+      Base::UseSharedTiles;
   using typename Base::Cta;
   using typename Base::Trial;
 
@@ -93,8 +94,11 @@ class PlanChoice : public PlanRanges<Traits, kGeneral> {
   __device__ PlanFault ChooseGeneral() {
     QueryTile* flat = tiles_;
     const i32 num_flat = num_tiles_;
-    PrefixForest<Cta> forest(*this, p_, flat, num_flat, first_tile_);
-    bool shares = rules_.schedule != kNoSplit && forest.Share(&shared_tiling_);
+    const bool has_lists = rules_.max_steps > 0;
+    const i32* seen_ends = has_lists && HasLevels(p_) ? SeenEnds() : nullptr;
+    PrefixForest<Cta> forest(*this, p_, flat, num_flat, seen_ends);
+    bool shares = rules_.schedule != kNoSplit && forest.Share(first_tile_, &shared_tiling_);
+    if (has_lists) TakeLists(shares);
     PlanTrial chosen = {};
     i32 num_chunks = 0;
     i64 makespan = 0;

@@ -23,8 +23,8 @@ __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 r
 struct PageFindings {
   i32 largest;    // in max_page_id: counts from 1
   i32 first_bad;  // in version: complement of the first entry that is out of range; 0: none
-  // In num_steps, with levels, which have no step lists: likewise, not the same as in the request
-  // before.
+  // In num_steps: likewise, with levels, not the same as in the request before. The number of steps
+  // is in fault_got meanwhile, of a batch without a fault.
   i32 first_other;
 };
 
@@ -33,7 +33,7 @@ template <bool kGeneral>
 __device__ __forceinline__ PageFindings FindingsOf(const PlanParams& p) {
   const PlanHeader& h = *p.header;
   return {LoadCoherent(&h.max_page_id), LoadCoherent(&h.version),
-          kGeneral && HasLevels(p) ? LoadCoherent(&h.num_steps) : 0};
+          kGeneral ? LoadCoherent(&h.num_steps) : 0};
 }
 
 // The first fault of pages and `fault`.

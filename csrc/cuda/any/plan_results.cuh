@@ -17,7 +17,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
       Base::num_tiles_, Base::NumStates, Base::p_, Base::Prefix, Base::RangeBegin, Base::RangeEnd,
       Base::rules_, Base::several_heights_, Base::shared_, Base::shared_tiling_, Base::sharing_,
       Base::SharingOf, Base::SlotsOf, Base::SplitsOf, Base::StartPrefix, Base::StateRows, Base::Sum,
-      Base::thread_, Base::TileOfChunk, Base::tiles_;
+      Base::thread_, Base::TileOfChunk, Base::tiles_, Base::WriteSteps;
   using typename Base::SlotsOfKey;
 
   // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
@@ -153,6 +153,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
 
   __device__ void Write(const PlanCounts& counts) {
     if constexpr (kGeneral) {
+      if (rules_.max_steps > 0) num_steps_ = WriteSteps(sharing_ != nullptr);
       TakeRecords();
       MakeRecords(thread_, kNumThreads);
       if (sharing_ != nullptr) WriteUnits();
@@ -169,7 +170,7 @@ class PlanResults : public PlanChoice<Traits, kGeneral> {
     WriteItems(chunks_before);
   }
 
-  i32 num_shared_tokens_ = 0;
+  i32 num_shared_tokens_ = 0, num_steps_ = 0;
 
  private:
   __device__ i32 QueueBegin(const i32* chunks_before, i32 cta) const {

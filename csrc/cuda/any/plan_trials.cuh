@@ -3,13 +3,21 @@
 #pragma once
 
 #include "cuda/any/plan_pages.cuh"
-#include "cuda/any/plan_steps.cuh"
+#include "cuda/any/plan_tiles.cuh"
 
 namespace jax_attn {
 
 // Where a chunk of one head unit went: a queue, and how many went there before it.
 struct __align__(8) PlanSlot {
   i32 queue, place;
+};
+
+// Step lists of some tiles, one behind the other.
+struct StepLists {
+  i32 num_words, num_steps;
+  const i32* first_word;   // [num_tiles + 1] of each tile
+  const StepWord* words;   // [num_words]
+  const i32* first_entry;  // [num_words + 1] of each word
 };
 
 // One way to cut and hand out the tiles.
@@ -30,8 +38,8 @@ struct PlanTrial {
 static_assert(kMaxChunks == 1ll << kChunkBits, "a key holds any chunk");
 
 template <class Traits, bool kGeneral>
-class PlanTrials : public PlanSteps<Traits, kGeneral> {
-  using Base = PlanSteps<Traits, kGeneral>;
+class PlanTrials : public PlanTiles<Traits, kGeneral> {
+  using Base = PlanTiles<Traits, kGeneral>;
 
  public:
   using typename Base::Cta;
@@ -52,7 +60,8 @@ class PlanTrials : public PlanSteps<Traits, kGeneral> {
     Trial trials[kMostTrials];
     i64 makespan[kMostTrials];
     PlanCounts counts;
-    bool others_done;  // CTAs 1 and on, and what they found
+    StepLists lists[2];  // of the flat tiles, and of those with shared prefixes
+    bool others_done;    // CTAs 1 and on, and what they found
     PageFindings found;
   };
   static constexpr int kArenaBytes =

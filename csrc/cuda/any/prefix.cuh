@@ -23,7 +23,7 @@ struct SharedTiling {
   const Place* places;  // [num_levels, num_units]
 };
 
-// Threads: a PlanCta.
+// Threads: a PlanCta. seen_ends: as in plan/prefix.h.
 template <class Threads>
 class PrefixForest {
   static constexpr int kNumThreads = Threads::kNumThreads;
@@ -31,7 +31,7 @@ class PrefixForest {
 
  public:
   __device__ PrefixForest(Threads& threads, const PlanParams& p, const QueryTile* flat,
-                          i32 num_flat, const i32* first_tile)
+                          i32 num_flat, const i32* seen_ends)
       : threads_(threads),
         rules_(p.rules),
         sharing_(p.sharing),
@@ -39,14 +39,14 @@ class PrefixForest {
         levels_(p.levels),
         flat_(flat),
         num_flat_(num_flat),
-        first_tile_(first_tile),
+        seen_ends_(seen_ends),
         thread_(threadIdx.x) {}
 
-  // False: nothing to gain.
-  __device__ bool Share(SharedTiling* out) {
+  // first_tile: [batch_size + 1] of each request. False: nothing to gain.
+  __device__ bool Share(const i32* first_tile, SharedTiling* out) {
     num_nodes_ = levels_.num_levels * levels_.num_prefixes;
     if (num_nodes_ == 0) return false;
-    FindCandidates();
+    FindCandidates(first_tile);
     if (num_candidates_ < 2) return false;
     MakeNodes();
     Choose();
@@ -87,20 +87,23 @@ class PrefixForest {
     return NodeAt(level, PrefixOf(levels_, level, BordersOf(levels_, deeper)[i]));
   }
 
+  __device__ i64 Shareable(i32 tile) const {
+    const i64 limit = ShareableTokens(rules_, sharing_, in_, flat_[tile]);
+    return seen_ends_ == nullptr ? limit : Least(limit, seen_ends_[tile]);
+  }
+
   // Not inlined: each runs once, and code is read from memory, too.
-  __device__ __noinline__ void FindCandidates() {
+  __device__ __noinline__ void FindCandidates(const i32* first_tile) {
     const i32 batch_size = static_cast<i32>(in_.batch_size);
     candidates_before_ = threads_.template Take<i32>(batch_size + 1);
     num_candidates_ = static_cast<i32>(threads_.Prefix(batch_size, candidates_before_, [&](i32 r) {
-      if (first_tile_[r + 1] - first_tile_[r] != 1) return 0ll;
-      return ShareableTokens(rules_, sharing_, in_, flat_[first_tile_[r]]) >= sharing_.alignment
-                 ? 1ll
-                 : 0ll;
+      if (first_tile[r + 1] - first_tile[r] != 1) return 0ll;
+      return Shareable(first_tile[r]) >= sharing_.alignment ? 1ll : 0ll;
     }));
     candidates_ = threads_.template Take<i32>(num_candidates_);
     ForAll(batch_size, [&](i32 r) {
       const i32 at = candidates_before_[r];
-      if (candidates_before_[r + 1] > at) candidates_[at] = first_tile_[r];
+      if (candidates_before_[r + 1] > at) candidates_[at] = first_tile[r];
     });
   }
 
@@ -134,7 +137,7 @@ class PrefixForest {
       u32 least = end > begin ? static_cast<u32>(len) : 0u;
 #pragma unroll 1
       for (i32 c = begin + lane; c < end; c += kWarpSize) {
-        const u32 shareable = static_cast<u32>(ShareableTokens(rules_, sharing_, in_, Unit(c)));
+        const u32 shareable = static_cast<u32>(Shareable(candidates_[c]));
         least = least < shareable ? least : shareable;
       }
       least = WarpMin(least);
@@ -364,7 +367,7 @@ class PrefixForest {
   const PrefixLevels& levels_;
   const QueryTile* flat_;
   i32 num_flat_;
-  const i32* first_tile_;  // [batch_size + 1] of each request
+  const i32* seen_ends_;  // [num_flat] or null
   int thread_;
 
   i32 num_candidates_ = 0, num_nodes_ = 0;

@@ -135,6 +135,14 @@ __device__ __forceinline__ int EndOfItem(const AttentionParams& p, const Item& i
   return item.kv_end();
 }
 
+// Of all rows of an item. What a mask of the user's hides counts as visible.
+template <class Traits>
+__device__ __forceinline__ VisibleSpan SpanOfItem(const AttentionParams& p,
+                                                  const ItemRecord& item) {
+  return SpanOfTokens<Traits>(p, FirstOfItem<Traits>(item), EndOfItem<Traits>(p, item),
+                              item.q_pos(), 0, item.qo_len() - 1);
+}
+
 // A main-loop step of an item, which has its place in [kv_begin, kv_end): the same, as a kv
 // position, or with step lists what the entry there says.
 template <class Traits>

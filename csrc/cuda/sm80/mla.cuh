@@ -28,7 +28,7 @@ namespace jax_attn {
 
 // kBudget: bytes of shared memory that the path may use.
 template <class Traits, int kTile, int kBudget>
-class MlaPath {
+class MlaPath : ListedStep<Traits> {
  public:
   // --- shape ---
 
@@ -148,7 +148,8 @@ class MlaPath {
     return index < QueueEnd(p_) && ItemRecord(p_, index).tile() == kTile;
   }
 
-  // Steps [FirstStep, EndOfSteps) in strides of kStep. An item without a span has one step.
+  // Steps [FirstStep, EndOfSteps) in strides of kStep; with step lists places of such. An item
+  // without a span has one step.
   __device__ static int FirstStep(const ItemRecord& item) {
     return item.kv_begin() / kStep * kStep;
   }
@@ -182,6 +183,11 @@ class MlaPath {
       ++load_index_;
       load_pos_ = FirstStep(ItemRecord(p_, load_index_));
     }
+    if constexpr (Traits::kHasSteps) {
+      if (load_pos_ != kNone) {
+        this->step = KvStep<Traits>(p_, load_pos_, ItemRecord(p_, load_index_).kv_end());
+      }
+    }
     if (kPageSize > 0 && load_pos_ != kNone) {
       const ItemRecord item(p_, load_index_);
       if (InSpan(item)) page_ = LoadPage<Max(kPageSize, 1)>(p_, item.kv_base(), LanePosition());
@@ -189,12 +195,16 @@ class MlaPath {
   }
 
   // Lane l < kSlice looks after token l of the warp's slice.
-  __device__ int LanePosition() const { return load_pos_ + Warp() * kSlice + Lane(); }
+  __device__ int LanePosition() const { return this->Begin(load_pos_) + Warp() * kSlice + Lane(); }
   __device__ __forceinline__ bool InSpan(const ItemRecord& item) const {
+    if constexpr (Traits::kHasSteps) {
+      const VisibleSpan span = SpanOfItem<Traits>(p_, item);
+      return Lane() < kSlice && LanePosition() >= span.any_begin && LanePosition() < span.any_end;
+    }
     return Lane() < kSlice && LanePosition() >= item.kv_begin() && LanePosition() < item.kv_end();
   }
 
-  // Rows of the step at load_pos_, this warp's slice, into `slot`; zeros outside of the span.
+  // Rows of the step at load_pos_, this warp's slice, into `slot`; zeros where no row sees them.
   __device__ __forceinline__ void LoadStep(u32 slot) {
     if (load_pos_ == kNone) return;
     const ItemRecord item(p_, load_index_);
@@ -283,8 +293,7 @@ class MlaPath {
     const ItemRecord item(p_, index_);
     __syncwarp();
     if (Lane() == 0) {
-      shared_.small.spans[Warp()] = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(),
-                                                         item.q_pos(), 0, item.qo_len() - 1);
+      shared_.small.spans[Warp()] = SpanOfItem<Traits>(p_, item);
     }
     __syncwarp();
     const int first_step = FirstStep(item), end_of_steps = EndOfSteps(item);
@@ -312,14 +321,17 @@ class MlaPath {
       Probabilities p;
       ReadScores(s);
       const VisibleSpan span = shared_.small.spans[Warp()];
-      const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
+      const KvStep<Traits> step(p_, pos, item.kv_end());
+      const int begin = step.begin();
+      const bool seen_by_all = begin >= span.all_begin && begin + kStep <= span.all_end;
       const Stage stage(p_, index_);
-      stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), pos, seen_by_all, true, s);
+      stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), begin, seen_by_all,
+                  step.is_masked(), s);
       UpdateMax<Traits>(stage.scale(), s, state);
       Exponentiate<Traits>(stage.scale(), s, state, p);
       if constexpr (kRowsMayDiffer<Traits>) {
-        const bool by_mask = Stage::Variant::kHasMask;
-        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(pos, state);
+        const bool by_mask = Stage::Variant::kHasMask && step.is_masked();
+        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(begin, state);
       }
       ForgetThread();
       MultiplyPv(p, state);
@@ -514,7 +526,7 @@ class MlaPath {
   int index_;       // item whose steps run
   int steps_;       // of the item before
   int load_index_;  // item of the next load
-  int load_pos_;    // kv position of the next load, kNone at the end of the items of this path
+  int load_pos_;    // kv position, or place, of the next load, kNone behind the items of this path
   i32 page_;        // in lane l, the page of token l of the warp's slice of it
   u32 read_slot_;
 };

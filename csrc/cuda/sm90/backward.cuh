@@ -35,22 +35,6 @@
 
 namespace jax_attn {
 
-// When dq of a step is computed.
-enum HopperBackwardOrder {
-  kSumsBeforeKeys = 1,  // in the step, behind a barrier of all consumers, ahead of dk
-  kSumsBesideValues,    // in the next step, behind its dS^T
-  kSumsBesideSlopes,    // in the next step, ahead of its dS^T, which is made meanwhile
-};
-#ifndef JAX_ATTN_BACKWARD_ORDER
-#define JAX_ATTN_BACKWARD_ORDER 3
-#endif
-#ifndef JAX_ATTN_BACKWARD_SUM_SLOTS
-#define JAX_ATTN_BACKWARD_SUM_SLOTS 2
-#endif
-#ifndef JAX_ATTN_BACKWARD_WRITERS
-#define JAX_ATTN_BACKWARD_WRITERS 2
-#endif
-
 // Keys of the owner that a request reads, in all of the owner's blocks.
 struct HopperBackwardSpan {
   int key_begin, key_end;
@@ -130,17 +114,13 @@ struct HopperBackwardShape {
   static constexpr int kSlots = 2, kUnits = 2;
   static constexpr int kSumWords = kRows * kDim;  // of a tile's dq
   static constexpr int kConsumerWarps = 8;
-  // As far as registers go: the others would be spilled, or products serialised.
   static constexpr bool kIsWide = kDim == 128 && !Traits::kHasSoftCap && !Traits::kHasWindowLeft;
-  static constexpr int kOrder = kDim == 64              ? kSumsBeforeKeys
-                                : !kIsWide              ? kSumsBesideValues
-                                : Traits::kPageSize > 0 ? kSumsBeforeKeys
-                                                        : JAX_ATTN_BACKWARD_ORDER;
-  static constexpr bool kSumsLater = kOrder != kSumsBeforeKeys;
-  // Whether dk is on its way while the next step begins.
-  static constexpr bool kCarries = kIsWide && kOrder == kSumsBeforeKeys;
-  static constexpr int kSumSlots = JAX_ATTN_BACKWARD_SUM_SLOTS;
-  static constexpr int kWriters = JAX_ATTN_BACKWARD_WRITERS;
+  // Whether dk is on its way while the next step begins. As far as registers go, as kSumsLater.
+  static constexpr bool kCarries = kIsWide && Traits::kPageSize > 0;
+  // Whether dq of a step is computed in the next step, behind its dS^T, beside dv and dk. Else in
+  // the step, behind a barrier of all consumers, ahead of dk.
+  static constexpr bool kSumsLater = kDim == 128 && !kCarries;
+  static constexpr int kWriters = 2;
   using K = SwizzledTile<kDim, kKeys>;   // of k and v
   using Q = SwizzledTile<kDim, kRows>;   // of q and d_o
   using S = SwizzledTile<kRows, kKeys>;  // of dS^T
@@ -159,7 +139,7 @@ struct HopperBackwardShape {
     unsigned char k[K::kBytes], v[K::kBytes];
     Slot slots[kSlots];
     unsigned char d_s[2][S::kBytes];
-    float sums[kSumSlots][kSumWords];
+    float sums[kSlots][kSumWords];
     float lse_log2[kSlots][kRows];  // inf: the row counts for nothing
     float d[kSlots][kRows];
     HopperBackwardUnit<Traits> units[kUnits];
@@ -549,7 +529,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     float* to = this->p_.d_q_sums + at * Shape::kSumWords;
     i32* turns = this->p_.turns + at;
     const int slot = this->slot_.slot;
-    const u32 from = SharedAddress(this->shared_.sums[slot % Shape::kSumSlots]);
+    const u32 from = SharedAddress(this->shared_.sums[slot]);
     constexpr int kBytes = Shape::kSumWords * 4;
     // Asked ahead, too: behind the sums it takes a trip to memory.
     const bool has_turn = turn == 0 || LoadAcquire(turns) >= turn;
@@ -726,27 +706,17 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
     // dS^T.
     float d_q[8][4] = {};
-    constexpr int kAhead = Shape::kOrder == kSumsBesideSlopes ? 0 : kRows / 8;
-    if constexpr (kAhead == 0) {
-      DotSlopesBefore(d_q);
-      WgmmaWait<1>();
-    } else {
-      WgmmaWait<0>();
-    }
+    WgmmaWait<0>();
     PinRegisters(d_p);
     Fragments d_s;
-    MakeSlopes<0, kAhead>(slot, s, d_p, p, d_s);
-    if constexpr (Shape::kOrder == kSumsBesideSlopes) {
-      if (kAhead > 0) DotSlopesBefore(d_q);
-      MakeSlopes<kAhead, kRows / 8>(slot, s, d_p, p, d_s);
-    }
+    MakeSlopes(slot, s, d_p, p, d_s);
     // The buffer of two steps ago is free if all consumers have come as far as they are waited for.
-    if constexpr (Shape::kOrder == kSumsBesideValues) WaitForSlopesBefore();
+    if constexpr (Shape::kSumsLater) WaitForSlopesBefore();
     StoreSlopes(d_s_at, d_s);
     FenceSharedForWgmma();
     PinRegisters(p);
     PinRegisters(d_s);
-    if constexpr (Shape::kOrder == kSumsBesideValues) DotSlopesBefore(d_q);
+    if constexpr (Shape::kSumsLater) DotSlopesBefore(d_q);
 
     // dv and dk, and dq beside them.
     PinRegisters(d_v);
@@ -930,12 +900,11 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
-  template <int kBegin, int kEnd>
   __device__ __forceinline__ void MakeSlopes(int slot, const Tile& s, const Tile& d_p, Fragments& p,
                                              Fragments& d_s) const {
     const float* d = shared_.d[slot] + 2 * (Lane() % 4);
 #pragma unroll
-    for (int j = kBegin; j < kEnd; ++j) {
+    for (int j = 0; j < kRows / 8; ++j) {
       const float2 x = *reinterpret_cast<const float2*>(d + 8 * j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -962,12 +931,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   // at: of the step that it is of, in the ring of tiles, which is as long as that of sums.
   __device__ __forceinline__ void HandOver(const RingCursor<2>& at,
                                            const float (&d_q)[8][4]) const {
-    // Of as many tiles ago as there are slots.
-    RingCursor<2> last = {at.slot, at.parity ^ 1};
-    if constexpr (Shape::kSumSlots == 1) last = Base::Before(at);
+    // The buffer is free when the sums of two steps ago have left it.
+    const RingCursor<2> last = {at.slot, at.parity ^ 1};
     WaitBarrier(SharedAddress(this->Barriers().empty_sums + last.slot), last.parity);
-    float* to = shared_.sums[at.slot % Shape::kSumSlots] + consumer_ * (Shape::kSumWords / 2) +
-                Anew(thread_) * 4;
+    float* to = shared_.sums[at.slot] + consumer_ * (Shape::kSumWords / 2) + Anew(thread_) * 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       *reinterpret_cast<float4*>(to + j * 512) =

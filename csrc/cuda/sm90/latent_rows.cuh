@@ -9,7 +9,7 @@ namespace jax_attn {
 // A producer's way through the kv steps of a queue, as QueueSteps. What a step needs of its item
 // stays in registers: a producer that loads it in every step is late, as slots come back late.
 template <class Traits, class Shape>
-class LatentSteps {
+class LatentSteps : ListedStep<Traits> {
  public:
   __device__ __forceinline__ explicit LatentSteps(const AttentionParams& p) : p_(p) {}
 
@@ -23,7 +23,9 @@ class LatentSteps {
 
   __device__ bool has_item() const { return index_ < end_; }
   __device__ int index() const { return index_; }  // of the item
-  __device__ int pos() const { return pos_; }      // of the step
+  // By what consumers take turns: steps of the pool, or with step lists those of the item, so that
+  // bits do not depend on the lists before.
+  __device__ int turn() const { return Traits::kHasSteps ? pos_ - begin_pos_ : pos_; }
   // An item without a span is passed, too, but has no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
   __device__ bool is_first() const { return pos_ <= begin_pos_; }
@@ -31,6 +33,10 @@ class LatentSteps {
   // On to the next step; its page is asked for at once and used one step later.
   __device__ __forceinline__ void Next() {
     pos_ += Shape::kStep;
+    if constexpr (Traits::kHasSteps) {
+      this->step = this->next;
+      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
+    }
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
@@ -39,17 +45,24 @@ class LatentSteps {
       end_pos_ = item.kv_end();
       base_ = item.kv_base();
       pos_ = FirstStep<Shape::kStep>(item);
+      if constexpr (Traits::kHasSteps) {
+        const VisibleSpan span = SpanOfItem<Traits>(p_, item);
+        seen_begin_ = span.any_begin;
+        seen_end_ = span.any_end;
+        this->step = KvStep<Traits>(p_, pos_, end_pos_);
+        this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);
+      }
     }
     if constexpr (Traits::kPageSize > 0) {
-      const int pos = Shape::LanePosition(pos_);
+      const int pos = Shape::LanePosition(this->Begin(pos_));
       page_ = 0;
       if (Sees(pos)) page_ = LoadPage<Traits::kPageSize>(p_, base_, pos);
     }
   }
 
-  // Row of this lane's token in the pool, kNoRow outside of the item's span.
+  // Row of this lane's token in the pool, kNoRow where no row of the item sees it.
   __device__ __forceinline__ u32 Row() const {
-    const int pos = Shape::LanePosition(pos_);
+    const int pos = Shape::LanePosition(this->Begin(pos_));
     if (!Sees(pos)) return kNoRow;
     if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page_, pos);
     return static_cast<u32>(base_) + pos;
@@ -62,34 +75,46 @@ class LatentSteps {
     if (Traits::kPageSize == 0 || threadIdx.x / kWarpSize != 0) return;
     constexpr int kSteps = 3;  // ahead: 6 us, while L2 keeps a line for some 10
     if (is_first()) {
-      PrefetchPages<kSteps + 1>(pos_, end_pos_, base_);
+      PrefetchPages<kSteps + 1>(pos_, end_pos_, base_, seen_end_);
     } else {
-      PrefetchPages<1>(pos_ + kSteps * Shape::kStep, end_pos_, base_);
+      PrefetchPages<1>(pos_ + kSteps * Shape::kStep, end_pos_, base_, seen_end_);
     }
     if (pos_ + Shape::kStep < end_pos_ || index_ + 1 == end_) return;
     const ItemRecord next(p_, index_ + 1);
-    PrefetchPages<kSteps + 1>(FirstStep<Shape::kStep>(next), next.kv_end(), next.kv_base());
+    PrefetchPages<kSteps + 1>(FirstStep<Shape::kStep>(next), next.kv_end(), next.kv_base(),
+                              EndOfItem<Traits>(p_, next));
   }
 
  private:
-  __device__ bool Sees(int pos) const { return pos >= begin_pos_ && pos < end_pos_; }
+  __device__ bool Sees(int pos) const {
+    if constexpr (Traits::kHasSteps) return pos >= seen_begin_ && pos < seen_end_;
+    return pos >= begin_pos_ && pos < end_pos_;
+  }
 
-  // Ids of 16 positions are 64 bytes, or less with larger pages.
+  // Ids of 16 positions are 64 bytes, or less with larger pages. Of the steps from `pos` on; with
+  // step lists, whose places these are, up to position seen_end.
   template <int kSteps>
-  __device__ __forceinline__ void PrefetchPages(int pos, int end_pos, int base) const {
+  __device__ __forceinline__ void PrefetchPages(int pos, int end_pos, int base,
+                                                int seen_end) const {
     if constexpr (Traits::kPageSize > 0) {
-      const int lane = threadIdx.x % kWarpSize, at = pos + lane * 16;
+      const int lane = threadIdx.x % kWarpSize;
+      int at = pos + lane * 16;
       if (at >= end_pos || lane * 16 >= kSteps * Shape::kStep) return;
+      if constexpr (Traits::kHasSteps) {
+        at = KvStep<Traits>(p_, at, end_pos).begin() + lane * 16 % Shape::kStep;
+        if (at >= seen_end) return;
+      }
       PrefetchL2(p_.page_indices + (base + static_cast<i64>(at / Traits::kPageSize)));
     }
   }
 
   const AttentionParams& p_;
-  int index_, end_;              // item of the step
-  int pos_;                      // kv position of the step
-  int begin_pos_ = 0, end_pos_;  // span of its item
-  int base_ = 0;                 // where its pages are, or rows
-  i32 page_ = 0;                 // page of this lane's token
+  int index_, end_;                    // item of the step
+  int pos_;                            // kv position, or place, of the step
+  int begin_pos_ = 0, end_pos_;        // span of its item, likewise
+  int seen_begin_ = 0, seen_end_ = 0;  // with step lists: the kv positions that the item's rows see
+  int base_ = 0;                       // where its pages are, or rows
+  i32 page_ = 0;                       // page of this lane's token
 };
 
 // A Shape has kUnits units of a step, which are loaded by themselves, one after the other:
@@ -110,9 +135,9 @@ class LatentRows {
   }
 
   // The rows of a step that this warp copies, each unit once nobody needs what was there.
-  // lane_row: in the pool, of the token that the lane looked up, or kNoRow. pos: of the step.
-  __device__ __forceinline__ void LoadStep(u32 lane_row, int pos) {
-    place_.StartStep(pos);
+  // lane_row: in the pool, of the token that the lane looked up, or kNoRow. turn: of the step.
+  __device__ __forceinline__ void LoadStep(u32 lane_row, int turn) {
+    place_.StartStep(turn);
     const Sources sources = FindSources(lane_row);
 #pragma unroll
     for (int unit = 0; unit < Shape::kUnits; ++unit) {

@@ -51,9 +51,9 @@ struct HopperMlaShape : LatentShape<Traits> {
   static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
   static_assert(kColumns % 64 == 0, "whole blocks of columns");
 
-  // The consumer that owns the step at `pos`. The order of a step's units depends on it, and so do
-  // bits, hence it depends on nothing else.
-  __device__ static int Owner(int pos) { return pos / kStep % 2; }
+  // The consumer that owns the step of a turn (LatentSteps). The order of a step's units depends on
+  // it, and so do bits, hence it depends on nothing else.
+  __device__ static int Owner(int turn) { return turn / kStep % 2; }
   // Units of a step, in the order in which they are loaded and multiplied: the columns beyond v,
   // which are given back first, the values of its owner, those of the other consumer.
   static constexpr int kUnits = 3, kBeyond = 0, kOwners = 1, kOthers = 2;
@@ -68,7 +68,7 @@ struct HopperMlaShape : LatentShape<Traits> {
   struct RingPlace {
     RingCursor<kSlots> cursor;
     int owner = 0;
-    __device__ __forceinline__ void StartStep(int pos) { owner = Owner(pos); }
+    __device__ __forceinline__ void StartStep(int turn) { owner = Owner(turn); }
     __device__ int FirstBlock(int unit) const {
       return HopperMlaShape::FirstBlock(Part(unit, owner));
     }
@@ -154,7 +154,7 @@ class HopperMlaProducer {
     u32 q_parity = 0;
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
-      const int pos = steps.pos();
+      const int turn = steps.turn();
       const u32 row = has_step ? steps.Row() : kNoRow;
       if (has_step && steps.is_first()) {
         if (!is_first_q) {
@@ -166,7 +166,7 @@ class HopperMlaProducer {
       }
       if (has_step) steps.PrefetchPages();
       steps.Next();
-      if (has_step) rows.LoadStep(row, pos);
+      if (has_step) rows.LoadStep(row, turn);
     }
   }
 
@@ -261,8 +261,7 @@ class HopperMlaConsumer {
   struct SeenByAll {
     int begin, end;
     __device__ __forceinline__ SeenByAll(const AttentionParams& p, const ItemRecord& item) {
-      const VisibleSpan span = SpanOfTokens<Traits>(p, item.kv_begin(), item.kv_end(), item.q_pos(),
-                                                    0, item.qo_len() - 1);
+      const VisibleSpan span = SpanOfItem<Traits>(p, item);
       begin = span.all_begin;
       end = span.all_end;
     }
@@ -458,10 +457,10 @@ class HopperMlaConsumer {
     RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
 
-  // A step of the consumer's own, at `pos`; kFollows: and the other's before it.
+  // A step of the consumer's own; kFollows: and the other's before it.
   template <bool kFollows>
-  __device__ __forceinline__ void RunOwn(const SeenByAll& seen, int pos, bool is_last, Rows& rows,
-                                         Output& o) {
+  __device__ __forceinline__ void RunOwn(const SeenByAll& seen, KvStep<Traits> step, bool is_last,
+                                         Rows& rows, Output& o) {
     const Cursor other = cursor_;
     if (kFollows) cursor_.Advance();
     const Cursor own = cursor_;
@@ -488,12 +487,12 @@ class HopperMlaConsumer {
     // Nearly always no row needs a mask or another reference.
     bool plain = false, grows = false;
     if constexpr (LogitStage<Traits>::kScalesLater && !Traits::Variant::kHasMask)
-      plain = seen.Has(pos) & !rows.AnyGrows(s);
+      plain = seen.Has(step.begin()) & !rows.AnyGrows(s);
     float odd_sums[2];
     if (plain) {
       Exponentiate<0>(rows, s, odd_sums);
     } else {
-      rows.MakeLogits(pos, s);
+      rows.MakeLogits(step, s);
       grows = rows.ExponentiateByMaxima(s);
     }
     Pack<0>(s, p[0]);
@@ -522,15 +521,16 @@ class HopperMlaConsumer {
   __device__ __forceinline__ void RunSteps(int index, int begin, int end, Rows& rows, Output& o) {
     const SeenByAll seen(p_, ItemRecord(p_, index));
     int pos = begin;
-    if (Shape::Owner(begin) == group_) {
-      RunOwn<false>(seen, pos, pos + 2 * kStep >= end, rows, o);
+    const auto step_at = [&](int place) { return KvStep<Traits>(p_, place, end); };
+    if (Shape::Owner(Traits::kHasSteps ? 0 : begin) == group_) {
+      RunOwn<false>(seen, step_at(pos), pos + 2 * kStep >= end, rows, o);
       pos += kStep;
     } else if (begin + kStep >= end) {
       ReleaseQ();  // no step is its own
     }
 #pragma unroll 1
     for (; pos + kStep < end; pos += 2 * kStep) {
-      RunOwn<true>(seen, pos + kStep, pos + 3 * kStep >= end, rows, o);
+      RunOwn<true>(seen, step_at(pos + kStep), pos + 3 * kStep >= end, rows, o);
     }
     if (pos < end) RunOther(rows, o);
   }

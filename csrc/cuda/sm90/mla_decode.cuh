@@ -122,11 +122,11 @@ class HopperMlaDecodeProducer {
     LatentRows<Traits, Shape> rows(p, shared);  // the layer comes beside the first page
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
-      const int pos = steps.pos();
+      const int turn = steps.turn();
       const u32 row = has_step ? steps.Row() : kNoRow;
       if (has_step) steps.PrefetchPages();
       steps.Next();
-      if (has_step) rows.LoadStep(row, pos);
+      if (has_step) rows.LoadStep(row, turn);
     }
   }
 };
@@ -222,22 +222,23 @@ class HopperMlaDecodeItem {
   // All steps. cursor: the slot that comes next.
   __device__ __forceinline__ void RunSteps(Cursor& cursor) {
     const ItemRecord item(p_, index_);
-    const VisibleSpan span = SpanOfTokens<Traits>(p_, item.kv_begin(), item.kv_end(), item.q_pos(),
-                                                  0, item.qo_len() - 1);
+    const VisibleSpan span = SpanOfItem<Traits>(p_, item);
     const int end = item.kv_end();
     u32 p = SharedAddress(shared_.p[0]);
 #pragma unroll 1
     for (int pos = FirstStep<kStep>(item); pos < end; pos += kStep) {
+      const KvStep<Traits> step(p_, pos, end);
+      const int begin = step.begin();
       Scores s;
       MultiplyQk(cursor, s);
       if (pos + kStep >= end) ReleaseQ();
-      const bool seen_by_all = pos >= span.all_begin && pos + kStep <= span.all_end;
+      const bool seen_by_all = begin >= span.all_begin && begin + kStep <= span.all_end;
       const KeyMajorLayout<1, kTiles> layout(Warp(), Lane());
-      Stage(p_, index_).Apply(layout, pos, seen_by_all, true, s);
+      Stage(p_, index_).Apply(layout, begin, seen_by_all, step.is_masked(), s);
       Exponentiate(s, p);
       if constexpr (kRowsMayDiffer<Traits>) {
-        const bool by_mask = Traits::Variant::kHasMask;
-        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(cursor, item, pos);
+        const bool by_mask = Traits::Variant::kHasMask && step.is_masked();
+        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(cursor, item, begin);
       }
       MultiplyPv(cursor, p);
       cursor.Advance();
