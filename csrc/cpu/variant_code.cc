@@ -68,6 +68,8 @@ class CodeMaker {
     c_.mask = Section(kLogitHome, needs_mask_, nullptr);
     c_.logits = Section(kLogitHome, needs_logit_, needs_mask_);
     c_.only_logits = Section(kLogitHome, needs_logit_, nullptr);
+    FindMaskRows();
+    FindRowLoads();
     if (bare) {
       c_.logits.begin = num_ops_;
       Emit({kOpMul, kVariantF32, kVariantF32, c_.logit, 0, 2, {kRawScore, kScoreScale}});
@@ -151,6 +153,33 @@ class CodeMaker {
       element.partial = keep(partial);
       element.rank = NumArgs(load);
       for (i32 a = 0; a < element.rank; ++a) element.indices[a] = keep(Arg(load, a));
+    }
+  }
+
+  // The values from outside that the mask of a row takes.
+  void FindMaskRows() {
+    bool takes[kNumCodeValues] = {};
+    if (c_.visible >= 0) takes[c_.visible] = true;
+    for (i32 i = c_.mask.begin; i < c_.mask.end; ++i) {
+      for (i32 a = 0; a < c_.ops[i].num_args; ++a) takes[c_.ops[i].args[a]] = true;
+    }
+    for (i32 i = 0; i < p_.num_instructions; ++i) {
+      if (takes[i] && c_.home[i] == kRowHome) c_.mask_rows[c_.num_mask_rows++] = i;
+      c_.mask_has_diagonals |= takes[i] && c_.home[i] == kDiagHome;
+    }
+  }
+
+  void FindRowLoads() {
+    for (i32 i = 0; i < p_.num_instructions; ++i) {
+      if (At(i).op != kOpLoad || !needs_logit_[i] || needs_mask_[i]) continue;
+      const i32 rank = NumArgs(i);
+      bool is_row = rank > 0 && At(Arg(i, rank - 1)).op == kOpKvPos;
+      for (i32 a = 0; a + 1 < rank; ++a) is_row &= c_.home[Arg(i, a)] == kRowHome;
+      if (!is_row || c_.num_row_loads == kMaxVariantOperands) continue;
+      auto& load = c_.row_loads[c_.num_row_loads++];
+      load.operand = At(i).args[0];
+      load.rank = rank;
+      for (i32 a = 0; a + 1 < rank; ++a) load.indices[a] = Arg(i, a);
     }
   }
 

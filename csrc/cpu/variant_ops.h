@@ -435,6 +435,27 @@ JAX_ATTN_KERNEL void LoadElements(const VariantOperand& operand, i32 rank, const
   }
 }
 
+// Where operand[indices] of n lanes is in memory as it is, or null: it has to be loaded.
+inline const i32* ViewElements(i32 type, const VariantOperand& operand, i32 rank,
+                               const Index* indices, i64 n) {
+  if ((type != kOperandF32 && type != kOperandI32) || rank == 0) return nullptr;
+  const Index& last = indices[rank - 1];
+  const i64 length = operand.dims[rank - 1];
+  if (!last.is_consecutive || *last.at < 0 || *last.at + n > length) return nullptr;
+  i64 row = 0;
+  for (i32 axis = 0; axis + 1 < rank; ++axis) {
+    if (indices[axis].is_vector) return nullptr;
+    row = row * operand.dims[axis] + Clamp(*indices[axis].at, operand.dims[axis]);
+  }
+  return static_cast<const i32*>(operand.data) + row * length + *last.at;
+}
+
+inline i64 OperandBytes(i32 type) {
+  return type == kOperandF32 || type == kOperandI32    ? 4
+         : type == kOperandBF16 || type == kOperandF16 ? 2
+                                                       : 1;
+}
+
 template <class Isa>
 void LoadOperand(i32 type, const VariantOperand& operand, i32 rank, const Index* indices, i64 n,
                  i32* to) {
