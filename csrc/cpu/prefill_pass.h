@@ -100,7 +100,6 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
       ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
         if (tile.seen.begin >= (u + 1) * kUnit || tile.seen.end <= u * kUnit) return;
         FetchLines(&fetch_);
-        if (buf_.variant) buf_.variant.Fetch(tile.row, tile.n, u * kUnit, (u + 1) * kUnit);
         GemmRows<Isa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panels, u, 1,
                       this->KeySteps(), Onto::kZero, nullptr,
                       buf_.s + tile.score_row * buf_.tile_kv + u * kUnit, buf_.tile_kv, none);

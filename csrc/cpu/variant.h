@@ -121,29 +121,6 @@ class VariantRun {
     return {visible.high < 0, visible.low == 0};
   }
 
-  // Asks memory for what the logits of rows [first, first + n) read of operands in columns
-  // [begin, end): each row is elsewhere, which no prefetcher foresees.
-  JAX_ATTN_INLINE void Fetch(i64 first, i64 n, i64 begin, i64 end) const {
-    for (i32 i = 0; i < c_->num_row_loads; ++i) {
-      const auto& load = c_->row_loads[i];
-      const VariantOperand& operand = pass_.params->variant_operands[load.operand];
-      const i64 bytes = OperandBytes(p_->operands[load.operand].type);
-      const i64 length = operand.dims[load.rank - 1];
-      const i64 from = Min(start_ + begin, length - 1), to = Min(start_ + end, length);
-      for (i64 r = first; r < first + n; ++r) {
-        i64 row = 0;
-        for (i32 a = 0; a + 1 < load.rank; ++a) {
-          const i32 index = rows_[c_->slot[load.indices[a]] * row_lanes_ + r];
-          row = row * operand.dims[a] + Clamp(index, operand.dims[a]);
-        }
-        const char* data = static_cast<const char*>(operand.data) + row * length * bytes;
-        for (i64 at = from * bytes; at < to * bytes; at += kCacheLine) {
-          __builtin_prefetch(data + at, 0, 2);
-        }
-      }
-    }
-  }
-
   // Logits of columns [begin, end) of a row of the pass from its raw scores, or of a variant that
   // only masks the scores themselves; `hidden` in columns that the row does not see.
   // masks: whether there may be such columns.
@@ -343,6 +320,7 @@ class VariantRun {
 
   void At(i64 row) {
     row_ = row;
+    if (c_->num_slots[kDiagHome] == 0) return;  // nothing reads the others
     const i64 group = pass_.params->group_size;
     token_ = row % pass_.rows / group;
     head_ = c_->diagonals_by_head ? row / pass_.rows * group + row % group : 0;
@@ -420,7 +398,7 @@ class VariantRun {
     }
   }
 
-  // The value of [begin, end) goes to `to`, or of a load that logits make stays where it is.
+  // The value of [begin, end) goes to `to`, or stays where an operand has it.
   void RunOp(const CodeOp& op, i64 begin, i64 end, i32* to) {
     const i64 n = end - begin;
     switch (op.op) {
@@ -461,12 +439,12 @@ class VariantRun {
       }
       const i32 type = p_->operands[op.operand].type;
       const VariantOperand& operand = pass_.params->variant_operands[op.operand];
+      const i32* at = LoadOperand<Isa>(type, operand, op.num_args, indices, n, tile_kv_, to);
       if (section_ == kLogitHome && to != raw_ + begin) {
-        const i32* view = ViewElements(type, operand, op.num_args, indices, n);
-        views_[c_->slot[op.value]] = view != nullptr ? view - begin : to - begin;
-        if (view != nullptr) return;
+        views_[c_->slot[op.value]] = at - begin;
+      } else if (at != to) {
+        memcpy(to, at, static_cast<size_t>(n) * 4);
       }
-      LoadOperand<Isa>(type, operand, op.num_args, indices, n, to);
       return;
     }
     const int vectors = is_vector[0] | is_vector[1] << 1 | is_vector[2] << 2;

@@ -69,7 +69,6 @@ class CodeMaker {
     c_.logits = Section(kLogitHome, needs_logit_, needs_mask_);
     c_.only_logits = Section(kLogitHome, needs_logit_, nullptr);
     FindMaskRows();
-    FindRowLoads();
     if (bare) {
       c_.logits.begin = num_ops_;
       Emit({kOpMul, kVariantF32, kVariantF32, c_.logit, 0, 2, {kRawScore, kScoreScale}});
@@ -166,20 +165,6 @@ class CodeMaker {
     for (i32 i = 0; i < p_.num_instructions; ++i) {
       if (takes[i] && c_.home[i] == kRowHome) c_.mask_rows[c_.num_mask_rows++] = i;
       c_.mask_has_diagonals |= takes[i] && c_.home[i] == kDiagHome;
-    }
-  }
-
-  void FindRowLoads() {
-    for (i32 i = 0; i < p_.num_instructions; ++i) {
-      if (At(i).op != kOpLoad || !needs_logit_[i] || needs_mask_[i]) continue;
-      const i32 rank = NumArgs(i);
-      bool is_row = rank > 0 && At(Arg(i, rank - 1)).op == kOpKvPos;
-      for (i32 a = 0; a + 1 < rank; ++a) is_row &= c_.home[Arg(i, a)] == kRowHome;
-      if (!is_row || c_.num_row_loads == kMaxVariantOperands) continue;
-      auto& load = c_.row_loads[c_.num_row_loads++];
-      load.operand = At(i).args[0];
-      load.rank = rank;
-      for (i32 a = 0; a + 1 < rank; ++a) load.indices[a] = Arg(i, a);
     }
   }
 

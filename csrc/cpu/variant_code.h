@@ -66,13 +66,6 @@ struct VariantCode {
   i32 num_mask_rows;
   i32 mask_rows[kMaxInstructions];  // values of rows
   bool mask_has_diagonals;
-  // Of what logits alone load: a row of an operand, by position of the key. `indices` are those of
-  // the axes before, values of rows.
-  i32 num_row_loads;
-  struct {
-    i32 operand, rank;
-    i32 indices[kMaxOperandRank];
-  } row_loads[kMaxVariantOperands];
   // Of a gradient, all of them there after `logits`.
   i32 score;  // d logit / d score; -1: 1
   i32 num_elements;
