@@ -373,7 +373,7 @@ def group_backward(dtype: str, group: int, prefix: int, own: int) -> tuple[Any, 
 
 def variant(dtype: str, length: int, name: str) -> tuple[Any, ...]:
     """A user's function, beside what is built in or, where nothing is, beside no variant."""
-    logits, mask, operands, built_in = _variants(length)[name]
+    logits, mask, operands, built_in = _variants(length, dtype)[name]
     q, k, v = jax.random.normal(
         jax.random.key(4), (3, length, PREFILL_HEADS, HEAD_DIM), jnp.dtype(dtype)
     )
@@ -401,15 +401,26 @@ def variant(dtype: str, length: int, name: str) -> tuple[Any, ...]:
 
     own = ja.Variant(logits, mask, operands=operands)
     runs = {"ours": run(own), "built in" if built_in else "no variant": run(None, **built_in)}
-    if name == "bias" and torch:
-        runs["torch SDPA"] = _torch_bias(q, k, v, operands["bias"])
+    if name == "bias":
+        runs["jax.nn"] = _jax_bias(q, k, v, operands["bias"])
+        if torch:
+            runs["torch SDPA"] = _torch_bias(q, k, v, operands["bias"])
     flops = 4 * length**2 * PREFILL_HEADS * HEAD_DIM
     return f"cpu/variant/{name}/1x{length}/8/d128/{dtype}", runs, 4 * q.nbytes, flops
 
 
+def _jax_bias(q: Any, k: Any, v: Any, bias: np.ndarray) -> Callable[[], Any]:
+    one = [x[None] for x in (q, k, v)]
+    attend = jax.jit(lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias=bias))
+    on_device = jnp.asarray(bias)
+    return lambda: attend(*one, on_device).block_until_ready()
+
+
 def _torch_bias(q: Any, k: Any, v: Any, bias: np.ndarray) -> Callable[[], Any]:
-    to = [torch.tensor(np.asarray(a)).transpose(0, 1)[None].contiguous() for a in (q, k, v)]
-    attn_mask = torch.tensor(bias)
+    dtype = torch.bfloat16 if q.dtype == jnp.bfloat16 else torch.float32
+    to = [torch.tensor(np.asarray(a, np.float32)).to(dtype) for a in (q, k, v)]
+    to = [a.transpose(0, 1)[None].contiguous() for a in to]
+    attn_mask = torch.tensor(np.asarray(bias, np.float32)).to(dtype)
 
     def run() -> Any:
         with torch.no_grad():
@@ -418,7 +429,9 @@ def _torch_bias(q: Any, k: Any, v: Any, bias: np.ndarray) -> Callable[[], Any]:
     return run
 
 
-def _variants(length: int) -> dict[str, tuple[Any, Any, dict[str, np.ndarray], dict[str, Any]]]:
+def _variants(
+    length: int, dtype: str
+) -> dict[str, tuple[Any, Any, dict[str, np.ndarray], dict[str, Any]]]:
     """logits, mask, operands and, where it is one, the built-in's fields of AttentionSpec."""
     rng = np.random.default_rng(0)
     heads = np.arange(1, PREFILL_HEADS + 1)
@@ -445,7 +458,7 @@ def _variants(length: int) -> dict[str, tuple[Any, Any, dict[str, np.ndarray], d
             {"doc": np.int32(np.arange(length) * 16 // length)},
             {},
         ),
-        "bias": (dense_bias, None, {"bias": array.astype(np.float32)}, {}),
+        "bias": (dense_bias, None, {"bias": array.astype(jnp.dtype(dtype))}, {}),
     }
 
 
@@ -492,7 +505,7 @@ def main() -> None:
     ]
     names = ("causal", "window", "soft_cap", "alibi", "t5", "documents")
     workloads += [(variant, "float32", 4096, name) for name in names]
-    workloads.append((variant, "float32", 2048, "bias"))
+    workloads += [(variant, dtype, 2048, "bias") for dtype in ("float32", "bfloat16")]
     for make, dtype, *shape in workloads:
         name, runs, num_bytes, flops = make(dtype, *shape)
         if arguments.only not in name:

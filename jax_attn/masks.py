@@ -391,11 +391,23 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
     indptr: [num_block_rows + 1], indices: [nnz], host integers: block row i, rows [i * rows,
         (i + 1) * rows) of q, sees block columns indices[indptr[i] : indptr[i + 1]].
     rows, columns: tokens of a block, 1 (vector sparse) and more.
-    num_columns: block columns that there are.
+    num_columns: block columns that there are. Nothing is seen beyond the last block row or column.
 
-    Raises ValueError for an index out of range.
+    Raises ValueError for an index out of range, and for an indptr that is not of these indices.
     """
     indptr, indices = np.asarray(indptr), np.asarray(indices)
+    for name, tokens in (("rows", rows), ("columns", columns)):
+        if tokens < 1:
+            raise ValueError(f"masks.block_sparse: {name}: expected tokens >= 1, got {tokens}.")
+    if len(indptr) == 0 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        raise ValueError(
+            f"masks.block_sparse: indptr: expected ascending numbers from 0 on, got {indptr}."
+        )
+    if indptr[-1] != len(indices):
+        raise ValueError(
+            f"masks.block_sparse: indices: expected indptr[-1] = {indptr[-1]} block columns, got"
+            f" {len(indices)}."
+        )
     bad = np.flatnonzero((indices < 0) | (indices >= num_columns))
     if len(bad):
         raise ValueError(
@@ -403,7 +415,8 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
             f" got {indices[bad[0]]}."
         )
     num_rows = len(indptr) - 1
-    dense = np.zeros((max(1, num_rows), -(-max(1, num_columns) // 32) * 32), bool)
+    # A row and a word more than there are: what an index beyond the last is clamped to.
+    dense = np.zeros((num_rows + 1, (-(-num_columns // 32) + 1) * 32), bool)
     dense[np.repeat(np.arange(num_rows), np.diff(indptr)), indices] = True
     bits = np.packbits(dense, axis=1, bitorder="little").view("<i4")
 

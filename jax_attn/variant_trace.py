@@ -157,7 +157,8 @@ def trace(
     ) as error:
         raise NotImplementedError(
             f"{OP}: {what}: Python control flow and numpy on traced values are not supported"
-            f" at {_raised_at(error)}; use jnp.where and jnp functions."
+            f" at {_raised_at(error)}; use jnp.where and jnp functions, and make an array that"
+                " they index one of the operands."
         ) from None
     except TypeError as error:
         if _Operand.__name__ not in str(error):

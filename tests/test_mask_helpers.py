@@ -198,6 +198,15 @@ def test_block_sparse_of_any_block(rows, columns):
     check(lengths, mask, is_exact=True, kv_indptr=None)
 
 
+def test_block_sparse_hides_what_is_beyond_its_blocks():
+    lengths = Lengths((300,), (700,))
+    mask = masks.block_sparse([0, 2, 3], [0, 4, 4], 100, 128, 5)
+    want = np.zeros((300, 700), bool)
+    want[:100, :128] = want[:200, 512:640] = True
+    np.testing.assert_array_equal(lengths.dense(mask), want)
+    check(lengths, mask, is_exact=True, kv_indptr=None)
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"masks.tree: parents\[2\]: expected -1 or a number b"):
         masks.tree([-1, 0, 2], [0, 3])
@@ -205,6 +214,12 @@ def test_bad_arguments_are_refused():
         masks.custom_mask(np.ones(5, bool), [0, 2], [3])
     with pytest.raises(ValueError, match=r"block_sparse: indices\[1\]: expected a block column in"):
         masks.block_sparse([0, 2], [0, 4], 1, 1, 4)
+    with pytest.raises(ValueError, match="block_sparse: columns: expected tokens >= 1, got 0"):
+        masks.block_sparse([0, 1], [0], 1, 0, 4)
+    with pytest.raises(ValueError, match="block_sparse: indptr: expected ascending numbers"):
+        masks.block_sparse([0, 2, 1], [0], 1, 1, 4)
+    with pytest.raises(ValueError, match=r"block_sparse: indices: expected indptr\[-1\] = 1 block"):
+        masks.block_sparse([0, 1], [0, 1, 2], 1, 1, 4)
 
 
 # ---- through the kernels -------------------------------------------------------------------------

@@ -186,6 +186,59 @@ def test_the_score_itself_after_a_soft_cap(backend):
     check(Case("", logits_soft_cap=2.0), *variant_of(lambda score, at: score))
 
 
+def row_alone(score, at, rows):
+    return rows[at.q_pos, at.kv_pos]
+
+
+def added_row(score, at, rows):
+    return score + rows[at.q_pos, at.kv_pos]
+
+
+def positive(at, rows):
+    return rows[at.q_pos, at.kv_pos] > 0
+
+
+@on_every_cpu
+@pytest.mark.parametrize("width", [1100, 200, 60])  # 200 and 60: the last element for keys beyond
+@pytest.mark.parametrize(
+    "logits, mask", [(row_alone, None), (added_row, None), (added_row, positive), (None, positive)]
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_rows_of_operands_by_position(dtype, logits, mask, width, backend):
+    rows = (4 * RNG.normal(size=(150, width))).astype(dtype)
+    variant, operands = variant_functions.variant_of({"rows": rows}, logits, mask)
+    check(Case("", contents=("normal",)), variant, operands, repeats=1)
+
+
+def documents_of_heads(at, q_doc, kv_doc):
+    return (kv_doc[at.kv_row] + at.head) % 3 == q_doc[at.q_row] % 2
+
+
+def window_of_heads(at):
+    return at.q_pos - at.kv_pos < 20 * (at.head + 1)
+
+
+def slopes_of_heads(at, slopes):
+    return slopes[at.head] * (at.q_pos - at.kv_pos) < 5
+
+
+def window_of_requests(at):
+    return at.q_pos - at.kv_pos < 20 * (at.request + 1)
+
+
+@on_every_cpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "mask",
+    [documents_of_heads, window_of_heads, slopes_of_heads, window_of_requests],
+    ids=lambda f: f.__name__,
+)
+def test_masks_that_rows_have_in_common(mask, causal, backend):
+    """Rows of a document, of a token, of a head: each sees what its own values say."""
+    case = Case("", contents=("normal",), causal=causal)
+    check(case, *variant_of(None, mask), repeats=1)
+
+
 # ---- single operations ---------------------------------------------------------------------------
 
 SPECIAL = np.array(
@@ -609,6 +662,10 @@ def closes_over(score, at):
     return score * jnp.asarray(OPERANDS["slopes"])[at.head]
 
 
+def indexes_numpy(score, at):
+    return score * OPERANDS["slopes"][at.head]
+
+
 def reads_as_a_whole(score, at, slopes):
     return score + jnp.sum(slopes)
 
@@ -629,6 +686,7 @@ def too_long(score, at):
             "primitive sin at .*variant.py:.*primitives abs",
         ),
         ({"logits": closes_over}, NotImplementedError, "logits: .*operand"),
+        ({"logits": indexes_numpy}, NotImplementedError, "numpy on .*one of the operands"),
         ({"logits": reads_as_a_whole}, NotImplementedError, "indexed.*test_variant.py:"),
         ({"logits": too_long}, NotImplementedError, "up to 128 values are supported, got"),
         ({"logits": lambda s, at: s.astype(jnp.bfloat16) * 2}, NotImplementedError, "bfloat16"),

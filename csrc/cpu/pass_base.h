@@ -457,20 +457,46 @@ class PassBase {
   // the first to the last key. A row that sees all between them needs no mask.
   JAX_ATTN_KERNEL void Narrow(i64 first, i64 n, i64 start, Range valid) {
     narrows_ = false;
+    const i32* mask = nullptr;
+    Range shown = valid;  // by the mask alone, which rows often have in common
+    bool is_stretch = true;
     for (i64 r = first; r < first + n; ++r) {
+      if (r == first || !buf_.variant.MasksAlike(r - 1, r)) {
+        mask = buf_.variant.Mask(r, valid.begin / Isa::kWidth * Isa::kWidth,
+                                 RoundUp(valid.end, Isa::kWidth));
+        shown = Trim(mask, valid);
+        is_stretch = ShowsAll(mask, shown);
+      }
       Range seen = VisibleTo(buf_.tokens[r], start, valid);
-      if (seen.begin >= seen.end) seen = {valid.begin, valid.begin};
-      const i32* mask = buf_.variant.Mask(r, seen.begin / Isa::kWidth * Isa::kWidth,
-                                          RoundUp(seen.end, Isa::kWidth));
-      while (seen.begin < seen.end && !mask[seen.begin]) ++seen.begin;
-      while (seen.begin < seen.end && !mask[seen.end - 1]) --seen.end;
-      i32 all = -1;
-      for (i64 t = seen.begin; t < seen.end; ++t) all &= mask[t];
+      seen = {Max(seen.begin, shown.begin), Min(seen.end, shown.end)};
+      if (seen.begin < seen.end && !is_stretch) seen = Trim(mask, seen);
+      buf_.is_stretch[r] = is_stretch || ShowsAll(mask, seen);
       if (seen.begin >= seen.end) seen = {valid.begin, valid.begin};
       buf_.seen[r] = seen;
-      buf_.is_stretch[r] = all != 0;
     }
     narrows_ = true;
+  }
+
+  // From the first to the last of `tokens` that the mask shows.
+  static Range Trim(const i32* mask, Range tokens) {
+    constexpr i64 kMany = 16;
+    const auto shows_none = [&](i64 t) {
+      i32 any = 0;
+      for (i64 i = 0; i < kMany; ++i) any |= mask[t + i];
+      return any == 0;
+    };
+    auto [begin, end] = tokens;
+    while (begin + kMany <= end && shows_none(begin)) begin += kMany;
+    while (begin < end && !mask[begin]) ++begin;
+    while (begin + kMany <= end && shows_none(end - kMany)) end -= kMany;
+    while (begin < end && !mask[end - 1]) --end;
+    return {begin, end};
+  }
+
+  static bool ShowsAll(const i32* mask, Range tokens) {
+    i32 all = -1;
+    for (i64 t = tokens.begin; t < tokens.end; ++t) all &= mask[t];
+    return all != 0;
   }
 
   // What the variant makes of the scores of n rows of the pass.

@@ -39,6 +39,7 @@ class VariantRun {
                                    (code->num_slots[kDiagHome] > 0 ? 2 * diagonal_lanes_ : 0));
     distances_ = diagonals_ + copies * diagonal_step_;
     logits_ = Take(scratch, code->num_slots[kLogitHome] * tile_kv);
+    views_ = reinterpret_cast<const i32**>(Take(scratch, 2 * code->num_slots[kLogitHome]));
   }
 
   size_t bytes() const { return bytes_; }
@@ -76,6 +77,7 @@ class VariantRun {
       Fact(kOpKvLen)[i] = params.kv_lens[item.request];
     }
     Run(c_->rows, kRowHome, 0, lanes_);
+    for (i32 i = 0; i < c_->num_slots[kLogitHome]; ++i) views_[i] = logits_ + i * tile_kv_;
   }
 
   // The block of keys at positions start on, of which `valid` are there. is_masked: whether the
@@ -126,12 +128,17 @@ class VariantRun {
     At(row);
     raw_ = reinterpret_cast<i32*>(s);
     if (masks) Run(c_->mask, kLogitHome, begin, end);
-    Run(masks ? c_->logits : c_->only_logits, kLogitHome, begin, end);
+    CodeRange range = masks ? c_->logits : c_->only_logits;
+    // What gives the logit is last, and takes the place of the scores.
+    const bool in_place = range.begin < range.end && c_->ops[range.end - 1].value == c_->logit;
+    range.end -= in_place;
+    Run(range, kLogitHome, begin, end);
+    if (in_place) RunOp(c_->ops[range.end], begin, end, raw_ + begin);
     i32 bits;
     memcpy(&bits, &hidden, 4);
     bool is_vector[2] = {true, true};
     const i32* logit =
-        c_->logit == kRawScore ? raw_ + begin : Find(c_->logit, begin, &is_vector[0]);
+        in_place || c_->logit == kRawScore ? raw_ + begin : Find(c_->logit, begin, &is_vector[0]);
     if (masks) {
       const i32* visible = Find(c_->visible, begin, &is_vector[1]);
       CodeOp select = {kOpSelect, kVariantF32, kVariantF32, 0, 0, 3, {}};
@@ -188,6 +195,17 @@ class VariantRun {
                          pass_.params->variant_operands[element.operand].dims, element.rank,
                          indices, partial, is_vector, d_logits + begin, end - begin);
     }
+  }
+
+  // Whether Mask gives the same for both rows.
+  bool MasksAlike(i64 a, i64 b) const {
+    for (i32 i = 0; i < c_->num_mask_rows; ++i) {
+      const i32* lanes = rows_ + c_->slot[c_->mask_rows[i]] * row_lanes_;
+      if (lanes[a] != lanes[b]) return false;
+    }
+    const i64 group = pass_.params->group_size;
+    return !c_->mask_has_diagonals ||
+           (!c_->diagonals_by_head && a % pass_.rows / group == b % pass_.rows / group);
   }
 
   // By key, 0 in [begin, end) where the variant hides it from the row.
@@ -302,6 +320,7 @@ class VariantRun {
 
   void At(i64 row) {
     row_ = row;
+    if (c_->num_slots[kDiagHome] == 0) return;  // nothing reads the others
     const i64 group = pass_.params->group_size;
     token_ = row % pass_.rows / group;
     head_ = c_->diagonals_by_head ? row / pass_.rows * group + row % group : 0;
@@ -356,7 +375,7 @@ class VariantRun {
         return lanes + (section_ == kDiagHome ? 0 : tokens_ - 1 - token_) + begin;
       }
       default:
-        return logits_ + slot * tile_kv_ + begin;
+        return views_[slot] + begin;
     }
   }
 
@@ -370,12 +389,17 @@ class VariantRun {
 
   void Run(CodeRange range, ValueHome section, i64 begin, i64 end) {
     section_ = section;
-    for (i32 i = range.begin; i < range.end; ++i) RunOp(c_->ops[i], begin, end);
+    for (i32 i = range.begin; i < range.end; ++i) {
+      const CodeOp& op = c_->ops[i];
+      bool of_value;
+      const i32* to = section == kLogitHome ? logits_ + c_->slot[op.value] * tile_kv_ + begin
+                                            : Find(op.value, begin, &of_value);
+      RunOp(op, begin, end, const_cast<i32*>(to));
+    }
   }
 
-  void RunOp(const CodeOp& op, i64 begin, i64 end) {
-    bool of_value;
-    i32* to = const_cast<i32*>(Find(op.value, begin, &of_value));
+  // The value of [begin, end) goes to `to`, or stays where an operand has it.
+  void RunOp(const CodeOp& op, i64 begin, i64 end, i32* to) {
     const i64 n = end - begin;
     switch (op.op) {
       case kOpConst: {
@@ -413,8 +437,14 @@ class VariantRun {
         const bool is_position = p_->instructions[op.args[a]].op == kOpKvPos;
         indices[a] = {args[a], is_vector[a], is_position && is_vector[a]};
       }
-      LoadOperand<Isa>(p_->operands[op.operand].type, pass_.params->variant_operands[op.operand],
-                       op.num_args, indices, n, to);
+      const i32 type = p_->operands[op.operand].type;
+      const VariantOperand& operand = pass_.params->variant_operands[op.operand];
+      const i32* at = LoadOperand<Isa>(type, operand, op.num_args, indices, n, tile_kv_, to);
+      if (section_ == kLogitHome && to != raw_ + begin) {
+        views_[c_->slot[op.value]] = at - begin;
+      } else if (at != to) {
+        memcpy(to, at, static_cast<size_t>(n) * 4);
+      }
       return;
     }
     const int vectors = is_vector[0] | is_vector[1] << 1 | is_vector[2] << 2;
@@ -425,14 +455,15 @@ class VariantRun {
   const VariantCode* c_ = nullptr;
   size_t bytes_ = 0;
   i64 tile_kv_ = 0, row_lanes_ = 0, diagonal_lanes_ = 0, diagonal_step_ = 0;
-  i32* facts_ = nullptr;      // [facts, row_lanes] of the rows
-  float* natural_ = nullptr;  // [row_lanes] scales
-  i32* mask_ = nullptr;       // [tile_kv]
-  i32* rows_ = nullptr;       // [slots, row_lanes]
-  i32* keys_ = nullptr;       // [2 + slots, tile_kv] kv_pos, kv_row, values
-  i32* diagonals_ = nullptr;  // [heads or 1, slots, diagonal_lanes]
-  i32* distances_ = nullptr;  // [2, diagonal_lanes] q_pos - kv_pos, zeros
-  i32* logits_ = nullptr;     // [slots, tile_kv]
+  i32* facts_ = nullptr;         // [facts, row_lanes] of the rows
+  float* natural_ = nullptr;     // [row_lanes] scales
+  i32* mask_ = nullptr;          // [tile_kv]
+  i32* rows_ = nullptr;          // [slots, row_lanes]
+  i32* keys_ = nullptr;          // [2 + slots, tile_kv] kv_pos, kv_row, values
+  i32* diagonals_ = nullptr;     // [heads or 1, slots, diagonal_lanes]
+  i32* distances_ = nullptr;     // [2, diagonal_lanes] q_pos - kv_pos, zeros
+  i32* logits_ = nullptr;        // [slots, tile_kv]
+  const i32** views_ = nullptr;  // [slots] of logits: where each value is
 
   VariantRows pass_ = {};
   float* const* d_operands_ = nullptr;

@@ -68,6 +68,7 @@ class CodeMaker {
     c_.mask = Section(kLogitHome, needs_mask_, nullptr);
     c_.logits = Section(kLogitHome, needs_logit_, needs_mask_);
     c_.only_logits = Section(kLogitHome, needs_logit_, nullptr);
+    FindMaskRows();
     if (bare) {
       c_.logits.begin = num_ops_;
       Emit({kOpMul, kVariantF32, kVariantF32, c_.logit, 0, 2, {kRawScore, kScoreScale}});
@@ -151,6 +152,19 @@ class CodeMaker {
       element.partial = keep(partial);
       element.rank = NumArgs(load);
       for (i32 a = 0; a < element.rank; ++a) element.indices[a] = keep(Arg(load, a));
+    }
+  }
+
+  // The values from outside that the mask of a row takes.
+  void FindMaskRows() {
+    bool takes[kNumCodeValues] = {};
+    if (c_.visible >= 0) takes[c_.visible] = true;
+    for (i32 i = c_.mask.begin; i < c_.mask.end; ++i) {
+      for (i32 a = 0; a < c_.ops[i].num_args; ++a) takes[c_.ops[i].args[a]] = true;
+    }
+    for (i32 i = 0; i < p_.num_instructions; ++i) {
+      if (takes[i] && c_.home[i] == kRowHome) c_.mask_rows[c_.num_mask_rows++] = i;
+      c_.mask_has_diagonals |= takes[i] && c_.home[i] == kDiagHome;
     }
   }
 

@@ -62,6 +62,10 @@ struct VariantCode {
   bool scales;             // raw scores become natural logits here, with the soft cap
   bool diagonals_by_head;  // diagonal values depend on the head
   bool reads_kv_rows;
+  // What of a row the mask takes, so that rows which have the same there see the same keys.
+  i32 num_mask_rows;
+  i32 mask_rows[kMaxInstructions];  // values of rows
+  bool mask_has_diagonals;
   // Of a gradient, all of them there after `logits`.
   i32 score;  // d logit / d score; -1: 1
   i32 num_elements;

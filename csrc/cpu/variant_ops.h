@@ -375,15 +375,13 @@ struct BoolByte {
 };
 inline i32 ElementBits(BoolByte x) { return x.byte != 0 ? -1 : 0; }
 
-template <typename T>
-constexpr bool IsInt32 = false;
-template <>
-constexpr bool IsInt32<i32> = true;
-
-// to[0, n) = operand[indices of the lane], each index clamped. indices: one an axis.
+// operand[indices of the lane] of n lanes, each index clamped, at the address that it returns:
+// `to`, or where they are in memory as they are. indices: one an axis. ahead: elements from a row's
+// lanes to those that are asked for next. It asks memory for them, because each row is elsewhere,
+// which no prefetcher foresees.
 template <class Isa, typename T>
-JAX_ATTN_KERNEL void LoadElements(const VariantOperand& operand, i32 rank, const Index* indices,
-                                  i64 n, i32* to) {
+JAX_ATTN_KERNEL const i32* LoadElements(const VariantOperand& operand, i32 rank,
+                                        const Index* indices, i64 n, i64 ahead, i32* to) {
   const T* data = static_cast<const T*>(operand.data);
   i64 stride = 1;
   i64 strides[kMaxOperandRank];
@@ -399,7 +397,7 @@ JAX_ATTN_KERNEL void LoadElements(const VariantOperand& operand, i32 rank, const
   }
   if (num_vectors == 0) {
     for (i64 j = 0; j < n; ++j) to[j] = ElementBits(*data);
-    return;
+    return to;
   }
   const i32 axis = vectors[0];
   const i32* index = indices[axis].at;
@@ -408,9 +406,12 @@ JAX_ATTN_KERNEL void LoadElements(const VariantOperand& operand, i32 rank, const
     const i64 first = index[0];
     i64 j = 0;
     if (first >= 0) {
-      if constexpr (IsInt32<T>) {
-        j = Max(0, Min(n, length - first));
-        memcpy(to, data + first, static_cast<size_t>(j) * 4);
+      constexpr i64 kLine = kCacheLine / static_cast<i64>(sizeof(T));
+      for (i64 at = first + ahead; at < Min(first + ahead + n, length); at += kLine) {
+        __builtin_prefetch(data + at, 0, 2);
+      }
+      if constexpr (sizeof(T) == 4) {
+        if (first + n <= length) return reinterpret_cast<const i32*>(data + first);
       } else if constexpr (sizeof(T) > 1) {
         for (; j + Isa::kWidth <= Min(n, length - first); j += Isa::kWidth) {
           Isa::Store(reinterpret_cast<float*>(to) + j, Isa::Load(data + first + j));
@@ -420,11 +421,11 @@ JAX_ATTN_KERNEL void LoadElements(const VariantOperand& operand, i32 rank, const
       }
     }
     for (; j < n; ++j) to[j] = ElementBits(data[Clamp(first + j, length)]);
-    return;
+    return to;
   }
   if (num_vectors == 1) {
     for (i64 j = 0; j < n; ++j) to[j] = ElementBits(data[Clamp(index[j], length) * step]);
-    return;
+    return to;
   }
   for (i64 j = 0; j < n; ++j) {
     i64 at = 0;
@@ -433,24 +434,25 @@ JAX_ATTN_KERNEL void LoadElements(const VariantOperand& operand, i32 rank, const
     }
     to[j] = ElementBits(data[at]);
   }
+  return to;
 }
 
 template <class Isa>
-void LoadOperand(i32 type, const VariantOperand& operand, i32 rank, const Index* indices, i64 n,
-                 i32* to) {
+const i32* LoadOperand(i32 type, const VariantOperand& operand, i32 rank, const Index* indices,
+                       i64 n, i64 ahead, i32* to) {
   switch (type) {
     case kOperandF32:
-      return LoadElements<Isa, float>(operand, rank, indices, n, to);
+      return LoadElements<Isa, float>(operand, rank, indices, n, ahead, to);
     case kOperandBF16:
-      return LoadElements<Isa, Bf16>(operand, rank, indices, n, to);
+      return LoadElements<Isa, Bf16>(operand, rank, indices, n, ahead, to);
     case kOperandF16:
-      return LoadElements<Isa, F16>(operand, rank, indices, n, to);
+      return LoadElements<Isa, F16>(operand, rank, indices, n, ahead, to);
     case kOperandI32:
-      return LoadElements<Isa, i32>(operand, rank, indices, n, to);
+      return LoadElements<Isa, i32>(operand, rank, indices, n, ahead, to);
     case kOperandU8:
-      return LoadElements<Isa, uint8_t>(operand, rank, indices, n, to);
+      return LoadElements<Isa, uint8_t>(operand, rank, indices, n, ahead, to);
     default:
-      return LoadElements<Isa, BoolByte>(operand, rank, indices, n, to);
+      return LoadElements<Isa, BoolByte>(operand, rank, indices, n, ahead, to);
   }
 }
 
