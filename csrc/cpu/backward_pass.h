@@ -173,12 +173,13 @@ class BackwardPass {
   static constexpr i64 kSize = sizeof(T), kLanes = Buffers::kLogitLanes;
 
  public:
-  BackwardPass(const BackwardParams& params, const CpuGeometry& g, const WorkItem& item,
+  BackwardPass(const BackwardParams& params, const CpuGeometry& g, const BackwardTask& task,
                void* scratch)
       : params_(params),
         p_(params.forward),
-        item_(item),
-        rows_(i64{item.qo_len} * params.forward.group_size),
+        task_(task),
+        item_(task.item),
+        rows_(i64{task.item.qo_len} * params.forward.group_size),
         rule_(MakeRule(params.forward)),
         buf_(params.forward, g, scratch) {}
 
@@ -189,9 +190,8 @@ class BackwardPass {
       AddBlock(start);
     }
     for (i64 r = 0; r < rows_; ++r) {
-      float* to = params_.d_q + buf_.heads[r] * p_.head_dim_qk;
-      FetchRowAhead(to, p_.num_qo_heads, p_.head_dim_qk);
-      AddRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, to);
+      PutRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, task_.row_uses[buf_.tokens[r]],
+             task_.d_q, buf_.heads[r] / p_.num_qo_heads, r % p_.group_size);
     }
   }
 
@@ -285,11 +285,22 @@ class BackwardPass {
     for (i64 i = 0; i < n; i += Isa::kWidth) Isa::Store(x + i, Isa::Zero());
   }
 
-  // to += from.
-  static void AddRow(const float* from, i64 n, float* to) {
+  // from, part of a sum of n elements, to that of row `row` and the head-th of its heads.
+  static void PutRow(const float* from, i64 n, uint8_t use, const BackwardRows& to, i64 row,
+                     i64 head) {
+    float* const sum = to.sums + row * to.sums_stride + head * n;
+    T* const result = static_cast<T*>(to.results) + row * to.stride + head * n;
+    if (use & kAddsToSum) FetchRowAhead(sum, to.sums_stride / n, n);
+    if (use & kEndsSum) FetchRowAhead(result, to.stride / n, n);
     for (i64 i = 0; i < n; i += Isa::kWidth) {
       const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
-      Isa::StoreFirst(to + i, Isa::Add(Isa::LoadFirst(to + i, lanes), Isa::Load(from + i)), lanes);
+      Vec x = Isa::Load(from + i);
+      if (use & kAddsToSum) x = Isa::Add(Isa::LoadFirst(sum + i, lanes), x);
+      if (use & kEndsSum) {
+        Isa::StoreFirst(result + i, x, lanes);
+      } else {
+        Isa::StoreFirst(sum + i, x, lanes);
+      }
     }
   }
 
@@ -357,11 +368,10 @@ class BackwardPass {
     if (is_first) ClearKeys(valid.begin, valid.end);
     if (any_nan_row_ || any_nan_key_) SpreadNan(start, valid);
     for (i64 t = valid.begin; t < valid.end; ++t) {
-      const i64 row = buf_.kv_rows[t] * p_.num_kv_heads + item_.kv_head;
-      FetchRowAhead(params_.d_k + row * p_.head_dim_qk, p_.num_kv_heads, p_.head_dim_qk);
-      FetchRowAhead(params_.d_v + row * p_.head_dim_vo, p_.num_kv_heads, p_.head_dim_vo);
-      AddRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, params_.d_k + row * p_.head_dim_qk);
-      AddRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, params_.d_v + row * p_.head_dim_vo);
+      const uint8_t use = task_.key_uses[start + t - item_.kv_begin];
+      const i64 row = buf_.kv_rows[t];
+      PutRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, use, task_.d_k, row, 0);
+      PutRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, use, task_.d_v, row, 0);
     }
   }
 
@@ -702,7 +712,8 @@ class BackwardPass {
 
   const BackwardParams& params_;
   const AttentionParams& p_;
-  const WorkItem item_;
+  const BackwardTask& task_;
+  const WorkItem& item_;
   const i64 rows_;
   const Rule rule_;
   BackwardBuffers<Isa, T> buf_;
@@ -715,18 +726,10 @@ size_t BackwardScratchBytes(const AttentionParams& params, const CpuGeometry& g)
 }
 
 template <class Isa, typename T>
-void RunBackward(const BackwardParams& params, const CpuGeometry& g, const WorkItem& item,
+void RunBackward(const BackwardParams& params, const CpuGeometry& g, const BackwardTask& task,
                  void* scratch) {
-  BackwardPass<Isa, T>(params, g, item, scratch).Run();
+  BackwardPass<Isa, T>(params, g, task, scratch).Run();
   ReleaseTiles<Isa>();
-}
-
-template <class Isa, typename T>
-void RoundRow(const float* from, i64 n, void* to) {
-  for (i64 i = 0; i < n; i += Isa::kWidth) {
-    const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
-    Isa::StoreFirst(static_cast<T*>(to) + i, Isa::LoadFirst(from + i, lanes), lanes);
-  }
 }
 
 }  // namespace
