@@ -16,14 +16,15 @@ namespace jax_attn {
 namespace {
 
 // Keys of a task, at most, and rows, if items may be joined. Many, because it loads keys and rows
-// anew, and adds their gradients to sums in memory; few, because tasks that write the same rows wait
-// for each other.
+// anew, and adds their gradients to sums in memory; few, because tasks that write the same rows
+// wait for each other.
 constexpr int64_t kTaskKeys = 512, kTaskRows = 512;
 
 // An item of the plan, or several, over a part of the span.
 struct Task {
   WorkItem item;
-  i64 uses;  // of the first row, where the graph has SumUses: of the item's tokens, then of its keys
+  i64 uses;  // of the first row, where the graph has SumUses: of the item's tokens, then of its
+             // keys
 };
 
 // Which tasks write the same sums of a variant's operands.
@@ -317,8 +318,8 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
       {results.d_v, kv_heads * spec.head_dim_vo, num_layers, layer, graph.unwritten_keys()},
   };
   const int64_t element = ElementBytes(spec.dtype);
-  // Of head 0, and how much further on those of the next head are. Sums that are no results lie head
-  // by head, so that those of a task are one stretch of memory.
+  // Of head 0, and how much further on those of the next head are. Sums that are no results lie
+  // head by head, so that those of a task are one stretch of memory.
   BackwardRows rows[3];
   int64_t next_sums[3], next_results[3];
   float* sums = results.sums;

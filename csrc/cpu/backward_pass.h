@@ -73,12 +73,12 @@ struct BackwardBuffers {
   static constexpr i64 kLogitLanes = kBackwardRows + 16;  // between keys
   float* s;                                               // [tile_kv, kLogitLanes] logits, then P
   float* d_s;                                             // [tile_kv, kLogitLanes]
-  float* p_pairs;          // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
-  float* d_s_pairs;        // kDot: dS likewise
+  float* p_pairs;    // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
+  float* d_s_pairs;  // kDot: dS likewise
   // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]; kTiled: row by row, [kBackwardRows,
   // token_lanes].
   float* d_s_token_pairs;
-  char* zeros;             // a row
+  char* zeros;  // a row
   // With a variant.
   VariantRun<Isa> variant;
   float* ones;      // [max_rows]
@@ -427,9 +427,7 @@ class BackwardPass {
   }
 
   // What a product takes to multiply depth `range`.
-  static Range Whole(Range range) {
-    return {range.begin / kCut * kCut, RoundUp(range.end, kCut)};
-  }
+  static Range Whole(Range range) { return {range.begin / kCut * kCut, RoundUp(range.end, kCut)}; }
 
   // A row of lanes that multiply: f32, or pairs of bf16 as they are.
   static void CopyRow(const char* from, i64 n, float* to) {
