@@ -18,7 +18,7 @@ namespace {
 // Keys of a task, at most, and rows, if items may be joined. Many, because it loads keys and rows
 // anew, and adds their gradients to sums in memory; few, because tasks that write the same rows
 // wait for each other.
-constexpr int64_t kTaskKeys = 512, kTaskRows = 512;
+constexpr int64_t kTaskKeys = 1024, kTaskRows = 512;
 
 // An item of the plan, or several, over a part of the span.
 struct Task {
