@@ -328,7 +328,7 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
     char* const data = static_cast<char*>(r.data);
     char* const own = data + r.layer * r.size * element;
     const auto num_rows = static_cast<int64_t>(r.unwritten.size());  // of all heads
-    const int64_t row = num_rows > 0 ? r.size / num_rows : 0, whole = row * spec.num_kv_heads;
+    const int64_t row = num_rows > 0 ? r.size / num_rows : 1, whole = row * spec.num_kv_heads;
     next_results[i] = row * element;
     if (spec.dtype == kF32) {
       rows[i] = {reinterpret_cast<float*>(own), whole, own, whole};
