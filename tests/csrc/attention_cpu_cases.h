@@ -20,7 +20,6 @@
 #include "amx_emulation.h"
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
-#include "cpu/task_pool.h"
 
 namespace jax_attn {
 namespace {
@@ -396,24 +395,6 @@ AttentionParams ParamsOf(const Problem& p, const PlanData& plan) {
   a.sm_scale = p.scale();
   a.logits_soft_cap = c.soft_cap;
   return a;
-}
-
-Output Run(const Problem& p, const PlanData& plan, TaskPool& pool) {
-  const Case& c = p.c;
-  Output out{Array(c.dtype, p.max_qo * c.num_qo_heads * c.dvo),
-             std::vector<float>(p.max_qo * c.num_qo_heads, kNan)};
-  for (int64_t i = 0; i < p.max_qo * c.num_qo_heads * c.dvo; ++i) out.o.Set(i, kNan);
-  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo}, kNan);
-  std::vector<RowState> partial_states(plan.header.num_partial_rows, {kNan, kNan});
-  std::vector<i32> counters(plan.groups.size(), -1);
-  AttentionParams a = ParamsOf(p, plan);
-  a.o = out.o.bytes.data();
-  a.lse = out.lse.data();
-  a.merge_counters = counters.data();
-  a.partial_states = partial_states.data();
-  a.partial_o = partial_o.data();
-  AttentionCpu(p.problem, a, pool);
-  return out;
 }
 
 }  // namespace

@@ -2,11 +2,30 @@
 #include "attention_cpu_cases.h"
 #include "cpu/append.h"
 #include "cpu/merge.h"
+#include "cpu/task_pool.h"
 #include "merge_trees.h"
 #include "thread_pool.h"
 
 namespace jax_attn {
 namespace {
+
+Output Run(const Problem& p, const PlanData& plan, TaskPool& pool) {
+  const Case& c = p.c;
+  Output out{Array(c.dtype, p.max_qo * c.num_qo_heads * c.dvo),
+             std::vector<float>(p.max_qo * c.num_qo_heads, kNan)};
+  for (int64_t i = 0; i < p.max_qo * c.num_qo_heads * c.dvo; ++i) out.o.Set(i, kNan);
+  std::vector<float> partial_o(plan.header.num_partial_rows * int64_t{c.dvo}, kNan);
+  std::vector<RowState> partial_states(plan.header.num_partial_rows, {kNan, kNan});
+  std::vector<i32> counters(plan.groups.size(), -1);
+  AttentionParams a = ParamsOf(p, plan);
+  a.o = out.o.bytes.data();
+  a.lse = out.lse.data();
+  a.merge_counters = counters.data();
+  a.partial_states = partial_states.data();
+  a.partial_o = partial_o.data();
+  AttentionCpu(p.problem, a, pool);
+  return out;
+}
 
 bool SameBits(const Output& a, const Output& b) {
   return a.o.bytes == b.o.bytes && std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * 4) == 0;

@@ -23,13 +23,13 @@ struct Cotangents {
   }
 };
 
-// A gradient, and what its terms are in sum without their signs.
+// A gradient, and what its terms are in sum without their signs, those of differences likewise.
 struct Gradient {
   std::vector<double> value, size;
   explicit Gradient(int64_t n) : value(n), size(n) {}
-  void Add(int64_t i, double x) {
+  void Add(int64_t i, double x, double size_of_x) {
     value[i] += x;
-    size[i] += std::fabs(x);
+    size[i] += size_of_x;
   }
 };
 
@@ -61,7 +61,7 @@ Gradients ReferenceGradients(const Problem& p, const Cotangents& of) {
           if (c.window_left >= 0 && j < pos - c.window_left) continue;
           if (c.window_right >= 0 && j > pos + c.window_right) continue;
           const int64_t slot = p.slots[p.slot_begin[r] + j] * c.num_kv_heads + h / group;
-          double s = 0, d_p = 0, slope = p.scale();
+          double s = 0, d_p = 0, d_p_size = 0, slope = p.scale();
           for (int x = 0; x < c.dqk; ++x) s += p.q.Get(row * c.dqk + x) * p.k.Get(slot * c.dqk + x);
           s *= p.scale();
           if (c.soft_cap > 0) {
@@ -70,15 +70,20 @@ Gradients ReferenceGradients(const Problem& p, const Cotangents& of) {
             slope *= 1 - tanh * tanh;
           }
           for (int x = 0; x < c.dvo; ++x) {
-            d_p += of.d_o.Get(row * c.dvo + x) * p.v.Get(slot * c.dvo + x);
+            const double term = of.d_o.Get(row * c.dvo + x) * p.v.Get(slot * c.dvo + x);
+            d_p += term;
+            d_p_size += std::fabs(term);
           }
           const double w = std::exp(s - forward.lse[row]), d_s = w * (d_p - d) * slope;
+          const double d_s_size = w * (d_p_size + std::fabs(d)) * slope;
           for (int x = 0; x < c.dvo; ++x) {
-            g.d_v.Add(slot * c.dvo + x, w * of.d_o.Get(row * c.dvo + x));
+            const double term = w * of.d_o.Get(row * c.dvo + x);
+            g.d_v.Add(slot * c.dvo + x, term, std::fabs(term));
           }
           for (int x = 0; x < c.dqk; ++x) {
-            g.d_k.Add(slot * c.dqk + x, d_s * p.q.Get(row * c.dqk + x));
-            g.d_q.Add(row * c.dqk + x, d_s * p.k.Get(slot * c.dqk + x));
+            const double q = p.q.Get(row * c.dqk + x), k = p.k.Get(slot * c.dqk + x);
+            g.d_k.Add(slot * c.dqk + x, d_s * q, d_s_size * std::fabs(q));
+            g.d_q.Add(row * c.dqk + x, d_s * k, d_s_size * std::fabs(k));
           }
         }
       }
