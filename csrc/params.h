@@ -386,11 +386,8 @@ struct BackwardParams {
   const float* lse;  // [max_qo_tokens, num_qo_heads] natural log, of the forward pass
   const float* d;    // [max_qo_tokens, num_qo_heads] sum over head_dim_vo of d_o * o, minus d_lse
   const void* d_o;   // [max_qo_tokens, num_qo_heads, head_dim_vo]
-  // Sums, 0 at entry. Of k and v: the rows of one layer.
-  float* d_q;  // [max_qo_tokens, num_qo_heads, head_dim_qk]
-  float* d_k;  // [num_pages * page_size, num_kv_heads, head_dim_qk]; ragged [max_kv_tokens, ...]
-  float* d_v;  // the same with head_dim_vo
-  // Of a variant's operands, in their shapes; null: of no floats, or nobody wants them.
+  // Sums, 0 at entry, of a variant's operands, in their shapes; null: of no floats, or nobody wants
+  // them.
   float* d_operands[kMaxVariantOperands];
 };
 

@@ -15,13 +15,16 @@
 namespace jax_attn {
 namespace {
 
-// Keys of a task, at most. Long, because it loads its rows anew; short, because tasks that write
-// the same rows wait for each other.
-constexpr int64_t kTaskKeys = 512;
+// Keys of a task, at most, and rows, if items may be joined. Many, because it loads keys and rows
+// anew, and adds their gradients to sums in memory; few, because tasks that write the same rows
+// wait for each other.
+constexpr int64_t kTaskKeys = 1024, kTaskRows = 512;
 
-// An item of the plan over a part of its span, or of its step list.
+// An item of the plan, or several, over a part of the span or of the step list.
 struct Task {
-  i32 item, kv_begin, kv_end;
+  WorkItem item;
+  i64 uses;  // of the first row, where the graph has SumUses: of the item's tokens, then of its
+             // keys
 };
 
 // Which tasks write the same sums of a variant's operands.
@@ -35,31 +38,42 @@ class TaskGraph {
   TaskGraph(const AttentionParams& p, int64_t tile_kv, int64_t num_kv_rows,
             OperandSums operand_sums)
       : p_(p), tile_kv_(tile_kv), operand_sums_(operand_sums) {
-    std::vector<std::vector<i32>> items(p.num_kv_heads);  // of a head
+    std::vector<std::vector<WorkItem>> items(p.num_kv_heads);  // of a head
     for (i32 i = 0; i < p.header->num_items; ++i) {
       const WorkItem& item = p.items[i];
-      if (item.qo_len > 0 && item.kv_begin < item.kv_end) items[item.kv_head].push_back(i);
+      if (item.qo_len == 0 || item.kv_begin >= item.kv_end) continue;
+      std::vector<WorkItem>& of_head = items[item.kv_head];
+      if (of_head.empty() || !Join(item, &of_head.back())) of_head.push_back(item);
     }
-    std::vector<i32> last_of_token(p.max_qo_tokens), last_of_kv(num_kv_rows);
-    for (const std::vector<i32>& of_head : items) {
-      std::fill(last_of_token.begin(), last_of_token.end(), -1);
-      std::fill(last_of_kv.begin(), last_of_kv.end(), -1);
-      if (operand_sums_ == OperandSums::kOfHead) last_of_operands_ = -1;
+    std::vector<Writer> tokens(p.max_qo_tokens), keys(num_kv_rows);
+    unwritten_tokens_.resize(p.num_kv_heads * tokens.size());
+    unwritten_keys_.resize(p.num_kv_heads * keys.size());
+    for (size_t head = 0; head < items.size(); ++head) {
+      std::fill(tokens.begin(), tokens.end(), Writer{});
+      std::fill(keys.begin(), keys.end(), Writer{});
+      if (operand_sums_ == OperandSums::kOfHead) last_of_operands_ = {};
       const size_t begin = tasks_.size();
-      ListTasks(of_head);
-      for (size_t i = begin; i < tasks_.size(); ++i) {
-        Connect(static_cast<i32>(i), &last_of_token, &last_of_kv);
-      }
+      ListTasks(items[head]);
+      for (size_t i = begin; i < tasks_.size(); ++i) Connect(static_cast<i32>(i), &tokens, &keys);
+      const auto mark = [&](const std::vector<Writer>& rows, std::vector<uint8_t>* unwritten) {
+        for (size_t i = 0; i < rows.size(); ++i) {
+          (*unwritten)[head + i * items.size()] = rows[i].task < 0;
+        }
+      };
+      mark(tokens, &unwritten_tokens_);
+      mark(keys, &unwritten_keys_);
     }
   }
 
   size_t num_tasks() const { return tasks_.size(); }
-  WorkItem ItemOf(i32 task) const {
-    WorkItem item = p_.items[tasks_[task].item];
-    item.kv_begin = tasks_[task].kv_begin;
-    item.kv_end = tasks_[task].kv_end;
-    return item;
+  // Without sums and results.
+  BackwardTask TaskOf(i32 task) const {
+    const auto& [item, uses] = tasks_[task];
+    return {item, {}, {}, {}, &uses_[uses], &uses_[uses + item.qo_len]};
   }
+  // 1 for rows of d_q, or of d_k and d_v, that no task writes: [rows, num_kv_heads].
+  const std::vector<uint8_t>& unwritten_tokens() const { return unwritten_tokens_; }
+  const std::vector<uint8_t>& unwritten_keys() const { return unwritten_keys_; }
 
   // Calls fn(task) for those that nobody has to finish before.
   template <typename Fn>
@@ -78,25 +92,47 @@ class TaskGraph {
   }
 
  private:
+  // Who wrote a row last, and where its SumUse is.
+  struct Writer {
+    i32 task = -1;
+    i64 use = -1;
+  };
+
+  // Makes an item of two, if the second continues the first: rows that see all of their keys in one
+  // item, of one request. Not with step lists, as items have lists of their own.
+  bool Join(const WorkItem& next, WorkItem* item) const {
+    const bool continues = p_.steps == nullptr && item->num_groups == 0 && next.num_groups == 0 &&
+                           item->qo_begin + item->qo_len == next.qo_begin &&
+                           item->q_pos + item->qo_len == next.q_pos &&
+                           item->kv_base == next.kv_base && item->request == next.request;
+    if (!continues || (item->qo_len + next.qo_len) * p_.group_size > kTaskRows) return false;
+    item->qo_len += next.qo_len;
+    item->kv_begin = std::min(item->kv_begin, next.kv_begin);
+    item->kv_end = std::max(item->kv_end, next.kv_end);
+    return true;
+  }
+
   // The tasks of one head. In round t each item has the t-th part of its span, counted from one
   // that differs from item to item: so those of a round write different rows of d_k and d_v, and
   // few wait.
-  void ListTasks(const std::vector<i32>& items) {
-    const auto parts = [&](i32 i) {
-      const WorkItem& item = p_.items[i];
+  void ListTasks(const std::vector<WorkItem>& items) {
+    const auto parts = [&](const WorkItem& item) {
       return (item.kv_end - 1) / kTaskKeys - item.kv_begin / kTaskKeys + 1;
     };
     int64_t rounds = 0;
-    for (i32 i : items) rounds = std::max(rounds, parts(i));
+    for (const WorkItem& item : items) rounds = std::max(rounds, parts(item));
     for (int64_t round = 0; round < rounds; ++round) {
       for (size_t m = 0; m < items.size(); ++m) {
-        const WorkItem& item = p_.items[items[m]];
-        const int64_t num = parts(items[m]);
+        WorkItem item = items[m];
+        const int64_t num = parts(item);
         if (round >= num) continue;
         const int64_t part = item.kv_begin / kTaskKeys + (static_cast<int64_t>(m) + round) % num;
-        const auto begin = static_cast<i32>(std::max<int64_t>(item.kv_begin, part * kTaskKeys));
-        const auto end = static_cast<i32>(std::min<int64_t>(item.kv_end, (part + 1) * kTaskKeys));
-        tasks_.push_back({items[m], begin, end});
+        item.kv_begin = static_cast<i32>(std::max<int64_t>(item.kv_begin, part * kTaskKeys));
+        item.kv_end = static_cast<i32>(std::min<int64_t>(item.kv_end, (part + 1) * kTaskKeys));
+        tasks_.push_back({item, static_cast<i64>(uses_.size())});
+        int64_t num_keys = 0;
+        ForKeys(item, [&](int64_t begin, int64_t end) { num_keys += end - begin; });
+        uses_.resize(uses_.size() + item.qo_len + num_keys);
         waits_for_.push_back(0);
         first_edge_.push_back(-1);
         newest_successor_.push_back(-1);
@@ -104,8 +140,8 @@ class TaskGraph {
     }
   }
 
-  void Connect(i32 task, std::vector<i32>* last_of_token, std::vector<i32>* last_of_kv) {
-    const WorkItem item = ItemOf(task);
+  void Connect(i32 task, std::vector<Writer>* tokens, std::vector<Writer>* keys) {
+    const WorkItem& item = tasks_[task].item;
     const auto wait_for = [&](i32* last) {
       if (*last >= 0 && *last != task && newest_successor_[*last] != task) {
         newest_successor_[*last] = task;
@@ -115,13 +151,19 @@ class TaskGraph {
       }
       *last = task;
     };
+    i64 use = tasks_[task].uses;
+    const auto write = [&](Writer* last) {
+      if (last->use >= 0) uses_[last->use] &= static_cast<uint8_t>(~kEndsSum);
+      uses_[use] = static_cast<uint8_t>(kEndsSum | (last->use >= 0 ? kAddsToSum : 0));
+      last->use = use++;
+      wait_for(&last->task);
+    };
     if (operand_sums_ != OperandSums::kNone) wait_for(&last_of_operands_);
     for (i32 t = 0; t < item.qo_len; ++t) {
       const i32 at = item.qo_begin + t;
-      wait_for(&(*last_of_token)[item.num_groups > 1 ? p_.qo_indices[at] : at]);
+      write(&(*tokens)[item.num_groups > 1 ? p_.qo_indices[at] : at]);
     }
-    const Range span = SpanOf(p_, item);
-    const auto wait_for_keys = [&](int64_t pos, int64_t end) {
+    ForKeys(item, [&](int64_t pos, int64_t end) {
       while (pos < end) {
         int64_t row = item.kv_base + pos, n = end - pos;
         if (p_.page_size > 0) {
@@ -129,14 +171,21 @@ class TaskGraph {
           row = int64_t{p_.page_indices[item.kv_base + pos / p_.page_size]} * p_.page_size + slot;
           n = std::min(n, p_.page_size - slot);
         }
-        for (int64_t i = 0; i < n; ++i) wait_for(&(*last_of_kv)[row + i]);
+        for (int64_t i = 0; i < n; ++i) write(&(*keys)[row + i]);
         pos += n;
       }
-    };
-    if (p_.steps == nullptr) return wait_for_keys(span.begin, span.end);
+    });
+  }
+
+  // Calls fn(begin, end) for the positions of keys that the kernel reads, in its order.
+  template <typename Fn>
+  void ForKeys(const WorkItem& item, Fn&& fn) const {
+    const Range span = SpanOf(p_, item);
+    if (p_.steps == nullptr) return fn(span.begin, span.end);
     for (int64_t i = item.kv_begin / tile_kv_; i * tile_kv_ < item.kv_end; ++i) {
       const i64 start = (p_.steps[i] >> 1) * tile_kv_;
-      wait_for_keys(std::max(span.begin, start), std::min<i64>(span.end, start + tile_kv_));
+      const i64 begin = std::max(span.begin, start), end = std::min(span.end, start + tile_kv_);
+      if (begin < end) fn(begin, end);
     }
   }
 
@@ -149,6 +198,8 @@ class TaskGraph {
   const OperandSums operand_sums_;
   i32 last_of_operands_ = -1;
   std::vector<Task> tasks_;
+  std::vector<uint8_t> uses_;  // SumUse of rows of tasks
+  std::vector<uint8_t> unwritten_tokens_, unwritten_keys_;
   std::vector<i32> waits_for_;         // tasks that are not finished
   std::vector<i32> first_edge_;        // of a task
   std::vector<i32> newest_successor_;  // the task that an edge was added to last
@@ -195,11 +246,12 @@ class Runner {
   size_t left_;
 };
 
-// fn(begin, end) for [0, n) in pieces that are worth waking a thread for.
-void ForPieces(TaskPool& pool, int64_t n, const std::function<void(int64_t, int64_t)>& fn) {
-  constexpr int64_t kPiece = 1 << 18;
-  ParallelFor(pool, (n + kPiece - 1) / kPiece,
-              [&](int64_t i) { fn(i * kPiece, std::min(n, (i + 1) * kPiece)); });
+// fn(begin, end) for [0, n), rows of `row` elements, in pieces that are worth waking a thread for.
+void ForPieces(TaskPool& pool, int64_t n, int64_t row,
+               const std::function<void(int64_t, int64_t)>& fn) {
+  const int64_t piece = std::max<int64_t>(1, (1 << 18) / row);
+  ParallelFor(pool, (n + piece - 1) / piece,
+              [&](int64_t i) { fn(i * piece, std::min(n, (i + 1) * piece)); });
 }
 
 // Rows of a layer of k and v.
@@ -260,6 +312,7 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
   const AttentionParams& p = params.forward;
   const CpuBackwardKernels& kernels = *ActiveKernels().backward[spec.dtype];
   CpuGeometry geometry = MakeGeometry(problem.config);
+  geometry.max_rows = std::max<i64>(geometry.max_rows, kTaskRows);
   VariantCode code;
   if (problem.program.present) {
     MakeVariantCode(gradient.program, spec.logits_soft_cap > 0, &gradient, &code);
@@ -267,60 +320,80 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
     geometry.code = &code;
   }
   const int64_t kv_rows = KvRows(spec, p.num_pages), layer = p.layer ? *p.layer : 0;
-  // Of each result: the elements of a layer, those of all, and which layer sums go to.
+  TaskGraph graph(p, geometry.tile_kv, kv_rows, SumsOf(gradient, p, results.operands));
+  // Of each result: the elements of a layer, those of all, which layer sums go to, and which of its
+  // rows no task writes.
   struct Result {
     void* data;
-    float** sum;
     int64_t size, num_layers, layer;
+    const std::vector<uint8_t>& unwritten;
   };
   const int64_t kv_heads = kv_rows * spec.num_kv_heads, num_layers = p.page_size ? p.num_layers : 1;
   const Result all[] = {
-      {results.d_q, &params.d_q, spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_qk, 1, 0},
-      {results.d_k, &params.d_k, kv_heads * spec.head_dim_qk, num_layers, layer},
-      {results.d_v, &params.d_v, kv_heads * spec.head_dim_vo, num_layers, layer},
+      {results.d_q, spec.max_qo_tokens * spec.num_qo_heads * spec.head_dim_qk, 1, 0,
+       graph.unwritten_tokens()},
+      {results.d_k, kv_heads * spec.head_dim_qk, num_layers, layer, graph.unwritten_keys()},
+      {results.d_v, kv_heads * spec.head_dim_vo, num_layers, layer, graph.unwritten_keys()},
   };
   const int64_t element = ElementBytes(spec.dtype);
+  // Of head 0, and how much further on those of the next head are. Sums that are no results lie
+  // head by head, so that those of a task are one stretch of memory.
+  BackwardRows rows[3];
+  int64_t next_sums[3], next_results[3];
   float* sums = results.sums;
-  for (const Result& r : all) {
+  for (int i = 0; i < 3; ++i) {
+    const Result& r = all[i];
     char* const data = static_cast<char*>(r.data);
-    const bool in_place = spec.dtype == kF32;
-    *r.sum = in_place ? static_cast<float*>(r.data) + r.layer * r.size : sums;
-    if (!in_place) {
+    char* const own = data + r.layer * r.size * element;
+    const auto num_rows = static_cast<int64_t>(r.unwritten.size());  // of all heads
+    const int64_t row = num_rows > 0 ? r.size / num_rows : 1, whole = row * spec.num_kv_heads;
+    next_results[i] = row * element;
+    if (spec.dtype == kF32) {
+      rows[i] = {reinterpret_cast<float*>(own), whole, own, whole};
+      next_sums[i] = row;
+    } else {
+      rows[i] = {sums, row, own, whole};
+      next_sums[i] = r.size / spec.num_kv_heads;
       sums += r.size;
-      ForPieces(pool, r.size, [&](int64_t begin, int64_t end) {
-        std::memset(*r.sum + begin, 0, (end - begin) * sizeof(float));
-      });
     }
-    ForPieces(pool, r.size * r.num_layers, [&](int64_t begin, int64_t end) {
-      std::memset(data + begin * element, 0, (end - begin) * element);
+    const auto clear = [&](char* from, int64_t size) {
+      ForPieces(pool, size, 1, [&](int64_t begin, int64_t end) {
+        std::memset(from + begin * element, 0, (end - begin) * element);
+      });
+    };
+    clear(data, r.layer * r.size);
+    clear(own + r.size * element, (r.num_layers - r.layer - 1) * r.size);
+    ForPieces(pool, num_rows, row, [&](int64_t begin, int64_t end) {
+      for (int64_t at = begin; at < end; ++at) {
+        if (r.unwritten[at]) std::memset(own + at * row * element, 0, row * element);
+      }
     });
   }
   for (const BackwardResults::OfOperand& r : results.operands) {
-    ForPieces(pool, r.num_copies * r.size, [&](int64_t begin, int64_t end) {
+    ForPieces(pool, r.num_copies * r.size, 1, [&](int64_t begin, int64_t end) {
       std::memset(r.data + begin, 0, (end - begin) * sizeof(float));
     });
   }
   const std::vector<i32> read = OperandsOf(gradient);
-  TaskGraph graph(p, geometry.tile_kv, kv_rows, SumsOf(gradient, p, results.operands));
-  const std::function<void(i32)> run = [&](i32 task) {
-    const WorkItem item = graph.ItemOf(task);
+  const std::function<void(i32)> run = [&](i32 index) {
+    BackwardTask task = graph.TaskOf(index);
+    BackwardRows* const of_task_rows[] = {&task.d_q, &task.d_k, &task.d_v};
+    for (int i = 0; i < 3; ++i) {
+      *of_task_rows[i] = rows[i];
+      of_task_rows[i]->sums += task.item.kv_head * next_sums[i];
+      of_task_rows[i]->results =
+          static_cast<char*>(rows[i].results) + task.item.kv_head * next_results[i];
+    }
     BackwardParams of_task = params;
     for (size_t i = 0; i < read.size(); ++i) {
       const BackwardResults::OfOperand& r = results.operands[i];
-      of_task.d_operands[read[i]] = r.data + (r.num_copies > 1 ? item.kv_head * r.size : 0);
+      of_task.d_operands[read[i]] = r.data + (r.num_copies > 1 ? task.item.kv_head * r.size : 0);
     }
-    kernels.run(of_task, geometry, item, ThreadScratch(kernels.scratch_bytes(p, geometry)));
+    kernels.run(of_task, geometry, task, ThreadScratch(kernels.scratch_bytes(p, geometry)));
   };
   Runner runner(&graph, run);
   ParallelFor(pool, std::min<int64_t>(pool.num_threads(), graph.num_tasks()),
               [&](int64_t) { runner.Work(); });
-  if (spec.dtype == kF32) return;
-  for (const Result& r : all) {
-    ForPieces(pool, r.size, [&](int64_t begin, int64_t end) {
-      kernels.round(*r.sum + begin, end - begin,
-                    static_cast<char*>(r.data) + (r.layer * r.size + begin) * element);
-    });
-  }
 }
 
 }  // namespace jax_attn

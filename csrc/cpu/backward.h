@@ -15,7 +15,7 @@ struct BackwardResults {
   void* d_q;  // [max_qo_tokens, num_qo_heads, head_dim_qk]
   void* d_k;  // as k, all layers
   void* d_v;  // as v
-  // f32 sums of one layer, where the type is not f32: of d_q, then d_k, then d_v.
+  // Room for f32 sums of one layer, where the type is not f32: of d_q, then d_k, then d_v.
   float* sums;
   // f32 sums of what a variant reads, one for each operand of its gradient's elements, in order of
   // operands: [num_kv_heads or 1, as the operand].

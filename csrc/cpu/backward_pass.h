@@ -35,8 +35,12 @@ constexpr i64 kTurnedRows = 16;
 template <class Isa, typename T>
 struct BackwardBuffers {
   static constexpr Format kPacked = kUsesDot<Isa, T, T> ? Format::kDot : Format::kF32;
+  static constexpr bool kTiled = kUsesTiles<Isa, T, T>;
+  // Where depth may be cut: tiles multiply so much of it at once.
+  static constexpr i64 kCut = kTiled ? kTileDepth : StepDepth(kPacked);
 
   i64 max_rows, tile_kv;
+  i64 token_lanes;           // of a row of pairs of keys; a line more
   i64 k_lanes, v_lanes;      // between rows of k, v; a line more than they have
   i64 k_columns, v_columns;  // whole panels
   i64 q_t_bytes, d_o_t_bytes, row_panel_bytes, key_panel_bytes;  // of a panel
@@ -49,7 +53,8 @@ struct BackwardBuffers {
   float* lse_log2;        // [max_rows] inf for rows that do not count
   float* d;               // [max_rows]
   char* is_nan;           // [max_rows] 1: it has a number that is not finite
-  char* q_t;              // [max_rows / kPanel, q_t_bytes] columns are rows, depth is head_dim_qk
+  char* q_t;              // [max_rows / kPanel, q_t_bytes] columns are rows, depth is head_dim_qk;
+                          // kTiled: zeros to a multiple of kCut
   char* d_o_t;            // the same of d_o
   char* q;                // [k_columns / kPanel, row_panel_bytes] depth are the rows
   char* d_o;              // [v_columns / kPanel, row_panel_bytes]
@@ -59,7 +64,7 @@ struct BackwardBuffers {
   const char** v_rows;  // [tile_kv]
   i64* kv_rows;         // [tile_kv] row of d_k and d_v
   char* key_is_nan;     // [tile_kv]
-  float* k;             // [tile_kv, k_lanes]
+  float* k;             // [tile_kv, k_lanes] kTiled: with zeros as q_t
   float* v;             // [tile_kv, v_lanes]
   char* k_panels;       // [k_columns / kPanel, key_panel_bytes] depth are the keys
   float* d_k;           // [tile_kv, k_columns]
@@ -68,10 +73,12 @@ struct BackwardBuffers {
   static constexpr i64 kLogitLanes = kBackwardRows + 16;  // between keys
   float* s;                                               // [tile_kv, kLogitLanes] logits, then P
   float* d_s;                                             // [tile_kv, kLogitLanes]
-  float* p_pairs;          // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
-  float* d_s_pairs;        // kDot: dS likewise
-  float* d_s_token_pairs;  // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]
-  char* zeros;             // a row
+  float* p_pairs;    // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
+  float* d_s_pairs;  // kDot: dS likewise
+  // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]; kTiled: row by row, [kBackwardRows,
+  // token_lanes].
+  float* d_s_token_pairs;
+  char* zeros;  // a row
   // With a variant.
   VariantRun<Isa> variant;
   float* ones;      // [max_rows]
@@ -86,12 +93,13 @@ struct BackwardBuffers {
   BackwardBuffers(const AttentionParams& p, const CpuGeometry& g, void* scratch)
       : max_rows(RoundUp(g.max_rows, kBackwardRows)),
         tile_kv(g.tile_kv),
-        k_lanes(Lanes(kPacked, p.head_dim_qk) + 16),
-        v_lanes(Lanes(kPacked, p.head_dim_vo) + 16),
+        token_lanes(tile_kv / 2 + 16),
+        k_lanes(Lanes(kPacked, RoundUp(p.head_dim_qk, kCut)) + 16),
+        v_lanes(Lanes(kPacked, RoundUp(p.head_dim_vo, kCut)) + 16),
         k_columns(RoundUp(p.head_dim_qk, kPanel<Isa>)),
         v_columns(RoundUp(p.head_dim_vo, kPanel<Isa>)),
-        q_t_bytes(PanelBytes<Isa, kPacked>(p.head_dim_qk)),
-        d_o_t_bytes(PanelBytes<Isa, kPacked>(p.head_dim_vo)),
+        q_t_bytes(PanelBytes<Isa, kPacked>(RoundUp(p.head_dim_qk, kCut))),
+        d_o_t_bytes(PanelBytes<Isa, kPacked>(RoundUp(p.head_dim_vo, kCut))),
         row_panel_bytes(PanelBytes<Isa, kPacked>(max_rows) + kCacheLine),
         key_panel_bytes(PanelBytes<Isa, kPacked>(tile_kv) + kCacheLine) {
     char* base = static_cast<char*>(scratch);
@@ -122,7 +130,9 @@ struct BackwardBuffers {
     constexpr bool kPairs = kPacked == Format::kDot;
     p_pairs = kPairs ? Take<float>(base, tile_kv * kLogitLanes / 2) : s;
     d_s_pairs = kPairs ? Take<float>(base, tile_kv * kLogitLanes / 2) : d_s;
-    d_s_token_pairs = kPairs ? Take<float>(base, CeilDiv(tile_kv, 2) * kLogitLanes) : d_s;
+    d_s_token_pairs = kTiled   ? Take<float>(base, kBackwardRows * token_lanes)
+                      : kPairs ? Take<float>(base, CeilDiv(tile_kv, 2) * kLogitLanes)
+                               : d_s;
     zeros = Take<char>(base, 4 * Max(p.head_dim_qk, p.head_dim_vo));
     if (g.code == nullptr) return;
     variant =
@@ -158,17 +168,20 @@ class BackwardPass {
   using Buffers = BackwardBuffers<Isa, T>;
   static constexpr Format kPacked = Buffers::kPacked;
   static constexpr bool kPairs = kPacked == Format::kDot;
-  static constexpr i64 kUnit = kPanel<Isa>, kStep = StepDepth(kPacked);
+  static constexpr bool kTiled = Buffers::kTiled;
+  static constexpr i64 kUnit = kPanel<Isa>, kStep = StepDepth(kPacked), kCut = Buffers::kCut;
   static constexpr i64 kSize = sizeof(T), kLanes = Buffers::kLogitLanes;
 
  public:
-  BackwardPass(const BackwardParams& params, const CpuGeometry& g, const WorkItem& item,
+  BackwardPass(const BackwardParams& params, const CpuGeometry& g, const BackwardTask& task,
                void* scratch)
       : params_(params),
         p_(params.forward),
-        item_(item),
-        rows_(i64{item.qo_len} * params.forward.group_size),
-        span_(SpanOf(params.forward, item)),
+        task_(task),
+        item_(task.item),
+        rows_(i64{task.item.qo_len} * params.forward.group_size),
+        span_(SpanOf(params.forward, task.item)),
+        key_uses_(task.key_uses),
         rule_(MakeRule(params.forward)),
         buf_(params.forward, g, scratch) {}
 
@@ -180,9 +193,8 @@ class BackwardPass {
       AddBlock((entry >> 1) * buf_.tile_kv);
     }
     for (i64 r = 0; r < rows_; ++r) {
-      float* to = params_.d_q + buf_.heads[r] * p_.head_dim_qk;
-      FetchRowAhead(to, p_.num_qo_heads, p_.head_dim_qk);
-      AddRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, to);
+      PutRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, task_.row_uses[buf_.tokens[r]],
+             task_.d_q, buf_.heads[r] / p_.num_qo_heads, r % p_.group_size);
     }
   }
 
@@ -240,14 +252,17 @@ class BackwardPass {
     const HeadRows q{buf_.q_rows, 0}, d_o{buf_.d_o_rows, 0};
     NoFetch no_fetch;
     for (i64 u = 0; u < CeilDiv(rows_, kUnit); ++u) {
-      PackKeyPanel<Isa, kPacked, T>(q, u * kUnit, p_.head_dim_qk, buf_.q_t + u * buf_.q_t_bytes,
-                                    no_fetch);
-      PackKeyPanel<Isa, kPacked, T>(d_o, u * kUnit, p_.head_dim_vo,
-                                    buf_.d_o_t + u * buf_.d_o_t_bytes, no_fetch);
+      const auto pack = [&](const HeadRows& rows, i64 dim, char* panel) {
+        PackKeyPanel<Isa, kPacked, T>(rows, u * kUnit, dim, panel, no_fetch);
+        ClearSteps<Isa, kPacked>(panel, dim / kStep, RoundUp(dim, kCut) / kStep);
+      };
+      pack(q, p_.head_dim_qk, buf_.q_t + u * buf_.q_t_bytes);
+      pack(d_o, p_.head_dim_vo, buf_.d_o_t + u * buf_.d_o_t_bytes);
     }
-    PackValues<Isa, kPacked, T>(q, 0, 0, rows_, p_.head_dim_qk, buf_.row_panel_bytes, buf_.q,
+    const i64 depth = kTiled ? RoundUp(rows_, kCut) : rows_;
+    PackValues<Isa, kPacked, T>(q, 0, 0, depth, p_.head_dim_qk, buf_.row_panel_bytes, buf_.q,
                                 no_fetch);
-    PackValues<Isa, kPacked, T>(d_o, 0, 0, rows_, p_.head_dim_vo, buf_.row_panel_bytes, buf_.d_o,
+    PackValues<Isa, kPacked, T>(d_o, 0, 0, depth, p_.head_dim_vo, buf_.row_panel_bytes, buf_.d_o,
                                 no_fetch);
     Clear(buf_.d_q, rows_ * buf_.k_columns);
     if (buf_.variant) {
@@ -273,11 +288,22 @@ class BackwardPass {
     for (i64 i = 0; i < n; i += Isa::kWidth) Isa::Store(x + i, Isa::Zero());
   }
 
-  // to += from.
-  static void AddRow(const float* from, i64 n, float* to) {
+  // from, part of a sum of n elements, to that of row `row` and the head-th of its heads.
+  static void PutRow(const float* from, i64 n, uint8_t use, const BackwardRows& to, i64 row,
+                     i64 head) {
+    float* const sum = to.sums + row * to.sums_stride + head * n;
+    T* const result = static_cast<T*>(to.results) + row * to.stride + head * n;
+    if (use & kAddsToSum) FetchRowAhead(sum, to.sums_stride / n, n);
+    if (use & kEndsSum) FetchRowAhead(result, to.stride / n, n);
     for (i64 i = 0; i < n; i += Isa::kWidth) {
       const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
-      Isa::StoreFirst(to + i, Isa::Add(Isa::LoadFirst(to + i, lanes), Isa::Load(from + i)), lanes);
+      Vec x = Isa::Load(from + i);
+      if (use & kAddsToSum) x = Isa::Add(Isa::LoadFirst(sum + i, lanes), x);
+      if (use & kEndsSum) {
+        Isa::StoreFirst(result + i, x, lanes);
+      } else {
+        Isa::StoreFirst(sum + i, x, lanes);
+      }
     }
   }
 
@@ -345,11 +371,10 @@ class BackwardPass {
     if (is_first) ClearKeys(valid.begin, valid.end);
     if (any_nan_row_ || any_nan_key_) SpreadNan(start, valid);
     for (i64 t = valid.begin; t < valid.end; ++t) {
-      const i64 row = buf_.kv_rows[t] * p_.num_kv_heads + item_.kv_head;
-      FetchRowAhead(params_.d_k + row * p_.head_dim_qk, p_.num_kv_heads, p_.head_dim_qk);
-      FetchRowAhead(params_.d_v + row * p_.head_dim_vo, p_.num_kv_heads, p_.head_dim_vo);
-      AddRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, params_.d_k + row * p_.head_dim_qk);
-      AddRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, params_.d_v + row * p_.head_dim_vo);
+      const uint8_t use = *key_uses_++;
+      const i64 row = buf_.kv_rows[t];
+      PutRow(buf_.d_k + t * buf_.k_columns, p_.head_dim_qk, use, task_.d_k, row, 0);
+      PutRow(buf_.d_v + t * buf_.v_columns, p_.head_dim_vo, use, task_.d_v, row, 0);
     }
   }
 
@@ -394,7 +419,18 @@ class BackwardPass {
     NoFetch no_fetch;
     PackValues<Isa, kPacked, T>({buf_.k_rows, 0}, 0, valid.begin, valid.end, p_.head_dim_qk,
                                 buf_.key_panel_bytes, buf_.k_panels, no_fetch);
+    if constexpr (kTiled) {
+      const Range whole = Whole(valid);
+      for (i64 j = 0; j < buf_.k_columns / kUnit; ++j) {
+        char* panel = buf_.k_panels + j * buf_.key_panel_bytes;
+        ClearSteps<Isa, kPacked>(panel, whole.begin / kStep, valid.begin / kStep);
+        ClearSteps<Isa, kPacked>(panel, CeilDiv(valid.end, kStep), whole.end / kStep);
+      }
+    }
   }
+
+  // What a product takes to multiply depth `range`.
+  static Range Whole(Range range) { return {range.begin / kCut * kCut, RoundUp(range.end, kCut)}; }
 
   // A row of lanes that multiply: f32, or pairs of bf16 as they are.
   static void CopyRow(const char* from, i64 n, float* to) {
@@ -406,6 +442,9 @@ class BackwardPass {
       } else {
         Isa::StoreFirst(to + i, x, lanes);
       }
+    }
+    if constexpr (kTiled) {
+      for (i64 i = n; i < RoundUp(n, kCut); ++i) reinterpret_cast<Bf16*>(to)[i] = Bf16{0};
     }
   }
 
@@ -422,16 +461,16 @@ class BackwardPass {
                                const PanelSource<Isa, kPacked>& b, float* c) {
         ForKeyTiles(start, valid, begin, end, [&](i64 t, i64 n, Range seen) {
           if (seen.begin >= (u + 1) * kUnit || seen.end <= u * kUnit) return;
-          GemmRows<Isa>(n, a + t * lanes, lanes, b, u, 1, dim / kStep, Onto::kZero, nullptr,
-                        c + t * kLanes + u * kUnit - begin, kLanes, none);
+          GemmRows<Isa>(n, a + t * lanes, lanes, b, u, 1, RoundUp(dim, kCut) / kStep, Onto::kZero,
+                        nullptr, c + t * kLanes + u * kUnit - begin, kLanes, none);
         });
       };
       product(buf_.k, buf_.k_lanes, p_.head_dim_qk, q_t, buf_.s);
       product(buf_.v, buf_.v_lanes, p_.head_dim_vo, d_o_t, buf_.d_s);
     }
     if (buf_.variant) VariantWeights(start, valid, begin, end);
-    for (i64 t = valid.begin / kStep * kStep; t < valid.end; t += kStep) {
-      for (i64 i = t; i < t + kStep; ++i) Weights(i, start, valid, begin, end);
+    for (i64 t = valid.begin / kCut * kCut; t < valid.end; t += kCut) {
+      for (i64 i = t; i < t + kCut; ++i) Weights(i, start, valid, begin, end);
       if constexpr (kPairs) PairTokens(t, begin, end);
     }
     const i64 step = begin / kStep;
@@ -439,7 +478,8 @@ class BackwardPass {
       PanelSource<Isa, kPacked> source{rows, buf_.row_panel_bytes};
       for (i64 j = 0; j < columns / kUnit; ++j) {
         ForKeyTiles(start, valid, begin, end, [&](i64 t, i64 n, Range seen) {
-          const i64 first = seen.begin / kStep, steps = CeilDiv(seen.end, kStep) - first;
+          const Range depth = Whole(seen);
+          const i64 first = depth.begin / kStep, steps = depth.end / kStep - first;
           PanelSource<Isa, kPacked> from = source;
           from.Skip(first);
           GemmRows<Isa>(n, a + t * kLanes / kStep + first - step, kLanes / kStep, from, j, 1, steps,
@@ -457,12 +497,16 @@ class BackwardPass {
         const Range seen{KeysOf(buf_.tokens[r], start, valid).begin,
                          KeysOf(buf_.tokens[r + n - 1], start, valid).end};
         if (seen.begin < seen.end) {
-          const i64 first = seen.begin / kStep, steps = CeilDiv(seen.end, kStep) - first;
+          const Range depth = Whole(seen);
+          const i64 first = depth.begin / kStep, steps = depth.end / kStep - first;
           PanelSource<Isa, kPacked> from{buf_.k_panels, buf_.key_panel_bytes};
           from.Skip(first);
-          GemmRows<Isa, Isa::kRows, true>(
-              n, buf_.d_s_token_pairs + first * kLanes + r - begin, kLanes, from, j, 1, steps,
-              Onto::kOld, nullptr, buf_.d_q + r * buf_.k_columns + j * kUnit, buf_.k_columns, none);
+          const i64 lanes = kTiled ? buf_.token_lanes : kLanes;
+          const float* a = buf_.d_s_token_pairs +
+                           (kTiled ? (r - begin) * lanes + first : first * lanes + r - begin);
+          GemmRows<Isa, Isa::kRows, !kTiled>(n, a, lanes, from, j, 1, steps, Onto::kOld, nullptr,
+                                             buf_.d_q + r * buf_.k_columns + j * kUnit,
+                                             buf_.k_columns, none);
         }
         r += n;
       }
@@ -555,9 +599,10 @@ class BackwardPass {
     }
   }
 
-  // P and dS of key t and rows [begin, end); 0 where a row does not see the key.
+  // P and dS of key t and rows [begin, end); 0 where a row does not see the key, and beside them to
+  // where depth is cut.
   void Weights(i64 t, i64 start, Range valid, i64 begin, i64 end) {
-    const i64 n = RoundUp(end - begin, Isa::kWidth);
+    const i64 num = RoundUp(end - begin, Isa::kWidth), n = RoundUp(num, kCut);
     float* s = buf_.s + t * kLanes;
     float* d_s = buf_.d_s + t * kLanes;
     Range seen = RowsOf(t, start);
@@ -573,11 +618,15 @@ class BackwardPass {
       }
     };
     if (buf_.variant) {
-      if (t < valid.begin || t >= valid.end) {
-        for (i64 i = 0; i < n; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
-      } else if constexpr (kPairs) {
-        for (i64 i = 0; i < n; i += Isa::kWidth) store(i, Isa::Load(s + i), Isa::Load(d_s + i));
+      i64 i = 0;
+      if (t >= valid.begin && t < valid.end) {
+        if constexpr (kPairs) {
+          for (; i < num; i += Isa::kWidth) store(i, Isa::Load(s + i), Isa::Load(d_s + i));
+        } else {
+          i = num;
+        }
       }
+      for (; i < n; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
       return;
     }
     const i64 first = seen.begin / Isa::kWidth * Isa::kWidth;
@@ -611,13 +660,28 @@ class BackwardPass {
     for (i64 i = Max(first, last); i < n; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
   }
 
-  // dS of keys t and t + 1 as pairs.
+  // dS of keys [t, t + kCut) as pairs.
   void PairTokens(i64 t, i64 begin, i64 end) {
-    const auto* a = reinterpret_cast<const Bf16*>(buf_.d_s_pairs + t * kLanes / 2);
-    const auto* b = reinterpret_cast<const Bf16*>(buf_.d_s_pairs + (t + 1) * kLanes / 2);
-    float* to = buf_.d_s_token_pairs + t / 2 * kLanes;
+    const auto pair = [&](i64 at, i64 i) __attribute__((always_inline)) {
+      const float* keys = buf_.d_s_pairs + at * kLanes / 2;
+      return Isa::PairRows(reinterpret_cast<const Bf16*>(keys) + i,
+                           reinterpret_cast<const Bf16*>(keys + kLanes / 2) + i, Isa::kWidth);
+    };
     for (i64 i = 0; i < end - begin; i += Isa::kWidth) {
-      if constexpr (kPairs) Isa::Store(to + i, Isa::PairRows(a + i, b + i, Isa::kWidth));
+      if constexpr (kTiled) {
+        for (i64 at = t; at < t + kCut; at += 2 * Isa::kWidth) {
+          Vec x[Isa::kWidth];
+          JAX_ATTN_UNROLL
+          for (int v = 0; v < Isa::kWidth; ++v) x[v] = pair(at + 2 * v, i);
+          Isa::Transpose(x);
+          JAX_ATTN_UNROLL
+          for (int v = 0; v < Isa::kWidth; ++v) {
+            Isa::Store(buf_.d_s_token_pairs + (i + v) * buf_.token_lanes + at / 2, x[v]);
+          }
+        }
+      } else {
+        Isa::Store(buf_.d_s_token_pairs + t / 2 * kLanes + i, pair(t, i));
+      }
     }
   }
 
@@ -649,9 +713,11 @@ class BackwardPass {
 
   const BackwardParams& params_;
   const AttentionParams& p_;
-  const WorkItem item_;
+  const BackwardTask& task_;
+  const WorkItem& item_;
   const i64 rows_;
   const Range span_;
+  const uint8_t* key_uses_;  // of the next key
   const Rule rule_;
   BackwardBuffers<Isa, T> buf_;
   bool is_masked_ = true;  // of the block: the element mask may hide something
@@ -664,17 +730,10 @@ size_t BackwardScratchBytes(const AttentionParams& params, const CpuGeometry& g)
 }
 
 template <class Isa, typename T>
-void RunBackward(const BackwardParams& params, const CpuGeometry& g, const WorkItem& item,
+void RunBackward(const BackwardParams& params, const CpuGeometry& g, const BackwardTask& task,
                  void* scratch) {
-  BackwardPass<Isa, T>(params, g, item, scratch).Run();
-}
-
-template <class Isa, typename T>
-void RoundRow(const float* from, i64 n, void* to) {
-  for (i64 i = 0; i < n; i += Isa::kWidth) {
-    const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
-    Isa::StoreFirst(static_cast<T*>(to) + i, Isa::LoadFirst(from + i, lanes), lanes);
-  }
+  BackwardPass<Isa, T>(params, g, task, scratch).Run();
+  ReleaseTiles<Isa>();
 }
 
 }  // namespace

@@ -21,8 +21,7 @@ constexpr CpuTypeKernels MakeTypeKernels() {
 }
 
 template <class Isa, typename T>
-constexpr CpuBackwardKernels kBackwardKernels = {BackwardScratchBytes<Isa, T>, RunBackward<Isa, T>,
-                                                 RoundRow<Isa, T>};
+constexpr CpuBackwardKernels kBackwardKernels = {BackwardScratchBytes<Isa, T>, RunBackward<Isa, T>};
 
 template <class Isa, typename T, typename Kv = T>
 constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();

@@ -60,17 +60,35 @@ struct CpuTypeKernels {
   void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
 };
 
+// What a task of the backward pass does with the sum of a row.
+enum SumUse : uint8_t {
+  kAddsToSum = 1,  // tasks before it left one; else it is the first
+  kEndsSum = 2,    // it is the last, and writes the result instead
+};
+
+// Sums and results of the task's head. Rows of d_q are those of a token, of all heads of the group.
+struct BackwardRows {
+  float* sums;      // row i is at sums + i * sums_stride
+  i64 sums_stride;  // f32
+  void* results;    // in the type of q
+  i64 stride;       // elements
+};
+
+// An item, or a part of its span or step list.
+struct BackwardTask {
+  WorkItem item;
+  BackwardRows d_q, d_k, d_v;  // of k and v: rows of one layer
+  const uint8_t* row_uses;     // [qo_len] SumUse, of d_q
+  const uint8_t* key_uses;     // SumUse, of d_k and d_v, of keys in the order of blocks
+};
+
 // The backward pass for one type of q, k and v.
 struct CpuBackwardKernels {
   // Bytes of scratch Run wants, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
 
-  // One item, or a part of its span. Adds to p.d_q, p.d_k and p.d_v what the item's rows and keys
-  // make.
-  void (*run)(const BackwardParams& p, const CpuGeometry& g, const WorkItem& item, void* scratch);
-
-  // to[0, n) = from[0, n), n a multiple of 8.
-  void (*round)(const float* from, i64 n, void* to);
+  void (*run)(const BackwardParams& p, const CpuGeometry& g, const BackwardTask& task,
+              void* scratch);
 };
 
 struct CpuKernels {

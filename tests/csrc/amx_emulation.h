@@ -105,7 +105,8 @@ const CpuKernels kKernelsAmxEmulated = {
     {{&kTypeKernels<AmxEmulated, Bf16>, kKernelsBaseline.of[0][1], kKernelsBaseline.of[0][2]},
      {&kTypeKernels<AmxEmulated, Bf16, E4m3>, kKernelsBaseline.of[1][1],
       kKernelsBaseline.of[1][2]}},
-    {kKernelsBaseline.backward[0], kKernelsBaseline.backward[1], kKernelsBaseline.backward[2]}};
+    {&kBackwardKernels<AmxEmulated, Bf16>, kKernelsBaseline.backward[1],
+     kKernelsBaseline.backward[2]}};
 
 }  // namespace
 }  // namespace jax_attn
