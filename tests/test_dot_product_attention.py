@@ -260,7 +260,8 @@ def test_vmap(options, backend):
     for i in range(3):
         np.testing.assert_allclose(shared_k[i], attend(q[i], k[0], v[i]), rtol=1e-5, atol=1e-6)
         for name, a, b in zip("qkv", slopes, jax.jit(slope)(q[i], k[i], v[i]), strict=True):
-            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6, err_msg=name)
+            # XLA may sum rows of o * d_o in another order where there are more of them.
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=4e-6, err_msg=name)
 
 
 @on_every_platform

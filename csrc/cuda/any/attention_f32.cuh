@@ -106,12 +106,10 @@ struct AttentionF32Body {
     const VisibleSpan span = SpanOfRow<Traits>(p, ItemRecord(p, index), row);
     const int first = item.kv_begin / kStep * kStep;
     const int num_steps = item.kv_begin < item.kv_end ? CeilDiv(item.kv_end - first, kStep) : 0;
-    const auto begin_of = [&](int step) {
-      return KvStep<Traits>(p, first + step * kStep, item.kv_end).begin();
-    };
+    const auto at = [&](int step) { return KvStep<Traits>(p, first + step * kStep, item.kv_end); };
     const auto load = [&](int step) {
       if (step < num_steps) {
-        const int pos = begin_of(step);
+        const int pos = at(step).begin();
         LoadRows<kQkDim>(p, item, pools.k, p.k_new, pos, shared.k[step % kStages]);
         LoadRows<kVoDim>(p, item, pools.v, p.v_new, pos, shared.v[step % kStages]);
       }
@@ -131,7 +129,7 @@ struct AttentionF32Body {
       __syncthreads();
       float s[kLogits];
       MultiplyQk(shared, step % kStages, row, part, s);
-      Softmax(stage, Layout(row, part), span, begin_of(step), s, &max_log2, &sum, o,
+      Softmax(stage, Layout(row, part), span, at(step), s, &max_log2, &sum, o,
               shared.p[row] + part);
       __syncwarp();  // the threads of a row are of one warp
       MultiplyPv(shared, step % kStages, row, part, o);
@@ -165,16 +163,16 @@ struct AttentionF32Body {
   // --- softmax ---
 
   using Layout = OneRowLayout<kLogits, kRowThreads>;
-  // pos: kv position of the step. p: where the probability of s[0] goes; s[i] is kRowThreads
-  // further each.
+  // p: where the probability of s[0] goes; s[i] is kRowThreads further each.
   __device__ static void Softmax(const LogitStage<Traits>& stage, const Layout& layout,
-                                 const VisibleSpan& span, int pos, float (&s)[kLogits],
-                                 float* max_log2, float* sum, float4 (&o)[kVectors], float* p) {
-    stage.Transform(layout, pos, s);
+                                 const VisibleSpan& span, const KvStep<Traits>& step,
+                                 float (&s)[kLogits], float* max_log2, float* sum,
+                                 float4 (&o)[kVectors], float* p) {
+    stage.Transform(layout, step.begin(), step.is_masked(), s);
     const float scale = stage.scale();
     float new_max = *max_log2;
     bool sees[1][kLogits];
-    stage.Look(layout, pos, [&](int) { return span; }, sees);
+    stage.Look(layout, step.begin(), step.is_masked(), [&](int) { return span; }, sees);
     const bool (&seen)[kLogits] = sees[0];
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {

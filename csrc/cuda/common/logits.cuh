@@ -194,8 +194,9 @@ class LogitStage {
 
   // The first half of it, with the user's functions.
   template <class Layout, class Tile>
-  __device__ __forceinline__ void Transform(const Layout& layout, int begin, Tile& s) const {
-    Apply(layout, begin, true, true, s);
+  __device__ __forceinline__ void Transform(const Layout& layout, int begin, bool is_masked,
+                                            Tile& s) const {
+    Apply(layout, begin, true, is_masked, s);
   }
 
   // The second half: windows, and the end of the item's span.
@@ -229,12 +230,14 @@ class LogitStage {
   }
 
   // Fills sees[r][k] of each logit of the layout: whether its row sees its key. span_of(r):
-  // SpanOfRow of the layout's row r.
+  // SpanOfRow of the layout's row r. is_masked: see Apply.
   template <class Layout, class SpanOf>
-  __device__ __forceinline__ void Look(const Layout& layout, int begin, const SpanOf& span_of,
+  __device__ __forceinline__ void Look(const Layout& layout, int begin, bool is_masked,
+                                       const SpanOf& span_of,
                                        bool (&sees)[Layout::kRows][Layout::kKeys]) const {
     LookAtSpans(layout, begin, span_of, [&](int r, int k, bool in_span) { sees[r][k] = in_span; });
     if constexpr (Variant::kHasMask) {
+      if (Traits::kHasSteps && !is_masked) return;
       VisitFacts(layout, begin,
                  [&](int r, int k, const auto& row, const auto& key, const auto& facts)
                      __attribute__((always_inline)) {

@@ -536,7 +536,7 @@ class TilePath {
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && is_masked;
         if (pos >= 0 && (by_mask || (!seen_by_all && Item().qo_len() > 1))) {
-          MendValues(Origin() + begin, seen, state);
+          MendValues(Origin() + begin, seen, is_masked, state);
         }
       }
       if (seen) MultiplyPv(p, state);
@@ -685,7 +685,7 @@ class TilePath {
   // In a step that some rows see more of than others, a value that is not finite must reach the
   // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one (every warp
   // looks at the tokens it loaded), the rows that see it get it here, and the value becomes 0.
-  __device__ __forceinline__ void MendValues(int begin, bool seen, State& state) {
+  __device__ __forceinline__ void MendValues(int begin, bool seen, bool is_masked, State& state) {
     unsigned char* step =
         shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) + WarpSliceOffset();
     unsigned char* slice = kSplitKv ? step : step + Warp() * (kSlice * Vo::kPitch);
@@ -708,7 +708,7 @@ class TilePath {
     const bool mend = kSplitKv ? __any_sync(kFullWarp, found) : __syncthreads_or(found);
     if (!mend) return;
 
-    if (seen) MarkRows(begin, step, state);
+    if (seen) MarkRows(begin, is_masked, step, state);
     SyncReaders();
     if constexpr (kE4m3) {
 #pragma unroll 1
@@ -728,7 +728,7 @@ class TilePath {
     SyncReaders();
   }
 
-  __device__ __forceinline__ void MarkRows(int begin, const unsigned char* step,
+  __device__ __forceinline__ void MarkRows(int begin, bool is_masked, const unsigned char* step,
                                            State& state) const {
 #pragma unroll 1
     for (int token = 0; token < kWarpTokens; ++token) {
@@ -737,7 +737,7 @@ class TilePath {
       for (int i = 0; i < 2 * kMTiles; ++i) layout.rows[i] = FirstRow() + i * 8 + Lane() / 4;
       bool sees[2 * kMTiles][1];
       Logits().Look(
-          layout, begin + token,
+          layout, begin + token, is_masked,
           [&](int i) { return SpanOfRow<Traits>(p_, Item(), layout.rows[i]); }, sees);
       if constexpr (kE4m3) {
 #pragma unroll

@@ -331,7 +331,8 @@ class MlaPath : ListedStep<Traits> {
       Exponentiate<Traits>(stage.scale(), s, state, p);
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && step.is_masked();
-        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(begin, state);
+        if (by_mask || (!seen_by_all && item.qo_len() > 1))
+          MendValues(begin, step.is_masked(), state);
       }
       ForgetThread();
       MultiplyPv(p, state);
@@ -414,7 +415,7 @@ class MlaPath : ListedStep<Traits> {
            E::ToFloat(static_cast<u16>(bits));
   }
   // As TilePath::MendValues. Keys have been read by now.
-  __device__ __forceinline__ void MendValues(int pos, State& state) {
+  __device__ __forceinline__ void MendValues(int pos, bool is_masked, State& state) {
     constexpr int kVectors = Traits::kHeadDimVo / 8;
     unsigned char* step = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
     u32 not_finite = 0;
@@ -428,7 +429,7 @@ class MlaPath : ListedStep<Traits> {
       not_finite = E::FmaX2(x.w, 0, not_finite);
     }
     if (!__syncthreads_or((not_finite & 0x7fff7fff) != 0)) return;
-    MarkRows(pos, step, state);
+    MarkRows(pos, is_masked, step, state);
     __syncthreads();
 #pragma unroll 1
     for (int i = thread_; i < kStep * kVectors * 8; i += kThreads) {
@@ -438,7 +439,8 @@ class MlaPath : ListedStep<Traits> {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void MarkRows(int pos, const unsigned char* step, State& state) const {
+  __device__ __forceinline__ void MarkRows(int pos, bool is_masked, const unsigned char* step,
+                                           State& state) const {
     const unsigned char* columns = step + Part() * (kColumns * E::kBytes) + Lane() % 4 * 4;
     OneKeyLayout<2> layout;
     VisibleSpan spans[2];
@@ -450,7 +452,7 @@ class MlaPath : ListedStep<Traits> {
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
       bool sees[2][1];
-      Stage(p_, index_).Look(layout, pos + token, [&](int h) { return spans[h]; }, sees);
+      Stage(p_, index_).Look(layout, pos + token, is_masked, [&](int h) { return spans[h]; }, sees);
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
         const u32 x = *reinterpret_cast<const u32*>(columns + token * Row::kPitch + j * 16);

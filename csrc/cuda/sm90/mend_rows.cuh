@@ -199,15 +199,17 @@ class RowMender {
 #pragma unroll 1
     while (end > begin) {
       const int first = Max(begin, end - kWarpSize), num_tokens = end - first;
-      const int pos = PositionOf(first + (Traits::kHasSteps ? Min(lane_, num_tokens - 1) : lane_));
+      const int place = first + (Traits::kHasSteps ? Min(lane_, num_tokens - 1) : lane_);
+      const int pos = PositionOf(place);
+      const bool is_masked = KvStep<Traits>(p_, place, place + 1).is_masked();
       u32 row = 0;
       float weights[kRows];
       if (lane_ < num_tokens && Exists(pos)) {
         row = RowOf(pos);
-        Weights(few, pos, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
+        Weights(few, pos, is_masked, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
       }
       bool sees[kRows][1];
-      Stage(p_, index_).Look(LayoutOf(few), pos, [&](int i) { return spans[i]; }, sees);
+      Stage(p_, index_).Look(LayoutOf(few), pos, is_masked, [&](int i) { return spans[i]; }, sees);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!sees[i][0]) weights[i] = UnseenWeight();
@@ -256,9 +258,9 @@ class RowMender {
     return layout;
   }
 
-  // Weights of the token at `pos`, whether or not the rows see it.
-  __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, const Kv* k,
-                                          const float (&references)[kRows],
+  // Weights of the token at `pos`, whether or not the rows see it. is_masked: of its step.
+  __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, bool is_masked,
+                                          const Kv* k, const float (&references)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
     const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
@@ -283,7 +285,7 @@ class RowMender {
       }
     }
     const Stage stage(p_, index_, KeyScale<Traits>(p_, index_));
-    stage.Transform(layout, pos, s);
+    stage.Transform(layout, pos, is_masked, s);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       weights[i] = Stage::Weight(s[i], stage.scale(), references[i]);

@@ -238,7 +238,8 @@ class HopperMlaDecodeItem {
       Exponentiate(s, p);
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Traits::Variant::kHasMask && step.is_masked();
-        if (by_mask || (!seen_by_all && item.qo_len() > 1)) MendValues(cursor, item, begin);
+        if (by_mask || (!seen_by_all && item.qo_len() > 1))
+          MendValues(cursor, item, begin, step.is_masked());
       }
       MultiplyPv(cursor, p);
       cursor.Advance();
@@ -438,8 +439,8 @@ class HopperMlaDecodeItem {
   // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one, the rows that
   // see it get it here, and it becomes 0. All warps have read the keys: they met since. A thread
   // looks after half of a row of 64 columns; columns beyond v do no harm.
-  __device__ __forceinline__ void MendValues(const Cursor& cursor, const ItemRecord& item,
-                                             int pos) {
+  __device__ __forceinline__ void MendValues(const Cursor& cursor, const ItemRecord& item, int pos,
+                                             bool is_masked) {
     unsigned char* slot = shared_.ring + cursor.slot * Slot::kBytes;
     auto values = [&](int block, int i) -> uint4& {
       return *reinterpret_cast<uint4*>(slot + block * Slot::kBlockBytes + thread_ * 64 + i * 16);
@@ -457,7 +458,7 @@ class HopperMlaDecodeItem {
       }
     }
     if (!Team::SyncOr((not_finite & 0x7fff7fff) != 0)) return;
-    MarkRows(slot, item, pos);
+    MarkRows(slot, item, pos, is_masked);
     Team::Sync();
 #pragma unroll 1
     for (int block = 0; block < kValueBlocks; ++block) {
@@ -471,7 +472,7 @@ class HopperMlaDecodeItem {
     Team::Sync();
   }
   __device__ __forceinline__ void MarkRows(const unsigned char* slot, const ItemRecord& item,
-                                           int pos) {
+                                           int pos, bool is_masked) {
 #pragma unroll 1
     for (int token = 0; token < kStep; ++token) {
       OneKeyLayout<2 * kTiles> layout;
@@ -480,7 +481,7 @@ class HopperMlaDecodeItem {
       bool sees[2 * kTiles][1];
       Stage(p_, index_)
           .Look(
-              layout, pos + token,
+              layout, pos + token, is_masked,
               [&](int i) { return SpanOfRow<Traits>(p_, item, layout.rows[i]); }, sees);
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block) {
