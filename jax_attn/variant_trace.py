@@ -158,7 +158,7 @@ def trace(
         raise NotImplementedError(
             f"{OP}: {what}: Python control flow and numpy on traced values are not supported"
             f" at {_raised_at(error)}; use jnp.where and jnp functions, and make an array that"
-                " they index one of the operands."
+            " they index one of the operands."
         ) from None
     except TypeError as error:
         if _Operand.__name__ not in str(error):

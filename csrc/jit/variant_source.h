@@ -20,7 +20,7 @@ namespace jax_attn {
 //   kHasFactor, kHasTerm ...        which of them there are; Factor counts as 1 otherwise
 //   Rest(params, row, key, facts of the key, x)
 //                                  x + rest, what depends on keys otherwise
-//   LineAt(row, first)             Term and Slope where `first` is another one, and there is neither
+//   LineAt(row, first)             Term and Slope where `first` is another one; there is neither
 //                                  Factor nor rest
 // The place is counted from `first`. present is 1.
 std::string VariantText(const VariantProgram& program, const std::string& name);

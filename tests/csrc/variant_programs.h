@@ -366,7 +366,7 @@ inline std::vector<NamedProgram> VariantPrograms() {
       {"DocumentsVariant", Documents()}, {"PrefixLmVariant", PrefixLm()},
       {"CausalVariant", Causal()},       {"TreeVariant", Tree()},
       {"KeyBiasVariant", KeyBias()},     {"RisingVariant", Rising(1.25f)},
-      {"SharpVariant", Rising(400.0f)},   {"HeadBiasVariant", HeadBias()},
+      {"SharpVariant", Rising(400.0f)},  {"HeadBiasVariant", HeadBias()},
   };
   for (int i = 0; i < kNumRandomForms; ++i) {
     static const char* const kAffine[] = {"Affine0", "Affine1", "Affine2", "Affine3"};
