@@ -99,6 +99,10 @@ _VARIANT_ON_SM80 = (
     "what warps keep from item to item, and sums of rows beside the facts of rows and keys: 30"
     " accesses in the 2,400 instructions of a step",
 )
+_LIST_ON_SM80 = (
+    96,
+    f"{_VARIANT_ON_SM80[1]}; with lists six words more: the next entry, and whether the mask is asked",
+)
 _TABLE = (
     120,
     "as what consumers keep from item to item; three of these words are read in every step, beside"
@@ -223,11 +227,8 @@ SPILLS |= {
     for kernel, why in {
         "d128-g4-page16-q16_128-kv64-w4-s3-right-steps": _QUEUE_END,
         "d128-g4-page16-q16_128-kv64-w4-s4-right-steps-documents": _PORTABLE_ON_SM100,
-        "d128-g4-page16-q16_128-kv64-w4-s3-right-steps-documents": (
-            88,
-            f"{_VARIANT_ON_SM80[1]}; with lists four words more, not looked into",
-        ),
-        "d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-steps-documents": _VARIANT_ON_SM80,
+        "d128-g4-page16-q16_128-kv64-w4-s3-right-steps-documents": _LIST_ON_SM80,
+        "d128-g4-page16-q16_128-kv64-w4-s3-right-fresh-steps-documents": _LIST_ON_SM80,
         "d128-kve4m3-g4-page16-q16_128-kv64-w4-s5-right-steps-documents": _VARIANT_ON_SM80,
         "d128-g4-ragged-q16_128-kv64-w4-s3-steps-causal": _QUEUE_END,
         "d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-steps": _QUEUE_END,
