@@ -101,7 +101,7 @@ _VARIANT_ON_SM80 = (
 )
 _LIST_ON_SM80 = (
     96,
-    f"{_VARIANT_ON_SM80[1]}; with lists six words more: the next entry, and whether the mask is asked",
+    f"{_VARIANT_ON_SM80[1]}; with lists six words more: the next entry, and whether there is a mask",
 )
 _TABLE = (
     120,
