@@ -101,7 +101,7 @@ _VARIANT_ON_SM80 = (
 )
 _LIST_ON_SM80 = (
     96,
-    f"{_VARIANT_ON_SM80[1]}; with lists six words more: the next entry, and whether there is a mask",
+    f"{_VARIANT_ON_SM80[1]}; with lists six words more, of the next entry and of the mask",
 )
 _TABLE = (
     120,
