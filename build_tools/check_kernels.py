@@ -125,7 +125,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-wgmma-tree": _ITEM_TO_ITEM,
     "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma-alibi": _QUEUE_END,
     "attention-bf16-d128-g4-page16-q32_128-kv128-w12-s0-right-fresh-wgmma-alibi": _ITEM_TO_ITEM,
-    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-alibi": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma-alibi": (
+        112,
+        f"{_ITEM_TO_ITEM[1]}, and lines of the bias of rows",
+    ),
     "attention-bf16-d64-g1-ragged-q32_192-kv128-w16-s0-wgmma-documents": _TABLE,
     "attention-bf16-d576x512-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma-documents": (
         24,
