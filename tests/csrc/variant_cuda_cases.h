@@ -19,8 +19,11 @@ struct VariantCase {
   float tolerance = 0.03f;
   // With step lists: of blocks of so many keys every other one is hidden by the map alone.
   int hidden_keys = 0;
+  // Likewise so many first keys are shown by it, whatever the mask says of them.
+  int shown_keys = 0;
 
   bool Hides(int pos) const { return hidden_keys > 0 && pos / hidden_keys % 2 == 0; }
+  bool Shows(int pos) const { return pos < shown_keys; }
 };
 
 // One element of an array of bf16 or e4m3.
@@ -53,7 +56,7 @@ Fact FactOf(const VariantCase& c, const AttentionProblem& problem, const Batch& 
   return fact;
 }
 
-// What the mask does to blocks, exactly.
+// What the mask does to blocks, exactly, but for what the map alone hides or shows.
 constexpr int kMapTokens = 8, kMapKeys = 32;
 std::vector<uint8_t> MakeBlockMap(const VariantCase& c, const AttentionProblem& problem,
                                   const Batch& b, const VariantOperand* operands, BlockMap* map) {
@@ -73,7 +76,7 @@ std::vector<uint8_t> MakeBlockMap(const VariantCase& c, const AttentionProblem& 
         oracle.Run(FactOf(c, problem, b, r, token, head, pos, 0), &logit, &visible);
         const int64_t row = (b.qo_indptr[r] + token) / kMapTokens;
         classes[row * map->num_columns + pos / kMapKeys] |=
-            visible && !c.Hides(pos) ? kSomeVisible : kSomeHidden;
+            (visible || c.Shows(pos)) && !c.Hides(pos) ? kSomeVisible : kSomeHidden;
       }
     }
   }
@@ -122,7 +125,7 @@ RowOfOracle RunOracle(const VariantCase& c, const AttentionProblem& problem, con
     double logit;
     bool visible;
     oracle.Run(fact, &logit, &visible);
-    if (!visible) continue;
+    if (!visible && !c.Shows(pos)) continue;
     logits.push_back(logit);
     rows.push_back(row);
   }
@@ -297,6 +300,24 @@ void RunListedCases() {
       {{.name = "lists, e4m3", .requests = requests, .window_right = -1, .nan_values = true},
        Causal()},
       56);
+  // A plan believes its map where the mask says otherwise.
+  RunVariant<Kernel, Listed<FullWith<64, 4, 16, variant::CausalVariant>>>(
+      {.base = {.name = "lists, causal, shown by the map alone",
+                .requests = requests,
+                .window_right = -1,
+                .sinks = true},
+       .program = Causal(),
+       .shown_keys = 256},
+      58);
+  RunVariant<Kernel, Listed<ShapeWith<64, 4, 16, true, false, variant::DocumentsVariant>>>(
+      {.base = {.name = "lists, documents, window, shown by the map alone, NaN values",
+                .requests = requests,
+                .window_left = 150,
+                .nan_values = true},
+       .program = Documents(),
+       .range = 2,
+       .shown_keys = 256},
+      59);
   // Steps that all of them see in full, though the mask asks for their rows.
   RunVariant<Kernel, Listed<FullWith<64, 4, 16, variant::CausalVariant>>>(
       {{.name = "lists, causal, shared prefixes, NaN values",
