@@ -151,11 +151,7 @@ def test_steps_that_all_queries_see_are_shared():
     rng = np.random.default_rng(3)
     batch = SharedPrompts(rng)
     mask = batch.mask("tree", rng)
-    spec = ja.AttentionSpec(
-        4, 2, 64, dtype="float32", page_size=16, causal=False, max_batch=batch.NUM_REQUESTS,
-        max_qo_tokens=int(batch.qo_indptr[-1]), max_kv_pages=len(batch.page_indices),
-        variant=mask.variant(), max_steps=400, share_prefixes=True, target="cpu", num_ctas=3,
-    )  # fmt: skip
+    spec = batch.spec(mask, 4, 2)
     block_map = mask.block_map(spec, *batch.arguments()[:2], q_block=5, kv_block=128)
     k, v = batch.pages(rng, 2, 64), batch.pages(rng, 2, 64)
     q, d_o = rng.normal(size=(2, *spec.q_shape)).astype(np.float32)

@@ -410,6 +410,15 @@ class SharedPrompts:
     def arguments(self):
         return self.qo_indptr, self.kv_lens, self.page_indptr, self.page_indices
 
+    def spec(self, mask, num_qo_heads, num_kv_heads):
+        """Of plans on a CPU with lists and shared prefixes: f32, head_dim 64."""
+        return ja.AttentionSpec(
+            num_qo_heads, num_kv_heads, 64, dtype="float32", page_size=self.PAGE, causal=False,
+            max_batch=self.NUM_REQUESTS, max_qo_tokens=int(self.qo_indptr[-1]),
+            max_kv_pages=len(self.page_indices), variant=mask.variant(), max_steps=400,
+            share_prefixes=True, target="cpu", num_ctas=3,
+        )  # fmt: skip
+
     def pages(self, rng, num_heads, head_dim):
         """NaN where no request has a token."""
         pages = np.full((self.num_pages, self.PAGE, num_heads, head_dim), np.nan, np.float32)
@@ -615,11 +624,7 @@ def test_words_of_shared_lists_are_checked(section):
     rng = np.random.default_rng(3)
     batch = SharedPrompts(rng)
     mask = batch.mask("tree", rng)
-    spec = ja.AttentionSpec(
-        1, 1, 64, dtype="float32", page_size=16, causal=False, max_batch=batch.NUM_REQUESTS,
-        max_qo_tokens=int(batch.qo_indptr[-1]), max_kv_pages=len(batch.page_indices),
-        variant=mask.variant(), max_steps=400, share_prefixes=True, target="cpu", num_ctas=3,
-    )  # fmt: skip
+    spec = batch.spec(mask, 1, 1)
     block_map = mask.block_map(spec, *batch.arguments()[:2], q_block=5, kv_block=128)
     plan = ja.plan(spec, *batch.arguments(), block_map=block_map)
     k, v = batch.pages(rng, 1, 64), batch.pages(rng, 1, 64)

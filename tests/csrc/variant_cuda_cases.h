@@ -315,7 +315,7 @@ void RunListedCases() {
                 .window_left = 150,
                 .nan_values = true},
        .program = Documents(),
-       .range = 2,
+       .range = 9,
        .shown_keys = 256},
       59);
   // Steps that all of them see in full, though the mask asks for their rows.
