@@ -85,6 +85,7 @@ class Processes:
         self._num_read = 0
         self.is_leaving = False  # it was told to end, and process 0 is to decide
         self.on_leave: Callable[[], None] = lambda: None
+        self._ending = threading.RLock()  # of the first thread that ends this process
         self._outgoing: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._beat()  # first: whoever knows a process's name counts on its beats
         self._set(f"name/{self.index}", f"{socket.gethostname()}, pid {os.getpid()}")
@@ -167,7 +168,9 @@ class Processes:
 
     def end(self, status: int, sentence: str = "") -> NoReturn:
         """Ends this process, and with process 0 all others. Not by way of JAX, which would wait
-        for those that are dead."""
+        for those that are dead. The first call counts: once process 0 says that all is well, the
+        others go, and its watch is not to take that for a failure."""
+        self._ending.acquire()
         try:
             if self.leads:
                 self._set("end/0", json.dumps([status, sentence]))

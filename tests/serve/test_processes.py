@@ -204,8 +204,9 @@ def test_who_has_a_name_has_beaten(store):
     assert names.index("beat/0") < names.index("name/0")
 
 
-def test_a_watch_that_fails_ends_the_process(store, monkeypatch):
-    """Nobody would notice any more that another one is dead."""
+@pytest.fixture
+def ended(monkeypatch):
+    """A queue of what this process would have ended with: status and sentence."""
     ended = queue.SimpleQueue()
 
     def end(status, sentence):
@@ -213,12 +214,31 @@ def test_a_watch_that_fails_ends_the_process(store, monkeypatch):
         threading.Event().wait()
 
     monkeypatch.setattr(module, "_exit", end)
+    return ended
+
+
+def test_a_watch_that_fails_ends_the_process(store, ended):
+    """Nobody would notice any more that another one is dead."""
     Processes(None, None, None, 5)
     store.dir_error = RuntimeError("the store is gone\nin C++")
     status, sentence = ended.get(timeout=30)
     assert status == 1 and re.fullmatch(
         r"process 0 \(.*\): jax_attn watch: the store is gone", sentence
     )
+
+
+def test_who_goes_when_told_has_not_failed(store, ended, monkeypatch):
+    """The watch of process 0 sees that process 1 has gone before the thread that waits for it."""
+    processes = Processes(None, None, None, 5)
+
+    def go(self):
+        store.key_value_set(f"{module._ROOT}/gone/1", json.dumps([0, ""]), True)
+        time.sleep(0.5)  # fifty beats
+
+    monkeypatch.setattr(Processes, "_await_others", go)
+    threading.Thread(target=processes.end, args=(0,), daemon=True).start()
+    assert ended.get(timeout=30) == (0, "")
+    assert json.loads(store.keys[f"{module._ROOT}/end/0"]) == [0, ""]
 
 
 def launched(launcher: str, index: int, port: int) -> dict[str, str]:
