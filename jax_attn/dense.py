@@ -555,7 +555,7 @@ def _gradients(problem: Problem, *arrays: jax.Array) -> Any:
         return _gradients_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
 
     *inputs, o, lse, d_o, d_lse = arrays
-    d = gradients.row_sums(o, d_o, d_lse)
+    d = gradients.row_sums(o, d_o, d_lse, _spec(problem, *arrays[:3]).target)
     return _joining(run)(problem, *inputs, lse, d, d_o)
 
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cpu/attention.h"
@@ -41,10 +42,9 @@ class TaskGraph {
     std::vector<std::vector<WorkItem>> items(p.num_kv_heads);  // of a head
     for (i32 i = 0; i < p.header->num_items; ++i) {
       const WorkItem& item = p.items[i];
-      if (item.qo_len == 0 || item.kv_begin >= item.kv_end) continue;
-      std::vector<WorkItem>& of_head = items[item.kv_head];
-      if (of_head.empty() || !Join(item, &of_head.back())) of_head.push_back(item);
+      if (item.qo_len > 0 && item.kv_begin < item.kv_end) items[item.kv_head].push_back(item);
     }
+    for (std::vector<WorkItem>& of_head : items) JoinAll(&of_head);
     std::vector<Writer> tokens(p.max_qo_tokens), keys(num_kv_rows);
     unwritten_tokens_.resize(p.num_kv_heads * tokens.size());
     unwritten_keys_.resize(p.num_kv_heads * keys.size());
@@ -97,6 +97,18 @@ class TaskGraph {
     i32 task = -1;
     i64 use = -1;
   };
+
+  // Joins what may be joined. A plan has its items in the order of its queues.
+  void JoinAll(std::vector<WorkItem>* items) const {
+    std::stable_sort(items->begin(), items->end(), [](const WorkItem& a, const WorkItem& b) {
+      return std::pair(a.request, a.qo_begin) < std::pair(b.request, b.qo_begin);
+    });
+    size_t num = 0;
+    for (const WorkItem& item : *items) {
+      if (num == 0 || !Join(item, &(*items)[num - 1])) (*items)[num++] = item;
+    }
+    items->resize(num);
+  }
 
   // Makes an item of two, if the second continues the first: rows that see all of their keys in one
   // item, of one request. Not with step lists, as items have lists of their own.

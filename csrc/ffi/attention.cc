@@ -190,6 +190,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   }
   if (s.ok() && params.layer) s = CheckLayer(kOp, *params.layer, params.num_layers);
   if (!s.ok()) return ToFfi(s);
+  PreferHugePages({*o, *lse, *workspace});
   if (poison) PoisonOnHost({*o, *lse, *workspace});
   XlaTaskPool task_pool(pool);
   AttentionCpu(problem, params, task_pool);

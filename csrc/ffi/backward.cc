@@ -162,6 +162,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   }
   if (s.ok() && p.layer) s = CheckLayer(kOp, *p.layer, p.num_layers);
   if (!s.ok()) return ToFfi(s);
+  PreferHugePages({*d_q, *d_k, *d_v, *workspace});
   if (poison) PoisonOnHost({*d_q, *d_k, *d_v, *workspace});
   BackwardResults results = {d_q->untyped_data(),
                              d_k->untyped_data(),

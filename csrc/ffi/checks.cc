@@ -1,5 +1,7 @@
 #include "ffi/checks.h"
 
+#include <sys/mman.h>
+
 #include <cstring>
 #include <sstream>
 
@@ -172,6 +174,20 @@ Status CheckLayer(const char* op, int32_t layer, int64_t num_layers) {
   if (layer >= 0 && layer < num_layers) return Status::Ok();
   return Status::Error(std::string(op) + ": layer: expected an index in [0, " +
                        std::to_string(num_layers) + "), got " + std::to_string(layer) + ".");
+}
+
+void PreferHugePages(std::initializer_list<ffi::AnyBuffer> results) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = 4096, kHugePage = 2 << 20;
+  for (const ffi::AnyBuffer& result : results) {
+    const auto address = reinterpret_cast<uintptr_t>(result.untyped_data());
+    const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+    const uintptr_t end = (address + result.size_bytes()) / kPage * kPage;
+    if (begin + 2 * kHugePage <= end) {  // else perhaps none fits
+      madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    }
+  }
+#endif
 }
 
 void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results) {

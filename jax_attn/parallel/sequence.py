@@ -505,7 +505,7 @@ def _ring_backward(shards: SequenceShards, saved: Any, cotangents: Any) -> tuple
     """Each part of the logits has its gradients from the lse and o of all (FlashAttention-2)."""
     q, k, v, buffers, o, lse = saved
     d_o, d_lse = cotangents
-    d = gradients.row_sums(o, d_o, d_lse)
+    d = gradients.row_sums(o, d_o, d_lse, shards.steps[0][1].target)
 
     def visit(spec: AttentionSpec, buffer: Any, hop: int, keys: Any, carry: Any) -> Any:
         d_q, *d_keys = carry
