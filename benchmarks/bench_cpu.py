@@ -333,14 +333,20 @@ def ragged_backward(dtype: str, batch: int, mean: int) -> tuple[Any, ...]:
 
 
 def packed_backward(dtype: str, documents: int, length: int) -> tuple[Any, ...]:
-    """Documents end to end; beside it one sequence with as much work, by the dense entry."""
+    """Documents end to end; beside them, by the dense entry, a batch of as many, and one sequence
+    with as much work, which reads and writes less."""
     lens = [length] * documents
     whole = round(length * documents**0.5 / 16) * 16
-    dense, _ = _train_dense(dtype, 1, whole)
+    batch, _ = _train_dense(dtype, documents, length)
+    one, _ = _train_dense(dtype, 1, whole)
     row_bytes = PREFILL_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
     return (
         f"cpu/backward/packed{documents}x{length}/8/d128/{dtype}/causal",
-        {"ours": _train_planned(dtype, lens, lens), f"ours, 1x{whole}": dense},
+        {
+            "ours": _train_planned(dtype, lens, lens),
+            f"ours, {documents}x{length}": batch,
+            f"ours, 1x{whole}": one,
+        },
         10 * documents * length * row_bytes,
         _train_flops(lens, lens),
     )

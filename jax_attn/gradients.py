@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,7 +143,8 @@ def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array, target: str | None)
     products = d_o.astype(jnp.float32) * o.astype(jnp.float32)
     if target == "cpu" and (head_dim := o.shape[-1]) % _LANES == 0:
         # XLA's sum of a row is a chain of scalar additions there, of 4 to 6 times the time.
-        products = sum(products[..., i : i + _LANES] for i in range(0, head_dim, _LANES))
+        vectors = [products[..., i : i + _LANES] for i in range(0, head_dim, _LANES)]
+        products = functools.reduce(operator.add, vectors)
         while (length := products.shape[-1]) > 1:
             products = products[..., : length // 2] + products[..., length // 2 :]
     return products.sum(axis=-1) - d_lse

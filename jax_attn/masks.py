@@ -329,8 +329,14 @@ def custom_mask(visible: Any, qo_indptr: Any, kv_lens: Any) -> Mask:
         of its own on, as its packed_custom_mask.
     qo_indptr, kv_lens: host integers, as for `plan`.
 
-    Raises ValueError for another number of elements.
+    Raises ValueError for another number of elements, and for a traced array.
     """
+    for name, array in (("visible", visible), ("qo_indptr", qo_indptr), ("kv_lens", kv_lens)):
+        if isinstance(array, jax.core.Tracer):
+            raise ValueError(
+                f"masks.custom_mask: {name}: expected a host array, got a traced one; make the mask"
+                " outside of jit, and hand its operands in."
+            )
     starts, lens = np.asarray(qo_indptr, np.int64), np.asarray(kv_lens, np.int64)
     visible = np.asarray(visible)
     sizes = np.diff(starts) * lens

@@ -64,17 +64,23 @@ def declare(operands: Mapping[str, Any]) -> dict[str, Declared]:
 
 def operands_of(what: str, function: Callable[..., Any], operands: Mapping[str, Any]) -> list[str]:
     """The operands that a function takes, by its signature."""
-    first = 1 if what == "mask" else 2
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return list(operands)
+    first = {"mask": ["at"], "logits": ["score", "at"]}.get(what, [])
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    has_room = sum(p.kind in positional for p in parameters) >= len(first) or any(
+        p.kind is p.VAR_POSITIONAL for p in parameters
+    )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = [p for p in parameters[first if what else 0 :] if p.kind in keyword]
-    wanted = [p.name for p in named if p.name in operands]
+    named = [p for p in parameters[len(first) :] if p.kind in keyword]
     missing = [p.name for p in named if p.name not in operands and p.default is p.empty]
-    if what and missing:
-        refuse(what, f"a function of its operands ({', '.join(operands) or 'none'})", missing)
-    return wanted
+    if what and (not has_room or (missing and not takes_all)):
+        wanted = (
+            f"fn({', '.join(first)}, ...), then of its operands ({', '.join(operands) or 'none'})"
+        )
+        refuse(what, wanted, f"fn{signature}")
+    return list(operands) if takes_all else [p.name for p in named if p.name in operands]
 
 
 _load_p = jax_core.Primitive("jax_attn_load")
@@ -159,6 +165,17 @@ def trace(
             f"{OP}: {what}: Python control flow and numpy on traced values are not supported"
             f" at {_raised_at(error)}; use jnp.where and jnp functions, and make an array that"
             " they index one of the operands."
+        ) from None
+    except AttributeError as error:
+        if not isinstance(error.obj, (At, _Operand)):
+            raise
+        known = (
+            f"at has {', '.join(FACTS)}"
+            if isinstance(error.obj, At)
+            else "an operand has shape, ndim and dtype, and is indexed, name[i, ...]"
+        )
+        raise NotImplementedError(
+            f"{OP}: {what}: .{error.name} at {_raised_at(error)} is not supported; {known}."
         ) from None
     except TypeError as error:
         if _Operand.__name__ not in str(error):

@@ -210,6 +210,8 @@ def test_block_sparse_hides_what_is_beyond_its_blocks():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"masks.tree: parents\[2\]: expected -1 or a number b"):
         masks.tree([-1, 0, 2], [0, 3])
+    with pytest.raises(ValueError, match="visible: expected a host array, got a traced one"):
+        jax.jit(lambda visible: masks.custom_mask(visible, [0, 2], [3]))(np.ones(6, bool))
     with pytest.raises(ValueError, match=r"masks.custom_mask: visible: expected bool\[6\]"):
         masks.custom_mask(np.ones(5, bool), [0, 2], [3])
     with pytest.raises(ValueError, match=r"block_sparse: indices\[1\]: expected a block column in"):

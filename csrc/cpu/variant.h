@@ -439,7 +439,8 @@ class VariantRun {
       }
       const i32 type = p_->operands[op.operand].type;
       const VariantOperand& operand = pass_.params->variant_operands[op.operand];
-      const i32* at = LoadOperand<Isa>(type, operand, op.num_args, indices, n, tile_kv_, to);
+      const i32* at =
+          LoadOperand<Isa>(type, operand, op.num_args, indices, n, &last_[op.operand], to);
       if (section_ == kLogitHome && to != raw_ + begin) {
         views_[c_->slot[op.value]] = at - begin;
       } else if (at != to) {
@@ -472,6 +473,7 @@ class VariantRun {
   ValueHome section_ = kNoHome;
   i64 row_ = 0, token_ = 0, head_ = 0;
   i32* raw_ = nullptr;
+  intptr_t last_[kMaxVariantOperands] = {};  // of an operand: see LoadElements
 };
 
 }  // namespace

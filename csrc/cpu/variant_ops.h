@@ -375,13 +375,17 @@ struct BoolByte {
 };
 inline i32 ElementBits(BoolByte x) { return x.byte != 0 ? -1 : 0; }
 
+// Rows of which LoadElements asks memory for lanes in advance: a bias of 1x2048 takes a twentieth
+// less time than with the lanes of the next block in advance (8 against 1, 2 and 4 rows, too).
+constexpr i64 kRowsAhead = 8;
+
 // operand[indices of the lane] of n lanes, each index clamped, at the address that it returns:
-// `to`, or where they are in memory as they are. indices: one an axis. ahead: elements from a row's
-// lanes to those that are asked for next. It asks memory for them, because each row is elsewhere,
-// which no prefetcher foresees.
+// `to`, or where they are in memory as they are. indices: one an axis.
+// last: where lanes of the row before were, and then where these are. Rows are equally far apart,
+// often by whole pages, over which no prefetcher of the hardware goes.
 template <class Isa, typename T>
 JAX_ATTN_KERNEL const i32* LoadElements(const VariantOperand& operand, i32 rank,
-                                        const Index* indices, i64 n, i64 ahead, i32* to) {
+                                        const Index* indices, i64 n, intptr_t* last, i32* to) {
   const T* data = static_cast<const T*>(operand.data);
   i64 stride = 1;
   i64 strides[kMaxOperandRank];
@@ -406,9 +410,11 @@ JAX_ATTN_KERNEL const i32* LoadElements(const VariantOperand& operand, i32 rank,
     const i64 first = index[0];
     i64 j = 0;
     if (first >= 0) {
-      constexpr i64 kLine = kCacheLine / static_cast<i64>(sizeof(T));
-      for (i64 at = first + ahead; at < Min(first + ahead + n, length); at += kLine) {
-        __builtin_prefetch(data + at, 0, 2);
+      const auto address = reinterpret_cast<intptr_t>(data + first);
+      const intptr_t there = address + kRowsAhead * (address - *last);
+      *last = address;
+      for (i64 byte = 0; byte < n * static_cast<i64>(sizeof(T)); byte += kCacheLine) {
+        __builtin_prefetch(reinterpret_cast<const void*>(there + byte), 0, 3);
       }
       if constexpr (sizeof(T) == 4) {
         if (first + n <= length) return reinterpret_cast<const i32*>(data + first);
@@ -439,20 +445,20 @@ JAX_ATTN_KERNEL const i32* LoadElements(const VariantOperand& operand, i32 rank,
 
 template <class Isa>
 const i32* LoadOperand(i32 type, const VariantOperand& operand, i32 rank, const Index* indices,
-                       i64 n, i64 ahead, i32* to) {
+                       i64 n, intptr_t* last, i32* to) {
   switch (type) {
     case kOperandF32:
-      return LoadElements<Isa, float>(operand, rank, indices, n, ahead, to);
+      return LoadElements<Isa, float>(operand, rank, indices, n, last, to);
     case kOperandBF16:
-      return LoadElements<Isa, Bf16>(operand, rank, indices, n, ahead, to);
+      return LoadElements<Isa, Bf16>(operand, rank, indices, n, last, to);
     case kOperandF16:
-      return LoadElements<Isa, F16>(operand, rank, indices, n, ahead, to);
+      return LoadElements<Isa, F16>(operand, rank, indices, n, last, to);
     case kOperandI32:
-      return LoadElements<Isa, i32>(operand, rank, indices, n, ahead, to);
+      return LoadElements<Isa, i32>(operand, rank, indices, n, last, to);
     case kOperandU8:
-      return LoadElements<Isa, uint8_t>(operand, rank, indices, n, ahead, to);
+      return LoadElements<Isa, uint8_t>(operand, rank, indices, n, last, to);
     default:
-      return LoadElements<Isa, BoolByte>(operand, rank, indices, n, ahead, to);
+      return LoadElements<Isa, BoolByte>(operand, rank, indices, n, last, to);
   }
 }
 

@@ -79,9 +79,9 @@ void SetVariantOperands(const std::vector<ffi::AnyBuffer>& operands, AttentionPa
 // JAX_ATTN_CHECK=1 does both on any device.
 Status CheckLayer(const char* op, int32_t layer, int64_t num_layers);
 
-// Asks for huge pages under results of some MB, before they are written. XLA's allocator gives such
-// results fresh memory in every call: pages of 4 KB took a fifth of the processor time of a backward
-// pass over 8,192 tokens in bf16. Nothing where the system knows no such pages.
+// Asks for huge pages under results of some MB, before they are written; does nothing on a system
+// without them. Such results often are fresh memory in every call: pages of 4 KB took a fifth of
+// the processor time of a backward pass over 8,192 tokens in bf16.
 void PreferHugePages(std::initializer_list<ffi::AnyBuffer> results);
 
 // Fills results with 0xFF, NaN as floats, so that a test sees whatever a kernel leaves unwritten.
