@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import shutil
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -22,7 +21,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
-from jax._src.interpreters import mlir
+from lowering import lower_quickly
 
 from jax_attn import config
 
@@ -69,25 +68,6 @@ def compile_quickly():
     given = os.environ.get("XLA_FLAGS", "")
     if flags not in given:  # by the process that started this worker
         os.environ["XLA_FLAGS"] = f"{flags} {given}"
-
-
-def lower_quickly():
-    """Has JAX lower a thread's programs in one MLIR context.
-
-    It makes one for each program, with all dialects, which takes longer than to lower most of the
-    programs that tests have, and ever longer, as it keeps what it has lowered, and each context
-    has caches in each thread. A context keeps its constants: after so many programs comes another.
-    """
-    make, programs_of_a_context = mlir.make_ir_context, 256
-    of_thread = threading.local()
-
-    def make_or_reuse():
-        if getattr(of_thread, "left", 0) == 0:
-            of_thread.context, of_thread.left = make(), programs_of_a_context
-        of_thread.left -= 1
-        return of_thread.context
-
-    mlir.make_ir_context = make_or_reuse
 
 
 def pytest_collection_finish():
