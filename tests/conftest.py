@@ -1,4 +1,5 @@
 import collections
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -20,6 +21,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
+from lowering import lower_quickly
 
 from jax_attn import config
 
@@ -44,6 +46,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not config.option.markexpr and not Path("/dev/nvidiactl").exists():
         compile_quickly()
+        lower_quickly()
     for name, why in ON_REQUEST.items():
         config.addinivalue_line("markers", f"{name}: {why} (run with `pytest -m {name}`)")
 
@@ -65,6 +68,13 @@ def compile_quickly():
     given = os.environ.get("XLA_FLAGS", "")
     if flags not in given:  # by the process that started this worker
         os.environ["XLA_FLAGS"] = f"{flags} {given}"
+
+
+def pytest_collection_finish():
+    """Keeps the garbage collector from what is there to stay: modules, and thousands of tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -47,7 +47,8 @@ def environment(num_devices: int) -> dict[str, str]:
 
 def run_on_cpus(num_devices: int, program: str, timeout: int = 300) -> None:
     """Runs a program to its end."""
-    _run(environment(num_devices), program, timeout)
+    start = "import lowering; lowering.lower_quickly()\n"
+    _run(environment(num_devices), start + program, timeout)
 
 
 def run_on_gpus(program: str, timeout: int = 300) -> None:

@@ -290,12 +290,15 @@ std::vector<Case> Cases() {
 
 }  // namespace
 
-int TestMain() {
+// Of the cases, one of each `step`: all dtypes, if no multiple of 3. Invariance if 1.
+int TestMain(size_t step) {
   ThreadPool threads(3);
   TestAppend(threads);
   TestMerge(threads);
-  for (const Case& c : Cases()) TestCase(c, threads);
+  const std::vector<Case> cases = Cases();
+  for (size_t i = 0; i < cases.size(); i += step) TestCase(cases[i], threads);
   for (int64_t dtype : {kF32, kBF16, kF16}) {
+    if (step > 1) break;  // minutes in an emulator
     Case c;
     c.dtype = dtype;
     c.requests = {{64, 300}, {1, 97}, {40, 40}, {1, 250}, {9, 500}};
@@ -323,4 +326,4 @@ int TestMain() {
 
 }  // namespace jax_attn
 
-int main() { return jax_attn::TestMain(); }
+int main(int argc, char** argv) { return jax_attn::TestMain(argc > 1 ? std::stoul(argv[1]) : 1); }

@@ -208,13 +208,15 @@ std::vector<Case> Cases() {
 
 }  // namespace
 
-int TestMain() {
+// Of the cases, one of each `step`: all dtypes, if no multiple of 3.
+int TestMain(size_t step) {
   ThreadPool threads(3);
-  for (const Case& c : Cases()) TestCase(c, threads);
+  const std::vector<Case> cases = Cases();
+  for (size_t i = 0; i < cases.size(); i += step) TestCase(cases[i], threads);
   std::printf("%s\n", g_failures ? "FAILED" : "ok");
   return g_failures ? 1 : 0;
 }
 
 }  // namespace jax_attn
 
-int main() { return jax_attn::TestMain(); }
+int main(int argc, char** argv) { return jax_attn::TestMain(argc > 1 ? std::stoul(argv[1]) : 1); }

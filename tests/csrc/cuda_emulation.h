@@ -27,6 +27,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "params.h"
@@ -39,6 +40,8 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // Of what most of the time goes into: optimised for speed, where the kernels are for compiling.
 #define JAX_ATTN_EMULATION_HOT __attribute__((optimize("O3"), noinline))
+// Of what that calls: nothing else is inlined there.
+#define JAX_ATTN_EMULATION_INLINE inline __attribute__((always_inline))
 
 struct uint2 {
   unsigned x, y;
@@ -58,7 +61,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 template <typename To, typename From>
-To EmulationBits(From from) {
+JAX_ATTN_EMULATION_INLINE To EmulationBits(From from) {
   static_assert(sizeof(To) == sizeof(From), "as many bits");
   To to;
   std::memcpy(&to, &from, sizeof(to));
@@ -146,19 +149,42 @@ struct Place {
   }
 };
 
-struct Fiber {
-  ucontext_t start;
-  Place place;
-  std::unique_ptr<char[]> stack;
-  Index thread;
+// A small closure: fibers wait for events millions of times, and std::function allocates.
+template <typename Result>
+class Closure {
+ public:
+  Closure() = default;
+  template <typename Function>
+  explicit Closure(const Function& function) {
+    static_assert(sizeof(function) <= sizeof(bytes_) && alignof(Function) <= 8, "room for it");
+    static_assert(std::is_trivially_copyable_v<Function>, "of references and numbers");
+    std::memcpy(bytes_, &function, sizeof(function));
+    call_ = [](const unsigned char* bytes) -> Result {
+      return (*reinterpret_cast<const Function*>(bytes))();
+    };
+  }
+  JAX_ATTN_EMULATION_INLINE Result operator()() const { return call_(bytes_); }
+
+ private:
+  Result (*call_)(const unsigned char*);
+  alignas(8) unsigned char bytes_[24];
+};
+
+struct alignas(64) Fiber {
+  // What the scheduler asks all threads for.
   bool begun, done;
   Waits waits;
-  const char* where;                   // the barrier it waits at
-  std::function<bool()> happened;      // the event it waits for,
-  std::function<std::string()> event;  // in words
-  uint32_t exchange[8];                // what collectives hand around
+  Closure<bool> happened;  // the event it waits for,
+
+  Index thread;
+  const char* where;           // the barrier it waits at
+  Closure<std::string> event;  // in words
+  uint32_t exchange[8];        // what collectives hand around
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open_group;
+  Place place;
+  std::unique_ptr<char[]> stack;
+  ucontext_t start;
 };
 
 // State of an architecture beyond threads and shared memory.
@@ -183,7 +209,7 @@ struct Sleeper {
   bool eager;
   int drawer;
   std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<InFlight> in_flight;
+  std::vector<std::unique_ptr<InFlight>> in_flight;
   std::vector<unsigned char> smem, async_smem;
 };
 
@@ -223,10 +249,11 @@ class Machine {
   }
 
   // `event` is asked for when nothing can run any more.
-  void WaitUntil(std::function<bool()> happened, std::function<std::string()> event) {
+  template <typename Happened, typename Event>
+  void WaitUntil(const Happened& happened, const Event& event) {
     if (happened()) return;
-    current_->happened = std::move(happened);
-    current_->event = std::move(event);
+    current_->happened = Closure<bool>(happened);
+    current_->event = Closure<std::string>(event);
     Wait(Waits::kForEvent, "an event");
   }
 
@@ -245,7 +272,25 @@ class Machine {
   // `finish` runs when no warp can run without it or, in every other CTA, at random times before.
   // in_order: after what this thread started before.
   void Later(bool in_order, std::function<void()> finish) {
-    in_flight_.push_back({in_order ? current_->thread.x : --num_unordered_, std::move(finish)});
+    in_flight_.push_back(std::make_unique<InFlight>(
+        InFlight{in_order ? current_->thread.x : --num_unordered_, std::move(finish)}));
+  }
+
+  // Shared memory as the asynchronous proxy sees it.
+  unsigned char* AsyncSmem() {
+    if (owes_copy_) PublishNow();
+    return async_smem;
+  }
+  // What all threads have written so far gets there. Where the lanes of a warp come here one after
+  // the other, the first and the last of them copy all of shared memory, those between leave it to
+  // the last; who looks before that, or finds that it did not come, copies for them.
+  void Publish() {
+    if (publisher_ == nullptr) publisher_ = current_;
+    if (publisher_ == current_ || is_last_lane_) {
+      PublishNow();
+    } else {
+      owes_copy_ = true;
+    }
   }
 
   Index block, block_dim, grid_dim;
@@ -322,26 +367,35 @@ class Machine {
     in_flight_ = std::move(s.in_flight);
   }
 
-  bool CanRun(const Fiber& f) const {
+  void PublishNow() {
+    std::memcpy(async_smem, smem, sizeof(smem));
+    owes_copy_ = false;
+  }
+
+  JAX_ATTN_EMULATION_INLINE bool CanRun(const Fiber& f) const {
     return !f.done && (f.waits == Waits::kNot || (f.waits == Waits::kForEvent && f.happened()));
   }
 
   // A random warp among those that can run, of the slow warpgroup or of the others, until its lanes
   // wait. False if there is none.
   JAX_ATTN_EMULATION_HOT bool RunSomeWarp(bool slow) {
-    ready_.clear();
+    int* end = ready_;
+    const std::unique_ptr<Fiber>* const fibers = &fibers_[0];
     for (int i = 0; i < block_dim.x; ++i) {
-      if ((i / 128 == slow_) == slow && CanRun(*fibers_[i])) ready_.push_back(i);
+      if ((i / 128 == slow_) == slow && CanRun(*fibers[i])) *end++ = i;
     }
-    if (ready_.empty()) return false;
-    const int warp = ready_[random_() % ready_.size()] / 32;
-    const auto of_warp = [warp](int i) { return i / 32 == warp; };
-    const auto first = std::find_if(ready_.begin(), ready_.end(), of_warp);
-    const auto last = std::find_if_not(first, ready_.end(), of_warp);
+    if (end == ready_) return false;
+    const int warp = ready_[random_() % (end - ready_)] / 32;
+    int* first = ready_;
+    while (*first / 32 != warp) ++first;
+    int* last = first;
+    while (last != end && *last / 32 == warp) ++last;
     std::shuffle(first, last, random_);
-    for (auto lane = first; lane != last; ++lane) {
-      current_ = fibers_[*lane].get();
+    publisher_ = nullptr;
+    for (int* lane = first; lane != last; ++lane) {
+      current_ = fibers[*lane].get();
       current_->waits = Waits::kNot;
+      is_last_lane_ = lane + 1 == last;
       if (current_->begun) {
         scheduler_.SwitchTo(&current_->place);
       } else {
@@ -349,6 +403,7 @@ class Machine {
         scheduler_.Begin(current_->start);
       }
     }
+    if (owes_copy_) PublishNow();
     ReleaseWarp(warp);
     return true;
   }
@@ -389,12 +444,12 @@ class Machine {
   // The oldest of some sequence.
   bool FinishSomething() {
     if (in_flight_.empty()) return false;
-    const int sequence = in_flight_[random_() % in_flight_.size()].sequence;
+    const int sequence = in_flight_[random_() % in_flight_.size()]->sequence;
     const auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(),
-                                     [&](const InFlight& x) { return x.sequence == sequence; });
-    const std::function<void()> finish = std::move(oldest->finish);
+                                     [&](const auto& x) { return x->sequence == sequence; });
+    const std::unique_ptr<InFlight> first = std::move(*oldest);
     in_flight_.erase(oldest);
-    finish();
+    first->finish();
     return true;
   }
 
@@ -420,8 +475,8 @@ class Machine {
   }
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  std::vector<int> ready_;  // threads that can run
-  std::vector<InFlight> in_flight_;
+  int ready_[1024];  // threads that can run
+  std::vector<std::unique_ptr<InFlight>> in_flight_;
   std::vector<Sleeper> sleepers_;
   std::vector<std::vector<std::unique_ptr<Fiber>>> spare_fibers_;
   bool eager_ = false, is_sleepy_ = false;
@@ -429,6 +484,9 @@ class Machine {
   int num_drawers_ = 0;
   int num_unordered_ = 0;
   Fiber* current_ = nullptr;
+  const Fiber* publisher_ = nullptr;  // the first of the lanes that run in turn to publish
+  bool is_last_lane_ = false;         // of these
+  bool owes_copy_ = false;            // to what the asynchronous proxy sees
   Place scheduler_;
   std::function<void()> kernel_;
   unsigned seed_ = 0;
@@ -584,7 +642,7 @@ inline void CopyAsync16(u32 shared, const void* global, bool valid) {
     emulation::Fail("misaligned copy");
   }
   std::memset(smem + shared, 0xff, 16);  // until it is waited for
-  std::memset(emulation::async_smem + shared, 0xff, 16);
+  std::memset(emulation::machine.AsyncSmem() + shared, 0xff, 16);
   emulation::machine.current().open_group.push_back({smem + shared, global, valid});
 }
 inline u64 EvictFirst() { return 1; }

@@ -84,27 +84,41 @@ class SharedMatrix {
     }
   }
 
-  // Element of row or column `mn` (the dimension that is not summed over), and k.
-  u16 At(int mn, int k) const {
-    const u32 address = mn_major_ ? AddressMnMajor(mn, k) : AddressKMajor(mn, k);
-    // The XOR acts on the address itself, not on the position within the matrix.
-    const u32 mask = (1u << swizzle_bits_) - 1;
-    const u32 swizzled = address ^ (address >> 7 & mask) << 4;
-    if (swizzled + 2 > sizeof(async_smem)) Fail("a matrix reaches beyond shared memory");
-    u16 x;
-    std::memcpy(&x, async_smem + swizzled, sizeof(x));
-    return x;
+  // Elements [begin, begin + num_rows) x [0, 16) of rows or columns (the dimension that is not
+  // summed over; in eights), and k.
+  JAX_ATTN_EMULATION_INLINE void Read(int begin, int num_rows, u16* elements) const {
+    for (int mn = begin; mn < begin + num_rows; mn += 8) {
+      for (int k = 0; k < 16; k += 8) {
+        u16* const to = elements + (mn - begin) * 16 + k;
+        for (int i = 0; i < 8; ++i) {  // a chunk
+          u16 x[8];
+          std::memcpy(
+              x, mn_major_ ? Chunk(AddressMnMajor(mn, k + i)) : Chunk(AddressKMajor(mn + i, k)),
+              sizeof(x));
+          for (int j = 0; j < 8; ++j) to[mn_major_ ? j * 16 + i : i * 16 + j] = x[j];
+        }
+      }
+    }
   }
 
  private:
+  // 8 elements.
+  JAX_ATTN_EMULATION_INLINE const unsigned char* Chunk(u32 address) const {
+    // The XOR acts on the address itself, not on the position within the matrix.
+    const u32 mask = (1u << swizzle_bits_) - 1;
+    const u32 swizzled = address ^ (address >> 7 & mask) << 4;
+    if (swizzled + 16 > sizeof(async_smem)) Fail("a matrix reaches beyond shared memory");
+    return machine.AsyncSmem() + swizzled;
+  }
+
   // ((8,m),(T,2)) : ((span,SBO),(1,T)), without swizzle the second chunk is LBO away.
-  u32 AddressKMajor(int mn, int k) const {
+  JAX_ATTN_EMULATION_INLINE u32 AddressKMajor(int mn, int k) const {
     const u32 row = 16u << swizzle_bits_, chunk = swizzle_bits_ == 0 ? leading_ : 16;
     return start_ + mn % 8 * row + mn / 8 * stride_ + k / 8 * chunk + k % 8 * 2;
   }
 
   // ((T,chunks,m),(8,2)) : ((1,T,LBO),(span,SBO)), without swizzle LBO and SBO change places.
-  u32 AddressMnMajor(int mn, int k) const {
+  JAX_ATTN_EMULATION_INLINE u32 AddressMnMajor(int mn, int k) const {
     const int width = 8 << swizzle_bits_;  // elements of a row
     const u32 along = swizzle_bits_ == 0 ? stride_ : leading_;
     const u32 across = swizzle_bits_ == 0 ? leading_ : stride_;
@@ -376,13 +390,13 @@ class Sm90 : public Unit {
     const SharedMatrix matrix(shape.a, shape.a_mn_major);
     const int first_row = machine.current().thread.x / 32 % 4 * 16;
     std::vector<u16> a(16 * 16);
-    for (int i = 0; i < 16 * 16; ++i) a[i] = matrix.At(first_row + i / 16, i % 16);
+    matrix.Read(first_row, 16, a.data());
     return a;
   }
   JAX_ATTN_EMULATION_HOT std::vector<u16> ReadB(const ProductShape& shape) const {
     const SharedMatrix matrix(shape.b, shape.b_mn_major);
     std::vector<u16> b(shape.n * 16);
-    for (int i = 0; i < shape.n * 16; ++i) b[i] = matrix.At(i / 16, i % 16);
+    matrix.Read(0, shape.n, b.data());
     return b;
   }
 
@@ -485,7 +499,7 @@ inline void ArriveBarrierAfterCopies(u32 barrier) {
   copies.insert(copies.end(), f.open_group.begin(), f.open_group.end());
   f.groups.clear();
   f.open_group.clear();
-  emulation::machine.Later(true, [copies, barrier] {
+  emulation::machine.Later(true, [copies = std::move(copies), barrier] {
     for (const emulation::Copy& c : copies) c.Land();
     emulation::sm90.Arrive(barrier, 1, 0);
   });
@@ -500,7 +514,7 @@ void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, in
   const int num_bytes = static_cast<int>(from.box_rows) * 128;
   if (shared % 128 != 0 || shared + num_bytes > sizeof(smem)) emulation::Fail("misplaced box");
   std::memset(smem + shared, 0xff, num_bytes);  // until it is waited for
-  std::memset(emulation::async_smem + shared, 0xff, num_bytes);
+  std::memset(emulation::machine.AsyncSmem() + shared, 0xff, num_bytes);
   emulation::machine.Later(false, [=] {
     for (int e = 0; e < num_bytes / 2; ++e) {
       const u64 r = static_cast<u64>(row) + e / 64, c = static_cast<u64>(column) + e % 64;
@@ -510,7 +524,7 @@ void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, in
         x = from.array[((layer * from.num_rows + r) * from.num_heads + head) * from.head_dim + c];
       }
       const u32 to = shared + 2 * e;
-      for (unsigned char* memory : {smem, emulation::async_smem}) {
+      for (unsigned char* memory : {smem, emulation::machine.AsyncSmem()}) {
         std::memcpy(memory + (to ^ (to >> 7 & 7) << 4), &x, sizeof(x));
       }
     }
@@ -521,7 +535,7 @@ inline std::vector<u16> ReadBox(const emulation::BoxedArray& of, u32 shared) {
   std::vector<u16> elements(of.box_rows * of.box_heads * 64);
   for (size_t e = 0; e < elements.size(); ++e) {
     const u32 from = shared + 2 * static_cast<u32>(e);
-    std::memcpy(&elements[e], emulation::async_smem + (from ^ (from >> 7 & 7) << 4), 2);
+    std::memcpy(&elements[e], emulation::machine.AsyncSmem() + (from ^ (from >> 7 & 7) << 4), 2);
   }
   return elements;
 }
@@ -537,7 +551,7 @@ void StoreBox(const TensorMap& map, int column, int head, int row, u32 shared) {
 }
 inline std::vector<float> ReadBulk(u32 shared, size_t num_words) {
   std::vector<float> words(num_words);
-  std::memcpy(words.data(), emulation::async_smem + shared, 4 * num_words);
+  std::memcpy(words.data(), emulation::machine.AsyncSmem() + shared, 4 * num_words);
   return words;
 }
 inline void StartBulk(float* global, u32 shared, int num_bytes, bool adds) {
@@ -601,7 +615,7 @@ inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
   WaitBarrier(barrier, parity);
   return true;
 }
-inline void FenceSharedForWgmma() { std::memcpy(emulation::async_smem, smem, sizeof(smem)); }
+inline void FenceSharedForWgmma() { emulation::machine.Publish(); }
 
 inline void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
   if (threadIdx.x % 32 < 16 && shared % 16 != 0) emulation::Fail("misaligned row of a matrix");

@@ -457,6 +457,56 @@ void TestMistakes() {
   });
 }
 
+// A fence publishes what was written before it, whether all lanes come to it or one, and not what
+// its thread, or with all lanes the last of them, writes after it.
+void TestFences() {
+  const auto write = [](int word) {
+    const float x = static_cast<float>(word);
+    std::memcpy(smem + 4 * word, &x, 4);
+  };
+  int num_wrong = 0;
+  const auto expect_words = [&](const std::vector<float>& words, int begin, int end) {
+    for (int i = begin; i < end; ++i) num_wrong += words[i] != static_cast<float>(i);
+  };
+  for (int seed = 0; seed < 64; ++seed) {
+    machine.Launch(1, 32, seed, [&] {
+      const int lane = threadIdx.x;
+      write(lane);
+      FenceSharedForWgmma();
+      if (seed % 2 == 1) expect_words(ReadBulk(0, 32), lane, lane + 1);
+      write(32 + lane);
+      __syncwarp();
+      if (lane > 0) return;
+      const std::vector<float> words = ReadBulk(0, 64);
+      expect_words(words, 0, 32);
+      num_wrong += std::none_of(words.begin() + 32, words.end(), [](float x) { return x != x; });
+    });
+    machine.Launch(1, 32, seed, [&] {
+      const int lane = threadIdx.x;
+      if (lane == seed % 32) {
+        write(0);
+        FenceSharedForWgmma();
+        write(1);
+      }
+      __syncwarp();
+      if (lane > 0) return;
+      const std::vector<float> words = ReadBulk(0, 2);
+      expect_words(words, 0, 1);
+      num_wrong += !std::isnan(words[1]);
+    });
+    machine.Launch(1, 32, seed, [&] {
+      const int lane = threadIdx.x;
+      write(lane);
+      if (lane % 2 == 0) FenceSharedForWgmma();
+      __syncwarp();
+      if (lane > 0) return;
+      const std::vector<float> words = ReadBulk(0, 32);
+      for (int i = 0; i < 32; i += 2) expect_words(words, i, i + 1);
+    });
+  }
+  Expect(num_wrong == 0, emulation::Text("fences: %d wrong", num_wrong));
+}
+
 template <int kN>
 void TestProducts() {
   for (Swizzle b : {kNone, k128, k64, k32}) {
@@ -475,6 +525,7 @@ void RunAll() {
   TestProducts<192>();
   TestWrappers();
   TestTransposedWrappers();
+  TestFences();
   for (unsigned seed = 0; seed < 6; ++seed) {
     const bool boxes = seed % 2 == 1;
     const int num_wrong = WrongResultsOfPipeline(seed, boxes, {.no_fence = boxes});
