@@ -35,7 +35,7 @@ def test_every_choice_says_why(target, options, monkeypatch, capsys):
     chosen = _spec(target, **options).kernel_config
     lines = capsys.readouterr().out.splitlines()
     told = {line.split()[0]: line for line in lines[1:]}
-    expected = _CHOSEN | {"device"} | (_CHOSEN_FOR_CUDA if target != "cpu" else set())
+    expected = _CHOSEN | {"device"} | (_CHOSEN_FOR_CUDA if target != "cpu" else {"isa"})
     assert expected <= told.keys()
     tiles = range(chosen["num_tiles"])
     assert " ".join(str(chosen[f"tile_q_{i}"]) for i in tiles) in told["tile_q"]
@@ -43,6 +43,15 @@ def test_every_choice_says_why(target, options, monkeypatch, capsys):
     last = lines[-1]  # what has no reason, and nothing twice
     assert all(f" {field}=" in last for field in ("num_warps", "max_items"))
     assert not any(f" {field}=" in last for field in told)
+
+
+def test_cpu_tiles_are_lower_on_many_processors(monkeypatch):
+    heights = []
+    for n in (1, 2, 8, 16, 200):
+        monkeypatch.setattr(spec_module, "parse_target", lambda _, n=n: (0, n))
+        heights.append(_spec("cpu").kernel_config["tile_q_2"])
+    assert heights == sorted(heights, reverse=True) and 80 <= heights[-1] <= 256
+    assert heights[0] == heights[2]  # 4,096 rows are 512 for each of 8
 
 
 def test_loops_of_devices():
