@@ -70,8 +70,8 @@ class Queues {
 
   // Runs items until none is left to take, beginning with queue `first`.
   void Drain(int64_t first) {
-    void* scratch = ThreadScratch(std::max(kernels_.scratch_bytes(p_, geometry_),
-                                           few_.scratch_bytes(p_, geometry_)));
+    void* scratch = ThreadScratch(
+        std::max(kernels_.scratch_bytes(p_, geometry_), few_.scratch_bytes(p_, geometry_)));
     for (int64_t i = 0; i < num_queues_; ++i) {
       const int64_t queue = (first + i) % num_queues_;
       i32 begin;

@@ -20,7 +20,8 @@ std::string CpuIsa();
 // SetCpuIsa made it.
 std::string DescribeCpuIsas(const AttentionSpec& spec);
 
-// Uses `name` alone from the next call on; "" goes back to the best, and what select/ says beside it. An error names what is supported.
+// Uses `name` alone from the next call on; "" goes back to the best, and what select/ says beside
+// it. An error names what is supported.
 Status SetCpuIsa(const std::string& name);
 
 }  // namespace jax_attn

@@ -68,9 +68,9 @@ struct Buffers {
         v_panel_bytes(PanelBytes<Isa, kValues>(g.tile_kv) + kCacheLine),
         tile_kv(g.tile_kv) {
     // Products with tiles may write a whole one.
-    const i64 rows = kLow                       ? kMaxLowPassRows
+    const i64 rows = kLow                     ? kMaxLowPassRows
                      : kUsesTiles<Isa, T, Kv> ? RoundUp(g.max_rows, 2 * kTileRows)
-                                                : g.max_rows;
+                                              : g.max_rows;
     const i64 score_rows = kLow ? kMaxLowPassRows : kScoreRows;
     char* base = static_cast<char*>(scratch);
     q = Take<float>(base, rows * q_lanes);

@@ -94,7 +94,8 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     UseTilesOf<Isa>(2 * kTileRows);
     TileOfRows first, second, third;  // the last one entered is the first
     for (i64 row = NextTile(0, start, valid, &first); first.n + second.n + third.n > 0;) {
-      const i64 key_panels = first.n > 0 ? CeilDiv(first.seen.end, kUnit) - first.seen.begin / kUnit : 0;
+      const i64 key_panels =
+          first.n > 0 ? CeilDiv(first.seen.end, kUnit) - first.seen.begin / kUnit : 0;
       const i64 key_steps = this->KeySteps() / kTileSteps * key_panels;
       const i64 value_steps = (third.seen.end - third.seen.begin) / kTileDepth;
       SpreadRows work;
@@ -153,10 +154,10 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     const i64 begin = tile.seen.begin / kUnit, end = CeilDiv(tile.seen.end, kUnit);
     for (i64 u = begin; u < end; ++u) {
       FetchLines(&fetch_);
-      MultiplyTiles<Isa, false>(
-          tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes,
-          buf_.k_panels + u * buf_.k_panel_bytes, 4 * kUnit, this->KeySteps(), true,
-          buf_.s + 2 * kTileRows * tile.slot * buf_.tile_kv + u * kUnit, buf_.tile_kv, work);
+      MultiplyTiles<Isa, false>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes,
+                                buf_.k_panels + u * buf_.k_panel_bytes, 4 * kUnit, this->KeySteps(),
+                                true, buf_.s + 2 * kTileRows * tile.slot * buf_.tile_kv + u * kUnit,
+                                buf_.tile_kv, work);
     }
   }
 

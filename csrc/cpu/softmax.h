@@ -34,8 +34,9 @@ inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
   return rule;
 }
 
-// By how much the base-2 logits of a row may exceed the reference of its exponents. With tiles, sums
-// of weights up to 2^8 are as exact as those up to 1, and few blocks rescale what was before them.
+// By how much the base-2 logits of a row may exceed the reference of its exponents. With tiles,
+// sums of weights up to 2^8 are as exact as those up to 1, and few blocks rescale what was before
+// them.
 template <class Isa>
 constexpr float kSlackLog2 = Isa::kTiles ? 8.0f : 0.0f;
 
