@@ -45,15 +45,6 @@ def test_every_choice_says_why(target, options, monkeypatch, capsys):
     assert not any(f" {field}=" in last for field in told)
 
 
-def test_cpu_tiles_are_lower_on_many_processors(monkeypatch):
-    heights = []
-    for n in (1, 2, 8, 16, 200):
-        monkeypatch.setattr(spec_module, "parse_target", lambda _, n=n: (0, n))
-        heights.append(_spec("cpu").kernel_config["tile_q_2"])
-    assert heights == sorted(heights, reverse=True) and 80 <= heights[-1] <= 256
-    assert heights[0] == heights[2]  # 4,096 rows are 512 for each of 8
-
-
 def test_loops_of_devices():
     """Hopper's loop runs nowhere else, and shared memory decides what the portable one may take."""
     chosen = {t: _spec(t).kernel_config for t in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")}
