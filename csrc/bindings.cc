@@ -142,6 +142,7 @@ nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
   SelectAttention(problem.spec, &reasons, &problem.program);
   nb::list list;
+  if (problem.spec.arch == 0) reasons.emplace_back("isa", DescribeCpuIsas(problem.spec));
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
   return list;
 }

@@ -8,7 +8,8 @@ JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: none; default j
                          XDG_CACHE_HOME, which is ~/.cache if not set. One that other users can
                          write, or rename, is not used: kernels are kept in memory then
 JAX_ATTN_CPU_ISA         instruction set of the CPU kernels: baseline, avx2, avx512, avx512_bf16,
-                         amx or neon; default: the best the machine has
+                         amx or neon, for all work items; default: the best the machine has, and
+                         for items of few rows what is faster (JAX_ATTN_PRINT_CONFIG=1 names it)
 CUDA_HOME, CUDA_PATH     a CUDA toolkit, searched for NVRTC after the wheels of pip
 """
 

@@ -1,8 +1,10 @@
 #include "cpu/dispatch.h"
 
 #include <atomic>
+#include <cstring>
 
 #include "cpu/kernels.h"
+#include "select/devices.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -73,22 +75,63 @@ std::vector<const CpuKernels*> SupportedKernels() {
   return kernels;
 }
 
-std::atomic<const CpuKernels*>& Active() {
-  static std::atomic<const CpuKernels*> active{SupportedKernels().back()};
-  return active;
+// The table that was asked for; null: the best one, and others beside it.
+std::atomic<const CpuKernels*>& Chosen() {
+  static std::atomic<const CpuKernels*> chosen{nullptr};
+  return chosen;
+}
+
+const std::vector<const CpuKernels*>& Supported() {
+  static const std::vector<const CpuKernels*> supported = SupportedKernels();
+  return supported;
+}
+
+// The rule for the call, and its table; null where there is none.
+const CpuIsaRule* FindRule(const AttentionSpec& spec, const CpuKernels** kernels) {
+  if (Chosen().load(std::memory_order_acquire) != nullptr) return nullptr;
+  const CpuIsaRule* rule = FindCpuIsaRule(spec, ActiveKernels().name);
+  if (rule == nullptr) return nullptr;
+  for (const CpuKernels* supported : Supported()) {
+    if (std::strcmp(supported->name, rule->isa) != 0) continue;
+    *kernels = supported;
+    return rule;
+  }
+  return nullptr;  // this build has no such kernels
 }
 
 }  // namespace
 
-const CpuKernels& ActiveKernels() { return *Active().load(std::memory_order_acquire); }
+const CpuKernels& ActiveKernels() {
+  const CpuKernels* chosen = Chosen().load(std::memory_order_acquire);
+  return chosen != nullptr ? *chosen : *Supported().back();
+}
 
 void SetActiveKernels(const CpuKernels& kernels) {
-  Active().store(&kernels, std::memory_order_release);
+  Chosen().store(&kernels, std::memory_order_release);
+}
+
+CpuItemKernels KernelsOf(const AttentionSpec& spec) {
+  CpuItemKernels kernels{nullptr, 0, &ActiveKernels()};
+  if (const CpuIsaRule* rule = FindRule(spec, &kernels.few)) {
+    kernels.few_rows = rule->up_to_rows;
+  } else {
+    kernels.few = kernels.many;
+  }
+  return kernels;
+}
+
+std::string DescribeCpuIsas(const AttentionSpec& spec) {
+  const CpuKernels* few = nullptr;
+  const CpuIsaRule* rule = FindRule(spec, &few);
+  const std::string best = CpuIsa();
+  if (rule == nullptr) return best + ": the best this machine has, or JAX_ATTN_CPU_ISA";
+  return best + "; " + rule->isa + " for items of up to " + std::to_string(rule->up_to_rows) +
+         " rows: " + rule->why;
 }
 
 std::vector<std::string> SupportedCpuIsas() {
   std::vector<std::string> names;
-  for (const CpuKernels* kernels : SupportedKernels()) names.push_back(kernels->name);
+  for (const CpuKernels* kernels : Supported()) names.push_back(kernels->name);
   return names;
 }
 
@@ -96,8 +139,7 @@ std::string CpuIsa() { return ActiveKernels().name; }
 
 Status SetCpuIsa(const std::string& name) {
   std::string supported;
-  const std::vector<const CpuKernels*> all = SupportedKernels();
-  for (const CpuKernels* kernels : all) {
+  for (const CpuKernels* kernels : Supported()) {
     if (name == kernels->name) {
       SetActiveKernels(*kernels);
       return Status::Ok();
@@ -105,7 +147,7 @@ Status SetCpuIsa(const std::string& name) {
     supported += std::string(supported.empty() ? "" : ", ") + kernels->name;
   }
   if (name.empty()) {
-    SetActiveKernels(*all.back());
+    Chosen().store(nullptr, std::memory_order_release);
     return Status::Ok();
   }
   return Status::Error("JAX_ATTN_CPU_ISA: expected one of " + supported + " on this machine, got " +

@@ -67,7 +67,10 @@ struct Buffers {
         // One line more than the panel: panels a power of two apart would share cache sets.
         v_panel_bytes(PanelBytes<Isa, kValues>(g.tile_kv) + kCacheLine),
         tile_kv(g.tile_kv) {
-    const i64 rows = kLow ? kMaxLowPassRows : g.max_rows;
+    // Products with tiles may write a whole one.
+    const i64 rows = kLow                     ? kMaxLowPassRows
+                     : kUsesTiles<Isa, T, Kv> ? RoundUp(g.max_rows, 2 * kTileRows)
+                                              : g.max_rows;
     const i64 score_rows = kLow ? kMaxLowPassRows : kScoreRows;
     char* base = static_cast<char*>(scratch);
     q = Take<float>(base, rows * q_lanes);

@@ -51,6 +51,9 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     // The next block's rows, a few lines with every register tile.
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
     fetch_values_.Start(next.v, buf_.tile_kv, this->ValueHeadBytes());
+    if constexpr (Base::kTiled) {
+      if (!buf_.variant && finite) return AddTiles(start, valid);
+    }
     this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
       if (buf_.variant && !NarrowRows(begin, n, start, valid, &seen)) return;
       MultiplyKeys(begin, begin + n, start, valid, seen);
@@ -60,6 +63,114 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
       MultiplyValues(begin, begin + n, start, valid, finite);
       this->narrows_ = false;
     });
+  }
+
+  // ---- with tiles: products, and beside them the softmax step of the rows between the two
+
+  // Rows of a tile of q and what they see of the block, in whole tiles of tokens.
+  struct TileOfRows {
+    i64 row = 0, n = 0;
+    Range seen{};
+    i64 slot = 0;  // of s and p
+  };
+
+  // The softmax step of a tile, spread evenly over the steps of the products beside it.
+  struct SpreadRows {
+    SoftmaxRows<Isa, Bf16> rows;
+    i64 steps, left;  // of the products
+
+    JAX_ATTN_INLINE void Step() {
+      --left;
+      while (rows.done * steps < rows.n * (steps - left)) rows.Row();
+    }
+    void Finish() {
+      while (rows.done < rows.n) rows.Row();
+    }
+  };
+
+  // While the keys of one tile and the values of the tile before the last are multiplied, the tile
+  // between them has its softmax step: tiles and vectors are computed by different units.
+  void AddTiles(i64 start, Range valid) {
+    UseTilesOf<Isa>(2 * kTileRows);
+    TileOfRows first, second, third;  // the last one entered is the first
+    for (i64 row = NextTile(0, start, valid, &first); first.n + second.n + third.n > 0;) {
+      const i64 key_panels =
+          first.n > 0 ? CeilDiv(first.seen.end, kUnit) - first.seen.begin / kUnit : 0;
+      const i64 key_steps = this->KeySteps() / kTileSteps * key_panels;
+      const i64 value_steps = (third.seen.end - third.seen.begin) / kTileDepth;
+      SpreadRows work;
+      Range visible[2 * kTileRows];
+      StartSoftmax(second, start, valid, visible, &work);
+      work.steps = work.left = Max(1, key_steps + value_steps * (buf_.o_columns / kUnit));
+      if (first.n > 0) MultiplyTileKeys(first, work);
+      if (third.n > 0) MultiplyTileValues(third, work);
+      work.Finish();
+      third = second;
+      second = first;
+      first = TileOfRows{};
+      row = NextTile(row, start, valid, &first);
+    }
+  }
+
+  // The first tile from a row on that sees anything of the block, if there is one; returns the row
+  // after it.
+  i64 NextTile(i64 row, i64 start, Range valid, TileOfRows* tile) const {
+    while (row < rows_) {
+      const i64 n = Min(2 * kTileRows, rows_ - row);
+      const Range seen = this->VisibleToAny(row, row + n - 1, start, valid);
+      row += n;
+      if (seen.begin < seen.end) {
+        *tile = {row - n, n, this->Whole(seen), (row - n) / (2 * kTileRows) % 2};
+        break;
+      }
+    }
+    return row;
+  }
+
+  void StartSoftmax(const TileOfRows& tile, i64 start, Range valid, Range* visible,
+                    SpreadRows* work) {
+    auto& rows = work->rows;
+    rows.n = tile.n;
+    rows.done = 0;
+    if (tile.n == 0) return;
+    for (i64 r = 0; r < tile.n; ++r) visible[r] = this->RowSees(tile.row + r, start, valid);
+    const i64 score_row = 2 * kTileRows * tile.slot;
+    rows.rule = &this->rule_;
+    rows.scales = buf_.scales + tile.row;
+    rows.begin = tile.seen.begin;
+    rows.end = tile.seen.end;
+    rows.seen = visible;
+    rows.s = buf_.s + score_row * buf_.tile_kv;
+    rows.lds = buf_.tile_kv;
+    rows.p = reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes);
+    rows.ldp = 2 * buf_.p_lanes;
+    rows.states = buf_.states + tile.row;
+    rows.o = buf_.o + tile.row * buf_.o_columns;
+    rows.o_columns = buf_.o_columns;
+    rows.Start();
+  }
+
+  JAX_ATTN_KERNEL void MultiplyTileKeys(const TileOfRows& tile, SpreadRows& work) {
+    const i64 begin = tile.seen.begin / kUnit, end = CeilDiv(tile.seen.end, kUnit);
+    for (i64 u = begin; u < end; ++u) {
+      FetchLines(&fetch_);
+      MultiplyTiles<Isa, false>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes,
+                                buf_.k_panels + u * buf_.k_panel_bytes, 4 * kUnit, this->KeySteps(),
+                                true, buf_.s + 2 * kTileRows * tile.slot * buf_.tile_kv + u * kUnit,
+                                buf_.tile_kv, work);
+    }
+  }
+
+  JAX_ATTN_KERNEL void MultiplyTileValues(const TileOfRows& tile, SpreadRows& work) {
+    const i64 step = tile.seen.begin / kStep;
+    for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
+      FetchLines(&fetch_values_);
+      MultiplyTiles<Isa, false>(
+          tile.n, buf_.p + 2 * kTileRows * tile.slot * buf_.p_lanes + step, buf_.p_lanes,
+          buf_.v_panels + j * buf_.v_panel_bytes + step * 4 * kUnit, 4 * kUnit,
+          (tile.seen.end - tile.seen.begin) / kStep, false,
+          buf_.o + tile.row * buf_.o_columns + j * kUnit, buf_.o_columns, work);
+    }
   }
 
   // False if the variant hides the block from all rows.

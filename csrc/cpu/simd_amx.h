@@ -10,6 +10,17 @@ namespace {
 struct Amx : Avx512Bf16 {
   static constexpr bool kTiles = true;
   static constexpr int kRows = 32;  // two tiles
+  static constexpr bool kFloorExp2 = true;
+
+  // x - floor(x).
+  static Vec FloorFraction(Vec x) {
+    return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  }
+  // y * 2^floor(x); 0 where x < -125, of which results could be subnormal.
+  static Vec ScaleByFloor(Vec y, Vec x) {
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(counts, y, x);
+  }
 
   using Avx512Bf16::Store;
   // In one instruction, for which subnormal numbers are 0, as they are for the tiles.

@@ -23,6 +23,7 @@ struct Avx512 {
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return _mm512_setzero_ps(); }
   static Vec Set(float x) { return _mm512_set1_ps(x); }

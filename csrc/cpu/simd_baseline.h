@@ -26,6 +26,7 @@ struct Baseline {
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return Vec{0, 0, 0, 0}; }
   static Vec Set(float x) { return Vec{x, x, x, x}; }

@@ -25,6 +25,27 @@ JAX_ATTN_INLINE typename Isa::Vec Exp2(typename Isa::Vec x) {
   return Isa::SelectLess(x, lowest, Isa::Zero(), Isa::ScaleByPow2(y, n));
 }
 
+// The weights of a softmax: 2^x within 2^-22 of it, otherwise as Exp2, though x may be as large as
+// the exponents of f32 allow. Of an Isa with kFloorExp2, whose instructions split x at its floor
+// and put the result together at once: 8 operations instead of the 12 of Exp2.
+template <class Isa>
+JAX_ATTN_INLINE typename Isa::Vec Weights(typename Isa::Vec x) {
+  if constexpr (Isa::kFloorExp2) {
+    using Vec = typename Isa::Vec;
+    // Minimax on [0, 1), the constant term held at 1.
+    const Vec f = Isa::FloorFraction(x);
+    Vec y = Isa::Set(1.8671303987503052e-3f);
+    y = Isa::Fma(y, f, Isa::Set(9.017029777169228e-3f));
+    y = Isa::Fma(y, f, Isa::Set(5.579991266131401e-2f));
+    y = Isa::Fma(y, f, Isa::Set(2.4016444385051727e-1f));
+    y = Isa::Fma(y, f, Isa::Set(6.931512951850891e-1f));
+    y = Isa::Fma(y, f, Isa::Set(1.0f));
+    return Isa::ScaleByFloor(y, x);
+  } else {
+    return Exp2<Isa>(x);
+  }
+}
+
 // tanh(x) within a few ulp: 1 - 2 / (e^2|x| + 1), and the odd Taylor polynomial below 0.35, where
 // that difference would cancel.
 template <class Isa>

@@ -34,8 +34,14 @@ inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
   return rule;
 }
 
+// By how much the base-2 logits of a row may exceed the reference of its exponents. With tiles,
+// sums of weights up to 2^8 are as exact as those up to 1, and few blocks rescale what was before
+// them.
+template <class Isa>
+constexpr float kSlackLog2 = Isa::kTiles ? 8.0f : 0.0f;
+
 // Columns [begin, end) that a row sees; begin >= end: none.
-// Soft cap, mask and maximum of one row's scores s[begin, end); returns the new running maximum.
+// Soft cap, mask and maximum of one row's scores s[begin, end); returns the new reference.
 template <class Isa>
 JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,
                                 float old_max, float* s) {
@@ -58,7 +64,7 @@ JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range
   Vec max = Isa::Set(kNegInf);
   for (i64 j = begin; j < end; j += kWidth) max = Isa::Max(max, Isa::Load(s + j));
   const float block_max = Isa::ReduceMax(max) * rule.scale_log2;
-  return block_max > old_max ? block_max : old_max;
+  return block_max > old_max + kSlackLog2<Isa> ? block_max : old_max;
 }
 
 // p[begin, end) = 2^(scale_log2 * s - base); returns their sum.
@@ -69,7 +75,7 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
   Vec sum = Isa::Zero();
   const Vec scale = Isa::Set(scale_log2), minus_base = Isa::Set(-base);
   for (i64 j = begin; j < end; j += Isa::kWidth) {
-    const Vec pj = Exp2<Isa>(Isa::Fma(Isa::Load(s + j), scale, minus_base));
+    const Vec pj = Weights<Isa>(Isa::Fma(Isa::Load(s + j), scale, minus_base));
     sum = Isa::Add(sum, pj);
     Isa::Store(p + j, pj);
   }
@@ -109,6 +115,57 @@ JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64
     alpha[r] = fall[r];
   }
 }
+
+// The same, row by row, for products that run beside it: the rows of a tile one by one, each in the
+// step after that which finds its reference. Rescales o [n, o_columns] as well.
+template <class Isa, typename P>
+struct SoftmaxRows {
+  const LogitRule* rule;
+  const float* scales;
+  i64 n, begin, end;
+  const Range* seen;
+  float* s;
+  i64 lds;
+  P* p;
+  i64 ldp;
+  RowState* states;
+  float* o;
+  i64 o_columns;
+  float base;  // of row `done`
+  i64 done;
+
+  void Start() {
+    done = 0;
+    FindBase(0);
+  }
+
+  // Row `done`: its weights, and the reference of the row after it.
+  JAX_ATTN_KERNEL void Row() {
+    const i64 r = done++;
+    const float row_base = base;
+    if (done < n) FindBase(done);
+    states[r].sum += Exponentials<Isa>(rule->Scaled(scales[r]).scale_log2, row_base, begin, end,
+                                       s + r * lds, p + r * ldp);
+  }
+
+ private:
+  JAX_ATTN_INLINE void FindBase(i64 r) {
+    RowState& state = states[r];
+    const float old_max = state.max_log2;
+    const float max =
+        MaskedMax<Isa>(rule->Scaled(scales[r]), begin, end, seen[r], old_max, s + r * lds);
+    base = max == kNegInf ? 0.0f : max;
+    if (max == old_max) return;
+    state.max_log2 = max;
+    if (old_max == kNegInf) return;  // nothing to rescale
+    const auto fall = Exp2<Isa>(Isa::Set(old_max - base));
+    state.sum *= Isa::First(fall);
+    float* row = o + r * o_columns;
+    for (i64 d = 0; d < o_columns; d += Isa::kWidth) {
+      Isa::Store(row + d, Isa::Mul(fall, Isa::Load(row + d)));
+    }
+  }
+};
 
 // Instead of it without softmax: scores are weights, which rows do not have where they do not see.
 template <class Isa, typename P>

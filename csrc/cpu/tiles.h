@@ -23,6 +23,14 @@ inline i64& ConfiguredRows() {
   return rows;
 }
 
+// Configures the tiles for products of so many rows.
+template <class Isa>
+void UseTilesOf(i64 rows) {
+  if (ConfiguredRows() == rows) return;
+  ConfiguredRows() = rows;
+  Isa::ConfigureTiles(rows);
+}
+
 // c[r, :] *= scale[r], where scales differ from 1.
 template <class Isa>
 JAX_ATTN_KERNEL void ScaleRows(i64 rows, i64 columns, const float* scale, float* c, i64 ldc) {
@@ -35,12 +43,18 @@ JAX_ATTN_KERNEL void ScaleRows(i64 rows, i64 columns, const float* scale, float*
   }
 }
 
+// What the vector unit does while tiles are multiplied: nothing.
+struct NoVectorWork {
+  void Step() {}
+};
+
 // c[rows, 2 * kTileRows columns] (+)= a b for 1 to 2 * kTileRows rows: tiles 0 to 3 are c, 4 and 5
 // a, 6 and 7 b. lda, ldc: f32 lanes between rows; b: the first step of the panel; step_bytes: from
 // one step to the next. steps: a multiple of kTileSteps. kNarrow: c has kTileRows columns.
-template <class Isa, bool kNarrow>
+// work.Step() is called once every kTileSteps steps.
+template <class Isa, bool kNarrow, class Work>
 JAX_ATTN_INLINE void MultiplyTiles(i64 rows, const float* a, i64 lda, const char* b, i64 step_bytes,
-                                   i64 steps, bool zero, float* c, i64 ldc) {
+                                   i64 steps, bool zero, float* c, i64 ldc, Work& work) {
   const i64 a_bytes = lda * 4, c_bytes = ldc * 4;
   const bool both = rows > kTileRows;
   float* low = c + kTileRows * ldc;
@@ -72,6 +86,7 @@ JAX_ATTN_INLINE void MultiplyTiles(i64 rows, const float* a, i64 lda, const char
       Isa::template TileDot<2, 5, 6>();
       if constexpr (!kNarrow) Isa::template TileDot<3, 5, 7>();
     }
+    work.Step();
   }
   Isa::template TileStore<0>(c, c_bytes);
   if constexpr (!kNarrow) Isa::template TileStore<1>(c + kTileRows, c_bytes);
@@ -87,14 +102,12 @@ JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* pa
                                i64 panel_bytes, i64 num_panels, i64 steps, bool zero,
                                const float* scale, float* c, i64 ldc) {
   static_assert(kColumns == kTileRows || kColumns == 2 * kTileRows);
-  if (ConfiguredRows() != rows) {
-    ConfiguredRows() = rows;
-    Isa::ConfigureTiles(rows);
-  }
+  UseTilesOf<Isa>(rows);
+  NoVectorWork none;
   if (scale) ScaleRows<Isa>(rows, num_panels * kColumns, scale, c, ldc);
   for (i64 j = 0; j < num_panels; ++j, panels += panel_bytes, c += kColumns) {
     MultiplyTiles<Isa, kColumns == kTileRows>(rows, a, lda, panels, 4 * kColumns, steps, zero, c,
-                                              ldc);
+                                              ldc, none);
   }
 }
 

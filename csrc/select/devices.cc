@@ -1,5 +1,7 @@
 #include "select/devices.h"
 
+#include <cstring>
+
 namespace jax_attn {
 namespace {
 
@@ -163,7 +165,7 @@ constexpr CpuNumbers kCpu = {
     {128,
      "one online softmax step; against 64 it is 5 % faster in prefill, where every step reads and "
      "writes o"},
-    {384 << 10, "three quarters of a 512 KiB second cache hold q, o and scores"},
+    {384 << 10, "three quarters of 512 KiB, where the second cache is not known or smaller"},
     {4, "only decodes: a split is cheap, and a thread that starts late does less"},
     {1,
      "threads take items from each other's queues; further queues would split prefill tiles, whose "
@@ -177,6 +179,17 @@ constexpr CpuNumbers kCpu = {
     "rates of a Zen 3 core at 3.2 GHz with AVX2; both scale together well enough on wider machines",
 };
 
+// Sapphire Rapids, head_dim 128, pages of 16, one thread unless it says two.
+constexpr CpuIsaRule kCpuIsaRules[] = {
+    {"amx", kBF16, kPlainFormat, 8, "avx512",
+     "a tile has 16 rows, and keys are transposed for it: ms of avx512 and amx for 4, 6, 8 rows of "
+     "a kv head 8.0/9.7, 4.2/4.7, 9.1/9.7, for 16 rows 14.1/10.6, for 1 row with two threads "
+     "7.3/9.3"},
+    {"amx", kBF16, kE4m3Format, 2, "avx512_bf16",
+     "codes become pairs either way: ms of avx512_bf16 and amx for 1 and 2 rows of a kv head "
+     "5.0/6.6 and 5.6/6.6, for 3 and 4 rows 6.4/6.1 and 6.7/5.9"},
+};
+
 }  // namespace
 
 const CudaDevice& FindCudaDevice(int64_t arch) {
@@ -186,5 +199,17 @@ const CudaDevice& FindCudaDevice(int64_t arch) {
 }
 
 const CpuNumbers& GetCpuNumbers() { return kCpu; }
+
+const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
+  // A row has the same bits in a decode, a chunk and a long prompt.
+  if (spec.schedule == kFixedSplit) return nullptr;
+  for (const CpuIsaRule& rule : kCpuIsaRules) {
+    if (rule.dtype == spec.dtype && rule.kv_format == spec.kv_format &&
+        std::strcmp(rule.best, best) == 0) {
+      return &rule;
+    }
+  }
+  return nullptr;
+}
 
 }  // namespace jax_attn

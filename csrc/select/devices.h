@@ -79,7 +79,7 @@ const CudaDevice& FindCudaDevice(int64_t arch);
 
 struct CpuNumbers {
   Number tile_kv;
-  Number cache_bytes;            // what q, o and scores of a prefill tile may take
+  Number cache_bytes;            // what q, o and scores of a prefill tile may take at least
   Number decode_queues, queues;  // a thread
   Number min_chunk, item_cost, split_cost;
   // Rates of one core that set the ratio of costs, not times.
@@ -89,5 +89,16 @@ struct CpuNumbers {
   const char* why_rates;
 };
 const CpuNumbers& GetCpuNumbers();
+
+// Items of few rows that another instruction set computes faster than the best one of the machine.
+struct CpuIsaRule {
+  const char* best;
+  int64_t dtype, kv_format;
+  int64_t up_to_rows;
+  const char* isa;
+  const char* why;
+};
+// The rule for an attention call on a machine with this best instruction set; null: there is none.
+const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best);
 
 }  // namespace jax_attn

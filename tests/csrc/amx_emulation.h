@@ -23,7 +23,20 @@ inline EmulatedTiles& Tiles() {
 
 struct AmxEmulated : Baseline {
   static constexpr int kRows = 32, kVecs = 8;  // panels of 32 columns
-  static constexpr bool kBf16Dot = true, kTiles = true;
+  static constexpr bool kBf16Dot = true, kTiles = true, kFloorExp2 = true;
+
+  static Vec FloorFraction(Vec x) {
+    Vec v = Zero();
+    for (int i = 0; i < kWidth; ++i) v[i] = isinf(x[i]) ? 0.0f : x[i] - floorf(x[i]);
+    return v;
+  }
+  static Vec ScaleByFloor(Vec y, Vec x) {
+    Vec v = Zero();
+    for (int i = 0; i < kWidth; ++i) {
+      v[i] = x[i] < -125 ? 0.0f : isnan(x[i]) ? x[i] : ldexpf(y[i], static_cast<int>(floorf(x[i])));
+    }
+    return v;
+  }
 
   static Vec MaskLanes(Vec x, uint32_t mask) { return (Vec)((Int)x & static_cast<int32_t>(mask)); }
   template <typename T>
