@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_attn.models import mxfp4
 from jax_attn.models.config import Latent, ModelConfig
+from jax_attn.models.panels import Panels, to_panels
 from jax_attn.models.quantized import Matrix, Quantized, codes_per_byte, widen
 from jax_attn.models.quantized_files import PASSED_OVER, Rows
 from jax_attn.models.rope import Rope, rotary_order
@@ -24,7 +25,15 @@ Params: TypeAlias = dict[str, Any]
 """embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
 of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k
 and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]. A
-matrix that the files have in few bits is a `Quantized`."""
+matrix that the files have in few bits is a `Quantized`, and one in the order of the CPU's own
+products a `Panels`: then that of a tied embedding is [hidden, vocab]."""
+
+# What a step multiplies as it is: not experts, of which it chooses, nor what latent attention
+# absorbs.
+_PRODUCTS = frozenset(
+    ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router")
+    + ("q_a", "q_b", "kv_a", "head")
+)
 
 
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -218,6 +227,26 @@ def _in_pairs_order(
     order = np.concatenate([np.arange(0, latent.rope, 2), np.arange(1, latent.rope, 2)])
     heads = tensor.reshape(-1, fixed + latent.rope, tensor.shape[1])
     return heads[:, np.concatenate([np.arange(fixed), fixed + order])].reshape(tensor.shape)
+
+
+def pack_weight(name: str, weight: Matrix, config: ModelConfig) -> Matrix | Panels:
+    """A weight of Params by name: in panels, if it is a matrix that a step multiplies as it is."""
+    is_multiplied = name in _PRODUCTS or (name == "embed" and config.tie_embeddings)
+    if isinstance(weight, Quantized) or not is_multiplied:
+        return weight
+    return to_panels(weight.T if name == "embed" else weight)
+
+
+def pack_params(params: Params, config: ModelConfig) -> Params:
+    """The same weights for a model on one CPU, see Params."""
+
+    def pack(path: tuple[Any, ...], weight: Any) -> Any:
+        if isinstance(weight, Panels):
+            return weight
+        return jax.block_until_ready(pack_weight(path[-1].key, weight, config))
+
+    is_leaf = lambda x: isinstance(x, (Quantized, Panels))  # noqa: E731
+    return jax.tree_util.tree_map_with_path(pack, params, is_leaf=is_leaf)
 
 
 def random_params(

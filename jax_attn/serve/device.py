@@ -60,6 +60,8 @@ class Device:
         self._split = _split(model.config, config.tensor_parallel, config.context_parallel)
         if self._split is not None:
             params = self._split.split_params(params)
+        elif jax.default_backend() == "cpu":
+            params = models.pack_params(params, model.config)
         # Of what one device computes.
         self._config = model.config if self._split is None else self._split.config
         # Flat, as a step would flatten its hundreds of arrays each time: 25 us of the host.
