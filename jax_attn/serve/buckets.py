@@ -111,11 +111,10 @@ def sizes(max_running: int, max_step_tokens: int, has_drafts: bool) -> list[tupl
     Drafts fill what a step has room for, so with them also CPUs begin with room.
     Then steps with prompts, in steps of two: there padding costs.
     """
-    each = (8, 32, 128, 512, 2048)
+    each = [8, 32, 128, 512, 2048]
     if jax.default_backend() == "cpu":
-        each = tuple(8 << i for i in range(9))
-        if not has_drafts:
-            each = (1, 4, *each)
+        each = [] if has_drafts else [1, 4]
+        each += [8 << i for i in range(9)]
     decodes = [n for n in each if n < max_running] + [max_running]
     tokens = [64 << i for i in range(20)]
     prompts = [n for n in tokens if max_running < n < max_step_tokens]

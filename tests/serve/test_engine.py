@@ -958,7 +958,8 @@ def test_stats_and_snapshot(model, make_engine):
 
 def test_warm_up_lists_what_it_compiles(device):
     names = [bucket.name for bucket in device.buckets]
-    assert names == ["8 tokens x 8 sequences", "40 tokens x 8 sequences"]
+    decodes = [f"{n} tokens x {n} sequences" for n in (1, 4, 8)]
+    assert names == [*decodes, "40 tokens x 8 sequences"]
 
 
 def test_batch_invariant_plans_hold_any_batch(model):
