@@ -18,14 +18,13 @@ struct WeightSource {
   static constexpr bool kPairs = IsBf16<T>;
   static constexpr bool kDot = kPairs && Isa::kBf16Dot;
   static constexpr int kParts = kPairs && !kDot ? 2 : 1;
-  static constexpr i64 kLane = kPairs ? 4 : static_cast<i64>(sizeof(T));  // bytes of a column's step
+  // Bytes of a column in a step.
+  static constexpr i64 kLane = kPairs ? 4 : static_cast<i64>(sizeof(T));
   static constexpr i64 kBytes = kPanel<Isa> * kLane;
   static constexpr i64 kEach = kWeightColumns / kPanel<Isa>;  // register panels of a weight panel
 
   const char* panels;
   i64 panel_bytes;
-
-  void Skip(i64 steps) { panels += steps * kWeightColumns * kLane; }
 
   template <int kPart>
   JAX_ATTN_INLINE void Load(i64 k, i64 j, Vec* x) const {
