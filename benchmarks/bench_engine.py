@@ -2,6 +2,10 @@
 
     python -m benchmarks.bench_engine                      -> results/<device>-engine.json
     python -m benchmarks.bench_engine --tiny --out FILE    tries the script on any machine
+    python -m benchmarks.bench_engine --cpu                on a CPU -> results/cpu-engine.json
+
+On a CPU: decodes of Qwen3-0.6B's shapes, of one client and of several, beside transformers where
+torch is installed, in this Python or in that of --peer-python. They take turns.
 
 A step's floor is that of its own sequences: weights and their keys and values once through memory,
 or its matrix products, at the ceilings of the same run. Steps overlap, so the time of one is that
@@ -13,8 +17,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import device_trace, ops, report, shapes
+from benchmarks import bench_cpu, device_trace, ops, report, shapes
 from benchmarks.bench import Bench
 from benchmarks.report import Ceilings, Row, log
 from jax_attn.models import Model
@@ -191,6 +197,107 @@ class Driver:
     def floor_us(self, step: Step, ceilings: Ceilings) -> float:
         bytes_us = self.num_bytes(step) / ceilings.bytes_per_us
         return max(bytes_us, self.flops(step) / ceilings.flops_per_us)
+
+
+class Peer:
+    """transformers in a process of its own (peers/transformers_decode.py)."""
+
+    NAME = "transformers"
+
+    def __init__(self, python: str, config: dict[str, Any], dtype: str):
+        """Raises OSError where it does not start."""
+        command = [python, "-m", "benchmarks.peers.transformers_decode"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        log(self._ask({"config": config, "dtype": dtype})["note"])
+
+    def steps_us(self, clients: int, context: int, steps: int) -> list[float]:
+        us: list[float] = self._ask({"clients": clients, "context": context, "steps": steps})["us"]
+        return us
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise OSError(f"{self.NAME} ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class CpuBench(Bench):
+    """Decodes on a CPU, in f32 and bf16."""
+
+    SHAPE = "qwen3-0.6b"
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments)
+        self.path = arguments.out or report.RESULTS / "cpu-engine.json"
+        self.context, self.steps, self.rounds = (8, 2, 2) if arguments.tiny else (64, 6, 4)
+
+    def run(self) -> None:
+        for dtype in ("float32", "bfloat16"):
+            self.guard(dtype, lambda d=dtype: self.decodes(d))
+
+    def write(self) -> None:
+        more = {"failures": self.failures, "num_processors": os.cpu_count()}
+        report.write(self.path, self.rows, self.ceilings, **more)
+
+    def decodes(self, dtype: str) -> None:
+        raw = shapes.SHAPES[self.SHAPE] | (shapes.TINY if self.arguments.tiny else {})
+        peer = None
+        try:
+            peer = Peer(self.arguments.peer_python, raw, dtype)
+        except OSError as error:
+            log(f"without a peer: {error}")
+        try:
+            model = shapes.make_model(self.SHAPE, self.arguments.tiny, dtype)
+            config = EngineConfig(num_pages=1024, max_running=32, max_step_tokens=128)
+            driver = Driver(model, config)
+            del model
+            for clients in (1, 8, 32):
+                self.decode(dtype, clients, driver, peer)
+        finally:
+            if peer is not None:
+                peer.close()
+
+    def decode(self, dtype: str, clients: int, driver: Driver, peer: Peer | None) -> None:
+        """Turns of ours, the peer and the bandwidth of memory."""
+        num_tokens = self.context + (self.steps + 4) * (self.rounds + 1)
+        driver.submit([driver.prompt(self.context) for _ in range(clients)], num_tokens)
+        while any(seq.num_output == 0 for seq in driver.engine.scheduler.running) or (
+            len(driver.engine.scheduler.running) < clients
+        ):
+            driver.run(1)
+        ours: list[Step] = []
+        theirs: list[float] = []
+        reads: list[float] = []
+        for _ in range(self.rounds):
+            ours += driver.run(self.steps)
+            if peer is not None:
+                theirs += peer.steps_us(clients, self.context, self.steps)
+            reads.append(bench_cpu.read_bytes_per_us())
+        assert all(step.is_decode and len(step.qo_lens) == clients for step in ours)
+        driver.abort_all()
+        driver.restart()
+        self.ceilings = Ceilings(max(reads), bench_cpu.matmul_flops_per_us(dtype))
+        us = statistics.median(step.us for step in ours)
+        num_bytes = driver.num_bytes(ours[0])
+        row = Row(
+            f"serve/{self.SHAPE}/{dtype}/decode/{clients}x{self.context}",
+            us,
+            bytes=num_bytes,
+            parts_floor_us=num_bytes / max(reads),
+            peers={} if peer is None else {peer.NAME: statistics.median(theirs)},
+            more={"tokens_per_s": round(1e6 * clients / us, 2), "read_gbps": max(reads) / 1e3},
+        )
+        self.rows.append(row)
+        log(f"{row.workload}: {us:.0f} us, {row.more}, {row.peers}")
+        self.write()
 
 
 class EngineBench(Bench):
@@ -471,6 +578,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--budget", type=float, default=540, help="seconds after which nothing new starts")
     add("--out", type=Path, help="result file instead of results/<device>-engine.json")
     add("--tiny", action="store_true", help="tiny models and loads: tries the script")
+    add("--cpu", action="store_true", help="decodes on a CPU, beside transformers")
+    add("--peer-python", default=sys.executable, help="with torch and transformers (this one)")
     arguments = parser.parse_args()
     if unknown := set(arguments.shapes.split(",")) - shapes.SHAPES.keys():
         parser.error(f"--shapes: {sorted(unknown)}: known are {sorted(shapes.SHAPES)}")
@@ -480,4 +589,5 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     # Weights, two caches and NVRTC's kernels: nearly all of the memory, taken once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    sys.exit(EngineBench(parse_arguments()).main())
+    given = parse_arguments()
+    sys.exit((CpuBench if given.cpu else EngineBench)(given).main())

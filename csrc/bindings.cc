@@ -197,8 +197,8 @@ nb::list Registrations() {
   auto capsule = [](XLA_FFI_Handler* handler) {
     return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
-  for (const auto* targets :
-       {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets}) {
+  for (const auto* targets : {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets,
+                              &kMergeTargets, &kProductTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);

@@ -236,6 +236,15 @@ def append_rotated(
     return q, k_out, v_out
 
 
+def product(
+    x: jax.Array, panels: jax.Array, columns: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """[n, columns] of `dtype`: x [n, in] times a matrix in panels, see csrc/cpu/kernels.h. On CPUs
+    alone."""
+    call = jax.ffi.ffi_call("jax_attn_product", jax.ShapeDtypeStruct((len(x), columns), dtype))
+    return call(x, panels, poison=config.poison)
+
+
 def merge_states(
     o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,7 @@
 #include "cpu/backward_pass.h"
 #include "cpu/fold.h"
 #include "cpu/kernels.h"
+#include "cpu/product_pass.h"
 
 namespace jax_attn {
 namespace {
@@ -23,6 +24,10 @@ constexpr CpuTypeKernels MakeTypeKernels() {
 template <class Isa, typename T>
 constexpr CpuBackwardKernels kBackwardKernels = {BackwardScratchBytes<Isa, T>, RunBackward<Isa, T>};
 
+template <class Isa, typename T>
+constexpr CpuProductKernels kProductKernels = {Product<Isa, T>::RowBytes, Product<Isa, T>::WidenRow,
+                                               Product<Isa, T>::Run};
+
 template <class Isa, typename T, typename Kv = T>
 constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();
 
@@ -33,7 +38,8 @@ constexpr CpuKernels MakeKernels(const char* name) {
       {{&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
        {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
         &kTypeKernels<Isa, float, E4m3>}},
-      {&kBackwardKernels<Isa, Bf16>, &kBackwardKernels<Isa, F16>, &kBackwardKernels<Isa, float>}};
+      {&kBackwardKernels<Isa, Bf16>, &kBackwardKernels<Isa, F16>, &kBackwardKernels<Isa, float>},
+      {&kProductKernels<Isa, Bf16>, &kProductKernels<Isa, F16>, &kProductKernels<Isa, float>}};
 }
 
 }  // namespace

@@ -92,12 +92,44 @@ struct CpuBackwardKernels {
               void* scratch);
 };
 
+// y = x w, where the columns of w lie in panels of kWeightColumns: step by step of its depth, of
+// bf16 two depths a step for each column, (2 k, 2 k + 1). Columns of the last panel beyond w's and
+// depths of the last steps beyond w's are 0.
+struct ProductParams {
+  const void* x;       // [num_rows, depth]
+  const void* panels;  // [num_panels, steps, kWeightColumns] or [.., kWeightColumns, 2]
+  void* y;             // [num_rows, columns], of x's type or f32
+  i64 num_rows, depth, columns;
+  bool is_wide;  // y is f32
+};
+
+inline constexpr i64 kWeightColumns = 32;
+// Depths of a panel of bf16 are a multiple of what a tile multiplies.
+inline constexpr i64 kWeightPairs = 16;
+
+static inline i64 WeightSteps(bool is_bf16, i64 depth) {
+  if (!is_bf16) return depth;
+  return (depth + 2 * kWeightPairs - 1) / (2 * kWeightPairs) * kWeightPairs;
+}
+
+// Products for one type of x and w. Every element of y is one chain of sums in the order of depth,
+// so its bits depend neither on the other rows nor on how panels are shared out.
+struct CpuProductKernels {
+  // Bytes of a row of x as Run reads it; 0: as it is. A multiple of 4.
+  size_t (*row_bytes)(i64 depth);
+  void (*widen_row)(const void* row, i64 depth, void* lanes);
+
+  // Columns of panels [begin, end). x: rows as widen_row leaves them, one after the other.
+  void (*run)(const ProductParams& p, const float* x, i64 begin, i64 end);
+};
+
 struct CpuKernels {
   const char* name;
   // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
   // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
   const CpuTypeKernels* of[2][3];
   const CpuBackwardKernels* backward[3];  // by DType
+  const CpuProductKernels* product[3];    // by DType
 };
 
 extern const CpuKernels kKernelsBaseline;
@@ -105,6 +137,7 @@ extern const CpuKernels kKernelsBaseline;
 // Shared by the tables with AVX-512, and by those with pair products of bf16.
 extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
 extern const CpuBackwardKernels kAvx512BackwardF16, kAvx512BackwardF32, kAvx512Bf16BackwardBf16;
+extern const CpuProductKernels kAvx512ProductF16, kAvx512ProductF32;
 extern const CpuKernels kKernelsAvx2;
 extern const CpuKernels kKernelsAvx512;
 extern const CpuKernels kKernelsAvx512Bf16;

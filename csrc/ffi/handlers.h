@@ -23,5 +23,6 @@ extern const std::vector<Target> kAttentionTargets;
 extern const std::vector<Target> kBackwardTargets;
 extern const std::vector<Target> kAppendTargets;
 extern const std::vector<Target> kMergeTargets;
+extern const std::vector<Target> kProductTargets;
 
 }  // namespace jax_attn

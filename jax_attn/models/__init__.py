@@ -34,7 +34,7 @@ from jax_attn.models.hub import fetch
 from jax_attn.models.loading import Model, load
 from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
 from jax_attn.models.tensor_parallel import TensorParallel
-from jax_attn.models.weights import Params, load_params, random_params
+from jax_attn.models.weights import Params, load_params, pack_params, random_params
 
 __all__ = [
     "BUNDLED",
@@ -60,6 +60,7 @@ __all__ = [
     "load_config",
     "load_embedding",
     "load_params",
+    "pack_params",
     "parse_config",
     "random_params",
     "reference_forward",

@@ -14,6 +14,7 @@ import jax_attn as ja
 from jax_attn import parallel
 from jax_attn.models import experts, latent
 from jax_attn.models.config import LayerKind, ModelConfig
+from jax_attn.models.panels import Panels
 from jax_attn.models.quantized import product
 from jax_attn.models.rope import rotate
 from jax_attn.models.weights import Params
@@ -347,6 +348,8 @@ def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
         row = tokens - len(table) * jax.lax.axis_index(config.heads_axis)
         is_own = (row >= 0) & (row < len(table))
         x = _sum(jnp.where(is_own[:, None], table[jnp.where(is_own, row, 0)], 0), config)
+    elif isinstance(table, Panels):
+        x = table.columns(tokens)
     else:
         x = table[tokens]
     return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
@@ -354,7 +357,9 @@ def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
 
 def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     x = final_norm(x, params, config)
-    head = params["embed"].T if config.tie_embeddings else params["head"]
+    head = params["embed" if config.tie_embeddings else "head"]
+    if config.tie_embeddings and not isinstance(head, Panels):
+        head = head.T
     logits = product(x, head, jnp.float32) * config.logit_scale
     if config.splits_vocabulary:
         logits = jax.lax.all_gather(logits, config.heads_axis, axis=1, tiled=True)

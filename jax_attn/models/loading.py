@@ -25,6 +25,8 @@ def load(
     directory: str | Path,
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
+    *,
+    in_panels: bool = False,
 ) -> Model:
     """Loads a Hugging Face directory; config.json's model_type says of which family.
 
@@ -34,13 +36,16 @@ def load(
         as config.json's quantization_config says (docs/models.md); those stay in their bits.
       dtype: of all other weights in memory, and so of the activations.
       progress: is told how many numbers of the files are read, and how many there are.
+      in_panels: matrices that a step multiplies as the products of a CPU read them (Params). The
+        engine makes them so anyway, but of weights that it is given otherwise it keeps a copy.
 
     Raises:
       ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
     """
     config = load_config(directory)
     tokenizer = load_tokenizer(directory)
-    return Model(config, load_params(directory, config, dtype, progress), tokenizer)
+    params = load_params(directory, config, dtype, progress, in_panels=in_panels)
+    return Model(config, params, tokenizer)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

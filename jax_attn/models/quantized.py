@@ -13,6 +13,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jax_attn.models.panels import Panels
+
 Array = Any  # of numpy or JAX
 Kind = Literal["int8", "int4", "e4m3", "e2m1"]
 """What a code is: a signed integer; an unsigned one of 4 bits; an element of OCP 8-bit floating
@@ -60,18 +62,23 @@ class Quantized:
 
 
 Matrix = jax.Array | Quantized
+"""A weight as files have it."""
 
 
 def codes_per_byte(kind: Kind) -> int:
     return 2 if kind in ("int4", "e2m1") else 1
 
 
-def product(x: jax.Array, weight: Matrix, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def product(
+    x: jax.Array, weight: Matrix | Panels, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
     """x [n, in] @ weight [in, out] -> [n, out] of `dtype`, or of x's.
 
     On CPU tiles of columns are widened one after the other, into what stays in the processor's
     cache; elsewhere XLA has the widening and the product in one piece.
     """
+    if isinstance(weight, Panels):
+        return weight.product(x, dtype)
     if not isinstance(weight, Quantized):
         return jnp.dot(x, weight, preferred_element_type=dtype)
     if weight.order is not None:

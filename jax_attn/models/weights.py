@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_attn.models import mxfp4
 from jax_attn.models.config import Latent, ModelConfig
+from jax_attn.models.panels import Panels, to_panels
 from jax_attn.models.quantized import Matrix, Quantized, codes_per_byte, widen
 from jax_attn.models.quantized_files import PASSED_OVER, Rows
 from jax_attn.models.rope import Rope, rotary_order
@@ -24,7 +25,15 @@ Params: TypeAlias = dict[str, Any]
 """embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
 of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k
 and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]. A
-matrix that the files have in few bits is a `Quantized`."""
+matrix that the files have in few bits is a `Quantized`, and one in the order of the CPU's own
+products a `Panels`: then that of a tied embedding is [hidden, vocab]."""
+
+# What a step multiplies as it is: not experts, of which it chooses, nor what latent attention
+# absorbs.
+_PRODUCTS = frozenset(
+    ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router")
+    + ("q_a", "q_b", "kv_a", "head")
+)
 
 
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -57,6 +66,8 @@ def load_params(
     config: ModelConfig,
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
+    *,
+    in_panels: bool = False,
 ) -> Params:
     """Reads the weights of model.safetensors, or of the shards that its index names.
 
@@ -64,16 +75,18 @@ def load_params(
 
     dtype: of the weights in memory, and so of the activations; files may hold bf16, f16 or f32, or
       matrices as config.quantization says, which stay as they are.
-    progress: see `load`.
+    progress, in_panels: see `load`.
 
     Raises ModelDirectoryError for a tensor that is missing, is one too many or does not fit.
     """
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(stack, directory, _Expected(config), progress)
-        return _make_params(tensors, config, dtype)
+        return _make_params(tensors, config, dtype, in_panels)
 
 
-def _make_params(tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
+def _make_params(
+    tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DTypeLike, in_panels: bool
+) -> Params:
     def plain(layer: int, weight: str, parts: Parts, found: list[np.ndarray]) -> np.ndarray:
         whole = _in_rotary_order(np.concatenate(found), weight, config)
         if whole.ndim == 3 or weight.endswith("_bias"):  # [experts, ...] as in memory
@@ -106,15 +119,16 @@ def _make_params(tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DT
         arrays = [_widened(rows) if isinstance(rows, Rows) else rows for rows in found]
         return plain(layer, weight, parts, arrays)
 
-    def on_device(weight: np.ndarray | Quantized) -> Matrix:
+    def on_device(name: str, weight: np.ndarray | Quantized) -> Matrix | Panels:
         if isinstance(weight, Quantized):
             return jax.block_until_ready(jax.tree.map(jnp.asarray, weight))
+        array = jnp.asarray(weight, dtype)
         # Waits, as what is being copied stays in memory.
-        return jax.block_until_ready(jnp.asarray(weight, dtype))
+        return jax.block_until_ready(pack_weight(name, array, config) if in_panels else array)
 
-    def make(layer: int, weight: str, parts: Parts | list[Parts]) -> Matrix:
+    def make(layer: int, weight: str, parts: Parts | list[Parts]) -> Matrix | Panels:
         if not isinstance(parts, list):
-            return on_device(side_by_side(layer, weight, parts))
+            return on_device(weight, side_by_side(layer, weight, parts))
         first = side_by_side(layer, weight, parts[0])
         whole = jax.tree.map(lambda a: np.empty((len(parts), *a.shape), a.dtype), first)
         for i, part in enumerate(parts):
@@ -130,16 +144,16 @@ def _make_params(tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DT
                     "expected a g_idx in order, as desc_act is not supported with experts",
                 )
             jax.tree.map(lambda a, b, i=i: a.__setitem__(i, b), whole, expert)
-        return on_device(whole)
+        return on_device(weight, whole)
 
     params: Params = {
-        "embed": on_device(tensors["model.embed_tokens.weight"]),
-        "final_norm": on_device(tensors["model.norm.weight"]),
+        "embed": on_device("embed", tensors["model.embed_tokens.weight"]),
+        "final_norm": on_device("final_norm", tensors["model.norm.weight"]),
     }
     if not config.tie_embeddings:
         head = tensors.matrix("lm_head.weight")
         whole = _below_each_other([head]) if isinstance(head, Rows) else head.T
-        params["head"] = on_device(whole)
+        params["head"] = on_device("head", whole)
     params["layers"] = [
         {weight: make(i, weight, parts) for weight, parts in layer_tensors(config, i).items()}
         for i in range(config.num_layers)
@@ -218,6 +232,26 @@ def _in_pairs_order(
     order = np.concatenate([np.arange(0, latent.rope, 2), np.arange(1, latent.rope, 2)])
     heads = tensor.reshape(-1, fixed + latent.rope, tensor.shape[1])
     return heads[:, np.concatenate([np.arange(fixed), fixed + order])].reshape(tensor.shape)
+
+
+def pack_weight(name: str, weight: Matrix, config: ModelConfig) -> Matrix | Panels:
+    """A weight of Params by name: in panels, if it is a matrix that a step multiplies as it is."""
+    is_multiplied = name in _PRODUCTS or (name == "embed" and config.tie_embeddings)
+    if isinstance(weight, Quantized) or not is_multiplied:
+        return weight
+    return to_panels(weight, transposed=name == "embed")
+
+
+def pack_params(params: Params, config: ModelConfig) -> Params:
+    """The same weights for a model on one CPU, see Params."""
+
+    def pack(path: tuple[Any, ...], weight: Any) -> Any:
+        if isinstance(weight, Panels):
+            return weight
+        return jax.block_until_ready(pack_weight(path[-1].key, weight, config))
+
+    is_leaf = lambda x: isinstance(x, (Quantized, Panels))  # noqa: E731
+    return jax.tree_util.tree_map_with_path(pack, params, is_leaf=is_leaf)
 
 
 def random_params(

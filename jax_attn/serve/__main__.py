@@ -230,9 +230,11 @@ def _load(directory: Path, args: argparse.Namespace) -> models.Model:
 def _read(directory: Path, args: argparse.Namespace) -> models.Model:
     with _loading(directory) as show:
         # Weights that devices share go to each from host memory.
-        host = jax.local_devices(backend="cpu")[0] if num_devices(args) > 1 else None
+        is_alone = num_devices(args) == 1
+        host = None if is_alone else jax.local_devices(backend="cpu")[0]
+        in_panels = is_alone and jax.default_backend() == "cpu"
         with jax.default_device(host):
-            return models.load(directory, args.dtype, show)
+            return models.load(directory, args.dtype, show, in_panels=in_panels)
 
 
 def _load_draft_model(model: models.Model, args: argparse.Namespace) -> models.Model | None:

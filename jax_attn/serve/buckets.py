@@ -103,13 +103,19 @@ class ScoredRows(NamedTuple):
     rows: list[int]
 
 
-def sizes(max_running: int, max_step_tokens: int) -> list[tuple[int, int]]:
+def sizes(max_running: int, max_step_tokens: int, has_drafts: bool) -> list[tuple[int, int]]:
     """(tokens, sequences) of the buckets, ascending.
 
     Decodes alone, one token a sequence, in steps of four: their time is that of reading the
-    weights, whatever the padding. Then steps with prompts, in steps of two: there padding costs.
+    weights, whatever the padding. On CPUs in steps of two and from one: there arithmetic shows.
+    Drafts fill what a step has room for, so with them also CPUs begin with room.
+    Then steps with prompts, in steps of two: there padding costs.
     """
-    decodes = [n for n in (8, 32, 128, 512, 2048) if n < max_running] + [max_running]
+    each = [8, 32, 128, 512, 2048]
+    if jax.default_backend() == "cpu":
+        each = [] if has_drafts else [1, 4]
+        each += [8 << i for i in range(9)]
+    decodes = [n for n in each if n < max_running] + [max_running]
     tokens = [64 << i for i in range(20)]
     prompts = [n for n in tokens if max_running < n < max_step_tokens]
     if max_step_tokens > max_running:

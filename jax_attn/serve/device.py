@@ -60,12 +60,14 @@ class Device:
         self._split = _split(model.config, config.tensor_parallel, config.context_parallel)
         if self._split is not None:
             params = self._split.split_params(params)
+        elif jax.default_backend() == "cpu":
+            params = models.pack_params(params, model.config)
         # Of what one device computes.
         self._config = model.config if self._split is None else self._split.config
         # Flat, as a step would flatten its hundreds of arrays each time: 25 us of the host.
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
-        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens)
+        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
         if config.batch_invariant:
             # One shape for all: the order in which XLA adds up a row of a matmul depends on how
             # many rows there are, if on nothing else of them.

@@ -67,9 +67,9 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
     pages_each = -(-max_positions // config.page_size)
     # Shared pages count once for each sequence, so it may be more than there are.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
-    sizes = (
-        [] if config.batch_invariant else buckets.sizes(config.max_running, config.max_step_tokens)
-    )
+    sizes = []
+    if not config.batch_invariant:
+        sizes = buckets.sizes(config.max_running, config.max_step_tokens, config.max_drafts > 0)
     return SchedulerConfig(
         page_size=config.page_size,
         num_pages=config.num_pages,

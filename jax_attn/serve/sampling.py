@@ -264,8 +264,10 @@ def sample(
     scores = logits
     if kind == "full":
         scores = _penalized(state, row, has_drafts, scores)
-    scores = jnp.where(_unpack(mask, logits.shape[1]), scores, -jnp.inf)
-    if kind != "greedy":
+    if kind == "greedy":
+        tokens = jax.lax.platform_dependent(scores, mask, cpu=_greedy_on_cpu, default=_greedy)
+    else:
+        scores = _masked(scores, mask)
         # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
         scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / jnp.where(
             temperature > 0, temperature, 1
@@ -273,8 +275,7 @@ def sample(
         if kind != "temperature":
             scaled = _filtered(scaled, row["top_k"], row["top_p"][:, None], row["min_p"][:, None])
         noisy = scaled + _noise(row["seed"], row["position"], logits.shape[1])
-        scores = jnp.where(temperature > 0, noisy, scores)
-    tokens = _argmax(scores)
+        tokens = _argmax(jnp.where(temperature > 0, noisy, scores))
     if kind == "full":
         tokens = jnp.where(row["given"] < 0, tokens, row["given"])
     tokens = jnp.where(jnp.any(jnp.isnan(logits), axis=1), -1, tokens)
@@ -287,6 +288,21 @@ def sample(
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
     return state, Sampled(tokens, chosen, top_tokens.astype(jnp.int32), top_logprobs)
+
+
+def _greedy(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """[rows] i32."""
+    return _argmax(_masked(scores, mask))
+
+
+def _greedy_on_cpu(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """The same, without the mask where it forbids nothing: of 32 rows and 151,936 tokens 10 ms
+    instead of 24, of a step of 140 (2 cores)."""
+    return jax.lax.cond(jnp.all(mask == -1), lambda: _argmax(scores), lambda: _greedy(scores, mask))
+
+
+def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(_unpack(mask, scores.shape[1]), scores, -jnp.inf)
 
 
 def _argmax(scores: jax.Array) -> jax.Array:

@@ -119,7 +119,9 @@ const CpuKernels kKernelsAmxEmulated = {
      {&kTypeKernels<AmxEmulated, Bf16, E4m3>, kKernelsBaseline.of[1][1],
       kKernelsBaseline.of[1][2]}},
     {&kBackwardKernels<AmxEmulated, Bf16>, kKernelsBaseline.backward[1],
-     kKernelsBaseline.backward[2]}};
+     kKernelsBaseline.backward[2]},
+    {&kProductKernels<AmxEmulated, Bf16>, kKernelsBaseline.product[1],
+     kKernelsBaseline.product[2]}};
 
 }  // namespace
 }  // namespace jax_attn

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jax_attn import models
-from jax_attn.serve import grammar, masks
+from jax_attn.serve import buckets, grammar, masks
 from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.engine import Engine
 from jax_attn.serve.engine_config import EngineConfig
@@ -958,7 +958,10 @@ def test_stats_and_snapshot(model, make_engine):
 
 def test_warm_up_lists_what_it_compiles(device):
     names = [bucket.name for bucket in device.buckets]
-    assert names == ["8 tokens x 8 sequences", "40 tokens x 8 sequences"]
+    decodes = (1, 4, 8) if jax.default_backend() == "cpu" else (8,)
+    assert names == [f"{n} tokens x {n} sequences" for n in decodes] + ["40 tokens x 8 sequences"]
+    with_drafts = buckets.sizes(CONFIG.max_running, CONFIG.max_step_tokens, has_drafts=True)
+    assert with_drafts == [(8, 8), (40, 8)]  # one sequence has room for drafts
 
 
 def test_batch_invariant_plans_hold_any_batch(model):

@@ -259,6 +259,17 @@ def test_logprobs():
 
 
 @pytest.mark.parametrize("kind", sampling.KINDS)
+def test_greedy_beside_a_row_with_a_mask(kind):
+    """One token less in one row of many: of that row alone the next best is taken."""
+    logits = np.random.default_rng(5).normal(0, 1, VOCAB).astype(np.float32)
+    best, second = np.argsort(-logits)[:2]
+    rows = {i: {"logits": logits, "params": params(temperature=0)} for i in range(ROWS)}
+    rows[6]["allowed"] = set(range(VOCAB)) - {best}
+    tokens = np.asarray(Batch(rows).sample(kind).tokens)
+    assert tokens.tolist() == [second if i == 6 else best for i in range(ROWS)]
+
+
+@pytest.mark.parametrize("kind", sampling.KINDS)
 def test_void_rows_and_nan(kind):
     """A void row changes no slot; NaN logits give -1 and harm no neighbour."""
     logits = np.random.default_rng(7).normal(0, 1, VOCAB).astype(np.float32)

@@ -1,0 +1,82 @@
+// jax_attn_product: unpack, check, launch, return. CPUs only: elsewhere XLA's products are fast.
+#include "cpu/product.h"
+
+#include <optional>
+#include <string>
+
+#include "ffi/checks.h"
+#include "ffi/cpu_task_pool.h"
+#include "ffi/handlers.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr char kOp[] = "product";
+
+std::optional<DType> DTypeOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::BF16:
+      return kBF16;
+    case ffi::DataType::F16:
+      return kF16;
+    case ffi::DataType::F32:
+      return kF32;
+    default:
+      return std::nullopt;
+  }
+}
+
+Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::AnyBuffer& y,
+              DType* dtype, ProductParams* p) {
+  const ffi::DataType type = x.element_type();
+  const std::optional<DType> known = DTypeOf(type);
+  const auto dims = x.dimensions(), results = y.dimensions();
+  if (!known || dims.size() != 2 || results.size() != 2) {
+    return Status::Error(
+        "product: x, y: expected [n, depth] and [n, columns] of bfloat16, float16 or float32.");
+  }
+  *dtype = *known;
+  p->num_rows = dims[0];
+  p->depth = dims[1];
+  p->columns = results[1];
+  p->is_wide = y.element_type() == ffi::F32;
+  const int64_t num_panels = (p->columns + kWeightColumns - 1) / kWeightColumns;
+  const int64_t steps = WeightSteps(*dtype == kBF16, p->depth);
+  Status s = *dtype == kBF16
+                 ? CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns, 2})
+                 : CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns});
+  if (s.ok()) {
+    s = CheckBuffer(kOp, "y", y, p->is_wide ? ffi::F32 : type, {p->num_rows, p->columns});
+  }
+  p->x = x.untyped_data();
+  p->panels = panels.untyped_data();
+  p->y = y.untyped_data();
+  return s;
+}
+
+ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                      ffi::Result<ffi::AnyBuffer> y, bool poison) {
+  DType dtype;
+  ProductParams params = {};
+  if (Status s = Unpack(x, panels, *y, &dtype, &params); !s.ok()) return ToFfi(s);
+  if (poison) PoisonOnHost({*y});
+  XlaTaskPool task_pool(pool);
+  ProductCpu(dtype, params, task_pool);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // panels
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .Attr<bool>("poison"));
+
+}  // namespace
+
+const std::vector<Target> kProductTargets = {
+    {"jax_attn_product", "cpu", nullptr, nullptr, kExecuteCpu},
+};
+
+}  // namespace jax_attn
