@@ -1,6 +1,4 @@
 // The kernel configuration on CPUs.
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "select/devices.h"
@@ -8,15 +6,6 @@
 
 namespace jax_attn {
 namespace {
-
-// What q, o and scores of a prefill tile may take: three quarters of the second cache.
-int64_t TileBytes(const CpuNumbers& cpu) {
-  int64_t cache_bytes = 0;
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-  cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
-#endif
-  return std::max(cpu.cache_bytes.value, cache_bytes / 4 * 3);
-}
 
 // 16 kv tokens of a tile of so many rows, one kv head.
 double StepUs(const CpuNumbers& cpu, const AttentionSpec& spec, int64_t rows, bool low) {
@@ -46,14 +35,14 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons
   config->tile_kv = take("tile_kv", cpu.tile_kv);
   config->num_tiles = 3;
   // Decode, short chunks and speculation, prefill. As tall as the cache holds, because each kv
-  // block is packed once a tile: 256 rows against 128 save 3 % at head_dim 128, and against the 144
-  // that 512 KiB of second cache hold of head_dim 256 8 % in f32, 15 % with tiles of AMX. Rows
+  // block is packed once a tile: 256 rows against 128 save 3 % at head_dim 128, and against 144 of
+  // head_dim 256, which 512 KiB hold, 8 % in f32 and 15 % with tiles of AMX (2 MiB). Rows
   // beyond 256 save 6 % more in long prompts, but make of 512 tokens one tile of each head, which
   // then is split between threads: 1.35 ms instead of 0.76 (8 heads, 2 threads).
   config->tile_q[0] = std::max<int64_t>(16, group);
   config->tile_q[1] = std::max<int64_t>(64, group);
   const int64_t row_bytes = 4 * (spec.head_dim_qk + spec.head_dim_vo + config->tile_kv);
-  const int64_t fitting_rows = TileBytes(cpu) / row_bytes / 16 * 16;
+  const int64_t fitting_rows = cpu.cache_bytes.value / row_bytes / 16 * 16;
   config->tile_q[2] = std::max(std::clamp<int64_t>(fitting_rows, 80, 256), config->tile_q[1]);
   because("tile_q",
           "up to 16 rows wait for memory alone; 64 for short chunks; the tallest that fits the "

@@ -165,7 +165,9 @@ constexpr CpuNumbers kCpu = {
     {128,
      "one online softmax step; against 64 it is 5 % faster in prefill, where every step reads and "
      "writes o"},
-    {384 << 10, "three quarters of 512 KiB, where the second cache is not known or smaller"},
+    {768 << 10,
+     "three quarters of 1 MiB of second cache hold q, o and scores; not of the machine at hand, as "
+     "plans in files and exported programs go to others"},
     {4, "only decodes: a split is cheap, and a thread that starts late does less"},
     {1,
      "threads take items from each other's queues; further queues would split prefill tiles, whose "

@@ -79,7 +79,7 @@ const CudaDevice& FindCudaDevice(int64_t arch);
 
 struct CpuNumbers {
   Number tile_kv;
-  Number cache_bytes;            // what q, o and scores of a prefill tile may take at least
+  Number cache_bytes;            // what q, o and scores of a prefill tile may take
   Number decode_queues, queues;  // a thread
   Number min_chunk, item_cost, split_cost;
   // Rates of one core that set the ratio of costs, not times.
