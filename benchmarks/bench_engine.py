@@ -200,15 +200,22 @@ class Driver:
 
 
 class Peer:
-    """transformers in a process of its own (peers/transformers_decode.py)."""
+    """transformers in a process of its own (peers/transformers_decode.py).
 
-    NAME = "transformers"
+    waiting: of OMP_WAIT_POLICY. Threads that spin are faster on processors of their own, and many
+    times slower where other work wants those.
+    """
 
-    def __init__(self, python: str, config: dict[str, Any], dtype: str):
+    def __init__(self, python: str, config: dict[str, Any], dtype: str, waiting: str):
         """Raises OSError where it does not start."""
+        self.name = f"transformers, {waiting} waits"
         command = [python, "-m", "benchmarks.peers.transformers_decode"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_WAIT_POLICY": waiting},
         )
         log(self._ask({"config": config, "dtype": dtype})["note"])
 
@@ -224,7 +231,7 @@ class Peer:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
-            raise OSError(f"{self.NAME} ended with status {self._process.wait()}")
+            raise OSError(f"{self.name} ended with status {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -249,24 +256,25 @@ class CpuBench(Bench):
 
     def decodes(self, dtype: str) -> None:
         raw = shapes.SHAPES[self.SHAPE] | (shapes.TINY if self.arguments.tiny else {})
-        peer = None
+        peers: list[Peer] = []
         try:
-            peer = Peer(self.arguments.peer_python, raw, dtype)
-        except OSError as error:
-            log(f"without a peer: {error}")
-        try:
+            for waiting in ("active", "passive"):
+                try:
+                    peers.append(Peer(self.arguments.peer_python, raw, dtype, waiting))
+                except OSError as error:
+                    log(f"without a peer: {error}")
             model = shapes.make_model(self.SHAPE, self.arguments.tiny, dtype)
             config = EngineConfig(num_pages=1024, max_running=32, max_step_tokens=128)
             driver = Driver(model, config)
             del model
             for clients in (1, 8, 32):
-                self.decode(dtype, clients, driver, peer)
+                self.decode(dtype, clients, driver, peers)
         finally:
-            if peer is not None:
+            for peer in peers:
                 peer.close()
 
-    def decode(self, dtype: str, clients: int, driver: Driver, peer: Peer | None) -> None:
-        """Turns of ours, the peer and the bandwidth of memory."""
+    def decode(self, dtype: str, clients: int, driver: Driver, peers: list[Peer]) -> None:
+        """Turns of ours, the peers and the bandwidth of memory."""
         num_tokens = self.context + (self.steps + 4) * (self.rounds + 1)
         driver.submit([driver.prompt(self.context) for _ in range(clients)], num_tokens)
         while any(seq.num_output == 0 for seq in driver.engine.scheduler.running) or (
@@ -274,12 +282,13 @@ class CpuBench(Bench):
         ):
             driver.run(1)
         ours: list[Step] = []
-        theirs: list[float] = []
+        theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         reads: list[float] = []
         for _ in range(self.rounds):
             ours += driver.run(self.steps)
-            if peer is not None:
-                theirs += peer.steps_us(clients, self.context, self.steps)
+            jax.block_until_ready(driver.engine.device.newest)  # of the step that is launched
+            for peer in peers:
+                theirs[peer.name] += peer.steps_us(clients, self.context, self.steps)
             reads.append(bench_cpu.read_bytes_per_us())
         assert all(step.is_decode and len(step.qo_lens) == clients for step in ours)
         driver.abort_all()
@@ -292,7 +301,7 @@ class CpuBench(Bench):
             us,
             bytes=num_bytes,
             parts_floor_us=num_bytes / max(reads),
-            peers={} if peer is None else {peer.NAME: statistics.median(theirs)},
+            peers={name: statistics.median(us) for name, us in theirs.items()},
             more={"tokens_per_s": round(1e6 * clients / us, 2), "read_gbps": max(reads) / 1e3},
         )
         self.rows.append(row)

@@ -11,13 +11,9 @@ runs with a Python of their own.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
-
-# Threads that wait do not take processors from the other turn.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import transformers
