@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 #include "cpu/thread_scratch.h"
 #include "cpu/variant_code.h"
+#include "select/devices.h"
 
 namespace jax_attn {
 namespace {
@@ -146,8 +147,7 @@ CpuGeometry MakeGeometry(const KernelConfig& config) {
 void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
   const int64_t dtype = problem.spec.dtype;
   const CpuItemKernels of = KernelsOf(problem.spec);
-  const bool reads_e4m3 = problem.spec.kv_format == kE4m3Format && !problem.spec.fresh_kv;
-  const FormatCode format = reads_e4m3 ? kE4m3Format : kPlainFormat;
+  const int64_t format = CpuReadFormat(problem.spec);
   const CpuTypeKernels &kernels = *of.many->of[format][dtype], &few = *of.few->of[format][dtype];
   CpuGeometry geometry = MakeGeometry(problem.config);
   VariantCode code;

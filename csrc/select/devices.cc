@@ -202,11 +202,15 @@ const CudaDevice& FindCudaDevice(int64_t arch) {
 
 const CpuNumbers& GetCpuNumbers() { return kCpu; }
 
+int64_t CpuReadFormat(const AttentionSpec& spec) {
+  return spec.kv_format == kE4m3Format && !spec.fresh_kv ? kE4m3Format : kPlainFormat;
+}
+
 const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
   // A row has the same bits in a decode, a chunk and a long prompt.
   if (spec.schedule == kFixedSplit) return nullptr;
   for (const CpuIsaRule& rule : kCpuIsaRules) {
-    if (rule.dtype == spec.dtype && rule.kv_format == spec.kv_format &&
+    if (rule.dtype == spec.dtype && rule.kv_format == CpuReadFormat(spec) &&
         std::strcmp(rule.best, best) == 0) {
       return &rule;
     }

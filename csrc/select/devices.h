@@ -90,10 +90,14 @@ struct CpuNumbers {
 };
 const CpuNumbers& GetCpuNumbers();
 
+// What the CPU kernels of a call read: e4m3, or values of its dtype, to which rows of all other
+// formats, and with fresh_kv of e4m3, are widened first.
+int64_t CpuReadFormat(const AttentionSpec& spec);
+
 // Items of few rows that another instruction set computes faster than the best one of the machine.
 struct CpuIsaRule {
   const char* best;
-  int64_t dtype, kv_format;
+  int64_t dtype, kv_format;  // kv_format: what is read
   int64_t up_to_rows;
   const char* isa;
   const char* why;
