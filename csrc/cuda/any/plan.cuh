@@ -6,16 +6,19 @@
 // before. A batch that the host planner would refuse leaves a faulty plan: kFaultyPlanMagic, no
 // items, and the fault in the header.
 //
-// The scheduler is one class in layers, a file each, every layer over the one before:
-//   plan_cta      what a whole CTA does at once: memory, sums, sorting
-//   plan_tiles    requests checked, their tiles, cuts and costs
-//   plan_trials   ways to cut: chunks, in the order in which queues take them
-//   plan_deal     chunks to queues
-//   plan_ranges   stream-K
-//   plan_steps    step lists
-//   plan_choice   which schedule
-//   plan_results  counts, merge groups, items
-// Beside it: prefix (shared prefixes), plan_pages (what the other CTAs do).
+// Scheduling is in stages. What they take and give is in plan_context: the context (the CTA,
+// memory, the rules, the batch), tiles, trials, schedules. A file each, in the order in which they
+// run:
+//   plan_tiles    lengths checked                 -> tiles
+//   plan_steps    tiles                           -> step lists, and tiles whose spans are of lists
+//   prefix        tiles                           -> a tiling with shared prefixes
+//   plan_choice   tiles                           -> a schedule, the best of what it tries:
+//     plan_trials   tiles, the longest chunk      -> a trial: chunks in the order of queues
+//     plan_deal     a trial                       -> the queues of its chunks
+//     plan_ranges   tiles                         -> a schedule by ranges, stream-K
+//   plan_results  a schedule and its tiles        -> counts, merge groups, items
+// Below them is plan_cta, what a whole CTA does at once: memory, sums, sorting. Beside them are
+// plan_pages, what the other CTAs do.
 //
 // Everything is done by all threads at once but one thing: each chunk goes to the queue that has
 // the least then. All kv heads have the same lengths, so that is a few hundred chunks for the 33
@@ -23,80 +26,99 @@
 // but for their places.
 #pragma once
 
+#include "cuda/any/plan_choice.cuh"
+#include "cuda/any/plan_context.cuh"
 #include "cuda/any/plan_pages.cuh"
 #include "cuda/any/plan_results.cuh"
+#include "cuda/any/plan_steps.cuh"
+#include "cuda/any/plan_tiles.cuh"
 
 namespace jax_attn {
 
-template <class Traits, bool kGeneral>
-class PlanScheduler : PlanResults<Traits, kGeneral> {
-  using Base = PlanResults<Traits, kGeneral>;
+// --- the scheduler ---
 
- public:
-  using Base::Base;
-
-  // Writes everything but the header's magic, version, max_page_id and num_steps. Returns the
-  // fault, and, of a batch without one, in its `got` the number of steps, and whether the other
-  // CTAs were seen done, and what they found.
-  struct End {
-    PlanFault fault;
-    bool others_done;
-    PageFindings found;
-  };
-  __device__ End Run() {
-    PlanFault fault = Check();
-    if constexpr (kGeneral) {
-      if (fault.code == kNoFault) fault = CheckLevels();
-    }
-    PlanCounts counts = {};
-    if (fault.code == kNoFault) fault = MakeTiles();
-    if constexpr (kGeneral) {
-      if (fault.code == kNoFault && rules_.max_steps > 0) fault = ListSteps();
-    }
-    if (fault.code == kNoFault) {
-      if constexpr (kGeneral) {
-        fault = ChooseGeneral();
-        if (fault.code == kNoFault) counts = Count();
-      } else {
-        const auto prepare = [&] {
-          const PlanCounts n = Count();
-          if (thread_ == 0) shared_.counts = n;
-          TakeRecords();
-        };
-        fault = Choose(prepare, [&](i32 first, i32 step) { MakeRecords(first, step); });
-        if (fault.code == kNoFault) counts = shared_.counts;
-      }
-      if (fault.code == kNoFault) fault = CheckCapacities(rules_, counts);
-      if (fault.code == kNoFault) Write(counts);
-      if constexpr (kGeneral) {
-        if (fault.code == kNoFault) fault.got = num_steps_;
-      }
-    }
-    if (thread_ == 0) {
-      PlanHeader& h = *p_.header;
-      h.fault = fault.code;
-      h.fault_at = fault.at;
-      h.fault_got = fault.got;
-      h.fault_expected = fault.expected;
-      h.batch_size = static_cast<i32>(in_.batch_size);
-      h.nnz_qo = in_.qo_indptr[in_.batch_size];
-      h.nnz_kv = in_.kv_indptr[in_.batch_size];
-      h.num_items = static_cast<i32>(counts.num_items);
-      h.num_merge_groups = static_cast<i32>(counts.num_merge_groups);
-      h.num_partials = static_cast<i32>(counts.num_partials);
-      h.num_partial_rows = static_cast<i32>(counts.num_partial_rows);
-      if constexpr (kGeneral) h.num_shared_tokens = num_shared_tokens_;
-    }
-    if (fault.code != kNoFault) return {fault, false, {}};
-    return {fault, shared_.others_done, shared_.found};
-  }
-
- private:
-  using Base::Check, Base::CheckLevels, Base::Choose, Base::ChooseGeneral, Base::Count,
-      Base::ListSteps, Base::MakeRecords, Base::TakeRecords, Base::in_, Base::MakeTiles,
-      Base::num_shared_tokens_, Base::num_steps_, Base::p_, Base::rules_, Base::shared_,
-      Base::thread_, Base::Write;
+// What a schedule counts for the header, besides its fault.
+struct PlanTotals {
+  PlanCounts counts;
+  i32 num_shared_tokens;
 };
+
+// The stages, by CTA 0. Returns the fault, and, of a batch without one, in its `got` the number of
+// steps.
+template <class Context>
+__device__ __forceinline__ PlanFault MakePlan(Context& c, PlanTotals* totals) {
+  PlanFault fault = CheckLengths(c);
+  if (fault.code != kNoFault) return fault;
+  if constexpr (Context::kGeneral) {
+    fault = CheckLevels(c);
+    if (fault.code != kNoFault) return fault;
+  }
+  typename Context::Tiles tiles = {};
+  fault = MakeTiles(c, &tiles);
+  if (fault.code != kNoFault) return fault;
+  const bool has_lists = Context::kGeneral && c.rules.max_steps > 0;
+  if constexpr (Context::kGeneral) {
+    if (has_lists) fault = ListSteps(c, tiles);
+    if (fault.code != kNoFault) return fault;
+  }
+  SharedTiling tiling = {};
+  PlanSchedule schedule = {};
+  PlanResults<Context> results(c, tiles, tiling, schedule);
+  PlanCounts counts = {};
+  if constexpr (Context::kGeneral) {
+    fault = ChooseGeneral(c, &tiles, &tiling, &schedule);
+    if (fault.code != kNoFault) return fault;
+    counts = results.Count();
+  } else {
+    const auto prepare = [&] {
+      const PlanCounts n = results.Count();
+      if (c.thread() == 0) c.shared.counts = n;
+    };
+    const auto record = [&](i32 first, i32 step) { results.MakeRecords(first, step); };
+    fault = ChooseFlat(c, tiles, &schedule, prepare, record);
+    if (fault.code != kNoFault) return fault;
+    counts = c.shared.counts;
+  }
+  fault = CheckCapacities(c.rules, counts);
+  *totals = {counts, results.num_shared_tokens()};
+  if (fault.code != kNoFault) return fault;
+  if constexpr (Context::kGeneral) {
+    if (has_lists) fault.got = WriteSteps(c, tiles.shares());
+    results.MakeRecords(c.thread(), Context::kNumThreads);
+  }
+  results.Write(counts);
+  return fault;
+}
+
+// Writes everything but the header's magic, version, max_page_id and num_steps. Returns what
+// MakePlan does, and whether the other CTAs were seen done, and what they found.
+struct PlanEnd {
+  PlanFault fault;
+  bool others_done;
+  PageFindings found;
+};
+template <class Context>
+__device__ __forceinline__ PlanEnd Schedule(Context& c) {
+  PlanTotals totals = {};
+  const PlanFault fault = MakePlan(c, &totals);
+  if (c.thread() == 0) {
+    PlanHeader& h = *c.p.header;
+    h.fault = fault.code;
+    h.fault_at = fault.at;
+    h.fault_got = fault.got;
+    h.fault_expected = fault.expected;
+    h.batch_size = static_cast<i32>(c.in.batch_size);
+    h.nnz_qo = c.in.qo_indptr[c.in.batch_size];
+    h.nnz_kv = c.in.kv_indptr[c.in.batch_size];
+    h.num_items = static_cast<i32>(totals.counts.num_items);
+    h.num_merge_groups = static_cast<i32>(totals.counts.num_merge_groups);
+    h.num_partials = static_cast<i32>(totals.counts.num_partials);
+    h.num_partial_rows = static_cast<i32>(totals.counts.num_partial_rows);
+    if constexpr (Context::kGeneral) h.num_shared_tokens = totals.num_shared_tokens;
+  }
+  if (fault.code != kNoFault) return {fault, false, {}};
+  return {fault, c.shared.others_done, c.shared.found};
+}
 
 // --- the kernel ---
 
@@ -108,9 +130,10 @@ struct PlanBodyOf {
 
   __device__ __forceinline__ static void Run(const PlanParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
-    typename PlanScheduler<Traits, kGeneral>::End end = {};
+    PlanEnd end = {};
     if (blockIdx.x == 0) {
-      end = PlanScheduler<Traits, kGeneral>(p, smem).Run();
+      PlanContext<Traits, kGeneral> context(p, smem);
+      end = Schedule(context);
     } else {
       CopyPages<kGeneral>(p);
     }
@@ -124,8 +147,7 @@ struct PlanBodyOf {
     Finish(p, end);
   }
 
-  template <class End>
-  __device__ __forceinline__ static void Finish(const PlanParams& p, End end) {
+  __device__ __forceinline__ static void Finish(const PlanParams& p, PlanEnd end) {
     PlanHeader& h = *p.header;
     if (threadIdx.x == 0) {
       if (!end.others_done) {

@@ -26,6 +26,8 @@ class PlanCta {
                      WarpTotals& warp_totals)
       : thread_(threadIdx.x), memory_{arena, arena_bytes, scratch}, warp_totals_(warp_totals) {}
 
+  __device__ int thread() const { return thread_; }
+
   // Shared memory as long as there is some, then scratch. The same for every thread.
   template <class T>
   __device__ T* Take(i64 count) {
@@ -184,9 +186,6 @@ class PlanCta {
     return static_cast<i64>(low + (middle << 27) + (high << 54));
   }
 
- protected:
-  const int thread_;
-
  private:
   struct Memory {
     unsigned char* arena;
@@ -251,6 +250,7 @@ class PlanCta {
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
   }
 
+  const int thread_;
   Memory memory_;
   WarpTotals& warp_totals_;
   int phase_ = 0;
