@@ -16,10 +16,9 @@ __device__ __forceinline__ u32 ClampToWord(i64 x) {
 // --- what stages hand to one another ---
 
 // The query tiles that are cut: those of the batch, or, with shared prefixes, those of a
-// SharedTiling. kIsGeneral: as in PlanContext.
-template <bool kIsGeneral>
+// SharedTiling. kGeneral: as in PlanContext.
+template <bool kGeneral>
 struct PlanTiles {
-  static constexpr bool kGeneral = kIsGeneral;
   i32 num_tiles;
   QueryTile* tiles;       // [num_tiles]
   const i32* first_tile;  // [batch_size + 1] of each request
@@ -35,10 +34,7 @@ struct PlanTiles {
 
   // What the tile is besides; without shared prefixes: nothing.
   __device__ TileSharing SharingOf(i32 i) const {
-    if constexpr (kGeneral) {
-      if (sharing != nullptr) return sharing[i];
-    }
-    return {0, -1, 0, 0};
+    return shares() ? sharing[i] : TileSharing{0, -1, 0, 0};
   }
 };
 

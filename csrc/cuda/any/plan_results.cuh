@@ -12,7 +12,6 @@ namespace jax_attn {
 // of the plan that hold it. Count comes first, then MakeRecords, then Write.
 template <class Context>
 class PlanResults {
-  static constexpr bool kGeneral = Context::kGeneral;
   static constexpr i32 kNumThreads = Context::kNumThreads;
 
  public:
@@ -28,7 +27,6 @@ class PlanResults {
 
   // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
   __device__ PlanCounts Count() {
-    records_ = c_.template Take<uint4>(4ll * num_chunks());
     PlanCounts n = {};
     n.num_items = num_chunks() * i64{rules_.num_kv_heads};
     if (tiles_.shares()) {
@@ -36,6 +34,7 @@ class PlanResults {
     } else if (num_chunks() != num_tiles()) {
       CountParts(&n, [&](i32 i) { return Parts(NumGroups(i), chunks_.SplitsOf(i)); });
     }
+    records_ = c_.template Take<uint4>(4ll * num_chunks());
     return n;
   }
 
@@ -72,17 +71,15 @@ class PlanResults {
       }
       // With shared prefixes: partial states of units, which may be of tiles that are not cut.
       bool partial = splits > 1;
-      if constexpr (kGeneral) {
-        const TileSharing sharing = tiles_.SharingOf(i);
-        if (sharing.partial()) {
-          partial = true;
-          first_row = row_of();
-          first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
-          group_step = tiling_.num_units;
-          num_units = static_cast<i32>(Largest(1, sharing.num_units));
-        } else {
-          first_group += NumUnitGroups();
-        }
+      const TileSharing sharing = tiles_.SharingOf(i);
+      if (sharing.partial()) {
+        partial = true;
+        first_row = row_of();
+        first_group = sharing.shared() ? sharing.first_unit : sharing.unit;
+        group_step = tiling_.num_units;
+        num_units = static_cast<i32>(Largest(1, sharing.num_units));
+      } else {
+        first_group += NumUnitGroups();
       }
       const i32 num_groups = partial ? num_units : 0;
       uint4* record = records_ + k;
@@ -100,8 +97,8 @@ class PlanResults {
   __device__ void Write(const PlanCounts& counts) {
     if (tiles_.shares()) WriteUnits();
     if (counts.num_merge_groups > 0) WriteMergeGroups();
-    i32* chunks_before =
-        c_.template Take<i32>(rules_.num_queues + 1);  // those of the queues before
+    // Those of the queues before.
+    i32* chunks_before = c_.template Take<i32>(rules_.num_queues + 1);
     c_.cta.Prefix(rules_.num_queues, chunks_before,
                   [&](i32 q) { return static_cast<i64>(chunks_.filled[q]); });
 #pragma unroll 1
@@ -122,7 +119,7 @@ class PlanResults {
   // be met.
   __device__ void LookAtPages() {
     c_.shared.others_done = LoadAcquire(&p_.header->magic) == static_cast<i32>(gridDim.x) - 1;
-    c_.shared.found = FindingsOf<kGeneral>(p_);
+    c_.shared.found = FindingsOf<Context::kGeneral>(p_);
   }
 
   // --- counts ---
@@ -242,10 +239,7 @@ class PlanResults {
     for (i32 task = c_.thread(); task < num_tiles() * heads; task += kNumThreads) {
       const i32 i = task / heads, head = task % heads;
       const i32 splits = static_cast<i32>(chunks_.SplitsOf(i));
-      if (splits == 0) continue;
-      if constexpr (kGeneral) {
-        if (tiles_.SharingOf(i).partial()) continue;
-      }
+      if (splits == 0 || tiles_.SharingOf(i).partial()) continue;
       const QueryTile& t = tiles_.tiles[i];
       const i32 partials_begin = heads * PartialsBefore(i) + head * splits;
       const i32 num_groups = NumMergeGroups(rules_, t, splits);

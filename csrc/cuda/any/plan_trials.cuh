@@ -85,19 +85,15 @@ __device__ __noinline__ TileCut CutSharedTileOf(const PlanRules& rules, const Ti
 template <class Tiles>
 __device__ __forceinline__ TileCut CutOf(const PlanRules& rules, const Tiles& tiles,
                                          i64 longest_cost, i32 i) {
-  if constexpr (Tiles::kGeneral) {
-    if (tiles.shares()) return CutSharedTileOf(rules, tiles, static_cast<i32>(longest_cost), i);
-  }
+  if (tiles.shares()) return CutSharedTileOf(rules, tiles, static_cast<i32>(longest_cost), i);
   return CutTile(rules, longest_cost, tiles.tiles[i]);
 }
 
 template <class Tiles>
 __device__ __forceinline__ i64 CostOf(const PlanRules& rules, const Tiles& tiles, i32 i,
                                       i64 kv_tokens, i32 num_splits) {
-  if constexpr (Tiles::kGeneral) {
-    if (tiles.shares()) {
-      return ChunkCost(rules, tiles.tiles[i], tiles.sharing[i], num_splits, kv_tokens);
-    }
+  if (tiles.shares()) {
+    return ChunkCost(rules, tiles.tiles[i], tiles.sharing[i], num_splits, kv_tokens);
   }
   return ItemCost(rules, tiles.tiles[i], kv_tokens, num_splits > 1);
 }
