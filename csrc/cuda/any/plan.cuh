@@ -37,7 +37,7 @@ namespace jax_attn {
 
 // --- the scheduler ---
 
-// What a schedule counts for the header, besides its fault.
+// Numbers for the header.
 struct PlanTotals {
   PlanCounts counts;
   i32 num_shared_tokens;
