@@ -16,8 +16,6 @@ constexpr int64_t kMergeGroupWords = sizeof(MergeGroup) / 4;
 // Sections start at multiples of 64 bytes: records are read by 16-byte loads.
 int64_t Align(int64_t words) { return (words + 15) / 16 * 16; }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Counts are words of a plan, so no capacity is larger: a batch that needs more is refused.
 int64_t Capacity(int64_t count) { return std::min<int64_t>(count, kMaxInt32); }
 
@@ -171,7 +169,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
     const int64_t kv_tokens = spec.paged() ? rules.max_kv * spec.page_size : rules.max_kv;
     const int64_t seen =
         std::min<int64_t>({kv_tokens, kPositionLimit, map->num_columns * map->kv_block});
-    const int64_t words = num_tiles * CeilDiv(CeilDiv(seen, rules.tile_kv), 32);
+    const int64_t words = num_tiles * CeilDivide(CeilDivide(seen, rules.tile_kv), 32);
     return 4 * num_tiles + (sizeof(StepWord) + 4) * (words + 1);
   };
   bytes += lists(tiles);
@@ -370,7 +368,7 @@ void FillCapacities(AttentionProblem* problem) {
     // one token, i.e. for any decode batch; prefill batches may need more and are refused by name.
     const int64_t kv_tokens =
         spec.paged() ? spec.max_kv_pages * spec.page_size : spec.max_kv_tokens;
-    const int64_t chunks = Capacity(CeilDiv(kv_tokens, spec.kv_split) + spec.max_batch);
+    const int64_t chunks = Capacity(CeilDivide(kv_tokens, spec.kv_split) + spec.max_batch);
     max_chunks = chunks * spec.num_kv_heads;
     max_partial_rows = std::max(chunks * spec.num_qo_heads, 2 * config.num_ctas * largest_tile);
   }
