@@ -15,6 +15,7 @@
 #include "plan/check.h"
 #include "plan/plan.h"
 #include "select/select.h"
+#include "select/tuning.h"
 #include "variant/words.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -322,6 +323,20 @@ NB_MODULE(_core, m) {
   m.def("cpu_isa", &CpuIsa);
   m.def("supported_cpu_isas", &SupportedCpuIsas);
   m.def("set_cpu_isa", [](const std::string& name) { ThrowIfError(SetCpuIsa(name)); });
+
+  m.def("set_tuning",
+        [](int64_t arch, const std::string& device, const nb::dict& numbers, const nb::list& isas) {
+          Tuning tuning = {arch, device, {}, {}};
+          for (const auto& [name, value] : numbers) {
+            tuning.numbers[nb::cast<std::string>(name)] = nb::cast<int64_t>(value);
+          }
+          for (nb::handle isa : isas) {
+            tuning.isas.push_back({nb::cast<std::string>(isa[0]), nb::cast<int64_t>(isa[1]),
+                                   nb::cast<int64_t>(isa[2]), nb::cast<int64_t>(isa[3]),
+                                   nb::cast<std::string>(isa[4])});
+          }
+          ThrowIfError(SetTuning(std::move(tuning)));
+        });
 
   m.def("set_jit_paths",
         [](std::vector<std::string> nvrtc, std::vector<std::string> driver, std::string cache_dir) {

@@ -8,6 +8,9 @@ any value, and a block of which nothing is known is MIXED: slower, never wrong.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +22,7 @@ from jax_attn.variant import Variant
 from jax_attn.variant_program import Instruction
 
 _LEAST, _MOST = -(2**31), 2**31 - 1
+_FEW_LOADS = 4  # of each element of an array, in place of windows over all of it
 _SAFE = 2**31 - 2**10  # of a sum or product in f32, which rounds: below it there is no overflow
 
 
@@ -112,23 +116,31 @@ def _load(xp: Any, array: Any, indices: list[Interval | None]) -> Interval | Non
     whole = array.min().reshape(1, 1), array.max().reshape(1, 1)
     if longest is None or longest >= array.shape[-1]:
         return _of_type(whole[0], whole[1], dtype)
-    # Two windows of a power of two, which the stretch begins and ends with.
-    size = 1
-    while 2 * size <= longest + 1:
-        size *= 2
-    is_near = highs[-1] - lows[-1] < 2 * size
-    for low, high in zip(lows[:-1], highs[:-1], strict=True):
-        is_near = is_near & (low == high)
-    found = []
-    for reduce, other in zip((xp.minimum, xp.maximum), whole, strict=True):
-        windows = array  # windows[..., i]: of the elements from i on
-        for step in (2**n for n in range(size.bit_length() - 1)):
-            end = xp.repeat(windows[..., -1:], step, axis=-1)
-            windows = reduce(windows, xp.concatenate([windows[..., step:], end], axis=-1))
-        ends = lows[-1], (highs[-1] - size + 1).clip(0)
-        near = reduce(*(windows[(*lows[:-1], at)] for at in ends))
-        found.append(xp.where(is_near, near, other))
-    return _of_type(found[0], found[1], dtype)
+    is_one = [low == high for low, high in zip(lows[:-1], highs[:-1], strict=True)]
+    shape = np.broadcast_shapes(*(x.shape for x in (*lows, *highs)))
+    if math.prod(shape) * (longest + 1) <= _FEW_LOADS * array.size:
+        # Each stretch is read: one kernel on a GPU, where windows are one for each step.
+        is_near = functools.reduce(operator.and_, is_one, highs[-1] - lows[-1] <= longest)
+        at = lows[-1][..., None] + xp.arange(longest + 1, dtype=np.int32)
+        at = xp.minimum(at, highs[-1][..., None])
+        stretch = array[(*(low[..., None] for low in lows[:-1]), at)]
+        found = [stretch.min(-1), stretch.max(-1)]
+    else:
+        # Two windows of a power of two, which the stretch begins and ends with.
+        size = 1
+        while 2 * size <= longest + 1:
+            size *= 2
+        is_near = functools.reduce(operator.and_, is_one, highs[-1] - lows[-1] < 2 * size)
+        found = []
+        for reduce in (xp.minimum, xp.maximum):
+            windows = array  # windows[..., i]: of the elements from i on
+            for step in (2**n for n in range(size.bit_length() - 1)):
+                end = xp.repeat(windows[..., -1:], step, axis=-1)
+                windows = reduce(windows, xp.concatenate([windows[..., step:], end], axis=-1))
+            ends = lows[-1], (highs[-1] - size + 1).clip(0)
+            found.append(reduce(*(windows[(*lows[:-1], at)] for at in ends)))
+    low, high = (xp.where(is_near, x, other) for x, other in zip(found, whole, strict=True))
+    return _of_type(low, high, dtype)
 
 
 def _of_type(low: Any, high: Any, dtype: Any) -> Interval:

@@ -220,7 +220,9 @@ def _batch(
     num_rows, num_columns = -(-spec.max_qo_tokens // q_block), -(-max_kv_len // kv_block)
     row = xp.arange(num_rows * q_block, dtype=np.int32).reshape(num_rows, q_block)
     is_live = row < qo[-1]
-    request = xp.searchsorted(qo, row.reshape(-1), side="right").reshape(row.shape) - 1
+    # Traced, a search by a loop would be a loop of kernels on a GPU.
+    method = {"method": "scan_unrolled"} if traced else {}
+    request = xp.searchsorted(qo, row.reshape(-1), side="right", **method).reshape(row.shape) - 1
     request = request.clip(0, max(0, batch_size - 1)).astype(np.int32)
     of_request = {"request": xp.arange(batch_size), "q_len": qo[1:] - qo[:-1], "kv_len": lens}
     of_request |= {"kv_start": starts, "q_offset": offsets}

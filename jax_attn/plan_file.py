@@ -130,7 +130,8 @@ def _spec(name: str, about: Any) -> AttentionSpec:
     ]
     if different:
         raise _Refusal(
-            f"{_OP}: {name!r}: expected the kernel configuration that this version chooses for its"
-            f" spec, {', '.join(different[:5])}; plan the batch again."
+            f"{_OP}: {name!r}: expected the kernel configuration that this version and"
+            f" JAX_ATTN_TUNING choose for its spec, {', '.join(different[:5])}; plan the batch"
+            " again."
         )
     return spec

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
-from jax_attn import _core, config
+from jax_attn import _core, config, tuning
 from jax_attn.target import TARGETS, default_target, largest_head_dim, parse_target
 from jax_attn.variant import Variant
 
@@ -481,6 +481,7 @@ class AttentionSpec:
         }
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
+            tuning.refuse_foreign_gpu(arch)
             _tell_fallback(arch, _FORMATS.index(self.q_dtype))
         if config.print_config:
             print(_explain(self, problem))

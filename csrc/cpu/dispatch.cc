@@ -90,7 +90,7 @@ const std::vector<const CpuKernels*>& Supported() {
 const CpuIsaRule* FindRule(const AttentionSpec& spec, const CpuKernels** kernels) {
   if (Chosen().load(std::memory_order_acquire) != nullptr) return nullptr;
   const CpuIsaRule* rule = FindCpuIsaRule(spec, ActiveKernels().name);
-  if (rule == nullptr) return nullptr;
+  if (rule == nullptr || rule->up_to_rows == 0) return nullptr;
   for (const CpuKernels* supported : Supported()) {
     if (std::strcmp(supported->name, rule->isa) != 0) continue;
     *kernels = supported;

@@ -13,14 +13,15 @@ double StepUs(const CpuNumbers& cpu, const AttentionSpec& spec, int64_t rows, bo
   const double bytes = 16 * static_cast<double>(spec.kv_row_bytes(spec.head_dim_qk) +
                                                 spec.kv_row_bytes(spec.head_dim_vo));
   const double flops = 2 * 16 * dims * static_cast<double>(rows);
-  return std::max(bytes / cpu.bytes_per_us,
-                  flops / (low ? cpu.low_flops_per_us : cpu.flops_per_us));
+  const auto rate = [](const Number& number) { return static_cast<double>(number.value); };
+  return std::max(bytes / rate(cpu.bytes_per_us),
+                  flops / rate(low ? cpu.low_flops_per_us : cpu.flops_per_us));
 }
 
 }  // namespace
 
 void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons) {
-  const CpuNumbers& cpu = GetCpuNumbers();
+  const CpuNumbers cpu = CpuNumbersOf(spec.dtype);
   const auto because = [&](const char* what, const char* why) {
     if (reasons != nullptr) reasons->emplace_back(what, why);
   };
@@ -67,7 +68,7 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons
     config->kv_cost[i] = std::max<int64_t>(
         16, static_cast<int64_t>(StepUs(cpu, spec, config->tile_q[i], false) / unit + 0.5));
   }
-  because("kv_cost", cpu.why_rates);
+  because("kv_cost", cpu.flops_per_us.why);
 }
 
 }  // namespace jax_attn

@@ -5,6 +5,7 @@
 
 #include "select/devices.h"
 #include "select/select.h"
+#include "select/tuning.h"
 
 namespace jax_attn {
 namespace {
@@ -204,25 +205,42 @@ void SelectMla(Choice& c, bool rows_may_differ) {
   c.config.num_stages = 0;  // as many as fit
 }
 
-const KernelCosts& CostsOf(const Choice& c) {
+// The kernel's name, as in kCudaKernelNames, and its costs.
+std::pair<const char*, const KernelCosts*> CostsOf(const Choice& c) {
   const Costs& costs = *c.device.costs;
   const bool hopper = c.config.main_loop == kHopper;
-  if (c.spec.quantized()) return hopper ? costs.hopper_e4m3 : costs.portable_e4m3;
-  if (!c.spec.mla) return hopper ? costs.hopper : costs.portable;
+  if (c.spec.quantized()) {
+    if (hopper) return {"hopper_e4m3", &costs.hopper_e4m3};
+    return {"portable_e4m3", &costs.portable_e4m3};
+  }
+  if (!c.spec.mla) {
+    if (hopper) return {"hopper", &costs.hopper};
+    return {"portable", &costs.portable};
+  }
   const int64_t rows = c.config.tile_q[0];
-  if (hopper && rows == 64) return costs.mla_hopper;
-  return rows <= 16 ? costs.mla_16 : rows <= 32 ? costs.mla_32 : costs.mla_64;
+  if (hopper && rows == 64) return {"mla_hopper", &costs.mla_hopper};
+  if (rows <= 16) return {"mla_16", &costs.mla_16};
+  if (rows <= 32) return {"mla_32", &costs.mla_32};
+  return {"mla_64", &costs.mla_64};
 }
 
 void TakeCosts(Choice& c) {
-  const KernelCosts& costs = CostsOf(c);
-  c.config.min_chunk = c.Take("min_chunk", costs.min_chunk);
-  c.config.item_cost = c.Take("item_cost", costs.item_cost);
-  c.config.split_cost = c.Take("split_cost", costs.split_cost);
+  const auto [kernel, costs] = CostsOf(c);
+  const auto take = [&, kernel = kernel](const char* field, const Number& number) {
+    return c.Take(field, TunedNumber(c.spec.arch, kernel, field, number));
+  };
+  c.config.min_chunk = take("min_chunk", costs->min_chunk);
+  c.config.item_cost = take("item_cost", costs->item_cost);
+  c.config.split_cost = take("split_cost", costs->split_cost);
+  const char* why = costs->kv_cost.why;
   for (int i = 0; i < c.config.num_tiles; ++i) {
-    c.config.kv_cost[i] = costs.kv_cost.At(c.config.tile_q[i]);
+    const std::string field = "kv_cost_" + std::to_string(i);
+    const Number built_in = {costs->kv_cost.At(c.config.tile_q[i]), costs->kv_cost.why};
+    const Number number = TunedNumber(c.spec.arch, kernel, field, built_in);
+    c.config.kv_cost[i] = number.value;
+    if (number.why != built_in.why) why = number.why;
   }
-  c.Because("kv_cost", costs.kv_cost.why);
+  c.Because("kv_cost", why);
   const Number& cached = c.device.costs->cached_bytes;
   c.config.cached_tokens =
       cached.value / (c.spec.num_kv_heads * (c.spec.kv_row_bytes(c.spec.head_dim_qk) +

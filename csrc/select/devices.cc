@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "select/tuning.h"
+
 namespace jax_attn {
 namespace {
 
@@ -161,6 +163,9 @@ constexpr CudaDevice kCudaDevices[] = {
     {"unknown", 0, 999, 132, kPortable, &k100KB, &kH200, false, kUnknown},
 };
 
+constexpr const char* kRatesWhy =
+    "rates of a Zen 3 core at 3.2 GHz with AVX2; both scale together well enough on wider machines";
+
 constexpr CpuNumbers kCpu = {
     {128,
      "one online softmax step; against 64 it is 5 % faster in prefill, where every step reads and "
@@ -175,10 +180,9 @@ constexpr CpuNumbers kCpu = {
     {256, "a split writes and reads one f32 row of o per query row: a few percent of 256 tokens"},
     {8, "loading q and storing o take 0.4 us, 16 tokens of one kv head 0.7"},
     {8, "as an item"},
-    11e3,
-    55e3,
-    75e3,
-    "rates of a Zen 3 core at 3.2 GHz with AVX2; both scale together well enough on wider machines",
+    {11'000, kRatesWhy},
+    {55'000, kRatesWhy},
+    {75'000, kRatesWhy},
 };
 
 // Sapphire Rapids, head_dim 128, pages of 16, one thread unless it says two.
@@ -200,7 +204,24 @@ const CudaDevice& FindCudaDevice(int64_t arch) {
   return *device;
 }
 
-const CpuNumbers& GetCpuNumbers() { return kCpu; }
+const char* CpuKernelName(int64_t dtype) {
+  return dtype == kF32 ? "float32" : dtype == kBF16 ? "bfloat16" : "float16";
+}
+
+CpuNumbers CpuNumbersOf(int64_t dtype) {
+  CpuNumbers cpu = kCpu;
+  const auto tune = [&](const char* field, Number* number) {
+    *number = TunedNumber(0, CpuKernelName(dtype), field, *number);
+  };
+  tune("decode_queues", &cpu.decode_queues);
+  tune("min_chunk", &cpu.min_chunk);
+  tune("item_cost", &cpu.item_cost);
+  tune("split_cost", &cpu.split_cost);
+  tune("bytes_per_us", &cpu.bytes_per_us);
+  tune("low_flops_per_us", &cpu.low_flops_per_us);
+  tune("flops_per_us", &cpu.flops_per_us);
+  return cpu;
+}
 
 int64_t CpuReadFormat(const AttentionSpec& spec) {
   return spec.kv_format == kE4m3Format && !spec.fresh_kv ? kE4m3Format : kPlainFormat;
@@ -209,8 +230,10 @@ int64_t CpuReadFormat(const AttentionSpec& spec) {
 const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
   // A row has the same bits in a decode, a chunk and a long prompt.
   if (spec.schedule == kFixedSplit) return nullptr;
+  const int64_t kv_format = CpuReadFormat(spec);
+  if (const CpuIsaRule* rule = FindTunedIsa(spec.dtype, kv_format, best)) return rule;
   for (const CpuIsaRule& rule : kCpuIsaRules) {
-    if (rule.dtype == spec.dtype && rule.kv_format == CpuReadFormat(spec) &&
+    if (rule.dtype == spec.dtype && rule.kv_format == kv_format &&
         std::strcmp(rule.best, best) == 0) {
       return &rule;
     }

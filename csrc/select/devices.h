@@ -57,6 +57,11 @@ struct KernelCosts {
   Steps kv_cost;      // by the rows of a tile: time of 16 kv tokens; 16 is a decode tile's
 };
 
+// The kernels of Costs, as a file of tuned numbers names them (tuning.h).
+inline constexpr const char* kCudaKernelNames[] = {"portable",    "hopper",    "portable_e4m3",
+                                                   "hopper_e4m3", "mla_16",    "mla_32",
+                                                   "mla_64",      "mla_hopper"};
+
 struct Costs {
   const char* measured_on;
   Number cached_bytes;  // of a request's keys and values, which CTAs read at different times
@@ -83,12 +88,14 @@ struct CpuNumbers {
   Number decode_queues, queues;  // a thread
   Number min_chunk, item_cost, split_cost;
   // Rates of one core that set the ratio of costs, not times.
-  double bytes_per_us;      // keys and values streamed by a decode tile
-  double low_flops_per_us;  // a decode tile whose rows are many enough to be the limit
-  double flops_per_us;      // a prefill tile
-  const char* why_rates;
+  Number bytes_per_us;      // keys and values streamed by a decode tile
+  Number low_flops_per_us;  // a decode tile whose rows are many enough to be the limit
+  Number flops_per_us;      // a prefill tile
 };
-const CpuNumbers& GetCpuNumbers();
+// Those of a dtype; tuned ones where there are.
+CpuNumbers CpuNumbersOf(int64_t dtype);
+// As a file of tuned numbers names the kernels of a dtype: "float32".
+const char* CpuKernelName(int64_t dtype);
 
 // What the CPU kernels of a call read: e4m3, or values of its dtype, to which rows of all other
 // formats, and with fresh_kv of e4m3, are widened first.
@@ -98,7 +105,7 @@ int64_t CpuReadFormat(const AttentionSpec& spec);
 struct CpuIsaRule {
   const char* best;
   int64_t dtype, kv_format;  // kv_format: what is read
-  int64_t up_to_rows;
+  int64_t up_to_rows;        // 0: the best one for all items, where a tuned rule says so
   const char* isa;
   const char* why;
 };
