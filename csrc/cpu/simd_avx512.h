@@ -1,4 +1,5 @@
-// Sixteen f32 lanes: AVX-512 F, BW, DQ, VL; and the same with AVX512-BF16's pair products.
+// Sixteen f32 lanes: AVX-512 F, BW, DQ, VL; and the same with AVX512-BF16's pair products and the
+// permutations of bytes of AVX512-VBMI.
 // The vocabulary is documented in simd_baseline.h.
 #pragma once
 
@@ -23,6 +24,7 @@ struct Avx512 {
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return _mm512_setzero_ps(); }
@@ -153,7 +155,7 @@ struct Avx512 {
     }
   }
 
- private:
+ protected:
   static __mmask16 First16(int n) { return static_cast<__mmask16>((1u << n) - 1); }
   static Vec Widen(__m256i half) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -182,9 +184,67 @@ struct Avx512 {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 struct Avx512Bf16 : Avx512 {
   static constexpr bool kBf16Dot = true;
+  static constexpr bool kLooksUp = true;
+
+  // to[i] = codes[i] as a bf16: the magnitude of its low 7 bits, and its sign.
+  static void LookUp(const ByteTable& table, const char* codes, i64 n, Bf16* to) {
+    const __m512i low[2] = {_mm512_load_si512(table.low), _mm512_load_si512(table.low + 64)};
+    const __m512i high[2] = {_mm512_load_si512(table.high), _mm512_load_si512(table.high + 64)};
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
+    // Eight bytes each, so that unpacking leaves words in their order.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    for (i64 i = 0; i < n; i += 64) {
+      const int left = static_cast<int>(Min(64, n - i));
+      const __m512i x =
+          _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(First64(left), codes + i));
+      const __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]);
+      const __m512i magnitude = _mm512_permutex2var_epi8(high[0], x, high[1]);
+      const __m512i h = _mm512_ternarylogic_epi32(magnitude, x, signs, 0xf8);  // or the sign
+      _mm512_mask_storeu_epi16(to + i, First32(left), _mm512_unpacklo_epi8(l, h));
+      _mm512_mask_storeu_epi16(to + i + 32, First32(left - 32), _mm512_unpackhi_epi8(l, h));
+    }
+  }
+  // to[i] = codes[i] * scale, rounded.
+  static void ScaleInt8(const char* codes, i64 n, float scale, Bf16* to) {
+    const Vec factor = _mm512_set1_ps(scale);
+    const auto load = [&](i64 i, int left) __attribute__((always_inline)) {
+      const __m128i x = _mm_maskz_loadu_epi8(First16(left < 16 ? left : 16), codes + i);
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)), factor);
+    };
+    for (i64 i = 0; i < n; i += 32) {
+      const int left = static_cast<int>(Min(32, n - i));
+      const Vec low = load(i, left), high = load(i + 16, left > 16 ? left - 16 : 0);
+      _mm512_mask_storeu_epi16(to + i, First32(left), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+  // Blocks of 32 codes of 4 bits, byte i of 16 with codes i and 16 + i: bf16 of the table, divided by
+  // 2^(table.top - scale of the block), unless they are 0.
+  static void LookUpHalves(const NibbleTable& table, const char* codes, const char* scales,
+                           i64 blocks, Bf16* to) {
+    const auto table_of = [](const uint8_t* bytes) __attribute__((always_inline)) {
+      return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+    };
+    const __m512i low = table_of(table.low), high = table_of(table.high);
+    // Parts of 128 bits: the first halves of two blocks, the second ones, and both again.
+    const __m512i order = _mm512_setr_epi64(0, 2, 1, 3, 0, 2, 1, 3);
+    for (i64 i = 0; i < blocks; i += 2, codes += 32, to += 64) {
+      const bool both = i + 1 < blocks;
+      const __m256i pair = _mm256_maskz_loadu_epi64(both ? 0xf : 0x3, codes);
+      const __m512i x = _mm512_permutexvar_epi64(order, _mm512_castsi256_si512(pair));
+      const __m512i halves = _mm512_and_si512(_mm512_mask_srli_epi64(x, 0xf0, x, 4),
+                                              _mm512_set1_epi8(15));
+      const __m512i l = _mm512_shuffle_epi8(low, halves), h = _mm512_shuffle_epi8(high, halves);
+      const auto shift = [&](i64 block) __attribute__((always_inline)) {
+        return Each16((table.top - static_cast<uint8_t>(scales[block])) << 7);
+      };
+      _mm512_storeu_si512(to, _mm512_subs_epu16(_mm512_unpacklo_epi8(l, h), shift(i)));
+      if (!both) return;
+      _mm512_storeu_si512(to + 32, _mm512_subs_epu16(_mm512_unpackhi_epi8(l, h), shift(i + 1)));
+    }
+  }
 
   // acc + a.low * b.low + a.high * b.high in f32; subnormal inputs count as 0.
   static Vec DotBf16(Vec a, Vec b, Vec acc) {
@@ -227,6 +287,10 @@ struct Avx512Bf16 : Avx512 {
   }
 
  private:
+  static __mmask64 First64(int n) { return n >= 64 ? ~__mmask64{0} : (__mmask64{1} << n) - 1; }
+  static __mmask32 First32(int n) {
+    return n >= 32 ? ~__mmask32{0} : n <= 0 ? 0 : (__mmask32{1} << n) - 1;
+  }
   static __m512i ToBf16x32(__m256i codes) {
     const __m512i x = _mm512_cvtepu8_epi16(codes), rest = _mm512_and_si512(x, Each16(0x7f));
     const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(rest, 4), Each16(0x3c00));
