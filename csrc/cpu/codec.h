@@ -70,7 +70,7 @@ template <class Isa, typename T>
 constexpr bool kLooksUp = Isa::kLooksUp && IsBf16<T>;
 
 template <class Isa, typename T>
-void DecodeE4m3(const char* from, i64 n, T* to) {
+JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
   if constexpr (kLooksUp<Isa, T>) {
     Isa::LookUp(kE4m3Table, from, n, to);
   } else {
@@ -97,7 +97,7 @@ inline uint8_t ToE5m2(float x) {
 }
 
 template <class Isa, typename T>
-void DecodeE5m2(const char* from, i64 n, T* to) {
+JAX_ATTN_INLINE void DecodeE5m2(const char* from, i64 n, T* to) {
   if constexpr (kLooksUp<Isa, T>) return Isa::LookUp(kE5m2Table, from, n, to);
   F16 x[kMaxCodedDim];
   for (i64 i = 0; i < n; ++i) x[i].bits = static_cast<uint16_t>(static_cast<uint8_t>(from[i]) << 8);
@@ -126,7 +126,7 @@ void EncodeInt8(const T* from, i64 n, char* to) {
 }
 
 template <class Isa, typename T>
-void DecodeInt8(const char* from, i64 n, T* to) {
+JAX_ATTN_INLINE void DecodeInt8(const char* from, i64 n, T* to) {
   float scale, x[kMaxCodedDim];
   memcpy(&scale, from + n, sizeof(scale));
   if constexpr (kLooksUp<Isa, T>) return Isa::ScaleInt8(from, n, scale, to);
@@ -212,16 +212,15 @@ constexpr NibbleTable kMxTable = MakeMxTable();
 
 // Whether all elements of the blocks are 0 or normal numbers.
 inline bool AreNormal(const char* scales, i64 blocks) {
-  bool normal = true;
+  uint32_t out = 0;
   for (i64 i = 0; i < blocks; ++i) {
-    const auto scale = static_cast<uint8_t>(scales[i]);
-    normal &= scale >= 2 && scale <= kMxTop;
+    out |= static_cast<uint8_t>(scales[i]) - 2u > kMxTop - 2u;
   }
-  return normal;
+  return out == 0;
 }
 
 template <class Isa, typename T>
-void DecodeMxfp4(const char* from, i64 head_dim, T* to) {
+JAX_ATTN_INLINE void DecodeMxfp4(const char* from, i64 head_dim, T* to) {
   const char* scales = from + head_dim / 2;
   i64 d = 0;
   if constexpr (kLooksUp<Isa, T>) {
@@ -263,18 +262,23 @@ void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
   }
 }
 
-// What the codes stand for, but for the scale of their head, rounded to T.
-template <class Isa, typename T>
-void DecodeRow(i32 format, const char* from, i64 head_dim, T* to) {
+// What the codes of rows stand for, but for the scale of their head, rounded to T. ForRows(decode)
+// calls decode(codes, elements) for each; a loop of a format's own keeps its tables in registers.
+template <class Isa, typename T, class ForRows>
+JAX_ATTN_INLINE void DecodeRows(i32 format, i64 head_dim, ForRows&& for_rows) {
   switch (format) {
     case kInt8Format:
-      return DecodeInt8<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeInt8<Isa>(from, head_dim, to); });
     case kMxfp4Format:
-      return DecodeMxfp4<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeMxfp4<Isa>(from, head_dim, to); });
     case kE5m2Format:
-      return DecodeE5m2<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeE5m2<Isa>(from, head_dim, to); });
     default:
-      return DecodeE4m3<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeE4m3<Isa>(from, head_dim, to); });
   }
 }
 

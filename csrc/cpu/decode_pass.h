@@ -93,7 +93,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       for (i64 h = 0; h < num_heads_; ++h) {
         if (stages) {
           this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
-                      Unit(first, kValueTokens, valid), h);
+                      Unit(first, kValueTokens, valid), h, 1, HeadLines(v_bytes), value_fetch);
           MultiplyValues(h, start, valid, first, {buf_.staged, 0}, value_fetch);
         } else {
           MultiplyValues(h, start, valid, first, {block.v, h * params_.head_dim_vo * kBytes},
@@ -101,6 +101,11 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
         }
       }
     }
+  }
+
+  // Lines of a unit to fetch beside a head.
+  i64 HeadLines(i64 head_bytes) const {
+    return CeilDiv(kKeyTokens * CeilDiv(num_heads_ * head_bytes, kCacheLine), num_heads_);
   }
 
   // Tokens of the unit that starts at `first`.
@@ -189,16 +194,16 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const i64 bytes = depth * i64{sizeof(T)};
       keys = {{stage + (low - first) * bytes, stage + (high - first) * bytes}, {bytes, bytes}};
     }
-    const i64 num_lines = CeilDiv(kKeyTokens * head_bytes, kCacheLine);
-    const i64 lines = CeilDiv(num_lines, 4 * (steps / kTileSteps));
+    const i64 lines = HeadLines(head_bytes);
+    const i64 step_lines = this->Stages() ? 0 : CeilDiv(lines, 4 * (steps / kTileSteps));
     alignas(64) float columns[2 * kTileRows * kTileRows] = {};
     const i64 heads_at_once = kTileRows / rows_;
     for (i64 h = 0; h < num_heads_; h += heads_at_once) {
       const i64 heads = Min(heads_at_once, num_heads_ - h);
       for (i64 i = 0; i < heads; ++i) {
-        if (!whole) StageKeys(rows, start, first, tokens, h + i);
+        if (!whole) StageKeys(rows, start, first, tokens, h + i, lines, fetch);
         MultiplyKeyTiles<Isa>(keys, buf_.q + (h + i) * rows_ * buf_.q_lanes, rows_, steps,
-                              columns + i * rows_, [&] { fetch.Lines(lines); });
+                              columns + i * rows_, [&] { fetch.Lines(step_lines); });
         if (whole) {
           keys.rows[0] += head_bytes;
           keys.rows[1] += head_bytes;
@@ -217,11 +222,12 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   }
 
   // `tokens` of a head's keys as rows of tiles, from that of token `first` on.
-  void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h) const {
+  void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h, i64 lines,
+                 KeyFetch& fetch) const {
     const i64 dim = params_.head_dim_qk, depth = 2 * buf_.q_lanes;
     T* to = buf_.stage + (tokens.begin - first) * depth;
     if (this->Stages()) {
-      this->DecodeRows(rows, params_.k_scale, dim, start, tokens, h, to, depth);
+      this->DecodeTokens(rows, params_.k_scale, dim, start, tokens, h, to, depth, lines, fetch);
     } else {
       const i64 bytes = dim * i64{sizeof(T)};
       for (i64 t = tokens.begin; t < tokens.end; ++t) {
@@ -251,7 +257,12 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   // Products with tiles do not fetch, others do so as they read the panels.
   void PackFetched(const HeadRows& values, i64 first, Range tokens, ValueFetch& fetch) const {
     if constexpr (Base::kTiled) {
-      this->template PackBlockValues<T>(values, first, tokens, fetch);
+      if (this->Stages()) {
+        NoFetch none;
+        this->template PackBlockValues<T>(values, first, tokens, none);
+      } else {
+        this->template PackBlockValues<T>(values, first, tokens, fetch);
+      }
     } else {
       NoFetch none;
       this->PackBlockValues(values, first, tokens, none);

@@ -138,6 +138,7 @@ class PassBase {
   static constexpr i64 kUnit = kPanel<Isa>;              // tokens of a panel of keys
   static constexpr i64 kStep = StepDepth(kValues);       // tokens of a step through values
   static constexpr i64 kBytes = sizeof(Kv);
+  static constexpr i64 kFetchTokens = 2 * kTileRows;
 
   // ---- q, and the states' initial values
 
@@ -315,12 +316,15 @@ class PassBase {
   // Decodes `tokens` of heads [head, head + heads) of the pass to rows of T, which buf_.staged
   // points to: entries [first, first + num), those outside of `tokens` repeat one inside. scales:
   // of heads, or null: 1.
-  JAX_ATTN_KERNEL void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start,
-                             i64 first, i64 num, Range tokens, i64 head = 0, i64 heads = 1) {
+  template <class Fetch = NoFetch>
+  void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start, i64 first,
+             i64 num, Range tokens, i64 head = 0, i64 heads = 1, i64 lines = 0,
+             Fetch&& fetch = {}) {
     const i64 row_dim = heads * head_dim;
     for (i64 h = 0; h < heads; ++h) {
-      DecodeRows(rows, scales, head_dim, start, tokens, head + h,
-                 buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim);
+      DecodeTokens(rows, scales, head_dim, start, tokens, head + h,
+                   buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, lines,
+                   fetch);
     }
     for (i64 t = first; t < first + num; ++t) {
       const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
@@ -329,21 +333,29 @@ class PassBase {
   }
 
   // `tokens` of a head of the pass, row by row `stride` elements apart. Fresh rows become what
-  // append_kv would have left of them.
-  JAX_ATTN_KERNEL void DecodeRows(const char* const* rows, const float* scales, i64 head_dim,
-                                  i64 start, Range tokens, i64 head, T* to, i64 stride) const {
+  // append_kv would have left of them. lines: to fetch beside kFetchTokens of them.
+  template <class Fetch>
+  JAX_ATTN_KERNEL void DecodeTokens(const char* const* rows, const float* scales, i64 head_dim,
+                                    i64 start, Range tokens, i64 head, T* to, i64 stride, i64 lines,
+                                    Fetch& fetch) const {
     const i32 format = params_.kv_format;
     const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
-    char codes[kMaxCodeRowBytes];
-    for (i64 t = tokens.begin; t < tokens.end; ++t, to += stride) {
-      const char* from = rows[t] + offset;
-      if (t >= fresh) {
+    DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
+      i64 due = 0;
+      for (i64 t = tokens.begin; t < Min(tokens.end, fresh); ++t, to += stride) {
+        for (due += lines; due >= kFetchTokens; due -= kFetchTokens) fetch.Line();
+        decode(rows[t] + offset, to);
+      }
+    });
+    if (tokens.end <= fresh) return;
+    DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
+      char codes[kMaxCodeRowBytes];
+      for (i64 t = Max(tokens.begin, fresh); t < tokens.end; ++t, to += stride) {
         EncodeRow(format, reinterpret_cast<const T*>(rows[t]) + head * head_dim, head_dim,
                   scales ? scales[item_.kv_head + head] : 1.0f, codes);
-        from = codes;
+        decode(codes, to);
       }
-      DecodeRow<Isa>(format, from, head_dim, to);
-    }
+    });
   }
 
   // Valid tokens of the block that starts at position `start`.
