@@ -142,7 +142,9 @@ nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
   SelectAttention(problem.spec, &reasons, &problem.program);
   nb::list list;
-  if (problem.spec.arch == 0) reasons.emplace_back("isa", DescribeCpuIsas(problem.spec));
+  if (problem.spec.arch == 0) {
+    reasons.emplace_back("isa", CpuIsa() + ": the best this machine has, or JAX_ATTN_CPU_ISA");
+  }
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
   return list;
 }

@@ -54,12 +54,8 @@ void Arrive(const CpuTypeKernels& kernels, const AttentionParams& p, const WorkI
 // plan needs no more queues than threads.
 class Queues {
  public:
-  // few: of items of up to few_rows rows.
-  Queues(const CpuTypeKernels& kernels, const CpuTypeKernels& few, int64_t few_rows,
-         const AttentionParams& params, const CpuGeometry& geometry)
+  Queues(const CpuTypeKernels& kernels, const AttentionParams& params, const CpuGeometry& geometry)
       : kernels_(kernels),
-        few_(few),
-        few_rows_(few_rows),
         p_(params),
         geometry_(geometry),
         num_queues_(params.header->num_items > 0 ? params.num_ctas : 0),
@@ -71,15 +67,13 @@ class Queues {
 
   // Runs items until none is left to take, beginning with queue `first`.
   void Drain(int64_t first) {
-    void* scratch = ThreadScratch(
-        std::max(kernels_.scratch_bytes(p_, geometry_), few_.scratch_bytes(p_, geometry_)));
+    void* scratch = ThreadScratch(kernels_.scratch_bytes(p_, geometry_));
     for (int64_t i = 0; i < num_queues_; ++i) {
       const int64_t queue = (first + i) % num_queues_;
       i32 begin;
       while (const int64_t run = Take(queue, &begin)) {
         const i64 start = p_.item_times ? NowNs() : 0;
-        const bool few = p_.items[begin].qo_len * p_.group_size <= few_rows_;
-        (few ? few_ : kernels_).attend(p_, geometry_, p_.items + begin, run, scratch);
+        kernels_.attend(p_, geometry_, p_.items + begin, run, scratch);
         for (int64_t j = 0; j < run; ++j) Arrive(kernels_, p_, p_.items[begin + j]);
         if (p_.item_times) RecordTimes(begin, run, start);
       }
@@ -116,8 +110,6 @@ class Queues {
   }
 
   const CpuTypeKernels& kernels_;
-  const CpuTypeKernels& few_;
-  const int64_t few_rows_;
   const AttentionParams& p_;
   const CpuGeometry& geometry_;
   const int64_t num_queues_;
@@ -146,9 +138,7 @@ CpuGeometry MakeGeometry(const KernelConfig& config) {
 
 void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
   const int64_t dtype = problem.spec.dtype;
-  const CpuItemKernels of = KernelsOf(problem.spec);
-  const int64_t format = CpuReadFormat(problem.spec);
-  const CpuTypeKernels &kernels = *of.many->of[format][dtype], &few = *of.few->of[format][dtype];
+  const CpuTypeKernels& kernels = *ActiveKernels().of[CpuReadFormat(problem.spec)][dtype];
   CpuGeometry geometry = MakeGeometry(problem.config);
   VariantCode code;
   if (problem.program.present) {
@@ -157,7 +147,7 @@ void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params
     geometry.code = &code;
   }
   std::fill_n(params.merge_counters, params.header->num_merge_groups, 0);
-  Queues queues(kernels, few, of.few_rows, params, geometry);
+  Queues queues(kernels, params, geometry);
   // The queues, then the padding rows.
   ParallelFor(pool, queues.num_queues() + 1, [&](int64_t i) {
     if (i == queues.num_queues()) return FillPadding(params, dtype);

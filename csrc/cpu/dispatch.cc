@@ -1,10 +1,8 @@
 #include "cpu/dispatch.h"
 
 #include <atomic>
-#include <cstring>
 
 #include "cpu/kernels.h"
-#include "select/devices.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -76,7 +74,7 @@ std::vector<const CpuKernels*> SupportedKernels() {
   return kernels;
 }
 
-// The table that was asked for; null: the best one, and others beside it.
+// The table that was asked for; null: the best one.
 std::atomic<const CpuKernels*>& Chosen() {
   static std::atomic<const CpuKernels*> chosen{nullptr};
   return chosen;
@@ -85,19 +83,6 @@ std::atomic<const CpuKernels*>& Chosen() {
 const std::vector<const CpuKernels*>& Supported() {
   static const std::vector<const CpuKernels*> supported = SupportedKernels();
   return supported;
-}
-
-// The rule for the call, and its table; null where there is none.
-const CpuIsaRule* FindRule(const AttentionSpec& spec, const CpuKernels** kernels) {
-  if (Chosen().load(std::memory_order_acquire) != nullptr) return nullptr;
-  const CpuIsaRule* rule = FindCpuIsaRule(spec, ActiveKernels().name);
-  if (rule == nullptr) return nullptr;
-  for (const CpuKernels* supported : Supported()) {
-    if (std::strcmp(supported->name, rule->isa) != 0) continue;
-    *kernels = supported;
-    return rule;
-  }
-  return nullptr;  // this build has no such kernels
 }
 
 }  // namespace
@@ -109,25 +94,6 @@ const CpuKernels& ActiveKernels() {
 
 void SetActiveKernels(const CpuKernels& kernels) {
   Chosen().store(&kernels, std::memory_order_release);
-}
-
-CpuItemKernels KernelsOf(const AttentionSpec& spec) {
-  CpuItemKernels kernels{nullptr, 0, &ActiveKernels()};
-  if (const CpuIsaRule* rule = FindRule(spec, &kernels.few)) {
-    kernels.few_rows = rule->up_to_rows;
-  } else {
-    kernels.few = kernels.many;
-  }
-  return kernels;
-}
-
-std::string DescribeCpuIsas(const AttentionSpec& spec) {
-  const CpuKernels* few = nullptr;
-  const CpuIsaRule* rule = FindRule(spec, &few);
-  const std::string best = CpuIsa();
-  if (rule == nullptr) return best + ": the best this machine has, or JAX_ATTN_CPU_ISA";
-  return best + "; " + rule->isa + " for items of up to " + std::to_string(rule->up_to_rows) +
-         " rows: " + rule->why;
 }
 
 std::vector<std::string> SupportedCpuIsas() {

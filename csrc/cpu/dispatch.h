@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "spec.h"
 #include "status.h"
 
 namespace jax_attn {
@@ -13,15 +12,10 @@ namespace jax_attn {
 // AArch64. Best last; only those this build contains and this machine runs.
 std::vector<std::string> SupportedCpuIsas();
 
-// The one in use. Items of few rows may have another one, see DescribeCpuIsas.
+// The one in use.
 std::string CpuIsa();
 
-// Which instruction sets an attention call uses, and why: select/devices.cc has the choice, unless
-// SetCpuIsa made it.
-std::string DescribeCpuIsas(const AttentionSpec& spec);
-
-// Uses `name` alone from the next call on; "" goes back to the best, and what select/ says beside
-// it. An error names what is supported.
+// Uses `name` from the next call on; "" goes back to the best. An error names what is supported.
 Status SetCpuIsa(const std::string& name);
 
 }  // namespace jax_attn

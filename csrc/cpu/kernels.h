@@ -146,16 +146,8 @@ extern const CpuKernels kKernelsAmx;
 extern const CpuKernels kKernelsNeon;
 #endif
 
-// The table in use (dispatch.h), and another one from now on, which then has all items.
+// The table in use (dispatch.h), and another one from now on.
 const CpuKernels& ActiveKernels();
 void SetActiveKernels(const CpuKernels& kernels);
-
-// The tables of an attention call.
-struct CpuItemKernels {
-  const CpuKernels* few;  // of items of up to few_rows rows
-  i64 few_rows;
-  const CpuKernels* many;
-};
-CpuItemKernels KernelsOf(const AttentionSpec& spec);
 
 }  // namespace jax_attn

@@ -1,7 +1,5 @@
 #include "select/devices.h"
 
-#include <cstring>
-
 namespace jax_attn {
 namespace {
 
@@ -181,17 +179,6 @@ constexpr CpuNumbers kCpu = {
     "rates of a Zen 3 core at 3.2 GHz with AVX2; both scale together well enough on wider machines",
 };
 
-// Sapphire Rapids, head_dim 128, pages of 16, one thread unless it says two.
-constexpr CpuIsaRule kCpuIsaRules[] = {
-    {"amx", kBF16, kPlainFormat, 8, "avx512",
-     "a tile has 16 rows, and keys are transposed for it: ms of avx512 and amx for 4, 6, 8 rows of "
-     "a kv head 8.0/9.7, 4.2/4.7, 9.1/9.7, for 16 rows 14.1/10.6, for 1 row with two threads "
-     "7.3/9.3"},
-    {"amx", kBF16, kE4m3Format, 2, "avx512_bf16",
-     "codes become pairs either way: ms of avx512_bf16 and amx for 1 and 2 rows of a kv head "
-     "5.0/6.6 and 5.6/6.6, for 3 and 4 rows 6.4/6.1 and 6.7/5.9"},
-};
-
 }  // namespace
 
 const CudaDevice& FindCudaDevice(int64_t arch) {
@@ -204,18 +191,6 @@ const CpuNumbers& GetCpuNumbers() { return kCpu; }
 
 int64_t CpuReadFormat(const AttentionSpec& spec) {
   return spec.kv_format == kE4m3Format && !spec.fresh_kv ? kE4m3Format : kPlainFormat;
-}
-
-const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
-  // A row has the same bits in a decode, a chunk and a long prompt.
-  if (spec.schedule == kFixedSplit) return nullptr;
-  for (const CpuIsaRule& rule : kCpuIsaRules) {
-    if (rule.dtype == spec.dtype && rule.kv_format == CpuReadFormat(spec) &&
-        std::strcmp(rule.best, best) == 0) {
-      return &rule;
-    }
-  }
-  return nullptr;
 }
 
 }  // namespace jax_attn

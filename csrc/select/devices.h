@@ -94,15 +94,4 @@ const CpuNumbers& GetCpuNumbers();
 // formats, and with fresh_kv of e4m3, are widened first.
 int64_t CpuReadFormat(const AttentionSpec& spec);
 
-// Items of few rows that another instruction set computes faster than the best one of the machine.
-struct CpuIsaRule {
-  const char* best;
-  int64_t dtype, kv_format;  // kv_format: what is read
-  int64_t up_to_rows;
-  const char* isa;
-  const char* why;
-};
-// The rule for an attention call on a machine with this best instruction set; null: there is none.
-const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best);
-
 }  // namespace jax_attn
