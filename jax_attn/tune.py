@@ -326,11 +326,10 @@ def _flops(call: Call) -> int:
 # ---- instruction sets of a CPU ----
 
 
-def _isa_rule(kv_dtype: str | None, effort: Effort) -> tuning.IsaRule:
-    """Which instruction set computes bfloat16 items of few rows fastest, beside the best one."""
+def _isa_rule(kv_dtype: str | None, effort: Effort) -> tuple[tuning.IsaRule, ...]:
+    """Which instruction set computes bfloat16 items of few rows faster than the best one."""
     isas = [isa for isa in _core.supported_cpu_isas() if isa != "baseline"][-3:]
     best = isas[-1]
-    kv_format = kv_dtype or "plain"
     faster: dict[str, int] = {}  # rows up to which it is the faster one
     leading = dict.fromkeys(isas[:-1], True)
     for rows in (1, 2, 4, 8, 16):
@@ -356,8 +355,10 @@ def _isa_rule(kv_dtype: str | None, effort: Effort) -> tuning.IsaRule:
             leading[isa] = leading[isa] and ratio < _ISA_GAIN
             if leading[isa]:
                 faster[isa] = rows
-    isa = max(faster, key=lambda isa: faster[isa], default=best)
-    return tuning.IsaRule(best, "bfloat16", kv_format, faster.get(isa, 0), isa)
+    if not faster:
+        return ()
+    isa = max(faster, key=lambda isa: faster[isa])
+    return (tuning.IsaRule(best, "bfloat16", kv_dtype or "plain", faster[isa], isa),)
 
 
 # ---- the program ----
@@ -369,7 +370,7 @@ def tune(device: tuning.Device, effort: Effort) -> tuning.Tuning:
     found.use()
     if device.arch == 0 and len(_core.supported_cpu_isas()) > 2:
         log("Instruction sets, for items of few rows:")
-        rules = tuple(_isa_rule(kv_dtype, effort) for kv_dtype in (None, "float8_e4m3fn"))
+        rules = _isa_rule(None, effort) + _isa_rule("float8_e4m3fn", effort)
         found = dataclasses.replace(found, isas=rules)
         found.use()
     formats: list[tuple[str, str | None]] = [("bfloat16", None)]

@@ -153,7 +153,7 @@ def _check(tuning: Tuning) -> None:
             raise ValueError(f"{name}: expected an integer, got {value!r:.50}")
     for rule in tuning.isas:
         known = rule.dtype in _DTYPES and rule.kv_format in _KV_FORMATS
-        if not known or not is_int(rule.up_to_rows) or not 0 <= rule.up_to_rows <= 1024:
+        if not known or not is_int(rule.up_to_rows) or not 1 <= rule.up_to_rows <= 1024:
             raise ValueError(f"expected an instruction set for items of few rows, got {rule}")
         if not isinstance(rule.best, str) or not isinstance(rule.isa, str):
             raise ValueError(f"expected names of instruction sets, got {rule}")

@@ -356,41 +356,6 @@ def run_rows(case, backend, batch, request, begin, end, kv_len):
     return o[: end - begin], lse[: end - begin]
 
 
-@pytest.mark.skipif(ja._core.supported_cpu_isas()[-1] != "amx", reason="of a CPU with AMX")
-@pytest.mark.parametrize("schedule", ["balanced", "fixed_split"])
-@pytest.mark.parametrize(
-    "group,few_isa,fields",
-    [(4, "avx512", {}), (1, "avx512_bf16", {"kv_dtype": E4M3})],
-    ids=["bf16", "e4m3"],
-)
-def test_items_of_few_rows_have_another_instruction_set(group, few_isa, fields, schedule):
-    """Up to 8 rows of a kv head, 2 over e4m3; with fixed_split none, or a row would change bits."""
-    case = Case(
-        "few rows",
-        qo_lens=(1, 2, 3, 40),
-        kv_lens=(300, 200, 500, 90),
-        num_qo_heads=4 * group,
-        num_kv_heads=4,
-        dtype="bfloat16",
-        schedule=schedule,
-        kv_split=128 if schedule == "fixed_split" else None,
-        **fields,
-    )
-    batch = build(case)
-    states = {}
-    for isa in ("", "amx", few_isa):
-        backend = Backend("cpu", isa)
-        with backend.active():
-            states[isa] = run(make_plan(case, backend, batch), batch)
-    border = 3 if schedule == "balanced" else 0  # tokens of the first two requests
-    for i, name in enumerate(("o", "lse")):
-        chosen, tiles, few = (states[isa][i] for isa in ("", "amx", few_isa))
-        assert_same_bits(f"{name} of few rows", chosen[:border], few[:border])
-        assert_same_bits(f"{name} of many rows", chosen[border:46], tiles[border:46])
-    if few_isa == "avx512":  # pairs of bf16 add up to the same bits more often
-        assert not np.array_equal(*(np.asarray(states[isa][1][:3]) for isa in ("amx", few_isa)))
-
-
 # ---- sizes beyond 16 and 32 bits -----------------------------------------------------------------
 
 

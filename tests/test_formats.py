@@ -199,6 +199,47 @@ def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backen
     assert_same_bits("lse", got[1], want[1])
 
 
+def all_codes(kv_dtype, dim):
+    """Rows of one head with every code, and with every scale of mxfp4 that is a normal f32."""
+    if kv_dtype == "mxfp4":
+        rng = np.random.default_rng(8)
+        scales = -(-dim // 32)
+        rows = rng.integers(0, 256, (512, 1, dim // 2 + scales)).astype(np.uint8)
+        rows[:256, :, dim // 2 :] = np.maximum(1, np.arange(256))[:, None, None]
+        rows[256:, 0, dim // 2 :] = rng.integers(2, 253, (256, scales))
+        return rows
+    codes = np.resize(np.arange(256, dtype=np.uint8), (256 // np.gcd(256, dim), 1, dim))
+    if kv_dtype != "int8":
+        return codes.view(kv_dtype)
+    scale = np.float32([1, 0.7, 3e-5]).view(np.uint8).reshape(3, 1, 1, 4)
+    rows = np.broadcast_to(codes, (3, *codes.shape))
+    scale = np.broadcast_to(scale, (3, len(codes), 1, 4))
+    return np.concatenate([rows, scale], axis=-1).reshape(-1, 1, dim + 4).view(np.int8)
+
+
+@on_every_backend
+@pytest.mark.parametrize("dim", [128, 96, 40])
+@pytest.mark.parametrize("kv_dtype", ALL_FORMATS)
+def test_a_single_key_gives_what_its_codes_stand_for(kv_dtype, dim, backend):
+    """The value, exactly: of each code and scale. Numbers below the normal ones may be 0."""
+    if backend.platform != "cpu":
+        pytest.skip("kv_dtype on CUDA: float8_e4m3fn alone")
+    rows = all_codes(kv_dtype, dim)
+    n = len(rows)
+    names = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim_qk": dim, "page_size": 1}
+    limits = {"max_batch": n, "max_qo_tokens": n, "max_kv_pages": n}
+    spec = backend.spec(**names, **limits, dtype="bfloat16", kv_dtype=kv_dtype)
+    ids = np.arange(n + 1, dtype=np.int32)
+    plan = ja.plan(spec, ids, np.ones(n, np.int32), ids, ids[:-1])
+    q = np.zeros((n, 2, dim), jnp.bfloat16)
+    keys = encoded(np.zeros((n, 1, 1, dim), jnp.bfloat16), kv_dtype)
+    o = np.float32(ja.attention(q, keys, rows[:, None], plan))
+    want = np.broadcast_to(np.float32(decoded(rows, "bfloat16")), o.shape)
+    tiny = np.abs(want) < 2.0**-126
+    np.testing.assert_array_equal(np.where(tiny, 0, o), np.where(tiny, 0, want))
+    assert (np.abs(o[tiny]) < 2.0**-126).all()
+
+
 def test_scales_of_e5m2_are_factors_of_their_heads():
     case = Case("", dtype="bfloat16", contents=("normal",))
     batch = build(case)

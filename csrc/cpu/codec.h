@@ -36,6 +36,48 @@ void StoreElements(const X* x, i64 n, T* to) {
   }
 }
 
+// --- formats of exponent and mantissa
+
+// The bf16 of a positive number with kMantissa bits of mantissa, which holds subnormal ones too.
+template <int kMantissa, int kBias>
+constexpr uint32_t SmallFloat(uint32_t bits) {
+  uint32_t exponent = bits >> kMantissa, mantissa = bits & ((1 << kMantissa) - 1);
+  if (exponent == 0) {
+    if (mantissa == 0) return 0;
+    for (exponent = 1; mantissa >> kMantissa == 0; mantissa <<= 1) --exponent;
+    mantissa -= 1 << kMantissa;
+  }
+  return (exponent + 127 - kBias) << 7 | mantissa << (7 - kMantissa);
+}
+
+template <class Magnitude>
+constexpr ByteTable MakeByteTable(Magnitude magnitude) {
+  ByteTable table{};
+  for (uint32_t i = 0; i < 128; ++i) {
+    table.low[i] = static_cast<uint8_t>(magnitude(i) & 0xff);
+    table.high[i] = static_cast<uint8_t>(magnitude(i) >> 8);
+  }
+  return table;
+}
+constexpr ByteTable kE4m3Table =
+    MakeByteTable([](uint32_t x) { return x == 0x7f ? kNanBits >> 16 : SmallFloat<3, 7>(x); });
+constexpr ByteTable kE5m2Table = MakeByteTable([](uint32_t x) {
+  return x > 0x7c ? kNanBits >> 16 : x == 0x7c ? kInfBits >> 16 : SmallFloat<2, 15>(x);
+});
+
+// Whether codes become elements of T by tables.
+template <class Isa, typename T>
+constexpr bool kLooksUp = Isa::kLooksUp && IsBf16<T>;
+
+template <class Isa, typename T>
+JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
+  if constexpr (kLooksUp<Isa, T>) {
+    Isa::LookUp(kE4m3Table, from, n, to);
+  } else {
+    StoreElements<Isa>(reinterpret_cast<const E4m3*>(from), n, to);
+  }
+}
+
 // --- e5m2: half of an f16
 
 // What is beyond the largest value, 57344, becomes that.
@@ -55,7 +97,8 @@ inline uint8_t ToE5m2(float x) {
 }
 
 template <class Isa, typename T>
-void DecodeE5m2(const char* from, i64 n, T* to) {
+JAX_ATTN_INLINE void DecodeE5m2(const char* from, i64 n, T* to) {
+  if constexpr (kLooksUp<Isa, T>) return Isa::LookUp(kE5m2Table, from, n, to);
   F16 x[kMaxCodedDim];
   for (i64 i = 0; i < n; ++i) x[i].bits = static_cast<uint16_t>(static_cast<uint8_t>(from[i]) << 8);
   StoreElements<Isa>(x, n, to);
@@ -83,9 +126,10 @@ void EncodeInt8(const T* from, i64 n, char* to) {
 }
 
 template <class Isa, typename T>
-void DecodeInt8(const char* from, i64 n, T* to) {
+JAX_ATTN_INLINE void DecodeInt8(const char* from, i64 n, T* to) {
   float scale, x[kMaxCodedDim];
   memcpy(&scale, from + n, sizeof(scale));
+  if constexpr (kLooksUp<Isa, T>) return Isa::ScaleInt8(from, n, scale, to);
   for (i64 i = 0; i < n; ++i) x[i] = static_cast<float>(static_cast<int8_t>(from[i])) * scale;
   StoreElements<Isa>(x, n, to);
 }
@@ -152,10 +196,41 @@ JAX_ATTN_INLINE void DecodeMxBlock(const char* from, i64 half, uint8_t exponent,
   }
 }
 
+// Codes as if the scale were 2^(kMxTop - 127), which is the largest for which all are finite.
+constexpr int kMxTop = 252;
+constexpr NibbleTable MakeMxTable() {
+  NibbleTable table{{}, {}, kMxTop};
+  for (uint32_t i = 1; i < 8; ++i) {
+    const uint32_t bits = SmallFloat<1, 1>(i) + ((kMxTop - 127) << 7);
+    table.low[i] = table.low[8 + i] = static_cast<uint8_t>(bits & 0xff);
+    table.high[i] = static_cast<uint8_t>(bits >> 8);
+    table.high[8 + i] = static_cast<uint8_t>(bits >> 8 | 0x80);
+  }
+  return table;
+}
+constexpr NibbleTable kMxTable = MakeMxTable();
+
+// Whether all elements of the blocks are 0 or normal numbers.
+inline bool AreNormal(const char* scales, i64 blocks) {
+  uint32_t out = 0;
+  for (i64 i = 0; i < blocks; ++i) {
+    out |= static_cast<uint8_t>(scales[i]) - 2u > kMxTop - 2u;
+  }
+  return out == 0;
+}
+
 template <class Isa, typename T>
-void DecodeMxfp4(const char* from, i64 head_dim, T* to) {
+JAX_ATTN_INLINE void DecodeMxfp4(const char* from, i64 head_dim, T* to) {
   const char* scales = from + head_dim / 2;
   i64 d = 0;
+  if constexpr (kLooksUp<Isa, T>) {
+    const i64 blocks = head_dim / kMxBlock;
+    if (AreNormal(scales, blocks)) {
+      Isa::LookUpHalves(kMxTable, from, scales, blocks, to);
+      d = blocks * kMxBlock;
+      scales += blocks;
+    }
+  }
   for (; d + kMxBlock <= head_dim; d += kMxBlock) {  // loops of known length
     DecodeMxBlock<Isa>(from + d / 2, kMxBlock / 2, static_cast<uint8_t>(*scales++), to + d);
   }
@@ -187,18 +262,23 @@ void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
   }
 }
 
-// What the codes stand for, but for the scale of their head, rounded to T.
-template <class Isa, typename T>
-void DecodeRow(i32 format, const char* from, i64 head_dim, T* to) {
+// What the codes of rows stand for, but for the scale of their head, rounded to T. ForRows(decode)
+// calls decode(codes, elements) for each; a loop of a format's own keeps its tables in registers.
+template <class Isa, typename T, class ForRows>
+JAX_ATTN_INLINE void DecodeRows(i32 format, i64 head_dim, ForRows&& for_rows) {
   switch (format) {
     case kInt8Format:
-      return DecodeInt8<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeInt8<Isa>(from, head_dim, to); });
     case kMxfp4Format:
-      return DecodeMxfp4<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeMxfp4<Isa>(from, head_dim, to); });
     case kE5m2Format:
-      return DecodeE5m2<Isa>(from, head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeE5m2<Isa>(from, head_dim, to); });
     default:
-      return StoreElements<Isa>(reinterpret_cast<const E4m3*>(from), head_dim, to);
+      return for_rows([=](const char* from, T* to)
+                          __attribute__((always_inline)) { DecodeE4m3<Isa>(from, head_dim, to); });
   }
 }
 

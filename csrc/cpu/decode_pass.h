@@ -30,7 +30,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   void Run() {
     this->LoadQueries();
-    this->template ClearKeyPanels<KeyIsa>(2 * kKeyPanels, KeyPanelBytes());
+    if constexpr (!Base::kTiled) {
+      this->template ClearKeyPanels<KeyIsa>(2 * kKeyPanels, KeyPanelBytes());
+    }
     this->ForBlocks([&](i64 start, const BlockRows& block, const BlockRows& next) {
       AddBlock(start, block, next);
     });
@@ -46,9 +48,10 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   static constexpr i64 kTokensAhead = kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
-  // Keys are read twice, from their rows and from panels; tiles do not fetch.
-  using KeyFetch = RowFetch<1, Base::kTiled ? 1 : 2>;
-  using ValueFetch = RowFetch<1>;
+  // Keys are read twice, from their rows and from panels. Tiles read a line of 16 rows at a time,
+  // for which the first cache does not hold the next unit.
+  using KeyFetch = RowFetch<Base::kTiled ? 2 : 1, 2>;
+  using ValueFetch = RowFetch<Base::kTiled ? 2 : 1>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
   static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
@@ -67,17 +70,17 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     KeyFetch key_fetch;
     ValueFetch value_fetch;
     const bool stages = this->Stages();
-    const char* const* keys = stages ? buf_.staged : block.k;
-    const char* const* values = stages ? buf_.staged : block.v;
     for (i64 first = valid.begin / kKeyTokens * kKeyTokens; first < valid.end;
          first += kKeyTokens) {
       StartFetch(block.k, k_bytes, block.v, v_bytes, first, kKeyTokens, valid, &key_fetch);
-      const Range tokens = Unit(first, kKeyTokens, valid);
-      if (stages) {
-        this->Stage(block.k, params_.k_scale, params_.head_dim_qk, start, first, kKeyTokens,
-                    tokens);
+      if constexpr (Base::kTiled) {
+        MultiplyTileKeys(start, valid, first, block.k, key_fetch);
+      } else {
+        const Range tokens = Unit(first, kKeyTokens, valid);
+        for (i64 h = 0; h < num_heads_;) {
+          h += MultiplyKeys(h, start, valid, tokens, block.k, key_fetch);
+        }
       }
-      for (i64 h = 0; h < num_heads_;) h += MultiplyKeys(h, start, valid, tokens, keys, key_fetch);
     }
     for (i64 h = 0; h < num_heads_; ++h) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
@@ -87,15 +90,22 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     for (i64 first = valid.begin / kValueTokens * kValueTokens; first < valid.end;
          first += kValueTokens) {
       StartFetch(block.v, v_bytes, next.k, k_bytes, first, kValueTokens, valid, &value_fetch);
-      if (stages) {
-        this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
-                    Unit(first, kValueTokens, valid));
-      }
       for (i64 h = 0; h < num_heads_; ++h) {
-        MultiplyValues(h, start, valid, first, {values, h * params_.head_dim_vo * kBytes},
-                       value_fetch);
+        if (stages) {
+          this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
+                      Unit(first, kValueTokens, valid), h, 1, HeadLines(v_bytes), value_fetch);
+          MultiplyValues(h, start, valid, first, {buf_.staged, 0}, value_fetch);
+        } else {
+          MultiplyValues(h, start, valid, first, {block.v, h * params_.head_dim_vo * kBytes},
+                         value_fetch);
+        }
       }
     }
+  }
+
+  // Lines of a unit to fetch beside a head.
+  i64 HeadLines(i64 head_bytes) const {
+    return CeilDiv(kKeyTokens * CeilDiv(num_heads_ * head_bytes, kCacheLine), num_heads_);
   }
 
   // Tokens of the unit that starts at `first`.
@@ -131,12 +141,16 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 panel_bytes = KeyPanelBytes(), steps = this->KeySteps();
     const PanelSource<KeyIsa, kKeys> panels{buf_.k_panels, panel_bytes};
     const i64 heads =
-        !Base::kTiled && end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_
-            ? 2
-            : 1;
+        end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_ ? 2 : 1;
+    const bool stages = this->Stages();
+    if (stages) {
+      this->Stage(rows, params_.k_scale, params_.head_dim_qk, start,
+                  tokens.begin / kKeyTokens * kKeyTokens, kKeyTokens, tokens, h, heads);
+    }
     char* panel = buf_.k_panels;
     for (i64 i = 0; i < heads; ++i) {
-      const HeadRows keys{rows, (h + i) * params_.head_dim_qk * kBytes};
+      const HeadRows keys{stages ? buf_.staged : rows,
+                          (stages ? i : h + i) * params_.head_dim_qk * kBytes};
       for (i64 u = begin; u < end; ++u, panel += panel_bytes) {
         PackKeyPanel<KeyIsa, kKeys, Kv>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
       }
@@ -148,11 +162,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const float* q = buf_.q + tile.row * buf_.q_lanes;
       float* s = buf_.s + tile.score_row * buf_.tile_kv + first * kKeyPanel;
       if (heads == 2) {
-        if constexpr (!Base::kTiled) {
-          GemmTwoSets<KeyIsa, kKeyPanels, kMaxPairRows>(
-              tile.n, q, buf_.q_lanes, panels, steps, Onto::kZero,
-              buf_.s + tile.score_row * buf_.tile_kv + begin * kKeyPanel, buf_.tile_kv, fetch);
-        }
+        GemmTwoSets<KeyIsa, kKeyPanels, kMaxPairRows>(
+            tile.n, q, buf_.q_lanes, panels, steps, Onto::kZero,
+            buf_.s + tile.score_row * buf_.tile_kv + begin * kKeyPanel, buf_.tile_kv, fetch);
       } else {
         GemmRows<KeyIsa>(tile.n, q, buf_.q_lanes, panels, first - begin, num, steps, Onto::kZero,
                          nullptr, s, buf_.tile_kv, fetch);
@@ -161,10 +173,96 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return heads;
   }
 
+  // s = q k of all heads, for the tokens [first, first + kKeyTokens) that any row sees.
+  void MultiplyTileKeys(i64 start, Range valid, i64 first, const char* const* rows,
+                        KeyFetch& fetch) {
+    const Range seen = this->VisibleToAny(0, rows_ - 1, start, valid);
+    const Range tokens = {Max(seen.begin, first), Min(seen.end, first + kKeyTokens)};
+    if (tokens.begin >= tokens.end) return;
+    UseTilesOf<Isa>(2 * kTileRows, rows_);
+    // Of a tile that no row sees the other one is multiplied.
+    const i64 low = tokens.begin < first + kTileRows ? first : first + kTileRows;
+    const i64 high = tokens.end > first + kTileRows ? first + kTileRows : first;
+    const i64 depth = 2 * buf_.q_lanes, steps = this->KeySteps(), head_bytes = this->KeyHeadBytes();
+    const bool whole = !this->Stages() && depth == params_.head_dim_qk && IsTile(rows + low) &&
+                       IsTile(rows + high);
+    KeyTiles keys;
+    if (whole) {
+      keys = {{rows[low], rows[high]}, {rows[low + 1] - rows[low], rows[high + 1] - rows[high]}};
+    } else {
+      const char* stage = reinterpret_cast<const char*>(buf_.stage);
+      const i64 bytes = depth * i64{sizeof(T)};
+      keys = {{stage + (low - first) * bytes, stage + (high - first) * bytes}, {bytes, bytes}};
+    }
+    const i64 lines = HeadLines(head_bytes);
+    const i64 step_lines = this->Stages() ? 0 : CeilDiv(lines, 4 * (steps / kTileSteps));
+    alignas(64) float columns[2 * kTileRows * kTileRows] = {};
+    const i64 heads_at_once = kTileRows / rows_;
+    for (i64 h = 0; h < num_heads_; h += heads_at_once) {
+      const i64 heads = Min(heads_at_once, num_heads_ - h);
+      for (i64 i = 0; i < heads; ++i) {
+        if (!whole) StageKeys(rows, start, first, tokens, h + i, lines, fetch);
+        MultiplyKeyTiles<Isa>(keys, buf_.q + (h + i) * rows_ * buf_.q_lanes, rows_, steps,
+                              columns + i * rows_, [&] { fetch.Lines(step_lines); });
+        if (whole) {
+          keys.rows[0] += head_bytes;
+          keys.rows[1] += head_bytes;
+        }
+      }
+      StoreTurned(columns, heads * rows_, buf_.s + h * rows_ * buf_.tile_kv + first);
+    }
+  }
+
+  // Whether kTileRows rows are equally far apart.
+  static bool IsTile(const char* const* rows) {
+    const i64 bytes = rows[1] - rows[0];
+    bool same = true;
+    for (i64 t = 2; t < kTileRows; ++t) same &= rows[t] - rows[t - 1] == bytes;
+    return same;
+  }
+
+  // `tokens` of a head's keys as rows of tiles, from that of token `first` on.
+  void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h, i64 lines,
+                 KeyFetch& fetch) const {
+    const i64 dim = params_.head_dim_qk, depth = 2 * buf_.q_lanes;
+    T* to = buf_.stage + (tokens.begin - first) * depth;
+    if (this->Stages()) {
+      this->DecodeTokens(rows, params_.k_scale, dim, start, tokens, h, to, depth, lines, fetch);
+    } else {
+      const i64 bytes = dim * i64{sizeof(T)};
+      for (i64 t = tokens.begin; t < tokens.end; ++t) {
+        memcpy(buf_.stage + (t - first) * depth, rows[t] + h * bytes, static_cast<size_t>(bytes));
+      }
+    }
+    for (i64 t = tokens.begin; depth > dim && t < tokens.end; ++t, to += depth) {
+      memset(to + dim, 0, static_cast<size_t>(depth - dim) * sizeof(T));
+    }
+  }
+
+  // to[i, t] = columns[t, i] for i < n and the tokens of two tiles.
+  JAX_ATTN_KERNEL void StoreTurned(const float* columns, i64 n, float* to) const {
+    constexpr int kWidth = Isa::kWidth;
+    for (i64 t = 0; t < 2 * kTileRows; t += kWidth) {
+      for (i64 i = 0; i < n; i += kWidth) {
+        typename Isa::Vec x[kWidth];
+        for (int j = 0; j < kWidth; ++j) x[j] = Isa::Load(columns + (t + j) * kTileRows + i);
+        Isa::Transpose(x);
+        for (i64 j = 0; j < Min(kWidth, n - i); ++j) {
+          Isa::Store(to + (i + j) * buf_.tile_kv + t, x[j]);
+        }
+      }
+    }
+  }
+
   // Products with tiles do not fetch, others do so as they read the panels.
   void PackFetched(const HeadRows& values, i64 first, Range tokens, ValueFetch& fetch) const {
     if constexpr (Base::kTiled) {
-      this->PackBlockValues(values, first, tokens, fetch);
+      if (this->Stages()) {
+        NoFetch none;
+        this->template PackBlockValues<T>(values, first, tokens, none);
+      } else {
+        this->template PackBlockValues<T>(values, first, tokens, fetch);
+      }
     } else {
       NoFetch none;
       this->PackBlockValues(values, first, tokens, none);

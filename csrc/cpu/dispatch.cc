@@ -33,10 +33,11 @@ struct X86Features {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     avx2 = ymm_saved && fma && f16c && (b >> 5 & 1);
     const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+    const bool vbmi = c >> 1 & 1;
     avx512 = avx2 && zmm_saved && f && dq && bw && vl;
     const bool tiles = (d >> 24 & 1) && (d >> 22 & 1), tiles_saved = (xcr0 & 0x60000) == 0x60000;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
-    avx512_bf16 = avx512 && (a >> 5 & 1);
+    avx512_bf16 = avx512 && vbmi && (a >> 5 & 1);
     amx_bf16 = avx512_bf16 && tiles && tiles_saved && MayUseTiles();
   }
 
@@ -90,7 +91,7 @@ const std::vector<const CpuKernels*>& Supported() {
 const CpuIsaRule* FindRule(const AttentionSpec& spec, const CpuKernels** kernels) {
   if (Chosen().load(std::memory_order_acquire) != nullptr) return nullptr;
   const CpuIsaRule* rule = FindCpuIsaRule(spec, ActiveKernels().name);
-  if (rule == nullptr || rule->up_to_rows == 0) return nullptr;
+  if (rule == nullptr) return nullptr;
   for (const CpuKernels* supported : Supported()) {
     if (std::strcmp(supported->name, rule->isa) != 0) continue;
     *kernels = supported;

@@ -116,6 +116,7 @@ struct NoFetch {
   template <i64 kBytes>
   void Step(i64) {}
   void Lines(i64) {}
+  void Line() {}
 };
 
 // c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b where scale is not null, for

@@ -33,7 +33,7 @@ struct Buffers {
   static constexpr Format kKeys = kKeyFormat<Isa, T, Kv, kLow>,
                           kValues = kValueFormat<Isa, T, Kv, kLow>;
   // Decode's keys packed at once: of this many tokens of two heads.
-  static constexpr i64 kKeyTokens = Min(32, 64 / static_cast<i64>(sizeof(Kv)));
+  static constexpr i64 kKeyTokens = Min(2 * kTileRows, 64 / static_cast<i64>(sizeof(Kv)));
 
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
@@ -51,7 +51,9 @@ struct Buffers {
   VariantRun<Isa> variant;
   Range* seen;      // [rows] what each sees of a block in which the variant hides something
   i32* is_stretch;  // [rows] whether it sees all of that
-  Kv* stage;        // [key tokens, heads, head_dim] of coded keys or values: what they stand for
+  // [tokens, heads, head_dim] of coded keys or values: what they stand for. Tiles of decode:
+  // [tokens, depth] of one head, of keys too that do not lie as tiles of a.
+  T* stage;
   const char** staged;  // [tile_kv] a row of it for each token
 
   // Depths that are multiplied of so many.
@@ -94,9 +96,11 @@ struct Buffers {
     bytes += variant.bytes();
     seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
     is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
-    const bool stages = !IsCode<Kv> && params.kv_format != kPlainFormat;
-    const i64 stage_rows = kLow ? kKeyTokens * Min(kMaxLowPassRows, params.num_kv_heads) : tile_kv;
-    stage = Take<Kv>(base, stages ? stage_rows * Max(params.head_dim_qk, params.head_dim_vo) : 0);
+    constexpr bool kTiles = kLow && kUsesTiles<Isa, T, Kv>;
+    const bool stages = kTiles || (!IsCode<Kv> && params.kv_format != kPlainFormat);
+    const i64 stage_rows = kTiles ? 2 * kTileRows : kLow ? 2 * kKeyTokens : tile_kv;
+    stage =
+        Take<T>(base, stages ? stage_rows * Depth(Max(params.head_dim_qk, params.head_dim_vo)) : 0);
     staged = Take<const char*>(base, stages ? tile_kv : 0);
   }
 
@@ -130,9 +134,11 @@ class PassBase {
                           kValues = kValueFormat<Isa, T, Kv, kLow>;
   static constexpr bool kPairs = kUsesDot<Isa, T, Kv>;
   static constexpr bool kTiled = kUsesTiles<Isa, T, Kv>;
-  static constexpr i64 kUnit = kPanel<Isa>;         // tokens of a panel of keys
-  static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
+  static constexpr bool kTurnsQueries = kTiled && kLow;  // keys are a, and q is b
+  static constexpr i64 kUnit = kPanel<Isa>;              // tokens of a panel of keys
+  static constexpr i64 kStep = StepDepth(kValues);       // tokens of a step through values
   static constexpr i64 kBytes = sizeof(Kv);
+  static constexpr i64 kFetchTokens = 2 * kTileRows;
 
   // ---- q, and the states' initial values
 
@@ -145,7 +151,8 @@ class PassBase {
       for (i64 r = 0; r < rows_; ++r) {
         const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
         const i64 row = QueryRow(token) * params_.num_qo_heads + head;
-        float* to = buf_.q + (h * rows_ + r) * buf_.q_lanes;
+        float* to =
+            kTurnsQueries ? buf_.s + r * buf_.q_lanes : buf_.q + (h * rows_ + r) * buf_.q_lanes;
         if (IsCode<Kv> && params_.q_format == kE4m3Format) {
           LoadQuery<E4m3>(row, to);
         } else {
@@ -154,6 +161,7 @@ class PassBase {
         buf_.scales[h * rows_ + r] =
             HeadScale(params_.q_scale, head) * HeadScale(params_.k_scale, items_[h].kv_head);
       }
+      if constexpr (kTurnsQueries) TurnQueries(buf_.s, buf_.q + h * rows_ * buf_.q_lanes);
     }
     for (i64 r = 0; r < num_heads_ * rows_; ++r) {
       buf_.states[r] = params_.sums_weights ? RowState{0.0f, 1.0f} : RowState{kNegInf, 0.0f};
@@ -199,6 +207,13 @@ class PassBase {
     }
   }
 
+  // The rows of a head of q as a tile of b takes them: lane by lane.
+  void TurnQueries(const float* rows, float* q) const {
+    for (i64 r = 0; r < rows_; ++r, rows += buf_.q_lanes) {
+      for (i64 i = 0; i < buf_.q_lanes; ++i) q[i * rows_ + r] = rows[i];
+    }
+  }
+
   // Depths of a product over head_dim, in steps of keys.
   i64 KeySteps() const {
     return Buffers<Isa, T, Kv, kLow>::Depth(params_.head_dim_qk) / StepDepth(kKeys);
@@ -221,10 +236,10 @@ class PassBase {
   }
 
   // The panels of values from token `first` on; what a tile multiplies beside them is 0.
-  template <class Fetch>
+  template <typename Element = Kv, class Fetch>
   void PackBlockValues(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
-    PackValues<Isa, kValues, Kv>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
-                                 buf_.v_panel_bytes, buf_.v_panels, fetch);
+    PackValues<Isa, kValues, Element>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
+                                      buf_.v_panel_bytes, buf_.v_panels, fetch);
     if constexpr (kTiled) {
       const Range whole = Whole(tokens);
       for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
@@ -281,8 +296,8 @@ class PassBase {
     }
   }
 
-  // Whether keys and values are codes that these kernels do not multiply.
-  bool Stages() const { return !IsCode<Kv> && params_.kv_format != kPlainFormat; }
+  // Whether keys and values are codes that are decoded to rows of T, not in panels.
+  bool Stages() const { return IsCode<Kv> ? kLow && kTiled : params_.kv_format != kPlainFormat; }
 
   // Bytes of a head's row, as it is stored.
   i64 HeadBytes(i64 head_dim) const {
@@ -298,33 +313,49 @@ class PassBase {
     return params_.kv_lens[item_.request] - (qo[1] - qo[0]) - start;
   }
 
-  // `tokens` of all heads of the block as Kv, which buf_.staged points to: entries [first, first +
-  // num), those outside of `tokens` repeat one inside. Fresh rows become what append_kv would have
-  // left of them. scales: of heads, or null: 1.
-  JAX_ATTN_KERNEL void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start,
-                             i64 first, i64 num, Range tokens) {
-    if constexpr (!IsCode<Kv>) {
-      const i32 format = params_.kv_format;
-      const i64 bytes = CodeRowBytes(format, head_dim), row_dim = num_heads_ * head_dim;
-      const i64 fresh = FirstFresh(start);
-      char codes[kMaxCodeRowBytes];
-      for (i64 t = tokens.begin; t < tokens.end; ++t) {
-        Kv* to = buf_.stage + (t - first) * row_dim;
-        for (i64 h = 0; h < num_heads_; ++h, to += head_dim) {
-          const char* from = rows[t] + h * bytes;
-          if (t >= fresh) {
-            EncodeRow(format, reinterpret_cast<const Kv*>(rows[t]) + h * head_dim, head_dim,
-                      scales ? scales[item_.kv_head + h] : 1.0f, codes);
-            from = codes;
-          }
-          DecodeRow<Isa>(format, from, head_dim, to);
-        }
-      }
-      for (i64 t = first; t < first + num; ++t) {
-        const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
-        buf_.staged[t] = reinterpret_cast<const char*>(buf_.stage + row * row_dim);
-      }
+  // Decodes `tokens` of heads [head, head + heads) of the pass to rows of T, which buf_.staged
+  // points to: entries [first, first + num), those outside of `tokens` repeat one inside. scales:
+  // of heads, or null: 1.
+  template <class Fetch = NoFetch>
+  void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start, i64 first,
+             i64 num, Range tokens, i64 head = 0, i64 heads = 1, i64 lines = 0,
+             Fetch&& fetch = {}) {
+    const i64 row_dim = heads * head_dim;
+    for (i64 h = 0; h < heads; ++h) {
+      DecodeTokens(rows, scales, head_dim, start, tokens, head + h,
+                   buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, lines,
+                   fetch);
     }
+    for (i64 t = first; t < first + num; ++t) {
+      const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
+      buf_.staged[t] = reinterpret_cast<const char*>(buf_.stage + row * row_dim);
+    }
+  }
+
+  // `tokens` of a head of the pass, row by row `stride` elements apart. Fresh rows become what
+  // append_kv would have left of them. lines: to fetch beside kFetchTokens of them.
+  template <class Fetch>
+  JAX_ATTN_KERNEL void DecodeTokens(const char* const* rows, const float* scales, i64 head_dim,
+                                    i64 start, Range tokens, i64 head, T* to, i64 stride, i64 lines,
+                                    Fetch& fetch) const {
+    const i32 format = params_.kv_format;
+    const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
+    DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
+      i64 due = 0;
+      for (i64 t = tokens.begin; t < Min(tokens.end, fresh); ++t, to += stride) {
+        for (due += lines; due >= kFetchTokens; due -= kFetchTokens) fetch.Line();
+        decode(rows[t] + offset, to);
+      }
+    });
+    if (tokens.end <= fresh) return;
+    DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
+      char codes[kMaxCodeRowBytes];
+      for (i64 t = Max(tokens.begin, fresh); t < tokens.end; ++t, to += stride) {
+        EncodeRow(format, reinterpret_cast<const T*>(rows[t]) + head * head_dim, head_dim,
+                  scales ? scales[item_.kv_head + head] : 1.0f, codes);
+        decode(codes, to);
+      }
+    });
   }
 
   // Valid tokens of the block that starts at position `start`.

@@ -28,18 +28,21 @@ struct Amx : Avx512Bf16 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
   }
 
-  // The tiles of MultiplyTiles (tiles.h) for products of so many rows, 1 to 32: those of c and a
-  // have the rows, 64 bytes each; b has 16.
-  static void ConfigureTiles(i64 rows) {
+  // The tiles of MultiplyTiles (tiles.h) for products of so many rows, 1 to 32, and columns a tile,
+  // 1 to 16: those of c and a have the rows, of a 64 bytes each; b has 16; c and b the columns.
+  static void ConfigureTiles(i64 rows, i64 columns) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
     const uint8_t first = static_cast<uint8_t>(rows < 16 ? rows : 16);
     const uint8_t second = static_cast<uint8_t>(rows > 16 ? rows - 16 : 1);
     const uint8_t of[8] = {first, first, second, second, first, second, 16, 16};
-    for (int i = 0; i < 8; ++i) config.rows[i] = of[i];
+    for (int i = 0; i < 8; ++i) {
+      config.rows[i] = of[i];
+      config.bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? 64 : 4 * columns);
+    }
     asm volatile("ldtilecfg %0" : : "m"(config));
   }
   static void ReleaseTiles() { asm volatile("tilerelease"); }

@@ -15,6 +15,7 @@ struct Avx2 {
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return _mm256_setzero_ps(); }

@@ -1,4 +1,5 @@
-// Sixteen f32 lanes: AVX-512 F, BW, DQ, VL; and the same with AVX512-BF16's pair products.
+// Sixteen f32 lanes: AVX-512 F, BW, DQ, VL; and the same with AVX512-BF16's pair products and the
+// permutations of bytes of AVX512-VBMI.
 // The vocabulary is documented in simd_baseline.h.
 #pragma once
 
@@ -23,6 +24,7 @@ struct Avx512 {
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return _mm512_setzero_ps(); }
@@ -153,7 +155,7 @@ struct Avx512 {
     }
   }
 
- private:
+ protected:
   static __mmask16 First16(int n) { return static_cast<__mmask16>((1u << n) - 1); }
   static Vec Widen(__m256i half) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -182,9 +184,114 @@ struct Avx512 {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 struct Avx512Bf16 : Avx512 {
   static constexpr bool kBf16Dot = true;
+  static constexpr bool kLooksUp = true;
+
+  // to[i] = codes[i] as a bf16: the magnitude of its low 7 bits, and its sign.
+  JAX_ATTN_INLINE static void LookUp(const ByteTable& table, const char* codes, i64 n, Bf16* to) {
+    const __m512i low[2] = {_mm512_load_si512(table.low), _mm512_load_si512(table.low + 64)};
+    const __m512i high[2] = {_mm512_load_si512(table.high), _mm512_load_si512(table.high + 64)};
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
+    // Eight bytes each, so that unpacking leaves words in their order.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const auto words = [&](__m512i x, __m512i* first,
+                           __m512i* second) __attribute__((always_inline)) {
+      x = _mm512_permutexvar_epi64(order, x);
+      const __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]);
+      const __m512i magnitude = _mm512_permutex2var_epi8(high[0], x, high[1]);
+      const __m512i h = _mm512_ternarylogic_epi32(magnitude, x, signs, 0xf8);  // or the sign
+      *first = _mm512_unpacklo_epi8(l, h);
+      *second = _mm512_unpackhi_epi8(l, h);
+    };
+    __m512i first, second;
+    i64 i = 0;
+    for (; i + 64 <= n; i += 64) {
+      words(_mm512_loadu_si512(codes + i), &first, &second);
+      _mm512_storeu_si512(to + i, first);
+      _mm512_storeu_si512(to + i + 32, second);
+    }
+    if (i < n) {
+      const int left = static_cast<int>(n - i);
+      words(_mm512_maskz_loadu_epi8((__mmask64{1} << left) - 1, codes + i), &first, &second);
+      _mm512_mask_storeu_epi16(to + i, First32(left), first);
+      _mm512_mask_storeu_epi16(to + i + 32, First32(left - 32), second);
+    }
+  }
+
+  // to[i] = codes[i] * scale, rounded.
+  JAX_ATTN_INLINE static void ScaleInt8(const char* codes, i64 n, float scale, Bf16* to) {
+    const Vec factor = _mm512_set1_ps(scale);
+    const auto scaled = [&](__m128i x) __attribute__((always_inline)) {
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)), factor);
+    };
+    const auto load = [](const char* p) __attribute__((always_inline)) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    };
+    i64 i = 0;
+    for (; i + 32 <= n; i += 32) {
+      const __m512bh x = _mm512_cvtne2ps_pbh(scaled(load(codes + i + 16)), scaled(load(codes + i)));
+      _mm512_storeu_si512(to + i, (__m512i)x);
+    }
+    for (; i < n; i += 16) {
+      const __mmask16 mask = First16(static_cast<int>(Min(16, n - i)));
+      const __m256bh x = _mm512_cvtneps_pbh(scaled(_mm_maskz_loadu_epi8(mask, codes + i)));
+      _mm256_mask_storeu_epi16(to + i, mask, (__m256i)x);
+    }
+  }
+
+  // Blocks of 32 codes of 4 bits, byte i of 16 with codes i and 16 + i: bf16 of the table, divided
+  // by 2^(table.top - scale of the block), unless they are 0.
+  JAX_ATTN_INLINE static void LookUpHalves(const NibbleTable& table, const char* codes,
+                                           const char* scales, i64 blocks, Bf16* to) {
+    const auto table_of = [](const uint8_t* bytes) __attribute__((always_inline)) {
+      return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+    };
+    const __m512i low = table_of(table.low), high = table_of(table.high);
+    // Parts of 128 bits: the first halves of two blocks, the second ones, and both again.
+    const __m512i order = _mm512_setr_epi64(0, 2, 1, 3, 0, 2, 1, 3), rest = _mm512_set1_epi8(15);
+    const auto words = [&](__m256i x, __m512i* first,
+                           __m512i* second) __attribute__((always_inline)) {
+      const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_castsi256_si512(x));
+      const __m512i halves = _mm512_and_si512(_mm512_mask_srli_epi64(bytes, 0xf0, bytes, 4), rest);
+      const __m512i l = _mm512_shuffle_epi8(low, halves), h = _mm512_shuffle_epi8(high, halves);
+      *first = _mm512_unpacklo_epi8(l, h);
+      *second = _mm512_unpackhi_epi8(l, h);
+    };
+    // Block i and the next one; shift: what their words lose, twice each.
+    const auto store = [&](i64 i, bool both, const int32_t* shift) __attribute__((always_inline)) {
+      const char* from = codes + 16 * i;
+      __m512i first, second;
+      words(both ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
+                 : _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+            &first, &second);
+      _mm512_storeu_si512(to + 32 * i, _mm512_subs_epu16(first, _mm512_set1_epi32(shift[0])));
+      if (!both) return;
+      _mm512_storeu_si512(to + 32 * i + 32, _mm512_subs_epu16(second, _mm512_set1_epi32(shift[1])));
+    };
+    i64 i = 0;
+    for (; i + 4 <= blocks; i += 4) {
+      int32_t four;
+      memcpy(&four, scales + i, 4);
+      const __m128i less =
+          _mm_sub_epi32(_mm_set1_epi32(table.top), _mm_cvtepu8_epi32(_mm_cvtsi32_si128(four)));
+      alignas(16) int32_t shift[4];
+      _mm_store_si128(reinterpret_cast<__m128i*>(shift),
+                      _mm_or_si128(_mm_slli_epi32(less, 7), _mm_slli_epi32(less, 23)));
+      asm volatile("" : "+m"(shift));  // loads broadcast for nothing
+      store(i, true, shift);
+      store(i + 2, true, shift + 2);
+    }
+    for (; i < blocks; i += 2) {
+      const auto shift_of = [&](i64 block) {
+        return (table.top - static_cast<uint8_t>(scales[block])) * 0x00800080;
+      };
+      const bool both = i + 1 < blocks;
+      const int32_t shift[2] = {shift_of(i), both ? shift_of(i + 1) : 0};
+      store(i, both, shift);
+    }
+  }
 
   // acc + a.low * b.low + a.high * b.high in f32; subnormal inputs count as 0.
   static Vec DotBf16(Vec a, Vec b, Vec acc) {
@@ -227,6 +334,9 @@ struct Avx512Bf16 : Avx512 {
   }
 
  private:
+  static __mmask32 First32(int n) {
+    return n >= 32 ? ~__mmask32{0} : n <= 0 ? 0 : (__mmask32{1} << n) - 1;
+  }
   static __m512i ToBf16x32(__m256i codes) {
     const __m512i x = _mm512_cvtepu8_epi16(codes), rest = _mm512_and_si512(x, Each16(0x7f));
     const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(rest, 4), Each16(0x3c00));

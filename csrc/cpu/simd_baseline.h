@@ -5,6 +5,7 @@
 //   Vec, kWidth      f32 lanes of one register
 //   kRows, kVecs     register tile of the matrix product: kRows x (kVecs * kWidth) accumulators
 //   kBf16Dot         Dot() multiplies pairs of bf16 and adds both products in f32
+//   kLooksUp         codes become bf16 by tables (codec.h, simd_avx512.h)
 //   kTiles           products of pairs take tiles (tiles.h, simd_amx.h)
 // Everything here has internal linkage (see kernels.h).
 #pragma once
@@ -26,6 +27,7 @@ struct Baseline {
   static constexpr int kVecs = 2;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return Vec{0, 0, 0, 0}; }

@@ -15,6 +15,7 @@ struct Neon {
   static constexpr int kVecs = 4;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
+  static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
 
   static Vec Zero() { return vdupq_n_f32(0); }

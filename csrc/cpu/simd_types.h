@@ -42,6 +42,15 @@ constexpr bool IsCode = false;
 template <>
 constexpr bool IsCode<E4m3> = true;
 
+// The bf16 of the magnitudes of 8-bit codes, and of 4-bit codes with their sign; by bytes.
+struct ByteTable {
+  alignas(64) uint8_t low[128], high[128];
+};
+struct NibbleTable {
+  alignas(16) uint8_t low[16], high[16];
+  int top;  // numbers are as large as with a scale of 2^(top - 127)
+};
+
 constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;

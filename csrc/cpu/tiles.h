@@ -17,18 +17,22 @@ constexpr int kTileRows = 16;   // of a tile
 constexpr i64 kTileSteps = 16;  // pairs of depth of a tile
 constexpr i64 kTileDepth = 2 * kTileSteps;
 
-// Rows of c that the tiles are configured for, of this thread; 0: they are not in use.
-inline i64& ConfiguredRows() {
-  static thread_local i64 rows = 0;
-  return rows;
+// What the tiles of this thread are configured for; of no rows: they are not in use.
+struct TileShape {
+  i64 rows, columns;  // of c; columns of a tile
+};
+inline TileShape& ConfiguredTiles() {
+  static thread_local TileShape shape{0, 0};
+  return shape;
 }
 
-// Configures the tiles for products of so many rows.
+// Configures the tiles for products of so many rows, up to two tiles of them, and columns.
 template <class Isa>
-void UseTilesOf(i64 rows) {
-  if (ConfiguredRows() == rows) return;
-  ConfiguredRows() = rows;
-  Isa::ConfigureTiles(rows);
+void UseTilesOf(i64 rows, i64 columns = kTileRows) {
+  TileShape& shape = ConfiguredTiles();
+  if (shape.rows == rows && shape.columns == columns) return;
+  shape = {rows, columns};
+  Isa::ConfigureTiles(rows, columns);
 }
 
 // c[r, :] *= scale[r], where scales differ from 1.
@@ -96,6 +100,36 @@ JAX_ATTN_INLINE void MultiplyTiles(i64 rows, const float* a, i64 lda, const char
   }
 }
 
+// Rows of keys in memory as two tiles of a, each of kTileRows rows that are `bytes` apart.
+struct KeyTiles {
+  const char* rows[2];
+  i64 bytes[2];
+};
+
+// c[2 * kTileRows, columns] = a b, for as many columns as the tiles are configured for: tiles 0 and
+// 1 are c, whose rows are kTileRows lanes apart, 4 and 5 a, 6 b, with `columns` lanes a row. The
+// sums are those of MultiplyTiles with the operands exchanged, in the same order. step() is called
+// four times a tile of depth.
+template <class Isa, class Step>
+JAX_ATTN_INLINE void MultiplyKeyTiles(const KeyTiles& a, const float* b, i64 columns, i64 steps,
+                                      float* c, Step&& step) {
+  Isa::template TileZero<0>();
+  Isa::template TileZero<1>();
+  for (i64 k = 0; k < steps; k += kTileSteps) {
+    Isa::template TileLoad<6>(b + k * columns, columns * 4);
+    step();
+    Isa::template TileLoad<4>(a.rows[0] + k * 4, a.bytes[0]);
+    step();
+    Isa::template TileDot<0, 4, 6>();
+    Isa::template TileLoad<5>(a.rows[1] + k * 4, a.bytes[1]);
+    step();
+    Isa::template TileDot<1, 5, 6>();
+    step();
+  }
+  Isa::template TileStore<0>(c, kTileRows * 4);
+  Isa::template TileStore<1>(c + kTileRows * kTileRows, kTileRows * 4);
+}
+
 // GemmRows (gemm.h) with tiles, for panels of kColumns columns.
 template <class Isa, int kColumns>
 JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* panels,
@@ -115,8 +149,8 @@ JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* pa
 template <class Isa>
 void ReleaseTiles() {
   if constexpr (Isa::kTiles) {
-    if (ConfiguredRows() == 0) return;
-    ConfiguredRows() = 0;
+    if (ConfiguredTiles().rows == 0) return;
+    ConfiguredTiles() = {0, 0};
     Isa::ReleaseTiles();
   }
 }

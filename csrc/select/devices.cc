@@ -1,7 +1,5 @@
 #include "select/devices.h"
 
-#include <cstring>
-
 #include "select/tuning.h"
 
 namespace jax_attn {
@@ -185,17 +183,6 @@ constexpr CpuNumbers kCpu = {
     {75'000, kRatesWhy},
 };
 
-// Sapphire Rapids, head_dim 128, pages of 16, one thread unless it says two.
-constexpr CpuIsaRule kCpuIsaRules[] = {
-    {"amx", kBF16, kPlainFormat, 8, "avx512",
-     "a tile has 16 rows, and keys are transposed for it: ms of avx512 and amx for 4, 6, 8 rows of "
-     "a kv head 8.0/9.7, 4.2/4.7, 9.1/9.7, for 16 rows 14.1/10.6, for 1 row with two threads "
-     "7.3/9.3"},
-    {"amx", kBF16, kE4m3Format, 2, "avx512_bf16",
-     "codes become pairs either way: ms of avx512_bf16 and amx for 1 and 2 rows of a kv head "
-     "5.0/6.6 and 5.6/6.6, for 3 and 4 rows 6.4/6.1 and 6.7/5.9"},
-};
-
 }  // namespace
 
 const CudaDevice& FindCudaDevice(int64_t arch) {
@@ -230,15 +217,7 @@ int64_t CpuReadFormat(const AttentionSpec& spec) {
 const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
   // A row has the same bits in a decode, a chunk and a long prompt.
   if (spec.schedule == kFixedSplit) return nullptr;
-  const int64_t kv_format = CpuReadFormat(spec);
-  if (const CpuIsaRule* rule = FindTunedIsa(spec.dtype, kv_format, best)) return rule;
-  for (const CpuIsaRule& rule : kCpuIsaRules) {
-    if (rule.dtype == spec.dtype && rule.kv_format == kv_format &&
-        std::strcmp(rule.best, best) == 0) {
-      return &rule;
-    }
-  }
-  return nullptr;
+  return FindTunedIsa(spec.dtype, CpuReadFormat(spec), best);
 }
 
 }  // namespace jax_attn

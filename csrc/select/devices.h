@@ -102,10 +102,12 @@ const char* CpuKernelName(int64_t dtype);
 int64_t CpuReadFormat(const AttentionSpec& spec);
 
 // Items of few rows that another instruction set computes faster than the best one of the machine.
+// Built in there is none: the best one is as fast or faster for items of all heights (docs/notes/
+// cpu.md), on the machines that were measured. Tuning may find some (tuning.h).
 struct CpuIsaRule {
   const char* best;
   int64_t dtype, kv_format;  // kv_format: what is read
-  int64_t up_to_rows;        // 0: the best one for all items, where a tuned rule says so
+  int64_t up_to_rows;
   const char* isa;
   const char* why;
 };

@@ -17,7 +17,7 @@ namespace jax_attn {
 struct TunedIsa {
   std::string best;
   int64_t dtype, kv_format;
-  int64_t up_to_rows;  // 0: `best` is the faster one for all items
+  int64_t up_to_rows;
   std::string isa;
 };
 

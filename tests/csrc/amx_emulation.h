@@ -11,7 +11,8 @@ namespace jax_attn {
 namespace {
 
 struct EmulatedTiles {
-  int rows = 0;  // of c and a, as configured: 0 are none
+  int rows = 0;     // of c and a, as configured: 0 are none
+  int columns = 0;  // of c and b
   float c[4][16][16];
   uint16_t a[2][16][32], b[2][16][32];
 };
@@ -56,7 +57,10 @@ struct AmxEmulated : Baseline {
     return v;
   }
 
-  static void ConfigureTiles(i64 rows) { Tiles().rows = static_cast<int>(rows); }
+  static void ConfigureTiles(i64 rows, i64 columns) {
+    Tiles().rows = static_cast<int>(rows);
+    Tiles().columns = static_cast<int>(columns);
+  }
   static void ReleaseTiles() { Tiles().rows = 0; }
   template <int kTile>
   static void TileZero() {
@@ -68,20 +72,20 @@ struct AmxEmulated : Baseline {
                : kTile < 6 ? reinterpret_cast<char*>(Tiles().a[kTile % 2])
                            : reinterpret_cast<char*>(Tiles().b[kTile % 2]);
     for (int r = 0; r < RowsOf(kTile); ++r) {
-      memcpy(to + r * 64, static_cast<const char*>(from) + r * bytes, 64);
+      memcpy(to + r * 64, static_cast<const char*>(from) + r * bytes, RowBytesOf(kTile));
     }
   }
   template <int kTile>
   static void TileStore(void* to, i64 bytes) {
     for (int r = 0; r < RowsOf(kTile); ++r) {
-      memcpy(static_cast<char*>(to) + r * bytes, Tiles().c[kTile][r], 64);
+      memcpy(static_cast<char*>(to) + r * bytes, Tiles().c[kTile][r], RowBytesOf(kTile));
     }
   }
   template <int kC, int kA, int kB>
   static void TileDot() {
     EmulatedTiles& t = Tiles();
     for (int m = 0; m < RowsOf(kC); ++m) {
-      for (int n = 0; n < 16; ++n) {
+      for (int n = 0; n < t.columns; ++n) {
         float first = 0, second = 0;
         for (int k = 0; k < 16; ++k) {
           first = fmaf(Value(t.a[kA % 2][m][2 * k]), Value(t.b[kB % 2][k][2 * n]), first);
@@ -99,6 +103,10 @@ struct AmxEmulated : Baseline {
     if (tile >= 6) return rows == 0 ? 0 : 16;
     const bool is_second = tile == 2 || tile == 3 || tile == 5;
     return is_second ? (rows > 16 ? rows - 16 : 0) : (rows < 16 ? rows : 16);
+  }
+  static size_t RowBytesOf(int tile) {
+    const bool is_a = tile == 4 || tile == 5;
+    return is_a ? 64 : 4 * static_cast<size_t>(Tiles().columns);
   }
   static float Value(uint16_t bits) { return ToF32(Bf16{bits}); }
   template <typename T>
