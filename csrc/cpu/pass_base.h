@@ -442,7 +442,7 @@ class PassBase {
         }
       }
       if (buf_.variant.scales()) {
-        rule = MakeLogitRule(1.0f, 0.0f);
+        rule = kNaturalRule;
         scales = kNoScales;
       }
     }

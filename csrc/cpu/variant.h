@@ -40,6 +40,7 @@ class VariantRun {
     distances_ = diagonals_ + copies * diagonal_step_;
     logits_ = Take(scratch, code->num_slots[kLogitHome] * tile_kv);
     views_ = reinterpret_cast<const i32**>(Take(scratch, 2 * code->num_slots[kLogitHome]));
+    added_ = reinterpret_cast<const char**>(Take(scratch, code->added < 0 ? 0 : 2 * row_lanes_));
   }
 
   size_t bytes() const { return bytes_; }
@@ -78,6 +79,7 @@ class VariantRun {
     }
     Run(c_->rows, kRowHome, 0, lanes_);
     for (i32 i = 0; i < c_->num_slots[kLogitHome]; ++i) views_[i] = logits_ + i * tile_kv_;
+    if (c_->added >= 0) FindAddedRows();
   }
 
   // The block of keys at positions start on, of which `valid` are there. is_masked: whether the
@@ -125,6 +127,7 @@ class VariantRun {
   // only masks the scores themselves; `hidden` in columns that the row does not see.
   // masks: whether there may be such columns.
   void Transform(i64 row, i64 begin, i64 end, bool masks, float hidden, float* s) {
+    if (!masks && c_->added >= 0 && start_ + end <= added_length_) return Add(row, begin, end, s);
     At(row);
     raw_ = reinterpret_cast<i32*>(s);
     if (masks) Run(c_->mask, kLogitHome, begin, end);
@@ -336,6 +339,41 @@ class VariantRun {
     for (i64 j = begin; j < end; ++j) raw_[j] = bits;
   }
 
+  // Of a code with `added`: where the elements of each row are, of the key at position 0.
+  void FindAddedRows() {
+    const CodeOp& load = c_->ops[c_->added];
+    const VariantOperand& operand = pass_.params->variant_operands[load.operand];
+    const i32 type = p_->operands[load.operand].type, key_axis = load.num_args - 1;
+    added_bytes_ = type == kOperandF32 ? 4 : 2;
+    added_length_ = operand.dims[key_axis];
+    for (i64 row = 0; row < lanes_; ++row) {
+      i64 at = 0;
+      for (i32 a = 0; a < key_axis; ++a) {
+        const i64 index = rows_[c_->slot[load.args[a]] * row_lanes_ + row];
+        at = at * operand.dims[a] + Clamp(index, operand.dims[a]);
+      }
+      added_[row] = static_cast<const char*>(operand.data) + at * added_length_ * added_bytes_;
+    }
+  }
+
+  void Add(i64 row, i64 begin, i64 end, float* s) const {
+    const CodeOp& load = c_->ops[c_->added];
+    const char* from = added_[row] + start_ * added_bytes_;
+    const i64 ahead = Min(row + kRowsAhead, lanes_ - 1);
+    const char* there = added_[ahead] + start_ * added_bytes_;
+    for (i64 byte = begin * added_bytes_; byte < end * added_bytes_; byte += kCacheLine) {
+      __builtin_prefetch(there + byte, 0, 3);
+    }
+    switch (p_->operands[load.operand].type) {
+      case kOperandF32:
+        return AddRow<Isa>(reinterpret_cast<const float*>(from), natural_[row], begin, end, s);
+      case kOperandBF16:
+        return AddRow<Isa>(reinterpret_cast<const Bf16*>(from), natural_[row], begin, end, s);
+      default:
+        return AddRow<Isa>(reinterpret_cast<const F16*>(from), natural_[row], begin, end, s);
+    }
+  }
+
   void FindKeyRows(i64 start, Range valid, i32* to) const {
     const AttentionParams& params = *pass_.params;
     const WorkItem& item = pass_.items[0];
@@ -456,15 +494,17 @@ class VariantRun {
   const VariantCode* c_ = nullptr;
   size_t bytes_ = 0;
   i64 tile_kv_ = 0, row_lanes_ = 0, diagonal_lanes_ = 0, diagonal_step_ = 0;
-  i32* facts_ = nullptr;         // [facts, row_lanes] of the rows
-  float* natural_ = nullptr;     // [row_lanes] scales
-  i32* mask_ = nullptr;          // [tile_kv]
-  i32* rows_ = nullptr;          // [slots, row_lanes]
-  i32* keys_ = nullptr;          // [2 + slots, tile_kv] kv_pos, kv_row, values
-  i32* diagonals_ = nullptr;     // [heads or 1, slots, diagonal_lanes]
-  i32* distances_ = nullptr;     // [2, diagonal_lanes] q_pos - kv_pos, zeros
-  i32* logits_ = nullptr;        // [slots, tile_kv]
-  const i32** views_ = nullptr;  // [slots] of logits: where each value is
+  i32* facts_ = nullptr;                    // [facts, row_lanes] of the rows
+  float* natural_ = nullptr;                // [row_lanes] scales
+  i32* mask_ = nullptr;                     // [tile_kv]
+  i32* rows_ = nullptr;                     // [slots, row_lanes]
+  i32* keys_ = nullptr;                     // [2 + slots, tile_kv] kv_pos, kv_row, values
+  i32* diagonals_ = nullptr;                // [heads or 1, slots, diagonal_lanes]
+  i32* distances_ = nullptr;                // [2, diagonal_lanes] q_pos - kv_pos, zeros
+  i32* logits_ = nullptr;                   // [slots, tile_kv]
+  const i32** views_ = nullptr;             // [slots] of logits: where each value is
+  const char** added_ = nullptr;            // [row_lanes] see FindAddedRows
+  i64 added_bytes_ = 0, added_length_ = 0;  // of an element; keys of a row
 
   VariantRows pass_ = {};
   float* const* d_operands_ = nullptr;
