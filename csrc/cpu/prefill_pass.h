@@ -81,9 +81,17 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   struct TileLogits {
     PrefillPass* pass;  // null: no variant
     TileOfRows tile;
+    float* s;
+    bool adds;  // of all rows: see VariantRun::Adds
 
     JAX_ATTN_INLINE void operator()(i64 r) const {
-      if (pass) pass->TransformRow(tile, r);
+      if (pass == nullptr) return;
+      float* row = s + r * pass->buf_.tile_kv;
+      if (adds) {
+        pass->buf_.variant.Add(tile.row + r, tile.seen.begin, tile.seen.end, row);
+      } else {
+        pass->Transform(tile.row + r, 1, tile.seen.begin, tile.seen.end, row);
+      }
     }
   };
 
@@ -153,12 +161,6 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     buf_.variant.SetHides(tile.hides);
   }
 
-  void TransformRow(const TileOfRows& tile, i64 r) {
-    const Range seen = tile.seen;
-    this->Transform(tile.row + r, 1, seen.begin, seen.end,
-                    buf_.s + (2 * kTileRows * tile.slot + r) * buf_.tile_kv);
-  }
-
   void StartSoftmax(const TileOfRows& tile, i64 start, Range valid, Range* visible,
                     SpreadRows* work) {
     auto& rows = work->rows;
@@ -169,7 +171,8 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     for (i64 r = 0; r < tile.n; ++r) visible[r] = this->RowSees(tile.row + r, start, valid);
     const i64 score_row = 2 * kTileRows * tile.slot;
     const bool scales = buf_.variant && buf_.variant.scales();
-    rows.logits = {buf_.variant ? this : nullptr, tile};
+    rows.logits = {buf_.variant ? this : nullptr, tile, buf_.s + score_row * buf_.tile_kv,
+                   buf_.variant && !tile.hides && buf_.variant.Adds(tile.seen.end)};
     rows.rule = scales ? &kNaturalRule : &this->rule_;
     rows.scales = scales ? kNoScales : buf_.scales + tile.row;
     rows.begin = tile.seen.begin;

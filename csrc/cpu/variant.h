@@ -61,6 +61,7 @@ class VariantRun {
     const AttentionParams& params = *pass.params;
     const WorkItem& item = pass.items[0];
     const i64 group = params.group_size, num_rows = pass.num_heads * pass.rows;
+    num_rows_ = num_rows;
     lanes_ = RoundUp(num_rows, Isa::kWidth);
     tokens_ = pass.rows / group;
     const i32 q_len = params.qo_indptr[item.request + 1] - params.qo_indptr[item.request];
@@ -123,11 +124,34 @@ class VariantRun {
     return {visible.high < 0, visible.low == 0};
   }
 
+  // Whether Add does what Transform would do without masks, for columns up to `end`.
+  bool Adds(i64 end) const { return c_->added >= 0 && start_ + end <= added_length_; }
+
+  JAX_ATTN_INLINE void Add(i64 row, i64 begin, i64 end, float* s) const {
+    const char* from = added_[row] + start_ * added_bytes_;
+    i64 ahead = row + kRowsAhead, block = start_;
+    if (ahead >= num_rows_) {
+      ahead = Min(ahead - num_rows_, num_rows_ - 1);
+      block += tile_kv_;
+    }
+    const char* there = added_[ahead] + block * added_bytes_;
+    for (i64 byte = begin * added_bytes_; byte < end * added_bytes_; byte += kCacheLine) {
+      __builtin_prefetch(there + byte, 0, 3);
+    }
+    switch (added_type_) {
+      case kOperandF32:
+        return AddRow<Isa>(reinterpret_cast<const float*>(from), natural_[row], begin, end, s);
+      case kOperandBF16:
+        return AddRow<Isa>(reinterpret_cast<const Bf16*>(from), natural_[row], begin, end, s);
+      default:
+        return AddRow<Isa>(reinterpret_cast<const F16*>(from), natural_[row], begin, end, s);
+    }
+  }
+
   // Logits of columns [begin, end) of a row of the pass from its raw scores, or of a variant that
   // only masks the scores themselves; `hidden` in columns that the row does not see.
   // masks: whether there may be such columns.
   void Transform(i64 row, i64 begin, i64 end, bool masks, float hidden, float* s) {
-    if (!masks && c_->added >= 0 && start_ + end <= added_length_) return Add(row, begin, end, s);
     At(row);
     raw_ = reinterpret_cast<i32*>(s);
     if (masks) Run(c_->mask, kLogitHome, begin, end);
@@ -343,8 +367,9 @@ class VariantRun {
   void FindAddedRows() {
     const CodeOp& load = c_->ops[c_->added];
     const VariantOperand& operand = pass_.params->variant_operands[load.operand];
-    const i32 type = p_->operands[load.operand].type, key_axis = load.num_args - 1;
-    added_bytes_ = type == kOperandF32 ? 4 : 2;
+    const i32 key_axis = load.num_args - 1;
+    added_type_ = p_->operands[load.operand].type;
+    added_bytes_ = added_type_ == kOperandF32 ? 4 : 2;
     added_length_ = operand.dims[key_axis];
     for (i64 row = 0; row < lanes_; ++row) {
       i64 at = 0;
@@ -353,24 +378,6 @@ class VariantRun {
         at = at * operand.dims[a] + Clamp(index, operand.dims[a]);
       }
       added_[row] = static_cast<const char*>(operand.data) + at * added_length_ * added_bytes_;
-    }
-  }
-
-  void Add(i64 row, i64 begin, i64 end, float* s) const {
-    const CodeOp& load = c_->ops[c_->added];
-    const char* from = added_[row] + start_ * added_bytes_;
-    const i64 ahead = Min(row + kRowsAhead, lanes_ - 1);
-    const char* there = added_[ahead] + start_ * added_bytes_;
-    for (i64 byte = begin * added_bytes_; byte < end * added_bytes_; byte += kCacheLine) {
-      __builtin_prefetch(there + byte, 0, 3);
-    }
-    switch (p_->operands[load.operand].type) {
-      case kOperandF32:
-        return AddRow<Isa>(reinterpret_cast<const float*>(from), natural_[row], begin, end, s);
-      case kOperandBF16:
-        return AddRow<Isa>(reinterpret_cast<const Bf16*>(from), natural_[row], begin, end, s);
-      default:
-        return AddRow<Isa>(reinterpret_cast<const F16*>(from), natural_[row], begin, end, s);
     }
   }
 
@@ -494,22 +501,23 @@ class VariantRun {
   const VariantCode* c_ = nullptr;
   size_t bytes_ = 0;
   i64 tile_kv_ = 0, row_lanes_ = 0, diagonal_lanes_ = 0, diagonal_step_ = 0;
-  i32* facts_ = nullptr;                    // [facts, row_lanes] of the rows
-  float* natural_ = nullptr;                // [row_lanes] scales
-  i32* mask_ = nullptr;                     // [tile_kv]
-  i32* rows_ = nullptr;                     // [slots, row_lanes]
-  i32* keys_ = nullptr;                     // [2 + slots, tile_kv] kv_pos, kv_row, values
-  i32* diagonals_ = nullptr;                // [heads or 1, slots, diagonal_lanes]
-  i32* distances_ = nullptr;                // [2, diagonal_lanes] q_pos - kv_pos, zeros
-  i32* logits_ = nullptr;                   // [slots, tile_kv]
-  const i32** views_ = nullptr;             // [slots] of logits: where each value is
-  const char** added_ = nullptr;            // [row_lanes] see FindAddedRows
+  i32* facts_ = nullptr;          // [facts, row_lanes] of the rows
+  float* natural_ = nullptr;      // [row_lanes] scales
+  i32* mask_ = nullptr;           // [tile_kv]
+  i32* rows_ = nullptr;           // [slots, row_lanes]
+  i32* keys_ = nullptr;           // [2 + slots, tile_kv] kv_pos, kv_row, values
+  i32* diagonals_ = nullptr;      // [heads or 1, slots, diagonal_lanes]
+  i32* distances_ = nullptr;      // [2, diagonal_lanes] q_pos - kv_pos, zeros
+  i32* logits_ = nullptr;         // [slots, tile_kv]
+  const i32** views_ = nullptr;   // [slots] of logits: where each value is
+  const char** added_ = nullptr;  // [row_lanes] see FindAddedRows
+  i32 added_type_ = 0;
   i64 added_bytes_ = 0, added_length_ = 0;  // of an element; keys of a row
 
   VariantRows pass_ = {};
   float* const* d_operands_ = nullptr;
   bool is_masked_ = true, hides_ = true;
-  i64 lanes_ = 0, tokens_ = 0, start_ = 0;
+  i64 num_rows_ = 0, lanes_ = 0, tokens_ = 0, start_ = 0;
   ValueHome section_ = kNoHome;
   i64 row_ = 0, token_ = 0, head_ = 0;
   i32* raw_ = nullptr;

@@ -381,7 +381,7 @@ constexpr i64 kRowsAhead = 8;
 
 // s[begin, end) = scale * s + element.
 template <class Isa, typename T>
-JAX_ATTN_KERNEL void AddRow(const T* elements, float scale, i64 begin, i64 end, float* s) {
+JAX_ATTN_INLINE void AddRow(const T* elements, float scale, i64 begin, i64 end, float* s) {
   const auto factor = Isa::Set(scale);
   for (i64 j = begin; j < end; j += Isa::kWidth) {
     Isa::Store(s + j, Isa::Fma(Isa::Load(s + j), factor, Isa::Load(elements + j)));
