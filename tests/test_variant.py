@@ -203,11 +203,20 @@ def positive(at, rows):
 @pytest.mark.parametrize(
     "logits, mask", [(row_alone, None), (added_row, None), (added_row, positive), (None, positive)]
 )
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_rows_of_operands_by_position(dtype, logits, mask, width, backend):
-    rows = (4 * RNG.normal(size=(150, width))).astype(dtype)
+@pytest.mark.parametrize(
+    "dtype, storage",
+    [
+        ("float32", "float32"),
+        ("float32", "int32"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float16"),
+    ],
+)
+def test_rows_of_operands_by_position(dtype, storage, logits, mask, width, backend):
+    rows = (4 * RNG.normal(size=(150, width))).astype(jnp.dtype(storage))
     variant, operands = variant_functions.variant_of({"rows": rows}, logits, mask)
-    check(Case("", contents=("normal",)), variant, operands, repeats=1)
+    check(Case("", contents=("normal",), dtype=dtype), variant, operands, repeats=2)
 
 
 def documents_of_heads(at, q_doc, kv_doc):
@@ -227,15 +236,16 @@ def window_of_requests(at):
 
 
 @on_every_cpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "mask",
     [documents_of_heads, window_of_heads, slopes_of_heads, window_of_requests],
     ids=lambda f: f.__name__,
 )
-def test_masks_that_rows_have_in_common(mask, causal, backend):
+def test_masks_that_rows_have_in_common(mask, causal, dtype, backend):
     """Rows of a document, of a token, of a head: each sees what its own values say."""
-    case = Case("", contents=("normal",), causal=causal)
+    case = Case("", contents=("normal",), causal=causal, dtype=dtype)
     check(case, *variant_of(None, mask), repeats=1)
 
 

@@ -473,7 +473,7 @@ class PassBase {
         }
       }
       if (buf_.variant.scales()) {
-        rule = MakeLogitRule(1.0f, 0.0f);
+        rule = kNaturalRule;
         scales = kNoScales;
       }
     }
@@ -537,6 +537,11 @@ class PassBase {
   JAX_ATTN_KERNEL void Transform(i64 first, i64 n, i64 begin, i64 end, float* s) {
     const float cap = params_.logits_soft_cap;
     for (i64 r = 0; r < n; ++r, s += buf_.tile_kv) {
+      const bool masks = buf_.variant.masks() && !(narrows_ && buf_.is_stretch[first + r]);
+      if (!masks && buf_.variant.Adds(end)) {
+        buf_.variant.Add(first + r, begin, end, s);
+        continue;
+      }
       if (cap > 0 && buf_.variant.scales()) {
         const float cap_in = rule_.Scaled(buf_.scales[first + r]).cap_in;
         for (i64 j = begin; j < end; j += Isa::kWidth) {
@@ -544,7 +549,6 @@ class PassBase {
           Isa::Store(s + j, Isa::Mul(Isa::Set(cap), x));
         }
       }
-      const bool masks = buf_.variant.masks() && !(narrows_ && buf_.is_stretch[first + r]);
       buf_.variant.Transform(first + r, begin, end, masks, params_.sums_weights ? 0.0f : kNegInf,
                              s);
     }

@@ -52,7 +52,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
     fetch_values_.Start(next.v, buf_.tile_kv, this->ValueHeadBytes());
     if constexpr (Base::kTiled) {
-      if (!buf_.variant && finite) return AddTiles(start, valid);
+      if (!params_.sums_weights && finite) return AddTiles(start, valid);
     }
     this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
       if (buf_.variant && !NarrowRows(begin, n, start, valid, &seen)) return;
@@ -72,11 +72,32 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     i64 row = 0, n = 0;
     Range seen{};
     i64 slot = 0;  // of s and p
+    // Of a variant: whether it may hide something of `seen`, and whether buf_.seen is of these
+    // rows.
+    bool hides = false, narrows = false;
+  };
+
+  // Logits of a tile, of a variant.
+  struct TileLogits {
+    PrefillPass* pass;  // null: no variant
+    TileOfRows tile;
+    float* s;
+    bool adds;  // of all rows: see VariantRun::Adds
+
+    JAX_ATTN_INLINE void operator()(i64 r) const {
+      if (pass == nullptr) return;
+      float* row = s + r * pass->buf_.tile_kv;
+      if (adds) {
+        pass->buf_.variant.Add(tile.row + r, tile.seen.begin, tile.seen.end, row);
+      } else {
+        pass->Transform(tile.row + r, 1, tile.seen.begin, tile.seen.end, row);
+      }
+    }
   };
 
   // The softmax step of a tile, spread evenly over the steps of the products beside it.
   struct SpreadRows {
-    SoftmaxRows<Isa, Bf16> rows;
+    SoftmaxRows<Isa, Bf16, TileLogits> rows;
     i64 steps, left;  // of the products
 
     JAX_ATTN_INLINE void Step() {
@@ -110,21 +131,34 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
       first = TileOfRows{};
       row = NextTile(row, start, valid, &first);
     }
+    this->narrows_ = false;
   }
 
   // The first tile from a row on that sees anything of the block, if there is one; returns the row
   // after it.
-  i64 NextTile(i64 row, i64 start, Range valid, TileOfRows* tile) const {
+  i64 NextTile(i64 row, i64 start, Range valid, TileOfRows* tile) {
     while (row < rows_) {
       const i64 n = Min(2 * kTileRows, rows_ - row);
-      const Range seen = this->VisibleToAny(row, row + n - 1, start, valid);
+      this->narrows_ = false;
+      Range seen = this->VisibleToAny(row, row + n - 1, start, valid);
       row += n;
-      if (seen.begin < seen.end) {
-        *tile = {row - n, n, this->Whole(seen), (row - n) / (2 * kTileRows) % 2};
-        break;
-      }
+      if (seen.begin >= seen.end) continue;
+      if (buf_.variant && !NarrowRows(row - n, n, start, valid, &seen)) continue;
+      *tile = {row - n,
+               n,
+               this->Whole(seen),
+               (row - n) / (2 * kTileRows) % 2,
+               buf_.variant && buf_.variant.masks(),
+               this->narrows_};
+      break;
     }
     return row;
+  }
+
+  // The rows of the tile are those that RowSees and the variant are asked about from now on.
+  void UseTile(const TileOfRows& tile) {
+    this->narrows_ = tile.narrows;
+    buf_.variant.SetHides(tile.hides);
   }
 
   void StartSoftmax(const TileOfRows& tile, i64 start, Range valid, Range* visible,
@@ -133,10 +167,14 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     rows.n = tile.n;
     rows.done = 0;
     if (tile.n == 0) return;
+    UseTile(tile);
     for (i64 r = 0; r < tile.n; ++r) visible[r] = this->RowSees(tile.row + r, start, valid);
     const i64 score_row = 2 * kTileRows * tile.slot;
-    rows.rule = &this->rule_;
-    rows.scales = buf_.scales + tile.row;
+    const bool scales = buf_.variant && buf_.variant.scales();
+    rows.logits = {buf_.variant ? this : nullptr, tile, buf_.s + score_row * buf_.tile_kv,
+                   buf_.variant && !tile.hides && buf_.variant.Adds(tile.seen.end)};
+    rows.rule = scales ? &kNaturalRule : &this->rule_;
+    rows.scales = scales ? kNoScales : buf_.scales + tile.row;
     rows.begin = tile.seen.begin;
     rows.end = tile.seen.end;
     rows.seen = visible;

@@ -34,6 +34,12 @@ inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
   return rule;
 }
 
+// Of logits that are natural; they have no scales.
+constexpr LogitRule kNaturalRule = {1.0f, kLog2e, 0.0f, 0.0f};
+constexpr int kMaxTileRows = 32;
+constexpr float kNoScales[kMaxTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 // By how much the base-2 logits of a row may exceed the reference of its exponents. With tiles,
 // sums of weights up to 2^8 are as exact as those up to 1, and few blocks rescale what was before
 // them.
@@ -82,12 +88,6 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
   return Isa::ReduceAdd(sum);
 }
 
-constexpr int kMaxTileRows = 32;
-
-// Logits that are natural have no scales.
-constexpr float kNoScales[kMaxTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-
 // One online softmax step of n <= kMaxTileRows rows, each with a scale of its own. Replaces the
 // scores in columns [begin, end) by probabilities at p (p = s allowed); those of masked columns are
 // 0. alpha: what rescales the sums of the blocks before. begin and end are multiples of kWidth. The
@@ -118,8 +118,10 @@ JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64
 
 // The same, row by row, for products that run beside it: the rows of a tile one by one, each in the
 // step after that which finds its reference. Rescales o [n, o_columns] as well.
-template <class Isa, typename P>
+// logits(r): makes logits of the scores of row r.
+template <class Isa, typename P, class Logits>
 struct SoftmaxRows {
+  Logits logits;
   const LogitRule* rule;
   const float* scales;
   i64 n, begin, end;
@@ -150,6 +152,7 @@ struct SoftmaxRows {
 
  private:
   JAX_ATTN_INLINE void FindBase(i64 r) {
+    logits(r);
     RowState& state = states[r];
     const float old_max = state.max_log2;
     const float max =

@@ -40,6 +40,7 @@ class VariantRun {
     distances_ = diagonals_ + copies * diagonal_step_;
     logits_ = Take(scratch, code->num_slots[kLogitHome] * tile_kv);
     views_ = reinterpret_cast<const i32**>(Take(scratch, 2 * code->num_slots[kLogitHome]));
+    added_ = reinterpret_cast<const char**>(Take(scratch, code->added < 0 ? 0 : 2 * row_lanes_));
   }
 
   size_t bytes() const { return bytes_; }
@@ -60,6 +61,7 @@ class VariantRun {
     const AttentionParams& params = *pass.params;
     const WorkItem& item = pass.items[0];
     const i64 group = params.group_size, num_rows = pass.num_heads * pass.rows;
+    num_rows_ = num_rows;
     lanes_ = RoundUp(num_rows, Isa::kWidth);
     tokens_ = pass.rows / group;
     const i32 q_len = params.qo_indptr[item.request + 1] - params.qo_indptr[item.request];
@@ -78,6 +80,7 @@ class VariantRun {
     }
     Run(c_->rows, kRowHome, 0, lanes_);
     for (i32 i = 0; i < c_->num_slots[kLogitHome]; ++i) views_[i] = logits_ + i * tile_kv_;
+    if (c_->added >= 0) FindAddedRows();
   }
 
   // The block of keys at positions start on, of which `valid` are there. is_masked: whether the
@@ -119,6 +122,30 @@ class VariantRun {
     }
     const Bounds visible = BoundsOf(c_->visible, known, first, last, begin, end);
     return {visible.high < 0, visible.low == 0};
+  }
+
+  // Whether Add does what Transform would do without masks, for columns up to `end`.
+  bool Adds(i64 end) const { return c_->added >= 0 && start_ + end <= added_length_; }
+
+  JAX_ATTN_INLINE void Add(i64 row, i64 begin, i64 end, float* s) const {
+    const char* from = added_[row] + start_ * added_bytes_;
+    i64 ahead = row + kRowsAhead, block = start_;
+    if (ahead >= num_rows_) {
+      ahead = Min(ahead - num_rows_, num_rows_ - 1);
+      block += tile_kv_;
+    }
+    const char* there = added_[ahead] + block * added_bytes_;
+    for (i64 byte = begin * added_bytes_; byte < end * added_bytes_; byte += kCacheLine) {
+      __builtin_prefetch(there + byte, 0, 3);
+    }
+    switch (added_type_) {
+      case kOperandF32:
+        return AddRow<Isa>(reinterpret_cast<const float*>(from), natural_[row], begin, end, s);
+      case kOperandBF16:
+        return AddRow<Isa>(reinterpret_cast<const Bf16*>(from), natural_[row], begin, end, s);
+      default:
+        return AddRow<Isa>(reinterpret_cast<const F16*>(from), natural_[row], begin, end, s);
+    }
   }
 
   // Logits of columns [begin, end) of a row of the pass from its raw scores, or of a variant that
@@ -336,6 +363,24 @@ class VariantRun {
     for (i64 j = begin; j < end; ++j) raw_[j] = bits;
   }
 
+  // Of a code with `added`: where the elements of each row are, of the key at position 0.
+  void FindAddedRows() {
+    const CodeOp& load = c_->ops[c_->added];
+    const VariantOperand& operand = pass_.params->variant_operands[load.operand];
+    const i32 key_axis = load.num_args - 1;
+    added_type_ = p_->operands[load.operand].type;
+    added_bytes_ = added_type_ == kOperandF32 ? 4 : 2;
+    added_length_ = operand.dims[key_axis];
+    for (i64 row = 0; row < lanes_; ++row) {
+      i64 at = 0;
+      for (i32 a = 0; a < key_axis; ++a) {
+        const i64 index = rows_[c_->slot[load.args[a]] * row_lanes_ + row];
+        at = at * operand.dims[a] + Clamp(index, operand.dims[a]);
+      }
+      added_[row] = static_cast<const char*>(operand.data) + at * added_length_ * added_bytes_;
+    }
+  }
+
   void FindKeyRows(i64 start, Range valid, i32* to) const {
     const AttentionParams& params = *pass_.params;
     const WorkItem& item = pass_.items[0];
@@ -456,20 +501,23 @@ class VariantRun {
   const VariantCode* c_ = nullptr;
   size_t bytes_ = 0;
   i64 tile_kv_ = 0, row_lanes_ = 0, diagonal_lanes_ = 0, diagonal_step_ = 0;
-  i32* facts_ = nullptr;         // [facts, row_lanes] of the rows
-  float* natural_ = nullptr;     // [row_lanes] scales
-  i32* mask_ = nullptr;          // [tile_kv]
-  i32* rows_ = nullptr;          // [slots, row_lanes]
-  i32* keys_ = nullptr;          // [2 + slots, tile_kv] kv_pos, kv_row, values
-  i32* diagonals_ = nullptr;     // [heads or 1, slots, diagonal_lanes]
-  i32* distances_ = nullptr;     // [2, diagonal_lanes] q_pos - kv_pos, zeros
-  i32* logits_ = nullptr;        // [slots, tile_kv]
-  const i32** views_ = nullptr;  // [slots] of logits: where each value is
+  i32* facts_ = nullptr;          // [facts, row_lanes] of the rows
+  float* natural_ = nullptr;      // [row_lanes] scales
+  i32* mask_ = nullptr;           // [tile_kv]
+  i32* rows_ = nullptr;           // [slots, row_lanes]
+  i32* keys_ = nullptr;           // [2 + slots, tile_kv] kv_pos, kv_row, values
+  i32* diagonals_ = nullptr;      // [heads or 1, slots, diagonal_lanes]
+  i32* distances_ = nullptr;      // [2, diagonal_lanes] q_pos - kv_pos, zeros
+  i32* logits_ = nullptr;         // [slots, tile_kv]
+  const i32** views_ = nullptr;   // [slots] of logits: where each value is
+  const char** added_ = nullptr;  // [row_lanes] see FindAddedRows
+  i32 added_type_ = 0;
+  i64 added_bytes_ = 0, added_length_ = 0;  // of an element; keys of a row
 
   VariantRows pass_ = {};
   float* const* d_operands_ = nullptr;
   bool is_masked_ = true, hides_ = true;
-  i64 lanes_ = 0, tokens_ = 0, start_ = 0;
+  i64 num_rows_ = 0, lanes_ = 0, tokens_ = 0, start_ = 0;
   ValueHome section_ = kNoHome;
   i64 row_ = 0, token_ = 0, head_ = 0;
   i32* raw_ = nullptr;

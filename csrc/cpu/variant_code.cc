@@ -75,6 +75,7 @@ class CodeMaker {
       c_.logits.end = num_ops_;
       c_.only_logits = c_.logits;
     }
+    c_.added = AddsElements() ? c_.only_logits.begin : -1;
     // What loops over rows needs reciprocals that were found on the way: behind the other rows'
     // ops.
     const i32 first = num_ops_;
@@ -153,6 +154,19 @@ class CodeMaker {
       element.rank = NumArgs(load);
       for (i32 a = 0; a < element.rank; ++a) element.indices[a] = keep(Arg(load, a));
     }
+  }
+
+  // See VariantCode::added.
+  bool AddsElements() const {
+    const auto [begin, end] = c_.only_logits;
+    if (end - begin != 2) return false;
+    const CodeOp &load = c_.ops[begin], &sum = c_.ops[begin + 1];
+    if (load.op != kOpLoad || load.num_args == 0 || sum.op != kCodeMulAdd) return false;
+    for (i32 a = 0; a + 1 < load.num_args; ++a) {
+      if (c_.home[load.args[a]] != kRowHome) return false;
+    }
+    return At(load.args[load.num_args - 1]).op == kOpKvPos && sum.value == c_.logit &&
+           sum.args[0] == kRawScore && sum.args[1] == kScoreScale && sum.args[2] == load.value;
   }
 
   // The values from outside that the mask of a row takes.

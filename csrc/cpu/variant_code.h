@@ -59,6 +59,9 @@ struct VariantCode {
   ValueHome home[kNumCodeValues];
   i32 slot[kNumCodeValues];  // the number of a value in its home
   i32 num_slots[kLogitHome + 1];
+  // The load in only_logits, if these are it and one sum: score * scale + an element which the row
+  // and the key's position, the last index, give; else -1. An index of ops.
+  i32 added;
   bool scales;             // raw scores become natural logits here, with the soft cap
   bool diagonals_by_head;  // diagonal values depend on the head
   bool reads_kv_rows;

@@ -379,6 +379,15 @@ inline i32 ElementBits(BoolByte x) { return x.byte != 0 ? -1 : 0; }
 // less time than with the lanes of the next block in advance (8 against 1, 2 and 4 rows, too).
 constexpr i64 kRowsAhead = 8;
 
+// s[begin, end) = scale * s + element.
+template <class Isa, typename T>
+JAX_ATTN_INLINE void AddRow(const T* elements, float scale, i64 begin, i64 end, float* s) {
+  const auto factor = Isa::Set(scale);
+  for (i64 j = begin; j < end; j += Isa::kWidth) {
+    Isa::Store(s + j, Isa::Fma(Isa::Load(s + j), factor, Isa::Load(elements + j)));
+  }
+}
+
 // operand[indices of the lane] of n lanes, each index clamped, at the address that it returns:
 // `to`, or where they are in memory as they are. indices: one an axis.
 // last: where lanes of the row before were, and then where these are. Rows are equally far apart,
