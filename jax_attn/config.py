@@ -9,7 +9,8 @@ JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: none; default j
                          write, or rename, is not used: kernels are kept in memory then
 JAX_ATTN_CPU_ISA         instruction set of the CPU kernels: baseline, avx2, avx512, avx512_bf16,
                          amx or neon, for all work items; default: the best the machine has, and
-                         for items of few rows what is faster (JAX_ATTN_PRINT_CONFIG=1 names it)
+                         for items of few rows what tuning found to be faster
+                         (JAX_ATTN_PRINT_CONFIG=1 names it)
 JAX_ATTN_TUNING          file of `python -m jax_attn.tune`: the planner's numbers, and which
                          instruction sets, as measured on the processor at hand
 CUDA_HOME, CUDA_PATH     a CUDA toolkit, searched for NVRTC after the wheels of pip
