@@ -10,11 +10,6 @@
 
 namespace jax_attn {
 
-// Whether rows are decoded ahead of the products.
-constexpr __host__ __device__ bool DecodesRows(int format) {
-  return format != kPlainFormat && format != kE4m3Format;
-}
-
 // --- decode: eight bytes of codes at a time ---
 
 // A code is the high byte of an f16.
@@ -29,7 +24,8 @@ __device__ __forceinline__ uint4 DecodeE5m2(u32 low, u32 high) {
 template <int kDtype>
 __device__ __forceinline__ uint4 DecodeInt8(u32 low, u32 high, float scale) {
   using E = Element<kDtype>;
-  // With its highest bit flipped a code is n = code + 128, and 2^23 + n has the bits 0x4b000000 + n.
+  // With its highest bit flipped a code is n = code + 128, and 2^23 + n has the bits 0x4b000000 +
+  // n.
   const u32 flipped[2] = {low ^ 0x80808080u, high ^ 0x80808080u};
   float x[8];
 #pragma unroll
