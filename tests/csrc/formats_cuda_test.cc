@@ -55,7 +55,7 @@ struct Decoding {
     emulation::machine.Launch(1, kWarpSize, 1, [&] {
       if (threadIdx.x == 0) std::memcpy(smem + offsets.At(position), row.data(), row.size());
       __syncwarp();
-      DecodeRows<Decoding, kHeadDim, 1>(smem, offsets, position, smem + 1024);
+      DecodeRows<Decoding, kHeadDim, 1>(smem, offsets, position, threadIdx.x, smem + 1024);
     });
     const u16* got = reinterpret_cast<const u16*>(smem + 1024);
     for (int d = 0; d < kHeadDim; ++d) {
@@ -182,8 +182,10 @@ void RunFormat(std::string format) {
       "window, soft cap, odd sizes", 3);
   run(ShapeOf<48, 48, 5, 16, true, true, false>(),
       {.requests = mixed, .window_left = 50, .nan_values = true}, "NaN values", 4);
-  run(ShapeOf<64, 64, 4, 16, false, true, false>(),
-      {.requests = mixed, .infinite_values = true, .kv_split = 64}, "infinite values", 7);
+  if (kFormat != kE5m2Format) {  // where infinity becomes the largest number
+    run(ShapeOf<64, 64, 4, 16, false, true, false>(),
+        {.requests = mixed, .infinite_values = true, .kv_split = 64}, "infinite values", 7);
+  }
   run(ShapeOf<192, 128, 2, 4, false, true, false>(),
       {.requests = {{100, 300}, {64, 70}}, .kv_heads = 4}, "long chunk, pages of 4", 5);
   run(ShapeOf<256, 256, 3, 64, false, true, false>(),

@@ -368,14 +368,15 @@ class TilePath {
     __device__ __forceinline__ void CopyCodes(u32 slot, const char* pool) const {
       using Layout = CopyLayout<kHeadDim>;
       constexpr int kNumChunks = kSlice * Layout::kChunks;
-      const u32 to = slot + Warp() * (kSlice * (kSplitKv ? kCopyPitch : Layout::kPitch));
+      const int thread = Anew(threadIdx.x), lane = thread % kWarpSize;
+      const u32 to = slot + thread / kWarpSize * (kSlice * (kSplitKv ? kCopyPitch : Layout::kPitch));
       const char* head = pool + (v_slice_ >> 16 & 0x7fff) * Layout::kRowBytes;
       const int begin = v_slice_ >> 8 & 0xff, end = v_slice_ & 0xff;
       const u32 pitch = static_cast<u32>(p_.num_kv_heads) * Layout::kRowBytes;
 #pragma unroll
       for (int first = 0; first < kNumChunks; first += kWarpSize) {
-        const int row = (first + Lane()) / Layout::kChunks;
-        const int chunk = (first + Lane()) % Layout::kChunks;
+        const int row = (first + lane) / Layout::kChunks;
+        const int chunk = (first + lane) % Layout::kChunks;
         u32 pool_row = v_row_ + row;
         bool in_span = row >= begin && row < end;
         if constexpr (!kContiguous) {
@@ -534,13 +535,14 @@ class TilePath {
   template <int kHeadDim>
   __device__ __forceinline__ void DecodeSlice(int begin) {
     using Layout = CopyLayout<kHeadDim>;
-    const int first = Warp() * kSlice;  // row of the slice
+    const int thread = Anew(threadIdx.x);
+    const int first = thread / kWarpSize * kSlice;  // row of the slice
     const unsigned char* codes = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
                                  first * (kSplitKv ? kCopyPitch : Layout::kPitch);
     unsigned char* rows =
         shared_.decoded + first * (kSplitKv ? kMaxPitch : RowLayout<kHeadDim>::kPitch);
     const CodeRowOffsets<Layout> offsets(p_, Item().kv_head());
-    DecodeRows<Traits, kHeadDim, kSlice>(codes, offsets, begin + first, rows);
+    DecodeRows<Traits, kHeadDim, kSlice>(codes, offsets, begin + first, thread % kWarpSize, rows);
     SyncReaders();
   }
 

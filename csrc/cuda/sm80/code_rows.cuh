@@ -72,13 +72,13 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit, u
 template <class Traits, int kHeadDim, int kNumRows>
 __device__ __forceinline__ void DecodeRows(
     const unsigned char* codes,
-    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
+    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position, int lane,
     unsigned char* to) {
   using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
   static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
   constexpr int kUnits = Layout::kCodeBytes / 8;
 #pragma unroll 2
-  for (int i = threadIdx.x % kWarpSize; i < kNumRows * kUnits; i += kWarpSize) {
+  for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
     const int row = i / kUnits, unit = i % kUnits;
     DecodeUnit<Traits, kHeadDim>(codes + row * Layout::kPitch + offsets.At(position + row), unit,
                                  to + row * RowLayout<kHeadDim>::kPitch);
