@@ -119,11 +119,11 @@ void TestToE5m2() {
 // --- attention ---
 
 // RunCase, and: on the same plan the bits that plain pages of the decoded numbers give.
-template <class Shape, int kFormat>
+template <class Kernel, class Shape, int kFormat>
 void RunCodes(const Case& c, unsigned seed) {
-  using Traits = Sm80Kernel::Traits<CodesOf<Shape, kFormat>>;
-  using PlainTraits = Sm80Kernel::Traits<Shape>;
-  RunCase<Sm80Kernel, CodesOf<Shape, kFormat>>(c, seed);
+  using Traits = typename Kernel::template Traits<CodesOf<Shape, kFormat>>;
+  using PlainTraits = typename Kernel::template Traits<Shape>;
+  RunCase<Kernel, CodesOf<Shape, kFormat>>(c, seed);
   std::mt19937 random(seed);
   AttentionProblem problem = MakeProblem<Traits>(c);
   Batch b = MakeBatch<Traits>(c, problem.spec, random);
@@ -168,7 +168,7 @@ void RunFormat(std::string format) {
   const auto run = [&](auto shape, Case c, const char* name, unsigned seed) {
     const std::string full = format + ", " + name;
     c.name = full.c_str();
-    RunCodes<decltype(shape), kFormat>(c, seed);
+    RunCodes<Sm80Kernel, decltype(shape), kFormat>(c, seed);
   };
   const std::vector<Request> decode = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {1, 65}, {2, 300}};
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}};
@@ -192,8 +192,14 @@ void RunFormat(std::string format) {
       {.requests = {{1, 300}, {50, 130}}, .num_ctas = 2}, "head_dim 256", 6);
   run(ShapeOf<128, 64, 2, 1, false, true, false>(),
       {.requests = {{1, 300}, {50, 130}}, .kv_heads = 16}, "pages of 1", 8);
-  run(ShapeOf<64, 64, 4, 16, false, true, false>(),
-      {.requests = kForest, .prefix = 256, .half_prefix = 64}, "shared prefixes", 10);
+  const std::string shared = format + ", shared prefixes, fixed split";
+  RunCodes<OneHeightKernel, ShapeOf<64, 64, 4, 16, false, true, false>, kFormat>(
+      {.name = shared.c_str(),
+       .requests = kForest,
+       .kv_split = 64,
+       .prefix = 256,
+       .half_prefix = 64},
+      10);
 }
 
 }  // namespace
