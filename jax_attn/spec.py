@@ -43,11 +43,11 @@ class AttentionSpec:
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
         kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
-            float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes
-            k_new and v_new in dtype. An element of float8 stands for its value times the k_scale or
-            v_scale of its head. int8 and mxfp4 have scales of their own, which append_kv makes, and
-            pages of bytes whose shape kv_shapes says. On CUDA: a 16-bit dtype, and head dims that
-            are multiples of 16.
+            float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes k_new and v_new
+            in dtype. An element of float8 stands for its value times the k_scale or v_scale of its
+            head. int8 and mxfp4 have scales of their own, which append_kv makes, and pages of bytes
+            whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16,
+            and of int8 and mxfp4 pages that are multiples of 16 bytes.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
     Logits
         sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). With mla it is required:

@@ -369,7 +369,8 @@ class TilePath {
       using Layout = CopyLayout<kHeadDim>;
       constexpr int kNumChunks = kSlice * Layout::kChunks;
       const int thread = Anew(threadIdx.x), lane = thread % kWarpSize;
-      const u32 to = slot + thread / kWarpSize * (kSlice * (kSplitKv ? kCopyPitch : Layout::kPitch));
+      const u32 to =
+          slot + thread / kWarpSize * (kSlice * (kSplitKv ? kCopyPitch : Layout::kPitch));
       const char* head = pool + (v_slice_ >> 16 & 0x7fff) * Layout::kRowBytes;
       const int begin = v_slice_ >> 8 & 0xff, end = v_slice_ & 0xff;
       const u32 pitch = static_cast<u32>(p_.num_kv_heads) * Layout::kRowBytes;

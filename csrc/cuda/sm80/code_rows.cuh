@@ -72,8 +72,8 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit, u
 template <class Traits, int kHeadDim, int kNumRows>
 __device__ __forceinline__ void DecodeRows(
     const unsigned char* codes,
-    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position, int lane,
-    unsigned char* to) {
+    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
+    int lane, unsigned char* to) {
   using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
   static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
   constexpr int kUnits = Layout::kCodeBytes / 8;
