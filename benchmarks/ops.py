@@ -15,13 +15,18 @@ import jax_attn as ja
 from benchmarks import timing
 from benchmarks.report import Ceilings, Row
 from benchmarks.workloads import READ_BYTES, Workload
-from jax_attn import _core
+from jax_attn import _core, reference
 
 # Data sets that take turns must outgrow the last-level cache several times (60 MB on an H200), or
 # repeated calls would read that instead of memory.
 ROTATE_BYTES = 256 << 20
 MLA_SCALE = (128 + 64) ** -0.5  # DeepSeek-V3's heads, before absorption
 NOMINAL = Ceilings(bytes_per_us=4e6, flops_per_us=3e8)  # only to choose the length of a chain
+
+
+KV_DTYPES = {"bf16": None, "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"} | {
+    name: name for name in ("int8", "mxfp4")
+}
 
 
 def on_gpu() -> bool:
@@ -73,7 +78,7 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
         "mla": workload.head_dim_latent is not None,
         "causal": workload.causal,
         "page_size": workload.page_size,
-        "kv_dtype": "float8_e4m3fn" if workload.kv_dtype == "e4m3" else None,
+        "kv_dtype": KV_DTYPES[workload.kv_dtype],
         "max_batch": workload.batch_size,
         "max_qo_tokens": workload.nnz_qo,
         "target": target,
@@ -172,9 +177,30 @@ def make_data(workload: Workload) -> AttentionData:
         (k,), v = normal((num_sets, w.num_pages, w.page_size, *row), seed=1), None
     else:
         k, v = normal((num_sets, w.num_pages, w.page_size, *row), 2, seed=1)
-    if w.kv_dtype == "e4m3":
-        k, v = (jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn), a) for a in (k, v))
+    if w.kv_dtype != "bf16":
+        k, v = (jax.tree.map(functools.partial(_codes, w.kv_dtype), a) for a in (k, v))
     return AttentionData(w, q, k, v, num_sets)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _codes(kv_dtype: str, x: jax.Array) -> jax.Array:
+    """Rows of a format of x: of normal data; of mxfp4 any codes with scales of 1/4."""
+    if kv_dtype == "int8":
+        scale = jnp.abs(x).max(axis=-1, keepdims=True).astype(jnp.float32) / 127
+        codes = jnp.round(x / scale).astype(jnp.int8)
+        return jnp.concatenate([codes, jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)], -1)
+    if kv_dtype == "mxfp4":
+        half = x.shape[-1] // 2
+        codes = jax.lax.bitcast_convert_type(x[..., :half], jnp.uint16).astype(jnp.uint8)
+        return jnp.concatenate([codes, jnp.full((*x.shape[:-1], half // 16), 125, jnp.uint8)], -1)
+    return x.astype(KV_DTYPES[kv_dtype])
+
+
+def _numbers(rows: jax.Array) -> jax.Array:
+    """What rows of codes stand for."""
+    if rows.dtype in (jnp.int8, jnp.uint8):
+        rows = jnp.asarray(reference.dequantize(np.asarray(rows), None, np.float32))
+    return rows.astype(jnp.float32)
 
 
 def attention_once(data: AttentionData, spec: Any, plan: Any) -> Callable[[], jax.Array]:
@@ -296,21 +322,21 @@ def relative_error(data: AttentionData, o: jax.Array) -> float:
         v, scale = k[..., : w.head_dim_latent], MLA_SCALE
     if layer is not None:
         k, v = k[layer], v[layer]
-    exact = _exact_rows(data.q[tokens], k, v, rows, visible, scale)
+    k, v = (_numbers(a.reshape(-1, *a.shape[-2:])[rows]) for a in (k, v))
+    exact = _exact_rows(data.q[tokens], k, v, visible, scale)
     difference = o[tokens].astype(jnp.float32) - exact
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))
 
 
 @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if on_gpu() else None)
-def _exact_rows(q: Any, k: Any, v: Any, rows: Any, visible: Any, scale: float) -> Any:
-    """q: [num_samples, num_qo_heads, head_dim]; rows: [num_samples, width], of k and v."""
+def _exact_rows(q: Any, k: Any, v: Any, visible: Any, scale: float) -> Any:
+    """q: [num_samples, num_qo_heads, head_dim]; k, v: [num_samples, width, num_kv_heads, ...]."""
     num_samples, num_qo_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
-    k, v = (a.reshape(-1, num_kv_heads, a.shape[-1])[rows].astype(jnp.float32) for a in (k, v))
     q = q.astype(jnp.float32).reshape(num_samples, num_kv_heads, -1, head_dim)
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.einsum("shgd,skhd->shgk", q, k, precision=highest) * scale
-    seen = jnp.arange(rows.shape[1]) < visible[:, None]
+    seen = jnp.arange(k.shape[1]) < visible[:, None]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf))
     o = jnp.einsum("shgk,skhd->shgd", weights, v, precision=highest)
     return o.reshape(num_samples, num_qo_heads, -1)

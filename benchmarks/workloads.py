@@ -37,7 +37,7 @@ class Workload:
     num_layers: int = 0  # step
     head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
     shared_len: int = 0  # leading tokens, whole pages, that all requests have in common
-    kv_dtype: str = "bf16"  # of k and v: or e4m3; all else is bf16
+    kv_dtype: str = "bf16"  # of k and v: or e4m3, e5m2, int8, mxfp4; all else is bf16
 
     @property
     def batch_size(self) -> int:
@@ -102,7 +102,9 @@ class Workload:
         """K and V, each read once."""
         columns = self.head_dim * (2 if self.head_dim_latent is None else 1)
         tokens = sum(self.kv_lens) - max(0, self.batch_size - 1) * self.shared_len
-        return tokens * self.num_kv_heads * columns * (1 if self.kv_dtype == "e4m3" else 2)
+        bits = {"bf16": 16, "mxfp4": 4}.get(self.kv_dtype, 8)
+        scales = {"int8": 4, "mxfp4": self.head_dim // 32}.get(self.kv_dtype, 0)
+        return tokens * self.num_kv_heads * (columns * bits // 8 + 2 * scales)
 
     @property
     def bytes(self) -> int:

@@ -60,6 +60,9 @@ static constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
                                            : 0);
 }
 
+// Whether CUDA kernels make rows of the spec's dtype of these codes before they multiply them.
+static constexpr bool DecodesRows(i64 code) { return code != kPlainFormat && code != kE4m3Format; }
+
 // Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
 // it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
 enum PlanFaultCode : i32 {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -42,11 +43,11 @@ class AttentionSpec:
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
         kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
-            and on a CPU float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes
-            k_new and v_new in dtype. An element of float8 stands for its value times the k_scale or
-            v_scale of its head. int8 and mxfp4 have scales of their own, which append_kv makes, and
-            pages of bytes whose shape kv_shapes says. On CUDA: a 16-bit dtype, and head dims that
-            are multiples of 16.
+            float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes k_new and v_new
+            in dtype. An element of float8 stands for its value times the k_scale or v_scale of its
+            head. int8 and mxfp4 have scales of their own, which append_kv makes, and pages of bytes
+            whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16,
+            and of int8 and mxfp4 pages that are multiples of 16 bytes.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
     Logits
         sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). With mla it is required:
@@ -264,21 +265,24 @@ class AttentionSpec:
             )
         if self.target == "cpu":
             return
-        if self.kv_dtype != _E4M3:
-            raise NotImplementedError(
-                f"AttentionSpec: kv_dtype: on CUDA {self.dtype}, as dtype, and {_E4M3} are"
-                f" supported, got {self.kv_dtype}, which is for target='cpu'."
-            )
         if self.dtype == "float32":
             raise NotImplementedError(
-                f"AttentionSpec: dtype: with kv_dtype={_E4M3!r} bfloat16 and float16 are supported"
-                " on CUDA, got float32."
+                f"AttentionSpec: dtype: with kv_dtype={self.kv_dtype!r} bfloat16 and float16 are"
+                " supported on CUDA, got float32."
             )
         for name in ("head_dim_qk", "head_dim_vo"):
             if getattr(self, name) % 16:
                 raise NotImplementedError(
-                    f"AttentionSpec: {name}: with kv_dtype={_E4M3!r} multiples of 16 are supported"
-                    f" on CUDA, got {getattr(self, name)}."
+                    f"AttentionSpec: {name}: with kv_dtype={self.kv_dtype!r} multiples of 16 are"
+                    f" supported on CUDA, got {getattr(self, name)}."
+                )
+        # Kernels copy vectors of 16 bytes, which hold parts of rows but whole pages.
+        for shape in self.kv_shapes(self.page_size or 1):
+            if not self.has_head_scales and shape is not None and math.prod(shape) % 16:
+                raise NotImplementedError(
+                    f"AttentionSpec: page_size: with kv_dtype={self.kv_dtype!r} pages of a multiple"
+                    f" of 16 bytes are supported on CUDA, got {math.prod(shape)} bytes with"
+                    f" page_size={self.page_size}; page_size=16 does with any heads."
                 )
 
     def _settle_storage(self, settle: Any) -> None:
@@ -482,7 +486,7 @@ class AttentionSpec:
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
             tuning.refuse_foreign_gpu(arch)
-            _tell_fallback(arch, _FORMATS.index(self.q_dtype))
+            _tell_fallback(arch, _FORMATS.index(self.q_dtype), _FORMATS.index(self.kv_dtype))
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -519,9 +523,9 @@ class AttentionSpec:
 
 
 @functools.cache
-def _tell_fallback(arch: int, q_format: int) -> None:
+def _tell_fallback(arch: int, q_format: int, kv_format: int) -> None:
     """Warns, once per architecture, that it runs a main loop that is not made for it."""
-    if sentence := _core.describe_fallback(arch, q_format):
+    if sentence := _core.describe_fallback(arch, q_format, kv_format):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 

@@ -1,7 +1,8 @@
-"""Formats of the paged cache on a CPU: what append_kv writes, and attention over it.
+"""Formats of the paged cache: what append_kv writes, and attention over it.
 
 Kernels decode rows of codes to the spec's dtype and then do what they do with plain pages. So
-attention over codes has the bits of attention over plain pages of what the codes stand for.
+attention over codes has the bits of attention over plain pages of what the codes stand for; on
+CUDA, where another kernel may run plain pages, tests/csrc/formats_cuda_test.cc compares the bits.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, build
-from backends import on_every_backend
+from backends import on_every_backend, on_every_platform
 from checking import assert_same_bits
 
 import jax_attn as ja
@@ -59,20 +60,21 @@ def awkward_rows(rng, num_rows, heads, dim):
     return x
 
 
+@on_every_platform
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_append_writes_what_the_reference_writes(kv_dtype, dtype):
+@pytest.mark.parametrize("value_dim", [40, 48])  # CUDA has multiples of 16
+def test_append_writes_what_the_reference_writes(kv_dtype, dtype, value_dim, backend):
     rng = np.random.default_rng(3)
-    case = Case("", (16,), (16,), num_qo_heads=2, head_dim_qk=128, head_dim_vo=40, num_layers=2)
-    spec = ja.AttentionSpec(
-        **(case.spec_fields() | {"kv_dtype": kv_dtype, "dtype": dtype}), target="cpu"
-    )
+    dims = {"head_dim_qk": 128, "head_dim_vo": value_dim}
+    case = Case("", (16,), (16,), num_qo_heads=2, num_layers=2, **dims)
+    spec = backend.spec(**(case.spec_fields() | {"kv_dtype": kv_dtype, "dtype": dtype}))
     lengths = build(case).lengths
     plan = ja.plan(spec, **lengths.plan_arguments())
     shapes = spec.kv_shapes(2, 4, 16)
     pages = [np.zeros(shape, spec.dtype_of_kv) for shape in shapes]
     k_new, v_new = (
-        awkward_rows(rng, spec.max_qo_tokens, 2, dim).astype(dtype) for dim in (128, 40)
+        awkward_rows(rng, spec.max_qo_tokens, 2, dim).astype(dtype) for dim in (128, value_dim)
     )
     scales = scales_of(kv_dtype, rng)
     got = jax.jit(ja.append_kv)(*pages, k_new, v_new, plan, layer=1, **scales)
@@ -92,14 +94,15 @@ def test_append_writes_what_the_reference_writes(kv_dtype, dtype):
         assert_same_bits("codes", rows[keep], want[keep])
 
 
+@on_every_platform
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_append_rounds_every_number_of_16_bits_to_the_nearest_code(kv_dtype, dtype):
+def test_append_rounds_every_number_of_16_bits_to_the_nearest_code(kv_dtype, dtype, backend):
     """Without scales, so that ties are met: they go to the even code."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(256, 2, 128)
     case = Case("", (256,), (256,), num_qo_heads=2, head_dim_qk=128, head_dim_vo=128)
     fields = case.spec_fields() | {"kv_dtype": kv_dtype, "dtype": dtype}
-    spec, lengths = ja.AttentionSpec(**fields, target="cpu"), build(case).lengths
+    spec, lengths = backend.spec(**fields), build(case).lengths
     plan = ja.plan(spec, **lengths.plan_arguments())
     pages = [np.zeros(shape, spec.dtype_of_kv) for shape in spec.kv_shapes(24, 16)]
     rows = np.pad(numbers, ((0, spec.max_qo_tokens - 256), (0, 0), (0, 0)))
@@ -112,12 +115,13 @@ def test_append_rounds_every_number_of_16_bits_to_the_nearest_code(kv_dtype, dty
     assert_same_bits("codes", got[~nan], want[~nan])
 
 
+@on_every_platform
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_append_rotated_writes_what_append_kv_writes(kv_dtype):
+def test_append_rotated_writes_what_append_kv_writes(kv_dtype, backend):
     rng = np.random.default_rng(4)
     case = Case("", (5, 1), (40, 17), num_qo_heads=4, dtype="bfloat16", kv_dtype=None)
     fields = case.spec_fields() | {"kv_dtype": kv_dtype}
-    spec, lengths = ja.AttentionSpec(**fields, target="cpu"), build(case).lengths
+    spec, lengths = backend.spec(**fields), build(case).lengths
     plan = ja.plan(spec, **lengths.plan_arguments())
     tokens = spec.max_qo_tokens
     qkv = rng.normal(size=(tokens, 8 * 64)).astype(jnp.bfloat16)
@@ -125,7 +129,7 @@ def test_append_rotated_writes_what_append_kv_writes(kv_dtype):
     pages = [np.zeros(shape, spec.dtype_of_kv) for shape in spec.kv_shapes(12, 16)]
     scales = scales_of(kv_dtype, rng)
     _, *got = ja.append_rotated(qkv, np.cos(angle), np.sin(angle), *pages, plan, **scales)
-    plain = ja.AttentionSpec(**(fields | {"kv_dtype": None}), target="cpu")
+    plain = backend.spec(**(fields | {"kv_dtype": None}))
     plain_plan = ja.plan(plain, **lengths.plan_arguments())
     plain_pages = [jnp.zeros(shape, plain.dtype) for shape in plain.kv_shapes(12, 16)]
     _, *want = ja.append_rotated(qkv, np.cos(angle), np.sin(angle), *plain_pages, plain_plan)
@@ -166,6 +170,8 @@ CASES = (
     Case("mixed"),
     Case("page_1", page_size=1, window_left=20, sinks=True),
     Case("page_5", page_size=5, logits_soft_cap=3.0, head_dim_qk=80, head_dim_vo=40),
+    Case("page_8", page_size=8, logits_soft_cap=3.0, head_dim_qk=80, head_dim_vo=48),
+    Case("full", causal=False, head_dim_qk=256, schedule="fixed_split", kv_split=128),
     Case("decode", (1,) * 5, (0, 1, 129, 300, 17), head_dim_qk=128, num_layers=2),
     Case("heads", (1, 2), (200, 77), num_qo_heads=24, num_kv_heads=24, page_size=16),
     Case("prefill", (150, 3), (150, 140), num_qo_heads=8, num_kv_heads=1, causal=False),
@@ -185,18 +191,27 @@ def attend(spec, batch, k, v, **more):
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backend):
-    if backend.platform != "cpu":
-        pytest.skip("kv_dtype on CUDA: float8_e4m3fn alone")
-    dtype = {"page_5": "float16", "prefill": "float32"}.get(case.name, "bfloat16")
+    names = {"page_5": "float16", "page_8": "float16", "prefill": "float32"}
+    dtype = names.get(case.name, "bfloat16")
     case = dataclasses.replace(case, dtype=dtype, contents=("normal",))
     batch = build(case)
     codes = [encoded(pages, kv_dtype) for pages in (batch.k, batch.v)]
     plain = [decoded(pages, dtype) for pages in codes]
+    spec = backend.spec(**(case.spec_fields() | {"kv_dtype": kv_dtype}))
     want = attend(backend.spec(**case.spec_fields()), batch, *plain)
-    got = attend(backend.spec(**(case.spec_fields() | {"kv_dtype": kv_dtype})), batch, *codes)
+    got = attend(spec, batch, *codes)
     assert np.isfinite(np.float32(got[0])).all() and np.abs(np.float32(got[0])).max() > 0.1
-    assert_same_bits("o", got[0], want[0])
-    assert_same_bits("lse", got[1], want[1])
+    if backend.platform == "cpu":
+        assert_same_bits("o", got[0], want[0])
+        assert_same_bits("lse", got[1], want[1])
+        return
+    # Both have q . k in f32, weights of 16 bits, and round o once.
+    bits = {"bfloat16": 8, "float16": 11}[dtype]
+    largest = np.abs(np.float32(want[0])).max()
+    np.testing.assert_allclose(
+        np.float32(got[0]), np.float32(want[0]), rtol=0, atol=4 * 2.0**-bits * largest
+    )
+    np.testing.assert_allclose(got[1], want[1], atol=1e-4)
 
 
 def all_codes(kv_dtype, dim):
@@ -294,8 +309,27 @@ def test_fresh_kv_is_what_append_leaves(case, kv_dtype):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"kv_dtype": "int8", "target": "sm_90"}, ("kv_dtype", "CUDA", "float8_e4m3fn", "int8")),
-        ({"kv_dtype": "float8_e5m2", "target": "sm_90"}, ("CUDA", "float8_e4m3fn", "e5m2")),
+        (
+            {"kv_dtype": "int8", "target": "sm_90", "page_size": 1},
+            ("page_size", "CUDA", "16 bytes", "int8", "got 136 bytes", "page_size=1"),
+        ),
+        (
+            {"kv_dtype": "mxfp4", "target": "sm_80", "dtype": "float32"},
+            ("dtype", "mxfp4", "CUDA", "got float32"),
+        ),
+        (
+            {"kv_dtype": "float8_e5m2", "target": "sm_90", "head_dim_vo": 40},
+            ("head_dim_vo", "float8_e5m2", "multiples of 16", "CUDA", "got 40"),
+        ),
+        (
+            {"kv_dtype": "int8", "fresh_kv": True, "target": "sm_90"},
+            ("fresh_kv", "CPU", "int8", "append"),
+        ),
+        (
+            {"kv_dtype": "mxfp4", "mla": True, "sm_scale": 0.1, "num_kv_heads": 1}
+            | {"target": "sm_90", "head_dim_vo": 128, "head_dim_qk": 128},
+            ("kv_dtype", "mla=True", "mxfp4"),
+        ),
         ({"kv_dtype": "int4"}, ("kv_dtype", "float8_e4m3fn", "int8", "mxfp4", "got int4")),
         ({"kv_dtype": "mxfp4", "q_dtype": "mxfp4"}, ("q_dtype", "float8_e4m3fn", "mxfp4")),
         (

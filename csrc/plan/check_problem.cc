@@ -87,11 +87,15 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
   return Status::Ok();
 }
 
-// Formats that are read on CUDA, ragged, and paged on CPUs: each has those before it, too.
+// Formats that are read ragged, and paged: each has those before it, too.
 int64_t MaxFormat(const AttentionSpec& s) {
   if (s.mla) return kPlainFormat;
-  if (s.arch != 0) return kE4m3Format;
   return s.paged() ? kNumFormats - 1 : kE5m2Format;
+}
+
+// Pages of codes that CUDA kernels copy in vectors of 16 bytes are whole ones.
+bool HasWholeVectors(const AttentionSpec& s, int64_t head_dim) {
+  return s.page_size % 16 * (s.num_kv_heads % 16) * (s.kv_row_bytes(head_dim) % 16) % 16 == 0;
 }
 
 }  // namespace
@@ -138,6 +142,16 @@ Status CheckSpec(const AttentionSpec& s) {
   if (s.head_dim_vo % 8 != 0) return Refuse("head_dim_vo", "a multiple of 8", s.head_dim_vo);
   if (mla && s.head_dim_vo > s.head_dim_qk) {
     return Refuse("head_dim_vo", "at most head_dim_qk with mla", s.head_dim_vo);
+  }
+  if (!cpu && DecodesRows(s.kv_format)) {
+    if (s.dtype == kF32) return Refuse("dtype", "16 bits with codes on CUDA", s.dtype);
+    for (int64_t dim : {s.head_dim_qk, s.head_dim_vo}) {
+      if (dim % 16 != 0) return Refuse("head_dim", "a multiple of 16 with codes on CUDA", dim);
+      if (!HasWholeVectors(s, dim)) {
+        return Refuse("page_size", "pages of whole 16-byte vectors with codes on CUDA",
+                      s.page_size);
+      }
+    }
   }
   // As the kernels have them. Comparisons with NaN are false.
   constexpr double kMaxFloat = std::numeric_limits<float>::max();

@@ -46,9 +46,12 @@ constexpr const char* kOneHeight =
     "every batch";
 
 // Why the portable loop serves though a faster one could; null: it is the one there is.
-const char* NoOwnLoop(const CudaDevice& device, int64_t q_format) {
+const char* NoOwnLoop(const CudaDevice& device, int64_t q_format, int64_t kv_format) {
   if (q_format != kPlainFormat && device.main_loop == kHopper) {
     return "the one on wgmma takes keys and values of float8_e4m3fn, but not queries yet";
+  }
+  if (DecodesRows(kv_format) && device.main_loop == kHopper) {
+    return "the one on wgmma takes keys and values of float8_e4m3fn, but no other codes yet";
   }
   return device.no_own_loop;
 }
@@ -76,7 +79,7 @@ void SelectF32(Choice& c) {
 void SelectTensorCore(Choice& c) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
-  const char* why = NoOwnLoop(c.device, spec.q_format);
+  const char* why = NoOwnLoop(c.device, spec.q_format, spec.kv_format);
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
   // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
@@ -98,10 +101,18 @@ void SelectTensorCore(Choice& c) {
   } else {
     c.TakeTiles({prefill}, tiles.prefill_rows.why);
   }
-  // As many bytes in flight, whatever the type: head dims of 16-bit elements.
-  const int64_t half_words = spec.kv_row_bytes(LargerHeadDim(spec)) / 2;
-  c.config.num_stages = c.Take("num_stages", tiles.ring_slots, half_words);
-  c.config.num_ctas = c.Take("num_ctas", tiles.ctas, LargerHeadDim(spec));
+  const int64_t dim = LargerHeadDim(spec), row_bytes = spec.kv_row_bytes(dim);
+  if (DecodesRows(spec.kv_format)) {
+    const int64_t slots = tiles.ring_slots.At(dim) - 1;  // of 16-bit rows
+    c.config.num_stages = std::clamp<int64_t>(slots * 2 * dim / row_bytes, 2, 6);
+    c.Because("num_stages",
+              "the memory of the 16-bit ring: one slot of it has the step that is multiplied, the "
+              "others hold codes; beyond 6 nothing is gained");
+  } else {
+    // As many bytes in flight, whatever the type: head dims of 16-bit elements.
+    c.config.num_stages = c.Take("num_stages", tiles.ring_slots, row_bytes / 2);
+  }
+  c.config.num_ctas = c.Take("num_ctas", tiles.ctas, dim);
 }
 
 void SelectHopper(Choice& c) {
@@ -271,9 +282,9 @@ bool RunsHopperBackward(const AttentionProblem& problem) {
          (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
 }
 
-std::string DescribeFallback(int64_t arch, int64_t q_format) {
+std::string DescribeFallback(int64_t arch, int64_t q_format, int64_t kv_format) {
   const CudaDevice& device = FindCudaDevice(arch);
-  const char* why = NoOwnLoop(device, q_format);
+  const char* why = NoOwnLoop(device, q_format, kv_format);
   if (why == nullptr) return "";
   return "sm_" + std::to_string(arch) + " (" + device.name +
          "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " + why +
@@ -290,7 +301,8 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper && spec.q_format == kPlainFormat) {
+  } else if (c.device.main_loop == kHopper && spec.q_format == kPlainFormat &&
+             !DecodesRows(spec.kv_format)) {
     SelectHopper(c);
   } else {
     SelectTensorCore(c);

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     longest = "tokens of prompt and output together (what the model can)"
     add("--max-model-len", type=_positive, help=longest)
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
-    cache = "fp8 is float8_e4m3fn; int8, fp8_e5m2 and mxfp4 on a CPU: less memory (as --dtype)"
+    cache = "fp8 is float8_e4m3fn: less memory than --dtype (as --dtype)"
     add("--kv-cache-dtype", choices=[*KV_DTYPES], help=cache)
     generation = "auto: generation_config.json has the defaults of sampling (%(default)s)"
     add("--generation-config", choices=["auto", "none"], default="auto", help=generation)

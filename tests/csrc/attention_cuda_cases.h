@@ -10,6 +10,7 @@
 
 #include <string>
 
+#include "cpu/append.h"
 #include "cpu/attention.h"
 #include "cuda/common/types.cuh"
 #include "cuda/common/variant.cuh"
@@ -85,6 +86,12 @@ struct E4m3Of : Shape {
   static constexpr int kQFormat = kQ ? kE4m3Format : kPlainFormat, kKvFormat = kE4m3Format;
 };
 
+// Keys and values of another format.
+template <class Shape, int kFormat>
+struct CodesOf : Shape {
+  static constexpr int kKvFormat = kFormat;
+};
+
 // A block of kGroup query heads over a latent cache.
 template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kRight, bool kCap>
 struct MlaShapeOf : ShapeOf<kDimQk, kDimVo, kGroup, kPage, kLeft, kRight, kCap> {
@@ -98,11 +105,39 @@ std::vector<uint16_t> RandomBf16(size_t n, std::mt19937& random) {
   return x;
 }
 
-// Row `at` of an array, whose elements are bf16 or else e4m3.
-void PutRow(const std::vector<uint16_t>& row, int64_t format, int64_t at,
+// What append_kv makes of a row, heads of head_dim elements in bf16.
+void EncodeRowOnCpu(const std::vector<uint16_t>& row, int64_t format, int64_t head_dim, char* to) {
+  PlanHeader header = {};
+  header.batch_size = header.nnz_qo = 1;
+  const i32 one = 1, zero = 0, indptr[] = {0, 1};
+  AppendParams p = {};
+  p.header = &header;
+  p.k_new = row.data();
+  p.k_pages = to;
+  p.qo_indptr = p.page_indptr = indptr;
+  p.kv_lens = &one;
+  p.page_indices = &zero;
+  p.page_size = 1;
+  p.num_pages = 1;
+  p.kv_format = static_cast<i32>(format);
+  p.dtype = kBF16;
+  p.head_dim_qk = static_cast<i32>(head_dim);
+  p.num_kv_heads = static_cast<i32>(row.size() / head_dim);
+  p.k_row_bytes = p.num_kv_heads * CodeRowBytes(format, head_dim);
+  InlinePool pool;
+  AppendCpu(p, pool);
+}
+
+// Row `at` of an array, whose elements are bf16 or codes of heads of head_dim.
+void PutRow(const std::vector<uint16_t>& row, int64_t format, int64_t head_dim, int64_t at,
             std::vector<uint16_t>* array) {
   char* to = reinterpret_cast<char*>(array->data());
   const int64_t n = static_cast<int64_t>(row.size());
+  if (format > kE4m3Format) {
+    EncodeRowOnCpu(row, format, head_dim,
+                   to + at * (n / head_dim) * CodeRowBytes(format, head_dim));
+    return;
+  }
   for (int64_t i = 0; i < n; ++i) {
     if (format == kE4m3Format) {
       to[at * n + i] = static_cast<char>(FloatToE4m3(Bf16ToFloat(row[i])));
@@ -175,9 +210,9 @@ AttentionProblem MakeProblem(const Case& c) {
 // Host data of a batch, in the layout that kernels read.
 struct Batch {
   std::vector<int32_t> qo_indptr{0}, kv_lens, kv_indptr{0}, page_indices;
-  std::vector<uint16_t> q, k, v;                 // e4m3: two a word
+  std::vector<uint16_t> q, k, v;                 // or codes
   std::vector<uint16_t> k_new, v_new;            // with fresh_kv
-  std::vector<float> q_scale, k_scale, v_scale;  // of e4m3
+  std::vector<float> q_scale, k_scale, v_scale;  // of heads
   int64_t num_pages = 1;
 };
 
@@ -227,15 +262,15 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
       if (c.nan_values && middle) values[5] = 0x7fff;
       if (c.infinite_values && middle) values[5] = 0x7f80;
       if (c.infinite_values && (middle || late)) values[9] = 0xff80;
-      PutRow(k, spec.kv_format, at, &b.k);
-      PutRow(v, spec.kv_format, at, &b.v);
+      PutRow(k, spec.kv_format, spec.head_dim_qk, at, &b.k);
+      PutRow(v, spec.kv_format, spec.head_dim_vo, at, &b.v);
     }
   }
   b.q = Poisoned<uint16_t>(spec.max_qo_tokens * spec.num_qo_heads * Traits::kHeadDimQk);
   for (int64_t i = 0; i < b.qo_indptr.back(); ++i) {
     std::vector<uint16_t> q = RandomBf16(spec.num_qo_heads * Traits::kHeadDimQk, random);
     for (uint16_t& x : q) x &= c.low ? 0x7fff : 0xffff;
-    PutRow(q, spec.q_format, i, &b.q);
+    PutRow(q, spec.q_format, spec.head_dim_qk, i, &b.q);
   }
   const auto scales = [&](int64_t format, int64_t n) {
     std::vector<float> x(FormatOf(format).scale == kHeadScale ? n : 0);

@@ -6,16 +6,6 @@
 namespace jax_attn {
 namespace {
 
-// Sm80Kernel for fixed_split.
-struct OneHeightKernel : NoTensorMaps {
-  template <class Shape>
-  struct Traits : Sm80Kernel::Traits<Shape> {
-    static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0;
-  };
-  template <class Shape>
-  using Body = AttentionBody<Traits<Shape>>;
-};
-
 void RunFixedSplit() {
   RunCase<OneHeightKernel, ShapeOf<64, 64, 4, 16, false, true, false>>(
       {.name = "shared prefixes, fixed split",

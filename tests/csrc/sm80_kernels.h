@@ -20,6 +20,16 @@ struct Sm80Kernel : NoTensorMaps {
   using Body = AttentionBody<Traits<Shape>>;
 };
 
+// Sm80Kernel for fixed_split.
+struct OneHeightKernel : NoTensorMaps {
+  template <class Shape>
+  struct Traits : Sm80Kernel::Traits<Shape> {
+    static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0;
+  };
+  template <class Shape>
+  using Body = AttentionBody<Traits<Shape>>;
+};
+
 template <int kTheArch, int kSmall, int kTall, int kKv>
 struct Sm80MlaOf : NoTensorMaps {
   template <class Shape>

@@ -1,7 +1,7 @@
 // Writes the rows of k_new and v_new to their places in the page pools.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/codec.cuh"
 #include "cuda/common/header.cuh"
 
 namespace jax_attn {
@@ -53,11 +53,11 @@ struct AppendBody {
       const bool is_v = (task & tasks_log2) != 0;
       const i64 row = FindRow(p, plan.batch_size, token);
       if (row < 0) continue;
-      if constexpr (Traits::kKvFormat == kE4m3Format) {
+      if constexpr (Traits::kKvFormat != kPlainFormat) {
         if (is_v) {
-          QuantizeRow(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
+          WriteCodes(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
         } else {
-          QuantizeRow(p, p.k_pages, row, p.k_new, token, p.head_dim_qk, p.k_scale);
+          WriteCodes(p, p.k_pages, row, p.k_new, token, p.head_dim_qk, p.k_scale);
         }
         continue;
       }
@@ -81,6 +81,32 @@ struct AppendBody {
     }
   }
 
+  __device__ __forceinline__ static void WriteCodes(const AppendParams& p, void* pool, i64 row,
+                                                    const void* fresh, i64 token, int head_dim,
+                                                    const float* scales) {
+    if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale) {
+      QuantizeRow(p, pool, row, fresh, token, head_dim, scales);
+    } else {
+      EncodeHeads(p, pool, row, fresh, token, head_dim);
+    }
+  }
+
+  // One head after the other.
+  __device__ __forceinline__ static void EncodeHeads(const AppendParams& p, void* pool, i64 row,
+                                                     const void* fresh, i64 token, int head_dim) {
+    constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
+    const int first = threadIdx.x % kWarpSize * 8;
+    const i64 heads = p.num_kv_heads, row_bytes = CodeRowBytes(kFormat, head_dim);
+    const u16* from = static_cast<const u16*>(fresh) + token * heads * head_dim + first;
+    unsigned char* to = static_cast<unsigned char*>(pool) + row * heads * row_bytes;
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head, from += head_dim, to += row_bytes) {
+      float x[8] = {};
+      if (first < head_dim) EightElements<kDtype>(LoadConstant16(from), x);
+      EncodeRow<kFormat, kDtype>(x, head_dim, to);
+    }
+  }
+
   // 8 elements at a time, which are of one head.
   __device__ __forceinline__ static void QuantizeRow(const AppendParams& p, void* pool, i64 row,
                                                      const void* fresh, i64 token, int head_dim,
@@ -98,7 +124,7 @@ struct AppendBody {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float element = E::ToFloat(static_cast<u16>(pairs[j / 2] >> j % 2 * 16));
-        codes[j / 4] |= ToE4m3(element / scale) << j % 4 * 8;
+        codes[j / 4] |= ToCode<Traits::kKvFormat>(element / scale) << j % 4 * 8;
       }
       *reinterpret_cast<uint2*>(to + i) = make_uint2(codes[0], codes[1]);
     }

@@ -10,12 +10,23 @@ template <class Traits>
 struct AppendRotatedBody {
   static constexpr int kNumThreads = 256;
   static constexpr int kSmemBytes = 0;
-  static constexpr int kMinCtasPerSm = 8;  // 32 registers are enough
   static constexpr int kDtype = Traits::kDtype;
+  static constexpr bool kHasOwnScales =
+      Traits::kKvFormat != kPlainFormat && FormatOf(Traits::kKvFormat).scale != kHeadScale;
+  static constexpr int kMinCtasPerSm = kHasOwnScales ? 5 : 8;  // 48 or 32 registers are enough
 
+  __device__ __forceinline__ static void Run(const AppendParams& p) {
+    if constexpr (kHasOwnScales) {
+      RunHeads(p);
+    } else {
+      RunQuads(p);
+    }
+  }
+
+ private:
   // A thread has four neighbouring elements of a token, and with them the four that they pair with:
   // first those of q, then of k, then, without pairs, of v. A warp stays with one token.
-  __device__ __forceinline__ static void Run(const AppendParams& p) {
+  __device__ __forceinline__ static void RunQuads(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
     const HeaderCounts plan(p.header, p);
@@ -64,7 +75,65 @@ struct AppendRotatedBody {
     }
   }
 
- private:
+  // With scales of rows: a warp has one head of a token, a lane eight neighbouring elements.
+  __device__ __forceinline__ static void RunHeads(const AppendParams& p) {
+    const int lane = threadIdx.x % kWarpSize, first = 8 * lane;
+    const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
+    const HeaderCounts plan(p.header, p);
+    const int num_rotated = p.num_qo_heads + p.num_kv_heads;
+    const int num_heads = num_rotated + p.num_kv_heads;
+    const i64 row_dim = num_rotated * i64{p.head_dim_qk} + p.num_kv_heads * i64{p.head_dim_vo};
+    const i64 num_tasks = i64{plan.nnz_qo} * num_heads;
+    for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
+         task < num_tasks; task += num_warps) {
+      const int token = static_cast<int>(task / num_heads);
+      const int head = static_cast<int>(task % num_heads);
+      const bool is_v = head >= num_rotated;
+      const int head_dim = is_v ? p.head_dim_vo : p.head_dim_qk;
+      const i64 begin = token * row_dim + i64{Min(head, num_rotated)} * p.head_dim_qk +
+                        i64{Max(head - num_rotated, 0)} * p.head_dim_vo;
+      uint4 bits = {};
+      if (first < head_dim) bits = is_v ? Eight(p, begin + first) : Rotated(p, token, begin, first);
+      if (head < p.num_qo_heads) {
+        const i64 to = (i64{token} * p.num_qo_heads + head) * p.head_dim_qk + first;
+        if (first < head_dim) *reinterpret_cast<uint4*>(static_cast<u16*>(p.q) + to) = bits;
+        continue;
+      }
+      const i64 row = FindRow(p, plan.batch_size, token);
+      if (row < 0) continue;
+      float x[8];
+      EightElements<kDtype>(bits, x);
+      const i64 at = row * p.num_kv_heads + head - (is_v ? num_rotated : p.num_qo_heads);
+      EncodeRow<Traits::kKvFormat, kDtype>(
+          x, head_dim,
+          static_cast<unsigned char*>(is_v ? p.v_pages : p.k_pages) +
+              at * CodeRowBytes(Traits::kKvFormat, head_dim));
+    }
+  }
+  __device__ __forceinline__ static uint4 Eight(const AppendParams& p, i64 at) {
+    return LoadConstant16(static_cast<const u16*>(p.qkv) + at);
+  }
+  // Elements `first` and on of the head that begins at `begin`, rotated.
+  __device__ __forceinline__ static uint4 Rotated(const AppendParams& p, int token, i64 begin,
+                                                  int first) {
+    using E = Element<kDtype>;
+    const int half = p.head_dim_qk / 2;
+    const bool is_high = first >= half;
+    const int angle = is_high ? first - half : first;
+    float a[8], b[8], x[8];
+    EightElements<kDtype>(Eight(p, begin + angle), a);
+    EightElements<kDtype>(Eight(p, begin + angle + half), b);
+    const float* cos = p.cos + i64{token} * half + angle;
+    const float* sin = p.sin + i64{token} * half + angle;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float low = a[i] * cos[i] - b[i] * sin[i], high = b[i] * cos[i] + a[i] * sin[i];
+      x[i] = is_high ? high : low;
+    }
+    return make_uint4(E::Pack(x[0], x[1]), E::Pack(x[2], x[3]), E::Pack(x[4], x[5]),
+                      E::Pack(x[6], x[7]));
+  }
+
   using Bits = typename Choose<kDtype == kElementF32, uint4, uint2>::Type;  // of four elements
 
   struct Pair {
@@ -102,11 +171,11 @@ struct AppendRotatedBody {
 
   __device__ __forceinline__ static void StoreKeys(const AppendParams& p, i64 begin, int quad,
                                                    const Pair& pair) {
-    if constexpr (Traits::kKvFormat == kE4m3Format) {
+    if constexpr (Traits::kKvFormat != kPlainFormat) {
       const i64 at = begin + LowElement(p, quad);
       const float scale = Scale(p.k_scale, LowElement(p, quad) / p.head_dim_qk);
-      StoreCodes(p.k_pages, at, pair.low, scale);
-      StoreCodes(p.k_pages, at + p.head_dim_qk / 2, pair.high, scale);
+      StoreFour(p.k_pages, at, pair.low, scale);
+      StoreFour(p.k_pages, at + p.head_dim_qk / 2, pair.high, scale);
     } else {
       StorePair(p, p.k_pages, begin, quad, pair);
     }
@@ -115,8 +184,8 @@ struct AppendRotatedBody {
   // As they are, NaN as well.
   __device__ __forceinline__ static void StoreValues(const AppendParams& p, i64 at, int quad,
                                                      Bits bits) {
-    if constexpr (Traits::kKvFormat == kE4m3Format) {
-      StoreCodes(p.v_pages, at, Floats(bits), Scale(p.v_scale, quad * 4 / p.head_dim_vo));
+    if constexpr (Traits::kKvFormat != kPlainFormat) {
+      StoreFour(p.v_pages, at, Floats(bits), Scale(p.v_scale, quad * 4 / p.head_dim_vo));
     } else {
       static_cast<Bits*>(p.v_pages)[at / 4] = bits;
     }
@@ -127,14 +196,14 @@ struct AppendRotatedBody {
   }
 
   // Codes of x as it is in kDtype.
-  __device__ __forceinline__ static void StoreCodes(void* pool, i64 at, float4 x, float scale) {
+  __device__ __forceinline__ static void StoreFour(void* pool, i64 at, float4 x, float scale) {
     using E = Element<kDtype>;
     const u32 pairs[2] = {E::Pack(x.x, x.y), E::Pack(x.z, x.w)};
     u32 codes = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float element = E::ToFloat(static_cast<u16>(pairs[j / 2] >> j % 2 * 16));
-      codes |= ToE4m3(element / scale) << j * 8;
+      codes |= ToCode<Traits::kKvFormat>(element / scale) << j * 8;
     }
     static_cast<u32*>(pool)[at / 4] = codes;
   }

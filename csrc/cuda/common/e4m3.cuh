@@ -113,7 +113,7 @@ __device__ __forceinline__ float LogitScaleOfHead(const float* scales, int head)
 template <class Traits>
 __device__ __forceinline__ float WithValueScale(const AttentionParams& p, int kv_head,
                                                 float o_scale) {
-  if constexpr (Traits::kKvFormat == kE4m3Format) {
+  if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale) {
     if (p.v_scale != nullptr) return o_scale * p.v_scale[kv_head];
   }
   return o_scale;

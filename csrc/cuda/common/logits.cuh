@@ -386,10 +386,10 @@ class LogitStage {
   const float k_scale_;
 };
 
-// What the keys of an item are multiplied by: of e4m3, a scale of their head.
+// What the keys of an item are multiplied by: the scale of their head, where they have one.
 template <class Traits>
 __device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
-  if constexpr (Traits::kKvFormat == kE4m3Format)
+  if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale)
     return LogitScaleOfHead(p.k_scale, ItemRecord(p, index).kv_head());
   return 1.0f;
 }

@@ -222,15 +222,20 @@ struct KvPools {
   const char *k, *v;
 };
 
-template <class Traits, int kElementBytes>
-__device__ __forceinline__ KvPools FindPools(const AttentionParams& p, int layer) {
+template <class Traits, int kKRowBytes, int kVRowBytes>
+__device__ __forceinline__ KvPools FindPoolsOfRows(const AttentionParams& p, int layer) {
   KvPools pools = {static_cast<const char*>(p.k), static_cast<const char*>(p.v)};
   if (Traits::kPageSize > 0 && p.layer != nullptr) {
     const i64 rows_times_heads = layer * p.num_pages * (Traits::kPageSize * p.num_kv_heads);
-    pools.k += rows_times_heads * (Traits::kHeadDimQk * kElementBytes);
-    pools.v += rows_times_heads * (Traits::kHeadDimVo * kElementBytes);
+    pools.k += rows_times_heads * kKRowBytes;
+    pools.v += rows_times_heads * kVRowBytes;
   }
   return pools;
+}
+template <class Traits, int kElementBytes>
+__device__ __forceinline__ KvPools FindPools(const AttentionParams& p, int layer) {
+  return FindPoolsOfRows<Traits, Traits::kHeadDimQk * kElementBytes,
+                         Traits::kHeadDimVo * kElementBytes>(p, layer);
 }
 template <class Traits, int kElementBytes>
 __device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {

@@ -12,7 +12,7 @@
 // or batch and its bits depend on neither. What a step holds beyond the item's span is zero-filled,
 // never read, and masked.
 //
-// e4m3 keys and values: see e4m3.cuh.
+// e4m3 keys and values: see e4m3.cuh. Those of other codes: see code_rows.cuh.
 //
 // K and V rows run through one ring of slots, alternating, kSlots - 1 loads ahead of the arithmetic
 // and across the borders of items: while one item is finished, the next one's rows are on their
@@ -23,6 +23,7 @@
 #include "cuda/common/budget.cuh"
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
+#include "cuda/sm80/code_rows.cuh"
 #include "cuda/sm80/e4m3.cuh"
 #include "cuda/sm80/softmax.cuh"
 
@@ -37,7 +38,14 @@ class TilePath {
   using E = Element<Traits::kDtype>;
   using Stage = LogitStage<Traits>;
   static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
-  static constexpr int kKvBytes = kE4m3 ? 1 : E::kBytes;  // of an element
+  static constexpr bool kDecodes = DecodesRows(Traits::kKvFormat);
+  static constexpr bool kHeadScales = FormatOf(Traits::kKvFormat).scale == kHeadScale;
+  // Of one head's row of K or V in memory.
+  static constexpr int RowBytes(int head_dim) {
+    return Traits::kKvFormat == kPlainFormat
+               ? head_dim * E::kBytes
+               : static_cast<int>(CodeRowBytes(Traits::kKvFormat, head_dim));
+  }
   template <int kHeadDim>
   using KvLayout = typename Choose<kE4m3, E4m3RowLayout<kHeadDim>, RowLayout<kHeadDim>>::Type;
   // Rows of q, of K, and of V.
@@ -45,6 +53,10 @@ class TilePath {
                              RowLayout<Traits::kHeadDimQk>>::Type;
   using Kk = KvLayout<Traits::kHeadDimQk>;
   using Vo = KvLayout<Traits::kHeadDimVo>;
+  // Rows of K and of V as they come.
+  template <int kHeadDim>
+  using CopyLayout = typename Choose<kDecodes, CodeRowLayout<Traits::kKvFormat, kHeadDim>,
+                                     KvLayout<kHeadDim>>::Type;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -69,7 +81,9 @@ class TilePath {
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
 
   static constexpr int kMaxPitch = Max(Kk::kPitch, Vo::kPitch);
-  static constexpr int kSlotBytes = kStep * kMaxPitch;
+  static constexpr int kCopyPitch =
+      Max(CopyLayout<Traits::kHeadDimQk>::kPitch, CopyLayout<Traits::kHeadDimVo>::kPitch);
+  static constexpr int kSlotBytes = kStep * kCopyPitch;
   static constexpr int kQBytes = kTileQ * Qk::kPitch;
   static constexpr int kQVectors = CeilDiv(kTileQ * Qk::kChunks, kThreads);  // a thread
 
@@ -83,17 +97,26 @@ class TilePath {
   struct NoExchange {};
 
   // Factors of the logits of each warp's rows, see PutLogitScales; in registers they spill.
-  struct E4m3Scales {
+  struct HeadScales {
     float scales[kWarps][kWarpRows];
   };
   struct NoScales {};
 
-  struct Small : Choose<kE4m3, E4m3Scales, NoScales>::Type {
+  // The step that is multiplied, decoded.
+  struct DecodedStep {
+    alignas(16) unsigned char decoded[kStep * kMaxPitch];
+  };
+  struct NoDecodedStep {};
+  using Decoded = typename Choose<kDecodes, DecodedStep, NoDecodedStep>::Type;
+  static constexpr int kDecodedBytes = kDecodes ? static_cast<int>(sizeof(Decoded)) : 0;
+
+  struct Small : Choose<kHeadScales, HeadScales, NoScales>::Type {
     KvPools pools;
     VisibleSpan spans[kWarps];  // StepSpan of the item; registers are short in the main loop
     MergeScratch merge;
   };
-  static constexpr int kRingBudget = kBudget - kQBytes - static_cast<int>(sizeof(Small)) - 16;
+  static constexpr int kRingBudget =
+      kBudget - kQBytes - kDecodedBytes - static_cast<int>(sizeof(Small)) - 16;
   // Split q has a larger q and no exchange; it takes the slots that fit. Beyond 4 nothing is
   // gained, 2 is the least that overlaps loads and arithmetic.
   static constexpr int kSlots =
@@ -109,7 +132,7 @@ class TilePath {
                                                                  : 16;
   using Exchange = typename Choose<kSplitKv, ExchangeOf<kColumns>, NoExchange>::Type;
 
-  struct alignas(16) Shared {
+  struct alignas(16) Shared : Decoded {
     Small small;
     alignas(16) unsigned char q[kQBytes];
     unsigned char ring[kSlots * kSlotBytes];
@@ -154,7 +177,9 @@ class TilePath {
                    (4 * kSlots - 2 * kWarmUpSteps) % kSlots * kSlotBytes),
         q_vectors_{} {
     if (thread_ == 0) {
-      shared.small.pools = FindPools<Traits, kKvBytes>(p);
+      shared.small.pools =
+          FindPoolsOfRows<Traits, RowBytes(Traits::kHeadDimQk), RowBytes(Traits::kHeadDimVo)>(
+              p, LoadLayer<Traits>(p));
       shared.small.merge.counters = LaunchCounters(p);
     }
     __syncthreads();
@@ -283,8 +308,9 @@ class TilePath {
     template <int kHeadDim>
     __device__ __forceinline__ void CopySlice(u32 slot, const char* pool,
                                               const void* fresh_rows) const {
+      if constexpr (kDecodes) return CopyCodes<kHeadDim>(slot, pool);
       using Layout = KvLayout<kHeadDim>;
-      constexpr int kRowBytes = kHeadDim * kKvBytes;
+      constexpr int kRowBytes = RowBytes(kHeadDim);
       // Neighbouring lanes copy neighbouring chunks of a row, up to 256 bytes.
       constexpr int kWidth = PowerOfTwoDivisor(Layout::kChunks, 16);
       constexpr int kRowsPerCopy = kWarpSize / kWidth;
@@ -332,6 +358,41 @@ class TilePath {
             } else {
               CopyAsync16(to_chunk, from_chunk, valid);
             }
+          }
+        }
+      }
+    }
+
+    // The same of codes: neighbouring lanes copy neighbouring chunks, of all rows of the slice.
+    template <int kHeadDim>
+    __device__ __forceinline__ void CopyCodes(u32 slot, const char* pool) const {
+      using Layout = CopyLayout<kHeadDim>;
+      constexpr int kNumChunks = kSlice * Layout::kChunks;
+      const int thread = Anew(threadIdx.x), lane = thread % kWarpSize;
+      const u32 to =
+          slot + thread / kWarpSize * (kSlice * (kSplitKv ? kCopyPitch : Layout::kPitch));
+      const char* head = pool + (v_slice_ >> 16 & 0x7fff) * Layout::kRowBytes;
+      const int begin = v_slice_ >> 8 & 0xff, end = v_slice_ & 0xff;
+      const u32 pitch = static_cast<u32>(p_.num_kv_heads) * Layout::kRowBytes;
+#pragma unroll
+      for (int first = 0; first < kNumChunks; first += kWarpSize) {
+        const int row = (first + lane) / Layout::kChunks;
+        const int chunk = (first + lane) % Layout::kChunks;
+        u32 pool_row = v_row_ + row;
+        bool in_span = row >= begin && row < end;
+        if constexpr (!kContiguous) {
+          pool_row = __shfl_sync(kFullWarp, v_row_, row % kWarpSize);
+          in_span = pool_row != kNoRow;
+        }
+        const u64 at = reinterpret_cast<u64>(head + static_cast<u64>(pool_row) * pitch) / 16 * 16;
+        const char* from = reinterpret_cast<const char*>(at) + chunk * 16;
+        // The address of a copy that reads nothing still is one of the pool.
+        if (kNumChunks % kWarpSize == 0 || row < kSlice) {
+          const u32 to_chunk = to + row * Layout::kPitch + chunk * 16;
+          if constexpr (kSplitKv) {
+            CopyAsync16(to_chunk, in_span ? from : pool, in_span, EvictFirst());
+          } else {
+            CopyAsync16(to_chunk, in_span ? from : pool, in_span);
           }
         }
       }
@@ -460,6 +521,31 @@ class TilePath {
 
   // Where the tokens that a warp multiplies start within a slot.
   __device__ u32 WarpSliceOffset() const { return kSplitKv ? Warp() * (kSlice * kMaxPitch) : 0; }
+  // Rows of the step as they are multiplied, and those of the tokens of this warp.
+  __device__ __forceinline__ unsigned char* StepRows() const {
+    if constexpr (kDecodes) return shared_.decoded;
+    return shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
+  }
+  __device__ __forceinline__ u32 WarpRows() const {
+    if constexpr (kDecodes) return SharedAddress(shared_.decoded) + WarpSliceOffset();
+    return read_slot_ + WarpSliceOffset();
+  }
+
+  // The slice that this warp loaded of the step at kv position `begin`, which is in the slot that
+  // is read, becomes StepRows for all.
+  template <int kHeadDim>
+  __device__ __forceinline__ void DecodeSlice(int begin) {
+    using Layout = CopyLayout<kHeadDim>;
+    const int thread = Anew(threadIdx.x);
+    const int first = thread / kWarpSize * kSlice;  // row of the slice
+    const unsigned char* codes = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
+                                 first * (kSplitKv ? kCopyPitch : Layout::kPitch);
+    unsigned char* rows =
+        shared_.decoded + first * (kSplitKv ? kMaxPitch : RowLayout<kHeadDim>::kPitch);
+    const CodeRowOffsets<Layout> offsets(p_, Item().kv_head());
+    DecodeRows<Traits, kHeadDim, kSlice>(codes, offsets, begin + first, thread % kWarpSize, rows);
+    SyncReaders();
+  }
 
   __device__ __forceinline__ void LoadQFragment(u32 (&a)[4], int mt, int kk) const {
     if constexpr (kE4m3) {
@@ -493,7 +579,7 @@ class TilePath {
     // Positions are relative to Origin() here.
     __syncwarp();
     if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
-    if constexpr (kE4m3) PutLogitScales();
+    if constexpr (kHeadScales) PutLogitScales();
     __syncwarp();
     const int end_of_steps = EndOfSteps(Item()) - FirstStep(Item());
 #pragma unroll 1
@@ -514,14 +600,17 @@ class TilePath {
 
       if (pos == 0) ReceiveQ(q_fragments);
       NextLoad<true>(pos >= 0);
+      if constexpr (kDecodes) {
+        if (pos >= 0) DecodeSlice<Traits::kHeadDimQk>(Origin() + step_begin);
+      }
       Probabilities p = {};
       if (seen) {
         Tile s;
         MultiplyQk(q_fragments, s);
-        if constexpr (kE4m3) ScaleAtOnce(s);
+        if constexpr (kHeadScales) ScaleAtOnce(s);
         Logits().Apply(LogitLayout(FirstRow(), Lane()), Origin() + begin, seen_by_all, is_masked,
                        s);
-        if constexpr (kE4m3) {
+        if constexpr (kHeadScales) {
           const RowScales<kMTiles> scales = ExponentScales();
           UpdateMax<Traits>(scales, s, state);
           Exponentiate<Traits>(scales, s, state, p);
@@ -533,6 +622,9 @@ class TilePath {
       read_slot_ = NextSlot(read_slot_);
 
       NextLoad<false>(pos >= 0);
+      if constexpr (kDecodes) {
+        if (pos >= 0) DecodeSlice<Traits::kHeadDimVo>(Origin() + step_begin);
+      }
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && is_masked;
         if (pos >= 0 && (by_mask || (!seen_by_all && Item().qo_len() > 1))) {
@@ -570,7 +662,7 @@ class TilePath {
 
   // --- qk ---
 
-  // e4m3: what the scales of heads make of a row's products. They come before what is not linear,
+  // What the scales of heads make of a row's products. They come before what is not linear,
   // and a logit whose factor is not positive is complete before the maximum is taken. Else all of
   // the factor waits for the exponent, where large logits are not rounded.
   __device__ __forceinline__ void PutLogitScales() const {
@@ -625,10 +717,10 @@ class TilePath {
           LoadQFragment(a, mt, kk);
         }
       };
-      MultiplyE4m3Qk<Traits, kQkSteps, Kk::kPitch>(read_slot_ + WarpSliceOffset(), Lane(), load, s);
+      MultiplyE4m3Qk<Traits, kQkSteps, Kk::kPitch>(WarpRows(), Lane(), load, s);
       return;
     }
-    const u32 k = read_slot_ + WarpSliceOffset() + KMajorOffset(Qk::kPitch);
+    const u32 k = WarpRows() + KMajorOffset(Qk::kPitch);
 #pragma unroll
     for (int kk = 0; kk < kQkSteps; ++kk) {
       u32 a[kMTiles][4];
@@ -662,7 +754,7 @@ class TilePath {
   }
 
   __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
-    const u32 v = read_slot_ + WarpSliceOffset() + RowMajorOffset(Vo::kPitch);
+    const u32 v = WarpRows() + RowMajorOffset(Vo::kPitch);
     if constexpr (kE4m3) {
       MultiplyE4m3Pv<Traits, Vo::kPitch>(v, p, state.o);
       return;
@@ -686,8 +778,7 @@ class TilePath {
   // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one (every warp
   // looks at the tokens it loaded), the rows that see it get it here, and the value becomes 0.
   __device__ __forceinline__ void MendValues(int begin, bool seen, bool is_masked, State& state) {
-    unsigned char* step =
-        shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) + WarpSliceOffset();
+    unsigned char* step = StepRows() + WarpSliceOffset();
     unsigned char* slice = kSplitKv ? step : step + Warp() * (kSlice * Vo::kPitch);
     constexpr int kVectors = kSlice * Vo::kChunks;
     u32 not_finite = 0;
@@ -808,8 +899,10 @@ class TilePath {
         const i64 at = final ? map.Index(row) : partial_row + row;
         float o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
                                            {state.max_log2[mt][h], state.sum[mt][h]});
-        if constexpr (kE4m3) {
+        if constexpr (kHeadScales) {
           if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
+        }
+        if constexpr (kE4m3) {
           WriteE4m3Row<Traits>(p_, state.o[mt], h, Lane(), final, at, o_scale);
           continue;
         }
@@ -851,7 +944,7 @@ class TilePath {
       const RowState all = CombineRow(row, weights);
       float o_scale =
           WriteState<Traits>(p_, final, at, map.QoHead(row), first == 0 && part == 0, all);
-      if (kE4m3 && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
+      if (kHeadScales && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
 #pragma unroll 1
       for (int c = 4 * part; c < Min(kColumns, Traits::kHeadDimVo - first); c += 4 * kRowThreads) {
         float4 o = make_float4(0, 0, 0, 0);

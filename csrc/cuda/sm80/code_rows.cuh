@@ -1,0 +1,88 @@
+// Rows of codes in shared memory: they come as they are, by asynchronous copies of the 16-byte
+// vectors that hold them, and a step of them becomes rows of the kernel's 16-bit type, in the
+// layout of plain keys and values. All that multiplies them is what plain ones have, so the bits
+// are, too.
+#pragma once
+
+#include "cuda/common/codec.cuh"
+#include "cuda/sm80/softmax.cuh"
+
+namespace jax_attn {
+
+// A row begins anywhere in its first vector, unless rows are whole vectors.
+template <int kFormat, int kHeadDim>
+struct CodeRowLayout {
+  static constexpr int kRowBytes = static_cast<int>(CodeRowBytes(kFormat, kHeadDim));
+  static constexpr int kAlignment = PowerOfTwoDivisor(kRowBytes, 16);       // of rows in memory
+  static constexpr int kChunks = CeilDiv(kRowBytes + 16 - kAlignment, 16);  // of 16 bytes, copied
+  static constexpr int kPitch = 16 * (kChunks | 1);                         // bytes
+  static constexpr int kCodeBytes = kHeadDim * FormatOf(kFormat).bits / 8;
+};
+
+// What a layer's rows of one kv head have in common: where in a 16-byte vector the row of a kv
+// position begins. Pages are whole vectors.
+template <class Layout>
+class CodeRowOffsets {
+ public:
+  __device__ __forceinline__ CodeRowOffsets(const AttentionParams& p, int kv_head)
+      : head_bytes_(kv_head * Layout::kRowBytes),
+        token_bytes_(p.num_kv_heads * Layout::kRowBytes) {}
+  __device__ __forceinline__ int At(int position) const {
+    if constexpr (Layout::kAlignment == 16) return 0;
+    return (position * token_bytes_ + head_bytes_) & 15;
+  }
+
+ private:
+  u32 head_bytes_, token_bytes_;
+};
+
+// Four bytes from an address that is a multiple of kAlignment.
+template <int kAlignment>
+__device__ __forceinline__ u32 LoadCodes4(const unsigned char* from) {
+  if constexpr (kAlignment >= 4) return *reinterpret_cast<const u32*>(from);
+  const int shift = static_cast<int>(SharedAddress(from) % 4);
+  const u32* words = reinterpret_cast<const u32*>(from - shift);
+  return __byte_perm(words[0], words[1], 0x3210u + 0x1111u * static_cast<u32>(shift));
+}
+
+// Eight bytes of codes, the unit-th of a row, become elements of the row `to`.
+template <class Traits, int kHeadDim>
+__device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit, unsigned char* to) {
+  constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
+  using Layout = CodeRowLayout<kFormat, kHeadDim>;
+  const u32 low = LoadCodes4<Layout::kAlignment>(row + 8 * unit);
+  const u32 high = LoadCodes4<Layout::kAlignment>(row + 8 * unit + 4);
+  uint4* elements = reinterpret_cast<uint4*>(to);
+  if constexpr (kFormat == kMxfp4Format) {
+    constexpr int kBlock = FormatOf(kFormat).block;
+    const int block = unit / (kBlock / 16), begin = block * kBlock;
+    const int half = Min(kBlock, kHeadDim - begin) / 2;
+    uint4* first = elements + begin / 8 + unit % (kBlock / 16);
+    DecodeMxfp4<kDtype>(low, high, row[Layout::kCodeBytes + block], first[0], first[half / 8]);
+  } else if constexpr (kFormat == kInt8Format) {
+    const float scale = *reinterpret_cast<const float*>(row + Layout::kCodeBytes);
+    elements[unit] = DecodeInt8<kDtype>(low, high, scale);
+  } else {
+    static_assert(kFormat == kE5m2Format, "a format of codec.cuh");
+    elements[unit] = DecodeE5m2<kDtype>(low, high);
+  }
+}
+
+// Decodes num_rows rows, that of kv position `position` first, by a warp.
+template <class Traits, int kHeadDim, int kNumRows>
+__device__ __forceinline__ void DecodeRows(
+    const unsigned char* codes,
+    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
+    int lane, unsigned char* to) {
+  using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
+  static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
+  constexpr int kUnits = Layout::kCodeBytes / 8;
+#pragma unroll 2
+  for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
+    const int row = i / kUnits, unit = i % kUnits;
+    DecodeUnit<Traits, kHeadDim>(codes + row * Layout::kPitch + offsets.At(position + row), unit,
+                                 to + row * RowLayout<kHeadDim>::kPitch);
+  }
+}
+
+}  // namespace jax_attn
