@@ -55,7 +55,7 @@ struct Decoding {
     emulation::machine.Launch(1, kWarpSize, 1, [&] {
       if (threadIdx.x == 0) std::memcpy(smem + offsets.At(position), row.data(), row.size());
       __syncwarp();
-      DecodeRows<Decoding, kHeadDim, 1>(smem, offsets, position, threadIdx.x, smem + 1024);
+      DecodeCodeRows<Decoding, kHeadDim, 1>(smem, offsets, position, threadIdx.x, smem + 1024);
     });
     const u16* got = reinterpret_cast<const u16*>(smem + 1024);
     for (int d = 0; d < kHeadDim; ++d) {

@@ -543,7 +543,8 @@ class TilePath {
     unsigned char* rows =
         shared_.decoded + first * (kSplitKv ? kMaxPitch : RowLayout<kHeadDim>::kPitch);
     const CodeRowOffsets<Layout> offsets(p_, Item().kv_head());
-    DecodeRows<Traits, kHeadDim, kSlice>(codes, offsets, begin + first, thread % kWarpSize, rows);
+    DecodeCodeRows<Traits, kHeadDim, kSlice>(codes, offsets, begin + first, thread % kWarpSize,
+                                             rows);
     SyncReaders();
   }
 

@@ -70,7 +70,7 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit, u
 
 // Decodes num_rows rows, that of kv position `position` first, by a warp.
 template <class Traits, int kHeadDim, int kNumRows>
-__device__ __forceinline__ void DecodeRows(
+__device__ __forceinline__ void DecodeCodeRows(
     const unsigned char* codes,
     const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
     int lane, unsigned char* to) {
