@@ -106,10 +106,18 @@ class Call:
     """One batch with the numbers that are in use now: planned, compiled, run.
 
     spec: what the planner reckoned with. run: waits for the result.
+    calls: of attention, one after the other, in a run.
     """
 
-    def __init__(self, batch: Batch, head_dim: int, dtype: str, kv_dtype: str | None = None):
-        self.batch = batch
+    def __init__(
+        self,
+        batch: Batch,
+        head_dim: int,
+        dtype: str,
+        kv_dtype: str | None = None,
+        calls: int = 1,
+    ):
+        self.batch, self.calls = batch, calls
         pages = [-(-kv_len // _PAGE_SIZE) for kv_len in batch.kv_lens]
         self.spec = ja.AttentionSpec(
             batch.num_qo_heads,
@@ -142,7 +150,6 @@ class Call:
             if shape is not None
         ]
         self._arguments = jax.device_put((q, *kv, plan))
-        self.calls = 1
         self._compile()
 
     def _compile(self) -> None:
@@ -188,6 +195,7 @@ class _Search:
         self.found = found  # of all kernels so far
         self._effort = effort
         self._dtype, self._kv_dtype = dtype, kv_dtype
+        self._num_calls: dict[Batch, int] = {}
         self.name = kv_dtype or dtype
         self._calls = {batch: self._call(batch) for batch in effort.batches}
         config = self._calls[effort.batches[0]].spec.kernel_config
@@ -200,9 +208,11 @@ class _Search:
         self._fields = {name: config[name] for name in ("min_chunk", "item_cost", "split_cost")}
 
     def _call(self, batch: Batch) -> Call:
-        call = Call(batch, self._effort.head_dim, self._dtype, self._kv_dtype)
-        if self.found.device.arch:
+        known = self._num_calls.get(batch)
+        call = Call(batch, self._effort.head_dim, self._dtype, self._kv_dtype, known or 1)
+        if known is None and self.found.device.arch:
             call.lengthen(2e-3)
+        self._num_calls[batch] = call.calls
         return call
 
     def run(self) -> None:

@@ -528,8 +528,10 @@ def test_checkpoint(backend):
     got, want = (
         jax.jit(jax.grad(f, of))(*qkv, traced["bias"]) for f in (jax.checkpoint(loss), loss)
     )
+    # On a GPU XLA takes the products that it times as the fastest, not the same ones each time.
+    atol = 1e-6 if backend == "cuda" else 0
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
 def test_gradients_of_a_bias_have_the_same_bits_again():
