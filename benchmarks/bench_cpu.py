@@ -36,6 +36,7 @@ from benchmarks.variant_functions import (
     soft_cap_of,
     t5_bias,
 )
+from jax_attn import reference
 
 try:
     import torch
@@ -45,6 +46,7 @@ except ImportError:  # a peer, not a dependency
 RESULT = Path(__file__).with_name("results") / "cpu.json"
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decode
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4")
 PREFILL_HEADS = 8
 REST_S = 0.02  # OpenMP and XLA threads spin for some milliseconds before they sleep
 CACHE_BYTES = 96 << 20  # more than a last-level cache holds
@@ -169,6 +171,21 @@ def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], fl
     return name, with_torch(runs, q, k, v, False), k.nbytes + v.nbytes, flops
 
 
+def decode_format(dtype: str, batch: int, length: int, kv_dtype: str) -> tuple[Any, ...]:
+    """Decodes over a cache of another format, beside those of the dtype."""
+    tables = np.split(np.random.default_rng(0).permutation(batch * length // PAGE_SIZE), batch)
+    runs = {
+        "ours": _paged_decode(dtype, tables, [length] * batch, kv_dtype=kv_dtype),
+        f"ours, {dtype}": _paged_decode(dtype, tables, [length] * batch),
+    }
+    spec = ja.AttentionSpec(1, 1, HEAD_DIM, kv_dtype=kv_dtype, max_kv_pages=1, target="cpu")
+    row_bytes = spec.kv_shapes()[0][-1] * jnp.dtype(spec.dtype_of_kv).itemsize
+    num_rows = batch * length * NUM_KV_HEADS
+    flops = 4 * batch * length * NUM_QO_HEADS * HEAD_DIM
+    name = f"cpu/decode/{batch}x{length}/32-8/d128/{dtype}/page16/{kv_dtype}"
+    return name, runs, 2 * num_rows * row_bytes, flops
+
+
 def _paged_decode(
     dtype: str, tables: list[np.ndarray], lengths: list[int], **options: Any
 ) -> Callable[[], Any]:
@@ -176,8 +193,11 @@ def _paged_decode(
     batch, num_pages = len(lengths), 1 + max(int(table.max()) for table in tables)
     keys = jax.random.split(jax.random.key(3), 3)
     q = jax.random.normal(keys[0], (batch, NUM_QO_HEADS, HEAD_DIM), dtype)
+    kv_dtype = options.get("kv_dtype")
     pool = (num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
     k, v = (jax.random.normal(key, pool, dtype) for key in keys[1:])
+    if kv_dtype is not None:
+        k, v = (jnp.asarray(reference.quantize(np.asarray(x), None, kv_dtype)) for x in (k, v))
     page_indptr = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     spec = ja.AttentionSpec(
         NUM_QO_HEADS,
@@ -488,6 +508,7 @@ def main() -> None:
         for dtype in ("float32", "bfloat16")
         for make, shapes in (
             (decode, [(1, 16384), (8, 2048)]),
+            (decode_format, [(8, 2048, kv) for kv in FORMATS if dtype == "bfloat16"]),
             (shared_prefix, [(32, 4096, 128)]),
             (skewed, [(16, 1024)]),
             (
