@@ -35,7 +35,7 @@ if [[ ! -d $site/jaxlib ]]; then
     --abi cp311 --abi abi3 --abi none "${platforms[@]}" -d "$build/wheels" \
     "jax==$version" "jaxlib==$version" 'pytest>=8,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' \
     || missing "no wheels of jaxlib for aarch64"
-  for wheel in "$build"/wheels/*.whl; do unzip -qo "$wheel" -d "$site"; done
+  for wheel in "$build"/wheels/*.whl; do "$host/python" -m zipfile -e "$wheel" "$site"; done
 fi
 
 # The headers are that Python's; nothing is linked to it.
