@@ -43,14 +43,14 @@ class Batch:
     num_kv_heads: int = 8
     causal: bool = True
 
-    @property
-    def decodes(self) -> bool:
-        return max(self.qo_lens) == 1
-
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is measured. seconds: of timing two numbers against each other on one batch."""
+    """How much is measured.
+
+    batches: the first is of decodes alone. seconds: of timing two numbers against each other on
+        one batch.
+    """
 
     head_dim: int
     batches: tuple[Batch, ...]
@@ -206,6 +206,9 @@ class _Search:
                 "_e4m3" if kv_dtype else ""
             )
         self._fields = {name: config[name] for name in ("min_chunk", "item_cost", "split_cost")}
+        if found.device.arch == 0:
+            threads = self._calls[effort.batches[0]].spec.problem.spec["num_processors"]
+            self._fields["decode_queues"] = config["num_ctas"] // threads
 
     def _call(self, batch: Batch) -> Call:
         known = self._num_calls.get(batch)

@@ -235,7 +235,7 @@ def test_the_program_takes_what_gains_twice(monkeypatch, tmp_path, capsys):
     assert found.numbers == {"bfloat16.item_cost": 32, "float32.item_cost": 32}
     assert [row["batch"] for row in found.measured] == ["decodes", "a chunk"] * 2
     out = capsys.readouterr().out
-    assert "item_cost 16" in out and "taken" in out
+    assert "item_cost 16" in out and "decode_queues 8" in out and "taken" in out
     path = tmp_path / "tuning.json"
     found.write(path)
     assert tuning.read(str(path)) == found
