@@ -6,11 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
-import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,18 +18,19 @@ from types import FrameType
 import jax
 
 try:
-    import uvicorn
+    import uvicorn  # noqa: F401
     from tqdm import tqdm
 except ModuleNotFoundError:
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
 from jax_attn import models
-from jax_attn.serve import auth
-from jax_attn.serve.connection import Connection
+from jax_attn.serve import auth, http_process
+from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.device import Device
 from jax_attn.serve.draft_model import have_same_tokens
 from jax_attn.serve.embedder import Embedder
 from jax_attn.serve.engine_config import device_config
+from jax_attn.serve.http_server import HttpConfig, HttpServer, spare_the_collector
 from jax_attn.serve.options import engine_config, key_limits, num_devices, parse
 from jax_attn.serve.processes import Processes, ProcessesError
 from jax_attn.serve.replay import follow
@@ -41,46 +39,9 @@ from jax_attn.serve.sizing import bytes_of_page, choose_num_pages, make_engine
 
 log = logging.getLogger("jax_attn.serve")
 
-_MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
-_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
-_ACCEPTS = 64  # of them at a time, 10 ms, in which no stream goes on
-_OTHER_FILES = 128  # than connections
-_MAX_FILES = 65536  # open ones; many a shell allows 1,024, fewer than the queue has clients
-
-
-class _Uvicorn(uvicorn.Server):
-    """Drains at the first signal, gives up at the second, and returns after either."""
-
-    def __init__(self, config: uvicorn.Config, on_drain: Callable[[], None]):
-        super().__init__(config)
-        self._on_drain = on_drain
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for server in self.servers:
-            for listener in server.sockets:
-                with listener.dup() as same:
-                    same.listen(_BACKLOG)  # asyncio makes one number of both
-
-    def stop(self) -> None:
-        """From any thread. What is being answered is answered first."""
-        self.should_exit = True
-
-    def leave(self) -> None:
-        """What the first signal does, and nothing if it has come. From any thread."""
-        if not self.should_exit:
-            self._on_drain()
-            self.should_exit = True
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Without super(), which would raise the signal again after the drain.
-        self._on_drain()
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
 
 def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=http_process.LOG_FORMAT)
     try:
         args = parse(argv, __doc__)
     except ProcessesError as error:
@@ -165,47 +126,36 @@ def _serve(args: argparse.Namespace) -> int:
             allowed_origins=tuple(args.allow_origin),
             access_log=args.access_log,
         )
-        app = create_app(engine, model, config, embedding)
+        http = HttpConfig(args.host, args.port, args.max_connections, args.drain_seconds)
+        if not (keys or operator_keys) and not auth.is_loopback(args.host):
+            log.warning(
+                "anyone who can reach %s can use this server; see --api-key-file", args.host
+            )
+        if engine is None or embedding is not None:
+            server = HttpServer(create_app(engine, model, config, embedding), http)
+            return _serve_here(server, engine, embedding)
     except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
-    if not (keys or operator_keys) and not auth.is_loopback(args.host):
-        log.warning("anyone who can reach %s can use this server; see --api-key-file", args.host)
-    connection = _limited_connection(args.max_connections, _allow_many_connections())
-    server = _Uvicorn(
-        uvicorn.Config(
-            app,
-            host=args.host,
-            port=args.port,
-            backlog=_ACCEPTS,
-            http=connection,  # of h11, the one whose limit on headers can be set
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            ws="none",
-            lifespan="on",
-            access_log=False,
-            server_header=False,
-            headers=[("X-Content-Type-Options", "nosniff")],
-            proxy_headers=False,
-            timeout_graceful_shutdown=args.drain_seconds,
-        ),
-        on_drain=app.state.server.drain,
-    )
+    assert model is not None
+    engine.on_ready = spare_the_collector
+    return http_process.serve(engine, model, config, http, args.processes)
+
+
+def _serve_here(
+    server: HttpServer,
+    engine: AsyncEngine | None,
+    embedding: tuple[models.EmbeddingModel, Embedder] | None,
+) -> int:
+    """In this process, where an embedding model runs."""
     if engine is not None:
-        engine.on_ready = _spare_the_collector
+        engine.on_ready = spare_the_collector
     parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
     for part in parts:
         # A supervisor then starts another server.
         part.on_failure = server.stop
-    if args.processes is not None:
-        args.processes.on_leave = server.leave
     asyncio.run(server.serve())
     return 0 if server.started and all(part.failure is None for part in parts) else 1
-
-
-def _spare_the_collector() -> None:
-    """What is there by now stays: a hundred thousand objects, 60 ms of every full collection."""
-    gc.collect()
-    gc.freeze()
 
 
 def _name_of(model: str) -> str:
@@ -272,29 +222,6 @@ def _loading(directory: Path) -> Iterator[Callable[[int, int], None]]:
 
         yield show
     log.info("loaded in %.1f s", time.monotonic() - begin)
-
-
-def _allow_many_connections() -> int:
-    """Each is an open file. Returns how many may be open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
-
-
-def _limited_connection(max_connections: int, max_files: int) -> type[Connection]:
-    """One address may have half of them, so that others find some left."""
-    most = max(2, min(max_connections, max_files - _OTHER_FILES))
-    if most < max_connections:
-        log.warning("connections: at most %d, as this process may open %d files", most, max_files)
-
-    class Limited(Connection):
-        max_connections = most
-        max_of_address = -(-most // 2)
-
-    return Limited
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ class Record:
         if self.first_token is None:
             self.first_token = now
 
+    def see_admitted(self, when: float) -> None:
+        self.admitted = when if self.admitted is None else min(self.admitted, when)
+
     def line(self, route: str) -> str:
         def seconds(end: float | None) -> str:
             return "-" if end is None else f"{end - self.arrival:.4f}"

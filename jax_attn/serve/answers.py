@@ -237,6 +237,8 @@ class GenerationAnswer(abc.ABC):
 
     def _count(self, event: TokenEvent) -> None:
         reason = event.finish_reason
+        if event.admitted is not None:
+            self._record.see_admitted(event.admitted)
         if reason == FinishReason.ERROR and not event.is_clients_fault:
             raise ApiError(500, event.error or "the request failed", code="engine_error")
         if reason == FinishReason.ABORT:
@@ -284,8 +286,6 @@ class GenerationAnswer(abc.ABC):
         )
 
     def _account(self, work: asyncio.Task[None], cut_off: bool) -> None:
-        admitted = [seq.admitted for seq in self._prepared.sequences if seq.admitted is not None]
-        self._record.admitted = min(admitted, default=None)
         self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
         reasons = {choice.finish_reason for choice in self._choices}
         if cut_off:

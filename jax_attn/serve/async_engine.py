@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from jax_attn import models
 from jax_attn.serve.engine import Engine
@@ -21,6 +20,7 @@ from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
 from jax_attn.serve.processes import Processes
 from jax_attn.serve.protocols import EngineStopped, Limits
 from jax_attn.serve.request import FinishReason, Sequence
+from jax_attn.serve.streams import Inbox, stream
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -31,32 +31,12 @@ class _Stopped(Exception):
     """Leaves the warm-up."""
 
 
-@dataclass(slots=True, eq=False)
-class _Subscriber:
-    """Where the events of a call of `generate` go."""
+class Recipient(Protocol):
+    """Where events of sequences go."""
 
-    loop: asyncio.AbstractEventLoop
-    news: dict[str, TokenEvent] = field(default_factory=dict)  # by sequence: what nobody has taken
-    waiter: asyncio.Future[None] | None = None  # of the caller of `take`
-
-    def put(self, events: list[TokenEvent]) -> None:
-        """To be called in the event loop. Until it is taken, a sequence has one event: a server
-        that cannot write every token by itself writes fewer, longer chunks."""
-        for event in events:
-            if (earlier := self.news.get(event.seq_id)) is None:
-                self.news[event.seq_id] = event
-            else:
-                earlier.extend(event)
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def take(self) -> list[TokenEvent]:
-        """All there is, once there is any."""
-        if not self.news:
-            self.waiter = self.loop.create_future()
-            await self.waiter
-        taken, self.news = self.news, {}
-        return list(taken.values())
+    def deliver(self, events: list[TokenEvent]) -> None:
+        """Called by the engine's thread. Raises RuntimeError if nobody reads them any more."""
+        ...
 
 
 class AsyncEngine:
@@ -66,6 +46,8 @@ class AsyncEngine:
     and the engine goes on; after several in a row it gives up: `failure`, and no more `ready`.
 
     on_ready: called once by the engine's thread, before its first step.
+    on_stats: called by it with what `stats` returns from now on, behind the events of each step and
+      when it comes to rest.
     on_failure: called when it gives up, likewise, once all who wait have been told.
     """
 
@@ -83,6 +65,7 @@ class AsyncEngine:
         )
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_stats: Callable[[dict[str, Any]], None] = lambda stats: None
         self.on_failure: Callable[[], None] = lambda: None
         self._compiler = GrammarCompiler(self._engine.grammars)
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
@@ -90,7 +73,9 @@ class AsyncEngine:
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake, as are:
         self._accepts = True
         self._stopping = self._draining = False
-        self._subscribers: dict[str, _Subscriber] = {}  # of the engine's thread
+        # By sequence; of the engine's thread.
+        self._recipients: dict[str, Recipient] = {}
+        self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}
         self._num_failures = 0
         self._is_warm = self._has_ended = False
         self._is_at_rest = False  # the thread waits; guarded by _wake
@@ -117,7 +102,7 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    async def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
+    def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
         A caller that reads slower than the engine works gets several tokens in an event.
@@ -125,25 +110,33 @@ class AsyncEngine:
         Closing or cancelling the iterator aborts what is left, before the next step.
 
         Raises:
-          QueueFull, ValueError: as Engine.submit, at the first event. GrammarError is one.
+          QueueFull, ValueError, EngineStopped: as `submit`, at the first event.
+        """
+        return stream(seqs, self._inbox_here, self.submit, self.abort)
+
+    def _inbox_here(self) -> Inbox:
+        loop = asyncio.get_running_loop()
+        if loop not in self._inboxes:
+            inboxes = self._inboxes.items()
+            self._inboxes = {each: inbox for each, inbox in inboxes if not each.is_closed()}
+            self._inboxes[loop] = Inbox(loop)
+        return self._inboxes[loop]
+
+    async def submit(self, seqs: Seq[Sequence], recipient: Recipient) -> None:
+        """Returns once they are in the queue; their events go to `recipient`.
+
+        Raises:
+          QueueFull, ValueError: as Engine.submit. GrammarError is one.
           EngineStopped.
         """
         compiled = await self._compile(seqs)
-        subscriber = _Subscriber(asyncio.get_running_loop())
         submitted: Future[None] = Future()
-        left = {seq.id for seq in seqs}
-        try:
-            self._command(lambda: self._submit(seqs, compiled, subscriber, submitted))
-            await asyncio.wrap_future(submitted)
-            while left:
-                for event in await subscriber.take():
-                    if event.finish_reason is not None:
-                        left.discard(event.seq_id)
-                    yield event
-        finally:
-            refused = submitted.done() and not submitted.cancelled() and submitted.exception()
-            if left and not refused:
-                self._command(lambda: self._abort(left), must=False)
+        self._command(lambda: self._submit(seqs, compiled, recipient, submitted))
+        await asyncio.wrap_future(submitted)
+
+    def abort(self, seq_ids: set[str]) -> None:
+        """Before the next step. They get no more events; those that have ended are passed over."""
+        self._command(lambda: self._abort(seq_ids), must=False)
 
     async def _compile(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
         """Their grammars, by tenant and text, with what one may take and no more."""
@@ -162,7 +155,7 @@ class AsyncEngine:
         """See Engine.stats; as of the last step."""
         return self._stats
 
-    def snapshot(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         """See Engine.snapshot; as of the last call while steps run, else of the last step."""
         with self._wake:
             if self._is_at_rest:  # so the engine is nobody's: its thread would need the lock
@@ -238,7 +231,7 @@ class AsyncEngine:
         self,
         seqs: Seq[Sequence],
         compiled: dict[tuple[str, str], CompiledGrammar],
-        subscriber: _Subscriber,
+        recipient: Recipient,
         submitted: Future[None],
     ) -> None:
         if not submitted.set_running_or_notify_cancel():
@@ -250,33 +243,33 @@ class AsyncEngine:
         except Exception as error:
             submitted.set_exception(error)
             return
-        self._subscribers |= {seq.id: subscriber for seq in seqs}
+        self._recipients |= {seq.id: recipient for seq in seqs}
         submitted.set_result(None)
 
     def _abort(self, seq_ids: set[str]) -> None:
         for seq_id in seq_ids:
-            self._subscribers.pop(seq_id, None)
+            self._recipients.pop(seq_id, None)
             self._engine.abort(seq_id)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """To each subscriber its events, and to each event loop one call."""
-        loops: dict[asyncio.AbstractEventLoop, dict[_Subscriber, list[TokenEvent]]] = {}
+        """To each recipient its events in one call."""
+        batches: dict[Recipient, list[TokenEvent]] = {}
         for event in events:
-            subscriber = self._subscribers.get(event.seq_id)
-            if subscriber is None:
+            recipient = self._recipients.get(event.seq_id)
+            if recipient is None:
                 continue  # aborted
-            loops.setdefault(subscriber.loop, {}).setdefault(subscriber, []).append(event)
+            batches.setdefault(recipient, []).append(event)
             if event.finish_reason is not None:
-                del self._subscribers[event.seq_id]
-        for loop, batches in loops.items():
+                del self._recipients[event.seq_id]
+        for recipient, batch in batches.items():
             try:
-                loop.call_soon_threadsafe(_put, batches)
-            except RuntimeError:  # the event loop is closed: there is no reader
-                for events in batches.values():
-                    self._abort({event.seq_id for event in events})
+                recipient.deliver(batch)
+            except RuntimeError:
+                self._abort({event.seq_id for event in batch})
 
     def _publish(self) -> None:
         self._stats = self._engine.stats()
+        self.on_stats(self._stats)
         if self._wants_snapshot:  # some milliseconds, which a request should not wait for
             self._wants_snapshot = False
             self._snapshot = self._engine.snapshot()
@@ -292,14 +285,9 @@ class AsyncEngine:
         reason, message = FinishReason.ABORT, None
         if self.failure is not None:
             reason, message = FinishReason.ERROR, "The engine failed."
-        left = list(self._subscribers)
+        left = list(self._recipients)
         self._deliver([TokenEvent(id, finish_reason=reason, error=message) for id in left])
         if self.failure is None:
             self._abort(set(left))
             self._wants_snapshot = True
             self._publish()
-
-
-def _put(batches: dict[_Subscriber, list[TokenEvent]]) -> None:
-    for subscriber, events in batches.items():
-        subscriber.put(events)

@@ -479,7 +479,8 @@ class Engine:
         if stream.prompt_logprobs:
             self._event(seq).logprobs, stream.prompt_logprobs = stream.prompt_logprobs, []
         if not seq.params.max_tokens:
-            self._event(seq).num_cached_tokens = seq.num_cached
+            event = self._event(seq)
+            event.num_cached_tokens, event.admitted = seq.num_cached, seq.admitted
             self._finish(seq, FinishReason.LENGTH)
             return
         if (num_top := seq.params.logprobs) is not None:
@@ -536,7 +537,7 @@ class Engine:
         seq, event = stream.seq, self._event(stream.seq)
         num_output = seq.num_output
         if not num_output:
-            event.num_cached_tokens = seq.num_cached
+            event.num_cached_tokens, event.admitted = seq.num_cached, seq.admitted
         reason = None
         for num_taken, token in enumerate(tokens, 1):
             reason = self._push(stream, token, num_output + num_taken, event)
@@ -575,7 +576,7 @@ class Engine:
     def _close(self, seq: Sequence) -> None:
         """The last event of a sequence that the scheduler has finished."""
         event = self._event(seq)
-        event.finish_reason = seq.finish_reason
+        event.finish_reason, event.admitted = seq.finish_reason, seq.admitted
         event.text += self._streams.pop(seq.id).detokenizer.flush()
         self._held.pop(seq.id, None)
 

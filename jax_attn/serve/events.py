@@ -29,6 +29,8 @@ class TokenEvent:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None  # this is the last event
     num_cached_tokens: int | None = None  # of the prompt; in the first event that has tokens
+    # When it first ran, on the clock of `arrival`; there, and in the last event.
+    admitted: float | None = None
     error: str | None = None  # a sentence, with finish_reason 'error'
     is_clients_fault: bool = False  # the error: the request cannot be served, here or elsewhere
 
@@ -42,6 +44,8 @@ class TokenEvent:
         self.is_clients_fault = later.is_clients_fault
         if later.num_cached_tokens is not None:
             self.num_cached_tokens = later.num_cached_tokens
+        if later.admitted is not None:
+            self.admitted = later.admitted
 
 
 @dataclass(slots=True)

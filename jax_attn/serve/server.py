@@ -526,19 +526,21 @@ class _TextServer(_Server):
         tenant = _tenant(request)
         begin, view = self._views.get(tenant, (-math.inf, None))
         if view is None or time.monotonic() > begin + VIEW_SECONDS:
-            snapshot = self._engine.snapshot() | {"stats": self._engine.stats()}
-            sees_all = self._is_operator(request)
-
-            def owns(namespace: str) -> bool:
-                return owner(namespace) == tenant
-
-            def make() -> bytes:
-                seen = live_view.seen_by(snapshot, owns, sees_all, self._texts)
-                return json.dumps(seen).encode()
-
-            view = asyncio.ensure_future(asyncio.to_thread(make))
+            view = asyncio.ensure_future(self._make_view(tenant, self._is_operator(request)))
             self._views[tenant] = (time.monotonic(), view)
         return await asyncio.shield(view)
+
+    async def _make_view(self, tenant: str, sees_all: bool) -> bytes:
+        snapshot = await self._engine.snapshot() | {"stats": self._engine.stats()}
+
+        def owns(namespace: str) -> bool:
+            return owner(namespace) == tenant
+
+        def make() -> bytes:
+            seen = live_view.seen_by(snapshot, owns, sees_all, self._texts)
+            return json.dumps(seen).encode()
+
+        return await asyncio.to_thread(make)
 
     def _texts(self, tokens: list[list[int]]) -> list[str]:
         return self._prepare.decode_all([each[:_TREE_TOKENS] for each in tokens])

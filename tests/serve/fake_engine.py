@@ -35,6 +35,7 @@ class TokenEvent:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
+    admitted: float | None = None
     error: str | None = None
     is_clients_fault: bool = False
 
@@ -99,10 +100,9 @@ class FakeEngine:
             raise QueueFull("full")
         self.submitted += seqs
         self.live |= {seq.id: 0 for seq in seqs}
-        for seq in seqs:
-            seq.admitted = time.monotonic()
+        admitted = time.monotonic()
         queue: asyncio.Queue = asyncio.Queue()
-        workers = [asyncio.create_task(self._run(seq, queue)) for seq in seqs]
+        workers = [asyncio.create_task(self._run(seq, admitted, queue)) for seq in seqs]
         left = len(seqs)
         try:
             while left:
@@ -116,12 +116,12 @@ class FakeEngine:
                 if seq.id in self.live:
                     self.aborted[seq.id] = self.live.pop(seq.id)
 
-    async def _run(self, seq, queue: asyncio.Queue) -> None:
+    async def _run(self, seq, admitted: float, queue: asyncio.Queue) -> None:
         rng = random.Random(f"{seq.tokens}{seq.params.seed}")
         fails = seq.tokens[: seq.num_prompt][-len(self._fail_tokens) :] == self._fail_tokens
         text, held, num_left, step = "", "", seq.params.max_tokens, 0
         if not num_left:
-            await self._read(seq, queue)
+            await self._read(seq, admitted, queue)
         while num_left:
             await asyncio.sleep(self.delay)
             # Some steps have two tokens, as after a jump; some hold text back, for stop strings.
@@ -140,6 +140,7 @@ class FakeEngine:
                 event.text = ""  # all that was left is the stop string
             if step == 0:
                 event.num_cached_tokens = 16 if seq.num_prompt > 16 else 0
+                event.admitted = admitted
             if (num_top := seq.params.logprobs) is not None:
                 event.logprobs = [
                     TokenLogprob(token, -0.5, tuple((token + i, -0.5 - i) for i in range(num_top)))
@@ -162,13 +163,13 @@ class FakeEngine:
             if event.finish_reason is not None:
                 return
 
-    async def _read(self, seq, queue: asyncio.Queue) -> None:
+    async def _read(self, seq, admitted: float, queue: asyncio.Queue) -> None:
         await asyncio.sleep(self.delay)
         del self.live[seq.id]
         logprobs = self._prompt_logprobs(seq) or None
-        queue.put_nowait(
-            TokenEvent(seq.id, [], logprobs=logprobs, finish_reason=FinishReason.LENGTH)
-        )
+        event = TokenEvent(seq.id, [], logprobs=logprobs, finish_reason=FinishReason.LENGTH)
+        event.admitted = admitted
+        queue.put_nowait(event)
 
     def _prompt_logprobs(self, seq) -> list[TokenLogprob]:
         if not seq.params.prompt_logprobs:
@@ -207,8 +208,11 @@ class FakeEngine:
             "step_seconds": {"schedule": 0.1, "plan": 0.2, "dispatch": 0.3, "wait": 1.4},
         }
 
+    async def snapshot(self) -> dict:
+        return self.picture()
+
     @functools.cache  # noqa: B019  # as the real engine, it gives everybody the same one
-    def snapshot(self) -> dict:
+    def picture(self) -> dict:
         encode = lambda text: self.tokenizer.encode(text).ids  # noqa: E731
         return {
             "step": {

@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from tokenizers import Tokenizer
 
 from jax_attn.serve import __main__ as main
-from jax_attn.serve import device, sizing
+from jax_attn.serve import device, http_process, http_server, sizing
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.options import engine_config, key_limits, parse
 from jax_attn.serve.protocols import Limits
@@ -113,12 +113,12 @@ def test_as_many_open_files_as_clients():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        main._allow_many_connections()
+        http_server.allow_many_connections()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert hard == before[1]
         if hard != resource.RLIM_INFINITY:
-            assert soft == min(hard, main._MAX_FILES)
-        main._allow_many_connections()
+            assert soft == min(hard, http_server._MAX_FILES)
+        http_server.allow_many_connections()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -135,10 +135,13 @@ def test_limits_of_a_key():
 
 
 def test_no_more_connections_than_files(caplog):
-    assert main._limited_connection(100, 1000).max_connections == 100
-    assert main._limited_connection(101, 1000).max_of_address == 51
+    assert http_server.limited_connection(100, 1000).max_connections == 100
+    assert http_server.limited_connection(101, 1000).max_of_address == 51
     assert not caplog.records
-    assert main._limited_connection(8192, 1024).max_connections == 1024 - main._OTHER_FILES
+    assert (
+        http_server.limited_connection(8192, 1024).max_connections
+        == 1024 - http_server._OTHER_FILES
+    )
     assert "may open 1024 files" in caplog.text
 
 
@@ -264,12 +267,12 @@ def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("a-key-that-is-in-a-file\n")
     configs = []
 
-    def stop(engine, model, config, embedding):
+    def stop(engine, model, config, http, processes):
         configs.append(config)
-        raise ValueError("enough")
+        return 1
 
     monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr(main, "create_app", stop)
+    monkeypatch.setattr(http_process, "serve", stop)
     keys = ["--api-key", "a-key-of-the-line", "--api-key-file", str(tmp_path / "keys")]
     names = ["--served-model-name", "gpt-4o", "tiny"]
     small = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "200"]

@@ -144,11 +144,11 @@ def test_live_view(page, server):
 
 def test_texts_are_never_markup(page, server, monkeypatch):
     evil = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
-    snapshot = server.engine.snapshot()
+    snapshot = server.engine.picture()
     node = snapshot["tree"][0] | {"tokens": server.engine.tokenizer.encode(evil).ids}
     request = snapshot["requests"][0] | {"id": evil[-20:]}
     changed = snapshot | {"tree": [node], "requests": [request]}
-    monkeypatch.setattr(server.engine, "snapshot", lambda: changed)
+    monkeypatch.setattr(server.engine, "picture", lambda: changed)
     expect(page.locator("#tree li")).to_have_count(1)
     expect(page.locator("#tree .text")).to_contain_text("<img src=x")
     page.fill("#prompt", evil)
@@ -161,10 +161,10 @@ def test_texts_are_never_markup(page, server, monkeypatch):
 
 def test_many_pages_fit(page, server, monkeypatch):
     states = "u" * 60_000 + "f" * 60_000
-    changed = server.engine.snapshot() | {
+    changed = server.engine.picture() | {
         "pages": {"page_size": 16, "total": len(states), "states": states}
     }
-    monkeypatch.setattr(server.engine, "snapshot", lambda: changed)
+    monkeypatch.setattr(server.engine, "picture", lambda: changed)
     expect(page.locator("#pages-legend")).to_contain_text("in use 60,000")
     assert page.evaluate("document.getElementById('pages').clientHeight") < 300
 

@@ -959,7 +959,7 @@ def test_a_tenant_sees_nothing_of_others(locked_server):
 
 
 def test_a_tenant_sees_its_own(locked_server, monkeypatch):
-    whole = locked_server.engine.snapshot()
+    whole = locked_server.engine.picture()
     names = ["key0", "key0/salt", "key1", "key01", "key1/key0"]
     requests = [
         entry | {"namespace": name, "id": name}
@@ -973,7 +973,7 @@ def test_a_tenant_sees_its_own(locked_server, monkeypatch):
         node | {"namespace": "key0", "parent": 1, "tokens": [303]},
     ]
     shown = whole | {"requests": requests, "tree": tree}
-    monkeypatch.setattr(locked_server.engine, "snapshot", lambda: shown)
+    monkeypatch.setattr(locked_server.engine, "picture", lambda: shown)
     monkeypatch.setattr(server_module, "VIEW_SECONDS", -1)
     for key, ids in [(KEYS[0], ["key0", "key0/salt"]), (KEYS[1], ["key1", "key1/key0"])]:
         state = locked_server.get("/debug/state", **bearer(key)).json
@@ -984,13 +984,13 @@ def test_a_tenant_sees_its_own(locked_server, monkeypatch):
 
 def test_a_view_is_not_made_for_every_poll(locked_server, monkeypatch):
     """Of a tree of thousands it takes some milliseconds, of the engine's thread and this one."""
-    snapshot, times = locked_server.engine.snapshot, []
+    snapshot, times = locked_server.engine.picture, []
 
     def count():
         times.append(time.monotonic())
         return snapshot()
 
-    monkeypatch.setattr(locked_server.engine, "snapshot", count)
+    monkeypatch.setattr(locked_server.engine, "picture", count)
     monkeypatch.setattr(server_module, "VIEW_SECONDS", 60)
     locked_server.app.state.server._views.clear()
     for key in KEYS * 5:

@@ -1,0 +1,114 @@
+"""The process that answers HTTP, started by the one that has the engine: its own copy of Python.
+
+Both ends are here: `serve` starts it and runs the engine; `main` is what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax_attn import models
+from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.http_server import HttpConfig, HttpServer, spare_the_collector
+from jax_attn.serve.processes import Processes
+from jax_attn.serve.protocols import Limits
+from jax_attn.serve.remote_engine import EngineHost, RemoteEngine
+from jax_attn.serve.server import ServerConfig, create_app
+from jax_attn.serve.wire import Wire, receive
+
+log = logging.getLogger("jax_attn.serve")
+
+LOG_FORMAT = "%(asctime)s %(message)s"
+_UNFLUSHED = 120  # Python's status where a stream, such as a full disk's, cannot be flushed
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that HTTP has to know."""
+
+    limits: Limits
+    stats: dict[str, Any]
+    model: models.Model  # without weights
+    config: ServerConfig
+    http: HttpConfig
+
+
+def serve(
+    engine: AsyncEngine,
+    model: models.Model,
+    config: ServerConfig,
+    http: HttpConfig,
+    processes: Processes | None,
+) -> int:
+    """Until the process that answers HTTP ends. Returns the exit status of this one.
+
+    engine: not started. model: without weights.
+    """
+    setup = Setup(engine.limits, engine.stats(), model, config, http)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # Own session: signals of the terminal come here, and are handed on once.
+        child = subprocess.Popen(
+            [sys.executable, *_flags(), "-m", "jax_attn.serve.http_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the engine's alone
+        )
+    host = EngineHost(engine, Wire(ours))
+    if processes is not None:
+        processes.on_leave = host.leave
+    asyncio.run(host.run(setup))
+    status = child.wait()
+    if status < 0:
+        log.error("the process that answers HTTP was ended by %s", signal.Signals(-status).name)
+    return 0 if status in (0, _UNFLUSHED) and engine.failure is None else 1
+
+
+def _flags() -> list[str]:
+    return ["-P"] if sys.flags.safe_path else []
+
+
+class _Server(HttpServer):
+    """Signals come over the wire."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(file_descriptor: int) -> int:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A supervisor may send them to all processes of a service.
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=file_descriptor)
+    try:
+        setup: Setup = receive(sock)
+        engine = RemoteEngine(Wire(sock), setup.limits, setup.stats)
+        server = _Server(create_app(engine, setup.model, setup.config), setup.http)
+    except EOFError:
+        return 1  # the engine has said why
+    except (OSError, ValueError) as error:
+        print(f"jax_attn.serve: {error}", file=sys.stderr)
+        return 1
+    engine.on_ready = spare_the_collector
+    engine.on_failure = server.stop
+    engine.on_signal = lambda: server.handle_exit(signal.SIGTERM, None)
+    engine.on_leave = server.leave
+    asyncio.run(server.serve())
+    return 0 if server.started and engine.failure is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
