@@ -13,6 +13,8 @@
 | `draft_model`, `drafts` | speculative decoding |
 | `grammar`, `masks`, `detokenizer` | constrained decoding; from tokens to text |
 | `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |
+| `streams` | events of sequences until their readers take them |
+| `wire`, `remote_engine` | messages between processes; the engine in one, HTTP in another |
 | `protocols` | what HTTP needs of an engine and a model |
 | `server`, `gate`, `lanes`, `bodies` | routes; limits of a key; from bytes to a checked body |
 | `schemas`, `fields`, `prepare` | bodies; how fields are read; from a body to sequences |
@@ -21,6 +23,7 @@
 | `chat`, `messages`, `tools`, `reasoning` | what of these depends on the model's chat template |
 | `text_encoder`, `token_bytes` | from texts to tokens; the bytes of a token |
 | `auth`, `connection`, `errors`, `openapi`, `metrics` | what every route has in common |
+| `http_server`, `http_process` | uvicorn and its limits; the process that it has to itself |
 | `options`, `sizing` | the command line; how many pages the memory holds |
 | `processes`, `replay` | several processes that are one server |
 

@@ -164,6 +164,10 @@ def key_options(directory: Path) -> list[str]:
     return ["--api-key-file", "keys", "--operator-key-file", "operators"]
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class ServerProcess:
     """`python -m jax_attn.serve`, which is ready after `wait_until_ready`."""
 
@@ -225,11 +229,25 @@ class ServerProcess:
         return self._status("VmHWM")
 
     def forget_peak(self) -> None:
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        for pid in self._pids():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    @property
+    def http_pid(self) -> int:
+        """Of the process that answers HTTP; 0 where there is none of its own."""
+        for child in children_of(self.process.pid):
+            if b"jax_attn.serve.http_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
+        return 0
+
+    def _pids(self) -> list[int]:
+        return [self.process.pid] + ([self.http_pid] if self.http_pid else [])
 
     def _status(self, name: str) -> int:
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) << 10
+        """Of both processes together."""
+        texts = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
+        found = [re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE) for text in texts]
+        return sum(int(each[1]) for each in found) << 10
 
     def log(self) -> str:
         if not Path(self._log.name).is_file():

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from live_server import KEYS, Answer, ServerProcess, ask, eventually, key_options
+from live_server import KEYS, Answer, ServerProcess, ask, children_of, eventually, key_options
 
 OPTIONS = ["--max-running", "4", "--max-step-tokens", "32", "--max-waiting", "40"]
 BODY = {"prompt": "import os", "max_tokens": 60, "ignore_eos": True}
@@ -22,10 +22,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
@@ -73,6 +69,18 @@ def test_killed_and_started_again(tmp_path):
             server.process.wait(20)
         assert stuck == [None]
         eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))  # noqa: B023
+
+
+def test_the_process_of_http_is_killed(tmp_path):
+    """As for want of memory: the server ends with a status that says so, and a word."""
+    server = ServerProcess(tmp_path, *OPTIONS)
+    with contextlib.closing(server):
+        server.wait_until_ready()
+        os.kill(server.http_pid, signal.SIGTERM)  # of a supervisor, to all processes: passed over
+        assert asyncio.run(ask(server.port, BODY)).status == 200
+        os.kill(server.http_pid, signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert "the process that answers HTTP was ended by SIGKILL" in server.log()
 
 
 def test_a_full_disk_for_the_log(tmp_path):
