@@ -24,12 +24,13 @@ except ModuleNotFoundError:
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
 from jax_attn import models
-from jax_attn.serve import auth, http_process
+from jax_attn.serve import auth
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.device import Device
 from jax_attn.serve.draft_model import have_same_tokens
 from jax_attn.serve.embedder import Embedder
 from jax_attn.serve.engine_config import device_config
+from jax_attn.serve.http_process import LOG_FORMAT, HttpProcess
 from jax_attn.serve.http_server import HttpConfig, HttpServer, spare_the_collector
 from jax_attn.serve.options import engine_config, key_limits, num_devices, parse
 from jax_attn.serve.processes import Processes, ProcessesError
@@ -41,7 +42,7 @@ log = logging.getLogger("jax_attn.serve")
 
 
 def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.INFO, format=http_process.LOG_FORMAT)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         args = parse(argv, __doc__)
     except ProcessesError as error:
@@ -92,6 +93,14 @@ def _follow(args: argparse.Namespace, processes: Processes) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.embedding_model is not None:
+        return _load_and_serve(args, None)
+    with HttpProcess() as process:
+        return _load_and_serve(args, process)
+
+
+def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> int:
+    """process: None: HTTP is answered in this one, where an embedding model runs."""
     try:
         keys = auth.checked_keys(args.api_key, "--api-key")
         keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
@@ -131,15 +140,15 @@ def _serve(args: argparse.Namespace) -> int:
             log.warning(
                 "anyone who can reach %s can use this server; see --api-key-file", args.host
             )
-        if engine is None or embedding is not None:
+        if process is None:
             server = HttpServer(create_app(engine, model, config, embedding), http)
             return _serve_here(server, engine, embedding)
     except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
-    assert model is not None
+    assert engine is not None and model is not None
     engine.on_ready = spare_the_collector
-    return http_process.serve(engine, model, config, http, args.processes)
+    return process.serve(engine, model, config, http, args.processes)
 
 
 def _serve_here(
@@ -147,7 +156,6 @@ def _serve_here(
     engine: AsyncEngine | None,
     embedding: tuple[models.EmbeddingModel, Embedder] | None,
 ) -> int:
-    """In this process, where an embedding model runs."""
     if engine is not None:
         engine.on_ready = spare_the_collector
     parts = [part for part in (engine, embedding and embedding[1]) if part is not None]

@@ -1,6 +1,6 @@
 """The process that answers HTTP, started by the one that has the engine: its own copy of Python.
 
-Both ends are here: `serve` starts it and runs the engine; `main` is what it does.
+Both ends are here: `HttpProcess`, and `main`, which is what the process does.
 """
 
 from __future__ import annotations
@@ -43,36 +43,54 @@ class Setup:
     http: HttpConfig
 
 
-def serve(
-    engine: AsyncEngine,
-    model: models.Model,
-    config: ServerConfig,
-    http: HttpConfig,
-    processes: Processes | None,
-) -> int:
-    """Until the process that answers HTTP ends. Returns the exit status of this one.
+class HttpProcess:
+    """Started at once, so that it imports what it needs while the model is loaded.
 
-    engine: not started. model: without weights.
+    A context, at whose end the process has ended, too.
     """
-    setup = Setup(engine.limits, engine.stats(), model, config, http)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        # Own session: signals of the terminal come here, and are handed on once.
-        child = subprocess.Popen(
-            [sys.executable, *_flags(), "-m", "jax_attn.serve.http_process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the engine's alone
-        )
-    host = EngineHost(engine, Wire(ours))
-    if processes is not None:
-        processes.on_leave = host.leave
-    asyncio.run(host.run(setup))
-    status = child.wait()
-    if status < 0:
-        log.error("the process that answers HTTP was ended by %s", signal.Signals(-status).name)
-    return 0 if status in (0, _UNFLUSHED) and engine.failure is None else 1
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            # Own session: signals of the terminal come here, and are handed on once.
+            self._process = subprocess.Popen(
+                [sys.executable, *_flags(), "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the engine's alone
+            )
+
+    def __enter__(self) -> HttpProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def serve(
+        self,
+        engine: AsyncEngine,
+        model: models.Model,
+        config: ServerConfig,
+        http: HttpConfig,
+        processes: Processes | None,
+    ) -> int:
+        """Runs the engine until the process ends. Returns the exit status of this one.
+
+        engine: not started. model: without weights.
+        """
+        host = EngineHost(engine, Wire(self._socket))
+        if processes is not None:
+            processes.on_leave = host.leave
+        asyncio.run(host.run(Setup(engine.limits, engine.stats(), model, config, http)))
+        status = self._process.wait()
+        if status < 0:
+            name = signal.Signals(-status).name
+            log.error("the process that answers HTTP was ended by %s", name)
+        return 0 if status in (0, _UNFLUSHED) and engine.failure is None else 1
 
 
 def _flags() -> list[str]:

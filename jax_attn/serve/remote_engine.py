@@ -5,6 +5,7 @@ Messages are tuples, a name and what follows:
 
 | to the host | |
 | --- | --- |
+| start | |
 | submit, number, sequences | is answered; then their events come |
 | abort, ids | no more events of them |
 | snapshot, number | is answered with the snapshot |
@@ -76,9 +77,10 @@ class RemoteEngine:
         return self._is_warm and not self._is_stopping and self.failure is None
 
     def start(self) -> None:
-        """Begins to listen; the engine has been started where it is."""
+        """See AsyncEngine.start."""
         self._inbox = Inbox(asyncio.get_running_loop())
         self._wire.attach(lambda message: self._on_message(*message), self._on_end)
+        self._wire.send(("start",))
 
     async def stop(self, drain: bool) -> None:
         """See AsyncEngine.stop. A second call does nothing."""
@@ -200,7 +202,6 @@ class EngineHost:
         self._engine.on_stats = self._tell_step
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             loop.add_signal_handler(number, self._wire.send, ("signal",))
-        self._engine.start()
         try:
             await ended.wait()
             await self._engine.stop(drain=False)
@@ -231,6 +232,9 @@ class EngineHost:
 
     def _on_message(self, name: str, *plain: Any) -> None:
         getattr(self, f"_on_{name}")(*plain)
+
+    def _on_start(self) -> None:
+        self._engine.start()
 
     def _on_submit(self, number: int, seqs: list[Sequence]) -> None:
         task = self._answer(number, lambda: self._engine.submit(seqs, self))

@@ -12,8 +12,9 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from tokenizers import Tokenizer
 
 from jax_attn.serve import __main__ as main
-from jax_attn.serve import device, http_process, http_server, sizing
+from jax_attn.serve import device, http_server, sizing
 from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.http_process import HttpProcess
 from jax_attn.serve.options import engine_config, key_limits, parse
 from jax_attn.serve.protocols import Limits
 
@@ -267,12 +268,12 @@ def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("a-key-that-is-in-a-file\n")
     configs = []
 
-    def stop(engine, model, config, http, processes):
+    def stop(process, engine, model, config, http, processes):
         configs.append(config)
         return 1
 
     monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr(http_process, "serve", stop)
+    monkeypatch.setattr(HttpProcess, "serve", stop)
     keys = ["--api-key", "a-key-of-the-line", "--api-key-file", str(tmp_path / "keys")]
     names = ["--served-model-name", "gpt-4o", "tiny"]
     small = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "200"]
