@@ -15,24 +15,11 @@ import numpy as np
 
 from jax_attn import _core, ffi, plan_file, plot
 from jax_attn.masks import BlockMap, check_block_map
+from jax_attn.plan_records import HEADER_FIELDS, MERGE_GROUP, WORK_ITEM, is_final, is_shared
 from jax_attn.spec import AttentionSpec
 
 _INT32 = np.dtype(np.int32)
 _MAX_PREFIXES = 2**23 - 1  # of a level: a planner sorts all levels' by keys of 26 bits
-# Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
-HEADER_FIELDS = (
-    "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
-    "num_partial_rows", "nnz_kv", "max_page_id", "num_partials", "num_shared_tokens",
-    "fault", "fault_at", "fault_got", "fault_expected", "num_steps",
-)  # fmt: skip
-_ITEM = np.dtype([(name, np.int32) for name in (
-    "qo_begin", "qo_len", "kv_head", "tile", "kv_begin", "kv_end", "kv_base", "q_pos",
-    "partial_row", "merge_idx", "request", "num_groups",
-)])  # fmt: skip
-_MERGE_GROUP = np.dtype([(name, np.int32) for name in (
-    "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
-    "partials_step", "parent", "first_place",
-)])  # fmt: skip
 
 
 class PlanBucket(NamedTuple):
@@ -86,14 +73,19 @@ class AttentionPlan:
         return self._section("queue_indptr", self.spec.kernel_config["num_ctas"] + 1)
 
     def items(self) -> np.ndarray:
-        """[num_items], structured. Fields of WorkItem in csrc/params.h."""
-        num_words = self.header()["num_items"] * _ITEM.itemsize // 4
-        return self._section("items", num_words).view(_ITEM)
+        """[num_items], structured. Fields of WorkItem in csrc/params.h.
+
+        num_groups is 0 for an item that writes its results itself; above 1 for one that several
+        requests share, whose query tokens are qo_indices()[first_token : first_token + qo_len].
+        kv_begin and kv_end are positions, or with max_steps entries of steps() times tile_kv.
+        """
+        num_words = self.header()["num_items"] * WORK_ITEM.itemsize // 4
+        return self._section("items", num_words).view(WORK_ITEM)
 
     def merge_groups(self) -> np.ndarray:
         """[num_merge_groups], structured. Fields of MergeGroup in csrc/params.h."""
-        num_words = self.header()["num_merge_groups"] * _MERGE_GROUP.itemsize // 4
-        return self._section("merge_groups", num_words).view(_MERGE_GROUP)
+        num_words = self.header()["num_merge_groups"] * MERGE_GROUP.itemsize // 4
+        return self._section("merge_groups", num_words).view(MERGE_GROUP)
 
     def partial_rows(self) -> np.ndarray:
         """[num_partials]. Group g's partials start at workspace rows
@@ -101,7 +93,7 @@ class AttentionPlan:
         return self._section("partial_rows", self.header()["num_partials"])
 
     def qo_indices(self) -> np.ndarray:
-        """[num_shared_tokens]. Rows of q of the tokens of shared items, those of num_groups > 1."""
+        """[num_shared_tokens]. Rows of q of the tokens of items that requests share."""
         return self._section("qo_indices", self.header()["num_shared_tokens"])
 
     def steps(self) -> np.ndarray:
@@ -130,14 +122,14 @@ class AttentionPlan:
         spec, items = self.spec, self.items()
         tile_kv = spec.kernel_config["tile_kv"]
         # Entries of a shared prefix are there once, not for each of its requests.
-        shared = items[(items["num_groups"] > 1) & (items["kv_head"] == 0)]
+        shared = items[is_shared(items) & (items["kv_head"] == 0)]
         counts = (shared["kv_end"] - shared["kv_begin"]) // tile_kv
         num_saved = int((counts * (shared["num_groups"] - 1)).sum())
         # Of items with the same query tokens the first in the lists: where a tile has a prefix to
         # itself, that comes later, and its positions are made up.
-        items = items[items["num_groups"] <= 1]
-        items = items[np.lexsort((items["kv_end"], items["kv_begin"], items["qo_begin"]))]
-        _, first = np.unique(items["qo_begin"], return_index=True)
+        items = items[~is_shared(items)]
+        items = items[np.lexsort((items["kv_end"], items["kv_begin"], items["first_token"]))]
+        _, first = np.unique(items["first_token"], return_index=True)
         items = items[first]
         q_pos, qo_len = items["q_pos"].astype(np.int64), items["qo_len"]
         end = self._section("kv_lens", spec.max_batch)[items["request"]]
@@ -157,10 +149,10 @@ class AttentionPlan:
         if config["cost_by_rows"]:
             tile_rows = np.array([config[f"tile_q_{i}"] for i in range(3)])[items["tile"]]
             by_rows = item_kv_cost * (items["qo_len"] * self.spec.heads_per_item) // tile_rows
-            is_shared = items["num_groups"] > 1
-            item_kv_cost = np.where(is_shared, np.maximum(kv_cost[0], by_rows), item_kv_cost)
+            by_rows = np.maximum(kv_cost[0], by_rows)
+            item_kv_cost = np.where(is_shared(items), by_rows, item_kv_cost)
         kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
-        fixed = config["item_cost"] + config["split_cost"] * (items["partial_row"] >= 0)
+        fixed = config["item_cost"] + config["split_cost"] * ~is_final(items)
         return fixed + kv_tokens * item_kv_cost / kv_cost[0]
 
     def queue_costs(self) -> np.ndarray:
@@ -261,23 +253,23 @@ class AttentionPlan:
         "--u", with a prefix in common "-su"; a prompt beside them "csu".
         """
         items = self.items()
-        is_shared = items["num_groups"] > 1
+        shared = is_shared(items)
         item, begin, end = self._kv_spans(items)
         cuts = np.zeros(len(items), bool)
         np.logical_or.at(cuts, item, (items["q_pos"][item] < end - 1) & (begin < end))
-        is_causal = cuts & (self.spec.causal & ~is_shared)
-        have = is_causal.any(), is_shared.any(), (~is_causal & ~is_shared).any()
+        is_causal = cuts & (self.spec.causal & ~shared)
+        have = is_causal.any(), shared.any(), (~is_causal & ~shared).any()
         return "".join(letter if x else "-" for letter, x in zip("csu", have, strict=True))
 
     def bucket(self) -> PlanBucket:
         """The batch's size in the terms that decide what a step costs. Ragged kv has no pages."""
-        header, is_shared = self.header(), self.items()["num_groups"] > 1
+        header, shared = self.header(), is_shared(self.items())
         qo_lens = np.diff(self._section("qo_indptr", header["batch_size"] + 1))
         return PlanBucket(
             self.phase(),
             header["nnz_qo"],
-            self._num_pages(is_shared),
-            self._num_pages(~is_shared),
+            self._num_pages(shared),
+            self._num_pages(~shared),
             int((qo_lens > 0).sum()),
         )
 
