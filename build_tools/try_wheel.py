@@ -1,7 +1,5 @@
 """Call an installed jax_attn once: two decodes over pages, beside jax.numpy."""
 
-from importlib.metadata import version
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,4 +23,4 @@ for request, pages in enumerate(([2], [0, 1])):
     weights = jax.nn.softmax(jnp.einsum("hd,khd->hk", q[request], own_k) / 8)
     want = jnp.einsum("hk,khd->hd", weights, own_v)
     np.testing.assert_allclose(o[request], want, rtol=1e-4, atol=1e-4)
-print(f"jax_attn {version('jax_attn')} works with jax {jax.__version__}")
+print(f"jax_attn {ja.__version__} works with jax {jax.__version__}")
