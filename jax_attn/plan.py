@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from jax_attn import _core, ffi, plan_file, plot
 from jax_attn.masks import BlockMap, check_block_map
+from jax_attn.plan_memory import plan_memory
 from jax_attn.plan_records import HEADER_FIELDS, MERGE_GROUP, WORK_ITEM, is_final, is_shared
 from jax_attn.spec import AttentionSpec
 
@@ -227,7 +226,7 @@ class AttentionPlan:
             if fault[0]:
                 sentence = spec.problem.plan_fault(*(int(word) for word in fault))
                 raise ValueError(sentence.replace("plan:", f"{op}:", 1))
-            new = _plan_memory(spec, None)
+            new = plan_memory(spec, None)
             new[:] = buffer
             new[begin : begin + len(pages)], new[at] = pages, largest
             return AttentionPlan(new, spec)
@@ -456,7 +455,7 @@ def plan(
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
     levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
     if not traced:
-        buffer = _plan_memory(spec, buffer)
+        buffer = plan_memory(spec, buffer)
         request_indptr, prefix_lens = levels or (None, None)
         classes, q_block, kv_block = None, 0, 0
         if block_map is not None:
@@ -557,62 +556,6 @@ def _levels(
     if not pairs:
         return xp.zeros((0, 1), np.int32), xp.zeros((0, 0), np.int32)
     return xp.stack(borders), xp.stack(lens)
-
-
-class _FreedMemory:
-    """Memory of a spec's plans that nobody holds any more, for its next ones. Whether malloc gives
-    such memory back to the system is chance, and pages that come anew cost more than a plan: 160 us
-    of 190 for 86 of them, in a virtual machine.
-    """
-
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
-        # With the array that was over each block last; what looks into one holds that array, whose
-        # base is no array. Popping is atomic, so no two threads have the same block.
-        self._blocks: collections.deque[tuple[memoryview, weakref.ref[np.ndarray]]]
-        self._blocks = collections.deque(maxlen=3)
-
-    @staticmethod
-    def of(spec: AttentionSpec) -> _FreedMemory:
-        memory = spec.__dict__.get("_freed_memory")
-        if memory is None:
-            memory = spec.__dict__["_freed_memory"] = _FreedMemory(spec.plan_words)
-        return memory
-
-    def take(self) -> np.ndarray:
-        block = self._pop() or memoryview(np.empty(self._num_words, np.int32))
-        array = np.frombuffer(block, np.int32)
-        self._blocks.append((block, weakref.ref(array)))
-        return array
-
-    def _pop(self) -> memoryview | None:
-        for _ in range(len(self._blocks)):  # the last one first: it is in a cache
-            try:
-                block, array = self._blocks.pop()
-            except IndexError:  # another thread's
-                return None
-            if array() is None:
-                return block
-            self._blocks.appendleft((block, array))
-        return None
-
-
-def _plan_memory(spec: AttentionSpec, buffer: np.ndarray | None) -> np.ndarray:
-    if buffer is None:
-        return _FreedMemory.of(spec).take()
-    if not (
-        isinstance(buffer, np.ndarray)
-        and buffer.shape == (spec.plan_words,)
-        and buffer.dtype == np.int32
-        and buffer.flags.c_contiguous
-        and buffer.flags.writeable
-    ):
-        got = f"{buffer.dtype}{list(buffer.shape)}" if hasattr(buffer, "dtype") else type(buffer)
-        raise ValueError(
-            f"plan: buffer: expected a writeable contiguous numpy array int32[{spec.plan_words}],"
-            f" got {got}."
-        )
-    return buffer
 
 
 def _given(**arguments: Any) -> str:
