@@ -41,14 +41,15 @@ aarch64_wheel() {
     >"$work/auditwheel.log" 2>&1 || { cat "$work/auditwheel.log"; return 1; }
 }
 
-# aarch64_install HOST FOLDER [pip's options] REQUIREMENT...: into an empty FOLDER/site.
+# aarch64_install HOST FOLDER [pip's options] REQUIREMENT...: into FOLDER/site.
 aarch64_install() {
   local host=$1 work=$2
   shift 2
-  rm -rf "$work/site"
   "$host/python" -m pip install --quiet --no-compile --only-binary=:all: --python-version 3.11 \
     --implementation cp --abi cp311 --abi abi3 --abi none "${aarch64_platforms[@]}" \
     --target "$work/site" "$@"
+  # Here, because under QEMU it takes many times as long, and every process would do it again.
+  "$host/python" -m compileall -q -j 0 -x '/tests?/' "$work/site" "$work/python/usr/lib/python3.11"
 }
 
 # aarch64_python FOLDER: $emulated becomes the command that runs that Python with those packages.
