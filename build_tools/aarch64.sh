@@ -9,7 +9,7 @@ for minor in $(seq 17 36); do aarch64_platforms+=(--platform "manylinux_2_${mino
 # aarch64_get_python FOLDER. Fails, and says why, where it cannot be had.
 aarch64_get_python() {
   local work=$1 root=$1/python package
-  [[ ! -e $root/usr/include/python3.11/pyconfig.h ]] || return 0
+  [[ ! -e $work/python.stamp ]] || return 0
   mkdir -p "$root" "$work/debs/partial" "$work/lists/partial"
   apt() {
     apt-get -q -oAPT::Architecture=arm64 -oAPT::Architectures=arm64 -oDir::State::status=/dev/null \
@@ -21,6 +21,7 @@ aarch64_get_python() {
     { echo "no Python 3.11 of Debian for arm64"; return 1; }
   for package in "$work"/debs/*.deb; do dpkg -x "$package" "$root"; done
   cp "$root"/usr/include/aarch64-linux-gnu/python3.11/pyconfig.h "$root/usr/include/python3.11/"
+  touch "$work/python.stamp"
 }
 
 # aarch64_wheel HOST SOURCE FOLDER OUT [pip's options]. From a checkout or an sdist a manylinux wheel

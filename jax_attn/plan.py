@@ -46,6 +46,18 @@ class AttentionPlan:
     spec: static. A plan cannot disagree with the kernel it is run with.
 
     The methods read the buffer on the host, so they need a concrete plan, not one inside jit.
+
+    Two decodes over 5 and 20 keys: an item for each and its KV head.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(4, 1, 64, page_size=16, max_qo_tokens=2, max_kv_pages=4)
+    >>> lens, page_indptr = np.array([5, 20]), np.array([0, 1, 3])
+    >>> plan = ja.plan(spec, np.arange(3), lens, page_indptr, np.array([7, 2, 4]))
+    >>> sorted(plan.items()[["request", "kv_begin", "kv_end"]].tolist())
+    [(0, 0, 5), (1, 0, 20)]
+    >>> plan.bucket()
+    PlanBucket(phase='--u', num_qo_tokens=2, num_shared_pages=0, num_unique_pages=3, num_logits=2)
     """
 
     buffer: Any

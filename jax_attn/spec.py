@@ -94,6 +94,14 @@ class AttentionSpec:
 
     Raises ValueError for an argument out of range, NotImplementedError for a legal one that no
     kernel supports.
+
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(4, 2, 64, page_size=16, max_qo_tokens=8, max_kv_pages=8)
+    >>> spec.q_shape, spec.sm_scale
+    ((8, 4, 64), 0.125)
+    >>> ja.AttentionSpec(4, 3, 64)
+    Traceback (most recent call last):
+    ValueError: AttentionSpec: num_qo_heads: expected a multiple of num_kv_heads=3, got 4.
     """
 
     num_qo_heads: int
