@@ -231,39 +231,54 @@ struct PlanLimits {
 // kv_end)).
 //
 // Rows of the item: row = token * group_size + g, for token in [0, qo_len), g in [0, group_size);
-// it reads q[qo_begin + token, kv_head * group_size + g]. Query token `token` sits at kv position
+// it reads q[QueryRow(token), kv_head * group_size + g]. Query token `token` sits at kv position
 // q_pos + token and sees position j of the span iff
 //     q_pos + token - window_left <= j <= q_pos + token + window_right   (-1: unlimited on that
 //     side).
-// An item of at least two merge groups is shared: its token t is q row qo_indices[qo_begin + t], of
-// any request, and every row sees the whole span; q_pos is such that the inequality says so, too.
-// An empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop steps
-// lie at absolute multiples of tile_kv, whatever kv_begin is, so that a row meets its keys in the
-// same groups in any tile; slots outside the span are not read.
+// Merge groups [merge_idx, merge_idx + num_groups) cover the item's tokens in order. How many they
+// are tells three kinds of items apart:
+//   none     IsFinal: it writes o and lse itself; partial_row and merge_idx are -1
+//   one      its tokens are consecutive rows of q, as a final item's
+//   several  IsShared: its tokens are of several requests, and every row sees the whole span; q_pos
+//            is such that the inequality says so, too
+//
+// kv_begin and kv_end are places. The place of a key is its position, where there are no step
+// lists. An empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop
+// steps lie at absolute multiples of tile_kv, whatever kv_begin is, so that a row meets its keys in
+// the same groups in any tile; slots outside the span are not read.
 //
 // With step lists (masks that save work) main-loop steps are those that a list of the tile names:
 // entry e of `steps` is 2 * step + masked, where step i has positions [i * tile_kv, (i + 1) *
-// tile_kv) and `masked` tells whether the element mask hides anything there. kv_begin and kv_end
-// then count along the lists of all tiles, one behind the other: entries [kv_begin / tile_kv,
-// kv_end / tile_kv), whose steps ascend. So planners cut and balance lists as they do spans of
-// keys.
+// tile_kv) and `masked` tells whether the element mask hides anything there. Places then count
+// along the lists of all tiles, one behind the other, tile_kv to an entry: an item has entries
+// [kv_begin / tile_kv, kv_end / tile_kv), whose steps ascend. So planners cut and balance lists as
+// they do spans of keys.
 struct WorkItem {
-  i32 qo_begin;  // first query token: a row of q; shared: an index into qo_indices
-  i32 qo_len;    // query tokens, qo_len * group_size <= tile_q[tile]
+  i32 first_token;  // of those that QueryRow counts: a row of q, or if shared an entry of
+                    // qo_indices
+  i32 qo_len;       // query tokens, qo_len * group_size <= tile_q[tile]
   i32 kv_head;
   i32 tile;      // index into KernelConfig.tile_q
-  i32 kv_begin;  // kv positions, already clipped to what any row of the tile can see
+  i32 kv_begin;  // places, already clipped to what any row of the tile can see
   i32 kv_end;
-  i32 kv_base;      // paged: index into page_indices of position 0's page; ragged: row of k, v of
-                    // position 0
-  i32 q_pos;        // kv position of query token 0 of the item; may be negative
-  i32 partial_row;  // first row of its state in the workspace; -1: final, writes o and lse itself
-  i32 merge_idx;    // its first merge group, -1: none
+  i32 kv_base;  // kv_indptr of the request, where position 0 is: paged, its page is this entry of
+                // page_indices; ragged, its row of k and v
+  i32 q_pos;    // kv position of query token 0 of the item; may be negative
+  i32 partial_row;  // first row of its state in the workspace; final: -1
+  i32 merge_idx;    // its first merge group; final: -1
   i32 request;      // of its first token; kernels read it only for k_new and v_new
-  i32 num_groups;   // merge groups [merge_idx, merge_idx + num_groups) cover its tokens in order;
-                    // 0: final
+  i32 num_groups;   // merge groups
 };
 static_assert(sizeof(WorkItem) == 48, "a work item is three 16-byte loads");
+
+// static, here and below: see FormatOf.
+static constexpr bool IsShared(i32 num_groups) { return num_groups > 1; }
+static constexpr bool IsFinal(const WorkItem& item) { return item.num_groups == 0; }
+static constexpr bool IsShared(const WorkItem& item) { return IsShared(item.num_groups); }
+// The row of q of an item's token `token`. qo_indices: the plan's.
+static constexpr i64 QueryRow(const WorkItem& item, const i32* qo_indices, i64 token) {
+  return IsShared(item) ? qo_indices[item.first_token + token] : item.first_token + token;
+}
 
 // What softmax knows of a row after some keys: their base-2 logits sum up to sum * 2^max_log2 once
 // exponentiated. (-inf, 0): no key. max_log2 is the reference of the exponents, the maximum or as
@@ -292,11 +307,14 @@ struct MergeGroup {
   i32 kv_head;
   i32 num_partials;
   i32 partials_begin;
-  i32 partials_step;  // kFoldBatch: a parent, whose partials are what other groups leave; else 1
+  i32 partials_step;  // a parent: kFoldBatch, the entries of a child; else 1
   i32 parent;         // the merge group that goes on with the result; -1: it is final, o and lse
   i32 first_place;    // of its first partial in a batch; 0 but for windows of kFixedSplit
 };
 static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
+
+// Whether the group's partials are what other groups leave.
+static constexpr bool IsParent(const MergeGroup& group) { return group.partials_step != 1; }
 
 // A CUtensorMap: what the copy engine of sm_90 knows of an array.
 struct alignas(64) TensorMap {
@@ -330,7 +348,9 @@ struct AttentionParams : PlanLimits {
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
   float* lse;  // [max_qo_tokens, num_qo_heads] natural log
 
-  i32* merge_counters;  // [max_merge_groups] arrivals; mla: then slices taken. Zero at entry
+  // [max_merge_groups] what happened to each group, zero at entry: states that arrived; on CUDA
+  // with mla after the last one slices of its fold that were taken (SliceCounter).
+  i32* merge_counters;
   // With counter_turns there are two such arrays, one behind the other, and launches take turns:
   // each counts in one and zeroes the other for the next, whatever the last one left there.
   i32* counter_turns;        // [num_ctas] 0 or 1, the same for all; null: there is one array

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import sys
-import tomllib
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,10 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 import docstrings  # noqa: E402
 
-_project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
-project = _project["name"]
-release = version = _project["version"]
+import jax_attn  # noqa: E402
+
+project = "jax_attn"
+release = version = jax_attn.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
 include_patterns = [

@@ -1,5 +1,6 @@
 """Attention for LLM serving and training in JAX: plan on the host, run inside jit."""
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 if find_spec("jax_attn._core") is None:
@@ -19,6 +20,11 @@ from jax_attn.plan import AttentionPlan, PlanBucket, plan
 from jax_attn.spec import AttentionSpec
 from jax_attn.variant import Variant
 from jax_attn.variant_program import At
+
+try:
+    __version__ = version("jax_attn")
+except PackageNotFoundError:  # a source folder with the compiled module in it
+    __version__ = "0+unknown"
 
 __all__ = [
     "At",

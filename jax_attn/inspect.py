@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_attn.plan import AttentionPlan
+from jax_attn.plan_records import is_shared
 from jax_attn.plot import timeline
 
 
@@ -38,7 +39,7 @@ def tables(plan: AttentionPlan, num_rows: int) -> str:
                 (
                     i,
                     queue[i],
-                    items["request"][i] if items["num_groups"][i] < 2 else "several",
+                    "several" if is_shared(items[i]) else items["request"][i],
                     items["kv_head"][i],
                     items["qo_len"][i] * plan.spec.heads_per_item,
                     f"{items['kv_begin'][i]}..{items['kv_end'][i]}",

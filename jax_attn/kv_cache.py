@@ -95,6 +95,20 @@ def append_kv(
     NaN or infinity makes all elements that share the scale NaN.
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
+
+    Decodes over 5 and 20 keys, the new ones included: token 4 of page 7, and token 3 of page 4.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(4, 2, 64, page_size=16, max_qo_tokens=2, max_kv_pages=4)
+    >>> lens, page_indptr = np.array([5, 20]), np.array([0, 1, 3])
+    >>> plan = ja.plan(spec, np.arange(3), lens, page_indptr, np.array([7, 2, 4]))
+    >>> k_pages, v_pages = jnp.zeros((2, 8, 16, 2, 64), spec.dtype)
+    >>> k_new, v_new = jnp.ones((2, 2, 2, 64), spec.dtype)
+    >>> append_kv = jax.jit(ja.append_kv, donate_argnums=(0, 1))
+    >>> k_pages, v_pages = append_kv(k_pages, v_pages, k_new, v_new, plan)
+    >>> np.argwhere(k_pages[:, :, 0, 0]).tolist()
+    [[4, 3], [7, 4]]
     """
     spec = spec_of("append_kv", plan)
     if not spec.is_paged:

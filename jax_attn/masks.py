@@ -279,6 +279,17 @@ def prefix_lm(prefix_lens: Any) -> Mask:
     causal=False.
 
     prefix_lens: [batch_size], i32, tokens.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> mask = ja.masks.prefix_lm(np.array([4], np.int32))
+    >>> spec = ja.AttentionSpec(
+    ...     4, 2, 64, page_size=16, max_qo_tokens=8, max_kv_pages=1, max_steps=8,
+    ...     variant=mask.variant(),
+    ... )
+    >>> batch = np.array([0, 8]), np.array([8])
+    >>> mask.block_map(spec, *batch, q_block=4, kv_block=4).classes.tolist()  # MIXED is 3
+    [[1, 2], [1, 3]]
     """
 
     def function(at: At, prefix_lens: Any) -> Any:
@@ -402,6 +413,17 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
     num_columns: block columns that there are. Nothing is seen beyond the last block row or column.
 
     Raises ValueError for an index out of range, and for an indptr that is not of these indices.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> mask = ja.masks.block_sparse(np.array([0, 1, 3]), np.array([0, 0, 1]), 4, 4, 2)
+    >>> spec = ja.AttentionSpec(
+    ...     4, 2, 64, page_size=16, max_qo_tokens=8, max_kv_pages=1, max_steps=8,
+    ...     variant=mask.variant(),
+    ... )
+    >>> batch = np.array([0, 8]), np.array([8])
+    >>> mask.block_map(spec, *batch, q_block=4, kv_block=4).classes.tolist()  # VISIBLE, HIDDEN
+    [[1, 2], [1, 1]]
     """
     indptr, indices = np.asarray(indptr), np.asarray(indices)
     for name, tokens in (("rows", rows), ("columns", columns)):

@@ -66,6 +66,15 @@ def merge_state(
 
     o_a, o_b: [n, num_heads, head_dim_vo], of one dtype.
     lse_a, lse_b: [n, num_heads], f32, natural log.
+
+    A state over no keys leaves the other as it is.
+
+    >>> import jax.numpy as jnp
+    >>> import jax_attn as ja
+    >>> none = jnp.zeros((1, 2, 8)), jnp.full((1, 2), -jnp.inf)
+    >>> o, lse = ja.merge_state(jnp.ones((1, 2, 8)), jnp.full((1, 2), 3.0), *none)
+    >>> o.mean().item(), lse.tolist()
+    (1.0, [[3.0, 3.0]])
     """
     names = "o_a", "lse_a", "o_b", "lse_b"
     given = zip(names, (o_a, lse_a, o_b, lse_b), strict=True)
@@ -97,6 +106,15 @@ def state_to_triplet(
 
     Returns o': [..., num_heads, head_dim_vo], max and sum: [..., num_heads], all f32.
     Differentiable. Raises ValueError for shapes or dtypes that do not fit.
+
+    >>> import jax.numpy as jnp
+    >>> import jax_attn as ja
+    >>> o, lse = jnp.ones((1, 2, 8)), jnp.full((1, 2), 3.0)
+    >>> triplet = ja.state_to_triplet(o, lse)
+    >>> triplet[2].tolist()
+    [[1.0, 1.0]]
+    >>> ja.state_from_triplet(*triplet)[1].tolist()
+    [[3.0, 3.0]]
     """
     op = "state_to_triplet"
     o, lse = as_array(op, "o", o), as_array(op, "lse", lse)

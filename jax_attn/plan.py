@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,24 +13,12 @@ import numpy as np
 
 from jax_attn import _core, ffi, plan_file, plot
 from jax_attn.masks import BlockMap, check_block_map
+from jax_attn.plan_memory import plan_memory
+from jax_attn.plan_records import HEADER_FIELDS, MERGE_GROUP, WORK_ITEM, is_final, is_shared
 from jax_attn.spec import AttentionSpec
 
 _INT32 = np.dtype(np.int32)
 _MAX_PREFIXES = 2**23 - 1  # of a level: a planner sorts all levels' by keys of 26 bits
-# Fields of PlanHeader, WorkItem and MergeGroup in csrc/params.h, in order, int32 each.
-HEADER_FIELDS = (
-    "magic", "version", "batch_size", "nnz_qo", "num_items", "num_merge_groups",
-    "num_partial_rows", "nnz_kv", "max_page_id", "num_partials", "num_shared_tokens",
-    "fault", "fault_at", "fault_got", "fault_expected", "num_steps",
-)  # fmt: skip
-_ITEM = np.dtype([(name, np.int32) for name in (
-    "qo_begin", "qo_len", "kv_head", "tile", "kv_begin", "kv_end", "kv_base", "q_pos",
-    "partial_row", "merge_idx", "request", "num_groups",
-)])  # fmt: skip
-_MERGE_GROUP = np.dtype([(name, np.int32) for name in (
-    "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
-    "partials_step", "parent", "first_place",
-)])  # fmt: skip
 
 
 class PlanBucket(NamedTuple):
@@ -60,6 +46,18 @@ class AttentionPlan:
     spec: static. A plan cannot disagree with the kernel it is run with.
 
     The methods read the buffer on the host, so they need a concrete plan, not one inside jit.
+
+    Two decodes over 5 and 20 keys: an item for each and its KV head.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(4, 1, 64, page_size=16, max_qo_tokens=2, max_kv_pages=4)
+    >>> lens, page_indptr = np.array([5, 20]), np.array([0, 1, 3])
+    >>> plan = ja.plan(spec, np.arange(3), lens, page_indptr, np.array([7, 2, 4]))
+    >>> sorted(plan.items()[["request", "kv_begin", "kv_end"]].tolist())
+    [(0, 0, 5), (1, 0, 20)]
+    >>> plan.bucket()
+    PlanBucket(phase='--u', num_qo_tokens=2, num_shared_pages=0, num_unique_pages=3, num_logits=2)
     """
 
     buffer: Any
@@ -86,14 +84,19 @@ class AttentionPlan:
         return self._section("queue_indptr", self.spec.kernel_config["num_ctas"] + 1)
 
     def items(self) -> np.ndarray:
-        """[num_items], structured. Fields of WorkItem in csrc/params.h."""
-        num_words = self.header()["num_items"] * _ITEM.itemsize // 4
-        return self._section("items", num_words).view(_ITEM)
+        """[num_items], structured. Fields of WorkItem in csrc/params.h.
+
+        num_groups is 0 for an item that writes its results itself; above 1 for one that several
+        requests share, whose query tokens are qo_indices()[first_token : first_token + qo_len].
+        kv_begin and kv_end are positions, or with max_steps entries of steps() times tile_kv.
+        """
+        num_words = self.header()["num_items"] * WORK_ITEM.itemsize // 4
+        return self._section("items", num_words).view(WORK_ITEM)
 
     def merge_groups(self) -> np.ndarray:
         """[num_merge_groups], structured. Fields of MergeGroup in csrc/params.h."""
-        num_words = self.header()["num_merge_groups"] * _MERGE_GROUP.itemsize // 4
-        return self._section("merge_groups", num_words).view(_MERGE_GROUP)
+        num_words = self.header()["num_merge_groups"] * MERGE_GROUP.itemsize // 4
+        return self._section("merge_groups", num_words).view(MERGE_GROUP)
 
     def partial_rows(self) -> np.ndarray:
         """[num_partials]. Group g's partials start at workspace rows
@@ -101,7 +104,7 @@ class AttentionPlan:
         return self._section("partial_rows", self.header()["num_partials"])
 
     def qo_indices(self) -> np.ndarray:
-        """[num_shared_tokens]. Rows of q of the tokens of shared items, those of num_groups > 1."""
+        """[num_shared_tokens]. Rows of q of the tokens of items that requests share."""
         return self._section("qo_indices", self.header()["num_shared_tokens"])
 
     def steps(self) -> np.ndarray:
@@ -130,14 +133,14 @@ class AttentionPlan:
         spec, items = self.spec, self.items()
         tile_kv = spec.kernel_config["tile_kv"]
         # Entries of a shared prefix are there once, not for each of its requests.
-        shared = items[(items["num_groups"] > 1) & (items["kv_head"] == 0)]
+        shared = items[is_shared(items) & (items["kv_head"] == 0)]
         counts = (shared["kv_end"] - shared["kv_begin"]) // tile_kv
         num_saved = int((counts * (shared["num_groups"] - 1)).sum())
         # Of items with the same query tokens the first in the lists: where a tile has a prefix to
         # itself, that comes later, and its positions are made up.
-        items = items[items["num_groups"] <= 1]
-        items = items[np.lexsort((items["kv_end"], items["kv_begin"], items["qo_begin"]))]
-        _, first = np.unique(items["qo_begin"], return_index=True)
+        items = items[~is_shared(items)]
+        items = items[np.lexsort((items["kv_end"], items["kv_begin"], items["first_token"]))]
+        _, first = np.unique(items["first_token"], return_index=True)
         items = items[first]
         q_pos, qo_len = items["q_pos"].astype(np.int64), items["qo_len"]
         end = self._section("kv_lens", spec.max_batch)[items["request"]]
@@ -157,10 +160,10 @@ class AttentionPlan:
         if config["cost_by_rows"]:
             tile_rows = np.array([config[f"tile_q_{i}"] for i in range(3)])[items["tile"]]
             by_rows = item_kv_cost * (items["qo_len"] * self.spec.heads_per_item) // tile_rows
-            is_shared = items["num_groups"] > 1
-            item_kv_cost = np.where(is_shared, np.maximum(kv_cost[0], by_rows), item_kv_cost)
+            by_rows = np.maximum(kv_cost[0], by_rows)
+            item_kv_cost = np.where(is_shared(items), by_rows, item_kv_cost)
         kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
-        fixed = config["item_cost"] + config["split_cost"] * (items["partial_row"] >= 0)
+        fixed = config["item_cost"] + config["split_cost"] * ~is_final(items)
         return fixed + kv_tokens * item_kv_cost / kv_cost[0]
 
     def queue_costs(self) -> np.ndarray:
@@ -235,7 +238,7 @@ class AttentionPlan:
             if fault[0]:
                 sentence = spec.problem.plan_fault(*(int(word) for word in fault))
                 raise ValueError(sentence.replace("plan:", f"{op}:", 1))
-            new = _plan_memory(spec, None)
+            new = plan_memory(spec, None)
             new[:] = buffer
             new[begin : begin + len(pages)], new[at] = pages, largest
             return AttentionPlan(new, spec)
@@ -261,23 +264,23 @@ class AttentionPlan:
         "--u", with a prefix in common "-su"; a prompt beside them "csu".
         """
         items = self.items()
-        is_shared = items["num_groups"] > 1
+        shared = is_shared(items)
         item, begin, end = self._kv_spans(items)
         cuts = np.zeros(len(items), bool)
         np.logical_or.at(cuts, item, (items["q_pos"][item] < end - 1) & (begin < end))
-        is_causal = cuts & (self.spec.causal & ~is_shared)
-        have = is_causal.any(), is_shared.any(), (~is_causal & ~is_shared).any()
+        is_causal = cuts & (self.spec.causal & ~shared)
+        have = is_causal.any(), shared.any(), (~is_causal & ~shared).any()
         return "".join(letter if x else "-" for letter, x in zip("csu", have, strict=True))
 
     def bucket(self) -> PlanBucket:
         """The batch's size in the terms that decide what a step costs. Ragged kv has no pages."""
-        header, is_shared = self.header(), self.items()["num_groups"] > 1
+        header, shared = self.header(), is_shared(self.items())
         qo_lens = np.diff(self._section("qo_indptr", header["batch_size"] + 1))
         return PlanBucket(
             self.phase(),
             header["nnz_qo"],
-            self._num_pages(is_shared),
-            self._num_pages(~is_shared),
+            self._num_pages(shared),
+            self._num_pages(~shared),
             int((qo_lens > 0).sum()),
         )
 
@@ -464,7 +467,7 @@ def plan(
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
     levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
     if not traced:
-        buffer = _plan_memory(spec, buffer)
+        buffer = plan_memory(spec, buffer)
         request_indptr, prefix_lens = levels or (None, None)
         classes, q_block, kv_block = None, 0, 0
         if block_map is not None:
@@ -565,62 +568,6 @@ def _levels(
     if not pairs:
         return xp.zeros((0, 1), np.int32), xp.zeros((0, 0), np.int32)
     return xp.stack(borders), xp.stack(lens)
-
-
-class _FreedMemory:
-    """Memory of a spec's plans that nobody holds any more, for its next ones. Whether malloc gives
-    such memory back to the system is chance, and pages that come anew cost more than a plan: 160 us
-    of 190 for 86 of them, in a virtual machine.
-    """
-
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
-        # With the array that was over each block last; what looks into one holds that array, whose
-        # base is no array. Popping is atomic, so no two threads have the same block.
-        self._blocks: collections.deque[tuple[memoryview, weakref.ref[np.ndarray]]]
-        self._blocks = collections.deque(maxlen=3)
-
-    @staticmethod
-    def of(spec: AttentionSpec) -> _FreedMemory:
-        memory = spec.__dict__.get("_freed_memory")
-        if memory is None:
-            memory = spec.__dict__["_freed_memory"] = _FreedMemory(spec.plan_words)
-        return memory
-
-    def take(self) -> np.ndarray:
-        block = self._pop() or memoryview(np.empty(self._num_words, np.int32))
-        array = np.frombuffer(block, np.int32)
-        self._blocks.append((block, weakref.ref(array)))
-        return array
-
-    def _pop(self) -> memoryview | None:
-        for _ in range(len(self._blocks)):  # the last one first: it is in a cache
-            try:
-                block, array = self._blocks.pop()
-            except IndexError:  # another thread's
-                return None
-            if array() is None:
-                return block
-            self._blocks.appendleft((block, array))
-        return None
-
-
-def _plan_memory(spec: AttentionSpec, buffer: np.ndarray | None) -> np.ndarray:
-    if buffer is None:
-        return _FreedMemory.of(spec).take()
-    if not (
-        isinstance(buffer, np.ndarray)
-        and buffer.shape == (spec.plan_words,)
-        and buffer.dtype == np.int32
-        and buffer.flags.c_contiguous
-        and buffer.flags.writeable
-    ):
-        got = f"{buffer.dtype}{list(buffer.shape)}" if hasattr(buffer, "dtype") else type(buffer)
-        raise ValueError(
-            f"plan: buffer: expected a writeable contiguous numpy array int32[{spec.plan_words}],"
-            f" got {got}."
-        )
-    return buffer
 
 
 def _given(**arguments: Any) -> str:

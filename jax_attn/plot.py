@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jax_attn.plan_records import is_shared
 from jax_attn.spec import AttentionSpec
 
 _FIGURES = (".png", ".svg", ".pdf")
@@ -78,7 +79,7 @@ def timeline(plan: Schedule, item_times: Any = None) -> Timeline:
         times = (times - times.min(initial=np.inf)) * 1e6
         begin, end = times.T
         label = "measured time, µs"
-    request = np.where(items["num_groups"] > 1, -1, items["request"])
+    request = np.where(is_shared(items), -1, items["request"])
     links = _links(items, plan.merge_groups()["parent"], end)
     return Timeline(queue, begin, end, request, links, len(indptr) - 1, label)
 
@@ -203,7 +204,7 @@ def _tell(plan: Schedule, times: Timeline) -> list[str]:
     texts = []
     for i, item in enumerate(plan.items()):
         count, merge_idx = int(item["num_groups"]), int(item["merge_idx"])
-        whose = f"request {item['request']}" if count < 2 else f"{count} row groups share it"
+        whose = f"{count} row groups share it" if is_shared(item) else f"request {item['request']}"
         lines = [
             f"CTA {times.queue[i]}, item {i}: {whose}",
             f"kv head {item['kv_head']}, {item['qo_len']} query tokens,"

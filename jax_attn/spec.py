@@ -12,15 +12,10 @@ import jax
 import numpy as np
 
 from jax_attn import _core, config, tuning
+from jax_attn.formats import DTYPES, E4M3, FORMATS, HEAD_SCALED
 from jax_attn.target import TARGETS, default_target, largest_head_dim, parse_target
 from jax_attn.variant import Variant
 
-_DTYPES = ("bfloat16", "float16", "float32")  # order of DType in csrc/spec.h
-_E4M3 = "float8_e4m3fn"
-_E5M2 = "float8_e5m2"
-# Order of FormatCode in csrc/params.h; None is dtype.
-_FORMATS = (None, _E4M3, _E5M2, "int8", "mxfp4")
-_HEAD_SCALED = (_E4M3, _E5M2)  # the others have their scales in the rows of the pages
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
 
@@ -99,6 +94,14 @@ class AttentionSpec:
 
     Raises ValueError for an argument out of range, NotImplementedError for a legal one that no
     kernel supports.
+
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(4, 2, 64, page_size=16, max_qo_tokens=8, max_kv_pages=8)
+    >>> spec.q_shape, spec.sm_scale
+    ((8, 4, 64), 0.125)
+    >>> ja.AttentionSpec(4, 3, 64)
+    Traceback (most recent call last):
+    ValueError: AttentionSpec: num_qo_heads: expected a multiple of num_kv_heads=3, got 4.
     """
 
     num_qo_heads: int
@@ -141,8 +144,8 @@ class AttentionSpec:
         settle("dtype", _dtype_name(self.dtype))
         for name in ("kv_dtype", "q_dtype"):
             settle(name, self._operand_dtype(name))  # None is the one way to say dtype
-        if self.q_dtype == _E4M3 != self.kv_dtype:
-            _refuse("q_dtype", f"None unless kv_dtype={_E4M3!r}", self.q_dtype)
+        if self.q_dtype == E4M3 != self.kv_dtype:
+            _refuse("q_dtype", f"None unless kv_dtype={E4M3!r}", self.q_dtype)
         for name in ("mla", "causal", "fresh_kv"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, "True or False", getattr(self, name))
@@ -235,7 +238,7 @@ class AttentionSpec:
 
     def _operand_dtype(self, name: str) -> str | None:
         given = getattr(self, name)
-        formats = _FORMATS[1:] if name == "kv_dtype" else (_E4M3,)
+        formats = FORMATS[1:] if name == "kv_dtype" else (E4M3,)
         if isinstance(given, str) and given in formats:
             return given
         dtype = self.dtype if given is None else _plain_name(given)
@@ -252,10 +255,10 @@ class AttentionSpec:
                 f"AttentionSpec: kv_dtype: with mla=True {self.dtype}, as dtype, is supported, got"
                 f" {self.kv_dtype}."
             )
-        if self.page_size is None and self.kv_dtype not in _HEAD_SCALED:
+        if self.page_size is None and self.kv_dtype not in HEAD_SCALED:
             raise NotImplementedError(
                 f"AttentionSpec: kv_dtype: with page_size=None {self.dtype}, as dtype,"
-                f" {' and '.join(_HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows"
+                f" {' and '.join(HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows"
                 " append_kv makes."
             )
         if self.fresh_kv and (self.target != "cpu" or self.q_dtype is not None):
@@ -401,7 +404,7 @@ class AttentionSpec:
     @property
     def has_head_scales(self) -> bool:
         """Whether k_scale and v_scale belong to k and v: those of float8."""
-        return self.kv_dtype in _HEAD_SCALED
+        return self.kv_dtype in HEAD_SCALED
 
     @property
     def is_paged(self) -> bool:
@@ -462,9 +465,9 @@ class AttentionSpec:
             "head_dim_qk": self.head_dim_qk,
             "head_dim_vo": self.head_dim_vo,
             "mla": int(self.mla),
-            "dtype": _DTYPES.index(self.dtype),
-            "q_format": _FORMATS.index(self.q_dtype),
-            "kv_format": _FORMATS.index(self.kv_dtype),
+            "dtype": DTYPES.index(self.dtype),
+            "q_format": FORMATS.index(self.q_dtype),
+            "kv_format": FORMATS.index(self.kv_dtype),
             "window_left": self.window_left,
             "window_right": 0 if self.causal else self.window_right,
             "logits_soft_cap": self.logits_soft_cap,
@@ -486,7 +489,7 @@ class AttentionSpec:
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
             tuning.refuse_foreign_gpu(arch)
-            _tell_fallback(arch, _FORMATS.index(self.q_dtype), _FORMATS.index(self.kv_dtype))
+            _tell_fallback(arch, FORMATS.index(self.q_dtype), FORMATS.index(self.kv_dtype))
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -553,15 +556,15 @@ def dtype_code(dtype: Any, argument: str = "AttentionSpec: dtype") -> int:
 
     Raises NotImplementedError, which names `argument`, for a dtype that kernels do not have.
     """
-    return _DTYPES.index(_dtype_name(dtype, argument))
+    return DTYPES.index(_dtype_name(dtype, argument))
 
 
 def _dtype_name(dtype: Any, argument: str = "AttentionSpec: dtype") -> str:
     name = _plain_name(dtype)
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise NotImplementedError(
-            f"{argument}: {', '.join(_DTYPES)} are supported, got {name}"
-            + (f"; {name} is for kv_dtype and q_dtype." if name == _E4M3 else ".")
+            f"{argument}: {', '.join(DTYPES)} are supported, got {name}"
+            + (f"; {name} is for kv_dtype and q_dtype." if name == E4M3 else ".")
         )
     return name
 

@@ -17,12 +17,11 @@ from typing import Any
 import jax
 
 from jax_attn import _core, config
+from jax_attn.formats import DTYPES, FORMATS
 
 FORMAT = 1
 _MOST_BYTES = 1 << 20
-# Order of DType in csrc/spec.h, and of FormatCode in csrc/params.h, as far as files name them.
-_DTYPES = ("bfloat16", "float16", "float32")
-_KV_FORMATS = ("plain", "float8_e4m3fn")
+_KV_FORMATS = ("plain", *FORMATS[1:])  # as files name them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Tuning:
             [
                 (
                     rule.best,
-                    _DTYPES.index(rule.dtype),
+                    DTYPES.index(rule.dtype),
                     _KV_FORMATS.index(rule.kv_format),
                     rule.up_to_rows,
                     rule.isa,
@@ -152,7 +151,7 @@ def _check(tuning: Tuning) -> None:
         if not is_int(value):
             raise ValueError(f"{name}: expected an integer, got {value!r:.50}")
     for rule in tuning.isas:
-        known = rule.dtype in _DTYPES and rule.kv_format in _KV_FORMATS
+        known = rule.dtype in DTYPES and rule.kv_format in _KV_FORMATS
         if not known or not is_int(rule.up_to_rows) or not 1 <= rule.up_to_rows <= 1024:
             raise ValueError(f"expected an instruction set for items of few rows, got {rule}")
         if not isinstance(rule.best, str) or not isinstance(rule.isa, str):

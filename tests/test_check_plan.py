@@ -15,7 +15,7 @@ from attention_cases import Case, build, make_plan
 
 import jax_attn as ja
 from jax_attn import config
-from jax_attn.plan import _ITEM, _MERGE_GROUP, HEADER_FIELDS
+from jax_attn.plan_records import HEADER_FIELDS, MERGE_GROUP, WORK_ITEM
 
 PREFIX = Case(
     "",
@@ -77,7 +77,7 @@ def words_of(plan):
     for section, length in lengths.items():
         for i in range(length):
             yield section, "", layout[section] + i
-    for section, record in (("items", _ITEM), ("merge_groups", _MERGE_GROUP)):
+    for section, record in (("items", WORK_ITEM), ("merge_groups", MERGE_GROUP)):
         for i in range(header[f"num_{section}"] * len(record.names)):
             yield section, record.names[i % len(record.names)], layout[section] + i
 
@@ -154,7 +154,7 @@ def test_what_is_accepted_has_the_same_bits(name):
 
 
 def place(plan, section, index=0, field=""):
-    record = {"items": _ITEM, "merge_groups": _MERGE_GROUP}.get(section)
+    record = {"items": WORK_ITEM, "merge_groups": MERGE_GROUP}.get(section)
     if section == "header":
         return plan.spec.layout[section] + HEADER_FIELDS.index(field)
     step, offset = (len(record.names), record.names.index(field)) if record else (1, 0)
@@ -203,7 +203,7 @@ def test_groups_of_words():
         ([(at("merge_groups", i, "parent"), 1 - i) for i in (0, 1)], ("parent",)),
         # Two items write the same rows.
         (
-            [(at("items", final[1], f), items[f][final[0]]) for f in _ITEM.names],
+            [(at("items", final[1], f), items[f][final[0]]) for f in WORK_ITEM.names],
             ("query tokens that nobody else writes",),
         ),
         # Keys that two states have, and keys that none has.

@@ -92,7 +92,7 @@ forests = st.builds(random_forest, st.integers(0, 2**32 - 1))
 
 def tokens_of(plan, item):
     """Rows of q of the item's tokens."""
-    tokens = slice(item["qo_begin"], item["qo_begin"] + item["qo_len"])
+    tokens = slice(item["first_token"], item["first_token"] + item["qo_len"])
     if item["num_groups"] > 1:
         return plan.qo_indices()[tokens]
     return np.arange(tokens.start, tokens.stop)
@@ -218,8 +218,10 @@ def check_merge_groups(plan):
     # Every (token, head) has one writer: a final item or a final merge group.
     num_heads = -(-plan.spec.num_qo_heads // group_size)  # blocks of heads with mla
     writers = np.zeros((header["nnz_qo"], num_heads), int)
-    for record in (*alone, *groups[final]):
-        writers[record["qo_begin"] : record["qo_begin"] + record["qo_len"], record["kv_head"]] += 1
+    for records, first in ((alone, "first_token"), (groups[final], "qo_begin")):
+        for record in records:
+            rows = slice(record[first], record[first] + record["qo_len"])
+            writers[rows, record["kv_head"]] += 1
     assert (writers == 1).all()
 
 
@@ -490,7 +492,7 @@ def test_the_short_tile_of_a_request_is_its_first(target):
     case = Case("short tile", (700,), (700,), num_qo_heads=2, num_kv_heads=2, schedule="no_split")
     items = make_plan(case, target).items()
     items = items[items["kv_head"] == 0]
-    lengths = items["qo_len"][np.argsort(items["qo_begin"])]
+    lengths = items["qo_len"][np.argsort(items["first_token"])]
     assert lengths.sum() == 700 and 0 < lengths[0] < lengths[1]
     assert (lengths[1:] == lengths[1]).all()
 
@@ -968,7 +970,7 @@ def _spans(spec, qo_lens, kv_lens):
     """The spans of a plan's items, in the order of requests, tokens and positions."""
     qo_indptr = np.concatenate([[0], np.cumsum(qo_lens)])
     items = ja.plan(spec, qo_indptr, kv_lens).items()
-    items = np.sort(items, order=("request", "qo_begin", "kv_begin"))
+    items = np.sort(items, order=("request", "first_token", "kv_begin"))
     return [(int(i["request"]), int(i["kv_begin"]), int(i["kv_end"])) for i in items]
 
 

@@ -135,7 +135,7 @@ def test_every_pair_is_covered_once_and_no_schedule_is_predicted_slower(target):
         request_of = np.repeat(np.arange(len(covered)), np.diff(told.lengths["qo_indptr"]))
         pages, indptr = told.lengths["page_indices"], told.lengths["page_indptr"]
         for item in plan.items()[plan.items()["kv_head"] == 0]:
-            rows = slice(item["qo_begin"], item["qo_begin"] + item["qo_len"])
+            rows = slice(item["first_token"], item["first_token"] + item["qo_len"])
             if item["num_groups"] > 1:
                 rows = plan.qo_indices()[rows]
             for r in np.unique(request_of[rows]):

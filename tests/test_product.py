@@ -92,6 +92,8 @@ def test_operands_that_do_not_fit_are_refused():
     ):
         with pytest.raises(Exception, match="product: .*expected"):
             jax.block_until_ready(got())
+    with pytest.raises(Exception, match=r"got bfloat16\[1, 2, 64\] and bfloat16\[1, 40\]"):
+        jax.block_until_ready(ffi.product(x[None], panels, 40, "bfloat16"))
 
 
 @pytest.mark.parametrize("name", sorted(model_cases.CONFIGS))

@@ -64,7 +64,7 @@ def seen_by_lists(plan, mask):
     seen, tile_kv = np.zeros_like(mask), plan.spec.kernel_config["tile_kv"]
     items = plan.items()
     for item in items[items["kv_head"] == 0]:
-        rows = slice(item["qo_begin"], item["qo_begin"] + item["qo_len"])
+        rows = slice(item["first_token"], item["first_token"] + item["qo_len"])
         for word in plan.steps()[item["kv_begin"] // tile_kv : item["kv_end"] // tile_kv]:
             keys = slice((word >> 1) * tile_kv, ((word >> 1) + 1) * tile_kv)
             seen[rows, keys] = mask[rows, keys] if word & 1 else True

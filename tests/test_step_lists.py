@@ -120,7 +120,7 @@ def test_blocks_that_are_hidden_are_skipped(case, q_block, kv_block):
     visited = np.zeros((len(dense), -(-dense.shape[1] // tile_kv)), bool)
     items, steps = plan.items(), plan.steps()
     for item in items[items["kv_head"] == 0]:
-        rows = slice(item["qo_begin"], item["qo_begin"] + item["qo_len"])
+        rows = slice(item["first_token"], item["first_token"] + item["qo_len"])
         words = steps[item["kv_begin"] // tile_kv : item["kv_end"] // tile_kv]
         assert not visited[rows][:, words >> 1].any()  # no key twice
         visited[rows, words >> 1] = True

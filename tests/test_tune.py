@@ -42,6 +42,9 @@ def test_numbers_are_those_of_one_kernel_of_one_processor(monkeypatch, capsys):
     told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
     assert f"tuned on {H100.name}" in told["item_cost"] and "tuned" in told["kv_cost"]
     assert "tuned" not in told["split_cost"]
+    # No kernel of a GPU has a third tile.
+    with pytest.raises(ValueError, match=r"got hopper\.kv_cost_2; tune again"):
+        tuning.Tuning(H100, {"hopper.kv_cost_2": 19}).use()
 
 
 def test_numbers_of_a_cpu_are_those_of_a_dtype():

@@ -26,10 +26,9 @@ int64_t RunLength(const WorkItem* items, int64_t max_items, int64_t group_size) 
   int64_t n = 1;
   for (; n < std::min(max_items, kMaxRun); ++n) {
     const WorkItem& b = items[n];
-    const bool same = b.kv_head == a.kv_head + n && b.qo_begin == a.qo_begin &&
+    const bool same = b.kv_head == a.kv_head + n && b.first_token == a.first_token &&
                       b.qo_len == a.qo_len && b.kv_begin == a.kv_begin && b.kv_end == a.kv_end &&
-                      b.kv_base == a.kv_base && b.q_pos == a.q_pos &&
-                      (b.num_groups > 1) == (a.num_groups > 1);
+                      b.kv_base == a.kv_base && b.q_pos == a.q_pos && IsShared(b) == IsShared(a);
     if (!same) break;
   }
   return n;

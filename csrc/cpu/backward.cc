@@ -101,7 +101,7 @@ class TaskGraph {
   // Joins what may be joined. A plan has its items in the order of its queues.
   void JoinAll(std::vector<WorkItem>* items) const {
     std::stable_sort(items->begin(), items->end(), [](const WorkItem& a, const WorkItem& b) {
-      return std::pair(a.request, a.qo_begin) < std::pair(b.request, b.qo_begin);
+      return std::pair(a.request, a.first_token) < std::pair(b.request, b.first_token);
     });
     size_t num = 0;
     for (const WorkItem& item : *items) {
@@ -113,8 +113,8 @@ class TaskGraph {
   // Makes an item of two, if the second continues the first: rows that see all of their keys in one
   // item, of one request. Not with step lists, as items have lists of their own.
   bool Join(const WorkItem& next, WorkItem* item) const {
-    const bool continues = p_.steps == nullptr && item->num_groups == 0 && next.num_groups == 0 &&
-                           item->qo_begin + item->qo_len == next.qo_begin &&
+    const bool continues = p_.steps == nullptr && IsFinal(*item) && IsFinal(next) &&
+                           item->first_token + item->qo_len == next.first_token &&
                            item->q_pos + item->qo_len == next.q_pos &&
                            item->kv_base == next.kv_base && item->request == next.request;
     if (!continues || (item->qo_len + next.qo_len) * p_.group_size > kTaskRows) return false;
@@ -172,8 +172,7 @@ class TaskGraph {
     };
     if (operand_sums_ != OperandSums::kNone) wait_for(&last_of_operands_);
     for (i32 t = 0; t < item.qo_len; ++t) {
-      const i32 at = item.qo_begin + t;
-      write(&(*tokens)[item.num_groups > 1 ? p_.qo_indices[at] : at]);
+      write(&(*tokens)[QueryRow(item, p_.qo_indices, t)]);
     }
     ForKeys(item, [&](int64_t pos, int64_t end) {
       while (pos < end) {

@@ -214,9 +214,7 @@ class BackwardPass {
 
   void LoadRows() {
     const i64 group = p_.group_size, padded = RoundUp(rows_, kBackwardRows);
-    const auto q_row = [&](i64 token) {
-      return item_.num_groups > 1 ? p_.qo_indices[item_.qo_begin + token] : item_.qo_begin + token;
-    };
+    const auto q_row = [&](i64 token) { return QueryRow(item_, p_.qo_indices, token); };
     const i64 row_bytes = Max(p_.head_dim_qk, p_.head_dim_vo) * kSize;
     for (i64 i = 0; i < row_bytes; ++i) buf_.zeros[i] = 0;
     any_nan_row_ = false;

@@ -80,21 +80,7 @@ JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
 
 // --- e5m2: half of an f16
 
-// What is beyond the largest value, 57344, becomes that.
-inline uint8_t ToE5m2(float x) {
-  const uint32_t u = BitsOf(x), magnitude = u & 0x7fffffff;
-  uint32_t rest;
-  if (magnitude > kInfBits) {
-    rest = 0x7f;
-  } else if (magnitude >= 0x47600000) {
-    rest = 0x7b;
-  } else if (magnitude < 0x38800000) {  // subnormal: adding 2^7 leaves 16 fraction bits, rounded
-    rest = BitsOf(FromBits(magnitude) + 0x1p7f) - 0x43000000;
-  } else {
-    rest = (magnitude - 0x38000000 + 0xfffff + (magnitude >> 21 & 1)) >> 21;
-  }
-  return static_cast<uint8_t>((u >> 24 & 0x80) | rest);
-}
+inline uint8_t ToE5m2(float x) { return ToFloat8<2, 0x7b>(x); }  // 57344: below infinity
 
 template <class Isa, typename T>
 JAX_ATTN_INLINE void DecodeE5m2(const char* from, i64 n, T* to) {

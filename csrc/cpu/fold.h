@@ -96,7 +96,7 @@ class FoldedRow {
   RowState Fold(const MergeGroup& group, float* o) const {
     alignas(64) float batch_o[kMaxHeadDim];
     const i64 n = group.num_partials;
-    if (step_ > 1) {
+    if (IsParent(group)) {
       RowState all = SumOf(0, 1, o);
       for (i64 i = 1; i < n; ++i) Add(State(i), Columns(i), &all, o);
       return all;

@@ -182,10 +182,7 @@ class PassBase {
   }
 
   // The row of q of a token of the item.
-  i64 QueryRow(i64 token) const {
-    return item_.num_groups > 1 ? params_.qo_indices[item_.qo_begin + token]
-                                : item_.qo_begin + token;
-  }
+  i64 QueryRow(i64 token) const { return jax_attn::QueryRow(item_, params_.qo_indices, token); }
 
   template <typename Q>
   void LoadQuery(i64 row, float* to) const {
@@ -694,7 +691,7 @@ class PassBase {
         OrderColumns<Isa, kValues>(o, buf_.o_columns);
         if (item.partial_row < 0) {
           const i64 token = buf_.tokens[r], head = item.kv_head * group + (r - token * group);
-          StoreRow<Isa, T>(params_, item.qo_begin + token, head, buf_.states[at], o);
+          StoreRow<Isa, T>(params_, item.first_token + token, head, buf_.states[at], o);
         } else {
           params_.partial_states[item.partial_row + r] = buf_.states[at];
           StoreScaled<Isa>(1.0f, o, dim, params_.partial_o + (i64{item.partial_row} + r) * dim);

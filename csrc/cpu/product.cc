@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/simd_types.h"
 #include "cpu/thread_scratch.h"
 #include "spec.h"
 
@@ -13,8 +14,6 @@ constexpr int64_t kThreadTasks = 8;
 constexpr int64_t kTaskPanels = 4;  // what kernels take at once of few rows
 // Bytes of x that a task widens: less is not worth waking a thread for.
 constexpr int64_t kTaskBytes = 256 << 10;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 

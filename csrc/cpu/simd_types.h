@@ -110,21 +110,29 @@ inline F16 ToF16(float x) {
   }
   return {static_cast<uint16_t>(sign | rest)};
 }
-// What is beyond the largest value, 448, becomes that.
-inline E4m3 ToE4m3(float x) {
+// A code of 8 bits, kMantissa of them mantissa. What is beyond kLargest, a code, becomes that.
+template <int kMantissa, uint32_t kLargest>
+inline uint8_t ToFloat8(float x) {
+  constexpr int kShift = 23 - kMantissa;
+  constexpr uint32_t kBias = (1 << (6 - kMantissa)) - 1;
+  // A code's bits at the place of f32's are those of its value but for the bias of the exponent.
+  constexpr uint32_t kBiases = (127 - kBias) << 23;
+  // Of this magnitude f32 has as many fraction bits as a subnormal code.
+  constexpr uint32_t kSameFraction = (127 + 23 - kMantissa + 1 - kBias) << 23;
   const uint32_t u = BitsOf(x), magnitude = u & 0x7fffffff;
   uint32_t rest;
   if (magnitude > 0x7f800000) {
     rest = 0x7f;
-  } else if (magnitude >= 0x43e00000) {
-    rest = 0x7e;
-  } else if (magnitude < 0x3c800000) {  // subnormal: adding 2^14 leaves 9 fraction bits, rounded
-    rest = BitsOf(FromBits(magnitude) + 0x1p14f) - 0x46800000;
+  } else if (magnitude >= (kLargest << kShift) + kBiases) {
+    rest = kLargest;
+  } else if (magnitude < kBiases + (1 << 23)) {  // subnormal: the sum is rounded
+    rest = BitsOf(FromBits(magnitude) + FromBits(kSameFraction)) - kSameFraction;
   } else {
-    rest = (magnitude - 0x3c000000 + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+    rest = (magnitude - kBiases + (1 << (kShift - 1)) - 1 + (magnitude >> kShift & 1)) >> kShift;
   }
-  return {static_cast<uint8_t>((u >> 24 & 0x80) | rest)};
+  return static_cast<uint8_t>((u >> 24 & 0x80) | rest);
 }
+inline E4m3 ToE4m3(float x) { return {ToFloat8<3, 0x7e>(x)}; }  // 448
 
 }  // namespace
 }  // namespace jax_attn

@@ -58,6 +58,10 @@ Status Prefixed(const std::string& prefix, const Status& status) {
   return status.ok() ? status : Status::Error(prefix + ": " + status.message);
 }
 
+std::string ShapeOf(const ffi::AnyBuffer& buffer) {
+  return Shape(buffer.element_type(), buffer.dimensions());
+}
+
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
                    ffi::DataType type, std::initializer_list<int64_t> dims) {
   const auto got = buffer.dimensions();
@@ -66,7 +70,7 @@ Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& b
   for (auto dim = dims.begin(); same && dim != dims.end(); ++dim) same = got[i++] == *dim;
   if (same) return Status::Ok();
   return Status::Error(std::string(op) + ": " + argument + ": expected " + Shape(type, dims) +
-                       ", got " + Shape(buffer.element_type(), got) + ".");
+                       ", got " + ShapeOf(buffer) + ".");
 }
 
 Status CheckFloats(const char* op, const char* argument,

@@ -25,6 +25,9 @@ ffi::Error ToFfi(const Status& status);
 // The status of something that does not know the op.
 Status Prefixed(const std::string& prefix, const Status& status);
 
+// "<type>[<dims>]", for refusals.
+std::string ShapeOf(const ffi::AnyBuffer& buffer);
+
 // "op: argument: expected <type>[<dims>], got ..." unless the buffer has exactly this type and
 // shape.
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,

@@ -33,7 +33,9 @@ Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::
   const auto dims = x.dimensions(), results = y.dimensions();
   if (!known || dims.size() != 2 || results.size() != 2) {
     return Status::Error(
-        "product: x, y: expected [n, depth] and [n, columns] of bfloat16, float16 or float32.");
+        "product: x, y: expected [n, depth] and [n, columns] of bfloat16, float16 or float32, "
+        "got " +
+        ShapeOf(x) + " and " + ShapeOf(y) + ".");
   }
   *dtype = *known;
   p->num_rows = dims[0];

@@ -120,7 +120,7 @@ class PlanChecker {
         return refuse("parent", Between(-1, int64_t{header_.num_merge_groups} - 1), group.parent);
       }
       const int32_t last_place = spec_.schedule == kFixedSplit ? kFoldBatch - 1 : 0;
-      const bool is_alone = group.partials_step == 1 && group.parent < 0;
+      const bool is_alone = !IsParent(group) && group.parent < 0;
       if (group.first_place < 0 || group.first_place > (is_alone ? last_place : 0)) {
         return refuse("first_place", Between(0, is_alone ? last_place : 0), group.first_place);
       }
@@ -136,7 +136,7 @@ class PlanChecker {
     for (int32_t g = 0; g < header_.num_merge_groups; ++g) {
       const MergeGroup& group = groups_[g];
       num_children += group.parent >= 0;
-      if (group.partials_step > 1) continue;
+      if (IsParent(group)) continue;
       for (int32_t i = 0; i < group.num_partials; ++i) {
         int32_t& reader = reader_[group.partials_begin + i];
         if (reader != kNone) return RefuseReader(g, group.partials_begin + i, reader);
@@ -145,7 +145,7 @@ class PlanChecker {
     }
     for (int32_t g = 0; g < header_.num_merge_groups; ++g) {
       const MergeGroup& group = groups_[g];
-      if (group.partials_step == 1) continue;
+      if (!IsParent(group)) continue;
       if (group.parent >= 0) {
         return Refuse("merge_groups", g, "parent", "-1 of a parent", group.parent);
       }
@@ -190,7 +190,7 @@ class PlanChecker {
   bool IsChild(int32_t g) const {
     const MergeGroup& parent = groups_[groups_[g].parent];
     const int64_t behind = int64_t{groups_[g].partials_begin} - parent.partials_begin;
-    return parent.partials_step == kFoldBatch && behind >= 0 && behind % kFoldBatch == 0 &&
+    return IsParent(parent) && behind >= 0 && behind % kFoldBatch == 0 &&
            behind / kFoldBatch < parent.num_partials;
   }
 
@@ -230,9 +230,9 @@ class PlanChecker {
       const WorkItem& item = items_[i];
       Status s = CheckShape(i, item);
       if (s.ok()) s = CheckRequestOf(i, item);
-      if (s.ok() && item.num_groups > 0) s = CheckGroupsOf(i, item);
+      if (s.ok() && !IsFinal(item)) s = CheckGroupsOf(i, item);
       if (!s.ok()) return s;
-      if (item.num_groups > 1) shared_end = std::max(shared_end, item.qo_begin + item.qo_len);
+      if (IsShared(item)) shared_end = std::max(shared_end, item.first_token + item.qo_len);
     }
     if (shared_end != header_.num_shared_tokens) {
       return Refuse("header.num_shared_tokens", Equal(shared_end, "those of shared items"),
@@ -257,19 +257,19 @@ class PlanChecker {
     if (item.tile < 0 || item.tile >= config_.num_tiles) {
       return refuse("tile", Between(0, config_.num_tiles - 1), item.tile);
     }
-    const bool is_shared = item.num_groups > 1;
+    const bool is_shared = IsShared(item);
     const int64_t tokens = is_shared ? header_.num_shared_tokens : header_.nnz_qo;
-    if (item.qo_begin < 0 || item.qo_begin >= tokens) {
-      return refuse("qo_begin", Between(0, tokens - 1), item.qo_begin);
+    if (item.first_token < 0 || item.first_token >= tokens) {
+      return refuse("first_token", Between(0, tokens - 1), item.first_token);
     }
-    const int64_t most = Least(rules_.tile_tokens[item.tile], tokens - item.qo_begin);
+    const int64_t most = Least(rules_.tile_tokens[item.tile], tokens - item.first_token);
     if (item.qo_len < 1 || item.qo_len > most) {
       return refuse("qo_len", Between(1, most), item.qo_len);
     }
     if (item.num_groups < 0 || item.num_groups > item.qo_len) {
       return refuse("num_groups", Between(0, item.qo_len), item.num_groups);
     }
-    const bool is_final = item.num_groups == 0;
+    const bool is_final = IsFinal(item);
     if (is_final ? item.partial_row != -1 : item.partial_row < 0) {
       return refuse("partial_row", is_final ? "-1 of a final item" : "a row of the workspace",
                     item.partial_row);
@@ -291,9 +291,9 @@ class PlanChecker {
     if (item.request < 0 || item.request >= header_.batch_size) {
       return refuse("request", Between(0, int64_t{header_.batch_size} - 1), item.request);
     }
-    const bool is_shared = item.num_groups > 1;
-    const int32_t first = is_shared ? qo_indices_[item.qo_begin] : item.qo_begin;
-    const int64_t end = int64_t{first} + (is_shared ? 1 : item.qo_len);
+    const bool is_shared = IsShared(item);
+    const int64_t first = QueryRow(item, qo_indices_, 0);
+    const int64_t end = first + (is_shared ? 1 : item.qo_len);
     if (first < qo_indptr_[item.request] || end > qo_indptr_[item.request + 1]) {
       return refuse("request", "that of its query tokens, from row " + std::to_string(first),
                     item.request);
@@ -394,18 +394,18 @@ class PlanChecker {
   // Its tokens are those of its merge groups in order, and its rows of the workspace the ones that
   // these read.
   Status CheckGroupsOf(int32_t i, const WorkItem& item) {
-    const bool is_shared = item.num_groups > 1;
+    const bool is_shared = IsShared(item);
     int64_t token = 0;
     for (int32_t g = item.merge_idx; g < item.merge_idx + item.num_groups; ++g) {
       const MergeGroup& group = groups_[g];
-      const bool is_alone = group.parent < 0 && group.partials_step == 1 && group.first_place == 0;
+      const bool is_alone = group.parent < 0 && !IsParent(group) && group.first_place == 0;
       bool same = group.kv_head == item.kv_head && group.qo_len <= item.qo_len - token &&
                   (!is_shared || is_alone);
       if (is_shared) {
-        const int32_t* rows = qo_indices_ + item.qo_begin + token;
+        const int32_t* rows = qo_indices_ + item.first_token + token;
         for (int32_t t = 0; same && t < group.qo_len; ++t) same = rows[t] == group.qo_begin + t;
       } else {
-        same = same && group.qo_begin == item.qo_begin && group.qo_len == item.qo_len;
+        same = same && group.qo_begin == item.first_token && group.qo_len == item.qo_len;
       }
       if (!same) {
         return Refuse("items", i, "merge_idx",
@@ -470,7 +470,7 @@ class PlanChecker {
         // Each tile has a list; with shared prefixes a result is of several tiles.
         const bool is_other_list =
             IsListed() && spec_.share_prefixes && before != nullptr &&
-            (before->qo_begin != item.qo_begin || before->num_groups != item.num_groups ||
+            (before->first_token != item.first_token || before->num_groups != item.num_groups ||
              before->q_pos != item.q_pos);
         if (item.kv_begin != next && !is_other_list) {
           return Refuse("items", i, "kv_begin", Equal(next, "where the state before it ends"),
@@ -493,7 +493,7 @@ class PlanChecker {
         }
         next = item.kv_end;
       }
-      if (own.num_groups > 1 || next != visible.end) {
+      if (IsShared(own) || next != visible.end) {
         return Refuse("items", writer_[end - 1], "kv_end",
                       Equal(visible.end, "the last key that its rows see"), own.kv_end);
       }
@@ -517,7 +517,7 @@ class PlanChecker {
   int32_t EndOfEntries(const MergeGroup& group) const {
     const auto last = static_cast<int32_t>(LastSlot(group));
     const MergeGroup& reader = groups_[reader_[last]];
-    return reader.partials_step > 1 ? last + 1 : reader.partials_begin + reader.num_partials;
+    return IsParent(reader) ? last + 1 : reader.partials_begin + reader.num_partials;
   }
 
   // Every row of o and lse is written once: by a final item, or by a merge group that is final.
@@ -526,7 +526,7 @@ class PlanChecker {
     first_pos_.assign(header_.batch_size, kNone);
     for (int32_t i = 0; i < header_.num_items; ++i) {
       const WorkItem& item = items_[i];
-      if (item.num_groups > 0) continue;
+      if (!IsFinal(item)) continue;
       const KvSpan visible = IsListed() ? KvSpan{item.kv_begin, item.kv_end} : VisibleSpan(item);
       if (item.kv_begin != visible.begin) {
         return Refuse("items", i, "kv_begin", Equal(visible.begin, "the first key its rows see"),
@@ -537,14 +537,15 @@ class PlanChecker {
                       item.kv_end);
       }
       Status s = CheckPositions(i);
-      if (s.ok()) s = Write("items", i, item.kv_head, item.qo_begin, item.qo_len);
+      if (s.ok()) s = Write("items", i, "first_token", item.kv_head, item.first_token, item.qo_len);
       if (!s.ok()) return s;
     }
     for (int32_t g = 0; g < header_.num_merge_groups; ++g) {
       const MergeGroup& group = groups_[g];
       if (group.parent >= 0) continue;
       Status s = CheckPositions(writer_[EndOfEntries(group) - 1]);
-      if (s.ok()) s = Write("merge_groups", g, group.kv_head, group.qo_begin, group.qo_len);
+      if (s.ok())
+        s = Write("merge_groups", g, "qo_begin", group.kv_head, group.qo_begin, group.qo_len);
       if (!s.ok()) return s;
     }
     const auto missing = std::find(written_.begin(), written_.end(), 0);
@@ -558,21 +559,22 @@ class PlanChecker {
   // All tiles of a request, and all heads, have its tokens at the same positions.
   Status CheckPositions(int32_t i) {
     const WorkItem& item = items_[i];
-    const int32_t behind = item.qo_begin - qo_indptr_[item.request];
+    const int32_t behind = item.first_token - qo_indptr_[item.request];
     int32_t& other = first_pos_[item.request];  // an item of the request
     if (other == kNone) other = i;
     const WorkItem& first = items_[other];
     const int64_t expected =
-        int64_t{first.q_pos} - (first.qo_begin - qo_indptr_[item.request]) + behind;
+        int64_t{first.q_pos} - (first.first_token - qo_indptr_[item.request]) + behind;
     if (item.q_pos == expected) return Status::Ok();
     return Refuse("items", i, "q_pos", Equal(expected, "as " + At("items", other) + " has it"),
                   item.q_pos);
   }
 
-  Status Write(const char* section, int64_t i, int64_t head, int64_t begin, int64_t len) {
+  Status Write(const char* section, int64_t i, const char* field, int64_t head, int64_t begin,
+               int64_t len) {
     const auto first = written_.begin() + head * header_.nnz_qo + begin;
     if (std::find(first, first + len, 1) != first + len) {
-      return Refuse(section, i, "qo_begin", "query tokens that nobody else writes", begin);
+      return Refuse(section, i, field, "query tokens that nobody else writes", begin);
     }
     std::fill(first, first + len, 1);
     return Status::Ok();

@@ -125,13 +125,13 @@ class Forest {
       ForTiles(node, [&](int32_t begin, int32_t end, int32_t tokens) {
         QueryTile t = MakeSharedTile(rules_, sharing_, flat_[order_[begin].tile_idx], tokens,
                                      SharedBegin(node), node.kv_end);
-        if (end - begin > 1) t.qo_begin = static_cast<int32_t>(out->qo_indices.size());
+        if (end - begin > 1) t.first_token = static_cast<int32_t>(out->qo_indices.size());
         out->tiles.push_back(t);
         out->sharing.push_back(
             {StateCost(rules_, sharing_, tokens), -1, unit_of[begin], end - begin});
         for (int32_t i = begin; i < end && end - begin > 1; ++i) {
           const QueryTile& unit = flat_[order_[i].tile_idx];
-          for (int32_t k = 0; k < unit.qo_len; ++k) out->qo_indices.push_back(unit.qo_begin + k);
+          for (int32_t k = 0; k < unit.qo_len; ++k) out->qo_indices.push_back(unit.first_token + k);
         }
       });
     }

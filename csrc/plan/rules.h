@@ -30,18 +30,18 @@ inline constexpr i64 kMaxChunks = 1ll << 26;
 struct RequestLengths {
   i32 qo_begin, qo_len;
   i32 kv_len;
-  i32 kv_base;   // page_indptr or kv_indptr
+  i32 kv_base;   // kv_indptr
   i32 q_offset;  // kv position of its first query token
 };
 
 // Query tokens of one request that one item per kv head could serve over the whole span.
 struct QueryTile {
-  i32 qo_begin, qo_len, request;
-  i32 tile;              // index into tile_q
-  i32 kv_cost;           // of 16 kv tokens
-  i32 kv_begin, kv_end;  // positions any row of the tile sees
-  i32 kv_base, q_pos;    // as in WorkItem
-  i32 section;           // see SectionKey; 0: the request has no other tile
+  i32 first_token, qo_len, request;  // as in WorkItem; of a unit or a flat tile a row of q
+  i32 tile;                          // index into tile_q
+  i32 kv_cost;                       // of 16 kv tokens
+  i32 kv_begin, kv_end;              // places, as in WorkItem: what any row of the tile sees
+  i32 kv_base, q_pos;                // as in WorkItem
+  i32 section;                       // see SectionKey; 0: the request has no other tile
 };
 
 constexpr i64 CeilDivide(i64 a, i64 b) { return (a + b - 1) / b; }
@@ -241,7 +241,7 @@ inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 r
   const i32 token_end = r.qo_len - (NumTilesOf(rules, r.qo_len) - 1 - index) * tokens;
   const i32 token = static_cast<i32>(Largest(0, token_end - tokens));
   const i64 first = static_cast<i64>(r.q_offset) + token;
-  t.qo_begin = r.qo_begin + token;
+  t.first_token = r.qo_begin + token;
   t.qo_len = token_end - token;
   t.request = request;
   t.kv_base = r.kv_base;
@@ -610,7 +610,7 @@ inline i64 PartialCost(const PlanRules& rules, const QueryTile& t, i32 state_cos
   return ItemCost(rules, t, kv_tokens, true) + static_cast<i64>(state_cost) * rules.kv_cost[0];
 }
 
-// Of `tokens` query tokens over [kv_begin, kv_end); qo_begin is still to be set. first: the tile
+// Of `tokens` query tokens over [kv_begin, kv_end); first_token is still to be set. first: the tile
 // of its first request.
 inline QueryTile MakeSharedTile(const PlanRules& rules, const SharingRules& sharing,
                                 const QueryTile& first, i32 tokens, i32 kv_begin, i32 kv_end) {

@@ -303,7 +303,7 @@ struct PartialPlace {
 
 void AddGroup(const QueryTile& t, int32_t head, int32_t group, int32_t parent,
               ScheduleOutput* out) {
-  out->merge_groups[group] = {t.qo_begin, t.qo_len, head, 0, out->num_partials, 1, parent, 0};
+  out->merge_groups[group] = {t.first_token, t.qo_len, head, 0, out->num_partials, 1, parent, 0};
 }
 
 void AddPartial(int32_t group, int32_t row, ScheduleOutput* out) {
@@ -447,8 +447,8 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
     const int32_t row_step = split ? t.qo_len * group_size * c.num_splits : 0;
     const int32_t at = filled[slot.queue];
     filled[slot.queue] += static_cast<int32_t>(heads_per_unit);
-    WorkItem item = {t.qo_begin, t.qo_len, 0,  t.tile, c.kv_begin, c.kv_end,
-                     t.kv_base,  t.q_pos,  -1, -1,     t.request,  num_groups};
+    WorkItem item = {t.first_token, t.qo_len, 0,  t.tile, c.kv_begin, c.kv_end,
+                     t.kv_base,     t.q_pos,  -1, -1,     t.request,  num_groups};
     for (int64_t p = 0; p < partitions; ++p) {
       const int64_t cta = slot.queue * partitions + p;
       const int64_t first = (p * num_units + slot.unit) * heads_per_unit;

@@ -49,8 +49,8 @@ PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, Tiling* tiling,
       const i32 first = ColumnsOf(rules, map, t, span.begin).begin;
       const i32 end = ColumnsOf(rules, map, t, span.end - 1).end;
       line.assign(end - first, 0);
-      const int64_t last_row = (t.qo_begin + int64_t{t.qo_len} - 1) / map.q_block;
-      for (int64_t row = t.qo_begin / map.q_block; row <= last_row; ++row) {
+      const int64_t last_row = (t.first_token + int64_t{t.qo_len} - 1) / map.q_block;
+      for (int64_t row = t.first_token / map.q_block; row <= last_row; ++row) {
         const uint8_t* classes = map.classes + row * map.num_columns + first;
         for (i32 i = 0; i < end - first; ++i) line[i] |= classes[i];
       }

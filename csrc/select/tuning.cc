@@ -22,8 +22,11 @@ constexpr Field kCpuFields[] = {
     {"flops_per_us", 1, kMostRate},
 };
 constexpr Field kCudaFields[] = {
-    {"min_chunk", 1, kMostChunk}, {"item_cost", 0, kMostCost}, {"split_cost", 0, kMostCost},
-    {"kv_cost_1", 1, kMostCost},  {"kv_cost_2", 1, kMostCost},
+    // kernels have at most two tiles
+    {"min_chunk", 1, kMostChunk},
+    {"item_cost", 0, kMostCost},
+    {"split_cost", 0, kMostCost},
+    {"kv_cost_1", 1, kMostCost},
 };
 
 std::optional<Field> FindField(bool is_cpu, std::string_view name) {

@@ -18,7 +18,8 @@ from jax_attn.kv_cache import append_kv
 from jax_attn.merge import merge_states
 from jax_attn.operands import check_array
 from jax_attn.parallel.common import add_sinks, mapped, windows
-from jax_attn.plan import HEADER_FIELDS, AttentionPlan, plan, traced_int32
+from jax_attn.plan import AttentionPlan, plan, traced_int32
+from jax_attn.plan_records import HEADER_FIELDS
 from jax_attn.spec import AttentionSpec
 
 _FAULT_WORD = HEADER_FIELDS.index("fault")

@@ -236,7 +236,7 @@ void TestBarriers(const Case& c, int num_plans) {
       if (item.num_groups == 0) item.partial_row = item.merge_idx = -1;
       const i64 tokens =
           item.num_groups > 1 ? config.max_shared_tokens : problem.spec.max_qo_tokens;
-      if (item.qo_begin + i64{item.qo_len} > tokens) continue;
+      if (item.first_token + i64{item.qo_len} > tokens) continue;
       if (item.partial_row + rows > config.max_partial_rows) continue;
       items[i] = item;
     }

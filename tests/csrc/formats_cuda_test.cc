@@ -104,14 +104,14 @@ void TestToE5m2() {
     for (u32 low : {0u, 1u, 0xffffu}) {
       const float x = __uint_as_float(bits << 16 | low),
                   size = std::min(std::abs(x), values.back());
-      const u32 got = ToE5m2(x);
+      const u32 got = ToCode<kE5m2Format>(x);
       u32 want = 0;
       for (u32 code = 1; code < values.size() && !std::isnan(x); ++code) {
         const float above = std::abs(values[code] - size), below = std::abs(values[want] - size);
         if (above < below || (above == below && code % 2 == 0)) want = code;
       }
       if (std::signbit(x)) want |= 0x80;
-      Expect(std::isnan(x) ? (got & 0x7f) == 0x7f : got == want, "ToE5m2", bits << 16 | low);
+      Expect(std::isnan(x) ? (got & 0x7f) == 0x7f : got == want, "ToCode, e5m2", bits << 16 | low);
     }
   }
 }

@@ -127,27 +127,26 @@ class Cover {
     }
     if (item.kv_head < 0 || item.kv_head >= spec_.num_kv_heads) return "kv_head";
     if (item.kv_begin < 0 || item.kv_begin > item.kv_end) return "span";
-    const bool shared = item.num_groups > 1;
-    if ((item.num_groups > 0) != (item.partial_row >= 0) ||
-        (item.num_groups > 0) != (item.merge_idx >= 0)) {
+    const bool shared = IsShared(item);
+    if (IsFinal(item) != (item.partial_row < 0) || IsFinal(item) != (item.merge_idx < 0)) {
       return "partial_row, merge_idx, num_groups";
     }
     if (!shared) {
-      const int64_t r = RequestOf(item.qo_begin);
-      if (item.qo_begin < 0 || item.qo_begin >= c_.qo_indptr.back() ||
-          int64_t{item.qo_begin} + item.qo_len > c_.qo_indptr[r + 1]) {
+      const int64_t r = RequestOf(item.first_token);
+      if (item.first_token < 0 || item.first_token >= c_.qo_indptr.back() ||
+          int64_t{item.first_token} + item.qo_len > c_.qo_indptr[r + 1]) {
         return "query tokens";
       }
       // One whole request may have a shared tile of its own: its position is made up then.
-      const bool real = item.q_pos == PositionOf(r, item.qo_begin);
+      const bool real = item.q_pos == PositionOf(r, item.first_token);
       if (item.request != r || item.kv_base != c_.kv_indptr[r]) return "request";
       if (!real && !(item.num_groups == 1 && spec_.share_prefixes &&
-                     AllSee(item, r, item.qo_begin, item.qo_len, 0))) {
+                     AllSee(item, r, item.first_token, item.qo_len, 0))) {
         return Text("q_pos %d", item.q_pos);
       }
-      return AddPiece(item, item.qo_begin, item.qo_len, item.merge_idx, 0);
+      return AddPiece(item, item.first_token, item.qo_len, item.merge_idx, 0);
     }
-    if (item.qo_begin < 0 || item.qo_begin + item.qo_len > header_.num_shared_tokens) {
+    if (item.first_token < 0 || item.first_token + item.qo_len > header_.num_shared_tokens) {
       return "qo_indices";
     }
     if (item.merge_idx + item.num_groups > header_.num_merge_groups) return "merge groups";
@@ -156,7 +155,7 @@ class Cover {
       const MergeGroup& group = groups_[g];
       if (group.qo_len < 1 || token + group.qo_len > item.qo_len) return "tokens of merge groups";
       for (int64_t k = 0; k < group.qo_len; ++k) {
-        if (qo_indices_[item.qo_begin + token + k] != group.qo_begin + k) return "qo_indices";
+        if (qo_indices_[item.first_token + token + k] != group.qo_begin + k) return "qo_indices";
       }
       const int64_t r = RequestOf(group.qo_begin);
       if (group.qo_begin < 0 || int64_t{group.qo_begin} + group.qo_len > c_.qo_indptr[r + 1]) {
@@ -212,7 +211,7 @@ class Cover {
   std::string AddPiece(const WorkItem& item, int64_t qo_begin, int64_t qo_len, int32_t group,
                        int64_t token) {
     pieces_[item.kv_head].push_back({qo_begin, qo_begin + qo_len, item.kv_begin, item.kv_end});
-    if (item.num_groups == 0) {
+    if (IsFinal(item)) {
       final_[item.kv_head].push_back({qo_begin, qo_begin + qo_len});
       return "";
     }
@@ -246,7 +245,7 @@ class Cover {
     for (int pass = 0; pass < 2; ++pass) {  // children, then those with children
       for (int64_t g = 0; g < header_.num_merge_groups; ++g) {
         const MergeGroup& group = groups_[g];
-        const bool is_parent = group.partials_step != 1;
+        const bool is_parent = IsParent(group);
         if (is_parent != (pass == 1)) continue;
         const std::string at = Text("merge group %lld: ", static_cast<long long>(g));
         if (is_parent && (group.partials_step != kFoldBatch || group.parent >= 0)) {
@@ -274,7 +273,7 @@ class Cover {
         if (group.parent >= 0) {
           const MergeGroup& parent = groups_[group.parent];
           if (parent.qo_begin != group.qo_begin || parent.qo_len != group.qo_len ||
-              parent.kv_head != group.kv_head || parent.partials_step == 1) {
+              parent.kv_head != group.kv_head || !IsParent(parent)) {
             return at + "parent is of other rows";
           }
           arrivals[group.parent][first] = arrivals[g][first];

@@ -17,13 +17,13 @@ inline void MakeMergeTrees(const std::vector<int32_t>& partial_rows, WorkItem* i
   const auto num_groups = static_cast<int>(groups->size());
   std::vector<bool> is_shared(num_groups, false);
   for (int i = 0; i < num_items; ++i) {
-    if (items[i].num_groups < 2) continue;
+    if (!IsShared(items[i])) continue;
     std::fill_n(is_shared.begin() + items[i].merge_idx, items[i].num_groups, true);
   }
   std::vector<int> num_partials(num_groups, 0), first_child(num_groups, 0);
   for (int g = 0; g < num_groups; ++g) {
     MergeGroup parent = (*groups)[g];
-    if (is_shared[g] || parent.first_place > 0 || parent.parent >= 0 || parent.partials_step > 1) {
+    if (is_shared[g] || parent.first_place > 0 || parent.parent >= 0 || IsParent(parent)) {
       continue;
     }
     num_partials[g] = parent.num_partials;

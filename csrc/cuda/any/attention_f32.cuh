@@ -54,7 +54,7 @@ struct AttentionF32Body {
   // --- load ---
 
   __device__ static void LoadQ(const AttentionParams& p, const WorkItem& item, Shared& shared) {
-    const QueryRows<kGroupSize> rows(p, item.qo_begin, item.kv_head, item.num_groups);
+    const QueryRows<kGroupSize> rows(p, item.first_token, item.kv_head, IsShared(item));
     for (int i = threadIdx.x; i < kRows * kQkDim; i += kNumThreads) {
       const int row = i / kQkDim, column = i % kQkDim;
       const bool live = row < item.qo_len * kGroupSize;
@@ -224,7 +224,7 @@ struct AttentionF32Body {
       sum += __shfl_xor_sync(kFullWarp, sum, mask);
     }
     if (row >= item.qo_len * kGroupSize) return;
-    const RowMap<kGroupSize> map(p, item.qo_begin, item.kv_head);
+    const RowMap<kGroupSize> map(p, item.first_token, item.kv_head);
     const bool final = item.partial_row < 0;
     const i64 at = final ? map.Index(row) : item.partial_row + row;
     float* to = (final ? static_cast<float*>(p.o) : p.partial_o) + at * kVoDim;

@@ -74,9 +74,10 @@ class BackwardIndex {
     for (int i = thread; i < num_items; i += num_threads) {
       const ItemRecord item(f, i);
       // A shared item's position is no request's. All others of a request agree.
-      if (item.num_groups() > 1) continue;
+      if (item.is_shared()) continue;
       const int request = item.request();
-      p_.q_begins[request] = item.q_pos() - (item.qo_begin() - LoadConstant(f.qo_indptr + request));
+      p_.q_begins[request] =
+          item.q_pos() - (item.first_token() - LoadConstant(f.qo_indptr + request));
       if constexpr (Traits::kStepKeys > 0) PutList(item);
     }
     if constexpr (Traits::kPageSize > 0) {
@@ -137,9 +138,9 @@ class BackwardIndex {
   __device__ __forceinline__ void PutList(const ItemRecord& item) const {
     const int begin = item.kv_begin() / Traits::kStepKeys, end = item.kv_end() / Traits::kStepKeys;
     if (item.kv_head() != 0 || begin >= end) return;
-    const int row_end = item.qo_begin() + item.qo_len();
+    const int row_end = item.first_token() + item.qo_len();
 #pragma unroll 1
-    for (int row = item.qo_begin(); row < row_end; ++row) {
+    for (int row = item.first_token(); row < row_end; ++row) {
       MaxRelaxed(p_.list_begins + row, static_cast<u32>(p_.forward.max_steps - begin));
       MaxRelaxed(p_.list_ends + row, static_cast<u32>(end));
       MaxRelaxed(p_.tile_ends + row, static_cast<u32>(row_end));

@@ -83,7 +83,7 @@ __device__ __forceinline__ PlanFault MakePlan(Context& c, PlanTotals* totals) {
   *totals = {counts, results.num_shared_tokens()};
   if (fault.code != kNoFault) return fault;
   if constexpr (Context::kGeneral) {
-    if (has_lists) fault.got = WriteSteps(c, tiles.shares());
+    if (has_lists) NumSteps(fault) = WriteSteps(c, tiles.shares());
     results.MakeRecords(c.thread(), Context::kNumThreads);
   }
   results.Write(counts);
@@ -139,9 +139,9 @@ struct PlanBodyOf {
     }
     if (!end.others_done) {
       __syncthreads();
-      // `magic` counts arrivals until then.
-      const bool last = threadIdx.x == 0 &&
-                        AddAcquireRelease(&p.header->magic, 1) == static_cast<i32>(gridDim.x) - 1;
+      i32* const num_done = UnwrittenHeader::NumDone(p.header);
+      const bool last =
+          threadIdx.x == 0 && AddAcquireRelease(num_done, 1) == static_cast<i32>(gridDim.x) - 1;
       if (!__syncthreads_or(last)) return;
     }
     Finish(p, end);
@@ -174,7 +174,7 @@ struct PlanBodyOf {
       h.max_page_id = -1;
     } else {
       if constexpr (kGeneral) {
-        h.num_steps = end.fault.got;
+        h.num_steps = NumSteps(end.fault);
         h.fault_got = 0;
       }
       h.max_page_id = static_cast<i32>(static_cast<u32>(end.found.largest) - 1);

@@ -19,21 +19,31 @@ __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 r
   return CommonPagesOf(p.rules, p.inputs, p.levels, request);
 }
 
-// What CTAs 1 and on find, in words of the header until it is written.
+// What CTAs 1 and on find.
 struct PageFindings {
-  i32 largest;    // in max_page_id: counts from 1
-  i32 first_bad;  // in version: complement of the first entry that is out of range; 0: none
-  // In num_steps: likewise, with levels, not the same as in the request before. The number of steps
-  // is in fault_got meanwhile, of a batch without a fault.
-  i32 first_other;
+  i32 largest;      // counts from 1
+  i32 first_bad;    // complement of the first entry that is out of range; 0: none
+  i32 first_other;  // likewise, with levels, not the same as in the request before
 };
+
+// Words of the header mean something else until the last CTA writes it. All are 0 at entry.
+struct UnwrittenHeader {
+  __device__ static i32* NumDone(PlanHeader* h) { return &h->magic; }  // CTAs
+  // PageFindings.
+  __device__ static i32* Largest(PlanHeader* h) { return &h->max_page_id; }
+  __device__ static i32* FirstBad(PlanHeader* h) { return &h->version; }
+  __device__ static i32* FirstOther(PlanHeader* h) { return &h->num_steps; }
+};
+
+// The number of steps goes the way of the fault where there is none.
+__device__ __forceinline__ i32& NumSteps(PlanFault& no_fault) { return no_fault.got; }
 
 // When they are all done.
 template <bool kGeneral>
 __device__ __forceinline__ PageFindings FindingsOf(const PlanParams& p) {
-  const PlanHeader& h = *p.header;
-  return {LoadCoherent(&h.max_page_id), LoadCoherent(&h.version),
-          kGeneral ? LoadCoherent(&h.num_steps) : 0};
+  using Words = UnwrittenHeader;
+  return {LoadCoherent(Words::Largest(p.header)), LoadCoherent(Words::FirstBad(p.header)),
+          kGeneral ? LoadCoherent(Words::FirstOther(p.header)) : 0};
 }
 
 // The first fault of pages and `fault`.
@@ -105,7 +115,7 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
       if constexpr (kGeneral) {
         const i64 other = mine < common.num_pages ? in.kv_indptr[common.request] + mine : at + j;
         if (other >= 0 && other < count && in.page_indices[other] != ids[j]) {
-          MaxRelaxed(&p.header->num_steps, ~static_cast<u32>(at + j));
+          MaxRelaxed(UnwrittenHeader::FirstOther(p.header), ~static_cast<u32>(at + j));
         }
       }
       if (id < limit) {
@@ -119,8 +129,8 @@ __device__ __forceinline__ void CopyPages(const PlanParams& p) {
   largest = WarpMax(largest);
   first_bad = WarpMax(first_bad);
   if (threadIdx.x % kWarpSize != 0) return;
-  if (largest > 0) MaxRelaxed(&p.header->max_page_id, largest);
-  if (first_bad > 0) MaxRelaxed(&p.header->version, first_bad);
+  if (largest > 0) MaxRelaxed(UnwrittenHeader::Largest(p.header), largest);
+  if (first_bad > 0) MaxRelaxed(UnwrittenHeader::FirstBad(p.header), first_bad);
 }
 
 }  // namespace jax_attn

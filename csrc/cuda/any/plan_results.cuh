@@ -83,7 +83,7 @@ class PlanResults {
       }
       const i32 num_groups = partial ? num_units : 0;
       uint4* record = records_ + k;
-      record[0] = Words(t.qo_begin, t.qo_len, 0, t.tile);
+      record[0] = Words(t.first_token, t.qo_len, 0, t.tile);
       record[num_chunks()] = Words(begin, end, t.kv_base, t.q_pos);
       record[2 * num_chunks()] = partial ? Words(first_row, first_group, t.request, num_groups)
                                          : Words(-1, -1, t.request, 0);
@@ -118,7 +118,8 @@ class PlanResults {
   // Whether the other CTAs are done, which they mostly are long before this one: then they need not
   // be met.
   __device__ void LookAtPages() {
-    c_.shared.others_done = LoadAcquire(&p_.header->magic) == static_cast<i32>(gridDim.x) - 1;
+    c_.shared.others_done =
+        LoadAcquire(UnwrittenHeader::NumDone(p_.header)) == static_cast<i32>(gridDim.x) - 1;
     c_.shared.found = FindingsOf<Context::kGeneral>(p_);
   }
 
@@ -211,19 +212,19 @@ class PlanResults {
       }
       add(tiling_.unit_tiles[u], 0);
       uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + head * num_units + u);
-      group[0] = Words(t.qo_begin, t.qo_len, head, end - begin);
+      group[0] = Words(t.first_token, t.qo_len, head, end - begin);
       group[1] = Words(begin, 1, -1, 0);
     }
 #pragma unroll 1
     for (i32 i = c_.thread(); i < num_tiles(); i += kNumThreads) {
       const TileSharing sharing = tiles_.SharingOf(i);
       if (sharing.num_units < 2) continue;
-      i32 at = tiles_.tiles[i].qo_begin;
+      i32 at = tiles_.tiles[i].first_token;
 #pragma unroll 1
       for (i32 u = sharing.first_unit; u < sharing.first_unit + sharing.num_units; ++u) {
         const QueryTile& unit = tiles_.tiles[tiling_.unit_tiles[u]];
 #pragma unroll 1
-        for (i32 k = 0; k < unit.qo_len; ++k) p_.qo_indices[at++] = unit.qo_begin + k;
+        for (i32 k = 0; k < unit.qo_len; ++k) p_.qo_indices[at++] = unit.first_token + k;
       }
     }
   }
@@ -246,13 +247,13 @@ class PlanResults {
       const i32 first_group = NumUnitGroups() + heads * GroupsBefore(i) + head * num_groups;
       uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + first_group);
       const i32 step = num_groups > 1 ? kFoldBatch : 1;
-      group[0] = Words(t.qo_begin, t.qo_len, head, (splits + step - 1) / step);
+      group[0] = Words(t.first_token, t.qo_len, head, (splits + step - 1) / step);
       group[1] = Words(partials_begin, step, -1, FirstFoldPlace(rules_, t));
 #pragma unroll 1
       for (i32 g = 1; g < num_groups; ++g) {
         const i32 s = (g - 1) * kFoldBatch;
         group += sizeof(MergeGroup) / sizeof(uint4);
-        group[0] = Words(t.qo_begin, t.qo_len, head, Min(kFoldBatch, splits - s));
+        group[0] = Words(t.first_token, t.qo_len, head, Min(kFoldBatch, splits - s));
         group[1] = Words(partials_begin + s, 1, first_group, 0);
       }
       const i32 rows = t.qo_len * rules_.group_size;

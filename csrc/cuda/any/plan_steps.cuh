@@ -12,10 +12,10 @@ namespace jax_attn {
 __device__ __forceinline__ u32 ClassesOf(const PlanRules& rules, const BlockMap& map,
                                          const QueryTile& t, i32 step) {
   const MapColumns columns = ColumnsOf(rules, map, t, step);
-  const i32 last_row = (t.qo_begin + t.qo_len - 1) / map.q_block;
+  const i32 last_row = (t.first_token + t.qo_len - 1) / map.q_block;
   u32 found = 0;
 #pragma unroll 1
-  for (i32 row = t.qo_begin / map.q_block; row <= last_row; ++row) {
+  for (i32 row = t.first_token / map.q_block; row <= last_row; ++row) {
     const unsigned char* classes = map.classes + row * map.num_columns;
     for (i32 i = columns.begin; i < columns.end; ++i) found |= classes[i];
   }

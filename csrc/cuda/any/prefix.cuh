@@ -356,7 +356,7 @@ class PrefixForest {
       return several ? static_cast<i64>(tiles[num_flat_ + i].qo_len) : 0ll;
     });
     ForAll(num_shared_tiles, [&](i32 i) {
-      if (sharing[num_flat_ + i].num_units > 1) tiles[num_flat_ + i].qo_begin = tokens_before[i];
+      if (sharing[num_flat_ + i].num_units > 1) tiles[num_flat_ + i].first_token = tokens_before[i];
     });
   }
 

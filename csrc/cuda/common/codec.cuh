@@ -102,27 +102,31 @@ __device__ __forceinline__ void EightElements(const uint4& bits, float (&x)[8]) 
   }
 }
 
-// What is beyond the largest value, 57344, becomes that. NaN stays NaN.
-__device__ __forceinline__ u32 ToE5m2(float x) {
+// With kHeadScale: the nearest, ties to even; what is beyond the largest value, 448 or 57344,
+// becomes that. NaN stays NaN.
+template <int kFormat>
+__device__ __forceinline__ u32 ToCode(float x) {
+  static_assert(kFormat == kE4m3Format || kFormat == kE5m2Format);
+  constexpr int kMantissa = kFormat == kE4m3Format ? 3 : 2, kShift = 23 - kMantissa;
+  constexpr u32 kBias = (1 << (6 - kMantissa)) - 1, kNan = 0x7f;
+  constexpr u32 kLargest = kFormat == kE4m3Format ? kNan - 1 : 0x7b;  // e5m2: below infinity
+  // A code's bits at the place of f32's are those of its value but for the bias of the exponent.
+  constexpr u32 kBiases = (127 - kBias) << 23;
+  // Of this magnitude f32 has as many fraction bits as a subnormal code.
+  constexpr u32 kSameFraction = (127 + 23 - kMantissa + 1 - kBias) << 23;
   const u32 bits = __float_as_uint(x), magnitude = bits & 0x7fffffff;
   u32 code;
   if (magnitude > 0x7f800000) {
-    code = 0x7f;
-  } else if (magnitude >= 0x47600000) {
-    code = 0x7b;
-  } else if (magnitude < 0x38800000) {  // subnormal: adding 2^7 leaves 16 fraction bits, rounded
-    code = __float_as_uint(__uint_as_float(magnitude) + 128.0f) - 0x43000000;
+    code = kNan;
+  } else if (magnitude >= (kLargest << kShift) + kBiases) {
+    code = kLargest;
+  } else if (magnitude < kBiases + (1 << 23)) {  // subnormal: the sum is rounded
+    code = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(kSameFraction)) -
+           kSameFraction;
   } else {
-    code = (magnitude - 0x38000000 + 0xfffff + (magnitude >> 21 & 1)) >> 21;
+    code = (magnitude - kBiases + (1 << (kShift - 1)) - 1 + (magnitude >> kShift & 1)) >> kShift;
   }
   return code | (bits >> 24 & 0x80);
-}
-
-// With kHeadScale.
-template <int kFormat>
-__device__ __forceinline__ u32 ToCode(float x) {
-  static_assert(FormatOf(kFormat).scale == kHeadScale, "a code needs nothing but its element");
-  return kFormat == kE5m2Format ? ToE5m2(x) : ToE4m3(x);
 }
 
 // The nearest, ties to an even code.

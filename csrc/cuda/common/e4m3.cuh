@@ -81,24 +81,6 @@ __device__ __forceinline__ u32 E4m3NanBits(uint4 x) {
   return E4m3NanBits(x.x) | E4m3NanBits(x.y) | E4m3NanBits(x.z) | E4m3NanBits(x.w);
 }
 
-// --- from f32 ---
-
-// The nearest, ties to even; what is beyond the largest value, 448, becomes that. NaN stays NaN.
-__device__ __forceinline__ u32 ToE4m3(float x) {
-  const u32 bits = __float_as_uint(x), magnitude = bits & 0x7fffffff;
-  u32 code;
-  if (magnitude > 0x7f800000) {
-    code = 0x7f;
-  } else if (magnitude >= 0x43e00000) {
-    code = 0x7e;
-  } else if (magnitude < 0x3c800000) {  // subnormal: adding 2^14 leaves 9 fraction bits, rounded
-    code = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - 0x46800000;
-  } else {
-    code = (magnitude - 0x3c000000 + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
-  }
-  return code | (bits >> 24 & 0x80);
-}
-
 // --- scales ---
 
 // q_scale or k_scale of a head. NaN where it is not positive: the maximum of the products would not

@@ -493,7 +493,7 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
       if (!completed) return;
       const MergeGroup& group = scratch.group;
       if (group.first_place + group.num_partials <= kFoldBatch && group.parent < 0 &&
-          group.partials_step == 1) {
+          !IsParent(group)) {
         if constexpr (Traits::kNumTiles == 1) {
           FoldOneBatchHere<Traits, Team>(p, scratch);
         } else {

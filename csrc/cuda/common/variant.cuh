@@ -219,7 +219,7 @@ class RowFacts {
   __device__ int kv_head() const { return Traits::kIsMla ? 0 : Field(&item_->kv_head); }
   __device__ int request() const { return Field(&item_->request); }
   __device__ int q_pos() const { return Field(&item_->q_pos) + Token(); }
-  __device__ int q_row() const { return Field(&item_->qo_begin) + Token(); }
+  __device__ int q_row() const { return Field(&item_->first_token) + Token(); }
   __device__ int q_len() const {
     const i32* begin = p_.qo_indptr + request();
     return Field(begin + 1) - Field(begin);

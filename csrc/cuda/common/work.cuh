@@ -13,7 +13,7 @@ class ItemRecord {
   __device__ __forceinline__ ItemRecord(const AttentionParams& p, int index)
       : item_(p.items + Anew(index)) {}
 
-  __device__ int qo_begin() const { return LoadConstant(&item_->qo_begin); }
+  __device__ int first_token() const { return LoadConstant(&item_->first_token); }
   __device__ int qo_len() const { return LoadConstant(&item_->qo_len); }
   __device__ int kv_head() const { return LoadConstant(&item_->kv_head); }
   __device__ int tile() const { return LoadConstant(&item_->tile); }
@@ -25,6 +25,7 @@ class ItemRecord {
   __device__ int merge_idx() const { return LoadConstant(&item_->merge_idx); }
   __device__ int request() const { return LoadConstant(&item_->request); }
   __device__ int num_groups() const { return LoadConstant(&item_->num_groups); }
+  __device__ bool is_shared() const { return IsShared(num_groups()); }
 
  private:
   const WorkItem* item_;
@@ -35,7 +36,8 @@ class ItemCopy {
  public:
   ItemCopy() = default;
   __device__ __forceinline__ ItemCopy(const AttentionParams& p, int index)
-      : words_{LoadConstant16(&p.items[index].qo_begin), LoadConstant16(&p.items[index].kv_begin),
+      : words_{LoadConstant16(&p.items[index].first_token),
+               LoadConstant16(&p.items[index].kv_begin),
                LoadConstant16(&p.items[index].partial_row)} {}
 
   __device__ int qo_len() const { return static_cast<int>(words_[0].y); }
@@ -66,7 +68,7 @@ __device__ __forceinline__ int QueueBegin(const AttentionParams& p) {
 // Where the result rows of an item, which is not shared, or of a merge group are.
 template <int kGroupSize>
 struct RowMap {
-  int qo_begin;
+  int qo_begin;       // a row of q
   int first_qo_head;  // of the kv head's group
   int num_qo_heads;
 
@@ -83,11 +85,12 @@ struct RowMap {
 // Where the rows of an item are in q.
 template <int kGroupSize>
 struct QueryRows {
-  const i32* qo_indices;  // of the item's tokens; null: they are consecutive
-  RowMap<kGroupSize> map;
+  const i32* qo_indices;   // of the item's tokens; null: they are consecutive
+  RowMap<kGroupSize> map;  // of consecutive ones
 
-  __device__ QueryRows(const AttentionParams& p, int qo_begin, int kv_head, int num_groups)
-      : qo_indices(num_groups > 1 ? p.qo_indices + qo_begin : nullptr), map(p, qo_begin, kv_head) {}
+  __device__ QueryRows(const AttentionParams& p, int first_token, int kv_head, bool is_shared)
+      : qo_indices(is_shared ? p.qo_indices + first_token : nullptr),
+        map(p, first_token, kv_head) {}
 
   // Index into [max_qo_tokens, num_qo_heads] of row `row` of the item.
   __device__ i64 Index(int row) const {
@@ -124,6 +127,13 @@ __device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, in
   return span;
 }
 
+// Where an item's main-loop steps of kStep keys begin, a place: they are at absolute multiples of
+// kStep, from the first that its span touches.
+template <int kStep, class Item>
+__device__ __forceinline__ int FirstStep(const Item& item) {
+  return item.kv_begin() / kStep * kStep;
+}
+
 // The kv positions that an item may read: its span, or with step lists those of its request.
 template <class Traits, class Item>
 __device__ __forceinline__ int FirstOfItem(const Item& item) {
@@ -143,8 +153,8 @@ __device__ __forceinline__ VisibleSpan SpanOfItem(const AttentionParams& p,
                               item.q_pos(), 0, item.qo_len() - 1);
 }
 
-// A main-loop step of an item, which has its place in [kv_begin, kv_end): the same, as a kv
-// position, or with step lists what the entry there says.
+// A main-loop step of an item, from its place: without step lists its kv position, with them what
+// the entry there says.
 template <class Traits>
 class KvStep {
  public:

@@ -260,7 +260,7 @@ class TilePath {
       const int next = index_ + 1;
       if (next >= QueueEnd(p_) || ItemRecord(p_, next).tile() != kTile) return;
       index_ = next;
-      pos_ = FirstStep(ItemRecord(p_, next));
+      pos_ = FirstStep<kStep>(ItemRecord(p_, next));
     }
 
     // kv position of the slice's token 0, or of this lane's token.
@@ -448,7 +448,7 @@ class TilePath {
   __device__ __forceinline__ void LoadQ() {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
-    const QueryRows<kGroupSize> rows(p_, item.qo_begin(), item.kv_head(), item.num_groups());
+    const QueryRows<kGroupSize> rows(p_, item.first_token(), item.kv_head(), item.is_shared());
     const int thread = Anew(threadIdx.x);
 #pragma unroll(kSplitKv ? kQVectors : 1)
     for (int i = 0; i < kQVectors; ++i) {
@@ -564,11 +564,8 @@ class TilePath {
 
   static_assert(!Traits::kHasSteps || kStep == Traits::kTileKv, "a step is one of the list");
 
-  // Steps [FirstStep, EndOfSteps) in strides of kStep; with step lists places of such. An item
-  // without a span has one step.
-  __device__ static int FirstStep(const ItemRecord& item) {
-    return item.kv_begin() / kStep * kStep;
-  }
+  // Steps are at places [FirstStep, EndOfSteps) in strides of kStep. An item without a span has
+  // one.
   __device__ static int EndOfSteps(const ItemRecord& item) {
     return Max(item.kv_end(), item.kv_begin() + 1);
   }
@@ -582,14 +579,14 @@ class TilePath {
     if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
     if constexpr (kHeadScales) PutLogitScales();
     __syncwarp();
-    const int end_of_steps = EndOfSteps(Item()) - FirstStep(Item());
+    const int end_of_steps = EndOfSteps(Item()) - FirstStep<kStep>(Item());
 #pragma unroll 1
     for (int pos = warm_up ? -kWarmUpSteps * kStep : 0; pos < end_of_steps; pos += kStep) {
       const VisibleSpan span = shared_.small.spans[Warp()];
       int step_begin = pos;
       bool is_masked = true;
       if constexpr (Traits::kHasSteps) {
-        const int place = FirstStep(Item()) + pos, end = pos < 0 ? place : Item().kv_end();
+        const int place = FirstStep<kStep>(Item()) + pos, end = pos < 0 ? place : Item().kv_end();
         const KvStep<Traits> step(p_, place, end);
         step_begin = step.begin();
         is_masked = step.is_masked();
@@ -639,7 +636,7 @@ class TilePath {
 
   // Where positions are counted from in RunSteps.
   __device__ __forceinline__ int Origin() const {
-    return Traits::kHasSteps ? 0 : FirstStep(Item());
+    return Traits::kHasSteps ? 0 : FirstStep<kStep>(Item());
   }
 
   // What the rows of this warp may see, relative to Origin(). "All" means the rows of all
@@ -888,7 +885,7 @@ class TilePath {
   // neighbouring bytes at a time; o is small beside what was read for it.
   __device__ __forceinline__ void WriteRows(const ItemRecord& item, State& state) const {
     const int num_rows = item.qo_len() * kGroupSize;
-    const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
 #pragma unroll
@@ -938,7 +935,7 @@ class TilePath {
       __syncthreads();
       if (row >= item.qo_len() * kGroupSize) continue;
 
-      const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+      const RowMap<kGroupSize> map(p_, item.first_token(), item.kv_head());
       const int partial_row = item.partial_row();
       const bool final = partial_row < 0;
       const i64 at = final ? map.Index(row) : partial_row + row;

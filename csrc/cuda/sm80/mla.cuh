@@ -148,11 +148,8 @@ class MlaPath : ListedStep<Traits> {
     return index < QueueEnd(p_) && ItemRecord(p_, index).tile() == kTile;
   }
 
-  // Steps [FirstStep, EndOfSteps) in strides of kStep; with step lists places of such. An item
-  // without a span has one step.
-  __device__ static int FirstStep(const ItemRecord& item) {
-    return item.kv_begin() / kStep * kStep;
-  }
+  // Steps are at places [FirstStep, EndOfSteps) in strides of kStep. An item without a span has
+  // one.
   __device__ static int EndOfSteps(const ItemRecord& item) {
     return Max(item.kv_end(), item.kv_begin() + 1);
   }
@@ -181,7 +178,7 @@ class MlaPath : ListedStep<Traits> {
     }
     if (load_pos_ == kNone && IsMine(load_index_ + 1)) {
       ++load_index_;
-      load_pos_ = FirstStep(ItemRecord(p_, load_index_));
+      load_pos_ = FirstStep<kStep>(ItemRecord(p_, load_index_));
     }
     if constexpr (Traits::kHasSteps) {
       if (load_pos_ != kNone) {
@@ -247,7 +244,7 @@ class MlaPath : ListedStep<Traits> {
   __device__ __forceinline__ void LoadQ(int index) {
     const ItemRecord item(p_, index);
     const int num_rows = item.qo_len() * kGroupSize;
-    const QueryRows<kGroupSize> rows(p_, item.qo_begin(), item.kv_head(), item.num_groups());
+    const QueryRows<kGroupSize> rows(p_, item.first_token(), item.kv_head(), item.is_shared());
 #pragma unroll 1
     for (int at = thread_; at < kTileQ * Row::kChunks; at += kThreads) {
       const int row = at / Row::kChunks, chunk = at % Row::kChunks;
@@ -296,7 +293,7 @@ class MlaPath : ListedStep<Traits> {
       shared_.small.spans[Warp()] = SpanOfItem<Traits>(p_, item);
     }
     __syncwarp();
-    const int first_step = FirstStep(item), end_of_steps = EndOfSteps(item);
+    const int first_step = FirstStep<kStep>(item), end_of_steps = EndOfSteps(item);
 #pragma unroll 1
     for (int pos = first_step; pos < end_of_steps; pos += kStep) {
       const bool is_first = pos == first_step;
@@ -494,7 +491,7 @@ class MlaPath : ListedStep<Traits> {
   // for it. All warps of a row know its state; the first writes it.
   __device__ __forceinline__ void WriteRows(const ItemRecord& item, State& state) const {
     const int num_rows = item.qo_len() * kGroupSize;
-    const RowMap<kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
 #pragma unroll

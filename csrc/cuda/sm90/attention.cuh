@@ -407,8 +407,8 @@ class HopperProducer {
                                         int num_tile_rows) {
     using Q = typename Shape::Q;
     const int num_rows = NumRows<Traits>(item);
-    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
-                                             item.num_groups());
+    const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
+                                             item.is_shared());
     const int thread = Anew(threadIdx.x);  // or registers would keep what only q needs
     const int chunk = thread % 8;
     WaitBarrier(SharedAddress(Barriers().empty_q + consumer), (q_parity_ >> consumer & 1) ^ 1);
@@ -936,8 +936,8 @@ class HopperConsumer {
   __device__ __forceinline__ void LoadDecodeQ(const ItemRecord& item, u32 q_at) const {
     using DecodeQ = typename DecodeShared<Traits>::Q;
     const int num_rows = NumRows<Traits>(item);
-    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
-                                             item.num_groups());
+    const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
+                                             item.is_shared());
     const int chunk = thread_ % 8;
 #pragma unroll 1
     for (int row = thread_ / 8; row < CeilDiv(num_rows, 8) * 8; row += 16) {

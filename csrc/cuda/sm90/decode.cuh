@@ -210,7 +210,7 @@ class DecodeRows {
     const int row = lane_;
     if (warp_ != 0 || row >= num_rows_) return;
     const ItemRecord item(p_, index_);
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
     const float (&sums)[4][32] = exchange_.of_warps;
@@ -279,7 +279,7 @@ class DecodeRows {
     }
     OneHopperConsumer::Sync();
     const ItemRecord item(p_, index_);
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
 #pragma unroll 1
     for (int i = warp_ * kWarpSize + lane_; i < num_rows_ * O::kLiveChunks;
          i += OneHopperConsumer::num_threads()) {

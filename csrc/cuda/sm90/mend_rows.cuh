@@ -263,8 +263,8 @@ class RowMender {
                                           const Kv* k, const float (&references)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
-    const QueryRows<Traits::kGroupSize> rows(p_, item.qo_begin(), item.kv_head(),
-                                             item.num_groups());
+    const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
+                                             item.is_shared());
     const Layout layout = LayoutOf(few);
     const u16* q[kRows];
 #pragma unroll
@@ -314,7 +314,7 @@ class RowMender {
   __device__ __forceinline__ void Store(int row, u32 columns, float o_scale,
                                         const float (&o)[kColumns]) const {
     const ItemRecord item(p_, index_);
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
     const i64 at = (final ? map.Index(row) : partial_row + row) * kDimVo + Column();

@@ -119,7 +119,7 @@ __device__ __forceinline__ void LoadHopperMlaQ(const AttentionParams& p,
   using Q = typename HopperMlaShape<Traits>::Q;
   constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
   const ItemRecord item(p, index);
-  const RowMap<Traits::kGroupSize> map(p, item.qo_begin(), item.kv_head());
+  const RowMap<Traits::kGroupSize> map(p, item.first_token(), item.kv_head());
   const int lane = thread % kWarpSize, chunk = lane % 8, first = thread / kWarpSize * 16;
 #pragma unroll 1
   for (int row = first + lane / 8; row < first + 16; row += kRowsPerCopy) {
@@ -554,7 +554,7 @@ class HopperMlaConsumer {
   // sector, it took as long as three steps (profiled, H200).
   __device__ __forceinline__ void Write(const ItemRecord& item, const Rows& rows,
                                         const Output& o) const {
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int column = Lane() % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

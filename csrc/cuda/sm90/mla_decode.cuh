@@ -164,7 +164,8 @@ class HopperMlaDecodeQLoader {
                                               const ItemRecord& item) {
     using Q = typename Shape::template Q<kRows>;
     const int num_rows = item.qo_len() * Traits::kGroupSize;
-    const QueryRows<Traits::kGroupSize> rows(p, item.qo_begin(), item.kv_head(), item.num_groups());
+    const QueryRows<Traits::kGroupSize> rows(p, item.first_token(), item.kv_head(),
+                                             item.is_shared());
     const int chunk = threadIdx.x % 8;
 #pragma unroll
     for (int i = 0; i < kRows; i += 16) {
@@ -251,7 +252,7 @@ class HopperMlaDecodeItem {
     const ItemRecord item(p_, index_);
     AddSums();
     const int num_rows = item.qo_len() * Traits::kGroupSize;
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
     const bool writes_states = Warp() == 0 && Lane() < 4;

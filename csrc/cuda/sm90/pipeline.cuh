@@ -75,13 +75,6 @@ struct RingCursor {
   }
 };
 
-// The steps of an item: absolute multiples of kStep from the first that its span touches, or with
-// step lists places of such, see KvStep. An item without a span has none.
-template <int kStep, class Item>
-__device__ __forceinline__ int FirstStep(const Item& item) {
-  return item.kv_begin() / kStep * kStep;
-}
-
 // The first warpgroups of a CTA, usually one, produce, the others consume. kConverts: producers
 // also convert what they copied, for which they need registers.
 template <int kConsumers, int kProducers = 1, bool kConverts = false>

@@ -249,7 +249,7 @@ class TileRows {
     constexpr int kLiveTiles = Traits::kHeadDimVo / 8;
     const ItemRecord item(p_, index_);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
-    const RowMap<Traits::kGroupSize> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
     const int column = lane_ % 4;
@@ -308,7 +308,7 @@ class TileRows {
   __device__ __forceinline__ void WriteStates(float (&o_scale)[2]) const {
     constexpr int kGroup = Traits::kGroupSize;
     const ItemRecord item(p_, index_);
-    const RowMap<kGroup> map(p_, item.qo_begin(), item.kv_head());
+    const RowMap<kGroup> map(p_, item.first_token(), item.kv_head());
     const int row = first_row_ + lane_ / 4;
     RowResult results[2];
 #pragma unroll
@@ -334,7 +334,7 @@ class TileRows {
                                              u32 room) const {
     const ItemRecord item(p_, index_);
     const int head = Uniform(item.kv_head()) * Traits::kGroupSize;
-    const int token = Uniform(item.qo_begin() + first_row_ / Traits::kGroupSize);
+    const int token = Uniform(item.first_token() + first_row_ / Traits::kGroupSize);
     const u32 to = room + lane_ % 16 * 128 + (lane_ / 16 ^ lane_ % 8) * 16;
     u32 nan_or_zero[2] = {};
 #pragma unroll
