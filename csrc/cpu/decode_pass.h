@@ -51,7 +51,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   // Keys are read twice, from their rows and from panels. Tiles read a line of 16 rows at a time,
   // for which the first cache does not hold the next unit.
   using KeyFetch = RowFetch<Base::kTiled ? 2 : 1, 2>;
-  using ValueFetch = RowFetch<Base::kTiled ? 2 : 1>;
+  // Tiles read values twice as well, while they write the panels and while they multiply them.
+  using ValueFetch = RowFetch<Base::kTiled ? 2 : 1, Base::kTiled ? 2 : 1>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
   static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
@@ -91,13 +92,18 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
          first += kValueTokens) {
       StartFetch(block.v, v_bytes, next.k, k_bytes, first, kValueTokens, valid, &value_fetch);
       for (i64 h = 0; h < num_heads_; ++h) {
-        if (stages) {
-          this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
-                      Unit(first, kValueTokens, valid), h, 1, HeadLines(v_bytes), value_fetch);
-          MultiplyValues(h, start, valid, first, {buf_.staged, 0}, value_fetch);
-        } else {
+        if (!stages) {
           MultiplyValues(h, start, valid, first, {block.v, h * params_.head_dim_vo * kBytes},
                          value_fetch);
+          continue;
+        }
+        this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
+                    Unit(first, kValueTokens, valid), h, 1, HeadLines(v_bytes), value_fetch);
+        if constexpr (Base::kTiled) {
+          NoFetch none;
+          MultiplyValues(h, start, valid, first, {buf_.staged, 0}, none);
+        } else {
+          MultiplyValues(h, start, valid, first, {buf_.staged, 0}, value_fetch);
         }
       }
     }
@@ -254,15 +260,11 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
   }
 
-  // Products with tiles do not fetch, others do so as they read the panels.
-  void PackFetched(const HeadRows& values, i64 first, Range tokens, ValueFetch& fetch) const {
+  // Without tiles, only products fetch, as they read the panels.
+  template <class Fetch>
+  void PackFetched(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
     if constexpr (Base::kTiled) {
-      if (this->Stages()) {
-        NoFetch none;
-        this->template PackBlockValues<T>(values, first, tokens, none);
-      } else {
-        this->template PackBlockValues<T>(values, first, tokens, fetch);
-      }
+      this->template PackBlockValues<T>(values, first, tokens, fetch);
     } else {
       NoFetch none;
       this->PackBlockValues(values, first, tokens, none);
@@ -274,8 +276,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   }
 
   // o = alpha o + p v for the unit that starts at token `first`.
+  template <class Fetch>
   void MultiplyValues(i64 h, i64 start, Range valid, i64 first, const HeadRows& values,
-                      ValueFetch& fetch) {
+                      Fetch& fetch) {
     const Range tokens = Unit(first, kValueTokens, valid);
     const i64 panels = buf_.o_columns / kUnit;
     const bool mixed = this->IsMixed(start, valid);

@@ -116,6 +116,7 @@ struct NoFetch {
   template <i64 kBytes>
   void Step(i64) {}
   void Lines(i64) {}
+  void Bytes(i64) {}
   void Line() {}
 };
 
@@ -191,7 +192,7 @@ void GemmRows(i64 rows, const float* a, i64 lda, const Source& b, i64 panel, i64
               Onto onto, const float* scale, float* c, i64 ldc, Fetch& fetch) {
   if constexpr (Isa::kTiles && Source::kDot && !kTransposed) {
     GemmTiles<Isa, kPanel<Isa>>(rows, a, lda, b.panels + panel * b.panel_bytes, b.panel_bytes,
-                                panels, steps, onto == Onto::kZero, scale, c, ldc);
+                                panels, steps, onto == Onto::kZero, scale, c, ldc, fetch);
   } else if constexpr (kRows > 0) {
     if (rows != kRows) {
       return GemmRows<Isa, kRows - 1, kTransposed>(rows, a, lda, b, panel, panels, steps, onto,

@@ -103,6 +103,9 @@ struct RowFetch {
     }
   }
 
+  // For a step of n bytes.
+  void Bytes(i64 n) { Lines(n / kShare / kCacheLine); }
+
   void Lines(i64 n) {
     for (i64 i = 0; i < n; ++i) Line();
   }
@@ -182,7 +185,7 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
 
 // Panels of values: columns are head dims, zeros beyond head_dim; depth are the tokens [begin,
 // end), in steps from that of token `first` on. Of a pair of tokens at the border the outer one is
-// 0. As many lines are fetched as are read.
+// 0. It fetches beside what it reads.
 template <class Isa, Format kFormat, typename T, class Fetch>
 JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i64 end, i64 head_dim,
                                 i64 panel_bytes, char* panels, Fetch& fetch) {
@@ -192,10 +195,9 @@ JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i6
   constexpr bool kMove = kFormat == Format::kColumnPairs;
   constexpr int kColumns = kMove ? 2 * Isa::kWidth : Isa::kWidth;  // of a vector
   const i64 whole = head_dim / kPanel<Isa>;
-  const i64 lines = kStep * head_dim * static_cast<i64>(sizeof(T)) / kCacheLine;
   Fetch ahead = fetch;  // in registers
   for (i64 t = begin / kStep * kStep; t < end; t += kStep) {
-    ahead.Lines(lines);
+    ahead.Bytes(kStep * head_dim * static_cast<i64>(sizeof(T)));
     const T* row = reinterpret_cast<const T*>(values.Row(t));
     const T* next = reinterpret_cast<const T*>(values.Row(t + kStep - 1));
     char* out = panels + (t - first) / kStep * kStepBytes<Isa, kFormat>;

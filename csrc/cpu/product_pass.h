@@ -56,7 +56,7 @@ struct WeightFetch {
       __builtin_prefetch(panels + at / kStep * panel_bytes + k * kStep + at % kStep + kAhead, 0, 2);
     }
   }
-  void Lines(i64) {}
+  void Bytes(i64) {}  // of tiles, whose rows are whole stretches of memory: without gain
 
  private:
   static constexpr i64 kAhead = 4096;

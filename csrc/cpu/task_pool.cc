@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cpu/spin.h"
+
 namespace jax_attn {
 namespace {
 
@@ -41,8 +43,10 @@ void ParallelFor(TaskPool& pool, int64_t n, const std::function<void(int64_t)>& 
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([share] { share->Drain(); });
   share->Drain();
   // What is left was taken by helpers that are running now, so this wait always ends.
+  const auto all_done = [&] { return share->done.load(std::memory_order_acquire) == n; };
+  if (Spin(std::chrono::steady_clock::now(), all_done)) return;
   std::unique_lock<std::mutex> lock(share->mutex);
-  share->all_done.wait(lock, [&] { return share->done.load(std::memory_order_acquire) == n; });
+  share->all_done.wait(lock, all_done);
 }
 
 }  // namespace jax_attn

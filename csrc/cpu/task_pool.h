@@ -1,7 +1,7 @@
-// Work sharing on a thread pool that belongs to somebody else.
+// Work sharing on a pool of threads.
 //
-// The pool may be one thread, and that thread may be the caller, so nothing here ever waits for a
-// scheduled task to start. A task that starts after its work is gone touches only its shared state.
+// Its threads may all be busy with other calls, so nothing here ever waits for a scheduled task to
+// start. A task that starts after its work is gone touches only its shared state.
 #pragma once
 
 #include <atomic>

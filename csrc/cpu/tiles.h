@@ -130,18 +130,25 @@ JAX_ATTN_INLINE void MultiplyKeyTiles(const KeyTiles& a, const float* b, i64 col
   Isa::template TileStore<1>(c + kTileRows * kTileRows, kTileRows * 4);
 }
 
+// Fetches beside the steps of tiles.
+template <class Fetch, i64 kStepBytes>
+struct FetchWork {
+  Fetch& fetch;
+  void Step() { fetch.Bytes(kStepBytes); }
+};
+
 // GemmRows (gemm.h) with tiles, for panels of kColumns columns.
-template <class Isa, int kColumns>
+template <class Isa, int kColumns, class Fetch>
 JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* panels,
                                i64 panel_bytes, i64 num_panels, i64 steps, bool zero,
-                               const float* scale, float* c, i64 ldc) {
+                               const float* scale, float* c, i64 ldc, Fetch& fetch) {
   static_assert(kColumns == kTileRows || kColumns == 2 * kTileRows);
   UseTilesOf<Isa>(rows);
-  NoVectorWork none;
+  FetchWork<Fetch, 4 * kColumns * kTileSteps> work{fetch};
   if (scale) ScaleRows<Isa>(rows, num_panels * kColumns, scale, c, ldc);
   for (i64 j = 0; j < num_panels; ++j, panels += panel_bytes, c += kColumns) {
     MultiplyTiles<Isa, kColumns == kTileRows>(rows, a, lda, panels, 4 * kColumns, steps, zero, c,
-                                              ldc, none);
+                                              ldc, work);
   }
 }
 

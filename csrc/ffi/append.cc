@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "cpu/helper_pool.h"
 #include "ffi/checks.h"
-#include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
@@ -134,7 +134,7 @@ ffi::Error RunCpu(ffi::ThreadPool threads, ffi::Span<const int64_t> words, const
   if (s.ok()) s = Prefixed(b.op(), CheckPlanBatch(problem, PlanOf(b), params.num_pages));
   if (s.ok()) s = CheckLayer(b.op(), *params.layer, pool.num_layers);
   if (!s.ok()) return ToFfi(s);
-  XlaTaskPool task_pool(threads);
+  HelperPool task_pool(threads.num_threads());
   b.rotated ? AppendRotatedCpu(params, task_pool) : AppendCpu(params, task_pool);
   return ffi::Error::Success();
 }

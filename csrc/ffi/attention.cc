@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/helper_pool.h"
 #include "ffi/checks.h"
-#include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
@@ -192,7 +192,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   if (!s.ok()) return ToFfi(s);
   PreferHugePages({*o, *lse, *workspace});
   if (poison) PoisonOnHost({*o, *lse, *workspace});
-  XlaTaskPool task_pool(pool);
+  HelperPool task_pool(pool.num_threads());
   AttentionCpu(problem, params, task_pool);
   return ffi::Error::Success();
 }

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/helper_pool.h"
 #include "ffi/checks.h"
-#include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
@@ -175,7 +175,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, 
     results.operands.push_back({static_cast<float*>(x.untyped_data()), copies,
                                 static_cast<int64_t>(x.element_count()) / copies});
   }
-  XlaTaskPool task_pool(pool);
+  HelperPool task_pool(pool.num_threads());
   BackwardCpu(problem, gradient, params, results, task_pool);
   return ffi::Error::Success();
 }

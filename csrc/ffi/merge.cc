@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "cpu/helper_pool.h"
 #include "ffi/checks.h"
-#include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
 
@@ -67,7 +67,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer o_parts, ffi::AnyBuff
   MergeParams params = {};
   if (Status s = Unpack(dtype, {o_parts, lse_parts, *o, *lse}, &params); !s.ok()) return ToFfi(s);
   if (poison) PoisonOnHost({*o, *lse});
-  XlaTaskPool task_pool(pool);
+  HelperPool task_pool(pool.num_threads());
   MergeCpu(dtype, params, task_pool);
   return ffi::Error::Success();
 }

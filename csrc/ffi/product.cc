@@ -4,8 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "cpu/helper_pool.h"
 #include "ffi/checks.h"
-#include "ffi/cpu_task_pool.h"
 #include "ffi/handlers.h"
 
 namespace jax_attn {
@@ -62,7 +62,7 @@ ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer pan
   ProductParams params = {};
   if (Status s = Unpack(x, panels, *y, &dtype, &params); !s.ok()) return ToFfi(s);
   if (poison) PoisonOnHost({*y});
-  XlaTaskPool task_pool(pool);
+  HelperPool task_pool(pool.num_threads());
   ProductCpu(dtype, params, task_pool);
   return ffi::Error::Success();
 }
