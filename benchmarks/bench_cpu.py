@@ -171,11 +171,14 @@ def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], fl
     return name, with_torch(runs, q, k, v, False), k.nbytes + v.nbytes, flops
 
 
-def decode_format(dtype: str, batch: int, length: int, kv_dtype: str) -> tuple[Any, ...]:
-    """Decodes over a cache of another format, beside those of the dtype."""
+def decode_format(
+    dtype: str, batch: int, length: int, kv_dtype: str, products: bool = False
+) -> tuple[Any, ...]:
+    """Decodes over a cache of another format, beside those of the dtype. products: of codes."""
+    fields = {"kv_dtype": kv_dtype, "eight_bit_products": products}
     tables = np.split(np.random.default_rng(0).permutation(batch * length // PAGE_SIZE), batch)
     runs = {
-        "ours": _paged_decode(dtype, tables, [length] * batch, kv_dtype=kv_dtype),
+        "ours": _paged_decode(dtype, tables, [length] * batch, **fields),
         f"ours, {dtype}": _paged_decode(dtype, tables, [length] * batch),
     }
     spec = ja.AttentionSpec(1, 1, HEAD_DIM, kv_dtype=kv_dtype, max_kv_pages=1, target="cpu")
@@ -183,6 +186,7 @@ def decode_format(dtype: str, batch: int, length: int, kv_dtype: str) -> tuple[A
     num_rows = batch * length * NUM_KV_HEADS
     flops = 4 * batch * length * NUM_QO_HEADS * HEAD_DIM
     name = f"cpu/decode/{batch}x{length}/32-8/d128/{dtype}/page16/{kv_dtype}"
+    name += "/products" if products else ""
     return name, runs, 2 * num_rows * row_bytes, flops
 
 
@@ -538,6 +542,7 @@ def main() -> None:
     workloads += [(variant, "float32", 4096, name) for name in names]
     workloads += [(variant, dtype, 2048, "bias") for dtype in ("float32", "bfloat16")]
     workloads += [(decode_format, "bfloat16", 8, 2048, kv_dtype) for kv_dtype in FORMATS]
+    workloads.append((decode_format, "bfloat16", 8, 2048, "int8", True))
     for make, dtype, *shape in workloads:
         name, runs, num_bytes, flops = make(dtype, *shape)
         if arguments.only not in name:

@@ -52,8 +52,9 @@ struct AttentionSpec {
   int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
   int64_t max_steps = 0;       // capacity of step lists; 0: spans of keys instead of lists
   int64_t fresh_kv = 0;        // 1: k, v of the query tokens come from k_new, v_new, not from pages
-  int64_t arch = 0;            // 0: cpu; else compute capability, 90 for sm_90
-  int64_t num_processors = 0;  // streaming multiprocessors, or cpu threads
+  int64_t eight_bit_products = 0;  // 1: q and P are rounded to codes of kv_format and multiplied so
+  int64_t arch = 0;                // 0: cpu; else compute capability, 90 for sm_90
+  int64_t num_processors = 0;      // streaming multiprocessors, or cpu threads
 
   // Query heads of a kv head; of mla's last block, perhaps beyond num_qo_heads.
   int64_t group_size() const { return (num_qo_heads + num_kv_heads - 1) / num_kv_heads; }
@@ -121,6 +122,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("share_prefixes", s.share_prefixes);
   visit("max_steps", s.max_steps);
   visit("fresh_kv", s.fresh_kv);
+  visit("eight_bit_products", s.eight_bit_products);
   visit("arch", s.arch);
   visit("num_processors", s.num_processors);
 }
@@ -160,7 +162,7 @@ struct AttentionProblem {
   VariantProgram program = {};  // the spec's variant
 };
 
-inline constexpr int64_t kProblemVersion = 6;
+inline constexpr int64_t kProblemVersion = 7;
 
 // Words of the FFI attribute "problem": version, then every field in VisitFields order, then the
 // words of the program (variant/words.h), none without a variant.

@@ -38,6 +38,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "quantize",
+    "quantize_queries",
     "visible_keys",
 ]
 
@@ -84,7 +85,9 @@ def attention(
       q_scale: [num_qo_heads], or None, which is 1.
       k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
         multiplied by the scale of its head. Codes (see `quantize`) first
-        become the dtype of q, or the spec's dtype if q is float8_e4m3fn.
+        become the dtype of q, or the spec's dtype if q is float8_e4m3fn. With
+        spec.eight_bit_products they stay as they are, and so does what `quantize_queries` makes of
+        q. The rounding of weights depends on the kernel's steps: it is not modelled.
       variant_operands: name -> array, what the functions of the spec's variant read.
 
     Returns:
@@ -97,8 +100,12 @@ def attention(
     if v is None:
         v = k[..., : spec.head_dim_vo]
     dtype = jnp.dtype(spec.dtype) if q.dtype == E4M3 else q.dtype
+    exact = dtype
+    if spec.eight_bit_products:
+        exact = np.float64 if dtype == np.float64 else np.float32
+        q = q if q.dtype == E4M3 else quantize_queries(q, spec.kv_dtype)
     q, k, v = (
-        dequantize(x, scale, dtype) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
+        dequantize(x, scale, exact) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
     )
     if layer is not None:
         k, v = k[layer], v[layer]
@@ -135,11 +142,11 @@ def attention(
             at=at,
             variant_operands=variant_operands,
         )
-        os.append(o_r)
+        os.append(o_r.astype(dtype))
         lses.append(lse_r)
     xp = _namespace(q)
     padding = q.shape[0] - sum(len(o_r) for o_r in os)
-    os.append(xp.zeros((padding, q.shape[1], v.shape[-1]), q.dtype))
+    os.append(xp.zeros((padding, q.shape[1], v.shape[-1]), dtype))
     lses.append(xp.full((padding, q.shape[1]), -np.inf, _compute_dtype(q)))
     return xp.concatenate(os), xp.concatenate(lses)
 
@@ -277,6 +284,28 @@ def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:
         return x
     x = x.astype(np.float64 if dtype == np.float64 else np.float32)
     return (x if scale is None else x * scale[:, None].astype(x.dtype)).astype(dtype)
+
+
+def quantize_queries(q: Array, kv_dtype: str | None) -> np.ndarray:
+    """What codes of q stand for where codes are multiplied (AttentionSpec.eight_bit_products).
+
+    The nearest code, ties to even, of q over a scale, which is the largest magnitude of its row
+    over the largest code: 127 of int8, 448 of float8_e4m3fn. A row without a magnitude above 2^-90
+    counts as 0. A row with NaN or infinity is NaN.
+
+    q: [..., head_dim]. Returns float64 for float64, else float32.
+    """
+    x = np.asarray(q)
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    is_finite, counts = np.isfinite(largest), largest > np.float32(2.0**-90)
+    scale = np.where(
+        is_finite & counts, largest / np.float32(127 if kv_dtype == "int8" else 448), 1
+    )
+    codes = np.where(is_finite & counts, x, 0) / scale.astype(np.float32)
+    codes = np.rint(codes) if kv_dtype == "int8" else codes.astype(E4M3).astype(np.float32)
+    return codes.astype(wide) * np.where(is_finite, scale, np.nan).astype(wide)
 
 
 def quantize(x: Array, scale: Array | None = None, kv_dtype: Any = E4M3) -> Array:

@@ -16,6 +16,8 @@ from jax_attn.formats import DTYPES, E4M3, FORMATS, HEAD_SCALED
 from jax_attn.target import TARGETS, default_target, largest_head_dim, parse_target
 from jax_attn.variant import Variant
 
+# Whose codes the target multiplies.
+_EIGHT_BIT_PRODUCTS = (("cpu", "int8"), ("sm_90", E4M3))
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
 
@@ -44,6 +46,10 @@ class AttentionSpec:
             whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16,
             and of int8 and mxfp4 pages that are multiples of 16 bytes.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
+        eight_bit_products: True: q, and the weights that meet v, are rounded to codes of kv_dtype
+            too, and codes are multiplied (docs/formats.md says how and what it costs). With int8 on
+            a CPU and with float8_e4m3fn on sm_90; not with a variant without softmax. False: codes
+            become dtype, and the formats of k and v are the only source of errors.
     Logits
         sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). With mla it is required:
             the model's own scale, that of its heads before absorption.
@@ -112,6 +118,7 @@ class AttentionSpec:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     q_dtype: str | None = None
+    eight_bit_products: bool = False
     causal: bool = True
     window_left: int = -1
     window_right: int = -1
@@ -146,7 +153,7 @@ class AttentionSpec:
             settle(name, self._operand_dtype(name))  # None is the one way to say dtype
         if self.q_dtype == E4M3 != self.kv_dtype:
             _refuse("q_dtype", f"None unless kv_dtype={E4M3!r}", self.q_dtype)
-        for name in ("mla", "causal", "fresh_kv"):
+        for name in ("mla", "causal", "fresh_kv", "eight_bit_products"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, "True or False", getattr(self, name))
         for name in ("num_qo_heads", "num_kv_heads", "max_batch", "max_qo_tokens"):
@@ -191,6 +198,8 @@ class AttentionSpec:
             self._check_mla()
         if self.is_quantized:
             self._check_quantized()
+        if self.eight_bit_products:
+            self._check_eight_bit_products()
         self._settle_schedule(settle)
 
     def _check_head_dims(self) -> None:
@@ -287,6 +296,19 @@ class AttentionSpec:
                     f" of 16 bytes are supported on CUDA, got {math.prod(shape)} bytes with"
                     f" page_size={self.page_size}; page_size=16 does with any heads."
                 )
+
+    def _check_eight_bit_products(self) -> None:
+        if (self.target, self.kv_dtype) not in _EIGHT_BIT_PRODUCTS:
+            raise NotImplementedError(
+                "AttentionSpec: eight_bit_products: supported with kv_dtype='int8' on a CPU and"
+                f" with kv_dtype={E4M3!r} on sm_90, got True with kv_dtype={self.kv_dtype!r} on"
+                f" {self.target}; leave it False, which multiplies in dtype."
+            )
+        if self.variant is not None and not self.variant.normalizes:
+            raise NotImplementedError(
+                "AttentionSpec: eight_bit_products: supported with a variant with softmax, got True"
+                " with normalize='none'; leave it False, which multiplies in dtype."
+            )
 
     def _settle_storage(self, settle: Any) -> None:
         """Exactly the capacities that the storage has: pages or tokens."""
@@ -483,6 +505,7 @@ class AttentionSpec:
             "share_prefixes": int(bool(self.share_prefixes)),
             "max_steps": self.max_steps or 0,
             "fresh_kv": int(self.fresh_kv),
+            "eight_bit_products": int(self.eight_bit_products),
             "arch": arch,
             "num_processors": num_processors,
         }

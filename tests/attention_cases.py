@@ -40,9 +40,10 @@ class Case:
     head_dim_vo: int | None = None
     mla: bool = False  # v is None: values are the first head_dim_vo columns of k
     dtype: str = "float32"
-    # float8_e4m3fn, with scales of every head; None: dtype.
+    # float8_e4m3fn, with scales of every head, or int8; None: dtype.
     kv_dtype: str | None = None
     q_dtype: str | None = None
+    eight_bit_products: bool = False
     causal: bool = True
     window_left: int = -1
     window_right: int = -1
@@ -66,8 +67,8 @@ class Case:
         """Arguments of AttentionSpec, with capacities a little larger than the batch needs."""
         names = (
             "num_qo_heads num_kv_heads head_dim_qk head_dim_vo mla dtype kv_dtype q_dtype causal "
-            "window_left window_right logits_soft_cap sm_scale page_size schedule kv_split "
-            "num_ctas share_prefixes"
+            "eight_bit_products window_left window_right logits_soft_cap sm_scale page_size "
+            "schedule kv_split num_ctas share_prefixes"
         )
         fields = {name: getattr(self, name) for name in names.split()}
         fields["max_batch"] = len(self.kv_lens) + 2
@@ -113,7 +114,7 @@ class Batch:
     v: np.ndarray | None  # None: mla
     sinks: np.ndarray | None  # [num_qo_heads] f32
     layer: int | None
-    # q_scale, k_scale, v_scale of the operands that are float8_e4m3fn.
+    # q_scale, k_scale, v_scale of the operands that are float8_e4m3fn; rows of int8 have theirs.
     scales: dict[str, np.ndarray]
     # The same numbers request by request, for tests that need to know where one came from.
     k_rows: list[np.ndarray]  # [kv_len, num_kv_heads, head_dim_qk]
@@ -162,7 +163,9 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     """Arrays of a case, poisoned wherever nothing may be read."""
     rng = np.random.default_rng([seed, sum(case.kv_lens), case.head_dim_qk])
     lengths, pool = make_lengths(case, rng)
-    q_dtype, kv_dtype = (jnp.dtype(d or case.dtype) for d in (case.q_dtype, case.kv_dtype))
+    is_int8 = case.kv_dtype == "int8"  # encoded in the end
+    q_dtype = jnp.dtype(case.q_dtype or case.dtype)
+    kv_dtype = jnp.dtype(case.dtype if is_int8 else case.kv_dtype or case.dtype)
     d_qk, d_vo = case.head_dim_qk, case.head_dim_vo or case.head_dim_qk
     nnz_qo, nnz_kv = sum(case.qo_lens), sum(case.kv_lens)
     q_live = np.empty((nnz_qo, case.num_qo_heads, d_qk))
@@ -189,9 +192,13 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     k_live, v_live = k[places], v[places]  # of a page that is shared, what came last
     if case.mla:
         v = None
+    if is_int8:
+        with np.errstate(invalid="ignore"):
+            k, v = (np.asarray(reference.quantize(x, None, "int8")) for x in (k, v))
     if case.num_layers is not None:
-        k = np.stack([np.full_like(k, np.nan)] * (case.num_layers - 1) + [k])
-        v = v if v is None else np.stack([np.full_like(v, np.nan)] * (case.num_layers - 1) + [v])
+        poison = -1 if is_int8 else np.nan  # of scales, too, a NaN
+        k = np.stack([np.full_like(k, poison)] * (case.num_layers - 1) + [k])
+        v = v if v is None else np.stack([np.full_like(v, poison)] * (case.num_layers - 1) + [v])
     sinks = rng.normal(size=case.num_qo_heads).astype(np.float32) if case.sinks else None
     layer = None if case.num_layers is None else case.num_layers - 1
     borders = np.cumsum(case.kv_lens)[:-1]
@@ -204,7 +211,7 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
 def _scales(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Of each head another one, and no power of two; of k and v so that e4m3 holds the contents."""
     heads = {}
-    if case.kv_dtype is not None:
+    if case.kv_dtype == E4M3:
         heads |= {"k_scale": case.num_kv_heads, "v_scale": case.num_kv_heads}
     if case.q_dtype is not None:
         heads["q_scale"] = case.num_qo_heads
@@ -291,6 +298,8 @@ def expect(
         sm_scale=case.sm_scale,
         head_dim_vo=case.head_dim_vo,
         dtype=case.dtype,
+        kv_dtype=case.kv_dtype,
+        eight_bit_products=case.eight_bit_products,
     )
 
     def run(*qkv):
@@ -304,11 +313,54 @@ def expect(
             **batch.scales,
         )
 
-    o, lse = run(
-        *(None if x is None else x.astype(np.float64) for x in (batch.q, batch.k, batch.v))
-    )
+    def exact(x):
+        return x if x is None or x.dtype == np.int8 else x.astype(np.float64)
+
+    o, lse = run(*(exact(x) for x in (batch.q, batch.k, batch.v)))
     plain_o, _ = run(batch.q, batch.k, batch.v)
-    return Expected(o, lse, o_bound(o, plain_o, case.dtype), lse_bound(lse, case.dtype))
+    bound = o_bound(o, plain_o, case.dtype)
+    if case.eight_bit_products:
+        bound = bound + weight_bound(case, batch, lse, variant, operands)
+    dtype = "float32" if case.eight_bit_products else case.dtype  # of logits: all that is rounded
+    return Expected(o, lse, bound, lse_bound(lse, dtype))
+
+
+def weight_bound(case: Case, batch: Batch, lse: np.ndarray, *variant: Any) -> np.ndarray:
+    """[max_qo_tokens, num_qo_heads] What the rounding of weights to codes may change of o.
+
+    A weight is a multiple of 1/255 of (the largest weight of a step that the row sees) times (the
+    largest scale of a value there), off by half of that at most, and meets a code. Chunks cut
+    steps, which only makes the largest smaller.
+    """
+    assert case.kv_dtype == "int8" and variant in ((), (None, None)), "not modelled"
+    spec = ja.AttentionSpec(**case.spec_fields(), target="cpu")
+    step, dim = spec.kernel_config["tile_kv"], spec.value_dim
+    layer = () if batch.layer is None else (batch.layer,)
+    k = reference.dequantize(batch.k[layer], None, np.float64)
+    codes = np.abs(batch.v[layer][..., :dim].astype(np.float64))
+    scales = np.ascontiguousarray(batch.v[layer][..., dim:]).view(np.float32)[..., 0]
+    bound = np.zeros(lse.shape)
+    group = case.num_qo_heads // case.num_kv_heads
+    lengths = batch.lengths
+    for rows, places, visible, _ in reference._requests(
+        lengths.qo_indptr, lengths.kv_lens, lengths.page_indptr, lengths.page_indices,
+        lengths.kv_indptr, lengths.q_offsets, case.page_size or 0, spec,
+    ):  # fmt: skip
+        q = reference.quantize_queries(batch.q[rows].astype(np.float64), "int8")
+        for head in range(case.num_qo_heads):
+            at = (*places, head // group)
+            logits = spec.sm_scale * q[:, head] @ k[at].T
+            if case.logits_soft_cap:
+                logits = case.logits_soft_cap * np.tanh(logits / case.logits_soft_cap)
+            with np.errstate(invalid="ignore"):
+                weights = np.where(visible, np.exp(logits - lse[rows, head][:, None]), 0)
+            for begin in range(0, visible.shape[1], step):
+                part = slice(begin, begin + step)
+                seen = visible[:, part]
+                largest = np.where(seen, scales[at][part], 0).max(axis=1, initial=0)
+                largest = largest * weights[:, part].max(axis=1, initial=0)
+                bound[rows, head] += largest / 510 * (seen @ codes[at][part]).max(axis=1, initial=0)
+    return 1.001 * bound
 
 
 def o_bound(o: np.ndarray, plain_o: np.ndarray, dtype: str) -> np.ndarray:

@@ -47,7 +47,10 @@ class Backend:
             pytest.skip(str(refusal))
 
 
-_BESIDE_CODES = ("dtype", "head_dim_qk", "head_dim_vo", "page_size", "fresh_kv")
+_BESIDE_CODES = (
+    *("dtype", "head_dim_qk", "head_dim_vo", "page_size", "fresh_kv"),
+    "eight_bit_products",  # of int8: on CPUs
+)
 _CUDA = pytest.param(Backend("gpu"), id="cuda", marks=pytest.mark.cuda)
 
 _ISAS = [pytest.param(Backend("cpu", isa), id=isa) for isa in _core.supported_cpu_isas()]

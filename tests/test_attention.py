@@ -267,6 +267,19 @@ INVARIANCE_CASES = [
 ]
 INVARIANCE_CASES = [
     dataclasses.replace(case, schedule="fixed_split", kv_split=128) for case in INVARIANCE_CASES
+] + [
+    dataclasses.replace(
+        case,
+        kv_dtype="int8",
+        eight_bit_products=True,
+        schedule="fixed_split",
+        kv_split=256,
+    )
+    for case in (
+        Case("codes", dtype="bfloat16", num_qo_heads=10, page_size=3),
+        Case("codes_window", dtype="float32", window_left=90, sinks=True, head_dim_vo=72),
+        Case("codes_cap", dtype="float16", logits_soft_cap=5.0, num_qo_heads=7, num_kv_heads=1),
+    )
 ]
 
 

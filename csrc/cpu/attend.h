@@ -8,6 +8,16 @@
 namespace jax_attn {
 namespace {
 
+template <class Isa, typename T>
+constexpr ElementRows kElementRows = {
+    sizeof(T),
+    [](const void* row, i64 n, float* to) {
+      StoreElements<Isa>(static_cast<const T*>(row), n, to);
+    },
+    [](const void* row, i64 n, char* codes) { EncodeInt8(static_cast<const T*>(row), n, codes); },
+    StoreRow<Isa, T>,
+};
+
 template <class Isa, typename T, typename Kv>
 struct Attend {
   static size_t ScratchBytes(const AttentionParams& params, const CpuGeometry& g) {
@@ -19,6 +29,12 @@ struct Attend {
   // items[0, num_items): the same rows and span, consecutive kv heads.
   static void Run(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
                   i64 num_items, void* scratch) {
+    RunOf(nullptr, params, g, items, num_items, scratch);
+  }
+
+  // Of Int8: elements are of q and o.
+  static void RunOf(const ElementRows* elements, const AttentionParams& params,
+                    const CpuGeometry& g, const WorkItem* items, i64 num_items, void* scratch) {
     const i64 rows = i64{items[0].qo_len} * params.group_size;
     if (rows == 0) return;
     const bool low = rows <= kMaxLowRows;
@@ -26,12 +42,21 @@ struct Attend {
     for (i64 i = 0; i < num_items; i += heads_per_pass) {
       const i64 heads = Min(heads_per_pass, num_items - i);
       if (low) {
-        DecodePass<Isa, T, Kv>(params, g, items + i, heads, scratch).Run();
+        DecodePass<Isa, T, Kv>(params, g, items + i, heads, scratch, elements).Run();
       } else {
-        PrefillPass<Isa, T, Kv>(params, g, items + i, heads, scratch).Run();
+        PrefillPass<Isa, T, Kv>(params, g, items + i, heads, scratch, elements).Run();
       }
     }
     ReleaseTiles<Isa>();
+  }
+};
+
+// Products of int8 codes; T: of q and o.
+template <class Isa, typename T>
+struct AttendCodes {
+  static void Run(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
+                  i64 num_items, void* scratch) {
+    Attend<Isa, float, Int8>::RunOf(&kElementRows<Isa, T>, params, g, items, num_items, scratch);
   }
 };
 

@@ -146,8 +146,11 @@ CpuGeometry MakeGeometry(const KernelConfig& config) {
 void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params, TaskPool& pool) {
   const int64_t dtype = problem.spec.dtype;
   const CpuItemKernels of = KernelsOf(problem.spec);
-  const int64_t format = CpuReadFormat(problem.spec);
-  const CpuTypeKernels &kernels = *of.many->of[format][dtype], &few = *of.few->of[format][dtype];
+  const auto kernels_of = [&](const CpuKernels& isa) -> const CpuTypeKernels& {
+    if (problem.spec.eight_bit_products) return *isa.codes[dtype];
+    return *isa.of[CpuReadFormat(problem.spec)][dtype];
+  };
+  const CpuTypeKernels &kernels = kernels_of(*of.many), &few = kernels_of(*of.few);
   CpuGeometry geometry = MakeGeometry(problem.config);
   VariantCode code;
   if (problem.program.present) {

@@ -22,7 +22,7 @@ template <class Isa, typename T, typename Kv>
 class DecodePass : PassBase<Isa, T, Kv, true> {
   using Base = PassBase<Isa, T, Kv, true>;
   using Base::buf_, Base::item_, Base::num_heads_, Base::params_, Base::rows_;
-  using Base::kBytes, Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
+  using Base::kBytes, Base::kCodes, Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
   using RowTile = typename Base::RowTile;
 
  public:
@@ -44,8 +44,12 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   // for a whole panel of keys and not to load and store o too often. On two Zen 5 cores twice as
   // many f32 values a unit cost 7 %; half as many save 7 %, but cost 12 % with AVX2.
   static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens,
-                       kValueTokens = Base::kTiled ? kTileDepth : Min(8, 16 / kBytes);
-  static constexpr i64 kTokensAhead = kKeyTokens;
+                       kValueTokens = Base::kTiled   ? Base::kTileTokens
+                                      : Base::kCodes ? 64
+                                                     : Min(8, 16 / kBytes);
+  // Of codes a whole block: its values have their scales where weights become codes, before they
+  // are multiplied.
+  static constexpr i64 kTokensAhead = Base::kCodes ? 0 : kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
   // Keys are read twice, from their rows and from panels. Tiles read a line of 16 rows at a time,
@@ -67,13 +71,15 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       if (share.none) return;
       buf_.variant.SetHides(!share.all);
     }
+    if constexpr (kCodes) this->EncodeFresh(start, valid, block);
     const i64 k_bytes = this->KeyHeadBytes(), v_bytes = this->ValueHeadBytes();
     KeyFetch key_fetch;
     ValueFetch value_fetch;
     const bool stages = this->Stages();
     for (i64 first = valid.begin / kKeyTokens * kKeyTokens; first < valid.end;
          first += kKeyTokens) {
-      StartFetch(block.k, k_bytes, block.v, v_bytes, first, kKeyTokens, valid, &key_fetch);
+      StartFetch(kCodes ? block.v : block.k, kCodes ? v_bytes : k_bytes, block.v, v_bytes, first,
+                 kKeyTokens, valid, &key_fetch);
       if constexpr (Base::kTiled) {
         MultiplyTileKeys(start, valid, first, block.k, key_fetch);
       } else {
@@ -83,18 +89,25 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
         }
       }
     }
+    bool finite = true;  // scales of values
     for (i64 h = 0; h < num_heads_; ++h) {
+      if constexpr (kCodes) finite &= this->LoadValueScales(block.v, h * v_bytes, valid);
       ForTiles(h, start, valid, [&](const RowTile& tile) {
-        this->Softmax(h, tile.row - h * rows_, tile.n, tile.score_row, start, valid, tile.seen);
+        if constexpr (kCodes) {
+          this->WeighTile(h, tile.row - h * rows_, tile.n, tile.score_row, start, valid, tile.seen,
+                          buf_.codes.key_scales + h * buf_.tile_kv);
+        } else {
+          this->Softmax(h, tile.row - h * rows_, tile.n, tile.score_row, start, valid, tile.seen);
+        }
       });
     }
     for (i64 first = valid.begin / kValueTokens * kValueTokens; first < valid.end;
          first += kValueTokens) {
-      StartFetch(block.v, v_bytes, next.k, k_bytes, first, kValueTokens, valid, &value_fetch);
+      StartFetch(kCodes ? next.k : block.v, kCodes ? k_bytes : v_bytes, next.k, k_bytes, first,
+                 kValueTokens, valid, &value_fetch);
       for (i64 h = 0; h < num_heads_; ++h) {
         if (!stages) {
-          MultiplyValues(h, start, valid, first, {block.v, h * params_.head_dim_vo * kBytes},
-                         value_fetch);
+          MultiplyValues(h, start, valid, first, {block.v, h * v_bytes}, value_fetch);
           continue;
         }
         this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
@@ -106,6 +119,19 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
           MultiplyValues(h, start, valid, first, {buf_.staged, 0}, value_fetch);
         }
       }
+    }
+    if constexpr (kCodes) FoldBlock(start, valid, block, finite);
+  }
+
+  void FoldBlock(i64 start, Range valid, const BlockRows& block, bool finite) {
+    for (i64 h = 0; h < num_heads_; ++h) {
+      ForTiles(h, start, valid, [&](const RowTile& tile) {
+        FoldSums<Isa>(tile.n, buf_.o_columns, buf_.alpha + tile.score_row,
+                      buf_.codes.factors + tile.score_row,
+                      buf_.codes.sums + tile.score_row * buf_.o_columns, buf_.o_columns,
+                      buf_.o + tile.row * buf_.o_columns, buf_.o_columns);
+      });
+      if (!finite) this->SpoilRows(h, block.v, h * this->ValueHeadBytes(), start, valid);
     }
   }
 
@@ -119,7 +145,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return {Max(valid.begin, first), Min(valid.end, first + tokens)};
   }
 
-  // All heads of the unit kTokensAhead after that at `first`, of `rows` or else of what follows.
+  // All heads of the unit kTokensAhead after that at `first`, of `rows` or else of what follows. Of
+  // codes `rows` are those that are multiplied after these.
   template <class Fetch>
   void StartFetch(const char* const* rows, i64 head_bytes, const char* const* then,
                   i64 then_head_bytes, i64 first, i64 tokens, Range valid, Fetch* fetch) const {
@@ -155,11 +182,16 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
     char* panel = buf_.k_panels;
     for (i64 i = 0; i < heads; ++i) {
-      const HeadRows keys{stages ? buf_.staged : rows,
-                          (stages ? i : h + i) * params_.head_dim_qk * kBytes};
+      const i64 head_bytes = stages ? params_.head_dim_qk * kBytes : this->KeyHeadBytes();
+      const HeadRows keys{stages ? buf_.staged : rows, (stages ? i : h + i) * head_bytes};
       for (i64 u = begin; u < end; ++u, panel += panel_bytes) {
-        PackKeyPanel<KeyIsa, kKeys, Kv>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
+        if constexpr (kCodes) {
+          PackCodePanel<KeyIsa>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
+        } else {
+          PackKeyPanel<KeyIsa, kKeys, Kv>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
+        }
       }
+      if constexpr (kCodes) SaveKeyScales(rows, h + i, tokens);
     }
     ForTiles(h, start, valid, [&](const RowTile& tile) {
       const i64 first = Max(begin, tile.seen.begin / kKeyPanel);
@@ -179,6 +211,11 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return heads;
   }
 
+  void SaveKeyScales(const char* const* rows, i64 h, Range tokens) const {
+    this->LoadKeyScales(rows, h * this->KeyHeadBytes(), params_.head_dim_qk, tokens,
+                        buf_.codes.key_scales + h * buf_.tile_kv);
+  }
+
   // s = q k of all heads, for the tokens [first, first + kKeyTokens) that any row sees.
   void MultiplyTileKeys(i64 start, Range valid, i64 first, const char* const* rows,
                         KeyFetch& fetch) {
@@ -189,7 +226,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     // Of a tile that no row sees the other one is multiplied.
     const i64 low = tokens.begin < first + kTileRows ? first : first + kTileRows;
     const i64 high = tokens.end > first + kTileRows ? first + kTileRows : first;
-    const i64 depth = 2 * buf_.q_lanes, steps = this->KeySteps(), head_bytes = this->KeyHeadBytes();
+    const i64 depth = StepDepth(kKeys) * buf_.q_lanes, steps = this->KeySteps();
+    const i64 head_bytes = this->KeyHeadBytes();
     const bool whole = !this->Stages() && depth == params_.head_dim_qk && IsTile(rows + low) &&
                        IsTile(rows + high);
     KeyTiles keys;
@@ -197,7 +235,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       keys = {{rows[low], rows[high]}, {rows[low + 1] - rows[low], rows[high + 1] - rows[high]}};
     } else {
       const char* stage = reinterpret_cast<const char*>(buf_.stage);
-      const i64 bytes = depth * i64{sizeof(T)};
+      const i64 bytes = 4 * buf_.q_lanes;
       keys = {{stage + (low - first) * bytes, stage + (high - first) * bytes}, {bytes, bytes}};
     }
     const i64 lines = HeadLines(head_bytes);
@@ -208,12 +246,14 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const i64 heads = Min(heads_at_once, num_heads_ - h);
       for (i64 i = 0; i < heads; ++i) {
         if (!whole) StageKeys(rows, start, first, tokens, h + i, lines, fetch);
-        MultiplyKeyTiles<Isa>(keys, buf_.q + (h + i) * rows_ * buf_.q_lanes, rows_, steps,
-                              columns + i * rows_, [&] { fetch.Lines(step_lines); });
+        MultiplyKeyTiles<TilesOf<Isa, kKeys>>(keys, buf_.q + (h + i) * rows_ * buf_.q_lanes, rows_,
+                                              steps, columns + i * rows_,
+                                              [&] { fetch.Lines(step_lines); });
         if (whole) {
           keys.rows[0] += head_bytes;
           keys.rows[1] += head_bytes;
         }
+        if constexpr (kCodes) SaveKeyScales(rows, h + i, tokens);
       }
       StoreTurned(columns, heads * rows_, buf_.s + h * rows_ * buf_.tile_kv + first);
     }
@@ -230,7 +270,15 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   // `tokens` of a head's keys as rows of tiles, from that of token `first` on.
   void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h, i64 lines,
                  KeyFetch& fetch) const {
-    const i64 dim = params_.head_dim_qk, depth = 2 * buf_.q_lanes;
+    const i64 dim = params_.head_dim_qk, depth = StepDepth(kKeys) * buf_.q_lanes;
+    if constexpr (kCodes) {
+      char* codes = reinterpret_cast<char*>(buf_.stage) + (tokens.begin - first) * depth;
+      for (i64 t = tokens.begin; t < tokens.end; ++t, codes += depth) {
+        memcpy(codes, rows[t] + h * this->KeyHeadBytes(), static_cast<size_t>(dim));
+        memset(codes + dim, 0, static_cast<size_t>(depth - dim));
+      }
+      return;
+    }
     T* to = buf_.stage + (tokens.begin - first) * depth;
     if (this->Stages()) {
       this->DecodeTokens(rows, params_.k_scale, dim, start, tokens, h, to, depth, lines, fetch);
@@ -271,6 +319,21 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
   }
 
+  // Sums of the block, to which the tokens of a unit are added.
+  void AddCodes(const RowTile& tile, i64 first, Range tokens, ValueFetch& fetch) {
+    const Range seen = this->Whole(tile.seen);
+    tokens = this->Whole(tokens);
+    const i64 begin = Max(seen.begin, tokens.begin), end = Min(seen.end, tokens.end);
+    if (begin >= end) return;
+    const bool is_first = seen.begin >= tokens.begin;
+    const i64 step = begin / kStep, steps = CeilDiv(end, kStep) - step;
+    auto panels = this->PackedValues();
+    panels.Skip(step - first / kStep);
+    GemmRows<Isa>(tile.n, buf_.p + tile.score_row * buf_.p_lanes + step, buf_.p_lanes, panels, 0,
+                  buf_.o_columns / kUnit, steps, is_first ? Onto::kZero : Onto::kOld, nullptr,
+                  buf_.codes.sums + tile.score_row * buf_.o_columns, buf_.o_columns, fetch);
+  }
+
   i64 KeyPanelBytes() const {
     return PanelBytes<KeyIsa, kKeys>(this->KeySteps() * StepDepth(kKeys));
   }
@@ -284,7 +347,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const bool mixed = this->IsMixed(start, valid);
     // Each value is read once a row tile, so straight from its row, where whole panels and steps do
     // not reach into what is beside it and every row sees every token.
-    if constexpr (!Base::kTiled) {
+    if constexpr (!Base::kTiled && !kCodes) {
       const bool whole =
           params_.head_dim_vo % kUnit == 0 && tokens.begin % kStep == 0 && tokens.end % kStep == 0;
       if (whole && !mixed) {
@@ -296,6 +359,10 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       }
     }
     PackFetched(values, first, tokens, fetch);
+    if constexpr (kCodes) {
+      ForTiles(h, start, valid, [&](const RowTile& tile) { AddCodes(tile, first, tokens, fetch); });
+      return;
+    }
     if (!mixed || this->ValuesAreFinite(first, tokens)) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
         this->AddValues(tile, first, tokens, this->PackedValues(), 0, panels, fetch);

@@ -33,11 +33,12 @@ struct X86Features {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     avx2 = ymm_saved && fma && f16c && (b >> 5 & 1);
     const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
-    const bool vbmi = c >> 1 & 1;
+    const bool vbmi = c >> 1 & 1, vnni = c >> 11 & 1;
     avx512 = avx2 && zmm_saved && f && dq && bw && vl;
-    const bool tiles = (d >> 24 & 1) && (d >> 22 & 1), tiles_saved = (xcr0 & 0x60000) == 0x60000;
+    const bool tiles = (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1);  // of bf16 and of int8
+    const bool tiles_saved = (xcr0 & 0x60000) == 0x60000;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
-    avx512_bf16 = avx512 && vbmi && (a >> 5 & 1);
+    avx512_bf16 = avx512 && vbmi && vnni && (a >> 5 & 1);
     amx_bf16 = avx512_bf16 && tiles && tiles_saved && MayUseTiles();
   }
 

@@ -21,6 +21,43 @@ enum class Format {
   kDepthPairs,   // kPanel pairs of bf16: (depth 2 k, depth 2 k + 1) of each column
   kColumnPairs,  // kPanel bf16 in the order of the columns
   kDot,          // as kDepthPairs, multiplied with pairs of bf16 of a in one instruction
+  // Codes of 8 bits, multiplied with codes of a and added up in i32, whose bits are lanes of c.
+  kShorts,      // kPanel pairs of codes, as 16 bits each, as are those of a
+  kKeyQuads,    // kPanel quads of codes; a has signed ones
+  kValueQuads,  // likewise; a has unsigned ones
+};
+constexpr bool IsCodes(Format format) { return format >= Format::kShorts; }
+
+// acc + a times b, lane by lane, where lanes of b are as in a panel.
+template <class Isa, Format kFormat>
+JAX_ATTN_INLINE typename Isa::Vec MultiplyAdd(typename Isa::Vec a, typename Isa::Vec b,
+                                              typename Isa::Vec acc) {
+  if constexpr (kFormat == Format::kDot) {
+    return Isa::DotBf16(a, b, acc);
+  } else if constexpr (kFormat == Format::kShorts) {
+    return Isa::DotShorts(a, b, acc);
+  } else if constexpr (kFormat == Format::kKeyQuads) {
+    return Isa::DotKeys(a, b, acc);
+  } else if constexpr (kFormat == Format::kValueQuads) {
+    return Isa::DotValues(a, b, acc);
+  } else {
+    return Isa::Fma(a, b, acc);
+  }
+}
+
+// An Isa whose tiles multiply a format.
+template <class Isa, Format kFormat>
+struct TilesOf : Isa {
+  template <int kC, int kA, int kB>
+  JAX_ATTN_INLINE static void TileDot() {
+    if constexpr (kFormat == Format::kKeyQuads) {
+      Isa::template TileDotKeys<kC, kA, kB>();
+    } else if constexpr (kFormat == Format::kValueQuads) {
+      Isa::template TileDotValues<kC, kA, kB>();
+    } else {
+      Isa::template TileDot<kC, kA, kB>();
+    }
+  }
 };
 
 template <class Isa, Format kFormat>
@@ -28,7 +65,7 @@ constexpr i64 kStepBytes = kPanel<Isa> * (kFormat == Format::kColumnPairs ? 2 : 
 
 // A source says
 //   kParts           depths of a step, each with its own lane of a
-//   kDot             whether a lane of a is a pair of bf16
+//   kProduct         the format whose MultiplyAdd takes a's lanes: kF32, or as in the panels
 //   kBytes           bytes a step reads of each panel
 //   Skip(n)          continues n steps further on
 //   Load<part>(k, j) vectors [0, kVecs) of panel j at step k
@@ -38,7 +75,8 @@ template <class Isa, Format kFormat>
 struct PanelSource {
   using Vec = typename Isa::Vec;
   static constexpr int kParts = kFormat == Format::kDepthPairs ? 2 : 1;
-  static constexpr bool kDot = kFormat == Format::kDot;
+  static constexpr Format kProduct =
+      kFormat == Format::kDot || IsCodes(kFormat) ? kFormat : Format::kF32;
   static constexpr i64 kBytes = kStepBytes<Isa, kFormat>;
 
   const char* panels;
@@ -69,19 +107,19 @@ template <class Isa, typename T, bool kPairs>
 struct RowSource {
   using Vec = typename Isa::Vec;
   static constexpr int kParts = 1;
-  static constexpr bool kDot = kPairs;
-  static constexpr i64 kBytes = kPanel<Isa> * static_cast<i64>(sizeof(T)) * (kDot ? 2 : 1);
+  static constexpr Format kProduct = kPairs ? Format::kDot : Format::kF32;
+  static constexpr i64 kBytes = kPanel<Isa> * static_cast<i64>(sizeof(T)) * (kPairs ? 2 : 1);
 
   const char* const* rows;
   i64 offset;
 
-  void Skip(i64 steps) { rows += kDot ? 2 * steps : steps; }
+  void Skip(i64 steps) { rows += kPairs ? 2 * steps : steps; }
 
   template <int kPart>
   JAX_ATTN_INLINE void Load(i64 k, i64 j, Vec* x) const {
     const i64 column = j * kPanel<Isa>;
-    const T* row = reinterpret_cast<const T*>(rows[kDot ? 2 * k : k] + offset) + column;
-    if constexpr (kDot) {
+    const T* row = reinterpret_cast<const T*>(rows[kPairs ? 2 * k : k] + offset) + column;
+    if constexpr (kPairs) {
       const T* next = reinterpret_cast<const T*>(rows[2 * k + 1] + offset) + column;
       JAX_ATTN_UNROLL
       for (int v = 0; v < Isa::kVecs; v += 2) {
@@ -154,11 +192,7 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
           const i64 row = v / kSetVecs * kRows + r;
           ar = Isa::Broadcast(kTransposed ? a + at * lda + row : a + row * lda + at);
         }
-        if constexpr (Source::kDot) {
-          acc[r][v] = Isa::DotBf16(ar, x[v], acc[r][v]);
-        } else {
-          acc[r][v] = Isa::Fma(ar, x[v], acc[r][v]);
-        }
+        acc[r][v] = MultiplyAdd<Isa, Source::kProduct>(ar, x[v], acc[r][v]);
       }
     }
   };
@@ -190,9 +224,10 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
 template <class Isa, int kRows = Isa::kRows, bool kTransposed = false, class Source, class Fetch>
 void GemmRows(i64 rows, const float* a, i64 lda, const Source& b, i64 panel, i64 panels, i64 steps,
               Onto onto, const float* scale, float* c, i64 ldc, Fetch& fetch) {
-  if constexpr (Isa::kTiles && Source::kDot && !kTransposed) {
-    GemmTiles<Isa, kPanel<Isa>>(rows, a, lda, b.panels + panel * b.panel_bytes, b.panel_bytes,
-                                panels, steps, onto == Onto::kZero, scale, c, ldc, fetch);
+  if constexpr (Isa::kTiles && Source::kProduct != Format::kF32 && !kTransposed) {
+    GemmTiles<TilesOf<Isa, Source::kProduct>, kPanel<Isa>>(
+        rows, a, lda, b.panels + panel * b.panel_bytes, b.panel_bytes, panels, steps,
+        onto == Onto::kZero, scale, c, ldc, fetch);
   } else if constexpr (kRows > 0) {
     if (rows != kRows) {
       return GemmRows<Isa, kRows - 1, kTransposed>(rows, a, lda, b, panel, panels, steps, onto,

@@ -31,6 +31,11 @@ constexpr CpuProductKernels kProductKernels = {Product<Isa, T>::RowBytes, Produc
 template <class Isa, typename T, typename Kv = T>
 constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();
 
+template <class Isa, typename T>
+constexpr CpuTypeKernels kCodeKernels = {Attend<Isa, float, Int8>::ScratchBytes,
+                                         AttendCodes<Isa, T>::Run, MergeGroupRows<Isa, T>,
+                                         MergeStateRows<Isa, T>};
+
 template <class Isa>
 constexpr CpuKernels MakeKernels(const char* name) {
   return {
@@ -38,6 +43,7 @@ constexpr CpuKernels MakeKernels(const char* name) {
       {{&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
        {&kTypeKernels<Isa, Bf16, E4m3>, &kTypeKernels<Isa, F16, E4m3>,
         &kTypeKernels<Isa, float, E4m3>}},
+      {&kCodeKernels<Isa, Bf16>, &kCodeKernels<Isa, F16>, &kCodeKernels<Isa, float>},
       {&kBackwardKernels<Isa, Bf16>, &kBackwardKernels<Isa, F16>, &kBackwardKernels<Isa, float>},
       {&kProductKernels<Isa, Bf16>, &kProductKernels<Isa, F16>, &kProductKernels<Isa, float>}};
 }

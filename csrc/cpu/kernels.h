@@ -128,6 +128,8 @@ struct CpuKernels {
   // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
   // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
   const CpuTypeKernels* of[2][3];
+  // Over int8, with eight_bit_products.
+  const CpuTypeKernels* codes[3];
   const CpuBackwardKernels* backward[3];  // by DType
   const CpuProductKernels* product[3];    // by DType
 };

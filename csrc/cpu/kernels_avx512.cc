@@ -15,6 +15,7 @@ constexpr CpuKernels kKernelsAvx512 = {
     "avx512",
     {{&kTypeKernels<Avx512, Bf16>, &kAvx512F16, &kAvx512F32},
      {&kTypeKernels<Avx512, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}},
+    {&kCodeKernels<Avx512, Bf16>, &kCodeKernels<Avx512, F16>, &kCodeKernels<Avx512, float>},
     {&kBackwardKernels<Avx512, Bf16>, &kAvx512BackwardF16, &kAvx512BackwardF32},
     {&kProductKernels<Avx512, Bf16>, &kAvx512ProductF16, &kAvx512ProductF32}};
 

@@ -13,28 +13,37 @@ namespace {
 
 // Panel formats by Kv, the type of keys and values, and T, that of results. kLow: few rows multiply
 // a panel, so it is cheapest to leave bf16 as it is; for many rows it is converted once. codes
-// always are: to bf16, which holds all of their values, where pairs of that are multiplied.
+// always are: to bf16, which holds all of their values, where pairs of that are multiplied. Int8
+// are multiplied as codes.
 template <class Isa, typename T, typename Kv>
 constexpr bool kUsesDot = Isa::kBf16Dot && IsBf16<T>;
 template <class Isa, typename T, typename Kv, bool kLow>
-constexpr Format kKeyFormat = kUsesDot<Isa, T, Kv> ? Format::kDot
-                              : IsBf16<Kv> && kLow ? Format::kDepthPairs
-                                                   : Format::kF32;
+constexpr Format kKeyFormat =
+    IsInt8<Kv>             ? Isa::kLaneCodes == 4 ? Format::kKeyQuads : Format::kShorts
+    : kUsesDot<Isa, T, Kv> ? Format::kDot
+    : IsBf16<Kv> && kLow   ? Format::kDepthPairs
+                           : Format::kF32;
 template <class Isa, typename T, typename Kv, bool kLow>
-constexpr Format kValueFormat = kUsesDot<Isa, T, Kv> ? Format::kDot
-                                : IsBf16<Kv> && kLow ? Format::kColumnPairs
-                                                     : Format::kF32;
+constexpr Format kValueFormat =
+    IsInt8<Kv>             ? Isa::kLaneCodes == 4 ? Format::kValueQuads : Format::kShorts
+    : kUsesDot<Isa, T, Kv> ? Format::kDot
+    : IsBf16<Kv> && kLow   ? Format::kColumnPairs
+                           : Format::kF32;
 
-// Whether products take tiles, for which depth comes in multiples of kTileDepth.
+// Whether products take tiles, for which depth comes in multiples of kTileSteps steps.
 template <class Isa, typename T, typename Kv>
-constexpr bool kUsesTiles = Isa::kTiles && kUsesDot<Isa, T, Kv>;
+constexpr bool kUsesTiles = Isa::kTiles && (kUsesDot<Isa, T, Kv> || IsInt8<Kv>);
 
 // Depths (head dims of keys, tokens of values) a step of a panel holds.
 constexpr i64 StepDepth(Format format) {
-  return format == Format::kDot || format == Format::kDepthPairs ? 2 : 1;
+  return format == Format::kKeyQuads || format == Format::kValueQuads                           ? 4
+         : format == Format::kDot || format == Format::kDepthPairs || format == Format::kShorts ? 2
+                                                                                                : 1;
 }
 // 32-bit lanes of a row of a for so many depths.
-constexpr i64 Lanes(Format format, i64 depth) { return format == Format::kDot ? depth / 2 : depth; }
+constexpr i64 Lanes(Format format, i64 depth) {
+  return format == Format::kDot || IsCodes(format) ? depth / StepDepth(format) : depth;
+}
 
 template <class Isa, Format kFormat>
 constexpr i64 PanelBytes(i64 depth) {
@@ -62,6 +71,15 @@ void OrderColumns(float* c, i64 columns) {
       Isa::Store(c + i + Isa::kWidth, second);
     }
   }
+  if constexpr (kFormat == Format::kValueQuads && Isa::kCodeColumns > Isa::kWidth) {
+    for (i64 i = 0; i < columns; i += Isa::kCodeColumns) Isa::OrderCodeColumns(c + i);
+  }
+}
+
+// Columns of a row of sums, for values of head_dim.
+template <class Isa, Format kFormat>
+constexpr i64 SumColumns(i64 head_dim) {
+  return RoundUp(head_dim, IsCodes(kFormat) ? Max(kPanel<Isa>, Isa::kCodeColumns) : kPanel<Isa>);
 }
 
 // The rows of one head in a block: token t's row starts at rows[t] + offset.
@@ -243,6 +261,68 @@ JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i6
           reinterpret_cast<float*>(out) + (column - whole * kPanel<Isa>) / kColumns * Isa::kWidth,
           n > 0 ? load(column, static_cast<int>(n)) : Isa::Zero());
     }
+  }
+  fetch = ahead;
+}
+
+// PackKeyPanel of codes.
+template <class Isa, class Fetch>
+JAX_ATTN_KERNEL void PackCodePanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel,
+                                   Fetch& fetch) {
+  using Vec = typename Isa::Vec;
+  constexpr int kWidth = Isa::kWidth;
+  constexpr i64 kCodes = Isa::kLaneCodes * kWidth;  // of a vector
+  Fetch ahead = fetch;
+  for (int v = 0; v < Isa::kVecs; ++v) {
+    const char* rows[kWidth];
+    for (int t = 0; t < kWidth; ++t) rows[t] = keys.Row(first + v * kWidth + t);
+    float* out = reinterpret_cast<float*>(panel) + v * kWidth;
+    for (i64 d = 0; d < head_dim; d += kCodes) {
+      Vec column[kWidth];
+      const i64 n = Min(kCodes, head_dim - d);
+      if (n == kCodes) {
+        JAX_ATTN_UNROLL
+        for (int t = 0; t < kWidth; ++t) column[t] = Isa::LoadCodes(rows[t] + d);
+      } else {
+        for (int t = 0; t < kWidth; ++t) {
+          char codes[kCodes] = {};
+          memcpy(codes, rows[t] + d, static_cast<size_t>(n));
+          column[t] = Isa::LoadCodes(codes);
+        }
+      }
+      Isa::Transpose(column);
+      const i64 steps = CeilDiv(n, Isa::kLaneCodes);
+      for (i64 i = 0; i < steps; ++i, out += kPanel<Isa>) Isa::Store(out, column[i]);
+      ahead.Lines(n * kWidth / kCacheLine);
+    }
+  }
+  fetch = ahead;
+}
+
+// PackValues of codes: as much of the steps of depth [begin, end) as there is. The columns are in
+// the order of Isa::PairCodes.
+template <class Isa, class Fetch>
+JAX_ATTN_KERNEL void PackCodeValues(const HeadRows& values, i64 first, i64 begin, i64 end,
+                                    i64 head_dim, i64 panel_bytes, char* panels, Fetch& fetch) {
+  constexpr i64 kStep = Isa::kLaneCodes, kColumns = Isa::kCodeColumns, kBytes = 4 * kPanel<Isa>;
+  constexpr i64 kVecs = kColumns / Isa::kWidth, kVecBytes = 4 * Isa::kWidth;
+  Fetch ahead = fetch;
+  for (i64 t = begin / kStep * kStep; t < end; t += kStep) {
+    const char* rows[kStep];
+    for (i64 i = 0; i < kStep; ++i) rows[i] = values.Row(t + i);
+    char* step = panels + (t - first) / kStep * kBytes;
+    for (i64 d = 0; d < head_dim; d += kColumns) {
+      typename Isa::Vec x[kVecs];
+      Isa::PairCodes(rows, d, static_cast<int>(Min(kColumns, head_dim - d)), x);
+      JAX_ATTN_UNROLL
+      for (i64 i = 0; i < kVecs; ++i) {
+        const i64 column = d + i * Isa::kWidth;
+        char* to = step + column / kPanel<Isa> * panel_bytes + column % kPanel<Isa> * 4;
+        static_assert(kPanel<Isa> * 4 % kVecBytes == 0);
+        Isa::Store(reinterpret_cast<float*>(to), x[i]);
+      }
+    }
+    ahead.Lines(CeilDiv(kStep * head_dim, kCacheLine) + 1);
   }
   fetch = ahead;
 }

@@ -7,6 +7,7 @@
 // heads beside it, nor on the height of the tile.
 #pragma once
 
+#include "cpu/code_softmax.h"
 #include "cpu/codec.h"
 #include "cpu/fold.h"
 #include "cpu/kernels.h"
@@ -40,11 +41,13 @@ struct Buffers {
   RowState* states;  // [rows]
   float* scales;     // [rows] that their logits have beside those of all: with kHeadScale, else 1
   i32* tokens;       // [rows] query token of each row of an item
-  float* s;          // [score_rows, tile_kv] scores; then probabilities, unless they are pairs
-  float* p;          // [score_rows, p_lanes]
-  float* alpha;      // [score_rows]
-  char* k_panels;    // [tile_kv / kPanel, k_panel_bytes]; decode: panels of 2 kKeyTokens
-  char* v_panels;    // [o_columns / kPanel, v_panel_bytes]
+  // [score_rows, tile_kv] scores; then probabilities, unless these are at p. Of codes i32 first.
+  float* s;
+  float* p;           // [score_rows, p_lanes]
+  float* alpha;       // [score_rows]
+  CodeBuffers codes;  // of products of codes
+  char* k_panels;     // [tile_kv / kPanel, k_panel_bytes]; decode: panels of 2 kKeyTokens
+  char* v_panels;     // [o_columns / kPanel, v_panel_bytes]
   BlockRows blocks[2];
   i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
   size_t bytes = 0;
@@ -58,13 +61,13 @@ struct Buffers {
 
   // Depths that are multiplied of so many.
   static constexpr i64 Depth(i64 depth) {
-    return kUsesTiles<Isa, T, Kv> ? RoundUp(depth, kTileDepth) : depth;
+    return kUsesTiles<Isa, T, Kv> ? RoundUp(depth, kTileSteps * StepDepth(kKeys)) : depth;
   }
 
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
       : q_lanes(Lanes(kKeys, Depth(params.head_dim_qk))),
         p_lanes(Lanes(kValues, g.tile_kv)),
-        o_columns(RoundUp(params.head_dim_vo, kPanel<Isa>)),
+        o_columns(SumColumns<Isa, kValues>(params.head_dim_vo)),
         k_panel_bytes(PanelBytes<Isa, kKeys>(Depth(params.head_dim_qk))),
         // One line more than the panel: panels a power of two apart would share cache sets.
         v_panel_bytes(PanelBytes<Isa, kValues>(g.tile_kv) + kCacheLine),
@@ -81,8 +84,9 @@ struct Buffers {
     scales = Take<float>(base, rows);
     tokens = Take<i32>(base, rows);
     s = Take<float>(base, score_rows * tile_kv);
-    p = kUsesDot<Isa, T, Kv> ? Take<float>(base, score_rows * p_lanes) : s;
+    p = kUsesDot<Isa, T, Kv> || IsInt8<Kv> ? Take<float>(base, score_rows * p_lanes) : s;
     alpha = Take<float>(base, score_rows);
+    if constexpr (IsInt8<Kv>) TakeCodes(params, base, rows, score_rows);
     k_panels =
         Take<char>(base, CeilDiv(kLow ? 2 * kKeyTokens : tile_kv, kPanel<Isa>) * k_panel_bytes);
     v_panels = Take<char>(base, o_columns / kPanel<Isa> * v_panel_bytes);
@@ -97,7 +101,7 @@ struct Buffers {
     seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
     is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
     constexpr bool kTiles = kLow && kUsesTiles<Isa, T, Kv>;
-    const bool stages = kTiles || (!IsCode<Kv> && params.kv_format != kPlainFormat);
+    const bool stages = kTiles || (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
     const i64 stage_rows = kTiles ? 2 * kTileRows : kLow ? 2 * kKeyTokens : tile_kv;
     stage =
         Take<T>(base, stages ? stage_rows * Depth(Max(params.head_dim_qk, params.head_dim_vo)) : 0);
@@ -105,6 +109,21 @@ struct Buffers {
   }
 
  private:
+  void TakeCodes(const AttentionParams& params, char* base, i64 rows, i64 score_rows) {
+    const i64 heads = kLow ? Min(rows, params.num_kv_heads) : 1;
+    codes.factors = Take<float>(base, score_rows);
+    codes.bias = Take<i32>(base, rows);
+    codes.sums = Take<float>(base, (kLow ? score_rows : kScoreRows) * o_columns);
+    codes.key_scales = Take<float>(base, heads * tile_kv);
+    codes.value_scales = Take<float>(base, tile_kv);
+    codes.largest_scales = Take<float>(base, tile_kv);
+    codes.query = Take<float>(base, RoundUp(params.head_dim_qk, kCacheLine));
+    const i64 k_bytes = CodeRowBytes(kInt8Format, params.head_dim_qk);
+    const i64 v_bytes = CodeRowBytes(kInt8Format, params.head_dim_vo);
+    const bool has_fresh = params.k_new != nullptr;
+    codes.fresh = Take<char>(base, has_fresh ? tile_kv * heads * (k_bytes + v_bytes) : 0);
+  }
+
   template <typename U>
   U* Take(char* base, i64 count) {
     U* at = reinterpret_cast<U*>(base + bytes);
@@ -114,13 +133,15 @@ struct Buffers {
 };
 
 // What a pass over some items of the same rows and span needs. T: the type of o, and of q unless
-// that has codes; Kv: of keys and values. kLow: decode, see decode_pass.h.
+// that has codes; Kv: of keys and values. kLow: decode, see decode_pass.h. Of Int8 T is float, and
+// `elements` knows the type.
 template <class Isa, typename T, typename Kv, bool kLow>
 class PassBase {
  public:
   PassBase(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
-           i64 num_heads, void* scratch)
+           i64 num_heads, void* scratch, const ElementRows* elements = nullptr)
       : params_(params),
+        elements_(elements),
         items_(items),
         item_(items[0]),
         num_heads_(num_heads),
@@ -134,9 +155,12 @@ class PassBase {
                           kValues = kValueFormat<Isa, T, Kv, kLow>;
   static constexpr bool kPairs = kUsesDot<Isa, T, Kv>;
   static constexpr bool kTiled = kUsesTiles<Isa, T, Kv>;
-  static constexpr bool kTurnsQueries = kTiled && kLow;  // keys are a, and q is b
-  static constexpr i64 kUnit = kPanel<Isa>;              // tokens of a panel of keys
-  static constexpr i64 kStep = StepDepth(kValues);       // tokens of a step through values
+  static constexpr bool kCodes = IsInt8<Kv>;
+  static constexpr bool kBias = kKeys == Format::kKeyQuads && !kTiled;  // of sums with keys
+  static constexpr bool kTurnsQueries = kTiled && kLow;                 // keys are a, and q is b
+  static constexpr i64 kUnit = kPanel<Isa>;                             // tokens of a panel of keys
+  static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
+  static constexpr i64 kTileTokens = kTileSteps * kStep;
   static constexpr i64 kBytes = sizeof(Kv);
   static constexpr i64 kFetchTokens = 2 * kTileRows;
 
@@ -153,6 +177,10 @@ class PassBase {
         const i64 row = QueryRow(token) * params_.num_qo_heads + head;
         float* to =
             kTurnsQueries ? buf_.s + r * buf_.q_lanes : buf_.q + (h * rows_ + r) * buf_.q_lanes;
+        if constexpr (kCodes) {
+          LoadCodes(row, h * rows_ + r, to);
+          continue;
+        }
         if (IsCode<Kv> && params_.q_format == kE4m3Format) {
           LoadQuery<E4m3>(row, to);
         } else {
@@ -204,6 +232,21 @@ class PassBase {
     }
   }
 
+  // Row `at` of the pass, with its scale and bias.
+  void LoadCodes(i64 row, i64 at, float* to) const {
+    const i64 dim = params_.head_dim_qk;
+    const i64 bytes = dim * elements_->bytes;
+    elements_->load(static_cast<const char*>(params_.q) + row * bytes, dim, buf_.codes.query);
+    for (i64 d = 0; d < dim; d += Isa::kWidth) {
+      float* x = buf_.codes.query + d;
+      Isa::Store(x, Isa::Mul(Isa::Load(x), Isa::Set(rule_.q_sign)));
+    }
+    i32 sum;
+    buf_.scales[at] = EncodeQuery<Isa>(buf_.codes.query, dim, buf_.q_lanes * Isa::kLaneCodes,
+                                       reinterpret_cast<char*>(to), &sum);
+    if constexpr (kBias) buf_.codes.bias[at] = Isa::kKeyBias * sum;
+  }
+
   // The rows of a head of q as a tile of b takes them: lane by lane.
   void TurnQueries(const float* rows, float* q) const {
     for (i64 r = 0; r < rows_; ++r, rows += buf_.q_lanes) {
@@ -229,12 +272,21 @@ class PassBase {
   // The tokens that a product with values takes, to multiply those of `tokens`.
   static Range Whole(Range tokens) {
     if constexpr (!kTiled) return tokens;
-    return {tokens.begin / kTileDepth * kTileDepth, RoundUp(tokens.end, kTileDepth)};
+    return {tokens.begin / kTileTokens * kTileTokens, RoundUp(tokens.end, kTileTokens)};
   }
 
   // The panels of values from token `first` on; what a tile multiplies beside them is 0.
   template <typename Element = Kv, class Fetch>
   void PackBlockValues(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
+    if constexpr (kCodes) {  // beside them weights are 0, and so are the products
+      PackCodeValues<Isa>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
+                          buf_.v_panel_bytes, buf_.v_panels, fetch);
+    } else {
+      PackRows<Element>(values, first, tokens, fetch);
+    }
+  }
+  template <typename Element, class Fetch>
+  void PackRows(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
     PackValues<Isa, kValues, Element>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
                                       buf_.v_panel_bytes, buf_.v_panels, fetch);
     if constexpr (kTiled) {
@@ -294,11 +346,13 @@ class PassBase {
   }
 
   // Whether keys and values are codes that are decoded to rows of T, not in panels.
-  bool Stages() const { return IsCode<Kv> ? kLow && kTiled : params_.kv_format != kPlainFormat; }
+  bool Stages() const {
+    return IsCode<Kv> ? kLow && kTiled : !kCodes && params_.kv_format != kPlainFormat;
+  }
 
   // Bytes of a head's row, as it is stored.
   i64 HeadBytes(i64 head_dim) const {
-    return Stages() ? CodeRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
+    return Stages() || kCodes ? CodeRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
   }
   i64 KeyHeadBytes() const { return HeadBytes(params_.head_dim_qk); }
   i64 ValueHeadBytes() const { return HeadBytes(params_.head_dim_vo); }
@@ -401,8 +455,9 @@ class PassBase {
     if (params_.k_new != nullptr) {
       const i64 border = FirstFresh(start);
       cached.end = Max(valid.begin, Min(valid.end, border));
-      SetRows(params_.k_new, params_.v_new, params_.head_dim_qk * kBytes,
-              params_.head_dim_vo * kBytes, params_.qo_indptr[item_.request] - border,
+      const i64 bytes = kCodes ? elements_->bytes : kBytes;
+      SetRows(params_.k_new, params_.v_new, params_.head_dim_qk * bytes,
+              params_.head_dim_vo * bytes, params_.qo_indptr[item_.request] - border,
               {cached.end, valid.end}, block);
     }
     if (params_.page_size == 0) {
@@ -444,6 +499,26 @@ class PassBase {
     }
   }
 
+  // Of a block with fresh rows: their codes, as append_kv would have left them.
+  void EncodeFresh(i64 start, Range valid, const BlockRows& block) const {
+    const i64 fresh = Max(valid.begin, FirstFresh(start));
+    if (fresh >= valid.end) return;
+    char* to = buf_.codes.fresh;
+    const auto encode = [&](const char** rows, i64 dim) {
+      for (i64 t = fresh; t < valid.end; ++t) {
+        const char* from = rows[t];
+        rows[t] = to;
+        for (i64 h = 0; h < num_heads_; ++h, to += CodeRowBytes(kInt8Format, dim)) {
+          elements_->encode(from + h * dim * elements_->bytes, dim, to);
+        }
+      }
+      for (i64 t = 0; t < valid.begin; ++t) rows[t] = rows[valid.begin];
+      for (i64 t = valid.end; t < buf_.tile_kv; ++t) rows[t] = rows[valid.begin];
+    };
+    encode(block.k, params_.head_dim_qk);
+    encode(block.v, params_.head_dim_vo);
+  }
+
   // ---- softmax
 
   // Scores of rows [first, first + n) of head h, which are rows [score_row, ...) of the buffer, to
@@ -481,6 +556,73 @@ class PassBase {
     } else {
       SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
                        states, alpha);
+    }
+  }
+
+  // Scales of keys, `tokens` of the head that begins `offset` bytes into the rows.
+  static void LoadKeyScales(const char* const* rows, i64 offset, i64 dim, Range tokens, float* to) {
+    for (i64 t = tokens.begin; t < tokens.end; ++t) to[t] = ScaleOfRow(rows[t] + offset, dim);
+  }
+
+  // Those of values, for weights; returns whether all are finite, and not negative.
+  bool LoadValueScales(const char* const* rows, i64 offset, Range tokens) const {
+    bool all = true;
+    float largest = 0;
+    for (i64 t = 0; t < buf_.tile_kv; ++t) {
+      float scale = 0;
+      if (t >= tokens.begin && t < tokens.end) {
+        scale = ScaleOfRow(rows[t] + offset, params_.head_dim_vo);
+        if (!IsScale(scale)) {
+          scale = 0;
+          all = false;
+        }
+      }
+      largest = scale > largest ? scale : largest;
+      buf_.codes.value_scales[t] = scale;
+      buf_.codes.largest_scales[t] = largest;
+    }
+    return all;
+  }
+  static bool IsScale(float scale) { return scale >= 0 && scale < __builtin_inff(); }
+
+  // Softmax of codes.
+  void WeighTile(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen,
+                 const float* key_scales) {
+    seen = Whole(seen);
+    const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
+    const i64 at = h * rows_ + first;
+    const bool scales = buf_.variant && buf_.variant.scales();
+    for (i64 r = 0; r < n; ++r) {
+      float* s = buf_.s + (score_row + r) * buf_.tile_kv;
+      const LogitRule rule = scales ? kNaturalRule : rule_.Scaled(buf_.scales[at + r]);
+      WeighRow<Isa, kBias>(
+          rule, static_cast<bool>(buf_.variant), [&] { Transform(at + r, 1, begin, end, s); },
+          begin, end, RowSees(first + r, start, valid), kBias ? buf_.codes.bias[at + r] : 0,
+          key_scales, {buf_.codes.value_scales, buf_.codes.largest_scales, valid.begin}, s,
+          reinterpret_cast<char*>(buf_.p + (score_row + r) * buf_.p_lanes), buf_.states + at + r,
+          buf_.alpha + score_row + r, buf_.codes.factors + score_row + r);
+    }
+  }
+
+  // NaN to the rows of head h that see a value with a scale that is none.
+  JAX_ATTN_KERNEL void SpoilRows(i64 h, const char* const* rows, i64 offset, i64 start,
+                                 Range valid) {
+    if (buf_.variant) buf_.variant.SetHides(true);
+    const bool masks = buf_.variant && buf_.variant.masks();
+    for (i64 r = 0; r < rows_; ++r) {
+      const Range seen = VisibleTo(buf_.tokens[r], start, valid);
+      if (seen.begin >= seen.end) continue;
+      const i32* mask =
+          masks ? buf_.variant.Mask(h * rows_ + r, seen.begin / Isa::kWidth * Isa::kWidth,
+                                    RoundUp(seen.end, Isa::kWidth))
+                : nullptr;
+      bool spoils = false;
+      for (i64 t = seen.begin; t < seen.end; ++t) {
+        spoils |= (mask == nullptr || mask[t]) &&
+                  !IsScale(ScaleOfRow(rows[t] + offset, params_.head_dim_vo));
+      }
+      float* o = buf_.o + (h * rows_ + r) * buf_.o_columns;
+      for (i64 d = 0; spoils && d < buf_.o_columns; ++d) o[d] = __builtin_nanf("");
     }
   }
 
@@ -691,7 +833,11 @@ class PassBase {
         OrderColumns<Isa, kValues>(o, buf_.o_columns);
         if (item.partial_row < 0) {
           const i64 token = buf_.tokens[r], head = item.kv_head * group + (r - token * group);
-          StoreRow<Isa, T>(params_, item.first_token + token, head, buf_.states[at], o);
+          if constexpr (kCodes) {
+            elements_->store(params_, item.first_token + token, head, buf_.states[at], o);
+          } else {
+            StoreRow<Isa, T>(params_, item.first_token + token, head, buf_.states[at], o);
+          }
         } else {
           params_.partial_states[item.partial_row + r] = buf_.states[at];
           StoreScaled<Isa>(1.0f, o, dim, params_.partial_o + (i64{item.partial_row} + r) * dim);
@@ -701,6 +847,7 @@ class PassBase {
   }
 
   const AttentionParams& params_;
+  const ElementRows* const elements_;
   const WorkItem* items_;
   const WorkItem item_;  // what the items have in common, and the first kv head
   const i64 num_heads_;

@@ -13,7 +13,7 @@ template <class Isa, typename T, typename Kv>
 class PrefillPass : PassBase<Isa, T, Kv, false> {
   using Base = PassBase<Isa, T, Kv, false>;
   using Base::buf_, Base::params_, Base::rows_;
-  using Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
+  using Base::kCodes, Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
   using RowTile = typename Base::RowTile;
 
  public:
@@ -32,6 +32,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
     if (buf_.variant && !StartVariant(start, valid)) return;
+    if constexpr (kCodes) this->EncodeFresh(start, valid, block);
     const bool stages = this->Stages();
     const HeadRows keys{stages ? buf_.staged : block.k, 0};
     const HeadRows values{stages ? buf_.staged : block.v, 0};
@@ -40,29 +41,55 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
       this->Stage(block.k, params_.k_scale, params_.head_dim_qk, start, 0, buf_.tile_kv, valid);
     }
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
-      PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk,
-                                   buf_.k_panels + u * buf_.k_panel_bytes, no_fetch);
+      char* panel = buf_.k_panels + u * buf_.k_panel_bytes;
+      if constexpr (kCodes) {
+        PackCodePanel<Isa>(keys, u * kUnit, params_.head_dim_qk, panel, no_fetch);
+      } else {
+        PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk, panel, no_fetch);
+      }
     }
     if (stages) {
       this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, 0, buf_.tile_kv, valid);
     }
     this->PackBlockValues(values, 0, valid, no_fetch);
-    const bool finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
+    bool finite;
+    if constexpr (kCodes) {
+      this->LoadKeyScales(block.k, 0, params_.head_dim_qk, valid, buf_.codes.key_scales);
+      finite = this->LoadValueScales(block.v, 0, valid);
+    } else {
+      finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
+    }
     // The next block's rows, a few lines with every register tile.
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
     fetch_values_.Start(next.v, buf_.tile_kv, this->ValueHeadBytes());
     if constexpr (Base::kTiled) {
-      if (!params_.sums_weights && finite) return AddTiles(start, valid);
+      if (!params_.sums_weights && (finite || kCodes)) {
+        AddTiles(start, valid);
+        if (kCodes && !finite) this->SpoilRows(0, block.v, 0, start, valid);
+        return;
+      }
     }
     this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
       if (buf_.variant && !NarrowRows(begin, n, start, valid, &seen)) return;
       MultiplyKeys(begin, begin + n, start, valid, seen);
       ForTiles(begin, begin + n, start, valid, [&](const RowTile& tile) {
-        this->Softmax(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen);
+        if constexpr (kCodes) {
+          this->WeighTile(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen,
+                          buf_.codes.key_scales);
+        } else {
+          this->Softmax(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen);
+        }
       });
-      MultiplyValues(begin, begin + n, start, valid, finite);
+      if constexpr (kCodes) {
+        MultiplyCodes(begin, begin + n, start, valid);
+      } else {
+        MultiplyValues(begin, begin + n, start, valid, finite);
+      }
       this->narrows_ = false;
     });
+    if constexpr (kCodes) {
+      if (!finite) this->SpoilRows(0, block.v, 0, start, valid);
+    }
   }
 
   // ---- with tiles: products, and beside them the softmax step of the rows between the two
@@ -95,9 +122,18 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   };
 
+  template <bool, typename Unused = void>
+  struct SoftmaxOf {
+    using Type = SoftmaxRows<Isa, Bf16, TileLogits>;
+  };
+  template <typename Unused>
+  struct SoftmaxOf<true, Unused> {
+    using Type = CodeRows<Isa, Base::kBias, TileLogits>;
+  };
+
   // The softmax step of a tile, spread evenly over the steps of the products beside it.
   struct SpreadRows {
-    SoftmaxRows<Isa, Bf16, TileLogits> rows;
+    typename SoftmaxOf<kCodes>::Type rows;
     i64 steps, left;  // of the products
 
     JAX_ATTN_INLINE void Step() {
@@ -118,7 +154,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
       const i64 key_panels =
           first.n > 0 ? CeilDiv(first.seen.end, kUnit) - first.seen.begin / kUnit : 0;
       const i64 key_steps = this->KeySteps() / kTileSteps * key_panels;
-      const i64 value_steps = (third.seen.end - third.seen.begin) / kTileDepth;
+      const i64 value_steps = (third.seen.end - third.seen.begin) / Base::kTileTokens;
       SpreadRows work;
       Range visible[2 * kTileRows];
       StartSoftmax(second, start, valid, visible, &work);
@@ -180,11 +216,21 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     rows.seen = visible;
     rows.s = buf_.s + score_row * buf_.tile_kv;
     rows.lds = buf_.tile_kv;
-    rows.p = reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes);
-    rows.ldp = 2 * buf_.p_lanes;
     rows.states = buf_.states + tile.row;
-    rows.o = buf_.o + tile.row * buf_.o_columns;
-    rows.o_columns = buf_.o_columns;
+    if constexpr (kCodes) {
+      rows.bias = buf_.codes.bias + tile.row;
+      rows.key_scales = buf_.codes.key_scales;
+      rows.values = {buf_.codes.value_scales, buf_.codes.largest_scales, valid.begin};
+      rows.p = reinterpret_cast<char*>(buf_.p + score_row * buf_.p_lanes);
+      rows.p_bytes = 4 * buf_.p_lanes;
+      rows.alpha = buf_.alpha + score_row;
+      rows.factors = buf_.codes.factors + score_row;
+    } else {
+      rows.p = reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes);
+      rows.ldp = 2 * buf_.p_lanes;
+      rows.o = buf_.o + tile.row * buf_.o_columns;
+      rows.o_columns = buf_.o_columns;
+    }
     rows.Start();
   }
 
@@ -192,22 +238,28 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     const i64 begin = tile.seen.begin / kUnit, end = CeilDiv(tile.seen.end, kUnit);
     for (i64 u = begin; u < end; ++u) {
       FetchLines(&fetch_);
-      MultiplyTiles<Isa, false>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes,
-                                buf_.k_panels + u * buf_.k_panel_bytes, 4 * kUnit, this->KeySteps(),
-                                true, buf_.s + 2 * kTileRows * tile.slot * buf_.tile_kv + u * kUnit,
-                                buf_.tile_kv, work);
+      MultiplyTiles<TilesOf<Isa, kKeys>, false>(
+          tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes,
+          buf_.k_panels + u * buf_.k_panel_bytes, 4 * kUnit, this->KeySteps(), true,
+          buf_.s + 2 * kTileRows * tile.slot * buf_.tile_kv + u * kUnit, buf_.tile_kv, work);
     }
   }
 
   JAX_ATTN_KERNEL void MultiplyTileValues(const TileOfRows& tile, SpreadRows& work) {
-    const i64 step = tile.seen.begin / kStep;
+    const i64 step = tile.seen.begin / kStep, score_row = 2 * kTileRows * tile.slot;
     for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
       FetchLines(&fetch_values_);
-      MultiplyTiles<Isa, false>(
-          tile.n, buf_.p + 2 * kTileRows * tile.slot * buf_.p_lanes + step, buf_.p_lanes,
+      float* o = buf_.o + tile.row * buf_.o_columns + j * kUnit;
+      MultiplyTiles<TilesOf<Isa, kValues>, false>(
+          tile.n, buf_.p + score_row * buf_.p_lanes + step, buf_.p_lanes,
           buf_.v_panels + j * buf_.v_panel_bytes + step * 4 * kUnit, 4 * kUnit,
-          (tile.seen.end - tile.seen.begin) / kStep, false,
-          buf_.o + tile.row * buf_.o_columns + j * kUnit, buf_.o_columns, work);
+          (tile.seen.end - tile.seen.begin) / kStep, kCodes,
+          kCodes ? buf_.codes.sums + j * kUnit : o, buf_.o_columns, work);
+    }
+    if constexpr (kCodes) {
+      FoldSums<Isa>(tile.n, buf_.o_columns, buf_.alpha + score_row, buf_.codes.factors + score_row,
+                    buf_.codes.sums, buf_.o_columns, buf_.o + tile.row * buf_.o_columns,
+                    buf_.o_columns);
     }
   }
 
@@ -272,6 +324,24 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   }
 
+  // The same of codes.
+  void MultiplyCodes(i64 begin, i64 end, i64 start, Range valid) {
+    NoFetch none;
+    for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
+      ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
+        FetchLines(&fetch_values_);
+        const i64 step = tile.seen.begin / kStep, steps = CeilDiv(tile.seen.end, kStep) - step;
+        auto panels = this->PackedValues();
+        panels.Skip(step);
+        GemmRows<Isa>(tile.n, buf_.p + tile.score_row * buf_.p_lanes + step, buf_.p_lanes, panels,
+                      j, 1, steps, Onto::kZero, nullptr, buf_.codes.sums, kUnit, none);
+        FoldSums<Isa>(tile.n, kUnit, buf_.alpha + tile.score_row,
+                      buf_.codes.factors + tile.score_row, buf_.codes.sums, kUnit,
+                      buf_.o + tile.row * buf_.o_columns + j * kUnit, buf_.o_columns);
+      });
+    }
+  }
+
   // The same in a block with a value that is not finite and that some rows do not see: at first
   // what all rows of the tile see, then the rest row by row. Under a causal mask the rest is a few
   // tokens at the end of the block, so that a NaN costs little.
@@ -288,7 +358,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     const bool begin_together =
         this->VisibleTo(buf_.tokens[last], start, valid).begin == valid.begin;
     const i64 end_of_first = this->VisibleTo(buf_.tokens[tile.row], start, valid).end;
-    constexpr i64 kWhole = Base::kTiled ? kTileDepth : kStep;
+    constexpr i64 kWhole = Base::kTiled ? Base::kTileTokens : kStep;
     const i64 border =
         begin_together ? Max(valid.begin, end_of_first / kWhole * kWhole) : valid.begin;
     if (border > valid.begin) {

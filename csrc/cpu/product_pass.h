@@ -17,6 +17,7 @@ struct WeightSource {
   using Vec = typename Isa::Vec;
   static constexpr bool kPairs = IsBf16<T>;
   static constexpr bool kDot = kPairs && Isa::kBf16Dot;
+  static constexpr Format kProduct = kDot ? Format::kDot : Format::kF32;
   static constexpr int kParts = kPairs && !kDot ? 2 : 1;
   // Bytes of a column in a step.
   static constexpr i64 kLane = kPairs ? 4 : static_cast<i64>(sizeof(T));

@@ -11,6 +11,7 @@ struct Amx : Avx512Bf16 {
   static constexpr bool kTiles = true;
   static constexpr int kRows = 32;  // two tiles
   static constexpr bool kFloorExp2 = true;
+  static constexpr int kKeyBias = 0;
 
   // x - floor(x).
   static Vec FloorFraction(Vec x) {
@@ -64,6 +65,16 @@ struct Amx : Avx512Bf16 {
   template <int kC, int kA, int kB>
   JAX_ATTN_INLINE static void TileDot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+  // Of codes of 8 bits, four a lane, added up in i32: those of b are signed, those of a as well, or
+  // unsigned.
+  template <int kC, int kA, int kB>
+  JAX_ATTN_INLINE static void TileDotKeys() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+  template <int kC, int kA, int kB>
+  JAX_ATTN_INLINE static void TileDotValues() {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
   }
 };
 

@@ -17,6 +17,8 @@ struct Avx2 {
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr int kLaneCodes = 2;
+  static constexpr int kCodeColumns = kWidth;
 
   static Vec Zero() { return _mm256_setzero_ps(); }
   static Vec Set(float x) { return _mm256_set1_ps(x); }
@@ -169,6 +171,32 @@ struct Avx2 {
     }
     JAX_ATTN_UNROLL
     for (int i = 0; i < 8; ++i) r[i] = out[i];
+  }
+
+  static Vec LoadCodes(const char* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_cvtepi8_epi16(codes));
+  }
+  static void PairCodes(const char* const* rows, i64 offset, int, Vec* to) {
+    const auto load = [&](int row) {
+      return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[row] + offset));
+    };
+    to[0] = _mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(load(0), load(1))));
+  }
+  static Vec DotShorts(Vec a, Vec b, Vec acc) {
+    const __m256i sums = _mm256_madd_epi16(_mm256_castps_si256(a), _mm256_castps_si256(b));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(acc), sums));
+  }
+  static Vec FromInt(Vec v) { return _mm256_cvtepi32_ps(_mm256_castps_si256(v)); }
+  static void StoreCodes(char* to, Vec x) {
+    const __m256i codes = _mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(x), 16), 16);
+    const __m128i half =
+        _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half);
+  }
+  static void StoreManyCodes(char* to, const Vec* x) {
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 64 / kWidth; ++i) StoreCodes(to + i * kWidth * 2, x[i]);
   }
 
  private:

@@ -26,6 +26,8 @@ struct Avx512 {
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr int kLaneCodes = 2;
+  static constexpr int kCodeColumns = kWidth;
 
   static Vec Zero() { return _mm512_setzero_ps(); }
   static Vec Set(float x) { return _mm512_set1_ps(x); }
@@ -155,6 +157,31 @@ struct Avx512 {
     }
   }
 
+  static Vec LoadCodes(const char* p) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(codes));
+  }
+  static void PairCodes(const char* const* rows, i64 offset, int n, Vec* to) {
+    const __m128i low = _mm_maskz_loadu_epi8(First16(n), rows[0] + offset);
+    const __m128i high = _mm_maskz_loadu_epi8(First16(n), rows[1] + offset);
+    const __m256i pairs =
+        _mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high));
+    to[0] = _mm512_castsi512_ps(_mm512_cvtepi8_epi16(pairs));
+  }
+  static Vec DotShorts(Vec a, Vec b, Vec acc) {
+    const __m512i sums = _mm512_madd_epi16(_mm512_castps_si512(a), _mm512_castps_si512(b));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(acc), sums));
+  }
+  static Vec FromInt(Vec v) { return _mm512_cvtepi32_ps(_mm512_castps_si512(v)); }
+  static void StoreCodes(char* to, Vec x) {
+    const __m256i half = _mm512_cvtepi32_epi16(_mm512_castps_si512(x));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+  }
+  static void StoreManyCodes(char* to, const Vec* x) {
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 64 / kWidth; ++i) StoreCodes(to + i * kWidth * 2, x[i]);
+  }
+
  protected:
   static __mmask16 First16(int n) { return static_cast<__mmask16>((1u << n) - 1); }
   static Vec Widen(__m256i half) {
@@ -184,10 +211,72 @@ struct Avx512 {
   }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 struct Avx512Bf16 : Avx512 {
   static constexpr bool kBf16Dot = true;
   static constexpr bool kLooksUp = true;
+  static constexpr int kLaneCodes = 4;
+  static constexpr int kCodeColumns = 64;
+
+  static Vec LoadCodes(const char* p) { return _mm512_loadu_ps(p); }
+  // In the order of OrderCodeColumns, in which unpacking leaves them.
+  JAX_ATTN_INLINE static void PairCodes(const char* const* rows, i64 offset, int n, Vec* to) {
+    const auto load = [&](int row) __attribute__((always_inline)) {
+      const char* from = rows[row] + offset;
+      return n == 64 ? _mm512_loadu_si512(from)
+                     : _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, from);
+    };
+    const __m512i a = load(0), b = load(1), c = load(2), d = load(3);
+    const __m512i low[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpacklo_epi8(c, d)};
+    const __m512i high[2] = {_mm512_unpackhi_epi8(a, b), _mm512_unpackhi_epi8(c, d)};
+    to[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low[0], low[1]));
+    to[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low[0], low[1]));
+    to[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(high[0], high[1]));
+    to[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(high[0], high[1]));
+  }
+  // Four vectors of columns as PairCodes leaves them, in the order of the columns.
+  static void OrderCodeColumns(float* c) {
+    Vec x[4];
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 4; ++i) x[i] = Load(c + i * kWidth);
+    const Vec a = _mm512_shuffle_f32x4(x[0], x[1], 0x44),
+              b = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+    const Vec d = _mm512_shuffle_f32x4(x[2], x[3], 0x44),
+              e = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    Store(c, _mm512_shuffle_f32x4(a, d, 0x88));
+    Store(c + kWidth, _mm512_shuffle_f32x4(a, d, 0xdd));
+    Store(c + 2 * kWidth, _mm512_shuffle_f32x4(b, e, 0x88));
+    Store(c + 3 * kWidth, _mm512_shuffle_f32x4(b, e, 0xdd));
+  }
+  // Signed a. The instruction wants unsigned numbers on one side, so that b counts as 128 more
+  // than it is: the caller begins with kKeyBias times the sum of a.
+  static constexpr int kKeyBias = -128;
+  static Vec DotKeys(Vec a, Vec b, Vec acc) {
+    const __m512i more = _mm512_xor_si512(_mm512_castps_si512(b), _mm512_set1_epi32(0x80808080));
+    return _mm512_castsi512_ps(
+        _mm512_dpbusd_epi32(_mm512_castps_si512(acc), more, _mm512_castps_si512(a)));
+  }
+  static Vec DotValues(Vec a, Vec b, Vec acc) {
+    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(acc), _mm512_castps_si512(a),
+                                                   _mm512_castps_si512(b)));
+  }
+  static void StoreCodes(char* to, Vec x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
+  }
+  // The low bytes of lanes: one permutation a vector.
+  JAX_ATTN_INLINE static void StoreManyCodes(char* to, const Vec* x) {
+    const __m512i lanes =
+        _mm512_setr_epi32(0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430, 0x0c080400, 0x1c181410,
+                          0x2c282420, 0x3c383430, 0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430,
+                          0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430);
+    __m512i codes = _mm512_setzero_si512();
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const __mmask64 part = __mmask64{0xffff} << 16 * i;
+      codes = _mm512_mask_permutexvar_epi8(codes, part, lanes, _mm512_castps_si512(x[i]));
+    }
+    _mm512_storeu_si512(to, codes);
+  }
 
   // to[i] = codes[i] as a bf16: the magnitude of its low 7 bits, and its sign.
   JAX_ATTN_INLINE static void LookUp(const ByteTable& table, const char* codes, i64 n, Bf16* to) {

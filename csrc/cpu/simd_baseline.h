@@ -7,6 +7,8 @@
 //   kBf16Dot         Dot() multiplies pairs of bf16 and adds both products in f32
 //   kLooksUp         codes become bf16 by tables (codec.h, simd_avx512.h)
 //   kTiles           products of pairs take tiles (tiles.h, simd_amx.h)
+//   kLaneCodes       codes of 8 bits that a 32-bit lane has in products: 4, or 2 as 16 bits each
+//   kCodeColumns     columns that PairCodes takes at once
 // Everything here has internal linkage (see kernels.h).
 #pragma once
 
@@ -29,6 +31,8 @@ struct Baseline {
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr int kLaneCodes = 2;
+  static constexpr int kCodeColumns = kWidth;
 
   static Vec Zero() { return Vec{0, 0, 0, 0}; }
   static Vec Set(float x) { return Vec{x, x, x, x}; }
@@ -138,7 +142,44 @@ struct Baseline {
     for (int i = 0; i < 4; ++i) r[i] = Vec{a[i], b[i], c[i], d[i]};
   }
 
+  // kWidth lanes of signed codes, kLaneCodes each, in their order.
+  static Vec LoadCodes(const char* p) {
+    typedef int8_t Codes __attribute__((vector_size(8)));
+    Codes codes;
+    memcpy(&codes, p, sizeof(codes));
+    return (Vec) __builtin_convertvector(codes, Shorts);
+  }
+  // The codes of columns [0, n) of kLaneCodes rows, n <= kCodeColumns a multiple of 8 or kWidth:
+  // lane by lane those of a column, in kCodeColumns / kWidth vectors.
+  static void PairCodes(const char* const* rows, i64 offset, int, Vec* to) {
+    const auto lanes = [&](int row) {
+      typedef int8_t Codes __attribute__((vector_size(4)));
+      Codes codes;
+      memcpy(&codes, rows[row] + offset, sizeof(codes));
+      return __builtin_convertvector(codes, Int);
+    };
+    to[0] = (Vec)((lanes(0) & 0xffff) | (lanes(1) << 16));
+  }
+  // acc + both products, in i32.
+  static Vec DotShorts(Vec a, Vec b, Vec acc) {
+    const Int x = (Int)a, y = (Int)b;
+    return (Vec)((Int)acc + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16));
+  }
+  // The lanes as i32, to f32.
+  static Vec FromInt(Vec v) { return __builtin_convertvector((Int)v, Vec); }
+  // kWidth codes, as products take them: x is kRoundMagic more than they are.
+  static void StoreCodes(char* to, Vec x) {
+    typedef int16_t Half __attribute__((vector_size(8)));
+    const Half half = __builtin_convertvector((Int)x, Half);
+    memcpy(to, &half, sizeof(half));
+  }
+  // Of 64 / kWidth vectors.
+  static void StoreManyCodes(char* to, const Vec* x) {
+    for (int i = 0; i < 64 / kWidth; ++i) StoreCodes(to + i * kWidth * 2, x[i]);
+  }
+
  private:
+  typedef int16_t Shorts __attribute__((vector_size(16)));
   static Vec Blend(Int mask, Vec yes, Vec no) {
     return (Vec)((mask & (Int)yes) | (~mask & (Int)no));
   }

@@ -17,6 +17,8 @@ struct Neon {
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr int kLaneCodes = 2;
+  static constexpr int kCodeColumns = kWidth;
 
   static Vec Zero() { return vdupq_n_f32(0); }
   static Vec Set(float x) { return vdupq_n_f32(x); }
@@ -121,6 +123,33 @@ struct Neon {
     r[1] = vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1]));
     r[2] = vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0]));
     r[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
+  }
+
+  static Vec LoadCodes(const char* p) {
+    return vreinterpretq_f32_s16(vmovl_s8(vld1_s8(reinterpret_cast<const int8_t*>(p))));
+  }
+  static void PairCodes(const char* const* rows, i64 offset, int, Vec* to) {
+    const auto codes = [&](int row) {
+      uint32_t four;
+      memcpy(&four, rows[row] + offset, 4);
+      return vmovl_s8(vcreate_s8(four));
+    };
+    to[0] = vreinterpretq_f32_s16(vzip1q_s16(codes(0), codes(1)));
+  }
+  static Vec DotShorts(Vec a, Vec b, Vec acc) {
+    const int16x8_t x = vreinterpretq_s16_f32(a), y = vreinterpretq_s16_f32(b);
+    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+    const int32x4_t sums = vpaddq_s32(low, vmull_high_s16(x, y));
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(acc), sums));
+  }
+  static Vec FromInt(Vec v) { return vcvtq_f32_s32(vreinterpretq_s32_f32(v)); }
+  static void StoreCodes(char* to, Vec x) {
+    const int16x4_t half = vmovn_s32(vreinterpretq_s32_f32(x));
+    memcpy(to, &half, 8);
+  }
+  static void StoreManyCodes(char* to, const Vec* x) {
+    JAX_ATTN_UNROLL
+    for (int i = 0; i < 64 / kWidth; ++i) StoreCodes(to + i * kWidth * 2, x[i]);
   }
 
  private:

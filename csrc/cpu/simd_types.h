@@ -31,10 +31,20 @@ struct E4m3 {
   uint8_t bits;
 };
 
+// Keys and values in rows of int8 codes with a scale, multiplied as codes.
+struct Int8 {
+  int8_t code;
+};
+
 template <typename T>
 constexpr bool IsBf16 = false;
 template <>
 constexpr bool IsBf16<Bf16> = true;
+
+template <typename T>
+constexpr bool IsInt8 = false;
+template <>
+constexpr bool IsInt8<Int8> = true;
 
 // Formats of keys and values whose elements are codes: their C++ type by FormatCode.
 template <typename T>

@@ -47,10 +47,9 @@ template <class Isa>
 constexpr float kSlackLog2 = Isa::kTiles ? 8.0f : 0.0f;
 
 // Columns [begin, end) that a row sees; begin >= end: none.
-// Soft cap, mask and maximum of one row's scores s[begin, end); returns the new reference.
+// Soft cap, mask and maximum of one row's scores s[begin, end).
 template <class Isa>
-JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,
-                                float old_max, float* s) {
+JAX_ATTN_INLINE float BlockMax(const LogitRule& rule, i64 begin, i64 end, Range seen, float* s) {
   using Vec = typename Isa::Vec;
   constexpr i64 kWidth = Isa::kWidth;
   if (rule.cap_log2 != 0) {
@@ -69,8 +68,20 @@ JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range
   }
   Vec max = Isa::Set(kNegInf);
   for (i64 j = begin; j < end; j += kWidth) max = Isa::Max(max, Isa::Load(s + j));
-  const float block_max = Isa::ReduceMax(max) * rule.scale_log2;
+  return Isa::ReduceMax(max);
+}
+
+// The reference of a row, from that before a block.
+template <class Isa>
+JAX_ATTN_INLINE float NewReference(float block_max, float old_max) {
   return block_max > old_max + kSlackLog2<Isa> ? block_max : old_max;
+}
+
+// The same of its scores.
+template <class Isa>
+JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,
+                                float old_max, float* s) {
+  return NewReference<Isa>(BlockMax<Isa>(rule, begin, end, seen, s) * rule.scale_log2, old_max);
 }
 
 // p[begin, end) = 2^(scale_log2 * s - base); returns their sum.

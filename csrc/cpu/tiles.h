@@ -1,11 +1,12 @@
 // The matrix product of an Isa that has tiles (AMX), in place of the register tile of gemm.h.
 // Internal linkage: see kernels.h.
 //
-// Panels of pairs (Format::kDot) are what a tile multiplies, as they are: a step is a row of the
-// tile of b. One instruction multiplies kTileSteps steps: it adds up the first numbers of their
-// pairs and the second ones, each in the order of depth, then both sums to c. So the bits of an
-// element of c depend on where depth is cut into tiles: at multiples of kTileSteps from the start
-// of a head dim, or of a block of tokens. Callers put zeros where depth ends within a tile.
+// Panels of pairs (Format::kDot), and of quads of codes, are what a tile multiplies, as they are: a
+// step is a row of the tile of b. One instruction multiplies kTileSteps steps. Of pairs it adds up
+// the first numbers and the second ones, each in the order of depth, then both sums to c. So the
+// bits of an element of c depend on where depth is cut into tiles: at multiples of kTileSteps from
+// the start of a head dim, or of a block of tokens. Callers put zeros where depth ends within a
+// tile. Sums of codes are i32, and exact.
 #pragma once
 
 #include "cpu/simd_types.h"

@@ -96,6 +96,7 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kHasSoftCap", k.logits_soft_cap);
   visit("kPositiveScale", k.positive_scale, "sm_scale > 0");
   visit("kHasFreshKv", k.fresh_kv, "the query tokens' k and v are k_new, v_new");
+  visit("kMultipliesCodes", k.eight_bit_products, "of q and P with those of k and v");
   visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
   visit("kNumTiles", k.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
@@ -212,6 +213,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.logits_soft_cap = spec.logits_soft_cap > 0;
   kernel.positive_scale = spec.sm_scale > 0;
   kernel.fresh_kv = spec.fresh_kv;
+  kernel.eight_bit_products = spec.eight_bit_products;
   kernel.main_loop = config.main_loop;
   kernel.num_tiles = config.num_tiles;
   for (int i = 0; i < config.num_tiles; ++i) kernel.tile_q[i] = config.tile_q[i];
@@ -243,6 +245,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.logits_soft_cap) name << "-cap";
   if (!kernel.positive_scale) name << "-negative";
   if (kernel.fresh_kv) name << "-fresh";
+  if (kernel.eight_bit_products) name << "-products8";
   if (kernel.main_loop == kHopper) name << "-wgmma";
   if (kernel.record_times) name << "-times";
   if (kernel.steps) name << "-steps";

@@ -26,8 +26,9 @@ struct AttentionKernel {
   bool window_left = false;   // is limited
   bool window_right = false;  // is limited, as causal is
   bool logits_soft_cap = false;
-  bool positive_scale = true;  // sm_scale > 0
-  bool fresh_kv = false;       // the query tokens' k and v are k_new, v_new
+  bool positive_scale = true;       // sm_scale > 0
+  bool fresh_kv = false;            // the query tokens' k and v are k_new, v_new
+  bool eight_bit_products = false;  // of codes of q and P with those of k and v
   int64_t main_loop = kPortable;
   int64_t num_tiles = 0;
   std::array<int64_t, kMaxTiles> tile_q{};

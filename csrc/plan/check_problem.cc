@@ -93,6 +93,12 @@ int64_t MaxFormat(const AttentionSpec& s) {
   return s.paged() ? kNumFormats - 1 : kE5m2Format;
 }
 
+// Formats whose codes a processor multiplies: AMX and VNNI those of int8, Hopper's wgmma e4m3.
+bool HasEightBitProducts(const AttentionSpec& s) {
+  if (s.mla) return false;
+  return s.arch == 0 ? s.kv_format == kInt8Format : s.arch == 90 && s.kv_format == kE4m3Format;
+}
+
 // Pages of codes that CUDA kernels copy in vectors of 16 bytes are whole ones.
 bool HasWholeVectors(const AttentionSpec& s, int64_t head_dim) {
   return s.page_size % 16 * (s.num_kv_heads % 16) * (s.kv_row_bytes(head_dim) % 16) % 16 == 0;
@@ -126,6 +132,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
       {"max_steps", s.max_steps, 0, !s.share_prefixes || s.balances() ? kPositionLimit : 0},
       {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && (cpu || !s.quantized()) ? 1 : 0},
+      {"eight_bit_products", s.eight_bit_products, 0, HasEightBitProducts(s) ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},
   };
@@ -172,6 +179,10 @@ Status CheckProblem(const AttentionProblem& problem) {
   if (problem.spec.share_prefixes && needs_own_rows) {
     return Refuse("share_prefixes", "0 with a variant that asks for what queries do not share",
                   problem.spec.share_prefixes);
+  }
+  if (problem.spec.eight_bit_products && problem.program.present && !problem.program.normalizes) {
+    return Refuse("eight_bit_products", "0 with a variant without softmax",
+                  problem.spec.eight_bit_products);
   }
   if (Status s = CheckConfig(problem.spec, problem.config); !s.ok()) return s;
   const int64_t num_words = MakePlanLayout(problem).num_words;

@@ -33,7 +33,8 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons
   *config = KernelConfig{};
   because("device", "a CPU");
   // Steps start at absolute multiples of it, which makes the bits of a row independent of its tile.
-  config->tile_kv = take("tile_kv", cpu.tile_kv);
+  config->tile_kv =
+      spec.eight_bit_products ? take("tile_kv", cpu.codes_tile_kv) : take("tile_kv", cpu.tile_kv);
   config->num_tiles = 3;
   // Decode, short chunks and speculation, prefill. As tall as the cache holds, because each kv
   // block is packed once a tile: 256 rows against 128 save 3 % at head_dim 128, and against 144 of

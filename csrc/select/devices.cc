@@ -168,6 +168,9 @@ constexpr CpuNumbers kCpu = {
     {128,
      "one online softmax step; against 64 it is 5 % faster in prefill, where every step reads and "
      "writes o"},
+    {256,
+     "one online softmax step, after which sums of codes in i32 are added to o: prefill 6.8 ms "
+     "against 8.1 of steps of 128, decode of head_dim 256 2.4 against 2.9"},
     {768 << 10,
      "three quarters of 1 MiB of second cache hold q, o and scores; not of the machine at hand, as "
      "plans in files and exported programs go to others"},
@@ -215,8 +218,8 @@ int64_t CpuReadFormat(const AttentionSpec& spec) {
 }
 
 const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
-  // A row has the same bits in a decode, a chunk and a long prompt.
-  if (spec.schedule == kFixedSplit) return nullptr;
+  // A row has the same bits in a decode, a chunk and a long prompt. Products of codes: not tuned.
+  if (spec.schedule == kFixedSplit || spec.eight_bit_products) return nullptr;
   return FindTunedIsa(spec.dtype, CpuReadFormat(spec), best);
 }
 

@@ -84,6 +84,7 @@ const CudaDevice& FindCudaDevice(int64_t arch);
 
 struct CpuNumbers {
   Number tile_kv;
+  Number codes_tile_kv;          // of products of codes
   Number cache_bytes;            // what q, o and scores of a prefill tile may take
   Number decode_queues, queues;  // a thread
   Number min_chunk, item_cost, split_cost;

@@ -48,6 +48,7 @@ class DeviceConfig:
     capacities: SchedulerConfig
     batch_invariant: bool = False
     kv_dtype: str | None = None
+    eight_bit_products: bool = False
     tensor_parallel: int = 1
     context_parallel: int = 1
     has_drafts: bool = False  # rows of a step may be behind drafts
@@ -76,7 +77,14 @@ class Device:
         make_specs = buckets.invariant_specs if config.batch_invariant else buckets.balanced_specs
         self.buckets = []
         for size in sizes:
-            specs = make_specs(self._config, dtype, capacities, *size, kv_dtype=config.kv_dtype)
+            specs = make_specs(
+                self._config,
+                dtype,
+                capacities,
+                *size,
+                kv_dtype=config.kv_dtype,
+                eight_bit_products=config.eight_bit_products,
+            )
             stripes = () if self._split is None else map(self._split.stripes, specs)
             striped = tuple(x for x in stripes if x is not None)
             self.buckets.append(Bucket(*size, specs, striped))

@@ -24,6 +24,7 @@ class EngineConfig:
     num_pages: int  # of the kv cache
     page_size: int = 16  # tokens
     kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; float8_e4m3fn has scales of 1
+    eight_bit_products: bool = False  # see AttentionSpec
     max_running: int = 32  # sequences that run at once
     max_step_tokens: int = 512  # query tokens of a step
     prefill_chunk: int | None = None  # of them, about, of prompts beside decodes; None: all
@@ -91,6 +92,7 @@ def device_config(model: models.ModelConfig, config: EngineConfig) -> DeviceConf
         capacities(config, model.max_positions),
         batch_invariant=config.batch_invariant,
         kv_dtype=config.kv_dtype,
+        eight_bit_products=config.eight_bit_products,
         tensor_parallel=config.tensor_parallel,
         context_parallel=config.context_parallel,
         has_drafts=config.max_drafts > 0,

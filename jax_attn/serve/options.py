@@ -57,6 +57,8 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; on CPU float32)")
     cache = "fp8 is float8_e4m3fn: less memory than --dtype (as --dtype)"
     add("--kv-cache-dtype", choices=[*KV_DTYPES], help=cache)
+    products = "multiply codes of q with the cache's: int8 on CPUs, fp8 on sm_90; less accurate"
+    add("--eight-bit-products", action=switch, default=False, help=products)
     generation = "auto: generation_config.json has the defaults of sampling (%(default)s)"
     add("--generation-config", choices=["auto", "none"], default="auto", help=generation)
     add("--strict", action=switch, default=False, help="refuse unknown fields, not read past them")
@@ -174,6 +176,7 @@ def engine_config(num_pages: int, args: argparse.Namespace) -> EngineConfig:
         num_pages=num_pages,
         page_size=args.page_size,
         kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
+        eight_bit_products=args.eight_bit_products,
         max_running=args.max_running,
         max_step_tokens=args.max_step_tokens,
         prefill_chunk=args.prefill_chunk,

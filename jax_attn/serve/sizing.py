@@ -96,6 +96,7 @@ _OF_ALL_PROCESSES = (
     "max_model_len",
     "dtype",
     "kv_cache_dtype",
+    "eight_bit_products",
     "num_pages",
     "page_size",
     "max_running",

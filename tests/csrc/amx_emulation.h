@@ -14,7 +14,7 @@ struct EmulatedTiles {
   int rows = 0;     // of c and a, as configured: 0 are none
   int columns = 0;  // of c and b
   float c[4][16][16];
-  uint16_t a[2][16][32], b[2][16][32];
+  uint16_t a[2][16][32], b[2][16][32];  // or codes
 };
 
 inline EmulatedTiles& Tiles() {
@@ -25,6 +25,20 @@ inline EmulatedTiles& Tiles() {
 struct AmxEmulated : Baseline {
   static constexpr int kRows = 32, kVecs = 8;  // panels of 32 columns
   static constexpr bool kBf16Dot = true, kTiles = true, kFloorExp2 = true;
+  static constexpr int kLaneCodes = 4, kKeyBias = 0;
+
+  static Vec LoadCodes(const char* p) { return Load(reinterpret_cast<const float*>(p)); }
+  static void PairCodes(const char* const* rows, i64 offset, int, Vec* to) {
+    char codes[16];
+    for (int i = 0; i < 16; ++i) codes[i] = rows[i % 4][offset + i / 4];
+    to[0] = LoadCodes(codes);
+  }
+  static void StoreCodes(char* to, Vec x) {
+    for (int i = 0; i < kWidth; ++i) to[i] = static_cast<char>(((Int)x)[i]);
+  }
+  static void StoreManyCodes(char* to, const Vec* x) {
+    for (int i = 0; i < 64 / kWidth; ++i) StoreCodes(to + i * kWidth, x[i]);
+  }
 
   static Vec FloorFraction(Vec x) {
     Vec v = Zero();
@@ -96,7 +110,33 @@ struct AmxEmulated : Baseline {
     }
   }
 
+  template <int kC, int kA, int kB>
+  static void TileDotKeys() {
+    DotCodes<int8_t>(kC, kA, kB);
+  }
+  template <int kC, int kA, int kB>
+  static void TileDotValues() {
+    DotCodes<uint8_t>(kC, kA, kB);
+  }
+
  private:
+  // Codes of a are A.
+  template <typename A>
+  static void DotCodes(int c, int a, int b) {
+    EmulatedTiles& t = Tiles();
+    for (int m = 0; m < RowsOf(c); ++m) {
+      const A* row = reinterpret_cast<const A*>(t.a[a % 2][m]);
+      for (int n = 0; n < t.columns; ++n) {
+        int32_t sum;
+        memcpy(&sum, &t.c[c][m][n], 4);
+        for (int k = 0; k < 64; ++k) {
+          sum += row[k] * reinterpret_cast<const int8_t*>(t.b[b % 2][k / 4])[4 * n + k % 4];
+        }
+        memcpy(&t.c[c][m][n], &sum, 4);
+      }
+    }
+  }
+
   // As simd_amx.h configures them. A product without a configuration computes nothing.
   static int RowsOf(int tile) {
     const int rows = Tiles().rows;
@@ -126,6 +166,8 @@ const CpuKernels kKernelsAmxEmulated = {
     {{&kTypeKernels<AmxEmulated, Bf16>, kKernelsBaseline.of[0][1], kKernelsBaseline.of[0][2]},
      {&kTypeKernels<AmxEmulated, Bf16, E4m3>, kKernelsBaseline.of[1][1],
       kKernelsBaseline.of[1][2]}},
+    {&kCodeKernels<AmxEmulated, Bf16>, &kCodeKernels<AmxEmulated, F16>,
+     &kCodeKernels<AmxEmulated, float>},
     {&kBackwardKernels<AmxEmulated, Bf16>, kKernelsBaseline.backward[1],
      kKernelsBaseline.backward[2]},
     {&kProductKernels<AmxEmulated, Bf16>, kKernelsBaseline.product[1],

@@ -141,6 +141,7 @@ struct Case {
   int tile_q0 = 16, tile_q1 = 128;
   int max_tile_tokens = 1 << 30;  // cuts tiles shorter than they could be
   bool in_order = false;          // items in the order of rows
+  bool codes = false;             // keys and values are int8, whose codes are multiplied
 };
 
 struct Problem {
@@ -219,8 +220,34 @@ struct Problem {
         }
       }
     }
+    if (c.codes) {
+      s.kv_format = kInt8Format;
+      s.eight_bit_products = 1;
+      Encode(&k, c.dqk);
+      Encode(&v, c.dvo);
+    }
     for (int i = 0; i < 5; ++i) page_indices.push_back(kPoisonId);
     for (int h = 0; h < c.num_qo_heads; ++h) sinks.push_back(normal(rng));
+  }
+
+  // Rows of int8 and a scale instead of numbers: NaN, of those with NaN.
+  static void Encode(Array* rows, int dim) {
+    const int64_t elements = static_cast<int64_t>(rows->bytes.size()) / ElementBytes(rows->dtype);
+    std::vector<char> bytes(elements / dim * (dim + 4));
+    for (int64_t row = 0; row < elements / dim; ++row) {
+      double largest = 0;
+      for (int d = 0; d < dim; ++d) {
+        const double x = std::fabs(rows->Get(row * dim + d));
+        largest = x > largest || x != x ? x : largest;
+      }
+      const float scale = static_cast<float>(largest / 127);
+      char* to = &bytes[row * (dim + 4)];
+      for (int d = 0; d < dim && largest > 0; ++d) {
+        to[d] = static_cast<char>(std::lrint(rows->Get(row * dim + d) / scale));
+      }
+      std::memcpy(to + dim, &scale, 4);
+    }
+    rows->bytes = bytes;
   }
 
   float scale() const {
@@ -394,6 +421,7 @@ AttentionParams ParamsOf(const Problem& p, const PlanData& plan) {
   a.window_right = c.window_right;
   a.sm_scale = p.scale();
   a.logits_soft_cap = c.soft_cap;
+  a.kv_format = c.codes ? kInt8Format : kPlainFormat;
   return a;
 }
 

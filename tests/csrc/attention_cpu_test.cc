@@ -80,6 +80,33 @@ void TestCase(const Case& c, TaskPool& threads) {
   }
 }
 
+// Products of codes: sums are the same integers on all instruction sets, so that results differ by
+// the last bits of exponentials, and where these decide about the rounding of a weight, by its
+// code. tests/test_eight_bit_products.py compares them with a reference.
+void TestCodes(const Case& c, TaskPool& threads) {
+  const Problem p(c);
+  const PlanData plan = RandomPlan(p, 5, 7);
+  const std::vector<std::string> isas = Isas();
+  UseIsa(isas[0]);
+  const Output want = Run(p, plan, threads);
+  for (const std::string& isa : isas) {
+    UseIsa(isa);
+    const Output got = Run(p, plan, threads);
+    for (size_t row = 0; row < want.lse.size(); ++row) {
+      const float x = got.lse[row], y = want.lse[row];
+      CHECK(x == y || std::fabs(x - y) <= 1e-5 * (1 + std::fabs(y)),
+            "%s %s lse row %zu: %g want %g", c.name.c_str(), isa.c_str(), row, x, y);
+      for (int d = 0; d < c.dvo; ++d) {
+        const double a = got.o.Get(row * c.dvo + d), b = want.o.Get(row * c.dvo + d);
+        CHECK(std::fabs(a - b) <= 2.0 / 255 + 0.01 * std::fabs(b),
+              "%s %s o row %zu d %d: %g want %g", c.name.c_str(), isa.c_str(), row, d, a, b);
+      }
+    }
+    CHECK(SameBits(got, Run(p, WithMergeTrees(plan), threads)), "%s %s: bits depend on the tree",
+          c.name.c_str(), isa.c_str());
+  }
+}
+
 // The bits of a request must not depend on tiles or neighbours once chunk borders are fixed.
 void TestInvariance(Case c, TaskPool& threads) {
   for (const std::string& isa : Isas()) {
@@ -297,6 +324,11 @@ int TestMain(size_t step) {
   TestMerge(threads);
   const std::vector<Case> cases = Cases();
   for (size_t i = 0; i < cases.size(); i += step) TestCase(cases[i], threads);
+  for (size_t i = 0; i < cases.size(); i += std::max<size_t>(step, 4)) {  // of all dtypes
+    Case c = cases[i];
+    c.codes = true;
+    if (c.page_size > 0 && c.dqk <= 256 && c.k_magnitude == 1) TestCodes(c, threads);
+  }
   for (int64_t dtype : {kF32, kBF16, kF16}) {
     if (step > 1) break;  // minutes in an emulator
     Case c;
@@ -305,6 +337,9 @@ int TestMain(size_t step) {
     c.name = "invariance";
     c.sinks = true;
     TestInvariance(c, threads);
+    c.codes = true;
+    TestInvariance(c, threads);
+    c.codes = false;
     c.window_left = 100;
     c.dqk = 72, c.dvo = 40;
     TestInvariance(c, threads);

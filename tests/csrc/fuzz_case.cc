@@ -69,6 +69,9 @@ AttentionSpec RandomSpec(Random& random) {
   }
   spec.fresh_kv =
       spec.paged() && !spec.mla && (spec.arch == 0 || !spec.quantized()) && OneIn(random, 4);
+  spec.eight_bit_products =
+      OneIn(random, 2) && (spec.arch == 0 ? spec.kv_format == kInt8Format
+                                          : spec.arch == 90 && spec.kv_format == kE4m3Format);
   spec.num_processors = PickNumber(random, {1, 1, 2, 3, 7, 16, 132});
   if (spec.schedule == kFixedSplit) {
     const int64_t step = SelectAttention(spec).tile_kv;
@@ -519,7 +522,8 @@ std::vector<Case> Smaller(const Case& c) {
     add([&](Case* s) { s->spec.*field = -1; });
   }
   for (auto field : {&AttentionSpec::share_prefixes, &AttentionSpec::fresh_kv,
-                     &AttentionSpec::dtype, &AttentionSpec::arch, &AttentionSpec::kv_format}) {
+                     &AttentionSpec::eight_bit_products, &AttentionSpec::dtype,
+                     &AttentionSpec::arch, &AttentionSpec::kv_format}) {
     add([&](Case* s) { s->spec.*field = 0; });
   }
   add([](Case* s) { s->spec.num_qo_heads = s->spec.num_kv_heads = 1; });
