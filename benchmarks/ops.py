@@ -79,6 +79,8 @@ def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = 
         "causal": workload.causal,
         "page_size": workload.page_size,
         "kv_dtype": KV_DTYPES[workload.kv_dtype],
+        "q_dtype": KV_DTYPES[workload.q_dtype],
+        "eight_bit_products": workload.eight_bit_products,
         "max_batch": workload.batch_size,
         "max_qo_tokens": workload.nnz_qo,
         "target": target,
@@ -179,6 +181,8 @@ def make_data(workload: Workload) -> AttentionData:
         k, v = normal((num_sets, w.num_pages, w.page_size, *row), 2, seed=1)
     if w.kv_dtype != "bf16":
         k, v = (jax.tree.map(functools.partial(_codes, w.kv_dtype), a) for a in (k, v))
+    if w.q_dtype != "bf16":
+        q = _codes(w.q_dtype, q)
     return AttentionData(w, q, k, v, num_sets)
 
 

@@ -38,6 +38,8 @@ class Workload:
     head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
     shared_len: int = 0  # leading tokens, whole pages, that all requests have in common
     kv_dtype: str = "bf16"  # of k and v: or e4m3, e5m2, int8, mxfp4; all else is bf16
+    q_dtype: str = "bf16"  # of q: or e4m3
+    eight_bit_products: bool = False  # of codes
 
     @property
     def batch_size(self) -> int:
@@ -131,6 +133,11 @@ class Workload:
         return flops * BACKWARD_PRODUCTS // 2 if self.kind == "backward" else flops
 
     @property
+    def max_error(self) -> float:
+        """Of o against float32, norms over a few rows, with normal data."""
+        return 6e-2 if self.eight_bit_products else 1e-2
+
+    @property
     def sustained(self) -> bool:
         """Whether it multiplies enough for the power limit to matter (bursts.py)."""
         return self.kind in ("mixed", "prefill", "mla", "backward")
@@ -194,6 +201,8 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
         head_dim_latent=entry["head_dim_ckv"] if is_mla else None,
         shared_len=shared_len,
         kv_dtype=entry.get("kv_dtype", "bf16"),
+        q_dtype=entry.get("q_dtype", "bf16"),
+        eight_bit_products=entry.get("eight_bit_products", False),
     )
     if "h200_best_peer_tflops" in entry and shrink == 1:
         anchor_us = workload.flops / entry["h200_best_peer_tflops"] / 1e6

@@ -103,12 +103,38 @@ _LIST_ON_SM80 = (
     96,
     f"{_VARIANT_ON_SM80[1]}; with lists six words more, of the next entry and of the mask",
 )
+_STEP_OF_CODES = (
+    72,
+    "products of a step of codes beside o and logits take 196 of 232 registers: words that"
+    " consumers keep from item to item, of which some ten are read in every step",
+)
 _TABLE = (
     120,
     "as what consumers keep from item to item; three of these words are read in every step, beside"
     " a load from the user's table for every logit",
 )
 SPILLS: dict[str, tuple[int, str]] = {
+    "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
+        _STEP_OF_CODES
+    ),
+    "attention-bf16-d128-qe4m3-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
+        _STEP_OF_CODES
+    ),
+    "attention-f16-d128-kve4m3-g4-page16-q64_128-kv128-w12-s0-products8-wgmma": _STEP_OF_CODES,
+    "attention-bf16-d80-kve4m3-g5-page5-q64_128-kv128-w12-s0-left-right-cap-products8-wgmma": (
+        _STEP_OF_CODES
+    ),
+    "attention-bf16-d192x128-kve4m3-g1-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
+        _STEP_OF_CODES
+    ),
+    "attention-bf16-d192-qe4m3-kve4m3-g2-page1-q64_128-kv64-w12-s0-right-products8-wgmma": (
+        192,
+        "products of a step of codes beside o and logits take 228 of 232 registers",
+    ),
+    "attention-bf16-d128-kve4m3-g4-page16-q64-kv128-w12-s0-right-products8-wgmma": _STEP_OF_CODES,
+    "attention-bf16-d128-kve4m3-g4-page16-q64_128-kv128-w12-s0-right-products8-wgmma-steps": (
+        _STEP_OF_CODES
+    ),
     "attention-bf16-d128-g1-ragged-q16_128-kv64-w4-s4": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g16-page5-q16_128-kv64-w4-s4-left-right-cap": _PORTABLE_ON_SM100,
     "attention-bf16-d128-g4-page16-q16_128-kv64-w4-s4-right-alibi": _PORTABLE_ON_SM100,
@@ -365,6 +391,21 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         (128, 4, 16, {"schedule": "fixed_split", "kv_split": 1024}),
     ):
         yield spec(dims, group, page_size, kv_dtype="float8_e4m3fn", **options)
+    # Products of these.
+    if target == "sm_90":
+        for dims, group, page_size, options in (
+            (128, 8, None, {}),
+            (128, 8, None, {"q_dtype": "float8_e4m3fn"}),
+            (128, 4, 16, {"dtype": "float16", "causal": False}),
+            (64, 1, 64, {}),
+            (80, 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}),
+            ((192, 128), 1, None, {}),
+            (192, 2, 1, {"q_dtype": "float8_e4m3fn"}),
+            (128, 4, 16, {"schedule": "fixed_split", "kv_split": 1024}),
+            (128, 4, 16, {"max_steps": 999}),
+        ):
+            fields = {"kv_dtype": "float8_e4m3fn", "eight_bit_products": True}
+            yield spec(dims, group, page_size, **fields, **options)
     # Codes that are decoded in shared memory.
     for kv_dtype in ("float8_e5m2", "int8", "mxfp4"):
         yield spec(128, 4, 16, kv_dtype=kv_dtype)

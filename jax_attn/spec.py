@@ -304,6 +304,12 @@ class AttentionSpec:
                 f" with kv_dtype={E4M3!r} on sm_90, got True with kv_dtype={self.kv_dtype!r} on"
                 f" {self.target}; leave it False, which multiplies in dtype."
             )
+        if self.target == "sm_90" and self.value_dim > 192:
+            raise NotImplementedError(
+                "AttentionSpec: eight_bit_products: supported with a head_dim_vo up to 192 on"
+                f" sm_90, got True with {self.head_dim_vo}; leave it False, which multiplies in"
+                " dtype."
+            )
         if self.variant is not None and not self.variant.normalizes:
             raise NotImplementedError(
                 "AttentionSpec: eight_bit_products: supported with a variant with softmax, got True"
@@ -512,6 +518,7 @@ class AttentionSpec:
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
             tuning.refuse_foreign_gpu(arch)
+        if arch and not self.eight_bit_products:  # which have no other loop
             _tell_fallback(arch, FORMATS.index(self.q_dtype), FORMATS.index(self.kv_dtype))
         if config.print_config:
             print(_explain(self, problem))

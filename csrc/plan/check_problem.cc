@@ -96,6 +96,8 @@ int64_t MaxFormat(const AttentionSpec& s) {
 // Formats whose codes a processor multiplies: AMX and VNNI those of int8, Hopper's wgmma e4m3.
 bool HasEightBitProducts(const AttentionSpec& s) {
   if (s.mla) return false;
+  // Wider values leave no registers beside o for the sums of weights (cuda/sm90/attention.cuh).
+  if (s.arch == 90 && s.head_dim_vo > 192) return false;
   return s.arch == 0 ? s.kv_format == kInt8Format : s.arch == 90 && s.kv_format == kE4m3Format;
 }
 

@@ -48,7 +48,7 @@ constexpr const char* kOneHeight =
 // Why the portable loop serves though a faster one could; null: it is the one there is.
 const char* NoOwnLoop(const CudaDevice& device, int64_t q_format, int64_t kv_format) {
   if (q_format != kPlainFormat && device.main_loop == kHopper) {
-    return "the one on wgmma takes keys and values of float8_e4m3fn, but not queries yet";
+    return "the one on wgmma takes queries of float8_e4m3fn with eight_bit_products=True alone";
   }
   if (DecodesRows(kv_format) && device.main_loop == kHopper) {
     return "the one on wgmma takes keys and values of float8_e4m3fn, but no other codes yet";
@@ -116,37 +116,42 @@ void SelectTensorCore(Choice& c) {
 }
 
 void SelectHopper(Choice& c) {
-  c.Because(
-      "main_loop",
-      "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
-          (c.spec.quantized() ? ", which e4m3 becomes in shared memory (sm90/e4m3.cuh)" : ""));
+  c.Because("main_loop",
+            "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
+                (c.spec.eight_bit_products ? ", and e4m3 as it is (sm90/e4m3_products.cuh)"
+                 : c.spec.quantized()      ? ", which e4m3 becomes in shared memory (sm90/e4m3.cuh)"
+                                           : ""));
   c.config.main_loop = kHopper;
   const int64_t dim_qk = (c.spec.head_dim_qk + 63) / 64 * 64;
   const int64_t dim_vo = (c.spec.head_dim_vo + 63) / 64 * 64;
-  const bool converts = c.spec.quantized();
+  const bool multiplies_codes = c.spec.eight_bit_products != 0;
+  const bool converts = c.spec.quantized() && !multiplies_codes;
   // No batch of the plan has more rows of a kv head, so no tile has, whatever shares prefixes.
-  const bool only_decodes = !converts && c.spec.schedule != kFixedSplit &&
+  const bool only_decodes = !c.spec.quantized() && c.spec.schedule != kFixedSplit &&
                             c.spec.group_size() <= 32 &&
                             c.spec.max_qo_tokens * c.spec.group_size() <= 32;
   // A third consumer's logits, probabilities and o leave 32 of 160 registers. Keys and values of
   // e4m3 have a second producer instead, which converts beside the first.
   const int64_t producers = converts && dim_vo <= 192 ? 2 : 1;
-  const int64_t consumers = dim_vo <= 64 && !converts ? 3 : 2;
+  const int64_t consumers = dim_vo <= 64 && !c.spec.quantized() ? 3 : 2;
   c.config.num_warps = only_decodes ? 16 : 4 * (producers + consumers);
   const auto code_bytes = [](int64_t dim) { return (dim + 127) / 128 * 128; };
   const int64_t codes_128 = converts ? 128 * (code_bytes(dim_qk) + code_bytes(dim_vo)) : 0;
   const int64_t smem_128 =
       2 * (2 * 128 * (dim_qk + dim_vo) + 64 * consumers * dim_qk) + codes_128 + (6 << 10);
-  c.config.tile_kv = dim_vo > 128 || smem_128 > (227 << 10) ? 64 : 128;
+  // Codes of as many tokens always fit.
+  c.config.tile_kv = dim_vo > 128 || (!multiplies_codes && smem_128 > (227 << 10)) ? 64 : 128;
   const std::string registers =
       "a step of logits and probabilities takes 3/4 of tile_kv registers a thread, o half its "
       "head_dim, ";
   c.Because(
       "tile_kv",
-      registers + (converts ? "of 200; two slots of K and V and one of their codes must fit "
-                              "beside q, and codes get what is left: it is on its way from memory"
-                            : "of 232 or, of three consumers, 160; two slots of K and V must fit "
-                              "beside q, and rows are padded to whole 128-byte blocks"));
+      registers + (multiplies_codes
+                       ? "of 232, and with products of codes those of a step half a head_dim more"
+                   : converts ? "of 200; two slots of K and V and one of their codes must fit "
+                                "beside q, and codes get what is left: it is on its way from memory"
+                              : "of 232 or, of three consumers, 160; two slots of K and V must fit "
+                                "beside q, and rows are padded to whole 128-byte blocks"));
   // 64 rows are the height of a wgmma, which decode.cuh has turned by 90 degrees.
   if (c.spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneHeight);
@@ -154,7 +159,7 @@ void SelectHopper(Choice& c) {
     c.TakeTiles({32},
                 "max_qo_tokens: no batch has more rows of a kv head, so a kernel of a third of the "
                 "code will do: two producers, for K and for V, and two consumers");
-  } else if (c.spec.group_size() <= 32) {
+  } else if (c.spec.group_size() <= 32 && !multiplies_codes) {
     c.TakeTiles({32, 64 * consumers},
                 "32: one consumer, tokens and columns of v are the 64 rows of a wgmma; more: all, "
                 "with 64 rows each, or one where there are no more");
@@ -301,8 +306,8 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper && spec.q_format == kPlainFormat &&
-             !DecodesRows(spec.kv_format)) {
+  } else if (c.device.main_loop == kHopper && !DecodesRows(spec.kv_format) &&
+             (spec.q_format == kPlainFormat || spec.eight_bit_products)) {
     SelectHopper(c);
   } else {
     SelectTensorCore(c);

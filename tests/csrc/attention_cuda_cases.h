@@ -64,6 +64,7 @@ struct ShapeOf {
   static constexpr bool kPositiveScale = true;
   static constexpr bool kIsMla = false, kHasFreshKv = false, kRecordsTimes = true;
   static constexpr int kQFormat = kPlainFormat, kKvFormat = kPlainFormat;
+  static constexpr bool kMultipliesCodes = false;
   static constexpr bool kHasSteps = false;
   using Variant = NoVariant;
 };
@@ -164,6 +165,7 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.mla = Traits::kIsMla;
   spec.q_format = Traits::kQFormat;
   spec.kv_format = Traits::kKvFormat;
+  spec.eight_bit_products = Traits::kMultipliesCodes;
   spec.head_dim_qk = Traits::kHeadDimQk;
   spec.head_dim_vo = Traits::kHeadDimVo;
   spec.window_left = c.window_left;

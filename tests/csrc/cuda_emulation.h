@@ -760,6 +760,10 @@ inline u32 FloatToE4m3(float x) {
   return code | (std::signbit(x) ? 0x80 : 0);
 }
 
+inline u32 PackE4m3(float a, float b, float c, float d) {
+  return FloatToE4m3(a) | FloatToE4m3(b) << 8 | FloatToE4m3(c) << 16 | FloatToE4m3(d) << 24;
+}
+
 inline float F16ToFloat(u16 bits) { return SmallToFloat(bits, 5, 10, true); }
 inline u32 FloatToF16(float x) {
   const u32 sign = std::signbit(x) ? 0x8000 : 0;

@@ -85,7 +85,7 @@ class SharedMatrix {
   }
 
   // Elements [begin, begin + num_rows) x [0, 16) of rows or columns (the dimension that is not
-  // summed over; in eights), and k.
+  // summed over; in eights), and k. Two codes of 8 bits along k are an element.
   JAX_ATTN_EMULATION_INLINE void Read(int begin, int num_rows, u16* elements) const {
     for (int mn = begin; mn < begin + num_rows; mn += 8) {
       for (int k = 0; k < 16; k += 8) {
@@ -130,17 +130,19 @@ class SharedMatrix {
   u32 start_, leading_, stride_;
 };
 
+inline constexpr int kElementCodes = 100;  // e4m3
+
 // What all four warps of a warpgroup must agree about.
 struct ProductShape {
   int n;
-  bool is_bf16;
+  int element;  // kElementBf16, kElementF16 or kElementCodes
   bool a_in_registers;
   u64 a, b;  // descriptors
   bool a_mn_major, b_mn_major;
   bool accumulate;
 
   bool operator==(const ProductShape& other) const {
-    return n == other.n && is_bf16 == other.is_bf16 && a_in_registers == other.a_in_registers &&
+    return n == other.n && element == other.element && a_in_registers == other.a_in_registers &&
            a == other.a && b == other.b && a_mn_major == other.a_mn_major &&
            b_mn_major == other.b_mn_major && accumulate == other.accumulate;
   }
@@ -407,16 +409,30 @@ class Sm90 : public Unit {
     if (ReadB(p.shape) != p.b) {
       Fail(Text("operand b of product %d changed before it was waited for", p.number));
     }
-    const auto to_float = [&](u16 x) { return p.shape.is_bf16 ? Bf16ToFloat(x) : F16ToFloat(x); };
-    const int n = p.shape.n;
-    std::vector<float> b(16 * n);  // [16, n]
-    for (int i = 0; i < 16 * n; ++i) b[i % 16 * n + i / 16] = to_float(p.b[i]);
+    // Elements of 16 bits, or the two codes of each, in the order of their bytes.
+    const int n = p.shape.n, num_k = p.shape.element == kElementCodes ? 32 : 16;
+    const auto to_float = [&](const std::vector<u16>& from, int row, int k) {
+      if (p.shape.element == kElementCodes) {
+        static const std::vector<float> kValues = [] {
+          std::vector<float> values;
+          for (u32 code = 0; code < 256; ++code) values.push_back(E4m3ToFloat(code));
+          return values;
+        }();
+        return kValues[from[row * 16 + k / 2] >> k % 2 * 8 & 0xff];
+      }
+      const u16 x = from[row * 16 + k];
+      return p.shape.element == kElementBf16 ? Bf16ToFloat(x) : F16ToFloat(x);
+    };
+    std::vector<float> b(num_k * n);  // [num_k, n]
+    for (int j = 0; j < n; ++j) {
+      for (int k = 0; k < num_k; ++k) b[k * n + j] = to_float(p.b, j, k);
+    }
     Accumulators& acc = w.accumulators.at(p.d);
     for (int row = 0; row < 16; ++row) {
       float* d = &acc.d[row * n];
       if (!p.shape.accumulate) std::fill_n(d, n, 0.0f);
-      for (int k = 0; k < 16; ++k) {
-        const float x = to_float(p.a[row * 16 + k]);
+      for (int k = 0; k < num_k; ++k) {
+        const float x = to_float(p.a, row, k);
         for (int j = 0; j < n; ++j) d[j] += x * b[k * n + j];
       }
     }
@@ -695,19 +711,27 @@ void PinRegisters(T (&)[kTiles][4]) {}
 
 template <int kN, int kDtype>
 struct Wgmma {
-  static constexpr bool kBf16 = kDtype == kElementBf16;
   static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
-    emulation::Multiply({kN, kBf16, false, a, b, false, false, accumulate}, &d[0][0], nullptr);
+    emulation::Multiply({kN, kDtype, false, a, b, false, false, accumulate}, &d[0][0], nullptr);
   }
   static void TransposedSharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
-    emulation::Multiply({kN, kBf16, false, a, b, true, false, accumulate}, &d[0][0], nullptr);
+    emulation::Multiply({kN, kDtype, false, a, b, true, false, accumulate}, &d[0][0], nullptr);
   }
   static void TransposedSharedATransposedB(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
-    emulation::Multiply({kN, kBf16, false, a, b, true, true, accumulate}, &d[0][0], nullptr);
+    emulation::Multiply({kN, kDtype, false, a, b, true, true, accumulate}, &d[0][0], nullptr);
   }
   static void RegistersATransposedB(float (&d)[kN / 8][4], const u32 (&a)[4], u64 b,
                                     bool accumulate) {
-    emulation::Multiply({kN, kBf16, true, 0, b, false, true, accumulate}, &d[0][0], a);
+    emulation::Multiply({kN, kDtype, true, 0, b, false, true, accumulate}, &d[0][0], a);
+  }
+};
+
+// Sums are those of f32. A GPU cuts off addends.
+template <int kN>
+struct WgmmaE4m3 {
+  static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
+    emulation::Multiply({kN, emulation::kElementCodes, false, a, b, false, false, accumulate},
+                        &d[0][0], nullptr);
   }
 };
 

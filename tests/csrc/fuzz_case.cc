@@ -71,7 +71,8 @@ AttentionSpec RandomSpec(Random& random) {
       spec.paged() && !spec.mla && (spec.arch == 0 || !spec.quantized()) && OneIn(random, 4);
   spec.eight_bit_products =
       OneIn(random, 2) && (spec.arch == 0 ? spec.kv_format == kInt8Format
-                                          : spec.arch == 90 && spec.kv_format == kE4m3Format);
+                                          : spec.arch == 90 && spec.kv_format == kE4m3Format &&
+                                                spec.head_dim_vo <= 192);
   spec.num_processors = PickNumber(random, {1, 1, 2, 3, 7, 16, 132});
   if (spec.schedule == kFixedSplit) {
     const int64_t step = SelectAttention(spec).tile_kv;

@@ -15,14 +15,15 @@ struct Sm90Tiles {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr bool kE4m3 = Shape::kKvFormat == kE4m3Format;
-    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kE4m3 ? 2 : 3;
-    static constexpr int kNumProducers = kE4m3 && Shape::kHeadDimVo <= 192 ? 2 : 1;
+    static constexpr bool kHasCodes = Shape::kKvFormat == kE4m3Format;
+    static constexpr bool kConverts = kHasCodes && !Shape::kMultipliesCodes;
+    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kHasCodes ? 2 : 3;
+    static constexpr int kNumProducers = kConverts && Shape::kHeadDimVo <= 192 ? 2 : 1;
     static constexpr int kNumTiles = kTiles, kTileQ0 = kSmallTile;
     static constexpr int kTileQ1 = kTiles == 1 ? 0 : 64 * kNumConsumers, kTileQ2 = 0;
     static constexpr int kNumWarps = kTiles == 1 ? 16 : 4 * (kNumConsumers + kNumProducers);
     static constexpr int kTileKv =
-        Shape::kHeadDimVo > 128 || (kE4m3 && Shape::kHeadDimQk > 128) ? 64 : 128;
+        Shape::kHeadDimVo > 128 || (kConverts && Shape::kHeadDimQk > 128) ? 64 : 128;
     static constexpr int kNumStages = 0;
   };
   template <class Shape>

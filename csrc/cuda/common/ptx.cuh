@@ -122,6 +122,20 @@ __device__ __forceinline__ u32 PackF16(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+// Four e4m3, the first one in the lowest byte: the nearest, ties to even; what is beyond 448
+// becomes that, NaN stays NaN. From sm_89 on.
+__device__ __forceinline__ u32 PackE4m3(float a, float b, float c, float d) {
+  u32 packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
 // Two e4m3, the low byte first. From sm_89 on.
 __device__ __forceinline__ u32 E4m3ToF16x2(u16 codes) {
   u32 x;

@@ -22,6 +22,7 @@
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/decode.cuh"
 #include "cuda/sm90/e4m3.cuh"
+#include "cuda/sm90/e4m3_products.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
@@ -36,7 +37,7 @@ template <class Traits>
 inline constexpr int kNumProducers = kOnlyDecodes<Traits> || kTwoConvert<Traits> ? 2 : 1;
 template <class Traits>
 using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
-                              Traits::kKvFormat == kE4m3Format>;
+                              Traits::kKvFormat == kE4m3Format && !Traits::kMultipliesCodes>;
 
 // The consumer whose turn comes after that of `consumer`.
 template <class Traits>
@@ -87,11 +88,21 @@ struct HopperShape {
   static constexpr int kStep = Traits::kTileKv;
   using Roles = RolesOf<Traits>;
   static constexpr int kNumConsumers = Roles::kNumConsumers;
-  using Q = SwizzledTile<Traits::kHeadDimQk, 64>;  // of a consumer
-  using K = SwizzledTile<Traits::kHeadDimQk, kStep>;
-  using V = SwizzledTile<Traits::kHeadDimVo, kStep>;
-  static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
-  using Codes = CodeTiles<Traits, kStep>;
+  // Keys and values are codes in memory; the products have codes, too, or what these stand for.
+  static constexpr bool kHasCodes = Traits::kKvFormat == kE4m3Format;
+  static constexpr bool kMultipliesCodes = Traits::kMultipliesCodes;
+  static constexpr bool kConverts = kHasCodes && !kMultipliesCodes;
+  // Columns of o, and of products of weights and v: those of codes have sums of weights besides.
+  static constexpr int kVoPadded = PaddedValues<Traits>();
+  static constexpr int kPvColumns = kVoPadded + (kMultipliesCodes ? kSumColumns : 0);
+  // Of 16-bit elements. Two codes are one; and of values that are multiplied as codes the tokens
+  // are columns, see ValueTransposer.
+  using Q = SwizzledTile<QueryColumns<Traits>(), 64>;  // of a consumer
+  using K = SwizzledTile<Traits::kHeadDimQk / (kMultipliesCodes ? 2 : 1), kStep>;
+  using V = typename Choose<kMultipliesCodes, SwizzledTile<kStep / 2, kPvColumns>,
+                            SwizzledTile<Traits::kHeadDimVo, kStep>>::Type;
+  using Codes = typename Choose<kMultipliesCodes, ValueCodeTiles<Traits, kStep>,
+                                CodeTiles<Traits, kStep>>::Type;
 
   // Rows in a box of the copy engine, what a producer warp copies of a page; 0: boxes do not tile
   // the pages.
@@ -112,7 +123,7 @@ struct HopperShape {
   // Of the producer that the thread is of.
   __device__ static int ProducerWarp() { return threadIdx.x % 128 / kWarpSize; }
 
-  struct Barriers : CodeBarriers<kE4m3> {
+  struct Barriers : CodeBarriers<kHasCodes> {
     u64 full_q[kNumConsumers], empty_q[kNumConsumers];
     u64 full_k[kMaxSlots], empty_k[kMaxSlots], full_v[kMaxSlots], empty_v[kMaxSlots];
     u64 free_room;  // nobody reads K of a joint item's last step any more
@@ -124,29 +135,39 @@ struct HopperShape {
     DecodeExchange exchange[kNumConsumers];
   };
   // What belongs to a consumer until it releases q.
-  union Share {
+  union ShareOf16Bits {
     alignas(1024) unsigned char q[Q::kBytes];
     DecodeShared<Traits> decode;
   };
+  struct ShareOfCodes {
+    alignas(1024) unsigned char q[Q::kBytes];
+    alignas(1024) unsigned char weights[SwizzledTile<kStep / 2, 64>::kBytes];
+  };
+  using Share = typename Choose<kMultipliesCodes, ShareOfCodes, ShareOf16Bits>::Type;
   static constexpr int kRoom = CtaSmemBudget(Traits::kArch, 1) -
                                kNumConsumers * static_cast<int>(sizeof(Share)) -
                                static_cast<int>(sizeof(Small));
-  // e4m3: two slots are enough for products that take turns with the conversion; codes have what
-  // is left, which is what is on its way from memory.
+  // Conversion: two slots are enough for products that take turns with it; codes have what is left,
+  // which is what is on its way from memory. Products of codes: K is on its way to its slot, as far
+  // ahead as codes of V are.
   static constexpr int kSlotBytes = K::kBytes + V::kBytes;
   static constexpr int kCodeSlots =
-      kE4m3 ? Clamp((kRoom - 2 * kSlotBytes) / Codes::kSlotBytes, 1, kMaxCodeSlots) : 0;
+      kConverts           ? Clamp((kRoom - 2 * kSlotBytes) / Codes::kSlotBytes, 1, kMaxCodeSlots)
+      : !kMultipliesCodes ? 0
+      : kRoom >= 4 * kSlotBytes + 3 * Codes::kSlotBytes ? 3
+                                                        : 2;
   static constexpr int kSlots =
       Clamp((kRoom - kCodeSlots * Codes::kSlotBytes) / kSlotBytes, 2, kMaxSlots);
+  static_assert(!kMultipliesCodes || kCodeSlots <= kSlots, "the producer waits for itself");
 
   // K of a step is given back while the next products run, which is on nobody's way, unless its
   // slot is needed at once.
   static constexpr bool kReleasesLate = kSlots > 2;
   // Whether results of joint items go by way of the slot of the last K. Not those of e4m3 values,
   // which WriteBoxes does not scale: their two slots are needed at once anyway.
-  static constexpr bool kWritesBoxes = kReleasesLate && !kE4m3 && !kOnlyDecodes<Traits> &&
+  static constexpr bool kWritesBoxes = kReleasesLate && !kHasCodes && !kOnlyDecodes<Traits> &&
                                        16 % Traits::kGroupSize == 0 &&
-                                       kNumConsumers * 64 * V::kPadded * 2 <= K::kBytes;
+                                       kNumConsumers * 64 * kVoPadded * 2 <= K::kBytes;
 
   struct Shared : CodeRings<Codes, kCodeSlots> {
     Share shares[kNumConsumers];
@@ -165,13 +186,12 @@ struct HopperShape {
     InitBarrier(SharedAddress(&b.free_room), Roles::kConsumerWarps);
     for (int i = 0; i < kSlots; ++i) {
       // Copies arrive for each thread of a producer, conversions for each warp.
-      constexpr int kArrivals = kE4m3 ? 4 : 128;
-      InitBarrier(SharedAddress(b.full_k + i), kArrivals);
-      InitBarrier(SharedAddress(b.full_v + i), kArrivals);
+      InitBarrier(SharedAddress(b.full_k + i), kConverts ? 4 : 128);
+      InitBarrier(SharedAddress(b.full_v + i), kHasCodes ? 4 : 128);
       InitBarrier(SharedAddress(b.empty_k + i), Roles::kConsumerWarps);
       InitBarrier(SharedAddress(b.empty_v + i), Roles::kConsumerWarps);
     }
-    if constexpr (kE4m3) {
+    if constexpr (kHasCodes) {
       for (int i = 0; i < kCodeSlots; ++i) {
         InitBarrier(SharedAddress(b.full_k_codes + i), 128);
         InitBarrier(SharedAddress(b.full_v_codes + i), 128);
@@ -278,7 +298,7 @@ class HopperProducer {
   __device__ __forceinline__ void Start(int begin, int end) {
     steps_.Start(begin, end);
     if (Traits::kPageSize > 0 && p_.layer != nullptr) layer_ = LoadConstant(p_.layer);
-    pools_ = FindPools<Traits, Shape::kE4m3 ? 1 : E::kBytes>(p_);
+    pools_ = FindPools<Traits, Shape::kHasCodes ? 1 : E::kBytes>(p_);
     if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
   }
   // The kv head, and how its rows come.
@@ -416,7 +436,7 @@ class HopperProducer {
     for (int r = thread / 8; r < num_tile_rows; r += Shape::Roles::kProducerThreads / 8) {
       const int row = first_row + r;
       const u16* from = static_cast<const u16*>(p_.q);
-      if (row < num_rows) from += rows.Index(row) * Traits::kHeadDimQk;
+      if (row < num_rows) from += rows.Index(row) * QueryColumns<Traits>();
       const u32 to = SharedAddress(shared_.shares[consumer].q) + r * 128 + (chunk ^ r % 8) * 16;
 #pragma unroll
       for (int block = 0; block < Q::kBlocks; ++block) {
@@ -504,7 +524,7 @@ class HopperConsumer {
   static constexpr bool kReleasesLate = Shape::kReleasesLate;
   static constexpr int kStep = Shape::kStep;
   static constexpr int kSTiles = kStep / 8;
-  static constexpr int kOTiles = V::kPadded / 8;
+  static constexpr int kOTiles = Shape::kVoPadded / 8;
   using Output = float[kOTiles][4];
   static constexpr int kLast = Shape::kNumConsumers - 1;
   // Consumers of a joint item leave it behind the last key that their rows see, where it is a step
@@ -594,21 +614,57 @@ class HopperConsumer {
     // Made anew in every step: kept in registers it would push out others.
     const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.shares[group_].q)), 0);
     const u64 k = K::Descriptor(k_slot, 0);
+    if constexpr (Shape::kMultipliesCodes) {
 #pragma unroll
-    for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
-      Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
+      for (int kk = 0; kk < CeilDiv(Traits::kHeadDimQk, 32); ++kk) {
+        WgmmaE4m3<kStep>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
+      }
+    } else {
+#pragma unroll
+      for (int kk = 0; kk < Q::kPadded / 16; ++kk) {
+        Wgmma<kStep, Traits::kDtype>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
+      }
     }
     WgmmaCommit();
   }
 
-  __device__ __forceinline__ void StartPv(const u32 (&p)[kStep / 16][4], u32 v_slot,
-                                          Output& o) const {
+  // The weights of a step, and what their product with v goes to. Codes are read from shared
+  // memory, so that nobody waits for registers to be read, and their products have accumulators of
+  // their own in each step, see kSumColumns.
+  static constexpr int kWeightTiles = kStep / (Shape::kMultipliesCodes ? 32 : 16);
+  using StepWeights = u32[kWeightTiles][4];
+  using Weights = SwizzledTile<kStep / 2, 64>;  // codes
+  using StepOutput = float[Shape::kPvColumns / 8][4];
+
+  __device__ __forceinline__ void StartPv(const StepWeights& p, u32 v_slot, Output& o) const {
     const u64 v = V::TransposedDescriptor(v_slot, 0);
 #pragma unroll
-    for (int kk = 0; kk < kStep / 16; ++kk) {
+    for (int kk = 0; kk < kWeightTiles; ++kk) {
       Wgmma<V::kPadded, Traits::kDtype>::RegistersATransposedB(o, p[kk], V::AlongRows(v, kk), true);
     }
     WgmmaCommit();
+  }
+  __device__ __forceinline__ void StartPvOfCodes(u32 v_slot, StepOutput& step_o) const {
+    const u64 p = Weights::Descriptor(Anew(SharedAddress(shared_.shares[group_].weights)), 0);
+    const u64 v = V::Descriptor(v_slot, 0);
+#pragma unroll
+    for (int kk = 0; kk < kWeightTiles; ++kk) {
+      WgmmaE4m3<Shape::kPvColumns>::SharedA(step_o, Weights::AlongK(p, kk), V::AlongK(v, kk),
+                                            kk > 0);
+    }
+    WgmmaCommit();
+  }
+  // A warp's rows of weights of codes, which its own share of a product reads, no other.
+  __device__ __forceinline__ void StoreCodes(const StepWeights& p) const {
+    if constexpr (Shape::kMultipliesCodes) {
+      const int lane = Lane(), row = lane % 16;
+      const u32 to = SharedAddress(shared_.shares[group_].weights) + (Warp() * 16 + row) * 128 +
+                     (lane / 16 ^ row % 8) * 16;
+#pragma unroll
+      for (int kk = 0; kk < kWeightTiles; ++kk) StoreMatrix4(to ^ 2 * kk * 16, p[kk]);
+      FenceSharedForWgmma();
+      __syncwarp();
+    }
   }
 
   // Joint items: the others' products run while this one exponentiates, and the other way around.
@@ -697,7 +753,13 @@ class HopperConsumer {
       }
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
-      u32 p[kStep / 16][4];
+      if constexpr (Shape::kMultipliesCodes) {
+        rows.SetQueryScales(
+            QueryCodes<Traits>(p_, item, shared_.shares[group_].q, joint ? group_ * 64 : 0, thread_)
+                .scales);
+      }
+      StepWeights p;
+      StepOutput step_o = {};
       bool again, has_rows = false;  // asked for ahead: an answer takes its time
       {
         float s[kSTiles][4] = {};
@@ -709,6 +771,7 @@ class HopperConsumer {
         rows.template FindBias<kSTiles>(Step(p_, pos, end));
         rows.MakeLogits(Step(p_, pos, end), s);
         again = rows.Exponentiate(rows.Scale(), true, s, p, [] {});
+        StoreCodes(p);
       }
       for (bool is_first = true;; is_first = false) {
         if (OneHopperConsumer::SyncOr(again)) {
@@ -720,6 +783,7 @@ class HopperConsumer {
           rows.MakeLogits(Step(p_, pos, end), s);
           rows.ExponentiateAnew(is_first, s, p);
           rows.Rescale(o);
+          StoreCodes(p);
         }
         rows.AddSums();
         // K of this step, which is where V of it is in the other ring.
@@ -742,11 +806,17 @@ class HopperConsumer {
         const int next = AfterThis(pos + kStep, end, first_end);
         const bool passes_turn = joint && next != group_;
         if (takes_turn) TakeTurn();
-        PinRegisters(p);
-        PinRegisters(o);
+        if constexpr (!Shape::kMultipliesCodes) {
+          PinRegisters(p);
+          PinRegisters(o);
+        }
         WgmmaFence();
         StartQk(k_slot, s);
-        StartPv(p, v_slot, o);
+        if constexpr (Shape::kMultipliesCodes) {
+          StartPvOfCodes(v_slot, step_o);
+        } else {
+          StartPv(p, v_slot, o);
+        }
         if (passes_turn) PassTurn(next);
         takes_turn = passes_turn;
         if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
@@ -758,7 +828,12 @@ class HopperConsumer {
         rows.MakeLogits(step, s);
         again = rows.Exponentiate(scale, false, s, p, [&] {
           WgmmaWait<0>();
-          PinRegisters(o);
+          if constexpr (Shape::kMultipliesCodes) {
+            PinRegisters(step_o);
+            rows.AddStep(step_o, o);
+          } else {
+            PinRegisters(o);
+          }
           if constexpr (Rows::kMoves) rows.Rescale(o);
           Release(Barriers().empty_v, v_cursor_, joint);
           Cursor next_k = k_cursor_;
@@ -766,6 +841,8 @@ class HopperConsumer {
           has_rows = TestBarrier(SharedAddress(Barriers().full_k + next_k.slot), next_k.parity) &
                      TestBarrier(FullV(), v_cursor_.parity);
         });
+        if constexpr (Rows::kFitsCodes) rows.Rescale(o);
+        StoreCodes(p);
       }
       ReleaseQ();
       const bool has_room = Shape::kWritesBoxes && joint;
@@ -778,22 +855,32 @@ class HopperConsumer {
         Release(Barriers().empty_k, slot, joint);
       }
       WaitFull(Barriers().full_v, v_cursor_);
-      PinRegisters(p);
-      PinRegisters(o);
-      WgmmaFence();
-      StartPv(p, VSlot(), o);
+      if constexpr (Shape::kMultipliesCodes) {
+        WgmmaFence();
+        StartPvOfCodes(VSlot(), step_o);
+      } else {
+        PinRegisters(p);
+        PinRegisters(o);
+        WgmmaFence();
+        StartPv(p, VSlot(), o);
+      }
       rows.FinishSums();
       float o_scale[2];
       if (is_written) rows.WriteStates(o_scale);
       WgmmaWait<0>();
-      PinRegisters(o);
+      if constexpr (Shape::kMultipliesCodes) {
+        PinRegisters(step_o);
+        rows.AddStep(step_o, o);
+      } else {
+        PinRegisters(o);
+      }
       Release(Barriers().empty_v, v_cursor_, joint);
       if constexpr (Shape::kWritesBoxes) {
         if (has_room) {
           WaitBarrier(SharedAddress(&Barriers().free_room), room_parity_);
           room_parity_ ^= 1;
           if (is_written) {
-            constexpr int kWarpBytes = 16 * V::kPadded * 2;
+            constexpr int kWarpBytes = 16 * Shape::kVoPadded * 2;
             const u32 room = SharedAddress(shared_.k[slot]) + (group_ * 4 + Warp()) * kWarpBytes;
             rows.WriteBoxes(o, o_scale, Uniform(room));
             room_slot_ = slot;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
+#include "cuda/sm90/e4m3_products.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
 namespace jax_attn {
@@ -20,7 +21,8 @@ class HopperProducer;
 
 // With values of more than 192 columns a consumer needs more registers than 512 threads have.
 template <class Traits>
-inline constexpr bool kTwoConvert = Traits::kKvFormat == kE4m3Format && Traits::kHeadDimVo <= 192;
+inline constexpr bool kTwoConvert =
+    Traits::kKvFormat == kE4m3Format && !Traits::kMultipliesCodes && Traits::kHeadDimVo <= 192;
 
 // --- shared memory ---
 
@@ -30,6 +32,12 @@ struct CodeTiles {
   using K = SwizzledTile<Traits::kHeadDimQk / 2, kStep>;
   using V = SwizzledTile<Traits::kHeadDimVo / 2, kStep>;
   static constexpr int kSlotBytes = K::kBytes + V::kBytes;
+};
+// Of values alone.
+template <class Traits, int kStep>
+struct ValueCodeTiles {
+  using V = SwizzledTile<Traits::kHeadDimVo / 2, kStep>;
+  static constexpr int kSlotBytes = V::kBytes;
 };
 
 inline constexpr int kMaxCodeSlots = 4;
@@ -41,8 +49,12 @@ struct CodeRings {
 };
 template <class Codes>
 struct CodeRings<Codes, 0> {};
+template <class Traits, int kStep, int kSlots>
+struct CodeRings<ValueCodeTiles<Traits, kStep>, kSlots> {
+  alignas(1024) unsigned char v_codes[kSlots][ValueCodeTiles<Traits, kStep>::V::kBytes];
+};
 
-template <bool kE4m3>
+template <bool kHasCodes>
 struct CodeBarriers {
   u64 full_k_codes[kMaxCodeSlots], full_v_codes[kMaxCodeSlots];
 };
@@ -113,11 +125,41 @@ class E4m3Producer : public HopperProducer<Traits> {
   using Base = HopperProducer<Traits>;
 
   __device__ __forceinline__ E4m3Producer(const AttentionParams& p, typename Base::Shared& shared)
-      : Base(p, shared), converter_(Base::Warp() * Shape::kWarpTokens, Base::Lane()) {}
+      : Base(p, shared),
+        converter_(Base::Warp() * HopperShape<Traits>::kWarpTokens, Base::Lane()) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
     this->Start(begin, end);
+    RunHalves(begin);
+    this->Finish();
+  }
+
+ private:
+  using Shape = HopperShape<Traits>;
+  using Codes = typename Shape::Codes;
+  using Base::p_;
+  using Base::shared_;
+  using Base::steps_;
+
+  __device__ __forceinline__ void RunHalves(int begin) {
     auto& b = this->Barriers();
+    if constexpr (Traits::kMultipliesCodes) {
+      for (unsigned char (&tile)[Shape::V::kBytes] : shared_.v) {
+        Converter::AddSumColumns(tile, threadIdx.x);
+      }
+      FenceSharedForWgmma();
+      CopiedKeys k;
+      Half<Traits::kHeadDimVo, typename Shape::V, typename Codes::V> v = {
+          b.full_v_codes, b.full_v,       b.empty_v, shared_.v_codes[0],
+          shared_.v[0],   this->pools_.v, p_.v_map};
+      TakeTurns(begin, v, k);
+    } else {
+      RunConverted(begin, b);
+    }
+  }
+
+  template <class Barriers>
+  __device__ __forceinline__ void RunConverted(int begin, Barriers& b) {
     Half<Traits::kHeadDimQk, typename Shape::K, typename Codes::K> k = {
         b.full_k_codes, b.full_k,       b.empty_k, shared_.k_codes[0],
         shared_.k[0],   this->pools_.k, p_.k_map};
@@ -143,15 +185,7 @@ class E4m3Producer : public HopperProducer<Traits> {
         TakeTurns(begin, k);
       }
     }
-    this->Finish();
   }
-
- private:
-  using Shape = HopperShape<Traits>;
-  using Codes = typename Shape::Codes;
-  using Base::p_;
-  using Base::shared_;
-  using Base::steps_;
 
   // K or V: its barriers, the first slots of its rings, and where its rows are.
   template <int kDim, class TileType, class CodeTileType>
@@ -165,6 +199,8 @@ class E4m3Producer : public HopperProducer<Traits> {
     const TensorMap& map;
     RingCursor<Shape::kCodeSlots> copied = {};
   };
+  // K that is multiplied as it comes: its copies go to the slots at once.
+  struct CopiedKeys {};
 
   // A turn takes a step from codes to 16 bits, and fills its place with the step that is kCodeSlots
   // ahead; the first turns only fill, the last only take. q of an item goes ahead of its first
@@ -229,7 +265,19 @@ class E4m3Producer : public HopperProducer<Traits> {
     }
   }
 
-  RowConverter<Traits, Shape::kWarpTokens> converter_;
+  // Waits for a slot that consumers give back once they have V of the steps before it, which is
+  // there: the ring of K is no shorter than that of codes.
+  __device__ __forceinline__ void Turn(CopiedKeys&, bool, bool, bool copies, u32 row, int head) {
+    if (!copies) return;
+    this->template Fill<Traits::kHeadDimQk / 2, typename Shape::K>(
+        this->k_cursor_, this->Barriers().full_k, this->Barriers().empty_k,
+        shared_.k[this->k_cursor_.slot], this->pools_.k, p_.k_map, nullptr, p_.k_map, row, head);
+  }
+
+  using Converter =
+      typename Choose<Traits::kMultipliesCodes, ValueTransposer<Traits, Shape::kWarpTokens>,
+                      RowConverter<Traits, Shape::kWarpTokens>>::Type;
+  Converter converter_;
   RingCursor<Shape::kCodeSlots> codes_;
   RingCursor<Shape::kSlots> slots_;
 };

@@ -61,6 +61,8 @@ class RowMender {
  private:
   using E = Element<Traits::kDtype>;
   using Kv = KvBits<Traits>;
+  static constexpr bool kHasQueryCodes = Traits::kQFormat == kE4m3Format;
+  using QueryBits = typename Choose<kHasQueryCodes, Kv, u16>::Type;
   static constexpr int kRows = 2;  // at a time: they share what is loaded
   static constexpr int kNone = -1;
   static constexpr int kColumns = 8;  // of a lane
@@ -125,6 +127,14 @@ class RowMender {
       for (int i = 0; i < 8; ++i) {
         x[i] = KvToFloat<Traits>(static_cast<Kv>((i < 4 ? codes.x : codes.y) >> i % 4 * 8));
       }
+    } else {
+      Unpack(LoadConstant16(from), x);
+    }
+  }
+  // The same of q. What others round to codes is taken as it is.
+  __device__ __forceinline__ static void LoadQuery(const QueryBits* from, float (&x)[8]) {
+    if constexpr (kHasQueryCodes) {
+      Load(from, x);
     } else {
       Unpack(LoadConstant16(from), x);
     }
@@ -266,10 +276,10 @@ class RowMender {
     const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
                                              item.is_shared());
     const Layout layout = LayoutOf(few);
-    const u16* q[kRows];
+    const QueryBits* q[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      q[i] = static_cast<const u16*>(p_.q) + rows.Index(layout.Row(i)) * kDimQk;
+      q[i] = static_cast<const QueryBits*>(p_.q) + rows.Index(layout.Row(i)) * kDimQk;
     }
     float s[kRows] = {};
 #pragma unroll 1
@@ -279,9 +289,16 @@ class RowMender {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         float y[8];
-        Unpack(LoadConstant16(q[i] + column), y);
+        LoadQuery(q[i] + column, y);
 #pragma unroll
         for (int c = 0; c < 8; ++c) s[i] = fmaf(x[c], y[c], s[i]);
+      }
+    }
+    if constexpr (kHasQueryCodes) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int head = item.kv_head() * Traits::kGroupSize;
+        s[i] *= LogitScaleOfHead(p_.q_scale, head + layout.Row(i) % Traits::kGroupSize);
       }
     }
     const Stage stage(p_, index_, KeyScale<Traits>(p_, index_));

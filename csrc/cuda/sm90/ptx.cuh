@@ -263,6 +263,9 @@ struct Wgmma;
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "   \
   "%125, %126, %127"
+#define JAX_ATTN_LIST_36 JAX_ATTN_LIST_32 ", %32, %33, %34, %35"
+#define JAX_ATTN_LIST_68 JAX_ATTN_LIST_64 ", %64, %65, %66, %67"
+#define JAX_ATTN_LIST_100 JAX_ATTN_LIST_96 ", %96, %97, %98, %99"
 #define JAX_ATTN_REGISTERS_4 "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
 #define JAX_ATTN_REGISTERS_8_AT(i)                                            \
   "+f"(d[i / 4][0]), "+f"(d[i / 4][1]), "+f"(d[i / 4][2]), "+f"(d[i / 4][3]), \
@@ -277,6 +280,11 @@ struct Wgmma;
 #define JAX_ATTN_REGISTERS_64 JAX_ATTN_REGISTERS_32, JAX_ATTN_REGISTERS_32_AT(32)
 #define JAX_ATTN_REGISTERS_96 JAX_ATTN_REGISTERS_64, JAX_ATTN_REGISTERS_32_AT(64)
 #define JAX_ATTN_REGISTERS_128 JAX_ATTN_REGISTERS_96, JAX_ATTN_REGISTERS_32_AT(96)
+#define JAX_ATTN_REGISTERS_4_AT(i) \
+  "+f"(d[i / 4][0]), "+f"(d[i / 4][1]), "+f"(d[i / 4][2]), "+f"(d[i / 4][3])
+#define JAX_ATTN_REGISTERS_36 JAX_ATTN_REGISTERS_32, JAX_ATTN_REGISTERS_4_AT(32)
+#define JAX_ATTN_REGISTERS_68 JAX_ATTN_REGISTERS_64, JAX_ATTN_REGISTERS_4_AT(64)
+#define JAX_ATTN_REGISTERS_100 JAX_ATTN_REGISTERS_96, JAX_ATTN_REGISTERS_4_AT(96)
 
 // o0 .. o5: the operands after the accumulators. transposed: "a, b" of 0 and 1.
 #define JAX_ATTN_WGMMA_OF_SHARED(name, transposed, n, count, type, o0, o1, o2)                 \
@@ -320,6 +328,33 @@ JAX_ATTN_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 JAX_ATTN_WGMMA_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 JAX_ATTN_WGMMA_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
+// The same of e4m3, d[64, kN] = (accumulate ? d : 0) + a[64, 32] * b[32, kN], both with rows along
+// k, the one way that 8-bit types have. Addends are cut off at some 13 bits below the largest one.
+template <int kN>
+struct WgmmaE4m3;
+
+#define JAX_ATTN_WGMMA_E4M3(n, count, o0, o1, o2)                                          \
+  template <>                                                                              \
+  struct WgmmaE4m3<n> {                                                                    \
+    __device__ __forceinline__ static void SharedA(float (&d)[count / 4][4], u64 a, u64 b, \
+                                                   bool accumulate) {                      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o2                                  \
+                   ", 0;\n"                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #n                                  \
+                   "k32.f32.e4m3.e4m3"                                                     \
+                   " {" JAX_ATTN_LIST_##count "}, " o0 ", " o1 ", p, 1, 1;\n}\n"           \
+                   : JAX_ATTN_REGISTERS_##count                                            \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                   \
+    }                                                                                      \
+  };
+
+JAX_ATTN_WGMMA_E4M3(64, 32, "%32", "%33", "%34")
+JAX_ATTN_WGMMA_E4M3(72, 36, "%36", "%37", "%38")
+JAX_ATTN_WGMMA_E4M3(128, 64, "%64", "%65", "%66")
+JAX_ATTN_WGMMA_E4M3(136, 68, "%68", "%69", "%70")
+JAX_ATTN_WGMMA_E4M3(200, 100, "%100", "%101", "%102")
+
+#undef JAX_ATTN_WGMMA_E4M3
 #undef JAX_ATTN_WGMMA_BOTH
 #undef JAX_ATTN_WGMMA
 #undef JAX_ATTN_WGMMA_OF_SHARED

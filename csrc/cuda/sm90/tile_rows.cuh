@@ -69,6 +69,13 @@ class TileRows {
         span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
   }
 
+  // Of products of codes: what q of the thread's two rows is multiplied by.
+  __device__ __forceinline__ void SetQueryScales(const float (&scales)[2]) {
+    q_scales_[0] = scales[0];
+    q_scales_[1] = scales[1];
+  }
+
+  // That of all rows.
   __device__ __forceinline__ float Scale() const {
     if constexpr (kAddsLines) return Stage().ScaleOfScores();
     return Stage().scale();
@@ -96,6 +103,13 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ void MakeLogits(int begin, float (&s)[kTiles][4],
                                              bool is_masked = true) const {
+    if constexpr (kFitsCodes && !kScalesRowsLater) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[j][c] *= q_scales_[c / 2];
+      }
+    }
     Stage().Apply(RowMajorLayout<1, kTiles>(first_row_, lane_), begin, SeenByAll<kTiles>(begin),
                   is_masked, s);
   }
@@ -110,9 +124,12 @@ class TileRows {
   // ExponentiateAnew comes next, with the same logits. Each row decides for itself, so its bits do
   // not depend on its neighbours.
   // scale: that of the logits, which the caller loads ahead of them.
-  template <int kTiles, class Between>
+  //
+  // Weights of products of codes are fitted to these ahead of packing, see FitCodes; then o follows
+  // by Rescale, too.
+  template <int kTiles, int kFragments, class Between>
   __device__ __forceinline__ bool Exponentiate(float scale, bool is_first, float (&s)[kTiles][4],
-                                               u32 (&p)[kTiles / 2][4], const Between& between) {
+                                               u32 (&p)[kFragments][4], const Between& between) {
     constexpr int kHalf = kTiles / 4 * 2;
     grows_ = false;
     if constexpr (kMoves) FollowLogits(scale, is_first, s);
@@ -120,32 +137,39 @@ class TileRows {
     Weights<0, kHalf>(scale, s, sums);
     KeepBefore(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]);
     between();
-    Pack<0, kHalf>(s, p);
+    if constexpr (!kFitsCodes) Pack<0, kHalf>(s, p);
     Weights<kHalf, kTiles>(scale, s, sums);
-    Pack<kHalf, kTiles>(s, p);
+    if constexpr (!kFitsCodes) Pack<kHalf, kTiles>(s, p);
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
     if constexpr (!kNormalizes) return false;
     bool again = IsTooMuch(0) || IsTooMuch(1);
     if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
+    if constexpr (kFitsCodes) {
+      FitCodes(is_first, s);
+      PackCodes(s, p);
+    }
     if (kAddsLines && kMoves && !is_first && grows_) again |= IsLost(0) | IsLost(1);
     return again;
   }
 
   // The same with the maxima of the step as references of the rows that need it.
-  template <int kTiles>
+  template <int kTiles, int kFragments>
   __device__ __forceinline__ void ExponentiateAnew(bool is_first, float (&s)[kTiles][4],
-                                                   u32 (&p)[kTiles / 2][4]) {
+                                                   u32 (&p)[kFragments][4]) {
+    bool keeps[2] = {false, false};
+    const float fits[2] = {factor[0], factor[1]};
     const float scale = Scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float step_max =
-          kAddsLines ? QuadMax(LaneMaxWithBias<1>(scale, s, h)) : QuadMax(LaneMax(s, h)) * scale;
+      const float step_max = kAddsLines ? QuadMax(LaneMaxWithBias<1>(scale, s, h))
+                                        : QuadMax(LaneMax(s, h)) * ScaleOfRow(scale, h);
       const bool too_little = is_first && IsTooLittle(h);
       const bool is_lost = kAddsLines && kMoves && !is_first && IsLost(h);
       const u32 lanes = __ballot_sync(kFullWarp, too_little || is_lost || IsTooMuch(h));
       factor[h] = 1.0f;
-      if ((lanes >> lane_ / 4 * 4 & 0xf) == 0) continue;
+      keeps[h] = (lanes >> lane_ / 4 * 4 & 0xf) == 0;
+      if (keeps[h]) continue;
       const float before = is_lost ? reference[h] - kFarthest : reference[h];
       const float new_max = fmaxf(is_first ? kNoReference : before, step_max);
       if (!is_first) factor[h] = Exp2(reference[h] - new_max);
@@ -154,10 +178,15 @@ class TileRows {
       if constexpr (kAddsLines && kMoves) lift_[h] = new_max - highest_bias_[h];
     }
     StepSums sums = {};
-    Weights<0, kTiles>(scale, s, sums);
-    Pack<0, kTiles>(s, p);
+    if constexpr (kFitsCodes) {
+      FitCodesAnew(keeps, fits, scale, s);
+      PackCodes(s, p);
+    } else {
+      Weights<0, kTiles>(scale, s, sums);
+      Pack<0, kTiles>(s, p);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
+      for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
+    }
     grows_ = true;
   }
   // After either, once it is the last of a step.
@@ -170,11 +199,13 @@ class TileRows {
   // maximum; a user's mask may hide the keys of the highest bias.
   static constexpr bool kAddsLines = LogitStage<Traits>::kIsLine &&
                                      Traits::kDtype == kElementBf16 && !Traits::Variant::kHasMask &&
-                                     !Traits::kIsMla;
+                                     !Traits::kIsMla && !Traits::kMultipliesCodes;
   // Whether Exponentiate may change references, of steps behind the first one, so that o has to
   // follow by Rescale.
   static constexpr bool kMoves =
       LogitStage<Traits>::kNormalizes && Traits::Variant::kLogitsFollowKeys;
+  // Whether weights become codes.
+  static constexpr bool kFitsCodes = Traits::kMultipliesCodes;
 
   // For loops that look for maxima; the rows begin with kNoReference. s becomes p. A reference
   // follows when a logit exceeds it by kReferenceSlack; whether any of the warp's rows did.
@@ -223,13 +254,31 @@ class TileRows {
 
   // o of the steps before the last Exponentiate, or Follow, follows its references.
   template <int kTiles>
-  __device__ __forceinline__ void Rescale(float (&o)[kTiles][4]) const {
+  __device__ __forceinline__ void Rescale(float (&o)[kTiles][4]) {
     if (!grows_) return;
+    if constexpr (kFitsCodes) {
+      rounded_[0] *= factor[0];
+      rounded_[1] *= factor[1];
+    }
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) o[j][c] *= factor[c / 2];
     }
+  }
+
+  // Products of a step of weights that are codes, with sums of these behind (kSumColumns).
+  template <int kTiles, int kStepTiles>
+  __device__ __forceinline__ void AddStep(const float (&step_o)[kStepTiles][4],
+                                          float (&o)[kTiles][4]) {
+    static_assert(kStepTiles == kTiles + 1, "one tile of sums");
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[j][c] += step_o[j][c];
+    }
+    rounded_[0] += step_o[kTiles][0];
+    rounded_[1] += step_o[kTiles][2];
   }
 
   __device__ __forceinline__ void FinishSums() {
@@ -246,7 +295,7 @@ class TileRows {
   template <int kTiles>
   __device__ __forceinline__ void Write(const float (&o)[kTiles][4]) const {
     if (!live_) return;
-    constexpr int kLiveTiles = Traits::kHeadDimVo / 8;
+    constexpr int kLiveTiles = Traits::kHeadDimVo / 8, kPaddedTiles = CeilDiv(kLiveTiles, 8) * 8;
     const ItemRecord item(p_, index_);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
     const RowMap<Traits::kGroupSize> map(p_, item.first_token(), item.kv_head());
@@ -259,7 +308,8 @@ class TileRows {
     for (int h = 0; h < 2; ++h) {
       const int row = first_row_ + 8 * h + lane_ / 4;
       const bool exists = row < num_rows;
-      float nan_or_zero = 0.0f;
+      float nan_or_zero = 0.0f, fit = 1.0f;
+      if constexpr (kFitsCodes) fit = SumOverRounded(h);
       float& o_scale = o_scales[h];
       o_scale = 0.0f;
       i64 at = 0;
@@ -272,12 +322,13 @@ class TileRows {
       }
       if (final) {
         uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo);
+        const float scale = o_scale * fit;
 #pragma unroll
-        for (int j = 0; j < kTiles; j += 4) {
+        for (int j = 0; j < kPaddedTiles; j += 4) {
           u32 x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float left = o[j + i][2 * h] * o_scale, right = o[j + i][2 * h + 1] * o_scale;
+            const float left = o[j + i][2 * h] * scale, right = o[j + i][2 * h + 1] * scale;
             nan_or_zero = fmaf(left, 0.0f, fmaf(right, 0.0f, nan_or_zero));
             x[i] = E::Pack(left, right);
           }
@@ -288,8 +339,13 @@ class TileRows {
         float* to = p_.partial_o + at * Traits::kHeadDimVo + 2 * column;
 #pragma unroll
         for (int j = 0; j < kLiveTiles; ++j) {
-          nan_or_zero = fmaf(o[j][2 * h], 0.0f, fmaf(o[j][2 * h + 1], 0.0f, nan_or_zero));
-          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[j][2 * h], o[j][2 * h + 1]);
+          float left = o[j][2 * h], right = o[j][2 * h + 1];
+          if constexpr (kFitsCodes) {
+            left *= fit;
+            right *= fit;
+          }
+          nan_or_zero = fmaf(left, 0.0f, fmaf(right, 0.0f, nan_or_zero));
+          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(left, right);
         }
       }
       nan_rows[h] = kMayDiffer ? __ballot_sync(kFullWarp, exists && nan_or_zero != 0.0f) : 0;
@@ -466,7 +522,7 @@ class TileRows {
         for (int j = 5; j < kTiles; j += 2) {
           sample[j / 2 % 2] = fmaxf(sample[j / 2 % 2], s[j][2 * h]);
         }
-        highest[h] = QuadMax(fmaxf(sample[0], sample[1])) * scale;
+        highest[h] = QuadMax(fmaxf(sample[0], sample[1])) * ScaleOfRow(scale, h);
       }
     }
     bool moves = false;
@@ -492,6 +548,7 @@ class TileRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) terms[h] = bias_[h].term - reference[h];
     }
+    const float scales[2] = {ScaleOfRow(scale, 0), ScaleOfRow(scale, 1)};
 #pragma unroll
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
@@ -503,12 +560,107 @@ class TileRows {
         } else if constexpr (kAddsLines) {
           s[j][c] = Exp2(fmaf(s[j][c], scale, terms[c / 2]));
         } else {
-          s[j][c] = LogitStage<Traits>::Weight(s[j][c], scale, reference[c / 2]);
+          s[j][c] = LogitStage<Traits>::Weight(s[j][c], scales[c / 2], reference[c / 2]);
         }
         sums[c / 2][c % 2] += s[j][c];
       }
     }
   }
+  // Scores of products of codes are multiplied by the scale of their row's q at once, or with that
+  // of the logits in the exponent.
+  static constexpr bool kScalesRowsLater = kFitsCodes && LogitStage<Traits>::kScalesLater;
+  __device__ __forceinline__ float ScaleOfRow(float scale, int h) const {
+    if constexpr (kScalesRowsLater) return scale * q_scales_[h];
+    return scale;
+  }
+
+  // What o of codes of weights is multiplied by so that it belongs to the sum of the weights
+  // themselves, which is the row's in lse and merges. The first of a row's lanes has the former.
+  __device__ __forceinline__ float SumOverRounded(int h) const {
+    const float rounded = __shfl_sync(kFullWarp, rounded_[h], lane_ / 4 * 4);
+    return sum[h] == 0.0f ? 1.0f : sum[h] * Reciprocal(rounded);
+  }
+
+  // Codes of weights end at 448, and what is below 2^-10 becomes 0. So a row whose largest sum of a
+  // lane's weights exceeds that has them divided by a power of two, and with them all that came
+  // before; in a first step, where the reference is still any, they may be multiplied. What is left
+  // of 448 then, a factor of 2 to 4, spares nearly every step behind it the same. No logit is
+  // compared: a lane's weights are at most their sum, and if that is of many, what is lost at the
+  // lower end is as small beside it.
+  template <int kTiles>
+  __device__ __forceinline__ void FitCodes(bool is_first, float (&s)[kTiles][4]) {
+    grows_ = false;
+    factor[0] = factor[1] = 1.0f;
+    before_fit_[0] = reference[0];
+    before_fit_[1] = reference[1];
+    const bool fit = step_sum_[0] <= kLargestCode && step_sum_[1] <= kLargestCode;
+    if (!__any_sync(kFullWarp, is_first || !fit)) return;
+    grows_ = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) FitRow(is_first, h, QuadMax(step_sum_[h]), s);
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void FitRow(bool always, int h, float most, float (&s)[kTiles][4]) {
+    // What is beyond these comes again, with another reference.
+    if (!(most >= 0x1p-64f && most <= 0x1p64f) || !(always || most > kLargestCode)) return;
+    // The power of two that takes it to between 0.875 and 1.75 * 2^kFitted, 1.75 * 2^8 being 448.
+    const int power = kFitted + 127 - static_cast<int>((__float_as_uint(most) + 0x200000) >> 23);
+    const float fit = __uint_as_float(static_cast<u32>(127 + power) << 23);
+    reference[h] -= static_cast<float>(power);
+    step_sum_[h] *= fit;
+    sum[h] *= fit;
+    factor[h] *= fit;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      s[j][2 * h] *= fit;
+      s[j][2 * h + 1] *= fit;
+    }
+  }
+  // The weights of ExponentiateAnew. keeps: of each row whether it needed none: it is given those
+  // of Exponentiate again, bit for bit, which it fitted by `fits`.
+  template <int kTiles>
+  __device__ __forceinline__ void FitCodesAnew(const bool (&keeps)[2], const float (&fits)[2],
+                                               float scale, float (&s)[kTiles][4]) {
+    float fitted[2];
+    StepSums sums = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      fitted[h] = reference[h];
+      if (keeps[h]) reference[h] = before_fit_[h];
+    }
+    Weights<0, kTiles>(scale, s, sums);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      step_sum_[h] = sums[h][0] + sums[h][1];
+      const float most = QuadMax(step_sum_[h]);
+      if (!keeps[h]) {
+        FitRow(true, h, most, s);
+        continue;
+      }
+      reference[h] = fitted[h];
+      step_sum_[h] *= fits[h];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        s[j][2 * h] *= fits[h];
+        s[j][2 * h + 1] *= fits[h];
+      }
+    }
+  }
+  // Tiles 2i and 2i + 1 of 8 tokens are 4 bytes of a row's fragment: ValueTransposer has the tokens
+  // in that order.
+  template <int kTiles>
+  __device__ __forceinline__ static void PackCodes(const float (&s)[kTiles][4],
+                                                   u32 (&p)[kTiles / 4][4]) {
+#pragma unroll
+    for (int j = 0; j < kTiles; j += 2) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        p[j / 4][j / 2 % 2 * 2 + h] =
+            PackE4m3(s[j][2 * h], s[j][2 * h + 1], s[j + 1][2 * h], s[j + 1][2 * h + 1]);
+      }
+    }
+  }
+
   template <int kFirst, int kEnd, int kTiles>
   __device__ __forceinline__ static void Pack(const float (&s)[kTiles][4],
                                               u32 (&p)[kTiles / 2][4]) {
@@ -522,9 +674,12 @@ class TileRows {
   // Bounds of a step's sum of weights. bf16 has the exponents of f32: up to 2^60 neither sums nor o
   // come near infinity, and from 2^-60 on nothing that counts becomes zero. f16 ends at 2^16, and
   // loses bits below 2^-14.
-  static constexpr bool kWide = Traits::kDtype == kElementBf16;
+  static constexpr bool kWide = Traits::kDtype == kElementBf16 || kFitsCodes;
   static constexpr float kMost = kWide ? 0x1p60f : 0x1p8f;
   static constexpr float kLeast = kAddsLines ? 0x1p-40f : kWide ? 0x1p-60f : 1.0f;
+  // Of codes of weights, and log2 of what a row's largest sum of a lane is fitted to, see FitRow.
+  static constexpr float kLargestCode = 448.0f;
+  static constexpr int kFitted = 7;
   // Of this lane's columns; true for NaN.
   __device__ bool IsTooMuch(int h) const { return !(step_sum_[h] <= kMost); }
   // Of the row, by all of its lanes. True as well for a row that sees nothing in the step.
@@ -579,6 +734,10 @@ class TileRows {
   bool live_, differ_;       // differ_: some rows see tokens that others do not
   bool grows_ = false;
   float step_sum_[2];  // of the last Exponentiate
+  // Of kFitsCodes: what q of the rows is multiplied by, and references of the last Exponentiate
+  // ahead of FitCodes.
+  float q_scales_[2], before_fit_[2];
+  float rounded_[2] = {0.0f, 0.0f};  // of its first lane: the sum of a row's codes in o
   // Of kAddsLines, log2: the bias of the step at the lane's first column, the highest one of keys
   // that the row sees, and by how much the reference is to exceed that.
   BiasLine bias_[2];
