@@ -320,7 +320,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   }
 
   // Sums of the block, to which the tokens of a unit are added.
-  void AddCodes(const RowTile& tile, i64 first, Range tokens, ValueFetch& fetch) {
+  template <class Fetch>
+  void AddCodes(const RowTile& tile, i64 first, Range tokens, Fetch& fetch) {
     const Range seen = this->Whole(tile.seen);
     tokens = this->Whole(tokens);
     const i64 begin = Max(seen.begin, tokens.begin), end = Min(seen.end, tokens.end);
