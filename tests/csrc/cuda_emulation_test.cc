@@ -108,7 +108,7 @@ void TestProduct(bool a_in_registers, bool a_mn_major, Swizzle swizzle_a, Swizzl
     for (int k = 0; k < kDepth; k += 16) {
       emulation::ProductShape shape = {};
       shape.n = kN;
-      shape.is_bf16 = true;
+      shape.element = kElementBf16;
       shape.a_in_registers = a_in_registers;
       if (!a_in_registers) shape.a = a.Descriptor(k);
       shape.b = b.Descriptor(k);
