@@ -20,6 +20,7 @@ def make_spec(**kw):
         "logits_soft_cap": 0.0,
         "sm_scale": None,
         "page_size": 4,
+        "eight_bit_products": False,
     }
     return SimpleNamespace(**(fields | kw))
 
