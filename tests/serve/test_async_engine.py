@@ -4,7 +4,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import random
 import threading
@@ -12,41 +11,23 @@ import time
 from pathlib import Path
 
 import pytest
+from small_engine import CONFIG, make_engine, sequence, warm_device
 
 from jax_attn.serve import grammar
 from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.protocols import EngineStopped
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
-
-CONFIG = EngineConfig(
-    num_pages=64, page_size=8, max_running=8, max_step_tokens=8, max_waiting=50, max_grammars=2
-)
-
-ids = itertools.count()
+from jax_attn.serve.request import FinishReason, Sequence
 
 
 @pytest.fixture(scope="module")
 def device(model):
-    engine = Engine(model, CONFIG)
-    engine.warm_up()
-    return engine.device
+    return warm_device(model)
 
 
 @pytest.fixture
 def engine(model, device):
-    """Not started; on the device that is warm already."""
-    made = AsyncEngine(model, CONFIG)
-    made._engine.device = device
-    return made
-
-
-def sequence(tokens=(0, 593, 633, 199, 593), **kwargs) -> Sequence:
-    params = SamplingParams(**{"max_tokens": 20, "temperature": 0, "ignore_eos": True} | kwargs)
-    name = f"s{next(ids)}"
-    return Sequence(name, name, list(tokens), params, arrival=time.monotonic())
+    return make_engine(model, device)
 
 
 @contextlib.asynccontextmanager
@@ -487,8 +468,7 @@ def test_soak(model, device):
             counts[type(error).__name__] += 1
 
     async def main():
-        made = AsyncEngine(model, dataclasses.replace(CONFIG, num_pages=16))
-        made._engine.device = device
+        made = make_engine(model, device, dataclasses.replace(CONFIG, num_pages=16))
         counts: collections.Counter[str] = collections.Counter()
         memory = []
         async with running(made):

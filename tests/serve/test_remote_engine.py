@@ -2,50 +2,32 @@
 
 import asyncio
 import contextlib
-import itertools
 import pickle
 import socket
 import threading
 import time
 
 import pytest
+from small_engine import make_engine, sequence, warm_device
 
 from jax_attn.serve import grammar
 from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.events import TokenEvent, TokenLogprob
 from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.remote_engine import EngineHost, RemoteEngine
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
+from jax_attn.serve.request import FinishReason, Sequence
 from jax_attn.serve.wire import Wire, receive
-
-CONFIG = EngineConfig(
-    num_pages=64, page_size=8, max_running=8, max_step_tokens=8, max_waiting=50, max_grammars=2
-)
-
-ids = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def device(model):
-    engine = Engine(model, CONFIG)
-    engine.warm_up()
-    return engine.device
+    return warm_device(model)
 
 
 @pytest.fixture
 def engine(model, device):
-    made = AsyncEngine(model, CONFIG)
-    made._engine.device = device
-    return made
-
-
-def sequence(tokens=(0, 593, 633, 199, 593), **kwargs) -> Sequence:
-    params = SamplingParams(**{"max_tokens": 20, "temperature": 0, "ignore_eos": True} | kwargs)
-    name = f"s{next(ids)}"
-    return Sequence(name, name, list(tokens), params, arrival=time.monotonic())
+    return make_engine(model, device)
 
 
 @contextlib.asynccontextmanager
