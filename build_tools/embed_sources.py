@@ -2,7 +2,7 @@
 
     python build_tools/embed_sources.py csrc build/embedded_sources.cc
 
-Embeds params.h, plan/rules.h and every header below cuda/, named by their path below csrc, in
+Embeds params.h and every header below plan/rules/ and cuda/, named by their path below csrc, in
 sorted order.
 """
 
@@ -30,8 +30,9 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     args = parser.parse_args()
 
-    files = [args.csrc / "params.h", args.csrc / "plan/rules.h"]
-    files += sorted(p for p in (args.csrc / "cuda").rglob("*") if p.suffix in SUFFIXES)
+    files = [args.csrc / "params.h"]
+    for folder in ("plan/rules", "cuda"):
+        files += sorted(p for p in (args.csrc / folder).rglob("*") if p.suffix in SUFFIXES)
     entries = "".join(
         f'    {{"{path.relative_to(args.csrc).as_posix()}",\n{literal(path.read_text())}}},\n'
         for path in files

@@ -12,6 +12,7 @@
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "plan/rules/integers.h"
 
 namespace jax_attn {
 namespace {

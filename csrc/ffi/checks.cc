@@ -7,7 +7,7 @@
 
 #include "jit/kernels.h"
 #include "plan/check.h"
-#include "plan/rules.h"
+#include "plan/rules/integers.h"
 
 namespace jax_attn {
 namespace {

@@ -9,6 +9,7 @@
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"
+#include "plan/rules/integers.h"
 
 namespace jax_attn {
 namespace {

@@ -4,6 +4,8 @@
 
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "plan/rules/merges.h"
+#include "plan/rules/sharing.h"
 
 namespace jax_attn {
 namespace {

@@ -4,6 +4,7 @@
 
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "plan/rules/integers.h"
 
 namespace jax_attn {
 namespace {
@@ -12,7 +13,7 @@ namespace {
 constexpr int64_t kMaxHeads = 1 << 16;
 // A planner keeps the number of a queue in so many bits.
 constexpr int64_t kMaxQueues = 1 << 20;
-// So the costs of a batch fit 64 bits (plan/rules.h).
+// So the costs of a batch fit 64 bits (plan/rules/integers.h).
 constexpr int64_t kMaxCost = 1 << 12;
 
 struct Field {

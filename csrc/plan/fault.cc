@@ -1,6 +1,7 @@
 #include <string>
 
 #include "plan/plan.h"
+#include "plan/rules/integers.h"
 
 namespace jax_attn {
 namespace {

@@ -3,6 +3,10 @@
 
 #include "plan/plan.h"
 #include "plan/prefix.h"
+#include "plan/rules/choice.h"
+#include "plan/rules/merges.h"
+#include "plan/rules/sharing.h"
+#include "plan/rules/steps.h"
 #include "plan/schedule.h"
 #include "select/select.h"
 

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "plan/prefix.h"
+#include "plan/rules/checks.h"
+#include "plan/rules/prefix_levels.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/rules.h"
 #include "spec.h"
 #include "status.h"
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <limits>
 
+#include "plan/rules/prefix_levels.h"
+
 namespace jax_attn {
 namespace {
 

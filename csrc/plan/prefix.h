@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/rules/sharing.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {

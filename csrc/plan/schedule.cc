@@ -5,6 +5,9 @@
 #include <numeric>
 
 #include "plan/prefix.h"
+#include "plan/rules/checks.h"
+#include "plan/rules/choice.h"
+#include "plan/rules/merges.h"
 
 namespace jax_attn {
 namespace {
@@ -139,7 +142,7 @@ void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-// But before them requests of several tiles, section by section, head by head (rules.h).
+// But before them requests of several tiles, section by section, head by head (rules/order.h).
 // leaves_empty: as in SharedTrial.
 void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
   thread_local std::vector<uint64_t> keys;

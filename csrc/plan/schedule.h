@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/rules.h"
+#include "plan/rules/sharing.h"
 #include "spec.h"
 
 namespace jax_attn {

@@ -3,6 +3,8 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/rules/checks.h"
+#include "plan/rules/steps.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {

@@ -8,6 +8,7 @@
 #include "attention_cuda_cases.h"
 #include "cpu/backward.h"
 #include "damaged_headers.h"
+#include "plan/rules/integers.h"
 #include "variant_operands.h"
 
 namespace jax_attn {

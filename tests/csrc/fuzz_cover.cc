@@ -5,6 +5,7 @@
 #include <map>
 
 #include "fuzz_case.h"
+#include "plan/rules/integers.h"
 
 namespace jax_attn::fuzz {
 namespace {

@@ -6,6 +6,7 @@
 
 #include "cuda/any/plan.cuh"
 #include "plan/plan.h"
+#include "plan/rules/integers.h"
 #include "select/select.h"
 
 namespace jax_attn {

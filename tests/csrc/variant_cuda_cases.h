@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_cuda_cases.h"
+#include "plan/rules/integers.h"
 #include "printed_variants.h"
 #include "variant_operands.h"
 #include "variant_oracle.h"

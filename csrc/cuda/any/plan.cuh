@@ -1,4 +1,4 @@
-// The planner inside the graph. Follows plan/rules.h and writes the bits that plan/schedule.cc
+// The planner inside the graph. Follows plan/rules/ and writes the bits that plan/schedule.cc
 // does.
 //
 // CTA 0 schedules; the others check page ids and copy them into the plan, which is most of its

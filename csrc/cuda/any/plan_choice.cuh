@@ -8,6 +8,8 @@
 #include "cuda/any/plan_steps.cuh"
 #include "cuda/any/plan_trials.cuh"
 #include "cuda/any/prefix.cuh"
+#include "plan/rules/choice.h"
+#include "plan/rules/sharing.h"
 
 namespace jax_attn {
 

@@ -3,7 +3,11 @@
 
 #include "cuda/any/plan_cta.cuh"
 #include "cuda/any/plan_pages.cuh"
-#include "plan/rules.h"
+#include "plan/rules/checks.h"
+#include "plan/rules/choice.h"
+#include "plan/rules/cuts.h"
+#include "plan/rules/sharing.h"
+#include "plan/rules/steps.h"
 
 namespace jax_attn {
 
@@ -55,7 +59,7 @@ struct __align__(8) PlanSlot {
 struct PlanChunks {
   i32* chunk_base;  // [num_tiles + 1] first chunk of a tile
   TileCut* cuts;    // [num_tiles] unless by ranges
-  u64* keys;        // [num_chunks, to a power of two] in the order of rules.h
+  u64* keys;        // [num_chunks, to a power of two] in the order of rules/order.h
   i64* costs;       // [num_chunks] in the order of keys
   PlanSlot* slots;  // [num_chunks * num_units] in the order of keys; sections as SlotsOf says
   u32* weights;     // [num_chunks * num_units] costs of slots as dealers add them, or their keys

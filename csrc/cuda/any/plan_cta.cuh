@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/math.cuh"
-#include "plan/rules.h"
+#include "plan/rules/checks.h"
 
 namespace jax_attn {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/any/plan_context.cuh"
+#include "plan/rules/integers.h"
 
 namespace jax_attn {
 

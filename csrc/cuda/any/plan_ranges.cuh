@@ -2,6 +2,8 @@
 #pragma once
 
 #include "cuda/any/plan_trials.cuh"
+#include "plan/rules/cuts.h"
+#include "plan/rules/order.h"
 
 namespace jax_attn {
 

@@ -5,6 +5,8 @@
 #include "cuda/any/plan_ranges.cuh"
 #include "cuda/any/plan_trials.cuh"
 #include "cuda/any/prefix.cuh"
+#include "plan/rules/merges.h"
+#include "plan/rules/sharing.h"
 
 namespace jax_attn {
 

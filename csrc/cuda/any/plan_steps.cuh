@@ -5,6 +5,8 @@
 
 #include "cuda/any/plan_context.cuh"
 #include "cuda/any/prefix.cuh"
+#include "plan/rules/checks.h"
+#include "plan/rules/steps.h"
 
 namespace jax_attn {
 

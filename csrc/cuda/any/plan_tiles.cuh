@@ -3,7 +3,7 @@
 
 #include "cuda/any/plan_context.cuh"
 #include "cuda/common/math.cuh"
-#include "plan/rules.h"
+#include "plan/rules/checks.h"
 
 namespace jax_attn {
 

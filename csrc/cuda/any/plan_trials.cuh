@@ -3,6 +3,9 @@
 #pragma once
 
 #include "cuda/any/plan_context.cuh"
+#include "plan/rules/checks.h"
+#include "plan/rules/choice.h"
+#include "plan/rules/sharing.h"
 
 namespace jax_attn {
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "cuda/common/math.cuh"
-#include "plan/rules.h"
+#include "plan/rules/prefix_levels.h"
+#include "plan/rules/sharing.h"
 
 namespace jax_attn {
 
