@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +315,7 @@ class EngineBench(Bench):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
         self.load = TINY if arguments.tiny else FULL
-        self.drivers: dict[str, Driver] = {}
+        self.driver: Driver | None = None  # of the shape that is measured
         self.path = arguments.out or report.RESULTS / f"{report.device_name()}-engine.json"
 
     def run(self) -> None:
@@ -321,13 +323,19 @@ class EngineBench(Bench):
         # Steps follow each other without rests.
         self.guard("ceilings", lambda: self.measure_ceilings(sustained=True))
         for shape in self.arguments.shapes.split(","):
-            self.guard(f"{shape}, setup", lambda s=shape: self.make_driver(s))
-            if (driver := self.drivers.get(shape)) is None:
-                continue
+            self.measure_shape(shape)
+            gc.collect()  # weights and cache, so that the next shape has the memory
+
+    def measure_shape(self, shape: str) -> None:
+        if self.guard(f"{shape}, setup", lambda: self.make_driver(shape)):
+            assert self.driver is not None
             for part in self.parts_of(shape):
-                self.guard(f"{shape}, {part.__name__}", lambda: part(shape, driver))  # noqa: B023
+                self.guard(f"{shape}, {part.__name__}", partial(part, shape, self.driver))
+        self.driver = None
 
     def parts_of(self, shape: str) -> list[Callable[[str, Driver], None]]:
+        if ":" in shape:
+            return [self.decode]
         if shape == "qwen3-0.6b":
             return [self.throughput, self.variants]
         return [self.decode, self.variants, self.prefill, self.chunks, self.shared_prefix]
@@ -337,8 +345,8 @@ class EngineBench(Bench):
             self.fail(name, f"{self.arguments.budget} s are over")
             return False
         if not (done := super().guard(name, action)):
-            for driver in self.drivers.values():
-                driver.recover()
+            if self.driver is not None:
+                self.driver.recover()
         self.write()  # what a run that is cut short has measured is kept
         return done
 
@@ -351,15 +359,18 @@ class EngineBench(Bench):
     def make_driver(self, shape: str) -> None:
         load = self.load
         num_running = load.num_requests if shape == "qwen3-0.6b" else load.num_running
-        model = shapes.make_model(shape, self.arguments.tiny, "bfloat16")
+        base, _, kind = shape.partition(":")
+        model = shapes.make_model(base, self.arguments.tiny, "bfloat16")
+        if kind:
+            model = model._replace(params=shapes.quantize(model.params, kind))
         log(f"{shape}: {shapes.weight_bytes(model) / 1e9:.2f} GB of weights")
         config = EngineConfig(
-            num_pages=NUM_PAGES[shape],
+            num_pages=NUM_PAGES[base],
             page_size=PAGE_SIZE,
             max_running=num_running,
             max_step_tokens=load.max_step_tokens,
         )
-        self.drivers[shape] = Driver(model, config)
+        self.driver = Driver(model, config)
 
     def decode(self, shape: str, driver: Driver) -> None:
         load = self.load
@@ -583,15 +594,23 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--shapes", default=",".join(shapes.SHAPES), help="comma separated: %(default)s")
+    known = [*shapes.SHAPES, "llama-3.1-8b:int8", "llama-3.1-8b:int4"]
+    add("--shapes", default=",".join(known), help="comma separated; behind a colon is"
+        f" what the layers' matrices are quantised to, of {', '.join(shapes.QUANTIZED)}:"
+        " %(default)s")  # fmt: skip
     add("--budget", type=float, default=540, help="seconds after which nothing new starts")
     add("--out", type=Path, help="result file instead of results/<device>-engine.json")
     add("--tiny", action="store_true", help="tiny models and loads: tries the script")
     add("--cpu", action="store_true", help="decodes on a CPU, beside transformers")
     add("--peer-python", default=sys.executable, help="with torch and transformers (this one)")
     arguments = parser.parse_args()
-    if unknown := set(arguments.shapes.split(",")) - shapes.SHAPES.keys():
-        parser.error(f"--shapes: {sorted(unknown)}: known are {sorted(shapes.SHAPES)}")
+    for shape in arguments.shapes.split(","):
+        base, _, kind = shape.partition(":")
+        if base not in shapes.SHAPES or kind not in ("", *shapes.QUANTIZED):
+            parser.error(
+                f"--shapes: {shape!r}: expected one of {', '.join(shapes.SHAPES)}, alone or"
+                f" with one of {', '.join(shapes.QUANTIZED)} behind a colon"
+            )
     return arguments
 
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from jax_attn import models
 from jax_attn.models import Model
+from jax_attn.models.quantized import Quantized, codes_per_byte
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -62,6 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
+QUANTIZED = {"int8": 0, "e4m3": 128, "int4": 128, "e2m1": 32}
+"""Kinds of codes, and rows of a scale; 0: all."""
 TINY = {  # of any shape: for trying a script
     "vocab_size": 512,
     "hidden_size": 64,
@@ -91,6 +94,28 @@ def make_model(shape: str, tiny: bool, dtype: str) -> Model:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, mean: float) -> jax.Array:
     return (mean + shape[0] ** -0.5 * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+
+def quantize(params: models.Params, kind: Any) -> models.Params:
+    """Random codes of a kind in the place of the layers' matrices."""
+    keys = iter(jax.random.split(jax.random.key(1, impl="rbg"), len(jax.tree.leaves(params))))
+
+    def of(weight: jax.Array) -> Any:
+        if weight.ndim != 2:
+            return weight
+        rows, columns = weight.shape
+        group = min(QUANTIZED[kind] or rows, rows)
+        codes = jax.random.bits(next(keys), (rows // codes_per_byte(kind), columns), np.uint8)
+        codes = codes.view(np.int8) if kind == "int8" else codes % 120  # no NaN of e4m3
+        scales = np.full((rows // group, columns), 1e-3, np.float32)
+        if kind == "e2m1":
+            scales = np.full(scales.shape, 120, np.uint8)
+        zeros = np.full(scales.shape, 8, np.uint8) if kind == "int4" else None
+        matrix = Quantized(codes, scales, zeros, None, kind, group)
+        return jax.tree.map(jax.numpy.asarray, matrix)
+
+    layers = [{name: of(weight) for name, weight in layer.items()} for layer in params["layers"]]
+    return params | {"layers": layers}
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
