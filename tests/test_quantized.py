@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -156,8 +157,10 @@ def test_products(kind, columns):
         if zeros is not None:
             expected = expected - zeros[group]
         np.testing.assert_array_equal(wide, expected * scales[group])
-        got = jax.jit(quantized.product)(x, weight)
-        np.testing.assert_allclose(got, x @ wide, rtol=1e-5, atol=1e-4 * np.abs(wide).max())
+        on_gpu = partial(quantized._product, dtype=None, has_float8=True)
+        for product in (quantized.product, on_gpu):
+            got = jax.jit(product)(x, weight)
+            np.testing.assert_allclose(got, x @ wide, rtol=1e-5, atol=1e-4 * np.abs(wide).max())
 
 
 def test_widening_is_bounded():

@@ -262,7 +262,7 @@ class Device:
         forward = jax.jit(
             compute,
             donate_argnums=(3, 4),
-            compiler_options=_options(bucket.num_tokens) | (options or {}),
+            compiler_options=_options(bucket.num_tokens, self._weights) | (options or {}),
         )
         words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
         last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages)
@@ -342,14 +342,18 @@ _MAX_THREADS = 8
 _MEASURED_STEPS = 7
 
 
-def _options(num_tokens: int) -> dict[str, Any]:
+def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
     """Of XLA, which heeds them on GPUs alone.
 
     It times a product by itself, on weights that stay in the cache, and what is left of split sums
     to the next kernel not at all. So between few rows and many it picks Triton where cuBLAS is 3 to
-    4 % of a step faster: at 64 and 128, on an H200; not at 32, nor at 512.
+    4 % of a step faster: at 64 and 128, on an H200; not at 32, nor at 512. Triton alone multiplies
+    quantised weights without writing them wide before.
     """
-    return {"xla_gpu_enable_triton_gemm": False} if 64 <= num_tokens <= 256 else {}
+    is_quantized = any(leaf.dtype.itemsize == 1 for leaf in weights)
+    if is_quantized or not 64 <= num_tokens <= 256:
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False}
 
 
 def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
