@@ -51,7 +51,15 @@ class Batch {
     header_.nnz_qo = qo_indptr_.back();
     header_.nnz_kv = page_indptr_.back();
     header_.max_page_id = num_pages_ - 1;
+    max_kv_ = header_.nnz_kv + 1;
     tokens_ = header_.nnz_qo + 3;  // the last ones are padding
+    // Behind the batch is what looks like more requests of one token, which nobody may take.
+    max_batch_ = static_cast<i32>(c.requests.size()) + 8;
+    while (static_cast<i32>(kv_lens_.size()) < max_batch_) {
+      kv_lens_.push_back(1);
+      qo_indptr_.push_back(static_cast<i32>(kv_lens_.size()));
+      page_indptr_.push_back(0);
+    }
     for (int i = 0; i < tokens_ * c.dqk / 2; ++i) {
       const float angle = std::uniform_real_distribution<float>(-4, 4)(rng_);
       cos_.push_back(std::cos(angle));
@@ -169,8 +177,8 @@ class Batch {
     p.v_row_bytes = c_.kv_heads * RowBytes(c_.dvo);
     p.page_size = c_.page_size;
     p.max_qo_tokens = tokens_;
-    p.max_batch = static_cast<i32>(c_.requests.size()) + 1;
-    p.max_kv = page_indptr_.back() + 1;
+    p.max_batch = max_batch_;
+    p.max_kv = max_kv_;
     p.kv_format = Traits::kKvFormat;
     p.dtype = Traits::kDtype;
     p.num_kv_heads = c_.kv_heads;
@@ -208,7 +216,7 @@ class Batch {
   std::vector<float> cos_, sin_;
   float scales_[8] = {0.5f, 3, 0.01f, 1, 0.1f, 7, 2, 0.3f};
   i32 layer_ = kNumLayers - 1;
-  int num_pages_ = 0, tokens_ = 0;
+  int num_pages_ = 0, tokens_ = 0, max_batch_ = 0, max_kv_ = 0;
 };
 
 template <class Traits>
@@ -222,6 +230,7 @@ void RunCases(const std::string& dtype) {
            Case{"one head", mixed, 5, 1, 8, 16, 1},
            Case{"wide", {{3, 9}, {1, 20}}, 2, 1, 256, 256, 5, true},
            Case{"nothing", {}, 4, 2, 64, 64, 16},
+           Case{"many heads", {{1, 4}, {0, 3}, {1, 7}, {0, 0}, {3, 9}}, 9, 9, 256, 144, 4},
            Case{"short blocks", mixed, 3, 3, 80, 48, 4},
        }) {
     // As select/cuda.cc has it of codes with scales of rows.

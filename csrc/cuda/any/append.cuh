@@ -22,64 +22,139 @@ __device__ __forceinline__ int FindRequest(const i32* qo_indptr, int batch_size,
   return first;
 }
 
-// The row of the pools where query token `token` goes, found by a whole warp; -1: it has none.
-__device__ __forceinline__ i64 FindRow(const AppendParams& p, int batch_size, int token) {
-  const int request = FindRequest(p.qo_indptr, batch_size, token);
-  const i64 page_begin = LoadConstant(p.page_indptr + request);
-  const i64 layer = p.layer != nullptr ? LoadConstant(p.layer) : 0;
-  const int pos =
-      LoadConstant(p.kv_lens + request) - LoadConstant(p.qo_indptr + request + 1) + token;
-  if (pos < 0) return -1;
-  const i64 page =
-      layer * p.num_pages + LoadConstant(p.page_indices + page_begin + pos / p.page_size);
-  return page * p.page_size + pos % p.page_size;
-}
+// What the place of a token depends on.
+struct TokenPlace {
+  i32 qo_begin, qo_end, kv_len, page_begin;  // of its request
+  i32 layer;
+
+  // As if request `request` had it. Nothing waits for what is asked for here.
+  __device__ __forceinline__ TokenPlace(const AppendParams& p, int request)
+      : qo_begin(LoadConstant(p.qo_indptr + request)),
+        qo_end(LoadConstant(p.qo_indptr + request + 1)),
+        kv_len(LoadConstant(p.kv_lens + request)),
+        page_begin(LoadConstant(p.page_indptr + request)),
+        layer(p.layer != nullptr ? LoadConstant(p.layer) : 0) {}
+};
+
+// Where query tokens go, and whether there are as many. In a batch of decodes the request of a
+// token has the token's own number: what that says is asked for beside the header and what is new,
+// ahead of any answer. Wrong guesses stay within the arrays, whose capacities bound them.
+class AppendToken {
+ public:
+  // Tokens that no decode has are not asked for before the header says that there are so many.
+  __device__ __forceinline__ static bool MayBeOne(const AppendParams& p, int token) {
+    return token < p.max_batch || token < HeaderCounts(p.header, p).nnz_qo;
+  }
+
+  __device__ __forceinline__ AppendToken(const AppendParams& p, int token)
+      : token_(token), guess_(p, Min(token, p.max_batch - 1)) {}
+
+  // The row of the pools where it goes, found by a whole warp; -1: it has none.
+  __device__ __forceinline__ i64 Row(const AppendParams& p, const HeaderCounts& plan) const {
+    TokenPlace place = guess_;
+    if (token_ < guess_.qo_begin || token_ >= guess_.qo_end || token_ >= plan.batch_size) {
+      place = TokenPlace(p, FindRequest(p.qo_indptr, plan.batch_size, token_));
+    }
+    const int pos = place.kv_len - place.qo_end + token_;
+    if (pos < 0) return -1;
+    const i32* pages = p.page_indices + place.page_begin;
+    const i64 page = i64{place.layer} * p.num_pages + LoadConstant(pages + pos / p.page_size);
+    return page * p.page_size + pos % p.page_size;
+  }
+
+ private:
+  int token_;
+  TokenPlace guess_;
+};
 
 template <class Traits>
 struct AppendBody {
   static constexpr int kNumThreads = 256;
   static constexpr int kSmemBytes = 0;
-  static constexpr int kMinCtasPerSm = 5;  // 48 registers are enough for four vectors under way
+  static constexpr int kMinCtasPerSm = 4;  // 64 registers: four vectors and a header under way
 
   // A warp copies one row: even tasks k, odd tasks v of token task / 2; without v a task a token.
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const HeaderCounts plan(p.header, p);
     const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // of a token
-    const i64 num_tasks = static_cast<i64>(plan.nnz_qo) << tasks_log2;
+    const i64 num_tasks = static_cast<i64>(p.max_qo_tokens) << tasks_log2;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
       const int token = static_cast<int>(task >> tasks_log2);
       const bool is_v = (task & tasks_log2) != 0;
-      const i64 row = FindRow(p, plan.batch_size, token);
-      if (row < 0) continue;
+      if (!AppendToken::MayBeOne(p, token)) return;
+      const AppendToken place(p, token);
       if constexpr (Traits::kKvFormat != kPlainFormat) {
+        const HeaderCounts plan(p.header, p);
+        if (token >= plan.nnz_qo) return;
+        const i64 row = place.Row(p, plan);
+        if (row < 0) continue;
         if (is_v) {
           WriteCodes(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
         } else {
           WriteCodes(p, p.k_pages, row, p.k_new, token, p.head_dim_qk, p.k_scale);
         }
-        continue;
-      }
-      if (is_v) {
-        CopyRow(p.v_pages, row, p.v_new, token, p.v_row_bytes);
       } else {
-        CopyRow(p.k_pages, row, p.k_new, token, p.k_row_bytes);
+        const i64 row_bytes = is_v ? p.v_row_bytes : p.k_row_bytes;
+        const RowCopy copy(is_v ? p.v_new : p.k_new, token, row_bytes);
+        const HeaderCounts plan(p.header, p);
+        if (token >= plan.nnz_qo) return;
+        const i64 row = place.Row(p, plan);
+        if (row >= 0) copy.Store(is_v ? p.v_pages : p.k_pages, row);
       }
     }
   }
 
-  // Rows are whole 16-byte vectors, because head dims are multiples of 8.
-  __device__ __forceinline__ static void CopyRow(void* pool, i64 row, const void* fresh, i64 token,
-                                                 i64 row_bytes) {
-    const char* from = static_cast<const char*>(fresh) + token * row_bytes;
-    char* to = static_cast<char*>(pool) + row * row_bytes;
-    const int num_vectors = static_cast<int>(row_bytes / 16);
-#pragma unroll 4
-    for (int i = threadIdx.x % kWarpSize; i < num_vectors; i += kWarpSize) {
-      *reinterpret_cast<uint4*>(to + i * 16) = LoadConstant16(from + i * 16);
+  // Rows are whole 16-byte vectors, because head dims are multiples of 8. The first vectors of each
+  // lane are under way before anybody knows where they go.
+  class RowCopy {
+   public:
+    __device__ __forceinline__ RowCopy(const void* fresh, i64 token, i64 row_bytes)
+        // Anew: else each vector's address would be computed from the start.
+        : from_(Anew(static_cast<const char*>(fresh) + token * row_bytes + Lane() * 16)),
+          row_bytes_(row_bytes),
+          num_vectors_(static_cast<int>(row_bytes / 16) - Lane()) {
+      Load(0, first_);
     }
-  }
+
+    __device__ __forceinline__ void Store(void* pool, i64 row) const {
+      char* to = static_cast<char*>(pool) + row * row_bytes_ + Lane() * 16;
+      StoreVectors(to, 0, first_);
+#pragma unroll 1
+      for (int i = kBatch; i * kWarpSize < num_vectors_; i += kBatch) {
+        uint4 vectors[kBatch];
+        Load(i, vectors);
+        StoreVectors(to, i, vectors);
+      }
+    }
+
+   private:
+    static constexpr int kBatch = 4;
+    __device__ static int Lane() { return threadIdx.x % kWarpSize; }
+
+    __device__ __forceinline__ void Load(int begin, uint4 (&vectors)[kBatch]) const {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if ((begin + i) * kWarpSize < num_vectors_) {
+          vectors[i] = LoadConstant16(from_ + (begin + i) * kWarpSize * 16);
+        }
+      }
+    }
+    __device__ __forceinline__ void StoreVectors(char* to, int begin,
+                                                 const uint4 (&vectors)[kBatch]) const {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if ((begin + i) * kWarpSize < num_vectors_) {
+          *reinterpret_cast<uint4*>(to + (begin + i) * kWarpSize * 16) = vectors[i];
+        }
+      }
+    }
+
+    const char* from_;
+    i64 row_bytes_;
+    int num_vectors_;  // from this lane's first one on
+    uint4 first_[kBatch];
+  };
 
   __device__ __forceinline__ static void WriteCodes(const AppendParams& p, void* pool, i64 row,
                                                     const void* fresh, i64 token, int head_dim,

@@ -13,7 +13,7 @@ struct AppendRotatedBody {
   static constexpr int kDtype = Traits::kDtype;
   static constexpr bool kHasOwnScales =
       Traits::kKvFormat != kPlainFormat && FormatOf(Traits::kKvFormat).scale != kHeadScale;
-  static constexpr int kMinCtasPerSm = kHasOwnScales ? 5 : 8;  // 48 or 32 registers are enough
+  static constexpr int kMinCtasPerSm = kHasOwnScales ? 5 : 6;  // 48 or 40 registers are enough
 
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     if constexpr (kHasOwnScales) {
@@ -29,17 +29,19 @@ struct AppendRotatedBody {
   __device__ __forceinline__ static void RunQuads(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const HeaderCounts plan(p.header, p);
     const int q_quads = p.num_qo_heads * p.head_dim_qk / 8;
     const int rotated_quads = q_quads + p.num_kv_heads * p.head_dim_qk / 8;
     const int num_quads = rotated_quads + p.num_kv_heads * p.head_dim_vo / 4;
     const i64 row_dim = rotated_quads * 8 + (num_quads - rotated_quads) * 4;
     const int half = p.head_dim_qk / 2;
     const int warps_a_token = AppendRotatedWarps(p);
-    const int num_tasks = plan.nnz_qo * warps_a_token;
-    for (int task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
+    const i64 num_tasks = i64{p.max_qo_tokens} * warps_a_token;
+    for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
-      const int token = task / warps_a_token, first = task % warps_a_token * kWarpSize;
+      const int token = static_cast<int>(task / warps_a_token);
+      const int first = static_cast<int>(task % warps_a_token) * kWarpSize;
+      if (!AppendToken::MayBeOne(p, token)) return;
+      const AppendToken place(p, token);
       const int quad = first + lane;
       const bool is_rotated = quad < rotated_quads;
       const i64 from = token * row_dim;
@@ -55,8 +57,10 @@ struct AppendRotatedBody {
       } else if (quad < num_quads) {
         low = Quad(p.qkv, from + (quad + rotated_quads) * 4);
       }
-      // Nobody asks for the row of a warp that has nothing but queries.
-      const i64 row = first + kWarpSize > q_quads ? FindRow(p, plan.batch_size, token) : -1;
+      const HeaderCounts plan(p.header, p);
+      if (token >= plan.nnz_qo) return;
+      // Nobody looks for the row of a warp that has nothing but queries.
+      const i64 row = first + kWarpSize > q_quads ? place.Row(p, plan) : -1;
       if (is_rotated) {
         const float4 a = Floats(low), b = Floats(high);
         const Pair pair = {{a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y, a.z * c.z - b.z * s.z,
@@ -79,27 +83,30 @@ struct AppendRotatedBody {
   __device__ __forceinline__ static void RunHeads(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize, first = 8 * lane;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const HeaderCounts plan(p.header, p);
     const int num_rotated = p.num_qo_heads + p.num_kv_heads;
     const int num_heads = num_rotated + p.num_kv_heads;
     const i64 row_dim = num_rotated * i64{p.head_dim_qk} + p.num_kv_heads * i64{p.head_dim_vo};
-    const i64 num_tasks = i64{plan.nnz_qo} * num_heads;
+    const i64 num_tasks = i64{p.max_qo_tokens} * num_heads;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
       const int token = static_cast<int>(task / num_heads);
       const int head = static_cast<int>(task % num_heads);
+      if (!AppendToken::MayBeOne(p, token)) return;
+      const AppendToken place(p, token);
       const bool is_v = head >= num_rotated;
       const int head_dim = is_v ? p.head_dim_vo : p.head_dim_qk;
       const i64 begin = token * row_dim + i64{Min(head, num_rotated)} * p.head_dim_qk +
                         i64{Max(head - num_rotated, 0)} * p.head_dim_vo;
       uint4 bits = {};
       if (first < head_dim) bits = is_v ? Eight(p, begin + first) : Rotated(p, token, begin, first);
+      const HeaderCounts plan(p.header, p);
+      if (token >= plan.nnz_qo) return;
       if (head < p.num_qo_heads) {
         const i64 to = (i64{token} * p.num_qo_heads + head) * p.head_dim_qk + first;
         if (first < head_dim) *reinterpret_cast<uint4*>(static_cast<u16*>(p.q) + to) = bits;
         continue;
       }
-      const i64 row = FindRow(p, plan.batch_size, token);
+      const i64 row = place.Row(p, plan);
       if (row < 0) continue;
       float x[8];
       EightElements<kDtype>(bits, x);
