@@ -576,4 +576,7 @@ struct MergeParams {
   i32 head_dim_vo;
 };
 
+// Rows that a thread of merge has at once.
+constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
+
 }  // namespace jax_attn

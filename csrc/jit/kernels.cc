@@ -14,12 +14,13 @@ namespace {
 // Of the backward pass: as many as share a multiprocessor at best. They take units until none is
 // left, so those that come late do no harm.
 constexpr int64_t kBackwardCtasPerSm = 2;
-// Append and merge move memory: threads enough for all of it, but no more than a few waves of the
-// device; the kernels walk the rest in strides of the grid.
+// Append moves memory: threads enough for all of it, but no more than a few waves of the device;
+// the kernel walks the rest in strides of the grid.
 constexpr int64_t kCtasPerSm = 8;
 constexpr int64_t kWarpSize = 32;        // append: a warp copies one row of k or of v
-constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes
-constexpr int64_t kPagesPerThread = 4;   // plan: a thread copies 16 bytes of page ids at a time
+constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes of a row
+constexpr int64_t kMaxGrid = 0x7fffffff;
+constexpr int64_t kPagesPerThread = 4;  // plan: a thread copies 16 bytes of page ids at a time
 
 std::atomic<int64_t> attention_launches{0};
 std::atomic<int64_t> backward_launches{0};
@@ -386,8 +387,10 @@ Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* s
   if (Status s = FindResolved("merge_states", kernel, device_ordinal, &loaded); !s.ok()) return s;
   if (params.num_rows == 0) return Status::Ok();
   Launch launch;
-  launch.num_ctas = GridFor(params.num_rows * params.head_dim_vo * ElementBytes(kernel.dtype),
-                            kBytesPerThread * loaded->num_threads, *loaded);
+  // All at once: CTAs that are waiting balance better than strides of the grid do.
+  const int64_t bytes = params.num_rows * params.head_dim_vo * ElementBytes(kernel.dtype);
+  const int64_t cta_bytes = kBytesPerThread * MergeRows(params) * loaded->num_threads;
+  launch.num_ctas = std::min<int64_t>((bytes + cta_bytes - 1) / cta_bytes, kMaxGrid);
   return LaunchLoaded("merge_states", *loaded, launch, params, stream);
 }
 

@@ -842,6 +842,10 @@ inline uint4 LoadConstant16(const void* global) {
   ++emulation::num_loads;
   return EmulationLoad16<uint4>(global);
 }
+template <typename Vector>
+void StoreVector(void* global, Vector x) {
+  std::memcpy(global, &x, sizeof x);
+}
 template <typename T>
 u32 EmulationLoad(const void* global) {
   T x;

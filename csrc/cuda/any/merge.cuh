@@ -15,73 +15,95 @@ struct MergeBody {
   static constexpr bool kIsF32 = Traits::kDtype == kElementF32;
   static constexpr int kVectorElements = 16 / E::kBytes;
 
+  // Four vectors a thread are under way: of four states of a row, or of the two of two rows.
   __device__ __forceinline__ static void Run(const MergeParams& p) {
-    if (p.head_dim_vo % kVectorElements == 0) {
-      Fold<kVectorElements>(p);
+    if (p.head_dim_vo % kVectorElements != 0) {
+      Fold<1, 1, 4>(p);
+    } else if (MergeRows(p) == 2) {
+      Fold<kVectorElements, 2, 2>(p);
     } else {
-      Fold<1>(p);
+      Fold<kVectorElements, 1, 4>(p);
     }
   }
 
-  // kWidth elements a thread and step; the threads of a CTA cover whole rows.
-  template <int kWidth>
+  // kWidth elements of kRows rows a thread and step, kBatch states at a time; the threads of a CTA
+  // cover whole rows.
+  template <int kWidth, int kRows, int kBatch>
   __device__ __forceinline__ static void Fold(const MergeParams& p) {
     const int row_parts = p.head_dim_vo / kWidth;
     const int row_threads = Min(row_parts, kNumThreads);
-    const int rows = kNumThreads / row_threads;  // of a CTA and step
+    const int rows = kNumThreads / row_threads;  // of a CTA, side by side
     const int first_part = threadIdx.x % row_threads, first_row = threadIdx.x / row_threads;
     if (first_row >= rows) return;
-    for (i64 row = static_cast<i64>(blockIdx.x) * rows + first_row; row < p.num_rows;
-         row += static_cast<i64>(gridDim.x) * rows) {
+    for (i64 row = static_cast<i64>(blockIdx.x) * rows * kRows + first_row; row < p.num_rows;
+         row += static_cast<i64>(gridDim.x) * rows * kRows) {
       for (int part = first_part; part < row_parts; part += row_threads) {
-        FoldPart<kWidth>(p, row, part);
+        FoldPart<kWidth, kRows, kBatch>(p, row, rows, part);
       }
     }
   }
 
-  // States are read four at a time: all loads of four states are under way before the first is
-  // used.
-  template <int kWidth>
-  __device__ __forceinline__ static void FoldPart(const MergeParams& p, i64 row, int part) {
-    constexpr int kBatch = 4;
-    const i64 at = row * p.head_dim_vo + part * kWidth;
-    const i64 state_elements = p.num_rows * p.head_dim_vo;
-    float max_lse = -Infinity(), sum = 0.0f;  // in natural log: a single state comes out exactly
-    float o[kWidth] = {};
-    for (int first = 0; first < p.num_states; first += kBatch) {
-      float lse[kBatch];
-      Elements<kWidth> x[kBatch];
-      float new_max = max_lse;
+  // Of rows first_row, first_row + row_step, ...: all loads of a batch of states are under way
+  // before the first is used.
+  template <int kWidth, int kRows, int kBatch>
+  __device__ __forceinline__ static void FoldPart(const MergeParams& p, i64 first_row, int row_step,
+                                                  int part) {
+    // lse in natural log: a single state comes out exactly.
+    float max_lse[kRows], sum[kRows] = {}, o[kRows][kWidth] = {};
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        lse[i] = -Infinity();
-        if (first + i < p.num_states) {
-          lse[i] = p.lse_parts[(first + i) * p.num_rows + row];
-          x[i] = Load<kWidth>(p.o_parts, (first + i) * state_elements + at);
+    for (int r = 0; r < kRows; ++r) max_lse[r] = -Infinity();
+    for (int first = 0; first < p.num_states; first += kBatch) {
+      float lse[kRows][kBatch];
+      Elements<kWidth> x[kRows][kBatch];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const i64 row = first_row + r * row_step;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          lse[r][i] = -Infinity();
+          if (first + i < p.num_states && row < p.num_rows) {
+            const i64 at = (first + i) * p.num_rows + row;
+            lse[r][i] = p.lse_parts[at];
+            x[r][i] = Load<kWidth>(p.o_parts, at * p.head_dim_vo + part * kWidth);
+          }
         }
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) new_max = fmaxf(new_max, lse[i]);
-      const float factor = Weight(max_lse, new_max);
-      max_lse = new_max;
-      sum *= factor;
+      for (int r = 0; r < kRows; ++r) AddBatch(lse[r], x[r], max_lse[r], sum[r], o[r]);
+      if (kRows > 1) break;  // no more states than a batch has
+    }
 #pragma unroll
-      for (int c = 0; c < kWidth; ++c) o[c] *= factor;
+    for (int r = 0; r < kRows; ++r) {
+      const i64 row = first_row + r * row_step;
+      if (row >= p.num_rows) return;
+      const RowResult result = FinishRow({0.0f, sum[r]}, -Infinity());
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (lse[i] != -Infinity()) {  // else o counts for nothing, whatever it is
-          const float weight = Weight(lse[i], max_lse);
-          sum += weight;
+      for (int c = 0; c < kWidth; ++c) o[r][c] *= result.o_scale;
+      Store<kWidth>(p.o, row * p.head_dim_vo + part * kWidth, o[r]);
+      if (part == 0) p.lse[row] = max_lse[r] + result.lse_log2 * kLn2;
+    }
+  }
+
+  template <int kBatch, class X, int kWidth>
+  __device__ __forceinline__ static void AddBatch(const float (&lse)[kBatch], const X (&x)[kBatch],
+                                                  float& max_lse, float& sum, float (&o)[kWidth]) {
+    float new_max = max_lse;
 #pragma unroll
-          for (int c = 0; c < kWidth; ++c) o[c] = fmaf(weight, x[i].Float(c), o[c]);
-        }
+    for (int i = 0; i < kBatch; ++i) new_max = fmaxf(new_max, lse[i]);
+    const float factor = Weight(max_lse, new_max);
+    max_lse = new_max;
+    sum *= factor;
+#pragma unroll
+    for (int c = 0; c < kWidth; ++c) o[c] *= factor;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (lse[i] != -Infinity()) {  // else o counts for nothing, whatever it is
+        const float weight = Weight(lse[i], max_lse);
+        sum += weight;
+#pragma unroll
+        for (int c = 0; c < kWidth; ++c) o[c] = fmaf(weight, x[i].Float(c), o[c]);
       }
     }
-    const RowResult result = FinishRow({0.0f, sum}, -Infinity());
-#pragma unroll
-    for (int c = 0; c < kWidth; ++c) o[c] *= result.o_scale;
-    Store<kWidth>(p.o, at, o);
-    if (part == 0) p.lse[row] = max_lse + result.lse_log2 * kLn2;
   }
 
   __device__ __forceinline__ static float Weight(float lse, float max_lse) {
@@ -125,8 +147,9 @@ struct MergeBody {
     } else if constexpr (kIsF32) {
       Store4<kElementF32>(array, at, make_float4(x[0], x[1], x[2], x[3]));
     } else {
-      *reinterpret_cast<uint4*>(static_cast<u16*>(array) + at) = make_uint4(
-          E::Pack(x[0], x[1]), E::Pack(x[2], x[3]), E::Pack(x[4], x[5]), E::Pack(x[6], x[7]));
+      StoreVector(static_cast<u16*>(array) + at,
+                  make_uint4(E::Pack(x[0], x[1]), E::Pack(x[2], x[3]), E::Pack(x[4], x[5]),
+                             E::Pack(x[6], x[7])));
     }
   }
 };

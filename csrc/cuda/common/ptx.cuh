@@ -283,6 +283,16 @@ __device__ __forceinline__ u32 LoadOperand8(const void* global) {
   return x;
 }
 
+// Writes 16 or 8 bytes at once. (Of a uint4 whose words were packed just before, the compiler makes
+// four stores.)
+__device__ __forceinline__ void StoreVector(void* global, uint4 x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w));
+}
+__device__ __forceinline__ void StoreVector(void* global, uint2 x) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(x.x), "r"(x.y));
+}
+
 // Brings a line into L2.
 __device__ __forceinline__ void PrefetchL2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));

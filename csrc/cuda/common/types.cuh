@@ -49,8 +49,7 @@ __device__ __forceinline__ void Store4(void* array, i64 at, float4 x) {
     *reinterpret_cast<float4*>(static_cast<float*>(array) + at) = x;
   } else {
     using E = Element<kDtype>;
-    *reinterpret_cast<uint2*>(static_cast<u16*>(array) + at) =
-        make_uint2(E::Pack(x.x, x.y), E::Pack(x.z, x.w));
+    StoreVector(static_cast<u16*>(array) + at, make_uint2(E::Pack(x.x, x.y), E::Pack(x.z, x.w)));
   }
 }
 
