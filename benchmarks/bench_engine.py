@@ -4,8 +4,8 @@
     python -m benchmarks.bench_engine --tiny --out FILE    tries the script on any machine
     python -m benchmarks.bench_engine --cpu                on a CPU -> results/cpu-engine.json
 
-On a CPU: decodes of Qwen3-0.6B's shapes, of one client and of several, beside transformers where
-torch is installed, in this Python or in that of --peer-python. They take turns.
+On a CPU: decodes of Qwen3-0.6B's shapes, of one client and of several, beside transformers and
+llama.cpp where they are installed, in this Python or in those of --peer-python. They take turns.
 
 A step's floor is that of its own sequences: weights and their keys and values once through memory,
 or its matrix products, at the ceilings of the same run. Steps overlap, so the time of one is that
@@ -201,17 +201,22 @@ class Driver:
         return max(bytes_us, self.flops(step) / ceilings.flops_per_us)
 
 
-class Peer:
-    """transformers in a process of its own (peers/transformers_decode.py).
+PEERS = {"transformers_decode": "transformers", "llama_cpp_decode": "llama.cpp"}
+"""Modules of benchmarks.peers, and what each measures."""
+WAITS = ("active", "passive")
 
-    waiting: of OMP_WAIT_POLICY. Threads that spin are faster on processors of their own, and many
-    times slower where other work wants those.
+
+class Peer:
+    """transformers or llama.cpp in a process of its own (peers/decode_turns.py).
+
+    module: of benchmarks.peers. waiting: of OMP_WAIT_POLICY. Threads that spin are faster on
+    processors of their own, and many times slower where other work wants those.
     """
 
-    def __init__(self, python: str, config: dict[str, Any], dtype: str, waiting: str):
+    def __init__(self, python: str, module: str, waiting: str, config: Any, dtype: str):
         """Raises OSError where it does not start."""
-        self.name = f"transformers, {waiting} waits"
-        command = [python, "-m", "benchmarks.peers.transformers_decode"]
+        self.name = f"{PEERS[module]}, {waiting} waits"
+        command = [python, "-m", f"benchmarks.peers.{module}"]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -260,9 +265,10 @@ class CpuBench(Bench):
         raw = shapes.SHAPES[self.SHAPE] | (shapes.TINY if self.arguments.tiny else {})
         peers: list[Peer] = []
         try:
-            for waiting in ("active", "passive"):
+            pythons = self.arguments.peer_python
+            for python, module, waiting in itertools.product(pythons, PEERS, WAITS):
                 try:
-                    peers.append(Peer(self.arguments.peer_python, raw, dtype, waiting))
+                    peers.append(Peer(python, module, waiting, raw, dtype))
                 except OSError as error:
                     log(f"without a peer: {error}")
             model = shapes.make_model(self.SHAPE, self.arguments.tiny, dtype)
@@ -601,8 +607,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--budget", type=float, default=540, help="seconds after which nothing new starts")
     add("--out", type=Path, help="result file instead of results/<device>-engine.json")
     add("--tiny", action="store_true", help="tiny models and loads: tries the script")
-    add("--cpu", action="store_true", help="decodes on a CPU, beside transformers")
-    add("--peer-python", default=sys.executable, help="with torch and transformers (this one)")
+    add("--cpu", action="store_true", help="decodes on a CPU, beside transformers and llama.cpp")
+    add(
+        "--peer-python",
+        nargs="+",
+        default=[sys.executable],
+        help="Pythons, of which one has torch and transformers, one llama_cpp and gguf (this one)",
+    )
     arguments = parser.parse_args()
     for shape in arguments.shapes.split(","):
         base, _, kind = shape.partition(":")

@@ -9,24 +9,24 @@ build=$(realpath "$1")
 host=$PWD/.venv/bin
 . build_tools/aarch64.sh
 
-aarch64_get_python "$build" || exit 77
+aarch64_get_python "$build" 3.11 || exit 77
 "$host/python" -m pip install --quiet --group wheels
-aarch64_wheel "$host" . "$build" "$build/wheel" --config-settings=build-dir="$build" \
+aarch64_wheel "$host" 3.11 . "$build" "$build/wheel" --config-settings=build-dir="$build" \
   --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR="$PWD/build/ffi_headers/jaxlib/include"
 wheel=$(echo "$build"/wheel/*.whl)
 "$host/python" build_tools/check_wheel.py "$wheel"
 version=$("$host/python" -c 'import jaxlib; print(jaxlib.__version__)')
 rm -rf "$build/site"
-aarch64_install "$host" "$build" "jax==$version" "jaxlib==$version" 'pytest>=8,<10' \
+aarch64_install "$host" 3.11 "$build" "jax==$version" "jaxlib==$version" 'pytest>=8,<10' \
   'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' || { echo "no wheels of jaxlib for aarch64"; exit 77; }
-aarch64_install "$host" "$build" --no-deps "$wheel"
+aarch64_install "$host" 3.11 "$build" --no-deps "$wheel"
 
 rm -rf "$build/checkout"
 mkdir "$build/checkout"
 cp -r tests examples benchmarks pyproject.toml "$build/checkout"
 cp build_tools/try_wheel.py "$build/checkout"
 cd "$build/checkout"
-aarch64_python "$build"
+aarch64_python 3.11 "$build"
 "${emulated[@]}" -c 'from jax_attn import _core; print(_core.cpu_isa())' | grep -x neon
 "${emulated[@]}" try_wheel.py
 # One set of parameters of each test. Of variants three tests: a minute of the three that it all takes.

@@ -6,7 +6,7 @@
 #
 # auditwheel tags them by the oldest glibc that has what they call. Each is looked at, installed into an
 # environment with nothing but its dependencies, and called there. aarch64 on another machine: by cross
-# compiler and QEMU, and for the one Python that Debian has.
+# compiler and QEMU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 arch=$1
@@ -14,17 +14,16 @@ shift
 work=$PWD/build/wheels-$arch
 tools=$work/tools/bin
 crosses=
-tools_version=3.12
 if [[ $arch != "$(uname -m)" ]]; then
   [[ $arch == aarch64 ]] || { echo "ARCH: expected $(uname -m) or aarch64, got $arch" >&2; exit 2; }
   crosses=1
-  tools_version=3.11  # that of the wheel
 fi
 rm -rf dist "$work"
 
-"$(build_tools/find_python.sh "$tools_version" || build_tools/find_python.sh 3.13)" -m venv "$work/tools"
+later=$(build_tools/find_python.sh 3.12 || build_tools/find_python.sh 3.13)
+"$later" -m venv "$work/tools"
 "$tools/pip" install --quiet --upgrade 'pip>=25.1'
-"$tools/pip" install --quiet --group wheels ${crosses:+--group build}
+"$tools/pip" install --quiet --group wheels
 "$tools/python" -m build --sdist --outdir dist . >"$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
 sdist=$(echo dist/*.tar.gz)
 release=${sdist#dist/jax_attn-}
@@ -49,27 +48,31 @@ build_for() {
   cp "$wheel" dist
 }
 
+# build_for_aarch64 VERSION: by this machine's Python for Debian's of that version.
 build_for_aarch64() {
-  local wheel emulated
+  local version=$1 folder=$work/$1 python wheel emulated
+  local host=$folder/host/bin
   . build_tools/aarch64.sh
-  aarch64_get_python "$work"
-  "$tools/python" build_tools/ffi_headers.py "$work/headers"
-  aarch64_wheel "$tools" "$sdist" "$work" "$work/whl" \
-    --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR="$work/headers/jaxlib/include"
-  wheel=$(echo "$work/whl"/*.whl)
+  python=$(build_tools/find_python.sh "$version") || { echo "no Python $version: no wheel by it"; return; }
+  "$python" -m venv "$folder/host"
+  "$host/pip" install --quiet --upgrade 'pip>=25.1'
+  "$host/pip" install --quiet --group wheels --group build
+  aarch64_get_python "$folder" "$version"
+  "$host/python" build_tools/ffi_headers.py "$folder/headers"
+  aarch64_wheel "$host" "$version" "$sdist" "$folder" "$folder/whl" \
+    --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR="$folder/headers/jaxlib/include"
+  wheel=$(echo "$folder/whl"/*.whl)
   check "$wheel"
-  aarch64_install "$tools" "$work" "$wheel"
-  aarch64_python "$work"
+  aarch64_install "$host" "$version" "$folder" "$wheel"
+  aarch64_python "$version" "$folder"
   (cd / && "${emulated[@]}" "$OLDPWD/build_tools/try_wheel.py")
   cp "$wheel" dist
 }
 
 for version in "$@"; do
-  if [[ $crosses && $version == 3.11 ]]; then
-    build_for_aarch64
-    continue
-  elif [[ $crosses ]]; then
-    echo "no Python $version for $arch: no wheel for it"
+  if [[ $crosses ]]; then
+    [[ $version != 3.12 ]] || version=3.13  # of Debian 13; Debian has no 3.12
+    build_for_aarch64 "$version"
     continue
   fi
   python=$(build_tools/find_python.sh "$version" ||
