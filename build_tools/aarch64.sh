@@ -30,6 +30,7 @@ aarch64_get_python() {
     "libpython$version-stdlib" "libpython$version-dev" libc6 libgcc-s1 libstdc++6 zlib1g libexpat1 \
     "$ssl" libffi8 libbz2-1.0 liblzma5) || { echo "no Python $version of Debian for arm64"; return 1; }
   for package in "$work"/debs/*.deb; do dpkg -x "$package" "$root"; done
+  [[ -e $root/lib ]] || ln -s usr/lib "$root/lib"  # Debian 13 has base-files do it
   cp "$root/usr/include/aarch64-linux-gnu/python$version/pyconfig.h" "$root/usr/include/python$version/"
   touch "$work/python.stamp"
 }
