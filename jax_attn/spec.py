@@ -519,7 +519,7 @@ class AttentionSpec:
         if arch:
             tuning.refuse_foreign_gpu(arch)
         if arch and not self.eight_bit_products:  # which have no other loop
-            _tell_fallback(arch, FORMATS.index(self.q_dtype), FORMATS.index(self.kv_dtype))
+            _tell_fallback(arch, FORMATS.index(self.q_dtype))
         if config.print_config:
             print(_explain(self, problem))
         return problem
@@ -556,9 +556,9 @@ class AttentionSpec:
 
 
 @functools.cache
-def _tell_fallback(arch: int, q_format: int, kv_format: int) -> None:
+def _tell_fallback(arch: int, q_format: int) -> None:
     """Warns, once per architecture, that it runs a main loop that is not made for it."""
-    if sentence := _core.describe_fallback(arch, q_format, kv_format):
+    if sentence := _core.describe_fallback(arch, q_format):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
 

@@ -80,7 +80,8 @@ Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& la
 // (csrc/cuda/sm90/attention.cuh).
 int64_t BoxRows(const AttentionProblem& problem) {
   const int64_t slice = problem.config.tile_kv / 4, page_size = problem.spec.page_size;
-  if (page_size % slice == 0) return slice;  // ragged as well
+  if (problem.spec.kv_format > kE5m2Format) return 0;  // rows are no vectors of 16 bytes
+  if (page_size % slice == 0) return slice;            // ragged as well
   return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
 }
 

@@ -46,12 +46,9 @@ constexpr const char* kOneHeight =
     "every batch";
 
 // Why the portable loop serves though a faster one could; null: it is the one there is.
-const char* NoOwnLoop(const CudaDevice& device, int64_t q_format, int64_t kv_format) {
+const char* NoOwnLoop(const CudaDevice& device, int64_t q_format) {
   if (q_format != kPlainFormat && device.main_loop == kHopper) {
     return "the one on wgmma takes queries of float8_e4m3fn with eight_bit_products=True alone";
-  }
-  if (DecodesRows(kv_format) && device.main_loop == kHopper) {
-    return "the one on wgmma takes keys and values of float8_e4m3fn, but no other codes yet";
   }
   return device.no_own_loop;
 }
@@ -79,7 +76,7 @@ void SelectF32(Choice& c) {
 void SelectTensorCore(Choice& c) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
-  const char* why = NoOwnLoop(c.device, spec.q_format, spec.kv_format);
+  const char* why = NoOwnLoop(c.device, spec.q_format);
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
   // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
@@ -119,7 +116,7 @@ void SelectHopper(Choice& c) {
   c.Because("main_loop",
             "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
                 (c.spec.eight_bit_products ? ", and e4m3 as it is (sm90/e4m3_products.cuh)"
-                 : c.spec.quantized()      ? ", which e4m3 becomes in shared memory (sm90/e4m3.cuh)"
+                 : c.spec.quantized()      ? ", which codes become in shared memory (sm90/e4m3.cuh)"
                                            : ""));
   c.config.main_loop = kHopper;
   const int64_t dim_qk = (c.spec.head_dim_qk + 63) / 64 * 64;
@@ -130,11 +127,12 @@ void SelectHopper(Choice& c) {
   const bool only_decodes = !c.spec.quantized() && c.spec.schedule != kFixedSplit &&
                             c.spec.group_size() <= 32 &&
                             c.spec.max_qo_tokens * c.spec.group_size() <= 32;
-  // A third consumer's logits, probabilities and o leave 32 of 160 registers. Keys and values of
-  // e4m3 have a second producer instead, which converts beside the first.
+  // A third consumer's logits, probabilities and o leave 32 of 160 registers. Codes have a second
+  // producer instead, which converts beside the first.
   const int64_t producers = converts && dim_vo <= 192 ? 2 : 1;
   const int64_t consumers = dim_vo <= 64 && !c.spec.quantized() ? 3 : 2;
   c.config.num_warps = only_decodes ? 16 : 4 * (producers + consumers);
+  // Half of what rows with scales of their own take: they may come in halves of steps.
   const auto code_bytes = [](int64_t dim) { return (dim + 127) / 128 * 128; };
   const int64_t codes_128 = converts ? 128 * (code_bytes(dim_qk) + code_bytes(dim_vo)) : 0;
   const int64_t smem_128 =
@@ -287,9 +285,9 @@ bool RunsHopperBackward(const AttentionProblem& problem) {
          (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
 }
 
-std::string DescribeFallback(int64_t arch, int64_t q_format, int64_t kv_format) {
+std::string DescribeFallback(int64_t arch, int64_t q_format) {
   const CudaDevice& device = FindCudaDevice(arch);
-  const char* why = NoOwnLoop(device, q_format, kv_format);
+  const char* why = NoOwnLoop(device, q_format);
   if (why == nullptr) return "";
   return "sm_" + std::to_string(arch) + " (" + device.name +
          "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " + why +
@@ -306,7 +304,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper && !DecodesRows(spec.kv_format) &&
+  } else if (c.device.main_loop == kHopper &&
              (spec.q_format == kPlainFormat || spec.eight_bit_products)) {
     SelectHopper(c);
   } else {

@@ -35,6 +35,6 @@ int64_t DefaultProcessors(int64_t arch);
 bool RunsHopperBackward(const AttentionProblem& problem);
 
 // What a CUDA device does without, in a sentence; empty for one that has all there is.
-std::string DescribeFallback(int64_t arch, int64_t q_format, int64_t kv_format);
+std::string DescribeFallback(int64_t arch, int64_t q_format);
 
 }  // namespace jax_attn

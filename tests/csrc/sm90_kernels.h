@@ -15,7 +15,7 @@ struct Sm90Tiles {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr bool kHasCodes = Shape::kKvFormat == kE4m3Format;
+    static constexpr bool kHasCodes = Shape::kKvFormat != kPlainFormat;
     static constexpr bool kConverts = kHasCodes && !Shape::kMultipliesCodes;
     static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kHasCodes ? 2 : 3;
     static constexpr int kNumProducers = kConverts && Shape::kHeadDimVo <= 192 ? 2 : 1;

@@ -40,25 +40,27 @@ class CodeRowOffsets {
 template <int kAlignment>
 __device__ __forceinline__ u32 LoadCodes4(const unsigned char* from) {
   if constexpr (kAlignment >= 4) return *reinterpret_cast<const u32*>(from);
-  const int shift = static_cast<int>(SharedAddress(from) % 4);
+  const int shift = static_cast<int>(reinterpret_cast<u64>(from) % 4);
   const u32* words = reinterpret_cast<const u32*>(from - shift);
   return __byte_perm(words[0], words[1], 0x3210u + 0x1111u * static_cast<u32>(shift));
 }
 
-// Eight bytes of codes, the unit-th of a row, become elements of the row `to`.
-template <class Traits, int kHeadDim>
-__device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit, unsigned char* to) {
+// Eight bytes of codes, the unit-th of a row, become elements of a row: elements[i] is its i-th
+// vector of 16 bytes.
+template <class Traits, int kHeadDim, class Elements>
+__device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit,
+                                           const Elements& elements) {
   constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
   using Layout = CodeRowLayout<kFormat, kHeadDim>;
   const u32 low = LoadCodes4<Layout::kAlignment>(row + 8 * unit);
   const u32 high = LoadCodes4<Layout::kAlignment>(row + 8 * unit + 4);
-  uint4* elements = reinterpret_cast<uint4*>(to);
   if constexpr (kFormat == kMxfp4Format) {
     constexpr int kBlock = FormatOf(kFormat).block;
     const int block = unit / (kBlock / 16), begin = block * kBlock;
     const int half = Min(kBlock, kHeadDim - begin) / 2;
-    uint4* first = elements + begin / 8 + unit % (kBlock / 16);
-    DecodeMxfp4<kDtype>(low, high, row[Layout::kCodeBytes + block], first[0], first[half / 8]);
+    const int first = begin / 8 + unit % (kBlock / 16);
+    DecodeMxfp4<kDtype>(low, high, row[Layout::kCodeBytes + block], elements[first],
+                        elements[first + half / 8]);
   } else if constexpr (kFormat == kInt8Format) {
     const float scale = *reinterpret_cast<const float*>(row + Layout::kCodeBytes);
     elements[unit] = DecodeInt8<kDtype>(low, high, scale);
@@ -81,7 +83,7 @@ __device__ __forceinline__ void DecodeCodeRows(
   for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
     const int row = i / kUnits, unit = i % kUnits;
     DecodeUnit<Traits, kHeadDim>(codes + row * Layout::kPitch + offsets.At(position + row), unit,
-                                 to + row * RowLayout<kHeadDim>::kPitch);
+                                 reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch));
   }
 }
 

@@ -1,9 +1,9 @@
 // Attention on Hopper: wgmma fed by a producer warpgroup through barriers in shared memory.
 //
-// A persistent CTA executes the items of its queue in order. Its first warpgroup produces (of e4m3
-// keys and values, which become 16-bit ones on their way, the first two: see e4m3.cuh): it
-// copies q, and K and V rows in steps of kStep tokens, as far ahead as the rings have room, across
-// the borders of items. The others, two or three, consume, in one of two arrangements:
+// A persistent CTA executes the items of its queue in order. Its first warpgroup produces (of
+// codes, which become 16-bit keys and values on their way, the first two: see e4m3.cuh): it copies
+// q, and K and V rows in steps of kStep tokens, as far ahead as the rings have room, across the
+// borders of items. The others, two or three, consume, in one of two arrangements:
 //   joint items (more rows)        each has 64 rows, and they take turns on the tensor cores: while
 //                                  one multiplies, the others exponentiate.
 //   single items (up to 64 rows)   one has all rows, and the next one the next item: while one
@@ -37,7 +37,7 @@ template <class Traits>
 inline constexpr int kNumProducers = kOnlyDecodes<Traits> || kTwoConvert<Traits> ? 2 : 1;
 template <class Traits>
 using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
-                              Traits::kKvFormat == kE4m3Format && !Traits::kMultipliesCodes>;
+                              Traits::kKvFormat != kPlainFormat && !Traits::kMultipliesCodes>;
 
 // The consumer whose turn comes after that of `consumer`.
 template <class Traits>
@@ -89,7 +89,7 @@ struct HopperShape {
   using Roles = RolesOf<Traits>;
   static constexpr int kNumConsumers = Roles::kNumConsumers;
   // Keys and values are codes in memory; the products have codes, too, or what these stand for.
-  static constexpr bool kHasCodes = Traits::kKvFormat == kE4m3Format;
+  static constexpr bool kHasCodes = Traits::kKvFormat != kPlainFormat;
   static constexpr bool kMultipliesCodes = Traits::kMultipliesCodes;
   static constexpr bool kConverts = kHasCodes && !kMultipliesCodes;
   // Columns of o, and of products of weights and v: those of codes have sums of weights besides.
@@ -101,15 +101,13 @@ struct HopperShape {
   using K = SwizzledTile<Traits::kHeadDimQk / (kMultipliesCodes ? 2 : 1), kStep>;
   using V = typename Choose<kMultipliesCodes, SwizzledTile<kStep / 2, kPvColumns>,
                             SwizzledTile<Traits::kHeadDimVo, kStep>>::Type;
-  using Codes = typename Choose<kMultipliesCodes, ValueCodeTiles<Traits, kStep>,
-                                CodeTiles<Traits, kStep>>::Type;
 
   // Rows in a box of the copy engine, what a producer warp copies of a page; 0: boxes do not tile
   // the pages.
   static constexpr int kWarpTokens = kStep / 4;
   static constexpr int kPageSize = Traits::kPageSize;
-  static constexpr int kBoxRows = kOnlyDecodes<Traits>           ? 0
-                                  : kPageSize % kWarpTokens == 0 ? kWarpTokens
+  static constexpr int kBoxRows = kOnlyDecodes<Traits> || kHasCodeRows<Traits> ? 0
+                                  : kPageSize % kWarpTokens == 0               ? kWarpTokens
                                   : kPageSize > 0 && kPageSize % 8 == 0 &&
                                           kWarpTokens % Max(kPageSize, 1) == 0
                                       ? kPageSize
@@ -151,6 +149,15 @@ struct HopperShape {
   // which is what is on its way from memory. Products of codes: K is on its way to its slot, as far
   // ahead as codes of V are.
   static constexpr int kSlotBytes = K::kBytes + V::kBytes;
+  // Rows with scales of their own come in halves of steps where no two steps of them fit.
+  static constexpr int kCodeParts =
+      kHasCodeRows<Traits> && kRoom < 2 * (kSlotBytes + CodeRowTiles<Traits, kStep>::kSlotBytes)
+          ? 2
+          : 1;
+  using CodesInTiles = typename Choose<kMultipliesCodes, ValueCodeTiles<Traits, kStep>,
+                                       CodeTiles<Traits, kStep>>::Type;
+  using Codes = typename Choose<kHasCodeRows<Traits>, CodeRowTiles<Traits, kStep / kCodeParts>,
+                                CodesInTiles>::Type;
   static constexpr int kCodeSlots =
       kConverts           ? Clamp((kRoom - 2 * kSlotBytes) / Codes::kSlotBytes, 1, kMaxCodeSlots)
       : !kMultipliesCodes ? 0
@@ -163,7 +170,7 @@ struct HopperShape {
   // K of a step is given back while the next products run, which is on nobody's way, unless its
   // slot is needed at once.
   static constexpr bool kReleasesLate = kSlots > 2;
-  // Whether results of joint items go by way of the slot of the last K. Not those of e4m3 values,
+  // Whether results of joint items go by way of the slot of the last K. Not those of codes,
   // which WriteBoxes does not scale: their two slots are needed at once anyway.
   static constexpr bool kWritesBoxes = kReleasesLate && !kHasCodes && !kOnlyDecodes<Traits> &&
                                        16 % Traits::kGroupSize == 0 &&
@@ -298,7 +305,8 @@ class HopperProducer {
   __device__ __forceinline__ void Start(int begin, int end) {
     steps_.Start(begin, end);
     if (Traits::kPageSize > 0 && p_.layer != nullptr) layer_ = LoadConstant(p_.layer);
-    pools_ = FindPools<Traits, Shape::kHasCodes ? 1 : E::kBytes>(p_);
+    pools_ = FindPoolsOfRows<Traits, kKvRowBytes<Traits, Traits::kHeadDimQk>,
+                             kKvRowBytes<Traits, Traits::kHeadDimVo>>(p_, LoadLayer<Traits>(p_));
     if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
   }
   // The kv head, and how its rows come.
@@ -1066,7 +1074,7 @@ class HopperConsumer {
 // --- kernel ---
 
 template <class Traits>
-using ProducerOf = typename Choose<Traits::kKvFormat == kE4m3Format, E4m3Producer<Traits>,
+using ProducerOf = typename Choose<Traits::kKvFormat != kPlainFormat, E4m3Producer<Traits>,
                                    HopperProducer<Traits>>::Type;
 
 template <class Traits>

@@ -219,7 +219,7 @@ class DecodeRows {
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
     float o_scale = WriteState<Traits>(p_, final, final ? map.Index(row) : partial_row + row,
                                        map.QoHead(row), true, state);
-    if constexpr (Traits::kKvFormat == kE4m3Format) {
+    if constexpr (Traits::kKvFormat != kPlainFormat) {
       o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
     }
     exchange_.o_scales[row] = o_scale;

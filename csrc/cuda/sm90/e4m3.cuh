@@ -1,14 +1,15 @@
-// Keys and values of e4m3 on the loop of wgmma: they stay codes in memory and on their way, and the
-// consumers find 16-bit ones.
+// Keys and values of codes on the loop of wgmma: they stay codes in memory and on their way, and
+// the consumers find 16-bit ones.
 //
 // Two warpgroups produce, one K and one V. Each of their warps copies its rows of a step into a
-// ring of codes, as if they were 16-bit rows of half as many columns, and converts them to the
-// slots that the consumers read once later steps are on their way. It reads only codes that it
-// copied, so nobody has to be told when they may be overwritten. Two, because a conversion is a
+// ring of codes and converts them to the slots that the consumers read once later steps are on
+// their way. It reads only codes that it copied, so nobody has to be told when they may be
+// overwritten. Two, because a conversion is a
 // chain of latencies: one warp a scheduler would wait for its own.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/codec.cuh"
+#include "cuda/sm80/code_rows.cuh"
 #include "cuda/sm90/e4m3_products.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
@@ -22,7 +23,15 @@ class HopperProducer;
 // With values of more than 192 columns a consumer needs more registers than 512 threads have.
 template <class Traits>
 inline constexpr bool kTwoConvert =
-    Traits::kKvFormat == kE4m3Format && !Traits::kMultipliesCodes && Traits::kHeadDimVo <= 192;
+    Traits::kKvFormat != kPlainFormat && !Traits::kMultipliesCodes && Traits::kHeadDimVo <= 192;
+// Whether rows have scales of their own behind their codes, so that they begin anywhere in a vector
+// of 16 bytes. Others are copied as if they were 16-bit rows of half as many columns.
+template <class Traits>
+inline constexpr bool kHasCodeRows = Traits::kKvFormat > kE5m2Format;
+// Bytes of a head's row of keys or values in memory.
+template <class Traits, int kHeadDim>
+inline constexpr int kKvRowBytes = static_cast<int>(
+    Traits::kKvFormat == kPlainFormat ? kHeadDim * 2 : CodeRowBytes(Traits::kKvFormat, kHeadDim));
 
 // --- shared memory ---
 
@@ -38,6 +47,19 @@ template <class Traits, int kStep>
 struct ValueCodeTiles {
   using V = SwizzledTile<Traits::kHeadDimVo / 2, kStep>;
   static constexpr int kSlotBytes = V::kBytes;
+};
+
+// Rows with scales of their own, in vectors that hold them.
+template <class Traits, int kTokens>
+struct CodeRowTiles {
+  template <int kHeadDim>
+  struct Tile {
+    using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
+    static constexpr int kBytes = kTokens * Layout::kPitch;
+  };
+  using K = Tile<Traits::kHeadDimQk>;
+  using V = Tile<Traits::kHeadDimVo>;
+  static constexpr int kSlotBytes = K::kBytes + V::kBytes;
 };
 
 inline constexpr int kMaxCodeSlots = 4;
@@ -105,8 +127,12 @@ class RowConverter {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint4 y;
-          UnpackE4m3<Traits>(words[2 * i], y.x, y.y);
-          UnpackE4m3<Traits>(words[2 * i + 1], y.z, y.w);
+          if constexpr (Traits::kKvFormat == kE5m2Format) {
+            y = DecodeE5m2<Traits::kDtype>(words[2 * i], words[2 * i + 1]);
+          } else {
+            UnpackE4m3<Traits>(words[2 * i], y.x, y.y);
+            UnpackE4m3<Traits>(words[2 * i + 1], y.z, y.w);
+          }
           *reinterpret_cast<uint4*>(to[i] + block * Tile::kBlockBytes + eight * 1024) = y;
         }
       }
@@ -115,6 +141,51 @@ class RowConverter {
 
  private:
   int from_, to_;  // bytes from the begin of a tile
+};
+
+// The same of rows with scales of their own. kNumRows: of a part of a step.
+template <class Traits, int kNumRows>
+class CodeRowConverter {
+ public:
+  __device__ __forceinline__ CodeRowConverter(int warp, int lane) : warp_(warp), lane_(lane) {}
+
+  // Rows [first_row, first_row + kNumRows) of the tile from the warp's rows of codes; kv_head: of
+  // these, or what it leaves by 16.
+  template <int kHeadDim, class Tile>
+  __device__ __forceinline__ void Convert(const AttentionParams& p, const unsigned char* codes,
+                                          unsigned char* tile, int first_row, int kv_head) const {
+    using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
+    constexpr int kUnits = Layout::kCodeBytes / 8;
+    const CodeRowOffsets<Layout> offsets(p, kv_head);
+    const unsigned char* mine = codes + warp_ * kNumRows * Layout::kPitch;
+#pragma unroll 2
+    for (int i = lane_; i < kNumRows * kUnits; i += kWarpSize) {
+      const int row = i / kUnits, unit = i % kUnits;
+      // Steps begin at multiples of 16, which are whole vectors of any rows.
+      DecodeUnit<Traits, kHeadDim>(mine + row * Layout::kPitch + offsets.At(first_row + row), unit,
+                                   Elements<Tile>{tile, first_row + row});
+    }
+    if constexpr (Tile::kLiveChunks < 8 * Tile::kBlocks) {  // padding
+      constexpr int kChunks = 8 * Tile::kBlocks - Tile::kLiveChunks;
+      for (int i = lane_; i < kNumRows * kChunks; i += kWarpSize) {
+        Elements<Tile>{tile, first_row + i / kChunks}[Tile::kLiveChunks + i % kChunks] =
+            make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+
+ private:
+  template <class Tile>
+  struct Elements {
+    unsigned char* tile;
+    int row;
+    __device__ __forceinline__ uint4& operator[](int i) const {
+      return *reinterpret_cast<uint4*>(tile + i / 8 * Tile::kBlockBytes + row * 128 +
+                                       (i % 8 ^ row % 8) * 16);
+    }
+  };
+
+  int warp_, lane_;
 };
 
 // --- producer ---
@@ -126,7 +197,9 @@ class E4m3Producer : public HopperProducer<Traits> {
 
   __device__ __forceinline__ E4m3Producer(const AttentionParams& p, typename Base::Shared& shared)
       : Base(p, shared),
-        converter_(Base::Warp() * HopperShape<Traits>::kWarpTokens, Base::Lane()) {}
+        converter_(
+            kHasCodeRows<Traits> ? Base::Warp() : Base::Warp() * HopperShape<Traits>::kWarpTokens,
+            Base::Lane()) {}
 
   __device__ __forceinline__ void Run(int begin, int end) {
     this->Start(begin, end);
@@ -202,42 +275,65 @@ class E4m3Producer : public HopperProducer<Traits> {
   // K that is multiplied as it comes: its copies go to the slots at once.
   struct CopiedKeys {};
 
-  // A turn takes a step from codes to 16 bits, and fills its place with the step that is kCodeSlots
-  // ahead; the first turns only fill, the last only take. q of an item goes ahead of its first
-  // rows: consumers that pass an item rely on it that what they wait for next, q, comes behind all
-  // rows before it (HopperConsumer::Pass).
+  // A turn takes a step, or of rows with scales of their own a part of one, from codes to 16 bits,
+  // and fills its place with what is kCodeSlots ahead; the first turns only fill, the last only
+  // take. q of an item goes ahead of its first rows: consumers that pass an item rely on it that
+  // what they wait for next, q, comes behind all rows before it (HopperConsumer::Pass).
   template <class... Halves>
   __device__ __forceinline__ void TakeTurns(int begin, Halves&... halves) {
-    int num_codes = 0;                // steps on their way or there
+    int num_codes = 0;                // turns' codes on their way or there
     u32 begins_item = 0, fences = 0;  // of them, a bit each, the first one's the lowest
+    u32 heads = 0;                    // four bits each, of kv heads
     int q_index = begin;              // of the item whose q came last
+    u32 row = kNoRow;
+    int head = 0;
+    int copied = 0, converted = 0;  // parts of a step
     while (true) {
       while (steps_.has_item() && !steps_.has_step()) steps_.Next();
       const bool copies = steps_.has_item();
       const bool converts = num_codes == Shape::kCodeSlots || !copies;
       if (converts && num_codes == 0) break;
-      u32 row = kNoRow;
-      int head = 0;
+      if (kParts == 1) {
+        row = kNoRow;
+        head = 0;
+      }
+      const int part = copied;
       if (copies) {
-        head = this->Head(steps_.item());
-        row = steps_.Row();
-        begins_item |= u32{steps_.index() > begin && steps_.is_first()} << num_codes;
+        if (part == 0) {
+          head = this->Head(steps_.item());
+          row = steps_.Row();
+        }
+        begins_item |= u32{part == 0 && steps_.index() > begin && steps_.is_first()} << num_codes;
         fences |= u32{(head & Base::kByBoxes) != 0} << num_codes;
+        if constexpr (kHasCodeRows<Traits>) heads |= (head & 15u) << 4 * num_codes;
         ++num_codes;
-        steps_.Next();
+        if (kParts == 1 || ++copied == kParts) {
+          steps_.Next();
+          copied = 0;
+        }
       }
       if (converts && (begins_item & 1) != 0) {
         do ++q_index;
         while (ItemRecord(p_, q_index).kv_begin() >= ItemRecord(p_, q_index).kv_end());
         this->LoadQ(ItemRecord(p_, q_index));
       }
-      (Turn(halves, converts, (fences & 1) != 0, copies, row, head), ...);
+      if constexpr (kHasCodeRows<Traits>) {
+        (TurnOfRows(halves, converts, converted, static_cast<int>(heads & 15), copies, part, row,
+                    head),
+         ...);
+      } else {
+        (Turn(halves, converts, (fences & 1) != 0, copies, row, head), ...);
+      }
       if (converts) {
         begins_item >>= 1;
         fences >>= 1;
+        heads >>= 4;
         --num_codes;
         codes_.Advance();
-        slots_.Advance();
+        if (kParts == 1 || ++converted == kParts) {
+          slots_.Advance();
+          converted = 0;
+        }
       }
     }
   }
@@ -265,6 +361,57 @@ class E4m3Producer : public HopperProducer<Traits> {
     }
   }
 
+  template <class Half>
+  __device__ __forceinline__ void TurnOfRows(Half& half, bool converts, int converted, int kv_head,
+                                             bool copies, int copied, u32 row, int head) {
+    using Tile = typename Half::Tile;
+    using CodeTile = typename Half::CodeTile;
+    if (converts) {
+      WaitBarrier(SharedAddress(half.full_codes + codes_.slot), codes_.parity);
+      if (converted == 0) WaitBarrier(SharedAddress(half.empty + slots_.slot), slots_.parity ^ 1);
+      converter_.template Convert<Half::kHeadDim, Tile>(
+          p_, half.codes + codes_.slot * CodeTile::kBytes, half.tiles + slots_.slot * Tile::kBytes,
+          Base::Warp() * Shape::kWarpTokens + converted * kPartTokens, kv_head);
+      __syncwarp();
+      if (converted == kParts - 1 && Base::Lane() == 0) {
+        ArriveBarrier(SharedAddress(half.full + slots_.slot));
+      }
+    }
+    if (copies) {
+      CopyCodeRows<Half::kHeadDim>(half.codes + half.copied.slot * CodeTile::kBytes, half.pool,
+                                   copied * kPartTokens, row, head);
+      ArriveBarrierAfterCopies(SharedAddress(half.full_codes + half.copied.slot));
+      half.copied.Advance();
+    }
+  }
+
+  // The vectors that hold kPartTokens of this warp's rows, from the first_row-th on: neighbouring
+  // lanes copy neighbouring vectors.
+  template <int kHeadDim>
+  __device__ __forceinline__ void CopyCodeRows(unsigned char* codes, const char* pool,
+                                               int first_row, u32 row, int head) const {
+    using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
+    constexpr int kVectors = kPartTokens * Layout::kChunks;
+    const u32 to = SharedAddress(codes) + Base::Warp() * kPartTokens * Layout::kPitch;
+    const char* from_head = pool + (head & Base::kHead) * Layout::kRowBytes;
+    const u32 pitch = static_cast<u32>(p_.num_kv_heads) * Layout::kRowBytes;
+    const u64 policy = (head & Base::kReadAgain) != 0 ? EvictNormal() : EvictFirst();
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kWarpSize) {
+      const int token = (first + Base::Lane()) / Layout::kChunks;
+      const int chunk = (first + Base::Lane()) % Layout::kChunks;
+      const u32 token_row = __shfl_sync(kFullWarp, row, (first_row + token) % kWarpSize);
+      const u64 begin =
+          reinterpret_cast<u64>(from_head + static_cast<u64>(token_row) * pitch) / 16 * 16;
+      const char* from = reinterpret_cast<const char*>(begin) + chunk * 16;
+      // The address of a copy that reads nothing still is one of the pool.
+      const bool valid = token_row != kNoRow;
+      if (kVectors % kWarpSize == 0 || token < kPartTokens) {
+        CopyAsync16(to + token * Layout::kPitch + chunk * 16, valid ? from : pool, valid, policy);
+      }
+    }
+  }
+
   // Waits for a slot that consumers give back once they have V of the steps before it, which is
   // there: the ring of K is no shorter than that of codes.
   __device__ __forceinline__ void Turn(CopiedKeys&, bool, bool, bool copies, u32 row, int head) {
@@ -274,9 +421,14 @@ class E4m3Producer : public HopperProducer<Traits> {
         shared_.k[this->k_cursor_.slot], this->pools_.k, p_.k_map, nullptr, p_.k_map, row, head);
   }
 
-  using Converter =
-      typename Choose<Traits::kMultipliesCodes, ValueTransposer<Traits, Shape::kWarpTokens>,
-                      RowConverter<Traits, Shape::kWarpTokens>>::Type;
+  // What a turn has of a step, of a warp's rows.
+  static constexpr int kParts = Shape::kCodeParts;
+  static constexpr int kPartTokens = Shape::kWarpTokens / kParts;
+
+  using ToTiles = typename Choose<kHasCodeRows<Traits>, CodeRowConverter<Traits, kPartTokens>,
+                                  RowConverter<Traits, Shape::kWarpTokens>>::Type;
+  using Converter = typename Choose<Traits::kMultipliesCodes,
+                                    ValueTransposer<Traits, Shape::kWarpTokens>, ToTiles>::Type;
   Converter converter_;
   RingCursor<Shape::kCodeSlots> codes_;
   RingCursor<Shape::kSlots> slots_;

@@ -14,19 +14,12 @@
 #include "cuda/common/logits.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
+#include "cuda/sm90/e4m3.cuh"
 
 namespace jax_attn {
 
-// Elements of keys and values; of e4m3 but for the scale of their head.
-template <class Traits>
-using KvBits = typename Choose<Traits::kKvFormat == kE4m3Format, unsigned char, u16>::Type;
-template <class Traits>
-__device__ __forceinline__ float KvToFloat(KvBits<Traits> bits) {
-  if constexpr (Traits::kKvFormat == kE4m3Format) {
-    return __uint_as_float(E4m3HighBytes<kElementBf16>(bits << 8) << 16);
-  } else {
-    return Element<Traits::kDtype>::ToFloat(bits);
-  }
+__device__ __forceinline__ float E4m3ToFloat32(u32 code) {
+  return __uint_as_float(E4m3HighBytes<kElementBf16>(code << 8) << 16);
 }
 
 __device__ __forceinline__ bool IsFinite(float x) {
@@ -60,9 +53,9 @@ class RowMender {
 
  private:
   using E = Element<Traits::kDtype>;
-  using Kv = KvBits<Traits>;
+  static constexpr int kFormat = Traits::kKvFormat;
   static constexpr bool kHasQueryCodes = Traits::kQFormat == kE4m3Format;
-  using QueryBits = typename Choose<kHasQueryCodes, Kv, u16>::Type;
+  using QueryBits = typename Choose<kHasQueryCodes, unsigned char, u16>::Type;
   static constexpr int kRows = 2;  // at a time: they share what is loaded
   static constexpr int kNone = -1;
   static constexpr int kColumns = 8;  // of a lane
@@ -111,30 +104,59 @@ class RowMender {
     return Exists(pos) ? RowOf(pos) : kNoRow;
   }
   template <int kHeadDim>
-  __device__ __forceinline__ const Kv* At(const char* pool, const void* fresh, u32 row) const {
+  __device__ __forceinline__ const char* At(const char* pool, const void* fresh, u32 row) const {
     if (Traits::kHasFreshKv && row >= kFreshRow) {
       pool = static_cast<const char*>(fresh);
       row -= kFreshRow;
     }
     const i64 head = static_cast<i64>(row) * p_.num_kv_heads + ItemRecord(p_, index_).kv_head();
-    return reinterpret_cast<const Kv*>(pool) + head * kHeadDim;
+    return pool + head * kKvRowBytes<Traits, kHeadDim>;
   }
-  // Eight elements.
-  __device__ __forceinline__ static void Load(const Kv* from, float (&x)[8]) {
-    if constexpr (Traits::kKvFormat == kE4m3Format) {
-      const uint2 codes = *reinterpret_cast<const uint2*>(from);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[i] = KvToFloat<Traits>(static_cast<Kv>((i < 4 ? codes.x : codes.y) >> i % 4 * 8));
-      }
+  __device__ __forceinline__ KvPools Pools() const {
+    return FindPoolsOfRows<Traits, kKvRowBytes<Traits, kDimQk>, kKvRowBytes<Traits, kDimVo>>(
+        p_, LoadLayer<Traits>(p_));
+  }
+  // Eight elements of a row, but for the scale of its head.
+  template <int kHeadDim>
+  __device__ __forceinline__ static void Load(const char* row, int column, float (&x)[8]) {
+    if constexpr (kFormat == kPlainFormat) {
+      Unpack(LoadConstant16(row + column * 2), x);
+    } else if constexpr (kFormat == kE4m3Format) {
+      LoadE4m3(row + column, x);
+    } else if constexpr (FormatOf(kFormat).bits == 8) {
+      uint4 eight[1];
+      struct {
+        uint4* eight;
+        __device__ uint4& operator[](int) const { return *eight; }
+      } const elements = {eight};
+      DecodeUnit<Traits, kHeadDim>(reinterpret_cast<const unsigned char*>(row), column / 8,
+                                   elements);
+      Unpack(eight[0], x);
     } else {
-      Unpack(LoadConstant16(from), x);
+      static_assert(kFormat == kMxfp4Format, "a format of codec.cuh");
+      using Layout = CodeRowLayout<kFormat, kHeadDim>;
+      constexpr int kBlock = FormatOf(kFormat).block;
+      const int begin = column / kBlock * kBlock, half = Min(kBlock, kHeadDim - begin) / 2;
+      const auto* codes = reinterpret_cast<const unsigned char*>(row);
+      const unsigned char* eight = codes + begin / 2 + (column - begin) % half;
+      uint4 first, second;
+      DecodeMxfp4<Traits::kDtype>(LoadCodes4<Layout::kAlignment>(eight),
+                                  LoadCodes4<Layout::kAlignment>(eight + 4),
+                                  codes[Layout::kCodeBytes + begin / kBlock], first, second);
+      Unpack(column - begin < half ? first : second, x);
+    }
+  }
+  __device__ __forceinline__ static void LoadE4m3(const void* from, float (&x)[8]) {
+    const uint2 codes = *static_cast<const uint2*>(from);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[i] = E4m3ToFloat32((i < 4 ? codes.x : codes.y) >> i % 4 * 8 & 0xff);
     }
   }
   // The same of q. What others round to codes is taken as it is.
   __device__ __forceinline__ static void LoadQuery(const QueryBits* from, float (&x)[8]) {
     if constexpr (kHasQueryCodes) {
-      Load(from, x);
+      LoadE4m3(from, x);
     } else {
       Unpack(LoadConstant16(from), x);
     }
@@ -164,7 +186,7 @@ class RowMender {
   // rows of the pool are looked up at a time, one a lane, so that their values are asked for
   // together.
   __device__ __forceinline__ u32 NotFinite(int begin, int end) const {
-    const KvPools pools = FindPools<Traits, sizeof(Kv)>(p_);
+    const KvPools pools = Pools();
     u32 columns = 0;
 #pragma unroll 1
     for (int first = begin; first < end; first += kWarpSize) {
@@ -175,7 +197,7 @@ class RowMender {
         const u32 token_row = __shfl_sync(kFullWarp, row, token);
         float x[8] = {};
         if (first + token < end && HasColumns() && !(Traits::kHasSteps && token_row == kNoRow)) {
-          Load(At<kDimVo>(pools.v, p_.v_new, token_row) + Column(), x);
+          Load<kDimVo>(At<kDimVo>(pools.v, p_.v_new, token_row), Column(), x);
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) columns |= static_cast<u32>(!IsFinite(x[i])) << i;
@@ -187,7 +209,7 @@ class RowMender {
   // Columns of few rows anew; kNone: of none.
   __device__ __forceinline__ void MendFew(const int (&few)[kRows], u32 columns, float reference,
                                           float o_scale) const {
-    const KvPools pools = FindPools<Traits, sizeof(Kv)>(p_);
+    const KvPools pools = Pools();
     VisibleSpan spans[kRows];
     float references[kRows];
     float o[kRows][kColumns] = {};
@@ -230,7 +252,7 @@ class RowMender {
         const u32 token_row = __shfl_sync(kFullWarp, row, token);
         float v[8] = {};
         if (token < num_tokens && HasColumns()) {
-          Load(At<kDimVo>(pools.v, p_.v_new, token_row) + Column(), v);
+          Load<kDimVo>(At<kDimVo>(pools.v, p_.v_new, token_row), Column(), v);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -270,7 +292,7 @@ class RowMender {
 
   // Weights of the token at `pos`, whether or not the rows see it. is_masked: of its step.
   __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, bool is_masked,
-                                          const Kv* k, const float (&references)[kRows],
+                                          const char* k, const float (&references)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
     const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
@@ -285,7 +307,7 @@ class RowMender {
 #pragma unroll 1
     for (int column = 0; column < kDimQk; column += 8) {
       float x[8];
-      Load(k + column, x);
+      Load<kDimQk>(k, column, x);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         float y[8];

@@ -316,7 +316,7 @@ class TileRows {
       if (exists) {
         at = final ? map.Index(row) : partial_row + row;
         o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), column == 0, state(h));
-        if constexpr (Traits::kKvFormat == kE4m3Format) {
+        if constexpr (Traits::kKvFormat != kPlainFormat) {
           o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
         }
       }
