@@ -158,12 +158,27 @@ class CodeRowConverter {
     constexpr int kUnits = Layout::kCodeBytes / 8;
     const CodeRowOffsets<Layout> offsets(p, kv_head);
     const unsigned char* mine = codes + warp_ * kNumRows * Layout::kPitch;
-#pragma unroll 2
-    for (int i = lane_; i < kNumRows * kUnits; i += kWarpSize) {
-      const int row = i / kUnits, unit = i % kUnits;
-      // Steps begin at multiples of 16, which are whole vectors of any rows.
-      DecodeUnit<Traits, kHeadDim>(mine + row * Layout::kPitch + offsets.At(first_row + row), unit,
-                                   Elements<Tile>{tile, first_row + row});
+    constexpr int kAll = kNumRows * kUnits, kBatch = FormatOf(Traits::kKvFormat).bits == 4 ? 2 : 4;
+    // Codes are loaded ahead of the stores, which the compiler would keep them behind.
+#pragma unroll 1
+    for (int first = 0; first < kAll; first += kBatch * kWarpSize) {
+      Decoded decoded[kBatch];
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int i = first + u * kWarpSize + lane_, row = i / kUnits, unit = i % kUnits;
+        // Steps begin at multiples of 16, which are whole vectors of any rows.
+        if (kAll % (kBatch * kWarpSize) == 0 || i < kAll) {
+          DecodeUnit<Traits, kHeadDim>(mine + row * Layout::kPitch + offsets.At(first_row + row),
+                                       unit, decoded[u]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int i = first + u * kWarpSize + lane_, row = i / kUnits;
+        if (kAll % (kBatch * kWarpSize) == 0 || i < kAll) {
+          decoded[u].StoreTo(Elements<Tile>{tile, first_row + row});
+        }
+      }
     }
     if constexpr (Tile::kLiveChunks < 8 * Tile::kBlocks) {  // padding
       constexpr int kChunks = 8 * Tile::kBlocks - Tile::kLiveChunks;
@@ -175,6 +190,21 @@ class CodeRowConverter {
   }
 
  private:
+  // What a unit of codes becomes, one or two vectors, and their places in the row.
+  struct Decoded {
+    static constexpr int kVectors = 8 / FormatOf(Traits::kKvFormat).bits;
+    mutable uint4 vectors[kVectors];
+    mutable int places[kVectors], count = 0;
+    __device__ __forceinline__ uint4& operator[](int i) const {
+      places[count] = i;
+      return vectors[count++];
+    }
+    template <class Row>
+    __device__ __forceinline__ void StoreTo(const Row& row) const {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) row[places[v]] = vectors[v];
+    }
+  };
   template <class Tile>
   struct Elements {
     unsigned char* tile;
