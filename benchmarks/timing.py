@@ -1,25 +1,26 @@
 """Device time of one call inside jit, free of what a jit call costs on the host.
 
 A chain of n calls and one of 2n are compiled, each one executable; what a call costs is in their
-difference (bursts.py). Each runs behind another chain and is timed by the device (device_clock.py);
+difference (bursts.py). Each runs behind other work and is timed by the device (device_clock.py);
 where there is no GPU, by the host.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import bursts, device_clock
 from benchmarks.bursts import Timing
 
-AHEAD_US = 1000  # of work that hides what the host does for a chain before it launches
+# Read so often: 2 ms, in which the host launches all of a chain.
+AHEAD_BYTES, NUM_AHEAD = 1 << 30, 6
 
 
 def wall_us(run: Callable[[], Any]) -> float:
@@ -39,6 +40,20 @@ def chain_length(expected_us: float, shortest: int, longest: int) -> int:
     return max(shortest, min(longest, round(bursts.TARGET_US / max(expected_us, 1.0))))
 
 
+@functools.cache
+def _reader() -> Callable[[], jax.Array]:
+    data = jnp.zeros((1 << 14, AHEAD_BYTES >> 15), jnp.bfloat16)
+    return functools.partial(jax.jit(functools.partial(jnp.max, axis=1)), data)
+
+
+def _read_ahead() -> list[jax.Array]:
+    """Keeps the device busy at next to no cost for the host.
+
+    Chains of short calls do not: the host takes as long to launch one as the device to run it.
+    """
+    return [_reader()() for _ in range(NUM_AHEAD)]
+
+
 def time_chain(
     make_chain: Callable[[int], Callable[[], Any]], num_calls: int, *, sustained: bool = False
 ) -> Timing:
@@ -50,10 +65,7 @@ def time_chain(
         jax.block_until_ready((short(), long()))
 
     if jax.default_backend() == "gpu":
-        num_ahead = math.ceil(AHEAD_US / device_clock.elapsed_us(short, short))
-        time_us = functools.partial(
-            device_clock.elapsed_us, lambda: [short() for _ in range(num_ahead)]
-        )
+        time_us = functools.partial(device_clock.elapsed_us, _read_ahead)
     else:
         time_us = wall_us
     return bursts.measure(
