@@ -325,6 +325,7 @@ int main(int argc, char** argv) {
   latent.kv_heads = 1;
   latent.qo_heads = 16;
   using Page16 = ShapeOf<64, 64, 4, 16, false, true, false>;
+  using HalfSteps = CodesOf<ShapeOf<128, 128, 4, 16, false, true, false>, kInt8Format>;
   using Mla16 = MlaShapeOf<192, 128, 16, 16, false, true, false>;
   using Mla64 = MlaShapeOf<128, 128, 64, 16, false, true, false>;
   TestHeaders<Sm80Kernel, Page16>(c);
@@ -332,6 +333,7 @@ int main(int argc, char** argv) {
   TestHeaders<Sm90Kernel<true, 32>, Page16>(named("sm90"));
   TestHeaders<Sm90Kernel<false, 32, 1>, Page16>(named("sm90, decodes alone"));
   TestHeaders<Sm90Kernel<true, 32>, E4m3Of<Page16, false>>(named("sm90, e4m3"));
+  TestHeaders<Sm90Kernel<false, 32>, HalfSteps>(named("sm90, int8"));
   TestHeaders<Sm80Mla, Mla16>(latent);
   TestCounters<Sm80Kernel, Page16>(c);
   TestCounters<Sm90Kernel<true, 32>, Page16>(named("sm90"));
@@ -362,6 +364,7 @@ int main(int argc, char** argv) {
   TestBarriers<Sm90Kernel<true, 32>, Page16>(sharing("sm90"), num_plans);
   TestBarriers<Sm90Kernel<false, 32, 1>, Page16>(named("sm90, decodes alone"), num_plans);
   TestBarriers<Sm90Kernel<true, 32>, E4m3Of<Page16, false>>(sharing("sm90, e4m3"), num_plans);
+  TestBarriers<Sm90Kernel<false, 32>, HalfSteps>(sharing("sm90, int8"), num_plans);
   latent.qo_heads = 16;
   TestBarriers<Sm80Mla, Mla16>(latent, num_plans);
   TestBarriers<Sm90MlaDecode, Mla16>(latent, num_plans);
