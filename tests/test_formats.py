@@ -2,8 +2,8 @@
 
 Kernels decode rows of codes to the spec's dtype and then do what they do with plain pages. So
 attention over codes has the bits of attention over plain pages of what the codes stand for; on
-CUDA, where another kernel may run plain pages, tests/csrc/formats_cuda_test.cc and codes_sm90_test.cc
-compare the bits.
+CUDA, where another kernel may run plain pages, formats_cuda_test.cc and codes_sm90_test.cc of
+tests/csrc compare the bits.
 """
 
 import dataclasses
