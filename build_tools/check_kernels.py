@@ -387,6 +387,15 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
     ):
         yield latent(heads, page_size, **options)
+    for heads, page_size, options in (
+        (128, 1, {}),
+        (16, 64, {}),
+        (24, 5, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
+        (77, None, {"causal": False}),
+        (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
+    ):
+        yield latent(heads, page_size, kv_dtype="float8_e4m3fn", **options)
+    yield latent(128, 16, kv_dtype="float8_e5m2")
     # e4m3 keys and values, and queries.
     for dims, group, page_size, options in (
         (128, 4, 16, {}),

@@ -392,8 +392,8 @@ struct AttentionParams : PlanLimits {
   // With kHeadScale an element is its code times the scale of its head. Scales of q and k are > 0,
   // all finite.
   const float* q_scale;  // [num_qo_heads], or null: 1
-  const float* k_scale;  // [num_kv_heads], or null: 1
-  const float* v_scale;  // [num_kv_heads], or null: 1
+  const float* k_scale;  // [num_kv_heads], or null: 1; mla: [1]
+  const float* v_scale;  // [num_kv_heads], or null: 1; mla: k_scale
   i32 q_format;          // FormatCode; plain: the type of o
   i32 kv_format;         // likewise
 

@@ -134,7 +134,8 @@ def check_values(
 def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[jax.Array | None]:
     """q_scale, k_scale, v_scale, or some of them, as FFI operands.
 
-    scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None.
+    scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None. With
+        mla v_scale is None: values are columns of k, and k_scale is theirs, too.
 
     Returns the arrays in the same order. Without float8 in the spec: all None, no operands.
     With it: a scale of None becomes an array of no elements, which stands for 1, because only the
@@ -146,6 +147,11 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
     arrays: list[jax.Array | None] = []
     for name, scale in scales.items():
         of_q = name == "q_scale"
+        if scale is not None and name == "v_scale" and spec.mla:
+            raise ValueError(
+                f"{op}: v_scale: expected None with mla=True, whose values are columns of k, got an"
+                f" array of {jnp.shape(scale)}; k_scale is that of both."
+            )
         if scale is not None and not (spec.q_dtype if of_q else spec.has_head_scales):
             which = "q_dtype is" if of_q else "kv_dtype is float8_e5m2 or"
             raise ValueError(

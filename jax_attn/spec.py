@@ -40,9 +40,9 @@ class AttentionSpec:
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
         kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
-            float8_e5m2, int8 or mxfp4, the last two in pages alone. append_kv takes k_new and v_new
-            in dtype. An element of float8 stands for its value times the k_scale or v_scale of its
-            head. int8 and mxfp4 have scales of their own, which append_kv makes, and pages of bytes
+            float8_e5m2, int8 or mxfp4, the last two in pages alone and not with mla. append_kv
+            takes k_new and v_new in dtype. An element of float8 stands for its value times the
+            k_scale or v_scale of its head, with mla times k_scale, as key and as value. int8 and mxfp4 have scales of their own, which append_kv makes, and pages of bytes
             whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16,
             and of int8 and mxfp4 pages that are multiples of 16 bytes.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
@@ -259,10 +259,16 @@ class AttentionSpec:
         return None if dtype == self.dtype else dtype
 
     def _check_quantized(self) -> None:
-        if self.mla:
+        if self.mla and self.kv_dtype not in HEAD_SCALED:
             raise NotImplementedError(
-                f"AttentionSpec: kv_dtype: with mla=True {self.dtype}, as dtype, is supported, got"
-                f" {self.kv_dtype}."
+                f"AttentionSpec: kv_dtype: with mla=True {self.dtype}, as dtype,"
+                f" {' and '.join(HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows have"
+                " scales of their own, which v would have to share."
+            )
+        if self.mla and self.q_dtype is not None:
+            raise NotImplementedError(
+                f"AttentionSpec: q_dtype: with mla=True None is supported, got {self.q_dtype}; leave"
+                f" q in {self.dtype}."
             )
         if self.page_size is None and self.kv_dtype not in HEAD_SCALED:
             raise NotImplementedError(
@@ -303,6 +309,11 @@ class AttentionSpec:
                 "AttentionSpec: eight_bit_products: supported with kv_dtype='int8' on a CPU and"
                 f" with kv_dtype={E4M3!r} on sm_90, got True with kv_dtype={self.kv_dtype!r} on"
                 f" {self.target}; leave it False, which multiplies in dtype."
+            )
+        if self.mla:
+            raise NotImplementedError(
+                "AttentionSpec: eight_bit_products: supported with mla=False, got True with"
+                " mla=True; leave it False, which multiplies in dtype."
             )
         if self.target == "sm_90" and self.value_dim > 192:
             raise NotImplementedError(

@@ -213,6 +213,8 @@ def _scales(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     heads = {}
     if case.kv_dtype == E4M3:
         heads |= {"k_scale": case.num_kv_heads, "v_scale": case.num_kv_heads}
+        if case.mla:  # values are columns of k
+            del heads["v_scale"]
     if case.q_dtype is not None:
         heads["q_scale"] = case.num_qo_heads
     return {name: rng.uniform(0.3, 3, n).astype(np.float32) for name, n in heads.items()}

@@ -11,7 +11,7 @@ namespace jax_attn {
 namespace {
 
 // Of a row with codes: CheckSpec allows head dims up to it.
-constexpr i64 kMaxCodedDim = 256, kMaxCodeRowBytes = kMaxCodedDim + 8;
+constexpr i64 kMaxCodedDim = 576, kMaxCodeRowBytes = kMaxCodedDim + 8;
 
 constexpr uint32_t kInfBits = 0x7f800000, kNanBits = 0x7fc00000;
 

@@ -65,8 +65,8 @@ Status Check(const AttentionProblem& problem, const AppendBuffers& b, Pool* pool
   }
   if (s.ok() && has_v) s = check_pages("v_pages", *b.v_pages, spec.head_dim_vo);
   if (s.ok()) s = CheckNew(spec, b);
-  if (s.ok()) s = CheckFloats(b.op(), "k_scale", b.k_scale, spec.num_kv_heads);
-  if (s.ok()) s = CheckFloats(b.op(), "v_scale", b.v_scale, spec.num_kv_heads);
+  if (s.ok()) s = CheckFloats(b.op(), "k_scale", b.k_scale, spec.num_stored_heads());
+  if (s.ok()) s = CheckFloats(b.op(), "v_scale", b.v_scale, spec.mla ? 0 : spec.num_kv_heads);
   if (s.ok()) {
     s = CheckBuffer(b.op(), "plan", b.plan, ffi::S32, {MakePlanLayout(problem).num_words});
   }

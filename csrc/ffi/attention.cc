@@ -68,8 +68,8 @@ Status Check(const AttentionProblem& problem, const AttentionBuffers& b, Pool* p
                     {spec.max_qo_tokens, spec.num_kv_heads, spec.head_dim_vo});
   }
   if (s.ok()) s = CheckFloats(kOp, "q_scale", b.q_scale, spec.num_qo_heads);
-  if (s.ok()) s = CheckFloats(kOp, "k_scale", b.k_scale, spec.num_kv_heads);
-  if (s.ok()) s = CheckFloats(kOp, "v_scale", b.v_scale, spec.num_kv_heads);
+  if (s.ok()) s = CheckFloats(kOp, "k_scale", b.k_scale, spec.num_stored_heads());
+  if (s.ok()) s = CheckFloats(kOp, "v_scale", b.v_scale, spec.mla ? 0 : spec.num_kv_heads);
   if (s.ok()) {
     s = CheckBuffer(kOp, "o", b.o, type, {spec.max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo});
   }
@@ -104,7 +104,7 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   p.sinks = FloatsOf(b.sinks);
   p.q_scale = FloatsOf(b.q_scale);
   p.k_scale = FloatsOf(b.k_scale);
-  p.v_scale = FloatsOf(b.v_scale);
+  p.v_scale = spec.mla ? p.k_scale : FloatsOf(b.v_scale);
   p.layer = spec.paged() ? static_cast<const int32_t*>(b.layer.untyped_data()) : nullptr;
   p.o = b.o.untyped_data();
   p.lse = static_cast<float*>(b.lse.untyped_data());

@@ -88,10 +88,10 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
   return Status::Ok();
 }
 
-// Formats that are read ragged, and paged: each has those before it, too.
+// Formats that are read ragged, and paged: each has those before it, too. v is a part of mla's
+// rows, so these have no scales of their own behind the codes.
 int64_t MaxFormat(const AttentionSpec& s) {
-  if (s.mla) return kPlainFormat;
-  return s.paged() ? kNumFormats - 1 : kE5m2Format;
+  return s.paged() && !s.mla ? kNumFormats - 1 : kE5m2Format;
 }
 
 // Formats whose codes a processor multiplies: AMX and VNNI those of int8, Hopper's wgmma e4m3.
@@ -121,7 +121,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"dtype", s.dtype, kBF16, kF32},
       {"kv_format", s.kv_format, kPlainFormat, MaxFormat(s)},
       {"q_format", s.q_format, kPlainFormat,
-       s.kv_format == kE4m3Format && !s.fresh_kv ? kE4m3Format : kPlainFormat},
+       s.kv_format == kE4m3Format && !s.fresh_kv && !mla ? kE4m3Format : kPlainFormat},
       {"window_left", s.window_left, -1, kMaxInt32},
       {"window_right", s.window_right, -1, kMaxInt32},
       {"page_size", s.page_size, 0, kMaxInt32},

@@ -175,7 +175,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
   const int64_t group = spec.group_size();
   c.config.num_ctas = 1;
   c.Because("num_ctas", "the steps and q of one CTA fill a multiprocessor's shared memory");
-  const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32;
+  const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32 && !spec.quantized();
   if (hopper && group <= 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 64 == 0) {
     c.Because("main_loop",
               "hopper (sm90/mla_decode.cuh, wgmma): up to 32 heads are columns of its products");
@@ -204,8 +204,10 @@ void SelectMla(Choice& c, bool rows_may_differ) {
     return;
   } else {
     c.Because("main_loop",
-              "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not whole "
-              "blocks of 64 columns");
+              spec.quantized()
+                  ? "portable (sm80/mla.cuh, mma.sync): the loops on wgmma take no codes yet"
+                  : "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not "
+                    "whole blocks of 64 columns");
   }
   if (spec.schedule == kFixedSplit) {
     c.TakeTiles({most_rows}, kOneHeight);
@@ -223,7 +225,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
 std::pair<const char*, const KernelCosts*> CostsOf(const Choice& c) {
   const Costs& costs = *c.device.costs;
   const bool hopper = c.config.main_loop == kHopper;
-  if (c.spec.quantized()) {
+  if (c.spec.quantized() && !c.spec.mla) {
     if (hopper) return {"hopper_e4m3", &costs.hopper_e4m3};
     return {"portable_e4m3", &costs.portable_e4m3};
   }

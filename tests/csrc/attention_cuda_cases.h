@@ -280,8 +280,8 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
     return x;
   };
   b.q_scale = scales(spec.q_format, spec.num_qo_heads);
-  b.k_scale = scales(spec.kv_format, spec.num_kv_heads);
-  b.v_scale = scales(spec.kv_format, spec.num_kv_heads);
+  b.k_scale = scales(spec.kv_format, spec.num_stored_heads());
+  b.v_scale = spec.mla ? b.k_scale : scales(spec.kv_format, spec.num_kv_heads);
   return b;
 }
 

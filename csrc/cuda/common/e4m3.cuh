@@ -91,12 +91,18 @@ __device__ __forceinline__ float LogitScaleOfHead(const float* scales, int head)
   return scale > 0.0f ? scale : __uint_as_float(0x7fffffff);
 }
 
+// A kv head of the plan among those that k and v have in memory: one of mla's blocks of heads.
+template <class Traits>
+__device__ __forceinline__ int StoredHead(int kv_head) {
+  return Traits::kIsMla ? 0 : kv_head;
+}
+
 // What a final row of o is multiplied by.
 template <class Traits>
 __device__ __forceinline__ float WithValueScale(const AttentionParams& p, int kv_head,
                                                 float o_scale) {
   if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale) {
-    if (p.v_scale != nullptr) return o_scale * p.v_scale[kv_head];
+    if (p.v_scale != nullptr) return o_scale * p.v_scale[StoredHead<Traits>(kv_head)];
   }
   return o_scale;
 }

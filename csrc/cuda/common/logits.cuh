@@ -390,7 +390,7 @@ class LogitStage {
 template <class Traits>
 __device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
   if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale)
-    return LogitScaleOfHead(p.k_scale, ItemRecord(p, index).kv_head());
+    return LogitScaleOfHead(p.k_scale, StoredHead<Traits>(ItemRecord(p, index).kv_head()));
   return 1.0f;
 }
 

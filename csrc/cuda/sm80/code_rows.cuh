@@ -64,6 +64,11 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit,
   } else if constexpr (kFormat == kInt8Format) {
     const float scale = *reinterpret_cast<const float*>(row + Layout::kCodeBytes);
     elements[unit] = DecodeInt8<kDtype>(low, high, scale);
+  } else if constexpr (kFormat == kE4m3Format) {
+    uint4 x;
+    UnpackE4m3<Traits>(low, x.x, x.y);
+    UnpackE4m3<Traits>(high, x.z, x.w);
+    elements[unit] = x;
   } else {
     static_assert(kFormat == kE5m2Format, "a format of codec.cuh");
     elements[unit] = DecodeE5m2<kDtype>(low, high);

@@ -13,6 +13,9 @@
 // that is cheaper than one more barrier, and has the probabilities where the second product wants
 // them.
 //
+// Codes: a step of them becomes rows of the kernel's 16-bit type, as in code_rows.cuh, once for all
+// warps; each decodes what it copied.
+//
 // Steps and loads are as in sm80/attention.cuh: steps start at absolute multiples of kStep; a ring
 // of slots is kSlots - 1 loads ahead, across the borders of items; q of the next item comes in
 // while this one runs, whose own q is in registers.
@@ -22,6 +25,7 @@
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm80/attention.cuh"
+#include "cuda/sm80/code_rows.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
@@ -35,6 +39,10 @@ class MlaPath : ListedStep<Traits> {
   using E = Element<Traits::kDtype>;
   using Stage = LogitStage<Traits>;
   using Row = RowLayout<Traits::kHeadDimQk>;
+  // Rows as they come.
+  static constexpr bool kDecodes = Traits::kKvFormat != kPlainFormat;
+  using Copy = typename Choose<kDecodes, CodeRowLayout<Traits::kKvFormat, Traits::kHeadDimQk>,
+                               Row>::Type;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -66,9 +74,17 @@ class MlaPath : ListedStep<Traits> {
   static_assert(Row::kChunks == Row::kLiveChunks, "head_dim_qk is a multiple of 16");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
 
-  static constexpr int kSlotBytes = kStep * Row::kPitch;
+  static constexpr int kSlotBytes = kStep * Copy::kPitch;
   static constexpr int kQBytes = kTileQ * Row::kPitch;
   using Scores = float[kDepthParts][kTileQ][kStep + 8];  // + 8: rows start in different banks
+
+  // The step that is multiplied, decoded.
+  struct DecodedStep {
+    alignas(16) unsigned char decoded[kStep * Row::kPitch];
+  };
+  struct NoDecodedStep {};
+  using Decoded = typename Choose<kDecodes, DecodedStep, NoDecodedStep>::Type;
+  static constexpr int kDecodedBytes = kDecodes ? static_cast<int>(sizeof(Decoded)) : 0;
 
   struct Small {
     const char* pool;           // rows of the layer
@@ -76,11 +92,11 @@ class MlaPath : ListedStep<Traits> {
     MergeScratch merge;
   };
   static constexpr int kRingBudget =
-      kBudget - kQBytes - static_cast<int>(sizeof(Scores) + sizeof(Small)) - 32;
+      kBudget - kQBytes - kDecodedBytes - static_cast<int>(sizeof(Scores) + sizeof(Small)) - 32;
   // 6 slots of 32 tokens are more than a multiprocessor needs under way.
   static constexpr int kSlots = Clamp(kRingBudget / kSlotBytes, 2, 6);
 
-  struct alignas(16) Shared {
+  struct alignas(16) Shared : Decoded {
     Small small;
     alignas(16) unsigned char q[kQBytes];  // of the item that comes next
     unsigned char ring[kSlots * kSlotBytes];
@@ -133,7 +149,9 @@ class MlaPath : ListedStep<Traits> {
   }
 
   static constexpr int kNone = 0x7fffffff;
-  static constexpr int kRowBytes = Traits::kHeadDimQk * E::kBytes;
+  static constexpr int kRowBytes =
+      kDecodes ? static_cast<int>(CodeRowBytes(Traits::kKvFormat, Traits::kHeadDimQk))
+               : Traits::kHeadDimQk * E::kBytes;
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
@@ -217,12 +235,12 @@ class MlaPath : ListedStep<Traits> {
     const bool valid = row != kNoRow;
     // The address of a copy that reads nothing still is one of the pool.
     const char* from = shared_.small.pool + (valid ? static_cast<u64>(row) * kRowBytes : 0);
-    const u32 to = slot + (Warp() * kSlice + token) * Row::kPitch;
+    const u32 to = slot + (Warp() * kSlice + token) * Copy::kPitch;
 #pragma unroll
-    for (int c = 0; c < Row::kChunks; c += kWidth) {
+    for (int c = 0; c < Copy::kChunks; c += kWidth) {
       const int chunk = c + lane_chunk;
       // Blocks of heads read the same rows at about the same time, which L2 is to keep till then.
-      if (Row::kChunks % kWidth == 0 || chunk < Row::kChunks) {
+      if (Copy::kChunks % kWidth == 0 || chunk < Copy::kChunks) {
         CopyAsync16(to + chunk * 16, from + chunk * 16, valid);
       }
     }
@@ -236,6 +254,28 @@ class MlaPath : ListedStep<Traits> {
   __device__ __forceinline__ u32 PreviousSlot(u32 slot) const {
     const u32 ring = SharedAddress(shared_.ring);
     return slot == ring ? ring + (kSlots - 1) * kSlotBytes : slot - kSlotBytes;
+  }
+
+  // --- rows of the step as they are multiplied ---
+
+  __device__ __forceinline__ unsigned char* StepRows() const {
+    if constexpr (kDecodes) return shared_.decoded;
+    return shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
+  }
+  __device__ __forceinline__ u32 StepAddress() const {
+    if constexpr (kDecodes) return SharedAddress(shared_.decoded);
+    return read_slot_;
+  }
+
+  // This warp's slice of the slot that is read becomes StepRows for all.
+  __device__ __forceinline__ void DecodeSlice() const {
+    static_assert(!kDecodes || Copy::kAlignment == 16, "rows begin where vectors do");
+    const int first = Warp() * kSlice;
+    const CodeRowOffsets<Copy> offsets(p_, 0);
+    const unsigned char* codes = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
+    DecodeCodeRows<Traits, Traits::kHeadDimQk, kSlice>(codes + first * Copy::kPitch, offsets, 0,
+                                                       Lane(),
+                                                       shared_.decoded + first * Row::kPitch);
   }
 
   // --- load q ---
@@ -307,6 +347,11 @@ class MlaPath : ListedStep<Traits> {
       ForgetThread();
       LoadStep(PreviousSlot(read_slot_));
       ForgetThread();
+      if constexpr (kDecodes) {
+        DecodeSlice();
+        __syncthreads();
+        ForgetThread();
+      }
       if (is_first) ReadQ(q);
       MultiplyQk(q);
       __syncthreads();  // the scores are complete
@@ -321,7 +366,7 @@ class MlaPath : ListedStep<Traits> {
       const KvStep<Traits> step(p_, pos, item.kv_end());
       const int begin = step.begin();
       const bool seen_by_all = begin >= span.all_begin && begin + kStep <= span.all_end;
-      const Stage stage(p_, index_);
+      const Stage stage(p_, index_, KeyScale<Traits>(p_, index_));
       stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), begin, seen_by_all,
                   step.is_masked(), s);
       UpdateMax<Traits>(stage.scale(), s, state);
@@ -343,7 +388,7 @@ class MlaPath : ListedStep<Traits> {
   // This warp's part of the scores.
   __device__ __forceinline__ void MultiplyQk(const QFragments& q) {
     float s[kChains][kPartTiles][4] = {};
-    const u32 k = read_slot_ + FirstToken() * Row::kPitch + KMajorOffset() + FirstQkStep() * 32;
+    const u32 k = StepAddress() + FirstToken() * Row::kPitch + KMajorOffset() + FirstQkStep() * 32;
     if constexpr (kPartTiles == 1) {
 #pragma unroll
       for (int kk = 0; kk < kPartSteps; kk += 2) {
@@ -414,7 +459,7 @@ class MlaPath : ListedStep<Traits> {
   // As TilePath::MendValues. Keys have been read by now.
   __device__ __forceinline__ void MendValues(int pos, bool is_masked, State& state) {
     constexpr int kVectors = Traits::kHeadDimVo / 8;
-    unsigned char* step = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
+    unsigned char* step = StepRows();
     u32 not_finite = 0;
 #pragma unroll 2
     for (int i = thread_; i < kStep * kVectors; i += kThreads) {
@@ -463,7 +508,7 @@ class MlaPath : ListedStep<Traits> {
   }
 
   __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
-    const u32 v = read_slot_ + RowMajorOffset() + Part() * (kColumns * E::kBytes);
+    const u32 v = StepAddress() + RowMajorOffset() + Part() * (kColumns * E::kBytes);
 #pragma unroll
     for (int kk = 0; kk < kStep / 16; ++kk) {
 #pragma unroll
@@ -500,9 +545,10 @@ class MlaPath : ListedStep<Traits> {
       const int row = FirstRow() + h * 8 + Lane() / 4;
       if (row >= num_rows || map.QoHead(row) >= p_.num_qo_heads) continue;
       const i64 at = final ? map.Index(row) : partial_row + row;
-      const float o_scale =
+      float o_scale =
           WriteState<Traits>(p_, final, at, map.QoHead(row), Part() == 0 && Lane() % 4 == 0,
                              {state.max_log2[0][h], sum});
+      if (kDecodes && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
       const i64 first = at * Traits::kHeadDimVo + Part() * kColumns + 2 * (Lane() % 4);
       float* partial = p_.partial_o + first;
       u16* o = static_cast<u16*>(p_.o) + first;

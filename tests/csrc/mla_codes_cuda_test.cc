@@ -1,0 +1,99 @@
+// The portable MLA kernel over latent rows of codes, without a GPU: what the CPU's kernels give,
+// and the bits of plain pages of what the codes stand for.
+#include "cuda_emulation.h"
+// The above stands in for CUDA and comes first.
+#include "sm80_kernels.h"
+
+namespace jax_attn {
+namespace {
+
+// What codes stand for, as bf16, which has all of them.
+std::vector<uint16_t> ValuesOfCodes(int64_t format) {
+  std::vector<uint16_t> values(256);
+  for (u32 code = 0; code < 256; ++code) {
+    const u32 f16 = format == kE4m3Format ? E4m3ToF16x2(static_cast<u16>(code)) & 0xffff : code << 8;
+    values[code] = static_cast<uint16_t>(FloatToBf16(F16ToFloat(static_cast<u16>(f16))));
+  }
+  return values;
+}
+
+// RunCase, and: without scales, on the same plan, the bits of plain pages.
+template <class Kernel, class Shape, int kFormat>
+void RunCodes(Case c, unsigned seed) {
+  using Coded = CodesOf<Shape, kFormat>;
+  const std::string name = std::string(FormatOf(kFormat).name) + ", " + c.name;
+  c.name = name.c_str();
+  RunCase<Kernel, Coded>(c, seed);
+  std::mt19937 random(seed);
+  const AttentionProblem problem = MakeProblem<typename Kernel::template Traits<Coded>>(c);
+  Batch b = MakeBatch<typename Kernel::template Traits<Coded>>(c, problem.spec, random);
+  b.k_scale.clear();
+  b.v_scale.clear();
+  const std::vector<int32_t> plan = MakePlan(c, problem, b);
+  if (plan.empty()) return;
+  const auto run = [&](auto body, const Batch& batch) {
+    using Body = decltype(body);
+    AttentionParams p = MakeParams(problem, batch, plan, nullptr);
+    Outputs out = MakeOutputs(problem, &p);
+    emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 5, [&p] { Body::Run(p); });
+    return out;
+  };
+  const std::vector<uint16_t> values = ValuesOfCodes(kFormat);
+  Batch decoded = b;
+  const auto* codes = reinterpret_cast<const unsigned char*>(b.k.data());
+  for (size_t i = 0; i < b.k.size(); ++i) decoded.k[i] = values[codes[i]];
+  const Outputs got = run(typename Kernel::template Body<Coded>(), b);
+  if (!SameBits(got, run(typename Kernel::template Body<Shape>(), decoded))) {
+    std::printf("FAILED %s: not the bits of plain pages\n", c.name);
+    ++g_failures;
+  }
+}
+
+template <class Kernel, int kFormat>
+void RunFormat() {
+  RunCodes<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>, kFormat>(
+      {.name = "5 heads, NaN, sinks",
+       .requests = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {2, 200}, {9, 40}},
+       .sinks = true,
+       .nan_values = true,
+       .kv_heads = 1,
+       .qo_heads = 5},
+      1);
+  RunCodes<Kernel, MlaShapeOf<176, 128, 26, 7, true, true, true>, kFormat>(
+      {.name = "77 heads in 3 blocks, window, soft cap",
+       .requests = {{2, 150}, {1, 33}, {3, 20}},
+       .window_left = 60,
+       .window_right = 3,
+       .soft_cap = 3.0,
+       .kv_heads = 3,
+       .kv_split = 64,
+       .qo_heads = 77},
+      2);
+  RunCodes<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>, kFormat>(
+      {.name = "DeepSeek's, 16 heads, shared prefixes",
+       .requests = {{1, 300}, {2, 265}, {1, 290}, {1, 257}},
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = 16,
+       .prefix = 256},
+      3);
+  RunCodes<Kernel, MlaShapeOf<576, 512, 32, 0, false, true, false>, kFormat>(
+      {.name = "DeepSeek's, 64 heads, ragged, shared out",
+       .requests = {{1, 700}, {1, 40}},
+       .num_ctas = 8,
+       .kv_heads = 2,
+       .qo_heads = 63},
+      4);
+}
+
+}  // namespace
+}  // namespace jax_attn
+
+int main() {
+  using namespace jax_attn;
+  RunFormat<Sm80Mla, kE4m3Format>();
+  RunFormat<Sm86Mla, kE4m3Format>();
+  RunFormat<Sm80Mla, kE5m2Format>();
+  if (g_failures == 0) std::printf("mla_codes_cuda_test: ok\n");
+  return g_failures > 0;
+}
