@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import DTYPES, SHORT, Case, build, expect, kv_places
+from attention_cases import DTYPES, E4M3, SHORT, Case, build, expect, kv_places
 from backends import on_every_backend, on_every_platform
-from checking import assert_same_bits
+from checking import assert_close_state, assert_same_bits
 from test_attention import check, make_plan, run
 
 import jax_attn as ja
+from jax_attn import reference
 from jax_attn.models import LinearScaling, Rope, deepseek
 
 # DeepSeek-V2 and V3: 512 columns that are key and value, 64 that are key alone.
@@ -91,6 +92,8 @@ def _cases():
 CASES = tuple(_cases())
 
 
+FLOAT8 = (E4M3, "float8_e5m2")
+
 # What depends on the instruction set is the same code as everywhere else: a few cases for each.
 FEW = [case for case in CASES if case.name in ("heads_5-f16", "heads_100-bf16", "speculative_4x4")]
 
@@ -105,6 +108,93 @@ def test_case(case, backend):
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_few_cases(case, backend):
     check(case, backend)
+
+
+@on_every_platform
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case_of_e4m3(case, backend):
+    """The bounds are those of plain rows: the reference multiplies what the codes stand for."""
+    check(dataclasses.replace(case, kv_dtype=E4M3), backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("kv_dtype", FLOAT8)
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_rows_of_codes_have_the_bits_of_plain_rows(case, kv_dtype, backend):
+    """Of what the codes stand for, and a power of two as k_scale changes no bit of it.
+
+    On CUDA another kernel may run plain rows; csrc/mla_codes_cuda_test.cc compares the bits.
+    """
+    batch = build(dataclasses.replace(case, kv_dtype=kv_dtype))
+    coded = dataclasses.replace(case, kv_dtype=kv_dtype)
+    scaled = dataclasses.replace(batch, scales={"k_scale": np.float32([0.25])})
+    with np.errstate(invalid="ignore"):
+        plain = reference.dequantize(batch.k, scaled.scales["k_scale"], jnp.dtype(case.dtype))
+    got = run(make_plan(coded, backend, batch), scaled)
+    want_batch = dataclasses.replace(batch, k=np.asarray(plain), scales={})
+    if backend.platform == "cpu":
+        want = run(make_plan(case, backend, batch), want_batch)
+        assert_same_bits("o", got[0], want[0])
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)
+        return
+    want = expect(case, want_batch)
+    assert_close_state(*got, want.o, want.lse, want.o_bound, want.lse_bound)
+
+
+@on_every_platform
+@pytest.mark.parametrize("kv_dtype", FLOAT8)
+def test_append_and_attention_over_codes(kv_dtype, backend):
+    """Through the stacked cache; scales are data, and one executable serves all."""
+    case = latent("append", 16, qo_lens=(5, 1, 0), kv_lens=(40, 17, 9), num_layers=2)
+    batch = build(dataclasses.replace(case, kv_dtype=kv_dtype))
+    spec = backend.spec(**case.spec_fields() | {"kv_dtype": kv_dtype})
+    lengths = batch.lengths.plan_arguments()
+    plan = ja.plan(spec, **lengths)
+    rng = np.random.default_rng(2)
+    new = (40 * rng.normal(size=(spec.max_qo_tokens, 1, 576))).astype(spec.dtype)
+    new[0, 0, 5], new[1, 0, 570], new[2, 0, 0] = np.inf, -np.inf, 1e6  # limited to the largest
+    new[6:] = np.nan
+
+    @jax.jit
+    def step(pages, scale):
+        pages, none = ja.append_kv(pages, None, new, None, plan, layer=1, k_scale=scale)
+        assert none is None
+        return ja.attention(batch.q, pages, None, plan, layer=1, k_scale=scale), pages
+
+    for scale in (np.float32([0.3]), np.float32([2.7])):
+        o, pages = step(batch.k, scale)
+        pages, want = np.asarray(pages), np.array(batch.k)
+        with np.errstate(invalid="ignore", over="ignore"):
+            rows = reference.quantize(new, scale, kv_dtype)
+        places = np.stack(kv_places(batch.lengths, case.page_size))
+        want[1][tuple(places[:, 35:40])] = rows[:5]
+        want[1][tuple(places[:, 56:57])] = rows[5:6]
+        nan = np.isnan(want.astype(np.float32))
+        assert_same_bits("nan", np.isnan(pages.astype(np.float32)), nan)
+        assert_same_bits("codes", pages[~nan], want[~nan])
+        truth, _ = reference.attention(
+            batch.q.astype(np.float64),
+            want.astype(np.float64),
+            None,
+            **lengths,
+            spec=spec,
+            layer=1,
+            k_scale=scale,
+        )
+        error = np.abs(np.float32(o[:6]) - truth[:6]).max(axis=-1)
+        largest = np.abs(truth[:6]).max(axis=-1)
+        assert np.all(error <= 2.0**-6 * largest)  # weights and o have 8 bits
+    assert step._cache_size() == 1
+
+
+@on_every_platform
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan])
+def test_a_scale_of_codes_that_is_not_positive_shows(bad, backend):
+    case = latent("bad", 20, qo_lens=(3, 1), kv_lens=(20, 9), kv_dtype=E4M3)
+    batch = build(case)
+    batch = dataclasses.replace(batch, scales={"k_scale": np.float32([bad])})
+    o, lse = run(make_plan(case, backend, batch), batch)
+    assert np.isnan(o[:4]).all() and np.isnan(lse[:4]).all()
 
 
 @on_every_platform
@@ -315,6 +405,19 @@ def latent_spec(**changes):
         ({"target": "sm_90", "dtype": "float32"}, NotImplementedError, "dtype: with mla=True"),
         ({"target": "sm_90", "head_dim_vo": 448}, NotImplementedError, "multiples of 128"),
         ({"target": "sm_90", "head_dim_qk": 568}, NotImplementedError, "multiples of 16"),
+        ({"kv_dtype": "int8"}, NotImplementedError, "kv_dtype: with mla=True.*e5m2.*got int8"),
+        ({"kv_dtype": "mxfp4"}, NotImplementedError, "kv_dtype: with mla=True.*got mxfp4"),
+        ({"kv_dtype": E4M3, "q_dtype": E4M3}, NotImplementedError, "q_dtype: with mla=True None"),
+        (
+            {"kv_dtype": E4M3, "target": "sm_90", "dtype": "float32"},
+            NotImplementedError,
+            "dtype: with mla=True",
+        ),
+        (
+            {"kv_dtype": E4M3, "target": "sm_90", "eight_bit_products": True},
+            NotImplementedError,
+            "eight_bit_products: supported with mla=False",
+        ),
     ],
 )
 def test_bad_spec(changes, error, sentence):
@@ -334,6 +437,15 @@ def test_bad_operands():
         ja.append_kv(pages, None, new, new, plan)
     with pytest.raises(ValueError, match=r"k_pages: expected bfloat16\[4, 16, 1, 576\]"):
         ja.attention(q, pages[..., :512], None, plan)
+    codes = latent_spec(kv_dtype=E4M3)
+    coded, scale = jnp.zeros((4, 16, 1, 576), E4M3), np.ones(1, np.float32)
+    plan_of_codes = ja.plan(codes, [0, 1], [5], [0, 1], [0])
+    with pytest.raises(ValueError, match="attention: v_scale: expected None with mla=True"):
+        ja.attention(q, coded, None, plan_of_codes, v_scale=scale)
+    with pytest.raises(ValueError, match="append_kv: v_scale: expected None with mla=True"):
+        ja.append_kv(coded, None, new, None, plan_of_codes, v_scale=scale)
+    with pytest.raises(ValueError, match=r"k_scale: expected float32\[1\].*got float32\[16\]"):
+        ja.attention(q, coded, None, plan_of_codes, k_scale=np.ones(16, np.float32))
     both = ja.AttentionSpec(4, 2, 64, max_kv_pages=8, max_qo_tokens=2, target="cpu")
     with pytest.raises(ValueError, match=r"attention: v_pages: expected bfloat16.*got None"):
         ja.attention(

@@ -118,9 +118,19 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
   return p;
 }
 
-Status Unpack(ffi::Span<const int64_t> words, const AppendBuffers& buffers,
-              AttentionProblem* problem, Pool* pool, AppendParams* params) {
-  if (Status s = ReadProblem(buffers.op(), words, problem); !s.ok()) return s;
+// Optional operands follow each other: with mla, which has no v, scales come first.
+AppendBuffers InPlace(const AttentionSpec& spec, AppendBuffers b) {
+  if (spec.mla && FormatOf(spec.kv_format).scale == kHeadScale && !b.rotated) {
+    b.k_scale = std::exchange(b.v_pages, std::nullopt);
+    b.v_scale = std::exchange(b.v_new, std::nullopt);
+  }
+  return b;
+}
+
+Status Unpack(ffi::Span<const int64_t> words, const AppendBuffers& given, AttentionProblem* problem,
+              Pool* pool, AppendParams* params) {
+  if (Status s = ReadProblem(given.op(), words, problem); !s.ok()) return s;
+  const AppendBuffers buffers = InPlace(problem->spec, given);
   if (Status s = Check(*problem, buffers, pool); !s.ok()) return s;
   *params = MakeParams(*problem, buffers, *pool);
   return Status::Ok();

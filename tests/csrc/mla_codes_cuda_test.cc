@@ -11,7 +11,8 @@ namespace {
 std::vector<uint16_t> ValuesOfCodes(int64_t format) {
   std::vector<uint16_t> values(256);
   for (u32 code = 0; code < 256; ++code) {
-    const u32 f16 = format == kE4m3Format ? E4m3ToF16x2(static_cast<u16>(code)) & 0xffff : code << 8;
+    const u32 f16 =
+        format == kE4m3Format ? E4m3ToF16x2(static_cast<u16>(code)) & 0xffff : code << 8;
     values[code] = static_cast<uint16_t>(FloatToBf16(F16ToFloat(static_cast<u16>(f16))));
   }
   return values;

@@ -41,8 +41,8 @@ class MlaPath : ListedStep<Traits> {
   using Row = RowLayout<Traits::kHeadDimQk>;
   // Rows as they come.
   static constexpr bool kDecodes = Traits::kKvFormat != kPlainFormat;
-  using Copy = typename Choose<kDecodes, CodeRowLayout<Traits::kKvFormat, Traits::kHeadDimQk>,
-                               Row>::Type;
+  using Copy =
+      typename Choose<kDecodes, CodeRowLayout<Traits::kKvFormat, Traits::kHeadDimQk>, Row>::Type;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -86,7 +86,13 @@ class MlaPath : ListedStep<Traits> {
   using Decoded = typename Choose<kDecodes, DecodedStep, NoDecodedStep>::Type;
   static constexpr int kDecodedBytes = kDecodes ? static_cast<int>(sizeof(Decoded)) : 0;
 
-  struct Small {
+  // The factor of the item's logits, for each warp; in a register it spills.
+  struct KeyScales {
+    float key_scales[kWarps];
+  };
+  struct NoKeyScales {};
+
+  struct Small : Choose<kDecodes, KeyScales, NoKeyScales>::Type {
     const char* pool;           // rows of the layer
     VisibleSpan spans[kWarps];  // of the tile; registers are short in the main loop
     MergeScratch merge;
@@ -273,9 +279,8 @@ class MlaPath : ListedStep<Traits> {
     const int first = Warp() * kSlice;
     const CodeRowOffsets<Copy> offsets(p_, 0);
     const unsigned char* codes = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
-    DecodeCodeRows<Traits, Traits::kHeadDimQk, kSlice>(codes + first * Copy::kPitch, offsets, 0,
-                                                       Lane(),
-                                                       shared_.decoded + first * Row::kPitch);
+    DecodeCodeRows<Traits, Traits::kHeadDimQk, kSlice>(
+        codes + first * Copy::kPitch, offsets, 0, Lane(), shared_.decoded + first * Row::kPitch);
   }
 
   // --- load q ---
@@ -331,6 +336,7 @@ class MlaPath : ListedStep<Traits> {
     __syncwarp();
     if (Lane() == 0) {
       shared_.small.spans[Warp()] = SpanOfItem<Traits>(p_, item);
+      if constexpr (kDecodes) shared_.small.key_scales[Warp()] = KeyScale<Traits>(p_, index_);
     }
     __syncwarp();
     const int first_step = FirstStep<kStep>(item), end_of_steps = EndOfSteps(item);
@@ -366,7 +372,7 @@ class MlaPath : ListedStep<Traits> {
       const KvStep<Traits> step(p_, pos, item.kv_end());
       const int begin = step.begin();
       const bool seen_by_all = begin >= span.all_begin && begin + kStep <= span.all_end;
-      const Stage stage(p_, index_, KeyScale<Traits>(p_, index_));
+      const Stage stage(p_, index_, ItemKeyScale());
       stage.Apply(RowMajorLayout<1, kSTiles>(FirstRow(), Lane()), begin, seen_by_all,
                   step.is_masked(), s);
       UpdateMax<Traits>(stage.scale(), s, state);
@@ -381,6 +387,11 @@ class MlaPath : ListedStep<Traits> {
       read_slot_ = NextSlot(read_slot_);
     }
     steps_ = CeilDiv(end_of_steps - first_step, kStep);
+  }
+
+  __device__ __forceinline__ float ItemKeyScale() const {
+    if constexpr (kDecodes) return shared_.small.key_scales[Warp()];
+    return 1.0f;
   }
 
   // --- qk ---
