@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jax_attn as ja
 from jax_attn import models
 from jax_attn.serve.async_engine import AsyncEngine
 from jax_attn.serve.options import KV_DTYPES, engine_config
@@ -65,8 +65,16 @@ def make_engine(
 
 def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """Bytes of a page on one device."""
-    page_bytes = 2 * config.num_layers * args.page_size * config.num_kv_heads
-    page_bytes *= _row_bytes(config, args)
+    spec, *_ = models.attention_specs(
+        config,
+        dtype=args.dtype,
+        kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
+        page_size=args.page_size,
+        max_kv_pages=1,
+    )
+    shapes = spec.kv_shapes(config.num_layers, args.page_size)
+    page_bytes = sum(math.prod(shape) for shape in shapes if shape is not None)
+    page_bytes *= jnp.dtype(spec.dtype_of_kv).itemsize
     page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
     return int(page_bytes // args.context_parallel)
 
@@ -115,22 +123,6 @@ def _digest(model: models.Model) -> str:
         some = values[:: max(1, values.size // _DIGEST_VALUES)]
         digest.update(f"{path} {weight.shape} {weight.dtype}".encode() + some.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _row_bytes(config: models.ModelConfig, args: argparse.Namespace) -> int:
-    """Bytes of the keys or values of one token and head, as the cache stores them."""
-    if args.kv_cache_dtype is None or config.latent:
-        return config.head_dim * jnp.dtype(args.dtype).itemsize
-    spec = ja.AttentionSpec(
-        num_qo_heads=1,
-        num_kv_heads=1,
-        head_dim_qk=config.head_dim,
-        dtype=args.dtype,
-        kv_dtype=KV_DTYPES[args.kv_cache_dtype],
-        max_kv_pages=1,
-    )
-    k_shape, _ = spec.kv_shapes()
-    return k_shape[-1] * jnp.dtype(spec.dtype_of_kv).itemsize
 
 
 def _default_num_pages(

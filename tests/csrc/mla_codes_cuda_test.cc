@@ -70,13 +70,19 @@ void RunFormat() {
        .kv_split = 64,
        .qo_heads = 77},
       2);
-  RunCodes<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>, kFormat>(
-      {.name = "DeepSeek's, 16 heads, shared prefixes",
-       .requests = {{1, 300}, {2, 265}, {1, 290}, {1, 257}},
+  RunCodes<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>, kFormat>(
+      {.name = "shared prefixes",
+       .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
        .num_ctas = 2,
        .kv_heads = 1,
-       .qo_heads = 16,
+       .qo_heads = 5,
        .prefix = 256},
+      5);
+  RunCodes<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>, kFormat>(
+      {.name = "DeepSeek's, 16 heads",
+       .requests = {{1, 200}, {2, 165}},
+       .kv_heads = 1,
+       .qo_heads = 16},
       3);
   RunCodes<Kernel, MlaShapeOf<576, 512, 32, 0, false, true, false>, kFormat>(
       {.name = "DeepSeek's, 64 heads, ragged, shared out",
