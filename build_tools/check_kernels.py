@@ -428,6 +428,12 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         yield spec((192, 128), 1, 64, kv_dtype=kv_dtype, dtype="float16", causal=False)
         yield spec(256, 2, 16, kv_dtype=kv_dtype)
     yield spec(64, 8, 8, kv_dtype="mxfp4", window_left=100, logits_soft_cap=30.0)
+    # New tokens beside pages of codes.
+    for kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4"):
+        yield spec(128, 4, 16, kv_dtype=kv_dtype, fresh_kv=True)
+        yield spec(256, 2, 16, kv_dtype=kv_dtype, fresh_kv=True, dtype="float16")
+    yield spec(128, 4, 16, kv_dtype="float8_e4m3fn", fresh_kv=True, schedule="fixed_split")
+    yield spec(80, 5, 16, kv_dtype="int8", fresh_kv=True, window_left=100, logits_soft_cap=30.0)
     yield spec(128, 4, 16, kv_dtype="int8", schedule="fixed_split", kv_split=1024)
     # f32 has a kernel of its own.
     yield spec(64, 1, None, dtype="float32", causal=False)

@@ -276,10 +276,15 @@ class AttentionSpec:
                 f" {' and '.join(HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows"
                 " append_kv makes."
             )
-        if self.fresh_kv and (self.target != "cpu" or self.q_dtype is not None):
+        if self.fresh_kv and self.q_dtype is not None:
             raise NotImplementedError(
-                "AttentionSpec: fresh_kv: with kv_dtype supported on a CPU with q_dtype=None, got"
-                f" True with {self.kv_dtype} on {self.target}; append the new tokens first."
+                "AttentionSpec: fresh_kv: with kv_dtype supported with q_dtype=None, got True with"
+                f" q_dtype={self.q_dtype!r}; append the new tokens first."
+            )
+        if self.fresh_kv and self.eight_bit_products and self.target != "cpu":
+            raise NotImplementedError(
+                "AttentionSpec: fresh_kv: with eight_bit_products supported on a CPU, got True on"
+                f" {self.target}; append the new tokens first."
             )
         if self.target == "cpu":
             return

@@ -134,7 +134,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
       {"max_steps", s.max_steps, 0, !s.share_prefixes || s.balances() ? kPositionLimit : 0},
-      {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && (cpu || !s.quantized()) ? 1 : 0},
+      {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && (cpu || !s.eight_bit_products) ? 1 : 0},
       {"eight_bit_products", s.eight_bit_products, 0, HasEightBitProducts(s) ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},

@@ -77,6 +77,9 @@ void SelectTensorCore(Choice& c) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
   const char* why = NoOwnLoop(c.device, spec.q_format);
+  if (why == nullptr && c.device.main_loop == kHopper) {
+    why = "the one on wgmma takes no codes with fresh_kv";
+  }
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
   // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
@@ -306,7 +309,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper &&
+  } else if (c.device.main_loop == kHopper && !(spec.quantized() && spec.fresh_kv) &&
              (spec.q_format == kPlainFormat || spec.eight_bit_products)) {
     SelectHopper(c);
   } else {

@@ -106,8 +106,9 @@ std::vector<uint16_t> RandomBf16(size_t n, std::mt19937& random) {
   return x;
 }
 
-// What append_kv makes of a row, heads of head_dim elements in bf16.
-void EncodeRowOnCpu(const std::vector<uint16_t>& row, int64_t format, int64_t head_dim, char* to) {
+// What append_kv makes of a row, heads of head_dim elements in bf16. scales: of heads, or null.
+void EncodeRowOnCpu(const std::vector<uint16_t>& row, int64_t format, int64_t head_dim, char* to,
+                    const float* scales = nullptr) {
   PlanHeader header = {};
   header.batch_size = header.nnz_qo = 1;
   const i32 one = 1, zero = 0, indptr[] = {0, 1};
@@ -125,6 +126,7 @@ void EncodeRowOnCpu(const std::vector<uint16_t>& row, int64_t format, int64_t he
   p.head_dim_qk = static_cast<i32>(head_dim);
   p.num_kv_heads = static_cast<i32>(row.size() / head_dim);
   p.k_row_bytes = p.num_kv_heads * CodeRowBytes(format, head_dim);
+  p.k_scale = scales;
   InlinePool pool;
   AppendCpu(p, pool);
 }

@@ -186,22 +186,14 @@ struct AppendBody {
   __device__ __forceinline__ static void QuantizeRow(const AppendParams& p, void* pool, i64 row,
                                                      const void* fresh, i64 token, int head_dim,
                                                      const float* scales) {
-    using E = Element<Traits::kDtype>;
     const i64 row_dim = static_cast<i64>(p.num_kv_heads) * head_dim;
     const u16* from = static_cast<const u16*>(fresh) + token * row_dim;
     unsigned char* to = static_cast<unsigned char*>(pool) + row * row_dim;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpSize * 8; i < row_dim; i += kWarpSize * 8) {
       const float scale = scales != nullptr ? scales[i / head_dim] : 1.0f;
-      const uint4 x = LoadConstant16(from + i);
-      const u32 pairs[4] = {x.x, x.y, x.z, x.w};
-      u32 codes[2] = {0, 0};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float element = E::ToFloat(static_cast<u16>(pairs[j / 2] >> j % 2 * 16));
-        codes[j / 4] |= ToCode<Traits::kKvFormat>(element / scale) << j % 4 * 8;
-      }
-      *reinterpret_cast<uint2*>(to + i) = make_uint2(codes[0], codes[1]);
+      *reinterpret_cast<uint2*>(to + i) =
+          EncodeEight<Traits::kKvFormat, Traits::kDtype>(LoadConstant16(from + i), scale);
     }
   }
 };

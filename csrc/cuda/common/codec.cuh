@@ -129,6 +129,17 @@ __device__ __forceinline__ u32 ToCode(float x) {
   return code | (bits >> 24 & 0x80);
 }
 
+// Eight elements over the scale of their head.
+template <int kFormat, int kDtype>
+__device__ __forceinline__ uint2 EncodeEight(const uint4& bits, float scale) {
+  float x[8];
+  EightElements<kDtype>(bits, x);
+  u32 codes[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) codes[i / 4] |= ToCode<kFormat>(x[i] / scale) << i % 4 * 8;
+  return make_uint2(codes[0], codes[1]);
+}
+
 // The nearest, ties to an even code.
 __device__ __forceinline__ u32 ToE2m1(float x) {
   const u32 bits = __float_as_uint(x);

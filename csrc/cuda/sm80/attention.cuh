@@ -39,6 +39,7 @@ class TilePath {
   using Stage = LogitStage<Traits>;
   static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
   static constexpr bool kDecodes = DecodesRows(Traits::kKvFormat);
+  static constexpr bool kEncodes = Traits::kHasFreshKv && Traits::kKvFormat != kPlainFormat;
   static constexpr bool kHeadScales = FormatOf(Traits::kKvFormat).scale == kHeadScale;
   // Of one head's row of K or V in memory.
   static constexpr int RowBytes(int head_dim) {
@@ -332,9 +333,9 @@ class TilePath {
           if (r > 0) from += static_cast<u64>(pitch) * kRowsPerCopy;
         } else {
           const u32 row = __shfl_sync(kFullWarp, v_row_, r + lane_row);
-          in_span = row != kNoRow;
+          in_span = kEncodes ? row < kFreshRow : row != kNoRow;
           from = head + static_cast<u64>(row) * pitch;
-          if constexpr (Traits::kHasFreshKv) {
+          if constexpr (Traits::kHasFreshKv && !kEncodes) {
             if (row >= kFreshRow) {
               const char* fresh_head = static_cast<const char*>(fresh_rows) + in_row;
               from = fresh_head + static_cast<u64>(row - kFreshRow) * pitch;
@@ -382,7 +383,7 @@ class TilePath {
         bool in_span = row >= begin && row < end;
         if constexpr (!kContiguous) {
           pool_row = __shfl_sync(kFullWarp, v_row_, row % kWarpSize);
-          in_span = pool_row != kNoRow;
+          in_span = kEncodes ? pool_row < kFreshRow : pool_row != kNoRow;
         }
         const u64 at = reinterpret_cast<u64>(head + static_cast<u64>(pool_row) * pitch) / 16 * 16;
         const char* from = reinterpret_cast<const char*>(at) + chunk * 16;
@@ -548,6 +549,35 @@ class TilePath {
     SyncReaders();
   }
 
+  // Fresh rows of the slice that this warp loaded of the step at kv position `begin`: codes in the
+  // slot that is read, as append_kv makes them of `rows`, which are k_new or v_new. Copies left
+  // zeros there.
+  template <int kHeadDim>
+  __device__ __forceinline__ void EncodeFreshRows(int begin, const void* rows,
+                                                  const float* scales) {
+    using Layout = CopyLayout<kHeadDim>;
+    ForgetThread();
+    const ItemRecord item(p_, Anew(index_));  // as what is derived from the thread
+    const FreshTokens fresh(p_, item.request());
+    const int first_fresh = Max(fresh.begin, FirstOfItem<Traits>(item));
+    const int end = EndOfItem<Traits>(p_, item);
+    if (first_fresh >= Min(end, begin + kStep)) return;  // of the whole step
+    const int first = static_cast<int>(Anew(threadIdx.x)) / kWarpSize * kSlice;
+    unsigned char* slice = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
+                           first * (kSplitKv ? kCopyPitch : Layout::kPitch);
+    float scale = 1.0f;
+    if (kHeadScales && scales != nullptr) scale = scales[item.kv_head()];
+#pragma unroll 1
+    for (int pos = Max(begin + first, first_fresh); pos < Min(end, begin + first + kSlice); ++pos) {
+      const u64 row = static_cast<u64>(fresh.Row(pos)) * p_.num_kv_heads + item.kv_head();
+      unsigned char* to = slice + (pos - begin - first) * Layout::kPitch;
+      if constexpr (kDecodes) to += CodeRowOffsets<Layout>(p_, item.kv_head()).At(pos);
+      EncodeFreshRow<Traits, kHeadDim>(static_cast<const u16*>(rows) + row * kHeadDim, scale, to);
+    }
+    // Who decodes the slice is this warp.
+    kDecodes ? __syncwarp() : SyncReaders();
+  }
+
   __device__ __forceinline__ void LoadQFragment(u32 (&a)[4], int mt, int kk) const {
     if constexpr (kE4m3) {
       LoadE4m3QFragment<Qk::kPitch>(a, shared_.q, FirstRow() + mt * 16, kk, Lane());
@@ -598,6 +628,11 @@ class TilePath {
 
       if (pos == 0) ReceiveQ(q_fragments);
       NextLoad<true>(pos >= 0);
+      if constexpr (kEncodes) {
+        if (pos >= 0) {
+          EncodeFreshRows<Traits::kHeadDimQk>(Origin() + step_begin, p_.k_new, p_.k_scale);
+        }
+      }
       if constexpr (kDecodes) {
         if (pos >= 0) DecodeSlice<Traits::kHeadDimQk>(Origin() + step_begin);
       }
@@ -620,6 +655,11 @@ class TilePath {
       read_slot_ = NextSlot(read_slot_);
 
       NextLoad<false>(pos >= 0);
+      if constexpr (kEncodes) {
+        if (pos >= 0) {
+          EncodeFreshRows<Traits::kHeadDimVo>(Origin() + step_begin, p_.v_new, p_.v_scale);
+        }
+      }
       if constexpr (kDecodes) {
         if (pos >= 0) DecodeSlice<Traits::kHeadDimVo>(Origin() + step_begin);
       }

@@ -75,6 +75,24 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit,
   }
 }
 
+// Row `from` of k_new or v_new becomes what append_kv makes of it, by a warp. scale: of its head,
+// with kHeadScale.
+template <class Traits, int kHeadDim>
+__device__ __forceinline__ void EncodeFreshRow(const u16* from, float scale, unsigned char* to) {
+  constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
+  const int first = threadIdx.x % kWarpSize * 8;
+  uint4 bits = make_uint4(0, 0, 0, 0);
+  if (first < kHeadDim) bits = LoadConstant16(from + first);
+  if constexpr (FormatOf(kFormat).scale == kHeadScale) {
+    const uint2 codes = EncodeEight<kFormat, kDtype>(bits, scale);
+    if (first < kHeadDim) *reinterpret_cast<uint2*>(to + first) = codes;
+  } else {
+    float x[8];
+    EightElements<kDtype>(bits, x);
+    EncodeRow<kFormat, kDtype>(x, kHeadDim, to);
+  }
+}
+
 // Decodes num_rows rows, that of kv position `position` first, by a warp.
 template <class Traits, int kHeadDim, int kNumRows>
 __device__ __forceinline__ void DecodeCodeRows(
