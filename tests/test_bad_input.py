@@ -123,9 +123,9 @@ _EG = ("expected", "got")
     ("only_q", {"q_dtype": E4M3}, ValueError, "q_dtype", "kv_dtype", *_EG),
     ("e4m3_dtype", {"dtype": E4M3}, NotImplementedError, "dtype", "bfloat16", E4M3, "kv_dtype"),
     (
-        "e4m3_mla",
-        {"kv_dtype": E4M3, "mla": True, "num_kv_heads": 1, "sm_scale": 0.1},
-        *(NotImplementedError, "kv_dtype", "mla", E4M3),
+        "int8_mla",
+        {"kv_dtype": "int8", "mla": True, "num_kv_heads": 1, "sm_scale": 0.1},
+        *(NotImplementedError, "kv_dtype", "mla", "int8"),
     ),
     ("e4m3_f32", _CUDA | {"dtype": "float32"}, NotImplementedError, "dtype", E4M3, "float32"),
     ("e4m3_72", _CUDA | {"head_dim_qk": 72}, NotImplementedError, "head_dim_qk", "16", E4M3, "72"),

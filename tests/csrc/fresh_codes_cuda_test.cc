@@ -98,11 +98,7 @@ void RunFormat() {
        .kv_split = 64},
       3);
   RunFreshCodes<OneHeightKernel, ShapeOf<64, 64, 4, 16, false, true, false>, kFormat>(
-      {.name = "shared prefixes, fixed split",
-       .requests = kForest,
-       .kv_split = 64,
-       .prefix = 256,
-       .half_prefix = 64},
+      {.name = "shared prefixes, fixed split", .requests = kForest, .kv_split = 64, .prefix = 256},
       4);
   RunFreshCodes<Sm80Kernel, ShapeOf<192, 128, 2, 4, false, true, false>, kFormat>(
       {.name = "long chunk, pages of 4", .requests = {{100, 300}, {64, 70}}, .kv_heads = 4}, 5);
