@@ -96,8 +96,8 @@ def attention(
     q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads], f32, finite, or None, which is 1. Of
         float8_e4m3fn operands: an element stands for its value times the scale of its head. So
         logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
-        multiplied by v_scale; with mla v_scale is None, and o is multiplied by k_scale. They may be traced. A scale of q or k that is not positive makes the
-        results of its heads NaN.
+        multiplied by v_scale; with mla v_scale is None, and o is multiplied by k_scale. They may be
+        traced. A scale of q or k that is not positive makes the results of its heads NaN.
     variant_operands: name -> array, the operands of the spec's variant, in its dtypes and numbers
         of axes, of any lengths but 0; they may be traced. None without operands.
     return_lse: also return lse. Not with a variant of normalize="none".

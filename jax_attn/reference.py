@@ -84,8 +84,8 @@ def attention(
         softmax and has value 0. It is counted once.
       q_scale: [num_qo_heads], or None, which is 1.
       k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
-        multiplied by the scale of its head; without v that of k is v's, too. Codes (see `quantize`) first
-        become the dtype of q, or the spec's dtype if q is float8_e4m3fn. With
+        multiplied by the scale of its head; without v that of k is v's, too. Codes (see `quantize`)
+        first become the dtype of q, or the spec's dtype if q is float8_e4m3fn. With
         spec.eight_bit_products they stay as they are, and so does what `quantize_queries` makes of
         q. The rounding of weights depends on the kernel's steps: it is not modelled.
       variant_operands: name -> array, what the functions of the spec's variant read.

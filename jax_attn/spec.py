@@ -42,9 +42,10 @@ class AttentionSpec:
         kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
             float8_e5m2, int8 or mxfp4, the last two in pages alone and not with mla. append_kv
             takes k_new and v_new in dtype. An element of float8 stands for its value times the
-            k_scale or v_scale of its head, with mla times k_scale, as key and as value. int8 and mxfp4 have scales of their own, which append_kv makes, and pages of bytes
-            whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16,
-            and of int8 and mxfp4 pages that are multiples of 16 bytes.
+            k_scale or v_scale of its head, with mla times k_scale, as key and as value. int8 and
+            mxfp4 have scales of their own, which append_kv makes, and pages of bytes whose shape
+            kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16, and of int8
+            and mxfp4 pages that are multiples of 16 bytes.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
         eight_bit_products: True: q, and the weights that meet v, are rounded to codes of kv_dtype
             too, and codes are multiplied (docs/formats.md says how and what it costs). With int8 on
@@ -267,8 +268,8 @@ class AttentionSpec:
             )
         if self.mla and self.q_dtype is not None:
             raise NotImplementedError(
-                f"AttentionSpec: q_dtype: with mla=True None is supported, got {self.q_dtype}; leave"
-                f" q in {self.dtype}."
+                "AttentionSpec: q_dtype: with mla=True None is supported, got"
+                f" {self.q_dtype}; leave q in {self.dtype}."
             )
         if self.page_size is None and self.kv_dtype not in HEAD_SCALED:
             raise NotImplementedError(

@@ -384,6 +384,7 @@ def check_latent() -> None:
         (Case("mla", num_qo_heads=8, page_size=20, **latent), 2),
         (Case("mla_chunk", (150, 1), (500, 90), num_qo_heads=4, page_size=8, sinks=True,
               **latent), 2),
+        (Case("mla_e4m3", num_qo_heads=8, page_size=8, kv_dtype="float8_e4m3fn", **latent), 2),
         (Case("mqa", num_qo_heads=8, num_kv_heads=1, page_size=4), 1),
     ):  # fmt: skip
         batch = build(case)

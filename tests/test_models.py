@@ -342,7 +342,7 @@ def test_chunks_over_latent_rows_of_e4m3_equal_the_reference_of_rounded_rows(mon
 
     monkeypatch.setattr(latent, "Projected", Rounded)
 
-    @functools.partial(jax.jit, static_argnames="config")  # a function of its own: it is traced anew
+    @functools.partial(jax.jit, static_argnames="config")  # another function: it is traced anew
     def rounded_reference(params, config, tokens):
         return models.reference_forward(params, config, tokens)
 

@@ -88,6 +88,11 @@ class KvStripes:
         """Of k_new and v_new: every device of the axis has all rows."""
         return P(None, None if self.spec.mla else self.heads_axis_name)
 
+    @property
+    def kv_heads_spec(self) -> P:
+        """Of k_scale and v_scale."""
+        return P(None if self.spec.mla else self.heads_axis_name)
+
     def o_spec(self, scatter: Literal["heads", "rows"] | None = None) -> P:
         """Of the results of attend_stripes."""
         if scatter == "rows":
@@ -459,7 +464,7 @@ def append_stripes(
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
     pages = stripes.pages_spec(is_stacked=layer is not None)
-    heads = P(stripes.heads_axis_name)
+    heads = stripes.kv_heads_spec
     arrays = {
         "k_pages": (k_pages, pages),
         "v_pages": (v_pages, pages),
@@ -528,7 +533,8 @@ def attend_stripes(
     }  # fmt: skip
     if mesh is not None:
         pages = stripes.pages_spec(is_stacked=layer is not None)
-        heads = P(stripes.heads_axis_name)
+        heads = dict.fromkeys(("sinks", "q_scale"), P(stripes.heads_axis_name))
+        heads |= dict.fromkeys(("k_scale", "v_scale"), stripes.kv_heads_spec)
         rows = stripes.o_spec(scatter)
         arrays = {
             "q": (q, stripes.rows_spec),
@@ -537,7 +543,7 @@ def attend_stripes(
             "plan": (plan, stripes.plan_spec),
         }
         for name, value in options.items():
-            arrays[name] = value, P() if name == "layer" else heads
+            arrays[name] = value, heads.get(name, P())
         call = functools.partial(attend_stripes, scatter=scatter, return_lse=return_lse)
         return mapped(op, call, mesh, arrays, (rows, rows) if return_lse else rows)
     own_sinks = options.pop("sinks")

@@ -2,7 +2,6 @@
 without RoPE, and quantised weights."""
 
 import dataclasses
-
 import sys
 from pathlib import Path
 
