@@ -398,7 +398,7 @@ def check_latent() -> None:
         for scatter in (None, "heads"):
             o, lse = parallel.attend_stripes(
                 batch.q, *_arrays(stripes, mesh, batch), plan, sinks=batch.sinks, scatter=scatter,
-                return_lse=True, mesh=mesh,
+                return_lse=True, mesh=mesh, **batch.scales,
             )  # fmt: skip
             assert_close_state(o, lse, want.o, want.lse, want.o_bound, want.lse_bound)
 
