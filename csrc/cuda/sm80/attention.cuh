@@ -556,8 +556,8 @@ class TilePath {
   __device__ __forceinline__ void EncodeFreshRows(int begin, const void* rows,
                                                   const float* scales) {
     using Layout = CopyLayout<kHeadDim>;
-    ForgetThread();
-    const ItemRecord item(p_, Anew(index_));  // as what is derived from the thread
+    if constexpr (kDecodes) ForgetThread();  // else it makes spills, not fewer
+    const ItemRecord item(p_, kDecodes ? Anew(index_) : index_);
     const FreshTokens fresh(p_, item.request());
     const int first_fresh = Max(fresh.begin, FirstOfItem<Traits>(item));
     const int end = EndOfItem<Traits>(p_, item);
