@@ -220,6 +220,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d576x512-mla-g16-page64-q16_64-kv32-w8-s0-right": _LATENT_ON_SM100,
     "attention-f16-d576x512-mla-g24-page5-q32_64-kv32-w8-s0-left-right-cap": _LATENT_ON_SM100,
     "attention-bf16-d576x512-mla-g39-ragged-q64-kv32-w8-s0": _LATENT_ON_SM100,
+    "attention-f16-d576x512-kve4m3-mla-g24-page5-q32_64-kv32-w8-s0-left-right-cap": (
+        _LATENT_ON_SM100
+    ),
+    "attention-bf16-d576x512-kve4m3-mla-g39-ragged-q64-kv32-w8-s0": _LATENT_ON_SM100,
     "attention-f16-d256-kve4m3-g2-page16-q32_128-kv64-w12-s0-right-wgmma": (
         80,
         "as above, and what its one producer keeps from turn to turn beside 64 codes a lane",
