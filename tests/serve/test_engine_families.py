@@ -17,8 +17,10 @@ import model_cases
 import quantized_cases
 
 from jax_attn import models
+from jax_attn.serve import sizing
 from jax_attn.serve.engine import Engine
 from jax_attn.serve.engine_config import EngineConfig
+from jax_attn.serve.options import parse
 from jax_attn.serve.request import SamplingParams, Sequence
 
 # Small, so that there are few executables to compile.
@@ -93,6 +95,15 @@ def test_latent_rows_of_codes(tokenizer):
     assert sum(a[0] == b[0] for a, b in zip(plain, coded, strict=True)) >= 2, (plain, coded)
     device = Engine(model, dataclasses.replace(LIMITS, kv_dtype="float8_e4m3fn")).device
     assert device._k_pages.dtype == "float8_e4m3fn" and device._v_pages is None
+
+
+def test_a_page_of_latent_rows_has_keys_alone():
+    config = models.parse_config(model_cases.CONFIGS["deepseek v3"])
+    elements = config.num_layers * 16 * config.head_dim
+    for options, size in ((["--dtype", "float32"], 4), (["--kv-cache-dtype", "fp8"], 1)):
+        assert (
+            sizing.bytes_of_page(config, parse(["--page-size", "16", *options])) == size * elements
+        )
 
 
 def test_greedy_tokens_of_quantised_weights_are_those_of_the_numbers_they_stand_for(
