@@ -299,7 +299,8 @@ def test_fresh_kv_is_what_append_leaves(case, kv_dtype, backend):
     got = attend(fresh, batch, *codes, **given)
     assert_same_bits("o", attend(fresh, batch, *appended, **given)[0], got[0])
     want = attend(spec, batch, *appended, **scales)
-    if kv_dtype == "float8_e4m3fn":  # which has kernels of its own on CPUs and on Hopper
+    # On CPUs e4m3 without fresh rows has kernels of its own, on Hopper all formats have.
+    if kv_dtype == "float8_e4m3fn" or backend.platform != "cpu":
         np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), atol=2e-2)
         return
     assert_same_bits("o", got[0], want[0])
