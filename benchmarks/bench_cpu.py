@@ -46,7 +46,7 @@ except ImportError:  # a peer, not a dependency
 RESULT = Path(__file__).with_name("results") / "cpu.json"
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decode
-FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4")
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4", "nvfp4", "int4")
 PREFILL_HEADS = 8
 REST_S = 0.02  # OpenMP and XLA threads spin for some milliseconds before they sleep
 CACHE_BYTES = 96 << 20  # more than a last-level cache holds

@@ -4,7 +4,7 @@
 
 Perplexity: of the bundled model over 2,000 tokens of the Python standard library, in four parts,
 each read in one prefill over a cache of the format. Error: norm(o - truth) / norm(truth) of one
-query over 4096 keys; truth is float64 attention over the drawn q, k and v. Scales of float8 are
+query over 4096 keys; truth is float64 attention over the drawn q, k and v. Scales of heads are
 those that make the largest element of a head the largest of the format; of the model, 1. "int8
 products": with eight_bit_products, so of q and weights rounded to codes as well. Time: a
 decode of 8 requests with 2048 keys, 32 query and 8 KV heads, the formats in turns, the best of 100
@@ -26,9 +26,12 @@ import numpy as np
 import jax_attn as ja
 from benchmarks.error_e4m3 import draw
 from jax_attn import models, reference
+from jax_attn.formats import HEAD_SCALED
 from jax_attn.models import decoder
 
-FORMATS = (None, "float8_e4m3fn", "float8_e5m2", "int8", "int8 products", "mxfp4")
+FORMATS = (
+    *(None, "float8_e4m3fn", "float8_e5m2", "int8", "int8 products", "mxfp4", "nvfp4", "int4"),
+)
 DIM, PAGE = 128, 16
 DATA = ("normal", "sharp", "heavy tails", "outlier channels")
 
@@ -44,6 +47,10 @@ def make_spec(name: str | None, heads: int, kv_heads: int, **more: Any) -> ja.At
     return ja.AttentionSpec(**sizes, **fields_of(name), page_size=PAGE, target="cpu", **more)
 
 
+def largest(kv_dtype: str) -> float:
+    return 6.0 * 448 if kv_dtype == "nvfp4" else float(jnp.finfo(kv_dtype).max)
+
+
 def as_pages(x: np.ndarray, name: str | None) -> tuple[np.ndarray, np.ndarray | None]:
     """[tokens, heads, DIM] as pages of the format, and the scales of its heads, if it has them."""
     kv_dtype = fields_of(name)["kv_dtype"]
@@ -51,8 +58,8 @@ def as_pages(x: np.ndarray, name: str | None) -> tuple[np.ndarray, np.ndarray | 
     if kv_dtype is None:
         return x.astype(jnp.bfloat16), None
     scale = None
-    if kv_dtype.startswith("float8"):
-        scale = (np.abs(x).max(axis=(0, 1, 3)) / float(jnp.finfo(kv_dtype).max)).astype(np.float32)
+    if kv_dtype in HEAD_SCALED:
+        scale = (np.abs(x).max(axis=(0, 1, 3)) / largest(kv_dtype)).astype(np.float32)
     return np.asarray(reference.quantize(x.astype(jnp.bfloat16), scale, kv_dtype)), scale
 
 

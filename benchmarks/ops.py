@@ -16,6 +16,7 @@ from benchmarks import timing
 from benchmarks.report import Ceilings, Row
 from benchmarks.workloads import READ_BYTES, Workload
 from jax_attn import _core, reference
+from jax_attn.formats import FOUR_BITS
 
 # Data sets that take turns must outgrow the last-level cache several times (60 MB on an H200), or
 # repeated calls would read that instead of memory.
@@ -25,7 +26,7 @@ NOMINAL = Ceilings(bytes_per_us=4e6, flops_per_us=3e8)  # only to choose the len
 
 
 KV_DTYPES = {"bf16": None, "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"} | {
-    name: name for name in ("int8", "mxfp4")
+    name: name for name in ("int8", *FOUR_BITS)
 }
 
 
@@ -188,22 +189,25 @@ def make_data(workload: Workload) -> AttentionData:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _codes(kv_dtype: str, x: jax.Array) -> jax.Array:
-    """Rows of a format of x: of normal data; of mxfp4 any codes with scales of 1/4."""
+    """Rows of a format of x: of normal data; of four bits any codes with scales of 1/4."""
     if kv_dtype == "int8":
         scale = jnp.abs(x).max(axis=-1, keepdims=True).astype(jnp.float32) / 127
         codes = jnp.round(x / scale).astype(jnp.int8)
         return jnp.concatenate([codes, jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)], -1)
-    if kv_dtype == "mxfp4":
-        half = x.shape[-1] // 2
+    if kv_dtype in FOUR_BITS:
+        half, (block, _) = x.shape[-1] // 2, FOUR_BITS[kv_dtype]
         codes = jax.lax.bitcast_convert_type(x[..., :half], jnp.uint16).astype(jnp.uint8)
-        return jnp.concatenate([codes, jnp.full((*x.shape[:-1], half // 16), 125, jnp.uint8)], -1)
+        quarter = {"mxfp4": [125], "nvfp4": [0x28], "int4": [0, 0x34]}[kv_dtype]
+        scales = jnp.tile(jnp.array(quarter, jnp.uint8), -(-x.shape[-1] // block))
+        scales = jnp.broadcast_to(scales, (*x.shape[:-1], len(scales)))
+        return jnp.concatenate([codes, scales], -1)
     return x.astype(KV_DTYPES[kv_dtype])
 
 
-def _numbers(rows: jax.Array) -> jax.Array:
+def _numbers(kv_dtype: str, rows: jax.Array) -> jax.Array:
     """What rows of codes stand for."""
     if rows.dtype in (jnp.int8, jnp.uint8):
-        rows = jnp.asarray(reference.dequantize(np.asarray(rows), None, np.float32))
+        rows = jnp.asarray(reference.dequantize(np.asarray(rows), None, np.float32, kv_dtype))
     return rows.astype(jnp.float32)
 
 
@@ -326,7 +330,7 @@ def relative_error(data: AttentionData, o: jax.Array) -> float:
         v, scale = k[..., : w.head_dim_latent], MLA_SCALE
     if layer is not None:
         k, v = k[layer], v[layer]
-    k, v = (_numbers(a.reshape(-1, *a.shape[-2:])[rows]) for a in (k, v))
+    k, v = (_numbers(w.kv_dtype, a.reshape(-1, *a.shape[-2:])[rows]) for a in (k, v))
     exact = _exact_rows(data.q[tokens], k, v, visible, scale)
     difference = o[tokens].astype(jnp.float32) - exact
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))

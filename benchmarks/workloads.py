@@ -37,7 +37,7 @@ class Workload:
     num_layers: int = 0  # step
     head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
     shared_len: int = 0  # leading tokens, whole pages, that all requests have in common
-    kv_dtype: str = "bf16"  # of k and v: or e4m3, e5m2, int8, mxfp4; all else is bf16
+    kv_dtype: str = "bf16"  # of k and v: or e4m3, e5m2, int8, mxfp4, nvfp4, int4; all else is bf16
     q_dtype: str = "bf16"  # of q: or e4m3
     eight_bit_products: bool = False  # of codes
 
@@ -102,11 +102,14 @@ class Workload:
     @property
     def kv_bytes(self) -> int:
         """K and V, each read once."""
-        columns = self.head_dim * (2 if self.head_dim_latent is None else 1)
         tokens = sum(self.kv_lens) - max(0, self.batch_size - 1) * self.shared_len
-        bits = {"bf16": 16, "mxfp4": 4}.get(self.kv_dtype, 8)
-        scales = {"int8": 4, "mxfp4": self.head_dim // 32}.get(self.kv_dtype, 0)
-        return tokens * self.num_kv_heads * (columns * bits // 8 + 2 * scales)
+        dim = self.head_dim
+        row = {"bf16": 2 * dim, "int8": dim + 4, "mxfp4": dim // 2 + dim // 32}.get(
+            self.kv_dtype, dim
+        )
+        if self.kv_dtype in ("nvfp4", "int4"):
+            row = dim // 2 + dim // 16
+        return tokens * self.num_kv_heads * row * (2 if self.head_dim_latent is None else 1)
 
     @property
     def bytes(self) -> int:

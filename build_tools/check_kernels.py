@@ -427,13 +427,14 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
             fields = {"kv_dtype": "float8_e4m3fn", "eight_bit_products": True}
             yield spec(dims, group, page_size, **fields, **options)
     # Codes that are decoded in shared memory.
-    for kv_dtype in ("float8_e5m2", "int8", "mxfp4"):
+    for kv_dtype in ("float8_e5m2", "int8", "mxfp4", "nvfp4", "int4"):
         yield spec(128, 4, 16, kv_dtype=kv_dtype)
         yield spec((192, 128), 1, 64, kv_dtype=kv_dtype, dtype="float16", causal=False)
         yield spec(256, 2, 16, kv_dtype=kv_dtype)
     yield spec(64, 8, 8, kv_dtype="mxfp4", window_left=100, logits_soft_cap=30.0)
+    yield spec(64, 8, 8, kv_dtype="nvfp4", window_left=100, logits_soft_cap=30.0)
     # New tokens beside pages of codes.
-    for kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4"):
+    for kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4", "nvfp4", "int4"):
         yield spec(128, 4, 16, kv_dtype=kv_dtype, fresh_kv=True)
         yield spec(256, 2, 16, kv_dtype=kv_dtype, fresh_kv=True, dtype="float16")
     yield spec(128, 4, 16, kv_dtype="float8_e4m3fn", fresh_kv=True, schedule="fixed_split")

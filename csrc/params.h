@@ -25,39 +25,41 @@ enum FormatCode : i32 {
   kInt8Format,       // integers of [-127, 127]
   kMxfp4Format,      // 4 bits, 2 of exponent and 1 of mantissa, with scales that are powers of two:
                      // OCP Microscaling Formats 1.0
+  kNvfp4Format,      // the same codes, with scales of e4m3
+  kInt4Format,       // integers of [-8, 7], with scales of f16
   kNumFormats
 };
 
-// Where the scales of codes are.
-enum ScalePlace : i32 {
-  kNoScale = 0,
-  kHeadScale,   // operands: one for each head (q_scale, k_scale, v_scale)
-  kRowScale,    // behind the codes of each token and head: one f32
-  kBlockScale,  // behind the codes of each token and head: for every so many a power of two, 8 bits
-};
-
 struct KvFormat {
-  const char* name;  // as in names of kernels
-  i32 bits;          // of a code; 0: those of the spec's dtype
-  ScalePlace scale;
-  i32 block;  // kBlockScale: codes that share a scale
+  const char* name;     // as in names of kernels
+  i32 bits;             // of a code; 0: those of the spec's dtype
+  bool has_head_scale;  // an operand has one for each head (q_scale, k_scale, v_scale)
+  i32 scale_bytes;      // of each scale behind the codes of a token and head; 0: none is there
+  i32 block;            // codes that share such a scale; 0: all of the row
+  i32 span;             // of 4 bits: byte i of every n <= span codes has codes i and n / 2 + i
 };
 // static, here and below: objects of different CPU instruction sets must share no function.
 static constexpr KvFormat FormatOf(i64 code) {
-  return code == kE4m3Format    ? KvFormat{"e4m3", 8, kHeadScale, 0}
-         : code == kE5m2Format  ? KvFormat{"e5m2", 8, kHeadScale, 0}
-         : code == kInt8Format  ? KvFormat{"int8", 8, kRowScale, 0}
-         : code == kMxfp4Format ? KvFormat{"mxfp4", 4, kBlockScale, 32}
-                                : KvFormat{"", 0, kNoScale, 0};
+  return code == kE4m3Format    ? KvFormat{"e4m3", 8, true, 0, 0, 0}
+         : code == kE5m2Format  ? KvFormat{"e5m2", 8, true, 0, 0, 0}
+         : code == kInt8Format  ? KvFormat{"int8", 8, false, 4, 0, 0}
+         : code == kMxfp4Format ? KvFormat{"mxfp4", 4, false, 1, 32, 32}
+         : code == kNvfp4Format ? KvFormat{"nvfp4", 4, true, 1, 16, 64}
+         : code == kInt4Format  ? KvFormat{"int4", 4, false, 2, 32, 64}
+                                : KvFormat{"", 0, false, 0, 0, 0};
 }
 
-// Bytes of a row of one head, codes and scales; not of kPlainFormat.
+// Scales behind the codes of a row, and the bytes of a row of one head with both; not of
+// kPlainFormat.
+static constexpr i64 NumRowScales(i64 code, i64 head_dim) {
+  const KvFormat format = FormatOf(code);
+  return format.scale_bytes == 0 ? 0
+         : format.block == 0     ? 1
+                                 : (head_dim + format.block - 1) / format.block;
+}
 static constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
   const KvFormat format = FormatOf(code);
-  return head_dim * format.bits / 8 + (format.scale == kRowScale ? 4
-                                       : format.scale == kBlockScale
-                                           ? (head_dim + format.block - 1) / format.block
-                                           : 0);
+  return head_dim * format.bits / 8 + NumRowScales(code, head_dim) * format.scale_bytes;
 }
 
 // Whether CUDA kernels make rows of the spec's dtype of these codes before they multiply them.
@@ -389,8 +391,8 @@ struct AttentionParams : PlanLimits {
   const i32* kv_lens;              // [max_batch]
   TensorMap k_new_map, v_new_map;  // if has_tensor_maps
 
-  // With kHeadScale an element is its code times the scale of its head. Scales of q and k are > 0,
-  // all finite.
+  // With has_head_scale an element is times the scale of its head. Scales of q and k are > 0, all
+  // finite.
   const float* q_scale;  // [num_qo_heads], or null: 1
   const float* k_scale;  // [num_kv_heads], or null: 1; mla: [1]
   const float* v_scale;  // [num_kv_heads], or null: 1; mla: k_scale
@@ -514,8 +516,8 @@ struct AppendParams : PlanLimits {
   i64 v_row_bytes;
   i32 page_size;
 
-  // With kHeadScale a code is new / scale of its head, the nearest, ties to even, at most the
-  // format's largest; NaN stays NaN. cpu/codec.h has the other formats.
+  // Scales of heads. Of float8 a code is new / scale, the nearest, ties to even, at most the format's
+  // largest; NaN stays NaN. cpu/codec.h has the other formats.
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
   i32 kv_format;         // FormatCode; plain: pages have the type of k_new and v_new

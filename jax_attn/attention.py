@@ -94,7 +94,7 @@ def attention(
     sinks: [num_qo_heads], f32, or None. One extra logit per head that takes part in the softmax
         and has no value; counted once.
     q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads], f32, finite, or None, which is 1. Of
-        float8_e4m3fn operands: an element stands for its value times the scale of its head. So
+        float8 and nvfp4 operands: an element stands for its value times the scale of its head. So
         logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
         multiplied by v_scale; with mla v_scale is None, and o is multiplied by k_scale. They may be
         traced. A scale of q or k that is not positive makes the results of its heads NaN.

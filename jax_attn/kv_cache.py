@@ -91,8 +91,10 @@ def append_kv(
         nearest value, ties to even. What is beyond the largest one (448 of e4m3, 57344 of e5m2),
         infinity too, becomes that; NaN stays NaN.
 
-    Rows of int8 and mxfp4 get scales of their own: of a token's head, of every 32 elements of one.
-    NaN or infinity makes all elements that share the scale NaN.
+    Rows of int8 get a scale of their own, and blocks of rows of mxfp4, nvfp4 and int4; of nvfp4 the
+    element is also times the scale of its head. NaN or infinity makes all elements that share the
+    scale NaN. Magnitudes beyond 2688 scales of the head (nvfp4) and 524032 (int4) become about
+    that: docs/formats.md.
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
 

@@ -137,12 +137,11 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
     scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None. With
         mla v_scale is None: values are columns of k, and k_scale is theirs, too.
 
-    Returns the arrays in the same order. Without float8 in the spec: all None, no operands.
+    Returns the arrays in the same order. Without scales of heads in the spec: all None, no operands.
     With it: a scale of None becomes an array of no elements, which stands for 1, because only the
     last operands of an XLA FFI call may be left out.
 
-    Raises ValueError for another shape or dtype, or for a scale of an operand that is not
-    float8.
+    Raises ValueError for another shape or dtype, or for a scale of an operand that has none.
     """
     arrays: list[jax.Array | None] = []
     for name, scale in scales.items():
@@ -153,7 +152,7 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
                 f" array of {jnp.shape(scale)}; k_scale is that of both."
             )
         if scale is not None and not (spec.q_dtype if of_q else spec.has_head_scales):
-            which = "q_dtype is" if of_q else "kv_dtype is float8_e5m2 or"
+            which = "q_dtype is" if of_q else "kv_dtype is nvfp4, float8_e5m2 or"
             raise ValueError(
                 f"{op}: {name}: expected None unless the spec's {which} float8_e4m3fn, got an array"
                 f" of {jnp.shape(scale)}."

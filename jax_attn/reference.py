@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn import formats
 from jax_attn.spec import AttentionSpec
 from jax_attn.variant import Variant
 from jax_attn.variant_program import At
@@ -105,7 +106,12 @@ def attention(
         exact = np.float64 if dtype == np.float64 else np.float32
         q = q if q.dtype == E4M3 else quantize_queries(q, spec.kv_dtype)
     q, k, v = (
-        dequantize(x, scale, exact) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
+        dequantize(x, scale, exact, kv_dtype)
+        for x, scale, kv_dtype in (
+            (q, q_scale, spec.q_dtype),
+            (k, k_scale, spec.kv_dtype),
+            (v, v_scale, spec.kv_dtype),
+        )
     )
     if layer is not None:
         k, v = k[layer], v[layer]
@@ -271,15 +277,17 @@ def attention_vjp(
     return d_q, d_k, d_v, d_sinks
 
 
-def dequantize(x: Array, scale: Array | None, dtype: Any) -> Array:
+def dequantize(x: Array, scale: Array | None, dtype: Any, kv_dtype: str | None = None) -> Array:
     """What the elements of x stand for, as dtype; without codes and a scale x itself.
 
     x: [..., num_heads, head_dim], or rows of `quantize`; scale: [num_heads] or None, which is 1.
+    kv_dtype: of rows of uint8.
     """
     if x.dtype == np.int8:
         x = _from_int8(np.asarray(x))
     elif x.dtype == np.uint8:
-        x = _from_mxfp4(np.asarray(x))
+        assert kv_dtype is not None, "three formats are rows of uint8"
+        x = _from_four_bits(np.asarray(x), kv_dtype)
     elif x.dtype not in (E4M3, E5M2) and scale is None:
         return x
     x = x.astype(np.float64 if dtype == np.float64 else np.float32)
@@ -309,7 +317,7 @@ def quantize_queries(q: Array, kv_dtype: str | None) -> np.ndarray:
 
 
 def quantize(x: Array, scale: Array | None = None, kv_dtype: Any = E4M3) -> Array:
-    """x as append_kv stores it, with kv_dtype float8_e4m3fn, float8_e5m2, int8 or mxfp4.
+    """x as append_kv stores it, with a kv_dtype of docs/formats.md.
 
     float8: x / scale, the nearest value, ties to even, limited to the largest; NaN stays NaN.
     int8: bytes of the nearest integers of x over a scale, which is the row's largest magnitude over
@@ -317,13 +325,20 @@ def quantize(x: Array, scale: Array | None = None, kv_dtype: Any = E4M3) -> Arra
     mxfp4: 4-bit codes (OCP Microscaling Formats 1.0), two a byte: byte i of a block of n has
         elements i and n / 2 + i. Then the exponents of the scales of blocks of 32, a byte each: the
         smallest power of two whose 6-fold is no less than the magnitudes.
+    nvfp4: the codes of mxfp4, byte i of every n <= 64 of them with elements i and n / 2 + i. Then
+        scales of blocks of 16, in float8_e4m3fn: the largest magnitude / (6 * scale), the nearest,
+        at least 2^-9, NaN where the block has NaN or infinity. Codes are the nearest of x over the
+        product of both scales, limited to 6.
+    int4: integers from -8 to 7, in the places of nvfp4. Then scales of blocks of 32, in float16:
+        minus an eighth of the element with the largest magnitude (of two the negative one), away
+        from 0 to the next float16, at least 2^-24 and at most 65504 in size; NaN as of nvfp4.
 
-    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1; of float8 alone.
+    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1; of float8 and nvfp4.
     """
     if kv_dtype == "int8":
         return _to_int8(np.asarray(x))
-    if kv_dtype == "mxfp4":
-        return _to_mxfp4(np.asarray(x))
+    if kv_dtype in formats.FOUR_BITS:
+        return _to_four_bits(np.asarray(x), scale, kv_dtype)
     largest = float(jnp.finfo(kv_dtype).max)
     x = x.astype(np.float32)
     x = x if scale is None else x / scale[:, None].astype(np.float32)
@@ -350,39 +365,120 @@ def _from_int8(x: np.ndarray) -> np.ndarray:
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def _to_mxfp4(x: np.ndarray) -> np.ndarray:
-    least = 104 if x.dtype == np.float16 else 3  # half of a scale is a normal number, or one of f16
+def _to_four_bits(x: np.ndarray, scale: Array | None, kv_dtype: str) -> np.ndarray:
+    encode, _ = _FOUR_BITS[kv_dtype]
+    head_scale = np.float32(1) if scale is None else np.asarray(scale, np.float32)[:, None]
+    block, _ = formats.FOUR_BITS[kv_dtype]
     codes, scales = [], []
-    for begin in range(0, x.shape[-1], 32):
-        block = x[..., begin : begin + 32].astype(np.float32)
-        largest = np.abs(block).max(axis=-1, keepdims=True)
-        is_finite = np.isfinite(largest)
-        fraction, exponent = np.frexp(np.where(is_finite, largest, 1))  # fraction in [0.5, 1) or 0
-        scale = np.maximum(exponent + 126 - np.where(fraction <= 0.75, 2, 1), least)
-        scale = np.where(largest == 0, least, scale)
-        scale = np.where(is_finite, scale, 255)
-        y = np.abs(np.where(is_finite, block, 0)) * np.float32(2) ** (127 - np.minimum(scale, 254))
-        above = np.abs(y[..., None] - _E2M1)
-        nearest = above == above.min(axis=-1, keepdims=True)  # two of them in a tie
-        code = np.argmax(nearest, axis=-1)
-        code += (nearest.sum(axis=-1) == 2) & (code % 2 == 1)
-        code = np.where(is_finite, code, 0) | np.where(np.signbit(block), 8, 0)
-        half = block.shape[-1] // 2
-        codes.append(code[..., :half] | code[..., half:] << 4)
-        scales.append(scale)
-    return np.concatenate(codes + scales, axis=-1).astype(np.uint8)
+    for begin in range(0, x.shape[-1], block):
+        part = encode(x[..., begin : begin + block], head_scale)
+        codes.append(part[0])
+        scales.append(part[1].view(np.uint8))
+    packed = []
+    code = np.concatenate(codes, axis=-1).astype(np.uint8)
+    for span in _spans(kv_dtype, x.shape[-1]):
+        low, high = np.split(code[..., span], 2, axis=-1)
+        packed.append(low | high << 4)
+    return np.concatenate(packed + scales, axis=-1)
 
 
-def _from_mxfp4(x: np.ndarray) -> np.ndarray:
-    head_dim = next(d for d in range(8, 1024, 8) if d // 2 + -(-d // 32) == x.shape[-1])
-    blocks = []
-    for i, begin in enumerate(range(0, head_dim, 32)):
-        pairs = x[..., begin // 2 : min(begin + 32, head_dim) // 2]
-        code = np.concatenate([pairs & 15, pairs >> 4], axis=-1)
-        exponent = x[..., head_dim // 2 + i : head_dim // 2 + i + 1].astype(np.int32)
-        scale = np.where(exponent == 255, np.nan, np.float32(2) ** (exponent - np.float32(127)))
-        blocks.append(np.where(code & 8, -1, 1) * _E2M1[code & 7] * scale.astype(np.float32))
+def _from_four_bits(x: np.ndarray, kv_dtype: str) -> np.ndarray:
+    _, decode = _FOUR_BITS[kv_dtype]
+    block, scale_bytes = formats.FOUR_BITS[kv_dtype]
+    head_dim = next(d for d in range(8, 1024, 8) if formats.row_bytes(kv_dtype, d) == x.shape[-1])
+    codes, blocks = [], []
+    for span in _spans(kv_dtype, head_dim):
+        pairs = x[..., span.start // 2 : span.stop // 2]
+        codes += [pairs & 15, pairs >> 4]
+    code = np.concatenate(codes, axis=-1)
+    scales = np.split(x[..., head_dim // 2 :], x[..., head_dim // 2 :].shape[-1] // scale_bytes, -1)
+    for i, scale in enumerate(scales):
+        part = code[..., i * block : (i + 1) * block]
+        blocks.append(decode(part, np.ascontiguousarray(scale)))
     return np.concatenate(blocks, axis=-1).astype(np.float32)
+
+
+def _spans(kv_dtype: str, head_dim: int) -> list[slice]:
+    """Elements of which byte i has the codes of i and, half the span on, of another."""
+    span = 32 if kv_dtype == "mxfp4" else 64
+    return [slice(d, min(d + span, head_dim)) for d in range(0, head_dim, span)]
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _to_e2m1(x: np.ndarray) -> np.ndarray:
+    """The nearest codes, ties to even."""
+    above = np.abs(np.minimum(np.abs(x), np.float32(7))[..., None] - _E2M1)
+    nearest = above == above.min(axis=-1, keepdims=True)  # two of them in a tie
+    code = np.argmax(nearest, axis=-1)
+    code += (nearest.sum(axis=-1) == 2) & (code % 2 == 1)
+    return code | np.where(np.signbit(x), 8, 0)
+
+
+def _from_e2m1(code: np.ndarray) -> np.ndarray:
+    return np.where(code & 8, np.float32(-1), np.float32(1)) * _E2M1[code & 7]
+
+
+def _to_mxfp4(x: np.ndarray, _: Any) -> tuple[np.ndarray, np.ndarray]:
+    least = 104 if x.dtype == np.float16 else 3  # half of a scale is a normal number, or one of f16
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    is_finite = np.isfinite(largest)
+    fraction, exponent = np.frexp(np.where(is_finite, largest, 1))  # fraction in [0.5, 1) or 0
+    scale = np.maximum(exponent + 126 - np.where(fraction <= 0.75, 2, 1), least)
+    scale = np.where(largest == 0, least, scale)
+    scale = np.where(is_finite, scale, 255)
+    signed = np.copysign(np.where(is_finite, x, 0), x)
+    codes = _to_e2m1(signed * np.float32(2) ** (127 - np.minimum(scale, 254)))
+    return codes, scale.astype(np.uint8)
+
+
+def _from_mxfp4(code: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    exponent = scale.astype(np.int32)
+    factor = np.where(exponent == 255, np.nan, np.float32(2) ** (exponent - np.float32(127)))
+    return _from_e2m1(code) * factor.astype(np.float32)
+
+
+def _to_nvfp4(x: np.ndarray, head_scale: Any) -> tuple[np.ndarray, np.ndarray]:
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    is_finite = np.isfinite(largest)
+    wanted = np.where(is_finite, largest, 0) / (np.float32(6) * head_scale)
+    scale = np.clip(wanted, np.float32(2.0**-9), np.float32(448)).astype(E4M3)
+    step = np.maximum(scale.astype(np.float32) * head_scale, np.float32(2.0**-126))
+    codes = np.where(is_finite, _to_e2m1(np.where(is_finite, x, 0) / step), 0)
+    return codes, np.where(is_finite, scale, np.array(np.nan, E4M3))
+
+
+def _from_nvfp4(code: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return _from_e2m1(code) * scale.view(E4M3).astype(np.float32)
+
+
+def _to_int4(x: np.ndarray, _: Any) -> tuple[np.ndarray, np.ndarray]:
+    x = x.astype(np.float32)
+    high, low = x.max(axis=-1, keepdims=True), x.min(axis=-1, keepdims=True)
+    is_finite = np.isfinite(high) & np.isfinite(low)
+    eighth = np.where(is_finite, np.maximum(high, -low), 0) / np.float32(8)
+    scale = np.minimum(eighth, np.float32(65504)).astype(np.float16)
+    scale = np.where(scale < eighth, np.nextafter(scale, np.float16(np.inf)), scale)
+    scale = np.clip(scale, np.float16(2.0**-24), np.float16(65504))
+    scale = np.where(high > -low, -scale, scale)
+    quotient = np.where(is_finite, x, 0) / scale.astype(np.float32)
+    codes = np.rint(np.clip(quotient, -8, 7)).astype(np.int32) & 15
+    return codes, np.where(is_finite, scale, np.float16(np.nan))
+
+
+def _from_int4(code: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    numbers = (code.astype(np.int32) ^ 8) - 8
+    return numbers.astype(np.float32) * scale.view(np.float16).astype(np.float32)
+
+
+_FOUR_BITS = {
+    "mxfp4": (_to_mxfp4, _from_mxfp4),
+    "nvfp4": (_to_nvfp4, _from_nvfp4),
+    "int4": (_to_int4, _from_int4),
+}
 
 
 def visible_keys(
@@ -523,6 +619,7 @@ def append_kv(
     layer: int | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[Array, Array]:
     """Writes the batch's new tokens into their pages: token i of a request at position
     kv_len - qo_len + i.
@@ -535,7 +632,8 @@ def append_kv(
       v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
       qo_indptr, kv_lens, page_indptr, page_indices: as in `attention`.
       layer: index of the layer if the pages have a leading [num_layers].
-      k_scale, v_scale: [num_kv_heads] or None, for pages of float8; see `quantize`.
+      k_scale, v_scale: [num_kv_heads] or None, for pages of float8 or nvfp4; see `quantize`.
+      kv_dtype: of pages of uint8.
 
     Returns:
       k_pages, v_pages: copies of the pages with the new tokens.
@@ -554,7 +652,7 @@ def append_kv(
         at = (layer, *at)
     nnz_qo = qo_indptr[-1]
     if k_pages.dtype != k_new.dtype:
-        kv_dtype = {"uint8": "mxfp4", "int8": "int8"}.get(str(k_pages.dtype), k_pages.dtype)
+        kv_dtype = kv_dtype or str(k_pages.dtype)
         k_new, v_new = quantize(k_new, k_scale, kv_dtype), quantize(v_new, v_scale, kv_dtype)
     k_pages = jnp.asarray(k_pages).at[at].set(k_new[:nnz_qo])
     v_pages = jnp.asarray(v_pages).at[at].set(v_new[:nnz_qo])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jax_attn import _core, config, tuning
-from jax_attn.formats import DTYPES, E4M3, FORMATS, HEAD_SCALED
+from jax_attn.formats import DTYPES, E4M3, FLOAT8, FORMATS, FOUR_BITS, HEAD_SCALED, row_bytes
 from jax_attn.target import TARGETS, default_target, largest_head_dim, parse_target
 from jax_attn.variant import Variant
 
@@ -40,12 +40,12 @@ class AttentionSpec:
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
         dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
         kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
-            float8_e5m2, int8 or mxfp4, the last two in pages alone and not with mla. append_kv
-            takes k_new and v_new in dtype. An element of float8 stands for its value times the
-            k_scale or v_scale of its head, with mla times k_scale, as key and as value. int8 and
-            mxfp4 have scales of their own, which append_kv makes, and pages of bytes whose shape
-            kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples of 16, and of int8
-            and mxfp4 pages that are multiples of 16 bytes.
+            float8_e5m2, int8, mxfp4, nvfp4 or int4, all but float8 in pages alone and not with mla.
+            append_kv takes k_new and v_new in dtype. An element of float8 and nvfp4 stands for its
+            value times the k_scale or v_scale of its head, with mla times k_scale, as key and as
+            value. Formats but float8 have scales of their own, which append_kv makes, and pages of
+            bytes whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples
+            of 16, and of these pages that are multiples of 16 bytes.
         q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
         eight_bit_products: True: q, and the weights that meet v, are rounded to codes of kv_dtype
             too, and codes are multiplied (docs/formats.md says how and what it costs). With int8 on
@@ -260,10 +260,10 @@ class AttentionSpec:
         return None if dtype == self.dtype else dtype
 
     def _check_quantized(self) -> None:
-        if self.mla and self.kv_dtype not in HEAD_SCALED:
+        if self.mla and self.kv_dtype not in FLOAT8:
             raise NotImplementedError(
                 f"AttentionSpec: kv_dtype: with mla=True {self.dtype}, as dtype,"
-                f" {' and '.join(HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows have"
+                f" {' and '.join(FLOAT8)} are supported, got {self.kv_dtype}, whose rows have"
                 " scales of their own, which v would have to share."
             )
         if self.mla and self.q_dtype is not None:
@@ -271,10 +271,10 @@ class AttentionSpec:
                 "AttentionSpec: q_dtype: with mla=True None is supported, got"
                 f" {self.q_dtype}; leave q in {self.dtype}."
             )
-        if self.page_size is None and self.kv_dtype not in HEAD_SCALED:
+        if self.page_size is None and self.kv_dtype not in FLOAT8:
             raise NotImplementedError(
                 f"AttentionSpec: kv_dtype: with page_size=None {self.dtype}, as dtype,"
-                f" {' and '.join(HEAD_SCALED)} are supported, got {self.kv_dtype}, whose rows"
+                f" {' and '.join(FLOAT8)} are supported, got {self.kv_dtype}, whose rows"
                 " append_kv makes."
             )
         if self.fresh_kv and self.q_dtype is not None:
@@ -302,7 +302,7 @@ class AttentionSpec:
                 )
         # Kernels copy vectors of 16 bytes, which hold parts of rows but whole pages.
         for shape in self.kv_shapes(self.page_size or 1):
-            if not self.has_head_scales and shape is not None and math.prod(shape) % 16:
+            if self.kv_dtype not in FLOAT8 and shape is not None and math.prod(shape) % 16:
                 raise NotImplementedError(
                     f"AttentionSpec: page_size: with kv_dtype={self.kv_dtype!r} pages of a multiple"
                     f" of 16 bytes are supported on CUDA, got {math.prod(shape)} bytes with"
@@ -438,8 +438,8 @@ class AttentionSpec:
 
     @property
     def dtype_of_kv(self) -> str:
-        """The name of the dtype of k and v, or of their pages: uint8 of mxfp4."""
-        return "uint8" if self.kv_dtype == "mxfp4" else self.kv_dtype or self.dtype
+        """The name of the dtype of k and v, or of their pages: uint8 of four bits."""
+        return "uint8" if self.kv_dtype in FOUR_BITS else self.kv_dtype or self.dtype
 
     @property
     def is_quantized(self) -> bool:
@@ -448,7 +448,7 @@ class AttentionSpec:
 
     @property
     def has_head_scales(self) -> bool:
-        """Whether k_scale and v_scale belong to k and v: those of float8."""
+        """Whether k_scale and v_scale belong to k and v: of float8 and nvfp4."""
         return self.kv_dtype in HEAD_SCALED
 
     @property
@@ -475,19 +475,14 @@ class AttentionSpec:
     def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """[*lead, num_kv_heads, head_dim_qk] of k, and the shape of v; with mla v has none: None.
 
-        Instead of its head_dim, a row of int8 has head_dim + 4 bytes, one of mxfp4 head_dim / 2 and
-        one more for every 32 elements.
+        Instead of its head_dim, a row of int8 has head_dim + 4 bytes. Rows of mxfp4, nvfp4 and int4
+        have head_dim / 2, and 1 for every 32 elements, 1 for every 16 and 2 for every 32.
 
         lead: (max_kv_tokens,) of ragged arrays, (num_pages, page_size) of pages.
         """
-
-        def row(head_dim: int) -> int:
-            if self.kv_dtype == "int8":
-                return head_dim + 4
-            return head_dim // 2 + -(-head_dim // 32) if self.kv_dtype == "mxfp4" else head_dim
-
         rows = (*lead, self.num_kv_heads)
-        return (*rows, row(self.head_dim_qk)), None if self.mla else (*rows, row(self.value_dim))
+        k = (*rows, row_bytes(self.kv_dtype, self.head_dim_qk))
+        return k, None if self.mla else (*rows, row_bytes(self.kv_dtype, self.value_dim))
 
     @property
     def new_kv_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

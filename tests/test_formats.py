@@ -17,9 +17,10 @@ from backends import on_every_backend, on_every_isa, on_every_platform
 from checking import assert_same_bits
 
 import jax_attn as ja
-from jax_attn import reference
+from jax_attn import formats, reference
 
-OWN_SCALES = ("int8", "mxfp4")
+OWN_SCALES = ("int8", "mxfp4", "nvfp4", "int4")  # whose blocks are NaN as a whole
+HEAD_SCALED = ("float8_e4m3fn", "float8_e5m2", "nvfp4")
 FORMATS = ("float8_e5m2", *OWN_SCALES)
 ALL_FORMATS = ("float8_e4m3fn", *FORMATS)
 
@@ -30,14 +31,14 @@ def encoded(pages, kv_dtype, scale=None):
         return np.asarray(reference.quantize(np.asarray(pages), scale, kv_dtype))
 
 
-def decoded(codes, dtype):
+def decoded(codes, dtype, kv_dtype):
     with np.errstate(invalid="ignore"):
-        return np.asarray(reference.dequantize(codes, None, jnp.dtype(dtype)))
+        return np.asarray(reference.dequantize(codes, None, jnp.dtype(dtype), kv_dtype))
 
 
 def scales_of(kv_dtype, rng):
-    """k_scale and v_scale of two heads, as keywords; none of a format with its own."""
-    if kv_dtype in OWN_SCALES:
+    """k_scale and v_scale of two heads, as keywords; none of a format without."""
+    if kv_dtype not in HEAD_SCALED:
         return {}
     k, v = rng.uniform(0.5, 2, (2, 2)).astype(np.float32)
     return {"k_scale": k, "v_scale": v}
@@ -87,7 +88,8 @@ def test_append_writes_what_the_reference_writes(kv_dtype, dtype, value_dim, bac
         rows = np.asarray(pool)[1, page]
         want = encoded(new[:16], kv_dtype, scale)
         if kv_dtype in OWN_SCALES:
-            same = np.isnan(decoded(rows, dtype)) & np.isnan(decoded(want, dtype))
+            same = np.isnan(decoded(rows, dtype, kv_dtype))
+            assert (same == np.isnan(decoded(want, dtype, kv_dtype))).all()
             assert same[4, 0, 3] and same[5, 1, -1] and same[6, 0].any() and not same[5, 0].any()
             keep = ~same.any(axis=-1)  # NaN has many bits
         else:
@@ -143,8 +145,10 @@ def test_append_rotated_writes_what_append_kv_writes(kv_dtype, backend):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_errors_of_codes(dtype):
     """Bounds that follow from the formats. int8: half a step of the largest magnitude / 127. mxfp4:
-    5 is as far from 4 as from 6, with 5 or more the largest of its block. e5m2: half a step of a
-    quarter. Rounding to dtype comes on top."""
+    5 is as far from 4 as from 6, with 5 or more the largest of its block. nvfp4: likewise, one
+    scale off; rounding makes a scale at most 18/17 of a sixth of the largest, or 2^-10 more. int4: 8
+    becomes 7, and half a step, a sixteenth, of what has the sign of the largest. e5m2: half a step
+    of a quarter. Rounding to dtype comes on top."""
     rng = np.random.default_rng(5)
     rounding = {"bfloat16": 2.0**-8, "float32": 2.0**-22}[dtype]
     x = (rng.normal(size=(4000, 2, 128)) * 2.0 ** rng.integers(-8, 8, (4000, 2, 1))).astype(dtype)
@@ -152,16 +156,29 @@ def test_errors_of_codes(dtype):
     size = np.abs(true)
 
     def error(kv_dtype):
-        return np.abs(decoded(encoded(x, kv_dtype), dtype).astype(np.float64) - true)
+        return np.abs(decoded(encoded(x, kv_dtype), dtype, kv_dtype).astype(np.float64) - true)
 
     row = size.max(axis=-1, keepdims=True)
     assert np.all(error("int8") <= row / 254 + rounding * row)
-    block = size.reshape(4000, 2, 4, 32).max(axis=-1, keepdims=True)
-    assert np.all(error("mxfp4").reshape(4000, 2, 4, 32) <= (0.2 + rounding) * block)
+    blocks = (4000, 2, 4, 32)
+    block = size.reshape(blocks).max(axis=-1, keepdims=True)
+    assert np.all(error("mxfp4").reshape(blocks) <= (0.2 + rounding) * block)
+    short = size.reshape(4000, 2, 8, 16).max(axis=-1, keepdims=True)
+    of_short = error("nvfp4").reshape(4000, 2, 8, 16)
+    assert np.all(of_short <= np.maximum(3 / 17 * short, short / 6 + 2.0**-10) + rounding * short)
+    of_int4 = error("int4").reshape(blocks)
+    assert np.all(of_int4 <= (1 / 8 + rounding) * block)
+    largest = np.take_along_axis(
+        true.reshape(blocks), size.reshape(blocks).argmax(-1)[..., None], -1
+    )
+    like_it = np.sign(true.reshape(blocks)) == np.sign(largest)
+    assert np.all((of_int4 <= (1 / 16 + rounding) * block)[like_it])
     assert np.all(error("float8_e5m2") <= np.maximum(size / 8, 2.0**-17))
     # The bounds are sharp: more than nine tenths of each is reached.
     assert (error("int8") / row).max() > 0.9 / 254
-    assert (error("mxfp4").reshape(4000, 2, 4, 32) / block).max() > 0.18
+    assert (error("mxfp4").reshape(blocks) / block).max() > 0.18
+    assert (of_short / short)[short[..., 0] > 0.1].max() > 0.16
+    assert (of_int4 / block).max() > 0.12 and (of_int4 / block)[like_it].max() > 0.06
     assert (error("float8_e5m2") / size).max() > 0.11
 
 
@@ -197,7 +214,7 @@ def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backen
     case = dataclasses.replace(case, dtype=dtype, contents=("normal",))
     batch = build(case)
     codes = [encoded(pages, kv_dtype) for pages in (batch.k, batch.v)]
-    plain = [decoded(pages, dtype) for pages in codes]
+    plain = [decoded(pages, dtype, kv_dtype) for pages in codes]
     spec = backend.spec(**(case.spec_fields() | {"kv_dtype": kv_dtype}))
     want = attend(backend.spec(**case.spec_fields()), batch, *plain)
     got = attend(spec, batch, *codes)
@@ -216,14 +233,27 @@ def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backen
 
 
 def all_codes(kv_dtype, dim):
-    """Rows of one head with every code, and with every scale of mxfp4 that is a normal f32."""
-    if kv_dtype == "mxfp4":
-        rng = np.random.default_rng(8)
-        scales = -(-dim // 32)
-        rows = rng.integers(0, 256, (512, 1, dim // 2 + scales)).astype(np.uint8)
-        rows[:256, :, dim // 2 :] = np.maximum(1, np.arange(256))[:, None, None]
-        rows[256:, 0, dim // 2 :] = rng.integers(2, 253, (256, scales))
+    """Rows of one head with every code, and with every scale of mxfp4 that is a normal f32, every one
+    of nvfp4, and 4,096 or more of int4."""
+    rng = np.random.default_rng(8)
+    if kv_dtype in ("mxfp4", "nvfp4"):
+        # Rows whose blocks have one scale, then others; last of those that append_kv writes.
+        scales = formats.row_bytes(kv_dtype, dim) - dim // 2
+        rows = rng.integers(0, 256, (768, 1, dim // 2 + scales)).astype(np.uint8)
+        least, end = (1, 256) if kv_dtype == "mxfp4" else (0, 256)
+        rows[:256, :, dim // 2 :] = np.maximum(least, np.arange(256))[:, None, None]
+        rows[256:512, 0, dim // 2 :] = rng.integers(least, end, (256, scales))
+        least, end = (2, 253) if kv_dtype == "mxfp4" else (1, 127)
+        rows[512:, 0, dim // 2 :] = rng.integers(least, end, (256, scales))
         return rows
+    if kv_dtype == "int4":
+        scales = -(-dim // 32)
+        codes = rng.integers(0, 256, (4096, 1, dim // 2)).astype(np.uint8)
+        halves = rng.integers(0, 1 << 16, (4096, 1, scales)).astype(np.uint16)
+        halves[:64] = np.uint16([1, 0x03FF, 0x7BFF, 0x7C00, 0xFC00, 0x7E00, 0, 0x8000])[
+            rng.integers(0, 8, (64, 1, scales))
+        ]
+        return np.concatenate([codes, halves.view(np.uint8)], axis=-1)
     codes = np.resize(np.arange(256, dtype=np.uint8), (256 // np.gcd(256, dim), 1, dim))
     if kv_dtype != "int8":
         return codes.view(kv_dtype)
@@ -251,21 +281,24 @@ def test_a_single_key_gives_what_its_codes_stand_for(kv_dtype, dim, backend):
     q = np.zeros((n, 2, dim), jnp.bfloat16)
     keys = encoded(np.zeros((n, 1, 1, dim), jnp.bfloat16), kv_dtype)
     o = np.float32(ja.attention(q, keys, rows[:, None], plan))
-    want = np.broadcast_to(np.float32(decoded(rows, "bfloat16")), o.shape)
+    want = np.broadcast_to(np.float32(decoded(rows, "bfloat16", kv_dtype)), o.shape)
     tiny = np.abs(want) < 2.0**-126
     np.testing.assert_array_equal(np.where(tiny, 0, o), np.where(tiny, 0, want))
     assert (np.abs(o[tiny]) < 2.0**-126).all()
 
 
-def test_scales_of_e5m2_are_factors_of_their_heads():
+@pytest.mark.parametrize("kv_dtype", ["float8_e5m2", "nvfp4"])
+def test_scales_of_heads_are_factors_of_them(kv_dtype):
     case = Case("", dtype="bfloat16", contents=("normal",))
     batch = build(case)
-    codes = [encoded(pages, "float8_e5m2") for pages in (batch.k, batch.v)]
-    spec = ja.AttentionSpec(**(case.spec_fields() | {"kv_dtype": "float8_e5m2"}), target="cpu")
+    codes = [encoded(pages, kv_dtype) for pages in (batch.k, batch.v)]
+    spec = ja.AttentionSpec(**(case.spec_fields() | {"kv_dtype": kv_dtype}), target="cpu")
     scales = {"k_scale": np.float32([0.5, 2]), "v_scale": np.float32([4, 0.25])}
     got = attend(spec, batch, *codes, **scales)
-    half = {"k": decoded(codes[0], "float32") * scales["k_scale"][:, None]}
-    half["v"] = decoded(codes[1], "float32") * scales["v_scale"][:, None]
+    half = {
+        name: decoded(rows, "float32", kv_dtype) * scales[f"{name}_scale"][:, None]
+        for name, rows in zip("kv", codes, strict=True)
+    }
     plain = ja.AttentionSpec(**case.spec_fields(), target="cpu")
     want = attend(plain, batch, *(x.astype(jnp.bfloat16) for x in half.values()))
     assert_same_bits("o", got[0], want[0])  # powers of two
@@ -330,7 +363,30 @@ def test_fresh_kv_is_what_append_leaves(case, kv_dtype, backend):
             | {"target": "sm_90", "head_dim_vo": 128, "head_dim_qk": 128},
             ("kv_dtype", "mla=True", "mxfp4"),
         ),
-        ({"kv_dtype": "int4"}, ("kv_dtype", "float8_e4m3fn", "int8", "mxfp4", "got int4")),
+        (
+            {"kv_dtype": "int2"},
+            ("kv_dtype", "float8_e4m3fn", "int8", "mxfp4", "nvfp4", "int4", "got int2"),
+        ),
+        (
+            {"kv_dtype": "nvfp4", "target": "sm_80", "page_size": 1, "head_dim_qk": 128},
+            ("page_size", "CUDA", "16 bytes", "nvfp4", "got 72 bytes", "page_size=1"),
+        ),
+        ({"kv_dtype": "int4", "fresh_kv": True, "target": "sm_80"}, ("fresh_kv", "CPU", "int4")),
+        (
+            {
+                "kv_dtype": "nvfp4",
+                "mla": True,
+                "sm_scale": 0.1,
+                "num_kv_heads": 1,
+                "head_dim_vo": 64,
+            },
+            ("kv_dtype", "mla=True", "nvfp4"),
+        ),
+        (
+            {"kv_dtype": "nvfp4", "page_size": None, "max_kv_pages": None, "max_kv_tokens": 8},
+            ("kv_dtype", "page_size=None", "float8_e5m2 are", "got nvfp4"),
+        ),
+        ({"kv_dtype": "int4", "eight_bit_products": True}, ("eight_bit_products", "'int4'")),
         ({"kv_dtype": "mxfp4", "q_dtype": "mxfp4"}, ("q_dtype", "float8_e4m3fn", "mxfp4")),
         (
             {"kv_dtype": "int8", "page_size": None, "max_kv_pages": None, "max_kv_tokens": 8},

@@ -120,10 +120,80 @@ JAX_ATTN_INLINE void DecodeInt8(const char* from, i64 n, T* to) {
   StoreElements<Isa>(x, n, to);
 }
 
-// --- mxfp4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign, times 2^(scale - 127); a scale of 255 is NaN
+// --- codes of four bits: blocks with scales of their own, which a Codec makes and reads
 
-// Blocks of n <= 32: byte i has codes i and n / 2 + i.
-constexpr i64 kMxBlock = FormatOf(kMxfp4Format).block;
+// A row from what Codec::EncodeBlock makes of its blocks: a code for each element, and a scale.
+template <class Codec, typename T>
+void EncodeNibbles(const T* from, i64 head_dim, float head_scale, char* to) {
+  constexpr KvFormat kFormat = FormatOf(Codec::kFormat);
+  uint8_t codes[kMaxCodedDim];
+  char* scales = to + head_dim / 2;
+  for (i64 d = 0; d < head_dim; d += kFormat.block, scales += kFormat.scale_bytes) {
+    Codec::EncodeBlock(from + d, Min(kFormat.block, head_dim - d), head_scale, codes + d, scales);
+  }
+  for (i64 d = 0; d < head_dim; d += kFormat.span) {
+    const i64 half = Min(kFormat.span, head_dim - d) / 2;
+    for (i64 i = d; i < d + half; ++i) *to++ = static_cast<char>(codes[i] | codes[half + i] << 4);
+  }
+}
+
+// A span of 2 half elements.
+template <class Codec, class Isa, typename T>
+JAX_ATTN_INLINE void DecodeSpan(const char* from, i64 half, const char* scales, T* to) {
+  constexpr KvFormat kFormat = FormatOf(Codec::kFormat);
+  typename Codec::Element x[kFormat.span];
+  for (i64 i = 0; i < half; ++i) {
+    const uint32_t pair = static_cast<uint8_t>(from[i]);
+    x[i] = Codec::ElementOf(pair & 15);
+    x[half + i] = Codec::ElementOf(pair >> 4);
+  }
+  for (i64 d = 0; d < 2 * half; d += kFormat.block, scales += kFormat.scale_bytes) {
+    const auto scale = Isa::Set(Codec::ScaleOf(scales));
+    const i64 end = Min(d + kFormat.block, 2 * half);
+    for (i64 i = d; i < end; i += Isa::kWidth) {
+      const int lanes = static_cast<int>(Min(Isa::kWidth, end - i));
+      auto element = Isa::LoadFirst(x + i, lanes);
+      if constexpr (Codec::kUnit != 1.0f) element = Isa::Mul(element, Isa::Set(Codec::kUnit));
+      Isa::StoreFirst(to + i, Isa::Mul(element, scale), lanes);
+    }
+  }
+}
+
+template <class Codec, class Isa, typename T>
+JAX_ATTN_INLINE void DecodeNibbles(const char* from, i64 head_dim, T* to) {
+  constexpr KvFormat kFormat = FormatOf(Codec::kFormat);
+  const char* scales = from + head_dim / 2;
+  i64 d = 0;
+  if constexpr (kLooksUp<Isa, T>) {
+    d = Codec::template LookUp<Isa>(from, scales, head_dim / kFormat.span, to) * kFormat.span;
+  }
+  const auto scales_at = [&](i64 at) { return scales + at / kFormat.block * kFormat.scale_bytes; };
+  for (; d + kFormat.span <= head_dim; d += kFormat.span) {  // loops of known length
+    DecodeSpan<Codec, Isa>(from + d / 2, kFormat.span / 2, scales_at(d), to + d);
+  }
+  if (d < head_dim) {
+    DecodeSpan<Codec, Isa>(from + d / 2, (head_dim - d) / 2, scales_at(d), to + d);
+  }
+}
+
+// 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
+struct E2m1Codes {
+  // As f16 the codes are the elements times 2^-14, subnormals too.
+  using Element = F16;
+  static constexpr float kUnit = 0x1p14f;
+  static F16 ElementOf(uint32_t code) {
+    return {static_cast<uint16_t>((code & 7) << 9 | (code & 8) << 12)};
+  }
+  // The nearest, ties to an even code; what is beyond 6 becomes that.
+  static uint8_t CodeOf(float x) {
+    const float y = FromBits(MagnitudeOf(x));
+    const int code = (y > 0.25f) + (y >= 0.75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) +
+                     (y >= 3.5f) + (y > 5.0f);
+    return static_cast<uint8_t>(code | static_cast<int>(BitsOf(x) >> 28 & 8));
+  }
+};
+
+// --- mxfp4: e2m1 times 2^(scale - 127); a scale of 255 is NaN
 
 // Exponents such that f16 has, or f32 has as normal numbers, half the scale.
 template <typename T>
@@ -142,46 +212,6 @@ uint32_t MxScale(const T* from, i64 n) {
   return static_cast<uint32_t>(exponent > least ? exponent : least);
 }
 
-// The nearest, ties to an even code.
-inline uint8_t ToE2m1(float x) {
-  const float y = FromBits(MagnitudeOf(x));
-  const int code = (y > 0.25f) + (y >= 0.75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) +
-                   (y >= 3.5f) + (y > 5.0f);
-  return static_cast<uint8_t>(code | static_cast<int>(BitsOf(x) >> 28 & 8));
-}
-template <typename T>
-void EncodeMxfp4(const T* from, i64 head_dim, char* to) {
-  char* scales = to + head_dim / 2;
-  for (i64 d = 0; d < head_dim; d += kMxBlock, from += kMxBlock, to += kMxBlock / 2) {
-    const i64 half = Min(kMxBlock, head_dim - d) / 2;
-    const uint32_t scale = MxScale(from, 2 * half);
-    const float inverse = scale == 255 ? 0.0f : FromBits((254 - scale) << 23);
-    for (i64 i = 0; i < half; ++i) {
-      const uint8_t low = ToE2m1(ToF32(from[i]) * inverse);
-      const uint8_t high = ToE2m1(ToF32(from[half + i]) * inverse);
-      to[i] = static_cast<char>(low | high << 4);
-    }
-    *scales++ = static_cast<char>(scale);
-  }
-}
-
-// A block of 2 half elements. The codes as f16 are the elements times 2^-14, subnormals too.
-template <class Isa, typename T>
-JAX_ATTN_INLINE void DecodeMxBlock(const char* from, i64 half, uint8_t exponent, T* to) {
-  const auto scale = Isa::Set(FromBits(exponent == 255 ? kNanBits : uint32_t{exponent} << 23));
-  F16 x[kMxBlock];
-  for (i64 i = 0; i < half; ++i) {
-    const uint32_t pair = static_cast<uint8_t>(from[i]);
-    x[i].bits = static_cast<uint16_t>((pair & 7) << 9 | (pair & 8) << 12);
-    x[half + i].bits = static_cast<uint16_t>((pair & 0x70) << 5 | (pair & 0x80) << 8);
-  }
-  for (i64 i = 0; i < 2 * half; i += Isa::kWidth) {
-    const int lanes = static_cast<int>(Min(Isa::kWidth, 2 * half - i));
-    const auto element = Isa::Mul(Isa::LoadFirst(x + i, lanes), Isa::Set(0x1p14f));
-    Isa::StoreFirst(to + i, Isa::Mul(element, scale), lanes);
-  }
-}
-
 // Codes as if the scale were 2^(kMxTop - 127), which is the largest for which all are finite.
 constexpr int kMxTop = 252;
 constexpr NibbleTable MakeMxTable() {
@@ -196,46 +226,127 @@ constexpr NibbleTable MakeMxTable() {
 }
 constexpr NibbleTable kMxTable = MakeMxTable();
 
-// Whether all elements of the blocks are 0 or normal numbers.
-inline bool AreNormal(const char* scales, i64 blocks) {
-  uint32_t out = 0;
-  for (i64 i = 0; i < blocks; ++i) {
-    out |= static_cast<uint8_t>(scales[i]) - 2u > kMxTop - 2u;
+struct Mxfp4 : E2m1Codes {
+  static constexpr i32 kFormat = kMxfp4Format;
+  template <typename T>
+  static void EncodeBlock(const T* from, i64 n, float, uint8_t* codes, char* to) {
+    const uint32_t scale = MxScale(from, n);
+    const float inverse = scale == 255 ? 0.0f : FromBits((254 - scale) << 23);
+    for (i64 i = 0; i < n; ++i) codes[i] = CodeOf(ToF32(from[i]) * inverse);
+    *to = static_cast<char>(scale);
   }
-  return out == 0;
-}
+  static float ScaleOf(const char* from) {
+    const uint32_t exponent = static_cast<uint8_t>(*from);
+    return FromBits(exponent == 255 ? kNanBits : exponent << 23);
+  }
+  // Whole spans; returns how many are done: all, or none.
+  template <class Isa>
+  JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
+    uint32_t out = 0;  // whether an element is neither 0 nor a normal number
+    for (i64 i = 0; i < spans; ++i) out |= static_cast<uint8_t>(scales[i]) - 2u > kMxTop - 2u;
+    if (out != 0) return 0;
+    Isa::LookUpHalves(kMxTable, codes, scales, spans, to);
+    return spans;
+  }
+};
 
-template <class Isa, typename T>
-JAX_ATTN_INLINE void DecodeMxfp4(const char* from, i64 head_dim, T* to) {
-  const char* scales = from + head_dim / 2;
-  i64 d = 0;
-  if constexpr (kLooksUp<Isa, T>) {
-    const i64 blocks = head_dim / kMxBlock;
-    if (AreNormal(scales, blocks)) {
-      Isa::LookUpHalves(kMxTable, from, scales, blocks, to);
-      d = blocks * kMxBlock;
-      scales += blocks;
+// --- nvfp4: e2m1 times a scale of e4m3, and that of the head
+
+struct Nvfp4 : E2m1Codes {
+  static constexpr i32 kFormat = kNvfp4Format;
+  template <typename T>
+  static void EncodeBlock(const T* from, i64 n, float head_scale, uint8_t* codes, char* to) {
+    const uint32_t largest = LargestMagnitude(from, n);
+    if (largest >= kInfBits) {
+      memset(codes, 0, static_cast<size_t>(n));
+      *to = 0x7f;  // NaN
+      return;
     }
+    const uint8_t bits = ToE4m3(FromBits(largest) / (6.0f * head_scale)).bits;
+    const E4m3 scale = {bits > 1 ? bits : uint8_t{1}};
+    float step = ToF32(scale) * head_scale;
+    step = step > kLeastScale ? step : kLeastScale;
+    for (i64 i = 0; i < n; ++i) codes[i] = CodeOf(ToF32(from[i]) / step);
+    *to = static_cast<char>(scale.bits);
   }
-  for (; d + kMxBlock <= head_dim; d += kMxBlock) {  // loops of known length
-    DecodeMxBlock<Isa>(from + d / 2, kMxBlock / 2, static_cast<uint8_t>(*scales++), to + d);
+  static float ScaleOf(const char* from) { return ToF32(E4m3{static_cast<uint8_t>(*from)}); }
+  template <class Isa>
+  JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
+    uint32_t out = 0;  // whether a scale is not positive, or NaN
+    for (i64 i = 0; i < 4 * spans; ++i) out |= static_cast<uint8_t>(scales[i]) - 1u > 0x7du;
+    if (out != 0) return 0;
+    Isa::LookUpNvfp4(codes, scales, spans, to);
+    return spans;
   }
-  if (d < head_dim) {
-    DecodeMxBlock<Isa>(from + d / 2, (head_dim - d) / 2, static_cast<uint8_t>(*scales), to + d);
+};
+
+// --- int4: integers from -8 to 7 times a scale of f16
+
+struct Int4 {
+  static constexpr i32 kFormat = kInt4Format;
+  using Element = float;
+  static constexpr float kUnit = 1;
+  static float ElementOf(uint32_t code) {
+    return static_cast<float>(static_cast<int32_t>(code ^ 8) - 8);
   }
-}
+  // -8 is the element with the largest magnitude, of two with both signs the negative one. So the
+  // scale has the other sign, and its magnitude is the least that is no less than an eighth.
+  template <typename T>
+  static void EncodeBlock(const T* from, i64 n, float, uint8_t* codes, char* to) {
+    uint32_t largest = 0;  // magnitude, then sign
+    for (i64 i = 0; i < n; ++i) {
+      const uint32_t bits = BitsOf(ToF32(from[i])), rotated = bits << 1 | bits >> 31;
+      largest = rotated > largest ? rotated : largest;
+    }
+    F16 scale = {0x7e00};
+    memset(codes, 0, static_cast<size_t>(n));
+    if (largest >> 1 < kInfBits) {
+      scale = ScaleFor(FromBits(largest >> 1) * 0.125f, (largest & 1) == 0);
+      const float factor = ToF32(scale);
+      for (i64 i = 0; i < n; ++i) {
+        float x = ToF32(from[i]) / factor;
+        x = x > -8.0f ? x : -8.0f;
+        x = x < 7.0f ? x : 7.0f;
+        codes[i] = static_cast<uint8_t>(static_cast<int32_t>((x + kRoundMagic) - kRoundMagic) & 15);
+      }
+    }
+    memcpy(to, &scale, sizeof(scale));
+  }
+  static F16 ScaleFor(float magnitude, bool is_negative) {
+    F16 scale = ToF16(magnitude);
+    if (ToF32(scale) < magnitude) ++scale.bits;
+    if (scale.bits < 1) scale.bits = 1;
+    if (scale.bits > 0x7bff) scale.bits = 0x7bff;
+    if (is_negative) scale.bits |= 0x8000;
+    return scale;
+  }
+  static float ScaleOf(const char* from) {
+    F16 scale;
+    memcpy(&scale, from, sizeof(scale));
+    return ToF32(scale);
+  }
+  template <class Isa>
+  JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
+    Isa::LookUpInt4(codes, scales, spans, to);
+    return spans;
+  }
+};
 
 // --- rows of any format
 
 // to = the codes of head_dim elements, with the scales that they have in the row. scale: of their
-// head, with kHeadScale.
+// head, where the format has it.
 template <typename T>
 void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
   switch (format) {
     case kInt8Format:
       return EncodeInt8(from, head_dim, to);
     case kMxfp4Format:
-      return EncodeMxfp4(from, head_dim, to);
+      return EncodeNibbles<Mxfp4>(from, head_dim, scale, to);
+    case kNvfp4Format:
+      return EncodeNibbles<Nvfp4>(from, head_dim, scale, to);
+    case kInt4Format:
+      return EncodeNibbles<Int4>(from, head_dim, scale, to);
     case kE5m2Format:
       for (i64 d = 0; d < head_dim; ++d) {
         to[d] = static_cast<char>(ToE5m2(ToF32(from[d]) / scale));
@@ -252,13 +363,21 @@ void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
 // calls decode(codes, elements) for each; a loop of a format's own keeps its tables in registers.
 template <class Isa, typename T, class ForRows>
 JAX_ATTN_INLINE void DecodeRows(i32 format, i64 head_dim, ForRows&& for_rows) {
+  const auto nibbles = [&](auto codec) __attribute__((always_inline)) {
+    for_rows([=](const char* from, T* to) __attribute__((always_inline)) {
+      DecodeNibbles<decltype(codec), Isa>(from, head_dim, to);
+    });
+  };
   switch (format) {
     case kInt8Format:
       return for_rows([=](const char* from, T* to)
                           __attribute__((always_inline)) { DecodeInt8<Isa>(from, head_dim, to); });
     case kMxfp4Format:
-      return for_rows([=](const char* from, T* to)
-                          __attribute__((always_inline)) { DecodeMxfp4<Isa>(from, head_dim, to); });
+      return nibbles(Mxfp4());
+    case kNvfp4Format:
+      return nibbles(Nvfp4());
+    case kInt4Format:
+      return nibbles(Int4());
     case kE5m2Format:
       return for_rows([=](const char* from, T* to)
                           __attribute__((always_inline)) { DecodeE5m2<Isa>(from, head_dim, to); });

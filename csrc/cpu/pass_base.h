@@ -39,7 +39,7 @@ struct Buffers {
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
   RowState* states;  // [rows]
-  float* scales;     // [rows] that their logits have beside those of all: with kHeadScale, else 1
+  float* scales;     // [rows] that their logits have beside those of all: of heads, else 1
   i32* tokens;       // [rows] query token of each row of an item
   // [score_rows, tile_kv] scores; then probabilities, unless these are at p. Of codes i32 first.
   float* s;

@@ -382,6 +382,68 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
+  // 64 codes of 4 bits, byte i of 32 with codes i and 32 + i: words of two tables, by the code and
+  // 16 times the bit that a lane has in `first` or `second`.
+  JAX_ATTN_INLINE static void LookUpSpan(const char* codes, __m512i first, __m512i second,
+                                         __m512i table, __m512i other, Bf16* to) {
+    const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
+    const __m512i low = _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(15), first, 0xea);
+    const __m512i high = _mm512_or_si512(_mm512_srli_epi16(x, 4), second);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(low, table));
+    _mm512_storeu_si512(to + 32, _mm512_permutexvar_epi16(high, other));
+  }
+
+  // Spans of 64 codes of e2m1. Each 16 of them have a scale of e4m3, which is positive.
+  JAX_ATTN_INLINE static void LookUpNvfp4(const char* codes, const char* scales, i64 spans,
+                                          Bf16* to) {
+    // The elements of a scale s are 0, s / 2, s, t = 1.5 s, 2 s, 2 t, 4 s, 4 t: words of s and t
+    // with other exponents. Of e4m3 as f16 the exponent is 8 less.
+    const __m512 factors = _mm512_mask_mov_ps(_mm512_set1_ps(384), 0x00ff, _mm512_set1_ps(256));
+    const __m128i words = _mm_setr_epi8(0, 1, 1, 17, 1, 17, 1, 17, 0, 1, 1, 17, 1, 17, 1, 17);
+    const __m512i of_two =
+        _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_add_epi8(words, _mm_set1_epi8(2)), words));
+    const __m128i powers = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
+    const __m128i negative = _mm_xor_si128(powers, _mm_set1_epi16(static_cast<int16_t>(0x8000)));
+    const __m512i shifts =
+        _mm512_broadcast_i64x4(_mm256_set_m128i(negative, powers));  // of each block's 16 words
+    const __m512i upper = _mm512_maskz_set1_epi16(0xffff0000, 16);
+    const auto table = [&](__m512i x, int block) __attribute__((always_inline)) {
+      const __m512i at = _mm512_add_epi16(of_two, _mm512_set1_epi16(static_cast<int16_t>(2 * block)));
+      return _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xfefefefe, at, x), shifts);
+    };
+    for (i64 i = 0; i < spans; i += 2, codes += 64, scales += 8, to += 128) {
+      const bool both = i + 1 < spans;
+      int64_t bytes = 0;
+      both ? memcpy(&bytes, scales, 8) : memcpy(&bytes, scales, 4);
+      const __m256i f16 = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_set1_epi64x(bytes)), 7);
+      const __m512i x = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtph_ps(f16), factors));
+      LookUpSpan(codes, upper, upper, table(x, 0), table(x, 2), to);
+      if (both) LookUpSpan(codes + 32, upper, upper, table(x, 4), table(x, 6), to + 64);
+    }
+  }
+
+  // Spans of 64 integers from -8 to 7. Each 32 of them have a scale of f16.
+  JAX_ATTN_INLINE static void LookUpInt4(const char* codes, const char* scales, i64 spans,
+                                         Bf16* to) {
+    const Vec numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const __m512i none = _mm512_setzero_si512(), upper = _mm512_set1_epi16(16);
+    const auto span = [&](i64 i, const float* scale) __attribute__((always_inline)) {
+      const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(numbers, Set(scale[1])),
+                                                         _mm512_mul_ps(numbers, Set(scale[0])));
+      LookUpSpan(codes + 32 * i, none, upper, table, table, to + 64 * i);
+    };
+    for (i64 i = 0; i < spans; i += 2) {
+      const bool both = i + 1 < spans;
+      int64_t halves = 0;
+      both ? memcpy(&halves, scales + 4 * i, 8) : memcpy(&halves, scales + 4 * i, 4);
+      alignas(16) float scale[4];
+      _mm_store_ps(scale, _mm_cvtph_ps(_mm_cvtsi64_si128(halves)));
+      asm volatile("" : "+m"(scale));  // loads broadcast for nothing
+      span(i, scale);
+      if (both) span(i + 1, scale + 2);
+    }
+  }
+
   // acc + a.low * b.low + a.high * b.high in f32; subnormal inputs count as 0.
   static Vec DotBf16(Vec a, Vec b, Vec acc) {
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);

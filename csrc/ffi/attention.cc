@@ -23,7 +23,7 @@ struct AttentionBuffers {
   ffi::AnyBuffer q, k, v, plan, layer;
   std::optional<ffi::AnyBuffer> sinks;
   std::optional<ffi::AnyBuffer> k_new, v_new;               // with fresh_kv
-  std::optional<ffi::AnyBuffer> q_scale, k_scale, v_scale;  // with kHeadScale
+  std::optional<ffi::AnyBuffer> q_scale, k_scale, v_scale;  // of formats with them
   std::vector<ffi::AnyBuffer> variant_operands;
   ffi::AnyBuffer o, lse, workspace;
 };
@@ -124,8 +124,8 @@ AttentionParams MakeParams(const AttentionProblem& problem, const AttentionBuffe
   return p;
 }
 
-// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with kHeadScale
-// sinks and scales, those that are absent as arrays without elements; then likewise those of a
+// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with scales of
+// heads sinks and those, what is absent as arrays without elements; then likewise those of a
 // variant.
 Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, AttentionBuffers* b) {
   const AttentionSpec& spec = problem.spec;
@@ -141,7 +141,7 @@ Status TakeOptional(const AttentionProblem& problem, ffi::RemainingArgs rest, At
     take(&b->v_new);
   }
   take(&b->sinks);
-  if (FormatOf(spec.kv_format).scale == kHeadScale) {
+  if (FormatOf(spec.kv_format).has_head_scale) {
     take(&b->q_scale);
     take(&b->k_scale);
     take(&b->v_scale);

@@ -92,6 +92,8 @@ ffi::DataType ToDataType(int64_t dtype, int64_t format) {
     case kInt8Format:
       return ffi::DataType::S8;
     case kMxfp4Format:
+    case kNvfp4Format:
+    case kInt4Format:
       return ffi::DataType::U8;
     default:
       return dtype == kBF16  ? ffi::DataType::BF16

@@ -19,7 +19,9 @@ from jax_attn.serve.tenants import TenantLimits
 _DRAFTS = 4  # of a draft model: each takes its time, and behind a wrong one all are in vain
 
 # The first of them is a name that other servers have for it.
-KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8", "mxfp4": "mxfp4"}
+KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"} | {
+    name: name for name in ("int8", "mxfp4", "nvfp4", "int4")
+}
 
 
 class _Steps(NamedTuple):

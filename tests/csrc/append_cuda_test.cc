@@ -101,8 +101,7 @@ class Batch {
 
  private:
   static constexpr int kBytes = Traits::kDtype == kElementF32 ? 4 : 2;
-  static constexpr bool kHasOwnScales =
-      Traits::kKvFormat != kPlainFormat && FormatOf(Traits::kKvFormat).scale != kHeadScale;
+  static constexpr bool kHasOwnScales = FormatOf(Traits::kKvFormat).scale_bytes > 0;
   static i64 RowBytes(int head_dim) {
     return Traits::kKvFormat == kPlainFormat ? head_dim * kBytes
                                              : CodeRowBytes(Traits::kKvFormat, head_dim);
@@ -234,7 +233,7 @@ void RunCases(const std::string& dtype) {
            Case{"short blocks", mixed, 3, 3, 80, 48, 4},
        }) {
     // As select/cuda.cc has it of codes with scales of rows.
-    const int multiple = FormatOf(Traits::kKvFormat).scale > kHeadScale ? 16 : 8;
+    const int multiple = FormatOf(Traits::kKvFormat).scale_bytes > 0 ? 16 : 8;
     if (c.dqk % multiple != 0 || c.dvo % multiple != 0) continue;
     Case named = c;
     named.name = dtype + ", " + c.name;
@@ -264,6 +263,10 @@ int main() {
   RunCases<TraitsOf<kElementF16, kInt8Format>>("f16 as int8");
   RunCases<TraitsOf<kElementBf16, kMxfp4Format>>("bf16 as mxfp4");
   RunCases<TraitsOf<kElementF16, kMxfp4Format>>("f16 as mxfp4");
+  RunCases<TraitsOf<kElementBf16, kNvfp4Format>>("bf16 as nvfp4");
+  RunCases<TraitsOf<kElementF16, kNvfp4Format>>("f16 as nvfp4");
+  RunCases<TraitsOf<kElementBf16, kInt4Format>>("bf16 as int4");
+  RunCases<TraitsOf<kElementF16, kInt4Format>>("f16 as int4");
   if (g_failures == 0) std::printf("append_cuda_test: ok\n");
   return g_failures != 0;
 }

@@ -277,7 +277,7 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
     PutRow(q, spec.q_format, spec.head_dim_qk, i, &b.q);
   }
   const auto scales = [&](int64_t format, int64_t n) {
-    std::vector<float> x(FormatOf(format).scale == kHeadScale ? n : 0);
+    std::vector<float> x(FormatOf(format).has_head_scale ? n : 0);
     for (float& scale : x) scale = 0.7f + 0.1f * static_cast<float>(random() % 8);
     return x;
   };

@@ -1,4 +1,4 @@
-// Keys and values as e5m2, int8 and mxfp4 in the portable attention kernel, without a GPU: the bits
+// Keys and values as e5m2, int8, mxfp4, nvfp4 and int4 in the portable attention kernel, without a GPU: the bits
 // of plain pages of what the codes stand for, and what the CPU's kernels give.
 #include "cuda_emulation.h"
 // The above stands in for CUDA and comes first.
@@ -25,15 +25,24 @@ std::vector<float> ValuesOf(int format, const char* row, i64 head_dim) {
       x[d] = static_cast<float>(static_cast<signed char>(row[d])) * scale;
     } else {
       static const float kValues[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-      const i64 begin = d / 32 * 32, half = std::min<i64>(32, head_dim - begin) / 2;
+      const i64 span = format == kMxfp4Format ? 32 : 64;
+      const i64 begin = d / span * span, half = std::min<i64>(span, head_dim - begin) / 2;
       const u32 pair = bytes[begin / 2 + (d - begin) % half];
-      const u32 code = (d - begin < half ? pair : pair >> 4) & 15,
-                exponent = bytes[head_dim / 2 + d / 32];
+      const u32 code = (d - begin < half ? pair : pair >> 4) & 15;
       const float value = code & 8 ? -kValues[code & 7] : kValues[code];
-      // Exponent 0 is none that append writes; it is 0 here.
-      x[d] = exponent == 255 ? NAN
-             : exponent == 0 ? value * 0
-                             : std::ldexp(value, static_cast<int>(exponent) - 127);
+      const unsigned char* scales = bytes + head_dim / 2;
+      if (format == kMxfp4Format) {
+        const u32 exponent = scales[d / 32];
+        // Exponent 0 is none that append writes; it is 0 here.
+        x[d] = exponent == 255 ? NAN
+               : exponent == 0 ? value * 0
+                               : std::ldexp(value, static_cast<int>(exponent) - 127);
+      } else if (format == kNvfp4Format) {
+        x[d] = value * E4m3ToFloat(scales[d / 16]);
+      } else {
+        const auto half_scale = static_cast<u16>(scales[d / 32 * 2] | scales[d / 32 * 2 + 1] << 8);
+        x[d] = static_cast<float>(static_cast<int>(code ^ 8) - 8) * F16ToFloat(half_scale);
+      }
     }
   }
   return x;
@@ -67,6 +76,21 @@ struct Decoding {
   }
 };
 
+// Every code with the one scale, and every third with the other, in turns.
+template <int kFormat, int kElement, int kDim>
+void TestNibbles(u32 scale, u32 other) {
+  for (int first = 0; first < 256; first += kDim / 2) {
+    std::vector<char> row(CodeRowBytes(kFormat, kDim));
+    for (int i = 0; i < kDim / 2; ++i) row[i] = static_cast<char>((first + i) * 17);
+    const i64 num = NumRowScales(kFormat, kDim), bytes = FormatOf(kFormat).scale_bytes;
+    for (i64 i = 0; i < num; ++i) {
+      const u32 bits = i % 2 == 0 ? scale : other;
+      std::memcpy(&row[kDim / 2 + i * bytes], &bits, bytes);
+    }
+    Decoding<kFormat, kElement, kDim>::Test(row, static_cast<int>(scale % 7));
+  }
+}
+
 template <int kElement>
 void TestConversions() {
   constexpr int kDim = 128;
@@ -92,6 +116,16 @@ void TestConversions() {
     std::vector<char> row(40 + 3, static_cast<char>(scale));
     for (int i = 0; i < 40; ++i) row[i] = static_cast<char>(scale + 6 * i);
     Decoding<kMxfp4Format, kElement, 80>::Test(row, scale % 16);
+  }
+  for (u32 scale = 0; scale < 256; ++scale) {
+    TestNibbles<kNvfp4Format, kElement, 128>(scale, 0x7f - scale);
+    TestNibbles<kNvfp4Format, kElement, 80>(scale, 0x35);
+  }
+  // Every 64th and its neighbours, and all subnormal ones, infinities and NaN.
+  for (u32 scale = 0; scale < 1u << 16; ++scale) {
+    if (scale % 64 > 1 && (scale & 0x7c00) != 0 && (scale & 0x7fff) != 0x7c00) continue;
+    TestNibbles<kInt4Format, kElement, 128>(scale, scale * 5);
+    TestNibbles<kInt4Format, kElement, 80>(scale, 0x3c01);
   }
 }
 
@@ -176,7 +210,7 @@ void RunFormat(std::string format) {
       {.requests = decode, .sinks = true, .kv_split = 64}, "decode", 1);
   run(ShapeOf<64, 64, 4, 16, false, true, false>(), {.requests = mixed, .kv_heads = 3},
       "mixed, three heads", 2);
-  // Rows of 84, 52, 43 and 26 bytes, blocks of 16; pages shorter than a warp's slice.
+  // Rows of 84, 52, 43, 26 and other bytes, blocks of 16; pages shorter than a warp's slice.
   run(ShapeOf<80, 48, 5, 8, true, true, true>(),
       {.requests = mixed, .window_left = 30, .soft_cap = 3.0, .sinks = true, .kv_split = 64},
       "window, soft cap, odd sizes", 3);
@@ -213,6 +247,8 @@ int main() {
   RunFormat<kE5m2Format>("e5m2");
   RunFormat<kInt8Format>("int8");
   RunFormat<kMxfp4Format>("mxfp4");
+  RunFormat<kNvfp4Format>("nvfp4");
+  RunFormat<kInt4Format>("int4");
   if (g_failures == 0) std::printf("formats_cuda_test: ok\n");
   return g_failures > 0;
 }

@@ -159,16 +159,17 @@ struct AppendBody {
   __device__ __forceinline__ static void WriteCodes(const AppendParams& p, void* pool, i64 row,
                                                     const void* fresh, i64 token, int head_dim,
                                                     const float* scales) {
-    if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale) {
+    if constexpr (FormatOf(Traits::kKvFormat).scale_bytes == 0) {
       QuantizeRow(p, pool, row, fresh, token, head_dim, scales);
     } else {
-      EncodeHeads(p, pool, row, fresh, token, head_dim);
+      EncodeHeads(p, pool, row, fresh, token, head_dim, scales);
     }
   }
 
   // One head after the other.
   __device__ __forceinline__ static void EncodeHeads(const AppendParams& p, void* pool, i64 row,
-                                                     const void* fresh, i64 token, int head_dim) {
+                                                     const void* fresh, i64 token, int head_dim,
+                                                     const float* scales) {
     constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
     const int first = threadIdx.x % kWarpSize * 8;
     const i64 heads = p.num_kv_heads, row_bytes = CodeRowBytes(kFormat, head_dim);
@@ -178,7 +179,7 @@ struct AppendBody {
     for (int head = 0; head < heads; ++head, from += head_dim, to += row_bytes) {
       float x[8] = {};
       if (first < head_dim) EightElements<kDtype>(LoadConstant16(from), x);
-      EncodeRow<kFormat, kDtype>(x, head_dim, to);
+      EncodeRow<kFormat, kDtype>(x, head_dim, HeadScaleOf<kFormat>(scales, head), to);
     }
   }
 

@@ -11,8 +11,7 @@ struct AppendRotatedBody {
   static constexpr int kNumThreads = 256;
   static constexpr int kSmemBytes = 0;
   static constexpr int kDtype = Traits::kDtype;
-  static constexpr bool kHasOwnScales =
-      Traits::kKvFormat != kPlainFormat && FormatOf(Traits::kKvFormat).scale != kHeadScale;
+  static constexpr bool kHasOwnScales = FormatOf(Traits::kKvFormat).scale_bytes > 0;
   static constexpr int kMinCtasPerSm = kHasOwnScales ? 5 : 6;  // 48 or 40 registers are enough
 
   __device__ __forceinline__ static void Run(const AppendParams& p) {
@@ -110,9 +109,10 @@ struct AppendRotatedBody {
       if (row < 0) continue;
       float x[8];
       EightElements<kDtype>(bits, x);
-      const i64 at = row * p.num_kv_heads + head - (is_v ? num_rotated : p.num_qo_heads);
+      const int kv_head = head - (is_v ? num_rotated : p.num_qo_heads);
+      const i64 at = row * p.num_kv_heads + kv_head;
       EncodeRow<Traits::kKvFormat, kDtype>(
-          x, head_dim,
+          x, head_dim, HeadScaleOf<Traits::kKvFormat>(is_v ? p.v_scale : p.k_scale, kv_head),
           static_cast<unsigned char*>(is_v ? p.v_pages : p.k_pages) +
               at * CodeRowBytes(Traits::kKvFormat, head_dim));
     }

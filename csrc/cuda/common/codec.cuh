@@ -37,6 +37,41 @@ __device__ __forceinline__ uint4 DecodeInt8(u32 low, u32 high, float scale) {
                     E::Pack(x[6], x[7]));
 }
 
+// Of codes of four bits the low halves of eight bytes are of one block and the high halves of
+// another, or of the same. Pairs: two elements from the low halves of two neighbouring bytes, the
+// i-th two of four, and two from the high ones. Factors: what elements of a block are times.
+
+// 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
+template <int kDtype>
+__device__ __forceinline__ void E2m1Pairs(u32 word, int i, u32& first, u32& second) {
+  // High and low bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6.
+  constexpr bool kIsBf16 = kDtype == kElementBf16;
+  constexpr u32 kHighs[2] = {kIsBf16 ? 0x3f3f3f00 : 0x3e3c3800, kIsBf16 ? 0x40404040 : 0x46444240};
+  constexpr u32 kLows[2] = {kIsBf16 ? 0xc0800000 : 0, kIsBf16 ? 0xc0804000 : 0};
+  // Four codes are the digits of a byte permutation; their signs go to the highest bits of bytes.
+  const u32 digits = (word & 0x77777777u) >> i * 16;
+  const u32 signs = __byte_perm(word, word << 4, i == 0 ? 0x1504 : 0x3726) & 0x80808080u;
+  const u32 highs = __byte_perm(kHighs[0], kHighs[1], digits & 0xffff) | signs;
+  const u32 lows = __byte_perm(kLows[0], kLows[1], digits & 0xffff);
+  first = __byte_perm(lows, highs, 0x6240);
+  second = __byte_perm(lows, highs, 0x7351);
+}
+
+// Integers from -8 to 7.
+template <int kDtype>
+__device__ __forceinline__ void Int4Pairs(u32 word, int i, u32& first, u32& second) {
+  using E = Element<kDtype>;
+  // With its highest bit flipped a code is n = code + 8, and 2^7 + n or 2^10 + n has n as its low
+  // bits in the type.
+  constexpr bool kIsBf16 = kDtype == kElementBf16;
+  constexpr u32 kMagic = InBothHalves(kIsBf16 ? 0x4300 : 0x6400);
+  constexpr u32 kLess = InBothHalves(kIsBf16 ? 0xc308 : 0xe408), kMask = InBothHalves(0x000f);
+  constexpr u32 kOne = InBothHalves(kIsBf16 ? 0x3f80 : 0x3c00);
+  const u32 bytes = __byte_perm(word ^ 0x88888888u, 0, i == 0 ? 0x4140 : 0x4342);
+  first = E::FmaX2((bytes & kMask) | kMagic, kOne, kLess);
+  second = E::FmaX2((bytes >> 4 & kMask) | kMagic, kOne, kLess);
+}
+
 // A scale of mxfp4 as factors of two elements at once. It is one of bf16, but most are none of f16:
 // there it is the product of two. The first of these is exact, and what the second rounds is what
 // the scale itself would.
@@ -65,33 +100,82 @@ class MxFactors {
   u32 first_, second_ = 0;
 };
 
-// The low halves of the bytes are elements of the first half of a block, the high halves those of
-// the second.
+// A scale that is a number of the type, in both halves; products of nvfp4 are exact.
 template <int kDtype>
-__device__ __forceinline__ void DecodeMxfp4(u32 low, u32 high, u32 exponent, uint4& first,
-                                            uint4& second) {
-  // High and low bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6.
-  constexpr bool kIsBf16 = kDtype == kElementBf16;
-  constexpr u32 kHighs[2] = {kIsBf16 ? 0x3f3f3f00 : 0x3e3c3800, kIsBf16 ? 0x40404040 : 0x46444240};
-  constexpr u32 kLows[2] = {kIsBf16 ? 0xc0800000 : 0, kIsBf16 ? 0xc0804000 : 0};
-  const MxFactors<kDtype> factors(exponent);
+struct OneFactor {
+  u32 factor;
+  __device__ __forceinline__ u32 Times(u32 x) const {
+    return Element<kDtype>::FmaX2(x, factor, InBothHalves(0x8000));
+  }
+};
+
+// A scale of f16 for numbers of bf16: its first 8 bits and the rest, so that a sum of two products
+// is rounded once. Both have its sign, which is that of zeros.
+class SplitFactor {
+ public:
+  __device__ __forceinline__ explicit SplitFactor(u16 scale) {
+    const float x = F16ToFloat(scale);
+    const u32 bits = __float_as_uint(x), first = bits & 0xffff0000u;
+    const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
+    const float rest = is_finite ? x - __uint_as_float(first) : x;
+    first_ = InBothHalves(first >> 16);
+    rest_ = InBothHalves((__float_as_uint(rest) | (bits & 0x80000000u)) >> 16);
+  }
+  __device__ __forceinline__ u32 Times(u32 x) const {
+    using E = Element<kElementBf16>;
+    return E::FmaX2(x, first_, E::FmaX2(x, rest_, InBothHalves(0x8000)));
+  }
+
+ private:
+  u32 first_, rest_;
+};
+
+// Eight bytes of a row whose scales are at `scales`; their low halves are of block `low_block`.
+template <int kFormat, int kDtype>
+__device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, const unsigned char* scales,
+                                              int low_block, int high_block, uint4& first,
+                                              uint4& second) {
   u32 of_first[4], of_second[4];
+  const auto times = [&](const auto& low_factor, const auto& high_factor) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 word = i < 2 ? low : high;
-    // Four codes are the digits of a byte permutation; their signs go to the highest bits of bytes.
-    const u32 digits = (word & 0x77777777u) >> i % 2 * 16;
-    const u32 signs = __byte_perm(word, word << 4, i % 2 == 0 ? 0x1504 : 0x3726) & 0x80808080u;
-    const u32 highs = __byte_perm(kHighs[0], kHighs[1], digits & 0xffff) | signs;
-    const u32 lows = __byte_perm(kLows[0], kLows[1], digits & 0xffff);
-    of_first[i] = factors.Times(__byte_perm(lows, highs, 0x6240));
-    of_second[i] = factors.Times(__byte_perm(lows, highs, 0x7351));
+    for (int i = 0; i < 4; ++i) {
+      const u32 word = i < 2 ? low : high;
+      u32 a, b;
+      if constexpr (kFormat == kInt4Format) {
+        Int4Pairs<kDtype>(word, i % 2, a, b);
+      } else {
+        E2m1Pairs<kDtype>(word, i % 2, a, b);
+      }
+      of_first[i] = low_factor.Times(a);
+      of_second[i] = high_factor.Times(b);
+    }
+  };
+  if constexpr (kFormat == kMxfp4Format) {  // both blocks are the same
+    const MxFactors<kDtype> factors(scales[low_block]);
+    times(factors, factors);
+  } else if constexpr (kFormat == kNvfp4Format) {
+    const u32 pair = E4m3HighBytes<kDtype>(u32{scales[low_block]} << 8 |
+                                           u32{scales[high_block]} << 24);
+    times(OneFactor<kDtype>{__byte_perm(pair, 0, 0x1010)},
+          OneFactor<kDtype>{__byte_perm(pair, 0, 0x3232)});
+  } else {
+    static_assert(kFormat == kInt4Format, "a format of four bits");
+    const u16* halves = reinterpret_cast<const u16*>(scales);
+    if constexpr (kDtype == kElementBf16) {
+      times(SplitFactor(halves[low_block]), SplitFactor(halves[high_block]));
+    } else {
+      times(OneFactor<kDtype>{InBothHalves(halves[low_block])},
+            OneFactor<kDtype>{InBothHalves(halves[high_block])});
+    }
   }
   first = make_uint4(of_first[0], of_first[1], of_first[2], of_first[3]);
   second = make_uint4(of_second[0], of_second[1], of_second[2], of_second[3]);
 }
 
 // --- encode: a warp a row, a lane eight elements ---
+
+constexpr float kLeastScale = 0x1p-126f;  // products with it are normal
+constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 template <int kDtype>
 __device__ __forceinline__ void EightElements(const uint4& bits, float (&x)[8]) {
@@ -102,7 +186,7 @@ __device__ __forceinline__ void EightElements(const uint4& bits, float (&x)[8]) 
   }
 }
 
-// With kHeadScale: the nearest, ties to even; what is beyond the largest value, 448 or 57344,
+// Of float8: the nearest, ties to even; what is beyond the largest value, 448 or 57344,
 // becomes that. NaN stays NaN.
 template <int kFormat>
 __device__ __forceinline__ u32 ToCode(float x) {
@@ -160,61 +244,135 @@ __device__ __forceinline__ void StoreCodes(unsigned char* to, i64 row_bytes, u32
   for (int i = 0; i < 8; ++i) to[i] = static_cast<unsigned char>((i < 4 ? low : high) >> i % 4 * 8);
 }
 
-// Writes a row with scales of its own to `to`, by a whole warp. Lane l has elements [8 l, 8 l + 8)
-// of the row in x, zeros beyond its end.
+// scales: of heads, or null: 1.
+template <int kFormat>
+__device__ __forceinline__ float HeadScaleOf(const float* scales, int head) {
+  return FormatOf(kFormat).has_head_scale && scales != nullptr ? scales[head] : 1.0f;
+}
+
+__device__ __forceinline__ u32 Larger(u32 a, u32 b) { return a > b ? a : b; }
+
+template <int kLanes>
+__device__ __forceinline__ u32 LargestOfLanes(u32 x) {
+#pragma unroll
+  for (int i = 1; i < kLanes; i *= 2) x = Larger(x, __shfl_xor_sync(kFullWarp, x, i));
+  return x;
+}
+
+// Codes of four bits of a lane's elements, the first one lowest, and the scale of their block, which
+// is in a few neighbouring lanes.
+struct EightNibbles {
+  u32 codes, scale;
+};
+
 template <int kFormat, int kDtype>
-__device__ __forceinline__ void EncodeRow(const float (&x)[8], int head_dim, unsigned char* to) {
+__device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float head_scale) {
+  constexpr u32 kInfinity = 0x7f800000;
+  constexpr bool kIsInt4 = kFormat == kInt4Format;
+  u32 largest = 0;  // of magnitudes, as bits: those of NaN are beyond infinity
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 bits = __float_as_uint(x[i]);
+    // Of int4 and the sign below them.
+    largest = Larger(largest, kIsInt4 ? bits << 1 | bits >> 31 : bits & 0x7fffffff);
+  }
+  largest = LargestOfLanes<FormatOf(kFormat).block / 8>(largest);
+  const u32 magnitude = kIsInt4 ? largest >> 1 : largest;
+  const bool is_finite = magnitude < kInfinity;
+  EightNibbles eight = {};
+  const auto put = [&](auto code_of) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) eight.codes |= code_of(x[i]) << 4 * i;
+  };
+  if constexpr (kFormat == kMxfp4Format) {
+    // The smallest power of two whose 6-fold is no less than all magnitudes, and half of which the
+    // type has as a number, f32 as a normal one.
+    const int exponent =
+        static_cast<int>(largest >> 23) - ((largest & 0x7fffff) > 0x400000 ? 1 : 2);
+    const u32 scale = static_cast<u32>(Max(exponent, kDtype == kElementF16 ? 104 : 3));
+    eight.scale = is_finite ? scale : 255;
+    const float inverse = is_finite ? __uint_as_float((254 - scale) << 23) : 0.0f;
+    put([=](float x) { return ToE2m1(x * inverse); });
+    return eight;
+  }
+  if constexpr (kFormat == kNvfp4Format) {
+    eight.scale = 0x7f;  // NaN
+    if (!is_finite) return eight;
+    const float wanted = __uint_as_float(magnitude) / (6.0f * head_scale);
+    eight.scale = Larger(ToCode<kE4m3Format>(wanted), 1);
+    using E = Element<kElementBf16>;
+    const float scale =
+        E::ToFloat(static_cast<u16>(E4m3HighBytes<kElementBf16>(eight.scale << 8)));
+    const float step = fmaxf(scale * head_scale, kLeastScale);
+    put([=](float x) { return ToE2m1(x / step); });
+  }
+  if constexpr (kIsInt4) {
+    eight.scale = 0x7e00;  // NaN
+    if (!is_finite) return eight;
+    // -8 is the element with the largest magnitude, of two with both signs the negative one.
+    const float eighth = __uint_as_float(magnitude) * 0.125f;
+    u32 scale = PackF16(eighth, 0.0f) & 0xffff;
+    if (F16ToFloat(static_cast<u16>(scale)) < eighth) ++scale;
+    scale = scale < 0x7bff ? Larger(scale, 1) : 0x7bff;
+    eight.scale = scale | ((largest & 1) == 0 ? 0x8000 : 0);
+    const float factor = F16ToFloat(static_cast<u16>(eight.scale));
+    put([=](float x) {
+      const float y = fminf(fmaxf(x / factor, -8.0f), 7.0f);
+      return static_cast<u32>(static_cast<int>((y + kRoundMagic) - kRoundMagic)) & 15;
+    });
+  }
+  return eight;
+}
+
+// Writes a row with scales of its own to `to`, by a whole warp. Lane l has elements [8 l, 8 l + 8)
+// of the row in x, zeros beyond its end. head_scale: of formats with it.
+template <int kFormat, int kDtype>
+__device__ __forceinline__ void EncodeRow(const float (&x)[8], int head_dim, float head_scale,
+                                          unsigned char* to) {
   constexpr int kInfinity = 0x7f800000;
   const int lane = threadIdx.x % kWarpSize, first = 8 * lane;
   const i64 row_bytes = CodeRowBytes(kFormat, head_dim);
-  int largest = 0;  // of magnitudes, as bits: those of NaN are beyond infinity
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    largest = Max(largest, static_cast<int>(__float_as_uint(x[i]) & 0x7fffffff));
-  }
   if constexpr (kFormat == kInt8Format) {
+    int largest = 0;  // of magnitudes, as bits: those of NaN are beyond infinity
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      largest = Max(largest, static_cast<int>(__float_as_uint(x[i]) & 0x7fffffff));
+    }
     largest = static_cast<int>(WarpMax(static_cast<u32>(largest)));
     const bool is_finite = largest < kInfinity;
     const float of_largest = __int_as_float(largest) / 127.0f;
-    const float least = __uint_as_float(0x00800000);  // 2^-126: products with it are normal
-    const float scale = is_finite ? fmaxf(of_largest, least) : __uint_as_float(0x7fc00000);
+    const float scale = is_finite ? fmaxf(of_largest, kLeastScale) : __uint_as_float(0x7fc00000);
     u32 codes[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-      const float nearest = ((is_finite ? x[i] / scale : 0.0f) + kMagic) - kMagic;
+      const float nearest = ((is_finite ? x[i] / scale : 0.0f) + kRoundMagic) - kRoundMagic;
       codes[i / 4] |= (static_cast<u32>(static_cast<int>(nearest)) & 0xff) << i % 4 * 8;
     }
     if (first < head_dim) StoreCodes(to + first, row_bytes, codes[0], codes[1]);
     if (lane == 0) *reinterpret_cast<float*>(to + head_dim) = scale;
   } else {
-    constexpr int kBlock = FormatOf(kFormat).block;
-    static_assert(kFormat == kMxfp4Format && kBlock == 32, "four lanes a block");
-    largest = Max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-    largest = Max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    const bool is_finite = largest < kInfinity;
-    // The smallest power of two whose 6-fold is no less than all magnitudes, and half of which the
-    // type has as a number, f32 as a normal one.
-    const int exponent = (largest >> 23) - ((largest & 0x7fffff) > 0x400000 ? 1 : 2);
-    const int scale = is_finite ? Max(exponent, kDtype == kElementF16 ? 104 : 3) : 255;
-    const float inverse = is_finite ? __uint_as_float(static_cast<u32>(254 - scale) << 23) : 0.0f;
-    u32 codes = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) codes |= ToE2m1(x[i] * inverse) << 4 * i;
-    // Byte i of a block has codes i and half + i.
-    const int block = first / kBlock, in_block = first % kBlock;
-    const int half = Min(kBlock, head_dim - block * kBlock) / 2;
+    constexpr int kBlock = FormatOf(kFormat).block, kSpan = FormatOf(kFormat).span;
+    const auto [codes, scale] = EncodeNibbles<kFormat, kDtype>(x, head_scale);
+    const int begin = first / kSpan * kSpan, in_span = first - begin;
+    const int half = Min(kSpan, head_dim - begin) / 2;
     const u32 others = __shfl_sync(kFullWarp, codes, lane + half / 8);
     if (first >= head_dim) return;
-    if (in_block == 0) to[head_dim / 2 + block] = static_cast<unsigned char>(scale);
-    if (in_block >= half) return;
+    if (first % kBlock == 0) {
+      unsigned char* scales = to + head_dim / 2;
+      if constexpr (FormatOf(kFormat).scale_bytes == 2) {
+        reinterpret_cast<u16*>(scales)[first / kBlock] = static_cast<u16>(scale);
+      } else {
+        scales[first / kBlock] = static_cast<unsigned char>(scale);
+      }
+    }
+    if (in_span >= half) return;
     u32 pairs[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const u32 pair = (codes >> 4 * i & 15) | (others >> 4 * i & 15) << 4;
       pairs[i / 4] |= pair << i % 4 * 8;
     }
-    StoreCodes(to + block * (kBlock / 2) + in_block, row_bytes, pairs[0], pairs[1]);
+    StoreCodes(to + begin / 2 + in_span, row_bytes, pairs[0], pairs[1]);
   }
 }
 

@@ -101,7 +101,7 @@ __device__ __forceinline__ int StoredHead(int kv_head) {
 template <class Traits>
 __device__ __forceinline__ float WithValueScale(const AttentionParams& p, int kv_head,
                                                 float o_scale) {
-  if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale) {
+  if constexpr (FormatOf(Traits::kKvFormat).has_head_scale) {
     if (p.v_scale != nullptr) return o_scale * p.v_scale[StoredHead<Traits>(kv_head)];
   }
   return o_scale;

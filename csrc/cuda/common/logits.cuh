@@ -389,7 +389,7 @@ class LogitStage {
 // What the keys of an item are multiplied by: the scale of their head, where they have one.
 template <class Traits>
 __device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
-  if constexpr (FormatOf(Traits::kKvFormat).scale == kHeadScale)
+  if constexpr (FormatOf(Traits::kKvFormat).has_head_scale)
     return LogitScaleOfHead(p.k_scale, StoredHead<Traits>(ItemRecord(p, index).kv_head()));
   return 1.0f;
 }

@@ -40,7 +40,7 @@ class TilePath {
   static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
   static constexpr bool kDecodes = DecodesRows(Traits::kKvFormat);
   static constexpr bool kEncodes = Traits::kHasFreshKv && Traits::kKvFormat != kPlainFormat;
-  static constexpr bool kHeadScales = FormatOf(Traits::kKvFormat).scale == kHeadScale;
+  static constexpr bool kHeadScales = FormatOf(Traits::kKvFormat).has_head_scale;
   // Of one head's row of K or V in memory.
   static constexpr int RowBytes(int head_dim) {
     return Traits::kKvFormat == kPlainFormat

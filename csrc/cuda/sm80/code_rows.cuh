@@ -54,13 +54,13 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit,
   using Layout = CodeRowLayout<kFormat, kHeadDim>;
   const u32 low = LoadCodes4<Layout::kAlignment>(row + 8 * unit);
   const u32 high = LoadCodes4<Layout::kAlignment>(row + 8 * unit + 4);
-  if constexpr (kFormat == kMxfp4Format) {
-    constexpr int kBlock = FormatOf(kFormat).block;
-    const int block = unit / (kBlock / 16), begin = block * kBlock;
-    const int half = Min(kBlock, kHeadDim - begin) / 2;
-    const int first = begin / 8 + unit % (kBlock / 16);
-    DecodeMxfp4<kDtype>(low, high, row[Layout::kCodeBytes + block], elements[first],
-                        elements[first + half / 8]);
+  if constexpr (FormatOf(kFormat).bits == 4) {
+    constexpr int kBlock = FormatOf(kFormat).block, kSpan = FormatOf(kFormat).span;
+    const int begin = unit / (kSpan / 16) * kSpan, first = begin + unit % (kSpan / 16) * 8;
+    const int half = Min(kSpan, kHeadDim - begin) / 2;
+    DecodeNibbles<kFormat, kDtype>(low, high, row + Layout::kCodeBytes, first / kBlock,
+                                   (first + half) / kBlock, elements[first / 8],
+                                   elements[(first + half) / 8]);
   } else if constexpr (kFormat == kInt8Format) {
     const float scale = *reinterpret_cast<const float*>(row + Layout::kCodeBytes);
     elements[unit] = DecodeInt8<kDtype>(low, high, scale);
