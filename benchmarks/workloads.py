@@ -104,11 +104,10 @@ class Workload:
         """K and V, each read once."""
         tokens = sum(self.kv_lens) - max(0, self.batch_size - 1) * self.shared_len
         dim = self.head_dim
-        row = {"bf16": 2 * dim, "int8": dim + 4, "mxfp4": dim // 2 + dim // 32}.get(
-            self.kv_dtype, dim
-        )
-        if self.kv_dtype in ("nvfp4", "int4"):
-            row = dim // 2 + dim // 16
+        four_bits = {"mxfp4": dim // 32, "nvfp4": dim // 16, "int4": dim // 16}  # bytes of scales
+        row = {"bf16": 2 * dim, "int8": dim + 4}.get(self.kv_dtype, dim)
+        if self.kv_dtype in four_bits:
+            row = dim // 2 + four_bits[self.kv_dtype]
         return tokens * self.num_kv_heads * row * (2 if self.head_dim_latent is None else 1)
 
     @property

@@ -137,8 +137,8 @@ def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[j
     scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None. With
         mla v_scale is None: values are columns of k, and k_scale is theirs, too.
 
-    Returns the arrays in the same order. Without scales of heads in the spec: all None, no operands.
-    With it: a scale of None becomes an array of no elements, which stands for 1, because only the
+    Returns the arrays in the same order. Where the spec's formats have none: all None, no operands.
+    Else a scale of None becomes an array of no elements, which stands for 1, because only the
     last operands of an XLA FFI call may be left out.
 
     Raises ValueError for another shape or dtype, or for a scale of an operand that has none.

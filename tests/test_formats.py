@@ -146,8 +146,8 @@ def test_append_rotated_writes_what_append_kv_writes(kv_dtype, backend):
 def test_errors_of_codes(dtype):
     """Bounds that follow from the formats. int8: half a step of the largest magnitude / 127. mxfp4:
     5 is as far from 4 as from 6, with 5 or more the largest of its block. nvfp4: likewise, one
-    scale off; rounding makes a scale at most 18/17 of a sixth of the largest, or 2^-10 more. int4: 8
-    becomes 7, and half a step, a sixteenth, of what has the sign of the largest. e5m2: half a step
+    scale off, which rounding makes at most 18/17 of a sixth of the largest, or 2^-10 more. int4: 8
+    becomes 7; what has the sign of the largest is half a step off, a sixteenth. e5m2: half a step
     of a quarter. Rounding to dtype comes on top."""
     rng = np.random.default_rng(5)
     rounding = {"bfloat16": 2.0**-8, "float32": 2.0**-22}[dtype]
@@ -233,8 +233,9 @@ def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backen
 
 
 def all_codes(kv_dtype, dim):
-    """Rows of one head with every code, and with every scale of mxfp4 that is a normal f32, every one
-    of nvfp4, and 4,096 or more of int4."""
+    """Rows of one head with every code. Scales: of mxfp4 all that are normal in f32, of nvfp4 all, of
+    int4 thousands and those at the ends.
+    """
     rng = np.random.default_rng(8)
     if kv_dtype in ("mxfp4", "nvfp4"):
         # Rows whose blocks have one scale, then others; last of those that append_kv writes.

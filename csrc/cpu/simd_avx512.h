@@ -408,7 +408,8 @@ struct Avx512Bf16 : Avx512 {
         _mm512_broadcast_i64x4(_mm256_set_m128i(negative, powers));  // of each block's 16 words
     const __m512i upper = _mm512_maskz_set1_epi16(0xffff0000, 16);
     const auto table = [&](__m512i x, int block) __attribute__((always_inline)) {
-      const __m512i at = _mm512_add_epi16(of_two, _mm512_set1_epi16(static_cast<int16_t>(2 * block)));
+      const __m512i at =
+          _mm512_add_epi16(of_two, _mm512_set1_epi16(static_cast<int16_t>(2 * block)));
       return _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xfefefefe, at, x), shifts);
     };
     for (i64 i = 0; i < spans; i += 2, codes += 64, scales += 8, to += 128) {

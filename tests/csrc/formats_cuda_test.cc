@@ -1,5 +1,5 @@
-// Keys and values as e5m2, int8, mxfp4, nvfp4 and int4 in the portable attention kernel, without a GPU: the bits
-// of plain pages of what the codes stand for, and what the CPU's kernels give.
+// Keys and values as e5m2, int8, mxfp4, nvfp4 and int4 in the portable attention kernel, without a
+// GPU: the bits of plain pages of what the codes stand for, and what the CPU's kernels give.
 #include "cuda_emulation.h"
 // The above stands in for CUDA and comes first.
 #include "sm80_kernels.h"

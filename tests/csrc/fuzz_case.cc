@@ -64,8 +64,8 @@ AttentionSpec RandomSpec(Random& random) {
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
   if (OneIn(random, 6) && !spec.quantized() && !spec.mla && spec.arch == 0) {
-    spec.kv_format = PickNumber(random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format,
-                                          kNvfp4Format, kInt4Format});
+    spec.kv_format = PickNumber(
+        random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format, kNvfp4Format, kInt4Format});
     if (!spec.paged()) spec.kv_format = std::min<int64_t>(spec.kv_format, kE5m2Format);
   }
   spec.fresh_kv =
@@ -569,8 +569,8 @@ Case SmallCase(Random& random) {
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
   spec.fresh_kv = spec.paged() && OneIn(random, 4);
   if (OneIn(random, 4)) {
-    spec.kv_format = PickNumber(random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format,
-                                          kNvfp4Format, kInt4Format});
+    spec.kv_format = PickNumber(
+        random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format, kNvfp4Format, kInt4Format});
     if (!spec.paged()) spec.kv_format = std::min<int64_t>(spec.kv_format, kE5m2Format);
   }
   if (OneIn(random, 4)) {

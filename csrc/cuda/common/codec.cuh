@@ -154,8 +154,8 @@ __device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, const unsigned 
     const MxFactors<kDtype> factors(scales[low_block]);
     times(factors, factors);
   } else if constexpr (kFormat == kNvfp4Format) {
-    const u32 pair = E4m3HighBytes<kDtype>(u32{scales[low_block]} << 8 |
-                                           u32{scales[high_block]} << 24);
+    const u32 pair =
+        E4m3HighBytes<kDtype>(u32{scales[low_block]} << 8 | u32{scales[high_block]} << 24);
     times(OneFactor<kDtype>{__byte_perm(pair, 0, 0x1010)},
           OneFactor<kDtype>{__byte_perm(pair, 0, 0x3232)});
   } else {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, const unsigned 
 
 // --- encode: a warp a row, a lane eight elements ---
 
-constexpr float kLeastScale = 0x1p-126f;  // products with it are normal
+constexpr float kLeastScale = 0x1p-126f;    // products with it are normal
 constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 template <int kDtype>
@@ -259,8 +259,8 @@ __device__ __forceinline__ u32 LargestOfLanes(u32 x) {
   return x;
 }
 
-// Codes of four bits of a lane's elements, the first one lowest, and the scale of their block, which
-// is in a few neighbouring lanes.
+// Codes of four bits of a lane's elements, the first one lowest, and the scale of their block,
+// which is in a few neighbouring lanes.
 struct EightNibbles {
   u32 codes, scale;
 };
@@ -301,8 +301,7 @@ __device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float
     const float wanted = __uint_as_float(magnitude) / (6.0f * head_scale);
     eight.scale = Larger(ToCode<kE4m3Format>(wanted), 1);
     using E = Element<kElementBf16>;
-    const float scale =
-        E::ToFloat(static_cast<u16>(E4m3HighBytes<kElementBf16>(eight.scale << 8)));
+    const float scale = E::ToFloat(static_cast<u16>(E4m3HighBytes<kElementBf16>(eight.scale << 8)));
     const float step = fmaxf(scale * head_scale, kLeastScale);
     put([=](float x) { return ToE2m1(x / step); });
   }
