@@ -239,7 +239,7 @@ struct Mxfp4 : E2m1Codes {
     const uint32_t exponent = static_cast<uint8_t>(*from);
     return FromBits(exponent == 255 ? kNanBits : exponent << 23);
   }
-  // Whole spans; returns how many are done: all, or none.
+  // Whole spans; returns how many are done.
   template <class Isa>
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
     uint32_t out = 0;  // whether an element is neither 0 nor a normal number
@@ -272,11 +272,7 @@ struct Nvfp4 : E2m1Codes {
   static float ScaleOf(const char* from) { return ToF32(E4m3{static_cast<uint8_t>(*from)}); }
   template <class Isa>
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
-    uint32_t out = 0;  // whether a scale is not positive, or NaN
-    for (i64 i = 0; i < 4 * spans; ++i) out |= static_cast<uint8_t>(scales[i]) - 1u > 0x7du;
-    if (out != 0) return 0;
-    Isa::LookUpNvfp4(codes, scales, spans, to);
-    return spans;
+    return Isa::LookUpNvfp4(codes, scales, spans, to);
   }
 };
 
@@ -327,8 +323,7 @@ struct Int4 {
   }
   template <class Isa>
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
-    Isa::LookUpInt4(codes, scales, spans, to);
-    return spans;
+    return Isa::LookUpInt4(codes, scales, spans, to);
   }
 };
 

@@ -382,56 +382,85 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // 64 codes of 4 bits, byte i of 32 with codes i and 32 + i: words of two tables, by the code and
-  // 16 times the bit that a lane has in `first` or `second`.
+  // 64 codes of 4 bits, byte i of 32 with codes i and 32 + i: bf16 of two tables of 32 words. Bit 4
+  // of the place in its table is what a lane has in `first` or `second`, 0x0100 or 0x2120.
   JAX_ATTN_INLINE static void LookUpSpan(const char* codes, __m512i first, __m512i second,
                                          __m512i table, __m512i other, Bf16* to) {
-    const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
-    const __m512i low = _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(15), first, 0xea);
-    const __m512i high = _mm512_or_si512(_mm512_srli_epi16(x, 4), second);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(low, table));
-    _mm512_storeu_si512(to + 32, _mm512_permutexvar_epi16(high, other));
+    // Each byte twice, for the low and the high byte of a word: places are 2 code and 2 code + 1.
+    const __m512i twice = _mm512_permutexvar_epi8(
+        Twice(), _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)codes)));
+    const __m512i places = _mm512_set1_epi8(30);
+    const __m512i low =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi16(twice, 1), places, first, 0xea);
+    const __m512i high =
+        _mm512_ternarylogic_epi32(_mm512_srli_epi16(twice, 3), places, second, 0xea);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi8(low, table));
+    _mm512_storeu_si512(to + 32, _mm512_permutexvar_epi8(high, other));
+  }
+  static __m512i Twice() {
+    const __m512i words = _mm512_setr_epi64(0x0003000200010000, 0x0007000600050004,
+                                            0x000b000a00090008, 0x000f000e000d000c,
+                                            0x0013001200110010, 0x0017001600150014,
+                                            0x001b001a00190018, 0x001f001e001d001c);
+    return _mm512_or_si512(words, _mm512_slli_epi16(words, 8));
   }
 
-  // Spans of 64 codes of e2m1. Each 16 of them have a scale of e4m3, which is positive.
-  JAX_ATTN_INLINE static void LookUpNvfp4(const char* codes, const char* scales, i64 spans,
-                                          Bf16* to) {
+  // Spans of 64 codes of e2m1, each 16 with a scale of e4m3, as long as scales are positive; returns
+  // how many spans are done.
+  JAX_ATTN_INLINE static i64 LookUpNvfp4(const char* codes, const char* scales, i64 spans,
+                                         Bf16* to) {
     // The elements of a scale s are 0, s / 2, s, t = 1.5 s, 2 s, 2 t, 4 s, 4 t: words of s and t
     // with other exponents. Of e4m3 as f16 the exponent is 8 less.
     const __m512 factors = _mm512_mask_mov_ps(_mm512_set1_ps(384), 0x00ff, _mm512_set1_ps(256));
-    const __m128i words = _mm_setr_epi8(0, 1, 1, 17, 1, 17, 1, 17, 0, 1, 1, 17, 1, 17, 1, 17);
+    // Bytes of a vector of f32: the high words of lane b, s of block b, and of 8 + b, t.
+    const __m256i words =
+        _mm256_setr_epi8(0, 0, 2, 3, 2, 3, 34, 35, 2, 3, 34, 35, 2, 3, 34, 35, 0, 0, 2, 3, 2, 3, 34,
+                         35, 2, 3, 34, 35, 2, 3, 34, 35);
     const __m512i of_two =
-        _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_add_epi8(words, _mm_set1_epi8(2)), words));
+        _mm512_inserti64x4(_mm512_castsi256_si512(words),
+                           _mm256_add_epi8(words, _mm256_set1_epi8(4)), 1);
     const __m128i powers = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
     const __m128i negative = _mm_xor_si128(powers, _mm_set1_epi16(static_cast<int16_t>(0x8000)));
     const __m512i shifts =
         _mm512_broadcast_i64x4(_mm256_set_m128i(negative, powers));  // of each block's 16 words
-    const __m512i upper = _mm512_maskz_set1_epi16(0xffff0000, 16);
+    const __m512i upper =
+        _mm512_mask_mov_epi16(_mm512_set1_epi16(0x0100), 0xffff0000, _mm512_set1_epi16(0x2120));
     const auto table = [&](__m512i x, int block) __attribute__((always_inline)) {
-      const __m512i at =
-          _mm512_add_epi16(of_two, _mm512_set1_epi16(static_cast<int16_t>(2 * block)));
-      return _mm512_add_epi16(_mm512_maskz_permutexvar_epi16(0xfefefefe, at, x), shifts);
+      const __m512i at = _mm512_add_epi8(of_two, _mm512_set1_epi8(static_cast<char>(4 * block)));
+      return _mm512_add_epi16(_mm512_maskz_permutexvar_epi8(0xfffcfffcfffcfffc, at, x), shifts);
     };
-    for (i64 i = 0; i < spans; i += 2, codes += 64, scales += 8, to += 128) {
+    i64 i = 0;
+    for (; i < spans; i += 2, codes += 64, scales += 8, to += 128) {
       const bool both = i + 1 < spans;
-      int64_t bytes = 0;
-      both ? memcpy(&bytes, scales, 8) : memcpy(&bytes, scales, 4);
-      const __m256i f16 = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_set1_epi64x(bytes)), 7);
+      u64 bytes;
+      if (both) {
+        memcpy(&bytes, scales, 8);
+      } else {
+        uint32_t four;
+        memcpy(&four, scales, 4);
+        bytes = four * 0x0000000100000001ull;
+      }
+      // A byte that is 0, or 0x7f or more.
+      constexpr u64 kOnes = 0x0101010101010101, kHighest = 0x8080808080808080;
+      if (((bytes | (bytes + kOnes) | (bytes - kOnes)) & kHighest) != 0) break;
+      const __m256i f16 =
+          _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_set1_epi64x(static_cast<int64_t>(bytes))), 7);
       const __m512i x = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtph_ps(f16), factors));
       LookUpSpan(codes, upper, upper, table(x, 0), table(x, 2), to);
       if (both) LookUpSpan(codes + 32, upper, upper, table(x, 4), table(x, 6), to + 64);
     }
+    return Min(i, spans);
   }
 
-  // Spans of 64 integers from -8 to 7. Each 32 of them have a scale of f16.
-  JAX_ATTN_INLINE static void LookUpInt4(const char* codes, const char* scales, i64 spans,
-                                         Bf16* to) {
+  // Spans of 64 integers from -8 to 7, each 32 with a scale of f16.
+  JAX_ATTN_INLINE static i64 LookUpInt4(const char* codes, const char* scales, i64 spans,
+                                        Bf16* to) {
     const Vec numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-    const __m512i none = _mm512_setzero_si512(), upper = _mm512_set1_epi16(16);
+    const __m512i lower = _mm512_set1_epi16(0x0100), upper = _mm512_set1_epi16(0x2120);
     const auto span = [&](i64 i, const float* scale) __attribute__((always_inline)) {
       const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(numbers, Set(scale[1])),
                                                          _mm512_mul_ps(numbers, Set(scale[0])));
-      LookUpSpan(codes + 32 * i, none, upper, table, table, to + 64 * i);
+      LookUpSpan(codes + 32 * i, lower, upper, table, table, to + 64 * i);
     };
     for (i64 i = 0; i < spans; i += 2) {
       const bool both = i + 1 < spans;
@@ -443,6 +472,7 @@ struct Avx512Bf16 : Avx512 {
       span(i, scale);
       if (both) span(i + 1, scale + 2);
     }
+    return spans;
   }
 
   // acc + a.low * b.low + a.high * b.high in f32; subnormal inputs count as 0.
