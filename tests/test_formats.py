@@ -146,9 +146,10 @@ def test_append_rotated_writes_what_append_kv_writes(kv_dtype, backend):
 def test_errors_of_codes(dtype):
     """Bounds that follow from the formats. int8: half a step of the largest magnitude / 127. mxfp4:
     5 is as far from 4 as from 6, with 5 or more the largest of its block. nvfp4: likewise, one
-    scale off, which rounding makes at most 18/17 of a sixth of the largest, or 2^-10 more. int4: 8
-    becomes 7; what has the sign of the largest is half a step off, a sixteenth. e5m2: half a step
-    of a quarter. Rounding to dtype comes on top."""
+    scale off, which rounding makes at most 18/17 of a sixth of the largest. Where it is subnormal
+    it is 2^-10 off, 6 times which the largest may lose. int4: 8 becomes 7; what has the sign of the
+    largest is half a step off, a sixteenth. e5m2: half a step of a quarter. Rounding to dtype comes
+    on top."""
     rng = np.random.default_rng(5)
     rounding = {"bfloat16": 2.0**-8, "float32": 2.0**-22}[dtype]
     x = (rng.normal(size=(4000, 2, 128)) * 2.0 ** rng.integers(-8, 8, (4000, 2, 1))).astype(dtype)
@@ -165,14 +166,14 @@ def test_errors_of_codes(dtype):
     assert np.all(error("mxfp4").reshape(blocks) <= (0.2 + rounding) * block)
     short = size.reshape(4000, 2, 8, 16).max(axis=-1, keepdims=True)
     of_short = error("nvfp4").reshape(4000, 2, 8, 16)
-    assert np.all(of_short <= np.maximum(3 / 17 * short, short / 6 + 2.0**-10) + rounding * short)
+    bound = np.where(short > 6 / 64, 3 / 17 * short, np.maximum(short / 6 + 2.0**-10, 6 * 2.0**-10))
+    assert np.all(of_short <= bound + rounding * short)
     of_int4 = error("int4").reshape(blocks)
-    assert np.all(of_int4 <= (1 / 8 + rounding) * block)
-    largest = np.take_along_axis(
-        true.reshape(blocks), size.reshape(blocks).argmax(-1)[..., None], -1
-    )
-    like_it = np.sign(true.reshape(blocks)) == np.sign(largest)
-    assert np.all((of_int4 <= (1 / 16 + rounding) * block)[like_it])
+    step = block / 8 * (1 + 2.0**-10)  # a scale of f16, no smaller than that
+    assert np.all(of_int4 <= step + rounding * block)
+    is_negative = true.reshape(blocks).min(axis=-1, keepdims=True) == -block
+    like_it = (true.reshape(blocks) < 0) == is_negative
+    assert np.all((of_int4 <= step / 2 + rounding * block)[like_it])
     assert np.all(error("float8_e5m2") <= np.maximum(size / 8, 2.0**-17))
     # The bounds are sharp: more than nine tenths of each is reached.
     assert (error("int8") / row).max() > 0.9 / 254
@@ -369,7 +370,7 @@ def test_fresh_kv_is_what_append_leaves(case, kv_dtype, backend):
             ("kv_dtype", "float8_e4m3fn", "int8", "mxfp4", "nvfp4", "int4", "got int2"),
         ),
         (
-            {"kv_dtype": "nvfp4", "target": "sm_80", "page_size": 1, "head_dim_qk": 128},
+            {"kv_dtype": "nvfp4", "target": "sm_80", "page_size": 1},
             ("page_size", "CUDA", "16 bytes", "nvfp4", "got 72 bytes", "page_size=1"),
         ),
         ({"kv_dtype": "int4", "fresh_kv": True, "target": "sm_80"}, ("fresh_kv", "CPU", "int4")),

@@ -297,7 +297,7 @@ struct Int4 {
     F16 scale = {0x7e00};
     memset(codes, 0, static_cast<size_t>(n));
     if (largest >> 1 < kInfBits) {
-      scale = ScaleFor(FromBits(largest >> 1) * 0.125f, (largest & 1) == 0);
+      scale = ScaleFor(FromBits(largest >> 1) * 0.125f, largest > 0 && (largest & 1) == 0);
       const float factor = ToF32(scale);
       for (i64 i = 0; i < n; ++i) {
         float x = ToF32(from[i]) / factor;

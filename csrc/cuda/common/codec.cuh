@@ -313,7 +313,7 @@ __device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float
     u32 scale = PackF16(eighth, 0.0f) & 0xffff;
     if (F16ToFloat(static_cast<u16>(scale)) < eighth) ++scale;
     scale = scale < 0x7bff ? Larger(scale, 1) : 0x7bff;
-    eight.scale = scale | ((largest & 1) == 0 ? 0x8000 : 0);
+    eight.scale = scale | (largest > 0 && (largest & 1) == 0 ? 0x8000 : 0);
     const float factor = F16ToFloat(static_cast<u16>(eight.scale));
     put([=](float x) {
       const float y = fminf(fmaxf(x / factor, -8.0f), 7.0f);
