@@ -234,8 +234,8 @@ def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backen
 
 
 def all_codes(kv_dtype, dim):
-    """Rows of one head with every code. Scales: of mxfp4 all that are normal in f32, of nvfp4 all, of
-    int4 thousands and those at the ends.
+    """Rows of one head with every code. Scales: of mxfp4 all that are normal in f32, of nvfp4 all,
+    of int4 thousands and those at the ends.
     """
     rng = np.random.default_rng(8)
     if kv_dtype in ("mxfp4", "nvfp4"):

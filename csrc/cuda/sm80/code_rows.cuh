@@ -104,7 +104,8 @@ __device__ __forceinline__ void DecodeCodeRows(
   constexpr int kUnits = Layout::kCodeBytes / 8;
 #pragma unroll 2
   for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
-    const int row = i / kUnits, unit = i % kUnits;
+    const int row = i / kUnits;
+    const int unit = (kWarpSize % kUnits == 0 ? lane : i) % kUnits;  // often one for all rows
     DecodeUnit<Traits, kHeadDim>(codes + row * Layout::kPitch + offsets.At(position + row), unit,
                                  reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch));
   }
