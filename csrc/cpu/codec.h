@@ -274,6 +274,20 @@ struct Nvfp4 : E2m1Codes {
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
     return Isa::LookUpNvfp4(codes, scales, spans, to);
   }
+  // Two rows at once, where scales allow it: to(column, x) takes 16 pairs of elements.
+  static bool CanPair(const char* row, i64 head_dim) {
+    bool all = true;
+    for (i64 i = 0; i < head_dim / 16; i += 4) {
+      uint32_t scales;
+      memcpy(&scales, row + head_dim / 2 + i, sizeof(scales));
+      all &= ArePositive(scales | u64{scales} << 32);
+    }
+    return all;
+  }
+  template <class Isa, class To>
+  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
+    Isa::PairNvfp4(a, b, a + head_dim / 2, b + head_dim / 2, head_dim / 64, to);
+  }
 };
 
 // --- int4: integers from -8 to 7 times a scale of f16
@@ -324,6 +338,11 @@ struct Int4 {
   template <class Isa>
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
     return Isa::LookUpInt4(codes, scales, spans, to);
+  }
+  static bool CanPair(const char*, i64) { return true; }
+  template <class Isa, class To>
+  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
+    Isa::PairInt4(a, b, a + head_dim / 2, b + head_dim / 2, head_dim / 64, to);
   }
 };
 

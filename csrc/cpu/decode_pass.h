@@ -110,8 +110,14 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
           MultiplyValues(h, start, valid, first, {block.v, h * v_bytes}, value_fetch);
           continue;
         }
+        const Range tokens = Unit(first, kValueTokens, valid);
+        if (this->PackCoded(block.v, h, start, first, tokens, HeadLines(v_bytes), value_fetch)) {
+          NoFetch none;
+          MultiplyValues(h, start, valid, first, {nullptr, 0}, none);
+          continue;
+        }
         this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
-                    Unit(first, kValueTokens, valid), h, 1, HeadLines(v_bytes), value_fetch);
+                    tokens, h, 1, HeadLines(v_bytes), value_fetch);
         if constexpr (Base::kTiled) {
           NoFetch none;
           MultiplyValues(h, start, valid, first, {buf_.staged, 0}, none);
@@ -339,7 +345,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return PanelBytes<KeyIsa, kKeys>(this->KeySteps() * StepDepth(kKeys));
   }
 
-  // o = alpha o + p v for the unit that starts at token `first`.
+  // o = alpha o + p v for the unit that starts at token `first`; without rows, panels have the
+  // values.
   template <class Fetch>
   void MultiplyValues(i64 h, i64 start, Range valid, i64 first, const HeadRows& values,
                       Fetch& fetch) {
@@ -359,7 +366,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
         return;
       }
     }
-    PackFetched(values, first, tokens, fetch);
+    if (values.rows != nullptr) PackFetched(values, first, tokens, fetch);
     if constexpr (kCodes) {
       ForTiles(h, start, valid, [&](const RowTile& tile) { AddCodes(tile, first, tokens, fetch); });
       return;

@@ -289,16 +289,60 @@ class PassBase {
   void PackRows(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
     PackValues<Isa, kValues, Element>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
                                       buf_.v_panel_bytes, buf_.v_panels, fetch);
-    if constexpr (kTiled) {
-      const Range whole = Whole(tokens);
-      for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
-        char* panel = buf_.v_panels + j * buf_.v_panel_bytes;
-        ClearSteps<Isa, kValues>(panel, (whole.begin - first) / kStep,
-                                 (tokens.begin - first) / kStep);
-        ClearSteps<Isa, kValues>(panel, CeilDiv(tokens.end - first, kStep),
-                                 (whole.end - first) / kStep);
+    if constexpr (kTiled) ClearBeside(first, tokens);
+  }
+  void ClearBeside(i64 first, Range tokens) const {
+    const Range whole = Whole(tokens);
+    for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
+      char* panel = buf_.v_panels + j * buf_.v_panel_bytes;
+      ClearSteps<Isa, kValues>(panel, (whole.begin - first) / kStep,
+                               (tokens.begin - first) / kStep);
+      ClearSteps<Isa, kValues>(panel, CeilDiv(tokens.end - first, kStep),
+                               (whole.end - first) / kStep);
+    }
+  }
+
+  // The same of a head of codes, decoded on the way; false, and nothing, where their format or
+  // these tokens need Stage.
+  template <class Fetch>
+  bool PackCoded(const char* const* rows, i64 h, i64 start, i64 first, Range tokens, i64 lines,
+                 Fetch& fetch) const {
+    if constexpr (kTiled && kValues == Format::kDot && kLooksUp<Isa, T>) {
+      if (tokens.begin % 2 != 0 || tokens.end % 2 != 0 || tokens.end > FirstFresh(start) ||
+          params_.head_dim_vo % 64 != 0) {
+        return false;
+      }
+      const HeadRows values{rows, h * ValueHeadBytes()};
+      switch (params_.kv_format) {
+        case kNvfp4Format:
+          return PackPairs<Nvfp4>(values, first, tokens, lines, fetch);
+        case kInt4Format:
+          return PackPairs<Int4>(values, first, tokens, lines, fetch);
       }
     }
+    return false;
+  }
+  template <class Codec, class Fetch>
+  JAX_ATTN_KERNEL bool PackPairs(const HeadRows& values, i64 first, Range tokens, i64 lines,
+                                 Fetch& fetch) const {
+    const i64 dim = params_.head_dim_vo;
+    for (i64 t = tokens.begin; t < tokens.end; ++t) {
+      if (!Codec::CanPair(values.Row(t), dim)) return false;
+    }
+    Fetch ahead = fetch;  // in registers
+    char* out = buf_.v_panels + (tokens.begin - first) / 2 * kStepBytes<Isa, kValues>;
+    for (i64 t = tokens.begin, due = 0; t < tokens.end; t += 2, out += kStepBytes<Isa, kValues>) {
+      for (due += 2 * lines; due >= kFetchTokens; due -= kFetchTokens) ahead.Line();
+      Codec::template LookUpPair<Isa>(
+          values.Row(t), values.Row(t + 1), dim,
+          [&](i64 column, typename Isa::Vec x) __attribute__((always_inline)) {
+            char* to = out + column / kUnit * buf_.v_panel_bytes;
+            Isa::Store(reinterpret_cast<float*>(to) + column % kUnit, x);
+          });
+    }
+    fetch = ahead;
+    ClearBeside(first, tokens);
+    return true;
   }
 
   // ---- blocks and what is visible of them

@@ -390,35 +390,31 @@ struct Avx512Bf16 : Avx512 {
     const __m512i twice = _mm512_permutexvar_epi8(
         Twice(), _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)codes)));
     const __m512i places = _mm512_set1_epi8(30);
-    const __m512i low =
-        _mm512_ternarylogic_epi32(_mm512_slli_epi16(twice, 1), places, first, 0xea);
+    const __m512i low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(twice, 1), places, first, 0xea);
     const __m512i high =
         _mm512_ternarylogic_epi32(_mm512_srli_epi16(twice, 3), places, second, 0xea);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi8(low, table));
     _mm512_storeu_si512(to + 32, _mm512_permutexvar_epi8(high, other));
   }
   static __m512i Twice() {
-    const __m512i words = _mm512_setr_epi64(0x0003000200010000, 0x0007000600050004,
-                                            0x000b000a00090008, 0x000f000e000d000c,
-                                            0x0013001200110010, 0x0017001600150014,
-                                            0x001b001a00190018, 0x001f001e001d001c);
+    const __m512i words = _mm512_setr_epi64(
+        0x0003000200010000, 0x0007000600050004, 0x000b000a00090008, 0x000f000e000d000c,
+        0x0013001200110010, 0x0017001600150014, 0x001b001a00190018, 0x001f001e001d001c);
     return _mm512_or_si512(words, _mm512_slli_epi16(words, 8));
   }
 
-  // Spans of 64 codes of e2m1, each 16 with a scale of e4m3, as long as scales are positive; returns
-  // how many spans are done.
+  // Spans of 64 codes of e2m1, each 16 with a scale of e4m3, as long as scales are positive;
+  // returns how many spans are done.
   JAX_ATTN_INLINE static i64 LookUpNvfp4(const char* codes, const char* scales, i64 spans,
                                          Bf16* to) {
     // The elements of a scale s are 0, s / 2, s, t = 1.5 s, 2 s, 2 t, 4 s, 4 t: words of s and t
     // with other exponents. Of e4m3 as f16 the exponent is 8 less.
     const __m512 factors = _mm512_mask_mov_ps(_mm512_set1_ps(384), 0x00ff, _mm512_set1_ps(256));
     // Bytes of a vector of f32: the high words of lane b, s of block b, and of 8 + b, t.
-    const __m256i words =
-        _mm256_setr_epi8(0, 0, 2, 3, 2, 3, 34, 35, 2, 3, 34, 35, 2, 3, 34, 35, 0, 0, 2, 3, 2, 3, 34,
-                         35, 2, 3, 34, 35, 2, 3, 34, 35);
-    const __m512i of_two =
-        _mm512_inserti64x4(_mm512_castsi256_si512(words),
-                           _mm256_add_epi8(words, _mm256_set1_epi8(4)), 1);
+    const __m256i words = _mm256_setr_epi8(0, 0, 2, 3, 2, 3, 34, 35, 2, 3, 34, 35, 2, 3, 34, 35, 0,
+                                           0, 2, 3, 2, 3, 34, 35, 2, 3, 34, 35, 2, 3, 34, 35);
+    const __m512i of_two = _mm512_inserti64x4(_mm512_castsi256_si512(words),
+                                              _mm256_add_epi8(words, _mm256_set1_epi8(4)), 1);
     const __m128i powers = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
     const __m128i negative = _mm_xor_si128(powers, _mm_set1_epi16(static_cast<int16_t>(0x8000)));
     const __m512i shifts =
@@ -440,9 +436,7 @@ struct Avx512Bf16 : Avx512 {
         memcpy(&four, scales, 4);
         bytes = four * 0x0000000100000001ull;
       }
-      // A byte that is 0, or 0x7f or more.
-      constexpr u64 kOnes = 0x0101010101010101, kHighest = 0x8080808080808080;
-      if (((bytes | (bytes + kOnes) | (bytes - kOnes)) & kHighest) != 0) break;
+      if (!ArePositive(bytes)) break;
       const __m256i f16 =
           _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_set1_epi64x(static_cast<int64_t>(bytes))), 7);
       const __m512i x = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtph_ps(f16), factors));
@@ -450,6 +444,96 @@ struct Avx512Bf16 : Avx512 {
       if (both) LookUpSpan(codes + 32, upper, upper, table(x, 4), table(x, 6), to + 64);
     }
     return Min(i, spans);
+  }
+
+  // 16 columns of two rows, from 16 bytes of each: lane i has the elements of byte i of a and of b,
+  // bf16 of the code in its low half, and in its high one. Tables have 16 words for a, then for b.
+  JAX_ATTN_INLINE static void LookUpPairs(const char* a, const char* b, __m512i low_table,
+                                          __m512i high_table, Vec* low, Vec* high) {
+    const auto load = [](const char* p) __attribute__((always_inline)) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    };
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i four_times = _mm512_add_epi32(
+        _mm512_mullo_epi32(lane, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x10100000));
+    const __m512i bytes = _mm512_permutexvar_epi8(
+        four_times, _mm512_castsi256_si512(_mm256_set_m128i(load(b), load(a))));
+    const __m512i places = _mm512_set1_epi8(30), first = _mm512_set1_epi32(0x21200100);
+    const __m512i of_low =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi16(bytes, 1), places, first, 0xea);
+    const __m512i of_high =
+        _mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 3), places, first, 0xea);
+    *low = _mm512_castsi512_ps(_mm512_permutexvar_epi8(of_low, low_table));
+    *high = _mm512_castsi512_ps(_mm512_permutexvar_epi8(of_high, high_table));
+  }
+
+  // Spans of LookUpNvfp4 of two rows, whose scales are positive; to(column, x) takes 16 columns.
+  template <class To>
+  JAX_ATTN_INLINE static void PairNvfp4(const char* a, const char* b, const char* a_scales,
+                                        const char* b_scales, i64 spans, To&& to) {
+    // Lanes of s of a's blocks, then of b's, with t in their high words.
+    const __m256i words = _mm256_setr_epi8(0, 0, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0,
+                                           1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    const __m512i of_both = _mm512_inserti64x4(_mm512_castsi256_si512(words),
+                                               _mm256_add_epi8(words, _mm256_set1_epi8(32)), 1);
+    const __m128i powers = _mm_setr_epi16(0, -0x80, 0, 0, 0x80, 0x80, 0x100, 0x100);
+    const __m128i negative = _mm_xor_si128(powers, _mm_set1_epi16(static_cast<int16_t>(0x8000)));
+    const __m512i shifts = _mm512_broadcast_i64x4(_mm256_set_m128i(negative, powers));
+    const auto table = [&](__m512i x, int block) __attribute__((always_inline)) {
+      const __m512i at = _mm512_add_epi8(of_both, _mm512_set1_epi8(static_cast<char>(4 * block)));
+      return _mm512_add_epi16(_mm512_maskz_permutexvar_epi8(0xfffcfffcfffcfffc, at, x), shifts);
+    };
+    const auto span = [&](i64 i, __m512i x, int block) __attribute__((always_inline)) {
+      Vec low, high;
+      LookUpPairs(a + 32 * i, b + 32 * i, table(x, block), table(x, block + 2), &low, &high);
+      to(64 * i, low);
+      to(64 * i + 32, high);
+      LookUpPairs(a + 32 * i + 16, b + 32 * i + 16, table(x, block + 1), table(x, block + 3), &low,
+                  &high);
+      to(64 * i + 16, low);
+      to(64 * i + 48, high);
+    };
+    for (i64 i = 0; i < spans; i += 2) {
+      const bool both = i + 1 < spans;
+      const size_t num = both ? 8 : 4;
+      int64_t of_a = 0, of_b = 0;
+      memcpy(&of_a, a_scales + 4 * i, num);
+      memcpy(&of_b, b_scales + 4 * i, num);
+      const __m256i f16 = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_set_epi64x(of_b, of_a)), 7);
+      const __m512 s = _mm512_mul_ps(_mm512_cvtph_ps(f16), _mm512_set1_ps(256));
+      const __m512i t = _mm512_castps_si512(_mm512_mul_ps(s, _mm512_set1_ps(1.5f)));
+      const __m512i x =
+          _mm512_mask_mov_epi16(t, 0x55555555, _mm512_srli_epi32(_mm512_castps_si512(s), 16));
+      span(i, x, 0);
+      if (both) span(i + 1, x, 4);
+    }
+  }
+
+  // Spans of LookUpInt4 of two rows, likewise.
+  template <class To>
+  JAX_ATTN_INLINE static void PairInt4(const char* a, const char* b, const char* a_scales,
+                                       const char* b_scales, i64 spans, To&& to) {
+    const Vec numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    for (i64 i = 0; i < spans; ++i) {
+      int32_t of_a, of_b;
+      memcpy(&of_a, a_scales + 4 * i, 4);
+      memcpy(&of_b, b_scales + 4 * i, 4);
+      alignas(16) float scale[4];
+      _mm_store_ps(scale, _mm_cvtph_ps(_mm_setr_epi32(of_a, of_b, 0, 0)));
+      asm volatile("" : "+m"(scale));  // loads broadcast for nothing
+      const auto table = [&](int block) __attribute__((always_inline)) {
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(numbers, Set(scale[2 + block])),
+                                            _mm512_mul_ps(numbers, Set(scale[block])));
+      };
+      const __m512i first = table(0), second = table(1);
+      Vec low, high;
+      for (i64 half = 0; half < 2; ++half) {
+        const i64 at = 32 * i + 16 * half;
+        LookUpPairs(a + at, b + at, first, second, &low, &high);
+        to(64 * i + 16 * half, low);
+        to(64 * i + 16 * half + 32, high);
+      }
+    }
   }
 
   // Spans of 64 integers from -8 to 7, each 32 with a scale of f16.

@@ -61,6 +61,12 @@ struct NibbleTable {
   int top;  // numbers are as large as with a scale of 2^(top - 127)
 };
 
+// Whether every byte of x is a positive number of e4m3.
+constexpr bool ArePositive(u64 x) {
+  constexpr u64 kOnes = 0x0101010101010101, kHighest = 0x8080808080808080;
+  return ((x | (x + kOnes) | (x - kOnes)) & kHighest) == 0;  // 0 less 1, 0x7f and 1
+}
+
 constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;
