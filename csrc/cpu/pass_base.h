@@ -302,8 +302,8 @@ class PassBase {
     }
   }
 
-  // The same of a head of codes, decoded on the way; false, and nothing, where their format or
-  // these tokens need Stage.
+  // The same of a head of codes, decoded on the way; false where their format or these tokens
+  // need Stage.
   template <class Fetch>
   bool PackCoded(const char* const* rows, i64 h, i64 start, i64 first, Range tokens, i64 lines,
                  Fetch& fetch) const {
@@ -326,16 +326,14 @@ class PassBase {
   JAX_ATTN_KERNEL bool PackPairs(const HeadRows& values, i64 first, Range tokens, i64 lines,
                                  Fetch& fetch) const {
     const i64 dim = params_.head_dim_vo;
-    for (i64 t = tokens.begin; t < tokens.end; ++t) {
-      if (!Codec::CanPair(values.Row(t), dim)) return false;
-    }
     Fetch ahead = fetch;  // in registers
     char* out = buf_.v_panels + (tokens.begin - first) / 2 * kStepBytes<Isa, kValues>;
     for (i64 t = tokens.begin, due = 0; t < tokens.end; t += 2, out += kStepBytes<Isa, kValues>) {
+      const char *row = values.Row(t), *next = values.Row(t + 1);
+      if (!Codec::CanPair(row, dim) || !Codec::CanPair(next, dim)) return false;
       for (due += 2 * lines; due >= kFetchTokens; due -= kFetchTokens) ahead.Line();
       Codec::template LookUpPair<Isa>(
-          values.Row(t), values.Row(t + 1), dim,
-          [&](i64 column, typename Isa::Vec x) __attribute__((always_inline)) {
+          row, next, dim, [&](i64 column, typename Isa::Vec x) __attribute__((always_inline)) {
             char* to = out + column / kUnit * buf_.v_panel_bytes;
             Isa::Store(reinterpret_cast<float*>(to) + column % kUnit, x);
           });
