@@ -289,6 +289,42 @@ def test_a_single_key_gives_what_its_codes_stand_for(kv_dtype, dim, backend):
     assert (np.abs(o[tiny]) < 2.0**-126).all()
 
 
+@on_every_isa
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("kv_dtype", ["nvfp4", "int4"])
+def test_values_of_all_scales_have_the_bits_of_plain_pages(kv_dtype, dim, backend):
+    """Where two tokens are decoded at once, and where some scale does not allow it."""
+    rng = np.random.default_rng(9)
+    lens, dtype = np.int32([64, 96, 37, 130]), "bfloat16"
+    num_pages = -(-lens // 16)
+    ends = np.cumsum([0, *num_pages], dtype=np.int32)
+    pool = (int(ends[-1]), 16, 2)
+    num_scales = formats.row_bytes(kv_dtype, dim) - dim // 2
+    codes = rng.integers(0, 256, (*pool, dim // 2)).astype(np.uint8)
+    if kv_dtype == "nvfp4":
+        scales = rng.integers(1, 127, (*pool, num_scales)).astype(np.uint8)
+        odd = rng.random((*pool, num_scales)) < 0.01
+        scales[odd] = rng.choice(np.uint8([0, 0x80, 0x81, 0xB3, 0xFE]), odd.sum())
+    else:
+        scales = rng.normal(size=(*pool, num_scales // 2)).astype(np.float16).view(np.uint8)
+    values = np.concatenate([codes, scales], axis=-1)
+    keys = encoded(rng.normal(size=(*pool, dim)).astype(dtype), kv_dtype)
+    sizes = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": dim, "page_size": 16}
+    limits = {"max_batch": 4, "max_qo_tokens": 4, "max_kv_pages": int(ends[-1])}
+    q = rng.normal(size=(4, 8, dim)).astype(dtype)
+    page_ids = rng.permutation(ends[-1]).astype(np.int32)
+
+    def attend_to(stored, k, v):
+        spec = backend.spec(**sizes, **limits, dtype=dtype, kv_dtype=stored)
+        plan = ja.plan(spec, np.arange(5, dtype=np.int32), lens, ends, page_ids)
+        return np.asarray(ja.attention(q, k, v, plan))
+
+    got = attend_to(kv_dtype, keys, values)
+    want = attend_to(None, *(decoded(x, dtype, kv_dtype) for x in (keys, values)))
+    assert np.isfinite(np.float32(want)).all() and np.abs(np.float32(want)).max() > 1
+    assert_same_bits("o", got, want)
+
+
 @pytest.mark.parametrize("kv_dtype", ["float8_e5m2", "nvfp4"])
 def test_scales_of_heads_are_factors_of_them(kv_dtype):
     case = Case("", dtype="bfloat16", contents=("normal",))
