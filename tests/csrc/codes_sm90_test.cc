@@ -1,6 +1,6 @@
-// Keys and values as e5m2, int8 and mxfp4 on the loop of wgmma, without a GPU: what the CPU's
-// kernels give, and the bits of plain pages of what the codes stand for, as the portable kernel
-// decodes them (formats_cuda_test.cc looks at that).
+// Keys and values as e5m2, int8 and codes of 4 bits on the loop of wgmma, without a GPU: what the
+// CPU's kernels give, and the bits of plain pages of what the codes stand for, as the portable
+// kernel decodes them (formats_cuda_test.cc looks at that).
 #include "cuda_emulation.h"
 #include "cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
@@ -85,7 +85,7 @@ void RunFormat(const std::string& format) {
   run(Usual(), {.requests = by_turns, .num_ctas = 1, .kv_heads = 3}, "by turns, three heads", 2);
   run(Usual(), {.requests = kForest, .kv_split = 64, .prefix = 256, .half_prefix = 64},
       "shared prefixes", 3);
-  // Rows of 84, 52, 43 and 26 bytes, padding, pages shorter than what a warp copies.
+  // Rows of 84, 52, 43, 26 and other bytes, padding, pages shorter than what a warp copies.
   using Odd = ShapeOf<80, 48, 5, 8, true, true, true>;
   run(Odd(), {.requests = mixed, .window_left = 30, .soft_cap = 3.0, .sinks = true, .kv_split = 64},
       "window, soft cap, odd sizes", 4);
@@ -103,6 +103,8 @@ int main() {
   RunFormat<Sm90Kernel<true, 32>, kE5m2Format>("e5m2");
   RunFormat<Sm90Kernel<false, 32>, kInt8Format>("int8");
   RunFormat<Sm90Kernel<false, 32>, kMxfp4Format>("mxfp4");
+  RunFormat<Sm90Kernel<false, 32>, kNvfp4Format>("nvfp4");
+  RunFormat<Sm90Kernel<false, 32>, kInt4Format>("int4");
   if (g_failures == 0) std::printf("codes_sm90_test: ok\n");
   return g_failures > 0;
 }

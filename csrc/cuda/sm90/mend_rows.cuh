@@ -133,16 +133,16 @@ class RowMender {
                                    elements);
       Unpack(eight[0], x);
     } else {
-      static_assert(kFormat == kMxfp4Format, "a format of codec.cuh");
       using Layout = CodeRowLayout<kFormat, kHeadDim>;
-      constexpr int kBlock = FormatOf(kFormat).block;
-      const int begin = column / kBlock * kBlock, half = Min(kBlock, kHeadDim - begin) / 2;
+      constexpr int kBlock = FormatOf(kFormat).block, kSpan = FormatOf(kFormat).span;
+      const int begin = column / kSpan * kSpan, half = Min(kSpan, kHeadDim - begin) / 2;
+      const int place = (column - begin) % half, low = begin + place;
       const auto* codes = reinterpret_cast<const unsigned char*>(row);
-      const unsigned char* eight = codes + begin / 2 + (column - begin) % half;
+      const unsigned char* eight = codes + begin / 2 + place;
       uint4 first, second;
-      DecodeMxfp4<Traits::kDtype>(LoadCodes4<Layout::kAlignment>(eight),
-                                  LoadCodes4<Layout::kAlignment>(eight + 4),
-                                  codes[Layout::kCodeBytes + begin / kBlock], first, second);
+      DecodeNibbles<kFormat, Traits::kDtype>(
+          LoadCodes4<Layout::kAlignment>(eight), LoadCodes4<Layout::kAlignment>(eight + 4),
+          codes + Layout::kCodeBytes, low / kBlock, (low + half) / kBlock, first, second);
       Unpack(column - begin < half ? first : second, x);
     }
   }
