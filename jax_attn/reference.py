@@ -106,12 +106,8 @@ def attention(
         exact = np.float64 if dtype == np.float64 else np.float32
         q = q if q.dtype == E4M3 else quantize_queries(q, spec.kv_dtype)
     q, k, v = (
-        dequantize(x, scale, exact, kv_dtype)
-        for x, scale, kv_dtype in (
-            (q, q_scale, spec.q_dtype),
-            (k, k_scale, spec.kv_dtype),
-            (v, v_scale, spec.kv_dtype),
-        )
+        dequantize(x, scale, exact, spec.kv_dtype if x.dtype == np.uint8 else None)
+        for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
     )
     if layer is not None:
         k, v = k[layer], v[layer]
