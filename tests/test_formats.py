@@ -409,7 +409,6 @@ def test_fresh_kv_is_what_append_leaves(case, kv_dtype, backend):
             {"kv_dtype": "nvfp4", "target": "sm_80", "page_size": 1},
             ("page_size", "CUDA", "16 bytes", "nvfp4", "got 72 bytes", "page_size=1"),
         ),
-        ({"kv_dtype": "int4", "fresh_kv": True, "target": "sm_80"}, ("fresh_kv", "CPU", "int4")),
         (
             {
                 "kv_dtype": "nvfp4",

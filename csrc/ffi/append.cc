@@ -120,7 +120,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
 
 // Optional operands follow each other: with mla, which has no v, scales come first.
 AppendBuffers InPlace(const AttentionSpec& spec, AppendBuffers b) {
-  if (spec.mla && FormatOf(spec.kv_format).scale == kHeadScale && !b.rotated) {
+  if (spec.mla && FormatOf(spec.kv_format).has_head_scale && !b.rotated) {
     b.k_scale = std::exchange(b.v_pages, std::nullopt);
     b.v_scale = std::exchange(b.v_new, std::nullopt);
   }

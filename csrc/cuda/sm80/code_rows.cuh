@@ -76,20 +76,20 @@ __device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit,
 }
 
 // Row `from` of k_new or v_new becomes what append_kv makes of it, by a warp. scale: of its head,
-// with kHeadScale.
+// where the format has it.
 template <class Traits, int kHeadDim>
 __device__ __forceinline__ void EncodeFreshRow(const u16* from, float scale, unsigned char* to) {
   constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
   const int first = threadIdx.x % kWarpSize * 8;
   uint4 bits = make_uint4(0, 0, 0, 0);
   if (first < kHeadDim) bits = LoadConstant16(from + first);
-  if constexpr (FormatOf(kFormat).scale == kHeadScale) {
+  if constexpr (FormatOf(kFormat).scale_bytes == 0) {
     const uint2 codes = EncodeEight<kFormat, kDtype>(bits, scale);
     if (first < kHeadDim) *reinterpret_cast<uint2*>(to + first) = codes;
   } else {
     float x[8];
     EightElements<kDtype>(bits, x);
-    EncodeRow<kFormat, kDtype>(x, kHeadDim, to);
+    EncodeRow<kFormat, kDtype>(x, kHeadDim, scale, to);
   }
 }
 
