@@ -113,6 +113,8 @@ int main() {
   RunFormat<kE5m2Format>();
   RunFormat<kInt8Format>();
   RunFormat<kMxfp4Format>();
+  RunFormat<kNvfp4Format>();
+  RunFormat<kInt4Format>();
   if (g_failures == 0) std::printf("fresh_codes_cuda_test: ok\n");
   return g_failures > 0;
 }
