@@ -226,6 +226,24 @@ constexpr NibbleTable MakeMxTable() {
 }
 constexpr NibbleTable kMxTable = MakeMxTable();
 
+// Whether any of four bytes is below n <= 128.
+constexpr bool AnyByteBelow(uint32_t bytes, uint32_t n) {
+  return ((bytes - 0x01010101u * n) & ~bytes & 0x80808080u) != 0;
+}
+// Whether all elements of the blocks are 0 or normal numbers.
+inline bool AreNormal(const char* scales, i64 blocks) {
+  static_assert(kMxTop == 252, "of bytes from 2 to 252");
+  bool out = false;
+  i64 i = 0;
+  for (; i + 4 <= blocks; i += 4) {
+    uint32_t four;
+    memcpy(&four, scales + i, sizeof(four));
+    out |= AnyByteBelow(four, 2) || AnyByteBelow(~four, 3);
+  }
+  for (; i < blocks; ++i) out |= static_cast<uint8_t>(scales[i]) - 2u > kMxTop - 2u;
+  return !out;
+}
+
 struct Mxfp4 : E2m1Codes {
   static constexpr i32 kFormat = kMxfp4Format;
   template <typename T>
@@ -242,9 +260,7 @@ struct Mxfp4 : E2m1Codes {
   // Whole spans; returns how many are done.
   template <class Isa>
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
-    uint32_t out = 0;  // whether an element is neither 0 nor a normal number
-    for (i64 i = 0; i < spans; ++i) out |= static_cast<uint8_t>(scales[i]) - 2u > kMxTop - 2u;
-    if (out != 0) return 0;
+    if (!AreNormal(scales, spans)) return 0;
     Isa::LookUpHalves(kMxTable, codes, scales, spans, to);
     return spans;
   }

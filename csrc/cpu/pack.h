@@ -92,8 +92,9 @@ struct HeadRows {
 
 // Fetches rows line by line, in the order in which they lie in memory, as many bytes a step as the
 // step reads, or a kShare-th of that: memory never waits for arithmetic, nor arithmetic for memory.
-// kCache: into the first cache or the second.
-template <int kCache, int kShare = 1>
+// Into the second cache: what is on its way to the first one keeps the arithmetic from its own
+// reads.
+template <int kShare = 1>
 struct RowFetch {
   const char* line = nullptr;
   const char* row_end = nullptr;
@@ -108,6 +109,7 @@ struct RowFetch {
     row_bytes = bytes;
     line = rows[0];
     row_end = line + row_bytes;
+    for (i64 i = 1; i < Min(kRowsAhead, num_rows); ++i) Touch(rows[i]);
   }
 
   template <i64 kStepBytes>
@@ -128,14 +130,20 @@ struct RowFetch {
     for (i64 i = 0; i < n; ++i) Line();
   }
 
+  // Looks up the page of a row some rows before its lines are fetched, as those after the first
+  // prefetch of a page wait for that.
+  static void Touch(const char* row) { __builtin_prefetch(row, 0, 2); }
+  static constexpr i64 kRowsAhead = 4;
+
   // The next line; the last one again when all are fetched.
   JAX_ATTN_INLINE void Line() {
-    __builtin_prefetch(line, 0, 4 - kCache);
+    __builtin_prefetch(line, 0, 2);
     line += kCacheLine;
     if (line >= row_end) {
       if (next_row < rows_end) {
         line = *next_row++;
         row_end = line + row_bytes;
+        if (rows_end - next_row >= kRowsAhead) Touch(next_row[kRowsAhead - 1]);
       } else {
         line -= kCacheLine;
       }

@@ -23,6 +23,7 @@ namespace {
 struct BlockRows {
   const char** k;
   const char** v;
+  Range valid;
 };
 
 // Rows of scores a pass keeps at once, and of a whole pass of decode.
@@ -162,7 +163,7 @@ class PassBase {
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
   static constexpr i64 kBytes = sizeof(Kv);
-  static constexpr i64 kFetchTokens = 2 * kTileRows;
+  static constexpr i64 kFetchTokens = 8;
 
   // ---- q, and the states' initial values
 
@@ -354,11 +355,11 @@ class PassBase {
     if (item_.kv_begin >= item_.kv_end) return;
     BlockRows block = buf_.blocks[0], next = buf_.blocks[1];
     i64 start = StartOfStep(i);
-    FindRows(start, ValidTokens(start), block);
+    FindRows(start, &block);
     while (i < end) {
       const bool last = ++i >= end;
       const i64 next_start = last ? start : StartOfStep(i);
-      if (!last) FindRows(next_start, ValidTokens(next_start), next);
+      if (!last) FindRows(next_start, &next);
       is_masked_ = params_.steps == nullptr || (params_.steps[i - 1] & 1) != 0;
       fn(start, block, last ? block : next);
       const BlockRows swap = block;
@@ -392,6 +393,13 @@ class PassBase {
     return IsCode<Kv> ? kLow && kTiled : !kCodes && params_.kv_format != kPlainFormat;
   }
 
+  // Of work on a row that is decoded: rows may begin and end within a line. With tiles, for which
+  // only parts of it count, as much as it takes to pack the elements and to multiply them.
+  i64 StageBytes(i64 head_dim) const {
+    if (kTiled) return 4 * head_dim;
+    return CodeRowBytes(params_.kv_format, head_dim) + kCacheLine / kFetchTokens;
+  }
+
   // Bytes of a head's row, as it is stored.
   i64 HeadBytes(i64 head_dim) const {
     return Stages() || kCodes ? CodeRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
@@ -411,13 +419,11 @@ class PassBase {
   // of heads, or null: 1.
   template <class Fetch = NoFetch>
   void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start, i64 first,
-             i64 num, Range tokens, i64 head = 0, i64 heads = 1, i64 lines = 0,
-             Fetch&& fetch = {}) {
+             i64 num, Range tokens, i64 head = 0, i64 heads = 1, Fetch&& fetch = {}) {
     const i64 row_dim = heads * head_dim;
     for (i64 h = 0; h < heads; ++h) {
       DecodeTokens(rows, scales, head_dim, start, tokens, head + h,
-                   buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, lines,
-                   fetch);
+                   buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, fetch);
     }
     for (i64 t = first; t < first + num; ++t) {
       const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
@@ -426,19 +432,22 @@ class PassBase {
   }
 
   // `tokens` of a head of the pass, row by row `stride` elements apart. Fresh rows become what
-  // append_kv would have left of them. lines: to fetch beside kFetchTokens of them.
+  // append_kv would have left of them. It fetches beside each kFetchTokens of the others, since a
+  // branch that is not foreseen takes as long as half a row.
   template <class Fetch>
   JAX_ATTN_KERNEL void DecodeTokens(const char* const* rows, const float* scales, i64 head_dim,
-                                    i64 start, Range tokens, i64 head, T* to, i64 stride, i64 lines,
+                                    i64 start, Range tokens, i64 head, T* to, i64 stride,
                                     Fetch& fetch) const {
     const i32 format = params_.kv_format;
     const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
     DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
-      i64 due = 0;
+      const i64 bytes = kFetchTokens * StageBytes(head_dim);
+      auto ahead = fetch;  // in registers
       for (i64 t = tokens.begin; t < Min(tokens.end, fresh); ++t, to += stride) {
-        for (due += lines; due >= kFetchTokens; due -= kFetchTokens) fetch.Line();
+        if (t % kFetchTokens == 0) ahead.Bytes(bytes);
         decode(rows[t] + offset, to);
       }
+      fetch = ahead;
     });
     if (tokens.end <= fresh) return;
     DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
@@ -492,7 +501,9 @@ class PassBase {
            VisibleTo(0, start, valid).end < valid.end;
   }
 
-  void FindRows(i64 start, Range valid, const BlockRows& block) const {
+  void FindRows(i64 start, BlockRows* found) const {
+    const Range valid = found->valid = ValidTokens(start);
+    const BlockRows& block = *found;
     Range cached = valid;  // the others are fresh
     if (params_.k_new != nullptr) {
       const i64 border = FirstFresh(start);
@@ -565,7 +576,9 @@ class PassBase {
 
   // Scores of rows [first, first + n) of head h, which are rows [score_row, ...) of the buffer, to
   // probabilities; `seen` covers what any of them sees.
-  void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen) {
+  template <class Fetch = NoFetch>
+  void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen,
+               Fetch&& fetch = {}) {
     seen = Whole(seen);
     const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
     Range visible[kMaxTileRows];
@@ -594,10 +607,10 @@ class PassBase {
     if constexpr (kPairs) {
       SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv,
                        reinterpret_cast<Bf16*>(buf_.p + score_row * buf_.p_lanes), 2 * buf_.p_lanes,
-                       states, alpha);
+                       states, alpha, fetch);
     } else {
       SoftmaxTile<Isa>(rule, scales, n, begin, end, visible, s, buf_.tile_kv, s, buf_.tile_kv,
-                       states, alpha);
+                       states, alpha, fetch);
     }
   }
 
@@ -628,13 +641,15 @@ class PassBase {
   static bool IsScale(float scale) { return scale >= 0 && scale < __builtin_inff(); }
 
   // Softmax of codes.
+  template <class Fetch = NoFetch>
   void WeighTile(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen,
-                 const float* key_scales) {
+                 const float* key_scales, Fetch&& fetch = {}) {
     seen = Whole(seen);
     const i64 begin = seen.begin / Isa::kWidth * Isa::kWidth, end = RoundUp(seen.end, Isa::kWidth);
     const i64 at = h * rows_ + first;
     const bool scales = buf_.variant && buf_.variant.scales();
     for (i64 r = 0; r < n; ++r) {
+      fetch.Bytes(2 * (end - begin));
       float* s = buf_.s + (score_row + r) * buf_.tile_kv;
       const LogitRule rule = scales ? kNaturalRule : rule_.Scaled(buf_.scales[at + r]);
       WeighRow<Isa, kBias>(

@@ -373,14 +373,14 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   }
 
-  void FetchLines(RowFetch<2>* fetch) const {
+  void FetchLines(RowFetch<>* fetch) const {
     for (int i = 0; i < kLinesPerTile; ++i) fetch->Line();
   }
 
   // A block of 128 tokens has 1024 lines of f32 keys of 128 dims, and 176 register tiles a
   // kScoreRows.
   static constexpr int kLinesPerTile = 4;
-  RowFetch<2> fetch_, fetch_values_;
+  RowFetch<> fetch_, fetch_values_;
   bool item_hides_ = true;  // whether the variant may hide some of the block from some row
 };
 

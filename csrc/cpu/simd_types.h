@@ -67,6 +67,15 @@ constexpr bool ArePositive(u64 x) {
   return ((x | (x + kOnes) | (x - kOnes)) & kHighest) == 0;  // 0 less 1, 0x7f and 1
 }
 
+template <bool kFirst, class First, class Second>
+auto& EitherOf(First& first, Second& second) {
+  if constexpr (kFirst) {
+    return first;
+  } else {
+    return second;
+  }
+}
+
 constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;

@@ -102,14 +102,16 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
 // One online softmax step of n <= kMaxTileRows rows, each with a scale of its own. Replaces the
 // scores in columns [begin, end) by probabilities at p (p = s allowed); those of masked columns are
 // 0. alpha: what rescales the sums of the blocks before. begin and end are multiples of kWidth. The
-// rows go through each phase together, so that their latencies overlap.
-template <class Isa, typename P>
+// rows go through each phase together, so that their latencies overlap. Fetches beside 2 bytes of
+// work a score.
+template <class Isa, typename P, class Fetch>
 JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64 n, i64 begin,
                                  i64 end, const Range* seen, float* s, i64 lds, P* p, i64 ldp,
-                                 RowState* states, float* alpha) {
+                                 RowState* states, float* alpha, Fetch& fetch) {
   alignas(64) float fall[kMaxTileRows] = {};  // old maximum - new one
   float base[kMaxTileRows];
   for (i64 r = 0; r < n; ++r) {
+    fetch.Bytes(end - begin);
     const float old_max = states[r].max_log2;
     const float max =
         MaskedMax<Isa>(rule.Scaled(scales[r]), begin, end, seen[r], old_max, s + r * lds);
@@ -120,6 +122,7 @@ JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64
   }
   for (i64 r = 0; r < n; r += Isa::kWidth) Isa::Store(fall + r, Exp2<Isa>(Isa::Load(fall + r)));
   for (i64 r = 0; r < n; ++r) {
+    fetch.Bytes(end - begin);
     const float sum = Exponentials<Isa>(rule.Scaled(scales[r]).scale_log2, base[r], begin, end,
                                         s + r * lds, p + r * ldp);
     states[r].sum = states[r].sum * fall[r] + sum;

@@ -145,12 +145,14 @@ JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* pa
                                const float* scale, float* c, i64 ldc, Fetch& fetch) {
   static_assert(kColumns == kTileRows || kColumns == 2 * kTileRows);
   UseTilesOf<Isa>(rows);
-  FetchWork<Fetch, 4 * kColumns * kTileSteps> work{fetch};
+  Fetch ahead = fetch;  // in registers
+  FetchWork<Fetch, 4 * kColumns * kTileSteps> work{ahead};
   if (scale) ScaleRows<Isa>(rows, num_panels * kColumns, scale, c, ldc);
   for (i64 j = 0; j < num_panels; ++j, panels += panel_bytes, c += kColumns) {
     MultiplyTiles<Isa, kColumns == kTileRows>(rows, a, lda, panels, 4 * kColumns, steps, zero, c,
                                               ldc, work);
   }
+  fetch = ahead;
 }
 
 // Gives the tiles back: a thread that holds them costs more to switch.
