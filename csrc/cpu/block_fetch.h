@@ -33,10 +33,10 @@ class PagePieces {
   JAX_ATTN_KERNEL Piece Next() {
     if (next_ == kAtOnce) {
       next_ = 0;
-      Piece touched[kAtOnce];
-      for (Piece& piece : touched) piece = Cut();
-      memcpy(pieces_, pieces_ + kAtOnce, sizeof(touched));
-      memcpy(pieces_ + kAtOnce, touched, sizeof(touched));
+      do {
+        memcpy(pieces_, pieces_ + kAtOnce, sizeof(pieces_) / 2);
+        for (int i = kAtOnce; i < 2 * kAtOnce; ++i) pieces_[i] = Cut();
+      } while (pieces_[0].begin == nullptr && pieces_[kAtOnce].begin != nullptr);
     }
     const Piece piece = pieces_[next_++];
     given_ += piece.end - piece.begin;
