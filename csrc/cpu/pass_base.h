@@ -306,7 +306,7 @@ class PassBase {
   // The same of a head of codes, decoded on the way; false where their format or these tokens
   // need Stage.
   template <class Fetch>
-  bool PackCoded(const char* const* rows, i64 h, i64 start, i64 first, Range tokens, i64 lines,
+  bool PackCoded(const char* const* rows, i64 h, i64 start, i64 first, Range tokens,
                  Fetch& fetch) const {
     if constexpr (kTiled && kValues == Format::kDot && kLooksUp<Isa, T>) {
       if (tokens.begin % 2 != 0 || tokens.end % 2 != 0 || tokens.end > FirstFresh(start) ||
@@ -316,23 +316,23 @@ class PassBase {
       const HeadRows values{rows, h * ValueHeadBytes()};
       switch (params_.kv_format) {
         case kNvfp4Format:
-          return PackPairs<Nvfp4>(values, first, tokens, lines, fetch);
+          return PackPairs<Nvfp4>(values, first, tokens, fetch);
         case kInt4Format:
-          return PackPairs<Int4>(values, first, tokens, lines, fetch);
+          return PackPairs<Int4>(values, first, tokens, fetch);
       }
     }
     return false;
   }
   template <class Codec, class Fetch>
-  JAX_ATTN_KERNEL bool PackPairs(const HeadRows& values, i64 first, Range tokens, i64 lines,
+  JAX_ATTN_KERNEL bool PackPairs(const HeadRows& values, i64 first, Range tokens,
                                  Fetch& fetch) const {
-    const i64 dim = params_.head_dim_vo;
+    const i64 dim = params_.head_dim_vo, bytes = 2 * (StageBytes(dim) + 2 * dim);
     Fetch ahead = fetch;  // in registers
     char* out = buf_.v_panels + (tokens.begin - first) / 2 * kStepBytes<Isa, kValues>;
-    for (i64 t = tokens.begin, due = 0; t < tokens.end; t += 2, out += kStepBytes<Isa, kValues>) {
+    for (i64 t = tokens.begin; t < tokens.end; t += 2, out += kStepBytes<Isa, kValues>) {
       const char *row = values.Row(t), *next = values.Row(t + 1);
       if (!Codec::CanPair(row, dim) || !Codec::CanPair(next, dim)) return false;
-      for (due += 2 * lines; due >= kFetchTokens; due -= kFetchTokens) ahead.Line();
+      ahead.Bytes(bytes);
       Codec::template LookUpPair<Isa>(
           row, next, dim, [&](i64 column, typename Isa::Vec x) __attribute__((always_inline)) {
             char* to = out + column / kUnit * buf_.v_panel_bytes;

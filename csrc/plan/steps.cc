@@ -1,10 +1,11 @@
+#include "plan/rules/steps.h"
+
 #include <algorithm>
 #include <string>
 #include <vector>
 
 #include "plan/plan.h"
 #include "plan/rules/checks.h"
-#include "plan/rules/steps.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {
