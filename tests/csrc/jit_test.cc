@@ -908,8 +908,15 @@ void TestAppendAndMerge() {
   CHECK_OK(LoadMerge({90, kF32}, 0));
   CHECK_OK(LaunchMerge({90, kF32}, merge, Stream(0), 0));
   CHECK_ERROR(LaunchMerge({90, kBF16}, merge, Stream(0), 0), "merge_states: its kernel is not");
+  merge.num_rows = 7;
+  for (const int32_t num_states : {2, 3}) {
+    merge.num_states = num_states;
+    CHECK_OK(LaunchMerge({90, kF32}, merge, Stream(0), 0));
+  }
   calls = TakeCalls();
-  CHECK(calls.size() == 1 && calls[0].name == "launch 3" && calls[0].grid == 8 * 10);
+  CHECK(calls.size() == 3 && calls[0].name == "launch 3" && calls[0].grid == INT32_MAX);
+  // A row is 32 threads: 3 of 96 at a time, or 6 where each thread has two rows.
+  CHECK(calls[1].grid == 2 && calls[2].grid == 3);
 
   CHECK_OK(FillBytes(reinterpret_cast<void*>(0x1234), 0xff, 99, Stream(1)));
   CHECK_OK(FillBytes(nullptr, 0xff, 0, Stream(1)));
@@ -917,7 +924,7 @@ void TestAppendAndMerge() {
   CHECK(calls.size() == 1 && calls[0].name == "memset8 255" && calls[0].context == 2);
   CHECK(calls[0].address == 0x1234 && calls[0].count == 99);
   const JitStats stats = GetJitStats();
-  CHECK(stats.append_launches == 3 && stats.merge_launches == 2);
+  CHECK(stats.append_launches == 3 && stats.merge_launches == 4);
 }
 
 void TestPlan() {
