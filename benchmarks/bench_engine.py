@@ -20,6 +20,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -210,7 +211,8 @@ class Peer:
     """transformers or llama.cpp in a process of its own (peers/decode_turns.py).
 
     module: of benchmarks.peers. waiting: of OMP_WAIT_POLICY. Threads that spin are faster on
-    processors of their own, and many times slower where other work wants those.
+    processors of their own, and many times slower where other work wants those. Outside its turns
+    the process is stopped, else they would spin on.
     """
 
     def __init__(self, python: str, module: str, waiting: str, config: Any, dtype: str):
@@ -231,14 +233,17 @@ class Peer:
         return us
 
     def close(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
         self._process.communicate()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
             raise OSError(f"{self.name} ended with status {self._process.wait()}")
+        self._process.send_signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer
 
