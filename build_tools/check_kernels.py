@@ -89,6 +89,10 @@ _PORTABLE_ON_SM100 = (
     "sm_100a, where mma.sync serves with all of 255 registers; not looked into, no such GPU was at"
     " hand",
 )
+_MERGE_ON_SM100 = (
+    16,
+    "sm_100a, four words of two rows' vectors beside 64 registers; not looked into, likewise",
+)
 _LATENT_ON_SM100 = (
     48,
     "sm_100a, where mma.sync serves: the item's place, and marks of values that are not finite;"
@@ -212,6 +216,13 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-kvmxfp4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d256-kvmxfp4-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d64-kvmxfp4-g8-page8-q32_128-kv128-w16-s0-left-right-cap-wgmma": _QUEUE_END,
+    "attention-bf16-d128-kve5m2-g4-page16-q16_128-kv64-w4-s6-right-fresh": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-kvint8-g4-page16-q16_128-kv64-w4-s5-right-fresh": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-kvmxfp4-g4-page16-q16_128-kv64-w4-s6-right-fresh": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-kvnvfp4-g4-page16-q16_128-kv64-w4-s6-right-fresh": _PORTABLE_ON_SM100,
+    "attention-bf16-d128-kvint4-g4-page16-q16_128-kv64-w4-s6-right-fresh": _PORTABLE_ON_SM100,
+    "merge-bf16": _MERGE_ON_SM100,
+    "merge-f16": _MERGE_ON_SM100,
     "attention-bf16-d128-kvnvfp4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d256-kvnvfp4-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d64-kvnvfp4-g8-page8-q32_128-kv128-w16-s0-left-right-cap-wgmma": _QUEUE_END,
