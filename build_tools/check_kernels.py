@@ -399,22 +399,15 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec((64, 256), 4, 16, max_qo_tokens=8)
     yield spec(96, 5, 5, fresh_kv=True, window_left=100, max_qo_tokens=4)
     # MLA: blocks of up to 64 heads, 32 where shared memory is short.
-    for heads, page_size, options in (
-        (128, 1, {}),
-        (16, 64, {}),
-        (24, 5, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
-        (77, None, {"causal": False}),
-        (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
-    ):
-        yield latent(heads, page_size, **options)
-    for heads, page_size, options in (
-        (128, 1, {}),
-        (16, 64, {}),
-        (24, 5, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
-        (77, None, {"causal": False}),
-        (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
-    ):
-        yield latent(heads, page_size, kv_dtype="float8_e4m3fn", **options)
+    for kv_dtype in (None, "float8_e4m3fn"):
+        for heads, page_size, options in (
+            (128, 1, {}),
+            (16, 64, {}),
+            (24, 5, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
+            (77, None, {"causal": False}),
+            (64, 16, {"schedule": "fixed_split", "kv_split": 1024}),
+        ):
+            yield latent(heads, page_size, kv_dtype=kv_dtype, **options)
     yield latent(128, 16, kv_dtype="float8_e5m2")
     # e4m3 keys and values, and queries.
     for dims, group, page_size, options in (

@@ -414,6 +414,18 @@ AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
   return p;
 }
 
+// What a kernel gives of the batch by a plan.
+template <class Body>
+Outputs RunOnPlan(const Case& c, const AttentionProblem& problem, const Batch& batch,
+                  const std::vector<int32_t>& plan) {
+  static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
+  const std::vector<float> sinks(problem.spec.num_qo_heads, 0.5f);
+  AttentionParams p = MakeParams(problem, batch, plan, c.sinks ? sinks.data() : nullptr);
+  Outputs out = MakeOutputs(problem, &p);
+  emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 5, [&p] { Body::Run(p); });
+  return out;
+}
+
 // What the CPU kernels give, with all tokens in pages: on the same plan, but for mla, of which they
 // take all heads at once.
 Outputs ExpectedOutputs(const Case& c, const AttentionProblem& given, const Batch& b,

@@ -48,20 +48,12 @@ void RunCodes(const Case& c, unsigned seed) {
     b.v_scale.clear();
     const std::vector<int32_t> plan = MakePlan(c, problem, b);
     if (plan.empty()) return;
-    std::vector<float> sinks(problem.spec.num_qo_heads, 0.5f);
-    const auto run = [&](auto body, const Batch& batch) {
-      using Body = decltype(body);
-      AttentionParams p = MakeParams(problem, batch, plan, c.sinks ? sinks.data() : nullptr);
-      Outputs out = MakeOutputs(problem, &p);
-      emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 5, [&p] { Body::Run(p); });
-      return out;
-    };
     const i64 rows = b.num_pages * problem.spec.page_size;
     Batch plain = b;
     plain.k = PlainRows<Traits, Shape::kHeadDimQk>(problem.spec, rows, b.k);
     plain.v = PlainRows<Traits, Shape::kHeadDimVo>(problem.spec, rows, b.v);
-    if (!SameBits(run(HopperAttentionBody<Traits>(), b),
-                  run(HopperAttentionBody<PlainTraits>(), plain))) {
+    if (!SameBits(RunOnPlan<HopperAttentionBody<Traits>>(c, problem, b, plan),
+                  RunOnPlan<HopperAttentionBody<PlainTraits>>(c, problem, plain, plan))) {
       std::printf("FAILED %s: not the bits of plain pages\n", c.name);
       ++g_failures;
     }

@@ -165,15 +165,7 @@ void RunCodes(const Case& c, unsigned seed) {
   b.v_scale.clear();
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;
-  std::vector<float> sinks(problem.spec.num_qo_heads, 0.5f);
-  const auto run = [&](auto body, const Batch& batch) {
-    using Body = decltype(body);
-    AttentionParams p = MakeParams(problem, batch, plan, c.sinks ? sinks.data() : nullptr);
-    Outputs out = MakeOutputs(problem, &p);
-    emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 5, [&p] { Body::Run(p); });
-    return out;
-  };
-  const Outputs got = run(AttentionBody<Traits>(), b);
+  const Outputs got = RunOnPlan<AttentionBody<Traits>>(c, problem, b, plan);
   const i64 rows = b.num_pages * problem.spec.page_size * problem.spec.num_kv_heads;
   const auto decode = [&](const std::vector<uint16_t>& codes, i64 head_dim) {
     std::vector<uint16_t> plain(rows * head_dim);
@@ -191,7 +183,7 @@ void RunCodes(const Case& c, unsigned seed) {
   Batch decoded = b;
   decoded.k = decode(b.k, Shape::kHeadDimQk);
   decoded.v = decode(b.v, Shape::kHeadDimVo);
-  if (!SameBits(got, run(AttentionBody<PlainTraits>(), decoded))) {
+  if (!SameBits(got, RunOnPlan<AttentionBody<PlainTraits>>(c, problem, decoded, plan))) {
     std::printf("FAILED %s: not the bits of plain pages\n", c.name);
     ++g_failures;
   }

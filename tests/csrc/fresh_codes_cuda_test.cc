@@ -53,16 +53,7 @@ void RunFreshCodes(Case c, unsigned seed) {
   b.v_new = AppendNewTokens(c, spec, b, spec.head_dim_vo, b.v_scale, &b.v, random);
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;
-  std::vector<float> sinks(spec.num_qo_heads, 0.5f);
-  const auto run = [&](auto body, const Batch& batch) {
-    using Body = decltype(body);
-    static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
-    AttentionParams p = MakeParams(problem, batch, plan, c.sinks ? sinks.data() : nullptr);
-    Outputs out = MakeOutputs(problem, &p);
-    emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 5, [&p] { Body::Run(p); });
-    return out;
-  };
-  const Outputs want = run(typename Kernel::template Body<Appended>(), b);
+  const Outputs want = RunOnPlan<typename Kernel::template Body<Appended>>(c, problem, b, plan);
   const auto poison = [&](std::vector<uint16_t>* pool, int64_t head_dim) {
     const int64_t bytes = spec.num_kv_heads * CodeRowBytes(spec.kv_format, head_dim);
     ForNewTokens(c, spec, b, [&](int64_t, int64_t row) {
@@ -71,7 +62,7 @@ void RunFreshCodes(Case c, unsigned seed) {
   };
   poison(&b.k, spec.head_dim_qk);
   poison(&b.v, spec.head_dim_vo);
-  const Outputs got = run(typename Kernel::template Body<Beside>(), b);
+  const Outputs got = RunOnPlan<typename Kernel::template Body<Beside>>(c, problem, b, plan);
   if (!SameBits(got, want)) {
     std::printf("FAILED %s: not the bits of pages with the new tokens\n", c.name);
     ++g_failures;

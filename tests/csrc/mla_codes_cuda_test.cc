@@ -32,19 +32,12 @@ void RunCodes(Case c, unsigned seed) {
   b.v_scale.clear();
   const std::vector<int32_t> plan = MakePlan(c, problem, b);
   if (plan.empty()) return;
-  const auto run = [&](auto body, const Batch& batch) {
-    using Body = decltype(body);
-    AttentionParams p = MakeParams(problem, batch, plan, nullptr);
-    Outputs out = MakeOutputs(problem, &p);
-    emulation::machine.Launch(p.num_ctas, Body::kNumThreads, 5, [&p] { Body::Run(p); });
-    return out;
-  };
   const std::vector<uint16_t> values = ValuesOfCodes(kFormat);
   Batch decoded = b;
   const auto* codes = reinterpret_cast<const unsigned char*>(b.k.data());
   for (size_t i = 0; i < b.k.size(); ++i) decoded.k[i] = values[codes[i]];
-  const Outputs got = run(typename Kernel::template Body<Coded>(), b);
-  if (!SameBits(got, run(typename Kernel::template Body<Shape>(), decoded))) {
+  const Outputs got = RunOnPlan<typename Kernel::template Body<Coded>>(c, problem, b, plan);
+  if (!SameBits(got, RunOnPlan<typename Kernel::template Body<Shape>>(c, problem, decoded, plan))) {
     std::printf("FAILED %s: not the bits of plain pages\n", c.name);
     ++g_failures;
   }
