@@ -237,6 +237,13 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
     b.page_indices.resize(b.num_pages);
     std::iota(b.page_indices.begin(), b.page_indices.end(), 0);
     std::shuffle(b.page_indices.begin(), b.page_indices.end(), random);
+    for (size_t r = 0; r < c.requests.size(); ++r) {
+      if (c.requests[r].kv_len < page) continue;
+      // The pool's last row is read: see MakeParams.
+      std::iter_swap(std::find(b.page_indices.begin(), b.page_indices.end(), b.num_pages - 1),
+                     b.page_indices.begin() + b.kv_indptr[r]);
+      break;
+    }
     b.page_indices.resize(units);
     for (size_t r = 1; r < c.requests.size(); ++r) {
       const int64_t shared =
@@ -247,8 +254,13 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
   const int64_t k_row = spec.num_stored_heads() * Traits::kHeadDimQk;
   const int64_t v_row = spec.num_stored_heads() * Traits::kHeadDimVo;
   const int64_t num_rows = spec.paged() ? b.num_pages * page : spec.max_kv_tokens;
-  b.k = Poisoned<uint16_t>(num_rows * k_row);
-  b.v = Poisoned<uint16_t>(num_rows * v_row);
+  const auto pool = [&](int64_t row, int64_t head_dim) {
+    const int64_t format = spec.kv_format;
+    if (format != kPlainFormat) row = row / head_dim * CodeRowBytes(format, head_dim);
+    return Poisoned<uint16_t>(num_rows * row / (format != kPlainFormat ? 2 : 1));
+  };
+  b.k = pool(k_row, spec.head_dim_qk);
+  b.v = pool(v_row, spec.head_dim_vo);
   for (size_t r = 0; r < c.requests.size(); ++r) {
     for (int64_t i = 0; i < c.requests[r].kv_len; ++i) {
       const int64_t at = spec.paged() ? b.page_indices[b.kv_indptr[r] + i / page] * page + i % page
@@ -395,9 +407,10 @@ void UsePlan(const AttentionProblem& problem, const std::vector<int32_t>& plan,
   params->merge_groups = p.merge_groups;
 }
 
-// All but the outputs. sinks: null without.
+// All but the outputs, for kernels that must not read behind the pools. sinks: null without.
 AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
                            const std::vector<int32_t>& plan, const float* sinks) {
+  emulation::ends_of_pools = {b.k.data() + b.k.size(), b.v.data() + b.v.size()};
   AttentionParams p = MakeAttentionParams(problem, plan.data());
   p.q = b.q.data();
   p.k = b.k.data();

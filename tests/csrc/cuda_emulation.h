@@ -112,6 +112,9 @@ inline std::string Text(const char* format, ...) {
   std::abort();
 }
 
+// Where arrays end that no copy may read beyond, not by one vector of 16 bytes.
+inline std::vector<const void*> ends_of_pools;
+
 struct Index {
   int x;
 };
@@ -638,6 +641,9 @@ inline i64 GlobalTimer() {
 }
 
 inline void CopyAsync16(u32 shared, const void* global, bool valid) {
+  for (const void* end : emulation::ends_of_pools) {
+    if (valid && global == end) emulation::Fail("a copy reads behind a pool");
+  }
   if (shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     emulation::Fail("misaligned copy");
   }

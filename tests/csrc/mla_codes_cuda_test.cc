@@ -35,7 +35,8 @@ void RunCodes(Case c, unsigned seed) {
   const std::vector<uint16_t> values = ValuesOfCodes(kFormat);
   Batch decoded = b;
   const auto* codes = reinterpret_cast<const unsigned char*>(b.k.data());
-  for (size_t i = 0; i < b.k.size(); ++i) decoded.k[i] = values[codes[i]];
+  decoded.k.resize(2 * b.k.size());
+  for (size_t i = 0; i < decoded.k.size(); ++i) decoded.k[i] = values[codes[i]];
   const Outputs got = RunOnPlan<typename Kernel::template Body<Coded>>(c, problem, b, plan);
   if (!SameBits(got, RunOnPlan<typename Kernel::template Body<Shape>>(c, problem, decoded, plan))) {
     std::printf("FAILED %s: not the bits of plain pages\n", c.name);

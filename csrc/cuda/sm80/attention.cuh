@@ -385,15 +385,16 @@ class TilePath {
           pool_row = __shfl_sync(kFullWarp, v_row_, row % kWarpSize);
           in_span = kEncodes ? pool_row < kFreshRow : pool_row != kNoRow;
         }
-        const u64 at = reinterpret_cast<u64>(head + static_cast<u64>(pool_row) * pitch) / 16 * 16;
-        const char* from = reinterpret_cast<const char*>(at) + chunk * 16;
+        const u64 at = reinterpret_cast<u64>(head + static_cast<u64>(pool_row) * pitch);
+        const char* from = reinterpret_cast<const char*>(at / 16 * 16) + chunk * 16;
+        const bool valid = in_span && Layout::Holds(at, chunk);
         // The address of a copy that reads nothing still is one of the pool.
         if (kNumChunks % kWarpSize == 0 || row < kSlice) {
           const u32 to_chunk = to + row * Layout::kPitch + chunk * 16;
           if constexpr (kSplitKv) {
-            CopyAsync16(to_chunk, in_span ? from : pool, in_span, EvictFirst());
+            CopyAsync16(to_chunk, valid ? from : pool, valid, EvictFirst());
           } else {
-            CopyAsync16(to_chunk, in_span ? from : pool, in_span);
+            CopyAsync16(to_chunk, valid ? from : pool, valid);
           }
         }
       }

@@ -17,6 +17,13 @@ struct CodeRowLayout {
   static constexpr int kChunks = CeilDiv(kRowBytes + 16 - kAlignment, 16);  // of 16 bytes, copied
   static constexpr int kPitch = 16 * (kChunks | 1);                         // bytes
   static constexpr int kCodeBytes = kHeadDim * FormatOf(kFormat).bits / 8;
+
+  // Whether the chunk-th of the vectors holds anything of the row at address `row`. The last one
+  // may not, and may then be behind the pool.
+  __device__ __forceinline__ static bool Holds(u64 row, int chunk) {
+    constexpr bool kAll = 16 * (kChunks - 1) < kRowBytes;
+    return kAll || 16 * chunk < static_cast<int>(row % 16) + kRowBytes;
+  }
 };
 
 // What a layer's rows of one kv head have in common: where in a 16-byte vector the row of a kv

@@ -431,11 +431,10 @@ class E4m3Producer : public HopperProducer<Traits> {
       const int token = (first + Base::Lane()) / Layout::kChunks;
       const int chunk = (first + Base::Lane()) % Layout::kChunks;
       const u32 token_row = __shfl_sync(kFullWarp, row, (first_row + token) % kWarpSize);
-      const u64 begin =
-          reinterpret_cast<u64>(from_head + static_cast<u64>(token_row) * pitch) / 16 * 16;
-      const char* from = reinterpret_cast<const char*>(begin) + chunk * 16;
+      const u64 at = reinterpret_cast<u64>(from_head + static_cast<u64>(token_row) * pitch);
+      const char* from = reinterpret_cast<const char*>(at / 16 * 16) + chunk * 16;
       // The address of a copy that reads nothing still is one of the pool.
-      const bool valid = token_row != kNoRow;
+      const bool valid = token_row != kNoRow && Layout::Holds(at, chunk);
       if (kVectors % kWarpSize == 0 || token < kPartTokens) {
         CopyAsync16(to + token * Layout::kPitch + chunk * 16, valid ? from : pool, valid, policy);
       }
