@@ -130,10 +130,24 @@ class SplitFactor {
   u32 first_, rest_;
 };
 
-// Eight bytes of a row whose scales are at `scales`; their low halves are of block `low_block`.
+// The scales of eight bytes of codes, whose low halves are of block `low_block`: as DecodeNibbles
+// takes them.
+template <int kFormat>
+__device__ __forceinline__ u32 LoadBlockScales(const unsigned char* scales, int low_block,
+                                               int high_block) {
+  if constexpr (kFormat == kMxfp4Format) {  // both blocks are the same
+    return scales[low_block];
+  } else if constexpr (kFormat == kNvfp4Format) {
+    return u32{scales[low_block]} << 8 | u32{scales[high_block]} << 24;
+  } else {
+    static_assert(kFormat == kInt4Format, "a format of four bits");
+    const u16* halves = reinterpret_cast<const u16*>(scales);
+    return u32{halves[low_block]} | u32{halves[high_block]} << 16;
+  }
+}
+
 template <int kFormat, int kDtype>
-__device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, const unsigned char* scales,
-                                              int low_block, int high_block, uint4& first,
+__device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, u32 scales, uint4& first,
                                               uint4& second) {
   u32 of_first[4], of_second[4];
   const auto times = [&](const auto& low_factor, const auto& high_factor) {
@@ -150,22 +164,21 @@ __device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, const unsigned 
       of_second[i] = high_factor.Times(b);
     }
   };
-  if constexpr (kFormat == kMxfp4Format) {  // both blocks are the same
-    const MxFactors<kDtype> factors(scales[low_block]);
+  if constexpr (kFormat == kMxfp4Format) {
+    const MxFactors<kDtype> factors(scales);
     times(factors, factors);
   } else if constexpr (kFormat == kNvfp4Format) {
-    const u32 pair =
-        E4m3HighBytes<kDtype>(u32{scales[low_block]} << 8 | u32{scales[high_block]} << 24);
+    const u32 pair = E4m3HighBytes<kDtype>(scales);
     times(OneFactor<kDtype>{__byte_perm(pair, 0, 0x1010)},
           OneFactor<kDtype>{__byte_perm(pair, 0, 0x3232)});
   } else {
     static_assert(kFormat == kInt4Format, "a format of four bits");
-    const u16* halves = reinterpret_cast<const u16*>(scales);
+    const u16 low_scale = static_cast<u16>(scales), high_scale = static_cast<u16>(scales >> 16);
     if constexpr (kDtype == kElementBf16) {
-      times(SplitFactor(halves[low_block]), SplitFactor(halves[high_block]));
+      times(SplitFactor(low_scale), SplitFactor(high_scale));
     } else {
-      times(OneFactor<kDtype>{InBothHalves(halves[low_block])},
-            OneFactor<kDtype>{InBothHalves(halves[high_block])});
+      times(OneFactor<kDtype>{InBothHalves(low_scale)},
+            OneFactor<kDtype>{InBothHalves(high_scale)});
     }
   }
   first = make_uint4(of_first[0], of_first[1], of_first[2], of_first[3]);

@@ -35,6 +35,13 @@ constexpr __host__ __device__ int PowerOfTwoDivisor(int x, int limit) {
   return p;
 }
 
+// The smallest power of two that is no less than x.
+constexpr __host__ __device__ int PowerOfTwoFrom(int x) {
+  int p = 1;
+  while (p < x) p *= 2;
+  return p;
+}
+
 // x, which is the same in all lanes, as the compiler should know: what is computed from it alone is
 // computed once for the warp, in uniform registers, and branches on it do not diverge.
 template <class T>

@@ -52,35 +52,58 @@ __device__ __forceinline__ u32 LoadCodes4(const unsigned char* from) {
   return __byte_perm(words[0], words[1], 0x3210u + 0x1111u * static_cast<u32>(shift));
 }
 
-// Eight bytes of codes, the unit-th of a row, become elements of a row: elements[i] is its i-th
-// vector of 16 bytes.
-template <class Traits, int kHeadDim, class Elements>
-__device__ __forceinline__ void DecodeUnit(const unsigned char* row, int unit,
-                                           const Elements& elements) {
-  constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
+// Eight bytes of codes, the unit-th of a row, and the scales of what they become: a vector of 16
+// bytes of the decoded row, or two of codes of four bits.
+template <class Traits, int kHeadDim>
+class CodeUnit {
+  static constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
+  static constexpr bool kHasNibbles = FormatOf(kFormat).bits == 4;
   using Layout = CodeRowLayout<kFormat, kHeadDim>;
-  const u32 low = LoadCodes4<Layout::kAlignment>(row + 8 * unit);
-  const u32 high = LoadCodes4<Layout::kAlignment>(row + 8 * unit + 4);
-  if constexpr (FormatOf(kFormat).bits == 4) {
-    constexpr int kBlock = FormatOf(kFormat).block, kSpan = FormatOf(kFormat).span;
-    const int begin = unit / (kSpan / 16) * kSpan, first = begin + unit % (kSpan / 16) * 8;
-    const int half = Min(kSpan, kHeadDim - begin) / 2;
-    DecodeNibbles<kFormat, kDtype>(low, high, row + Layout::kCodeBytes, first / kBlock,
-                                   (first + half) / kBlock, elements[first / 8],
-                                   elements[(first + half) / 8]);
-  } else if constexpr (kFormat == kInt8Format) {
-    const float scale = *reinterpret_cast<const float*>(row + Layout::kCodeBytes);
-    elements[unit] = DecodeInt8<kDtype>(low, high, scale);
-  } else if constexpr (kFormat == kE4m3Format) {
-    uint4 x;
-    UnpackE4m3<Traits>(low, x.x, x.y);
-    UnpackE4m3<Traits>(high, x.z, x.w);
-    elements[unit] = x;
-  } else {
-    static_assert(kFormat == kE5m2Format, "a format of codec.cuh");
-    elements[unit] = DecodeE5m2<kDtype>(low, high);
+
+ public:
+  static constexpr int kVectors = kHasNibbles ? 2 : 1;
+  static constexpr int kUnits = Layout::kCodeBytes / 8;  // of a row
+  using Vectors = uint4[kVectors];
+
+  CodeUnit() = default;
+  __device__ __forceinline__ CodeUnit(const unsigned char* row, int unit)
+      : low_(LoadCodes4<Layout::kAlignment>(row + 8 * unit)),
+        high_(LoadCodes4<Layout::kAlignment>(row + 8 * unit + 4)) {
+    const unsigned char* scales = row + Layout::kCodeBytes;
+    if constexpr (kHasNibbles) {
+      constexpr int kBlock = FormatOf(kFormat).block;
+      scales_ = LoadBlockScales<kFormat>(scales, Place(unit, 0) * 8 / kBlock,
+                                         Place(unit, 1) * 8 / kBlock);
+    } else if constexpr (kFormat == kInt8Format) {
+      scales_ = *reinterpret_cast<const u32*>(scales);
+    }
   }
-}
+
+  // Which vector of the row the unit's v-th one is.
+  __device__ static int Place(int unit, int v) {
+    if constexpr (!kHasNibbles) return unit;
+    constexpr int kSpan = FormatOf(kFormat).span;
+    const int begin = unit / (kSpan / 16) * kSpan, half = Min(kSpan, kHeadDim - begin) / 2;
+    return (begin + unit % (kSpan / 16) * 8 + v * half) / 8;
+  }
+
+  __device__ __forceinline__ void Decode(Vectors& vectors) const {
+    if constexpr (kHasNibbles) {
+      DecodeNibbles<kFormat, kDtype>(low_, high_, scales_, vectors[0], vectors[1]);
+    } else if constexpr (kFormat == kInt8Format) {
+      vectors[0] = DecodeInt8<kDtype>(low_, high_, __uint_as_float(scales_));
+    } else if constexpr (kFormat == kE4m3Format) {
+      UnpackE4m3<Traits>(low_, vectors[0].x, vectors[0].y);
+      UnpackE4m3<Traits>(high_, vectors[0].z, vectors[0].w);
+    } else {
+      static_assert(kFormat == kE5m2Format, "a format of codec.cuh");
+      vectors[0] = DecodeE5m2<kDtype>(low_, high_);
+    }
+  }
+
+ private:
+  u32 low_, high_, scales_;
+};
 
 // Row `from` of k_new or v_new becomes what append_kv makes of it, by a warp. scale: of its head,
 // where the format has it.
@@ -108,13 +131,17 @@ __device__ __forceinline__ void DecodeCodeRows(
     int lane, unsigned char* to) {
   using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
   static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
-  constexpr int kUnits = Layout::kCodeBytes / 8;
+  using Unit = CodeUnit<Traits, kHeadDim>;
+  constexpr int kUnits = Unit::kUnits;
 #pragma unroll 2
   for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
     const int row = i / kUnits;
     const int unit = (kWarpSize % kUnits == 0 ? lane : i) % kUnits;  // often one for all rows
-    DecodeUnit<Traits, kHeadDim>(codes + row * Layout::kPitch + offsets.At(position + row), unit,
-                                 reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch));
+    typename Unit::Vectors vectors;
+    Unit(codes + row * Layout::kPitch + offsets.At(position + row), unit).Decode(vectors);
+    uint4* elements = reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch);
+#pragma unroll
+    for (int v = 0; v < Unit::kVectors; ++v) elements[Unit::Place(unit, v)] = vectors[v];
   }
 }
 

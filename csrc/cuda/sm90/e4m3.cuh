@@ -143,77 +143,74 @@ class RowConverter {
   int from_, to_;  // bytes from the begin of a tile
 };
 
-// The same of rows with scales of their own. kNumRows: of a part of a step.
+// The same of rows with scales of their own. kNumRows: of a part of a step. A lane has the same
+// vectors of all its rows, so that places are found once; a row has a power of two of lanes.
 template <class Traits, int kNumRows>
 class CodeRowConverter {
  public:
   __device__ __forceinline__ CodeRowConverter(int warp, int lane) : warp_(warp), lane_(lane) {}
 
-  // Rows [first_row, first_row + kNumRows) of the tile from the warp's rows of codes; kv_head: of
-  // these, or what it leaves by 16.
+  // Rows [first_row, first_row + kNumRows) of the tile from the warp's rows of codes; first_row: a
+  // multiple of 8; kv_head: of these, or what it leaves by 16.
   template <int kHeadDim, class Tile>
   __device__ __forceinline__ void Convert(const AttentionParams& p, const unsigned char* codes,
                                           unsigned char* tile, int first_row, int kv_head) const {
     using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
-    constexpr int kUnits = Layout::kCodeBytes / 8;
+    using Unit = CodeUnit<Traits, kHeadDim>;
+    constexpr int kLanes = PowerOfTwoFrom(Unit::kUnits), kRows = kWarpSize / kLanes;
+    static_assert(kRows > 0 && kNumRows % kRows == 0, "a warp has whole rows at once");
     const CodeRowOffsets<Layout> offsets(p, kv_head);
-    const unsigned char* mine = codes + warp_ * kNumRows * Layout::kPitch;
-    constexpr int kAll = kNumRows * kUnits, kBatch = FormatOf(Traits::kKvFormat).bits == 4 ? 2 : 4;
+    const int row = lane_ / kLanes, unit = lane_ % kLanes;
+    const unsigned char* from = codes + (warp_ * kNumRows + row) * Layout::kPitch;
+    u32 to[Unit::kVectors];
+#pragma unroll
+    for (int v = 0; v < Unit::kVectors; ++v) {
+      to[v] = Offset<Tile>(first_row + row, Unit::Place(unit, v));
+    }
     // Codes are loaded ahead of the stores, which the compiler would keep them behind.
-#pragma unroll 1
-    for (int first = 0; first < kAll; first += kBatch * kWarpSize) {
-      Decoded decoded[kBatch];
+    constexpr int kTimes = kNumRows / kRows;
+    constexpr int kBatch = PowerOfTwoDivisor(kTimes, 4 / Unit::kVectors);
+    Unit batches[2][kBatch];
+    auto load = [&](int first) {
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
-        const int i = first + u * kWarpSize + lane_, row = i / kUnits, unit = i % kUnits;
-        // Steps begin at multiples of 16, which are whole vectors of any rows.
-        if (kAll % (kBatch * kWarpSize) == 0 || i < kAll) {
-          DecodeUnit<Traits, kHeadDim>(mine + row * Layout::kPitch + offsets.At(first_row + row),
-                                       unit, decoded[u]);
-        }
+        const int down = (first + u) * kRows;
+        batches[first / kBatch % 2][u] =
+            Unit(from + down * Layout::kPitch + offsets.At(first_row + row + down), unit);
       }
+    };
+    if (kLanes == Unit::kUnits || unit < Unit::kUnits) {
+      load(0);
 #pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        const int i = first + u * kWarpSize + lane_, row = i / kUnits;
-        if (kAll % (kBatch * kWarpSize) == 0 || i < kAll) {
-          decoded[u].StoreTo(Elements<Tile>{tile, first_row + row});
+      for (int first = 0; first < kTimes; first += kBatch) {
+        if (first + kBatch < kTimes) load(first + kBatch);
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          const int down = (first + u) * kRows;
+          typename Unit::Vectors vectors;
+          batches[first / kBatch % 2][u].Decode(vectors);
+#pragma unroll
+          for (int v = 0; v < Unit::kVectors; ++v) {
+            *reinterpret_cast<uint4*>(tile + (to[v] ^ down % 8 * 16) + down * 128) = vectors[v];
+          }
         }
       }
     }
     if constexpr (Tile::kLiveChunks < 8 * Tile::kBlocks) {  // padding
       constexpr int kChunks = 8 * Tile::kBlocks - Tile::kLiveChunks;
       for (int i = lane_; i < kNumRows * kChunks; i += kWarpSize) {
-        Elements<Tile>{tile, first_row + i / kChunks}[Tile::kLiveChunks + i % kChunks] =
-            make_uint4(0, 0, 0, 0);
+        const u32 offset = Offset<Tile>(first_row + i / kChunks, Tile::kLiveChunks + i % kChunks);
+        *reinterpret_cast<uint4*>(tile + offset) = make_uint4(0, 0, 0, 0);
       }
     }
   }
 
  private:
-  // What a unit of codes becomes, one or two vectors, and their places in the row.
-  struct Decoded {
-    static constexpr int kVectors = 8 / FormatOf(Traits::kKvFormat).bits;
-    mutable uint4 vectors[kVectors];
-    mutable int places[kVectors], count = 0;
-    __device__ __forceinline__ uint4& operator[](int i) const {
-      places[count] = i;
-      return vectors[count++];
-    }
-    template <class Row>
-    __device__ __forceinline__ void StoreTo(const Row& row) const {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) row[places[v]] = vectors[v];
-    }
-  };
+  // Bytes from the begin of a tile to a row's i-th vector.
   template <class Tile>
-  struct Elements {
-    unsigned char* tile;
-    int row;
-    __device__ __forceinline__ uint4& operator[](int i) const {
-      return *reinterpret_cast<uint4*>(tile + i / 8 * Tile::kBlockBytes + row * 128 +
-                                       (i % 8 ^ row % 8) * 16);
-    }
-  };
+  __device__ static u32 Offset(u32 row, u32 i) {
+    return i / 8 * Tile::kBlockBytes + row * 128 + (i % 8 ^ row % 8) * 16;
+  }
 
   int warp_, lane_;
 };

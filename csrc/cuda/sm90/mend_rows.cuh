@@ -123,27 +123,18 @@ class RowMender {
       Unpack(LoadConstant16(row + column * 2), x);
     } else if constexpr (kFormat == kE4m3Format) {
       LoadE4m3(row + column, x);
-    } else if constexpr (FormatOf(kFormat).bits == 8) {
-      uint4 eight[1];
-      struct {
-        uint4* eight;
-        __device__ uint4& operator[](int) const { return *eight; }
-      } const elements = {eight};
-      DecodeUnit<Traits, kHeadDim>(reinterpret_cast<const unsigned char*>(row), column / 8,
-                                   elements);
-      Unpack(eight[0], x);
     } else {
-      using Layout = CodeRowLayout<kFormat, kHeadDim>;
-      constexpr int kBlock = FormatOf(kFormat).block, kSpan = FormatOf(kFormat).span;
-      const int begin = column / kSpan * kSpan, half = Min(kSpan, kHeadDim - begin) / 2;
-      const int place = (column - begin) % half, low = begin + place;
-      const auto* codes = reinterpret_cast<const unsigned char*>(row);
-      const unsigned char* eight = codes + begin / 2 + place;
-      uint4 first, second;
-      DecodeNibbles<kFormat, Traits::kDtype>(
-          LoadCodes4<Layout::kAlignment>(eight), LoadCodes4<Layout::kAlignment>(eight + 4),
-          codes + Layout::kCodeBytes, low / kBlock, (low + half) / kBlock, first, second);
-      Unpack(column - begin < half ? first : second, x);
+      using Unit = CodeUnit<Traits, kHeadDim>;
+      int unit = column / 8, v = 0;
+      if constexpr (Unit::kVectors == 2) {
+        constexpr int kSpan = FormatOf(kFormat).span;
+        const int begin = column / kSpan * kSpan, half = Min(kSpan, kHeadDim - begin) / 2;
+        v = column - begin < half ? 0 : 1;
+        unit = (begin / 2 + column - begin - v * half) / 8;
+      }
+      typename Unit::Vectors vectors;
+      Unit(reinterpret_cast<const unsigned char*>(row), unit).Decode(vectors);
+      Unpack(v == 0 ? vectors[0] : vectors[Unit::kVectors - 1], x);
     }
   }
   __device__ __forceinline__ static void LoadE4m3(const void* from, float (&x)[8]) {
