@@ -169,16 +169,12 @@ class QueueSteps : ListedStep<Traits> {
   // Of its item.
   __device__ bool is_first() const { return pos_ == FirstStep<Shape::kStep>(item_); }
 
+  // Of its item, with itself.
+  __device__ int NumLeft() const { return CeilDiv(end_pos_ - pos_, Shape::kStep); }
+
   // On to the next step; what its pages are is asked at once and used one step later.
   __device__ __forceinline__ void Next() {
-    pos_ += Shape::kStep;
-    bool asks = static_cast<u32>(pos_) % kGroupTokens == 0;
-    if constexpr (Traits::kHasSteps) {
-      const u32 group = static_cast<u32>(this->Begin(pos_)) / kGroupTokens;
-      this->step = this->next;
-      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
-      asks = static_cast<u32>(this->Begin(pos_)) / kGroupTokens != group;
-    }
+    bool asks = Advance();
     if (pos_ >= end_pos_) {
       ++index_;
       if (index_ >= end_) return;
@@ -187,6 +183,10 @@ class QueueSteps : ListedStep<Traits> {
       asks = true;
     }
     if (asks) AskForPages();
+  }
+  // The same where the item has a next step.
+  __device__ __forceinline__ void NextOfItem() {
+    if (Advance()) AskForPages();
   }
 
   // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
@@ -213,6 +213,17 @@ class QueueSteps : ListedStep<Traits> {
   static constexpr bool kHasGroups = kWarpPages > 0 && kWarpPages % Shape::kStep == 0;
   static constexpr int kGroupTokens = kHasGroups ? kWarpPages : Shape::kStep;
 
+  // Whether the step has other pages.
+  __device__ __forceinline__ bool Advance() {
+    pos_ += Shape::kStep;
+    if constexpr (Traits::kHasSteps) {
+      const u32 group = static_cast<u32>(this->Begin(pos_)) / kGroupTokens;
+      this->step = this->next;
+      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
+      return static_cast<u32>(this->Begin(pos_)) / kGroupTokens != group;
+    }
+    return static_cast<u32>(pos_) % kGroupTokens == 0;
+  }
   __device__ bool IsInSpan(int pos) const {
     if constexpr (Traits::kHasSteps) return pos < this->kv_len;
     return pos >= item_.kv_begin() && pos < item_.kv_end();
