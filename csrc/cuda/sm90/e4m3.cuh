@@ -317,10 +317,12 @@ class E4m3Producer : public HopperProducer<Traits> {
     int copied = 0, converted = 0;  // parts of a step
     while (true) {
       while (steps_.has_item() && !steps_.has_step()) steps_.Next();
-      if (num_codes == Shape::kCodeSlots && converted == 0 && begins_item == 0 &&
-          steps_.has_item() && !steps_.is_first()) {
-        head = this->Head(steps_.item());
-        TakeStepsOfItem((fences & 1) != 0, row, head, halves...);
+      if constexpr (!Traits::kMultipliesCodes) {  // whose consumers take longer
+        if (num_codes == Shape::kCodeSlots && converted == 0 && begins_item == 0 &&
+            steps_.has_item() && !steps_.is_first()) {
+          head = this->Head(steps_.item());
+          TakeStepsOfItem((fences & 1) != 0, row, head, halves...);
+        }
       }
       const bool copies = steps_.has_item();
       const bool converts = num_codes == Shape::kCodeSlots || !copies;
