@@ -117,6 +117,11 @@ _TABLE = (
     "as what consumers keep from item to item; three of these words are read in every step, beside"
     " a load from the user's table for every logit",
 )
+_CODE_ROWS = (
+    160,
+    "places of codes and of copies of a producer, which has 56 registers: up to 14 words that it"
+    " reads in each step, 62 with head_dim 256",
+)
 SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
         _STEP_OF_CODES
@@ -203,17 +208,20 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d256-g2-page1-q32_128-kv64-w12-s0-right-fresh-wgmma": _QUEUE_END,
     "attention-bf16-d80-kve4m3-g5-page5-q32_128-kv128-w16-s0-left-right-cap-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d128-kve4m3-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
-    "attention-bf16-d128-kve4m3-g4-page16-q64-kv128-w16-s0-right-wgmma": (
-        8,
-        "13.5: two words of a producer, read once a step of 128 codes a lane",
-    ),
+    "attention-bf16-d128-kve4m3-g4-page16-q64-kv128-w16-s0-right-wgmma": _CODE_ROWS,
+    "attention-bf16-d128-kvint8-g4-page16-q64-kv128-w16-s0-right-wgmma": _CODE_ROWS,
     "attention-bf16-d128-g4-page16-q32-kv128-w16-s0-right-wgmma": _QUEUE_END,
     "attention-bf16-d192x128-kve4m3-g1-ragged-q32_128-kv64-w16-s0-right-wgmma": _QUEUE_END,
     "attention-bf16-d128-kve5m2-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d256-kve5m2-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d128-kvint8-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
-    "attention-bf16-d256-kvint8-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d256-kvint8-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _CODE_ROWS,
     "attention-bf16-d128-kvmxfp4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-f16-d192x128-kve5m2-g1-page64-q32_128-kv64-w16-s0-wgmma": _CODE_ROWS,
+    "attention-f16-d192x128-kvint8-g1-page64-q32_128-kv64-w16-s0-wgmma": _CODE_ROWS,
+    "attention-f16-d192x128-kvmxfp4-g1-page64-q32_128-kv64-w16-s0-wgmma": _CODE_ROWS,
+    "attention-f16-d192x128-kvnvfp4-g1-page64-q32_128-kv64-w16-s0-wgmma": _CODE_ROWS,
+    "attention-f16-d192x128-kvint4-g1-page64-q32_128-kv64-w16-s0-wgmma": _CODE_ROWS,
     "attention-bf16-d256-kvmxfp4-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d64-kvmxfp4-g8-page8-q32_128-kv128-w16-s0-left-right-cap-wgmma": _QUEUE_END,
     "attention-bf16-d128-kve5m2-g4-page16-q16_128-kv64-w4-s6-right-fresh": _PORTABLE_ON_SM100,
@@ -223,10 +231,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d128-kvint4-g4-page16-q16_128-kv64-w4-s6-right-fresh": _PORTABLE_ON_SM100,
     "merge-bf16": _MERGE_ON_SM100,
     "merge-f16": _MERGE_ON_SM100,
-    "attention-bf16-d128-kvnvfp4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kvnvfp4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _CODE_ROWS,
     "attention-bf16-d256-kvnvfp4-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-bf16-d64-kvnvfp4-g8-page8-q32_128-kv128-w16-s0-left-right-cap-wgmma": _QUEUE_END,
-    "attention-bf16-d128-kvint4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _ITEM_TO_ITEM,
+    "attention-bf16-d128-kvint4-g4-page16-q32_128-kv128-w16-s0-right-wgmma": _CODE_ROWS,
     "attention-bf16-d256-kvint4-g2-page16-q32_128-kv64-w12-s0-right-wgmma": _ITEM_TO_ITEM,
     "attention-f16-d128-g8-page16-q16_128-kv64-w4-s4-right": _QUEUE_END,
     "attention-f16-d192x128-g16-page16-q16_128-kv64-w4-s3-right": _QUEUE_END,

@@ -372,8 +372,9 @@ class E4m3Producer : public HopperProducer<Traits> {
     }
   }
 
-  // The turns of whole steps up to the item's last, where all codes on their way are the item's, too:
-  // nothing of it changes, which else costs a producer a quarter of its time.
+  // The turns of whole steps up to the item's last, where all codes on their way are the item's,
+  // too. Nothing but places changes from step to step. To ask what does took a producer a quarter
+  // of its time.
   template <class... Halves>
   __device__ __forceinline__ void TakeStepsOfItem(bool is_fenced, u32& row, int head,
                                                   Halves&... halves) {
@@ -471,7 +472,8 @@ class E4m3Producer : public HopperProducer<Traits> {
       const int chunk = (first + Base::Lane()) % Layout::kChunks;
       u64 at;
       if constexpr (kPageRuns > 0) {
-        at = runs[token < kRunTokens ? 0 : kPageRuns - 1] + static_cast<u64>(u32(token)) * pitch;
+        at = runs[token < kRunTokens ? 0 : kPageRuns - 1] +
+             static_cast<u64>(static_cast<u32>(token)) * pitch;
       } else {
         const u32 token_row = __shfl_sync(kFullWarp, row, (first_row + token) % kWarpSize);
         at = reinterpret_cast<u64>(from_head) + static_cast<u64>(token_row) * pitch;
@@ -499,11 +501,10 @@ class E4m3Producer : public HopperProducer<Traits> {
   static constexpr int kPartTokens = Shape::kWarpTokens / kParts;
   // Pages that a part is of, one or two, and tokens of each; 0: more, or any.
   static constexpr int kRunTokens = Min(kPartTokens, Shape::kPageSize);
-  static constexpr int kPageRuns =
-      Traits::kHasSteps || kRunTokens == 0 ? 0
-      : Shape::kPageSize % kPartTokens == 0 ? 1
-      : kPartTokens == 2 * Shape::kPageSize ? 2
-                                            : 0;
+  static constexpr int kPageRuns = Traits::kHasSteps || kRunTokens == 0  ? 0
+                                   : Shape::kPageSize % kPartTokens == 0 ? 1
+                                   : kPartTokens == 2 * Shape::kPageSize ? 2
+                                                                         : 0;
 
   using ToTiles = typename Choose<kHasCodeRows<Traits>, CodeRowConverter<Traits, kPartTokens>,
                                   RowConverter<Traits, Shape::kWarpTokens>>::Type;
