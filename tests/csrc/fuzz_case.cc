@@ -33,6 +33,14 @@ int64_t Border(Random& random) {
   return std::clamp<int64_t>(OneIn(random, 3) ? -x : x, -2 * kLimit, 2 * kLimit - 1);
 }
 
+// Codes are copied in vectors of 16 bytes there: pages of such, or none.
+void SettleCodesOnCuda(AttentionSpec* spec) {
+  if (spec->dtype == kF32) spec->dtype = kBF16;
+  spec->head_dim_qk = std::max<int64_t>(spec->head_dim_qk, 16);
+  spec->head_dim_vo = std::max<int64_t>(spec->head_dim_vo, 16);
+  if (spec->paged() && spec->page_size % 16 != 0) spec->page_size = 16;
+}
+
 AttentionSpec RandomSpec(Random& random) {
   AttentionSpec spec;
   spec.num_kv_heads = PickNumber(random, {1, 1, 2, 3, 4, 8});
@@ -52,6 +60,7 @@ AttentionSpec RandomSpec(Random& random) {
     spec.head_dim_qk = 576;
     spec.head_dim_vo = 512;
     SettleHeadBlocks(&spec);
+    if (OneIn(random, 3)) spec.kv_format = PickNumber(random, {kE4m3Format, kE5m2Format});
   }
   spec.window_left =
       PickNumber(random, {-1, -1, -1, 0, 1, 63, 300, 5000, kLimit - 1, kLimit, 2 * kLimit - 1});
@@ -63,17 +72,17 @@ AttentionSpec RandomSpec(Random& random) {
   if (!spec.paged()) spec.num_pages = -1;
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
-  if (OneIn(random, 6) && !spec.quantized() && !spec.mla && spec.arch == 0) {
+  if (OneIn(random, 6) && !spec.quantized() && !spec.mla) {
     spec.kv_format = PickNumber(
         random, {kE4m3Format, kE5m2Format, kInt8Format, kMxfp4Format, kNvfp4Format, kInt4Format});
     if (!spec.paged()) spec.kv_format = std::min<int64_t>(spec.kv_format, kE5m2Format);
+    if (spec.arch != 0) SettleCodesOnCuda(&spec);
   }
-  spec.fresh_kv =
-      spec.paged() && !spec.mla && (spec.arch == 0 || !spec.quantized()) && OneIn(random, 4);
+  spec.fresh_kv = spec.paged() && !spec.mla && spec.q_format == kPlainFormat && OneIn(random, 4);
   spec.eight_bit_products =
       OneIn(random, 2) && (spec.arch == 0 ? spec.kv_format == kInt8Format
                                           : spec.arch == 90 && spec.kv_format == kE4m3Format &&
-                                                spec.head_dim_vo <= 192);
+                                                !spec.fresh_kv && spec.head_dim_vo <= 192);
   spec.num_processors = PickNumber(random, {1, 1, 2, 3, 7, 16, 132});
   if (spec.schedule == kFixedSplit) {
     const int64_t step = SelectAttention(spec).tile_kv;
@@ -565,7 +574,6 @@ Case SmallCase(Random& random) {
   spec.page_size = PickNumber(random, {0, 1, 4, 16, 16, 16});
   spec.num_pages = spec.paged() && OneIn(random, 2) ? kPoolPages : -1;
   spec.schedule = Pick<int64_t>(random, {kBalanced, kBalanced, kAuto, kFixedSplit, kNoSplit});
-  spec.kv_split = spec.schedule == kFixedSplit ? 128 : 0;
   spec.share_prefixes = spec.paged() && spec.schedule != kNoSplit && OneIn(random, 2);
   spec.fresh_kv = spec.paged() && OneIn(random, 4);
   if (OneIn(random, 4)) {
@@ -581,8 +589,10 @@ Case SmallCase(Random& random) {
     c.program = EncodeProgram(program);
     if (NeedsOwnRows(program)) spec.share_prefixes = 0;
   }
+  spec.eight_bit_products = c.program.empty() && spec.kv_format == kInt8Format && OneIn(random, 2);
   spec.num_processors = PickNumber(random, {1, 2, 4});
   spec.sm_scale = 0.25;
+  if (spec.schedule == kFixedSplit) spec.kv_split = SelectAttention(spec).tile_kv;
   std::vector<Lengths> lengths;
   const int64_t longest = PickNumber(random, {10, 100, 700});
   int64_t prefix = 0;
