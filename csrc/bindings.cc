@@ -199,7 +199,7 @@ nb::list Registrations() {
     return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
   for (const auto* targets : {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets,
-                              &kMergeTargets, &kProductTargets}) {
+                              &kMergeTargets, &kProductTargets, &kQuantizedProductTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
@@ -250,6 +250,7 @@ nb::dict StatsDict() {
   dict["backward_launches"] = stats.backward_launches;
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
+  dict["quantized_product_launches"] = stats.quantized_product_launches;
   dict["plan_launches"] = stats.plan_launches;
   return dict;
 }
@@ -385,6 +386,11 @@ NB_MODULE(_core, m) {
         [](int64_t arch, bool general) { return PlanKernelSource({arch, general}); });
   m.def("merge_source",
         [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
+  m.def("quantized_product_source", [](int64_t arch, int64_t dtype, int64_t format,
+                                       int64_t tile_rows, int64_t tile_columns,
+                                       int64_t scale_rows) {
+    return QuantizedProductKernelSource({arch, dtype, format, tile_rows, tile_columns, scale_rows});
+  });
 }
 
 }  // namespace jax_attn

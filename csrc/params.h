@@ -578,6 +578,32 @@ struct MergeParams {
   i32 head_dim_vo;
 };
 
+// What a weight's code is (models/quantized.py): an unsigned integer of 4 bits, or an element of
+// OCP floating point of 4 or 8 bits.
+enum WeightFormat : i32 { kInt4Weights = 0, kE2m1Weights, kE4m3Weights, kNumWeightFormats };
+
+constexpr i32 CodesPerByte(i64 weight_format) { return weight_format == kE4m3Weights ? 1 : 2; }
+
+// Rows of a matrix that a CTA of a quantised product multiplies at a time.
+inline constexpr i32 kProductStep = 64;
+
+// Sums over num_splits parts of the depth of x @ W, where W is (code - zero) * scale.
+struct QuantizedProductParams {
+  const void* x;               // [num_rows, depth]
+  const unsigned char* codes;  // [depth / CodesPerByte, columns]; two of 4 bits are rows 2 i, in
+                               // the low half, and 2 i + 1
+  const void* scales;          // [groups, columns] f32; kE2m1Weights: u8 of 2^(scale - 127)
+  const unsigned char* zeros;  // [groups, columns], at most 127; null: 0. Of kInt4Weights
+  void* y;                     // [num_splits, num_rows, columns]
+  i32 num_rows;
+  i32 depth;
+  i32 columns;
+  i32 group_size;  // rows of a scale; the last group need not be full
+  i32 num_splits;
+  i32 split_depth;  // rows of a part, a multiple of kProductStep; the last ones may be shorter
+  i32 is_wide;      // 1: y is f32, else it has the type of x
+};
+
 // Rows that a thread of merge has at once.
 constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
 

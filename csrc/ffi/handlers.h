@@ -24,5 +24,6 @@ extern const std::vector<Target> kBackwardTargets;
 extern const std::vector<Target> kAppendTargets;
 extern const std::vector<Target> kMergeTargets;
 extern const std::vector<Target> kProductTargets;
+extern const std::vector<Target> kQuantizedProductTargets;
 
 }  // namespace jax_attn

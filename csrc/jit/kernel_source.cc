@@ -143,6 +143,20 @@ void VisitFields(const MergeKernel& k, Visitor& visit) {
   visit("kDtype", k.dtype, DTypeName(k.dtype));
 }
 
+const char* WeightName(int64_t format) {
+  return format == kInt4Weights ? "int4" : format == kE2m1Weights ? "e2m1" : "e4m3";
+}
+
+template <typename Visitor>
+void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", k.dtype, DTypeName(k.dtype));
+  visit("kFormat", k.format, WeightName(k.format));
+  visit("kTileRows", k.tile_rows, "of x");
+  visit("kTileColumns", k.tile_columns);
+  visit("kScaleRows", k.scale_rows, "groups that a step may have");
+}
+
 template <typename Visitor>
 void VisitFields(const PlanKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
@@ -347,6 +361,18 @@ KernelSource MakeSource(const MergeKernel& kernel) {
       Options(kernel.arch)};
 }
 
+KernelSource MakeSource(const QuantizedProductKernel& kernel) {
+  const std::string entry = "quantized_product_kernel";
+  std::ostringstream name;
+  name << "quantized_product-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-"
+       << WeightName(kernel.format) << "-m" << kernel.tile_rows << "-n" << kernel.tile_columns
+       << "-g" << kProductStep / kernel.scale_rows;
+  return {name.str(), entry,
+          TranslationUnit("cuda/sm80/quantized_product.cuh", TraitsOf(kernel).str(),
+                          "QuantizedProductBody", "QuantizedProduct", entry),
+          Options(kernel.arch)};
+}
+
 KernelSource MakeSource(const PlanKernel& kernel) {
   TraitsWriter traits = TraitsOf(kernel);
   traits("kNumThreads", int64_t{512}, "a chunk each, for a few hundred requests");
@@ -363,5 +389,6 @@ KernelKey MakeKey(const AppendKernel& kernel) { return KeyOf(1, kernel); }
 KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
 KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
 KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
+KernelKey MakeKey(const QuantizedProductKernel& kernel) { return KeyOf(5, kernel); }
 
 }  // namespace jax_attn

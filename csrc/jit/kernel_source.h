@@ -73,6 +73,15 @@ struct MergeKernel {
   int64_t dtype = kBF16;
 };
 
+struct QuantizedProductKernel {
+  int64_t arch = 0;  // 0: that of device 0
+  int64_t dtype = kBF16;
+  int64_t format = kInt4Weights;
+  int64_t tile_rows = 0;     // of x
+  int64_t tile_columns = 0;  // of the matrix
+  int64_t scale_rows = 0;    // groups that kProductStep rows may have: 1 or 2
+};
+
 struct PlanKernel {
   int64_t arch = 0;      // 0: that of device 0
   bool general = false;  // may be told which prefixes are shared, may plan kAuto and step lists
@@ -90,6 +99,7 @@ KernelSource MakeSource(const AttentionKernel& kernel);
 KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
+KernelSource MakeSource(const QuantizedProductKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
 // The fields of a kernel struct, operation first: equal keys, equal binaries.
@@ -98,6 +108,7 @@ KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
+KernelKey MakeKey(const QuantizedProductKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);
 
 // "sm_90a" for 90: the architecture whose cubin runs on this compute capability with every

@@ -26,6 +26,7 @@ std::atomic<int64_t> attention_launches{0};
 std::atomic<int64_t> backward_launches{0};
 std::atomic<int64_t> append_launches{0};
 std::atomic<int64_t> merge_launches{0};
+std::atomic<int64_t> quantized_product_launches{0};
 std::atomic<int64_t> plan_launches{0};
 
 // Makes `context` current for its scope, at no cost if it is already (XLA's usual case).
@@ -395,6 +396,29 @@ Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* s
   return LaunchLoaded("merge_states", *loaded, launch, params, stream);
 }
 
+Status PrepareQuantizedProduct(const QuantizedProductKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
+}
+
+Status LoadQuantizedProduct(const QuantizedProductKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
+}
+
+Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
+                              const QuantizedProductParams& params, void* stream,
+                              int device_ordinal) {
+  constexpr char kOp[] = "quantized_product";
+  quantized_product_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* loaded;
+  if (Status s = FindResolved(kOp, kernel, device_ordinal, &loaded); !s.ok()) return s;
+  const auto tiles = [](int64_t count, int64_t tile) { return (count + tile - 1) / tile; };
+  Launch launch;
+  launch.num_ctas = tiles(params.num_rows, kernel.tile_rows) *
+                    tiles(params.columns, kernel.tile_columns) * params.num_splits;
+  if (launch.num_ctas == 0) return Status::Ok();
+  return LaunchLoaded(kOp, *loaded, launch, params, stream);
+}
+
 Status PreparePlan(const PlanKernel& kernel, KernelInfo* info) {
   return PrepareResolved(kernel, info);
 }
@@ -480,6 +504,9 @@ std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
 }
 KernelSource AppendKernelSource(const AppendKernel& kernel) { return MakeSource(kernel); }
 KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(kernel); }
+KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel) {
+  return MakeSource(kernel);
+}
 KernelSource PlanKernelSource(const PlanKernel& kernel) { return MakeSource(kernel); }
 
 Status CompileKernelSource(const KernelSource& source, std::string* cubin, std::string* log) {
@@ -492,6 +519,7 @@ JitStats GetJitStats() {
   stats.backward_launches = backward_launches.load(std::memory_order_relaxed);
   stats.append_launches = append_launches.load(std::memory_order_relaxed);
   stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
+  stats.quantized_product_launches = quantized_product_launches.load(std::memory_order_relaxed);
   stats.plan_launches = plan_launches.load(std::memory_order_relaxed);
   return stats;
 }

@@ -62,6 +62,12 @@ Status LoadMerge(const MergeKernel& kernel, int device_ordinal);
 Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* stream,
                    int device_ordinal);
 
+Status PrepareQuantizedProduct(const QuantizedProductKernel& kernel, KernelInfo* info = nullptr);
+Status LoadQuantizedProduct(const QuantizedProductKernel& kernel, int device_ordinal);
+Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
+                              const QuantizedProductParams& params, void* stream,
+                              int device_ordinal);
+
 Status PreparePlan(const PlanKernel& kernel, KernelInfo* info = nullptr);
 Status LoadPlan(const PlanKernel& kernel, int device_ordinal);
 // Zeroes the plan, num_words from params.header on, and writes it.
@@ -88,6 +94,7 @@ std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
                                                 const VariantGradient& gradient);
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
+KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel);
 KernelSource PlanKernelSource(const PlanKernel& kernel);
 
 // Compiles past every cache. `log` gets NVRTC's output, also on success.
@@ -106,6 +113,7 @@ struct JitStats {
   int64_t backward_launches = 0;
   int64_t append_launches = 0;
   int64_t merge_launches = 0;
+  int64_t quantized_product_launches = 0;
   int64_t plan_launches = 0;
 };
 JitStats GetJitStats();

@@ -1,0 +1,279 @@
+// x @ W for few rows of x and a W of codes, on every architecture from sm_80 on: mma.sync,
+// ldmatrix, cp.async.
+//
+// Up to some 64 rows the time is that of reading W, if its codes reach the tensor cores without a
+// detour. So a CTA has a tile of columns that is wide, so that x is read rarely, and all rows of a
+// tile of x, so that codes are read and decoded once. It walks down W in steps of kDepth rows, a
+// ring of which is under way.
+//
+// The transposed product is computed, W^T x^T: W has the 16 rows of an mma, and x the 8 columns, of
+// which few are wasted where x has few rows. A warp has 32 columns and half of the depth of every
+// step. A lane reads 4 bytes of a row of codes; the i-th of them are column i of four 8-column
+// halves of operands, so that a lane ends up with four neighbouring columns of y.
+//
+// The depth may be split over CTAs. Then y is a sum for each, which the caller adds up: its order
+// is fixed, and XLA makes the additions a part of the kernel that needs them.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/weight_codes.cuh"
+
+namespace jax_attn {
+
+template <class Traits>
+class QuantizedProductBody {
+ public:
+  using Params = QuantizedProductParams;
+  using E = Element<Traits::kDtype>;
+  using Codes = WeightCodes<Traits::kFormat, Traits::kDtype>;
+  using Factors = WeightFactors<Traits::kFormat, Traits::kDtype>;
+
+  // --- shape ---
+
+  static constexpr int kRows = Traits::kTileRows, kColumns = Traits::kTileColumns;
+  static constexpr int kDepth = kProductStep;  // of a step
+  static constexpr int kWarpColumns = 32, kWarpDepth = 32;
+  static constexpr int kColumnWarps = kColumns / kWarpColumns;
+  static constexpr int kDepthWarps = kDepth / kWarpDepth;
+  static constexpr int kNumThreads = kColumnWarps * kDepthWarps * kWarpSize;
+  static constexpr int kMinCtasPerSm = 1;
+  static constexpr int kRowTiles = kRows / 8;    // of mma
+  static constexpr int kPairs = kWarpDepth / 8;  // of rows, that a lane has of a column
+  static_assert(kRows % 8 == 0 && kColumns % kWarpColumns == 0 && kDepthWarps == 2, "whole tiles");
+
+  static constexpr int kCodeRows = kDepth / Codes::kPerByte;
+  // Lanes read 4 neighbouring rows of bytes, or every other of 8: those are in different banks.
+  static constexpr int kCodePitch =
+      Codes::kPerByte == 2 ? (kColumns + 31) / 64 * 64 + 32 : kColumns + 16;
+  static constexpr int kXPitch = kDepth + 8;  // an odd number of 16-byte chunks
+  static constexpr int kScaleBytes = Traits::kFormat == kE2m1Weights ? 1 : 4;
+  static constexpr bool kHasZeros = Traits::kFormat == kInt4Weights;
+  static constexpr int kScaleRows = Traits::kScaleRows;  // groups that a step may have
+  static_assert(kScaleRows == 1 || kScaleRows == kDepthWarps, "a warp's rows have one scale");
+
+  struct Zeros {
+    alignas(16) unsigned char zeros[kScaleRows][kColumns];
+  };
+  struct NoZeros {};
+  struct Step : Choose<kHasZeros, Zeros, NoZeros>::Type {
+    alignas(16) unsigned char codes[kCodeRows][kCodePitch];
+    alignas(16) u16 x[kRows][kXPitch];
+    alignas(16) unsigned char scales[kScaleRows][kColumns * kScaleBytes];
+  };
+  // Sums of the warps that have the second half of each step, in the order of registers.
+  using Sums = float[kColumnWarps][kRowTiles * 8][kWarpSize];
+
+  static constexpr int kStepBytes = static_cast<int>(sizeof(Step));
+  // 8 steps are more than a multiprocessor needs under way.
+  static constexpr int kSlots = Clamp(CtaSmemBudget(Traits::kArch, 1) / kStepBytes, 1, 8);
+  static constexpr int kSmemBytes = Max(kSlots * kStepBytes, static_cast<int>(sizeof(Sums)));
+  static_assert(kSlots >= 2, "a step is copied while another one is multiplied");
+
+  __device__ __forceinline__ static void Run(const Params& p) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    QuantizedProductBody(p, smem).Run();
+  }
+
+ private:
+  // --- place ---
+
+  // CTAs that read the same codes are neighbours.
+  __device__ __forceinline__ QuantizedProductBody(const Params& p, unsigned char* smem)
+      : p_(p), ring_(reinterpret_cast<Step*>(smem)), sums_(*reinterpret_cast<Sums*>(smem)) {
+    const int row_tiles = CeilDiv(p.num_rows, kRows);
+    const int column_tiles = CeilDiv(p.columns, kColumns);
+    const int index = static_cast<int>(blockIdx.x) / row_tiles;
+    first_row_ = static_cast<int>(blockIdx.x) % row_tiles * kRows;
+    first_column_ = index % column_tiles * kColumns;
+    split_ = index / column_tiles;
+    const int begin = split_ * p.split_depth;  // may be beyond the end
+    depth_begin_ = begin;
+    num_steps_ = CeilDiv(Max(0, Min(p.split_depth, p.depth - begin)), kDepth);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    lane_ = static_cast<int>(threadIdx.x) % kWarpSize;
+    column_warp_ = warp % kColumnWarps;
+    depth_warp_ = warp / kColumnWarps;
+    // Codes that nobody else reads give way to x and y.
+    policy_ = row_tiles == 1 ? EvictFirst() : EvictNormal();
+  }
+
+  __device__ __forceinline__ void Run() {
+#pragma unroll
+    for (int i = 0; i < kSlots - 1; ++i) Load(i);
+    for (int step = 0; step < num_steps_; ++step) {
+      WaitCopies<kSlots - 2>();
+      __syncthreads();  // it is there for all, and nobody reads the slot that is filled next
+      Load(step + kSlots - 1);
+      Multiply(step);
+    }
+    WaitCopies<0>();
+    __syncthreads();
+    AddHalves();
+    if (depth_warp_ == 0) Store();
+  }
+
+  // --- load ---
+
+  __device__ __forceinline__ void Load(int step) {
+    if (step < num_steps_) {
+      Step& to = ring_[step % kSlots];
+      const int k = depth_begin_ + step * kDepth;
+      Copy<kCodeRows, kColumns>(to.codes, p_.codes, k / Codes::kPerByte, 1,
+                                p_.depth / Codes::kPerByte);
+      const int groups = CeilDiv(p_.depth, p_.group_size);
+      const int group = k / p_.group_size;
+      Copy<kScaleRows, kColumns * kScaleBytes>(to.scales, p_.scales, group, kScaleBytes, groups);
+      if constexpr (kHasZeros) {
+        Copy<kScaleRows, kColumns>(to.zeros, p_.zeros, group, 1, p_.zeros == nullptr ? 0 : groups);
+      }
+      LoadX(to, k);
+    }
+    CommitCopies();
+  }
+
+  // Rows [first, first + kNum) of an array with a row of `columns` elements, those columns that are
+  // the CTA's. Beyond num_rows and the last column: zeros.
+  template <int kNum, int kBytes, int kPitch>
+  __device__ __forceinline__ void Copy(unsigned char (&to)[kNum][kPitch], const void* array,
+                                       int first, int element_bytes, int num_rows) {
+    constexpr int kChunks = kBytes / 16;
+    const i64 row_bytes = static_cast<i64>(p_.columns) * element_bytes;
+    const i64 begin = static_cast<i64>(first_column_) * element_bytes;
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x); i < kNum * kChunks; i += kNumThreads) {
+      const int row = i / kChunks, byte = i % kChunks * 16;
+      const bool valid = first + row < num_rows && begin + byte < row_bytes;
+      const char* from = static_cast<const char*>(array) +
+                         (valid ? (first + row) * row_bytes + begin + byte : i64{0});
+      CopyAsync16(SharedAddress(&to[row][byte]), from, valid, policy_);
+    }
+  }
+
+  __device__ __forceinline__ void LoadX(Step& to, int k) {
+    constexpr int kChunks = kDepth / 8;
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kNumThreads) {
+      const int row = i / kChunks, element = i % kChunks * 8;
+      const bool valid = first_row_ + row < p_.num_rows && k + element < p_.depth;
+      const u16* from = static_cast<const u16*>(p_.x) +
+                        (valid ? static_cast<i64>(first_row_ + row) * p_.depth + k + element : 0);
+      CopyAsync16(SharedAddress(&to.x[row][element]), from, valid);
+    }
+  }
+
+  // --- multiply ---
+
+  __device__ __forceinline__ void Multiply(int step) {
+    const Step& from = ring_[step % kSlots];
+    const int column = column_warp_ * kWarpColumns + lane_ / 4 * 4;
+    SetFactors(from, column, depth_begin_ + step * kDepth);
+    // Operands of mma, [columns 2 i and 2 i + 1 of the lane's][16 rows].
+    u32 w[2][kPairs / 2][4];
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        w[c / 2][pair / 2][pair % 2 * 2 + c % 2] =
+            factors_[c].Decode(Halves(from, pair, column, c));
+      }
+    }
+    // Matrices of an ldmatrix: 8 rows of x, 4 times 8 of the warp's depth.
+    const u32 x = SharedAddress(&from.x[lane_ % 8][depth_warp_ * kWarpDepth + lane_ / 8 * 8]);
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+      u32 b[4];
+      LoadMatrix4(b, x + static_cast<u32>(j * 8 * kXPitch * 2));
+#pragma unroll
+      for (int k = 0; k < kPairs / 2; ++k) {
+        E::Mma(y_[j][0], w[0][k], b[2 * k], b[2 * k + 1]);
+        E::Mma(y_[j][1], w[1][k], b[2 * k], b[2 * k + 1]);
+      }
+    }
+  }
+
+  // Rows 8 pair + 2 t and the next of the warp's depth, t = lane % 4, as ldmatrix gives those of x.
+  __device__ __forceinline__ u32 Halves(const Step& from, int pair, int column, int c) const {
+    const int t = lane_ % 4;
+    const auto word = [&](int row) {
+      return *reinterpret_cast<const u32*>(&from.codes[row][column]);
+    };
+    if constexpr (Codes::kPerByte == 2) {
+      return Codes::Column(word(depth_warp_ * kWarpDepth / 2 + pair * 4 + t), c);
+    } else {
+      const int row = depth_warp_ * kWarpDepth + pair * 8 + 2 * t;
+      return ColumnOf(word(row), word(row + 1), c);
+    }
+  }
+
+  // Steps of one group need it once.
+  __device__ __forceinline__ void SetFactors(const Step& from, int column, int k) {
+    if constexpr (kScaleRows == 1) {
+      const int group = k / p_.group_size;
+      if (group == group_) return;
+      group_ = group;
+    }
+    const int row = kScaleRows == 1 ? 0 : depth_warp_;
+    u32 zeros = 0;
+    if constexpr (kHasZeros) zeros = *reinterpret_cast<const u32*>(&from.zeros[row][column]);
+    const unsigned char* scales = &from.scales[row][column * kScaleBytes];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const u32 scale = kScaleBytes == 1 ? scales[c] : reinterpret_cast<const u32*>(scales)[c];
+      factors_[c].Set(scale, zeros >> 8 * c & 0xff);
+    }
+  }
+
+  // --- sums ---
+
+  __device__ __forceinline__ void AddHalves() {
+    float (&sums)[kRowTiles * 8][kWarpSize] = sums_[column_warp_];
+#pragma unroll
+    for (int half = kDepthWarps - 1; half >= 0; --half) {
+      if (depth_warp_ == half) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles * 8; ++i) {
+          float& y = y_[i / 8][i / 4 % 2][i % 4];
+          if (half > 0) {
+            sums[i][lane_] = y;
+          } else {
+            y += sums[i][lane_];
+          }
+        }
+      }
+      if (half > 0) __syncthreads();
+    }
+  }
+
+  // A lane has four neighbouring columns of rows 2 t and 2 t + 1 of each 8.
+  __device__ __forceinline__ void Store() {
+    const int column = first_column_ + column_warp_ * kWarpColumns + lane_ / 4 * 4;
+    if (column >= p_.columns) return;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = first_row_ + j * 8 + lane_ % 4 * 2 + e;
+        if (row >= p_.num_rows) continue;
+        const i64 at = (static_cast<i64>(split_) * p_.num_rows + row) * p_.columns + column;
+        const float4 y = make_float4(y_[j][0][e], y_[j][0][2 + e], y_[j][1][e], y_[j][1][2 + e]);
+        if (p_.is_wide) {
+          Store4<kElementF32>(p_.y, at, y);
+        } else {
+          Store4<Traits::kDtype>(p_.y, at, y);
+        }
+      }
+    }
+  }
+
+  const Params& p_;
+  Step* const ring_;
+  Sums& sums_;
+  int first_row_, first_column_, split_, depth_begin_, num_steps_;
+  int lane_, column_warp_, depth_warp_;
+  u64 policy_;
+  int group_ = -1;  // of factors_
+  Factors factors_[4];
+  float y_[kRowTiles][2][4] = {};
+};
+
+}  // namespace jax_attn
