@@ -245,6 +245,32 @@ def product(
     return call(x, panels, poison=config.poison)
 
 
+def quantized_product(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array,
+    *,
+    num_splits: int,
+    dtype: jax.typing.DTypeLike,
+    x_dtype: int,
+    **attributes: int,
+) -> jax.Array:
+    """[num_splits, n, out] of `dtype`, x's or f32: sums over parts of the depth of x [n, in] times
+    a matrix of codes, see QuantizedProductParams of csrc/params.h. On CUDA alone.
+
+    zeros: without elements: none. attributes: arch, format, group_size, tile_rows, tile_columns.
+    """
+    call = jax.ffi.ffi_call(
+        "jax_attn_quantized_product",
+        jax.ShapeDtypeStruct((num_splits, len(x), codes.shape[1]), dtype),
+    )
+    numbers = {name: np.int64(value) for name, value in attributes.items()}
+    return call(
+        x, codes, scales, zeros, dtype=np.int64(x_dtype), **numbers, poison=config.poison
+    )
+
+
 def merge_states(
     o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jax_attn.models import quantized_cuda
 from jax_attn.models.panels import Panels
 
 Array = Any  # of numpy or JAX
@@ -40,7 +41,7 @@ class Quantized:
     codes: [..., in, out], i8 (int8) or u8; of 4 bits two rows in a byte, [..., in / 2, out] u8, the
         first in the low half.
     scales: [..., groups, out], of group_size rows each, f32; or u8 of 2 ** (scale - 127).
-    zeros: [..., groups, out] u8, or None.
+    zeros: [..., groups, out] u8, at most 127, or None.
     order: [in] i32, the element of x that each row multiplies, or None: in their order.
     """
 
@@ -76,7 +77,8 @@ def product(
 
     On CPU tiles of columns are widened one after the other, into what stays in the processor's
     cache. On a GPU XLA has the widening and the product in one kernel where a column of int8 or
-    e4m3 has one scale; a matrix of other codes is widened in memory first.
+    e4m3 has one scale; other codes have a kernel of their own, for up to 256 rows of 16-bit x
+    (quantized_cuda.py). What it does not take is widened in memory first.
     """
     if isinstance(weight, Panels):
         return weight.product(x, dtype)
@@ -88,8 +90,28 @@ def product(
         x,
         weight,
         cpu=partial(tiled_product, dtype=dtype),
+        cuda=partial(_cuda_product, dtype=dtype),
         default=partial(_product, dtype=dtype, has_float8=True),
     )
+
+
+def _cuda_product(
+    x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike | None
+) -> jax.Array:
+    """`product`, for NVIDIA's GPUs; rows in their order."""
+    kind, size = weight.kind, weight.group_size
+
+    def in_xla(
+        x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None = None
+    ) -> jax.Array:
+        matrix = Quantized(codes, scales, zeros, None, kind, size)
+        return _product(x, matrix, dtype, has_float8=True)
+
+    arrays = weight.codes, weight.scales
+    if not quantized_cuda.supports(x, *arrays, kind, size):
+        return in_xla(x, *arrays, weight.zeros)
+    matrix = quantized_cuda.Matrix(kind, size, jnp.dtype(dtype or x.dtype))
+    return quantized_cuda.product(x, *arrays, weight.zeros, matrix, in_xla)
 
 
 def widen(weight: Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -89,13 +89,25 @@ class QuantizedProductBody {
     const int begin = split_ * p.split_depth;  // may be beyond the end
     depth_begin_ = begin;
     num_steps_ = CeilDiv(Max(0, Min(p.split_depth, p.depth - begin)), kDepth);
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    lane_ = static_cast<int>(threadIdx.x) % kWarpSize;
-    column_warp_ = warp % kColumnWarps;
-    depth_warp_ = warp / kColumnWarps;
     // Codes that nobody else reads give way to x and y.
     policy_ = row_tiles == 1 ? EvictFirst() : EvictNormal();
   }
+
+  // Which part of a tile and a step a thread has. Computed where it is used, as places in memory
+  // are: sums leave no registers for what would be kept.
+  struct Part {
+    int lane, column_warp, depth_warp;
+    __device__ __forceinline__ Part() {
+      const int thread = Anew(static_cast<int>(threadIdx.x)), warp = thread / kWarpSize;
+      lane = thread % kWarpSize;
+      column_warp = warp % kColumnWarps;
+      depth_warp = warp / kColumnWarps;
+    }
+    // The first of the lane's four columns of the tile.
+    __device__ __forceinline__ int Column() const {
+      return column_warp * kWarpColumns + lane / 4 * 4;
+    }
+  };
 
   __device__ __forceinline__ void Run() {
 #pragma unroll
@@ -108,25 +120,29 @@ class QuantizedProductBody {
     }
     WaitCopies<0>();
     __syncthreads();
-    AddHalves();
-    if (depth_warp_ == 0) Store();
+    const Part part;
+    AddHalves(part);
+    if (part.depth_warp == 0) Store(part);
   }
 
   // --- load ---
 
   __device__ __forceinline__ void Load(int step) {
     if (step < num_steps_) {
+      const int thread = Anew(static_cast<int>(threadIdx.x));
       Step& to = ring_[step % kSlots];
       const int k = depth_begin_ + step * kDepth;
-      Copy<kCodeRows, kColumns>(to.codes, p_.codes, k / Codes::kPerByte, 1,
+      Copy<kCodeRows, kColumns>(thread, to.codes, p_.codes, k / Codes::kPerByte, 1,
                                 p_.depth / Codes::kPerByte);
       const int groups = CeilDiv(p_.depth, p_.group_size);
       const int group = k / p_.group_size;
-      Copy<kScaleRows, kColumns * kScaleBytes>(to.scales, p_.scales, group, kScaleBytes, groups);
+      Copy<kScaleRows, kColumns * kScaleBytes>(thread, to.scales, p_.scales, group, kScaleBytes,
+                                               groups);
       if constexpr (kHasZeros) {
-        Copy<kScaleRows, kColumns>(to.zeros, p_.zeros, group, 1, p_.zeros == nullptr ? 0 : groups);
+        Copy<kScaleRows, kColumns>(thread, to.zeros, p_.zeros, group, 1,
+                                   p_.zeros == nullptr ? 0 : groups);
       }
-      LoadX(to, k);
+      LoadX(thread, to, k);
     }
     CommitCopies();
   }
@@ -134,13 +150,14 @@ class QuantizedProductBody {
   // Rows [first, first + kNum) of an array with a row of `columns` elements, those columns that are
   // the CTA's. Beyond num_rows and the last column: zeros.
   template <int kNum, int kBytes, int kPitch>
-  __device__ __forceinline__ void Copy(unsigned char (&to)[kNum][kPitch], const void* array,
-                                       int first, int element_bytes, int num_rows) {
+  __device__ __forceinline__ void Copy(int thread, unsigned char (&to)[kNum][kPitch],
+                                       const void* array, int first, int element_bytes,
+                                       int num_rows) {
     constexpr int kChunks = kBytes / 16;
     const i64 row_bytes = static_cast<i64>(p_.columns) * element_bytes;
     const i64 begin = static_cast<i64>(first_column_) * element_bytes;
 #pragma unroll
-    for (int i = static_cast<int>(threadIdx.x); i < kNum * kChunks; i += kNumThreads) {
+    for (int i = thread; i < kNum * kChunks; i += kNumThreads) {
       const int row = i / kChunks, byte = i % kChunks * 16;
       const bool valid = first + row < num_rows && begin + byte < row_bytes;
       const char* from = static_cast<const char*>(array) +
@@ -149,10 +166,10 @@ class QuantizedProductBody {
     }
   }
 
-  __device__ __forceinline__ void LoadX(Step& to, int k) {
+  __device__ __forceinline__ void LoadX(int thread, Step& to, int k) {
     constexpr int kChunks = kDepth / 8;
 #pragma unroll
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kNumThreads) {
+    for (int i = thread; i < kRows * kChunks; i += kNumThreads) {
       const int row = i / kChunks, element = i % kChunks * 8;
       const bool valid = first_row_ + row < p_.num_rows && k + element < p_.depth;
       const u16* from = static_cast<const u16*>(p_.x) +
@@ -165,20 +182,20 @@ class QuantizedProductBody {
 
   __device__ __forceinline__ void Multiply(int step) {
     const Step& from = ring_[step % kSlots];
-    const int column = column_warp_ * kWarpColumns + lane_ / 4 * 4;
-    SetFactors(from, column, depth_begin_ + step * kDepth);
+    const Part part;
+    SetFactors(from, part, depth_begin_ + step * kDepth);
     // Operands of mma, [columns 2 i and 2 i + 1 of the lane's][16 rows].
     u32 w[2][kPairs / 2][4];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        w[c / 2][pair / 2][pair % 2 * 2 + c % 2] =
-            factors_[c].Decode(Halves(from, pair, column, c));
+        w[c / 2][pair / 2][pair % 2 * 2 + c % 2] = factors_[c].Decode(Halves(from, part, pair, c));
       }
     }
     // Matrices of an ldmatrix: 8 rows of x, 4 times 8 of the warp's depth.
-    const u32 x = SharedAddress(&from.x[lane_ % 8][depth_warp_ * kWarpDepth + lane_ / 8 * 8]);
+    const u32 x =
+        SharedAddress(&from.x[part.lane % 8][part.depth_warp * kWarpDepth + part.lane / 8 * 8]);
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       u32 b[4];
@@ -192,27 +209,27 @@ class QuantizedProductBody {
   }
 
   // Rows 8 pair + 2 t and the next of the warp's depth, t = lane % 4, as ldmatrix gives those of x.
-  __device__ __forceinline__ u32 Halves(const Step& from, int pair, int column, int c) const {
-    const int t = lane_ % 4;
+  __device__ __forceinline__ u32 Halves(const Step& from, const Part& part, int pair, int c) const {
+    const int t = part.lane % 4, column = part.Column();
     const auto word = [&](int row) {
       return *reinterpret_cast<const u32*>(&from.codes[row][column]);
     };
     if constexpr (Codes::kPerByte == 2) {
-      return Codes::Column(word(depth_warp_ * kWarpDepth / 2 + pair * 4 + t), c);
+      return Codes::Column(word(part.depth_warp * kWarpDepth / 2 + pair * 4 + t), c);
     } else {
-      const int row = depth_warp_ * kWarpDepth + pair * 8 + 2 * t;
+      const int row = part.depth_warp * kWarpDepth + pair * 8 + 2 * t;
       return ColumnOf(word(row), word(row + 1), c);
     }
   }
 
   // Steps of one group need it once.
-  __device__ __forceinline__ void SetFactors(const Step& from, int column, int k) {
+  __device__ __forceinline__ void SetFactors(const Step& from, const Part& part, int k) {
     if constexpr (kScaleRows == 1) {
       const int group = k / p_.group_size;
       if (group == group_) return;
       group_ = group;
     }
-    const int row = kScaleRows == 1 ? 0 : depth_warp_;
+    const int row = kScaleRows == 1 ? 0 : part.depth_warp, column = part.Column();
     u32 zeros = 0;
     if constexpr (kHasZeros) zeros = *reinterpret_cast<const u32*>(&from.zeros[row][column]);
     const unsigned char* scales = &from.scales[row][column * kScaleBytes];
@@ -225,18 +242,18 @@ class QuantizedProductBody {
 
   // --- sums ---
 
-  __device__ __forceinline__ void AddHalves() {
-    float (&sums)[kRowTiles * 8][kWarpSize] = sums_[column_warp_];
+  __device__ __forceinline__ void AddHalves(const Part& part) {
+    float (&sums)[kRowTiles * 8][kWarpSize] = sums_[part.column_warp];
 #pragma unroll
     for (int half = kDepthWarps - 1; half >= 0; --half) {
-      if (depth_warp_ == half) {
+      if (part.depth_warp == half) {
 #pragma unroll
         for (int i = 0; i < kRowTiles * 8; ++i) {
           float& y = y_[i / 8][i / 4 % 2][i % 4];
           if (half > 0) {
-            sums[i][lane_] = y;
+            sums[i][part.lane] = y;
           } else {
-            y += sums[i][lane_];
+            y += sums[i][part.lane];
           }
         }
       }
@@ -245,14 +262,14 @@ class QuantizedProductBody {
   }
 
   // A lane has four neighbouring columns of rows 2 t and 2 t + 1 of each 8.
-  __device__ __forceinline__ void Store() {
-    const int column = first_column_ + column_warp_ * kWarpColumns + lane_ / 4 * 4;
+  __device__ __forceinline__ void Store(const Part& part) {
+    const int column = first_column_ + part.Column();
     if (column >= p_.columns) return;
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = first_row_ + j * 8 + lane_ % 4 * 2 + e;
+        const int row = first_row_ + j * 8 + part.lane % 4 * 2 + e;
         if (row >= p_.num_rows) continue;
         const i64 at = (static_cast<i64>(split_) * p_.num_rows + row) * p_.columns + column;
         const float4 y = make_float4(y_[j][0][e], y_[j][0][2 + e], y_[j][1][e], y_[j][1][2 + e]);
@@ -269,7 +286,6 @@ class QuantizedProductBody {
   Step* const ring_;
   Sums& sums_;
   int first_row_, first_column_, split_, depth_begin_, num_steps_;
-  int lane_, column_warp_, depth_warp_;
   u64 policy_;
   int group_ = -1;  // of factors_
   Factors factors_[4];
