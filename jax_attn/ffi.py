@@ -266,9 +266,7 @@ def quantized_product(
         jax.ShapeDtypeStruct((num_splits, len(x), codes.shape[1]), dtype),
     )
     numbers = {name: np.int64(value) for name, value in attributes.items()}
-    return call(
-        x, codes, scales, zeros, dtype=np.int64(x_dtype), **numbers, poison=config.poison
-    )
+    return call(x, codes, scales, zeros, dtype=np.int64(x_dtype), **numbers, poison=config.poison)
 
 
 def merge_states(

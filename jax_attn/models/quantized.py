@@ -95,9 +95,7 @@ def product(
     )
 
 
-def _cuda_product(
-    x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike | None
-) -> jax.Array:
+def _cuda_product(x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike | None) -> jax.Array:
     """`product`, for NVIDIA's GPUs; rows in their order."""
     kind, size = weight.kind, weight.group_size
 

@@ -45,9 +45,7 @@ class Tiles(NamedTuple):
     num_splits: int  # parts of the depth, each with sums of its own
 
 
-def supports(
-    x: jax.Array, codes: jax.Array, scales: jax.Array, kind: str, group_size: int
-) -> bool:
+def supports(x: jax.Array, codes: jax.Array, scales: jax.Array, kind: str, group_size: int) -> bool:
     """Whether the kernel multiplies these, of x: [n, in] and a matrix that is no stack.
 
     Not where a column of e4m3 has one scale, which XLA's own kernel does as well.
@@ -126,9 +124,9 @@ def _product(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
-    zeros: jax.Array | None = None,
+    *zeros: jax.Array,
 ) -> jax.Array:
-    """On one device."""
+    """On one device. zeros: one array, or none."""
     arch, processors = parse_target(default_target())
     if arch == 0:  # it is lowered for a device that is not here
         processors = _core.default_processors(90)
@@ -139,7 +137,7 @@ def _product(
         x,
         codes,
         scales,
-        jnp.zeros((0, 0), jnp.uint8) if zeros is None else zeros,
+        *(zeros or [jnp.zeros((0, 0), jnp.uint8)]),
         num_splits=tiles.num_splits,
         dtype=matrix.dtype if is_own else jnp.float32,
         arch=arch,
