@@ -553,6 +553,17 @@ def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
         )
 
 
+# dtype, format, rows and columns of a tile, groups of a step (csrc/jit/kernel_source.h).
+QUANTIZED_PRODUCTS = (
+    *((dtype, format, 64, 256, groups) for dtype in (0, 1) for format in (0, 1, 2)
+      for groups in (1, 2)),
+    *((0, 0, rows, 256, 1) for rows in (8, 16, 32)),
+    *((0, format, 64, 224, 1) for format in (0, 1, 2)),
+    (0, 1, 8, 224, 2),
+    (1, 2, 8, 224, 1),
+)  # fmt: skip
+
+
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Sources, with the CTAs of a multiprocessor that launches count on (0: as many as fit)."""
     appends: dict[str, _core.KernelSource] = {}  # by name
@@ -576,6 +587,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.plan_source(arch, general), 0
     for dtype in range(3):
         yield _core.merge_source(arch, dtype), 0
+    for case in QUANTIZED_PRODUCTS:
+        yield _core.quantized_product_source(arch, *case), 0
 
 
 # --- reading cubins ---

@@ -593,7 +593,7 @@ struct QuantizedProductParams {
   const unsigned char* codes;  // [depth / CodesPerByte, columns]; two of 4 bits are rows 2 i, in
                                // the low half, and 2 i + 1
   const void* scales;          // [groups, columns] f32; kE2m1Weights: u8 of 2^(scale - 127)
-  const unsigned char* zeros;  // [groups, columns], at most 127; null: 0. Of kInt4Weights
+  const unsigned char* zeros;  // [groups, columns]; null: 0. Of kInt4Weights
   void* y;                     // [num_splits, num_rows, columns]
   i32 num_rows;
   i32 depth;

@@ -41,7 +41,7 @@ class Quantized:
     codes: [..., in, out], i8 (int8) or u8; of 4 bits two rows in a byte, [..., in / 2, out] u8, the
         first in the low half.
     scales: [..., groups, out], of group_size rows each, f32; or u8 of 2 ** (scale - 127).
-    zeros: [..., groups, out] u8, at most 127, or None.
+    zeros: [..., groups, out] u8, or None.
     order: [in] i32, the element of x that each row multiplies, or None: in their order.
     """
 

@@ -927,6 +927,26 @@ void TestAppendAndMerge() {
   CHECK(stats.append_launches == 3 && stats.merge_launches == 4);
 }
 
+void TestQuantizedProduct() {
+  QuantizedProductParams product = {};
+  product.columns = 1000, product.num_splits = 3;
+  fake_driver.param_bytes = sizeof(product);
+  const QuantizedProductKernel kernel = {90, kBF16, kInt4Weights, 64, 256, 1};
+  CHECK_OK(PrepareQuantizedProduct(kernel));
+  CHECK_OK(LoadQuantizedProduct(kernel, 1));
+  for (const auto& [rows, grid] : {std::pair<i32, unsigned>{0, 0}, {1, 12}, {64, 12}, {65, 24}}) {
+    product.num_rows = rows;
+    CHECK_OK(LaunchQuantizedProduct(kernel, product, Stream(1), 1));
+    const std::vector<Call> calls = TakeCalls();
+    CHECK(calls.size() == (grid > 0) && (grid == 0 || calls[0].grid == grid));
+  }
+  QuantizedProductKernel other = kernel;
+  other.scale_rows = 2;  // another kernel
+  CHECK_ERROR(LaunchQuantizedProduct(other, product, Stream(1), 1),
+              "quantized_product: its kernel is not loaded on device 1");
+  CHECK(GetJitStats().quantized_product_launches == 5);
+}
+
 void TestPlan() {
   PlanParams plan = {};
   plan.header = reinterpret_cast<PlanHeader*>(0x4000);
@@ -1009,6 +1029,7 @@ int main() {
   TestTensorMaps();
   TestLoadFailures();
   TestAppendAndMerge();
+  TestQuantizedProduct();
   TestPlan();
   TestConcurrentDevices();
   TestFork();

@@ -154,7 +154,7 @@ void CheckDecoding() {
                       ? std::ldexp(1.0f, exponent - 127)
                       : std::ldexp(1 + static_cast<float>(rng() % 8192) / 8192.0f, -i % 17);
     if (kFormat == kE4m3Weights && i == 5) scale = 0;
-    const u32 zero = kFormat == kInt4Weights ? rng() % 128 : 0;
+    const u32 zero = kFormat == kInt4Weights ? rng() % 256 : 0;
     WeightFactors<kFormat, kDtype> factors;
     factors.Set(kFormat == kE2m1Weights ? static_cast<u32>(exponent) : __float_as_uint(scale),
                 zero);

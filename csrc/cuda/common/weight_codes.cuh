@@ -24,13 +24,14 @@ struct WeightCodes;
 template <int kDtype>
 struct WeightCodes<kInt4Weights, kDtype> {
   static constexpr int kPerByte = 2;
-  // 2^7 + n or 2^10 + n has n as its low bits in the type.
-  static constexpr u32 kMagic = kDtype == kElementBf16 ? 0x4300 : 0x6400;
+  // n as the bits of a number is n times the smallest subnormal one, 2^-133 or 2^-24. Times the
+  // factor that is n / 2^6 or n / 2^9, and the rest of the power is the scale's.
+  static constexpr bool kIsBf16 = kDtype == kElementBf16;
+  static constexpr u32 kFactor = kIsBf16 ? 0x7f00 : 0x7800;  // 2^127, 2^15
+  static constexpr float kUnit = kIsBf16 ? 0x1p-6f : 0x1p-9f, kScaleFactor = 1 / kUnit;
 
   __device__ static u32 Column(u32 word, int column) { return ColumnOf(word, word >> 4, column); }
-  __device__ static u32 Bits(u32 halves) {
-    return (halves & InBothHalves(0x000f)) | InBothHalves(kMagic);
-  }
+  __device__ static u32 Bits(u32 halves) { return halves & InBothHalves(0x000f); }
 };
 
 template <int kDtype>
@@ -40,7 +41,6 @@ struct WeightCodes<kE2m1Weights, kDtype> {
   static constexpr int kShift = kDtype == kElementBf16 ? 6 : 3;  // from the highest bits of 16
   static constexpr u32 kMagnitude = 0x7000 >> kShift;
   static constexpr u32 kFactor = kDtype == kElementBf16 ? 0x7e80 : 0x7400;  // 2^126, 2^14
-  static constexpr float kWideFactor = 0x1p14f;                             // of f16
 
   __device__ static u32 Column(u32 word, int column) { return ColumnOf(word << 4, word, column); }
   __device__ static u32 Bits(u32 halves) {
@@ -52,7 +52,8 @@ template <int kDtype>
 struct WeightCodes<kE4m3Weights, kDtype> : E4m3Bits<kDtype> {
   using Base = E4m3Bits<kDtype>;
   static constexpr int kPerByte = 1;
-  static constexpr float kWideFactor = 0x1p8f;  // of f16
+  // f16: the factor is the scale's, which is f32.
+  static constexpr float kScaleFactor = kDtype == kElementBf16 ? 1.0f : 0x1p8f;
 
   __device__ static u32 Bits(u32 halves) {
     return (halves >> Base::kShift & InBothHalves(Base::kMagnitude)) |
@@ -67,25 +68,25 @@ class WeightFactors {
   using Codes = WeightCodes<kFormat, kDtype>;
   using E = Element<kDtype>;
 
-  // scale: the bits of an f32, or of kE2m1Weights an exponent. zero: at most 127, of kInt4Weights.
+  // scale: the bits of an f32, or of kE2m1Weights an exponent. zero: of kInt4Weights, else 0.
   __device__ __forceinline__ void Set(u32 scale, u32 zero) {
-    if constexpr (kFormat == kInt4Weights) {
-      subtrahend_ = InBothHalves(Codes::kMagic | 0x8000) | InBothHalves(zero);
-    }
-    if constexpr (kDtype == kElementF16) {
-      if constexpr (kFormat == kE2m1Weights) {
-        first_ = (scale + 14) << 23;  // no subnormal number, as 2^-127 is
-      } else if constexpr (kFormat == kE4m3Weights) {
-        first_ = __float_as_uint(__uint_as_float(scale) * Codes::kWideFactor);
-      } else {
-        first_ = scale;
-      }
-    } else if constexpr (kFormat == kE2m1Weights) {
-      first_ = InBothHalves(scale == 0 ? 0x40 : scale << 7);  // 2^-127 is subnormal
+    if constexpr (kFormat == kE2m1Weights) {
+      // f16, with the factor: no subnormal number, as 2^-127 is.
+      const u32 of_bf16 = InBothHalves(scale == 0 ? 0x40 : scale << 7);
+      first_ = kDtype == kElementF16 ? (scale + 14) << 23 : of_bf16;
     } else {
-      first_ = __byte_perm(scale, 0, 0x3232);
-      const float rest = __uint_as_float(scale) - __uint_as_float(first_ & 0xffff0000u);
-      rest_ = E::Pack(rest, rest);
+      if constexpr (kFormat == kInt4Weights) {
+        const float less = -Codes::kUnit * static_cast<float>(static_cast<int>(zero));
+        minus_zeros_ = E::Pack(less, less);
+      }
+      // By a power of two: exact.
+      const float factor = __uint_as_float(scale) * Codes::kScaleFactor;
+      first_ = __float_as_uint(factor);
+      if constexpr (kDtype == kElementBf16) {
+        first_ = __byte_perm(first_, 0, 0x3232);
+        const float rest = factor - __uint_as_float(first_ & 0xffff0000u);
+        rest_ = E::Pack(rest, rest);
+      }
     }
   }
 
@@ -94,23 +95,24 @@ class WeightFactors {
     const u32 minus_zero = InBothHalves(0x8000);
     u32 x = Codes::Bits(halves);
     if constexpr (kFormat == kInt4Weights) {
-      x = E::FmaX2(x, InBothHalves(kDtype == kElementBf16 ? 0x3f80 : 0x3c00), subtrahend_);
+      x = E::FmaX2(x, InBothHalves(Codes::kFactor), minus_zeros_);
+    } else if constexpr (kDtype == kElementBf16) {
+      x = E::FmaX2(x, InBothHalves(Codes::kFactor), minus_zero);
     }
     if constexpr (kDtype == kElementF16) {
-      const float scale = __uint_as_float(first_);
-      return E::Pack(E::ToFloat(static_cast<u16>(x)) * scale,
-                     E::ToFloat(static_cast<u16>(x >> 16)) * scale);
+      const float factor = __uint_as_float(first_);
+      return E::Pack(E::ToFloat(static_cast<u16>(x)) * factor,
+                     E::ToFloat(static_cast<u16>(x >> 16)) * factor);
+    } else if constexpr (kFormat == kE2m1Weights) {
+      return E::FmaX2(x, first_, minus_zero);
     } else {
-      if constexpr (kFormat != kInt4Weights) {
-        x = E::FmaX2(x, InBothHalves(Codes::kFactor), minus_zero);
-      }
-      if constexpr (kFormat == kE2m1Weights) return E::FmaX2(x, first_, minus_zero);
       return E::FmaX2(x, first_, E::FmaX2(x, rest_, minus_zero));
     }
   }
 
  private:
-  u32 first_, rest_, subtrahend_;  // bf16: of both halves; f16: first_ is an f32
+  // Of both halves, but f16's first_, which is an f32.
+  u32 first_ = 0, rest_ = 0, minus_zeros_ = 0;
 };
 
 }  // namespace jax_attn

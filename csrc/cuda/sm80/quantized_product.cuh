@@ -86,9 +86,14 @@ class QuantizedProductBody {
     first_row_ = static_cast<int>(blockIdx.x) % row_tiles * kRows;
     first_column_ = index % column_tiles * kColumns;
     split_ = index / column_tiles;
-    const int begin = split_ * p.split_depth;  // may be beyond the end
-    depth_begin_ = begin;
-    num_steps_ = CeilDiv(Max(0, Min(p.split_depth, p.depth - begin)), kDepth);
+    depth_begin_ = split_ * p.split_depth;  // may be beyond the end
+    num_steps_ = CeilDiv(Max(0, Min(p.split_depth, p.depth - depth_begin_)), kDepth);
+    num_groups_ = CeilDiv(p.depth, p.group_size);
+    // A single group may be no whole number of steps.
+    group_steps_ = num_groups_ == 1 ? CeilDiv(p.depth, kDepth) : p.group_size / kDepth;
+    if constexpr (kScaleRows == 1) {
+      first_group_end_ = group_steps_ - depth_begin_ / kDepth % group_steps_;
+    }
     // Codes that nobody else reads give way to x and y.
     policy_ = row_tiles == 1 ? EvictFirst() : EvictNormal();
   }
@@ -98,10 +103,11 @@ class QuantizedProductBody {
   struct Part {
     int lane, column_warp, depth_warp;
     __device__ __forceinline__ Part() {
-      const int thread = Anew(static_cast<int>(threadIdx.x)), warp = thread / kWarpSize;
-      lane = thread % kWarpSize;
-      column_warp = warp % kColumnWarps;
-      depth_warp = warp / kColumnWarps;
+      const u32 thread = static_cast<u32>(Anew(static_cast<int>(threadIdx.x)));
+      const u32 warp = thread / kWarpSize;
+      lane = static_cast<int>(thread % kWarpSize);
+      column_warp = static_cast<int>(warp % kColumnWarps);
+      depth_warp = static_cast<int>(warp / kColumnWarps);
     }
     // The first of the lane's four columns of the tile.
     __device__ __forceinline__ int Column() const {
@@ -125,85 +131,104 @@ class QuantizedProductBody {
     if (part.depth_warp == 0) Store(part);
   }
 
+  // Whether scales are needed anew. end: the step at which the present group ends, counted from
+  // the CTA's first.
+  __device__ __forceinline__ bool BeginsGroup(int step, int& end) const {
+    if constexpr (kScaleRows > 1) return true;
+    if (step != end) return false;
+    end = step == 0 ? first_group_end_ : step + group_steps_;
+    return true;
+  }
+
   // --- load ---
+
+  // `array` has rows of p.columns elements; of `kNum` of them, from `first` on, those columns that
+  // are the CTA's. Beyond num_rows and the last column: zeros.
+  template <int kNum, int kBytes, int kPitch>
+  __device__ __forceinline__ void Copy(unsigned char (&to)[kNum][kPitch], const void* array,
+                                       int first, int num_rows) {
+    constexpr u32 kElementBytes = kBytes / kColumns;
+    const u32 row_bytes = static_cast<u32>(p_.columns) * kElementBytes;
+    const u32 begin = static_cast<u32>(first_column_) * kElementBytes;
+    ForEachChunk<kNum, kBytes / 16>([&](u32 row, u32 chunk) {
+      const u32 byte = begin + chunk * 16;
+      const bool valid = static_cast<int>(row) < num_rows - first && byte < row_bytes;
+      const char* from = static_cast<const char*>(array) +
+                         static_cast<u64>(static_cast<u32>(first) + row) * row_bytes + byte;
+      CopyAsync16(SharedAddress(&to[row][chunk * 16]), from, valid, policy_);
+    });
+  }
+
+  // Shares kNum rows of kChunks vectors of 16 bytes among all threads: copy(row, chunk). Places in
+  // memory are computed again in every step: sums leave no registers for them.
+  template <u32 kNum, u32 kChunks, class CopyChunk>
+  __device__ __forceinline__ static void ForEachChunk(CopyChunk copy) {
+    const u32 thread = static_cast<u32>(Anew(static_cast<int>(threadIdx.x)));
+#pragma unroll
+    for (u32 i = 0; i < kNum * kChunks; i += kNumThreads) {
+      const u32 index = i + thread;
+      if (i + kNumThreads <= kNum * kChunks || index < kNum * kChunks) {
+        copy(index / kChunks, index % kChunks);
+      }
+    }
+  }
 
   __device__ __forceinline__ void Load(int step) {
     if (step < num_steps_) {
-      const int thread = Anew(static_cast<int>(threadIdx.x));
-      Step& to = ring_[step % kSlots];
+      Step& to = ring_[static_cast<u32>(step) % kSlots];
       const int k = depth_begin_ + step * kDepth;
-      Copy<kCodeRows, kColumns>(thread, to.codes, p_.codes, k / Codes::kPerByte, 1,
+      Copy<kCodeRows, kColumns>(to.codes, p_.codes, k / Codes::kPerByte,
                                 p_.depth / Codes::kPerByte);
-      const int groups = CeilDiv(p_.depth, p_.group_size);
-      const int group = k / p_.group_size;
-      Copy<kScaleRows, kColumns * kScaleBytes>(thread, to.scales, p_.scales, group, kScaleBytes,
-                                               groups);
-      if constexpr (kHasZeros) {
-        Copy<kScaleRows, kColumns>(thread, to.zeros, p_.zeros, group, 1,
-                                   p_.zeros == nullptr ? 0 : groups);
+      if (BeginsGroup(step, load_group_end_)) {
+        const int group = kScaleRows == 1 ? k / p_.group_size : k / kWarpDepth;
+        Copy<kScaleRows, kColumns * kScaleBytes>(to.scales, p_.scales, group, num_groups_);
+        if constexpr (kHasZeros) {
+          const bool has_zeros = p_.zeros != nullptr;
+          Copy<kScaleRows, kColumns>(to.zeros, has_zeros ? p_.zeros : p_.codes, group,
+                                     has_zeros ? num_groups_ : 0);
+        }
       }
-      LoadX(thread, to, k);
+      ForEachChunk<kRows, kDepth / 8>([&](u32 row, u32 chunk) {
+        const u32 x_row = static_cast<u32>(first_row_) + row, at = static_cast<u32>(k) + chunk * 8;
+        const u32 depth = static_cast<u32>(p_.depth);
+        const bool valid = x_row < static_cast<u32>(p_.num_rows) && at < depth;
+        const u16* from = static_cast<const u16*>(p_.x) + static_cast<u64>(x_row) * depth + at;
+        CopyAsync16(SharedAddress(&to.x[row][chunk * 8]), from, valid);
+      });
     }
     CommitCopies();
-  }
-
-  // Rows [first, first + kNum) of an array with a row of `columns` elements, those columns that are
-  // the CTA's. Beyond num_rows and the last column: zeros.
-  template <int kNum, int kBytes, int kPitch>
-  __device__ __forceinline__ void Copy(int thread, unsigned char (&to)[kNum][kPitch],
-                                       const void* array, int first, int element_bytes,
-                                       int num_rows) {
-    constexpr int kChunks = kBytes / 16;
-    const i64 row_bytes = static_cast<i64>(p_.columns) * element_bytes;
-    const i64 begin = static_cast<i64>(first_column_) * element_bytes;
-#pragma unroll
-    for (int i = thread; i < kNum * kChunks; i += kNumThreads) {
-      const int row = i / kChunks, byte = i % kChunks * 16;
-      const bool valid = first + row < num_rows && begin + byte < row_bytes;
-      const char* from = static_cast<const char*>(array) +
-                         (valid ? (first + row) * row_bytes + begin + byte : i64{0});
-      CopyAsync16(SharedAddress(&to[row][byte]), from, valid, policy_);
-    }
-  }
-
-  __device__ __forceinline__ void LoadX(int thread, Step& to, int k) {
-    constexpr int kChunks = kDepth / 8;
-#pragma unroll
-    for (int i = thread; i < kRows * kChunks; i += kNumThreads) {
-      const int row = i / kChunks, element = i % kChunks * 8;
-      const bool valid = first_row_ + row < p_.num_rows && k + element < p_.depth;
-      const u16* from = static_cast<const u16*>(p_.x) +
-                        (valid ? static_cast<i64>(first_row_ + row) * p_.depth + k + element : 0);
-      CopyAsync16(SharedAddress(&to.x[row][element]), from, valid);
-    }
   }
 
   // --- multiply ---
 
   __device__ __forceinline__ void Multiply(int step) {
-    const Step& from = ring_[step % kSlots];
+    const Step& from = ring_[static_cast<u32>(step) % kSlots];
     const Part part;
-    SetFactors(from, part, depth_begin_ + step * kDepth);
-    // Operands of mma, [columns 2 i and 2 i + 1 of the lane's][16 rows].
-    u32 w[2][kPairs / 2][4];
+    if (BeginsGroup(step, factors_end_)) SetFactors(from, part);
+    const u32 x = SharedAddress(&from.x[0][part.depth_warp * kWarpDepth]);
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
+    for (int k = 0; k < kPairs; k += 2) {
+      // Operands of mma: columns 2 i and 2 i + 1 of the lane's, 16 rows.
+      u32 w[2][4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        w[c / 2][pair / 2][pair % 2 * 2 + c % 2] = factors_[c].Decode(Halves(from, part, pair, c));
+      for (int pair = 0; pair < 2; ++pair) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          w[c / 2][2 * pair + c % 2] = factors_[c].Decode(Halves(from, part, k + pair, c));
+        }
       }
-    }
-    // Matrices of an ldmatrix: 8 rows of x, 4 times 8 of the warp's depth.
-    const u32 x =
-        SharedAddress(&from.x[part.lane % 8][part.depth_warp * kWarpDepth + part.lane / 8 * 8]);
+      // Matrices of an ldmatrix: two times 8 rows of x, each with 8 and 8 of the depth.
 #pragma unroll
-    for (int j = 0; j < kRowTiles; ++j) {
-      u32 b[4];
-      LoadMatrix4(b, x + static_cast<u32>(j * 8 * kXPitch * 2));
+      for (int j = 0; j < kRowTiles; j += 2) {
+        const int row = Min(j * 8 + part.lane / 16 * 8, kRows - 8) + part.lane % 8;
+        const int depth = k * 8 + part.lane / 8 % 2 * 8;
+        u32 b[4];
+        LoadMatrix4(b, x + static_cast<u32>((row * kXPitch + depth) * 2));
 #pragma unroll
-      for (int k = 0; k < kPairs / 2; ++k) {
-        E::Mma(y_[j][0], w[0][k], b[2 * k], b[2 * k + 1]);
-        E::Mma(y_[j][1], w[1][k], b[2 * k], b[2 * k + 1]);
+        for (int i = 0; i < Min(2, kRowTiles - j); ++i) {
+          E::Mma(y_[j + i][0], w[0], b[2 * i], b[2 * i + 1]);
+          E::Mma(y_[j + i][1], w[1], b[2 * i], b[2 * i + 1]);
+        }
       }
     }
   }
@@ -222,13 +247,7 @@ class QuantizedProductBody {
     }
   }
 
-  // Steps of one group need it once.
-  __device__ __forceinline__ void SetFactors(const Step& from, const Part& part, int k) {
-    if constexpr (kScaleRows == 1) {
-      const int group = k / p_.group_size;
-      if (group == group_) return;
-      group_ = group;
-    }
+  __device__ __forceinline__ void SetFactors(const Step& from, const Part& part) {
     const int row = kScaleRows == 1 ? 0 : part.depth_warp, column = part.Column();
     u32 zeros = 0;
     if constexpr (kHasZeros) zeros = *reinterpret_cast<const u32*>(&from.zeros[row][column]);
@@ -287,7 +306,8 @@ class QuantizedProductBody {
   Sums& sums_;
   int first_row_, first_column_, split_, depth_begin_, num_steps_;
   u64 policy_;
-  int group_ = -1;  // of factors_
+  int num_groups_, group_steps_, first_group_end_ = 0;
+  int load_group_end_ = 0, factors_end_ = 0;  // see BeginsGroup
   Factors factors_[4];
   float y_[kRowTiles][2][4] = {};
 };
