@@ -117,18 +117,18 @@ class QuantizedProductBody {
 
   __device__ __forceinline__ void Run() {
 #pragma unroll
-    for (int i = 0; i < kSlots - 1; ++i) Load(i);
+    for (int i = 0; i < kSlots - 1; ++i) Load(i, i);
+    int slot = 0;
     for (int step = 0; step < num_steps_; ++step) {
       WaitCopies<kSlots - 2>();
       __syncthreads();  // it is there for all, and nobody reads the slot that is filled next
-      Load(step + kSlots - 1);
-      Multiply(step);
+      Load(step + kSlots - 1, slot == 0 ? kSlots - 1 : slot - 1);
+      Multiply(step, slot);
+      slot = slot == kSlots - 1 ? 0 : slot + 1;
     }
     WaitCopies<0>();
     __syncthreads();
-    const Part part;
-    AddHalves(part);
-    if (part.depth_warp == 0) Store(part);
+    Finish();
   }
 
   // Whether scales are needed anew. end: the step at which the present group ends, counted from
@@ -173,9 +173,9 @@ class QuantizedProductBody {
     }
   }
 
-  __device__ __forceinline__ void Load(int step) {
+  __device__ __forceinline__ void Load(int step, int slot) {
     if (step < num_steps_) {
-      Step& to = ring_[static_cast<u32>(step) % kSlots];
+      Step& to = ring_[slot];
       const int k = depth_begin_ + step * kDepth;
       Copy<kCodeRows, kColumns>(to.codes, p_.codes, k / Codes::kPerByte,
                                 p_.depth / Codes::kPerByte);
@@ -201,8 +201,8 @@ class QuantizedProductBody {
 
   // --- multiply ---
 
-  __device__ __forceinline__ void Multiply(int step) {
-    const Step& from = ring_[static_cast<u32>(step) % kSlots];
+  __device__ __forceinline__ void Multiply(int step, int slot) {
+    const Step& from = ring_[slot];
     const Part part;
     if (BeginsGroup(step, factors_end_)) SetFactors(from, part);
     const u32 x = SharedAddress(&from.x[0][part.depth_warp * kWarpDepth]);
@@ -261,37 +261,29 @@ class QuantizedProductBody {
 
   // --- sums ---
 
-  __device__ __forceinline__ void AddHalves(const Part& part) {
+  // Warps with the second half of each step hand over their sums.
+  __device__ __forceinline__ void Finish() {
+    const Part part;
     float (&sums)[kRowTiles * 8][kWarpSize] = sums_[part.column_warp];
+    if (part.depth_warp == 1) {
 #pragma unroll
-    for (int half = kDepthWarps - 1; half >= 0; --half) {
-      if (part.depth_warp == half) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles * 8; ++i) {
-          float& y = y_[i / 8][i / 4 % 2][i % 4];
-          if (half > 0) {
-            sums[i][part.lane] = y;
-          } else {
-            y += sums[i][part.lane];
-          }
-        }
-      }
-      if (half > 0) __syncthreads();
+      for (int i = 0; i < kRowTiles * 8; ++i) sums[i][part.lane] = y_[i / 8][i / 4 % 2][i % 4];
     }
-  }
-
-  // A lane has four neighbouring columns of rows 2 t and 2 t + 1 of each 8.
-  __device__ __forceinline__ void Store(const Part& part) {
+    __syncthreads();
     const int column = first_column_ + part.Column();
-    if (column >= p_.columns) return;
+    if (part.depth_warp == 1 || column >= p_.columns) return;
+    // A lane has four neighbouring columns of rows 2 t and 2 t + 1 of each 8.
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = first_row_ + j * 8 + part.lane % 4 * 2 + e;
+        const auto sum = [&](int tile, int i) {
+          return y_[j][tile][i] + sums[j * 8 + tile * 4 + i][part.lane];
+        };
+        const float4 y = make_float4(sum(0, e), sum(0, 2 + e), sum(1, e), sum(1, 2 + e));
         if (row >= p_.num_rows) continue;
         const i64 at = (static_cast<i64>(split_) * p_.num_rows + row) * p_.columns + column;
-        const float4 y = make_float4(y_[j][0][e], y_[j][0][2 + e], y_[j][1][e], y_[j][1][2 + e]);
         if (p_.is_wide) {
           Store4<kElementF32>(p_.y, at, y);
         } else {
