@@ -1,20 +1,27 @@
-"""Steps of a model with quantised weights beside the same in f32, on a CPU, and memory.
+"""Quantised weights: on a CPU steps of a model beside the same in f32, and memory; on a GPU the
+products of an 8B model beside the same in bf16, and in XLA's way.
 
-python -m benchmarks.quantized
+    python -m benchmarks.quantized [--rows 1,64,256]
+
+A chain on a GPU multiplies by many matrices in turn, so that each comes from memory.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
 import jax_attn as ja
-from benchmarks import shapes
+from benchmarks import ops, shapes, timing
 from benchmarks.masks import in_turns
 from benchmarks.report import log
 from jax_attn import models
+from jax_attn.models import quantized
 
 LLAMA = {
     "model_type": "llama",
@@ -29,7 +36,57 @@ LLAMA = {
 }
 
 
-def main() -> None:
+# Of a layer of llama-3.1-8b: rows and columns of qkv, o, gate and up, down.
+PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+SHOWN_IN_XLA = (4096, 28672)  # alone: XLA takes long to compile, and to run
+NUM_LAYERS = 32
+
+
+def product_us(
+    num_rows: int, shape: tuple[int, int], kind: str, product: Callable[..., Any]
+) -> tuple[float, int]:
+    """Of one product of bf16 rows, and bytes of its matrix. kind: of shapes.QUANTIZED, or bf16."""
+
+    def matrices(count: int) -> list[Any]:
+        plain = {"layers": [{"w": w} for w in ops.normal(shape, count)]}
+        made = plain if kind == "bf16" else shapes.quantize(plain, kind)
+        return [layer["w"] for layer in made["layers"]]
+
+    (x,) = ops.normal((num_rows, shape[0]))
+    num_bytes = sum(a.nbytes for a in jax.tree.leaves(matrices(1)))
+    run = jax.jit(
+        lambda x, weights: [product(x, w) for w in weights], compiler_options=ops.uncaptured()
+    )
+
+    def make_chain(num_calls: int) -> Callable[[], Any]:
+        weights = matrices(num_calls)
+        return lambda: run(x, weights)
+
+    num_calls = max(4, min(16, ops.ROTATE_BYTES // num_bytes))
+    return timing.time_chain(make_chain, num_calls).us, num_bytes
+
+
+def on_gpu(all_rows: list[int]) -> None:
+    ceilings, _ = ops.measure_ceilings()
+    log(f"{jax.devices()[0].device_kind}, {ceilings.bytes_per_us / 1e6:.2f} TB/s")
+    in_xla = partial(quantized._product, dtype=None, has_float8=True)
+    for num_rows in all_rows:
+        total: dict[str, float] = {}
+        for shape in PRODUCTS:
+            texts = []
+            for kind in ("bf16", *shapes.QUANTIZED):
+                us, num_bytes = product_us(num_rows, shape, kind, quantized.product)
+                total[kind] = total.get(kind, 0.0) + us
+                text = f"{kind} {us:.1f} (floor {num_bytes / ceilings.bytes_per_us:.1f}"
+                if shape == SHOWN_IN_XLA and kind in ("int4", "e2m1", "e4m3"):
+                    text += f", XLA {product_us(num_rows, shape, kind, in_xla)[0]:.1f}"
+                texts.append(text + ")")
+            log(f"{num_rows} x {shape[0]} x {shape[1]}, us: " + ", ".join(texts))
+        sums = ", ".join(f"{kind} {us * NUM_LAYERS / 1e3:.2f}" for kind, us in total.items())
+        log(f"{num_rows} rows, products of {NUM_LAYERS} layers, ms: {sums}")
+
+
+def on_cpu() -> None:
     config = models.parse_config(LLAMA)
     plain = models.random_params(config, jax.random.key(0), "float32")
     all_params: dict[str, models.Params] = {"f32": plain} | {
@@ -62,4 +119,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized")
+    parser.add_argument("--rows", default="1,64,256", help="of x, on a GPU: %(default)s")
+    given = parser.parse_args()
+    if ops.on_gpu():
+        on_gpu([int(n) for n in given.rows.split(",")])
+    else:
+        on_cpu()
