@@ -116,7 +116,7 @@ class QuantizedProductBody {
   };
 
   __device__ __forceinline__ void Run() {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kSlots - 1; ++i) Load(i, i);
     int slot = 0;
     for (int step = 0; step < num_steps_; ++step) {
