@@ -131,7 +131,8 @@ def _product(
     if arch == 0:  # it is lowered for a device that is not here
         processors = _core.default_processors(90)
     bits = 8 if matrix.kind == "e4m3" else 4
-    tiles = choose_tiles(*x.shape, codes.shape[1], bits, processors)
+    num_rows, depth = x.shape
+    tiles = choose_tiles(num_rows, depth, codes.shape[1], bits, processors)
     is_own = tiles.num_splits == 1 and matrix.dtype in (x.dtype, jnp.float32)
     y = ffi.quantized_product(
         x,

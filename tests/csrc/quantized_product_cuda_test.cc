@@ -202,6 +202,7 @@ void RunFormat() {
     // Fewer rows, columns and rows of W than tiles have; whole tiles; parts of others.
     RunCase<TraitsOf<kFormat, 8, 64, 1>>({1, 64, 16, 64, 1, kIsInt4, true, is_exact});
     RunCase<TraitsOf<kFormat, 8, 64, 1>>({8, 200, 80, 128, 2, kIsInt4, true, is_exact});
+    RunCase<TraitsOf<kFormat, 16, 64, 1>>({9, 448, 96, 128, 3, kIsInt4, true, is_exact});
     RunCase<TraitsOf<kFormat, 8, 64, 1>>({5, 168, 64, 168, 1, false, false, is_exact});
     RunCase<TraitsOf<kFormat, 16, 96, 2>>({13, 712, 112, 32, 3, kIsInt4, false, is_exact});
     RunCase<TraitsOf<kFormat, 32, 64, 2>>({40, 136, 48, 32, 5, kIsInt4, true, is_exact});
