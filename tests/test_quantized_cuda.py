@@ -58,6 +58,7 @@ def lowered(x, weight, **options):
 
 
 def stand_in(x, codes, scales, zeros, *, num_splits, dtype, x_dtype, arch, **attributes):
+    assert codes.shape[1] % 16 == 0 and x.shape[1] % 8 == 0  # as the handler wants it
     kind = {code: kind for kind, code in quantized_cuda.FORMATS.items()}[attributes["format"]]
     zeros = zeros if zeros.size else None
     weight = Quantized(codes, scales, zeros, None, kind, attributes["group_size"])

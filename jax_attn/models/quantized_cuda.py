@@ -18,7 +18,7 @@ from jax_attn.spec import dtype_code
 from jax_attn.target import default_target, parse_target
 
 FORMATS = {"int4": 0, "e2m1": 1, "e4m3": 2}  # WeightFormat of csrc/params.h
-# Of x. Beyond, decoding the matrix once costs less than once for each tile of 64 rows.
+# Of x. Beyond, one wide copy of the matrix should cost less than decoding it again: a guess.
 MAX_ROWS = 256
 _STEP = 64  # rows of the matrix, kProductStep
 _VECTOR = 16  # bytes that are copied at once: columns are a multiple
