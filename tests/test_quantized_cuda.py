@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import Backend
 from mesh_checks import run_on_cpus
 
-from jax_attn import _core, config, ffi
+from jax_attn import _core, ffi
 from jax_attn.models import quantized, quantized_cuda
 from jax_attn.models.quantized import Quantized
 
@@ -205,33 +206,36 @@ def check_mesh() -> None:
 SHAPES = [(64, 16), (200, 80), (1024, 512), (2176, 1040), (4096, 6144)]  # depth, columns
 
 
-@pytest.mark.cuda
+on_gpu = pytest.mark.parametrize(
+    "backend", [pytest.param(Backend("gpu"), id="cuda", marks=pytest.mark.cuda)], indirect=True
+)
+
+
+@on_gpu
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 65, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", GROUPS)
-def test_on_a_gpu(kind, shape, num_rows):
-    with jax.default_device(jax.local_devices(backend="gpu")[0]):
-        for dtype, group_size in (("bfloat16", GROUPS[kind]), ("float16", 64), ("bfloat16", 32)):
-            x, weight = operands(kind, num_rows, *shape, group_size, dtype)
-            before = _core.jit_stats()["quantized_product_launches"]
-            with config.poisoned():
-                call = jax.jit(lambda x, weight: quantized.product(x, weight, jnp.float32))
-                wide, again = call(x, weight), call(x, weight)
-                own = jax.jit(quantized.product)(x, weight)
-            is_taken = len(weight.scales) > 1 or kind != "e4m3"
-            launches = _core.jit_stats()["quantized_product_launches"] - before
-            assert launches >= 2 if is_taken else launches == 0
-            check(wide, x, weight)
-            check(own, x, weight)
-            assert (np.asarray(wide) == np.asarray(again)).all()
-            in_xla = jax.jit(lambda *a: quantized._product(*a, jnp.float32, has_float8=True))
-            size = np.abs(np.asarray(wide)).max()
-            np.testing.assert_allclose(wide, in_xla(x, weight), atol=2e-3 * size, rtol=0)
+def test_on_a_gpu(kind, shape, num_rows, backend):
+    for dtype, group_size in (("bfloat16", GROUPS[kind]), ("float16", 64), ("bfloat16", 32)):
+        x, weight = operands(kind, num_rows, *shape, group_size, dtype)
+        before = _core.jit_stats()["quantized_product_launches"]
+        call = jax.jit(lambda x, weight: quantized.product(x, weight, jnp.float32))
+        wide, again = call(x, weight), call(x, weight)
+        own = jax.jit(quantized.product)(x, weight)
+        jax.block_until_ready((wide, again, own))
+        launches = _core.jit_stats()["quantized_product_launches"] - before
+        is_taken = len(weight.scales) > 1 or kind != "e4m3"
+        assert (launches >= 2) == is_taken
+        check(wide, x, weight)
+        check(own, x, weight)
+        assert (np.asarray(wide) == np.asarray(again)).all()
+        in_xla = jax.jit(lambda *a: quantized._product(*a, jnp.float32, has_float8=True))
+        size = np.abs(np.asarray(wide)).max()
+        np.testing.assert_allclose(wide, in_xla(x, weight), atol=2e-3 * size, rtol=0)
 
 
-@pytest.mark.cuda
-def test_int4_without_zeros_and_with_one_group_on_a_gpu():
-    with jax.default_device(jax.local_devices(backend="gpu")[0]):
-        for size, zeros in ((128, False), (1000, True)):
-            x, weight = operands("int4", 17, 1000, 272, size, zeros=zeros)
-            check(jax.jit(quantized.product)(x, weight), x, weight)
+@on_gpu
+def test_int4_without_zeros_and_with_one_group_on_a_gpu(backend):
+    for size, zeros in ((128, False), (1000, True)):
+        x, weight = operands("int4", 17, 1000, 272, size, zeros=zeros)
+        check(jax.jit(quantized.product)(x, weight), x, weight)
