@@ -160,7 +160,7 @@ def test_vmap_and_derivatives_are_those_of_xla(kind, with_stand_in):
     np.testing.assert_allclose(*(np.asarray(g, np.float32) for g in (got, want)), rtol=0.02)
 
 
-def test_arrays_that_xla_splits(with_stand_in):
+def test_arrays_that_xla_splits():
     run_on_cpus(4, "import test_quantized_cuda as t; t.check_mesh()")
 
 
