@@ -94,8 +94,6 @@ class QuantizedProductBody {
     if constexpr (kScaleRows == 1) {
       first_group_end_ = group_steps_ - depth_begin_ / kDepth % group_steps_;
     }
-    // Codes that nobody else reads give way to x and y.
-    policy_ = row_tiles == 1 ? EvictFirst() : EvictNormal();
   }
 
   // Which part of a tile and a step a thread has. Computed where it is used, as places in memory
@@ -116,7 +114,8 @@ class QuantizedProductBody {
   };
 
   __device__ __forceinline__ void Run() {
-#pragma unroll 1
+    // Of a loop here NVRTC 13.0 makes copies that are illegal instructions (H100, e4m3, 8 rows).
+#pragma unroll
     for (int i = 0; i < kSlots - 1; ++i) Load(i, i);
     int slot = 0;
     for (int step = 0; step < num_steps_; ++step) {
@@ -155,7 +154,7 @@ class QuantizedProductBody {
       const bool valid = static_cast<int>(row) < num_rows - first && byte < row_bytes;
       const char* from = static_cast<const char*>(array) +
                          static_cast<u64>(static_cast<u32>(first) + row) * row_bytes + byte;
-      CopyAsync16(SharedAddress(&to[row][chunk * 16]), from, valid, policy_);
+      CopyAsync16(SharedAddress(&to[row][chunk * 16]), from, valid, EvictFirst());
     });
   }
 
@@ -297,7 +296,6 @@ class QuantizedProductBody {
   Step* const ring_;
   Sums& sums_;
   int first_row_, first_column_, split_, depth_begin_, num_steps_;
-  u64 policy_;
   int num_groups_, group_steps_, first_group_end_ = 0;
   int load_group_end_ = 0, factors_end_ = 0;  // see BeginsGroup
   Factors factors_[4];
