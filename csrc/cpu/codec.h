@@ -78,6 +78,23 @@ JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
   }
 }
 
+// Formats whose rows are paired as they are decoded: two rows at once, where their scales allow it;
+// to(column, x) takes 16 pairs of elements. head_dim: a multiple of 64.
+struct E4m3Pairs {
+  static bool CanPair(const char*, i64) { return true; }
+  template <class Isa, class To>
+  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
+    Isa::PairLookUp(kE4m3Table, a, b, head_dim, to);
+  }
+};
+struct E5m2Pairs {
+  static bool CanPair(const char*, i64) { return true; }
+  template <class Isa, class To>
+  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
+    Isa::PairLookUp(kE5m2Table, a, b, head_dim, to);
+  }
+};
+
 // --- e5m2: half of an f16
 
 inline uint8_t ToE5m2(float x) { return ToFloat8<2, 0x7b>(x); }  // 57344: below infinity
@@ -119,6 +136,17 @@ JAX_ATTN_INLINE void DecodeInt8(const char* from, i64 n, T* to) {
   for (i64 i = 0; i < n; ++i) x[i] = static_cast<float>(static_cast<int8_t>(from[i])) * scale;
   StoreElements<Isa>(x, n, to);
 }
+
+struct Int8Pairs {
+  static bool CanPair(const char*, i64) { return true; }
+  template <class Isa, class To>
+  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
+    float of_a, of_b;
+    memcpy(&of_a, a + head_dim, sizeof(of_a));
+    memcpy(&of_b, b + head_dim, sizeof(of_b));
+    Isa::PairInt8(a, b, head_dim, of_a, of_b, to);
+  }
+};
 
 // --- codes of four bits: blocks with scales of their own, which a Codec makes and reads
 
@@ -264,6 +292,16 @@ struct Mxfp4 : E2m1Codes {
     Isa::LookUpHalves(kMxTable, codes, scales, spans, to);
     return spans;
   }
+  static bool CanPair(const char* row, i64 head_dim) {
+    return AreNormal(row + head_dim / 2, head_dim / kBlock);
+  }
+  template <class Isa, class To>
+  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
+    Isa::PairMxfp4(kMxTable, a, b, a + head_dim / 2, b + head_dim / 2, head_dim / kBlock, to);
+  }
+
+ private:
+  static constexpr i64 kBlock = FormatOf(kFormat).block;
 };
 
 // --- nvfp4: e2m1 times a scale of e4m3, and that of the head

@@ -315,6 +315,14 @@ class PassBase {
       }
       const HeadRows values{rows, h * ValueHeadBytes()};
       switch (params_.kv_format) {
+        case kE4m3Format:
+          return PackPairs<E4m3Pairs>(values, first, tokens, fetch);
+        case kE5m2Format:
+          return PackPairs<E5m2Pairs>(values, first, tokens, fetch);
+        case kInt8Format:
+          return PackPairs<Int8Pairs>(values, first, tokens, fetch);
+        case kMxfp4Format:
+          return PackPairs<Mxfp4>(values, first, tokens, fetch);
         case kNvfp4Format:
           return PackPairs<Nvfp4>(values, first, tokens, fetch);
         case kInt4Format:

@@ -309,6 +309,50 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
+  // 64 columns at once of two rows of codes of LookUp: to(column, x) takes 16, whose lanes have the
+  // bf16 of a, and of b in their high halves.
+  template <class To>
+  JAX_ATTN_INLINE static void PairLookUp(const ByteTable& table, const char* a, const char* b, i64 n,
+                                         To&& to) {
+    const __m512i low[2] = {_mm512_load_si512(table.low), _mm512_load_si512(table.low + 64)};
+    const __m512i high[2] = {_mm512_load_si512(table.high), _mm512_load_si512(table.high + 64)};
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
+    // Four bytes each, so that unpacking twice leaves columns in their order.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const auto words = [&](i64 column, __m512i x) __attribute__((always_inline)) {
+      const __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]);
+      const __m512i magnitude = _mm512_permutex2var_epi8(high[0], x, high[1]);
+      const __m512i h = _mm512_ternarylogic_epi32(magnitude, x, signs, 0xf8);  // or the sign
+      to(column, _mm512_castsi512_ps(_mm512_unpacklo_epi8(l, h)));
+      to(column + 16, _mm512_castsi512_ps(_mm512_unpackhi_epi8(l, h)));
+    };
+    for (i64 i = 0; i < n; i += 64) {
+      const __m512i x = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(a + i));
+      const __m512i y = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(b + i));
+      words(i, _mm512_unpacklo_epi8(x, y));
+      words(i + 32, _mm512_unpackhi_epi8(x, y));
+    }
+  }
+
+  // Likewise of a's codes times their scale, rounded, and of b's.
+  template <class To>
+  JAX_ATTN_INLINE static void PairInt8(const char* a, const char* b, i64 n, float of_a, float of_b,
+                                       To&& to) {
+    const Vec a_factor = _mm512_set1_ps(of_a), b_factor = _mm512_set1_ps(of_b);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i order = _mm512_or_si512(_mm512_or_si512(lane, _mm512_slli_epi32(lane, 16)),
+                                          _mm512_set1_epi32(16 << 16));
+    const auto scaled = [&](const char* p, Vec factor) __attribute__((always_inline)) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)), factor);
+    };
+    for (i64 i = 0; i < n; i += 16) {
+      const __m512i x =
+          (__m512i)_mm512_cvtne2ps_pbh(scaled(b + i, b_factor), scaled(a + i, a_factor));
+      to(i, _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, x)));
+    }
+  }
+
   // to[i] = codes[i] * scale, rounded.
   JAX_ATTN_INLINE static void ScaleInt8(const char* codes, i64 n, float scale, Bf16* to) {
     const Vec factor = _mm512_set1_ps(scale);
@@ -506,6 +550,33 @@ struct Avx512Bf16 : Avx512 {
           _mm512_mask_mov_epi16(t, 0x55555555, _mm512_srli_epi32(_mm512_castps_si512(s), 16));
       span(i, x, 0);
       if (both) span(i + 1, x, 4);
+    }
+  }
+
+  // Blocks of LookUpHalves of two rows, likewise.
+  template <class To>
+  JAX_ATTN_INLINE static void PairMxfp4(const NibbleTable& table, const char* a, const char* b,
+                                        const char* a_scales, const char* b_scales, i64 blocks,
+                                        To&& to) {
+    const auto table_of = [](const uint8_t* bytes) __attribute__((always_inline)) {
+      return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+    };
+    // Words of the 16 codes, twice.
+    const __m512i order = _mm512_setr_epi64(0, 0, 1, 1, 0, 0, 1, 1);
+    const __m512i words =
+        _mm512_unpacklo_epi8(_mm512_permutexvar_epi64(order, table_of(table.low)),
+                             _mm512_permutexvar_epi64(order, table_of(table.high)));
+    for (i64 i = 0; i < blocks; ++i) {
+      const auto shift_of = [&](const char* scales) __attribute__((always_inline)) {
+        const int less = (table.top - static_cast<uint8_t>(scales[i])) * 0x80;
+        return _mm512_set1_epi16(static_cast<int16_t>(less));
+      };
+      const __m512i shift = _mm512_mask_mov_epi16(shift_of(b_scales), 0xffff, shift_of(a_scales));
+      const __m512i both = _mm512_subs_epu16(words, shift);
+      Vec low, high;
+      LookUpPairs(a + 16 * i, b + 16 * i, both, both, &low, &high);
+      to(32 * i, low);
+      to(32 * i + 16, high);
     }
   }
 
