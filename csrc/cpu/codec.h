@@ -427,10 +427,23 @@ void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
   }
 }
 
+// A number that the compiler knows.
+template <i64 kNumber>
+struct Fixed {
+  constexpr operator i64() const { return kNumber; }
+};
+
+// Calls fn(head_dim), of the most frequent one with its loops unrolled.
+template <class Fn>
+JAX_ATTN_INLINE void WithDim(i64 head_dim, Fn&& fn) {
+  head_dim == 128 ? fn(Fixed<128>()) : fn(head_dim);
+}
+
 // What the codes of rows stand for, but for the scale of their head, rounded to T. ForRows(decode)
 // calls decode(codes, elements) for each; a loop of a format's own keeps its tables in registers.
-template <class Isa, typename T, class ForRows>
-JAX_ATTN_INLINE void DecodeRows(i32 format, i64 head_dim, ForRows&& for_rows) {
+// Dim: i64, or Fixed.
+template <class Isa, typename T, typename Dim, class ForRows>
+JAX_ATTN_INLINE void DecodeRows(i32 format, Dim head_dim, ForRows&& for_rows) {
   const auto nibbles = [&](auto codec) __attribute__((always_inline)) {
     for_rows([=](const char* from, T* to) __attribute__((always_inline)) {
       DecodeNibbles<decltype(codec), Isa>(from, head_dim, to);

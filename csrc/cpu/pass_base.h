@@ -332,15 +332,23 @@ class PassBase {
     return false;
   }
   template <class Codec, class Fetch>
-  JAX_ATTN_KERNEL bool PackPairs(const HeadRows& values, i64 first, Range tokens,
-                                 Fetch& fetch) const {
-    const i64 dim = params_.head_dim_vo, bytes = 2 * (StageBytes(dim) + 2 * dim);
+  bool PackPairs(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
+    bool done;
+    WithDim(params_.head_dim_vo, [&](auto dim) __attribute__((always_inline)) {
+      done = PackPairsOf<Codec>(dim, values, first, tokens, fetch);
+    });
+    return done;
+  }
+  template <class Codec, typename Dim, class Fetch>
+  JAX_ATTN_KERNEL bool PackPairsOf(Dim dim, const HeadRows& values, i64 first, Range tokens,
+                                   Fetch& fetch) const {
+    const i64 bytes = kFetchTokens * (StageBytes(dim) + 2 * dim);
     Fetch ahead = fetch;  // in registers
     char* out = buf_.v_panels + (tokens.begin - first) / 2 * kStepBytes<Isa, kValues>;
     for (i64 t = tokens.begin; t < tokens.end; t += 2, out += kStepBytes<Isa, kValues>) {
       const char *row = values.Row(t), *next = values.Row(t + 1);
       if (!Codec::CanPair(row, dim) || !Codec::CanPair(next, dim)) return false;
-      ahead.Bytes(bytes);
+      if (t % kFetchTokens == 0) ahead.Bytes(bytes);
       Codec::template LookUpPair<Isa>(
           row, next, dim, [&](i64 column, typename Isa::Vec x) __attribute__((always_inline)) {
             char* to = out + column / kUnit * buf_.v_panel_bytes;
@@ -448,16 +456,14 @@ class PassBase {
                                     Fetch& fetch) const {
     const i32 format = params_.kv_format;
     const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
-    DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
-      const i64 bytes = kFetchTokens * StageBytes(head_dim);
-      auto ahead = fetch;  // in registers
-      for (i64 t = tokens.begin; t < Min(tokens.end, fresh); ++t, to += stride) {
-        if (t % kFetchTokens == 0) ahead.Bytes(bytes);
-        decode(rows[t] + offset, to);
-      }
-      fetch = ahead;
+    const Range cached = {tokens.begin, Min(tokens.end, fresh)};
+    WithDim(head_dim, [&](auto dim) __attribute__((always_inline)) {
+      DecodeRows<Isa, T>(format, dim, [&](auto decode) __attribute__((always_inline)) {
+        DecodeCached(decode, rows, offset, head_dim, cached, to, stride, fetch);
+      });
     });
     if (tokens.end <= fresh) return;
+    if (cached.begin < cached.end) to += (cached.end - cached.begin) * stride;
     DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {
       char codes[kMaxCodeRowBytes];
       for (i64 t = Max(tokens.begin, fresh); t < tokens.end; ++t, to += stride) {
@@ -466,6 +472,19 @@ class PassBase {
         decode(codes, to);
       }
     });
+  }
+
+  template <class Decode, class Fetch>
+  JAX_ATTN_KERNEL void DecodeCached(Decode decode, const char* const* rows, i64 offset,
+                                    i64 head_dim, Range tokens, T* to, i64 stride,
+                                    Fetch& fetch) const {
+    const i64 bytes = kFetchTokens * StageBytes(head_dim);
+    auto ahead = fetch;  // in registers
+    for (i64 t = tokens.begin; t < tokens.end; ++t, to += stride) {
+      if (t % kFetchTokens == 0) ahead.Bytes(bytes);
+      decode(rows[t] + offset, to);
+    }
+    fetch = ahead;
   }
 
   // Valid tokens of the block that starts at position `start`.
