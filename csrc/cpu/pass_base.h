@@ -163,7 +163,7 @@ class PassBase {
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
   static constexpr i64 kBytes = sizeof(Kv);
-  static constexpr i64 kFetchTokens = 8;
+  static constexpr i64 kFetchTokens = kTiled ? 4 : 8;
 
   // ---- q, and the states' initial values
 
