@@ -78,20 +78,16 @@ JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
   }
 }
 
-// Formats whose rows are paired as they are decoded: two rows at once, where their scales allow it;
-// to(column, x) takes 16 pairs of elements. head_dim: a multiple of 64.
-struct E4m3Pairs {
+// What becomes pairs as it is decoded says
+//   CanPair(row, head_dim)              whether the scales of a row allow it
+//   LookUpPair<Isa>(a, b, head_dim, to) two rows: to(column, x) takes 16 pairs of elements
+// head_dim is a multiple of 64.
+template <const ByteTable& kTable>
+struct BytePairs {
   static bool CanPair(const char*, i64) { return true; }
   template <class Isa, class To>
   JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
-    Isa::PairLookUp(kE4m3Table, a, b, head_dim, to);
-  }
-};
-struct E5m2Pairs {
-  static bool CanPair(const char*, i64) { return true; }
-  template <class Isa, class To>
-  JAX_ATTN_INLINE static void LookUpPair(const char* a, const char* b, i64 head_dim, To&& to) {
-    Isa::PairLookUp(kE5m2Table, a, b, head_dim, to);
+    Isa::PairLookUp(kTable, a, b, head_dim, to);
   }
 };
 
@@ -328,7 +324,6 @@ struct Nvfp4 : E2m1Codes {
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
     return Isa::LookUpNvfp4(codes, scales, spans, to);
   }
-  // Two rows at once, where scales allow it: to(column, x) takes 16 pairs of elements.
   static bool CanPair(const char* row, i64 head_dim) {
     bool all = true;
     for (i64 i = 0; i < head_dim / 16; i += 4) {
@@ -433,10 +428,10 @@ struct Fixed {
   constexpr operator i64() const { return kNumber; }
 };
 
-// Calls fn(head_dim), of the most frequent one with its loops unrolled.
+// fn(head_dim), of the most frequent one with its loops unrolled.
 template <class Fn>
-JAX_ATTN_INLINE void WithDim(i64 head_dim, Fn&& fn) {
-  head_dim == 128 ? fn(Fixed<128>()) : fn(head_dim);
+JAX_ATTN_INLINE auto WithDim(i64 head_dim, Fn&& fn) {
+  return head_dim == 128 ? fn(Fixed<128>()) : fn(head_dim);
 }
 
 // What the codes of rows stand for, but for the scale of their head, rounded to T. ForRows(decode)

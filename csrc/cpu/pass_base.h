@@ -316,9 +316,9 @@ class PassBase {
       const HeadRows values{rows, h * ValueHeadBytes()};
       switch (params_.kv_format) {
         case kE4m3Format:
-          return PackPairs<E4m3Pairs>(values, first, tokens, fetch);
+          return PackPairs<BytePairs<kE4m3Table>>(values, first, tokens, fetch);
         case kE5m2Format:
-          return PackPairs<E5m2Pairs>(values, first, tokens, fetch);
+          return PackPairs<BytePairs<kE5m2Table>>(values, first, tokens, fetch);
         case kInt8Format:
           return PackPairs<Int8Pairs>(values, first, tokens, fetch);
         case kMxfp4Format:
@@ -333,11 +333,9 @@ class PassBase {
   }
   template <class Codec, class Fetch>
   bool PackPairs(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
-    bool done;
-    WithDim(params_.head_dim_vo, [&](auto dim) __attribute__((always_inline)) {
-      done = PackPairsOf<Codec>(dim, values, first, tokens, fetch);
+    return WithDim(params_.head_dim_vo, [&](auto dim) __attribute__((always_inline)) {
+      return PackPairsOf<Codec>(dim, values, first, tokens, fetch);
     });
-    return done;
   }
   template <class Codec, typename Dim, class Fetch>
   JAX_ATTN_KERNEL bool PackPairsOf(Dim dim, const HeadRows& values, i64 first, Range tokens,
@@ -457,11 +455,16 @@ class PassBase {
     const i32 format = params_.kv_format;
     const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
     const Range cached = {tokens.begin, Min(tokens.end, fresh)};
-    WithDim(head_dim, [&](auto dim) __attribute__((always_inline)) {
+    const auto decode_cached = [&](auto dim) __attribute__((always_inline)) {
       DecodeRows<Isa, T>(format, dim, [&](auto decode) __attribute__((always_inline)) {
         DecodeCached(decode, rows, offset, head_dim, cached, to, stride, fetch);
       });
-    });
+    };
+    if constexpr (kLooksUp<Isa, T>) {
+      WithDim(head_dim, decode_cached);
+    } else {
+      decode_cached(head_dim);
+    }
     if (tokens.end <= fresh) return;
     if (cached.begin < cached.end) to += (cached.end - cached.begin) * stride;
     DecodeRows<Isa, T>(format, head_dim, [&](auto decode) __attribute__((always_inline)) {

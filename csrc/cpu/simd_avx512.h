@@ -312,8 +312,8 @@ struct Avx512Bf16 : Avx512 {
   // 64 columns at once of two rows of codes of LookUp: to(column, x) takes 16, whose lanes have the
   // bf16 of a, and of b in their high halves.
   template <class To>
-  JAX_ATTN_INLINE static void PairLookUp(const ByteTable& table, const char* a, const char* b, i64 n,
-                                         To&& to) {
+  JAX_ATTN_INLINE static void PairLookUp(const ByteTable& table, const char* a, const char* b,
+                                         i64 n, To&& to) {
     const __m512i low[2] = {_mm512_load_si512(table.low), _mm512_load_si512(table.low + 64)};
     const __m512i high[2] = {_mm512_load_si512(table.high), _mm512_load_si512(table.high + 64)};
     const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
