@@ -43,7 +43,8 @@ class PagePieces {
     return piece;
   }
 
-  // Bytes of all pieces so far.
+  // Bytes of all pieces so far, without those before the rows in their first lines: else a caller
+  // that compares it with the bytes of rows would fall behind, run by run.
   i64 given() const { return given_; }
 
  private:
@@ -71,6 +72,7 @@ class PagePieces {
     Stretch& from = stretches_[taken_ % kStretches];
     at_ = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(*from.row) &
                                         ~static_cast<uintptr_t>(kCacheLine - 1));
+    given_ -= *from.row - at_;
     end_ = *from.row + from.bytes;
     while (++from.row < from.end && *from.row == end_) end_ += from.bytes;
     if (from.row == from.end) ++taken_;

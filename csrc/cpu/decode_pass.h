@@ -173,7 +173,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     };
     end_ += BlockLines(block);
     const i64 ahead = is_last ? 0 : part(BlockLines(next), kLead + kBeforeSoftmax - keys);
-    const i64 lines = Max(0, end_ + ahead - fetch_.fetched() / kCacheLine);
+    const i64 lines = Max(0, end_ + ahead - fetch_.fetched() / kCacheLine + NumRuns(block));
     key_lines_ = part(lines, keys);
     softmax_lines_ = part(lines, softmax);
     value_lines_ = lines - key_lines_ - softmax_lines_;
@@ -197,6 +197,12 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   i64 BlockLines(const BlockRows& block) const {
     const i64 bytes = this->KeyHeadBytes() + (params_.mla ? 0 : this->ValueHeadBytes());
     return (block.valid.end - block.valid.begin) * num_heads_ * bytes / kCacheLine;
+  }
+
+  // Of rows that follow each other in memory: each may have a line more than it has bytes.
+  i64 NumRuns(const BlockRows& block) const {
+    const i64 tokens = block.valid.end - block.valid.begin;
+    return 2 * (params_.page_size > 0 ? CeilDiv(tokens, params_.page_size) : 1);
   }
 
   // As much work as those who do it say: see Bytes of BesideFetch.

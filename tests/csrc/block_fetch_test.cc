@@ -45,7 +45,9 @@ std::vector<i64> LinesOf(const Rows& rows, i64 bytes) {
 void TestPieces(const std::vector<Rows>& stretches, i64 bytes) {
   PagePieces pieces;
   std::vector<i64> want, got;
+  i64 row_bytes = 0;
   for (const Rows& rows : stretches) {
+    row_bytes += static_cast<i64>(rows.size()) * bytes;
     pieces.Append(rows.data(), static_cast<i64>(rows.size()), bytes);
     for (i64 line : LinesOf(rows, bytes)) want.push_back(line);
   }
@@ -59,6 +61,7 @@ void TestPieces(const std::vector<Rows>& stretches, i64 bytes) {
     }
   }
   CHECK(got == want);
+  CHECK(pieces.given() == row_bytes);
 }
 
 // Work of `step` bytes at a time: what is fetched never is more than a line from what is due.
@@ -83,9 +86,10 @@ int main() {
   using namespace jax_attn;
   TestPieces({}, 64);
   TestPieces({RowsAt(1 << 20, 256, 1)}, 256);
-  TestPieces({RowsAt(1 << 20, 256, 128)}, 256);                              // one head
-  TestPieces({RowsAt(1 << 20, -65536, 16), RowsAt(4096, 8192, 7)}, 2048);    // pages of one token
-  TestPieces({RowsAt(3 << 20, 1056, 40), RowsAt(1 << 20, 1056, 3)}, 1056);   // not whole lines
+  TestPieces({RowsAt(1 << 20, 256, 128)}, 256);                             // one head
+  TestPieces({RowsAt(1 << 20, -65536, 16), RowsAt(4096, 8192, 7)}, 2048);   // pages of one token
+  TestPieces({RowsAt(3 << 20, 1056, 40), RowsAt(1 << 20, 1056, 3)}, 1056);  // not whole lines
+  TestPieces({RowsAt((1 << 20) + 32, 8224, 40), RowsAt(1 << 24, 9000, 9)}, 1056);  // nor pages
   TestPieces({RowsAt((1 << 20) + 3072, 32768, 9)}, 2048);                    // across a page's end
   TestPieces({RowsAt(1 << 20, 16384, 5), RowsAt(9 << 20, 16384, 5)}, 8192);  // more than a page
   TestPieces({RowsAt(0x10000, 512, 8), RowsAt(0x20000, 512, 8), RowsAt(0x30000, 512, 8),
