@@ -123,7 +123,7 @@ def test_case_of_e4m3(case, backend):
 def test_rows_of_codes_have_the_bits_of_plain_rows(case, kv_dtype, backend):
     """Of what the codes stand for, and a power of two as k_scale changes no bit of it.
 
-    On CUDA another kernel may run plain rows; csrc/mla_codes_cuda_test.cc compares the bits.
+    On CUDA another kernel may run plain rows; csrc/mla_codes_*_test.cc compare the bits.
     """
     batch = build(dataclasses.replace(case, kv_dtype=kv_dtype))
     coded = dataclasses.replace(case, kv_dtype=kv_dtype)

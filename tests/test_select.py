@@ -1,5 +1,6 @@
 """csrc/select: which kernel a target gets, and how it says why."""
 
+import itertools
 import logging
 
 import pytest
@@ -56,6 +57,10 @@ def test_loops_of_devices():
     for spec in portable:
         assert spec.kernel_config["main_loop"] == 0
         assert spec.kernel_config["num_stages"] > chosen["sm_100"]["num_stages"]
+    for heads, kv_dtype in itertools.product((16, 128), (None, "float8_e4m3fn", "float8_e5m2")):
+        latent = _MLA | {"num_qo_heads": heads, "kv_dtype": kv_dtype}
+        assert _spec("sm_90", **latent).kernel_config["main_loop"] == 1
+        assert _spec("sm_100", **latent).kernel_config["main_loop"] == 0
     assert chosen["sm_80"]["tile_q_1"] == 128 and chosen["sm_86"]["tile_q_1"] == 64
     assert chosen["sm_100"]["num_stages"] > chosen["sm_80"]["num_stages"]
     # The usual part of an architecture, or what the target says.

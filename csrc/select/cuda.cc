@@ -178,7 +178,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
   const int64_t group = spec.group_size();
   c.config.num_ctas = 1;
   c.Because("num_ctas", "the steps and q of one CTA fill a multiprocessor's shared memory");
-  const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32 && !spec.quantized();
+  const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32;
   if (hopper && group <= 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 64 == 0) {
     c.Because("main_loop",
               "hopper (sm90/mla_decode.cuh, wgmma): up to 32 heads are columns of its products");
@@ -207,10 +207,8 @@ void SelectMla(Choice& c, bool rows_may_differ) {
     return;
   } else {
     c.Because("main_loop",
-              spec.quantized()
-                  ? "portable (sm80/mla.cuh, mma.sync): the loops on wgmma take no codes yet"
-                  : "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not "
-                    "whole blocks of 64 columns");
+              "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not whole "
+              "blocks of 64 columns");
   }
   if (spec.schedule == kFixedSplit) {
     c.TakeTiles({most_rows}, kOneHeight);

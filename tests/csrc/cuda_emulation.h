@@ -634,6 +634,7 @@ inline u32 SharedAddress(const void* shared) {
 }
 inline int Anew(int x) { return x; }
 inline const char* Anew(const char* x) { return x; }
+inline uint4 Anew(uint4 x) { return x; }
 inline void PrefetchL2(const void*) {}
 inline i64 GlobalTimer() {
   static i64 time = 0;
@@ -847,6 +848,12 @@ T EmulationLoad16(const void* global) {
 inline uint4 LoadConstant16(const void* global) {
   ++emulation::num_loads;
   return EmulationLoad16<uint4>(global);
+}
+inline uint4 LoadRow16If(bool loads, const void* global) {
+  for (const void* end : emulation::ends_of_pools) {
+    if (loads && global == end) emulation::Fail("a load reads behind a pool");
+  }
+  return loads ? EmulationLoad16<uint4>(global) : make_uint4(0, 0, 0, 0);
 }
 template <typename Vector>
 void StoreVector(void* global, Vector x) {

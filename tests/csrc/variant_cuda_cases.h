@@ -161,7 +161,8 @@ void PoisonHidden(const VariantCase& c, const AttentionSpec& spec, Batch* b) {
     for (int pos = 0; pos < c.base.requests[r].kv_len; ++pos) {
       if (!c.Hides(pos)) continue;
       const i64 row = KvRowOf(spec, *b, static_cast<int>(r), pos);
-      std::fill_n(b->k.begin() + row * spec.head_dim_qk, spec.head_dim_qk, uint16_t{0xffff});
+      const i64 bytes = spec.head_dim_qk * (spec.quantized() ? 1 : 2);
+      std::memset(reinterpret_cast<char*>(b->k.data()) + row * bytes, 0xff, bytes);
     }
   }
 }

@@ -21,6 +21,20 @@ __device__ __forceinline__ uint4 DecodeE5m2(u32 low, u32 high) {
                     FromF16x2<kDtype>(__byte_perm(high, 0, 0x3424)));
 }
 
+// Of float8, e4m3 or e5m2.
+template <class Traits>
+__device__ __forceinline__ uint4 DecodeFloat8(u32 low, u32 high) {
+  if constexpr (Traits::kKvFormat == kE5m2Format) {
+    return DecodeE5m2<Traits::kDtype>(low, high);
+  } else {
+    static_assert(Traits::kKvFormat == kE4m3Format, "float8");
+    uint4 x;
+    UnpackE4m3<Traits>(low, x.x, x.y);
+    UnpackE4m3<Traits>(high, x.z, x.w);
+    return x;
+  }
+}
+
 template <int kDtype>
 __device__ __forceinline__ uint4 DecodeInt8(u32 low, u32 high, float scale) {
   using E = Element<kDtype>;

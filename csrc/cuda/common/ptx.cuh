@@ -26,6 +26,10 @@ __device__ __forceinline__ const char* Anew(const char* x) {
   asm volatile("" : "+l"(x));
   return x;
 }
+__device__ __forceinline__ uint4 Anew(uint4 x) {
+  asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
+  return x;
+}
 
 // --- asynchronous copies ---
 
@@ -263,6 +267,20 @@ __device__ __forceinline__ uint4 LoadConstant16(const void* global) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(global));
+  return v;
+}
+
+// The same past L1, or zeros that read nothing.
+__device__ __forceinline__ uint4 LoadRow16If(bool loads, const void* global) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(global), "r"(static_cast<i32>(loads)));
   return v;
 }
 

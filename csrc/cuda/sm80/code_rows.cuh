@@ -92,12 +92,8 @@ class CodeUnit {
       DecodeNibbles<kFormat, kDtype>(low_, high_, scales_, vectors[0], vectors[1]);
     } else if constexpr (kFormat == kInt8Format) {
       vectors[0] = DecodeInt8<kDtype>(low_, high_, __uint_as_float(scales_));
-    } else if constexpr (kFormat == kE4m3Format) {
-      UnpackE4m3<Traits>(low_, vectors[0].x, vectors[0].y);
-      UnpackE4m3<Traits>(high_, vectors[0].z, vectors[0].w);
     } else {
-      static_assert(kFormat == kE5m2Format, "a format of codec.cuh");
-      vectors[0] = DecodeE5m2<kDtype>(low_, high_);
+      vectors[0] = DecodeFloat8<Traits>(low_, high_);
     }
   }
 

@@ -126,14 +126,8 @@ class RowConverter {
         const u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          uint4 y;
-          if constexpr (Traits::kKvFormat == kE5m2Format) {
-            y = DecodeE5m2<Traits::kDtype>(words[2 * i], words[2 * i + 1]);
-          } else {
-            UnpackE4m3<Traits>(words[2 * i], y.x, y.y);
-            UnpackE4m3<Traits>(words[2 * i + 1], y.z, y.w);
-          }
-          *reinterpret_cast<uint4*>(to[i] + block * Tile::kBlockBytes + eight * 1024) = y;
+          *reinterpret_cast<uint4*>(to[i] + block * Tile::kBlockBytes + eight * 1024) =
+              DecodeFloat8<Traits>(words[2 * i], words[2 * i + 1]);
         }
       }
     }

@@ -24,6 +24,7 @@ struct HopperMlaDecodeRoles {
   static constexpr int kConsumer = 2 * kGroupThreads;  // its first thread
   // The consumer holds o; 64K registers are more than enough.
   static constexpr int kProducerRegisters = 56;
+  static constexpr int kConverterRegisters = 136;  // of the first, with a step of codes to come
   static constexpr int kConsumerRegisters = 240;
 };
 
@@ -37,12 +38,30 @@ struct HopperMlaDecodeConsumers {
   __device__ static bool SyncOr(bool x) { return SyncNamedOr(kNamedBarrier, num_threads(), x); }
 };
 
+// The factor of an item's logits, for each warp of the consumer; in a register it spills.
+template <bool kHas>
+struct KeyScales {
+  float scales[HopperMlaDecodeRoles::kGroupWarps];
+  __device__ __forceinline__ void Keep(int warp, float scale) {
+    __syncwarp();  // nobody reads that of the item before
+    if (threadIdx.x % kWarpSize == 0) scales[warp] = scale;
+    __syncwarp();
+  }
+  __device__ float Of(int warp) const { return scales[warp]; }
+};
+template <>
+struct KeyScales<false> {
+  __device__ void Keep(int, float) {}
+  __device__ float Of(int) const { return 1.0f; }
+};
+
 template <class Traits>
 struct HopperMlaDecodeShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep;
   using Roles = HopperMlaDecodeRoles;
-  static constexpr bool kReadsOnce = true;  // all heads are one block
+  static constexpr bool kReadsOnce = true;    // all heads are one block
+  static constexpr int kMostBlocksAhead = 9;  // DeepSeek's steps
   static constexpr int kMaxRows = Max(Traits::kTileQ0, Traits::kTileQ1);
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
@@ -93,6 +112,7 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
     float rows[4][kMaxRows];  // what the consumer's warps know of the rows
     Barriers barriers;
     MergeScratch merge;
+    KeyScales<kLatentCodes<Traits>> key_scales;
   };
 
   __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
@@ -101,7 +121,7 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
     InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
     InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
     for (int i = 0; i < kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full + i), Roles::kGroupThreads);
+      InitBarrier(SharedAddress(b.full + i), Base::kFillArrivals);
       InitBarrier(SharedAddress(b.empty + i), Roles::kGroupWarps);
     }
   }
@@ -117,6 +137,10 @@ class HopperMlaDecodeProducer {
 
   __device__ __forceinline__ static void Run(const AttentionParams& p,
                                              typename Shape::Shared& shared, int begin, int end) {
+    if constexpr (kLatentCodes<Traits>) {
+      ProduceLatentCodes<Traits, Shape>(p, shared, begin, end, [](const auto&) {});
+      return;
+    }
     LatentSteps<Traits, Shape> steps(p);
     steps.Start(begin, end);
     LatentRows<Traits, Shape> rows(p, shared);  // the layer comes beside the first page
@@ -202,6 +226,7 @@ class HopperMlaDecodeItem {
   __device__ __forceinline__ HopperMlaDecodeItem(const AttentionParams& p, Shared& shared,
                                                  int index)
       : p_(p), shared_(shared), index_(index), thread_(Team::thread()) {
+    shared.key_scales.Keep(Warp(), KeyScale<Traits>(p, index));
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -235,7 +260,7 @@ class HopperMlaDecodeItem {
       if (pos + kStep >= end) ReleaseQ();
       const bool seen_by_all = begin >= span.all_begin && begin + kStep <= span.all_end;
       const KeyMajorLayout<1, kTiles> layout(Warp(), Lane());
-      Stage(p_, index_).Apply(layout, begin, seen_by_all, step.is_masked(), s);
+      ItemStage().Apply(layout, begin, seen_by_all, step.is_masked(), s);
       Exponentiate(s, p);
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Traits::Variant::kHasMask && step.is_masked();
@@ -263,9 +288,9 @@ class HopperMlaDecodeItem {
         const int row = Row(j, c);
         const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
         const i64 at = exists ? final ? map.Index(row) : partial_row + row : 0;
-        const float o_scale =
-            WriteState<Traits>(p_, final, at, exists ? map.QoHead(row) : 0, exists && writes_states,
-                               {max_log2_[j][c], sum_[j][c]});
+        float o_scale = WriteState<Traits>(p_, final, at, exists ? map.QoHead(row) : 0,
+                                           exists && writes_states, {max_log2_[j][c], sum_[j][c]});
+        if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
         if (!final && !exists) continue;
         float* partial = p_.partial_o + at * Traits::kHeadDimVo;
 #pragma unroll
@@ -293,6 +318,9 @@ class HopperMlaDecodeItem {
   using Product = Wgmma<kRows, Traits::kDtype>;
   using Stage = LogitStage<Traits>;
 
+  __device__ __forceinline__ Stage ItemStage() const {
+    return Stage(p_, index_, shared_.key_scales.Of(Warp()));
+  }
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
   __device__ int Row(int j, int c) const { return 8 * j + 2 * (Lane() % 4) + c; }
@@ -358,7 +386,7 @@ class HopperMlaDecodeItem {
   // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
   // barrier that products wait for anyway tells it to everybody.
   __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
-    const float scale = Stage(p_, index_).scale();
+    const float scale = ItemStage().scale();
     Scores x;
 #pragma unroll 1
     while (true) {
@@ -628,7 +656,8 @@ struct HopperMlaDecodeTeams {
   __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
                                              int end) {
     if (threadIdx.x < Roles::kGroupThreads) {
-      LowerRegisterLimit<Roles::kProducerRegisters>();
+      LowerRegisterLimit<kLatentCodes<Traits> ? Roles::kConverterRegisters
+                                              : Roles::kProducerRegisters>();
       HopperMlaDecodeProducer<Traits>::Run(p, shared, begin, end);
     } else if (threadIdx.x < Roles::kConsumer) {
       LowerRegisterLimit<Roles::kProducerRegisters>();
