@@ -179,9 +179,9 @@ def item_times(
 
     Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
     began and ended, its share of merges included. The second of two runs. On CPU threads take items
-    from each other's queues, and items of one kv span that run together get equal shares. On CUDA a
-    kernel of its own is compiled, and the clock is %globaltimer; loads for an item may have begun
-    while the one before it ran.
+    from each other's queues, and items that run together, of one kv span or one head, get shares by
+    their rows and keys. On CUDA a kernel of its own is compiled, and the clock is %globaltimer;
+    loads for an item may have begun while the one before it ran.
     """
     *operands, split = _operands(
         "item_times",

@@ -26,7 +26,7 @@ struct Attend {
     return decode > prefill ? decode : prefill;
   }
 
-  // items[0, num_items): the same rows and span, consecutive kv heads.
+  // See CpuTypeKernels::attend.
   static void Run(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
                   i64 num_items, void* scratch) {
     RunOf(nullptr, params, g, items, num_items, scratch);
@@ -37,14 +37,13 @@ struct Attend {
                     const CpuGeometry& g, const WorkItem* items, i64 num_items, void* scratch) {
     const i64 rows = i64{items[0].qo_len} * params.group_size;
     if (rows == 0) return;
-    const bool low = rows <= kMaxLowRows;
-    const i64 heads_per_pass = low ? kMaxLowPassRows / rows : 1;
-    for (i64 i = 0; i < num_items; i += heads_per_pass) {
-      const i64 heads = Min(heads_per_pass, num_items - i);
-      if (low) {
+    if (rows > kMaxLowRows) {
+      PrefillPass<Isa, T, Kv>(params, g, items, num_items, scratch, elements).Run();
+    } else {
+      const i64 heads_per_pass = kMaxLowPassRows / rows;
+      for (i64 i = 0; i < num_items; i += heads_per_pass) {
+        const i64 heads = Min(heads_per_pass, num_items - i);
         DecodePass<Isa, T, Kv>(params, g, items + i, heads, scratch, elements).Run();
-      } else {
-        PrefillPass<Isa, T, Kv>(params, g, items + i, heads, scratch, elements).Run();
       }
     }
     ReleaseTiles<Isa>();

@@ -1,11 +1,14 @@
 #include "cpu/attention.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "cpu/thread_scratch.h"
@@ -18,11 +21,10 @@ namespace {
 // Items a kernel call may take together: enough for every kv head count in use, small on the stack.
 constexpr int64_t kMaxRun = 64;
 
-// Items from `items` on that a kernel call takes together: the same rows and span, consecutive
+// Low items from `items` on that a kernel call takes together: the same rows and span, consecutive
 // heads.
-int64_t RunLength(const WorkItem* items, int64_t max_items, int64_t group_size) {
+int64_t RunLength(const WorkItem* items, int64_t max_items) {
   const WorkItem& a = items[0];
-  if (a.qo_len * group_size > kMaxLowRows) return 1;
   int64_t n = 1;
   for (; n < std::min(max_items, kMaxRun); ++n) {
     const WorkItem& b = items[n];
@@ -32,6 +34,19 @@ int64_t RunLength(const WorkItem* items, int64_t max_items, int64_t group_size) 
     if (!same) break;
   }
   return n;
+}
+
+// Rows of tiles that pass over keys together: their q and o stay in the second cache, beside panels
+// and scores.
+int64_t MaxPassRows(const AttentionParams& p, int64_t tile_kv) {
+  int64_t cache_bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+  cache_bytes = std::max<int64_t>(cache_bytes, 1 << 20);  // 0, or what no kernel reports
+  const int64_t columns = int64_t{p.head_dim_qk} + p.head_dim_vo;
+  const int64_t panel_bytes = 4 * tile_kv * (columns + kScoreRows);
+  return std::max<int64_t>(0, cache_bytes * 3 / 4 - panel_bytes) / (4 * columns);
 }
 
 // Counts an arrival at each of the item's merge groups, folds those that it completes, and arrives
@@ -62,8 +77,14 @@ class Queues {
         p_(params),
         geometry_(geometry),
         num_queues_(params.header->num_items > 0 ? params.num_ctas : 0),
-        next_(new std::atomic<i32>[num_queues_]) {
-    for (int64_t q = 0; q < num_queues_; ++q) next_[q] = params.queue_indptr[q];
+        max_pass_rows_(MaxPassRows(params, geometry.tile_kv)),
+        next_(new std::atomic<size_t>[num_queues_]) {
+    run_indptr_.push_back(0);
+    for (int64_t q = 0; q < num_queues_; ++q) {
+      next_[q] = runs_.size();
+      FindRuns(p_.queue_indptr[q], p_.queue_indptr[q + 1]);
+      run_indptr_.push_back(runs_.size());
+    }
   }
 
   int64_t num_queues() const { return num_queues_; }
@@ -74,53 +95,114 @@ class Queues {
         std::max(kernels_.scratch_bytes(p_, geometry_), few_.scratch_bytes(p_, geometry_)));
     for (int64_t i = 0; i < num_queues_; ++i) {
       const int64_t queue = (first + i) % num_queues_;
-      i32 begin;
-      while (const int64_t run = Take(queue, &begin)) {
-        const i64 start = p_.item_times ? NowNs() : 0;
-        const bool few = p_.items[begin].qo_len * p_.group_size <= few_rows_;
-        (few ? few_ : kernels_).attend(p_, geometry_, p_.items + begin, run, scratch);
-        for (int64_t j = 0; j < run; ++j) Arrive(kernels_, p_, p_.items[begin + j]);
-        if (p_.item_times) RecordTimes(begin, run, start);
+      for (size_t at;
+           (at = next_[queue].fetch_add(1, std::memory_order_relaxed)) < run_indptr_[queue + 1];) {
+        Take(runs_[at], scratch);
       }
     }
   }
 
  private:
+  // Items begin, begin + stride, ...: of low ones all between.
+  struct Run {
+    i32 begin, num, stride;
+  };
+
+  i64 Rows(const WorkItem& item) const { return i64{item.qo_len} * p_.group_size; }
+  static i64 Cost(const WorkItem& item) { return i64{item.qo_len} * (item.kv_end - item.kv_begin); }
+
+  // Items [begin, end), a queue, as runs. Tiles of a request and head lie a unit of heads apart.
+  void FindRuns(i32 begin, i32 end) {
+    const WorkItem* items = p_.items;
+    const bool joins = p_.steps == nullptr && geometry_.program == nullptr;
+    const i32 unit = p_.num_kv_heads;
+    i64 left = 0;
+    for (i32 i = begin; i < end; ++i) left += Cost(items[i]);
+    std::vector<bool> is_taken(end - begin);
+    for (i32 i = begin; i < end; ++i) {
+      if (is_taken[i - begin]) continue;
+      Run run{i, 1, 1};
+      i64 rows = Rows(items[i]), cost = Cost(items[i]);
+      if (rows <= kMaxLowRows) {
+        run.num = static_cast<i32>(RunLength(items + i, end - i));
+        i += run.num - 1;
+        cost *= run.num;
+      } else if (joins && rows > few_rows_) {
+        run.stride = unit;
+        for (i32 j = i + unit; j < end && run.num < kMaxRun; j += unit) {
+          if (is_taken[j - begin] || !Joins(items[j - unit], items[j])) break;
+          if (rows + Rows(items[j]) > max_pass_rows_) break;
+          // Runs become short towards the end of a queue, so that threads end together.
+          if (kEvenness * (cost + Cost(items[j])) > left) break;
+          rows += Rows(items[j]);
+          cost += Cost(items[j]);
+          is_taken[j - begin] = true;
+          ++run.num;
+        }
+        geometry_.max_rows = std::max(geometry_.max_rows, rows);
+      }
+      left -= cost;
+      runs_.push_back(run);
+    }
+  }
+
+  // Whether two tiles may pass over the same keys together: both final, so that each sees what its
+  // window shows of all of the request's keys. Spans overlap, so that no key is packed in vain.
+  bool Joins(const WorkItem& a, const WorkItem& b) const {
+    return IsFinal(a) && IsFinal(b) && a.kv_head == b.kv_head && a.request == b.request &&
+           a.kv_begin < b.kv_end && b.kv_begin < a.kv_end &&
+           Rows(b) > std::max<i64>(kMaxLowRows, few_rows_);
+  }
+
+  void Take(const Run& run, void* scratch) {
+    const i64 start = p_.item_times ? NowNs() : 0;
+    const WorkItem* items = p_.items + run.begin;
+    const bool joined = run.num > 1 && Rows(items[0]) > kMaxLowRows;
+    WorkItem tiles[kMaxRun];
+    if (joined) {
+      for (i32 j = 0; j < run.num; ++j) tiles[j] = items[j * run.stride];
+      std::sort(tiles, tiles + run.num,
+                [](const WorkItem& a, const WorkItem& b) { return a.first_token < b.first_token; });
+    }
+    const CpuTypeKernels& kernels = Rows(items[0]) <= few_rows_ ? few_ : kernels_;
+    kernels.attend(p_, geometry_, joined ? tiles : items, run.num, scratch);
+    for (i32 j = 0; j < run.num; ++j) Arrive(kernels_, p_, items[j * run.stride]);
+    if (p_.item_times) RecordTimes(run, start);
+  }
+
   static i64 NowNs() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
   }
 
-  // Of items that ran together each has an equal share.
-  void RecordTimes(i32 begin, int64_t run, i64 start) {
+  // Items that ran together have shares by what they cost.
+  void RecordTimes(const Run& run, i64 start) {
     const i64 all = NowNs() - start;
-    for (int64_t j = 0; j < run; ++j) {
-      p_.item_times[2 * (begin + j)] = start + all * j / run;
-      p_.item_times[2 * (begin + j) + 1] = start + all * (j + 1) / run;
+    i64 cost = 0;
+    for (i32 j = 0; j < run.num; ++j) cost += Cost(p_.items[run.begin + j * run.stride]);
+    const double ns = static_cast<double>(all) / static_cast<double>(std::max<i64>(1, cost));
+    double done = 0;
+    for (i32 j = 0; j < run.num; ++j) {
+      const i32 item = run.begin + j * run.stride;
+      p_.item_times[2 * item] = start + static_cast<i64>(done);
+      done += ns * static_cast<double>(Cost(p_.items[item]));
+      p_.item_times[2 * item + 1] = start + static_cast<i64>(done);
     }
   }
 
-  // Takes the next run of the queue; 0 if it is empty.
-  int64_t Take(int64_t queue, i32* begin) {
-    *begin = next_[queue].load(std::memory_order_relaxed);
-    for (;;) {
-      const int64_t left = p_.queue_indptr[queue + 1] - *begin;
-      if (left <= 0) return 0;
-      const int64_t run = RunLength(p_.items + *begin, left, p_.group_size);
-      if (next_[queue].compare_exchange_weak(*begin, static_cast<i32>(*begin + run),
-                                             std::memory_order_relaxed)) {
-        return run;
-      }
-    }
-  }
+  // A run of several tiles is at most this part of what is left of its queue. Measured (1x2048, 2
+  // threads): 1.5 % faster than a quarter without a mask, 3 % faster than all with a causal one.
+  static constexpr i64 kEvenness = 2;
 
   const CpuTypeKernels& kernels_;
   const CpuTypeKernels& few_;
   const int64_t few_rows_;
   const AttentionParams& p_;
-  const CpuGeometry& geometry_;
-  const int64_t num_queues_;
-  const std::unique_ptr<std::atomic<i32>[]> next_;  // first item not taken
+  CpuGeometry geometry_;
+  const int64_t num_queues_, max_pass_rows_;
+  std::vector<Run> runs_;
+  std::vector<size_t> run_indptr_;                     // [num_queues + 1] runs of each queue
+  const std::unique_ptr<std::atomic<size_t>[]> next_;  // first run not taken
 };
 
 // Rows beyond the live tokens: o = 0, lse = -inf.

@@ -53,9 +53,7 @@ void StoreRow(const AttentionParams& params, i64 token, i64 head, RowState state
                          : FinishRow(state, params.sinks ? params.sinks[head] * kLog2e : kNegInf);
   if (params.v_scale) result.o_scale *= params.v_scale[head / params.group_size];
   const i64 row = token * params.num_qo_heads + head, dim = params.head_dim_vo;
-  T* to = static_cast<T*>(params.o) + row * dim;
-  FetchRowAhead(to, params.num_qo_heads, dim);
-  StoreScaled<Isa>(result.o_scale, o, dim, to);
+  StoreScaled<Isa>(result.o_scale, o, dim, static_cast<T*>(params.o) + row * dim);
   params.lse[row] = result.lse_log2 * kLn2;
 }
 
@@ -156,8 +154,11 @@ void MergeGroupRows(const AttentionParams& params, const MergeGroup& group) {
   for (i64 r = 0; r < rows; ++r) {
     const RowState state = FoldedRow<Isa>(params, group, r).Fold(group, o);
     if (group.parent < 0) {
-      StoreRow<Isa, T>(params, group.qo_begin + r / params.group_size,
-                       group.kv_head * params.group_size + r % params.group_size, state, o);
+      const i64 token = group.qo_begin + r / params.group_size;
+      const i64 head = group.kv_head * params.group_size + r % params.group_size;
+      FetchRowAhead(static_cast<T*>(params.o) + (token * params.num_qo_heads + head) * dim,
+                    params.num_qo_heads, dim);
+      StoreRow<Isa, T>(params, token, head, state, o);
     } else {
       const i64 at = params.partial_rows[group.partials_begin] + r;
       params.partial_states[at] = state;

@@ -18,7 +18,7 @@ struct VariantCode;
 
 // What the kernels know of a problem besides AttentionParams.
 struct CpuGeometry {
-  i64 max_rows;  // rows of the tallest query tile
+  i64 max_rows;  // rows of the tallest query tile, or of tiles that a kernel call takes together
   i64 tile_kv;   // kv tokens of an online softmax step, which starts at a multiple of it
   const VariantProgram* program;  // of a variant, and in the order of its execution; or null
   const VariantCode* code;
@@ -44,13 +44,18 @@ static inline Range SpanOf(const AttentionParams& p, const WorkItem& item) {
 // of the same rows and span together.
 inline constexpr i64 kMaxLowRows = 16;
 
+// Rows of scores that the kernels of more rows keep at once.
+inline constexpr i64 kScoreRows = 128;
+
 // The kernels for one type of o, and one of keys and values.
 struct CpuTypeKernels {
   // Bytes of scratch Attend wants, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
 
-  // Computes items[0, num_items), which differ in kv_head, partial_row and merge_idx alone and have
-  // consecutive kv heads. Direct items write o and lse; the others partial_o and partial_states.
+  // Computes items[0, num_items). Of up to kMaxLowRows rows they differ in kv_head, partial_row and
+  // merge_idx alone and have consecutive kv heads. Of more they are one, or final tiles of one
+  // request and kv head, in the order of their tokens, of at most g.max_rows rows together. Direct
+  // items write o and lse; the others partial_o and partial_states.
   void (*attend)(const AttentionParams& p, const CpuGeometry& g, const WorkItem* items,
                  i64 num_items, void* scratch);
 

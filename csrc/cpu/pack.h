@@ -93,12 +93,14 @@ struct HeadRows {
 // Fetches rows line by line, in the order in which they lie in memory, as many bytes a step as the
 // step reads, or a kShare-th of that: memory never waits for arithmetic, nor arithmetic for memory.
 // Into the second cache: what is on its way to the first one keeps the arithmetic from its own
-// reads.
-template <int kShare = 1>
+// reads. kPages: how many pages it looks up at once. A core can do four; one at a time needs fewer
+// registers.
+template <int kShare = 1, i64 kPages = 1>
 struct RowFetch {
   const char* line = nullptr;
   const char* row_end = nullptr;
   const char* const* next_row = nullptr;
+  const char* const* touch_row = nullptr;  // the first one that is not touched, of several at once
   const char* const* rows_end = nullptr;
   i64 row_bytes = 0;
 
@@ -109,7 +111,8 @@ struct RowFetch {
     row_bytes = bytes;
     line = rows[0];
     row_end = line + row_bytes;
-    for (i64 i = 1; i < Min(kRowsAhead, num_rows); ++i) Touch(rows[i]);
+    touch_row = rows + Min(kRowsAhead, num_rows);
+    for (const char* const* row = rows + 1; row < touch_row; ++row) Touch(*row);
   }
 
   template <i64 kStepBytes>
@@ -143,7 +146,12 @@ struct RowFetch {
       if (next_row < rows_end) {
         line = *next_row++;
         row_end = line + row_bytes;
-        if (rows_end - next_row >= kRowsAhead) Touch(next_row[kRowsAhead - 1]);
+        if constexpr (kPages == 1) {
+          if (rows_end - next_row >= kRowsAhead) Touch(next_row[kRowsAhead - 1]);
+        } else if (touch_row - next_row < kRowsAhead / 2) {
+          const i64 n = Min(kPages, rows_end - touch_row);
+          for (i64 i = 0; i < n; ++i) Touch(*touch_row++);
+        }
       } else {
         line -= kCacheLine;
       }

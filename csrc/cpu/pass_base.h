@@ -26,8 +26,8 @@ struct BlockRows {
   Range valid;
 };
 
-// Rows of scores a pass keeps at once, and of a whole pass of decode.
-constexpr i64 kScoreRows = 128, kMaxLowPassRows = 256;
+// Rows of a whole pass of decode.
+constexpr i64 kMaxLowPassRows = 256;
 
 // One thread's buffers. On a null scratch it only counts their bytes.
 template <class Isa, typename T, typename Kv, bool kLow>
@@ -41,7 +41,8 @@ struct Buffers {
   float* o;          // [rows, o_columns]
   RowState* states;  // [rows]
   float* scales;     // [rows] that their logits have beside those of all: of heads, else 1
-  i32* tokens;       // [rows] query token of each row of an item
+  // [rows] of a head: the query token of each, ascending, and its head in the group.
+  i32 *tokens, *group_heads;
   // [score_rows, tile_kv] scores; then probabilities, unless these are at p. Of codes i32 first.
   float* s;
   float* p;           // [score_rows, p_lanes]
@@ -84,6 +85,7 @@ struct Buffers {
     states = Take<RowState>(base, rows);
     scales = Take<float>(base, rows);
     tokens = Take<i32>(base, rows);
+    group_heads = Take<i32>(base, rows);
     s = Take<float>(base, score_rows * tile_kv);
     p = kUsesDot<Isa, T, Kv> || IsInt8<Kv> ? Take<float>(base, score_rows * p_lanes) : s;
     alpha = Take<float>(base, score_rows);
@@ -133,21 +135,23 @@ struct Buffers {
   }
 };
 
-// What a pass over some items of the same rows and span needs. T: the type of o, and of q unless
-// that has codes; Kv: of keys and values. kLow: decode, see decode_pass.h. Of Int8 T is float, and
-// `elements` knows the type.
+// What a pass over some items needs: with kLow (decode, see decode_pass.h) those of consecutive
+// heads with the same rows and span; else tiles of one head, see CpuTypeKernels::attend, whose rows
+// are those of one item with gaps between its tokens. T: the type of o, and of q unless that has
+// codes; Kv: of keys and values. Of Int8 T is float, and `elements` knows the type.
 template <class Isa, typename T, typename Kv, bool kLow>
 class PassBase {
  public:
   PassBase(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,
-           i64 num_heads, void* scratch, const ElementRows* elements = nullptr)
+           i64 num_items, void* scratch, const ElementRows* elements = nullptr)
       : params_(params),
         elements_(elements),
         items_(items),
-        item_(items[0]),
-        num_heads_(num_heads),
-        rows_(i64{items[0].qo_len} * params.group_size),
-        span_(SpanOf(params, items[0])),
+        item_(kLow ? items[0] : WholeOf(items, num_items)),
+        num_heads_(kLow ? num_items : 1),
+        num_tiles_(kLow ? 1 : num_items),
+        rows_(CountTokens(items, num_tiles_) * params.group_size),
+        span_(SpanOf(params, item_)),
         rule_(MakeLogitRule(params.sm_scale, params.logits_soft_cap)),
         buf_(params, g, scratch) {}
 
@@ -165,30 +169,55 @@ class PassBase {
   static constexpr i64 kBytes = sizeof(Kv);
   static constexpr i64 kFetchTokens = kTiled ? 4 : 8;
 
+  // From the first token of some tiles to the last one, over what any of them sees.
+  static WorkItem WholeOf(const WorkItem* tiles, i64 num_tiles) {
+    WorkItem whole = tiles[0];
+    const WorkItem& last = tiles[num_tiles - 1];
+    whole.qo_len = last.first_token + last.qo_len - whole.first_token;
+    for (i64 i = 1; i < num_tiles; ++i) {
+      whole.kv_begin = static_cast<i32>(Min(whole.kv_begin, tiles[i].kv_begin));
+      whole.kv_end = static_cast<i32>(Max(whole.kv_end, tiles[i].kv_end));
+    }
+    return whole;
+  }
+  static i64 CountTokens(const WorkItem* tiles, i64 num_tiles) {
+    i64 tokens = 0;
+    for (i64 i = 0; i < num_tiles; ++i) tokens += tiles[i].qo_len;
+    return tokens;
+  }
+
   // ---- q, and the states' initial values
 
   void LoadQueries() {
     const i64 group = params_.group_size;
-    for (i64 r = 0, token = 0; token < item_.qo_len; ++token) {
-      for (i64 g = 0; g < group; ++g) buf_.tokens[r++] = static_cast<i32>(token);
+    for (i64 i = 0, r = 0; i < num_tiles_; ++i) {
+      const i64 first = items_[i].first_token - item_.first_token;
+      for (i64 token = first; token < first + items_[i].qo_len; ++token) {
+        for (i64 g = 0; g < group; ++g, ++r) {
+          buf_.tokens[r] = static_cast<i32>(token);
+          buf_.group_heads[r] = static_cast<i32>(g);
+        }
+      }
     }
+    const bool q_codes = IsCode<Kv> && params_.q_format == kE4m3Format;
+    const i64 q_bytes = params_.head_dim_qk * (q_codes ? 1 : ElementBytes());
     for (i64 h = 0; h < num_heads_; ++h) {
       for (i64 r = 0; r < rows_; ++r) {
-        const i64 token = buf_.tokens[r], head = items_[h].kv_head * group + (r - token * group);
-        const i64 row = QueryRow(token) * params_.num_qo_heads + head;
+        FetchRows(params_.q, q_bytes, h, r);
+        const i64 row = OutputRow(h, r);
         float* to =
             kTurnsQueries ? buf_.s + r * buf_.q_lanes : buf_.q + (h * rows_ + r) * buf_.q_lanes;
         if constexpr (kCodes) {
           LoadCodes(row, h * rows_ + r, to);
           continue;
         }
-        if (IsCode<Kv> && params_.q_format == kE4m3Format) {
+        if (q_codes) {
           LoadQuery<E4m3>(row, to);
         } else {
           LoadQuery<T>(row, to);
         }
         buf_.scales[h * rows_ + r] =
-            HeadScale(params_.q_scale, head) * HeadScale(params_.k_scale, items_[h].kv_head);
+            HeadScale(params_.q_scale, Head(h, r)) * HeadScale(params_.k_scale, items_[h].kv_head);
       }
       if constexpr (kTurnsQueries) TurnQueries(buf_.s, buf_.q + h * rows_ * buf_.q_lanes);
     }
@@ -213,11 +242,39 @@ class PassBase {
   // The row of q of a token of the item.
   i64 QueryRow(i64 token) const { return jax_attn::QueryRow(item_, params_.qo_indices, token); }
 
+  // Row r of head h of the pass: its head, and where it is in q and o, in units of their rows.
+  i64 Head(i64 h, i64 r) const {
+    return i64{items_[h].kv_head} * params_.group_size + buf_.group_heads[r];
+  }
+  i64 OutputRow(i64 h, i64 r) const {
+    return QueryRow(buf_.tokens[r]) * params_.num_qo_heads + Head(h, r);
+  }
+
+  // Of q and o, unless q has codes.
+  i64 ElementBytes() const { return kCodes ? elements_->bytes : i64{sizeof(T)}; }
+
+  // Every kRowsAtOnce rows: fetches the next but one kRowsAtOnce rows of q or o, of so many bytes.
+  // They lie num_qo_heads rows apart, too far for the hardware to see a pattern, and most have
+  // pages of their own, of which a core looks up several at once but stands still meanwhile.
+  // Inline: GCC drops calls of functions that do nothing but prefetch.
+  JAX_ATTN_INLINE void FetchRows(const void* rows, i64 bytes, i64 h, i64 r) const {
+    constexpr i64 kRowsAtOnce = 8;
+    const i64 first = r + kRowsAtOnce;
+    if (r % kRowsAtOnce != 0 || first >= rows_) return;
+    const char* next[kRowsAtOnce];
+    for (i64 i = 0; i < kRowsAtOnce; ++i) {
+      next[i] = static_cast<const char*>(rows) + OutputRow(h, Min(first + i, rows_ - 1)) * bytes;
+    }
+    for (i64 at = 0; at < bytes; at += kCacheLine) {
+      JAX_ATTN_UNROLL
+      for (i64 i = 0; i < kRowsAtOnce; ++i) __builtin_prefetch(next[i] + at, 1);
+    }
+  }
+
   template <typename Q>
   void LoadQuery(i64 row, float* to) const {
     const i64 dim = params_.head_dim_qk;
     const Q* from = static_cast<const Q*>(params_.q) + row * dim;
-    FetchRowAhead(from, params_.num_qo_heads, dim);
     for (i64 d = 0; d < dim; d += Isa::kWidth) {
       const int n = static_cast<int>(Min(Isa::kWidth, dim - d));
       const auto x = Isa::Mul(Isa::LoadFirst(from + d, n), Isa::Set(rule_.q_sign));
@@ -911,7 +968,7 @@ class PassBase {
   // ---- results
 
   void StoreStates() {
-    const i64 group = params_.group_size, dim = params_.head_dim_vo;
+    const i64 dim = params_.head_dim_vo;
     for (i64 h = 0; h < num_heads_; ++h) {
       const WorkItem& item = items_[h];
       for (i64 r = 0; r < rows_; ++r) {
@@ -919,11 +976,12 @@ class PassBase {
         float* o = buf_.o + at * buf_.o_columns;
         OrderColumns<Isa, kValues>(o, buf_.o_columns);
         if (item.partial_row < 0) {
-          const i64 token = buf_.tokens[r], head = item.kv_head * group + (r - token * group);
+          FetchRows(params_.o, dim * ElementBytes(), h, r);
+          const i64 token = item_.first_token + buf_.tokens[r], head = Head(h, r);
           if constexpr (kCodes) {
-            elements_->store(params_, item.first_token + token, head, buf_.states[at], o);
+            elements_->store(params_, token, head, buf_.states[at], o);
           } else {
-            StoreRow<Isa, T>(params_, item.first_token + token, head, buf_.states[at], o);
+            StoreRow<Isa, T>(params_, token, head, buf_.states[at], o);
           }
         } else {
           params_.partial_states[item.partial_row + r] = buf_.states[at];
@@ -936,9 +994,9 @@ class PassBase {
   const AttentionParams& params_;
   const ElementRows* const elements_;
   const WorkItem* items_;
-  const WorkItem item_;  // what the items have in common, and the first kv head
-  const i64 num_heads_;
-  const i64 rows_;         // of one item
+  const WorkItem item_;  // of heads the first, of tiles WholeOf
+  const i64 num_heads_, num_tiles_;
+  const i64 rows_;         // of one head
   const Range span_;       // see SpanOf
   bool is_masked_ = true;  // of the block: the element mask may hide something
   const LogitRule rule_;

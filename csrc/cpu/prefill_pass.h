@@ -1,7 +1,8 @@
 // Items of more than kMaxLowRows rows. Internal linkage: see kernels.h.
 //
 // Arithmetic is the limit. A block of keys and values is packed once and stays in the second cache
-// while the rows of the item pass by, kScoreRows at a time, so that their scores stay there too.
+// while the rows of all tiles of the pass go by, kScoreRows at a time, so that their scores stay
+// there too.
 #pragma once
 
 #include "cpu/pass_base.h"
@@ -71,19 +72,20 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
     this->ForRowTiles(0, rows_, kScoreRows, start, valid, [&](i64 begin, i64 n, Range seen) {
       if (buf_.variant && !NarrowRows(begin, n, start, valid, &seen)) return;
-      MultiplyKeys(begin, begin + n, start, valid, seen);
-      ForTiles(begin, begin + n, start, valid, [&](const RowTile& tile) {
+      FindTiles(begin, begin + n, start, valid);
+      MultiplyKeys(seen);
+      for (const RowTile& tile : tiles_) {
         if constexpr (kCodes) {
           this->WeighTile(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen,
                           buf_.codes.key_scales);
         } else {
           this->Softmax(0, tile.row, tile.n, tile.score_row, start, valid, tile.seen);
         }
-      });
+      }
       if constexpr (kCodes) {
-        MultiplyCodes(begin, begin + n, start, valid);
+        MultiplyCodes();
       } else {
-        MultiplyValues(begin, begin + n, start, valid, finite);
+        MultiplyValues(start, valid, finite);
       }
       this->narrows_ = false;
     });
@@ -285,50 +287,82 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     return false;
   }
 
-  // Calls fn(tile) for the register tiles of rows [begin, end), whose scores start at row 0.
+  // Register tiles of rows that pass by together.
+  template <i64 kMax>
+  struct TileList {
+    RowTile tiles[kMax];
+    i64 num = 0;
+
+    const RowTile* begin() const { return tiles; }
+    const RowTile* end() const { return tiles + num; }
+  };
+
+  // Those of rows [begin, end), whose scores start at row 0. Each softmax step is one of tiles_, of
+  // which wide ones are parts: beside what a step covers there are scores and no weights.
+  void FindTiles(i64 begin, i64 end, i64 start, Range valid) {
+    const auto find = [&](i64 first, i64 last, i64 max_rows, auto* list) {
+      this->ForRowTiles(first, last, max_rows, start, valid, [&](i64 r, i64 n, Range seen) {
+        list->tiles[list->num++] = {r, r - begin, n, seen};
+      });
+    };
+    tiles_.num = wide_tiles_.num = 0;
+    find(begin, end, Isa::kRows, &tiles_);
+    if constexpr (Isa::kWidePanels > 1) {
+      for (const RowTile& tile : tiles_) {
+        find(tile.row, tile.row + tile.n, Isa::kRows / Isa::kWidePanels, &wide_tiles_);
+      }
+    }
+  }
+
+  // Calls fn(tile, u, n) for panels [u, u + n) of [begin, end): as many as a wide tile multiplies
+  // at once, then the rest one by one.
   template <typename Fn>
-  void ForTiles(i64 begin, i64 end, i64 start, Range valid, Fn&& fn,
-                i64 max_rows = Isa::kRows) const {
-    this->ForRowTiles(begin, end, max_rows, start, valid,
-                      [&](i64 r, i64 n, Range seen) { fn(RowTile{r, r - begin, n, seen}); });
+  void ForPanels(i64 begin, i64 end, Fn&& fn) const {
+    constexpr i64 kWide = Isa::kWidePanels;
+    i64 u = begin;
+    if constexpr (kWide > 1) {
+      for (; u + kWide <= end; u += kWide) {
+        for (const RowTile& tile : wide_tiles_) fn(tile, u, kWide);
+      }
+    }
+    for (; u < end; ++u) {
+      for (const RowTile& tile : tiles_) fn(tile, u, 1);
+    }
   }
 
   // s = q k for the panels that hold what the rows see.
-  void MultiplyKeys(i64 begin, i64 end, i64 start, Range valid, Range seen) {
+  void MultiplyKeys(Range seen) {
     const PanelSource<Isa, kKeys> panels{buf_.k_panels, buf_.k_panel_bytes};
     NoFetch none;
-    for (i64 u = seen.begin / kUnit; u < CeilDiv(seen.end, kUnit); ++u) {
-      ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
-        if (tile.seen.begin >= (u + 1) * kUnit || tile.seen.end <= u * kUnit) return;
-        FetchLines(&fetch_);
-        GemmRows<Isa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panels, u, 1,
-                      this->KeySteps(), Onto::kZero, nullptr,
-                      buf_.s + tile.score_row * buf_.tile_kv + u * kUnit, buf_.tile_kv, none);
-      });
-    }
+    ForPanels(seen.begin / kUnit, CeilDiv(seen.end, kUnit), [&](const RowTile& tile, i64 u, i64 n) {
+      const i64 first = Max(u, tile.seen.begin / kUnit);
+      n = Min(u + n, CeilDiv(tile.seen.end, kUnit)) - first;
+      if (n <= 0) return;
+      FetchLines(&fetch_);
+      GemmRows<Isa>(tile.n, buf_.q + tile.row * buf_.q_lanes, buf_.q_lanes, panels, first, n,
+                    this->KeySteps(), Onto::kZero, nullptr,
+                    buf_.s + tile.score_row * buf_.tile_kv + first * kUnit, buf_.tile_kv, none);
+    });
   }
 
   // o = alpha o + p v.
-  void MultiplyValues(i64 begin, i64 end, i64 start, Range valid, bool finite) {
+  void MultiplyValues(i64 start, Range valid, bool finite) {
     NoFetch none;
     if (!finite) {
-      ForTiles(begin, end, start, valid,
-               [&](const RowTile& tile) { MultiplyNotFinite(tile, start, valid); });
+      for (const RowTile& tile : tiles_) MultiplyNotFinite(tile, start, valid);
       return;
     }
-    for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
-      ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
-        FetchLines(&fetch_values_);
-        this->AddValues(tile, 0, valid, this->PackedValues(), j, 1, none);
-      });
-    }
+    ForPanels(0, buf_.o_columns / kUnit, [&](const RowTile& tile, i64 j, i64 n) {
+      FetchLines(&fetch_values_);
+      this->AddValues(tile, 0, valid, this->PackedValues(), j, n, none);
+    });
   }
 
   // The same of codes.
-  void MultiplyCodes(i64 begin, i64 end, i64 start, Range valid) {
+  void MultiplyCodes() {
     NoFetch none;
     for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
-      ForTiles(begin, end, start, valid, [&](const RowTile& tile) {
+      for (const RowTile& tile : tiles_) {
         FetchLines(&fetch_values_);
         const i64 step = tile.seen.begin / kStep, steps = CeilDiv(tile.seen.end, kStep) - step;
         auto panels = this->PackedValues();
@@ -338,7 +372,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
         FoldSums<Isa>(tile.n, kUnit, buf_.alpha + tile.score_row,
                       buf_.codes.factors + tile.score_row, buf_.codes.sums, kUnit,
                       buf_.o + tile.row * buf_.o_columns + j * kUnit, buf_.o_columns);
-      });
+      }
     }
   }
 
@@ -373,14 +407,18 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   }
 
-  void FetchLines(RowFetch<>* fetch) const {
+  using Fetch = RowFetch<1, 4>;
+  void FetchLines(Fetch* fetch) const {
     for (int i = 0; i < kLinesPerTile; ++i) fetch->Line();
   }
 
-  // A block of 128 tokens has 1024 lines of f32 keys of 128 dims, and 176 register tiles a
-  // kScoreRows.
+  // A block of 128 tokens has 1024 lines of f32 keys of 128 dims, and with AVX2 176 register tiles
+  // a kScoreRows; with AVX-512 44, where so many lines a tile that all are fetched gained nothing.
   static constexpr int kLinesPerTile = 4;
-  RowFetch<> fetch_, fetch_values_;
+  Fetch fetch_, fetch_values_;
+  static constexpr i64 kMaxTiles = CeilDiv(kScoreRows, Isa::kRows);
+  TileList<kMaxTiles> tiles_;
+  TileList<Isa::kWidePanels * kMaxTiles> wide_tiles_;
   bool item_hides_ = true;  // whether the variant may hide some of the block from some row
 };
 

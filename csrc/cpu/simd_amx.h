@@ -10,6 +10,7 @@ namespace {
 struct Amx : Avx512Bf16 {
   static constexpr bool kTiles = true;
   static constexpr int kRows = 32;  // two tiles
+  static constexpr int kWidePanels = 1;
   static constexpr bool kFloorExp2 = true;
   static constexpr int kKeyBias = 0;
 

@@ -13,10 +13,12 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kRows = 6;  // 12 accumulators, 2 of b, 1 of a: 15 of 16 registers
   static constexpr int kVecs = 2;
+  static constexpr int kWidePanels = 1;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr bool kMasksLanes = false;
   static constexpr int kLaneCodes = 2;
   static constexpr int kCodeColumns = kWidth;
 

@@ -22,10 +22,12 @@ struct Avx512 {
   static constexpr int kWidth = 16;
   static constexpr int kRows = 12;  // 24 accumulators, 2 of b, 1 of a: 27 of 32 registers
   static constexpr int kVecs = 2;
+  static constexpr int kWidePanels = 2;  // 6 x 64: 24 accumulators, 4 of b, 1 of a
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr bool kMasksLanes = true;
   static constexpr int kLaneCodes = 2;
   static constexpr int kCodeColumns = kWidth;
 
@@ -90,6 +92,10 @@ struct Avx512 {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   static Vec ScaleByPow2(Vec y, Vec n) { return _mm512_scalef_ps(y, n); }
+  // ScaleByPow2(y, n), or 0 where a < b, whatever y and n are there.
+  static Vec ScaleUnlessLess(Vec a, Vec b, Vec y, Vec n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), y, n);
+  }
 
   static Vec KeepLanes(Vec x, int lo, int hi) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -4,10 +4,12 @@
 // their instruction sets. An Isa has
 //   Vec, kWidth      f32 lanes of one register
 //   kRows, kVecs     register tile of the matrix product: kRows x (kVecs * kWidth) accumulators
+//   kWidePanels      panels that prefill multiplies at once, with 1 / kWidePanels of kRows
 //   kBf16Dot         Dot() multiplies pairs of bf16 and adds both products in f32
 //   kLooksUp         codes become bf16 by tables (codec.h, simd_avx512.h)
 //   kTiles           products of pairs take tiles (tiles.h, simd_amx.h)
 //   kLaneCodes       codes of 8 bits that a 32-bit lane has in products: 4, or 2 as 16 bits each
+//   kMasksLanes      ScaleUnlessLess(), in one instruction with a mask
 //   kCodeColumns     columns that PairCodes takes at once
 // Everything here has internal linkage (see kernels.h).
 #pragma once
@@ -27,10 +29,12 @@ struct Baseline {
   static constexpr int kWidth = 4;
   static constexpr int kRows = 4;
   static constexpr int kVecs = 2;
+  static constexpr int kWidePanels = 1;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr bool kMasksLanes = false;
   static constexpr int kLaneCodes = 2;
   static constexpr int kCodeColumns = kWidth;
 

@@ -12,7 +12,8 @@ template <class Isa>
 JAX_ATTN_INLINE typename Isa::Vec Exp2(typename Isa::Vec x) {
   using Vec = typename Isa::Vec;
   const Vec lowest = Isa::Set(-125.0f);
-  const Vec clamped = Isa::Max(lowest, x);  // -inf would make NaN of the fraction
+  // -inf would make NaN of the fraction, which a mask drops in the end.
+  const Vec clamped = Isa::kMasksLanes ? x : Isa::Max(lowest, x);
   const Vec n = Isa::Round(clamped);
   const Vec f = Isa::Sub(clamped, n);
   Vec y = Isa::Set(1.5353361959569156e-4f);
@@ -22,7 +23,11 @@ JAX_ATTN_INLINE typename Isa::Vec Exp2(typename Isa::Vec x) {
   y = Isa::Fma(y, f, Isa::Set(2.4022647738456726e-1f));
   y = Isa::Fma(y, f, Isa::Set(6.931471824645996e-1f));
   y = Isa::Fma(y, f, Isa::Set(1.0f));
-  return Isa::SelectLess(x, lowest, Isa::Zero(), Isa::ScaleByPow2(y, n));
+  if constexpr (Isa::kMasksLanes) {
+    return Isa::ScaleUnlessLess(x, lowest, y, n);
+  } else {
+    return Isa::SelectLess(x, lowest, Isa::Zero(), Isa::ScaleByPow2(y, n));
+  }
 }
 
 // The weights of a softmax: 2^x within 2^-22 of it, otherwise as Exp2, though x may be as large as

@@ -13,10 +13,12 @@ struct Neon {
   static constexpr int kWidth = 4;
   static constexpr int kRows = 6;  // 24 accumulators, 4 of b, 1 of a: 29 of 32 registers
   static constexpr int kVecs = 4;
+  static constexpr int kWidePanels = 1;
   static constexpr bool kBf16Dot = false;
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr bool kMasksLanes = false;
   static constexpr int kLaneCodes = 2;
   static constexpr int kCodeColumns = kWidth;
 

@@ -38,9 +38,10 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons
   config->num_tiles = 3;
   // Decode, short chunks and speculation, prefill. As tall as the cache holds, because each kv
   // block is packed once a tile: 256 rows against 128 save 3 % at head_dim 128, and against 144 of
-  // head_dim 256, which 512 KiB hold, 8 % in f32 and 15 % with tiles of AMX (2 MiB). Rows
-  // beyond 256 save 6 % more in long prompts, but make of 512 tokens one tile of each head, which
-  // then is split between threads: 1.35 ms instead of 0.76 (8 heads, 2 threads).
+  // head_dim 256, which 512 KiB hold, 8 % in f32 and 15 % with tiles of AMX (2 MiB). More
+  // than 256 make of 512 tokens one tile of each head, which then is split between threads: 1.35 ms
+  // instead of 0.76 (8 heads, 2 threads). In long prompts the threads take several tiles of a head
+  // over the keys together, as many as the cache at hand holds.
   config->tile_q[0] = std::max<int64_t>(16, group);
   config->tile_q[1] = std::max<int64_t>(64, group);
   const int64_t row_bytes = 4 * (spec.head_dim_qk + spec.head_dim_vo + config->tile_kv);

@@ -126,6 +126,36 @@ void TestInvariance(Case c, TaskPool& threads) {
   }
 }
 
+// Nor on whether tiles of a head pass over the keys together, which those of one queue do: in plans
+// with a queue for each none can. Beside a poisoned value, whose rows are told apart.
+void TestTilesTogether(Case c, TaskPool& threads) {
+  c.split = -1;
+  c.in_order = true;
+  c.tile_q1 = 64;
+  for (const std::string& isa : Isas()) {
+    UseIsa(isa);
+    for (bool poisoned : {false, true}) {
+      Problem p(c);
+      if (poisoned && !c.codes) {
+        p.v.Set((p.slots[c.requests[0].kv_len - 70] * c.num_kv_heads + 1) * c.dvo + 3, kNan);
+      }
+      const Output want = Run(p, RandomPlan(p, 1000, 1), threads);
+      for (int num_ctas : {1, 2, 3}) {
+        PlanData plan = RandomPlan(p, num_ctas, 1);
+        CHECK(SameBits(want, Run(p, plan, threads)), "%s %s: tiles of %d queues differ",
+              c.name.c_str(), isa.c_str(), num_ctas);
+        if (num_ctas > 1) continue;
+        std::reverse(plan.items.begin(), plan.items.end());  // as planners order tiles
+        for (size_t i = 0; i < plan.items.size(); i += c.num_kv_heads) {
+          std::reverse(plan.items.begin() + i, plan.items.begin() + i + c.num_kv_heads);
+        }
+        CHECK(SameBits(want, Run(p, plan, threads)), "%s %s: the last tile first differs",
+              c.name.c_str(), isa.c_str());
+      }
+    }
+  }
+}
+
 // A NaN or inf in one visible key or value reaches the rows that see it, and no other bit changes.
 void TestPoisonedToken(const Case& c, TaskPool& threads) {
   for (const std::string& isa : Isas()) {
@@ -346,6 +376,21 @@ int TestMain(size_t step) {
     c.requests = {{60, 1900}};  // more than a batch of states, of which a tile begins with any
     c.window_left = 1100;
     TestInvariance(c, threads);
+    for (int window_left : {-1, 40}) {
+      Case tall;
+      tall.dtype = dtype;
+      tall.name = "tiles_together";
+      tall.requests = {{190, 300}, {9, 9}, {130, 130}};
+      tall.window_left = window_left;
+      TestTilesTogether(tall, threads);
+      tall.window_right = window_left;  // full, or to both sides
+      tall.num_qo_heads = 6, tall.num_kv_heads = 3;
+      tall.page_size = 0;
+      TestTilesTogether(tall, threads);
+      tall.codes = true;
+      tall.num_qo_heads = 2, tall.num_kv_heads = 1;
+      TestTilesTogether(tall, threads);
+    }
     c.requests = {{40, 170}};
     c.name = "poisoned_token";
     for (int tokens : {100, 3}) {
