@@ -196,10 +196,6 @@ SPILLS: dict[str, tuple[int, str]] = {
         8,
         "an address where two states are added, once an item",
     ),
-    "attention-bf16-d576x512-kve4m3-mla-g39-ragged-q64-kv64-w12-s0-wgmma": (
-        16,
-        "addresses where two states are added, once an item",
-    ),
     "attention-bf16-d576x512-kve4m3-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma": (
         32,
         "in the producer, which ptxas has convert blocks ahead of those before: 7 words a step",

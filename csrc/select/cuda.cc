@@ -193,7 +193,12 @@ void SelectMla(Choice& c, bool rows_may_differ) {
     c.Because("tile_kv", "tokens are the rows of a wgmma");
     return;
   }
-  if (hopper && group > 32 && rows_may_differ) {
+  if (hopper && group > 32 && spec.quantized()) {
+    c.Because(
+        "main_loop",
+        "portable (sm80/mla.cuh, mma.sync): rows of codes with more than 32 heads; the loop on "
+        "wgmma took 1.33 times as long, waiting for conversions");
+  } else if (hopper && group > 32 && rows_may_differ) {
     c.Because("main_loop",
               "portable (sm80/mla.cuh, mma.sync): a mask of the user's, or no softmax, with more "
               "than 32 heads, where sm90/mla.cuh takes every value that lies in a step");

@@ -57,19 +57,6 @@ int main() {
        64},
       4);
   // Rows of float8, with lists whose steps the producer has to know ahead.
-  RunVariant<
-      Sm90Mla,
-      Listed<E4m3Of<With<MlaShapeOf<192, 128, 39, 16, false, true, false>, variant::AlibiVariant>,
-                    false>>>({{.name = "mla, 77 heads in 2 blocks, lists, alibi, e4m3",
-                               .requests = {{8, 71}, {1, 500}, {1, 0}, {3, 290}, {1, 1000}},
-                               .num_ctas = 2,
-                               .kv_heads = 2,
-                               .qo_heads = 77},
-                              Alibi(),
-                              60,
-                              0.03f,
-                              64},
-                             5);
   RunVariant<Sm90MlaDecode, Listed<E4m3Of<With<MlaShapeOf<192, 128, 5, 16, false, true, false>,
                                                variant::DocumentsVariant>,
                                           false>>>(

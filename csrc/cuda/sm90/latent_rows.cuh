@@ -1,9 +1,9 @@
 // The producer warpgroup of mla.cuh and mla_decode.cuh: latent rows of the steps of a queue, on
 // their way to shared memory as blocks of 64 columns, swizzled.
 //
-// Codes become the kernel's 16-bit type on the way, through registers, in which the blocks to come
-// wait for memory: beside q and the steps that are multiplied shared memory has no room for them.
-// Consumers find what they find of plain rows, so bits are the same.
+// In mla_decode.cuh codes become the kernel's 16-bit type on the way, through registers, in which
+// the blocks to come wait for memory: beside q and the steps that are multiplied shared memory has
+// no room for them. Consumers find what they find of plain rows, so bits are the same.
 #pragma once
 
 #include "cuda/common/codec.cuh"

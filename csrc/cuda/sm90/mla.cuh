@@ -33,7 +33,7 @@
 
 namespace jax_attn {
 
-// A producer that keeps what it knows of a step and its rows, and of codes the blocks to come.
+// A producer that keeps what it knows of a step and its rows.
 struct HopperMlaRoles : HopperRoles {
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
@@ -43,9 +43,8 @@ template <class Traits>
 struct HopperMlaShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep, Base::kValueBlocks;
-  static constexpr int kSlots = 2;            // steps in the ring
-  static constexpr bool kReadsOnce = false;   // other blocks of heads read it, too
-  static constexpr int kMostBlocksAhead = 3;  // 24 of 56 registers
+  static constexpr int kSlots = 2;           // steps in the ring
+  static constexpr bool kReadsOnce = false;  // other blocks of heads read it, too
   static_assert(Traits::kTileQ0 == 64 && Traits::kNumTiles == 1, "as select/cuda.cc has it");
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;
   using Ring = SwizzledTile<Traits::kHeadDimQk, kSlots * kStep>;
@@ -104,7 +103,7 @@ struct HopperMlaShape : LatentShape<Traits> {
     InitBarrier(SharedAddress(&b.full_q), HopperRoles::kProducerThreads);
     InitBarrier(SharedAddress(&b.empty_q), HopperRoles::kConsumerWarps);
     for (int i = 0; i < kSlots * kUnits; ++i) {
-      InitBarrier(SharedAddress(b.full + i), Base::kFillArrivals);
+      InitBarrier(SharedAddress(b.full + i), HopperRoles::kProducerThreads);
       InitBarrier(SharedAddress(b.empty + i), HopperRoles::kConsumerWarps / 2);
     }
   }
@@ -148,31 +147,23 @@ class HopperMlaProducer {
   // q of an item goes ahead of its first step. The queue's first q is loaded by a consumer, who has
   // nothing else to do yet.
   __device__ __forceinline__ void Run(int begin, int end) {
-    bool is_first_q = true;
-    u32 q_parity = 0;
-    const auto load_q = [&](int index) __attribute__((always_inline)) {
-      if (!is_first_q) {
-        WaitBarrier(SharedAddress(&shared_.barriers.empty_q), q_parity);
-        q_parity ^= 1;
-        LoadHopperMlaQ<Traits>(p_, shared_, index, threadIdx.x);
-      }
-      is_first_q = false;
-    };
-    if constexpr (kLatentCodes<Traits>) {
-      const auto before = [&](const auto& steps) __attribute__((always_inline)) {
-        if (steps.is_first()) load_q(steps.index());
-      };
-      ProduceLatentCodes<Traits, Shape>(p_, shared_, begin, end, before);
-      return;
-    }
     LatentSteps<Traits, Shape> steps(p_);
     steps.Start(begin, end);
     LatentRows<Traits, Shape> rows(p_, shared_);  // the layer comes beside the first page
+    bool is_first_q = true;
+    u32 q_parity = 0;
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
       const int turn = steps.turn();
       const u32 row = has_step ? steps.Row() : kNoRow;
-      if (has_step && steps.is_first()) load_q(steps.index());
+      if (has_step && steps.is_first()) {
+        if (!is_first_q) {
+          WaitBarrier(SharedAddress(&shared_.barriers.empty_q), q_parity);
+          q_parity ^= 1;
+          LoadHopperMlaQ<Traits>(p_, shared_, steps.index(), threadIdx.x);
+        }
+        is_first_q = false;
+      }
       if (has_step) steps.PrefetchPages();
       steps.Next();
       if (has_step) rows.LoadStep(row, turn);
@@ -221,9 +212,8 @@ struct HopperMlaStrips {
     const RowMap<kRows> map(p, group.qo_begin, group.kv_head);
     const int row = Row(strip, lane), chunk = strip % kChunks;
     const i64 at = map.Index(row);
-    const float o_scale =
-        WriteState<Traits>(p, true, at, map.QoHead(row), chunk == 0 && lane % 4 == 0, all.row);
-    Scale(all.o, WithValueScale<Traits>(p, group.kv_head, o_scale));
+    Scale(all.o,
+          WriteState<Traits>(p, true, at, map.QoHead(row), chunk == 0 && lane % 4 == 0, all.row));
     u16* o = static_cast<u16*>(p.o) + at * kDim + chunk * 16 + lane % 4 * 2;
     *reinterpret_cast<u32*>(o) = E::Pack(all.o.x, all.o.y);
     *reinterpret_cast<u32*>(o + 8) = E::Pack(all.o.z, all.o.w);
@@ -576,7 +566,6 @@ class HopperMlaConsumer {
         at = map.Index(row);
         o_scale = WriteState<Traits>(p_, true, at, map.QoHead(row), group_ == 0 && column == 0,
                                      rows.state(h));
-        o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
       }
       uint4* to = reinterpret_cast<uint4*>(static_cast<u16*>(p_.o) + at * Traits::kHeadDimVo +
                                            group_ * kColumns) +
