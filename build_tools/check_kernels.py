@@ -196,10 +196,6 @@ SPILLS: dict[str, tuple[int, str]] = {
         8,
         "an address where two states are added, once an item",
     ),
-    "attention-bf16-d576x512-kve4m3-mla-g16-page64-q16_32-kv64-w12-s0-right-wgmma": (
-        32,
-        "in the producer, which ptxas has convert blocks ahead of those before: 7 words a step",
-    ),
     "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma": _QUEUE_END,
     "attention-bf16-d128-g4-ragged-q32_128-kv128-w12-s0-right-wgmma-times": _QUEUE_END,
     "attention-bf16-d128-g4-page1-q32_128-kv128-w12-s0-right-wgmma": _QUEUE_END,

@@ -36,14 +36,18 @@ int64_t RunLength(const WorkItem* items, int64_t max_items) {
   return n;
 }
 
+int64_t SecondCacheBytes() {
+  int64_t bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+  return std::max<int64_t>(bytes, 1 << 20);  // 0, or what no kernel reports
+}
+
 // Rows of tiles that pass over keys together: their q and o stay in the second cache, beside panels
 // and scores.
 int64_t MaxPassRows(const AttentionParams& p, int64_t tile_kv) {
-  int64_t cache_bytes = 0;
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-  cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
-#endif
-  cache_bytes = std::max<int64_t>(cache_bytes, 1 << 20);  // 0, or what no kernel reports
+  static const int64_t cache_bytes = SecondCacheBytes();
   const int64_t columns = int64_t{p.head_dim_qk} + p.head_dim_vo;
   const int64_t panel_bytes = 4 * tile_kv * (columns + kScoreRows);
   return std::max<int64_t>(0, cache_bytes * 3 / 4 - panel_bytes) / (4 * columns);

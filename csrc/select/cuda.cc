@@ -196,8 +196,8 @@ void SelectMla(Choice& c, bool rows_may_differ) {
   if (hopper && group > 32 && spec.quantized()) {
     c.Because(
         "main_loop",
-        "portable (sm80/mla.cuh, mma.sync): rows of codes with more than 32 heads; the loop on "
-        "wgmma took 1.33 times as long, waiting for conversions");
+        "portable (sm80/mla.cuh, mma.sync): rows of codes with more than 32 heads; converted for "
+        "sm90/mla.cuh they took 1.33 times as long");
   } else if (hopper && group > 32 && rows_may_differ) {
     c.Because("main_loop",
               "portable (sm80/mla.cuh, mma.sync): a mask of the user's, or no softmax, with more "

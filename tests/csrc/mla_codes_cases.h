@@ -44,5 +44,23 @@ void RunCodes(Case c, unsigned seed) {
   }
 }
 
+// Cases that any loop takes, of 5 heads.
+const Case kCodesOfFewHeads = {
+    .name = "5 heads, NaN, sinks",
+    .requests = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {2, 200}, {9, 40}},
+    .sinks = true,
+    .nan_values = true,
+    .kv_heads = 1,
+    .qo_heads = 5,
+};
+const Case kCodesOfPrefixes = {
+    .name = "5 heads, shared prefixes",
+    .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
+    .num_ctas = 2,
+    .kv_heads = 1,
+    .qo_heads = 5,
+    .prefix = 256,
+};
+
 }  // namespace
 }  // namespace jax_attn

@@ -10,14 +10,7 @@ namespace {
 
 template <class Kernel, int kFormat>
 void RunFormat() {
-  RunCodes<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>, kFormat>(
-      {.name = "5 heads, NaN, sinks",
-       .requests = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {2, 200}, {9, 40}},
-       .sinks = true,
-       .nan_values = true,
-       .kv_heads = 1,
-       .qo_heads = 5},
-      1);
+  RunCodes<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>, kFormat>(kCodesOfFewHeads, 1);
   RunCodes<Kernel, MlaShapeOf<176, 128, 26, 7, true, true, true>, kFormat>(
       {.name = "77 heads in 3 blocks, window, soft cap",
        .requests = {{2, 150}, {1, 33}, {3, 20}},
@@ -28,14 +21,7 @@ void RunFormat() {
        .kv_split = 64,
        .qo_heads = 77},
       2);
-  RunCodes<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>, kFormat>(
-      {.name = "shared prefixes",
-       .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
-       .num_ctas = 2,
-       .kv_heads = 1,
-       .qo_heads = 5,
-       .prefix = 256},
-      5);
+  RunCodes<Kernel, MlaShapeOf<144, 128, 5, 16, false, true, false>, kFormat>(kCodesOfPrefixes, 5);
   RunCodes<Kernel, MlaShapeOf<576, 512, 16, 64, false, true, false>, kFormat>(
       {.name = "DeepSeek's, 16 heads",
        .requests = {{1, 200}, {2, 165}},

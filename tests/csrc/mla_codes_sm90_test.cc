@@ -12,14 +12,7 @@ namespace {
 template <int kFormat>
 void RunLatentCodes() {
   using Kernel = Sm90MlaDecode;
-  RunCodes<Kernel, MlaShapeOf<128, 128, 5, 16, false, true, false>, kFormat>(
-      {.name = "5 heads, NaN, sinks",
-       .requests = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {2, 200}, {9, 40}},
-       .sinks = true,
-       .nan_values = true,
-       .kv_heads = 1,
-       .qo_heads = 5},
-      1);
+  RunCodes<Kernel, MlaShapeOf<128, 128, 5, 16, false, true, false>, kFormat>(kCodesOfFewHeads, 1);
   RunCodes<Kernel, MlaShapeOf<320, 128, 26, 7, true, true, true>, kFormat>(
       {.name = "26 heads, window, soft cap",
        .requests = {{2, 150}, {1, 33}, {3, 20}},
@@ -38,14 +31,7 @@ void RunLatentCodes() {
        .qo_heads = 16,
        .sharpness = 8},
       3);
-  RunCodes<Kernel, MlaShapeOf<192, 128, 5, 16, false, true, false>, kFormat>(
-      {.name = "5 heads, shared prefixes",
-       .requests = {{1, 300}, {1, 290}, {2, 330}, {1, 257}, {1, 400}, {1, 310}},
-       .num_ctas = 2,
-       .kv_heads = 1,
-       .qo_heads = 5,
-       .prefix = 256},
-      5);
+  RunCodes<Kernel, MlaShapeOf<192, 128, 5, 16, false, true, false>, kFormat>(kCodesOfPrefixes, 5);
 }
 
 }  // namespace

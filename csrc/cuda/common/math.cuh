@@ -42,13 +42,6 @@ constexpr __host__ __device__ int PowerOfTwoFrom(int x) {
   return p;
 }
 
-// Largest number that divides x, but no more than `limit`.
-constexpr __host__ __device__ int LargestDivisor(int x, int limit) {
-  int divisor = limit;
-  while (x % divisor != 0) --divisor;
-  return divisor;
-}
-
 // x, which is the same in all lanes, as the compiler should know: what is computed from it alone is
 // computed once for the warp, in uniform registers, and branches on it do not diverge.
 template <class T>

@@ -1,12 +1,7 @@
 // The producer warpgroup of mla.cuh and mla_decode.cuh: latent rows of the steps of a queue, on
 // their way to shared memory as blocks of 64 columns, swizzled.
-//
-// In mla_decode.cuh codes become the kernel's 16-bit type on the way, through registers, in which
-// the blocks to come wait for memory: beside q and the steps that are multiplied shared memory has
-// no room for them. Consumers find what they find of plain rows, so bits are the same.
 #pragma once
 
-#include "cuda/common/codec.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
 namespace jax_attn {
@@ -228,143 +223,6 @@ class LatentRows {
   typename Shape::RingPlace place_;
 };
 
-// The same of rows of float8. Up to Shape::kMostBlocksAhead blocks of 64 columns are on their way
-// to registers, those of the next step among them.
-template <class Traits, class Shape>
-class LatentCodeRows {
- public:
-  using Shared = typename Shape::Shared;
-
-  __device__ __forceinline__ LatentCodeRows(const AttentionParams& p, Shared& shared)
-      : shared_(shared), pool_(LatentPool<Traits>(p)) {}
-
-  // The first of the steps; lane_row and turn as in LatentRows.
-  __device__ __forceinline__ void Begin(u32 lane_row, int turn) {
-    FindRows(lane_row, turn);
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) ahead_[n] = Load(n);
-  }
-
-  // Converts the step that was begun, each unit once nobody needs what was there, and begins the
-  // one that `next` is at, if there is one.
-  template <class Steps>
-  __device__ __forceinline__ void Convert(int turn, const Steps& next) {
-    place_.StartStep(turn);
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      const int unit = UnitOf(n), first = FirstOf(unit);
-      if (n == first) {
-        WaitBarrier(SharedAddress(shared_.barriers.empty + place_.Barrier(unit)),
-                    place_.parity() ^ 1);
-      }
-      Store(ahead_[n % kAhead], place_.Block(unit, n - first));
-      if (n + 1 == FirstOf(unit + 1)) {
-        __syncwarp();  // one arrival a warp
-        if (Lane() == 0) {
-          ArriveBarrier(SharedAddress(shared_.barriers.full + place_.Barrier(unit)));
-        }
-        place_.NextUnit();
-      }
-      if (n + kAhead == kBlocks) FindRows(next.has_item() ? next.Row() : kNoRow, next.turn());
-      ahead_[n % kAhead] = Load((n + kAhead) % kBlocks);
-    }
-    place_.NextStep();
-  }
-
- private:
-  static constexpr int kBlocks = Shape::kBlocks;
-  static constexpr int kAhead = LargestDivisor(kBlocks, Shape::kMostBlocksAhead);
-  static constexpr int kRows = Shape::kWarpTokens / 8;  // of a block that a lane has 16 codes of
-  struct Codes {
-    uint4 rows[kRows];
-  };
-
-  // Blocks are loaded and converted in the order of the units.
-  __device__ static constexpr int FirstOf(int unit) {
-    int n = 0;
-    for (int i = 0; i < unit; ++i) n += Shape::NumBlocks(i);
-    return n;
-  }
-  __device__ static constexpr int UnitOf(int n) {
-    int unit = 0;
-    while (n >= FirstOf(unit + 1)) ++unit;
-    return unit;
-  }
-
-  // As in RowConverter: four lanes have 64 codes of a row, and the rows of eight lanes, which
-  // shared memory serves at once, are such that they meet in no bank.
-  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
-  __device__ static int Row() { return Lane() / 8 ^ Lane() / 4 % 2 * 5; }
-  __device__ static int Chunk() { return Lane() % 4; }
-
-  __device__ __forceinline__ void FindRows(u32 lane_row, int turn) {
-    coming_.StartStep(turn);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const u32 row = __shfl_sync(kFullWarp, lane_row, Row() + 8 * i);
-      from_[i] = nullptr;
-      if (row != kNoRow) {
-        from_[i] = pool_ + static_cast<u64>(row) * kLatentRowBytes<Traits> + Chunk() * 16;
-      }
-    }
-  }
-
-  __device__ __forceinline__ Codes Load(int n) const {
-    const int unit = UnitOf(n), block = coming_.FirstBlock(unit) + n - FirstOf(unit);
-    Codes x;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      x.rows[i] = LoadRow16If(from_[i] != nullptr, from_[i] + block * 64);
-    }
-    return x;
-  }
-
-  // block: where it is in the ring.
-  __device__ __forceinline__ void Store(const Codes& codes, int block) const {
-    unsigned char* tile = shared_.ring + block;
-    const int to = threadIdx.x / kWarpSize * (Shape::kWarpTokens * 128) + Row() * 128 +
-                   (2 * Chunk() ^ Row()) * 16;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      // Converted here: ahead of the blocks before it, it would be twice as many registers.
-      const uint4 x = Anew(codes.rows[i]);
-      *reinterpret_cast<uint4*>(tile + to + i * 1024) = DecodeFloat8<Traits>(x.x, x.y);
-      *reinterpret_cast<uint4*>(tile + (to ^ 16) + i * 1024) = DecodeFloat8<Traits>(x.z, x.w);
-    }
-  }
-
-  Shared& shared_;
-  const char* pool_;
-  typename Shape::RingPlace place_;   // of the step that is converted
-  typename Shape::RingPlace coming_;  // of that which is loaded: whose its units are
-  const char* from_[kRows];           // its rows, behind the lane's chunk; null: there is none
-  Codes ahead_[kAhead];               // block n at n % kAhead
-};
-
-// The producer of rows of float8. before(steps): ahead of the step that steps are at.
-template <class Traits, class Shape, class Before>
-__device__ __forceinline__ void ProduceLatentCodes(const AttentionParams& p,
-                                                   typename Shape::Shared& shared, int begin,
-                                                   int end, const Before& before) {
-  LatentSteps<Traits, Shape> steps(p);
-  const auto pass_items = [&] {
-    while (steps.has_item() && !steps.has_step()) steps.Next();
-  };
-  steps.Start(begin, end);
-  LatentCodeRows<Traits, Shape> rows(p, shared);  // the layer comes beside the first page
-  pass_items();
-  if (!steps.has_item()) return;
-  rows.Begin(steps.Row(), steps.turn());
-  while (steps.has_item()) {
-    const int turn = steps.turn();
-    before(steps);
-    steps.PrefetchPages();
-    steps.Next();
-    pass_items();
-    rows.Convert(turn, steps);
-  }
-}
-
 // What the two Shapes have in common.
 template <class Traits>
 struct LatentShape {
@@ -375,8 +233,6 @@ struct LatentShape {
   static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
 
   static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
-  // Arrivals that fill a slot: of threads, whose copies have landed, or of warps.
-  static constexpr int kFillArrivals = kLatentCodes<Traits> ? 4 : 4 * kWarpSize;
   // kv position of the token that a producer's lane looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
     return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;

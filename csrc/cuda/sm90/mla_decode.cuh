@@ -10,6 +10,7 @@
 // that land and are given back by 1 or 3 blocks of 64 columns took 182 and 187 us, whole ones 182.
 #pragma once
 
+#include "cuda/common/codec.cuh"
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/latent_rows.cuh"
@@ -60,8 +61,7 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep;
   using Roles = HopperMlaDecodeRoles;
-  static constexpr bool kReadsOnce = true;    // all heads are one block
-  static constexpr int kMostBlocksAhead = 9;  // DeepSeek's steps
+  static constexpr bool kReadsOnce = true;  // all heads are one block
   static constexpr int kMaxRows = Max(Traits::kTileQ0, Traits::kTileQ1);
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
@@ -121,7 +121,9 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
     InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
     InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
     for (int i = 0; i < kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full + i), Base::kFillArrivals);
+      // Copies arrive for each thread of the producer, conversions for each warp.
+      InitBarrier(SharedAddress(b.full + i),
+                  kLatentCodes<Traits> ? Roles::kGroupWarps : Roles::kGroupThreads);
       InitBarrier(SharedAddress(b.empty + i), Roles::kGroupWarps);
     }
   }
@@ -129,7 +131,99 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
 
 // --- producers ---
 
-// Latent rows.
+// Latent rows of float8, which become the kernel's 16-bit type on their way to a slot, through
+// registers, in which the next step waits for memory: beside q and the steps that are multiplied
+// shared memory has no room for it. The consumer finds what it finds of plain rows, so bits are the
+// same.
+template <class Traits>
+class LatentCodeRows {
+ public:
+  using Shape = HopperMlaDecodeShape<Traits>;
+  using Shared = typename Shape::Shared;
+
+  __device__ __forceinline__ LatentCodeRows(const AttentionParams& p, Shared& shared)
+      : shared_(shared), pool_(LatentPool<Traits>(p)) {}
+
+  // Loads the first step. lane_row: in the pool, of the token that the lane looked up, or kNoRow.
+  __device__ __forceinline__ void Begin(u32 lane_row) {
+    FindRows(lane_row);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) step_[n] = Load(n);
+  }
+
+  // Converts the step that was loaded, once nobody needs what was in its slot, and loads the one
+  // that `next` is at, if there is one.
+  template <class Steps>
+  __device__ __forceinline__ void Convert(const Steps& next) {
+    WaitBarrier(SharedAddress(shared_.barriers.empty + cursor_.slot), cursor_.parity ^ 1);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      Store(step_[n], cursor_.slot * Slot::kBytes + n * Slot::kBlockBytes);
+      if (n + 1 == kBlocks) {
+        __syncwarp();  // one arrival a warp
+        if (Lane() == 0) ArriveBarrier(SharedAddress(shared_.barriers.full + cursor_.slot));
+      }
+      if (n == 0) FindRows(next.has_item() ? next.Row() : kNoRow);
+      step_[n] = Load(n);
+    }
+    cursor_.Advance();
+  }
+
+ private:
+  using Slot = typename Shape::Slot;
+  static constexpr int kBlocks = Shape::kBlocks;        // of 64 columns
+  static constexpr int kRows = Shape::kWarpTokens / 8;  // of a block that a lane has 16 codes of
+  struct Codes {
+    uint4 rows[kRows];
+  };
+
+  // As in RowConverter: four lanes have 64 codes of a row, and the rows of eight lanes, which
+  // shared memory serves at once, are such that they meet in no bank.
+  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
+  __device__ static int Row() { return Lane() / 8 ^ Lane() / 4 % 2 * 5; }
+  __device__ static int Chunk() { return Lane() % 4; }
+
+  __device__ __forceinline__ void FindRows(u32 lane_row) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const u32 row = __shfl_sync(kFullWarp, lane_row, Row() + 8 * i);
+      from_[i] = nullptr;
+      if (row != kNoRow) {
+        from_[i] = pool_ + static_cast<u64>(row) * kLatentRowBytes<Traits> + Chunk() * 16;
+      }
+    }
+  }
+
+  __device__ __forceinline__ Codes Load(int block) const {
+    Codes x;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      x.rows[i] = LoadRow16If(from_[i] != nullptr, from_[i] + block * 64);
+    }
+    return x;
+  }
+
+  // block: where it is in the ring.
+  __device__ __forceinline__ void Store(const Codes& codes, int block) const {
+    unsigned char* tile = shared_.ring + block;
+    const int to = threadIdx.x / kWarpSize * (Shape::kWarpTokens * 128) + Row() * 128 +
+                   (2 * Chunk() ^ Row()) * 16;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      // Converted here: ahead of the blocks before it, it would be twice as many registers.
+      const uint4 x = Anew(codes.rows[i]);
+      *reinterpret_cast<uint4*>(tile + to + i * 1024) = DecodeFloat8<Traits>(x.x, x.y);
+      *reinterpret_cast<uint4*>(tile + (to ^ 16) + i * 1024) = DecodeFloat8<Traits>(x.z, x.w);
+    }
+  }
+
+  Shared& shared_;
+  const char* pool_;                  // rows of the layer
+  RingCursor<Shape::kSlots> cursor_;  // of the step that is converted
+  const char* from_[kRows];           // its rows, behind the lane's chunk; null: there is none
+  Codes step_[kBlocks];
+};
+
 template <class Traits>
 class HopperMlaDecodeProducer {
  public:
@@ -137,12 +231,12 @@ class HopperMlaDecodeProducer {
 
   __device__ __forceinline__ static void Run(const AttentionParams& p,
                                              typename Shape::Shared& shared, int begin, int end) {
-    if constexpr (kLatentCodes<Traits>) {
-      ProduceLatentCodes<Traits, Shape>(p, shared, begin, end, [](const auto&) {});
-      return;
-    }
     LatentSteps<Traits, Shape> steps(p);
     steps.Start(begin, end);
+    if constexpr (kLatentCodes<Traits>) {
+      Convert(p, shared, steps);
+      return;
+    }
     LatentRows<Traits, Shape> rows(p, shared);  // the layer comes beside the first page
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
@@ -151,6 +245,25 @@ class HopperMlaDecodeProducer {
       if (has_step) steps.PrefetchPages();
       steps.Next();
       if (has_step) rows.LoadStep(row, turn);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void Convert(const AttentionParams& p,
+                                                 typename Shape::Shared& shared,
+                                                 LatentSteps<Traits, Shape>& steps) {
+    const auto pass_items = [&] {
+      while (steps.has_item() && !steps.has_step()) steps.Next();
+    };
+    LatentCodeRows<Traits> rows(p, shared);  // the layer comes beside the first page
+    pass_items();
+    if (!steps.has_item()) return;
+    rows.Begin(steps.Row());
+    while (steps.has_item()) {
+      steps.PrefetchPages();
+      steps.Next();
+      pass_items();
+      rows.Convert(steps);
     }
   }
 };
