@@ -335,6 +335,7 @@ def test_overload(model, device):
 
     with serving_real(model, device, OVERLOADED) as (server, engine):
         answers = asyncio.run(overload(server.port, engine))
+        eventually(lambda: is_at_rest(engine))  # as the numbers come behind the events of a step
         stats, metrics = engine.stats(), server.get("/metrics").body.decode()
         # And when it is over, all is as before.
         check_answer(body, asyncio.run(ask(server.port, body)))
