@@ -5,7 +5,8 @@ whose speed drifts treats all alike. Before each timed call the process rests un
 the peer before have stopped spinning, makes the same call once, because idle cores take up to a
 millisecond to wake, and empties the caches, because floors are of memory. Prefill is dense, decode
 is paged with pages of 16 for us and dense for the peers, which have no pages. Writes
-benchmarks/results/cpu.json.
+benchmarks/results/cpu-ISA.json, ISA being the instructions that ran: so processors of
+several kinds each have a file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import datetime
 import functools
 import json
-import platform
 import statistics
 import threading
 import time
@@ -37,13 +37,14 @@ from benchmarks.variant_functions import (
     t5_bias,
 )
 from jax_attn import reference
+from jax_attn.tuning import this_cpu
 
 try:
     import torch
 except ImportError:  # a peer, not a dependency
     torch = None
 
-RESULT = Path(__file__).with_name("results") / "cpu.json"
+RESULTS = Path(__file__).with_name("results")
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decode
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4", "nvfp4", "int4")
@@ -501,14 +502,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="a workload, all peers together")
     parser.add_argument("--only", default="", help="workloads whose name contains this; no file")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    isa = ja._core.cpu_isa()
+    parser.add_argument("--out", type=Path, default=RESULTS / f"cpu-{isa}.json")
     arguments = parser.parse_args()
 
     read = read_bytes_per_us()
     matmul = {dtype: matmul_flops_per_us(dtype) for dtype in ("float32", "bfloat16")}
-    print(
-        f"isa {ja._core.cpu_isa()}, {len_processors()} threads, read {read / 1e3:.1f} GB/s, matmul"
-    )
+    print(f"isa {isa}, {len_processors()} threads, read {read / 1e3:.1f} GB/s, matmul")
     print({dtype: f"{rate / 1e3:.0f} GFLOP/s" for dtype, rate in matmul.items()})
     rows = []
     computes = (prefill, backward, ragged_backward, packed_backward, group_backward)
@@ -568,7 +568,7 @@ def main() -> None:
             flush=True,
         )
     result = {
-        "device": f"cpu: {platform.machine()}, {ja._core.cpu_isa()}, {len_processors()} threads",
+        "device": f"{this_cpu().name}, {isa} ran on {len_processors()} threads",
         "driver": "torch " + torch.__version__ if torch else "",
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),

@@ -22,13 +22,13 @@ HIGHLIGHTS = (
     ("h200", "mla/128x4096/128", "MLA decode", "128 requests of 4,096 tokens"),
     ("h200", "append/64", "Append to the cache", "64 tokens"),
     (
-        "cpu",
+        "cpu-amx",
         "cpu/decode/8x2048/32-8/d128/float32/page16",
         "Decode on a CPU",
         "8 requests of 2,048 tokens, float32",
     ),
 )
-MACHINES = {"h200": "H200", "cpu": "2 CPU threads, AVX-512"}
+MACHINES = {"h200": "H200", "cpu-amx": "2 CPU threads, AVX-512"}
 
 # The rows that docs/performance.md shows unfolded.
 SHOWN = [
