@@ -48,7 +48,7 @@ METRICS = {
 
 
 class Target(NamedTuple):
-    workload: str
+    workload: str  # and its file in brackets, where the group has several
     metric: Metric
     wanted: float
     measured: float | None  # None: this record does not have the row
@@ -66,16 +66,19 @@ class Target(NamedTuple):
 def read_targets() -> list[Target]:
     found = []
     for group in tomllib.loads((BENCHMARKS / "targets.toml").read_text()).values():
-        path = BENCHMARKS / "results" / f"{group.get('file', 'h200')}.json"
-        rows = {row["workload"]: row for row in json.loads(path.read_text())["rows"]}
-        for name in METRICS.keys() & group.keys():
-            metric = METRICS[name]
-            for pattern, wanted in group[name].items():
-                fitting = [rows[workload] for workload in fnmatch.filter(rows, pattern)]
-                worst = max if metric.less_is_better else min
-                measured = worst((metric.value(row, rows) for row in fitting), default=None)
-                peer = beside(fitting[0]) if fitting else ""
-                found.append(Target(pattern, metric, wanted, measured, peer, group["why"]))
+        files = group.get("files", ["h200"])
+        for file in files:
+            path = BENCHMARKS / "results" / f"{file}.json"
+            rows = {row["workload"]: row for row in json.loads(path.read_text())["rows"]}
+            for name in METRICS.keys() & group.keys():
+                metric = METRICS[name]
+                for pattern, wanted in group[name].items():
+                    fitting = [rows[workload] for workload in fnmatch.filter(rows, pattern)]
+                    worst = max if metric.less_is_better else min
+                    measured = worst((metric.value(row, rows) for row in fitting), default=None)
+                    peer = beside(fitting[0]) if fitting else ""
+                    label = pattern if len(files) == 1 else f"{pattern} ({file})"
+                    found.append(Target(label, metric, wanted, measured, peer, group["why"]))
     return found
 
 
