@@ -11,7 +11,7 @@
 #   make lint       ruff, mypy, clang-format, and whether README.md and docs/ are up to date
 #   make docs       the pages of docs/ -> build/docs; warnings are errors
 #   make wheels     the sdist and manylinux wheels -> dist/; each is tried. ARCH=aarch64: by cross compiler
-#   make digest     hash of the sources that a result file must carry
+#   make digest     hashes of the sources that a result file must carry
 #   make clean      remove what the above made
 #
 # Variables

@@ -572,7 +572,7 @@ def main() -> None:
         "driver": "torch " + torch.__version__ if torch else "",
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
-        "sources_digest": sources_digest(),
+        "sources_digest": sources_digest("cpu"),
         "read_gbps": round(read / 1e3, 1),
         "rows": rows,
     }

@@ -1,6 +1,7 @@
 """Hash of the sources that decide how fast attention runs, so that a stale result file shows.
 
-`make digest` prints it; every file in benchmarks/results carries the digest it was measured with.
+`make digest` prints it for CPUs and for GPUs. A file in benchmarks/results carries the one it was
+measured with.
 """
 
 import hashlib
@@ -18,12 +19,15 @@ def without_comments(content: bytes) -> bytes:
     return b" ".join(code.split())
 
 
-def sources_digest() -> str:
+def sources_digest(platform: str) -> str:
     """16 hex digits over the names and contents of csrc/ and of the plan code.
 
-    Of C++ and CUDA without comments and line breaks, which decide nothing.
+    Of C++ and CUDA without comments and line breaks, which decide nothing, and without the kernels
+    of the other platform. platform: "cpu" or "gpu".
     """
+    others = ROOT / "csrc" / {"cpu": "cuda", "gpu": "cpu"}[platform]
     files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    files = [path for path in files if others not in path.parents]
     files.append(ROOT / "jax_attn" / "plan.py")
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -36,4 +40,5 @@ def sources_digest() -> str:
 
 
 if __name__ == "__main__":
-    print(sources_digest())
+    for name in ("cpu", "gpu"):
+        print(name, sources_digest(name))

@@ -142,7 +142,7 @@ def write(path: Path, rows: list[Row], ceilings: Ceilings, **more: Any) -> None:
         "driver": driver_version(),
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "sources_digest": sources_digest(),
+        "sources_digest": sources_digest(jax.local_devices()[0].platform),
         **more,
     }
     write_json(path, head | {"rows": [row.to_json(ceilings) for row in rows]})
