@@ -248,6 +248,10 @@ SPILLS: dict[str, tuple[int, str]] = {
         _LATENT_ON_SM100
     ),
     "attention-bf16-d576x512-kve4m3-mla-g39-ragged-q64-kv32-w8-s0": _LATENT_ON_SM100,
+    "attention-bf16-d576x512-kve4m3-mla-g32-page1-q32-kv64-w12-s0-right-wgmma": (
+        24,
+        "six words of the producer beside the codes of a step to come; not profiled",
+    ),
     "attention-f16-d256-kve4m3-g2-page16-q32_128-kv64-w12-s0-right-wgmma": (
         80,
         "as above, and what its one producer keeps from turn to turn beside 64 codes a lane",
@@ -406,7 +410,7 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(256, 2, 1, logits_soft_cap=50.0, window_left=4096, max_qo_tokens=16)
     yield spec((64, 256), 4, 16, max_qo_tokens=8)
     yield spec(96, 5, 5, fresh_kv=True, window_left=100, max_qo_tokens=4)
-    # MLA: blocks of up to 64 heads, 32 where shared memory is short.
+    # MLA: blocks of up to 64 heads, 32 where shared memory is short and of codes on Hopper.
     for kv_dtype in (None, "float8_e4m3fn"):
         for heads, page_size, options in (
             (128, 1, {}),

@@ -59,8 +59,9 @@ def test_loops_of_devices():
         assert spec.kernel_config["num_stages"] > chosen["sm_100"]["num_stages"]
     for heads, kv_dtype in itertools.product((16, 128), (None, "float8_e4m3fn", "float8_e5m2")):
         latent = _MLA | {"num_qo_heads": heads, "kv_dtype": kv_dtype}
-        is_hopper = heads == 16 or kv_dtype is None
-        assert _spec("sm_90", **latent).kernel_config["main_loop"] == is_hopper
+        hopper = _spec("sm_90", **latent).kernel_config
+        assert hopper["main_loop"] == 1
+        assert hopper["tile_q_0"] == (16 if heads == 16 else 64 if kv_dtype is None else 32)
         assert _spec("sm_100", **latent).kernel_config["main_loop"] == 0
     assert chosen["sm_80"]["tile_q_1"] == 128 and chosen["sm_86"]["tile_q_1"] == 64
     assert chosen["sm_100"]["num_stages"] > chosen["sm_80"]["num_stages"]

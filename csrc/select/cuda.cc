@@ -171,6 +171,13 @@ void SelectHopper(Choice& c) {
   c.Because("num_ctas", "its warpgroups fill a multiprocessor");
 }
 
+// Whether sm90/mla_decode.cuh takes the spec's rows, kColumnHeads heads of a block at most.
+constexpr int64_t kColumnHeads = 32;
+bool RunsHopperMlaDecode(const CudaDevice& device, const AttentionSpec& spec) {
+  return device.main_loop == kHopper && spec.dtype != kF32 && spec.head_dim_qk % 64 == 0 &&
+         spec.head_dim_vo % 64 == 0;
+}
+
 void SelectMla(Choice& c, bool rows_may_differ) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
@@ -179,7 +186,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
   c.config.num_ctas = 1;
   c.Because("num_ctas", "the steps and q of one CTA fill a multiprocessor's shared memory");
   const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32;
-  if (hopper && group <= 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 64 == 0) {
+  if (group <= kColumnHeads && RunsHopperMlaDecode(c.device, spec)) {
     c.Because("main_loop",
               "hopper (sm90/mla_decode.cuh, wgmma): up to 32 heads are columns of its products");
     c.config.main_loop = kHopper;
@@ -193,12 +200,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
     c.Because("tile_kv", "tokens are the rows of a wgmma");
     return;
   }
-  if (hopper && group > 32 && spec.quantized()) {
-    c.Because(
-        "main_loop",
-        "portable (sm80/mla.cuh, mma.sync): rows of codes with more than 32 heads; converted for "
-        "sm90/mla.cuh they took 1.33 times as long");
-  } else if (hopper && group > 32 && rows_may_differ) {
+  if (hopper && group > 32 && rows_may_differ) {
     c.Because("main_loop",
               "portable (sm80/mla.cuh, mma.sync): a mask of the user's, or no softmax, with more "
               "than 32 heads, where sm90/mla.cuh takes every value that lies in a step");
@@ -300,6 +302,14 @@ std::string DescribeFallback(int64_t arch, int64_t q_format) {
   return "sm_" + std::to_string(arch) + " (" + device.name +
          "): the portable main loop (mma.sync) serves, with " + CostsFrom(device) + ": " + why +
          ".";
+}
+
+int64_t MostHeadsOfBlock(const AttentionSpec& spec) {
+  const CudaDevice& device = FindCudaDevice(spec.arch);
+  // sm90/mla.cuh has no registers left to convert codes with, and the portable loop takes longer
+  // than four blocks of 32 heads (docs/notes/mla.md).
+  if (spec.quantized() && RunsHopperMlaDecode(device, spec)) return kColumnHeads;
+  return device.tiles->mla_rows.value;
 }
 
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons,

@@ -28,6 +28,9 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config,
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons = nullptr,
                 const VariantProgram* program = nullptr);  // cuda.cc
 
+// mla, CUDA: query heads that a tile may have.
+int64_t MostHeadsOfBlock(const AttentionSpec& spec);
+
 // Multiprocessors of a target that does not say how many: those of the usual part.
 int64_t DefaultProcessors(int64_t arch);
 

@@ -8,7 +8,6 @@
 namespace jax_attn {
 namespace {
 
-// Up to 32 heads: sm80/mla.cuh has the others.
 template <int kFormat>
 void RunLatentCodes() {
   using Kernel = Sm90MlaDecode;
@@ -32,6 +31,13 @@ void RunLatentCodes() {
        .sharpness = 8},
       3);
   RunCodes<Kernel, MlaShapeOf<192, 128, 5, 16, false, true, false>, kFormat>(kCodesOfPrefixes, 5);
+  RunCodes<Kernel, MlaShapeOf<576, 512, 26, 0, false, true, false>, kFormat>(
+      {.name = "DeepSeek's, 77 heads in 3 blocks, ragged, shared out",
+       .requests = {{1, 400}, {2, 140}},
+       .num_ctas = 8,
+       .kv_heads = 3,
+       .qo_heads = 77},
+      4);
 }
 
 }  // namespace
