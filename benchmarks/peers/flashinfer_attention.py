@@ -34,8 +34,8 @@ def main() -> None:
     if peer.arguments.build_only:
         return
     prefills = ["fa2", "fa3"] if fa3 else ["fa2"]
-    # Prefill, which takes longest, last: it is what is missing if the time is over.
-    kinds = ("decode", "mla", "shared_prefix", "mixed", "append", "merge", "prefill")
+    # What takes longest last: prefill, and the cascade, which compiles one more module for minutes.
+    kinds = ("decode", "mla", "mixed", "append", "merge", "prefill", "shared_prefix")
     for workload in (w for kind in kinds for w in peer.workloads(kind)):
         if workload.kind != "mla" and workload.head_dim != HEAD_DIM:
             continue
