@@ -251,7 +251,7 @@ class BackwardPass {
     NoFetch no_fetch;
     for (i64 u = 0; u < CeilDiv(rows_, kUnit); ++u) {
       const auto pack = [&](const HeadRows& rows, i64 dim, char* panel) {
-        PackKeyPanel<Isa, kPacked, T>(rows, u * kUnit, dim, panel, no_fetch);
+        PackKeyPanel<Isa, kPacked, T>(rows, u * kUnit, dim, panel);
         ClearSteps<Isa, kPacked>(panel, dim / kStep, RoundUp(dim, kCut) / kStep);
       };
       pack(q, p_.head_dim_qk, buf_.q_t + u * buf_.q_t_bytes);

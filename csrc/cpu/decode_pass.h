@@ -25,6 +25,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   using Base = PassBase<Isa, T, Kv, true>;
   using Base::buf_, Base::item_, Base::num_heads_, Base::params_, Base::rows_;
   using Base::kBytes, Base::kCodes, Base::kKeys, Base::kStep, Base::kUnit, Base::kValues;
+  using RowElement = typename Base::RowElement;
   using RowTile = typename Base::RowTile;
 
  public:
@@ -44,24 +45,32 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
  private:
   // Tokens of a unit, whose heads follow each other: few, so that reads follow memory, and enough
-  // for a whole panel of keys and not to load and store o too often. On two Zen 5 cores twice as
-  // many f32 values a unit cost 7 %; half as many save 7 %, but cost 12 % with AVX2.
-  static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens,
-                       kValueTokens = Base::kTiled   ? Base::kTileTokens
-                                      : Base::kCodes ? 64
-                                                     : Min(8, 16 / kBytes);
+  // for a whole panel of keys and not to load and store o too often. With twice as many f32 or bf16
+  // values a unit decodes are a tenth faster from caches and slower from memory. Those that are
+  // decoded wait for arithmetic.
+  static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens;
+  i64 ValueTokens() const {
+    if (Base::kTiled) return Base::kTileTokens;
+    if (kCodes) return 64;
+    return this->Stages() ? kKeyTokens : Min(8, 16 / kBytes);
+  }
   // Of codes a whole block: its values have their scales where weights become codes, before they
   // are multiplied.
   static constexpr i64 kTokensAhead = Base::kCodes ? 0 : kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
-  // Keys are read twice, from their rows and from panels.
-  using KeyFetch = RowFetch<2>;
+  // Without tiles only products fetch, one line for each that they read, from rows of codes as from
+  // those of elements: where bursts of prefetches follow each row that is decoded, decodes from
+  // memory take 1.3 times as long. Int8 are read twice, from their rows and from panels.
+  using KeyFetch = RowFetch<kCodes ? 2 : 1>;
   using ValueFetch = RowFetch<>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
   static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
-  static_assert(kKeyTokens % kKeyPanel == 0 && kValueTokens % kStep == 0);
+  static_assert(kKeyTokens % kKeyPanel == 0);
+  // Rows of a head whose keys are multiplied without panels, and of two heads together: so many
+  // accumulators have registers beside the keys of a vector of tokens.
+  static constexpr int kMaxKeyRows = kCodes ? 0 : 8, kMaxKeyPairRows = kMaxKeyRows / 2;
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
@@ -81,7 +90,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     ValueFetch unit_fetch;
     NoFetch no_fetch;
     auto& value_fetch = EitherOf<Base::kTiled>(fetch_, unit_fetch);
-    auto& softmax_fetch = EitherOf<Base::kTiled>(fetch_, no_fetch);
+    auto& beside_fetch = EitherOf<Base::kTiled>(fetch_, no_fetch);
     const bool stages = this->Stages();
     if constexpr (Base::kTiled) ShareKeys(valid);
     for (i64 first = valid.begin / kKeyTokens * kKeyTokens; first < valid.end;
@@ -106,33 +115,33 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
         if constexpr (kCodes) {
           this->WeighTile(h, tile.row - h * rows_, tile.n, tile.score_row, start, valid, tile.seen,
-                          buf_.codes.key_scales + h * buf_.tile_kv, softmax_fetch);
+                          buf_.codes.key_scales + h * buf_.tile_kv, beside_fetch);
         } else {
           this->Softmax(h, tile.row - h * rows_, tile.n, tile.score_row, start, valid, tile.seen,
-                        softmax_fetch);
+                        beside_fetch);
         }
       });
     }
     if constexpr (Base::kTiled) ShareValues(valid);
-    for (i64 first = valid.begin / kValueTokens * kValueTokens; first < valid.end;
-         first += kValueTokens) {
+    const i64 unit = ValueTokens();
+    for (i64 first = valid.begin / unit * unit; first < valid.end; first += unit) {
       if constexpr (!Base::kTiled) {
         StartUnit(kCodes ? next.k : block.v, kCodes ? k_bytes : v_bytes, next.k, k_bytes, first,
-                  kValueTokens, valid, &unit_fetch);
+                  unit, valid, &unit_fetch);
       }
+      const Range tokens = Unit(first, unit, valid);
       for (i64 h = 0; h < num_heads_; ++h) {
         if (!stages) {
-          MultiplyValues(h, start, valid, first, {block.v, h * v_bytes}, value_fetch);
+          MultiplyValues(h, start, valid, first, tokens, {block.v, h * v_bytes}, value_fetch);
           continue;
         }
-        const Range tokens = Unit(first, kValueTokens, valid);
         if (this->PackCoded(block.v, h, start, first, tokens, value_fetch)) {
-          MultiplyValues(h, start, valid, first, {nullptr, 0}, value_fetch);
+          MultiplyValues(h, start, valid, first, tokens, {nullptr, 0}, value_fetch);
           continue;
         }
-        this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, kValueTokens,
-                    tokens, h, 1, value_fetch);
-        MultiplyValues(h, start, valid, first, {buf_.staged, 0}, value_fetch);
+        this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, unit, tokens, h, 1,
+                    beside_fetch);
+        MultiplyValues(h, start, valid, first, tokens, {buf_.staged, 0}, value_fetch);
       }
     }
     if constexpr (kCodes) FoldBlock(start, valid, block, finite);
@@ -257,22 +266,32 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 begin = tokens.begin / kKeyPanel, end = CeilDiv(tokens.end, kKeyPanel);
     const i64 panel_bytes = KeyPanelBytes(), steps = this->KeySteps();
     const PanelSource<KeyIsa, kKeys> panels{buf_.k_panels, panel_bytes};
-    const i64 heads =
-        end - begin == kKeyPanels && rows_ <= kMaxPairRows && h + 1 < num_heads_ ? 2 : 1;
+    const bool few = rows_ <= kMaxKeyRows;
+    const bool pairs =
+        few ? rows_ <= kMaxKeyPairRows : end - begin == kKeyPanels && rows_ <= kMaxPairRows;
+    const i64 heads = pairs && h + 1 < num_heads_ ? 2 : 1;
     const bool stages = this->Stages();
     if (stages) {
       this->Stage(rows, params_.k_scale, params_.head_dim_qk, start,
                   tokens.begin / kKeyTokens * kKeyTokens, kKeyTokens, tokens, h, heads);
     }
+    const i64 row_bytes = params_.head_dim_qk * i64{sizeof(RowElement)};
+    const i64 head_bytes = stages ? row_bytes : this->KeyHeadBytes();
+    if constexpr (kMaxKeyRows > 0) {
+      if (few) {
+        const HeadRows keys{stages ? buf_.staged : rows, stages ? 0 : h * head_bytes};
+        MultiplyRows(h, heads, start, valid, tokens, keys, head_bytes, fetch);
+        return heads;
+      }
+    }
     char* panel = buf_.k_panels;
     for (i64 i = 0; i < heads; ++i) {
-      const i64 head_bytes = stages ? params_.head_dim_qk * kBytes : this->KeyHeadBytes();
       const HeadRows keys{stages ? buf_.staged : rows, (stages ? i : h + i) * head_bytes};
       for (i64 u = begin; u < end; ++u, panel += panel_bytes) {
         if constexpr (kCodes) {
           PackCodePanel<KeyIsa>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
         } else {
-          PackKeyPanel<KeyIsa, kKeys, Kv>(keys, u * kKeyPanel, params_.head_dim_qk, panel, fetch);
+          PackKeyPanel<KeyIsa, kKeys, RowElement>(keys, u * kKeyPanel, params_.head_dim_qk, panel);
         }
       }
       if constexpr (kCodes) SaveKeyScales(rows, h + i, tokens);
@@ -293,6 +312,28 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       }
     });
     return heads;
+  }
+
+  // The same without panels, of few rows of one or two heads.
+  template <class Fetch>
+  void MultiplyRows(i64 h, i64 heads, i64 start, Range valid, Range tokens, const HeadRows& keys,
+                    i64 head_bytes, Fetch& fetch) {
+    const Range seen = this->VisibleToAny(0, rows_ - 1, start, valid);
+    const Range both = {Max(seen.begin, tokens.begin), Min(seen.end, tokens.end)};
+    const float* q = buf_.q + h * rows_ * buf_.q_lanes;
+    float* s = buf_.s + h * rows_ * buf_.tile_kv;
+    constexpr i64 kWidth = Isa::kWidth;
+    for (i64 t = both.begin / kWidth * kWidth; t < both.end; t += kWidth) {
+      if (heads == 2) {
+        MultiplyFewRows<Isa, kKeys, RowElement, kMaxKeyPairRows, 2>(
+            rows_, q, buf_.q_lanes, keys, head_bytes, t, params_.head_dim_qk, s + t, buf_.tile_kv,
+            fetch);
+      } else {
+        MultiplyFewRows<Isa, kKeys, RowElement, kMaxKeyRows, 1>(rows_, q, buf_.q_lanes, keys,
+                                                                head_bytes, t, params_.head_dim_qk,
+                                                                s + t, buf_.tile_kv, fetch);
+      }
+    }
   }
 
   void SaveKeyScales(const char* const* rows, i64 h, Range tokens) const {
@@ -425,12 +466,11 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return PanelBytes<KeyIsa, kKeys>(this->KeySteps() * StepDepth(kKeys));
   }
 
-  // o = alpha o + p v for the unit that starts at token `first`; without rows, panels have the
-  // values.
+  // o = alpha o + p v for `tokens`, those of the unit that starts at token `first`; without rows,
+  // panels have the values.
   template <class Fetch>
-  void MultiplyValues(i64 h, i64 start, Range valid, i64 first, const HeadRows& values,
-                      Fetch& fetch) {
-    const Range tokens = Unit(first, kValueTokens, valid);
+  void MultiplyValues(i64 h, i64 start, Range valid, i64 first, Range tokens,
+                      const HeadRows& values, Fetch& fetch) {
     const i64 panels = buf_.o_columns / kUnit;
     const bool mixed = this->IsMixed(start, valid);
     // Each value is read once a row tile, so straight from its row, where whole panels and steps do
@@ -439,7 +479,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const bool whole =
           params_.head_dim_vo % kUnit == 0 && tokens.begin % kStep == 0 && tokens.end % kStep == 0;
       if (whole && !mixed) {
-        const RowSource<Isa, Kv, Base::kPairs> rows{values.rows + tokens.begin, values.offset};
+        const RowSource<Isa, RowElement, Base::kPairs> rows{values.rows + tokens.begin,
+                                                            values.offset};
         ForTiles(h, start, valid, [&](const RowTile& tile) {
           this->AddValues(tile, tokens.begin, tokens, rows, 0, panels, fetch);
         });

@@ -159,39 +159,51 @@ struct RowFetch {
   }
 };
 
-// A panel of keys: columns are the tokens [first, first + kPanel), depth is head_dim.
-template <class Isa, Format kFormat, typename T, class Fetch>
-JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel,
-                                  Fetch& fetch) {
-  Fetch ahead = fetch;  // in registers
+// Keys of kWidth tokens, turned: columns of them, lane by lane of a panel's steps.
+template <class Isa, Format kFormat, typename T>
+struct KeyColumns {
   using Vec = typename Isa::Vec;
-  constexpr int kWidth = Isa::kWidth;
-  constexpr bool kMove =
+  static constexpr int kWidth = Isa::kWidth;
+  static constexpr bool kMove =
       sizeof(T) == 4 || IsBf16<T>;  // as 32-bit lanes; others are converted first
-  constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // a lane becomes two
-  constexpr bool kJoin = IsCode<T> && kFormat == Format::kDot;   // two become a lane
-  constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T) * (kJoin ? 2 : 1);
-  const i64 lanes = head_dim * static_cast<i64>(sizeof(T)) / kLaneBytes;
+  static constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // a lane becomes two
+  static constexpr bool kJoin = IsCode<T> && kFormat == Format::kDot;   // two become a lane
+  static constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T) * (kJoin ? 2 : 1);
+
+  static i64 Lanes(i64 head_dim) { return head_dim * static_cast<i64>(sizeof(T)) / kLaneBytes; }
+
+  // Lanes [lane, lane + n) of the rows that start at offset; 0 beyond.
+  JAX_ATTN_INLINE static void Load(const char* const* rows, i64 offset, i64 lane, int n,
+                                   Vec* column) {
+    if constexpr (kMove) {
+      Isa::TransposeLoad(rows, offset + lane * kLaneBytes, n, column);
+    } else {
+      JAX_ATTN_UNROLL
+      for (int t = 0; t < kWidth; ++t) {
+        const T* row = reinterpret_cast<const T*>(rows[t] + offset);
+        if constexpr (kJoin) {
+          column[t] = Isa::LoadPairs(row + 2 * lane, n);
+        } else {
+          column[t] = Isa::LoadFirst(row + lane, n);
+        }
+      }
+      Isa::Transpose(column);
+    }
+  }
+};
+
+// A panel of keys: columns are the tokens [first, first + kPanel), depth is head_dim.
+template <class Isa, Format kFormat, typename T>
+JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel) {
+  using Columns = KeyColumns<Isa, kFormat, T>;
+  constexpr int kWidth = Isa::kWidth;
+  constexpr bool kSplit = Columns::kSplit;
+  const i64 lanes = Columns::Lanes(head_dim);
   for (int v = 0; v < Isa::kVecs; ++v) {
     const char* rows[kWidth];
     for (int t = 0; t < kWidth; ++t) rows[t] = keys.Row(first + v * kWidth + t);
     float* out = reinterpret_cast<float*>(panel) + v * kWidth;
-    Vec column[kWidth];
-    const auto load = [&](i64 lane, int n) __attribute__((always_inline)) {
-      if constexpr (kMove) {
-        Isa::TransposeLoad(rows, lane * kLaneBytes, n, column);
-      } else {
-        JAX_ATTN_UNROLL
-        for (int t = 0; t < kWidth; ++t) {
-          if constexpr (kJoin) {
-            column[t] = Isa::LoadPairs(reinterpret_cast<const T*>(rows[t]) + 2 * lane, n);
-          } else {
-            column[t] = Isa::LoadFirst(reinterpret_cast<const T*>(rows[t]) + lane, n);
-          }
-        }
-        Isa::Transpose(column);
-      }
-    };
+    typename Isa::Vec column[kWidth];
     const auto store = [&](int i) __attribute__((always_inline)) {
       if constexpr (kSplit) {
         Isa::Store(out + 2 * i * kPanel<Isa>, Isa::PairLow(column[i]));
@@ -202,19 +214,90 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
     };
     i64 lane = 0;
     for (; lane + kWidth <= lanes; lane += kWidth, out += (kSplit ? 2 : 1) * kWidth * kPanel<Isa>) {
-      load(lane, kWidth);
+      Columns::Load(rows, 0, lane, kWidth, column);
       JAX_ATTN_UNROLL
-      for (int i = 0; i < kWidth; ++i) {
-        store(i);
-        ahead.template Step<kWidth * kLaneBytes>(lane + i);
-      }
+      for (int i = 0; i < kWidth; ++i) store(i);
     }
     if (lane < lanes) {
-      load(lane, static_cast<int>(lanes - lane));
+      Columns::Load(rows, 0, lane, static_cast<int>(lanes - lane), column);
       for (int i = 0; i < lanes - lane; ++i) store(i);
     }
   }
+}
+
+// c = a b without a panel: b has the keys of kWidth tokens from `first` on, turned in registers. Of
+// so few rows each column is used too rarely to be worth a store and a load. kSets: of so many
+// heads, whose keys lie set_bytes apart; rows of a and c as GemmTile has them. The sums are the
+// same.
+template <class Isa, Format kFormat, typename T, int kRows, int kSets, class Fetch>
+JAX_ATTN_KERNEL void MultiplyKeyRows(const float* a, i64 lda, const HeadRows& keys, i64 set_bytes,
+                                     i64 first, i64 head_dim, float* c, i64 ldc, Fetch& fetch) {
+  using Vec = typename Isa::Vec;
+  using Columns = KeyColumns<Isa, kFormat, T>;
+  constexpr int kWidth = Isa::kWidth;
+  constexpr bool kTwo = kFormat == Format::kDepthPairs;  // depths of a lane, one by one
+  constexpr Format kProduct = kFormat == Format::kDot ? kFormat : Format::kF32;
+  static_assert(!Columns::kSplit);
+  const char* const* const rows = keys.rows + first;
+  const i64 lanes = Columns::Lanes(head_dim);
+  Fetch ahead = fetch;  // in registers
+  Vec acc[kSets][kRows];
+  JAX_ATTN_UNROLL
+  for (int i = 0; i < kSets * kRows; ++i) acc[i / kRows][i % kRows] = Isa::Zero();
+  const auto multiply = [&](int set, Vec x, i64 at) __attribute__((always_inline)) {
+    JAX_ATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Vec ar = Isa::Broadcast(a + (set * kRows + r) * lda + at);
+      acc[set][r] = MultiplyAdd<Isa, kProduct>(x, ar, acc[set][r]);
+    }
+  };
+  const auto add = [&](int set, Vec x, i64 lane) __attribute__((always_inline)) {
+    if constexpr (kTwo) {
+      multiply(set, Isa::PairLow(x), 2 * lane);
+      multiply(set, Isa::PairHigh(x), 2 * lane + 1);
+    } else {
+      multiply(set, x, lane);
+    }
+  };
+  i64 lane = 0;
+  for (; lane + kWidth <= lanes; lane += kWidth) {
+    JAX_ATTN_UNROLL
+    for (int set = 0; set < kSets; ++set) {
+      Vec column[kWidth];
+      Columns::Load(rows, keys.offset + set * set_bytes, lane, kWidth, column);
+      JAX_ATTN_UNROLL
+      for (int i = 0; i < kWidth; ++i) {
+        add(set, column[i], lane + i);
+        ahead.template Step<kWidth * Columns::kLaneBytes>(lane + i);
+      }
+    }
+  }
+  if (lane < lanes) {
+    JAX_ATTN_UNROLL
+    for (int set = 0; set < kSets; ++set) {
+      Vec column[kWidth];
+      Columns::Load(rows, keys.offset + set * set_bytes, lane, static_cast<int>(lanes - lane),
+                    column);
+      for (int i = 0; i < lanes - lane; ++i) add(set, column[i], lane + i);
+    }
+  }
   fetch = ahead;
+  JAX_ATTN_UNROLL
+  for (int i = 0; i < kSets * kRows; ++i) Isa::Store(c + i * ldc, acc[i / kRows][i % kRows]);
+}
+
+// The same of 1 to kMaxRows rows.
+template <class Isa, Format kFormat, typename T, int kMaxRows, int kSets, class Fetch>
+void MultiplyFewRows(i64 rows, const float* a, i64 lda, const HeadRows& keys, i64 set_bytes,
+                     i64 first, i64 head_dim, float* c, i64 ldc, Fetch& fetch) {
+  if constexpr (kMaxRows > 0) {
+    if (rows != kMaxRows) {
+      return MultiplyFewRows<Isa, kFormat, T, kMaxRows - 1, kSets>(rows, a, lda, keys, set_bytes,
+                                                                   first, head_dim, c, ldc, fetch);
+    }
+    MultiplyKeyRows<Isa, kFormat, T, kMaxRows, kSets>(a, lda, keys, set_bytes, first, head_dim, c,
+                                                      ldc, fetch);
+  }
 }
 
 // Panels of values: columns are head dims, zeros beyond head_dim; depth are the tokens [begin,

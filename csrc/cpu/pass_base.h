@@ -7,6 +7,8 @@
 // heads beside it, nor on the height of the tile.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/code_softmax.h"
 #include "cpu/codec.h"
 #include "cpu/fold.h"
@@ -66,6 +68,12 @@ struct Buffers {
     return kUsesTiles<Isa, T, Kv> ? RoundUp(depth, kTileSteps * StepDepth(kKeys)) : depth;
   }
 
+  // Whether codes that kernels can take as they are become rows of T all the same, which is faster
+  // by tables.
+  static constexpr bool StagesCodes() {
+    return IsCode<Kv> && kLow && (kUsesTiles<Isa, T, Kv> || kLooksUp<Isa, T>);
+  }
+
   Buffers(const AttentionParams& params, const CpuGeometry& g, void* scratch)
       : q_lanes(Lanes(kKeys, Depth(params.head_dim_qk))),
         p_lanes(Lanes(kValues, g.tile_kv)),
@@ -104,7 +112,8 @@ struct Buffers {
     seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
     is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
     constexpr bool kTiles = kLow && kUsesTiles<Isa, T, Kv>;
-    const bool stages = kTiles || (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
+    const bool stages =
+        kTiles || StagesCodes() || (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
     const i64 stage_rows = kTiles ? 2 * kTileRows : kLow ? 2 * kKeyTokens : tile_kv;
     stage =
         Take<T>(base, stages ? stage_rows * Depth(Max(params.head_dim_qk, params.head_dim_vo)) : 0);
@@ -166,8 +175,10 @@ class PassBase {
   static constexpr i64 kUnit = kPanel<Isa>;                             // tokens of a panel of keys
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
+  static constexpr bool kStagesCodes = Buffers<Isa, T, Kv, kLow>::StagesCodes();
+  using RowElement = std::conditional_t<kStagesCodes, T, Kv>;  // of what is multiplied
   static constexpr i64 kBytes = sizeof(Kv);
-  static constexpr i64 kFetchTokens = kTiled ? 4 : 8;
+  static constexpr i64 kFetchTokens = 4;
 
   // From the first token of some tiles to the last one, over what any of them sees.
   static WorkItem WholeOf(const WorkItem* tiles, i64 num_tiles) {
@@ -334,7 +345,7 @@ class PassBase {
   }
 
   // The panels of values from token `first` on; what a tile multiplies beside them is 0.
-  template <typename Element = Kv, class Fetch>
+  template <typename Element = RowElement, class Fetch>
   void PackBlockValues(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
     if constexpr (kCodes) {  // beside them weights are 0, and so are the products
       PackCodeValues<Isa>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
@@ -461,15 +472,12 @@ class PassBase {
 
   // Whether keys and values are codes that are decoded to rows of T, not in panels.
   bool Stages() const {
-    return IsCode<Kv> ? kLow && kTiled : !kCodes && params_.kv_format != kPlainFormat;
+    return IsCode<Kv> ? kStagesCodes : !kCodes && params_.kv_format != kPlainFormat;
   }
 
-  // Of work on a row that is decoded: rows may begin and end within a line. With tiles, for which
-  // only parts of it count, as much as it takes to pack the elements and to multiply them.
-  i64 StageBytes(i64 head_dim) const {
-    if (kTiled) return 4 * head_dim;
-    return CodeRowBytes(params_.kv_format, head_dim) + kCacheLine / kFetchTokens;
-  }
+  // Of work on a row that is decoded beside a fetch, which only passes with tiles do: as much as it
+  // takes to pack the elements and to multiply them.
+  static i64 StageBytes(i64 head_dim) { return 4 * head_dim; }
 
   // Bytes of a head's row, as it is stored.
   i64 HeadBytes(i64 head_dim) const {

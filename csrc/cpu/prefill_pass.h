@@ -46,7 +46,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
       if constexpr (kCodes) {
         PackCodePanel<Isa>(keys, u * kUnit, params_.head_dim_qk, panel, no_fetch);
       } else {
-        PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk, panel, no_fetch);
+        PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk, panel);
       }
     }
     if (stages) {
