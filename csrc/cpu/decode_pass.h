@@ -59,11 +59,13 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   static constexpr i64 kTokensAhead = Base::kCodes ? 0 : kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
+  // Of f32 a row is often a page of its own, so several are looked up at once.
+  static constexpr i64 kFetchPages = kBytes == 4 ? 4 : 1;
   // Without tiles only products fetch, one line for each that they read, from rows of codes as from
   // those of elements: where bursts of prefetches follow each row that is decoded, decodes from
   // memory take 1.3 times as long. Int8 are read twice, from their rows and from panels.
-  using KeyFetch = RowFetch<kCodes ? 2 : 1>;
-  using ValueFetch = RowFetch<>;
+  using KeyFetch = RowFetch<kCodes ? 2 : 1, kFetchPages>;
+  using ValueFetch = RowFetch<1, kFetchPages>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
   static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
@@ -71,6 +73,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   // Rows of a head whose keys are multiplied without panels, and of two heads together: so many
   // accumulators have registers beside the keys of a vector of tokens.
   static constexpr int kMaxKeyRows = kCodes ? 0 : 8, kMaxKeyPairRows = kMaxKeyRows / 2;
+  // Whether keys as they lie come later than they are multiplied. Then heads one by one are as fast
+  // as two together, or faster from memory, as reads follow its order.
+  static constexpr bool kKeysAreLate = kBytes == 4 || Base::kPairs;
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
     const Range valid = this->ValidTokens(start);
@@ -267,10 +272,10 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 panel_bytes = KeyPanelBytes(), steps = this->KeySteps();
     const PanelSource<KeyIsa, kKeys> panels{buf_.k_panels, panel_bytes};
     const bool few = rows_ <= kMaxKeyRows;
-    const bool pairs =
-        few ? rows_ <= kMaxKeyPairRows : end - begin == kKeyPanels && rows_ <= kMaxPairRows;
-    const i64 heads = pairs && h + 1 < num_heads_ ? 2 : 1;
     const bool stages = this->Stages();
+    const bool pairs = few ? rows_ <= kMaxKeyPairRows && (stages || !kKeysAreLate)
+                           : end - begin == kKeyPanels && rows_ <= kMaxPairRows;
+    const i64 heads = pairs && h + 1 < num_heads_ ? 2 : 1;
     if (stages) {
       this->Stage(rows, params_.k_scale, params_.head_dim_qk, start,
                   tokens.begin / kKeyTokens * kKeyTokens, kKeyTokens, tokens, h, heads);
