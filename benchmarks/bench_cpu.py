@@ -568,7 +568,8 @@ def main() -> None:
             flush=True,
         )
     result = {
-        "device": f"{this_cpu().name}, {isa} ran on {len_processors()} threads",
+        # What the processor is, to which its best instructions belong, and which of them ran.
+        "device": f"{this_cpu().name.rpartition(', ')[0]}, {isa} on {len_processors()} threads",
         "driver": "torch " + torch.__version__ if torch else "",
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
