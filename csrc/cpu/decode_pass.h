@@ -45,9 +45,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
  private:
   // Tokens of a unit, whose heads follow each other: few, so that reads follow memory, and enough
-  // for a whole panel of keys and not to load and store o too often. With twice as many f32 or bf16
-  // values a unit decodes are a tenth faster from caches and slower from memory. Those that are
-  // decoded wait for arithmetic.
+  // for a whole panel of keys and not to load and store o too often. With twice as many values of
+  // f32 or bf16 a decode is a tenth faster from caches and a tenth slower from memory. Codes wait
+  // for arithmetic, so they have long units.
   static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens;
   i64 ValueTokens() const {
     if (Base::kTiled) return Base::kTileTokens;
@@ -61,20 +61,20 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
   // Of f32 a row is often a page of its own, so several are looked up at once.
   static constexpr i64 kFetchPages = kBytes == 4 ? 4 : 1;
-  // Without tiles only products fetch, one line for each that they read, from rows of codes as from
-  // those of elements: where bursts of prefetches follow each row that is decoded, decodes from
-  // memory take 1.3 times as long. Int8 are read twice, from their rows and from panels.
+  // Without tiles only products fetch, one line for each line that they read, of codes, too: with
+  // bursts of prefetches behind each decoded row a decode from memory takes 1.3 times as long. Int8
+  // are read twice, from their rows and from panels.
   using KeyFetch = RowFetch<kCodes ? 2 : 1, kFetchPages>;
   using ValueFetch = RowFetch<1, kFetchPages>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
   static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
   static_assert(kKeyTokens % kKeyPanel == 0);
-  // Rows of a head whose keys are multiplied without panels, and of two heads together: so many
-  // accumulators have registers beside the keys of a vector of tokens.
+  // Up to so many rows of a head, or of each of two heads, keys are multiplied without panels:
+  // there are registers for their sums beside the keys of a vector of tokens.
   static constexpr int kMaxKeyRows = kCodes ? 0 : 8, kMaxKeyPairRows = kMaxKeyRows / 2;
-  // Whether keys as they lie come later than they are multiplied. Then heads one by one are as fast
-  // as two together, or faster from memory, as reads follow its order.
+  // Whether a decode waits for its keys. Then one head at a time is as fast as two or, from memory,
+  // faster: reads follow the order in which heads lie.
   static constexpr bool kKeysAreLate = kBytes == 4 || Base::kPairs;
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {

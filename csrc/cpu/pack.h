@@ -159,7 +159,7 @@ struct RowFetch {
   }
 };
 
-// Keys of kWidth tokens, turned: columns of them, lane by lane of a panel's steps.
+// Keys of kWidth tokens, transposed: a vector for each lane of their rows.
 template <class Isa, Format kFormat, typename T>
 struct KeyColumns {
   using Vec = typename Isa::Vec;
@@ -225,10 +225,10 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
   }
 }
 
-// c = a b without a panel: b has the keys of kWidth tokens from `first` on, turned in registers. Of
-// so few rows each column is used too rarely to be worth a store and a load. kSets: of so many
-// heads, whose keys lie set_bytes apart; rows of a and c as GemmTile has them. The sums are the
-// same.
+// c = a b without a panel: b has the keys of kWidth tokens from `first` on, transposed in
+// registers. With so few rows a vector of keys is used too rarely to be worth a store and a load.
+// kSets heads at once, whose keys lie set_bytes apart; rows of a and c as in GemmTile, and the same
+// sums.
 template <class Isa, Format kFormat, typename T, int kRows, int kSets, class Fetch>
 JAX_ATTN_KERNEL void MultiplyKeyRows(const float* a, i64 lda, const HeadRows& keys, i64 set_bytes,
                                      i64 first, i64 head_dim, float* c, i64 ldc, Fetch& fetch) {
@@ -286,7 +286,7 @@ JAX_ATTN_KERNEL void MultiplyKeyRows(const float* a, i64 lda, const HeadRows& ke
   for (int i = 0; i < kSets * kRows; ++i) Isa::Store(c + i * ldc, acc[i / kRows][i % kRows]);
 }
 
-// The same of 1 to kMaxRows rows.
+// MultiplyKeyRows of 1 to kMaxRows rows.
 template <class Isa, Format kFormat, typename T, int kMaxRows, int kSets, class Fetch>
 void MultiplyFewRows(i64 rows, const float* a, i64 lda, const HeadRows& keys, i64 set_bytes,
                      i64 first, i64 head_dim, float* c, i64 ldc, Fetch& fetch) {
