@@ -105,6 +105,12 @@ def len_processors() -> int:
     ]
 
 
+def processor() -> str:
+    """Which one it is, and which instructions run on how many of its threads."""
+    name = this_cpu().name.rpartition(", ")[0]  # behind it are the best instructions that it has
+    return f"{name}, {ja._core.cpu_isa()} on {len_processors()} threads"
+
+
 def torch_attention(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], Any]:
     """q, k, v: [batch, tokens, heads, head_dim]."""
     dtype = torch.bfloat16 if q.dtype == jnp.bfloat16 else torch.float32
@@ -568,8 +574,7 @@ def main() -> None:
             flush=True,
         )
     result = {
-        # What the processor is, to which its best instructions belong, and which of them ran.
-        "device": f"{this_cpu().name.rpartition(', ')[0]}, {isa} on {len_processors()} threads",
+        "device": processor(),
         "driver": "torch " + torch.__version__ if torch else "",
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),

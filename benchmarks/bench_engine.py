@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_engine                      -> results/<device>-engine.json
     python -m benchmarks.bench_engine --tiny --out FILE    tries the script on any machine
-    python -m benchmarks.bench_engine --cpu                on a CPU -> results/cpu-engine.json
+    python -m benchmarks.bench_engine --cpu                on a CPU -> results/cpu-<isa>-engine.json
 
 On a CPU: decodes of Qwen3-0.6B's shapes, of one client and of several, beside transformers and
 llama.cpp where they are installed, in this Python or in those of --peer-python. They take turns.
@@ -36,6 +36,7 @@ import numpy as np
 from benchmarks import bench_cpu, device_trace, ops, report, shapes
 from benchmarks.bench import Bench
 from benchmarks.report import Ceilings, Row, log
+from jax_attn import _core
 from jax_attn.models import Model
 from jax_attn.serve.engine import Engine
 from jax_attn.serve.engine_config import EngineConfig, capacities
@@ -255,7 +256,7 @@ class CpuBench(Bench):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
-        self.path = arguments.out or report.RESULTS / "cpu-engine.json"
+        self.path = arguments.out or report.RESULTS / f"cpu-{_core.cpu_isa()}-engine.json"
         self.context, self.steps, self.rounds = (8, 2, 2) if arguments.tiny else (64, 6, 4)
 
     def run(self) -> None:
@@ -263,8 +264,13 @@ class CpuBench(Bench):
             self.guard(dtype, lambda d=dtype: self.decodes(d))
 
     def write(self) -> None:
-        more = {"failures": self.failures, "num_processors": os.cpu_count()}
-        report.write(self.path, self.rows, self.ceilings, **more)
+        report.write(
+            self.path,
+            self.rows,
+            self.ceilings,
+            device=bench_cpu.processor(),
+            failures=self.failures,
+        )
 
     def decodes(self, dtype: str) -> None:
         raw = shapes.SHAPES[self.SHAPE] | (shapes.TINY if self.arguments.tiny else {})
