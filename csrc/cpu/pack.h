@@ -95,7 +95,7 @@ struct HeadRows {
 // Into the second cache: what is on its way to the first one keeps the arithmetic from its own
 // reads. kPages: how many pages it looks up at once. A core can do four; one at a time needs fewer
 // registers.
-template <int kShare = 1, i64 kPages = 1>
+template <int kShare, i64 kPages>
 struct RowFetch {
   const char* line = nullptr;
   const char* row_end = nullptr;

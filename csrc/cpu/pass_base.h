@@ -7,8 +7,6 @@
 // heads beside it, nor on the height of the tile.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/code_softmax.h"
 #include "cpu/codec.h"
 #include "cpu/fold.h"
@@ -176,7 +174,7 @@ class PassBase {
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
   static constexpr bool kStagesCodes = Buffers<Isa, T, Kv, kLow>::StagesCodes();
-  using RowElement = std::conditional_t<kStagesCodes, T, Kv>;  // of what is multiplied
+  using RowElement = typename TypeOf<kStagesCodes, T, Kv>::Type;  // of what is multiplied
   static constexpr i64 kBytes = sizeof(Kv);
   static constexpr i64 kFetchTokens = 4;
 

@@ -76,6 +76,16 @@ auto& EitherOf(First& first, Second& second) {
   }
 }
 
+// std::conditional, without its header: see kernels.h.
+template <bool kFirst, class First, class Second>
+struct TypeOf {
+  using Type = First;
+};
+template <class First, class Second>
+struct TypeOf<false, First, Second> {
+  using Type = Second;
+};
+
 constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "amx_emulation.h"
+#include "checks.h"
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
 
@@ -27,18 +28,6 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int32_t kPoisonId = 2147480000;
-
-int g_failures = 0;
-
-#define CHECK(condition, ...)                                           \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      std::printf("FAILED %s:%d %s: ", __FILE__, __LINE__, #condition); \
-      std::printf(__VA_ARGS__);                                         \
-      std::printf("\n");                                                \
-      if (++g_failures > 20) std::exit(1);                              \
-    }                                                                   \
-  } while (0)
 
 // ---- instruction sets
 

@@ -9,22 +9,11 @@
 #include <limits>
 #include <vector>
 
+#include "checks.h"
 #include "cpu/simd_math.h"
 
 namespace jax_attn {
 namespace {
-
-int g_failures = 0;
-
-#define CHECK(condition, ...)   \
-  do {                          \
-    if (!(condition)) {         \
-      std::printf("FAILED ");   \
-      std::printf(__VA_ARGS__); \
-      std::printf("\n");        \
-      ++g_failures;             \
-    }                           \
-  } while (0)
 
 template <class Isa, class Function>
 float ValueOf(Function function, float x) {

@@ -15,23 +15,12 @@
 #include <thread>
 #include <vector>
 
+#include "checks.h"
 #include "cpu/helper_pool.h"
 #include "thread_pool.h"
 
 namespace jax_attn {
 namespace {
-
-int g_failures = 0;
-
-#define CHECK(condition, ...)                                           \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      std::printf("FAILED %s:%d %s: ", __FILE__, __LINE__, #condition); \
-      std::printf(__VA_ARGS__);                                         \
-      std::printf("\n");                                                \
-      ++g_failures;                                                     \
-    }                                                                   \
-  } while (0)
 
 void TestParallelFor(TaskPool& threads) {
   for (int64_t n : {0, 1, 2, 3, 100}) {
