@@ -234,7 +234,7 @@ class ServeBench(Bench):
             failures=self.failures,
             prompt_tokens=a.prompt,
             output_tokens=a.output,
-            server_options=a.server,
+            server_options=[option.rpartition("/")[2] for option in a.server],  # no paths
         )
         log(f"wrote {path}")
 
