@@ -217,7 +217,8 @@ class AsyncEngine:
     def _step(self) -> None:
         try:
             events = self._engine.step()
-            self._num_failures = 0
+            if self._engine.step_stats.has_retired:
+                self._num_failures = 0
         except Exception as error:
             self._num_failures += 1
             if self._num_failures >= _MAX_FAILURES:

@@ -7,33 +7,35 @@
         for event in engine.step():
             ...
 
-Step n + 1 is scheduled, planned and dispatched before the tokens of step n are known: a decode
-takes its token from the device's memory. While the device computes step n + 1, the host reads step
-n. The life of a step, and the two calls of `Engine.step` in which it is:
+Step n + 1 is scheduled, planned and launched before the tokens of step n are known: a decode takes
+its token from the device's memory. While the device computes step n + 1, the host reads step n. On
+a GPU a second thread gives the device its calls (see `dispatch`). The life of a step, and the two
+calls of `Engine.step` in which it is:
 
-    host                                                  device
-    ----------------------------------------------------  --------------------------
+    engine's thread                                   dispatch thread     device
+    ------------------------------------------------  ------------------  ------------------
     call n
-      schedule    Scheduler.schedule: who, which tokens   computes step n - 1
-      draft       the draft model's guesses, if any
-      plan        Device.plan: buckets, packed arguments
-      dispatch    Device.forward -------------------------> queued: forward n
-                  Scheduler.launched: pages may be shared
-      dispatch    Device.sample --------------------------> queued: sampling n
-      wait        Device.read of step n - 1 <-------------- tokens of step n - 1
-      retire      its tokens to sequences, texts, events    begins forward n
+      schedule  Scheduler.schedule: who, which tokens                     computes step n - 1
+      draft     the draft model's guesses, if any
+      plan      Device.plan: buckets, packed arguments
+                `_launch` ----------------------------> Device.forward --> queued: forward n
+                Scheduler.launched: pages may be shared
+                `_sample` ----------------------------> Device.sample ---> queued: sampling n
+      wait      Device.read of step n - 1 <------------------------------- tokens of step n - 1
+      retire    its tokens to sequences, texts, events                    begins forward n
     call n + 1
-      schedule .. dispatch of step n + 1                  computes step n
-      wait        Device.read of step n <------------------ tokens of step n
-      retire      Scheduler.append; or finish
+      schedule, plan, launch of step n + 1                                computes step n
+      wait      Device.read of step n <----------------------------------- tokens of step n
+      retire    Scheduler.append; or finish
 
 Where a sequence of step n has a grammar, the mask of its sample depends on its token of step n - 1.
-Then the sampling of step n is dispatched after step n - 1 is retired and its masks are there, while
+Then the sampling of step n is launched after step n - 1 is retired and its masks are there, while
 the device computes forward n. Masks are made by other threads (see `masks`). A sequence whose mask
 is late has its sample of step n retracted (Scheduler.retract): it gets no token, is held out of the
 next steps until the mask is there, and its last token goes through the model again.
 
-A step that raises is recovered from by `recover`.
+What a call of the device raises is raised by the `step` that reads its results. `recover` goes on
+from there.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +57,7 @@ from jax_attn.serve import live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
+from jax_attn.serve.dispatch import make_executor
 from jax_attn.serve.draft_model import DraftModel, ModelDrafter, have_same_tokens
 from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.engine_config import EngineConfig, capacities, device_config
@@ -62,7 +66,7 @@ from jax_attn.serve.grammar import CompiledGrammar, Grammars
 from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
 from jax_attn.serve.processes import Processes
 from jax_attn.serve.replay import LeadingDevice
-from jax_attn.serve.request import FinishReason, Sequence, Status
+from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
 from jax_attn.serve.scheduler import Scheduler
 from jax_attn.serve.step_plan import StepPlan
 
@@ -84,15 +88,16 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Launched:
-    """A step whose forward pass the device has, and in the end its sampling too."""
+    """A step of which the dispatch thread has the forward pass, and in the end the sampling too."""
 
     batch: Batch
-    scores: Scores | None  # until they are sampled
+    forward: Future[Scores] | None  # until the sampling is launched
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
     drafts: dict[int, tuple[int, ...]]  # of those that have some, by row
     # Of those with a grammar, by row: samples that it has masked, before a draft and behind some.
     num_masked: dict[int, int] = field(default_factory=dict)
-    sampled: sampling.Sampled | None = None
+    sampled: Future[sampling.Sampled | None] | None = None  # once it is launched
+    dispatch_seconds: float = 0.0  # of the dispatch thread
 
 
 class Engine:
@@ -137,6 +142,7 @@ class Engine:
             longest = draft_model.config.max_positions
             self.draft_model = DraftModel(device, longest, model.config.vocab_size, core)
         self.scheduler = Scheduler(core)
+        self.calls = make_executor()  # makes the calls of the device
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
         self._pending: _Launched | None = None
@@ -294,11 +300,10 @@ class Engine:
             return None
         if self.draft_model is not None:
             with self._phase("draft"):
+                self.drain()
                 self.draft_model.draft(plan.entries, self.device.newest)
         with self._phase("plan"):
             batch = self.device.plan(plan.entries)
-        with self._phase("dispatch"):
-            scores = self.device.forward(batch)
         self.scheduler.launched(plan)
         stats.bucket, stats.num_sequences = batch.bucket.name, len(plan.entries)
         lengths = [entry.num_tokens for entry in plan.entries]
@@ -310,7 +315,40 @@ class Engine:
             if entry.samples
         ]
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
-        return _Launched(batch, scores, streams, drafts)
+        launched = _Launched(batch, None, streams, drafts)
+        launched.forward = self.calls.submit(self._dispatch_forward, launched)
+        return launched
+
+    def _dispatch_forward(self, launched: _Launched) -> Scores:
+        """In the dispatch thread."""
+        begin = time.perf_counter()
+        try:
+            return self.device.forward(launched.batch)
+        finally:
+            launched.dispatch_seconds += time.perf_counter() - begin
+
+    def _dispatch_sample(
+        self,
+        launched: _Launched,
+        forward: Future[Scores],
+        states: list[tuple[int, SamplingParams, list[int], int]],
+        mask: np.ndarray | None,
+    ) -> sampling.Sampled | None:
+        """In the dispatch thread, behind `forward`. states: for Device.set_state."""
+        scores = forward.result()
+        begin = time.perf_counter()
+        try:
+            for state in states:
+                self.device.set_state(*state)
+            if not (launched.streams or launched.batch.scored):
+                return None
+            return self.device.sample(scores, launched.batch.kind, mask)
+        finally:
+            launched.dispatch_seconds += time.perf_counter() - begin
+
+    def drain(self) -> None:
+        """Returns once the device has had all calls. What they raise is for `step` to tell."""
+        self.calls.submit(lambda: None).result()
 
     def _sample(self, launched: _Launched) -> None:
         """Gives the device the sampling of a step, for all that still want their token."""
@@ -337,16 +375,17 @@ class Engine:
                 else:
                     sampling.forbid(mask[row], stream.stop_tokens)
                 wanted.append((row, stream))
+            states = []
             for _, stream in wanted:
                 if stream.needs_state:
                     seq, stream.needs_state = stream.seq, False
-                    self.device.set_state(seq.slot, seq.params, seq.tokens, seq.num_prompt)
+                    tokens = list(seq.tokens)  # of now, whenever the call is made
+                    states.append((seq.slot, seq.params, tokens, seq.num_prompt))
             launched.streams = wanted
-        # Forgotten here, so that the next step's may have the same memory.
-        scores, launched.scores = launched.scores, None
-        if (wanted or launched.batch.scored) and scores is not None:
-            with self._phase("dispatch"):
-                launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
+        # Forgotten here, so that the logits of the next step may have the same memory.
+        forward, launched.forward = launched.forward, None
+        assert forward is not None
+        launched.sampled = self.calls.submit(self._dispatch_sample, launched, forward, states, mask)
 
     def _may_not_stop(self, stream: _Stream) -> bool:
         """Whether the sample in flight is one of the first min_tokens: it need not be known."""
@@ -437,10 +476,14 @@ class Engine:
 
     def _retire(self, launched: _Launched) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
-        if launched.sampled is None:
-            return
+        assert launched.sampled is not None
         with self._phase("wait"):
-            sampled = self.device.read(launched.sampled)
+            found = launched.sampled.result()
+            sampled = None if found is None else self.device.read(found)
+        self.spent("dispatch", launched.dispatch_seconds)
+        self.step_stats.has_retired = True
+        if sampled is None:
+            return
         with self._phase("retire"):
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
@@ -598,6 +641,7 @@ class Engine:
         The cache's contents may be lost with the step, so the prefix cache is emptied; the queue
         stays, unless nothing was running: then the cause is in it. Returns the last events.
         """
+        self.drain()
         self._pending = self._last_plan = None
         for seq in self.scheduler.running or self.scheduler.waiting:
             self._fail(seq, message)
@@ -617,7 +661,7 @@ class Engine:
     # ---- numbers -------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: gauges, totals since the start, and seconds of the thread by phase."""
+        """Plain numbers: gauges, totals since the start, and seconds by phase (see StepStats)."""
         core = self.scheduler.stats()
         num_kept = core.num_free_pages + core.num_cached_pages
         return {

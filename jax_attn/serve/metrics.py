@@ -104,7 +104,9 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"jax_attn_{name}", text, value=stats[name])
 
         seconds = CounterMetricFamily(
-            "jax_attn_step_seconds", "Time of the engine's thread, by phase", labels=["phase"]
+            "jax_attn_step_seconds",
+            "Time of the engine's thread, by phase; dispatch may be another's",
+            labels=["phase"],
         )
         for phase, total in stats["step_seconds"].items():
             seconds.add_metric([phase], total)

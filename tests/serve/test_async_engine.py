@@ -16,6 +16,7 @@ from small_engine import CONFIG, make_engine, sequence, warm_device
 from jax_attn.serve import grammar
 from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.async_engine import AsyncEngine
+from jax_attn.serve.dispatch import Inline, make_thread
 from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.request import FinishReason, Sequence
 
@@ -268,8 +269,10 @@ def test_stop(engine, drain):
     check_drained(engine)
 
 
-def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
+@pytest.mark.parametrize("make", [Inline, make_thread])
+def test_a_step_that_raises_ends_what_ran(engine, make, monkeypatch):
     """With an error of its own; the engine goes on."""
+    engine._engine.calls = make()
     forward, broken = engine._engine.device.forward, threading.Event()
 
     def fail_once(batch):
@@ -322,10 +325,12 @@ def test_a_scheduler_without_a_step_for_what_is_left(engine, where, monkeypatch,
     check_drained(engine)
 
 
-def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
+@pytest.mark.parametrize("make", [Inline, make_thread])
+def test_steps_that_always_raise_end_the_engine(engine, make, monkeypatch):
     def fail(batch):
         raise RuntimeError("the device is gone")
 
+    engine._engine.calls = make()
     told, ready = [], []
     engine.on_ready = lambda: ready.append(engine.ready)
     engine.on_failure = lambda: told.append(engine.failure)
