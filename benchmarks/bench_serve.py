@@ -20,6 +20,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -234,7 +235,7 @@ class ServeBench(Bench):
             failures=self.failures,
             prompt_tokens=a.prompt,
             output_tokens=a.output,
-            server_options=[option.rpartition("/")[2] for option in a.server],  # no paths
+            server_options=[re.sub(r"(^|=)/.*/", r"\1", option) for option in a.server],  # no paths
         )
         log(f"wrote {path}")
 

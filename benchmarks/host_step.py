@@ -108,7 +108,7 @@ def main() -> None:
     add("--context", type=int, default=512, help="tokens of each")
     add("--waiting", type=int, default=0, help="sequences that wait for pages")
     add("--steps", type=int, default=200)
-    add("--launch", type=float, metavar="MS", help="milliseconds that a forward pass is launched")
+    add("--launch", type=float, metavar="MS", help="that the launch of a forward pass takes")
     add("--profile", action="store_true", help="say which functions, instead")
     arguments = parser.parse_args()
     for num_running in arguments.running:
@@ -122,9 +122,9 @@ def main() -> None:
             log(f"{name}: {measure(engine, arguments.steps)} us")
             continue
         engine.device.forward = lambda _: time.sleep(1e-3 * arguments.launch)  # type: ignore
-        for where, executor in (("inline", Inline()), ("in a thread", make_thread())) * 2:
+        for where, dispatcher in (("inline", Inline()), ("in a thread", make_thread())) * 2:
             engine.drain()
-            engine.calls = executor
+            engine.dispatcher = dispatcher
             log(f"{name}, launches {where}: {measure(engine, arguments.steps // 4)} us")
 
 

@@ -76,13 +76,13 @@ auto& EitherOf(First& first, Second& second) {
   }
 }
 
-// std::conditional, without its header: see kernels.h.
+// std::conditional, without its header: see kernels.h. CUDA has its own in cuda/common/math.cuh.
 template <bool kFirst, class First, class Second>
-struct TypeOf {
+struct Choose {
   using Type = First;
 };
 template <class First, class Second>
-struct TypeOf<false, First, Second> {
+struct Choose<false, First, Second> {
   using Type = Second;
 };
 

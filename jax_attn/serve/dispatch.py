@@ -21,7 +21,7 @@ class Inline(Executor):
         return future
 
 
-def make_executor() -> Executor:
+def make_dispatcher() -> Executor:
     """Runs calls one after the other, in the order in which they are submitted.
 
     On a GPU in a thread of its own: XLA takes 1.1 to 1.7 ms to launch the kernels of a step, most

@@ -57,7 +57,7 @@ from jax_attn.serve import live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
-from jax_attn.serve.dispatch import make_executor
+from jax_attn.serve.dispatch import make_dispatcher
 from jax_attn.serve.draft_model import DraftModel, ModelDrafter, have_same_tokens
 from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.engine_config import EngineConfig, capacities, device_config
@@ -66,7 +66,7 @@ from jax_attn.serve.grammar import CompiledGrammar, Grammars
 from jax_attn.serve.masks import SLOW_SECONDS, Constraint, Turn, workers
 from jax_attn.serve.processes import Processes
 from jax_attn.serve.replay import LeadingDevice
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve.request import FinishReason, Sequence, Status
 from jax_attn.serve.scheduler import Scheduler
 from jax_attn.serve.step_plan import StepPlan
 
@@ -91,11 +91,11 @@ class _Launched:
     """A step of which the dispatch thread has the forward pass, and in the end the sampling too."""
 
     batch: Batch
-    forward: Future[Scores] | None  # until the sampling is launched
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
     drafts: dict[int, tuple[int, ...]]  # of those that have some, by row
     # Of those with a grammar, by row: samples that it has masked, before a draft and behind some.
     num_masked: dict[int, int] = field(default_factory=dict)
+    forward: Future[Scores] | None = None  # until the sampling is launched
     sampled: Future[sampling.Sampled | None] | None = None  # once it is launched
     dispatch_seconds: float = 0.0  # of the dispatch thread
 
@@ -142,7 +142,7 @@ class Engine:
             longest = draft_model.config.max_positions
             self.draft_model = DraftModel(device, longest, model.config.vocab_size, core)
         self.scheduler = Scheduler(core)
-        self.calls = make_executor()  # makes the calls of the device
+        self.dispatcher = make_dispatcher()  # makes the calls of the device
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
         self._pending: _Launched | None = None
@@ -315,40 +315,25 @@ class Engine:
             if entry.samples
         ]
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
-        launched = _Launched(batch, None, streams, drafts)
-        launched.forward = self.calls.submit(self._dispatch_forward, launched)
+        launched = _Launched(batch, streams, drafts)
+        launched.forward = self._dispatch(launched, lambda: self.device.forward(batch))
         return launched
 
-    def _dispatch_forward(self, launched: _Launched) -> Scores:
-        """In the dispatch thread."""
-        begin = time.perf_counter()
-        try:
-            return self.device.forward(launched.batch)
-        finally:
-            launched.dispatch_seconds += time.perf_counter() - begin
+    def _dispatch(self, launched: _Launched, call: Callable[[], Any]) -> Future[Any]:
+        """Has the dispatch thread make a call of the device, behind those that it was given."""
 
-    def _dispatch_sample(
-        self,
-        launched: _Launched,
-        forward: Future[Scores],
-        states: list[tuple[int, SamplingParams, list[int], int]],
-        mask: np.ndarray | None,
-    ) -> sampling.Sampled | None:
-        """In the dispatch thread, behind `forward`. states: for Device.set_state."""
-        scores = forward.result()
-        begin = time.perf_counter()
-        try:
-            for state in states:
-                self.device.set_state(*state)
-            if not (launched.streams or launched.batch.scored):
-                return None
-            return self.device.sample(scores, launched.batch.kind, mask)
-        finally:
-            launched.dispatch_seconds += time.perf_counter() - begin
+        def timed() -> Any:
+            begin = time.perf_counter()
+            try:
+                return call()
+            finally:
+                launched.dispatch_seconds += time.perf_counter() - begin
+
+        return self.dispatcher.submit(timed)
 
     def drain(self) -> None:
         """Returns once the device has had all calls. What they raise is for `step` to tell."""
-        self.calls.submit(lambda: None).result()
+        self.dispatcher.submit(lambda: None).result()
 
     def _sample(self, launched: _Launched) -> None:
         """Gives the device the sampling of a step, for all that still want their token."""
@@ -385,7 +370,16 @@ class Engine:
         # Forgotten here, so that the logits of the next step may have the same memory.
         forward, launched.forward = launched.forward, None
         assert forward is not None
-        launched.sampled = self.calls.submit(self._dispatch_sample, launched, forward, states, mask)
+
+        def sample() -> sampling.Sampled | None:
+            scores = forward.result()
+            for state in states:
+                self.device.set_state(*state)
+            if not (wanted or launched.batch.scored):
+                return None
+            return self.device.sample(scores, launched.batch.kind, mask)
+
+        launched.sampled = self._dispatch(launched, sample)
 
     def _may_not_stop(self, stream: _Stream) -> bool:
         """Whether the sample in flight is one of the first min_tokens: it need not be known."""

@@ -9,8 +9,8 @@ namespace {
 
 int g_failures = 0;
 
-// Prints what is behind the condition, a format and its arguments, where that does not hold. Ends
-// the process after 20 of these.
+// Prints what is behind the condition, a format and its arguments, where that does not hold. The
+// 21st time ends the process.
 #define CHECK(condition, ...)                                           \
   do {                                                                  \
     if (!(condition)) {                                                 \

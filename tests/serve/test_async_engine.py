@@ -272,7 +272,7 @@ def test_stop(engine, drain):
 @pytest.mark.parametrize("make", [Inline, make_thread])
 def test_a_step_that_raises_ends_what_ran(engine, make, monkeypatch):
     """With an error of its own; the engine goes on."""
-    engine._engine.calls = make()
+    engine._engine.dispatcher = make()
     forward, broken = engine._engine.device.forward, threading.Event()
 
     def fail_once(batch):
@@ -330,7 +330,7 @@ def test_steps_that_always_raise_end_the_engine(engine, make, monkeypatch):
     def fail(batch):
         raise RuntimeError("the device is gone")
 
-    engine._engine.calls = make()
+    engine._engine.dispatcher = make()
     told, ready = [], []
     engine.on_ready = lambda: ready.append(engine.ready)
     engine.on_failure = lambda: told.append(engine.failure)

@@ -66,8 +66,12 @@ class Behind(ThreadPoolExecutor):
     def __init__(self):
         super().__init__(1)
 
-    def submit(self, call, /, *args):
-        return super().submit(lambda: [time.sleep(0.002), call(*args)][1])
+    def submit(self, call):
+        def late():
+            time.sleep(0.002)
+            return call()
+
+        return super().submit(late)
 
 
 @pytest.fixture(params=[Inline, Behind])
@@ -76,7 +80,7 @@ def make_either_engine(make_engine, request):
 
     def make(**changes) -> Engine:
         engine = make_engine(**changes)
-        engine.calls = request.param()
+        engine.dispatcher = request.param()
         return engine
 
     return make
@@ -706,7 +710,7 @@ def test_a_grammar_that_is_used_up_is_compiled_anew(model, make_engine, monkeypa
 def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
     """The next step is sampled before the tokens of the last are waited for."""
     engine = make_engine()
-    engine.calls = Inline()
+    engine.dispatcher = Inline()
     device, order = engine.device, []
 
     class Watched:
@@ -870,7 +874,7 @@ def test_a_step_that_raises(model, make_either_engine, logits_of, monkeypatch):
 def test_recovery_waits_for_the_calls_of_the_step_behind(model, make_engine, monkeypatch):
     """Else they would write the pages of the next sequences, or take what the device makes anew."""
     engine, calls = make_engine(), []
-    engine.calls = Behind()
+    engine.dispatcher = Behind()
     forward, reset = engine.device.forward, engine.device.reset
 
     def fail_first(batch):
@@ -879,8 +883,12 @@ def test_recovery_waits_for_the_calls_of_the_step_behind(model, make_engine, mon
             raise RuntimeError
         return forward(batch)
 
+    def note_reset():
+        calls.append("reset")
+        reset()
+
     monkeypatch.setattr(engine.device, "forward", fail_first)
-    monkeypatch.setattr(engine.device, "reset", lambda: [calls.append("reset"), reset()])
+    monkeypatch.setattr(engine.device, "reset", note_reset)
     engine.submit([sequence(prompt(model, 0, 60), max_tokens=5)])  # its prompt is two steps
     engine.step()
     with pytest.raises(RuntimeError):
@@ -888,6 +896,29 @@ def test_recovery_waits_for_the_calls_of_the_step_behind(model, make_engine, mon
     engine.recover("It failed.")
     assert calls == ["forward", "forward", "reset"]
     check_drained(engine)
+
+
+def test_a_call_is_given_what_the_host_knew_when_it_launched(model, make_engine, monkeypatch):
+    """The counts of penalties, here: the device counts later tokens by itself."""
+    engine, given = make_engine(), []
+    engine.dispatcher = Behind()
+    set_state = engine.device.set_state
+
+    def note(slot, params, tokens, num_prompt):
+        given.append(len(tokens))
+        set_state(slot, params, tokens, num_prompt)
+
+    monkeypatch.setattr(engine.device, "set_state", note)
+    seq = sequence(prompt(model, 0, 20), presence_penalty=1.0, max_tokens=5)
+    engine.submit([seq])
+    engine.step()
+    seq.tokens.append(7)  # as if one came before the call is made
+    engine.drain()
+    seq.tokens.pop()
+    assert given == [20]
+    engine.abort(seq.id)
+    while engine.has_work:
+        engine.step()
 
 
 def test_a_step_that_raises_with_a_preempted_sequence_in_flight(
@@ -955,7 +986,7 @@ def test_nan_logits_end_one_sequence(model, make_engine, logits_of, monkeypatch)
 
 def test_the_next_step_is_launched_before_tokens_are_read(model, make_engine, monkeypatch):
     engine, calls = make_engine(), []
-    engine.calls = Inline()
+    engine.dispatcher = Inline()
 
     def note(owner, name, label):
         call = getattr(owner, name)
