@@ -305,7 +305,6 @@ class CpuBench(Bench):
         reads: list[float] = []
         for _ in range(self.rounds):
             ours += driver.run(self.steps)
-            driver.engine.drain()
             jax.block_until_ready(driver.engine.device.newest)  # of the step that is launched
             for peer in peers:
                 theirs[peer.name] += peer.steps_us(clients, self.context, self.steps)

@@ -3,12 +3,9 @@
     python -m benchmarks.host_step
     python -m benchmarks.host_step --waiting 1000 --running 16 --context 4096
                                                        and as many that there are no pages for
-    python -m benchmarks.host_step --launch 1.25       and a forward pass that takes so many ms to
-                                                       launch, in the engine's thread or another
 
 The sequences, their pages, the plan and the texts are those of a real server; only the two
-executables are not run. What JAX needs to launch those is not in these times, but for --launch: a
-rest without Python's lock, as most of a launch on a GPU is.
+executables are not run. What JAX needs to launch those is not in these times.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ import numpy as np
 from benchmarks import shapes
 from benchmarks.report import log
 from jax_attn.models import Model
-from jax_attn.serve.dispatch import Inline, make_thread
 from jax_attn.serve.engine import Engine
 from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.events import PHASES
@@ -77,16 +73,12 @@ def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
 
 
 def measure(engine: Engine, num_steps: int) -> dict[str, float]:
-    """Median microseconds of a step in which all decode, by phase; "step" is processor time of the
-    engine's thread, "period" is from step to step."""
-    phases: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "step", "period")}
+    """Median microseconds of a step in which all decode, by phase; "step" is processor time."""
+    phases: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "step")}
     for _ in range(num_steps):
-        begin, begin_of_thread = time.perf_counter(), time.thread_time()
+        begin = time.thread_time()
         engine.step()
-        seconds = engine.step_stats.seconds | {
-            "step": time.thread_time() - begin_of_thread,
-            "period": time.perf_counter() - begin,
-        }
+        seconds = engine.step_stats.seconds | {"step": time.thread_time() - begin}
         for phase, s in seconds.items():
             phases[phase].append(1e6 * s)
     return {phase: round(statistics.median(us), 1) for phase, us in phases.items()}
@@ -108,7 +100,6 @@ def main() -> None:
     add("--context", type=int, default=512, help="tokens of each")
     add("--waiting", type=int, default=0, help="sequences that wait for pages")
     add("--steps", type=int, default=200)
-    add("--launch", type=float, metavar="MS", help="that the launch of a forward pass takes")
     add("--profile", action="store_true", help="say which functions, instead")
     arguments = parser.parse_args()
     for num_running in arguments.running:
@@ -116,16 +107,9 @@ def main() -> None:
         engine = make_engine(*load)
         if arguments.profile:
             profile(engine, arguments.steps)
-            continue
-        name = f"{num_running} x {arguments.context}, {arguments.waiting} wait"
-        if arguments.launch is None:
-            log(f"{name}: {measure(engine, arguments.steps)} us")
-            continue
-        engine.device.forward = lambda _: time.sleep(1e-3 * arguments.launch)  # type: ignore
-        for where, dispatcher in (("inline", Inline()), ("in a thread", make_thread())) * 2:
-            engine.drain()
-            engine.dispatcher = dispatcher
-            log(f"{name}, launches {where}: {measure(engine, arguments.steps // 4)} us")
+        else:
+            us = measure(engine, arguments.steps)
+            log(f"{num_running} x {arguments.context}, {arguments.waiting} wait: {us} us")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@
 | `scheduler` | what the next step computes, and whom it preempts |
 | `engine`, `engine_config` | the life of a step; what it is configured by |
 | `device`, `buckets`, `sampling` | its half on the device, in static shapes |
-| `dispatch` | the thread that makes the device's calls |
 | `draft_model`, `drafts` | speculative decoding |
 | `grammar`, `masks`, `detokenizer` | constrained decoding; from tokens to text |
 | `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |

@@ -217,8 +217,7 @@ class AsyncEngine:
     def _step(self) -> None:
         try:
             events = self._engine.step()
-            if self._engine.step_stats.has_retired:  # what was only launched may fail yet
-                self._num_failures = 0
+            self._num_failures = 0
         except Exception as error:
             self._num_failures += 1
             if self._num_failures >= _MAX_FAILURES:

@@ -7,35 +7,33 @@
         for event in engine.step():
             ...
 
-Step n + 1 is scheduled, planned and launched before the tokens of step n are known: a decode takes
-its token from the device's memory. While the device computes step n + 1, the host reads step n. On
-a GPU a second thread gives the device its calls (see `dispatch`). The life of a step, and the two
-calls of `Engine.step` in which it is:
+Step n + 1 is scheduled, planned and dispatched before the tokens of step n are known: a decode
+takes its token from the device's memory. While the device computes step n + 1, the host reads step
+n. The life of a step, and the two calls of `Engine.step` in which it is:
 
-    engine's thread                                   dispatch thread     device
-    ------------------------------------------------  ------------------  ------------------
+    host                                                  device
+    ----------------------------------------------------  --------------------------
     call n
-      schedule  Scheduler.schedule: who, which tokens                     computes step n - 1
-      draft     the draft model's guesses, if any
-      plan      Device.plan: buckets, packed arguments
-                `_launch` ----------------------------> Device.forward --> queued: forward n
-                Scheduler.launched: pages may be shared
-                `_sample` ----------------------------> Device.sample ---> queued: sampling n
-      wait      Device.read of step n - 1 <------------------------------- tokens of step n - 1
-      retire    its tokens to sequences, texts, events                    begins forward n
+      schedule    Scheduler.schedule: who, which tokens   computes step n - 1
+      draft       the draft model's guesses, if any
+      plan        Device.plan: buckets, packed arguments
+      dispatch    Device.forward -------------------------> queued: forward n
+                  Scheduler.launched: pages may be shared
+      dispatch    Device.sample --------------------------> queued: sampling n
+      wait        Device.read of step n - 1 <-------------- tokens of step n - 1
+      retire      its tokens to sequences, texts, events    begins forward n
     call n + 1
-      schedule, plan, launch of step n + 1                                computes step n
-      wait      Device.read of step n <----------------------------------- tokens of step n
-      retire    Scheduler.append; or finish
+      schedule .. dispatch of step n + 1                  computes step n
+      wait        Device.read of step n <------------------ tokens of step n
+      retire      Scheduler.append; or finish
 
 Where a sequence of step n has a grammar, the mask of its sample depends on its token of step n - 1.
-Then the sampling of step n is launched after step n - 1 is retired and its masks are there, while
+Then the sampling of step n is dispatched after step n - 1 is retired and its masks are there, while
 the device computes forward n. Masks are made by other threads (see `masks`). A sequence whose mask
 is late has its sample of step n retracted (Scheduler.retract): it gets no token, is held out of the
 next steps until the mask is there, and its last token goes through the model again.
 
-What a call of the device raises is raised by the `step` that reads its results. `recover` goes on
-from there.
+A step that raises is recovered from by `recover`.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +54,6 @@ from jax_attn.serve import live_view, sampling
 from jax_attn.serve.buckets import Batch, ScoredRows
 from jax_attn.serve.detokenizer import Detokenizer, Texts
 from jax_attn.serve.device import Device, Scores
-from jax_attn.serve.dispatch import make_dispatcher
 from jax_attn.serve.draft_model import DraftModel, ModelDrafter, have_same_tokens
 from jax_attn.serve.drafts import NgramDrafter
 from jax_attn.serve.engine_config import EngineConfig, capacities, device_config
@@ -88,16 +84,15 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Launched:
-    """A step of which the dispatch thread has the forward pass, and in the end the sampling too."""
+    """A step whose forward pass the device has, and in the end its sampling too."""
 
     batch: Batch
+    scores: Scores | None  # until they are sampled
     streams: list[tuple[int, _Stream]]  # those that sample, each with its row of the scores
     drafts: dict[int, tuple[int, ...]]  # of those that have some, by row
     # Of those with a grammar, by row: samples that it has masked, before a draft and behind some.
     num_masked: dict[int, int] = field(default_factory=dict)
-    forward: Future[Scores] | None = None  # until the sampling is launched
-    sampled: Future[sampling.Sampled | None] | None = None  # once it is launched
-    dispatch_seconds: float = 0.0  # of the dispatch thread
+    sampled: sampling.Sampled | None = None
 
 
 class Engine:
@@ -142,7 +137,6 @@ class Engine:
             longest = draft_model.config.max_positions
             self.draft_model = DraftModel(device, longest, model.config.vocab_size, core)
         self.scheduler = Scheduler(core)
-        self.dispatcher = make_dispatcher()  # makes the calls of the device
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, TokenEvent] = {}  # for the next return of `step`
         self._pending: _Launched | None = None
@@ -300,10 +294,11 @@ class Engine:
             return None
         if self.draft_model is not None:
             with self._phase("draft"):
-                self.drain()
                 self.draft_model.draft(plan.entries, self.device.newest)
         with self._phase("plan"):
             batch = self.device.plan(plan.entries)
+        with self._phase("dispatch"):
+            scores = self.device.forward(batch)
         self.scheduler.launched(plan)
         stats.bucket, stats.num_sequences = batch.bucket.name, len(plan.entries)
         lengths = [entry.num_tokens for entry in plan.entries]
@@ -315,25 +310,7 @@ class Engine:
             if entry.samples
         ]
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
-        launched = _Launched(batch, streams, drafts)
-        launched.forward = self._dispatch(launched, lambda: self.device.forward(batch))
-        return launched
-
-    def _dispatch(self, launched: _Launched, call: Callable[[], Any]) -> Future[Any]:
-        """Has the dispatch thread make a call of the device, behind those that it was given."""
-
-        def timed() -> Any:
-            begin = time.perf_counter()
-            try:
-                return call()
-            finally:
-                launched.dispatch_seconds += time.perf_counter() - begin
-
-        return self.dispatcher.submit(timed)
-
-    def drain(self) -> None:
-        """Returns once the device has had all calls. What they raise is for `step` to tell."""
-        self.dispatcher.submit(lambda: None).result()
+        return _Launched(batch, scores, streams, drafts)
 
     def _sample(self, launched: _Launched) -> None:
         """Gives the device the sampling of a step, for all that still want their token."""
@@ -360,26 +337,16 @@ class Engine:
                 else:
                     sampling.forbid(mask[row], stream.stop_tokens)
                 wanted.append((row, stream))
-            states = []
             for _, stream in wanted:
                 if stream.needs_state:
                     seq, stream.needs_state = stream.seq, False
-                    tokens = list(seq.tokens)  # of now, whenever the call is made
-                    states.append((seq.slot, seq.params, tokens, seq.num_prompt))
+                    self.device.set_state(seq.slot, seq.params, seq.tokens, seq.num_prompt)
             launched.streams = wanted
-        # Forgotten here, so that the logits of the next step may have the same memory.
-        forward, launched.forward = launched.forward, None
-        assert forward is not None
-
-        def sample() -> sampling.Sampled | None:
-            scores = forward.result()
-            for state in states:
-                self.device.set_state(*state)
-            if not (wanted or launched.batch.scored):
-                return None
-            return self.device.sample(scores, launched.batch.kind, mask)
-
-        launched.sampled = self._dispatch(launched, sample)
+        # Forgotten here, so that the next step's may have the same memory.
+        scores, launched.scores = launched.scores, None
+        if (wanted or launched.batch.scored) and scores is not None:
+            with self._phase("dispatch"):
+                launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
 
     def _may_not_stop(self, stream: _Stream) -> bool:
         """Whether the sample in flight is one of the first min_tokens: it need not be known."""
@@ -470,14 +437,10 @@ class Engine:
 
     def _retire(self, launched: _Launched) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
-        assert launched.sampled is not None
-        with self._phase("wait"):
-            found = launched.sampled.result()
-            sampled = None if found is None else self.device.read(found)
-        self.spent("dispatch", launched.dispatch_seconds)
-        self.step_stats.has_retired = True
-        if sampled is None:
+        if launched.sampled is None:
             return
+        with self._phase("wait"):
+            sampled = self.device.read(launched.sampled)
         with self._phase("retire"):
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
@@ -635,7 +598,6 @@ class Engine:
         The cache's contents may be lost with the step, so the prefix cache is emptied; the queue
         stays, unless nothing was running: then the cause is in it. Returns the last events.
         """
-        self.drain()
         self._pending = self._last_plan = None
         for seq in self.scheduler.running or self.scheduler.waiting:
             self._fail(seq, message)
@@ -655,7 +617,7 @@ class Engine:
     # ---- numbers -------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: gauges, totals since the start, and seconds by phase (see StepStats)."""
+        """Plain numbers: gauges, totals since the start, and seconds of the thread by phase."""
         core = self.scheduler.stats()
         num_kept = core.num_free_pages + core.num_cached_pages
         return {

@@ -52,11 +52,9 @@ class TokenEvent:
 class StepStats:
     """One call of Engine.step.
 
-    seconds: of the engine's thread, in each of PHASES. But "dispatch" is the dispatch thread's, for
-      the step whose tokens have come. "wait" is for that thread and the device, which work during
-      all others; "draft" is all that a draft model takes, waiting included; "retire" holds
-      everything between the tokens and their events.
-    has_retired: the results of the step launched before have come.
+    seconds: of the engine's thread, in each of PHASES. "wait" is for the device, and the device
+      works during all others; "draft" is all that a draft model takes, waiting included; "retire"
+      holds everything between the tokens and their events.
     """
 
     index: int
@@ -65,7 +63,6 @@ class StepStats:
     num_tokens: int = 0  # query tokens launched
     num_sequences: int = 0  # that they belong to
     num_decodes: int = 0  # of these, those with one token
-    has_retired: bool = False
     num_sampled: int = 0  # tokens known by now of the step launched before
     num_forced: int = 0  # tokens that grammars forced
     num_admitted: int = 0

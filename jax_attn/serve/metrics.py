@@ -104,9 +104,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"jax_attn_{name}", text, value=stats[name])
 
         seconds = CounterMetricFamily(
-            "jax_attn_step_seconds",
-            "Time of the engine's thread, by phase; dispatch may be another's",
-            labels=["phase"],
+            "jax_attn_step_seconds", "Time of the engine's thread, by phase", labels=["phase"]
         )
         for phase, total in stats["step_seconds"].items():
             seconds.add_metric([phase], total)

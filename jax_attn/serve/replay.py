@@ -20,7 +20,7 @@ from jax_attn.serve.request import SamplingParams
 
 
 class LeadingDevice(Device):
-    """Device of process 0. Calls of one thread at a time."""
+    """Device of process 0. Calls of one thread."""
 
     def __init__(self, processes: Processes, model: models.Model, config: DeviceConfig):
         self._processes = processes

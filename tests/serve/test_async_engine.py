@@ -16,7 +16,6 @@ from small_engine import CONFIG, make_engine, sequence, warm_device
 from jax_attn.serve import grammar
 from jax_attn.serve.admission import QueueFull
 from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.dispatch import Inline, make_thread
 from jax_attn.serve.protocols import EngineStopped
 from jax_attn.serve.request import FinishReason, Sequence
 
@@ -269,10 +268,8 @@ def test_stop(engine, drain):
     check_drained(engine)
 
 
-@pytest.mark.parametrize("make", [Inline, make_thread])
-def test_a_step_that_raises_ends_what_ran(engine, make, monkeypatch):
+def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
     """With an error of its own; the engine goes on."""
-    engine._engine.dispatcher = make()
     forward, broken = engine._engine.device.forward, threading.Event()
 
     def fail_once(batch):
@@ -325,12 +322,10 @@ def test_a_scheduler_without_a_step_for_what_is_left(engine, where, monkeypatch,
     check_drained(engine)
 
 
-@pytest.mark.parametrize("make", [Inline, make_thread])
-def test_steps_that_always_raise_end_the_engine(engine, make, monkeypatch):
+def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
     def fail(batch):
         raise RuntimeError("the device is gone")
 
-    engine._engine.dispatcher = make()
     told, ready = [], []
     engine.on_ready = lambda: ready.append(engine.ready)
     engine.on_failure = lambda: told.append(engine.failure)

@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -22,7 +21,6 @@ import pytest
 from jax_attn import models
 from jax_attn.serve import buckets, grammar, masks
 from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.dispatch import Inline
 from jax_attn.serve.engine import Engine
 from jax_attn.serve.engine_config import EngineConfig
 from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
@@ -55,32 +53,6 @@ def make_engine(model, device):
     def make(**changes) -> Engine:
         engine = Engine(model, dataclasses.replace(CONFIG, **changes))
         engine.device = device
-        return engine
-
-    return make
-
-
-class Behind(ThreadPoolExecutor):
-    """A thread that is always behind, so that the engine goes on with what its calls were given."""
-
-    def __init__(self):
-        super().__init__(1)
-
-    def submit(self, call):
-        def late():
-            time.sleep(0.002)
-            return call()
-
-        return super().submit(late)
-
-
-@pytest.fixture(params=[Inline, Behind])
-def make_either_engine(make_engine, request):
-    """The same, with the calls of the device in the engine's thread, and in one of their own."""
-
-    def make(**changes) -> Engine:
-        engine = make_engine(**changes)
-        engine.dispatcher = request.param()
         return engine
 
     return make
@@ -209,9 +181,9 @@ def alone(model, device, logits_of):
     ],
     ids=str,
 )
-def test_any_company(model, make_either_engine, alone, changes):
+def test_any_company(model, make_engine, alone, changes):
     """Random arrivals, aborts, a pool too small for all, chunks, prefix hits: the same tokens."""
-    engine = make_either_engine(**changes)
+    engine = make_engine(**changes)
     rng = random.Random(str(changes))
     seqs = workload(model, 0)
     extra = workload(model, 1)  # these are aborted sooner or later
@@ -246,9 +218,9 @@ def test_any_company(model, make_either_engine, alone, changes):
     assert {r.reason for r in results.values()} >= {FinishReason.ABORT, FinishReason.LENGTH}
 
 
-def test_penalties_through_preemption(model, make_either_engine, logits_of):
+def test_penalties_through_preemption(model, make_engine, logits_of):
     """The counts on the device are rebuilt where a sequence moves to another slot."""
-    engine = make_either_engine()
+    engine = make_engine()
     seqs = [
         sequence(
             prompt(model, 40 * i, 60),
@@ -650,9 +622,9 @@ def test_a_late_mask_holds_its_own_sequence_only(
 
 
 @pytest.mark.parametrize("what", ["abort", "deadline", "preemption", "failure"])
-def test_whatever_happens_while_a_mask_is_late(model, make_either_engine, monkeypatch, what):
+def test_whatever_happens_while_a_mask_is_late(model, make_engine, monkeypatch, what):
     late = Late(monkeypatch)
-    engine = make_either_engine()
+    engine = make_engine()
     text = grammar.from_regex("[a-z]{3} and so on")
     deadline = time.monotonic() + 0.2 if what == "deadline" else None
     held = sequence(prompt(model, 0, 20), grammar=text, max_tokens=40, deadline=deadline)
@@ -710,7 +682,6 @@ def test_a_grammar_that_is_used_up_is_compiled_anew(model, make_engine, monkeypa
 def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
     """The next step is sampled before the tokens of the last are waited for."""
     engine = make_engine()
-    engine.dispatcher = Inline()
     device, order = engine.device, []
 
     class Watched:
@@ -834,9 +805,9 @@ def test_abort_is_told_with_the_next_step(model, make_engine):
     check_drained(engine)
 
 
-def test_a_step_that_raises(model, make_either_engine, logits_of, monkeypatch):
+def test_a_step_that_raises(model, make_engine, logits_of, monkeypatch):
     """What ran ends with an error, what waited runs, and nothing of the lost cache is used."""
-    engine = make_either_engine()
+    engine = make_engine()
     tokens = prompt(model, 0, 40)
     run(engine, sequence(tokens))  # leaves its pages in the cache
     seqs = [sequence(tokens, max_tokens=30) for _ in range(12)]
@@ -849,13 +820,10 @@ def test_a_step_that_raises(model, make_either_engine, logits_of, monkeypatch):
     def fail(batch):
         raise RuntimeError("out of memory")
 
-    engine.drain()
     with monkeypatch.context() as patch:
         patch.setattr(engine.device, "forward", fail)
-        for event in engine.step():
-            results[event.seq_id].add(event)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            engine.step()  # that wants the tokens
+        with pytest.raises(RuntimeError):
+            engine.step()
     for event in engine.recover("The engine failed."):
         results[event.seq_id].add(event)
     assert engine.stats()["pages_free"] == CONFIG.num_pages
@@ -871,61 +839,11 @@ def test_a_step_that_raises(model, make_either_engine, logits_of, monkeypatch):
     check_drained(engine)
 
 
-def test_recovery_waits_for_the_calls_of_the_step_behind(model, make_engine, monkeypatch):
-    """Else they would write the pages of the next sequences, or take what the device makes anew."""
-    engine, calls = make_engine(), []
-    engine.dispatcher = Behind()
-    forward, reset = engine.device.forward, engine.device.reset
-
-    def fail_first(batch):
-        calls.append("forward")
-        if len(calls) == 1:
-            raise RuntimeError
-        return forward(batch)
-
-    def note_reset():
-        calls.append("reset")
-        reset()
-
-    monkeypatch.setattr(engine.device, "forward", fail_first)
-    monkeypatch.setattr(engine.device, "reset", note_reset)
-    engine.submit([sequence(prompt(model, 0, 60), max_tokens=5)])  # its prompt is two steps
-    engine.step()
-    with pytest.raises(RuntimeError):
-        engine.step()
-    engine.recover("It failed.")
-    assert calls == ["forward", "forward", "reset"]
-    check_drained(engine)
-
-
-def test_a_call_is_given_what_the_host_knew_when_it_launched(model, make_engine, monkeypatch):
-    """The counts of penalties, here: the device counts later tokens by itself."""
-    engine, given = make_engine(), []
-    engine.dispatcher = Behind()
-    set_state = engine.device.set_state
-
-    def note(slot, params, tokens, num_prompt):
-        given.append(len(tokens))
-        set_state(slot, params, tokens, num_prompt)
-
-    monkeypatch.setattr(engine.device, "set_state", note)
-    seq = sequence(prompt(model, 0, 20), presence_penalty=1.0, max_tokens=5)
-    engine.submit([seq])
-    engine.step()
-    seq.tokens.append(7)  # as if one came before the call is made
-    engine.drain()
-    seq.tokens.pop()
-    assert given == [20]
-    engine.abort(seq.id)
-    while engine.has_work:
-        engine.step()
-
-
 def test_a_step_that_raises_with_a_preempted_sequence_in_flight(
-    model, make_either_engine, logits_of, monkeypatch
+    model, make_engine, logits_of, monkeypatch
 ):
     """Its token is lost with the step, and is sampled again."""
-    engine = make_either_engine()
+    engine = make_engine()
     seqs = [
         sequence(prompt(model, 40 * i, 60), max_tokens=60, ignore_eos=True, temperature=i % 2)
         for i in range(8)
@@ -986,7 +904,6 @@ def test_nan_logits_end_one_sequence(model, make_engine, logits_of, monkeypatch)
 
 def test_the_next_step_is_launched_before_tokens_are_read(model, make_engine, monkeypatch):
     engine, calls = make_engine(), []
-    engine.dispatcher = Inline()
 
     def note(owner, name, label):
         call = getattr(owner, name)
@@ -1011,8 +928,8 @@ def test_nothing_is_computed_in_vain(model, make_engine):
     assert engine.stats()["steps"] == 7
 
 
-def test_stats_and_snapshot(model, make_either_engine):
-    engine = make_either_engine()
+def test_stats_and_snapshot(model, make_engine):
+    engine = make_engine()
     seqs = [
         sequence(prompt(model, 0, 50), max_tokens=10, namespace=name) for name in ("a", "a", "b")
     ]
