@@ -26,7 +26,8 @@ def refusing(
     op: the name of the operation in the message.
     vmap, gradients: the end of the message: what to do instead. gradients None: nothing to refuse,
         because no result is a float.
-    Arrays may be None.
+    Arrays may be None. Those without elements are made inside: as operands they crash the compiler
+    of jax 0.11 in a shard_map that is not under jit.
     """
 
     def refuse(transformation: str, advice: str) -> Any:
@@ -34,12 +35,17 @@ def refusing(
 
     def wrapped(*args: Any) -> Any:
         *arrays, static = args
-        present = [a for a in arrays if a is not None]
+        types = [None if a is None else jax.typeof(a) for a in arrays]
+        present = [a for a in arrays if a is not None and a.size]
 
         @jax.custom_batching.custom_vmap
         def flat(*operands: jax.Array) -> Any:
             rest = iter(operands)
-            return call(*(None if a is None else next(rest) for a in arrays), static)
+            given = [
+                t if t is None else next(rest) if t.size else jnp.zeros(t.shape, t.dtype)
+                for t in types
+            ]
+            return call(*given, static)
 
         flat.def_vmap(lambda *_: refuse("vmap", vmap))
         if gradients is None:

@@ -189,6 +189,43 @@ def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr[-4000:]
 
 
+def equations(jaxpr):
+    """Those of inner jaxprs, too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_no_call_has_an_operand_without_elements():
+    """XLA of jax 0.11 crashes over one in a shard_map that is not under jit."""
+    latent = {"num_kv_heads": 1, "head_dim_qk": 48, "head_dim_vo": 32, "mla": True, "sm_scale": 1.0}
+    case = Case("", (1, 17), (300, 40), kv_dtype="float8_e4m3fn", **latent)
+    batch, spec = build(case), ja.AttentionSpec(**case.spec_fields(), target="cpu")
+    ragged = Case("", (1, 17), (300, 40), page_size=None)
+    spec_of_ragged = ja.AttentionSpec(**ragged.spec_fields(), target="cpu")
+
+    def step(q, k, new, lengths, lengths_of_ragged, scale):
+        plan = ja.plan(spec, **lengths)
+        k, _ = ja.append_kv(k, None, new, None, plan, k_scale=scale)
+        o = ja.attention(q, k, None, plan, k_scale=scale)
+        return o, ja.plan(spec_of_ragged, **lengths_of_ragged).buffer
+
+    new = np.zeros((spec.max_qo_tokens, 1, 48), np.float32)
+    lengths = [
+        {k: v for k, v in build(c).lengths.plan_arguments().items() if v is not None}
+        for c in (case, ragged)
+    ]
+    scale = np.ones(1, np.float32)
+    jaxpr = jax.make_jaxpr(step)(batch.q, batch.k, new, *lengths, scale)
+    calls = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "custom_vmap_call"]
+    assert len(calls) == 4
+    for call in calls:
+        assert all(x.aval.size for x in call.invars), call
+
+
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
