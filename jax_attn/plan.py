@@ -461,7 +461,9 @@ def plan(
         total = np.cumsum(lens, dtype=np.int64) if xp is np else jnp.cumsum(lens)
         starts = ("kv_indptr", xp.concatenate([xp.zeros(1, total.dtype), total]))
     indptr = _int32(xp, *starts, len(lens) + 1)
-    pages = _int32(xp, "page_indices", () if page_indices is None else page_indices)
+    # Not of a list: XLA's partitioner (jax 0.11.2) crashes over constants that nobody reads.
+    no_pages = xp.empty(0, np.int32) if page_indices is None else page_indices
+    pages = _int32(xp, "page_indices", no_pages)
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
     levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
     if not traced:
