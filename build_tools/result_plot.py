@@ -35,12 +35,12 @@ _STYLE = """
 def plot() -> str:
     rows = highlights()
     height = _TOP + _ROW * len(rows) + 6
-    title = "Time of ten batches: jax_attn, the best peer of the same run, and the floor"
+    title = "Time of ten batches: jax_attn, the best peer, and the floor"
     key = [
         f'<rect class="ours" x="16" y="33" width="22" height="{_BAR}"/>',
         '<text x="44" y="44">jax_attn</text>',
         f'<rect class="peer" x="118" y="33" width="22" height="{_BAR}"/>',
-        '<text x="146" y="44">best peer in the same run</text>',
+        '<text x="146" y="44">best peer</text>',
         '<path class="floor" d="M330 31v17"/>',
         '<text x="338" y="44">floor: measured peak of the machine</text>',
         '<text class="small" x="744" y="44" text-anchor="end">each row has its own scale</text>',

@@ -256,7 +256,7 @@ def _attention_table(path: Path) -> str:
 def _attention_lines(rows: list[Row]) -> list[str]:
     sustained = any("sustained_us" in row for row in rows)
     lines = [
-        "| workload | µs | floor, µs | GB/s | TFLOP/s | best peer in the same run, µs |"
+        "| workload | µs | floor, µs | GB/s | TFLOP/s | best peer, µs |"
         + sustained * " sustained, µs | sustained peer, µs |",
         "| --- | ---: | ---: | ---: | ---: | --- |" + sustained * " ---: | ---: |",
     ]

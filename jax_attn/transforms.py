@@ -36,7 +36,7 @@ def refusing(
     def wrapped(*args: Any) -> Any:
         *arrays, static = args
         types = [None if a is None else jax.typeof(a) for a in arrays]
-        present = [a for a in arrays if a is not None and a.size]
+        present = [a for a, t in zip(arrays, types, strict=True) if t is not None and t.size]
 
         @jax.custom_batching.custom_vmap
         def flat(*operands: jax.Array) -> Any:

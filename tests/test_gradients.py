@@ -15,6 +15,7 @@ from backends import Backend, on_every_backend, on_every_platform
 from checking import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxprs import equations
 from test_prefix_levels import num_shared, one_document
 
 import jax_attn as ja
@@ -418,17 +419,6 @@ def test_a_plan_of_another_batch_is_refused():
 # ---- with the rest of JAX
 
 
-def calls_in(jaxpr):
-    """Custom calls that a jaxpr makes, those of jaxprs within included."""
-    inner = (x for eqn in jaxpr.eqns for x in jax.tree.leaves(list(eqn.params.values())))
-    own = sum(eqn.primitive.name == "custom_partitioning" for eqn in jaxpr.eqns)
-    return own + sum(calls_in(getattr(x, "jaxpr", x)) for x in inner if is_jaxpr(x))
-
-
-def is_jaxpr(x):
-    return hasattr(getattr(x, "jaxpr", x), "eqns")
-
-
 def test_checkpoint_can_save_what_the_backward_pass_needs():
     """With a policy that saves o and lse, the forward pass runs once, else once more."""
     case = Case("", (40,), (40,), page_size=None)
@@ -441,7 +431,8 @@ def test_checkpoint_can_save_what_the_backward_pass_needs():
             lambda q: jnp.sin(ja.attention(q, batch.k, batch.v, plan)), policy=policy
         )
         slope = jax.value_and_grad(lambda q: layer(q).sum())
-        return calls_in(jax.make_jaxpr(slope)(batch.q).jaxpr)
+        made = equations(jax.make_jaxpr(slope)(batch.q).jaxpr)
+        return sum(e.primitive.name == "custom_partitioning" for e in made)
 
     assert (count(names), count(None)) == (2, 3)
 

@@ -13,6 +13,7 @@ import pytest
 from attention_cases import Case, build
 from backends import on_every_platform
 from checking import assert_same_bits
+from jaxprs import equations
 from mesh_checks import run_on_cpus
 
 import jax_attn as ja
@@ -187,16 +188,6 @@ def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
         timeout=200,
     )
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr[-4000:]
-
-
-def equations(jaxpr):
-    """Those of inner jaxprs, too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def test_no_call_has_an_operand_without_elements():
