@@ -37,7 +37,7 @@ from benchmarks.variant_functions import (
     t5_bias,
 )
 from jax_attn import reference
-from jax_attn.tuning import this_cpu
+from jax_attn._spec.tuning import this_cpu
 
 try:
     import torch

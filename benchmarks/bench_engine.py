@@ -38,11 +38,11 @@ from benchmarks.bench import Bench
 from benchmarks.report import Ceilings, Row, log
 from jax_attn import _core
 from jax_attn.models import Model
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig, capacities
-from jax_attn.serve.events import PHASES
-from jax_attn.serve.request import SamplingParams, Sequence
-from jax_attn.serve.scheduler import Scheduler
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig, capacities
+from jax_attn.serve._scheduling.events import PHASES
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+from jax_attn.serve._scheduling.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)

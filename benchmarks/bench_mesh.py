@@ -67,7 +67,7 @@ from benchmarks.collectives import executed  # noqa: E402
 from benchmarks.report import Row, log  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 from jax_attn import models, parallel  # noqa: E402
-from jax_attn.parallel import stripes as stripes_module  # noqa: E402
+from jax_attn.parallel import kv_shards  # noqa: E402
 
 EVERYWHERE = PartitionSpec()
 
@@ -249,7 +249,7 @@ class MeshBench(Bench):
                 def chain(o: Any, heads: int = heads, scatter: Any = scatter) -> Any:
                     lse = jnp.zeros(o.shape[:2], jnp.float32)
                     for _ in range(LAYERS_A_CHAIN):
-                        part, _ = stripes_module._merge_over("x", self.size, scatter, o, lse)
+                        part, _ = kv_shards._merge_over("x", self.size, scatter, o, lse)
                         repeats = heads // part.shape[1]
                         o = jnp.tile(part, (1, repeats, 1))
                     return o

@@ -36,7 +36,7 @@ from benchmarks.http_client import Answer, Client, running_server
 from benchmarks.report import Row, log
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "jax_attn" / "models" / "tiny-llama-stdlib"  # what a server has that gets no --model
+MODEL = ROOT / "data" / "tiny-llama-stdlib"  # what a server has that gets no --model
 RAMP = 0.2  # share of a loop's time that is not counted
 PEER = "jax.nn, padded caches"
 WHOLE_STEP = 1 << 20  # tokens of prompts beside decodes: what a step has room for

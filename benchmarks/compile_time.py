@@ -65,7 +65,8 @@ def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     import jax_attn as ja
-    from jax_attn import _core, jit
+    from jax_attn import _core
+    from jax_attn._xla import jit
 
     jobs: dict[str, Callable[[], dict[str, Any]]] = {}
     for fields in json.loads(Path(sys.argv[1]).read_text()):

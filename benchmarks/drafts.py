@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
-from jax_attn.serve.request import SamplingParams, Sequence
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
 PROMPTS = Path(__file__).resolve().parents[1] / "examples" / "prompts"
 CONFIG = EngineConfig(num_pages=2048, page_size=16, max_running=8, max_step_tokens=64)

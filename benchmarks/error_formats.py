@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import textwrap
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +25,8 @@ import numpy as np
 import jax_attn as ja
 from benchmarks.error_e4m3 import draw
 from jax_attn import models, reference
-from jax_attn.formats import HEAD_SCALED
-from jax_attn.models import decoder
+from jax_attn._spec.formats import HEAD_SCALED
+from jax_attn.models._layers import decoder
 
 FORMATS = (
     *(None, "float8_e4m3fn", "float8_e5m2", "int8", "int8 products", "mxfp4", "nvfp4", "int4"),
@@ -96,7 +95,7 @@ def decode(name: str | None, batch: int = 8, num_keys: int = 2048) -> Any:
 
 def perplexity(name: str | None, part: int = 500, num_parts: int = 4) -> float:
     """exp of the mean negative log-likelihood of tokens, all but the first of each part."""
-    model = models.load(Path(models.__file__).parent / "tiny-llama-stdlib")
+    model = models.load(models.BUNDLED)
     ids = model.tokenizer.encode(inspect.getsource(textwrap) + inspect.getsource(inspect)).ids
     num_pages = -(-part // PAGE)
     limits = {"max_batch": 1, "max_qo_tokens": part, "max_kv_pages": num_pages}

@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks import shapes
 from benchmarks.report import log
 from jax_attn.models import Model
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
-from jax_attn.serve.events import PHASES
-from jax_attn.serve.request import SamplingParams, Sequence
-from jax_attn.serve.sampling import Sampled
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._engine.sampling import Sampled
+from jax_attn.serve._scheduling.events import PHASES
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
 VOCAB = shapes.SHAPES["qwen3-0.6b"]["vocab_size"]
 

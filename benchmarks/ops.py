@@ -16,7 +16,7 @@ from benchmarks import timing
 from benchmarks.report import Ceilings, Row
 from benchmarks.workloads import READ_BYTES, Workload
 from jax_attn import _core, reference
-from jax_attn.formats import FOUR_BITS
+from jax_attn._spec.formats import FOUR_BITS
 
 # Data sets that take turns must outgrow the last-level cache several times (60 MB on an H200), or
 # repeated calls would read that instead of memory.

@@ -21,7 +21,7 @@ from benchmarks import ops, shapes, timing
 from benchmarks.masks import in_turns
 from benchmarks.report import log
 from jax_attn import models
-from jax_attn.models import quantized
+from jax_attn.models._products import quantized
 
 LLAMA = {
     "model_type": "llama",

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from jax_attn import models
 from jax_attn.models import Model
-from jax_attn.models.quantized import Quantized, codes_per_byte
+from jax_attn.models._products.quantized import Quantized, codes_per_byte
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -135,7 +135,7 @@ def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
     """A model directory: config.json, tokenizer.json, and random weights in f16."""
     from safetensors.numpy import save_file
 
-    from jax_attn.models.tensors import file_shapes
+    from jax_attn.models._weights.tensors import file_shapes
 
     raw = SHAPES[shape] | (TINY if tiny else {})
     config = models.parse_config(raw)

@@ -30,9 +30,9 @@ aarch64_python 3.11 "$build"
 "${emulated[@]}" -c 'from jax_attn import _core; print(_core.cpu_isa())' | grep -x neon
 "${emulated[@]}" try_wheel.py
 # One set of parameters of each test. Of variants three tests: a minute of the three that it all takes.
-printf '%s\n' tests/test_attention.py \
-  "tests/test_variant.py -k 'test_functions or test_without_softmax or test_rows_of_operands'" \
-  'tests/test_append.py tests/test_formats.py tests/test_merge.py' \
-  "tests/test_product.py -k 'not loading'" |  # models are loaded with tokenizers
+printf '%s\n' tests/ops/test_attention.py \
+  "tests/variant/test_variant.py -k 'test_functions or test_without_softmax or test_rows_of_operands'" \
+  'tests/ops/test_append.py tests/ops/test_formats.py tests/ops/test_merge.py' \
+  "tests/models/test_product.py -k 'not loading'" |  # models are loaded with tokenizers
   xargs -d '\n' -P "$(getconf _NPROCESSORS_ONLN)" -I {} bash -c "
     ${emulated[*]@Q} -m pytest -q -p no:cacheprovider --at-most 1 --timeout 600 -W ignore -r fE {}"

@@ -37,7 +37,7 @@ import jax
 
 import jax_attn as ja
 from jax_attn import _core
-from jax_attn.variant_gradient import gradient_of
+from jax_attn._variant.gradient import gradient_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.digest import sources_digest

@@ -38,7 +38,7 @@ LINKED = (
     "*.md",
     ".github/**/*.md",
     "tests/*.md",
-    "jax_attn/models/*/README.md",
+    "data/*/README.md",
     "examples/*/README.md",
 )
 PICTURES: dict[str, Callable[[], str]] = {"docs/images/results.svg": result_plot.plot}

@@ -28,15 +28,15 @@ if [[ $amount == --some ]]; then
   address_tests=(jit_test append_cuda_test task_pool_test)
   fuzz_tests=(fuzz_replay fuzz_damaged)
   thread_tests=(jit_test task_pool_test)
-  python_tests=(tests/test_plan_file.py tests/test_merge.py)
+  python_tests=(tests/plan/test_plan_file.py tests/ops/test_merge.py)
 else
-  address_tests=(tests/csrc/*_test.cc)
+  address_tests=(tests/csrc/*/*_test.cc)
   address_tests=("${address_tests[@]##*/}")
   address_tests=("${address_tests[@]%.cc}")
   fuzz_tests=(fuzz_replay fuzz_damaged fuzz_batches)
   thread_tests=(jit_test task_pool_test attention_cpu_test)
   python_tests=(tests/test_*.py
-    --deselect tests/test_jit.py::test_precompile_and_plan_in_a_forked_child)
+    --deselect tests/xla/test_jit.py::test_precompile_and_plan_in_a_forked_child)
 fi
 
 # configure SANITIZER: a build in $work/SANITIZER

@@ -517,7 +517,7 @@ struct AppendParams : PlanLimits {
   i32 page_size;
 
   // Scales of heads. Of float8 a code is new / scale, the nearest, ties to even, at most the
-  // format's largest; NaN stays NaN. cpu/codec.h has the other formats.
+  // format's largest; NaN stays NaN. cpu/kernels/codec.h has the other formats.
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
   i32 kv_format;         // FormatCode; plain: pages have the type of k_new and v_new

@@ -26,7 +26,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
 include_patterns = [
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
-    "docs/**", "jax_attn/models/*/README.md", "tests/GRAVEYARD.md",
+    "docs/**", "data/*/README.md", "tests/GRAVEYARD.md",
 ]  # fmt: skip
 exclude_patterns = ["build", "dist", ".*", "csrc", "docs/_templates"]
 

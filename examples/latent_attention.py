@@ -6,12 +6,13 @@ exist for cached tokens.
 
 import functools
 
+import deepseek
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn.models import Rope, deepseek
+from jax_attn.models import Rope
 
 config = deepseek.DeepseekConfig(
     hidden_size=256,

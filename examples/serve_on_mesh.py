@@ -11,9 +11,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.envir
 
 
 from jax_attn import models
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
-from jax_attn.serve.request import SamplingParams, Sequence
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
 PROMPTS = ("import os\n\n\ndef main(", "class Error(Exception):\n    ")
 

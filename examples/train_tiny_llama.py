@@ -1,12 +1,12 @@
 """Train the tiny Llama that ships with this repository, on the Python standard library.
 
-    python examples/train_tiny_llama.py --out jax_attn/models/tiny-llama-stdlib  # everything
+    python examples/train_tiny_llama.py --out data/tiny-llama-stdlib  # everything
     python examples/train_tiny_llama.py --steps 3 --tiny                    # smoke test on a CPU
 
 The corpus and the tokenizer can be made on one machine and the training run on another:
 
     python examples/train_tiny_llama.py --prepare corpus.npz
-    python examples/train_tiny_llama.py --data corpus.npz --out jax_attn/models/tiny-llama-stdlib
+    python examples/train_tiny_llama.py --data corpus.npz --out data/tiny-llama-stdlib
 
 The text is split by file: the hash of a file's relative path decides whether it is trained on or
 held out, so neither the tokenizer nor the model ever sees a held-out file. The result is a Hugging

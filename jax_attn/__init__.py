@@ -10,16 +10,16 @@ if find_spec("jax_attn._core") is None:
     )
 
 from jax_attn import masks, mla, parallel, reference
-from jax_attn.attention import attention, item_times
-from jax_attn.dense import dot_product_attention
-from jax_attn.export import export_checks
-from jax_attn.jit import precompile
-from jax_attn.kv_cache import append_kv, append_rotated
-from jax_attn.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
-from jax_attn.plan import AttentionPlan, PlanBucket, plan
-from jax_attn.spec import AttentionSpec
-from jax_attn.variant import Variant
-from jax_attn.variant_program import At
+from jax_attn._dense.dense import dot_product_attention
+from jax_attn._ops.attention import attention, item_times
+from jax_attn._ops.export import export_checks
+from jax_attn._ops.kv_cache import append_kv, append_rotated
+from jax_attn._ops.merge import merge_state, merge_states, state_from_triplet, state_to_triplet
+from jax_attn._plan.plan import AttentionPlan, PlanBucket, plan
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn._variant.program import At
+from jax_attn._variant.variant import Variant
+from jax_attn._xla.jit import precompile
 
 try:
     __version__ = version("jax_attn")

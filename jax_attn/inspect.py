@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_attn.plan import AttentionPlan
-from jax_attn.plan_records import is_shared
-from jax_attn.plot import timeline
+from jax_attn._plan.plan import AttentionPlan
+from jax_attn._plan.plot import timeline
+from jax_attn._plan.records import is_shared
 
 
 def tables(plan: AttentionPlan, num_rows: int) -> str:

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn import intervals
-from jax_attn.intervals import Interval
-from jax_attn.spec import AttentionSpec
-from jax_attn.variant import Variant
-from jax_attn.variant_program import At
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn._variant import intervals
+from jax_attn._variant.intervals import Interval
+from jax_attn._variant.program import At
+from jax_attn._variant.variant import Variant
 
 __all__ = [
     "HIDDEN",
@@ -110,7 +110,7 @@ class Mask:
     operands: name -> array: what it reads, and what attention takes as variant_operands. Host or
         traced; new contents compile nothing.
     classes: fn(batch) -> [num_row_blocks, num_kv_blocks], u8, where the mask knows better
-        than its function tells. None: the function is run on intervals (jax_attn/intervals.py).
+        than its function tells. None: the function is run on intervals (_variant/intervals.py).
     """
 
     function: Callable[..., Any]

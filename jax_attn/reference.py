@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn import formats
-from jax_attn.spec import AttentionSpec
-from jax_attn.variant import Variant
-from jax_attn.variant_program import At
+from jax_attn._spec import formats
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn._variant.program import At
+from jax_attn._variant.variant import Variant
 
 Array = Any  # numpy.ndarray | jax.Array
 E4M3 = jnp.float8_e4m3fn

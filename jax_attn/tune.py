@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn import _core, tuning
+from jax_attn import _core
+from jax_attn._spec import tuning
 
 _PAGE_SIZE = 16
 _SEEN, _CONFIRMED = 0.985, 0.99  # time of the old one: a first gain, and what has to be left of it

@@ -21,9 +21,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
-from lowering import lower_quickly
 
-from jax_attn import config
+from helpers.lowering import lower_quickly
+from jax_attn import _environment
 
 ON_REQUEST = {
     "big": "needs many GB of memory",
@@ -114,7 +114,7 @@ def seconds_allowed(item):
 @pytest.fixture(autouse=True, scope="session")
 def poison():
     """Results and workspaces hold 0xFF (NaN, -1) before every kernel of every test."""
-    with config.poisoned():
+    with _environment.poisoned():
         yield
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import models
-from jax_attn.models import decoder
+from jax_attn.models._layers import decoder
 
 Caches = list[tuple[jax.Array, jax.Array]]  # of each layer, k and v [batch, len, heads, head_dim]
 

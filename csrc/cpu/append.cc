@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/codec.h"
+#include "cpu/kernels/codec.h"
 #include "spec.h"
 
 namespace jax_attn {

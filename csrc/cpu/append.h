@@ -1,7 +1,7 @@
 // Writes new keys and values into the pages of their requests, in place.
 #pragma once
 
-#include "cpu/task_pool.h"
+#include "cpu/threads/task_pool.h"
 #include "params.h"
 
 namespace jax_attn {

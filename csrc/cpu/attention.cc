@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/thread_scratch.h"
+#include "cpu/threads/thread_scratch.h"
 #include "cpu/variant_code.h"
 #include "select/devices.h"
 

@@ -1,7 +1,7 @@
 // Attention on CPUs: executes the queues of a plan.
 #pragma once
 
-#include "cpu/task_pool.h"
+#include "cpu/threads/task_pool.h"
 #include "params.h"
 #include "spec.h"
 

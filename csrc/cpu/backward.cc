@@ -10,7 +10,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/kernels.h"
-#include "cpu/thread_scratch.h"
+#include "cpu/threads/thread_scratch.h"
 #include "cpu/variant_code.h"
 
 namespace jax_attn {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "cpu/task_pool.h"
+#include "cpu/threads/task_pool.h"
 #include "params.h"
 #include "spec.h"
 #include "variant/program.h"

@@ -1,7 +1,7 @@
 // Merges attention states, row by row.
 #pragma once
 
-#include "cpu/task_pool.h"
+#include "cpu/threads/task_pool.h"
 #include "params.h"
 
 namespace jax_attn {

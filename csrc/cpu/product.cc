@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "cpu/simd_types.h"
-#include "cpu/thread_scratch.h"
+#include "cpu/simd/simd_types.h"
+#include "cpu/threads/thread_scratch.h"
 #include "spec.h"
 
 namespace jax_attn {

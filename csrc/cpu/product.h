@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cpu/kernels.h"
-#include "cpu/task_pool.h"
+#include "cpu/threads/task_pool.h"
 
 namespace jax_attn {
 

@@ -1,5 +1,5 @@
 // A variant's program in the order in which the CPU kernels run it: each value where it changes
-// least often. Made once a call, for all instruction sets; cpu/variant.h runs it.
+// least often. Made once a call, for all instruction sets; cpu/kernels/variant.h runs it.
 #pragma once
 
 #include "variant/program.h"

@@ -5,7 +5,7 @@
 #include <optional>
 #include <utility>
 
-#include "cpu/helper_pool.h"
+#include "cpu/threads/helper_pool.h"
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"

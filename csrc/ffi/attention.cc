@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/helper_pool.h"
+#include "cpu/threads/helper_pool.h"
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
 #include "jit/kernels.h"

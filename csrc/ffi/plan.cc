@@ -154,7 +154,7 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool h
   });
 }
 
-// The device cannot refuse: a bad batch leaves a faulty plan (cuda/any/plan.cuh).
+// The device cannot refuse: a bad batch leaves a faulty plan (cuda/plan/plan.cuh).
 ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer qo_indptr,
                        ffi::AnyBuffer kv_lens, ffi::AnyBuffer kv_indptr,
                        ffi::AnyBuffer page_indices, ffi::AnyBuffer q_offsets,

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "cpu/helper_pool.h"
+#include "cpu/threads/helper_pool.h"
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
 

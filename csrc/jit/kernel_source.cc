@@ -379,7 +379,7 @@ KernelSource MakeSource(const PlanKernel& kernel) {
   traits("kSmemBytes", int64_t{96 * 1024}, "what every architecture has");
   const std::string entry = "plan_kernel";
   return {"plan-" + ArchName(kernel.arch) + (kernel.general ? "-general" : ""), entry,
-          TranslationUnit("cuda/any/plan.cuh", traits.str(),
+          TranslationUnit("cuda/plan/plan.cuh", traits.str(),
                           kernel.general ? "GeneralPlanBody" : "PlanBody", "Plan", entry),
           Options(kernel.arch)};
 }

@@ -167,7 +167,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
                   num_trials * trial(tiles, 2 * queues) + ranges +
                   2 * results(tiles, 2 * queues);  // of the first trial, and of what is chosen
   bytes += 64 * 16;                                // each array is rounded up to 16 bytes
-  const auto lists = [&](int64_t num_tiles) -> int64_t {  // cuda/any/plan_steps.cuh
+  const auto lists = [&](int64_t num_tiles) -> int64_t {  // cuda/plan/steps.cuh
     if (map == nullptr) return 0;
     const AttentionSpec& spec = problem.spec;
     const int64_t kv_tokens = spec.paged() ? rules.max_kv * spec.page_size : rules.max_kv;
@@ -178,7 +178,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
   };
   bytes += lists(tiles);
   if (num_levels == 0) return bytes;
-  // cuda/any/prefix.cuh.
+  // cuda/plan/prefix.cuh.
   const int64_t nodes = num_levels * num_prefixes;
   const int64_t shared_tiles = tiles + MaxSharedTiles(requests);
   const int64_t forest = 8 * (requests + 1) + 40 * nodes + 24 * (requests + 1) +

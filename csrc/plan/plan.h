@@ -42,7 +42,7 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);
 PlanRules MakePlanRules(const AttentionProblem& problem);
 SharingRules MakeSharingRules(const AttentionProblem& problem);
 
-// Bytes of scratch that the device planner may need, cuda/any/plan.cuh. num_prefixes: of each
+// Bytes of scratch that the device planner may need, cuda/plan/plan.cuh. num_prefixes: of each
 // level; map: null without step lists, its classes are not read.
 int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, int64_t num_prefixes,
                          const BlockMap* map = nullptr);

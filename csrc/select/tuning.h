@@ -1,5 +1,5 @@
 // Numbers measured on the processor at hand, which take the place of those in devices.cc. A file of
-// `python -m jax_attn.tune` has them, and jax_attn/tuning.py reads it.
+// `python -m jax_attn.tune` has them, and jax_attn/_spec/tuning.py reads it.
 #pragma once
 
 #include <cstdint>

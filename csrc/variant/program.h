@@ -1,5 +1,5 @@
 // A user's logits and mask functions as a program: a list of scalar operations in which every value
-// is written once (jax_attn/variant_trace.py traces them to it).
+// is written once (jax_attn/_variant/trace.py traces them to it).
 //
 // A plain struct of fixed size, for host code and the CPU kernels of every instruction set, so this
 // file includes no C++ standard header. words.cc reads and checks the words of one.

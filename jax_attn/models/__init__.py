@@ -20,21 +20,24 @@ models there are and what of them is refused.
 `fetch` gets a directory from the Hugging Face Hub, and `BUNDLED` is one that is there.
 
 Loading needs the packages of the extra `models`: pip install 'jax_attn[models]'.
-deepseek.py is a single block of DeepSeek's models that attends in both ways, absorbed and not.
 """
 
-from jax_attn.models import deepseek
-from jax_attn.models.config import LayerKind, ModelConfig
-from jax_attn.models.decoder import attention_specs, forward, init_pages, reference_forward
-from jax_attn.models.directory import BUNDLED, ModelDirectoryError
-from jax_attn.models.embedding import EmbeddingBatch, EmbeddingModel, embed, load_embedding
-from jax_attn.models.encoder import EncoderConfig
-from jax_attn.models.families import load_config, parse_config
-from jax_attn.models.hub import fetch
-from jax_attn.models.loading import Model, load
-from jax_attn.models.rope import LinearScaling, Llama3Scaling, Rope
-from jax_attn.models.tensor_parallel import TensorParallel
-from jax_attn.models.weights import Params, load_params, pack_params, random_params
+from jax_attn.models._config.config import LayerKind, ModelConfig
+from jax_attn.models._config.directory import BUNDLED, ModelDirectoryError
+from jax_attn.models._config.families import load_config, parse_config
+from jax_attn.models._config.rope import LinearScaling, Llama3Scaling, Rope, rotate
+from jax_attn.models._embedding.embedding import (
+    EmbeddingBatch,
+    EmbeddingModel,
+    embed,
+    load_embedding,
+)
+from jax_attn.models._embedding.encoder import EncoderConfig
+from jax_attn.models._layers.decoder import attention_specs, forward, init_pages, reference_forward
+from jax_attn.models._layers.tensor_parallel import TensorParallel
+from jax_attn.models._loading.hub import fetch
+from jax_attn.models._loading.loading import Model, load
+from jax_attn.models._weights.weights import Params, load_params, pack_params, random_params
 
 __all__ = [
     "BUNDLED",
@@ -51,7 +54,6 @@ __all__ = [
     "Rope",
     "TensorParallel",
     "attention_specs",
-    "deepseek",
     "embed",
     "fetch",
     "forward",
@@ -64,4 +66,5 @@ __all__ = [
     "parse_config",
     "random_params",
     "reference_forward",
+    "rotate",
 ]

@@ -1,18 +1,18 @@
 """Attention over the devices of a mesh, on JAX's own collectives."""
 
+from jax_attn.parallel.kv_shards import (
+    KvStripes,
+    StripedPlan,
+    append_stripes,
+    attend_stripes,
+    plan_stripes,
+)
 from jax_attn.parallel.sequence import (
     SequencePlan,
     SequenceShards,
     attend_sequence,
     dot_product_attention,
     plan_sequence,
-)
-from jax_attn.parallel.stripes import (
-    KvStripes,
-    StripedPlan,
-    append_stripes,
-    attend_stripes,
-    plan_stripes,
 )
 
 __all__ = [

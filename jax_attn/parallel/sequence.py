@@ -15,13 +15,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jax_attn import gradients
-from jax_attn.attention import attention
-from jax_attn.dense import window_of
-from jax_attn.operands import check_array
-from jax_attn.parallel.common import add_sinks, mapped, windows
-from jax_attn.plan import AttentionPlan, plan, traced_int32
-from jax_attn.spec import AttentionSpec
+from jax_attn._dense.dense import window_of
+from jax_attn._ops import gradients
+from jax_attn._ops.attention import attention
+from jax_attn._ops.operands import check_array
+from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn.parallel._common import add_sinks, mapped, windows
 
 Order = Literal["striped", "contiguous"]
 Exchange = Literal["ring", "heads"]

@@ -24,19 +24,19 @@ except ModuleNotFoundError:
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
 from jax_attn import models
-from jax_attn.serve import auth
-from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.device import Device
-from jax_attn.serve.draft_model import have_same_tokens
-from jax_attn.serve.embedder import Embedder
-from jax_attn.serve.engine_config import device_config
-from jax_attn.serve.http_process import LOG_FORMAT, HttpProcess
-from jax_attn.serve.http_server import HttpConfig, HttpServer, spare_the_collector
-from jax_attn.serve.options import engine_config, key_limits, num_devices, parse
-from jax_attn.serve.processes import Processes, ProcessesError
-from jax_attn.serve.replay import follow
-from jax_attn.serve.server import ServerConfig, create_app
-from jax_attn.serve.sizing import bytes_of_page, choose_num_pages, make_engine
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._engine.device import Device
+from jax_attn.serve._engine.draft_model import have_same_tokens
+from jax_attn.serve._engine.embedder import Embedder
+from jax_attn.serve._engine.engine_config import device_config
+from jax_attn.serve._engine.leading_device import follow
+from jax_attn.serve._engine.processes import Processes, ProcessesError
+from jax_attn.serve._http import auth
+from jax_attn.serve._http.http_process import LOG_FORMAT, HttpProcess
+from jax_attn.serve._http.http_server import HttpConfig, HttpServer, spare_the_collector
+from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._options import engine_config, key_limits, num_devices, parse
+from jax_attn.serve._sizing import bytes_of_page, choose_num_pages, make_engine
 
 log = logging.getLogger("jax_attn.serve")
 

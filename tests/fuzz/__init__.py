@@ -7,5 +7,4 @@ file under tests/data/fuzz/, which a test then replays for ever.
 import sys
 from pathlib import Path
 
-_TESTS = Path(__file__).parents[1]
-sys.path += [str(_TESTS), str(_TESTS / "serve")]  # embedding_cases; live_server and its like
+sys.path.append(str(Path(__file__).parents[1]))  # helpers

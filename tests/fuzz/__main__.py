@@ -65,7 +65,7 @@ def _routes(seed: int, cases: int | None, seconds: float | None) -> str:
 
 
 def _http(seed: int, cases: int | None, seconds: float | None) -> str:
-    from live_server import KEYS, ServerProcess, key_options
+    from helpers.serve.live_server import KEYS, ServerProcess, key_options
 
     from .routes import RoutesOverHttp, write_embedding_model
 

@@ -14,7 +14,7 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_attn.serve import openapi
+from jax_attn.serve._http import openapi
 
 DESCRIPTION = openapi.describe()
 PATHS = [

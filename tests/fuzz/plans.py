@@ -1,4 +1,4 @@
-"""The C++ fuzzer of planners and plans, tests/csrc/fuzz_plan.cc."""
+"""The C++ fuzzer of planners and plans, tests/csrc/fuzz/fuzz_plan.cc."""
 
 from __future__ import annotations
 

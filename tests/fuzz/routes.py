@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import embedding_cases
-from fake_engine import MODEL, FakeEngine, fake_model
-from live_server import Answer, eventually
-
+from helpers import embedding_cases
+from helpers.serve.fake_engine import MODEL, FakeEngine, fake_model
+from helpers.serve.live_server import Answer, eventually
 from jax_attn import models
-from jax_attn.serve.embedder import Embedder
-from jax_attn.serve.server import ServerConfig, create_app
+from jax_attn.serve._engine.embedder import Embedder
+from jax_attn.serve._http.server import ServerConfig, create_app
 
 from . import bodies
 from .bodies import Request

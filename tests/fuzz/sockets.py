@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from live_server import eventually, serving
+from helpers.serve.live_server import eventually, serving
 
 from . import bodies
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from fake_engine import FakeEngine, fake_model
-from live_server import eventually, post_bytes, serving
+from helpers.serve.fake_engine import FakeEngine, fake_model
+from helpers.serve.live_server import eventually, post_bytes, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"prompt": "import os", "max_tokens": 4}

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from small_engine import CONFIG, make_engine, sequence, warm_device
 
-from jax_attn.serve import grammar
-from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.protocols import EngineStopped
-from jax_attn.serve.request import FinishReason, Sequence
+from helpers.serve.small_engine import CONFIG, make_engine, sequence, warm_device
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.protocols import EngineStopped
+from jax_attn.serve._scheduling.request import FinishReason, Sequence
 
 
 @pytest.fixture(scope="module")

@@ -13,22 +13,23 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
-from live_server import serving
 from pydantic import ValidationError
 
-from jax_attn.serve import answers, bodies, fields, schemas, styles
-from jax_attn.serve.access_log import Record
-from jax_attn.serve.errors import ApiError
-from jax_attn.serve.events import TokenEvent
-from jax_attn.serve.gate import Gate, KeyLimits
-from jax_attn.serve.lanes import Lanes
-from jax_attn.serve.metrics import Metrics
-from jax_attn.serve.prepare import Caller, Preparer
-from jax_attn.serve.request import FinishReason
-from jax_attn.serve.scores import ChatScores, CompletionScores, TokenJson
-from jax_attn.serve.server import ServerConfig
-from jax_attn.serve.token_bytes import TokenBytes
+from helpers.serve.fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
+from helpers.serve.live_server import serving
+from jax_attn.serve._http import bodies
+from jax_attn.serve._http.body_threads import Lanes
+from jax_attn.serve._http.server import ServerConfig
+from jax_attn.serve._openai import answers, fields, response_format, schemas
+from jax_attn.serve._openai.access_log import Record
+from jax_attn.serve._openai.errors import ApiError
+from jax_attn.serve._openai.limits import Gate, KeyLimits
+from jax_attn.serve._openai.logprobs import ChatScores, CompletionScores, TokenJson
+from jax_attn.serve._openai.metrics import Metrics
+from jax_attn.serve._openai.prepare import Caller, Preparer
+from jax_attn.serve._scheduling.events import TokenEvent
+from jax_attn.serve._scheduling.request import FinishReason
+from jax_attn.serve._text.token_bytes import TokenBytes
 
 MAX_BYTES = ServerConfig(MODEL, "tiny").max_body_bytes
 
@@ -360,7 +361,9 @@ class Steps:
 def stream(preparer, engine, **fields):
     body = schemas.CompletionRequest(prompt="a", stream=True, **fields)
     prepared = preparer.completion(body, Caller("", 0.0))
-    style = styles.CompletionStyle(prepared, False, TokenJson(TokenBytes(fake_model().tokenizer)))
+    style = response_format.CompletionStyle(
+        prepared, False, TokenJson(TokenBytes(fake_model().tokenizer))
+    )
     ticket = Gate(engine, KeyLimits(1, 64)).enter("", queues=False)
     record = Record("req-1", False)
     arguments = engine, prepared, Metrics(engine), ticket, record

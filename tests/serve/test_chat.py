@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `serve`")
 
-from jax_attn.serve import chat
+from jax_attn.serve._chat import chat
 
 USER = {"role": "user", "content": "hi"}
 

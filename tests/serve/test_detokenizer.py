@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jax_attn.serve.detokenizer import Detokenizer, Texts
+from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 REPLACEMENT = "\ufffd"
 

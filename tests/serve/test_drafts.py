@@ -2,28 +2,30 @@
 
 import collections
 import dataclasses
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from helpers.paths import EXAMPLES
+
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
 from jax_attn import models
-from jax_attn.serve import drafts, grammar
-from jax_attn.serve import engine as engine_module
-from jax_attn.serve.draft_model import ModelDrafter
-from jax_attn.serve.drafts import NgramDrafter
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence
+from jax_attn.serve._engine import engine as engine_module
+from jax_attn.serve._engine.draft_model import ModelDrafter
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._scheduling import drafts
+from jax_attn.serve._scheduling.drafts import NgramDrafter
+from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
 CONFIG = EngineConfig(
     num_pages=120, page_size=4, max_running=8, max_step_tokens=32, batch_invariant=True
 )
 REPEATED = "def add(a, b):\n    return a + b\n\n\n" * 6
-TEXT = (Path(__file__).parents[2] / "examples" / "prompts" / "ast.py.txt").read_text("utf-8")
+TEXT = (EXAMPLES / "prompts" / "ast.py.txt").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 import base64
 import contextlib
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +11,20 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
-from bystander import bystanding
-from live_server import KEYS, ServerProcess, eventually, key_options, post_bytes, serving
-
+from helpers import embedding_cases
+from helpers.serve.bystander import bystanding
+from helpers.serve.live_server import (
+    KEYS,
+    ServerProcess,
+    eventually,
+    key_options,
+    post_bytes,
+    serving,
+)
 from jax_attn import models
-from jax_attn.serve import embeddings
-from jax_attn.serve.embedder import Embedder, EmbedderStopped
-from jax_attn.serve.gate import KeyLimits
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import embedding_cases
+from jax_attn.serve._engine.embedder import Embedder, EmbedderStopped
+from jax_attn.serve._openai import embeddings
+from jax_attn.serve._openai.limits import KeyLimits
 
 ROUTE = "/v1/embeddings"
 TOLERANCE = 1e-5
@@ -359,7 +361,7 @@ def test_a_model_that_cannot_be_compiled(bert, monkeypatch):
 
 
 def test_nothing_is_compiled_while_it_serves(embedder, monkeypatch):
-    from jax_attn.serve import device
+    from jax_attn.serve._engine import device
 
     before = len(device._compile_seconds)
     for n in (1, 31, 33, 64):

@@ -12,19 +12,20 @@ import re
 import threading
 import time
 from array import array
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from helpers.paths import EXAMPLES
 from jax_attn import models
-from jax_attn.serve import buckets, grammar, masks
-from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
-from jax_attn.serve.step_plan import ScheduledSequence, StepPlan
+from jax_attn.serve._engine import buckets
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._grammar import grammar, token_masks
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence, StepPlan
 
 CONFIG = EngineConfig(num_pages=36, page_size=8, max_running=8, max_step_tokens=40)
 INVARIANT = dataclasses.replace(CONFIG, num_pages=240, batch_invariant=True)  # longer than a split
@@ -71,7 +72,7 @@ def logits_of(model):
     return run
 
 
-TEXT = (Path(__file__).parents[2] / "examples" / "prompts" / "ast.py.txt").read_text("utf-8")
+TEXT = (EXAMPLES / "prompts" / "ast.py.txt").read_text("utf-8")
 
 
 def prompt(model, begin: int, length: int) -> list[int]:
@@ -570,14 +571,14 @@ class Late:
 
     def __init__(self, monkeypatch, which=lambda constraint: True):
         self.comes = threading.Event()
-        take = masks.Constraint.take
+        take = token_masks.Constraint.take
 
         def late(constraint, turn):
             if which(constraint):
                 assert self.comes.wait(60)
             take(constraint, turn)
 
-        monkeypatch.setattr(masks.Constraint, "take", late)
+        monkeypatch.setattr(token_masks.Constraint, "take", late)
 
 
 def step_until(engine, results, done, most=1000) -> None:

@@ -2,8 +2,6 @@
 without RoPE, and quantised weights."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,17 +9,14 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import model_cases
-import quantized_cases
-
+from helpers import model_cases, quantized_cases
 from jax_attn import models
-from jax_attn.serve import sizing
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
-from jax_attn.serve.options import parse
-from jax_attn.serve.request import SamplingParams, Sequence
+from jax_attn.serve import _sizing as sizing
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._options import parse
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
 # Small, so that there are few executables to compile.
 LIMITS = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=8)

@@ -10,7 +10,8 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from fuzz import bodies, search
 from fuzz.routes import RoutesInProcess, RoutesOverHttp
 from fuzz.sockets import Conversation, Sockets
-from live_server import serving
+
+from helpers.serve.live_server import serving
 
 SEED = 15
 FOUND = [
@@ -100,7 +101,7 @@ def test_a_sequence_that_is_left_is_found(routes):
 
 
 def test_a_traceback_in_the_log_is_found(sockets, monkeypatch, tmp_path):
-    from jax_attn.serve.connection import Connection
+    from jax_attn.serve._http.connection import Connection
 
     def fails(self, data):
         raise RuntimeError("broken")

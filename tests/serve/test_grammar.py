@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jax_attn.serve import grammar
-from jax_attn.serve.grammar import GrammarError, Grammars
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._grammar.grammar import GrammarError, Grammars
 
 VOCAB = 4096 + 37  # logits may be wider than the tokenizer
 

@@ -6,10 +6,11 @@ from concurrent.futures import Future, wait
 
 import pytest
 
-from jax_attn.serve import grammar, grammar_compiler
-from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.grammar import GrammarError, Grammars
-from jax_attn.serve.grammar_compiler import Closed, GrammarCompiler
+from jax_attn.serve._grammar import compiler as grammar_compiler
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler
+from jax_attn.serve._grammar.grammar import GrammarError, Grammars
+from jax_attn.serve._scheduling.admission import QueueFull
 
 # 20 s and 390 MB, where nothing ends it.
 ENDLESS = grammar.from_json_schema({"type": "integer", "multipleOf": 999983})

@@ -7,14 +7,14 @@ that another wrote is caught (see fake_device). A million steps:
 import random
 
 import pytest
-from fake_device import VOCAB, FakeEngine, reference_output, salt
-from test_scheduler import assert_drained, config
 
-from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import Scheduler
-from jax_attn.serve.step_plan import StepPlan
-from jax_attn.serve.tenants import namespace
+from helpers.serve.fake_device import VOCAB, FakeEngine, reference_output, salt
+from helpers.serve.schedules import assert_drained, config
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve._scheduling.scheduler import Scheduler
+from jax_attn.serve._scheduling.step_plan import StepPlan
+from jax_attn.serve._scheduling.tenants import namespace
 
 TENANTS = ("", "key0", "key1", "key2")
 SYSTEMS = [
@@ -153,13 +153,15 @@ def test_the_oracle_notices(mistake, monkeypatch):
     """Pages shared between namespaces, and pages freed that somebody still reads."""
     if mistake == "sharing":
         monkeypatch.setattr(
-            "jax_attn.serve.prefix_cache.RadixCache._child_key",
+            "jax_attn.serve._scheduling.prefix_cache.RadixCache._child_key",
             lambda self, node, namespace, key, begin=0: key[begin : begin + self._page_bytes],
         )
     else:
-        monkeypatch.setattr("jax_attn.serve.prefix_cache.RadixCache.lock", lambda self, node: None)
         monkeypatch.setattr(
-            "jax_attn.serve.prefix_cache.RadixCache.unlock", lambda self, node: None
+            "jax_attn.serve._scheduling.prefix_cache.RadixCache.lock", lambda self, node: None
+        )
+        monkeypatch.setattr(
+            "jax_attn.serve._scheduling.prefix_cache.RadixCache.unlock", lambda self, node: None
         )
     with pytest.raises(AssertionError, match="foreign page|is free|hold the context"):
         for seed in range(20):

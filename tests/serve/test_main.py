@@ -12,11 +12,13 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from tokenizers import Tokenizer
 
 from jax_attn.serve import __main__ as main
-from jax_attn.serve import device, http_server, sizing
-from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.http_process import HttpProcess
-from jax_attn.serve.options import engine_config, key_limits, parse
-from jax_attn.serve.protocols import Limits
+from jax_attn.serve import _sizing as sizing
+from jax_attn.serve._engine import device
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._http import http_server
+from jax_attn.serve._http.http_process import HttpProcess
+from jax_attn.serve._options import engine_config, key_limits, parse
+from jax_attn.serve._scheduling.protocols import Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
 VOCAB = 4096  # of it
@@ -154,7 +156,7 @@ def test_what_is_there_when_the_engine_is_ready_is_not_collected_again(model, mo
         raise RuntimeError("enough")
 
     monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr("jax_attn.serve.engine.Engine.warm_up", lambda *args: [])
+    monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up", lambda *args: [])
     monkeypatch.setattr(AsyncEngine, "_turn", count)
     try:
         assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
@@ -170,7 +172,7 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
         raise RuntimeError("no memory for a step")
 
     monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr("jax_attn.serve.engine.Engine.warm_up", fail)
+    monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up", fail)
     assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
     assert "no memory for a step" in caplog.text
 

@@ -7,16 +7,15 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from fake_engine import FakeEngine, fake_model
-from live_server import eventually, serving
-
-from jax_attn.serve import gate
-from jax_attn.serve.fields import UnknownFields
-from jax_attn.serve.prepare import sampling_defaults
+from helpers.serve.fake_engine import FakeEngine, fake_model
+from helpers.serve.live_server import eventually, serving
+from jax_attn.serve._openai.fields import UnknownFields
+from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.prepare import sampling_defaults
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"prompt": "import os", "max_tokens": 4}
-MANY = gate.KeyLimits(requests=9, choices=200)
+MANY = KeyLimits(requests=9, choices=200)
 HELLO_CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
@@ -313,7 +312,7 @@ def test_codes_are_openais(server, change, code):
 
 def test_the_code_of_a_429_is_openais():
     """Clients wait and try again where they see it; which limit it was stands beside it."""
-    limits = gate.KeyLimits(requests=9, choices=9, tokens=100)
+    limits = KeyLimits(requests=9, choices=9, tokens=100)
     with serving(key_limits=limits) as server:
         server.engine.live |= {f"other{i}": 0 for i in range(40)}
         error = server.post(COMPLETIONS, HELLO).error

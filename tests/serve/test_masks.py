@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from jax_attn.serve import grammar, masks
-from jax_attn.serve.grammar import Grammars
-from jax_attn.serve.masks import Constraint, MaskWorkers
+from jax_attn.serve._grammar import grammar, token_masks
+from jax_attn.serve._grammar.grammar import Grammars
+from jax_attn.serve._grammar.token_masks import Constraint, MaskWorkers
 
 VOCAB = 4096
 AMBIGUOUS = grammar.from_lark('start: s\ns: s s s | s s | /[a-z ]/ | ""')
@@ -23,14 +23,14 @@ def constraint(grammars, text: str, jumps: bool = True) -> Constraint:
     return Constraint(grammars.matcher(text), VOCAB // 32, jumps)
 
 
-def done(workers: MaskWorkers, constraint: Constraint, tokens: list[int]) -> masks.Turn:
+def done(workers: MaskWorkers, constraint: Constraint, tokens: list[int]) -> token_masks.Turn:
     workers.start(constraint, tokens)
     workers.wait([constraint.turn], 60)
     assert constraint.turn.is_done
     return constraint.turn
 
 
-def first(turn: masks.Turn) -> int:
+def first(turn: token_masks.Turn) -> int:
     return int(np.flatnonzero(np.unpackbits(turn.mask.view(np.uint8), bitorder="little"))[0])
 
 
@@ -50,7 +50,7 @@ def test_a_text_turn_by_turn(grammars, tokenizer):
 
 def test_what_may_follow_drafts(grammars, tokenizer, monkeypatch):
     """As far as there is a choice, and the grammar stays where it is."""
-    monkeypatch.setattr(masks, "SLOW_SECONDS", 60)
+    monkeypatch.setattr(token_masks, "SLOW_SECONDS", 60)
     workers = MaskWorkers(num_fast=1)
     text = grammar.from_regex("[ab][cd] and no choice")
     drafts = [token for each in ("a", "c", " and", " no") for token in tokenizer.encode(each).ids]
@@ -124,8 +124,8 @@ class Costly:
 
 
 def test_a_budget_of_processor_time(monkeypatch):
-    monkeypatch.setattr(masks, "_BUDGET_SECONDS", 0.1)
-    monkeypatch.setattr(masks, "_BUDGET_SECONDS_TOKEN", 0.001)
+    monkeypatch.setattr(token_masks, "_BUDGET_SECONDS", 0.1)
+    monkeypatch.setattr(token_masks, "_BUDGET_SECONDS_TOKEN", 0.001)
     workers, one = MaskWorkers(num_fast=1), Constraint(Costly(), 1, False)
     num_turns = 0
     while (turn := done(workers, one, [])).error is None:

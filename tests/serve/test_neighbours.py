@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from attackers import ATTACKERS, Target
-from bystander import bystanding
-from live_server import KEYS, ServerProcess, eventually, key_options
+from helpers.serve.attackers import ATTACKERS, Target
+from helpers.serve.bystander import bystanding
+from helpers.serve.live_server import KEYS, ServerProcess, eventually, key_options
 
 MAX_GAP = 0.25  # seconds
 MAX_GROWTH = 300_000_000  # bytes

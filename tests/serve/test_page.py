@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
-from fake_engine import FakeEngine, fake_model  # noqa: E402
-from live_server import eventually, serving  # noqa: E402
+from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
+from helpers.serve.live_server import eventually, serving  # noqa: E402
 
 expect = playwright_api.expect
 KEY = "a-key-of-one-tenant"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jax_attn.serve.pages import PageAllocator
+from jax_attn.serve._scheduling.pages import PageAllocator
 
 
 def test_random_operations_against_a_set():

@@ -5,10 +5,10 @@ import random
 from array import array
 
 import pytest
-from fake_device import nodes
 
-from jax_attn.serve.pages import PageAllocator
-from jax_attn.serve.prefix_cache import Node, RadixCache
+from helpers.serve.fake_device import nodes
+from jax_attn.serve._scheduling.pages import PageAllocator
+from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
 
 
 def pack(*tokens: int) -> bytes:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -12,16 +11,19 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from live_server import KEYS, Answer, ServerProcess, ask, children_of, eventually, key_options
+from helpers.serve.live_server import (
+    KEYS,
+    Answer,
+    ServerProcess,
+    ask,
+    children_of,
+    eventually,
+    key_options,
+)
+from helpers.serve.ports import free_port
 
 OPTIONS = ["--max-running", "4", "--max-step-tokens", "32", "--max-waiting", "40"]
 BODY = {"prompt": "import os", "max_tokens": 60, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)

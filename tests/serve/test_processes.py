@@ -12,19 +12,19 @@ import sys
 import threading
 import time
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.paths import EXAMPLES
+
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from live_server import SAFE_PATH, START_SECONDS
-from mesh_checks import xla_flags
-from test_process import free_port
-
-from jax_attn.serve import processes as module
-from jax_attn.serve.processes import Processes, Record, pack, unpack
+from helpers.mesh_checks import xla_flags
+from helpers.serve.live_server import SAFE_PATH, START_SECONDS
+from helpers.serve.ports import free_port
+from jax_attn.serve._engine import processes as module
+from jax_attn.serve._engine.processes import Processes, Record, pack, unpack
 
 SIZES = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "40"]
 # Through the sampler's state, masks, prefix hits and several chunks.
@@ -276,7 +276,7 @@ def test_unequal_options(tmp_path, launcher):
 @pytest.mark.parametrize("launcher", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])
 def test_the_training_example(launcher):
     """Its own assertions compare it with one device."""
-    example, port = Path(__file__).parents[2] / "examples" / "train_on_mesh.py", free_port()
+    example, port = EXAMPLES / "train_on_mesh.py", free_port()
     options, environments = options_of(port, 2), [environment(2)] * 2
     if launcher == "slurm":
         options = [["--distributed"]] * 2

@@ -8,16 +8,16 @@ import threading
 import time
 
 import pytest
-from small_engine import make_engine, sequence, warm_device
 
-from jax_attn.serve import grammar
-from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.events import TokenEvent, TokenLogprob
-from jax_attn.serve.protocols import EngineStopped
-from jax_attn.serve.remote_engine import EngineHost, RemoteEngine
-from jax_attn.serve.request import FinishReason, Sequence
-from jax_attn.serve.wire import Wire, receive
+from helpers.serve.small_engine import make_engine, sequence, warm_device
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
+from jax_attn.serve._ipc.wire import Wire, receive
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
+from jax_attn.serve._scheduling.protocols import EngineStopped
+from jax_attn.serve._scheduling.request import FinishReason, Sequence
 
 
 @pytest.fixture(scope="module")

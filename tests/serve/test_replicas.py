@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
+
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from fake_engine import FakeEngine, fake_model
-from live_server import eventually, serving
-from test_process import free_port
+from helpers.serve.fake_engine import FakeEngine, fake_model
+from helpers.serve.live_server import eventually, serving
+from helpers.serve.ports import free_port
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-PAGE = Path(__file__).parents[2] / "docs" / "replicas.md"
+PAGE = ROOT / "docs" / "replicas.md"
 SESSIONS = [f"session {i}" for i in range(60)]
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="no nginx (apt-get install nginx-light)")

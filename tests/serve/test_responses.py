@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 openai = pytest.importorskip("openai", reason="needs the extra `test`")
 
-from fake_engine import FakeEngine, fake_model  # noqa: E402
-from live_server import KEYS, eventually, serving  # noqa: E402
 from pydantic import BaseModel, TypeAdapter  # noqa: E402
 
-from jax_attn.serve import gate  # noqa: E402
-from jax_attn.serve.response_store import ResponseStore, StoredResponse  # noqa: E402
+from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
+from helpers.serve.live_server import KEYS, eventually, serving  # noqa: E402
+from jax_attn.serve._openai.limits import KeyLimits  # noqa: E402
+from jax_attn.serve._openai.response_store import ResponseStore, StoredResponse  # noqa: E402
 
 PATH = "/v1/responses"
 HELLO = {"input": "hello", "max_output_tokens": 4}
@@ -424,7 +424,7 @@ def test_of_another_tenant():
 
 
 def test_limits_are_those_of_other_routes():
-    limits = gate.KeyLimits(requests=9, choices=9, tokens=30)
+    limits = KeyLimits(requests=9, choices=9, tokens=30)
     with serving(key_limits=limits) as server:
         answer = server.post(PATH, HELLO | {"input": "word " * 40})
         assert answer.status == 400 and "prompt tokens" in answer.error["message"]

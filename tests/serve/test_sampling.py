@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_attn.serve import sampling
-from jax_attn.serve.request import SamplingParams
+from jax_attn.serve._engine import sampling
+from jax_attn.serve._scheduling.request import SamplingParams
 
 VOCAB, SLOTS, ROWS = 83, 9, 8  # neither a multiple of 32 nor a power of two
 

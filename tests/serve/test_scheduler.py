@@ -7,51 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_device import VOCAB, FakeEngine, nodes, reference_output
 
-from jax_attn.serve.admission import Admission, QueueFull
-from jax_attn.serve.request import FinishReason, SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import Scheduler
-from jax_attn.serve.step_plan import SchedulerConfig, StepPlan
-
-SMALL = SchedulerConfig(
-    page_size=4,
-    num_pages=100,
-    max_running=8,
-    max_step_tokens=32,
-    prefill_chunk=16,
-    max_waiting=100,
-    max_kv_pages_step=200,
-    starvation_steps=4,
-)
-
-
-def config(**changes) -> SchedulerConfig:
-    return dataclasses.replace(SMALL, **changes)
-
-
-def sequence(seq_id: str, tokens, max_tokens: int = 8, ignore_eos: bool = True, **fields):
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    tokens = list(tokens)
-    return Sequence(seq_id, seq_id.split(".")[0], tokens, params, **fields)
-
-
-def scheduled(step: StepPlan | None) -> dict[str, int]:
-    return {entry.seq.id: entry.num_tokens for entry in step.entries} if step else {}
-
-
-def advance(scheduler: Scheduler, now: float = 0.0, token: int = 7) -> StepPlan | None:
-    """One step; its samples are known at once."""
-    step = scheduler.schedule(now)
-    if step:
-        scheduler.launched(step)
-        for entry in step.entries:
-            if entry.samples:
-                scheduler.append(entry.seq, [token])
-                if entry.seq.num_output == entry.seq.params.max_tokens:
-                    scheduler.finish(entry.seq, FinishReason.LENGTH)
-    scheduler.check_integrity()
-    return step
+from helpers.serve.fake_device import VOCAB, FakeEngine, nodes, reference_output
+from helpers.serve.schedules import advance, assert_drained, config, scheduled, sequence
+from jax_attn.serve._scheduling.admission import Admission, QueueFull
+from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence, Status
+from jax_attn.serve._scheduling.scheduler import Scheduler
+from jax_attn.serve._scheduling.step_plan import StepPlan
 
 
 def test_when_a_sequence_first_got_in():
@@ -63,16 +25,6 @@ def test_when_a_sequence_first_got_in():
     for now in range(1, 5):
         advance(scheduler, float(now))
     assert (first.admitted, second.admitted) == (1.0, 3.0)
-
-
-def assert_drained(scheduler: Scheduler) -> None:
-    assert not scheduler.waiting and not scheduler.running
-    scheduler.check_integrity()
-    num_pages = scheduler.config.num_pages
-    assert scheduler.cache.num_evictable == scheduler.cache.num_cached
-    assert scheduler.cache.num_cached + scheduler.allocator.num_free == num_pages
-    scheduler.cache.evict(num_pages)
-    assert scheduler.allocator.num_free == num_pages
 
 
 # ---- simulations -------------------------------------------------------------------------------
@@ -199,12 +151,12 @@ class Diligent(Admission):
 @pytest.mark.parametrize("num_lookups", [128, 3])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_lookups_that_are_spared_change_nothing(system, num_lookups, monkeypatch):
-    monkeypatch.setattr("jax_attn.serve.admission._LOOKUPS", num_lookups)
+    monkeypatch.setattr("jax_attn.serve._scheduling.admission._LOOKUPS", num_lookups)
     num_peeks = []
     for seed in range(2):
         logs = []
         for kind in (Admission, Diligent):
-            monkeypatch.setattr("jax_attn.serve.scheduler.Admission", kind)
+            monkeypatch.setattr("jax_attn.serve._scheduling.scheduler.Admission", kind)
             scheduler = Scheduler(SYSTEMS[system])
             peek, calls = scheduler.cache.peek, []
             scheduler.cache.peek = lambda *key, peek=peek, calls=calls: (
@@ -904,13 +856,13 @@ def test_integrity_check_sees_what_the_parts_cannot():
 
 def test_no_jax():
     """In a package of the same name without its __init__, which imports jax."""
-    package = Path(sys.modules[Scheduler.__module__].__file__).parents[1]
+    package = Path(sys.modules[Scheduler.__module__].__file__).parents[2]
     code = f"""
 import sys, types
 package = types.ModuleType("jax_attn")
 package.__path__ = [{str(package)!r}]
 sys.modules["jax_attn"] = package
-import jax_attn.serve.scheduler
+import jax_attn.serve._scheduling.scheduler
 assert not {{"jax", "jaxlib", "numpy"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,13 +13,14 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
-from fake_engine import FakeEngine, fake_model
-from live_server import eventually, post_bytes, serving
-
-from jax_attn.serve import answers, auth, gate, schemas
-from jax_attn.serve import server as server_module
-from jax_attn.serve.connection import Connection
-from jax_attn.serve.tenants import namespace
+from helpers.serve.fake_engine import FakeEngine, fake_model
+from helpers.serve.live_server import eventually, post_bytes, serving
+from jax_attn.serve._http import auth
+from jax_attn.serve._http import server as server_module
+from jax_attn.serve._http.connection import Connection
+from jax_attn.serve._openai import answers, schemas
+from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._scheduling.tenants import namespace
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"prompt": "import os", "max_tokens": 4}
@@ -644,7 +645,7 @@ def test_a_full_queue_comes_before_the_body(monkeypatch):
 def test_429_says_which_limit_of_a_key(limit, change):
     body = HELLO | {"max_tokens": 200} | change
     most = {"requests": 2, "choices": 4, "tokens": 16}
-    limits = gate.KeyLimits(**{"requests": 9, "choices": 9, limit: most[limit]})
+    limits = KeyLimits(**{"requests": 9, "choices": 9, limit: most[limit]})
     engine = FakeEngine(fake_model().tokenizer, delay=0.02)
     with serving(engine, api_keys=KEYS, key_limits=limits) as server:
         auth = "".join(f"{name}: {value}\r\n" for name, value in bearer(KEYS[0]).items())
@@ -663,7 +664,7 @@ def test_429_says_which_limit_of_a_key(limit, change):
 
 def test_a_request_that_is_more_than_all_may_be_is_400():
     """There is no use in trying again."""
-    limits = gate.KeyLimits(requests=9, choices=2, tokens=16)
+    limits = KeyLimits(requests=9, choices=2, tokens=16)
     with serving(key_limits=limits) as server:
         for change in ({"n": 3}, {"prompt": [5] * 17}):
             answer = server.post(COMPLETIONS, HELLO | change)
@@ -674,7 +675,7 @@ def test_a_request_that_is_more_than_all_may_be_is_400():
 
 def test_log_probabilities_that_are_held_are_bounded():
     """Of an answer that is to be whole; of a stream none are."""
-    limits = gate.KeyLimits(requests=9, choices=9, scores=200)
+    limits = KeyLimits(requests=9, choices=9, scores=200)
     body = HELLO | {"max_tokens": 50, "logprobs": 3}
     with serving(key_limits=limits) as server:
         assert server.post(COMPLETIONS, body).ok
@@ -687,7 +688,7 @@ def test_log_probabilities_that_are_held_are_bounded():
 
 def test_bodies_that_are_held_are_bounded():
     """Short ones go through, and what is refused holds nothing."""
-    limits = gate.KeyLimits(requests=100, choices=100, body_bytes=1 << 20)
+    limits = KeyLimits(requests=100, choices=100, body_bytes=1 << 20)
     long = {"prompt": "a" * (700 << 10)}
     with serving(key_limits=limits) as server:
         with server.connect(post_bytes(COMPLETIONS, long)[:-1]) as connection:

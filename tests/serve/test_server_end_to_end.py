@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 openai = pytest.importorskip("openai", reason="needs the extra `test`")
 
-from live_server import (  # noqa: E402
+from helpers.serve.live_server import (  # noqa: E402
     KEYS,
     OPERATOR_KEY,
     SAFE_PATH,
@@ -59,7 +59,7 @@ TOOLS_TEMPLATE = """{% if tools %}{{ tools | tojson }} <tool_call>{"arguments": 
 
 
 def model_directory():
-    from fake_engine import MODEL as directory
+    from helpers.serve.fake_engine import MODEL as directory
 
     return directory
 

@@ -19,9 +19,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-import attackers
-from bystander import bystanding
-from live_server import (
+from helpers.serve import attackers
+from helpers.serve.bystander import bystanding
+from helpers.serve.live_server import (
     KEYS,
     OPERATOR_KEY,
     Answer,
@@ -31,11 +31,10 @@ from live_server import (
     key_options,
     serving,
 )
-
 from jax_attn import models
-from jax_attn.serve.async_engine import AsyncEngine
-from jax_attn.serve.engine import Engine
-from jax_attn.serve.engine_config import EngineConfig
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
 
 # Three that run need more pages than there are: sequences have up to 14 each.
 CONFIG = EngineConfig(

@@ -5,13 +5,13 @@ import dataclasses
 import itertools
 
 import pytest
-from fake_device import FakeEngine
-from test_scheduler import SMALL, advance, assert_drained, config, scheduled, sequence
 
-from jax_attn.serve.admission import QueueFull
-from jax_attn.serve.request import SamplingParams, Sequence, Status
-from jax_attn.serve.scheduler import Scheduler
-from jax_attn.serve.tenants import Tenant, TenantLimits
+from helpers.serve.fake_device import FakeEngine
+from helpers.serve.schedules import SMALL, advance, assert_drained, config, scheduled, sequence
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence, Status
+from jax_attn.serve._scheduling.scheduler import Scheduler
+from jax_attn.serve._scheduling.tenants import Tenant, TenantLimits
 
 ids = itertools.count()
 
@@ -229,7 +229,7 @@ def test_only_a_sample_in_flight_is_retracted():
 
 def test_a_tenants_sequences_end_as_if_they_had_run_alone():
     """Preempted for others' shares, in a pool too small for all."""
-    from fake_device import reference_output
+    from helpers.serve.fake_device import reference_output
 
     scheduler = Scheduler(config(num_pages=30, max_waiting=1000))
     engine = FakeEngine(scheduler)

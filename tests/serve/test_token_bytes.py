@@ -3,7 +3,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `models`")
 
 from jax_attn import models  # noqa: E402
-from jax_attn.serve.token_bytes import TokenBytes  # noqa: E402
+from jax_attn.serve._text.token_bytes import TokenBytes  # noqa: E402
 
 TOKENIZER = models.BUNDLED / "tokenizer.json"
 

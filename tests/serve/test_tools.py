@@ -7,11 +7,10 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
-from fake_engine import MODEL, FakeEngine, fake_model
-from live_server import serving
-
-from jax_attn.serve import grammar, tools
-from jax_attn.serve.tools import (
+from helpers.serve.fake_engine import MODEL, FakeEngine, fake_model
+from helpers.serve.live_server import serving
+from jax_attn.serve._chat import tools
+from jax_attn.serve._chat.tools import (
     BARE,
     DEEPSEEK,
     DEEPSEEK_V3,
@@ -26,6 +25,7 @@ from jax_attn.serve.tools import (
     ToolCall,
     ToolParser,
 )
+from jax_attn.serve._grammar import grammar
 
 CHAT = "/v1/chat/completions"
 WEATHER = {

@@ -1,6 +1,6 @@
 // Rows of keys and values as codes, in the formats that become the kernel's 16-bit type in shared
-// memory: how append makes them, and what they stand for. The same bits as in cpu/codec.h. (e4m3 is
-// multiplied from registers, see e4m3.cuh.)
+// memory: how append makes them, and what they stand for. The same bits as in cpu/kernels/codec.h.
+// (e4m3 is multiplied from registers, see e4m3.cuh.)
 //
 // A row is that of one token and head: its codes, then its scales if it has its own.
 #pragma once

@@ -1,6 +1,6 @@
 // One function a PTX instruction. Everything else in csrc/cuda is CUDA C++ without headers, which a
-// host compiler understands, too: tests/csrc/cuda_emulation.h takes the place of this file there,
-// hence a guard with a name.
+// host compiler understands, too: tests/csrc/emulation/cuda_emulation.h takes the place of this
+// file there, hence a guard with a name.
 #ifndef JAX_ATTN_CUDA_COMMON_PTX_CUH_
 #define JAX_ATTN_CUDA_COMMON_PTX_CUH_
 

@@ -23,8 +23,8 @@
 #include "cuda/common/budget.cuh"
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm80/code_rows.cuh"
-#include "cuda/sm80/e4m3.cuh"
+#include "cuda/common/quantized_rows.cuh"
+#include "cuda/sm80/quantized_kv.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {

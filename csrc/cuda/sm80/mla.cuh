@@ -24,8 +24,8 @@
 #include "cuda/common/budget.cuh"
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
+#include "cuda/common/quantized_rows.cuh"
 #include "cuda/sm80/attention.cuh"
-#include "cuda/sm80/code_rows.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {

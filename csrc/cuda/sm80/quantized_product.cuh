@@ -16,7 +16,7 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
-#include "cuda/common/weight_codes.cuh"
+#include "cuda/common/quantized_weights.cuh"
 
 namespace jax_attn {
 

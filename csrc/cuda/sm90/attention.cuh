@@ -21,9 +21,9 @@
 
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/decode.cuh"
-#include "cuda/sm90/e4m3.cuh"
-#include "cuda/sm90/e4m3_products.cuh"
+#include "cuda/sm90/fp8_matmul.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/quantized_producer.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {

@@ -6,8 +6,8 @@
 
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/recompute_nan_rows.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {

@@ -28,7 +28,7 @@
 
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/latent_rows.cuh"
+#include "cuda/sm90/mla_producer.cuh"
 #include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {

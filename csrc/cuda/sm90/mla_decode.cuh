@@ -13,7 +13,7 @@
 #include "cuda/common/codec.cuh"
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/latent_rows.cuh"
+#include "cuda/sm90/mla_producer.cuh"
 #include "cuda/sm90/references.cuh"
 
 namespace jax_attn {

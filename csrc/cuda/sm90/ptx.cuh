@@ -1,7 +1,7 @@
 // One function a PTX instruction of sm_90a: barriers in shared memory, register budgets, wgmma.
 //
-// tests/csrc/cuda_emulation_sm90.h takes the place of this file on the host, hence a guard with a
-// name.
+// tests/csrc/emulation/cuda_emulation_sm90.h takes the place of this file on the host, hence a
+// guard with a name.
 #ifndef JAX_ATTN_CUDA_SM90_PTX_CUH_
 #define JAX_ATTN_CUDA_SM90_PTX_CUH_
 

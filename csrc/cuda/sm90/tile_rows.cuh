@@ -3,8 +3,8 @@
 
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
-#include "cuda/sm90/mend_rows.cuh"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/recompute_nan_rows.cuh"
 #include "cuda/sm90/references.cuh"
 
 namespace jax_attn {

@@ -2,8 +2,9 @@
 //
 // Each file of this folder has decisions of the planners. They are of integers alone, and each
 // function is of few numbers, because two programs follow them and must write the same bits: the
-// host planner (plan/schedule.cc), one after the other, and the device planner (cuda/any/plan.cuh),
-// all at once. NVRTC reads them, too, so they include nothing but params.h and each other.
+// host planner (plan/schedule.cc), one after the other, and the device planner
+// (cuda/plan/plan.cuh), all at once. NVRTC reads them, too, so they include nothing but params.h
+// and each other.
 #pragma once
 
 #include "params.h"

@@ -1,0 +1,22 @@
+#include "cpu/isa/kernel_table.h"
+#include "cpu/simd/simd_avx512.h"
+
+namespace jax_attn {
+
+constexpr CpuTypeKernels kAvx512F16 = MakeTypeKernels<Avx512, F16, F16>();
+constexpr CpuTypeKernels kAvx512F32 = MakeTypeKernels<Avx512, float, float>();
+constexpr CpuTypeKernels kAvx512F16E4m3 = MakeTypeKernels<Avx512, F16, E4m3>();
+constexpr CpuTypeKernels kAvx512F32E4m3 = MakeTypeKernels<Avx512, float, E4m3>();
+constexpr CpuBackwardKernels kAvx512BackwardF16 = kBackwardKernels<Avx512, F16>;
+constexpr CpuBackwardKernels kAvx512BackwardF32 = kBackwardKernels<Avx512, float>;
+constexpr CpuProductKernels kAvx512ProductF16 = kProductKernels<Avx512, F16>;
+constexpr CpuProductKernels kAvx512ProductF32 = kProductKernels<Avx512, float>;
+constexpr CpuKernels kKernelsAvx512 = {
+    "avx512",
+    {{&kTypeKernels<Avx512, Bf16>, &kAvx512F16, &kAvx512F32},
+     {&kTypeKernels<Avx512, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}},
+    {&kCodeKernels<Avx512, Bf16>, &kCodeKernels<Avx512, F16>, &kCodeKernels<Avx512, float>},
+    {&kBackwardKernels<Avx512, Bf16>, &kAvx512BackwardF16, &kAvx512BackwardF32},
+    {&kProductKernels<Avx512, Bf16>, &kAvx512ProductF16, &kAvx512ProductF32}};
+
+}  // namespace jax_attn

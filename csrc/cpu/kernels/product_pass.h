@@ -1,0 +1,135 @@
+// Products of activations with a weight matrix that lies in panels (product.h). Internal linkage:
+// see kernels.h.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/kernels/gemm.h"
+#include "cpu/kernels/matrix_tiles.h"
+#include "cpu/simd/simd_types.h"
+
+namespace jax_attn {
+namespace {
+
+// The panels as the register tile wants them: kPanel columns of a weight panel, one depth a step,
+// of bf16 two.
+template <class Isa, typename T>
+struct WeightSource {
+  using Vec = typename Isa::Vec;
+  static constexpr bool kPairs = IsBf16<T>;
+  static constexpr bool kDot = kPairs && Isa::kBf16Dot;
+  static constexpr Format kProduct = kDot ? Format::kDot : Format::kF32;
+  static constexpr int kParts = kPairs && !kDot ? 2 : 1;
+  // Bytes of a column in a step.
+  static constexpr i64 kLane = kPairs ? 4 : static_cast<i64>(sizeof(T));
+  static constexpr i64 kBytes = kPanel<Isa> * kLane;
+  static constexpr i64 kEach = kWeightColumns / kPanel<Isa>;  // register panels of a weight panel
+
+  const char* panels;
+  i64 panel_bytes;
+
+  template <int kPart>
+  JAX_ATTN_INLINE void Load(i64 k, i64 j, Vec* x) const {
+    const char* step =
+        panels + j / kEach * panel_bytes + (k * kWeightColumns + j % kEach * kPanel<Isa>)*kLane;
+    JAX_ATTN_UNROLL
+    for (int v = 0; v < Isa::kVecs; ++v, step += Isa::kWidth * kLane) {
+      if constexpr (!kPairs) {
+        x[v] = Isa::Load(reinterpret_cast<const T*>(step));
+      } else {
+        const Vec pairs = Isa::Load(reinterpret_cast<const float*>(step));
+        x[v] = kDot ? pairs : kPart == 0 ? Isa::PairLow(pairs) : Isa::PairHigh(pairs);
+      }
+    }
+  }
+};
+
+// Asks for what a step will read some steps later, across the borders of memory pages, at which the
+// processor's own prefetching ends. kStep: bytes of a panel's step.
+template <i64 kStep>
+struct WeightFetch {
+  const char* panels;
+  i64 panel_bytes;
+
+  template <i64 kBytes>
+  JAX_ATTN_INLINE void Step(i64 k) {
+    JAX_ATTN_UNROLL
+    for (i64 at = 0; at < kBytes; at += kCacheLine) {
+      __builtin_prefetch(panels + at / kStep * panel_bytes + k * kStep + at % kStep + kAhead, 0, 2);
+    }
+  }
+  void Bytes(i64) {}  // of tiles, whose rows are whole stretches of memory: without gain
+
+ private:
+  static constexpr i64 kAhead = 4096;
+};
+
+template <class Isa, typename T>
+struct Product {
+  using Source = WeightSource<Isa, T>;
+  static constexpr i64 kRows = Isa::kRows;
+
+  static i64 Steps(i64 depth) { return WeightSteps(IsBf16<T>, depth); }
+  // f32 lanes of a row of x as the register tile reads it.
+  static i64 RowLanes(i64 depth) { return Steps(depth) * Source::kParts; }
+
+  static size_t RowBytes(i64 depth) {
+    const bool in_place = sizeof(T) == 4 || (Source::kDot && 2 * RowLanes(depth) == depth);
+    return in_place ? 0 : 4 * static_cast<size_t>(RowLanes(depth));
+  }
+
+  static void WidenRow(const void* row, i64 depth, void* lanes) {
+    const T* x = static_cast<const T*>(row);
+    if constexpr (Source::kDot) {
+      memcpy(lanes, x, 2 * depth);
+      memset(static_cast<char*>(lanes) + 2 * depth, 0, 4 * RowLanes(depth) - 2 * depth);
+    } else {
+      float* wide = static_cast<float*>(lanes);
+      for (i64 i = 0; i < depth; ++i) wide[i] = ToF32(x[i]);
+      for (i64 i = depth; i < RowLanes(depth); ++i) wide[i] = 0;
+    }
+  }
+
+  static void Run(const ProductParams& p, const float* x, i64 begin, i64 end) {
+    // Panels at a time: of few rows several, so that there are enough chains.
+    const i64 at_once = p.num_rows * 4 <= kRows ? 4 : p.num_rows * 2 <= kRows ? 2 : 1;
+    for (i64 panel = begin; panel < end; panel += at_once) {
+      for (i64 row = 0; row < p.num_rows; row += kRows) {
+        Block(p, x, panel, Min(at_once, end - panel), row);
+      }
+    }
+    ReleaseTiles<Isa>();
+  }
+
+ private:
+  static void Block(const ProductParams& p, const float* x, i64 panel, i64 panels, i64 row) {
+    alignas(64) float sums[kRows * 4 * kWeightColumns];
+    const i64 rows = Min(kRows, p.num_rows - row), width = panels * kWeightColumns;
+    const i64 lanes = RowLanes(p.depth), bytes = Steps(p.depth) * kWeightColumns * Source::kLane;
+    const char* first = static_cast<const char*>(p.panels) + panel * bytes;
+    WeightFetch<kWeightColumns * Source::kLane> fetch{first, bytes};
+    GemmRows<Isa>(rows, x + row * lanes, lanes, Source{first, bytes}, 0, panels * Source::kEach,
+                  Steps(p.depth), Onto::kZero, nullptr, sums, width, fetch);
+    const i64 column = panel * kWeightColumns, columns = Min(width, p.columns - column);
+    for (i64 r = 0; r < rows; ++r) {
+      const i64 at = (row + r) * p.columns + column;
+      if (p.is_wide) {
+        StoreRow(sums + r * width, columns, static_cast<float*>(p.y) + at);
+      } else {
+        StoreRow(sums + r * width, columns, static_cast<T*>(p.y) + at);
+      }
+    }
+  }
+
+  template <typename To>
+  static void StoreRow(const float* sums, i64 columns, To* y) {
+    i64 j = 0;
+    for (; j + Isa::kWidth <= columns; j += Isa::kWidth) Isa::Store(y + j, Isa::Load(sums + j));
+    if (j == columns) return;
+    To last[Isa::kWidth];
+    Isa::Store(last, Isa::Load(sums + j));
+    memcpy(y + j, last, (columns - j) * sizeof(To));
+  }
+};
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,200 @@
+// Finishing rows: fold partial states, add the sink, normalise, store. Internal linkage: kernels.h.
+#pragma once
+
+#include <math.h>
+
+#include "cpu/kernels.h"
+#include "cpu/simd/simd_types.h"
+
+namespace jax_attn {
+namespace {
+
+// Fetches the same head's row of q or o some tokens on: rows of a head lie num_heads rows apart,
+// too far for the hardware to see a pattern. A hint, so it may point beyond the end.
+template <typename T>
+JAX_ATTN_INLINE void FetchRowAhead(const T* row, i64 num_heads, i64 head_dim) {
+  constexpr i64 kTokensAhead = 4;
+  const char* ahead = reinterpret_cast<const char*>(row) +
+                      kTokensAhead * num_heads * head_dim * static_cast<i64>(sizeof(T));
+  for (i64 at = 0; at < head_dim * static_cast<i64>(sizeof(T)); at += kCacheLine)
+    __builtin_prefetch(ahead + at, 1);
+}
+
+struct RowResult {
+  float o_scale;  // result o = o_scale * (o that is not normalised)
+  float lse_log2;
+};
+
+// A row's result. The sink is one more key with value 0; -inf: none. A row without visible key
+// becomes (0, -inf) and gets no sink.
+inline RowResult FinishRow(RowState state, float sink_log2) {
+  if (state.sum == 0) return {0.0f, kNegInf};
+  if (sink_log2 == kNegInf) return {1.0f / state.sum, state.max_log2 + log2f(state.sum)};
+  const float max = sink_log2 > state.max_log2 ? sink_log2 : state.max_log2;
+  const float own = exp2f(state.max_log2 - max);
+  const float sum = own * state.sum + exp2f(sink_log2 - max);
+  return {own / sum, max + log2f(sum)};
+}
+
+// to[0, n) = scale * from[0, n).
+template <class Isa, typename T>
+void StoreScaled(float scale, const float* from, i64 n, T* to) {
+  for (i64 d = 0; d < n; d += Isa::kWidth) {
+    const int lanes = static_cast<int>(Min(Isa::kWidth, n - d));
+    Isa::StoreFirst(to + d, Isa::Mul(Isa::Set(scale), Isa::LoadFirst(from + d, lanes)), lanes);
+  }
+}
+
+// Writes the result of one row. o is not normalised.
+template <class Isa, typename T>
+void StoreRow(const AttentionParams& params, i64 token, i64 head, RowState state, const float* o) {
+  RowResult result = params.sums_weights
+                         ? RowResult{1.0f, 0.0f}
+                         : FinishRow(state, params.sinks ? params.sinks[head] * kLog2e : kNegInf);
+  if (params.v_scale) result.o_scale *= params.v_scale[head / params.group_size];
+  const i64 row = token * params.num_qo_heads + head, dim = params.head_dim_vo;
+  StoreScaled<Isa>(result.o_scale, o, dim, static_cast<T*>(params.o) + row * dim);
+  params.lse[row] = result.lse_log2 * kLn2;
+}
+
+// o += weight * part.
+template <class Isa, typename T>
+void AddScaled(float weight, const T* part, i64 n, float* o) {
+  for (i64 d = 0; d < n; d += Isa::kWidth) {
+    const int lanes = static_cast<int>(Min(Isa::kWidth, n - d));
+    Isa::StoreFirst(
+        o + d,
+        Isa::Fma(Isa::Set(weight), Isa::LoadFirst(part + d, lanes), Isa::LoadFirst(o + d, lanes)),
+        lanes);
+  }
+}
+
+// The weight of a state in a sum of states with reference `max_log2`. -inf: none saw a key.
+inline float StateWeight(float state_max_log2, float max_log2) {
+  return exp2f(state_max_log2 - (max_log2 == kNegInf ? 0.0f : max_log2));
+}
+
+// Columns of o that are on the stack: of an attention row all, which is as many as CheckSpec
+// allows; of a merge call, whose head_dim is anything, those that are added up at once.
+constexpr i64 kMaxHeadDim = 512;
+
+// The partial states of one row of a merge group.
+template <class Isa>
+class FoldedRow {
+ public:
+  FoldedRow(const AttentionParams& params, const MergeGroup& group, i64 row)
+      : params_(params),
+        first_rows_(params.partial_rows + group.partials_begin),
+        step_(group.partials_step),
+        row_(row) {}
+
+  // Their sum, in batches of kFoldBatch whose states become one, which are added one after the
+  // other: so a row is the same whether batches are folded here or were, by groups of their own. o:
+  // [head_dim_vo], not normalised.
+  RowState Fold(const MergeGroup& group, float* o) const {
+    alignas(64) float batch_o[kMaxHeadDim];
+    const i64 n = group.num_partials;
+    if (IsParent(group)) {
+      RowState all = SumOf(0, 1, o);
+      for (i64 i = 1; i < n; ++i) Add(State(i), Columns(i), &all, o);
+      return all;
+    }
+    i64 end = Min(n, kFoldBatch - group.first_place);
+    RowState all = SumOf(0, end, o);
+    for (i64 begin = end; begin < n; begin = end) {
+      end = Min(n, begin + kFoldBatch);
+      const RowState batch = SumOf(begin, end, batch_o);
+      Add(batch, batch_o, &all, o);
+    }
+    return all;
+  }
+
+ private:
+  i64 At(i64 i) const { return first_rows_[i * step_] + row_; }
+  RowState State(i64 i) const { return params_.partial_states[At(i)]; }
+  const float* Columns(i64 i) const { return params_.partial_o + At(i) * params_.head_dim_vo; }
+
+  // Of partials [begin, end). One state comes out as it is.
+  RowState SumOf(i64 begin, i64 end, float* o) const {
+    RowState sum = {kNegInf, 0.0f};
+    for (i64 i = begin; i < end; ++i) {
+      const float max = State(i).max_log2;
+      sum.max_log2 = max > sum.max_log2 ? max : sum.max_log2;
+    }
+    for (i64 d = 0; d < params_.head_dim_vo; ++d) o[d] = 0;
+    for (i64 i = begin; i < end; ++i) {
+      const RowState state = State(i);
+      const float weight = StateWeight(state.max_log2, sum.max_log2);
+      sum.sum += weight * state.sum;
+      AddScaled<Isa>(weight, Columns(i), params_.head_dim_vo, o);
+    }
+    return sum;
+  }
+
+  // One function for both of Fold's ways: the same instructions, the same bits.
+  __attribute__((noinline)) void Add(RowState state, const float* columns, RowState* all,
+                                     float* o) const {
+    const float max = state.max_log2 > all->max_log2 ? state.max_log2 : all->max_log2;
+    const float factor = StateWeight(all->max_log2, max);
+    const float weight = StateWeight(state.max_log2, max);
+    *all = {max, factor * all->sum + weight * state.sum};
+    StoreScaled<Isa>(factor, o, params_.head_dim_vo, o);
+    AddScaled<Isa>(weight, columns, params_.head_dim_vo, o);
+  }
+
+  const AttentionParams& params_;
+  const i32* first_rows_;
+  const i64 step_, row_;
+};
+
+template <class Isa, typename T>
+void MergeGroupRows(const AttentionParams& params, const MergeGroup& group) {
+  alignas(64) float o[kMaxHeadDim];
+  const i64 rows = i64{group.qo_len} * params.group_size, dim = params.head_dim_vo;
+  for (i64 r = 0; r < rows; ++r) {
+    const RowState state = FoldedRow<Isa>(params, group, r).Fold(group, o);
+    if (group.parent < 0) {
+      const i64 token = group.qo_begin + r / params.group_size;
+      const i64 head = group.kv_head * params.group_size + r % params.group_size;
+      FetchRowAhead(static_cast<T*>(params.o) + (token * params.num_qo_heads + head) * dim,
+                    params.num_qo_heads, dim);
+      StoreRow<Isa, T>(params, token, head, state, o);
+    } else {
+      const i64 at = params.partial_rows[group.partials_begin] + r;
+      params.partial_states[at] = state;
+      StoreScaled<Isa>(1.0f, o, dim, params.partial_o + at * dim);
+    }
+  }
+}
+
+// Rows of a merge call: states (o, lse) with lse in natural log, which stays so: a single state
+// that is not the identity comes out exactly.
+template <class Isa, typename T>
+void MergeStateRows(const MergeParams& params, i64 begin, i64 end) {
+  alignas(64) float o[kMaxHeadDim];
+  const i64 dim = params.head_dim_vo;
+  for (i64 r = begin; r < end; ++r) {
+    const auto lse = [&](i64 i) { return params.lse_parts[i * params.num_rows + r]; };
+    float max = kNegInf;
+    for (i64 i = 0; i < params.num_states; ++i) max = lse(i) > max ? lse(i) : max;
+    for (i64 first = 0; first < dim; first += kMaxHeadDim) {
+      const i64 columns = Min(kMaxHeadDim, dim - first);
+      float sum = 0;
+      for (i64 d = 0; d < columns; ++d) o[d] = 0;
+      for (i64 i = 0; i < params.num_states; ++i) {
+        if (lse(i) == kNegInf) continue;  // its o is not read
+        const float weight = exp2f((lse(i) - max) * kLog2e);
+        sum += weight;
+        const T* part =
+            static_cast<const T*>(params.o_parts) + (i * params.num_rows + r) * dim + first;
+        AddScaled<Isa>(weight, part, columns, o);
+      }
+      const RowResult result = FinishRow({0.0f, sum}, kNegInf);
+      params.lse[r] = max + result.lse_log2 * kLn2;
+      StoreScaled<Isa>(result.o_scale, o, columns, static_cast<T*>(params.o) + r * dim + first);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,6 +1,0 @@
-#include "cpu/kernel_table.h"
-#include "cpu/simd_neon.h"
-
-namespace jax_attn {
-constexpr CpuKernels kKernelsNeon = MakeKernels<Neon>("neon");
-}  // namespace jax_attn

@@ -1,0 +1,589 @@
+"""The drop-in for jax.nn.dot_product_attention: dense batches, gradients, meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jax_core
+from jax.interpreters import ad, batching, mlir
+
+from jax_attn._dense import blocks_jnp
+from jax_attn._dense.blocks_jnp import Operand, Problem
+from jax_attn._ops import gradients
+from jax_attn._ops.attention import attention
+from jax_attn._plan.plan import AttentionPlan, plan
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn._spec.target import default_target, largest_head_dim
+from jax_attn._variant.variant import Variant
+from jax_attn._xla.transforms import Axes, on_explicit_mesh, partitioned
+
+_OP = "dot_product_attention"
+
+_IMPLEMENTATIONS = (None, "xla", "cudnn")
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Drop-in for jax.nn.dot_product_attention: dense batches, same arguments, same meaning.
+
+    query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim], bf16 | f16 | f32.
+    key: [batch, S, num_kv_heads, head_dim] or without the batch, dtype of query.
+    value: [batch, S, num_kv_heads, head_dim_vo] or without the batch, dtype of query.
+    bias: added to the logits, an array of numbers. mask: bool, True where a key is seen. Each is
+        [batch, num_qo_heads, T, S] with every axis of that length or 1; axes may be missing in
+        front. They are read as they are: nothing is broadcast.
+    scale: logits = scale * (query . key). None: 1 / sqrt(head_dim).
+    is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, also
+        where T != S. (AttentionSpec.causal aligns their ends.)
+    query_seq_lengths, key_value_seq_lengths: [batch], integers in [0, T] and [0, S]; those that
+        jit traces are clamped to that. Query rows beyond their length are 0.
+    local_window_size: (left, right) or one int for both. Query i sees i - left <= j <= i + right.
+    implementation: None: ours. "xla", "cudnn": the call goes to jax.nn as it is.
+    return_residual: also return lse.
+
+    Returns o: [batch, T, num_qo_heads, head_dim_vo] in query's dtype, and with return_residual lse:
+    [batch, T, num_qo_heads], f32, natural log. Without the batch where query has none. A row that
+    sees no key has o = 0, lse = -inf.
+
+    Two results differ from jax.nn, which returns the mean of all values for a row that sees no key,
+    and rounds lse to query's dtype.
+
+    Every argument but the shapes, is_causal, local_window_size and the two last ones may be traced.
+    vmap joins the mapped axis to the batch; a bias or mask that is not mapped, and has one part for
+    all requests, is not repeated.
+
+    Differentiable in query, key, value, bias and a traced scale, forward (jax.jvp) and backward,
+    any number of times; lse may be part of the loss. The backward pass is that of FlashAttention-2
+    (arXiv 2307.08691, Algorithm 2): on CPUs kernels; on CUDA, and with a bias, a mask or a traced
+    scale, in jnp, block by block of keys. Its memory grows with T + S and with the bias, not with
+    T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a mask
+    hides from all queries, have gradient 0 and no influence, whatever they hold.
+
+    On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
+    A bias or mask is split as the rows are, or has one part for all. With lengths that are known
+    while tracing, arrays may be split over heads only. Others raise ValueError; where only XLA
+    knows how they are split, compilation fails with the same sentence.
+
+    Raises ValueError for arrays that do not fit each other, or for a wrong length, window or
+    implementation. Raises NotImplementedError for a head_dim beyond 512 on a CPU, 256 on a GPU.
+
+    Query i sees keys 0 to i, whose values here are 0 to i.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> q, k = np.ones((1, 3, 2, 16), np.float32), np.ones((1, 3, 1, 16), np.float32)
+    >>> v = k * np.arange(3, dtype=np.float32)[:, None, None]
+    >>> ja.dot_product_attention(q, k, v, is_causal=True)[0, :, 0, 0].round(3).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f'{_OP}: implementation: expected None, "xla" or "cudnn", got {implementation!r}.'
+        )
+    if implementation is not None:
+        theirs: Any = jax.nn.dot_product_attention
+        return theirs(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            return_residual=return_residual,
+        )
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    q, k, v = (a if a.ndim == 4 else a[None] for a in (query, key, value))
+    _check_operands(q, k, v)
+    batch, q_len, num_qo_heads, head_dim = q.shape
+    kv_len, head_dim_vo = k.shape[1], v.shape[3]
+    logits = batch, num_qo_heads, q_len, kv_len
+    arrays: dict[str, jax.Array] = {}
+    sm_scale = head_dim**-0.5 if scale is None else scale
+    if isinstance(sm_scale, jax.core.Tracer):
+        arrays["scale"] = _traced_scale(sm_scale, batch)
+        sm_scale = 1.0
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None:
+            arrays[name] = _broadcasting(name, array, logits)
+    lens: dict[str, tuple[int, ...] | None] = {"query_lens": None, "kv_lens": None}
+    for name, argument, lengths, limit in (
+        ("query_lens", "query_seq_lengths", query_seq_lengths, q_len),
+        ("kv_lens", "key_value_seq_lengths", key_value_seq_lengths, kv_len),
+    ):
+        if isinstance(lengths, jax.core.Tracer):
+            arrays[name] = _traced_lengths(argument, lengths, batch, limit)
+        elif lengths is not None:
+            lens[name] = _host_lengths(argument, lengths, batch, limit)
+    problem = Problem(
+        **lens,
+        sm_scale=float(sm_scale),
+        window=window_of(_OP, local_window_size, is_causal),
+        operands=tuple(
+            Operand(name, x.dtype.name, tuple(n > 1 or x.ndim == 1 for n in x.shape))
+            for name, x in arrays.items()
+        ),
+    )
+    o, lse = _attend(problem, *map(_padded_head_dim, (q, k, v)), *arrays.values())
+    o = o[..., :head_dim_vo]
+    if query.ndim == 3:
+        o, lse = o[0], lse[0]
+    return (o, lse) if return_residual else o
+
+
+def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    fits = q.ndim == k.ndim == v.ndim == 4 and v.shape[:-1] == k.shape[:-1]
+    if not (fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
+        raise ValueError(
+            f"{_OP}: query, key, value: expected [batch, T, num_qo_heads, head_dim], [batch, S,"
+            " num_kv_heads, head_dim], and the same but for head_dim, got"
+            f" {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{_OP}: query, key, value: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype};"
+            " cast them."
+        )
+    largest = largest_head_dim(default_target())
+    if max(q.shape[3], v.shape[3]) > largest:
+        raise NotImplementedError(
+            f"{_OP}: head_dim: up to {largest} is supported on {default_target()}, got"
+            f' {max(q.shape[3], v.shape[3])}; use implementation="xla".'
+        )
+
+
+def window_of(op: str, size: Any, is_causal: bool) -> tuple[int, int]:
+    """How far a query sees to its left and right, -1: without limit, as jax.nn says it."""
+    left, right = (-1, -1)
+    if size is not None:
+        both = (size, size) if isinstance(size, int) else tuple(size)
+        if len(both) != 2 or min(both) < 0:
+            raise ValueError(
+                f"{op}: local_window_size: expected (left, right) or one int for both, >= 0, got"
+                f" {size}."
+            )
+        left, right = both
+    return left, 0 if is_causal else right
+
+
+def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int, ...]:
+    array = np.asarray(lengths)
+    is_whole = array.dtype.kind in "iu" or not array.size
+    if array.shape != (batch,) or not is_whole or not ((array >= 0) & (array <= limit)).all():
+        raise ValueError(
+            f"{_OP}: {name}: expected {batch} whole numbers in [0, {limit}], got {array.tolist()}."
+        )
+    return tuple(array.tolist())
+
+
+def _traced_lengths(name: str, lengths: jax.Array, batch: int, limit: int) -> jax.Array:
+    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"{_OP}: {name}: expected {batch} whole numbers in [0, {limit}], got"
+            f" {lengths.dtype}{list(lengths.shape)}."
+        )
+    return jnp.clip(lengths, 0, limit).astype(jnp.int32)
+
+
+def _traced_scale(scale: jax.Array, batch: int) -> jax.Array:
+    if scale.shape or not jnp.issubdtype(scale.dtype, jnp.number):
+        raise ValueError(f"{_OP}: scale: expected a number, got {scale.dtype}{list(scale.shape)}.")
+    return jnp.broadcast_to(scale.astype(jnp.float32), (batch, 1, 1, 1))
+
+
+def _padded_head_dim(x: jax.Array) -> jax.Array:
+    """With zeros, to a multiple of 8, which is what kernels take."""
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[3] % 8),)) if x.shape[3] % 8 else x
+
+
+# ---- bias and mask -------------------------------------------------------------------------------
+
+
+def _broadcasting(name: str, array: Any, logits: tuple[int, ...]) -> jax.Array:
+    """A bias or mask as a variant's operand: an index beyond an axis of length 1 is clamped."""
+    array = jnp.asarray(array)
+    given = jnp.expand_dims(array, tuple(range(max(0, 4 - array.ndim))))
+    fits = given.ndim == 4 and all(
+        n in (1, full) for n, full in zip(given.shape, logits, strict=True)
+    )
+    if not fits or (array.dtype == bool) != (name == "mask") or array.dtype.kind == "c":
+        raise ValueError(
+            f"{_OP}: {name}: expected {'bool' if name == 'mask' else 'a float array'} of"
+            f" {list(logits)}, each axis of that length or 1, got {array.dtype}{list(array.shape)}."
+        )
+    known = ("bool", "float32", "bfloat16", "float16")
+    return given if given.dtype.name in known else given.astype(jnp.float32)
+
+
+def _logits(score: Any, at: Any, scale: Any = None, bias: Any = None) -> Any:
+    if scale is not None:
+        score = score * scale[at.request, 0, 0, 0]
+    return score if bias is None else score + bias[at.request, at.head, at.q_pos, at.kv_pos]
+
+
+def _is_seen(at: Any, mask: Any) -> Any:
+    return mask[at.request, at.head, at.q_pos, at.kv_pos]
+
+
+@functools.cache
+def _variant(operands: tuple[Operand, ...]) -> Variant | None:
+    read = {of.name: of.dtype for of in operands if of.name in ("scale", "bias", "mask")}
+    if not read:
+        return None
+    return Variant(
+        logits=_logits if "scale" in read or "bias" in read else None,
+        mask=_is_seen if "mask" in read else None,
+        operands={name: jax.ShapeDtypeStruct((1,) * 4, dtype) for name, dtype in read.items()},
+    )
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """o: [batch, T, num_qo_heads, head_dim_vo]; lse: [batch, T, num_qo_heads], f32.
+
+    arrays: q, k, v and the operands of the problem.
+    """
+    o, lse = _joining(_attend_batch)(problem, *arrays)
+    return o, lse
+
+
+def _join(
+    problem: Problem, axis_size: int, in_batched: Any, arrays: Any, kinds: Any
+) -> tuple[Problem, list[jax.Array]]:
+    """The problem of a mapped axis that joins the batch: requests are independent.
+
+    kinds: of each array the number of its operand, None for one with all of the batch. What is not
+    mapped, and is one for the whole batch, is not repeated.
+    """
+    # (is mapped, is one for the batch)
+    operands = list(problem.operands)
+    batch = arrays[0].shape[1 if in_batched[0] else 0]
+    is_shared = {
+        i: not operand.is_full[0]
+        and not any(b for b, kind in zip(in_batched, kinds, strict=True) if kind == i)
+        for i, operand in enumerate(operands)
+    }
+    joined = []
+    for x, is_batched, kind in zip(arrays, in_batched, kinds, strict=True):
+        if kind is not None and is_shared[kind]:
+            joined.append(x)
+            continue
+        x = x if is_batched else x[None]
+        x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
+        joined.append(x.reshape(-1, *x.shape[2:]))
+    for i, operand in enumerate(operands):
+        if not is_shared[i]:
+            operands[i] = operand._replace(is_full=(True, *operand.is_full[1:]))
+    query_lens, kv_lens = (x and axis_size * x for x in (problem.query_lens, problem.kv_lens))
+    problem = dataclasses.replace(
+        problem, query_lens=query_lens, kv_lens=kv_lens, operands=tuple(operands)
+    )
+    return problem, joined
+
+
+def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(problem, q, k, v, *operands, *others)` under vmap."""
+
+    def joined(problem: Problem, *arrays: jax.Array) -> Any:
+        one = jax.custom_batching.custom_vmap(functools.partial(call, problem))
+
+        @one.def_vmap
+        def all_of_them(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
+            n = len(problem.operands)
+            kinds = [None] * 3 + list(range(n)) + [None] * (len(operands) - 3 - n)
+            results = joined(*_flat(_join(problem, axis_size, in_batched, operands, kinds)))
+            split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
+            return split, (True,) * len(split)
+
+        return one(*arrays)
+
+    return joined
+
+
+def _flat(call: tuple[Problem, list[jax.Array]]) -> tuple[Any, ...]:
+    return call[0], *call[1]
+
+
+def _attend_batch(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, v = arrays[:3]
+    if not q.size or not k.size or not v.size:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf)
+    whole = _plan(problem, *arrays)
+    o, lse = _attend_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
+    lens = problem.named(arrays[3:]).get("query_lens", problem.query_lens)
+    if lens is not None:
+        live = jnp.arange(o.shape[1]) < jnp.asarray(lens)[:, None]
+        o = jnp.where(live[..., None, None], o, 0)
+        lse = jnp.where(live[..., None], lse, -jnp.inf)
+    return o, lse
+
+
+def _plan(problem: Problem, *arrays: jax.Array) -> AttentionPlan:
+    """Of the lengths, on the host where they are known while tracing."""
+    spec = _spec(problem, *arrays[:3])
+    lens = problem.named(arrays[3:]).get("kv_lens")
+    if lens is None:
+        return _plan_on_host(spec, problem.kv_lens or (arrays[1].shape[1],) * spec.max_batch)
+    return _plan_lens(spec, lens)
+
+
+def _spec(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> AttentionSpec:
+    batch, q_len, num_qo_heads, head_dim = q.shape
+    kv_len, num_kv_heads = k.shape[1:3]
+    left, right = problem.window
+    return AttentionSpec(
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim,
+        head_dim_vo=v.shape[3],
+        dtype=q.dtype.name,
+        causal=right == 0,
+        window_left=left,
+        window_right=right,
+        sm_scale=problem.sm_scale,
+        variant=_variant(problem.operands),
+        page_size=None,
+        max_batch=batch,
+        max_qo_tokens=batch * q_len,
+        max_kv_tokens=batch * kv_len,
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def _plan_on_host(spec: AttentionSpec, kv_lens: tuple[int, ...]) -> AttentionPlan:
+    return _plan_lens(spec, np.asarray(kv_lens, np.int32))
+
+
+def _plan_lens(spec: AttentionSpec, kv_lens: Any) -> AttentionPlan:
+    batch, q_len, kv_len = spec.max_batch, spec.max_qo_tokens, spec.max_kv_tokens
+    assert kv_len is not None
+    return plan(
+        spec,
+        np.arange(batch + 1) * (q_len // batch),
+        kv_lens,
+        kv_indptr=np.arange(batch + 1) * (kv_len // batch),
+        q_offsets=np.zeros(batch, np.int32),  # causal and windows count from the start
+    )
+
+
+def _attend_flat(
+    problem: Problem, spec: AttentionSpec, *arrays_and_buffer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    q, k, v, *operands, buffer = arrays_and_buffer
+    read = None
+    if spec.variant is not None:
+        named = problem.named(operands)
+        read = {name: named[name] for name in spec.variant.names}
+    flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+    own = AttentionPlan(buffer, spec)
+    o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=read, return_lse=True)
+    return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+
+def _attend_part(
+    problem: Problem, spec: AttentionSpec, *arrays_and_buffer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What one device of a mesh does: it plans its own requests and heads."""
+    *arrays, _ = arrays_and_buffer
+    own = _plan(problem, *arrays)
+    return _attend_flat(problem, own.spec, *arrays, jnp.asarray(own.buffer))
+
+
+_DENSE = "b t (h g) d", "b s h d", "b s h e"
+_ROWS = "b t (h g) e", "b t (h g)"
+
+
+def _axes_of(
+    problem: Problem, group_size: int, others: tuple[str, ...], results: tuple[str, ...]
+) -> Axes:
+    """The work may be split over requests, and over KV heads with their groups of query heads."""
+    arguments = (*_DENSE, *(operand.axes for operand in problem.operands), *others)
+    names = f"{', '.join(arguments)} -> {', '.join(results)}"
+    return Axes(names, problem.split, {"g": group_size})
+
+
+def _axes(problem: Problem, spec: AttentionSpec) -> Axes:
+    return _axes_of(problem, spec.group_size, ("w",), _ROWS)
+
+
+_attend_planned = partitioned(_OP, _attend_flat, _axes, num_static=2, per_device=_attend_part)
+
+
+# ---- tangents and gradients ----------------------------------------------------------------------
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
+    o, lse = _attend(problem, *primals)
+    o, lse = checkpoint_name(o, gradients.O_NAME), checkpoint_name(lse, gradients.LSE_NAME)
+    q, k, v = primals[:3]
+    if not q.size or not k.size or not v.size:
+        return (o, lse), (jnp.zeros_like(o), jnp.zeros_like(lse))
+    is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+    wanted = tuple(
+        operand.name
+        for operand, zero in zip(problem.operands, is_zero[3:], strict=True)
+        if operand.name in ("scale", "bias") and not zero
+    )
+    given = [
+        jnp.zeros_like(x) if zero else t
+        for x, t, zero in zip(primals[:3], tangents[:3], is_zero[:3], strict=True)
+    ]
+    given += [problem.named(tangents[3:])[name] for name in wanted]
+    of_o, of_lse = _tangents_p.bind(*primals, o, lse, *given, problem=problem, wanted=wanted)
+    return (o, lse), (of_o, of_lse)
+
+
+# Tangents of o and lse, in jnp. The transpose in the linear operands is `_backward`.
+# Operands: q, k, v, the problem's operands, o, lse, tangents of q, k, v and of wanted operands.
+_tangents_p = jax_core.Primitive("jax_attn_dense_tangents")
+_tangents_p.multiple_results = True
+
+
+def _tangents(*arrays: jax.Array, problem: Problem, wanted: tuple[str, ...]) -> Any:
+    run = functools.partial(blocks_jnp.tangents, problem, wanted)
+    of_wanted = (operand.axes for operand in problem.operands if operand.name in wanted)
+    group_size = arrays[0].shape[2] // arrays[1].shape[2]
+    about = _axes_of(problem, group_size, (*_ROWS, *_DENSE, *of_wanted), _ROWS)
+    return on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
+
+
+def _tangents_abstract(*avals: Any, problem: Problem, wanted: tuple[str, ...]) -> Any:
+    n = len(problem.operands)
+    return list(avals[3 + n : 5 + n])  # as o and lse
+
+
+def _tangents_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+
+    def run(*varying: jax.Array) -> Any:
+        rest = iter(varying)
+        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
+        return _tangents(*arrays, **params)
+
+    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
+    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
+
+
+def _tangents_transpose(
+    cotangents: Any, *arrays: Any, problem: Problem, wanted: tuple[str, ...]
+) -> Any:
+    n = 5 + len(problem.operands)
+    d_o, d_lse = map(ad.instantiate_zeros, cotangents)
+    results = _backward(problem, wanted, *arrays[:n], d_o, d_lse)
+    linear = map(ad.is_undefined_primal, arrays[n:])
+    return [None] * n + [d if is_one else None for d, is_one in zip(results, linear, strict=True)]
+
+
+def _tangents_batched(arrays: Any, axes: Any, *, problem: Problem, wanted: tuple[str, ...]) -> Any:
+    n = len(problem.operands)
+    numbers = [i for i, operand in enumerate(problem.operands) if operand.name in wanted]
+    kinds = [*[None] * 3, *range(n), *[None] * 5, *numbers]
+    in_batched = [axis is not None for axis in axes]
+    arrays = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    size = next(x.shape[0] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    joined, operands = _join(problem, size, in_batched, arrays, kinds)
+    results = _tangents_p.bind(*operands, problem=joined, wanted=wanted)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0, 0]
+
+
+_tangents_p.def_impl(_tangents)
+_tangents_p.def_abstract_eval(_tangents_abstract)
+ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_transposes[_tangents_p] = _tangents_transpose
+batching.primitive_batchers[_tangents_p] = _tangents_batched
+mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))
+
+
+def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> Any:
+    """Gradients of q, k, v and the wanted operands. arrays: q, k, v, the operands, o, lse, d_o,
+    d_lse."""
+    spec = _spec(problem, *arrays[:3])
+    if spec.variant is None:
+        return _gradients(problem, *arrays)
+    names = [operand for operand in problem.operands if operand.name in wanted]
+    # Of a part of the requests and heads: parts of the gradients of what is one for all.
+    parts = tuple("b (h g) t s" for _ in names)
+    group_size = arrays[0].shape[2] // arrays[1].shape[2]
+    about = _axes_of(problem, group_size, (*_ROWS, *_ROWS), (*_DENSE, *parts))
+    run = functools.partial(blocks_jnp.gradients, problem, wanted)  # which XLA splits by itself
+    d_q, d_k, d_v, *of_parts = on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
+    of_operands = [
+        x.sum(
+            axis=tuple(i for i, is_full in enumerate(operand.is_full) if not is_full), keepdims=True
+        )
+        for x, operand in zip(of_parts, names, strict=True)
+    ]
+    return d_q, d_k, d_v, *of_operands
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(problem: Problem, *arrays: jax.Array) -> Any:
+    """dq, dk, dv by the kernels."""
+
+    def run(problem: Problem, *arrays: jax.Array) -> Any:
+        whole = _plan(problem, *arrays[: 3 + len(problem.operands)])
+        return _gradients_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
+
+    *inputs, o, lse, d_o, d_lse = arrays
+    d = gradients.row_sums(o, d_o, d_lse, _spec(problem, *arrays[:3]).target)
+    return _joining(run)(problem, *inputs, lse, d, d_o)
+
+
+@_gradients.defjvp
+def _second_derivatives(problem: Problem, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(blocks_jnp.gradients, problem, ()), primals, tangents)
+
+
+def _gradients_flat(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
+    *inputs, lse, d, d_o, buffer = arrays
+    operands = (*inputs[:3], lse, d, d_o)
+    q, k, v, lse, d, d_o = (x.reshape(-1, *x.shape[2:]) for x in operands)
+    of_all = gradients.gradients(q, k, v, buffer, jnp.int32(0), lse, d, d_o, spec)
+    return tuple(x.reshape(like.shape) for x, like in zip(of_all, operands, strict=False))
+
+
+def _gradients_part(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
+    *rest, _ = arrays
+    own = _plan(problem, *rest[: 3 + len(problem.operands)])
+    return _gradients_flat(problem, own.spec, *rest, jnp.asarray(own.buffer))
+
+
+def _gradients_axes(problem: Problem, spec: AttentionSpec) -> Axes:
+    others = "b t (h g)", "b t (h g)", "b t (h g) e", "w"
+    return _axes_of(problem, spec.group_size, others, _DENSE)
+
+
+_gradients_planned = partitioned(
+    _OP, _gradients_flat, _gradients_axes, num_static=2, per_device=_gradients_part
+)

@@ -1,0 +1,1 @@
+"""Operations over a plan: attention, its gradients, appending to pages, merging. Private."""

@@ -1,0 +1,298 @@
+"""Attention over a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+
+from jax_attn._ops import gradients
+from jax_attn._ops.operands import (
+    check_array,
+    check_cache,
+    check_data,
+    check_scales,
+    check_values,
+    check_variant_operands,
+    count_parts,
+    layer_operand,
+    of_parts,
+    spec_of,
+    split_of,
+)
+from jax_attn._plan.plan import AttentionPlan
+from jax_attn._xla import ffi
+from jax_attn._xla.transforms import check_split
+
+
+@overload
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    plan: AttentionPlan,
+    *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
+    layer: Any = None,
+    sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
+    return_lse: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    plan: AttentionPlan,
+    *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
+    layer: Any = None,
+    sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    plan: AttentionPlan,
+    *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
+    layer: Any = None,
+    sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of a whole batch: prefill, decode, chunked prefill or any mix, in one call.
+
+    q: [max_qo_tokens, num_qo_heads, head_dim_qk]. Packed query tokens; rows beyond the plan's
+        tokens are not read.
+    k: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading [num_layers]
+        and `layer`; for a ragged spec [max_kv_tokens, num_kv_heads, head_dim_qk].
+    v: the same with head_dim_vo; None with mla, where k holds the values, too. Slots beyond a
+        request's kv_len and pages that no request owns never influence a result, whatever they
+        hold.
+    k_new: [max_qo_tokens, num_kv_heads, head_dim_qk] with a spec of fresh_kv=True, else None. The
+        keys of the query tokens: token i of a request is position kv_len - qo_len + i of it. k is
+        read at the positions before them alone, so that append_kv may run before, after or never.
+    v_new: the same with head_dim_vo.
+    layer: int or i32 scalar, which may be traced; None for an unstacked cache.
+    sinks: [num_qo_heads], f32, or None. One extra logit per head that takes part in the softmax
+        and has no value; counted once.
+    q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads], f32, finite, or None, which is 1. Of
+        float8 and nvfp4 operands: an element stands for its value times the scale of its head. So
+        logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
+        multiplied by v_scale; with mla v_scale is None, and o is multiplied by k_scale. They may be
+        traced. A scale of q or k that is not positive makes the results of its heads NaN.
+    variant_operands: name -> array, the operands of the spec's variant, in its dtypes and numbers
+        of axes, of any lengths but 0; they may be traced. None without operands.
+    return_lse: also return lse. Not with a variant of normalize="none".
+
+    Returns o: [max_qo_tokens, num_qo_heads, head_dim_vo] in the spec's dtype, and with return_lse
+    lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
+    sink) of exp(final logits). A row that sees no key and a padding row have o = 0, lse = -inf.
+
+    On a mesh, arrays may be split by head, with a plan of one device's heads; they stay where they
+    are (docs/devices.md).
+
+    Differentiable in q, k, v and sinks, lse included, and in variant_operands that are floats
+    (docs/training.md). Rows of k and v that nobody reads have gradient 0, pages that requests share
+    the sum over them.
+
+    Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
+    Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
+    arrays that are split otherwise, and when differentiated with mla, fresh_kv, kv_dtype or
+    max_steps.
+
+    One request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
+
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> spec = ja.AttentionSpec(
+    ...     4, 2, 64, dtype="float32", page_size=None, max_qo_tokens=4, max_kv_tokens=4
+    ... )
+    >>> plan = ja.plan(spec, np.array([0, 3]), np.array([3]))
+    >>> q, k, v = jnp.ones((4, 4, 64)), jnp.ones((4, 2, 64)), jnp.ones((4, 2, 64))
+    >>> o, lse = ja.attention(q, k, v, plan, return_lse=True)
+    >>> o[:, 0, 0].round(3).tolist()
+    [1.0, 1.0, 1.0, 0.0]
+    >>> jnp.exp(lse[:, 0] - 8).round().tolist()  # row i sees i + 1 logits of 64 / sqrt(64)
+    [1.0, 2.0, 3.0, 0.0]
+    """
+    operands = _operands(
+        "attention",
+        q,
+        k,
+        v,
+        plan,
+        k_new,
+        v_new,
+        layer,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        variant_operands,
+    )
+    if return_lse and (variant := plan.spec.variant) is not None and not variant.normalizes:
+        raise ValueError(
+            "attention: return_lse: expected False with a variant of normalize='none', got True."
+        )
+    o, lse = gradients.attention(*operands)
+    return (o, lse) if return_lse else o
+
+
+def item_times(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    plan: AttentionPlan,
+    *,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
+    layer: Any = None,
+    sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    variant_operands: Mapping[str, Any] | None = None,
+) -> np.ndarray:
+    """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
+
+    q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale, variant_operands: as for
+        attention.
+
+    Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
+    began and ended, its share of merges included. The second of two runs. On CPU threads take items
+    from each other's queues, and items that run together, of one kv span or one head, get shares by
+    their rows and keys. On CUDA a kernel of its own is compiled, and the clock is %globaltimer;
+    loads for an item may have begun while the one before it ran.
+    """
+    *operands, split = _operands(
+        "item_times",
+        q,
+        k,
+        v,
+        plan,
+        k_new,
+        v_new,
+        layer,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        variant_operands,
+    )
+    if split.num_parts > 1:
+        raise NotImplementedError(
+            "item_times: q: arrays on one device are supported, got heads of"
+            f" {split.num_parts}; time the part of one device."
+        )
+    operands.append(split.spec)
+    if any(isinstance(x, jax.core.Tracer) for x in operands):
+        raise ValueError("item_times: expected arrays that are there, got traced ones: inside jit.")
+    timed = jax.jit(
+        functools.partial(ffi.attention, record_times=True), static_argnums=len(operands) - 1
+    )
+    for _ in range(2):
+        workspace = np.asarray(timed(*operands)[2])
+    times = workspace[plan.spec.workspace_words :].view(np.int64).reshape(-1, 2)
+    return times[: plan.header()["num_items"]] * 1e-9
+
+
+def _operands(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    plan: AttentionPlan,
+    k_new: Any,
+    v_new: Any,
+    layer: Any,
+    sinks: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    variant_operands: Mapping[str, Any] | None,
+) -> tuple[Any, ...]:
+    """The operands of ffi.attention, checked, and how their heads are split."""
+    one = spec_of(op, plan)
+    num_parts = count_parts(one, q, one.num_qo_heads)
+    spec = of_parts(one, num_parts)
+    q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
+    if spec.is_paged:
+        k, v, num_layers = check_cache(op, spec, k, v, layer)
+    else:
+        if layer is not None:
+            raise ValueError(f"{op}: layer: expected None with a ragged spec, got {layer}.")
+        num_layers = 1
+        assert spec.max_kv_tokens is not None
+        k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
+        k = check_array(op, "k", k, k_shape, spec.dtype_of_kv)
+        v = check_values(op, "v", v, v_shape, spec.dtype_of_kv)
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        if (new is not None) != spec.fresh_kv:
+            expected = "the keys or values of the query tokens" if spec.fresh_kv else "None"
+            raise ValueError(
+                f"{op}: {name}: expected {expected} with a spec of fresh_kv={spec.fresh_kv}, got"
+                f" {'None' if new is None else 'an array'}."
+            )
+    if spec.fresh_kv:
+        k_shape, v_shape = spec.new_kv_shapes
+        k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
+        v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
+    if sinks is not None and spec.variant is not None and not spec.variant.normalizes:
+        raise ValueError(
+            f"{op}: sinks: expected None with a variant of normalize='none', got an array."
+        )
+    if sinks is not None:
+        sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
+    scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
+    read = check_variant_operands(op, spec, variant_operands)
+    layer_index = layer_operand(op, layer, num_layers)
+    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
+    qo_heads, kv_heads = one.num_qo_heads, one.num_kv_heads
+    by_name: dict[str, tuple[Any, int | None, int]] = {
+        "q": (q, 1, qo_heads),
+        "k_pages" if spec.is_paged else "k": (k, -2, kv_heads),
+        "v_pages" if spec.is_paged else "v": (v, -2, kv_heads),
+        "plan": (buffer, None, 0),
+        "layer": (layer_index, None, 0),
+        "k_new": (k_new, 1, kv_heads),
+        "v_new": (v_new, 1, kv_heads),
+        "sinks": (sinks, 0, qo_heads),
+        "q_scale": (scales[0], 0, qo_heads),
+        "k_scale": (scales[1], 0, kv_heads),
+        "v_scale": (scales[2], 0, kv_heads),
+    }
+    if spec.variant is not None:
+        by_name |= {
+            f"variant_operands[{name!r}]": (array, None, 0)
+            for name, array in zip(spec.variant.names, read, strict=True)
+        }
+        if num_parts > 1 and spec.variant.reads_heads:  # a device numbers its own from 0
+            raise NotImplementedError(
+                f"{op}: variant: one that reads head or kv_head is supported where a device has all"
+                f" heads of the arrays, got heads split {num_parts} ways; use jax.shard_map, with"
+                " the part of its operands that each device's heads read."
+            )
+    split = split_of(one, num_parts, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
+    operands = [array for array, *_ in by_name.values()]
+    check_split(op, split, operands)
+    return *operands, split

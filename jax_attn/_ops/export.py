@@ -1,0 +1,45 @@
+"""What jax.export asks of this library: its custom calls, and how the spec of a plan is written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax.export
+
+from jax_attn import _core
+from jax_attn._plan.plan import AttentionPlan
+from jax_attn._spec.spec import AttentionSpec
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """For `disabled_checks` of jax.export.export, which knows no custom calls but JAX's own.
+
+    What is exported holds everything that its kernels are made from. It runs where a jax_attn is
+    installed that reads the same plans (AttentionPlan.load says which), and plans of the same spec.
+    """
+    names = sorted({name for name, _, _ in _core.registrations()})
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+
+
+def _write(static: Any) -> bytes:
+    (spec,) = static
+    return json.dumps({"plan_version": _core.plan_version, "spec": spec.to_fields()}).encode()
+
+
+def _read(written: bytes | bytearray) -> Any:
+    about = json.loads(bytes(written))
+    if about["plan_version"] != _core.plan_version:
+        raise ValueError(
+            f"AttentionPlan: exported: expected plan_version {_core.plan_version}, got"
+            f" {about['plan_version']}: another version of jax_attn wrote it; export again."
+        )
+    return (AttentionSpec.from_fields(about["spec"]),)
+
+
+jax.export.register_pytree_node_serialization(
+    AttentionPlan,
+    serialized_name="jax_attn.AttentionPlan",
+    serialize_auxdata=_write,
+    deserialize_auxdata=_read,
+)

@@ -1,0 +1,286 @@
+"""Checks of the operands of attention and append_kv, in one place.
+
+Each function takes `op`, the name of the operation for messages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn import _environment
+from jax_attn._plan.plan import AttentionPlan, traced_int32
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn._xla.transforms import HeadSplit, Operand, has_mesh
+
+
+def spec_of(op: str, plan: Any) -> AttentionSpec:
+    """The spec of a plan. Raises TypeError for anything else."""
+    if not isinstance(plan, AttentionPlan) or not isinstance(plan.spec, AttentionSpec):
+        raise TypeError(
+            f"{op}: plan: expected an AttentionPlan, which jax_attn.plan makes, got"
+            f" {type(plan).__name__}"
+            + (f" of {type(plan.spec).__name__}." if isinstance(plan, AttentionPlan) else ".")
+        )
+    return plan.spec
+
+
+def as_array(op: str, name: str, value: Any) -> jax.Array:
+    """`value` as a jax.Array; a ValueError says what is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{op}: {name}: expected an array, got {type(value).__name__} ({error})."
+        ) from None
+
+
+def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """`array` as a jax.Array.
+
+    Raises ValueError, with advice, for another shape or dtype.
+    """
+    array = as_array(op, name, array)
+    if array.shape != shape or array.dtype != dtype:
+        advice = ""
+        if array.shape == shape:
+            advice = f" Cast it: {name}.astype({dtype!r})."
+        elif array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
+            advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
+        elif sorted(array.shape) == sorted(shape):
+            advice = " These are the same axes in another order: transpose it."
+        raise ValueError(
+            f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
+            f" {array.dtype}{list(array.shape)}.{advice}"
+        )
+    return array
+
+
+def count_parts(spec: AttentionSpec, array: Any, heads: int) -> int:
+    """Of how many parts the heads of arrays on a mesh are, each with the spec's heads: 1 elsewhere.
+
+    array: [tokens, heads, ...], the first operand; heads: the spec's. What does not fit counts as 1
+    part, which check_array refuses.
+    """
+    shape = jnp.shape(array)
+    if len(shape) < 2 or shape[1] % heads or not has_mesh(array):
+        return 1
+    return max(1, shape[1] // heads)
+
+
+def of_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
+    """The spec with the heads of all parts; for the shapes of arrays alone."""
+    if num_parts == 1:
+        return spec
+    whole = copy.copy(spec)
+    object.__setattr__(whole, "num_qo_heads", spec.num_qo_heads * num_parts)
+    if not spec.mla:
+        object.__setattr__(whole, "num_kv_heads", spec.num_kv_heads * num_parts)
+    return whole
+
+
+def split_of(
+    spec: AttentionSpec,
+    num_parts: int,
+    operands: dict[str, tuple[Any, int | None, int]],
+    results: dict[str, tuple[int, int, int]],
+) -> HeadSplit:
+    """How a call's arrays are split by head.
+
+    operands: by name (array or None, axis of its heads or None, heads of one device). The axis may
+        be negative. Results: (ndim, axis, heads).
+    """
+
+    def operand(name: str, array: Any, axis: int | None, heads: int) -> Operand | None:
+        if array is None:
+            return None
+        is_whole = axis is None or not array.size or (spec.mla and heads == spec.num_kv_heads)
+        return Operand(
+            name, array.ndim, None if is_whole or axis is None else axis % array.ndim, heads
+        )
+
+    return HeadSplit(
+        spec,
+        tuple(operand(name, *about) for name, about in operands.items()),
+        tuple(Operand(name, *about) for name, about in results.items()),
+        num_parts,
+    )
+
+
+def check_values(
+    op: str, name: str, v: Any, shape: tuple[int, ...] | None, dtype: str
+) -> jax.Array | None:
+    """`v` as check_array returns it. shape None (mla: v is columns of k): v must be None.
+
+    Raises ValueError, too, where v is None and should not be, or the reverse.
+    """
+    if shape is None:
+        if v is not None:
+            raise ValueError(
+                f"{op}: {name}: expected None with mla=True, whose values are columns of k, got"
+                f" {jnp.shape(v)}."
+            )
+        return None
+    if v is None:
+        raise ValueError(f"{op}: {name}: expected {dtype}{list(shape)}, got None.")
+    return check_array(op, name, v, shape, dtype)
+
+
+def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[jax.Array | None]:
+    """q_scale, k_scale, v_scale, or some of them, as FFI operands.
+
+    scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None. With
+        mla v_scale is None: values are columns of k, and k_scale is theirs, too.
+
+    Returns the arrays in the same order. Where the spec's formats have none: all None, no operands.
+    Else a scale of None becomes an array of no elements, which stands for 1, because only the
+    last operands of an XLA FFI call may be left out.
+
+    Raises ValueError for another shape or dtype, or for a scale of an operand that has none.
+    """
+    arrays: list[jax.Array | None] = []
+    for name, scale in scales.items():
+        of_q = name == "q_scale"
+        if scale is not None and name == "v_scale" and spec.mla:
+            raise ValueError(
+                f"{op}: v_scale: expected None with mla=True, whose values are columns of k, got an"
+                f" array of {jnp.shape(scale)}; k_scale is that of both."
+            )
+        if scale is not None and not (spec.q_dtype if of_q else spec.has_head_scales):
+            which = "q_dtype is" if of_q else "kv_dtype is nvfp4, float8_e5m2 or"
+            raise ValueError(
+                f"{op}: {name}: expected None unless the spec's {which} float8_e4m3fn, got an array"
+                f" of {jnp.shape(scale)}."
+            )
+        if scale is not None:
+            num_heads = spec.num_qo_heads if of_q else spec.num_kv_heads
+            scale = check_array(op, name, scale, (num_heads,), "float32")
+        elif spec.has_head_scales:
+            scale = jnp.zeros((0,), jnp.float32)
+        arrays.append(scale)
+    return arrays
+
+
+def check_variant_operands(
+    op: str, spec: AttentionSpec, operands: Mapping[str, Any] | None
+) -> list[jax.Array]:
+    """The operands of the spec's variant, in its order.
+
+    Raises ValueError for other names, dtypes or numbers of axes, and for an axis of length 0.
+    """
+    operands = {} if operands is None else operands
+    variant = spec.variant
+    names = () if variant is None else variant.names
+    if not isinstance(operands, Mapping) or set(operands) != set(names):
+        got = list(operands) if isinstance(operands, Mapping) else type(operands).__name__
+        raise ValueError(
+            f"{op}: variant_operands: expected {list(names) or 'none'} as the plan's variant says,"
+            f" got {got}."
+        )
+    if variant is None:
+        return []
+    arrays = []
+    for name, (dtype, rank) in zip(names, variant.operand_types, strict=True):
+        array = as_array(op, name, operands[name])
+        if array.dtype != dtype or array.ndim != rank or not array.size:
+            advice = f" Cast it: {name}.astype({dtype!r})." if array.dtype != dtype else ""
+            raise ValueError(
+                f"{op}: variant_operands: {name}: expected {dtype} with {rank} axes, none of length"
+                f" 0, as the plan's variant says, got {array.dtype}{list(array.shape)}.{advice}"
+            )
+        arrays.append(check_array(op, name, array, array.shape, dtype))
+    return arrays
+
+
+def check_cache(
+    op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
+) -> tuple[jax.Array, jax.Array | None, int]:
+    """The paged cache as it is, stacked or not, and its number of layers.
+
+    Raises ValueError for another rank, shape or dtype; NotImplementedError for more token slots in
+    a layer than 32 bits can number.
+    """
+    k_pages = as_array(op, "k_pages", k_pages)
+    rank = 4 if layer is None else 5
+    if k_pages.ndim != rank:
+        raise ValueError(
+            f"{op}: k_pages: expected [num_pages, page_size, num_kv_heads, head_dim_qk]"
+            f" {'with layer=None' if layer is None else 'with a leading [num_layers]'}, got rank"
+            f" {k_pages.ndim}; pass layer for a stacked cache, and only for one."
+        )
+    num_pages = k_pages.shape[-4] if spec.num_pages is None else spec.num_pages
+    assert spec.page_size is not None
+    k_shape, v_shape = spec.kv_shapes(*k_pages.shape[:-4], num_pages, spec.page_size)
+    k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype_of_kv)
+    v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
+    # Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
+    most = 2**31 if spec.fresh_kv else 2**32 - 2
+    if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
+        most = 2**31 - 1
+    if num_pages * spec.page_size > most:
+        raise NotImplementedError(
+            f"{op}: k_pages: up to {most} token slots a layer are supported with"
+            f" fresh_kv={spec.fresh_kv}, got {num_pages * spec.page_size}."
+        )
+    return k_pages, v_pages, 1 if layer is None else k_pages.shape[0]
+
+
+def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
+    """The layer index as an i32 scalar; None is 0.
+
+    Raises ValueError for what is no integer, or, unless it is traced, out of range.
+    """
+    if layer is None:
+        return jnp.int32(0)
+    array = layer if isinstance(layer, jax.Array) else np.asarray(layer)
+    if array.shape or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{op}: layer: expected an integer scalar, got {array.dtype}{list(array.shape)}."
+        )
+    if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < num_layers:
+        raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+    is_traced = isinstance(layer, jax.core.Tracer)
+    return traced_int32(array) if is_traced else jnp.asarray(array, jnp.int32)
+
+
+def check_data(
+    op: str, plan: AttentionPlan, layer: jax.Array, k: jax.Array, num_layers: int
+) -> tuple[jax.Array, jax.Array]:
+    """The plan's buffer and the layer, as operands of a kernel.
+
+    With JAX_ATTN_CHECK=1 their contents are checked, wherever they live, before the kernel runs.
+
+    Raises ValueError (inside jit as JAX reports it from a callback) for a buffer that is no sound
+    plan, page ids beyond the pool, or a layer out of range.
+    """
+    shape, dtype = (getattr(plan.buffer, name, None) for name in ("shape", "dtype"))
+    if shape != (plan.spec.plan_words,) or dtype != np.int32:
+        raise ValueError(
+            f"{op}: plan: expected a buffer of int32[{plan.spec.plan_words}] as its spec says, got"
+            f" {dtype}{list(shape or ())}."
+        )
+    buffer = jnp.asarray(plan.buffer)
+    if not _environment.check:
+        return buffer, layer
+    num_pages = k.shape[-4] if plan.spec.is_paged else -1
+
+    def check(buffer: Any, layer: Any) -> np.ndarray:
+        try:
+            plan.spec.problem.check_plan(np.ascontiguousarray(buffer), num_pages)
+        except ValueError as error:
+            raise ValueError(f"{op}: {error}") from None
+        if not 0 <= int(layer) < num_layers:
+            raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+        return np.asarray(layer, np.int32)
+
+    if not any(isinstance(x, jax.core.Tracer) for x in (buffer, layer)):
+        check(buffer, layer)
+        return buffer, layer
+    # The kernel has the layer from the check, so it waits for that.
+    shape = jax.ShapeDtypeStruct((), jnp.int32)
+    return buffer, jax.pure_callback(check, shape, buffer, layer, vmap_method="sequential")

@@ -1,0 +1,1 @@
+"""AttentionPlan: making, reading, saving and drawing the schedule of a batch. Private."""

@@ -1,0 +1,1 @@
+"""Variants: users' logit and mask functions traced into programs for the kernels. Private."""

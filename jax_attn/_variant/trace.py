@@ -1,0 +1,398 @@
+"""From a variant's Python functions to its program, by way of a jaxpr."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import source_info_util  # the one place that knows the line of an equation
+from jax.extend import core as jax_core
+
+from jax_attn import _core
+from jax_attn._variant.program import (
+    BOOL,
+    F32,
+    FACTS,
+    I32,
+    OP,
+    OPERAND_TYPES,
+    At,
+    Builder,
+    Declared,
+    refuse,
+)
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def declare(operands: Mapping[str, Any]) -> dict[str, Declared]:
+    if not isinstance(operands, Mapping):
+        refuse("operands", "a dict of name: array", operands)
+    if len(operands) > _core.max_variant_operands:
+        raise NotImplementedError(
+            f"{OP}: operands: up to {_core.max_variant_operands} are supported, got"
+            f" {len(operands)}."
+        )
+    declared = {}
+    for number, (name, array) in enumerate(operands.items()):
+        if not isinstance(name, str) or not name.isidentifier():
+            refuse("operands", "names that are Python identifiers", name)
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            array = np.asarray(array)
+            if array.dtype.kind == "f":
+                array = array.astype(np.float32)
+            elif array.dtype.kind == "i":
+                array = array.astype(np.int32)
+        dtype, rank = jnp.dtype(array.dtype).name, len(array.shape)
+        if dtype not in OPERAND_TYPES:
+            raise NotImplementedError(
+                f"{OP}: operands: {name}: {', '.join(OPERAND_TYPES)} are supported, got {dtype};"
+                " cast it."
+            )
+        if rank > _core.max_operand_rank:
+            raise NotImplementedError(
+                f"{OP}: operands: {name}: up to {_core.max_operand_rank} axes are supported, got"
+                f" {rank}."
+            )
+        declared[name] = Declared(number, dtype, rank)
+    return declared
+
+
+def operands_of(what: str, function: Callable[..., Any], operands: Mapping[str, Any]) -> list[str]:
+    """The operands that a function takes, by its signature."""
+    first = {"mask": ["at"], "logits": ["score", "at"]}.get(what, [])
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    has_room = sum(p.kind in positional for p in parameters) >= len(first) or any(
+        p.kind is p.VAR_POSITIONAL for p in parameters
+    )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [p for p in parameters[len(first) :] if p.kind in keyword]
+    missing = [p.name for p in named if p.name not in operands and p.default is p.empty]
+    if what and (not has_room or (missing and not takes_all)):
+        wanted = (
+            f"fn({', '.join(first)}, ...), then of its operands ({', '.join(operands) or 'none'})"
+        )
+        refuse(what, wanted, f"fn{signature}")
+    return list(operands) if takes_all else [p.name for p in named if p.name in operands]
+
+
+_load_p = jax_core.Primitive("jax_attn_load")
+_load_p.def_abstract_eval(
+    lambda *_, operand, kind: jax.core.ShapedArray((), (jnp.float32, jnp.int32, jnp.bool_)[kind])
+)
+_dim_p = jax_core.Primitive("jax_attn_dim")
+_dim_p.def_abstract_eval(lambda *, operand, axis: jax.core.ShapedArray((), jnp.int32))
+
+
+class _Operand:
+    """An operand while a function is traced: indexing is all there is."""
+
+    def __init__(self, name: str, declared: Declared) -> None:
+        self._name, self._declared = name, declared
+        self.ndim, self.dtype = declared.rank, jnp.dtype(declared.dtype)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        number, _, rank = self._declared
+        return tuple(_dim_p.bind(operand=number, axis=axis) for axis in range(rank))
+
+    def __getitem__(self, indices: Any) -> Any:
+        number, dtype, rank = self._declared
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if len(indices) != rank:
+            refuse(self._name, f"{rank} indices, one an axis", f"{len(indices)} indices")
+        indices = [as_index(self._name, i) for i in indices]
+        return _load_p.bind(*indices, operand=number, kind=OPERAND_TYPES[dtype])
+
+    @property
+    def value(self) -> Any:
+        return self if self._declared.rank else self[()]
+
+
+def as_index(name: str, index: Any) -> Any:
+    is_number = not isinstance(index, (slice, list, type(None), type(Ellipsis)))
+    index = jnp.asarray(index) if is_number else index
+    if not is_number or index.shape or index.dtype.kind not in "iub":
+        refuse(name, "integer scalars as indices", index)
+    return index.astype(jnp.int32)
+
+
+# ---- from a function to values ------------------------------------------------------------------
+
+
+def trace(
+    builder: Builder, what: str, function: Callable[..., Any], declared: dict[str, Declared]
+) -> int:
+    """Adds the values of a function to the program. The one that it returns.
+
+    what: "logits" or "mask". Raises as Variant does.
+    """
+    wanted = operands_of(what, function, declared)
+    facts = At(**{fact: jax.ShapeDtypeStruct((), jnp.int32) for fact in FACTS})
+    score = jax.ShapeDtypeStruct((), jnp.float32)
+    arguments = (score, facts) if what == "logits" else (facts,)
+
+    def call(*arguments: Any) -> Any:
+        operands = {name: _Operand(name, declared[name]).value for name in wanted}
+        result = function(*arguments, **operands)
+        if result is None or isinstance(result, (tuple, list, dict)):
+            refuse(what, "a function that returns a scalar", result)
+        result = jnp.asarray(result)
+        if result.shape:
+            refuse(what, "a function that returns a scalar", result)
+        if what == "mask" and result.dtype != jnp.bool_:
+            refuse(what, "a function that returns a bool", str(result.dtype))
+        if what == "logits" and result.dtype == jnp.bool_:
+            refuse(what, "a function that returns a number", str(result.dtype))
+        return result if what == "mask" else result.astype(jnp.float32)
+
+    try:
+        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+            closed = jax.make_jaxpr(call)(*arguments)
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        raise NotImplementedError(
+            f"{OP}: {what}: Python control flow and numpy on traced values are not supported"
+            f" at {_raised_at(error)}; use jnp.where and jnp functions, and make an array that"
+            " they index one of the operands."
+        ) from None
+    except AttributeError as error:
+        if not isinstance(error.obj, (At, _Operand)):
+            raise
+        known = (
+            f"at has {', '.join(FACTS)}"
+            if isinstance(error.obj, At)
+            else "an operand has shape, ndim and dtype, and is indexed, name[i, ...]"
+        )
+        raise NotImplementedError(
+            f"{OP}: {what}: .{error.name} at {_raised_at(error)} is not supported; {known}."
+        ) from None
+    except TypeError as error:
+        if _Operand.__name__ not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{OP}: {what}: operands are supported where they are indexed, name[i, ...], one"
+            f" element at a time, got one as a whole at {_raised_at(error)}."
+        ) from None
+    names = ("score", *FACTS) if what == "logits" else FACTS
+    values = [builder.add(name, F32 if name == "score" else I32) for name in names]
+    (result,) = _run(builder, what, closed.jaxpr, closed.consts, values)
+    return result
+
+
+def _run(
+    builder: Builder, what: str, jaxpr: Any, consts: Sequence[Any], values: Sequence[int]
+) -> Any:
+    known: dict[Any, int] = dict(zip(jaxpr.invars, values, strict=True))
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        if isinstance(const, jax.core.Tracer) or np.shape(const):
+            raise NotImplementedError(
+                f"{OP}: {what}: closing over {jax.typeof(const)} is not supported; make it one"
+                " of the operands."
+            )
+        known[var] = builder.constant(np.asarray(const), _kind(what, var.aval, None))
+
+    def read(atom: Any, eqn: Any) -> int:
+        if isinstance(atom, jax_core.Literal):
+            return builder.constant(atom.val, _kind(what, atom.aval, eqn))
+        return known[atom]
+
+    for eqn in jaxpr.eqns:
+        for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if inner in eqn.params:
+                break
+        if inner in eqn.params and eqn.primitive.name in _CALLS:
+            body = eqn.params[inner]
+            closed = body if hasattr(body, "consts") else jax_core.ClosedJaxpr(body, ())
+            arguments = [read(x, eqn) for x in eqn.invars]
+            results = _run(builder, what, closed.jaxpr, closed.consts, arguments)
+        else:
+            (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
+            rule = _RULES.get(eqn.primitive.name)
+            if rule is None or out is None:
+                _unsupported(what, f"the primitive {eqn.primitive.name}", eqn)
+            kind = _kind(what, out.aval, eqn)
+            arguments = [read(x, eqn) for x in eqn.invars]
+            value = rule(builder, kind, eqn.params, *arguments)
+            if value is None:
+                _unsupported(what, f"the primitive {eqn.primitive.name} with {eqn}", eqn)
+            results = [value]
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [read(x, None) for x in jaxpr.outvars]
+
+
+# Primitives that stand for what is inside of them.
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "checkpoint",
+    "remat",
+    "remat2",
+}
+
+
+def _kind(what: str, aval: Any, eqn: Any) -> int:
+    kinds = {"float32": F32, "int32": I32, "bool": BOOL}
+    if aval.shape or aval.dtype.name not in kinds:
+        _unsupported(what, f"a value of {aval.str_short()}", eqn)
+    return kinds[aval.dtype.name]
+
+
+def _unsupported(what: str, thing: str, eqn: Any) -> NoReturn:
+    known = ", ".join(name for name in sorted(_RULES) if not name.startswith("jax_attn"))
+    line = "" if eqn is None else f" at {source_info_util.summarize(eqn.source_info)}"
+    raise NotImplementedError(
+        f"{OP}: {what}: {thing}{line} is not supported; scalars of float32, int32 and bool are,"
+        f" indexed operands, and the primitives {known}."
+    )
+
+
+def _raised_at(error: BaseException) -> str:
+    found, trace = "an unknown line", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if _is_users(file):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _is_users(file: str) -> bool:
+    return file != __file__ and source_info_util.is_user_filename(file)
+
+
+_Rule = Callable[..., "int | None"]
+
+
+def _same(op: str) -> _Rule:
+    return lambda b, kind, params, *args: b.add(op, kind, *args)
+
+
+def _compare(op: str, swaps: bool = False) -> _Rule:
+    def rule(b: Builder, kind: int, params: Any, x: int, y: int) -> int:
+        return b.add(op, BOOL, *((y, x) if swaps else (x, y)))
+
+    return rule
+
+
+def _identity(b: Builder, kind: int, params: Any, x: int, *_: int) -> int:
+    return x
+
+
+def _cast(b: Builder, kind: int, params: Any, x: int) -> int:
+    if b.kind(x) == kind:
+        return x
+    if kind == F32 and (known := b.constant_of(x)) is not None:
+        return b.constant(known, kind)
+    return b.add("cast", kind, x)
+
+
+def _select(b: Builder, kind: int, params: Any, which: int, *cases: int) -> int | None:
+    if len(cases) == 1:
+        return cases[0]
+    if len(cases) > 2:
+        return None
+    which = _cast(b, BOOL, params, which)
+    if (known := b.constant_of(which)) is not None:
+        return cases[int(known)]
+    return b.add("select", kind, which, cases[1], cases[0])
+
+
+def _clamp(b: Builder, kind: int, params: Any, low: int, x: int, high: int) -> int:
+    return b.add("min", kind, b.add("max", kind, low, x), high)
+
+
+def _integer_pow(b: Builder, kind: int, params: Any, x: int) -> int:
+    """By squaring."""
+    power = abs(params["y"])
+    result, square = None, x
+    while power:
+        if power & 1:
+            result = square if result is None else b.add("mul", kind, result, square)
+        power >>= 1
+        if power:
+            square = b.add("mul", kind, square, square)
+    one = b.constant(1, kind)
+    result = one if result is None else result
+    return result if params["y"] >= 0 else b.add("div", kind, one, result)
+
+
+def _round(b: Builder, kind: int, params: Any, x: int) -> int:
+    """To the nearest: ties away from zero, as lax does unless told, or to even."""
+    if int(params["rounding_method"]) == 1:
+        return b.add("round", kind, x)
+    magnitude = b.add("abs", kind, x)
+    whole = b.add("floor", kind, magnitude)
+    half = b.add("le", BOOL, b.constant(0.5, kind), b.add("sub", kind, magnitude, whole))
+    up = b.add("select", kind, half, b.add("add", kind, whole, b.constant(1, kind)), whole)
+    negative = b.add("lt", BOOL, x, b.constant(0, kind))
+    return b.add("select", kind, negative, b.add("neg", kind, up), up)
+
+
+def _is_finite(b: Builder, kind: int, params: Any, x: int) -> int:
+    return b.add("lt", BOOL, b.add("abs", F32, x), b.constant(np.inf, F32))
+
+
+def _load(b: Builder, kind: int, params: Any, *indices: int) -> int:
+    return b.add("load", kind, params["operand"], *indices)
+
+
+def _stop_gradient(b: Builder, kind: int, params: Any, x: int) -> int:
+    """A cast to its own type, which has no derivative."""
+    return b.add("cast", kind, x) if kind == F32 else x
+
+
+def _dim(b: Builder, kind: int, params: Any) -> int:
+    return b.add("dim", kind, params["operand"], params["axis"])
+
+
+# What becomes of each primitive: rule(builder, type of the result, parameters, arguments).
+_RULES: dict[str, _Rule] = {
+    **{
+        name: _same(name)
+        for name in (
+            *("neg", "abs", "sign", "floor", "ceil", "exp", "exp2", "log", "log1p", "tanh"),
+            *("logistic", "sqrt", "rsqrt", "not", "add", "sub", "mul", "div", "rem", "min", "max"),
+            *("and", "or", "xor"),
+        )
+    },
+    "shift_left": _same("shl"),
+    "shift_right_arithmetic": _same("sar"),
+    "shift_right_logical": _same("shr"),
+    "eq": _compare("eq"),
+    "ne": _compare("ne"),
+    "lt": _compare("lt"),
+    "le": _compare("le"),
+    "gt": _compare("lt", swaps=True),
+    "ge": _compare("le", swaps=True),
+    "select_n": _select,
+    "clamp": _clamp,
+    "convert_element_type": _cast,
+    "integer_pow": _integer_pow,
+    "square": lambda b, kind, params, x: b.add("mul", kind, x, x),
+    "round": _round,
+    "is_finite": _is_finite,
+    "copy": _identity,
+    "copy_p": _identity,
+    "squeeze": _identity,
+    "reshape": _identity,
+    "broadcast_in_dim": _identity,
+    "stop_gradient": _stop_gradient,
+    "jax_attn_load": _load,
+    "jax_attn_dim": _dim,
+}

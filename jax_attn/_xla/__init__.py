@@ -1,0 +1,1 @@
+"""The FFI boundary: custom calls, JAX's transformations of them, precompilation. Private."""

@@ -1,0 +1,288 @@
+"""The boundary to csrc/: registration, and the only calls of jax.ffi.ffi_call."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+
+from jax_attn import _core, _environment
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn._variant.gradient import gradient_of
+from jax_attn._xla import jit
+from jax_attn._xla.transforms import refusing
+from jax_attn.masks import BlockMap
+
+
+def _runtime_ffi_version() -> tuple[int, int]:
+    header = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def _register() -> None:
+    """Registers every target, or refuses: a target that XLA rejects would take the backend down."""
+    runtime = _runtime_ffi_version()
+    if _core.ffi_api_version > runtime:
+        raise ImportError(
+            f"jax_attn was built with XLA FFI API {_core.ffi_api_version}, jaxlib"
+            f" {jaxlib.version.__version__} has {runtime}: rebuild jax_attn, or upgrade jaxlib."
+        )
+    for name, platform, stages in _core.registrations():
+        jax.ffi.register_ffi_target(name, stages, platform=platform)
+
+
+_register()
+if _environment.cpu_isa:
+    _core.set_cpu_isa(_environment.cpu_isa)
+
+
+def plan(
+    qo_indptr: jax.Array,
+    kv_lens: jax.Array,
+    kv_indptr: jax.Array,
+    page_indices: jax.Array,
+    q_offsets: jax.Array,
+    levels: tuple[jax.Array, jax.Array] | None,
+    block_map: BlockMap | None,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
+    num_prefixes]."""
+    num_levels, num_prefixes = (0, 0) if levels is None else levels[1].shape
+    is_general = num_levels > 0 or spec.schedule == "auto" or spec.max_steps is not None
+    blocks = {"q_block": 0, "kv_block": 0}
+    num_columns = 0
+    if block_map is not None:
+        blocks = {name: getattr(block_map, name) for name in blocks}
+        num_columns = block_map.classes.shape[1]
+    scratch_words = spec.problem.plan_scratch_words(
+        num_levels, num_prefixes, num_columns, blocks["kv_block"]
+    )
+    jit.compile_ahead("plan_general" if is_general else "plan", spec)
+    call = jax.ffi.ffi_call(
+        "jax_attn_plan",
+        (
+            jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32),
+            jax.ShapeDtypeStruct((scratch_words,), jnp.int32),
+        ),
+    )
+    if block_map is not None and levels is None:  # only the last operands may be left out
+        levels = jnp.zeros((0, 0), np.int32), jnp.zeros((0, 0), np.int32)
+    operands = (qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets, *(levels or ()))
+    if block_map is not None:
+        operands += (block_map.classes,)
+    attributes = {name: np.int64(tokens) for name, tokens in blocks.items()}
+
+    def plan_batch(*operands_and_levels: Any) -> Any:
+        *operands, has_levels = operands_and_levels
+        return call(*operands, problem=spec.problem_words, levels=has_levels, **attributes)
+
+    buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
+        *operands, num_levels > 0
+    )
+    return buffer
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
+    sinks: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *variant_operands_and_spec: Any,
+    record_times: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """o, lse and the workspace, at whose end are, with record_times, the times of the items:
+    int64 nanoseconds [max_items, 2], as int32 words. Optional operands are the last ones that are
+    given: before one, others are arrays without elements."""
+    *variant_operands, spec = variant_operands_and_spec
+    problem_words, workspace_words = spec.problem_words, spec.workspace_words
+    if record_times:
+        config_words = spec.kernel_config | {"record_times": 1}
+        recording = _core.Problem(spec.problem.spec, config_words, spec.program_words)
+        problem_words = np.asarray(recording.words, np.int64)
+        workspace_words = recording.workspace_words
+    jit.compile_ahead("attention", spec)
+    call = jax.ffi.ffi_call(
+        "jax_attn_attention",
+        (
+            jax.ShapeDtypeStruct(spec.o_shape, spec.dtype),
+            jax.ShapeDtypeStruct(spec.o_shape[:2], jnp.float32),
+            jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
+        ),
+    )
+    if sinks is None and (q_scale is not None or variant_operands):
+        sinks = jnp.zeros((0,), jnp.float32)
+    optional = [x for x in (k_new, v_new, sinks, q_scale, k_scale, v_scale) if x is not None]
+    optional += variant_operands
+    operands = (q, k, k if v is None else v, plan_buffer, layer, *optional)
+    o, lse, workspace = call(*operands, problem=problem_words, poison=_environment.poison)
+    return o, lse, workspace
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    lse: jax.Array,
+    d: jax.Array,
+    d_o: jax.Array,
+    *variant_operands_and_spec: Any,
+    wanted: tuple[int, ...] = (),
+) -> tuple[jax.Array, ...]:
+    """d_q, d_k, d_v, a workspace, which on CPUs has the f32 sums of what is not f32, and gradients
+    of the operands `wanted` of a variant, in their dtypes."""
+    *variant_operands, spec = variant_operands_and_spec
+    words, summed = ((), ()) if spec.variant is None else gradient_of(spec.variant, wanted)
+    jit.compile_ahead("backward", spec, words)
+    num_words = spec.problem.backward_words(k.shape[-4] if spec.is_paged else 1)
+    call = jax.ffi.ffi_call(
+        "jax_attn_backward",
+        (
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
+            jax.ShapeDtypeStruct((num_words,), jnp.float32),
+            *(_sums_of(variant_operands[i], q, spec) for i in summed),
+        ),
+    )
+    operands = (q, k, v, plan_buffer, layer, lse, d, d_o, *variant_operands)
+    gradient = np.asarray(words, np.int64)
+    results = call(
+        *operands, problem=spec.problem_words, gradient=gradient, poison=_environment.poison
+    )
+    sums = dict(zip(summed, (_whole(x, spec) for x in results[4:]), strict=True))
+    like = [variant_operands[i] for i in wanted]
+    of_operands = (
+        sums.get(i, jnp.zeros(x.shape)).astype(x.dtype) for i, x in zip(wanted, like, strict=True)
+    )
+    return *results[:4], *of_operands
+
+
+def _sums_of(operand: jax.Array, q: jax.Array, spec: AttentionSpec) -> jax.ShapeDtypeStruct:
+    """On CPUs those of a small operand one for each kv head, which then run side by side. On CUDA
+    two words for each element, which first are a sum of 64 bits."""
+    if spec.target != "cpu":
+        return jax.ShapeDtypeStruct((*operand.shape, 2), jnp.float32)
+    num_copies = spec.num_kv_heads if operand.size * spec.num_kv_heads <= q.size else 1
+    return jax.ShapeDtypeStruct((num_copies, *operand.shape), jnp.float32)
+
+
+def _whole(sums: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The gradient that arrays of _sums_of are."""
+    return sums.sum(axis=0) if spec.target == "cpu" else sums[..., 0]
+
+
+def append_kv(
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k_new: jax.Array,
+    v_new: jax.Array | None,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array | None]:
+    jit.compile_ahead("append", spec)
+    given = (k_pages,) if v_pages is None else (k_pages, v_pages)
+    call = jax.ffi.ffi_call(
+        "jax_attn_append_kv",
+        tuple(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in given),
+        input_output_aliases={0: 0} if v_pages is None else {0: 0, 4: 1},
+    )
+    values = () if v_pages is None else (v_pages, v_new)
+    scales = [a for a in (k_scale, v_scale) if a is not None]
+    operands = (k_pages, k_new, plan_buffer, layer, *values, *scales)
+    k_out, *v_out = call(*operands, problem=spec.problem_words)
+    return k_out, v_out[0] if v_out else None
+
+
+def append_rotated(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    jit.compile_ahead("append_rotated", spec)
+    call = jax.ffi.ffi_call(
+        "jax_attn_append_rotated",
+        (
+            jax.ShapeDtypeStruct(spec.q_shape, spec.dtype),
+            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
+        ),
+        input_output_aliases={3: 1, 4: 2},
+    )
+    scales = [a for a in (k_scale, v_scale) if a is not None]
+    q, k_out, v_out = call(
+        qkv, cos, sin, k_pages, v_pages, plan_buffer, layer, *scales, problem=spec.problem_words
+    )
+    return q, k_out, v_out
+
+
+def product(
+    x: jax.Array, panels: jax.Array, columns: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """[n, columns] of `dtype`: x [n, in] times a matrix in panels, see csrc/cpu/kernels.h. On CPUs
+    alone."""
+    call = jax.ffi.ffi_call("jax_attn_product", jax.ShapeDtypeStruct((len(x), columns), dtype))
+    return call(x, panels, poison=_environment.poison)
+
+
+def quantized_product(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array,
+    *,
+    num_splits: int,
+    dtype: jax.typing.DTypeLike,
+    x_dtype: int,
+    **attributes: int,
+) -> jax.Array:
+    """[num_splits, n, out] of `dtype`, x's or f32: sums over parts of the depth of x [n, in] times
+    a matrix of codes, see QuantizedProductParams of csrc/params.h. On CUDA alone.
+
+    zeros: without elements: none. attributes: arch, format, group_size, tile_rows, tile_columns.
+    """
+    call = jax.ffi.ffi_call(
+        "jax_attn_quantized_product",
+        jax.ShapeDtypeStruct((num_splits, len(x), codes.shape[1]), dtype),
+    )
+    numbers = {name: np.int64(value) for name, value in attributes.items()}
+    return call(
+        x, codes, scales, zeros, dtype=np.int64(x_dtype), **numbers, poison=_environment.poison
+    )
+
+
+def merge_states(
+    o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
+) -> tuple[jax.Array, jax.Array]:
+    call = jax.ffi.ffi_call(
+        "jax_attn_merge_states",
+        (
+            jax.ShapeDtypeStruct(o_parts.shape[1:], o_parts.dtype),
+            jax.ShapeDtypeStruct(lse_parts.shape[1:], jnp.float32),
+        ),
+    )
+    o, lse = call(o_parts, lse_parts, arch=arch, dtype=dtype, poison=_environment.poison)
+    return o, lse

@@ -1,0 +1,1 @@
+"""Model directories and what config.json says: families, keys, rotary embeddings. Private."""

@@ -1,0 +1,41 @@
+"""Files of a model directory, and the error that says what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_attn import _core
+
+
+def _bundled() -> Path:
+    """The bundled model: installed beside the extension, or in data/ of a source folder."""
+    name = "tiny-llama-stdlib"
+    installed = Path(_core.__file__).parent / "models" / name
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "data" / name
+
+
+BUNDLED = _bundled()
+
+
+class ModelDirectoryError(ValueError):
+    """A model directory that does not fit: which file, what was expected, what is there."""
+
+
+def existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ModelDirectoryError(f"{path}: no such file")
+    return path
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The object, or the list, in a JSON file. Raises ModelDirectoryError."""
+    try:
+        value = json.loads(existing(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelDirectoryError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, kind):
+        expected = "an object" if kind is dict else "a list"
+        raise ModelDirectoryError(f"{path}: expected {expected}, got {type(value).__name__}")
+    return value

@@ -1,0 +1,351 @@
+"""How files hold quantised matrices: quantization_config, and from its tensors to `Rows`.
+
+Activations are never quantised here, so that what a config says of them is read past.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jax_attn.models._config.keys import Keys
+from jax_attn.models._products.quantized import Kind
+
+Shape = tuple[int, ...]
+FLOATS = ("BF16", "F16", "F32")
+_AWQ_ORDER = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of the columns in a word, for its kernels
+_PER_WORD = 8  # codes of 4 bits
+
+
+class Rows(NamedTuple):
+    """A matrix as torch has it; its rows can be sorted and put below those of another one."""
+
+    codes: np.ndarray  # [out, in], one in each element
+    scales: np.ndarray  # [out, groups] f32
+    zeros: np.ndarray | None  # [out, groups]
+    order: np.ndarray | None  # [in] i32, see Quantized
+    kind: Kind
+    group_size: int
+
+
+class Tensor(NamedTuple):
+    """What files may have for a part of a matrix."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    is_needed: bool = True
+
+
+# Of a matrix, and not needed here: scales of activations, and what shapes and dtypes tell anyway.
+PASSED_OVER = ("input_scale", "activation_scale", "weight_shape", "weight_format")
+_OTHER_NAMES = {"weight_scale_inv": "weight_scale"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How the matrices of a model are quantised, if their tensors are there in that form."""
+
+    method: str  # quant_method
+    layout: Literal["dense", "bitsandbytes", "gptq", "awq", "packed"]
+    kind: Kind
+    group_size: int | None = None  # elements of a row that share a scale; None: all
+    block: int = 1  # rows that do
+    has_zeros: bool = False
+    zero_offset: int = 0  # that has to be added to the zeros of the files
+
+    def tensors(self, outer: int, inner: int) -> dict[str, Tensor]:
+        """Of a matrix [outer, inner], by what their names end in."""
+        groups = self._groups(inner)
+        if self.layout == "dense":
+            dtype = "F8_E4M3" if self.kind == "e4m3" else "I8"
+            scales = (-(-outer // self.block), groups)
+            shapes = (scales,) if groups > 1 else ((), (1,), (1, 1), (outer,), scales)
+            return {
+                "weight": Tensor(((outer, inner),), (dtype,)),
+                "weight_scale": Tensor(shapes, FLOATS),
+            } | ({"weight_zero_point": Tensor(shapes, ("I8",))} if self.has_zeros else {})
+        if self.layout == "bitsandbytes":
+            return {
+                "weight": Tensor(((outer, inner),), ("I8",)),
+                "SCB": Tensor(((outer,),), FLOATS),
+            }
+        words = outer // _PER_WORD
+        if self.layout == "packed":
+            zeros = {"weight_zero_point": Tensor(((-(-outer // _PER_WORD), groups),), ("I32",))}
+            return {
+                "weight_packed": Tensor(((outer, -(-inner // _PER_WORD)),), ("I32",)),
+                "weight_scale": Tensor(((outer, groups),), FLOATS),
+                "weight_g_idx": Tensor(((inner,),), ("I32",), is_needed=False),
+            } | (zeros if self.has_zeros else {})
+        codes = (inner // _PER_WORD, outer) if self.layout == "gptq" else (inner, words)
+        index = {"g_idx": Tensor(((inner,),), ("I32",), is_needed=False)}
+        return {
+            "qweight": Tensor((codes,), ("I32",)),
+            "qzeros": Tensor(((groups, words),), ("I32",)),
+            "scales": Tensor(((groups, outer),), FLOATS),
+        } | (index if self.layout == "gptq" else {})
+
+    def read(self, get: Callable[[str], np.ndarray | None], outer: int, inner: int) -> Rows:
+        """get: the tensor of each name that `tensors` gives, or None if it is not needed.
+
+        Raises ValueError for contents that cannot be used.
+        """
+
+        def need(name: str) -> np.ndarray:
+            found = get(name)
+            assert found is not None
+            return found
+
+        zeros, index = None, None
+        if self.layout in ("dense", "bitsandbytes"):
+            codes = need("weight")
+            if self.kind == "e4m3":
+                if ((codes & 0x7F) == 0x7F).any():
+                    raise ValueError("expected numbers, got NaN")
+            if self.layout == "dense":
+                scales = self._of_rows(need("weight_scale"), outer, inner)
+                if self.has_zeros:
+                    zeros = self._of_rows(need("weight_zero_point"), outer, inner)
+            else:
+                scales = need("SCB")[:, None].astype(np.float32) / np.float32(127)
+        elif self.layout == "packed":
+            codes = _nibbles(need("weight_packed"))[:, :inner]
+            scales, index = need("weight_scale"), get("weight_g_idx")
+            zeros = np.full(scales.shape, 8, np.uint8)
+            if self.has_zeros:
+                zeros = _nibbles(need("weight_zero_point").T).T[:outer]
+            index = None if index is None or (index < 0).all() else index
+        elif self.layout == "gptq":
+            codes = _nibbles(need("qweight").T)
+            scales, zeros = need("scales").T, _nibbles(need("qzeros")).T
+            index = get("g_idx")
+        else:
+            codes, zeros = (_in_awq_order(need(name)).T for name in ("qweight", "qzeros"))
+            scales = need("scales").T
+        if zeros is not None:
+            zeros = zeros + zeros.dtype.type(self.zero_offset)
+        size = self.group_size or inner
+        order = None if index is None else _order(index, size)
+        if order is not None:
+            codes = codes[:, order]
+        return Rows(codes, scales.astype(np.float32), zeros, order, self.kind, size)
+
+    def _groups(self, inner: int) -> int:
+        return -(-inner // (self.group_size or inner))
+
+    def _of_rows(self, array: np.ndarray, outer: int, inner: int) -> np.ndarray:
+        """[outer, groups], of what may be for all rows or for blocks of them."""
+        if array.size == 1:
+            return np.broadcast_to(array.reshape(1, 1), (outer, self._groups(inner)))
+        array = array.reshape(len(array), -1)
+        return np.repeat(array, self.block, axis=0)[:outer]
+
+
+def name_of(suffix: str) -> str:
+    """What `Quantization.tensors` calls it."""
+    return _OTHER_NAMES.get(suffix, suffix)
+
+
+def _nibbles(words: np.ndarray) -> np.ndarray:
+    """[..., 8 n] u8 of i32 words [..., n], the lowest bits first."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*words.shape[:-1], -1)
+
+
+def _in_awq_order(words: np.ndarray) -> np.ndarray:
+    codes = _nibbles(words)
+    return codes.reshape(len(codes), -1, _PER_WORD)[..., _AWQ_ORDER].reshape(codes.shape)
+
+
+def _order(index: np.ndarray, size: int) -> np.ndarray | None:
+    """Which elements of a row make up each group, one group after the other; None: as they are.
+
+    index: [in], the group of each. Raises ValueError.
+    """
+    expected = np.arange(len(index)) // size
+    if (index == expected).all():
+        return None
+    order = np.argsort(index, kind="stable").astype(np.int32)
+    if not (index[order] == expected).all():
+        raise ValueError(f"expected a g_idx that has each group {size} times")
+    return order
+
+
+# ---- quantization_config -----------------------------------------------------------------------
+
+
+def parse_quantization(keys: Keys) -> Quantization | None:
+    """Of the object of config.json. What it asks for is done or refused by name."""
+    keys.expect("compression_config", None)
+    raw = keys.get("quantization_config")
+    if raw is None:
+        return None
+    inner = _inner(keys, "quantization_config", raw)
+    inner.need("quant_method")
+    inner.expect("quant_method", *_METHODS)
+    return _METHODS[raw["quant_method"]](inner)
+
+
+def _inner(keys: Keys, key: str, value: Any) -> Keys:
+    if not isinstance(value, Mapping):
+        raise keys.error(f"{key}: expected an object, got {value!r}")
+    return Keys(dict(value), f"{keys.path}: {key}")
+
+
+def _know(keys: Keys, *names: str) -> None:
+    """Refuses keys beside these, which are read elsewhere or change nothing here."""
+    for key, value in keys.raw.items():
+        if key not in (*names, "quant_method") and value not in (None, False, {}, []):
+            raise keys.error(f"key '{key}' is not supported")
+
+
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")  # the files tell
+
+
+def _fp8(keys: Keys) -> Quantization:
+    _know(keys, "activation_scheme", "fmt", "weight_block_size", "scale_fmt", *_LEFT_OUT)
+    keys.expect("fmt", "e4m3", None)
+    if keys.get("weight_block_size") is None:
+        return Quantization("fp8", "dense", "e4m3")
+    block, size = _block(keys, "weight_block_size")
+    return Quantization("fp8", "dense", "e4m3", size, block)
+
+
+def _fbgemm_fp8(keys: Keys) -> Quantization:
+    _know(keys, "activation_scale_ub", *_LEFT_OUT)
+    return Quantization("fbgemm_fp8", "dense", "e4m3")
+
+
+def _bitsandbytes(keys: Keys) -> Quantization:
+    _know(
+        keys,
+        "load_in_8bit",
+        "_load_in_8bit",
+        "llm_int8_threshold",  # of activations
+        "llm_int8_skip_modules",
+        *(f"bnb_4bit_{x}" for x in ("compute_dtype", "quant_storage", "quant_type")),
+    )
+    if not (keys.get("load_in_8bit") or keys.get("_load_in_8bit")):
+        raise keys.error("load_in_8bit: expected True, got False")
+    return Quantization("bitsandbytes", "bitsandbytes", "int8")
+
+
+def _gptq(keys: Keys) -> Quantization:
+    _know(
+        keys,
+        *("bits", "group_size", "desc_act", "sym", "checkpoint_format", "pack_dtype", "lm_head"),
+        # How it was made, and how others run it.
+        *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "meta"),
+        *("model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "batch_size"),
+        *("block_name_to_quantize", "module_name_preceding_first_block", "model_seqlen"),
+        *("modules_in_block_to_quantize", "cache_block_outputs", "exllama_config", "use_exllama"),
+        *("disable_exllama", "max_input_length", "pad_token_id", "use_cuda_fp16", "backend"),
+        *("act_group_aware", "mse"),
+    )
+    keys.need("bits")
+    keys.expect("bits", 4)
+    keys.expect("pack_dtype", "int32", None)
+    keys.expect("checkpoint_format", "gptq", "gptq_v2", None)
+    # The first version of the format has the zeros less one.
+    offset = 0 if keys.get("checkpoint_format") == "gptq_v2" else 1
+    return Quantization("gptq", "gptq", "int4", _group_size(keys), 1, True, offset)
+
+
+def _awq(keys: Keys) -> Quantization:
+    _know(keys, "bits", "group_size", "version", "zero_point", "backend", *_LEFT_OUT)
+    keys.need("bits")
+    keys.expect("bits", 4)
+    keys.expect("zero_point", True)
+    if str(keys.get("version", "gemm")).lower() != "gemm":
+        raise keys.error(f"version: expected 'gemm', got {keys.get('version')!r}")
+    return Quantization("awq", "awq", "int4", _group_size(keys), has_zeros=True)
+
+
+def _compressed_tensors(keys: Keys) -> Quantization:
+    _know(
+        keys,
+        *("config_groups", "format", "quantization_status", "global_compression_ratio", "version"),
+        *_LEFT_OUT,
+    )
+    keys.expect("quantization_status", "compressed", None)
+    layouts: dict[str, Literal["dense", "packed"]] = {
+        "float-quantized": "dense",
+        "int-quantized": "dense",
+        "naive-quantized": "dense",
+        "pack-quantized": "packed",
+    }
+    keys.expect("format", *layouts)
+    groups = _inner(keys, "config_groups", keys.need("config_groups"))
+    found = set()
+    for name in groups.raw:
+        group = _inner(groups, name, groups.need(name))
+        _know(group, "weights", "input_activations", "targets", "format")
+        group.expect("format", keys.get("format"), None)
+        weights = _inner(group, "weights", group.need("weights"))
+        found.add(_scheme(weights, layouts[keys.get("format", "float-quantized")]))
+    if len(found) != 1:
+        raise keys.error(f"config_groups: expected one way for all weights, got {len(found)}")
+    return found.pop()
+
+
+def _scheme(keys: Keys, layout: Literal["dense", "packed"]) -> Quantization:
+    """Of the weights of a group in compressed-tensors."""
+    _know(
+        keys,
+        *("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder"),
+        *("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic"),
+    )
+    keys.expect("dynamic", False, None)
+    for key in ("num_bits", "type", "strategy"):
+        keys.need(key)
+    keys.expect("strategy", "channel", "tensor", "group", "block")
+    keys.expect("num_bits", 8 if layout == "dense" else 4)
+    keys.expect("type", *(("float", "int") if layout == "dense" else ("int",)))
+    kind: Kind = "int4" if layout == "packed" else "e4m3"
+    if layout == "dense" and keys.get("type") == "int":
+        kind = "int8"
+    size, block = None, 1
+    if keys.get("strategy") == "group":
+        size = _group_size(keys)
+    elif keys.get("strategy") == "block":
+        block, size = _block(keys, "block_structure")
+    has_zeros = not keys.flag("symmetric", True)
+    return Quantization("compressed-tensors", layout, kind, size, block, has_zeros)
+
+
+def _group_size(keys: Keys) -> int | None:
+    if keys.need("group_size") == -1:
+        return None
+    size = keys.size("group_size")
+    if size % 2:  # rows that share a byte share a scale
+        raise keys.error(f"group_size: expected -1 or an even number, got {size}")
+    return size
+
+
+def _block(keys: Keys, key: str) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    value = keys.need(key)
+    if not (isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)):
+        raise keys.error(f"{key}: expected two integers, got {value!r}")
+    rows, columns = (keys.check_number(key, x) for x in value)
+    return rows, columns
+
+
+def _mxfp4(keys: Keys) -> Quantization:
+    """Of gpt-oss, whose experts are of this format and have tensors of their own."""
+    _know(keys, *_LEFT_OUT)
+    return Quantization("mxfp4", "dense", "e2m1", 32)
+
+
+_METHODS: dict[str, Callable[[Keys], Quantization]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "bitsandbytes": _bitsandbytes,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
+}

@@ -1,0 +1,1 @@
+"""Encoders and embedding models. Private."""

@@ -1,0 +1,492 @@
+"""Embedding models: texts to vectors, by an encoder or a decoder and what pools its last layer.
+
+    model = models.load_embedding("all-MiniLM-L6-v2", dtype="float32")
+    batch = models.EmbeddingBatch.make(model, [[101, 7592, 102], [101, 2088, 102]], 64, 8)
+    vectors = models.embed(model, batch)[:2]  # [2, size] f32
+
+Sequences of different lengths lie back to back, without padding between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from jax_attn.models._config import families
+from jax_attn.models._config.config import LayerKind, ModelConfig
+from jax_attn.models._config.directory import ModelDirectoryError, existing, read_json
+from jax_attn.models._config.keys import Keys, one_of
+from jax_attn.models._embedding import encoder
+from jax_attn.models._embedding.encoder import EncoderConfig
+from jax_attn.models._layers import decoder
+from jax_attn.models._loading import loading
+from jax_attn.models._weights import weights
+from jax_attn.models._weights.protocols import Tokenizer
+from jax_attn.models._weights.weights import Params
+
+Mode = Literal["cls", "mean", "last"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """What becomes of the last layer. Hashable."""
+
+    mode: Mode = "mean"  # the first token's row, the mean of all rows, or the last token's row
+    normalize: bool = False  # to length 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingModel:
+    """What `load_embedding` gives.
+
+    max_tokens: of a sequence.
+    sizes: to which vectors may be cut, ascending; the last is that of the model.
+    """
+
+    config: EncoderConfig | ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    pooling: Pooling
+    max_tokens: int
+    sizes: Seq[int]
+
+    def operations(self, num_tokens: int) -> int:
+        """Of a token in a layer, about, where it attends to num_tokens: two for each weight, and
+        four for each number of a key."""
+        num_weights = sum(leaf.size for leaf in jax.tree.leaves(self.params["layers"][-1]))
+        num_heads, _ = _num_heads(self.config)
+        return 2 * num_weights + 4 * num_tokens * num_heads * self.config.head_dim
+
+    @property
+    def size(self) -> int:
+        """Numbers of a vector."""
+        return self.config.hidden_size
+
+
+# ---- directories -------------------------------------------------------------------------------
+
+
+def load_embedding(
+    directory: str | Path,
+    dtype: jax.typing.DTypeLike = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
+) -> EmbeddingModel:
+    """Loads a directory of sentence-transformers, or of an encoder alone, which is then pooled as
+    sentence-transformers does by default: the mean, of any length.
+
+    Args: see `load`.
+
+    Raises:
+      ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
+    """
+    directory = Path(directory)
+    path = directory / "config.json"
+    keys = Keys(read_json(path), path)
+    keys.need("model_type")
+    keys.expect("model_type", *encoder.FAMILIES, *families.FAMILIES)
+    family = keys.need("model_type")
+    config: EncoderConfig | ModelConfig
+    if family in encoder.FAMILIES:
+        config = encoder.FAMILIES[family](keys)
+        params = encoder.load_params(directory, config, dtype, progress)
+    else:
+        config = _decoder_config(keys)
+        params = weights.load_params(directory, config, dtype, progress)
+    max_tokens, pooling = _modules(directory, config)
+    return EmbeddingModel(
+        config=config,
+        params=params,
+        tokenizer=loading.load_tokenizer(directory),
+        pooling=pooling,
+        max_tokens=max_tokens,
+        sizes=_sizes(keys, config),
+    )
+
+
+def _decoder_config(keys: Keys) -> ModelConfig:
+    keys.expect("is_causal", True)  # of models whose code travels with them
+    config = families.parse_config(keys.raw, keys.path)
+    if config.latent is not None:
+        raise keys.error(f"model_type: {config.family!r} makes no embeddings here")
+    return dataclasses.replace(config, tie_embeddings=True)  # no head, which some files leave out
+
+
+def _sizes(keys: Keys, config: EncoderConfig | ModelConfig) -> Seq[int]:
+    """Models trained so that a vector's beginning is one, too (Matryoshka, arXiv 2205.13147)."""
+    size = config.hidden_size
+    if (named := keys.get("matryoshka_dimensions")) is not None:
+        is_list = isinstance(named, list) and all(type(x) is int and 0 < x <= size for x in named)
+        if not is_list:
+            raise keys.error(
+                f"matryoshka_dimensions: expected integers from 1 to {size}, got {named!r}"
+            )
+        return tuple(sorted({*named, size}))
+    # Qwen3-Embedding is, and its files do not say so.
+    if keys.flag("is_matryoshka", default=config.family == "qwen3"):
+        return range(1, size + 1)
+    return (size,)
+
+
+_MODES: dict[str, Mode | None] = {
+    "cls": "cls",
+    "mean": "mean",
+    "lasttoken": "last",
+    **dict.fromkeys(("max", "mean_sqrt_len_tokens", "weightedmean")),
+}
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def _modules(directory: Path, config: EncoderConfig | ModelConfig) -> tuple[int, Pooling]:
+    """The longest sequence and the pooling, as modules.json and what it names say."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        if isinstance(config, ModelConfig):
+            raise ModelDirectoryError(
+                f"{path}: no such file, which says how a {config.family} model's layers are pooled"
+            )
+        return config.max_positions, Pooling()
+    modules = read_json(path, list)
+    pooling, max_tokens = Pooling(), config.max_positions
+    kinds = []
+    for module in modules:
+        name, folder = (
+            module.get(key) if isinstance(module, dict) else None for key in ("type", "path")
+        )
+        if not isinstance(name, str) or not isinstance(folder, str) or ".." in Path(folder).parts:
+            raise ModelDirectoryError(f"{path}: expected a type and a path, got {module!r}")
+        kinds.append(kind := name.rpartition(".")[2])
+        if kind == "Transformer":
+            if folder not in ("", "."):
+                raise ModelDirectoryError(f"{path}: path: expected '', got {folder!r}")
+            max_tokens = _max_tokens(directory, config)
+        elif kind == "Pooling":
+            pooling = Pooling(_mode(existing(directory / folder / "config.json"), config))
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelDirectoryError(
+            f"{path}: expected Transformer, Pooling and perhaps Normalize, got {', '.join(kinds)}"
+        )
+    return max_tokens, dataclasses.replace(pooling, normalize=kinds[-1] == "Normalize")
+
+
+def _max_tokens(directory: Path, config: EncoderConfig | ModelConfig) -> int:
+    """As sentence-transformers cuts texts, where they are refused here."""
+    path = directory / "sentence_bert_config.json"
+    longest = config.max_positions
+    if path.is_file():
+        keys = Keys(read_json(path), path)
+        keys.expect("do_lower_case", False, None)  # beside what the tokenizer does
+        keys.expect("transformer_task", "feature-extraction", None)
+        keys.expect("module_output_name", "token_embeddings", None)
+        if keys.get("max_seq_length") is not None:
+            return min(keys.size("max_seq_length"), longest)
+    path = directory / "tokenizer_config.json"
+    if path.is_file():
+        keys = Keys(read_json(path), path)
+        longest = min(longest, int(keys.number("model_max_length", longest)))
+    return longest
+
+
+def _mode(path: Path, config: EncoderConfig | ModelConfig) -> Mode:
+    keys = Keys(read_json(path), path)
+    keys.expect("include_prompt", True)  # which of a text's tokens are one, only the client knows
+    size = keys.get("embedding_dimension", keys.get("word_embedding_dimension"))
+    if size not in (None, config.hidden_size):
+        raise keys.error(f"embedding_dimension: expected {config.hidden_size}, got {size!r}")
+    named = keys.get("pooling_mode")
+    if named is None:
+        named = [mode for key, mode in _OLD_MODES.items() if keys.flag(key)] or "mean"
+    if isinstance(named, list) and len(named) == 1:
+        (named,) = named
+    mode = _MODES.get(named) if isinstance(named, str) else None
+    if mode is None:
+        supported = [name for name, known in _MODES.items() if known]
+        raise keys.error(f"pooling_mode: expected {one_of(supported)}, got {named!r}")
+    return mode
+
+
+# ---- batches -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingBatch:
+    """Sequences back to back; what is beyond them is padding.
+
+    tokens, positions: [num_tokens] i32.
+    owners: [num_tokens] i32. Of each token its sequence; num_rows in the padding.
+    lens: [num_rows] i32, tokens of each sequence; 0 where there is none.
+    plans: of each chunk of tokens that has any, one for each window of the model's layers; an
+      encoder has one.
+    chunk: tokens of a chunk, a divisor of num_tokens.
+    """
+
+    tokens: Any
+    positions: Any
+    owners: Any
+    lens: Any
+    plans: tuple[tuple[ja.AttentionPlan, ...], ...]
+    chunk: int
+
+    @staticmethod
+    def make(
+        model: EmbeddingModel,
+        sequences: Seq[Seq[int]],
+        num_tokens: int,
+        num_rows: int,
+        chunk: int | None = None,
+    ) -> EmbeddingBatch:
+        """num_tokens, num_rows: room for tokens and for sequences, which fix the shapes.
+
+        chunk: tokens that a piece of the work is about; None: num_tokens.
+
+        Raises ValueError for more of either, or for a chunk that does not divide num_tokens.
+        """
+        lens = np.array([len(each) for each in sequences], np.int32)
+        used = int(lens.sum())
+        chunk = chunk or num_tokens
+        if used > num_tokens or len(sequences) > num_rows:
+            raise ValueError(
+                f"EmbeddingBatch: expected at most {num_tokens} tokens of {num_rows} sequences, "
+                f"got {used} of {len(sequences)}"
+            )
+        if num_tokens % chunk:
+            raise ValueError(
+                f"EmbeddingBatch: chunk: expected a divisor of {num_tokens}, got {chunk}"
+            )
+        tokens, positions = np.zeros((2, num_tokens), np.int32)
+        owners = np.full(num_tokens, num_rows, np.int32)
+        all_lens = np.zeros(num_rows, np.int32)
+        all_lens[: len(lens)] = lens
+        ends = lens.cumsum(dtype=np.int32)
+        tokens[:used] = list(itertools.chain.from_iterable(sequences))
+        owners[:used] = np.repeat(np.arange(len(lens)), lens)
+        for begin, end in zip(ends - lens, ends, strict=True):
+            part = slice(begin, end)
+            if isinstance(model.config, EncoderConfig):
+                positions[part] = model.config.positions(tokens[part])
+            else:
+                positions[part] = np.arange(end - begin)
+        specs = _specs(model, num_tokens, num_rows, chunk)
+        plans = tuple(_plans(specs, lens, begin) for begin in range(0, used, chunk))
+        return EmbeddingBatch(tokens, positions, owners, all_lens, plans, chunk)
+
+
+def _specs(
+    model: EmbeddingModel, num_tokens: int, num_rows: int, chunk: int
+) -> tuple[ja.AttentionSpec, ...]:
+    room: dict[str, Any] = {
+        "dtype": str(model.params["embed"].dtype),
+        "page_size": None,
+        "max_batch": num_rows,
+        "max_qo_tokens": chunk,
+        "max_kv_tokens": num_tokens,
+    }
+    if isinstance(model.config, EncoderConfig):
+        return (encoder.attention_spec(model.config, **room),)
+    return decoder.attention_specs(model.config, **room)
+
+
+def _plans(
+    specs: tuple[ja.AttentionSpec, ...], lens: np.ndarray, begin: int
+) -> tuple[ja.AttentionPlan, ...]:
+    """Of the chunk of queries that begins at token `begin`: the part of each sequence in it, and
+    all keys of those that have one."""
+    indptr = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
+    first, last = (
+        np.clip(border, begin, begin + specs[0].max_qo_tokens)
+        for border in (indptr[:-1], indptr[1:])
+    )
+    qo_lens = last - first
+    qo_indptr = np.concatenate([[0], qo_lens.cumsum()]).astype(np.int32)
+    offsets = np.where(qo_lens > 0, first - indptr[:-1], 0).astype(np.int32)
+    kv_lens = np.where(qo_lens > 0, lens, 0).astype(np.int32)
+    return tuple(
+        ja.plan(spec, qo_indptr, kv_lens, kv_indptr=indptr, q_offsets=offsets) for spec in specs
+    )
+
+
+# ---- the forward pass --------------------------------------------------------------------------
+
+
+def embed(model: EmbeddingModel, batch: EmbeddingBatch) -> jax.Array:
+    """[num_rows, size] f32, the vector of each sequence; zeros where there is none."""
+    *_, vectors = pieces(model, batch)
+    return vectors
+
+
+def pieces(model: EmbeddingModel, batch: EmbeddingBatch) -> Iterator[jax.Array]:
+    """Embeds piece by piece, each begun when it is asked for, so that others come in between.
+
+    Yields what a piece will have made, the last of them what `embed` returns. Others are for
+    waiting, until the next is asked for. Pieces of one shape share an executable, and so do layers.
+    """
+    config = model.config
+    others = {key: value for key, value in model.params.items() if key != "layers"}
+    tokens, positions, owners, lens, plans = jax.device_put(
+        (batch.tokens, batch.positions, batch.owners, batch.lens, batch.plans)
+    )
+    yield (x := _begin(tokens, positions, others, config=config))
+    chunks = [(np.int32(i * batch.chunk), each) for i, each in enumerate(plans)]
+    heads = None if batch.chunk == len(tokens) else _no_heads(x, config=config)
+    for i, own in enumerate(model.params["layers"]):
+        kind = config.layers[i] if isinstance(config, ModelConfig) else None
+        layer = {"weights": own, "config": config, "kind": kind}
+        if heads is None:
+            for _, each in chunks:
+                yield (x := _layer(x, positions, each, **layer))
+            continue
+        for begin, _ in chunks:
+            heads = _project(x, positions, heads, begin, chunk=batch.chunk, **layer)
+            yield heads[0]
+        for begin, each in chunks:
+            yield (x := _attend(x, heads, begin, each, chunk=batch.chunk, **layer))
+    yield _end(x, owners, lens, others, config=config, pooling=model.pooling)
+
+
+Config: TypeAlias = EncoderConfig | ModelConfig
+Heads: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""q, k, v: [num_tokens, num_heads, head_dim]."""
+
+
+@partial(jax.jit, static_argnames="config")
+def _begin(tokens: jax.Array, positions: jax.Array, params: Params, config: Config) -> jax.Array:
+    if isinstance(config, EncoderConfig):
+        return encoder.embed(tokens, positions, params, config)
+    return decoder.embed(tokens, params, config)
+
+
+@partial(jax.jit, static_argnames="config")
+def _no_heads(x: jax.Array, config: Config) -> Heads:
+    q_heads, kv_heads = _num_heads(config)
+    q, k, v = (
+        jnp.zeros((len(x), n, config.head_dim), x.dtype) for n in (q_heads, kv_heads, kv_heads)
+    )
+    return q, k, v
+
+
+def _num_heads(config: Config) -> tuple[int, int]:
+    """Of q, and of k and v."""
+    if isinstance(config, EncoderConfig):
+        return config.num_heads, config.num_heads
+    return config.num_qo_heads, config.num_kv_heads
+
+
+@partial(jax.jit, static_argnames=("config", "kind"))
+def _layer(
+    x: jax.Array,
+    positions: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+) -> jax.Array:
+    """All of a layer, of a batch that is one chunk."""
+    heads = _heads_of(x, positions, weights, config, kind)
+    return _with_attention(x, *heads, plans, weights, config, kind)
+
+
+@partial(jax.jit, static_argnames=("config", "kind", "chunk"), donate_argnames="heads")
+def _project(
+    x: jax.Array,
+    positions: jax.Array,
+    heads: Heads,
+    begin: jax.Array,
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+    chunk: int,
+) -> Heads:
+    """heads with those of the chunk."""
+    rows, places = (jax.lax.dynamic_slice_in_dim(each, begin, chunk) for each in (x, positions))
+    new = _heads_of(rows, places, weights, config, kind)
+    q, k, v = (
+        jax.lax.dynamic_update_slice_in_dim(array, part, begin, 0)
+        for array, part in zip(heads, new, strict=True)
+    )
+    return q, k, v
+
+
+@partial(jax.jit, static_argnames=("config", "kind", "chunk"), donate_argnames="x")
+def _attend(
+    x: jax.Array,
+    heads: Heads,
+    begin: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+    chunk: int,
+) -> jax.Array:
+    """x with the layer's results in the rows of the chunk. heads: of all tokens."""
+    q, k, v = heads
+    rows, q = (jax.lax.dynamic_slice_in_dim(each, begin, chunk) for each in (x, q))
+    rows = _with_attention(rows, q, k, v, plans, weights, config, kind)
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, begin, 0)
+
+
+def _heads_of(
+    x: jax.Array, positions: jax.Array, weights: Params, config: Config, kind: LayerKind | None
+) -> Heads:
+    if isinstance(config, EncoderConfig):
+        return encoder.project(x, weights, config)
+    assert kind is not None
+    return decoder.project(x, weights, positions, config, kind)
+
+
+def _with_attention(
+    x: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    weights: Params,
+    config: Config,
+    kind: LayerKind | None,
+) -> jax.Array:
+    """x, q: [n, ...]; k, v: of all tokens."""
+    if isinstance(config, EncoderConfig):
+        return encoder.layer(x, ja.attention(q, k, v, plans[0]), weights, config)
+    assert kind is not None
+    plan = plans[config.windows.index(kind.window)]
+    return decoder.layer(x, weights, config, lambda sinks: ja.attention(q, k, v, plan, sinks=sinks))
+
+
+@partial(jax.jit, static_argnames=("config", "pooling"))
+def _end(
+    x: jax.Array,
+    owners: jax.Array,
+    lens: jax.Array,
+    params: Params,
+    config: Config,
+    pooling: Pooling,
+) -> jax.Array:
+    num_rows = len(lens)
+    ends = jnp.cumsum(lens)
+    if pooling.mode != "mean":
+        row = ends - 1 if pooling.mode == "last" else ends - lens
+        x = x[row]
+    if isinstance(config, ModelConfig):
+        x = decoder.final_norm(x, params, config)
+    x = x.astype(jnp.float32)
+    if pooling.mode == "mean":
+        sums = jax.ops.segment_sum(x, owners, num_rows + 1, indices_are_sorted=True)
+        x = sums[:num_rows] / jnp.maximum(lens, 1)[:, None]
+    if pooling.normalize:
+        x /= jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+    return jnp.where(lens[:, None] > 0, x, 0)

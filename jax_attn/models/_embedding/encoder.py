@@ -1,0 +1,252 @@
+"""Encoders: BERT and RoBERTa, over ragged batches without padding.
+
+Sources: BERT (Devlin et al., arXiv 1810.04805), RoBERTa (arXiv 1907.11692).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_attn as ja
+from jax_attn.models._config.keys import Keys
+from jax_attn.models._weights.tensors import Parts, Shape
+from jax_attn.models._weights.weight_files import Expected, FileTensors, open_tensors
+from jax_attn.models._weights.weights import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Hashable: a static argument of jitted functions."""
+
+    family: str  # model_type of config.json
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    num_positions: int  # rows of the table of positions
+    num_types: int  # of segments; all tokens here are of the first
+    norm_eps: float
+    activation: str  # one of _ACTIVATIONS
+    # Of RoBERTa: positions begin behind this token's id, which has itself no position. None: at 0.
+    pad_token: int | None
+    tensor_prefix: str  # of the names in some files, those of a model with a head
+    quantization: None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.num_positions - (0 if self.pad_token is None else self.pad_token + 1)
+
+    def positions(self, tokens: np.ndarray) -> np.ndarray:
+        """Of the tokens of one sequence, [n] i32, in the table."""
+        if self.pad_token is None:
+            return np.arange(len(tokens), dtype=np.int32)
+        is_token = tokens != self.pad_token
+        return (np.cumsum(is_token) * is_token + self.pad_token).astype(np.int32)
+
+
+# ---- families ----------------------------------------------------------------------------------
+
+
+def _bert(keys: Keys) -> EncoderConfig:
+    return _encoder(keys, "bert.", None)
+
+
+def _roberta(keys: Keys) -> EncoderConfig:
+    pad_token = keys.get("pad_token_id", 1)
+    if type(pad_token) is not int or pad_token < 0:
+        raise keys.error(f"pad_token_id: expected an integer >= 0, got {pad_token!r}")
+    return _encoder(keys, "roberta.", pad_token)
+
+
+FAMILIES: dict[str, Callable[[Keys], EncoderConfig]] = {
+    "bert": _bert,
+    "roberta": _roberta,
+    "xlm-roberta": _roberta,
+}
+
+
+def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderConfig:
+    keys.expect("position_embedding_type", "absolute", None)
+    for key in ("is_decoder", "add_cross_attention"):
+        keys.expect(key, False)
+    for key in ("quantization_config", "compression_config"):
+        keys.expect(key, None)
+    keys.expect("hidden_act", *_ACTIVATIONS)
+    hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    if hidden_size % num_heads:
+        raise keys.error(
+            f"hidden_size: expected a multiple of num_attention_heads {num_heads}, got "
+            f"{hidden_size}"
+        )
+    config = EncoderConfig(
+        family=keys.need("model_type"),
+        vocab_size=keys.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.size("intermediate_size"),
+        num_heads=num_heads,
+        num_layers=keys.size("num_hidden_layers"),
+        num_positions=keys.size("max_position_embeddings"),
+        num_types=keys.size("type_vocab_size", 2),
+        norm_eps=keys.number("layer_norm_eps", 1e-12),
+        activation=keys.get("hidden_act", "gelu"),
+        pad_token=pad_token,
+        tensor_prefix=tensor_prefix,
+    )
+    if config.max_positions < 1:
+        raise keys.error(
+            f"max_position_embeddings: expected more than pad_token_id + 1, got "
+            f"{config.num_positions}"
+        )
+    return config
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+def _layer_tensors(config: EncoderConfig) -> dict[str, Parts]:
+    """For each weight of a layer the tensors it is made of, as torch shapes them."""
+    d, ff = config.hidden_size, config.intermediate_size
+    linear: dict[str, tuple[tuple[str, ...], Shape]] = {
+        "qkv": (tuple(f"attention.self.{x}" for x in ("query", "key", "value")), (d, d)),
+        "o": (("attention.output.dense",), (d, d)),
+        "up": (("intermediate.dense",), (ff, d)),
+        "down": (("output.dense",), (d, ff)),
+        "attention_norm": (("attention.output.LayerNorm",), (d,)),
+        "mlp_norm": (("output.LayerNorm",), (d,)),
+    }
+    tensors: dict[str, Parts] = {}
+    for weight, (names, shape) in linear.items():
+        tensors[weight] = {f"{name}.weight": shape for name in names}
+        tensors[f"{weight}_bias"] = {f"{name}.bias": shape[:1] for name in names}
+    return tensors
+
+
+def _table_tensors(config: EncoderConfig) -> dict[str, tuple[str, Shape]]:
+    d = config.hidden_size
+    return {
+        "embed": ("embeddings.word_embeddings.weight", (config.vocab_size, d)),
+        "positions": ("embeddings.position_embeddings.weight", (config.num_positions, d)),
+        "types": ("embeddings.token_type_embeddings.weight", (config.num_types, d)),
+        "norm": ("embeddings.LayerNorm.weight", (d,)),
+        "norm_bias": ("embeddings.LayerNorm.bias", (d,)),
+    }
+
+
+def file_shapes(config: EncoderConfig) -> dict[str, Shape]:
+    """Every tensor that belongs in the files, as torch shapes it; names are without prefix."""
+    shapes = dict(_table_tensors(config).values())
+    for i in range(config.num_layers):
+        for parts in _layer_tensors(config).values():
+            shapes |= {f"encoder.layer.{i}.{name}": shape for name, shape in parts.items()}
+    return shapes
+
+
+class _Expected(Expected):
+    def is_passed_over(self, name: str) -> bool:
+        """What is for other tasks than embeddings, and the positions that old files carry."""
+        return name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids")
+
+
+def load_params(
+    directory: str | Path,
+    config: EncoderConfig,
+    dtype: jax.typing.DTypeLike = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
+) -> Params:
+    """See weights.load_params. embed, positions, types: [n, hidden]; norm, norm_bias: [hidden];
+    layers: as those of a decoder, with up in the place of gate_up, and a bias beside each weight.
+    """
+    with contextlib.ExitStack() as stack:
+        expected = _Expected(config, file_shapes(config))
+        tensors = open_tensors(stack, directory, expected, progress)
+        return _make_params(tensors, config, dtype)
+
+
+def _make_params(
+    tensors: FileTensors, config: EncoderConfig, dtype: jax.typing.DTypeLike
+) -> Params:
+    def make(*names: str) -> jax.Array:
+        # Waits, as what is being copied stays in memory.
+        whole = np.concatenate([tensors[name] for name in names])
+        return jax.block_until_ready(jnp.asarray(whole, dtype))
+
+    params: Params = {key: make(name) for key, (name, _) in _table_tensors(config).items()}
+    params["layers"] = [
+        {
+            weight: make(*(f"encoder.layer.{i}.{name}" for name in parts)).T
+            for weight, parts in _layer_tensors(config).items()
+        }
+        for i in range(config.num_layers)
+    ]
+    return params
+
+
+# ---- the forward pass --------------------------------------------------------------------------
+
+
+def attention_spec(config: EncoderConfig, **kwargs: Any) -> ja.AttentionSpec:
+    """Of all layers; `kwargs` are what else AttentionSpec takes."""
+    return ja.AttentionSpec(
+        num_qo_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim_qk=config.head_dim,
+        causal=False,
+        **kwargs,
+    )
+
+
+def embed(
+    tokens: jax.Array, positions: jax.Array, params: Params, config: EncoderConfig
+) -> jax.Array:
+    """[n, hidden], what the first layer takes of tokens and positions, [n] i32."""
+    x = params["embed"][tokens] + params["types"][0] + params["positions"][positions]
+    return _layer_norm(x, params, "norm", config)
+
+
+def project(
+    x: jax.Array, weights: Params, config: EncoderConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k, v: [n, num_heads, head_dim], of x [n, hidden] and the weights of a layer."""
+    qkv = (x @ weights["qkv"] + weights["qkv_bias"]).reshape(len(x), 3, -1, config.head_dim)
+    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
+
+
+def layer(x: jax.Array, o: jax.Array, weights: Params, config: EncoderConfig) -> jax.Array:
+    """x [n, hidden] -> the same, with the results of attention, o [n, num_heads, head_dim]."""
+    h = o.reshape(len(x), -1) @ weights["o"] + weights["o_bias"]
+    x = _layer_norm(x + h, weights, "attention_norm", config)
+    h = _ACTIVATIONS[config.activation](x @ weights["up"] + weights["up_bias"])
+    h = h @ weights["down"] + weights["down_bias"]
+    return _layer_norm(x + h, weights, "mlp_norm", config)
+
+
+def _layer_norm(x: jax.Array, weights: Params, name: str, config: EncoderConfig) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    normal = x32 * jax.lax.rsqrt(variance + config.norm_eps)
+    scale, bias = (weights[key].astype(jnp.float32) for key in (name, f"{name}_bias"))
+    return (normal * scale + bias).astype(x.dtype)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": jax.nn.gelu,  # the tanh form
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}

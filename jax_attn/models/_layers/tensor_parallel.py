@@ -1,0 +1,205 @@
+"""A model over the heads of a mesh axis (Megatron-LM, arXiv 1909.08053): each device has its share
+of the heads, of the MLPs' columns, of the experts and of the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_attn as ja
+from jax_attn import parallel
+from jax_attn.models._config.config import ModelConfig
+from jax_attn.models._layers.decoder import init_pages
+from jax_attn.models._products.quantized import Quantized
+from jax_attn.models._weights.weights import Params
+
+_ROWS = ("o", "down", "shared_down")  # their products are partial sums
+_HEADS = ("q_b", "kv_b", "sinks")  # the last axis is heads, one after the other
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """How a model is split over a mesh axis, and its pages over a second one.
+
+    whole: the model's config. `config` is that of one device: use it for `attention_specs`, and for
+        `forward` inside shard_map over the axis. Plans are the same on every device.
+
+    Two all-reduces of activations a layer, one for the embedding, an all-gather of the logits. KV
+    heads fewer than devices are repeated. A vocabulary that the axis does not divide is on every
+    device.
+
+    context_axis_name: a mesh axis over which pages are striped (parallel.KvStripes), or None. All
+        devices of it have the same weights.
+
+    Raises ValueError for an axis that does not divide heads, MLPs or experts.
+    """
+
+    whole: ModelConfig
+    mesh: jax.sharding.Mesh
+    axis_name: str
+    context_axis_name: str | None = None
+
+    def __post_init__(self) -> None:
+        whole, size = self.whole, self.size
+        if whole.num_kv_heads % size and size % whole.num_kv_heads:
+            self._refuse("KV heads", whole.num_kv_heads, " or a divisor of theirs")
+        sizes = {"query heads": whole.num_qo_heads}
+        if whole.experts is None or whole.experts.dense_layers:
+            sizes["columns of the MLP"] = whole.intermediate_size
+        if whole.experts is not None:
+            sizes["experts"] = whole.experts.count
+            sizes["columns of the shared experts"] = whole.experts.shared_size
+        for name, count in sizes.items():
+            if count % size:
+                self._refuse(name, count)
+
+    def _refuse(self, name: str, count: int, more: str = "") -> None:
+        raise ValueError(
+            f"TensorParallel: mesh: expected {name} in a number that the {self.size} devices of"
+            f" axis {self.axis_name!r} divide{more}, got {count}; use fewer devices."
+        )
+
+    @property
+    def size(self) -> int:
+        """Devices of the axis."""
+        return int(self.mesh.shape[self.axis_name])
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """The config of one device's part."""
+        return dataclasses.replace(
+            self.whole,
+            num_qo_heads=self.whole.num_qo_heads // self.size,
+            num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
+            heads_axis=self.axis_name,
+            splits_vocabulary=self.whole.vocab_size % self.size == 0,
+        )
+
+    @property
+    def pages_spec(self) -> P:
+        """Of k_pages and v_pages: by KV head, and by slot over the context axis; latent rows have
+        one head, on every device."""
+        heads = None if self.whole.latent else self.axis_name
+        return P(None, None, self.context_axis_name, heads)
+
+    def stripes(self, spec: ja.AttentionSpec) -> parallel.KvStripes | None:
+        """Of a spec of `config`; None without a context axis. Raises what KvStripes raises."""
+        name = self.context_axis_name
+        if name is None:
+            return None
+        return parallel.KvStripes(spec, name, int(self.mesh.shape[name]), self.axis_name)
+
+    def init_pages(
+        self, specs: tuple[ja.AttentionSpec, ...], num_pages: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`models.init_pages`, each device's part on its own."""
+        times = 1 if self.whole.latent else self.size
+        spec = dataclasses.replace(
+            specs[0],
+            num_qo_heads=specs[0].num_qo_heads * times,
+            num_kv_heads=specs[0].num_kv_heads * times,
+        )
+        sharding = NamedSharding(self.mesh, self.pages_spec)
+        make = jax.jit(
+            lambda: init_pages(self.config, (spec,), num_pages),
+            out_shardings=(sharding, None if self.whole.latent else sharding),
+        )
+        return make()
+
+    def split_params(self, params: Params) -> Params:
+        """The weights as NamedSharding has them. Each device is sent its part alone.
+
+        Matrices that are several side by side, as qkv is, are so on each device.
+
+        Raises ValueError for a quantised matrix whose groups would be cut.
+        """
+
+        def split(path: Any, x: Any) -> Any:
+            name = path[-1].key
+            axis, order = self._split_of(name, len(x.shape))
+            if not isinstance(x, Quantized):
+                return put(x, axis, order)
+            by_rows = axis is not None and axis == len(x.shape) - 2
+            groups = x.scales.shape[-2]
+            if by_rows and groups > 1 and x.shape[-2] % (self.size * x.group_size):
+                self._refuse(f"groups of {x.group_size} rows of {name}", groups)
+            if by_rows and x.order is not None:
+                raise ValueError(
+                    f"TensorParallel: {name}: expected rows in their order, got those of desc_act;"
+                    " use one device."
+                )
+            # One scale of a column is for all of its rows.
+            of_groups = None if by_rows and groups == 1 else axis
+            zeros = None if x.zeros is None else put(x.zeros, of_groups, order)
+            row_order = None if x.order is None else put(x.order, None, None)
+            scales = put(x.scales, of_groups, order)
+            return dataclasses.replace(
+                x, codes=put(x.codes, axis, order), scales=scales, zeros=zeros, order=row_order
+            )
+
+        def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:
+            if axis is None:
+                # Unlike device_put, without comparing what the processes of the mesh have.
+                whole, everywhere = np.asarray(x), NamedSharding(self.mesh, P())
+                return jax.make_array_from_callback(whole.shape, everywhere, lambda _: whole)
+            array = np.moveaxis(np.asarray(x), axis, 0)
+            rows = np.arange(len(array)) if order is None else order
+            own = len(rows) // self.size
+
+            def part(index: Any) -> np.ndarray:
+                begin = index[axis].start or 0
+                return np.moveaxis(array[rows[begin : begin + own]], 0, axis)
+
+            shape = (*x.shape[:axis], len(rows), *x.shape[axis + 1 :])
+            sharding = NamedSharding(self.mesh, P(*[None] * axis, self.axis_name))
+            return jax.make_array_from_callback(shape, sharding, part)
+
+        is_leaf = lambda x: isinstance(x, Quantized)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
+
+    def _split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
+        """The axis of a weight that is split, and what of it comes in which order; None: as is."""
+        whole = self.whole
+        if name.startswith("expert_"):
+            return 0, None
+        if name in _ROWS:
+            return 0, None
+        if name in _HEADS:
+            return ndim - 1, None
+        if name in ("qkv", "qkv_bias"):
+            return ndim - 1, np.concatenate([self._columns("qkv", d) for d in range(self.size)])
+        if name in ("gate_up", "shared_gate_up"):
+            return ndim - 1, self._gate_up_columns(name)
+        if name in ("q_norm", "k_norm") and whole.qk_norm == "all_heads":
+            name = name[0]
+            return 0, np.concatenate([self._columns(name, d) for d in range(self.size)])
+        if name in ("embed", "head") and self.config.splits_vocabulary:
+            return (0 if name == "embed" else 1), None
+        return None, None
+
+    def _columns(self, names: str, device: int) -> np.ndarray:
+        """Columns of the heads of q, k, v, or of some of them side by side, that a device has."""
+        whole, local, columns, begin = self.whole, self.config, [], 0
+        for name in names:
+            heads = whole.num_qo_heads if name == "q" else whole.num_kv_heads
+            count = local.num_qo_heads if name == "q" else local.num_kv_heads
+            first = device * heads // self.size
+            columns.append(
+                begin + np.arange(first * whole.head_dim, (first + count) * whole.head_dim)
+            )
+            begin += heads * whole.head_dim
+        return np.concatenate(columns)
+
+    def _gate_up_columns(self, name: str) -> np.ndarray:
+        whole = self.whole
+        size = whole.intermediate_size
+        if name == "shared_gate_up":
+            assert whole.experts is not None
+            size = whole.experts.shared_size
+        return np.arange(2 * size).reshape(2, self.size, -1).swapaxes(0, 1).reshape(-1)

@@ -1,0 +1,1 @@
+"""Fetching a model directory, and loading all of it. Private."""

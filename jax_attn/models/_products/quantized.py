@@ -1,0 +1,209 @@
+"""Matrices of few bits: kept in them, and widened where they are multiplied.
+
+What the files of each method hold is the business of quantized_files.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_attn.models._products import quantized_cuda
+from jax_attn.models._products.panels import Panels
+
+Array = Any  # of numpy or JAX
+Kind = Literal["int8", "int4", "e4m3", "e2m1"]
+"""What a code is: a signed integer; an unsigned one of 4 bits; an element of OCP 8-bit floating
+point, or of 4-bit (Microscaling Formats, version 1.0)."""
+
+# How a code becomes the bits of an f16, whose exponent is biased by 15, where that of e4m3 is by 7
+# and that of e2m1 by 1: shifts of the sign and of the rest, and what the f16 has to be multiplied
+# with. Conversions of f16 keep subnormals, which f32 would have flushed to zero.
+_SHIFTS: dict[str, tuple[int, int, float]] = {
+    "e4m3": (8, 7, 2.0**8),
+    "e2m1": (12, 9, 2.0**14),
+}
+# Columns that are widened at a time on CPU. Measured (2 cores, [2048, 8192]): 256 are 1.1 to 2.3
+# times as fast as 64 or 1,024 (docs/notes/quantized_weights.md).
+_TILE = min(max(128 * (os.cpu_count() or 1), 256), 2048)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A matrix, or a stack of them: [..., in, out] of (code - zero) * scale.
+
+    codes: [..., in, out], i8 (int8) or u8; of 4 bits two rows in a byte, [..., in / 2, out] u8, the
+        first in the low half.
+    scales: [..., groups, out], of group_size rows each, f32; or u8 of 2 ** (scale - 127).
+    zeros: [..., groups, out] u8, or None.
+    order: [in] i32, the element of x that each row multiplies, or None: in their order.
+    """
+
+    codes: Array
+    scales: Array
+    zeros: Array | None
+    order: Array | None
+    kind: Kind = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, rows, columns = self.codes.shape
+        return (*stack, rows * self.codes_per_byte, columns)
+
+    @property
+    def codes_per_byte(self) -> int:
+        return codes_per_byte(self.kind)
+
+
+Matrix = jax.Array | Quantized
+"""A weight as files have it."""
+
+
+def codes_per_byte(kind: Kind) -> int:
+    return 2 if kind in ("int4", "e2m1") else 1
+
+
+def product(
+    x: jax.Array, weight: Matrix | Panels, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """x [n, in] @ weight [in, out] -> [n, out] of `dtype`, or of x's.
+
+    On CPU tiles of columns are widened one after the other, into what stays in the processor's
+    cache. On a GPU XLA has the widening and the product in one kernel where a column of int8 or
+    e4m3 has one scale; other codes have a kernel of their own, for up to 256 rows of 16-bit x
+    (quantized_cuda.py). What it does not take is widened in memory first.
+    """
+    if isinstance(weight, Panels):
+        return weight.product(x, dtype)
+    if not isinstance(weight, Quantized):
+        return jnp.dot(x, weight, preferred_element_type=dtype)
+    if weight.order is not None:
+        x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
+    return jax.lax.platform_dependent(
+        x,
+        weight,
+        cpu=partial(tiled_product, dtype=dtype),
+        cuda=partial(_cuda_product, dtype=dtype),
+        default=partial(_product, dtype=dtype, has_float8=True),
+    )
+
+
+def _cuda_product(x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """`product`, for NVIDIA's GPUs; rows in their order."""
+    kind, size = weight.kind, weight.group_size
+
+    def in_xla(
+        x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None = None
+    ) -> jax.Array:
+        matrix = Quantized(codes, scales, zeros, None, kind, size)
+        return _product(x, matrix, dtype, has_float8=True)
+
+    arrays = weight.codes, weight.scales
+    if not quantized_cuda.supports(x, *arrays, kind, size):
+        return in_xla(x, *arrays, weight.zeros)
+    matrix = quantized_cuda.Matrix(kind, size, jnp.dtype(dtype or x.dtype))
+    return quantized_cuda.product(x, *arrays, weight.zeros, matrix, in_xla)
+
+
+def widen(weight: Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[..., in, out] of `dtype`. The order must be that of x."""
+    if not isinstance(weight, Quantized):
+        return weight.astype(dtype)
+    assert weight.order is None
+    parts = [_widen_part(weight, part) for part in _parts(weight)]
+    return jnp.stack(parts, axis=-2).reshape(weight.shape).astype(dtype)
+
+
+def tiled_product(
+    x: jax.Array, weight: Matrix, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """`product`, for CPUs; rows in their order."""
+    if not isinstance(weight, Quantized):
+        return jnp.dot(x, weight, preferred_element_type=dtype)
+    columns = weight.shape[-1]
+    if columns <= _TILE:
+        return _product(x, weight, dtype)
+
+    def add_tile(i: jax.Array, y: jax.Array) -> jax.Array:
+        first = i * _TILE  # of the last one, slices begin earlier, to stay inside
+        tile = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, _TILE, 1), weight)
+        return jax.lax.dynamic_update_slice_in_dim(y, _product(x, tile, dtype), first, 1)
+
+    y = jnp.zeros((len(x), columns), dtype or x.dtype)
+    return jax.lax.fori_loop(0, -(-columns // _TILE), add_tile, y)
+
+
+def _product(
+    x: jax.Array,
+    weight: Quantized,
+    dtype: jax.typing.DTypeLike | None,
+    has_float8: bool = False,
+) -> jax.Array:
+    """has_float8: XLA converts its own float8 fast, which it does not on CPUs."""
+    # Where a column has one scale, it is for the sum.
+    one_scale = weight.scales.shape[-2] == 1 and weight.zeros is None
+    if one_scale and (weight.kind == "int8" or (weight.kind == "e4m3" and has_float8)):
+        # One conversion, which is exact, and which XLA's kernel for GPUs does as it reads codes.
+        codes = weight.codes
+        if weight.kind == "e4m3":
+            codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        y = jnp.dot(x, codes.astype(x.dtype), preferred_element_type=jnp.float32)
+        return (y * weight.scales).astype(dtype or x.dtype)
+    parts = _parts(weight)
+    y = jnp.zeros((), jnp.float32)
+    for i, part in enumerate(parts):
+        wide = _values(part, weight.kind) if one_scale else _widen_part(weight, part)
+        rows = x[:, i :: len(parts)]
+        y += jnp.dot(rows, wide.astype(x.dtype), preferred_element_type=jnp.float32)
+    return (y * _scales(weight) if one_scale else y).astype(dtype or x.dtype)
+
+
+def _parts(weight: Quantized) -> list[jax.Array]:
+    """Codes of every row, or those of even rows and those of odd ones."""
+    if weight.codes_per_byte == 1:
+        return [weight.codes]
+    return [weight.codes & 15, weight.codes >> 4]
+
+
+def _widen_part(weight: Quantized, part: jax.Array) -> jax.Array:
+    """[..., rows, out] f32 of some rows' codes, as many of each group."""
+    values, scales = _values(part, weight.kind), _scales(weight)
+    rows, size = part.shape[-2], weight.group_size // weight.codes_per_byte
+    zeros = None if weight.zeros is None else weight.zeros.astype(jnp.float32)
+    if rows != scales.shape[-2] * size:  # the last group is not full
+
+        def of_rows(array: jax.Array) -> jax.Array:
+            return jnp.repeat(array, size, axis=-2)[..., :rows, :]
+
+        return (values if zeros is None else values - of_rows(zeros)) * of_rows(scales)
+    values = values.reshape(*scales.shape[:-1], size, part.shape[-1])
+    if zeros is not None:
+        values -= zeros[..., None, :]
+    return (values * scales[..., None, :]).reshape(part.shape)
+
+
+def _values(codes: jax.Array, kind: Kind) -> jax.Array:
+    """f32, without the factor that `_scales` has."""
+    if kind not in _SHIFTS:
+        return codes.astype(jnp.float32)
+    sign_shift, shift, _ = _SHIFTS[kind]
+    sign = 0x80 if kind == "e4m3" else 8
+    wide = codes.astype(jnp.uint16)
+    bits = ((wide & sign) << sign_shift) | ((wide & (sign - 1)) << shift)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+
+def _scales(weight: Quantized) -> jax.Array:
+    factor = _SHIFTS[weight.kind][2] if weight.kind in _SHIFTS else 1.0
+    if weight.scales.dtype != jnp.uint8:
+        return weight.scales * factor
+    # With the factor in the exponent, as 2 ** -127 is no normal number.
+    exponents = weight.scales.astype(jnp.uint32) + int(factor).bit_length() - 1
+    return jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)

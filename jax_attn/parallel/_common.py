@@ -1,0 +1,145 @@
+"""What the ways to split attention over devices have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_attn._spec.spec import AttentionSpec
+
+_NO_LIMIT = 2**30  # positions are below it: a window of that size hides nothing
+
+
+def windows(spec: AttentionSpec) -> tuple[int, int]:
+    """window_left and window_right; -1 where they hide nothing."""
+    left, right = spec.window_left, 0 if spec.causal else spec.window_right
+    return (-1 if left >= _NO_LIMIT else left), (-1 if right >= _NO_LIMIT else right)
+
+
+def add_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The state with an extra logit that has no value; a row that sees no key stays as it is."""
+    total = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks))
+    weight = jnp.exp(jnp.where(jnp.isneginf(lse), 0.0, lse - total))
+    return (o * weight[..., None]).astype(o.dtype), total
+
+
+def mapped(
+    op: str,
+    call: Callable[..., Any],
+    mesh: jax.sharding.Mesh,
+    arrays: dict[str, tuple[Any, P]],
+    out_specs: Any,
+) -> Any:
+    """call(**arrays) by shard_map, which sends nothing of the arrays to other devices.
+
+    arrays: by name, each with how it is split; None stays None.
+
+    Raises NotImplementedError for an array that is split otherwise. One that every device has, or
+    that is not split along all of the axes, is fine: each device takes its part. Where only XLA
+    knows how an array is split, its compilation fails with the same sentence. So it is with the
+    gradients of the results.
+    """
+    values = {
+        name: jax.tree.map(functools.partial(_as_split, _Split(op, name, mesh, spec)), value)
+        for name, (value, spec) in arrays.items()
+    }
+    results = jax.shard_map(
+        lambda values: call(**values),
+        mesh=mesh,
+        in_specs=({name: spec for name, (_, spec) in arrays.items()},),
+        out_specs=out_specs,
+        check_vma=False,  # what an all-gather leaves is the same everywhere
+    )(values)
+
+    def pulled_back(spec: P, result: jax.Array) -> jax.Array:
+        return _with_gradient_as_split(_Split(op, "gradient", mesh, spec), result)
+
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    return jax.tree.map(pulled_back, out_specs, results, is_leaf=is_spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How an operand of an operation has to be split, and what an error calls it."""
+
+    op: str
+    name: str
+    mesh: jax.sharding.Mesh
+    spec: P
+
+    def check(self, got: jax.sharding.Sharding, ndim: int) -> None:
+        """Raises where more than slices would make the wanted sharding of what there is."""
+        want = NamedSharding(self.mesh, self.spec)
+        if got.is_fully_replicated or got.is_equivalent_to(want, ndim):
+            return
+        if isinstance(got, NamedSharding):
+            sizes, wanted = got.mesh.shape, [*self.spec, *[None] * ndim]
+            pairs = [
+                (_axes(sizes, entry), _axes(self.mesh.shape, other))
+                for entry, other in zip(got.spec, wanted, strict=False)
+            ]
+            if sizes == self.mesh.shape and all(not a or a == b for a, b in pairs):
+                return
+        raise NotImplementedError(
+            f"{self.op}: {self.name}: expected an array that is split as {self.spec}, or on every"
+            f" device, got {getattr(got, 'spec', got)}: reshard it, or call inside jax.shard_map"
+            " (docs/devices.md)."
+        )
+
+
+def _axes(sizes: Any, entry: Any) -> tuple[str, ...]:
+    """The mesh axes of more than one device of an entry of a PartitionSpec."""
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if sizes[name] > 1)
+
+
+def _as_split(split: _Split, x: Any) -> Any:
+    """x, or an error."""
+    if AxisType.Explicit in split.mesh.axis_types:
+        sharding = jax.typeof(x).sharding
+        if any(sharding.spec):
+            split.check(sharding, jnp.ndim(x))
+        return jax.sharding.reshard(x, NamedSharding(split.mesh, split.spec))
+    if isinstance(x, jax.core.Tracer):
+        return _seen_by_xla(split, x)
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+        split.check(x.sharding, x.ndim)
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient_as_split(split: _Split, x: jax.Array) -> jax.Array:
+    return x
+
+
+_with_gradient_as_split.defvjp(
+    lambda split, x: (x, None), lambda split, _, gradient: (_as_split(split, gradient),)
+)
+
+
+def _partition(split: _Split, mesh: Any, arguments: Any, results: Any) -> Any:
+    (x,) = arguments
+    split.check(x.sharding, len(x.shape))
+    want = NamedSharding(mesh, split.spec)
+    return mesh, lambda x: x, want, (want,)
+
+
+def _rule(split: _Split, mesh: Any, arguments: Any, results: Any) -> str:
+    """Of Shardy: how the argument is split, and how the result, are two questions."""
+    names = [[f"{side}{i}" for i in range(len(arguments[0].shape))] for side in "xy"]
+    return " -> ".join(map(" ".join, names))
+
+
+_partitioned = custom_partitioning(lambda split, x: x, static_argnums=(0,))
+_partitioned.def_partition(partition=_partition, sharding_rule=_rule)
+_jitted = jax.jit(_partitioned, static_argnums=(0,))  # which knows of the array's mesh
+_seen_by_xla = jax.custom_vjp(_jitted, nondiff_argnums=(0,))
+_seen_by_xla.defvjp(lambda split, x: (_jitted(split, x), None), lambda _, __, gradient: (gradient,))

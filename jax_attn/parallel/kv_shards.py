@@ -1,0 +1,620 @@
+"""Keys and values over devices: each holds a stripe of every page, and the states merge."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_attn._ops.attention import attention
+from jax_attn._ops.kv_cache import append_kv
+from jax_attn._ops.merge import merge_states
+from jax_attn._ops.operands import check_array
+from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
+from jax_attn._plan.records import HEADER_FIELDS
+from jax_attn._spec.spec import AttentionSpec
+from jax_attn.parallel._common import add_sinks, mapped, windows
+
+_FAULT_WORD = HEADER_FIELDS.index("fault")
+
+
+@dataclasses.dataclass(frozen=True)
+class KvStripes:
+    """The static half of a batch whose pages are striped over a mesh axis.
+
+    A page of page_size tokens is cut into axis_size stripes of equal length. Device i of the axis
+    has stripe i of every page: k_pages, seen as one array, is split along its slots. So there is
+    one page table for all devices, that of one device, and no sequence is longer on one device than
+    on another by more than a stripe.
+
+    spec: page_size, capacities and masks as on one device; heads are those that one device has.
+        page_size must be a multiple of axis_size. A large page costs less to plan where requests
+        have many query tokens: a request is planned as one part for each page that they touch.
+    axis_name, axis_size: the mesh axis that pages are striped over.
+    heads_axis_name: a mesh axis that heads are split over, too, or None. Only specs of arrays
+        depend on it.
+
+    Raises ValueError for a page_size that the axis does not divide, NotImplementedError for ragged
+    keys and for fresh_kv.
+    """
+
+    spec: AttentionSpec
+    axis_name: str
+    axis_size: int
+    heads_axis_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, AttentionSpec):
+            raise TypeError(
+                f"KvStripes: spec: expected an AttentionSpec, got {type(self.spec).__name__}."
+            )
+        size = self.axis_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            _refuse("axis_size", "the number of devices of the axis, at least 1", size)
+        if self.spec.page_size is None:
+            raise NotImplementedError(
+                "KvStripes: spec: a paged cache is supported, got page_size=None."
+            )
+        if self.spec.fresh_kv:
+            raise NotImplementedError(
+                "KvStripes: spec: fresh_kv=False is supported, got True; append the new tokens to"
+                " the pages first."
+            )
+        if self.spec.page_size % size:
+            _refuse(
+                "spec", f"a page_size that is a multiple of axis_size={size}", self.spec.page_size
+            )
+
+    @property
+    def stripe_len(self) -> int:
+        """Tokens of a page that one device has."""
+        assert self.spec.page_size is not None
+        return self.spec.page_size // self.axis_size
+
+    @property
+    def rows_spec(self) -> P:
+        """Of q: every device of the axis has all rows."""
+        return P(None, self.heads_axis_name)
+
+    @property
+    def new_spec(self) -> P:
+        """Of k_new and v_new: every device of the axis has all rows."""
+        return P(None, None if self.spec.mla else self.heads_axis_name)
+
+    @property
+    def kv_heads_spec(self) -> P:
+        """Of k_scale and v_scale."""
+        return P(None if self.spec.mla else self.heads_axis_name)
+
+    def o_spec(self, scatter: Literal["heads", "rows"] | None = None) -> P:
+        """Of the results of attend_stripes."""
+        if scatter == "rows":
+            return P(self.axis_name, self.heads_axis_name)
+        if scatter == "heads":
+            heads = self.heads_axis_name
+            return P(None, (heads, self.axis_name) if heads else self.axis_name)
+        return self.rows_spec
+
+    @property
+    def plan_spec(self) -> P:
+        """Of a StripedPlan: each device has its own."""
+        return P(self.axis_name)
+
+    def pages_spec(self, *, is_stacked: bool) -> P:
+        """Of k_pages and v_pages; is_stacked: with a leading [num_layers]."""
+        lead = (None,) * (1 + is_stacked)
+        # The latent head of mla is one, and every device has it.
+        return P(*lead, self.axis_name, None if self.spec.mla else self.heads_axis_name)
+
+    @functools.cached_property
+    def attend_spec(self) -> AttentionSpec:
+        """Of the parts that one device plans and attends to."""
+        spec = self.spec
+        assert spec.page_size is not None and spec.max_kv_pages is not None
+        tokens, page = spec.max_qo_tokens, spec.page_size
+        left, right = windows(spec)
+        num_parts, kv_pages = spec.max_batch, spec.max_kv_pages
+        if left >= 0:  # one part a row; of its pages those that its window touches
+            num_parts = tokens
+            if right >= 0:
+                kv_pages = min(kv_pages, (left + right + page) // page + 1)
+            kv_pages *= tokens
+        elif right >= 0:
+            most = (tokens + page - 2) // page + 1  # pages that the tokens of one request touch
+            num_parts = min(tokens, self._num_touched_pages())
+            kv_pages *= most
+        return dataclasses.replace(
+            spec,
+            page_size=self.stripe_len,
+            max_batch=num_parts,
+            max_kv_pages=kv_pages,
+            causal=right == 0,
+            window_left=left,
+            window_right=right,
+        )
+
+    @functools.cached_property
+    def append_spec(self) -> AttentionSpec:
+        """Of the parts that one device appends: new tokens of one stripe, or of other devices."""
+        num_parts = min(
+            self.spec.max_qo_tokens, 2 * self._num_touched_pages() + self.spec.max_batch
+        )
+        return self._unscheduled(
+            page_size=self.stripe_len, max_batch=num_parts, max_kv_pages=num_parts
+        )
+
+    @functools.cached_property
+    def check_spec(self) -> AttentionSpec:
+        """Of the batch as the caller gives it, to find what is wrong with it."""
+        return self._unscheduled()
+
+    def _num_touched_pages(self) -> int:
+        """At most; of a request of n tokens they are (n + page_size - 2) // page_size + 1."""
+        batch, page_size = self.spec.max_batch, self.spec.page_size
+        assert page_size is not None
+        return batch + (self.spec.max_qo_tokens + batch * (page_size - 2)) // page_size
+
+    def _unscheduled(self, **changes: Any) -> AttentionSpec:
+        return dataclasses.replace(
+            self.spec,
+            schedule="no_split",
+            kv_split=None,
+            share_prefixes=False,
+            max_items=None,
+            max_partial_rows=None,
+            **changes,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StripedPlan:
+    """The schedules of the devices of an axis, which plan_stripes makes.
+
+    attend_buffers, append_buffers: [axis_size, words], i32; inside shard_map [1, words], those of
+        this device. Split them over the axis, as KvStripes.plan_spec says.
+    stripes: static.
+    """
+
+    attend_buffers: Any
+    append_buffers: Any
+    stripes: KvStripes = dataclasses.field(metadata={"static": True})
+
+    def attend_plan(self, device: int = 0) -> AttentionPlan:
+        """What a device attends to; inside shard_map there is one, 0."""
+        return AttentionPlan(self.attend_buffers[device], self.stripes.attend_spec)
+
+    def append_plan(self, device: int = 0) -> AttentionPlan:
+        """What a device appends; inside shard_map there is one, 0."""
+        return AttentionPlan(self.append_buffers[device], self.stripes.append_spec)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def plan_stripes(
+    stripes: KvStripes,
+    qo_indptr: Any,
+    kv_lens: Any,
+    page_indptr: Any,
+    page_indices: Any,
+    *,
+    q_offsets: Any = None,
+    prefix_levels: Sequence[tuple[Any, Any]] | None = None,
+) -> StripedPlan:
+    """jax_attn.plan of a batch whose pages are striped over a mesh axis.
+
+    The arguments are those of jax_attn.plan on one device: lengths and positions of whole requests.
+
+    Inside shard_map over the axis, each device plans its own stripes, in the compiled function.
+    Elsewhere: the plans of all devices; made of host arrays they are host arrays.
+
+    Raises what jax_attn.plan raises, of the batch as it is given.
+    """
+    if not isinstance(stripes, KvStripes):
+        raise TypeError(f"plan_stripes: stripes: expected KvStripes, got {type(stripes).__name__}.")
+    given = (qo_indptr, kv_lens, page_indptr, page_indices)
+    checked = plan(
+        stripes.check_spec if prefix_levels is None else stripes.spec,
+        *given,
+        q_offsets=q_offsets,
+        prefix_levels=prefix_levels,
+    )
+    is_manual = stripes.axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    is_traced = is_manual or not isinstance(checked.buffer, np.ndarray)
+    xp: Any = jnp if is_traced else np
+    convert = (lambda x: traced_int32(jnp.asarray(x))) if is_traced else np.asarray
+    qo, lens, indptr, pages = (convert(x) for x in given)
+    offsets = lens - xp.diff(qo) if q_offsets is None else convert(q_offsets)
+    levels = [(convert(borders), convert(lens)) for borders, lens in prefix_levels or ()]
+    if is_traced:  # a kernel cannot raise: the plans of a faulty batch are faulty, too
+        qo = xp.where(checked.buffer[_FAULT_WORD] == 0, qo, -1)
+    batch = _Batch(qo, lens, indptr, xp.append(pages, 0).astype(np.int32), offsets)
+    devices = [lax.axis_index(stripes.axis_name)] if is_manual else range(stripes.axis_size)
+    attend, append = [], []
+    for device in devices:
+        parts = _attended_parts(xp, stripes, batch, device)
+        levels_of_parts = None
+        if prefix_levels is not None and stripes.attend_spec.window_left < 0:
+            levels_of_parts = [_level_of_parts(xp, stripes, parts, *level) for level in levels]
+        attend.append(_plan_parts(xp, stripes.attend_spec, parts, levels_of_parts))
+        parts = _appended_parts(xp, stripes, batch, device)
+        append.append(_plan_parts(xp, stripes.append_spec, parts, None))
+    return StripedPlan(xp.stack(attend), xp.stack(append), stripes)
+
+
+class _Batch(NamedTuple):
+    """Arguments of plan_stripes as int32 arrays of numpy or of jax.numpy."""
+
+    qo_indptr: Any
+    kv_lens: Any
+    page_indptr: Any
+    page_indices: Any  # one more at the end, which nobody reads
+    q_offsets: Any
+
+
+class _Parts(NamedTuple):
+    """The batch as one device plans it: parts of requests, one after the other, in its tokens."""
+
+    qo_indptr: Any  # [num_parts + 1]
+    kv_lens: Any  # [num_parts]
+    q_offsets: Any  # [num_parts]
+    first_page: Any  # [num_parts], an index into page_indices of the batch
+    page_indices: Any  # of the batch
+    of_request: Any  # [batch_size + 1]. Parts of request r: [of_request[r], of_request[r + 1])
+
+
+class _Rows(NamedTuple):
+    """Query tokens; those beyond the batch hold anything."""
+
+    request: Any
+    position: Any
+    is_live: Any
+    is_first: Any  # of a request
+
+    @classmethod
+    def of(cls, xp: Any, batch: _Batch, first_position: Any, num_rows: int) -> _Rows:
+        row = xp.arange(num_rows, dtype=np.int32)
+        borders = batch.qo_indptr
+        last = len(batch.kv_lens) - 1
+        request = xp.clip(xp.searchsorted(borders[1:], row, side="right"), 0, last)
+        position = first_position[request] + row - borders[request]
+        return cls(request, position, row < borders[-1], row == borders[request])
+
+
+def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
+    """Rows of a part see keys of the device's as the masks of its spec have it.
+
+    Let c be the number of whole pages before a row. Of its own pages' tokens a row sees those of c
+    stripes, and of stripe c those up to its own place, or all of it if that lies behind the stripe.
+    So rows from one beginning of a stripe to the next see, of kv_len = (c + 1) * stripe_len keys,
+    one more from row to row until there are no more: what a causal mask says.
+
+    A left window begins in one stripe and ends in another. There each row is a part: the pages in
+    which its window begins come first, and its position is such that the window begins there.
+    """
+    spec, length, page = stripes.attend_spec, stripes.stripe_len, stripes.spec.page_size
+    assert page is not None
+    left, right = spec.window_left, spec.window_right
+    if not len(batch.kv_lens):
+        return _no_parts(xp, batch)
+
+    def own(count: Any) -> Any:
+        """How many of the first `count` positions are this device's."""
+        count = xp.maximum(count, 0)
+        return count // page * length + xp.clip(count % page - device * length, 0, length)
+
+    if left < 0 and right < 0:
+        kv_lens = own(batch.kv_lens)
+        of_request = xp.arange(len(batch.kv_lens) + 1)
+        first_page = batch.page_indptr[:-1]
+        return _Parts(batch.qo_indptr, kv_lens, kv_lens, first_page, batch.page_indices, of_request)
+    rows = _Rows.of(xp, batch, batch.q_offsets, spec.max_qo_tokens)
+    cycle = (rows.position + right - device * length) // page
+    starts = rows.is_live
+    if left < 0:
+        starts = starts & (rows.is_first | _changes(xp, cycle))
+    begin, first = _begins(xp, batch, starts, spec.max_batch)
+    request, position = rows.request[first], rows.position[first]
+    all_keys = batch.kv_lens[request]
+    if left < 0:
+        seen = xp.clip((cycle[first] + 1) * length, 0, own(all_keys))
+        place = (position + right - device * length) % page
+        offset = xp.where(seen > 0, cycle[first] * length + place - right, 0)
+        skipped = xp.zeros_like(seen)
+    else:
+        hidden = own(position - left)
+        seen = own(all_keys if right < 0 else xp.minimum(all_keys, position + right + 1))
+        skipped = hidden // length
+        seen = xp.where(seen > hidden, seen - skipped * length, 0)
+        offset = hidden - skipped * length + left
+    return _finish_parts(
+        xp, batch, begin, xp.where(begin[:-1] < begin[1:], seen, 0), offset,
+        batch.page_indptr[request] + skipped,
+    )  # fmt: skip
+
+
+def _appended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
+    """New tokens of one stripe of this device; or those up to the next one, which have no place."""
+    spec, length, page = stripes.append_spec, stripes.stripe_len, stripes.spec.page_size
+    assert page is not None
+    if not len(batch.kv_lens):
+        return _no_parts(xp, batch)
+    first_new = batch.kv_lens - xp.diff(batch.qo_indptr)
+    rows = _Rows.of(xp, batch, first_new, spec.max_qo_tokens)
+    index, place = rows.position // page, rows.position % page - device * length
+    is_own = (rows.position >= 0) & (place >= 0) & (place < length)
+    stripe = xp.where(is_own, index, -1)
+    starts = rows.is_live & (rows.is_first | _changes(xp, stripe))
+    begin, first = _begins(xp, batch, starts, spec.max_batch)
+    kv_lens = xp.where(is_own[first], place[first] + xp.diff(begin), 0)
+    first_page = batch.page_indptr[rows.request[first]] + index[first]
+    kv_lens = xp.where(begin[:-1] < begin[1:], kv_lens, 0)
+    return _finish_parts(xp, batch, begin, kv_lens, kv_lens, first_page)
+
+
+def _no_parts(xp: Any, batch: _Batch) -> _Parts:
+    none = xp.zeros(0, np.int32)
+    return _Parts(batch.qo_indptr, none, none, none, batch.page_indices, xp.zeros(1, np.int32))
+
+
+def _changes(xp: Any, values: Any) -> Any:
+    """Whether a value is another than the one before; the first is."""
+    return xp.append(True, values[1:] != values[:-1])
+
+
+def _begins(xp: Any, batch: _Batch, starts: Any, num_parts: int) -> tuple[Any, Any]:
+    """qo_indptr of parts that begin where `starts` is, and a row of each: its first.
+
+    Parts beyond those that there are have no rows.
+    """
+    begin = xp.searchsorted(xp.cumsum(starts), xp.arange(1, num_parts + 2), side="left")
+    begin = xp.minimum(begin, batch.qo_indptr[-1])
+    return begin, xp.clip(begin[:-1], 0, len(starts) - 1)
+
+
+def _finish_parts(
+    xp: Any, batch: _Batch, begin: Any, kv_lens: Any, q_offsets: Any, first_page: Any
+) -> _Parts:
+    of_request = xp.searchsorted(begin[:-1], batch.qo_indptr, side="left")
+    return _Parts(begin, kv_lens, q_offsets, first_page, batch.page_indices, of_request)
+
+
+def _level_of_parts(
+    xp: Any, stripes: KvStripes, parts: _Parts, request_indptr: Any, prefix_lens: Any
+) -> tuple[Any, Any]:
+    """A level of prefix_levels, of parts instead of requests: what fills pages in all of them."""
+    num_parts, num_prefixes = len(parts.kv_lens), len(prefix_lens)
+    is_last = request_indptr >= len(parts.of_request) - 1
+    borders = xp.where(is_last, num_parts, parts.of_request[request_indptr])
+    assert stripes.spec.page_size is not None
+    lens = prefix_lens // stripes.spec.page_size * stripes.stripe_len
+    # The first rows of a request may see less than its prefix.
+    prefix = xp.clip(
+        xp.searchsorted(borders[1:], xp.arange(num_parts), side="right"), 0, num_prefixes - 1
+    )
+    kv_lens = xp.where(xp.diff(parts.qo_indptr) > 0, parts.kv_lens, 2**30)
+    if xp is np:
+        lens = lens.copy()
+        np.minimum.at(lens, prefix, kv_lens)
+    else:
+        lens = lens.at[prefix].min(kv_lens)
+    return borders, lens
+
+
+def _plan_parts(
+    xp: Any, spec: AttentionSpec, parts: _Parts, levels: list[tuple[Any, Any]] | None
+) -> Any:
+    """The buffer of a plan of the parts."""
+    assert spec.page_size is not None
+    num_pages = -(-parts.kv_lens // spec.page_size)
+    page_indptr = xp.append(np.int32(0), xp.cumsum(num_pages))
+    if len(parts.kv_lens):
+        total = page_indptr[-1] if xp is np else spec.max_kv_pages
+        entry = xp.arange(total)
+        part = xp.searchsorted(page_indptr[1:], entry, side="right")
+        part = xp.minimum(part, len(parts.kv_lens) - 1)
+        at = parts.first_page[part] + entry - page_indptr[part]
+        pages = parts.page_indices[xp.clip(at, 0, len(parts.page_indices) - 1)]
+    else:
+        pages = parts.page_indices[:0]
+    return plan(
+        spec, parts.qo_indptr, parts.kv_lens, page_indptr, pages,
+        q_offsets=parts.q_offsets, prefix_levels=levels,
+    ).buffer  # fmt: skip
+
+
+# ---- inside shard_map ----------------------------------------------------------------------------
+
+
+def append_stripes(
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k_new: jax.Array,
+    v_new: jax.Array | None,
+    plan: StripedPlan,
+    *,
+    layer: Any = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """jax_attn.append_kv of a batch whose pages are striped: each device writes its own tokens.
+
+    k_pages: [num_pages, page_size / axis_size, num_kv_heads, head_dim_qk], this device's stripes,
+        or stacked with a leading [num_layers] and `layer`. v_pages: likewise, None with mla.
+    k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. v_new: [max_qo_tokens, num_kv_heads,
+        head_dim_vo]. All new tokens, on every device.
+    layer, k_scale, v_scale: as for jax_attn.append_kv.
+    mesh: None inside shard_map. Else the arrays are whole ones, with pages of page_size, and each
+        device of the mesh does its part of them.
+
+    Returns k_pages and v_pages. No communication. Raises what jax_attn.append_kv raises.
+    """
+    stripes = _stripes_of("append_stripes", plan, mesh)
+    if mesh is None:
+        append: Any = append_kv  # whose overloads do not know of v that is None or not
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
+    pages = stripes.pages_spec(is_stacked=layer is not None)
+    heads = stripes.kv_heads_spec
+    arrays = {
+        "k_pages": (k_pages, pages),
+        "v_pages": (v_pages, pages),
+        "k_new": (k_new, stripes.new_spec),
+        "v_new": (v_new, stripes.new_spec),
+        "plan": (plan, stripes.plan_spec),
+        "layer": (layer, P()),
+        "k_scale": (k_scale, heads),
+        "v_scale": (v_scale, heads),
+    }
+    out_specs = pages, None if v_pages is None else pages
+    return mapped("append_stripes", append_stripes, mesh, arrays, out_specs)
+
+
+def attend_stripes(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    plan: StripedPlan,
+    *,
+    layer: Any = None,
+    sinks: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    scatter: Literal["heads", "rows"] | None = None,
+    return_lse: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """jax_attn.attention of a batch whose pages are striped over a mesh axis.
+
+    Each device attends for all query rows to its own keys. Then the devices exchange states, once,
+    and merge them in the order of the axis (Helix parallelism, arXiv 2507.07120; LeanAttention,
+    arXiv 2405.10480). What is exchanged does not depend on the context length.
+
+    q: [max_qo_tokens, num_qo_heads, head_dim_qk], the same on every device of the axis.
+    k_pages, v_pages: this device's stripes, as for append_stripes.
+    layer, q_scale, k_scale, v_scale: as for jax_attn.attention.
+    sinks: [num_qo_heads], f32, or None; counted once.
+    scatter: None: every device gets all of o, by an all-gather. "heads", "rows": device i of the
+        axis gets part i of axis_size of the query heads, or of the rows, by an all-to-all that
+        sends max_qo_tokens * num_qo_heads * (head_dim_vo + 1) words at most. A projection whose
+        rows are split by head, and an all-reduce, follow "heads".
+    return_lse: also return lse.
+    mesh: None inside shard_map. Else the arrays are whole ones, with pages of page_size, and each
+        device of the mesh does its part of them.
+
+    Returns o, and with return_lse lse, as jax_attn.attention does: of all rows and heads, or a part
+    of them. The same inputs and plan give the same bits, on every device.
+
+    Raises what jax_attn.attention raises, and ValueError for a `scatter` that the axis does not
+    divide.
+    """
+    op = "attend_stripes"
+    stripes = _stripes_of(op, plan, mesh)
+    parts = {"rows": stripes.spec.max_qo_tokens, "heads": stripes.spec.num_qo_heads}
+    if scatter is not None and scatter not in parts:
+        raise ValueError(f"{op}: scatter: expected 'heads', 'rows' or None, got {scatter!r}.")
+    if scatter is not None and parts[scatter] % stripes.axis_size:
+        raise ValueError(
+            f"{op}: scatter: expected {scatter} of one device that are a multiple of"
+            f" axis_size={stripes.axis_size}, got {parts[scatter]}; use scatter=None."
+        )
+    options = {
+        "layer": layer, "sinks": sinks, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale
+    }  # fmt: skip
+    if mesh is not None:
+        pages = stripes.pages_spec(is_stacked=layer is not None)
+        heads = dict.fromkeys(("sinks", "q_scale"), P(stripes.heads_axis_name))
+        heads |= dict.fromkeys(("k_scale", "v_scale"), stripes.kv_heads_spec)
+        rows = stripes.o_spec(scatter)
+        arrays = {
+            "q": (q, stripes.rows_spec),
+            "k_pages": (k_pages, pages),
+            "v_pages": (v_pages, pages),
+            "plan": (plan, stripes.plan_spec),
+        }
+        for name, value in options.items():
+            arrays[name] = value, heads.get(name, P())
+        call = functools.partial(attend_stripes, scatter=scatter, return_lse=return_lse)
+        return mapped(op, call, mesh, arrays, (rows, rows) if return_lse else rows)
+    own_sinks = options.pop("sinks")
+    if own_sinks is not None:
+        own_sinks = check_array(op, "sinks", own_sinks, (stripes.spec.num_qo_heads,), "float32")
+    state = attention(q, k_pages, v_pages, plan.attend_plan(), return_lse=True, **options)
+    o, lse = _merge_over(stripes.axis_name, stripes.axis_size, scatter, *state)
+    if own_sinks is not None:
+        if scatter == "heads":
+            own_sinks = own_sinks.reshape(stripes.axis_size, -1)[lax.axis_index(stripes.axis_name)]
+        o, lse = add_sinks(o, lse, own_sinks)
+    return (o, lse) if return_lse else o
+
+
+def _merge_over(
+    axis_name: str, axis_size: int, scatter: str | None, o: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The state over the keys of all devices of the axis, by one collective.
+
+    o: [n, num_heads, head_dim_vo]; lse: [n, num_heads], f32. Returns the same, or a part.
+    """
+    if axis_size == 1:
+        return o, lse
+    # As integers: XLA on CPU moves bfloat16 as float32, and that changes the bits of a NaN.
+    words = _as_words(o), _as_words(lse[..., None])
+    state = jnp.concatenate(words, axis=-1)
+    if scatter is None:
+        states = lax.all_gather(state, axis_name)
+    else:
+        cut = ("rows", "heads").index(scatter)
+        shape = (*state.shape[:cut], axis_size, -1, *state.shape[cut + 1 :])
+        pieces = jnp.moveaxis(state.reshape(shape), cut, 0)
+        states = lax.all_to_all(pieces, axis_name, split_axis=0, concat_axis=0)
+    lses = lax.bitcast_convert_type(states[..., -1], jnp.float32)
+    return merge_states(_from_words(states[..., :-1], o.dtype), lses)
+
+
+def _as_words(x: jax.Array) -> jax.Array:
+    """[..., n] of 2 or 4 bytes as [..., words], u32; n is a multiple of 8 or of 4 bytes."""
+    per_word = 4 // x.dtype.itemsize
+    pairs = x if per_word == 1 else x.reshape(*x.shape[:-1], -1, per_word)
+    return lax.bitcast_convert_type(pairs, jnp.uint32)
+
+
+def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """The array of _as_words."""
+    return lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+
+
+def _stripes_of(op: str, plan: Any, mesh: Any) -> KvStripes:
+    """What the plan was made for. Raises where the axis is not that of the mesh."""
+    if not isinstance(plan, StripedPlan):
+        raise TypeError(
+            f"{op}: plan: expected a StripedPlan, which plan_stripes makes, got"
+            f" {type(plan).__name__}."
+        )
+    stripes = plan.stripes
+    name, size = stripes.axis_name, stripes.axis_size
+    inside = jax.sharding.get_abstract_mesh()
+    if mesh is None and name not in inside.manual_axes:
+        raise ValueError(
+            f"{op}: mesh: expected a mesh outside of jax.shard_map over axis {name!r}, got None."
+        )
+    sizes = (inside if mesh is None else mesh).shape
+    if sizes.get(name) != size:
+        raise ValueError(
+            f"{op}: plan: expected KvStripes of the mesh, {dict(sizes)}, got axis {name!r} of"
+            f" {size}."
+        )
+    return stripes
+
+
+def _refuse(name: str, expected: str, got: Any) -> NoReturn:
+    raise ValueError(f"KvStripes: {name}: expected {expected}, got {got!r}.")

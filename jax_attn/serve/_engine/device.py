@@ -1,0 +1,381 @@
+"""The engine's half on the device: weights, kv cache, sampler state, and compiled functions.
+
+Every call here returns before the device is done, and the device works in the order of calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
+from tqdm import tqdm
+
+from jax_attn import models
+from jax_attn.serve._engine import buckets, sampling
+from jax_attn.serve._engine.buckets import Batch, Bucket
+from jax_attn.serve._scheduling.request import SamplingParams
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+
+
+class Scores(NamedTuple):
+    """What a forward pass leaves on the device for the sampling.
+
+    logits: [num_rows of the bucket, vocab] f32, row i of entry i, then those that are scored.
+    rows: see buckets.Arguments.
+    """
+
+    logits: jax.Array
+    rows: jax.Array
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Of every process of a server alike. See EngineConfig, but for the first and the last."""
+
+    capacities: SchedulerConfig
+    batch_invariant: bool = False
+    kv_dtype: str | None = None
+    eight_bit_products: bool = False
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    has_drafts: bool = False  # rows of a step may be behind drafts
+
+
+class Device:
+    def __init__(self, model: models.Model, config: DeviceConfig):
+        params, capacities = model.params, config.capacities
+        self._has_drafts = config.has_drafts
+        self._split = _split(model.config, config.tensor_parallel, config.context_parallel)
+        if self._split is not None:
+            params = self._split.split_params(params)
+        elif jax.default_backend() == "cpu":
+            params = models.pack_params(params, model.config)
+        # Of what one device computes.
+        self._config = model.config if self._split is None else self._split.config
+        # Flat, as a step would flatten its hundreds of arrays each time: 25 us of the host.
+        self._weights, self._tree = jax.tree.flatten(params)
+        self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
+        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
+        if config.batch_invariant:
+            # One shape for all: the order in which XLA adds up a row of a matmul depends on how
+            # many rows there are, if on nothing else of them.
+            sizes = sizes[-1:]
+        dtype = str(model.params["embed"].dtype)
+        make_specs = buckets.invariant_specs if config.batch_invariant else buckets.balanced_specs
+        self.buckets = []
+        for size in sizes:
+            specs = make_specs(
+                self._config,
+                dtype,
+                capacities,
+                *size,
+                kv_dtype=config.kv_dtype,
+                eight_bit_products=config.eight_bit_products,
+            )
+            stripes = () if self._split is None else map(self._split.stripes, specs)
+            striped = tuple(x for x in stripes if x is not None)
+            self.buckets.append(Bucket(*size, specs, striped))
+        self._slots = sampling.SlotParams(capacities.max_running)
+        self._allow_all = {
+            bucket.num_rows: self._everywhere(
+                sampling.allow_all(bucket.num_rows, model.config.vocab_size)
+            )
+            for bucket in self.buckets
+        }
+        self._executables: dict[str, Compiled] = {}  # by name
+        self._num_compiles_warm: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty kv cache and new sampler state, also after a failure that took the old ones.
+
+        Raises jax.errors.JaxRuntimeError if they do not fit: here, not where they are first used.
+        """
+        for name in ("_k_pages", "_v_pages", "_state"):
+            setattr(self, name, None)  # frees the memory that the new ones need
+        specs, num_pages = self.buckets[0].specs, self._num_pages
+        if self._split is None:
+            pages = models.init_pages(self._config, specs, num_pages)
+        else:
+            pages = self._split.init_pages(specs, num_pages)
+        self._k_pages, self._v_pages = pages
+        state = sampling.init_state(self._max_running, self._config.vocab_size)
+        self._state = jax.tree.map(self._everywhere, state)
+        jax.block_until_ready((self._k_pages, self._v_pages, self._state))
+        self._bytes_held: collections.Counter[int] = collections.Counter()
+        for array in (*self._weights, self._k_pages, self._v_pages):
+            for shard in () if array is None else array.addressable_shards:
+                self._bytes_held[shard.device.id] += shard.data.nbytes
+
+    @property
+    def _sharding(self) -> jax.sharding.Sharding | None:
+        """Of what every device has all of."""
+        return None if self._split is None else NamedSharding(self._split.mesh, P())
+
+    def _everywhere(self, array: Any) -> jax.Array:
+        if self._sharding is None:
+            return jnp.asarray(array)
+        # Unlike device_put, of what other processes have, too, and without asking them.
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, self._sharding, lambda _: host)
+
+    def bytes_held(self) -> dict[int, int]:
+        """By device id: bytes of weights and kv cache, on the devices of this process."""
+        return dict(self._bytes_held)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def set_params(self, slot: int, params: SamplingParams) -> None:
+        """Of the sequence that is in `slot` from the next plan on."""
+        self._slots.set(slot, params)
+
+    def plan(self, entries: Sequence[ScheduledSequence]) -> Batch:
+        """The arguments of the smallest bucket that holds the entries. On the host."""
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
+        bucket = next(
+            bucket
+            for bucket in self.buckets
+            if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows
+        )
+        return buckets.make_batch(bucket, entries, self._slots)
+
+    @property
+    def newest(self) -> jax.Array:
+        """[max_running] i32. The token that was last sampled in each slot."""
+        return self._state.last_tokens
+
+    def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
+        """The kv cache grows by the tokens of the batch. newest: of another device like this."""
+        forward = self._executables[_forward_name(batch.bucket)]
+        newest = self.newest if newest is None else newest
+        logits, rows, self._k_pages, self._v_pages = forward(
+            self._weights, batch.words, newest, self._k_pages, self._v_pages
+        )
+        return Scores(logits, rows)
+
+    def set_state(
+        self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
+    ) -> None:
+        """Gives the sampler the biases and token counts of the sequence in `slot`."""
+        arrays = sampling.slot_arrays(params, tokens, num_prompt, self._config.vocab_size)
+        self._state = self._executables["slot"](self._state, np.int32(slot), *arrays)
+
+    def sample(
+        self, scores: Scores, kind: sampling.Kind, mask: np.ndarray | None
+    ) -> sampling.Sampled:
+        """Samples, and starts to copy the result to the host. mask: None forbids nothing."""
+        num_rows = len(scores.rows)
+        allowed = self._allow_all[num_rows] if mask is None else mask
+        sample = self._executables[_sample_name(num_rows, kind)]
+        self._state, sampled = sample(self._state, *scores, allowed)
+        for array in sampled:
+            if array is not None:
+                array.copy_to_host_async()
+        return sampled
+
+    def read(self, sampled: sampling.Sampled) -> sampling.Sampled:
+        """Of numpy, once the device has it. jax.device_get would begin the copies again."""
+        arrays: Any = (None if array is None else np.asarray(array) for array in sampled)
+        return sampling.Sampled(*arrays)
+
+    # ---- compilation ---------------------------------------------------------------------------
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+        """`compile_all`, and runs everything once; the list."""
+        names = self.compile_all(progress)
+        self._run_all()
+        self._num_compiles_warm = len(_compile_seconds)
+        return names
+
+    def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+        """Compiles everything that a step can need, behind a progress bar on a terminal; the list.
+
+        progress: called with the number of executables done, of all, and the last one's name. What
+          it raises ends the compilation.
+        """
+        tasks = self._tasks()
+        # Large ones last in a list of buckets, first here: the pool ends without waiting for one.
+        with (
+            ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool,
+            # On terminals alone: what writes to a file may fail, and would end the warm-up.
+            tqdm(total=len(tasks), desc="compile", unit="executable", disable=None) as bar,
+        ):
+            names = {pool.submit(compile): name for name, compile in reversed(tasks.items())}
+            try:
+                for i, future in enumerate(as_completed(names)):
+                    self._executables[names[future]] = future.result()
+                    bar.set_postfix_str(names[future])
+                    bar.update()
+                    if progress is not None:
+                        progress(i, len(tasks), names[future])
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return list(tasks)
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        """What XLA compiled since, in this process: 0, unless some shape was not static."""
+        if self._num_compiles_warm is None:
+            return 0
+        return len(_compile_seconds) - self._num_compiles_warm
+
+    def _tasks(self) -> dict[str, Callable[[], Compiled]]:
+        """What compiles each executable, by name. All of them may run at once."""
+        vocab_size = self._config.vocab_size
+        arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
+        tasks: dict[str, Callable[[], Compiled]] = {
+            "slot": partial(_compile, sampling.set_slot, self._state, np.int32(0), *arrays)
+        }
+        for bucket in self.buckets:
+            tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
+        for num_rows, mask in self._allow_all.items():
+            everywhere = {"sharding": self._sharding}
+            logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
+            rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
+            for kind in sampling.KINDS:
+                sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
+                tasks[_sample_name(num_rows, kind)] = partial(
+                    sample, kind=kind, has_drafts=self._has_drafts
+                )
+        return tasks
+
+    def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
+        """An executable of the bucket's forward pass. options: of XLA, beside those of its size."""
+        compute = buckets.make_forward(self._config, self._tree, bucket)
+        if self._split is not None:
+            compute = self._on_each_device(compute)
+        forward = jax.jit(
+            compute,
+            donate_argnums=(3, 4),
+            compiler_options=_options(bucket.num_tokens, self._weights) | (options or {}),
+        )
+        words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
+        last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages)
+        return _compile(forward, self._weights, words, last_tokens, *cache)
+
+    def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass of what one device has, as one of all. Plans are the same everywhere."""
+        assert self._split is not None
+        pages = self._split.pages_spec
+        return jax.shard_map(
+            forward,
+            mesh=self._split.mesh,
+            in_specs=([x.sharding.spec for x in self._weights], P(), P(), pages, pages),
+            out_specs=(P(), P(), pages, pages),
+            check_vma=False,  # logits are gathered, or sums: the same everywhere
+        )
+
+    def step_seconds(self) -> float:
+        """What the smallest step takes, measured: the least of a few. To be called when warm."""
+
+        def measure() -> float:
+            begin = time.perf_counter()
+            batch = buckets.make_batch(self.buckets[0], (), self._slots)
+            self.read(self.sample(self.forward(batch), "temperature", None))
+            return time.perf_counter() - begin
+
+        return min(measure() for _ in range(_MEASURED_STEPS))
+
+    def executable(self, bucket: Bucket) -> Compiled:
+        return self._executables[_forward_name(bucket)]
+
+    def use(self, bucket: Bucket, executable: Compiled) -> None:
+        """From now on, for `forward`: how a benchmark compares what XLA makes of a bucket."""
+        self._executables[_forward_name(bucket)] = executable
+
+    def _run_all(self) -> None:
+        """What a first run does beside: kernels are loaded, graphs are captured."""
+        self.set_state(0, SamplingParams(max_tokens=1), [], 0)
+        for bucket in self.buckets:
+            scores = self.forward(buckets.make_batch(bucket, (), self._slots))  # legal: nothing
+            for kind in sampling.KINDS:
+                jax.block_until_ready(self.sample(scores, kind, None))
+
+
+def _split(
+    config: models.ModelConfig, num_heads_devices: int, num_context_devices: int
+) -> models.TensorParallel | None:
+    """How the model and its pages are split over the first devices; None: there is one.
+
+    Raises ValueError for more devices than there are.
+    """
+    shape = num_heads_devices, num_context_devices
+    num_devices = num_heads_devices * num_context_devices
+    if num_devices == 1:
+        return None
+    devices = jax.devices()
+    if num_devices > len(devices):
+        names = "tensor_parallel" + " * context_parallel" * (num_context_devices > 1)
+        raise ValueError(
+            f"EngineConfig: {names}: expected at most {len(devices)}, the devices that JAX"
+            f" sees, got {num_devices}."
+        )
+    if jax.process_count() > 1 and num_devices < len(devices):
+        raise ValueError(
+            "EngineConfig: tensor_parallel * context_parallel: expected all"
+            f" {len(devices)} devices of the {jax.process_count()} processes, got {num_devices}."
+        )
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    axes = "heads", "context"
+    mesh = jax.make_mesh(shape, axes, devices=devices[:num_devices], axis_types=auto)
+    return models.TensorParallel(config, mesh, "heads", "context" if shape[1] > 1 else None)
+
+
+# Of XLA: autotuning takes its turns on the device anyway, and each has buffers of its own.
+_MAX_THREADS = 8
+
+_MEASURED_STEPS = 7
+
+
+def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
+    """Of XLA, which heeds them on GPUs alone.
+
+    It times a product by itself, on weights that stay in the cache, and what is left of split sums
+    to the next kernel not at all. So between few rows and many it picks Triton where cuBLAS is 3 to
+    4 % of a step faster: at 64 and 128, on an H200; not at 32, nor at 512. Triton alone multiplies
+    quantised weights without writing them wide before.
+    """
+    is_quantized = any(leaf.dtype.itemsize == 1 for leaf in weights)
+    if is_quantized or not 64 <= num_tokens <= 256:
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False}
+
+
+def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
+    """function: of jax.jit."""
+    executable: Compiled = function.lower(*args, **kwargs).compile()
+    return executable
+
+
+def _forward_name(bucket: Bucket) -> str:
+    return f"forward, {bucket.name}"
+
+
+def _sample_name(num_rows: int, kind: sampling.Kind) -> str:
+    return f"sample, {num_rows} sequences, {kind}"
+
+
+_compile_seconds: list[float] = []  # one for each compilation of this process
+
+
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compile_seconds.append(duration_secs)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_event)

@@ -1,0 +1,183 @@
+"""A draft model: a smaller one that guesses what sequences go on with, for the model to verify.
+
+It has pages of its own, as many as the model and under the same numbers: the page table of a
+sequence is that of both, so that shared prefixes, preemption and freed pages need nothing of their
+own. It reads a sequence only when drafts of it are wanted: first the prompt, later what came while
+drafts rested, a chunk a step. How much it has read is known of each page, so that it has, of a
+prefix that is cached, what it read for others.
+
+It samples as the model does, by the sequence's seed and positions, so with the same noise: a draft
+is right as often as both models find the same, at any temperature. The output does not depend on
+it (see `drafts`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+import jax
+
+from jax_attn import models
+from jax_attn.serve._engine import sampling
+from jax_attn.serve._engine.device import Device, Scores
+from jax_attn.serve._scheduling.drafts import Pace
+from jax_attn.serve._scheduling.request import Sequence
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+
+_READ_CHUNKS = 4  # of prompts beside decodes: what a draft model reads beside them, as it is small
+_WEIGHT = 0.05  # of the last drafts, in the average of all
+_UNKNOWN = 0  # a draft until it is made, and one that is no token of the model
+
+
+def have_same_tokens(draft: models.Model, model: models.Model) -> bool:
+    """Whether a token is the same text to both. The sizes of their matrices may differ, as some are
+    padded."""
+    return bool(draft.tokenizer.get_vocab() == model.tokenizer.get_vocab())
+
+
+class DraftModel:
+    """The draft model's device, and what it has read."""
+
+    def __init__(self, device: Device, max_positions: int, vocab_size: int, core: SchedulerConfig):
+        """vocab_size: of the model. core: what its scheduler has room for."""
+        self.device = device
+        self.max_positions = max_positions
+        self.cost = 0.0  # of a draft, in steps of the model, once that is measured
+        self.gain = 0.0  # of drafts of late, of whichever sequence: see Pace
+        # Tokens of a sequence that are read in the step that makes drafts of it; of more, before.
+        self.chunk = core.max_step_tokens // core.max_running
+        self._page_size, self._vocab_size = core.page_size, vocab_size
+        self._max_tokens = core.max_step_tokens
+        self._read_tokens = min(_READ_CHUNKS * core.prefill_chunk, core.max_step_tokens)
+        self._filled = [0] * core.num_pages  # of each page, tokens that are read
+
+    def reset(self) -> None:
+        """See Device.reset."""
+        self.device.reset()
+        self._filled = [0] * len(self._filled)
+
+    def admit(self, seq: Sequence) -> None:
+        """`seq` has a slot from the next step on."""
+        # A draft needs what shapes the choice among likely tokens, and nothing that is kept of it.
+        params = dataclasses.replace(
+            seq.params,
+            logprobs=None,
+            prompt_logprobs=False,
+            logit_bias=(),
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+        )
+        self.device.set_params(seq.slot, params)
+
+    def draft(self, entries: Seq[ScheduledSequence], newest: jax.Array) -> None:
+        """Makes the drafts that drafters have proposed for the entries of a step, and reads.
+
+        newest: [max_running] i32. Of each slot the newest token, which only the device may know.
+        """
+        for entry in entries:
+            self._forget_overwritten(entry)
+        guessing = sorted((e for e in entries if e.drafts), key=lambda e: -len(e.drafts))
+        batch = [self._unread(e.seq, samples=True) for e in guessing]
+        num_left = min(self._read_tokens, self._max_tokens - sum(e.num_tokens for e in batch))
+        for seq in (e.seq for e in entries if e.seq.drafter is not None):
+            if _drafter(seq).is_behind and num_left > 0:
+                entry = self._unread(seq, samples=False)
+                entry.num_tokens = min(entry.num_tokens, num_left)
+                num_left -= entry.num_tokens
+                batch.append(entry)
+        if not batch:
+            return
+        scores, kind = self._forward(batch, newest)
+        for entry in batch:
+            # With a grammar, the sample in flight may turn out to be void.
+            num_unsure = entry.seq.num_in_flight if entry.seq.may_retract else 0
+            self._mark(entry.seq, entry.begin + entry.num_tokens - num_unsure)
+        if guessing:
+            self._make(guessing, scores, kind)
+
+    def num_cached(self, seq: Sequence) -> int:
+        """Tokens that it has read in the pages of a sequence, maybe for another."""
+        num_read = 0
+        for page in seq.pages:
+            num_read += self._filled[page]
+            if self._filled[page] < self._page_size:
+                break
+        return min(num_read, seq.num_computed)  # behind, pages are as others left them
+
+    def _make(self, guessing: list[ScheduledSequence], scores: Scores, kind: sampling.Kind) -> None:
+        """Samples, and goes on from there, until all have as many drafts as they want."""
+        sampled = []
+        while True:
+            sampled.append(self.device.sample(scores, kind, None))
+            i = len(sampled)
+            more = [
+                ScheduledSequence(e.seq, e.seq.num_known + i - 1, 1, samples=True)
+                for e in guessing
+                if len(e.drafts) > i
+            ]
+            if not more:
+                break
+            scores, kind = self._forward(more)
+        tokens = [self.device.read(each).tokens for each in sampled]
+        for row, entry in enumerate(guessing):
+            made = [int(tokens[i][row]) for i in range(len(entry.drafts))]
+            entry.drafts = tuple(t if 0 <= t < self._vocab_size else _UNKNOWN for t in made)
+
+    def _forward(
+        self, entries: Seq[ScheduledSequence], newest: jax.Array | None = None
+    ) -> tuple[Scores, sampling.Kind]:
+        batch = self.device.plan(entries)
+        return self.device.forward(batch, newest), batch.kind
+
+    def _unread(self, seq: Sequence, samples: bool) -> ScheduledSequence:
+        begin = _drafter(seq).num_read
+        return ScheduledSequence(seq, begin, seq.num_known - begin, samples)
+
+    def _mark(self, seq: Sequence, end: int) -> None:
+        """All before `end` is read."""
+        drafter, size = _drafter(seq), self._page_size
+        for i in range(drafter.num_marked // size, -(-end // size)):
+            self._filled[seq.pages[i]] = min(size, end - i * size)
+        drafter.num_read = drafter.num_marked = end
+
+    def _forget_overwritten(self, entry: ScheduledSequence) -> None:
+        """Pages that the step begins to write: what is read of them was another's."""
+        size = self._page_size
+        first, last = -(-entry.begin // size), -(-(entry.begin + entry.num_tokens) // size)
+        for page in entry.seq.pages[first:last]:
+            self._filled[page] = 0
+
+
+class ModelDrafter:
+    """Of one sequence. It only says how many drafts there are to be; DraftModel makes them."""
+
+    def __init__(self, model: DraftModel, most: int):
+        self._model, self._pace = model, Pace(most, model.cost, expected=model.gain)
+        self._admission = -1  # which of the sequence's: its pages are others each time
+        self.num_read = 0  # tokens whose kv the draft model has
+        self.num_marked = 0  # of them, those that their pages tell of
+        self.is_behind = False  # so far that it has to read before it can draft
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """As many as will be made, up to `most`."""
+        self.is_behind = False
+        num = min(self._pace.next(most), self._model.max_positions - seq.num_known)
+        if num <= 0:
+            return []
+        if self._admission != seq.num_preempted:
+            self._admission = seq.num_preempted
+            self.num_read = self.num_marked = self._model.num_cached(seq)
+        self.is_behind = seq.num_known - self.num_read > self._model.chunk
+        return [] if self.is_behind else [_UNKNOWN] * num
+
+    def settle(self, num_drafts: int, num_taken: int) -> None:
+        gain = self._pace.settle(num_drafts, num_taken)
+        self._model.gain += _WEIGHT * (gain - self._model.gain)
+        self.num_read += min(num_taken, num_drafts - 1)  # the last was made, and not read
+
+
+def _drafter(seq: Sequence) -> ModelDrafter:
+    assert isinstance(seq.drafter, ModelDrafter)
+    return seq.drafter

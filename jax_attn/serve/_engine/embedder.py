@@ -1,0 +1,216 @@
+"""An embedding model in a thread of its own: sequences of all requests, in batches.
+
+A batch is filled up to a budget of tokens, by the tenants in turn and the requests of each in turn,
+so that a large request keeps nobody waiting. It is padded to a bucket, whose executables are made
+at the start. It is computed in pieces, of a layer for some tokens, and the device never has two of
+them to do: what else runs there, such as the steps of a decoder, comes in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jax_attn import models
+from jax_attn.models._embedding import embedding
+
+log = logging.getLogger("jax_attn.serve")
+
+# Of a batch, unless one sequence has more. Where a step of a decoder has as many (__main__), for
+# the same reason: the time of a step is what others wait.
+_CPU_TOKENS, _GPU_TOKENS = 512, 2048
+# Of a piece. On two cores 20 to 50 ms, which is what others wait for.
+_CPU_OPERATIONS, _GPU_OPERATIONS = 2 * 10**9, 10**12
+_FEWEST_TOKENS = 32  # of a bucket; the next has twice as many, as padding costs
+_MAX_ROWS = 64  # sequences of a batch
+MAX_TOKENS = 8192  # of a sequence, as OpenAI's models; memory for layers grows with it
+
+
+class EmbedderStopped(RuntimeError):
+    """The thread has ended, or a batch has failed."""
+
+
+@dataclass(eq=False)
+class Job:
+    """The sequences of one request."""
+
+    tenant: str
+    sequences: list[list[int]]
+    vectors: np.ndarray  # [number of sequences, size] f32, written by the thread
+    done: Future[None] = field(default_factory=Future)
+    begun: float | None = None  # time.monotonic(), when its first sequence came into a batch
+    num_taken: int = 0
+    num_done: int = 0
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # by the thread alone it ends
+
+
+class _Entry(NamedTuple):
+    job: Job
+    row: int  # of its vectors
+
+
+class Embedder:
+    """Threads may call `submit` and `cancel`.
+
+    on_failure: called by the thread when it cannot begin to work; `failure` says why.
+    """
+
+    def __init__(self, model: models.EmbeddingModel, name: str):
+        """name: as clients call it."""
+        self.name, self._model = name, model
+        self.max_tokens = min(model.max_tokens, MAX_TOKENS)
+        self.size = model.size
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        on_cpu = jax.default_backend() == "cpu"
+        self._budget = _CPU_TOKENS if on_cpu else _GPU_TOKENS
+        self._buckets = _buckets(max(self._budget, self.max_tokens))
+        operations = _CPU_OPERATIONS if on_cpu else _GPU_OPERATIONS
+        self._chunks = {size: _chunk(model, size, operations) for size in self._buckets}
+        self._thread = threading.Thread(target=self._run, name="jax_attn embedder", daemon=True)
+        self._wake = threading.Condition()
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant; guarded by _wake
+        self._stopping = False
+        self._on_ready: Callable[[], None] = lambda: None
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Starts the thread and returns. on_ready: called by it once all is compiled."""
+        self._on_ready = on_ready
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Whoever waits is told, and the thread ends after its batch."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, tenant: str, sequences: list[list[int]]) -> Job:
+        """sequences: 1 to max_tokens tokens each. Raises EmbedderStopped."""
+        job = Job(tenant, sequences, np.empty((len(sequences), self.size), np.float32))
+        with self._wake:
+            if self._stopping or self.failure is not None:
+                raise EmbedderStopped("The embedding model does not run.")
+            self._waiting.setdefault(tenant, deque()).append(job)
+            self._wake.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """What has not begun of it is forgotten."""
+        with self._wake:
+            self._forget(job)
+
+    # ---- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            begin = time.monotonic()
+            for num_tokens in self._buckets:
+                self._vectors([[0]], num_tokens)
+                if self._stopping:
+                    break
+            log.info(
+                "embedding model ready in %.1f s; batches of %s tokens",
+                time.monotonic() - begin,
+                ", ".join(map(str, self._buckets)),
+            )
+            self._on_ready()
+        except BaseException as error:
+            log.exception("the embedding model cannot be used")
+            self.failure = error
+            self.on_failure()
+        while batch := self._next():
+            try:
+                self._compute(batch)
+            except Exception as error:
+                log.exception("a batch of embeddings failed")
+                self._fail({entry.job for entry in batch}, type(error).__name__)
+        with self._wake:
+            jobs = {job for jobs in self._waiting.values() for job in jobs}
+        self._fail(jobs, "the server stops")
+
+    def _next(self) -> list[_Entry]:
+        """The sequences of the next batch; none: it is time to stop."""
+        with self._wake:
+            while not (self._waiting or self._stopping or self.failure):
+                self._wake.wait()
+            batch: list[_Entry] = []
+            num_tokens = 0
+            while self._waiting and not self._stopping and len(batch) < _MAX_ROWS:
+                tenant, jobs = next(iter(self._waiting.items()))
+                job = jobs[0]
+                num_tokens += len(job.sequences[job.num_taken])
+                if batch and num_tokens > self._budget:
+                    break
+                job.begun = job.begun or time.monotonic()
+                batch.append(_Entry(job, job.num_taken))
+                job.num_taken += 1
+                # Behind the others, if there is more of it.
+                jobs.rotate(-1)
+                self._waiting.move_to_end(tenant)
+                if job.num_taken == len(job.sequences):
+                    self._forget(job)
+            return batch
+
+    def _compute(self, batch: list[_Entry]) -> None:
+        sequences = [job.sequences[row] for job, row in batch]
+        num_tokens = sum(map(len, sequences))
+        bucket = next(size for size in self._buckets if num_tokens <= size)
+        vectors = self._vectors(sequences, bucket)
+        for (job, row), vector in zip(batch, vectors, strict=True):
+            job.vectors[row] = vector
+            job.num_done += 1
+            if job.num_done == len(job.sequences) and not job.done.done():
+                job.done.set_result(None)
+
+    def _vectors(self, sequences: list[list[int]], num_tokens: int) -> np.ndarray:
+        """[number of sequences, size] f32."""
+        batch = models.EmbeddingBatch.make(
+            self._model, sequences, num_tokens, _MAX_ROWS, self._chunks[num_tokens]
+        )
+        vectors = None
+        for piece in embedding.pieces(self._model, batch):
+            vectors = jax.block_until_ready(piece)
+        return np.asarray(vectors)[: len(sequences)]
+
+    def _forget(self, job: Job) -> None:
+        """Guarded by _wake."""
+        jobs = self._waiting.get(job.tenant, deque())
+        if job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._waiting[job.tenant]
+
+    def _fail(self, jobs: set[Job], reason: str) -> None:
+        for job in jobs:
+            self.cancel(job)
+            if not job.done.done():
+                job.done.set_exception(EmbedderStopped(f"The embedding failed: {reason}."))
+
+
+def _buckets(largest: int) -> list[int]:
+    """Room for tokens, ascending; powers of two, so that chunks divide them."""
+    sizes = [_FEWEST_TOKENS]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _chunk(model: models.EmbeddingModel, num_tokens: int, operations: int) -> int:
+    """Tokens of a piece of so many operations at most, in a batch of num_tokens."""
+    chunk = num_tokens
+    while chunk > _FEWEST_TOKENS and chunk * model.operations(num_tokens) > operations:
+        chunk //= 2
+    return chunk

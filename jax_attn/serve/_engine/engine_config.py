@@ -1,0 +1,99 @@
+"""EngineConfig, and the configurations of the scheduler and the device that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_attn import models
+from jax_attn.serve._engine import buckets
+from jax_attn.serve._engine.device import DeviceConfig
+from jax_attn.serve._scheduling.step_plan import SchedulerConfig
+from jax_attn.serve._scheduling.tenants import TenantLimits
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Capacities and policy. The engine's dtype is that of the model's weights.
+
+    batch_invariant: the logits of a sequence, and so its text for a seed, have the same bits
+      whatever runs beside it, and however it is chunked, cached or preempted. That holds between
+      engines of one config on one kind of device. Its price: each step is padded to
+      max_step_tokens, so choose that small.
+    """
+
+    num_pages: int  # of the kv cache
+    page_size: int = 16  # tokens
+    kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; float8_e4m3fn has scales of 1
+    eight_bit_products: bool = False  # see AttentionSpec
+    max_running: int = 32  # sequences that run at once
+    max_step_tokens: int = 512  # query tokens of a step
+    prefill_chunk: int | None = None  # of them, about, of prompts beside decodes; None: all
+    max_prefill_chunk: int = 0  # to which it grows where many wait
+    max_waiting: int = 1024  # sequences in the queue
+    max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
+    tenant_limits: TenantLimits = TenantLimits()  # of each tenant
+    starvation_steps: int = 16  # see SchedulerConfig
+    prefix_cache: bool = True
+    batch_invariant: bool = False
+    jump_forward: bool = True  # tokens that a grammar forces are appended without a step
+    # Guesses at what follows, of each sequence, verified in a step. From its own text, or from a
+    # draft model where there is one.
+    max_drafts: int = 0
+    max_grammars: int = 128  # compiled grammars kept
+    tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
+    context_parallel: int = 1  # devices that slots of each page are split over, times the others
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_step_tokens:
+            raise ValueError(
+                "EngineConfig: max_running: expected 1 to max_step_tokens = "
+                f"{self.max_step_tokens}, got {self.max_running}."
+            )
+        for name in ("tensor_parallel", "context_parallel"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"EngineConfig: {name}: expected at least 1, got {count}.")
+        if self.page_size % self.context_parallel:
+            raise ValueError(
+                "EngineConfig: page_size: expected a multiple of context_parallel = "
+                f"{self.context_parallel}, got {self.page_size}."
+            )
+        if self.batch_invariant and self.context_parallel > 1:
+            raise ValueError(
+                "EngineConfig: batch_invariant: expected False with context_parallel > 1, got True."
+            )
+
+
+def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
+    """What the scheduler needs to know."""
+    pages_each = -(-max_positions // config.page_size)
+    # Shared pages count once for each sequence, so it may be more than there are.
+    enough = min(config.max_running * pages_each, 4 * config.num_pages)
+    sizes = []
+    if not config.batch_invariant:
+        sizes = buckets.sizes(config.max_running, config.max_step_tokens, config.max_drafts > 0)
+    return SchedulerConfig(
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        prefill_chunk=config.prefill_chunk or config.max_step_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        max_waiting=config.max_waiting,
+        max_kv_pages_step=config.max_kv_pages_step or enough,
+        starvation_steps=config.starvation_steps,
+        tenant_limits=config.tenant_limits,
+        prefix_cache=config.prefix_cache,
+        step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
+    )
+
+
+def device_config(model: models.ModelConfig, config: EngineConfig) -> DeviceConfig:
+    return DeviceConfig(
+        capacities(config, model.max_positions),
+        batch_invariant=config.batch_invariant,
+        kv_dtype=config.kv_dtype,
+        eight_bit_products=config.eight_bit_products,
+        tensor_parallel=config.tensor_parallel,
+        context_parallel=config.context_parallel,
+        has_drafts=config.max_drafts > 0,
+    )

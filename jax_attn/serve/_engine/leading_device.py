@@ -1,0 +1,88 @@
+"""A device that several processes share: process 0 sends its calls, and the others repeat them.
+
+Every process gives its devices the same executables in the same order, with the same arguments.
+Nothing is decided anywhere but in process 0, which alone reads results.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import jax
+import numpy as np
+
+from jax_attn import models
+from jax_attn.serve._engine import sampling
+from jax_attn.serve._engine.buckets import Batch
+from jax_attn.serve._engine.device import Device, DeviceConfig, Scores
+from jax_attn.serve._engine.processes import Processes, ProcessesError
+from jax_attn.serve._scheduling.request import SamplingParams
+
+
+class LeadingDevice(Device):
+    """Device of process 0. Calls of one thread."""
+
+    def __init__(self, processes: Processes, model: models.Model, config: DeviceConfig):
+        self._processes = processes
+        self._is_made = False
+        super().__init__(model, config)
+        self._is_made = True
+        held = processes.gather("held", super().bytes_held())
+        self._held = {int(device): n for of_one in held for device, n in of_one.items()}
+
+    def bytes_held(self) -> dict[int, int]:
+        """Of the devices of all processes."""
+        return dict(self._held)
+
+    def reset(self) -> None:
+        """Raises ProcessesError after a failure: the other processes may have failed elsewhere."""
+        if self._is_made:
+            raise ProcessesError("A step failed, and the server is of several processes.")
+        super().reset()
+
+    def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
+        assert newest is None  # which others do not have
+        bucket = self.buckets.index(batch.bucket)
+        self._processes.send("forward", bucket, arrays=[batch.words])
+        return super().forward(batch)
+
+    def set_state(
+        self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
+    ) -> None:
+        self._processes.send(
+            "set_state", slot, num_prompt, params.logit_bias, arrays=[np.array(tokens, np.int32)]
+        )
+        super().set_state(slot, params, tokens, num_prompt)
+
+    def sample(
+        self, scores: Scores, kind: sampling.Kind, mask: np.ndarray | None
+    ) -> sampling.Sampled:
+        self._processes.send("sample", kind, arrays=[] if mask is None else [mask])
+        return super().sample(scores, kind, mask)
+
+    def _run_all(self) -> None:
+        self._processes.meet("compiled")
+        super()._run_all()
+
+
+def follow(device: Device, processes: Processes) -> NoReturn:
+    """What a process other than 0 does: compiles, and repeats the calls of process 0."""
+    processes.gather("held", device.bytes_held())
+    device.compile_all()
+    processes.meet("compiled")
+    scores: Scores | None = None
+    for call, plain, arrays in processes.records():
+        match call:
+            case "forward":
+                (bucket,) = plain
+                scores = device.forward(Batch(device.buckets[bucket], arrays[0], "greedy", [], {}))
+            case "sample":
+                assert scores is not None
+                device.sample(scores, plain[0], arrays[0] if arrays else None)
+            case "set_state":
+                slot, num_prompt, bias = plain
+                params = SamplingParams(
+                    max_tokens=1, logit_bias=tuple((token, value) for token, value in bias)
+                )
+                device.set_state(slot, params, arrays[0].tolist(), num_prompt)
+    raise AssertionError("the records never end")

@@ -1,0 +1,1 @@
+"""Constrained decoding: grammars, their compilation and token masks. Private."""

@@ -1,0 +1,221 @@
+"""Constrained decoding with llguidance: compiled grammars, token masks, forced tokens.
+
+A grammar is text: one of `from_json_schema`, `from_regex`, `from_lark`. `Grammars.compile` compiles
+it, and a `Matcher` follows one sequence through it. Compiling may take any time and memory, a mask
+up to some 50 ms: what clients send goes through `grammar_compiler` and `masks`.
+
+Forced tokens are those that the grammar leaves no choice about. llguidance gives the tokens of the
+forced text as the tokenizer would have cut it, up to the first that what follows might cut
+otherwise; from there on the mask decides, and allows every token that begins with what is forced.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from jax_attn.models._weights.protocols import Tokenizer
+
+MAX_GRAMMAR_CHARS = 100_000
+MAX_GRAMMAR_SECONDS = 1.0  # of a processor, to compile one
+MAX_GRAMMAR_BYTES = 96 << 20  # to compile one
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message is one sentence for whoever wrote it."""
+
+
+def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
+    """The grammar of a JSON Schema; True: of any JSON value. No white space between the tokens."""
+    if not isinstance(schema, str):
+        schema = json.dumps({} if schema is True else schema)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False}
+        )
+    except ValueError as error:
+        raise GrammarError(f"JSON schema: {one_line(str(error))}.") from error
+
+
+def from_regex(pattern: str) -> str:
+    """The grammar of a text that matches all of the regular expression (Rust's syntax)."""
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def from_choices(texts: Sequence[str]) -> str:
+    """One of the texts."""
+    return from_lark("start: " + " | ".join(map(json.dumps, texts)))
+
+
+def from_lark(grammar: str) -> str:
+    """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the text."""
+    return llguidance.LLMatcher.grammar_from_lark(grammar)
+
+
+# A mask within them takes at most some 50 ms, and the states of a lexer some 20 MB. Schemas of 300
+# alternatives, properties or tools, and enums of 2,000 texts use a fraction of each.
+_LIMITS: dict[str, Any] = {
+    "verbose_errors": False,  # would put the whole parser state in the sentence
+    "step_max_items": 10_000,
+    "max_items_in_row": 500,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 10_000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    text: str
+    num_bytes: int  # that it keeps, about
+    _matcher: llguidance.LLMatcher
+
+    def matcher(self) -> Matcher:
+        """At the beginning."""
+        return Matcher(self._matcher.deep_copy())
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer, the least recently used forgotten. Thread-safe.
+
+    Each tenant has its own: all copies of one share the states of its lexer, of which there are so
+    many, and the time that it takes to get one would tell what others use.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_tokens: Sequence[int],
+        max_entries: int = 128,
+        max_bytes: int = 128 << 20,
+    ):
+        """vocab_size: of the model, whose logits may be wider.
+
+        max_entries, max_bytes: of the cache.
+        """
+        if not eos_tokens:
+            raise ValueError("eos_tokens: expected at least one, to end a text with, got none.")
+        plain = copy.deepcopy(tokenizer)  # forced text must not be cut or padded
+        plain.no_truncation()
+        plain.no_padding()
+        self._plain, self._vocab_size, self._eos_tokens = plain, vocab_size, list(eos_tokens)
+        self._tokenizer = llguidance.LLTokenizer(
+            plain.to_str(), n_vocab=vocab_size, eos_token=self._eos_tokens
+        )
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_compiled = 0
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What another process needs to compile the same: see grammar_trial."""
+        return {
+            "tokenizer": self._plain.to_str(),
+            "n_vocab": self._vocab_size,
+            "eos": self._eos_tokens,
+            "limits": _LIMITS,
+            "seconds": MAX_GRAMMAR_SECONDS,
+            "bytes": MAX_GRAMMAR_BYTES,
+        }
+
+    def cached(self, grammar: str, tenant: str = "") -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._compiled.get((tenant, grammar))
+            if compiled is not None:
+                self._compiled.move_to_end((tenant, grammar))
+            return compiled
+
+    def matcher(self, grammar: str, tenant: str = "") -> Matcher:
+        """At the beginning of `grammar`, compiled here and now. Raises GrammarError."""
+        return (self.cached(grammar, tenant) or self.compile(grammar, tenant)).matcher()
+
+    def compile(self, grammar: str, tenant: str = "", num_bytes: int = 0) -> CompiledGrammar:
+        """num_bytes: that it keeps, if that is known. Raises GrammarError."""
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(
+                f"grammar: expected at most {MAX_GRAMMAR_CHARS} characters, got {len(grammar)}."
+            )
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(f"grammar: {one_line(matcher.get_error())}.")
+        compiled = CompiledGrammar(grammar, max(num_bytes, 4 * len(grammar)), matcher)
+        with self._lock:
+            self.num_compiled += 1
+            self._compiled[tenant, grammar] = compiled
+            self._shrink()
+        return compiled
+
+    def forget(self, grammar: str, tenant: str = "") -> None:
+        """One whose lexer may be used up."""
+        with self._lock:
+            self._compiled.pop((tenant, grammar), None)
+
+    def _shrink(self) -> None:
+        num_bytes = sum(compiled.num_bytes for compiled in self._compiled.values())
+        while len(self._compiled) > self._max_entries or num_bytes > self._max_bytes:
+            _, compiled = self._compiled.popitem(last=False)
+            num_bytes -= compiled.num_bytes
+
+
+class Matcher:
+    """One sequence's place in its grammar. Raises GrammarError where the grammar gets stuck."""
+
+    def __init__(self, matcher: llguidance.LLMatcher):
+        self._matcher = matcher
+
+    def copy(self) -> Matcher:
+        """At the same place, from where it goes on by itself."""
+        return Matcher(self._matcher.deep_copy())
+
+    @property
+    def is_forced(self) -> bool:
+        """There is no choice of what may follow."""
+        return bool(self._matcher.compute_ff_tokens())
+
+    @property
+    def is_stopped(self) -> bool:
+        """The text is complete: nothing may follow."""
+        return self._matcher.is_stopped()
+
+    def advance(self, token: int) -> None:
+        """Appends a token, which the last mask must have allowed."""
+        if not self._matcher.consume_token(token):
+            self._refuse()
+
+    def take_forced(self) -> list[int]:
+        """The tokens that must follow, already appended. Empty: there is a choice."""
+        tokens = self._matcher.compute_ff_tokens()
+        if tokens and not self._matcher.consume_tokens(tokens):
+            self._refuse()
+        return tokens
+
+    def fill_mask(self, row_mask: np.ndarray) -> None:
+        """Writes a bit for each token that may follow, lowest first. row_mask: [words] i32."""
+        if not (row_mask.flags.c_contiguous and row_mask.dtype == np.int32):
+            raise ValueError("fill_mask: row_mask: expected a contiguous row of int32.")
+        self._matcher.unsafe_compute_mask_ptr(row_mask.ctypes.data, row_mask.nbytes)
+        if self._matcher.is_error():
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise GrammarError(f"grammar: {one_line(self._matcher.get_error())}.")
+
+
+def one_line(message: str) -> str:
+    """llguidance's message without the quotations on its further lines."""
+    lines = message.strip().split("\n")
+    reason = next((line[7:] for line in lines[1:] if line.startswith("error: ")), "")
+    return f"{lines[0].rstrip('.:')}: {reason}" if reason else lines[0].rstrip(".:")

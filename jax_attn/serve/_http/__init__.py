@@ -1,0 +1,1 @@
+"""Routes, connections, limits on bytes and the HTTP process. Private."""

@@ -1,0 +1,132 @@
+"""API keys, and which Host a server without keys answers to."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jax_attn.serve._openai.errors import ApiError
+
+_MIN_KEY_CHARS = 16
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def read_keys(path: str | Path) -> tuple[str, ...]:
+    """One key a line; blank lines and lines that begin with # do not count.
+
+    A file, because command lines and environments show up in process lists and crash reports.
+
+    Raises:
+      ValueError: no key, or one that is too short or could not be sent in a header.
+    """
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError(f"{path}: no API key in this file")
+    return checked_keys(keys, str(path))
+
+
+def checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
+    """Raises ValueError for a key that is too short or could not be sent in a header."""
+    for number, key in enumerate(keys, 1):
+        if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError(
+                f"{where}: key {number}: expected at least {_MIN_KEY_CHARS} printable ASCII "
+                "characters without spaces"
+            )
+    return tuple(keys)
+
+
+class Authenticate:
+    """ASGI middleware: 401 unless one of the keys comes with the request.
+
+    The key is a bearer token or, for browsers, the password of HTTP Basic authentication, for which
+    they ask by themselves. scope["state"]["tenant"] says which key it was, and "is_operator"
+    whether it was one of operator_keys.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        open_paths: Iterable[str],
+        operator_keys: Iterable[str] = (),
+    ):
+        self._app = app
+        known = [(key, f"operator{i}") for i, key in enumerate(operator_keys)]
+        known += [(key, f"key{i}") for i, key in enumerate(keys)]
+        self._digests = [_digest(key.encode()) for key, _ in known]
+        self._names = [name for _, name in known]
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            presented = _presented_key(Headers(scope=scope).get("authorization", ""))
+            tenant = self._tenant(presented)
+            if tenant is None:
+                error = ApiError(401, "a valid API key is needed", code="invalid_api_key")
+                # Browsers ask for the key where the challenge is Basic; programs never see that.
+                challenge = "Basic" if scope["path"] == "/" else "Bearer"
+                error.headers["WWW-Authenticate"] = f'{challenge} realm="jax_attn"'
+                return await error.response()(scope, receive, send)
+            state = scope.setdefault("state", {})
+            state["tenant"], state["is_operator"] = tenant, tenant.startswith("operator")
+            if "record" in state:
+                state["record"].tenant = tenant
+        await self._app(scope, receive, send)
+
+    def _tenant(self, presented: bytes) -> str | None:
+        """Takes the same time whichever key it is, or none, and however much of it is right."""
+        digest = _digest(presented)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return self._names[matches.index(True)] if any(matches) else None
+
+
+class LoopbackHost:
+    """ASGI middleware: 403 unless the Host header names this machine.
+
+    For a server on a loopback address without keys. A web page that its user visits could otherwise
+    reach it, by pointing its own domain name at 127.0.0.1 (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+            if name.lower() not in _LOOPBACK:
+                error = ApiError(
+                    403,
+                    "Host: expected localhost; to serve under another name, use --api-key-file",
+                    param="Host",
+                    code="wrong_host",
+                )
+                return await error.response()(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    return host in _LOOPBACK
+
+
+def _digest(key: bytes) -> bytes:
+    """Of equal length whatever the key's, which compare_digest would give away."""
+    return hashlib.sha256(key).digest()
+
+
+def _presented_key(authorization: str) -> bytes:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:  # no base64, or no ASCII
+            return b""
+    return value.strip().encode() if scheme.lower() == "bearer" else b""

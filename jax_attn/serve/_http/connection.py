@@ -1,0 +1,189 @@
+"""A connection of the HTTP server: uvicorn's, with limits on how many there are and how slow they
+may be, and errors that reach who still sends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import h11
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from jax_attn.serve._openai.errors import ApiError
+
+# Of what a client sent, parsed at once, while no other connection is served. A body in chunks of a
+# byte takes a millisecond for 500 bytes, one whose length is known no time worth mentioning.
+_READ_BYTES, _READ_BODY_BYTES = 4096, 65536
+
+
+_MAX_HEAD_BYTES = 16384  # of the request line and headers, where uvicorn is not told another
+
+
+class Connection(H11Protocol):
+    """Closed where no request has begun in time, headers complete: uvicorn by itself would keep a
+    new connection that says nothing, and any that sends its headers a byte at a time, for ever.
+    Cut where the client does not read what it asked for.
+    """
+
+    head_seconds = 30.0
+    write_seconds = 30.0  # for what waits to be written, some 100 kB, to get below 16 kB
+    max_connections = 8192
+    max_of_address = 4096  # and of these
+
+    _of_address: ClassVar[WeakKeyDictionary[ServerState, Counter[str]]] = WeakKeyDictionary()
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: Config, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_read_size(_READ_BYTES)
+        counts = self._of_address.setdefault(self.server_state, Counter())
+        counts[self._address] += 1
+        if len(self.connections) > self.max_connections:
+            self._refuse(f"the server has {self.max_connections} connections, its limit")
+        elif counts[self._address] > self.max_of_address:
+            self._refuse(f"your address has {self.max_of_address} connections, the limit")
+        else:
+            self._await_head(None)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.transport.is_closing():  # what came was no HTTP, and may have had no headers
+            return
+        is_plain = self.conn.their_state is h11.SEND_BODY and any(
+            name == b"content-length" for name, _ in self.headers
+        )
+        self._set_read_size(_READ_BODY_BYTES if is_plain else _READ_BYTES)
+
+    def on_response_complete(self) -> None:
+        last = self.cycle
+        super().on_response_complete()
+        if self.cycle is last:  # else a request was there already
+            self._await_head(last)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _stop(self._write_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        """The rest of a body, or what follows a request, is no HTTP."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An answer that did not wait for the body would come after this one.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # one has begun, or been
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        _stop(self._head_timer)
+        _stop(self._write_timer)
+        counts = self._of_address[self.server_state]
+        counts[self._address] -= 1
+        if not counts[self._address]:
+            del counts[self._address]
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _set_read_size(self, num_bytes: int) -> None:
+        self.transport.max_size = num_bytes  # type: ignore[attr-defined]  # asyncio's, if not uvloop's
+
+    def _refuse(self, reason: str) -> None:
+        error = ApiError(429, f"{reason}; try again later", code="too_many_connections")
+        body = error.body().model_dump_json()
+        self.transport.write(
+            "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nRetry-After: 5\r\nConnection: close\r\n\r\n"
+            f"{body}".encode()
+        )
+        self.transport.close()
+
+    def _await_head(self, last: RequestResponseCycle | None) -> None:
+        _stop(self._head_timer)
+        self._head_timer = self.loop.call_later(self.head_seconds, self._give_up, last)
+
+    def _give_up(self, last: RequestResponseCycle | None) -> None:
+        if self.cycle is last:  # a request would have begun another
+            self.transport.close()
+            # Which waits until all is written.
+            self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+
+class DiscardBody:
+    """ASGI middleware. Before an error is answered, reads what has not been read of the body.
+
+    Else the connection is closed under a client that still sends, which then meets a reset, and
+    often not the answer. Bounded: whoever sends more than max_bytes, or slowly, meets it still.
+    """
+
+    max_bytes = 1 << 20
+    seconds = 1.0
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        has_more = (
+            headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        ) and "expect" not in headers  # who asks first would only now be told to send it
+
+        async def receive_and_see() -> Message:
+            nonlocal has_more
+            message = await receive()
+            has_more = has_more and message.get("more_body", False)
+            return message
+
+        async def read_the_rest() -> None:
+            left = self.max_bytes
+            while has_more and left > 0:
+                left -= len((await receive_and_see()).get("body", b""))
+
+        async def send_behind_the_body(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and has_more:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(read_the_rest(), self.seconds)
+            await send(message)
+
+        await self._app(scope, receive_and_see, send_behind_the_body)
+
+
+class _Strict(h11.Connection):
+    """h11 takes a body with both a length and chunks for one in chunks. A proxy in front of this
+    server may go by the length, and so take for a body what is a request here (smuggling)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if names >= {b"content-length", b"transfer-encoding"}:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,132 @@
+"""The process that answers HTTP, started by the one that has the engine: its own copy of Python.
+
+Both ends are here: `HttpProcess`, and `main`, which is what the process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax_attn import models
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._engine.processes import Processes
+from jax_attn.serve._http.http_server import HttpConfig, HttpServer, spare_the_collector
+from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
+from jax_attn.serve._ipc.wire import Wire, receive
+from jax_attn.serve._scheduling.protocols import Limits
+
+log = logging.getLogger("jax_attn.serve")
+
+LOG_FORMAT = "%(asctime)s %(message)s"
+_UNFLUSHED = 120  # Python's status where a stream, such as a full disk's, cannot be flushed
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that HTTP has to know."""
+
+    limits: Limits
+    stats: dict[str, Any]
+    model: models.Model  # without weights
+    config: ServerConfig
+    http: HttpConfig
+
+
+class HttpProcess:
+    """Started at once, so that it imports what it needs while the model is loaded.
+
+    A context, at whose end the process has ended, too.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            # Own session: signals of the terminal come here, and are handed on once.
+            self._process = subprocess.Popen(
+                [sys.executable, *_flags(), "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the engine's alone
+            )
+
+    def __enter__(self) -> HttpProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def serve(
+        self,
+        engine: AsyncEngine,
+        model: models.Model,
+        config: ServerConfig,
+        http: HttpConfig,
+        processes: Processes | None,
+    ) -> int:
+        """Runs the engine until the process ends. Returns the exit status of this one.
+
+        engine: not started. model: without weights.
+        """
+        host = EngineHost(engine, Wire(self._socket))
+        if processes is not None:
+            processes.on_leave = host.leave
+        asyncio.run(host.run(Setup(engine.limits, engine.stats(), model, config, http)))
+        status = self._process.wait()
+        if status < 0:
+            name = signal.Signals(-status).name
+            log.error("the process that answers HTTP was ended by %s", name)
+        return 0 if status in (0, _UNFLUSHED) and engine.failure is None else 1
+
+
+def _flags() -> list[str]:
+    return ["-P"] if sys.flags.safe_path else []
+
+
+class _Server(HttpServer):
+    """Signals come over the wire."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(file_descriptor: int) -> int:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A supervisor may send them to all processes of a service.
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=file_descriptor)
+    try:
+        setup: Setup = receive(sock)
+        engine = RemoteEngine(Wire(sock), setup.limits, setup.stats)
+        server = _Server(create_app(engine, setup.model, setup.config), setup.http)
+    except EOFError:
+        return 1  # the engine has said why
+    except (OSError, ValueError) as error:
+        print(f"jax_attn.serve: {error}", file=sys.stderr)
+        return 1
+    engine.on_ready = spare_the_collector
+    engine.on_failure = server.stop
+    engine.on_signal = lambda: server.handle_exit(signal.SIGTERM, None)
+    engine.on_leave = server.leave
+    asyncio.run(server.serve())
+    return 0 if server.started and engine.failure is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

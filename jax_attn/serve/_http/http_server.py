@@ -1,0 +1,110 @@
+"""The application behind uvicorn: sockets, limits of connections, what signals do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from jax_attn.serve._http.connection import Connection
+
+log = logging.getLogger("jax_attn.serve")
+
+_MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
+_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
+_ACCEPTS = 64  # of them at a time, 10 ms, in which no stream goes on
+_OTHER_FILES = 128  # than connections
+_MAX_FILES = 65536  # open ones; many a shell allows 1,024, fewer than the queue has clients
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    host: str
+    port: int
+    max_connections: int
+    drain_seconds: int
+
+
+class HttpServer(uvicorn.Server):
+    """Drains at the first signal, gives up at the second, and returns after either."""
+
+    def __init__(self, app: Starlette, config: HttpConfig):
+        """app: of `create_app`."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                backlog=_ACCEPTS,
+                http=limited_connection(config.max_connections, allow_many_connections()),
+                # Of h11, the one whose limit on headers can be set.
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                server_header=False,
+                headers=[("X-Content-Type-Options", "nosniff")],
+                proxy_headers=False,
+                timeout_graceful_shutdown=config.drain_seconds,
+            )
+        )
+        self._on_drain: Callable[[], None] = app.state.server.drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for listener in server.sockets:
+                with listener.dup() as same:
+                    same.listen(_BACKLOG)  # asyncio makes one number of both
+
+    def stop(self) -> None:
+        """From any thread. What is being answered is answered first."""
+        self.should_exit = True
+
+    def leave(self) -> None:
+        """What the first signal does, and nothing if it has come. From any thread."""
+        if not self.should_exit:
+            self._on_drain()
+            self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Without super(), which would raise the signal again after the drain.
+        self._on_drain()
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def spare_the_collector() -> None:
+    """What is there by now stays: a hundred thousand objects, 60 ms of every full collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def allow_many_connections() -> int:
+    """Each is an open file. Returns how many may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def limited_connection(max_connections: int, max_files: int) -> type[Connection]:
+    """One address may have half of them, so that others find some left."""
+    most = max(2, min(max_connections, max_files - _OTHER_FILES))
+    if most < max_connections:
+        log.warning("connections: at most %d, as this process may open %d files", most, max_files)
+
+    class Limited(Connection):
+        max_connections = most
+        max_of_address = -(-most // 2)
+
+    return Limited

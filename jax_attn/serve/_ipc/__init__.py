@@ -1,0 +1,1 @@
+"""Messages between the HTTP process and the engine's. Private."""

@@ -1,0 +1,282 @@
+"""The engine in one process, HTTP in another, so that they do not share Python's lock.
+
+`RemoteEngine` is what HTTP sees. `EngineHost` is at the other end of the wire, where the engine is.
+Messages are tuples, a name and what follows:
+
+| to the host | |
+| --- | --- |
+| start | |
+| submit, number, sequences | is answered; then their events come |
+| abort, ids | no more events of them |
+| snapshot, number | is answered with the snapshot |
+| stop, number, drain | is answered once the engine's thread has ended |
+
+| from the host | |
+| --- | --- |
+| answer, number, error or None, result | |
+| step, events, stats | events: rows of the fields of TokenEvent |
+| ready | the engine is compiled |
+| failed, sentence | the engine has given up |
+| signal | SIGTERM or SIGINT |
+| leave | another process of the server was told to end |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._ipc.wire import Wire
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.events import TokenEvent
+from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
+from jax_attn.serve._scheduling.request import FinishReason, Sequence
+from jax_attn.serve._scheduling.streams import Inbox, stream
+
+log = logging.getLogger("jax_attn.serve")
+
+# Rows take a quarter of the time of pickled events.
+_row = attrgetter(*(field.name for field in fields(TokenEvent)))
+
+
+class EngineFailed(RuntimeError):
+    """The engine, or its process, has ended before it was told to."""
+
+
+class RemoteEngine:
+    """An AsyncEngine in another process. Of the event loop that starts it.
+
+    on_ready, on_failure: as AsyncEngine's, but called in the event loop.
+    on_signal, on_leave: called in it when the process of the engine is told to end.
+    """
+
+    def __init__(self, wire: Wire, limits: Limits, stats: dict[str, Any]):
+        """stats: before the first step."""
+        self.limits = limits
+        self.failure: BaseException | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.on_signal: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self._wire, self._stats = wire, stats
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._is_warm = self._is_stopping = False
+
+    @property
+    def ready(self) -> bool:
+        """Compiled, and taking requests."""
+        return self._is_warm and not self._is_stopping and self.failure is None
+
+    def start(self) -> None:
+        """See AsyncEngine.start."""
+        self._inbox = Inbox(asyncio.get_running_loop())
+        self._wire.attach(lambda message: self._on_message(*message), self._on_end)
+        self._wire.send(("start",))
+
+    async def stop(self, drain: bool) -> None:
+        """See AsyncEngine.stop. A second call does nothing."""
+        was_stopping, self._is_stopping = self._is_stopping, True
+        if was_stopping:
+            return
+        if self.failure is None:
+            try:
+                await self._ask("stop", drain)
+            except EngineStopped:
+                pass  # it ended by itself meanwhile
+        self._wire.close()
+
+    def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
+        """See AsyncEngine.generate."""
+        return stream(seqs, lambda: self._inbox, self._submit, self._abort)
+
+    def stats(self) -> dict[str, Any]:
+        """See AsyncEngine.stats."""
+        return self._stats
+
+    async def snapshot(self) -> dict[str, Any]:
+        """See AsyncEngine.snapshot. Raises EngineStopped."""
+        snapshot: dict[str, Any] = await self._ask("snapshot")
+        return snapshot
+
+    async def _submit(self, seqs: Seq[Sequence], _: Inbox) -> None:
+        if self._is_stopping:
+            raise EngineStopped("The engine does not run.")
+        await self._ask("submit", list(seqs))
+
+    def _abort(self, seq_ids: set[str]) -> None:
+        self._wire.send(("abort", seq_ids))
+
+    async def _ask(self, name: str, *plain: Any) -> Any:
+        if self.failure is not None:
+            raise EngineStopped("The engine does not run.")
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._wire.send((name, number, *plain))
+        try:
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def _on_message(self, name: str, *plain: Any) -> None:
+        getattr(self, f"_on_{name}")(*plain)
+
+    def _on_step(self, rows: list[tuple[Any, ...]], stats: dict[str, Any]) -> None:
+        self._stats = stats
+        self._inbox.put([TokenEvent(*row) for row in rows])
+
+    def _on_answer(self, number: int, error: Exception | None, result: Any) -> None:
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
+            return  # nobody waits for it any more
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    def _on_ready(self) -> None:
+        self.on_ready()
+        self._is_warm = True
+
+    def _on_failed(self, sentence: str) -> None:
+        if self.failure is not None:
+            return
+        self.failure = EngineFailed(sentence)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineStopped("The engine does not run."))
+        self._inbox.put(
+            [
+                TokenEvent(seq_id, finish_reason=FinishReason.ERROR, error="The engine failed.")
+                for seq_id in self._inbox.sequences
+            ]
+        )
+        self.on_failure()
+
+    def _on_end(self) -> None:
+        if self.failure is None:
+            log.error("the process of the engine has ended")
+        self._on_failed("its process has ended")
+
+    def _on_signal(self) -> None:
+        self.on_signal()
+
+    def _on_leave(self) -> None:
+        self.on_leave()
+
+
+class EngineHost:
+    """Runs an AsyncEngine, not started, for a RemoteEngine at the other end of a wire."""
+
+    def __init__(self, engine: AsyncEngine, wire: Wire):
+        self._engine, self._wire = engine, wire
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._submissions: dict[str, asyncio.Task[None]] = {}  # by sequence: not in the queue yet
+        self._rows: list[tuple[Any, ...]] = []  # of the engine's thread
+
+    async def run(self, setup: Any, *, signals: bool = True) -> None:
+        """Returns once the other side is gone, and the engine's thread has ended.
+
+        setup: the first message, for `wire.receive`. signals: hands on SIGTERM and SIGINT.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self._wire.attach(lambda message: self._on_message(*message), ended.set)
+        self._wire.send(setup)
+        on_ready = self._engine.on_ready
+
+        def tell_ready() -> None:
+            on_ready()
+            self._wire.send(("ready",))
+
+        self._engine.on_ready, self._engine.on_failure = tell_ready, self._tell_failure
+        self._engine.on_stats = self._tell_step
+        for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
+            loop.add_signal_handler(number, self._wire.send, ("signal",))
+        try:
+            await ended.wait()
+            await self._engine.stop(drain=False)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._wire.close()
+
+    def leave(self) -> None:
+        """From any thread: HTTP is to drain, unless it does already."""
+        self._wire.send(("leave",))
+
+    # ---- the engine's thread -------------------------------------------------------------------
+
+    def deliver(self, events: list[TokenEvent]) -> None:
+        """Recipient of all events; `_tell_step` follows."""
+        self._rows += map(_row, events)
+
+    def _tell_step(self, stats: dict[str, Any]) -> None:
+        rows, self._rows = self._rows, []
+        self._wire.send(("step", rows, stats))
+
+    def _tell_failure(self) -> None:
+        self._tell_step(self._engine.stats())
+        self._wire.send(("failed", str(self._engine.failure)))
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def _on_message(self, name: str, *plain: Any) -> None:
+        getattr(self, f"_on_{name}")(*plain)
+
+    def _on_start(self) -> None:
+        self._engine.start()
+
+    def _on_submit(self, number: int, seqs: list[Sequence]) -> None:
+        task = self._answer(number, lambda: self._engine.submit(seqs, self))
+        self._submissions |= {seq.id: task for seq in seqs}
+
+        def forget(_: asyncio.Task[None]) -> None:
+            for seq in seqs:
+                self._submissions.pop(seq.id, None)
+
+        task.add_done_callback(forget)
+
+    def _on_abort(self, seq_ids: set[str]) -> None:
+        for task in {self._submissions[i] for i in seq_ids if i in self._submissions}:
+            task.cancel()  # all of a request or nothing
+        self._engine.abort(seq_ids)
+
+    def _on_snapshot(self, number: int) -> None:
+        self._answer(number, self._engine.snapshot)
+
+    def _on_stop(self, number: int, drain: bool) -> None:
+        self._answer(number, lambda: self._engine.stop(drain))
+
+    def _answer(self, number: int, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[None]:
+        """What comes of `work` is the answer: a result or an exception."""
+
+        async def run() -> None:
+            result, error = None, None
+            try:
+                result = await work()
+            except Exception as raised:
+                error = _as_sent(raised)
+            self._wire.send(("answer", number, error, result))
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _as_sent(error: Exception) -> Exception:
+    """What `submit` refuses arrives as it is; anything else is a mistake of ours."""
+    if isinstance(error, (QueueFull, ValueError, EngineStopped)):
+        return error
+    log.error("a request failed in the engine", exc_info=error)
+    return RuntimeError(f"{type(error).__name__}: {error}")

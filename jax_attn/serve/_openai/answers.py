@@ -1,0 +1,439 @@
+"""From the engine's events to answers over HTTP, whole or as server-sent events: what all of them
+have in common, and those with choices. `responses_api` has the others."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from jax_attn.serve._grammar.grammar import GrammarError
+from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.access_log import Record
+from jax_attn.serve._openai.errors import ApiError
+from jax_attn.serve._openai.limits import Ticket, queue_full
+from jax_attn.serve._openai.logprobs import PromptScores, Scores
+from jax_attn.serve._openai.metrics import Metrics
+from jax_attn.serve._openai.prepare import Prepared
+from jax_attn.serve._openai.response_format import Style
+from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
+from jax_attn.serve._scheduling.protocols import EngineStopped, ServedEngine
+from jax_attn.serve._scheduling.request import FinishReason, Sequence
+
+# Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
+KEEP_ALIVE_SECONDS = 10.0
+_ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other requests have a turn
+_EVENTS_AT_A_TIME = 8  # of several choices in one step; then other requests have a turn
+_PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
+_MARK = "the text goes here"
+_NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
+_NO_PROMPT_SCORES = b'"prompt_logprobs":null'
+# Sequences of a request that the engine has at a time, and of each call: as some of them end,
+# others follow.
+_WINDOW, _GROUP = 64, 16
+_RETRY_SECONDS = 0.05  # where the queue has no room for more of a request that has begun
+
+
+@dataclass
+class _Choice:
+    """What one sequence has produced so far."""
+
+    scores: Scores | None = None  # None: they were not asked for
+    prompt_scores: PromptScores | None = None  # None: they were not asked for
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    has_begun: bool = False  # its first chunk is sent
+    num_cached: int = 0
+    last_event: float = 0.0  # time.monotonic()
+    finish_reason: str | None = None
+
+
+class _Ended(NamedTuple):
+    """The engine has no more of a group of sequences."""
+
+    task: asyncio.Task[None] | None
+    group: list[Sequence]
+    error: Exception | None
+
+
+class GenerationAnswer(abc.ABC):
+    """Runs a prepared request on the engine and answers it: an ASGI application.
+
+    The answer begins with the first token, or with the first sign of life, so that a full queue is
+    still a plain 429. When the client goes away, the engine's iterator is closed, which aborts its
+    sequences.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        prepared: Prepared,
+        metrics: Metrics,
+        ticket: Ticket,
+        record: Record,
+        *,
+        stream: bool,
+    ):
+        self._engine, self._prepared = engine, prepared
+        self._metrics, self._ticket, self._record = metrics, ticket, record
+        self._stream = stream
+        self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
+        self._choices = [_Choice() for _ in prepared.sequences]
+        self._is_started = False  # the answer
+        # What is being sent: an event, which may take several pieces, or a sign of life. Nothing
+        # else comes between; a lock would take a tenth of an event's time.
+        self._is_sending = False
+        self._comment: asyncio.Task[None] | None = None
+        self._last_sent = time.monotonic()
+
+    @abc.abstractmethod
+    async def _respond_whole(self, send: Send) -> None: ...
+
+    @abc.abstractmethod
+    async def _respond_in_events(self, send: Send) -> None: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self._respond_in_events if self._stream else self._respond_whole
+        work = asyncio.create_task(respond(send))
+        others = [asyncio.create_task(disconnected(receive))]
+        try:
+            if self._stream:
+                others.append(asyncio.create_task(self._keep_alive(send)))
+            await asyncio.wait({work, others[0]}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cut_off = not work.done()
+            for task in (work, *others):
+                task.cancel()
+            await asyncio.gather(work, *others, return_exceptions=True)
+            self._ticket.leave()
+            self._account(work, cut_off)
+        if not cut_off:
+            work.result()
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    async def _send_whole(self, send: Send, pieces: list[bytes]) -> None:
+        length = b"%d" % sum(map(len, pieces))
+        await self._start(send, "application/json", (b"content-length", length))
+        await send_pieces(send, pieces)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_event(self, send: Send, pieces: list[bytes], name: bytes = b"") -> None:
+        if self._comment is not None:
+            await self._comment
+        self._is_sending = True
+        if not self._is_started:
+            await self._start(send, "text/event-stream")
+        head = b"event: %b\ndata: " % name if name else b"data: "
+        await send_pieces(send, [head, *pieces, b"\n\n"])
+        self._last_sent = time.monotonic()
+        self._is_sending = False
+
+    async def _keep_alive(self, send: Send) -> None:
+        """A comment, which clients pass over, wherever nothing was sent for a while."""
+        while True:
+            left = self._last_sent + KEEP_ALIVE_SECONDS - time.monotonic()
+            if left > 0 or self._is_sending:
+                await asyncio.sleep(max(left, KEEP_ALIVE_SECONDS / 10))
+                continue
+            self._comment = asyncio.create_task(self._send_comment(send))
+            await self._comment
+            self._comment = None
+
+    async def _send_comment(self, send: Send) -> None:
+        if not self._is_started:
+            await self._start(send, "text/event-stream")
+        await send_pieces(send, [b": waiting\n\n"])
+        self._last_sent = time.monotonic()
+
+    async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
+        self._is_started = True
+        all_headers = [
+            *headers,
+            (b"content-type", content_type.encode()),
+            (b"cache-control", b"no-store"),
+            (b"x-request-id", self._prepared.id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": all_headers})
+
+    # ---- events --------------------------------------------------------------------------------
+
+    async def _events(self) -> AsyncIterator[TokenEvent]:
+        """The engine's events, after they have been counted.
+
+        Raises:
+          ApiError: the queue is full, the engine stops, or a sequence failed.
+        """
+        async with contextlib.aclosing(self._all_events()) as events:
+            try:
+                async for event in events:
+                    self._count(event)
+                    yield event
+            except QueueFull as error:
+                raise queue_full(str(error)) from None
+            except GrammarError as error:
+                raise self._bad_grammar(str(error)) from None
+            except EngineStopped:
+                raise ApiError(503, "the server is shutting down", code="draining") from None
+
+    def _all_events(self) -> AsyncGenerator[TokenEvent]:
+        """The events of all sequences. Of many, the engine gets only some at a time."""
+        seqs = self._prepared.sequences
+        if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
+            return self._engine.generate(seqs)
+        return self._events_of_many(seqs)
+
+    async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[TokenEvent]:
+        window = min(_WINDOW, self._engine.limits.max_waiting)
+        size = max(1, min(_GROUP, window // 2))
+        groups = deque(seqs[begin : begin + size] for begin in range(0, len(seqs), size))
+        news: asyncio.Queue[TokenEvent | _Ended] = asyncio.Queue()
+        running: set[asyncio.Task[None]] = set()
+        has_begun = is_full = False
+        try:
+            while groups or running:
+                while groups and not is_full and (len(running) + 1) * size <= window:
+                    running.add(asyncio.create_task(self._run(groups.popleft(), news)))
+                if not running:
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    is_full = False
+                    continue
+                event = await news.get()
+                if isinstance(event, _Ended):
+                    running.discard(event.task)
+                    is_full = isinstance(event.error, QueueFull)
+                    if is_full and (has_begun or running):
+                        groups.appendleft(event.group)
+                    elif event.error is not None:
+                        raise event.error
+                else:
+                    has_begun = True
+                    yield event
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, group: list[Sequence], news: asyncio.Queue[TokenEvent | _Ended]) -> None:
+        """Puts the events of a group into `news`, and behind them an _Ended."""
+        error = None
+        try:
+            async with contextlib.aclosing(self._engine.generate(group)) as events:
+                async for event in events:
+                    news.put_nowait(event)
+        except Exception as raised:
+            error = raised
+        news.put_nowait(_Ended(asyncio.current_task(), group, error))
+
+    def _count(self, event: TokenEvent) -> None:
+        reason = event.finish_reason
+        if event.admitted is not None:
+            self._record.see_admitted(event.admitted)
+        if reason == FinishReason.ERROR and not event.is_clients_fault:
+            raise ApiError(500, event.error or "the request failed", code="engine_error")
+        if reason == FinishReason.ABORT:
+            raise ApiError(503, "the server is shutting down", code="draining")
+        choice = self._choices[self._index[event.seq_id]]
+        now = time.monotonic()
+        if event.tokens:
+            if choice.num_tokens == 0:
+                self._metrics.ttft.observe(now - self._prepared.arrival)
+                self._record.see_first_token(now)
+            else:
+                each = (now - choice.last_event) / len(event.tokens)
+                for _ in event.tokens:
+                    self._metrics.inter_token.observe(each)
+            choice.last_event = now
+            choice.num_tokens += len(event.tokens)
+            self._record.num_output += len(event.tokens)
+        if event.num_cached_tokens is not None:
+            choice.num_cached = event.num_cached_tokens
+        if reason is None:
+            return
+        choice.finish_reason = str(reason)
+        # The grammar that one choice has got stuck in may take the others to their end.
+        if event.is_clients_fault and all(c.finish_reason == "error" for c in self._choices):
+            raise self._bad_grammar(event.error or "the grammar has got stuck")
+
+    def _bad_grammar(self, message: str) -> ApiError:
+        field = self._prepared.grammar_field or "grammar"
+        return ApiError(400, f"{field}: {message}", param=field, code="invalid_grammar")
+
+    def _usage(self) -> schemas.Usage:
+        n = self._prepared.num_choices
+        prompt = sum(len(tokens) for tokens in self._prepared.prompts)
+        output = sum(choice.num_tokens for choice in self._choices)
+        # The prompt counts once for all its choices, and all but the first find it cached.
+        cached = sum(
+            min(choice.num_cached for choice in self._choices[first : first + n])
+            for first in range(0, len(self._choices), n)
+        )
+        return schemas.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
+        )
+
+    def _account(self, work: asyncio.Task[None], cut_off: bool) -> None:
+        self._metrics.request.observe(time.monotonic() - self._prepared.arrival)
+        reasons = {choice.finish_reason for choice in self._choices}
+        if cut_off:
+            outcome = "disconnected"
+        elif isinstance(error := work.exception(), ApiError) and error.status in (400, 429):
+            return  # counted where it is answered
+        elif error is not None or None in reasons:
+            outcome = "failed"
+        else:
+            outcome = "deadline" if FinishReason.DEADLINE in reasons else "completed"
+        self._metrics.count(outcome)
+
+
+class ChoicesAnswer(GenerationAnswer):
+    """Of completions and chat completions: a list of choices."""
+
+    def __init__(self, style: Style, *args: Any, include_usage: bool, **kwargs: Any):
+        """Further arguments: of GenerationAnswer."""
+        super().__init__(*args, **kwargs)
+        self._style, self._include_usage = style, include_usage
+        for index, (choice, seq) in enumerate(
+            zip(self._choices, self._prepared.sequences, strict=True)
+        ):
+            choice.scores, choice.prompt_scores = style.scores(index), self._prompt_scores(seq)
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    def _prompt_scores(self, seq: Sequence) -> PromptScores | None:
+        num_top = self._prepared.num_prompt_top
+        if num_top is None:
+            return None
+        return PromptScores(self._style.tokens, seq.num_prompt, num_top)
+
+    # ---- one answer ----------------------------------------------------------------------------
+
+    async def _respond_whole(self, send: Send) -> None:
+        async for event in self._events():
+            choice = self._choices[self._index[event.seq_id]]
+            choice.texts.append(event.text)
+            # A stream's are sent as they come.
+            self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
+            await _add_scores(choice, event.logprobs)
+        before, behind = (
+            self._style.whole(self._usage()).model_dump_json().encode().split(b'"choices":[]')
+        )
+        pieces = [before, b'"choices":[']
+        for index, choice in enumerate(self._choices):
+            model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
+            pieces += [b","] * bool(index) + _dump(model, choice.scores, choice.prompt_scores)
+            await asyncio.sleep(0)  # others' turn
+        pieces += [b"]", behind]
+        await self._send_whole(send, pieces)
+
+    # ---- server-sent events --------------------------------------------------------------------
+
+    async def _respond_in_events(self, send: Send) -> None:
+        try:
+            num_sent = 0
+            async for event in self._events():
+                finish = None if event.finish_reason is None else str(event.finish_reason)
+                index = self._index[event.seq_id]
+                if event.logprobs:
+                    await _add_scores(self._choices[index], event.logprobs)
+                if event.text or event.logprobs or finish:
+                    news = self._chunk(index, event.text, bool(event.logprobs), finish)
+                    if news is not None:
+                        await self._send_event(send, news)
+                        num_sent += 1
+                        if num_sent % _EVENTS_AT_A_TIME == 0:
+                            await asyncio.sleep(0)
+        except ApiError as error:
+            if not self._is_started:
+                raise
+            await self._send_event(send, [error.body().model_dump_json().encode()])
+        else:
+            if self._include_usage:
+                usage = self._style.usage_chunk(self._usage())
+                await self._send_event(send, [usage.model_dump_json().encode()])
+        await self._send_event(send, [b"[DONE]"])
+        await send({"type": "http.response.body", "body": b""})
+
+    def _chunk(
+        self, index: int, text: str, has_scores: bool, finish: str | None
+    ) -> list[bytes] | None:
+        """All but the first and the last chunk of a choice differ in their text alone, unless the
+        style changes it."""
+        choice = self._choices[index]
+        is_plain = choice.has_begun and not (has_scores or finish)
+        choice.has_begun = True
+        around = self._around_text.get(index)
+        if is_plain and around is None and self._style.keeps_text:
+            marked = self._style.chunk(index, _MARK, False, finish)
+            assert marked is not None
+            whole = b"".join(_dump(marked, choice.scores))
+            before, after = whole.split(json.dumps(_MARK).encode())
+            around = self._around_text[index] = (before, after)
+        if is_plain and around is not None:
+            return [json.dumps(text).encode().join(around)]
+        chunk = self._style.chunk(index, text, has_scores, finish)
+        return None if chunk is None else _dump(chunk, choice.scores)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone; its body has been read by now."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> None:
+    """A long prompt has thousands, all in one event."""
+    if not entries or (choice.scores is None and choice.prompt_scores is None):
+        return
+    for begin in range(0, len(entries), _ENTRIES_AT_A_TIME):
+        if begin:
+            await asyncio.sleep(0)
+        some = entries[begin : begin + _ENTRIES_AT_A_TIME]
+        if choice.prompt_scores is not None:
+            some = choice.prompt_scores.take_own(some)
+        if choice.scores is not None:
+            choice.scores.add(some)
+
+
+def _dump(
+    model: BaseModel, scores: Scores | None, prompt_scores: PromptScores | None = None
+) -> list[bytes]:
+    """The JSON of one choice, or of a chunk with it, in pieces; with what scores there are."""
+    pieces = [model.model_dump_json().encode()]
+    for mark, found in ((_NO_SCORES, scores), (_NO_PROMPT_SCORES, prompt_scores)):
+        if found is not None:
+            before, after = pieces.pop().split(mark)
+            pieces += [before, mark.removesuffix(b"null"), *found.take(), after]
+    return pieces
+
+
+async def send_pieces(send: Send, pieces: list[bytes]) -> None:
+    """Sends the pieces joined, in parts of at most _PIECE_BYTES: to copy a long answer at once
+    would delay others, and each part that a slow client takes shows that it still reads."""
+    if sum(map(len, pieces)) <= _PIECE_BYTES:
+        await send(_body(b"".join(pieces)))
+        return
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        while len(body) > _PIECE_BYTES:
+            await send(_body(bytes(body[:_PIECE_BYTES])))
+            del body[:_PIECE_BYTES]
+            await asyncio.sleep(0)
+    await send(_body(bytes(body)))
+
+
+def _body(body: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -1,0 +1,232 @@
+"""/v1/embeddings: its body, from a body to tokens, and from vectors to OpenAI's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+from starlette.types import Receive, Scope, Send
+
+from jax_attn import models
+from jax_attn.serve._engine.embedder import Embedder, EmbedderStopped
+from jax_attn.serve._openai import fields, schemas
+from jax_attn.serve._openai.access_log import Record
+from jax_attn.serve._openai.answers import disconnected, send_pieces
+from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
+from jax_attn.serve._openai.limits import Ticket
+from jax_attn.serve._openai.metrics import Metrics
+from jax_attn.serve._openai.text_encoder import TextEncoder
+
+# Of a request, as OpenAI has them.
+MAX_INPUTS = 2048
+MAX_REQUEST_TOKENS = 300_000
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+# By its first element, so that an error is about what was meant.
+Input: TypeAlias = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[fields.PromptTokens, Tag("tokens")]
+    | Annotated[
+        list[Text], Tag("texts"), Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)
+    ]
+    | Annotated[
+        list[fields.PromptTokens],
+        Tag("token lists"),
+        Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS),
+    ],
+    Discriminator(
+        schemas.kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="expected a text, a list of tokens, or a list of either",
+    ),
+]
+
+
+class EmbeddingRequest(fields.RequestBody):
+    model: str | SkipJsonSchema[None] = None
+    input: Input = Field(description="a text or its tokens, or a list of either")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="base64: of the numbers as little-endian float32"
+    )
+    dimensions: int | SkipJsonSchema[None] = Field(
+        None, ge=1, description="the first numbers only, if the model was trained for that"
+    )
+    user: fields.Ignored
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@dataclass(frozen=True)
+class PreparedEmbeddings:
+    """A checked request."""
+
+    sequences: list[list[int]]
+    dimensions: int  # of the vectors in the answer
+    is_base64: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+
+class EmbeddingReader:
+    def __init__(self, model: models.EmbeddingModel, embedder: Embedder):
+        self._name, self._max_tokens = embedder.name, embedder.max_tokens
+        self._sizes, self._vocab_size = model.sizes, model.config.vocab_size
+        self._normalizes = model.pooling.normalize
+        self._texts = TextEncoder(model.tokenizer)
+
+    def prepare(self, body: EmbeddingRequest) -> PreparedEmbeddings:
+        """Raises: ApiError."""
+        if body.model not in (None, self._name):
+            assert body.model is not None
+            raise ApiError(
+                404,
+                f"model: {body.model[:200]!r} makes no embeddings here, {self._name!r} does",
+                param="model",
+                code="model_not_found",
+            )
+        dimensions = self._sizes[-1] if body.dimensions is None else body.dimensions
+        if dimensions not in self._sizes:
+            raise bad_field("dimensions", f"expected {self._words_for_sizes()}, got {dimensions}")
+        is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
+        inputs: list[Any] = [body.input] if is_one else body.input  # type: ignore[assignment]
+        sequences: list[list[int]] = []
+        num_tokens = 0
+        for i, each in enumerate(inputs):
+            tokens = self._tokens(each, "input" if is_one else f"input[{i}]")
+            num_tokens += len(tokens)
+            if num_tokens > MAX_REQUEST_TOKENS:
+                raise bad_field("input", f"more than {MAX_REQUEST_TOKENS} tokens in one request")
+            sequences.append(tokens)
+        return PreparedEmbeddings(sequences, dimensions, body.encoding_format == "base64")
+
+    def _tokens(self, given: str | list[int], field: str) -> list[int]:
+        if isinstance(given, str):
+            given = self._texts.encode(given, field, self._max_tokens)
+        tokens = given
+        if not tokens:
+            raise bad_field(field, "no tokens")
+        if len(tokens) > self._max_tokens:
+            raise overflow(field, self._max_tokens, len(tokens))
+        if (largest := max(tokens)) >= self._vocab_size:
+            raise bad_field(
+                field, f"token {largest} is beyond the vocabulary of {self._vocab_size}"
+            )
+        return tokens
+
+    def _words_for_sizes(self) -> str:
+        sizes = self._sizes
+        if len(sizes) == 1:
+            return f"{sizes[0]}, as this model's vectors cannot be cut"
+        return f"1 to {sizes[-1]}" if isinstance(sizes, range) else f"one of {list(sizes)}"
+
+    def cut(self, vectors: np.ndarray, dimensions: int) -> np.ndarray:
+        """[n, dimensions], of length 1 again if they were."""
+        if dimensions == vectors.shape[1]:
+            return vectors
+        vectors = vectors[:, :dimensions]
+        if self._normalizes:
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = vectors / np.maximum(lengths, 1e-12)
+        return vectors
+
+
+class EmbeddingResponse:
+    """Has the embedder compute a prepared request, and answers it: an ASGI application.
+
+    When the client goes away, what has not begun is forgotten.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        reader: EmbeddingReader,
+        prepared: PreparedEmbeddings,
+        metrics: Metrics,
+        ticket: Ticket,
+        record: Record,
+    ):
+        self._embedder, self._reader, self._prepared = embedder, reader, prepared
+        self._metrics, self._ticket, self._record = metrics, ticket, record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._respond(send))
+        left = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cut_off = not work.done()
+            for task in (work, left):
+                task.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+            self._ticket.leave()
+            failed = not cut_off and work.exception() is not None
+            self._metrics.count("disconnected" if cut_off else "failed" if failed else "completed")
+        if not cut_off:
+            work.result()
+
+    async def _respond(self, send: Send) -> None:
+        vectors = self._reader.cut(await self._vectors(), self._prepared.dimensions)
+        if not np.isfinite(vectors).all():
+            raise ApiError(500, "the model's numbers are not finite", code="internal_error")
+        self._metrics.embedding_tokens.inc(self._prepared.num_tokens)
+        headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for piece in self._json(vectors):
+            await send_pieces(send, [piece])
+            await asyncio.sleep(0)  # others' turn
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _vectors(self) -> np.ndarray:
+        """[number of sequences, size] f32. Raises ApiError."""
+        try:
+            job = self._embedder.submit(self._ticket.tenant, self._prepared.sequences)
+        except EmbedderStopped as error:
+            raise ApiError(503, str(error), code="failed") from None
+        try:
+            await asyncio.wrap_future(job.done)
+        except EmbedderStopped as error:
+            raise ApiError(500, str(error), code="internal_error") from None
+        finally:
+            self._record.admitted = job.begun
+            self._embedder.cancel(job)
+        return job.vectors
+
+    async def _json(self, vectors: np.ndarray) -> AsyncIterator[bytes]:
+        """One vector after the other, a millisecond each: all of them may be 40 MB of text."""
+        n = self._prepared.num_tokens
+        usage = EmbeddingUsage(prompt_tokens=n, total_tokens=n)
+        whole = EmbeddingList(data=[], model=self._embedder.name, usage=usage)
+        before, behind = whole.model_dump_json().encode().split(b'"data":[]')
+        yield before + b'"data":['
+        for i, vector in enumerate(vectors):
+            value: str | list[float] = vector.tolist()
+            if self._prepared.is_base64:
+                value = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            entry = json.dumps({"object": "embedding", "index": i, "embedding": value})
+            yield b"," * bool(i) + entry.encode()
+        yield b"]" + behind

@@ -1,0 +1,154 @@
+"""Limits on requests: what the requests of each tenant may hold of the server at once.
+
+What a request costs becomes known in steps: first that it exists, then the bytes of its body, then
+its choices, tokens and log-probabilities. Its `Ticket` counts each of them before memory is taken
+for it. Beyond a limit the request is refused with a 429 that names the limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.errors import ApiError
+from jax_attn.serve._scheduling.protocols import ServedEngine
+
+RETRY_AFTER_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What the requests of one key may hold at once; without keys, those of everybody."""
+
+    requests: int
+    choices: int  # sequences: prompts x n
+    tokens: int = 1 << 22  # of prompts, for each choice; 44 bytes of memory each
+    # Log-probabilities of answers that are not complete, and no streams; up to 90 bytes each.
+    scores: int = 8 * schemas.MAX_SCORES
+    body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
+    embedding_bytes: int = 64 << 20  # of vectors until they are sent
+
+    @staticmethod
+    def default(max_waiting: int, max_running: int) -> KeyLimits:
+        """All that the engine takes: keys that want more than there is get equal shares of it."""
+        most = max_waiting + max_running
+        return KeyLimits(requests=most, choices=most)
+
+    def check_one(self, tenant: str, **amounts: int) -> None:
+        """Raises ApiError, 400, for a request that is more than all together may be."""
+        for name, amount in amounts.items():
+            if amount > (limit := getattr(self, name)):
+                raise _too_many(name, limit, _whose(tenant), 0, amount)
+
+
+_WORDS = {
+    "requests": "requests in flight",
+    "choices": "choices in flight (prompts x n)",
+    "tokens": "prompt tokens in flight (x n)",
+    "scores": "log-probabilities of answers in flight (use streams, or fewer)",
+    "body_bytes": "bytes of bodies that are being read",
+    "embedding_bytes": "bytes of embeddings in flight",
+}
+
+
+def _too_many(name: str, limit: int, whose: str, held: int, amount: int) -> ApiError:
+    expected = f"{_WORDS[name]}: expected at most {limit} {whose}, got"
+    code = f"too_many_{name}"
+    if amount > limit:  # whenever it comes
+        return ApiError(400, f"{expected} {amount} in one request", code=code)
+    return ApiError(
+        429,
+        f"{expected} {held} and {amount} more; try again when some of them are done",
+        code=code,
+        retry_after=RETRY_AFTER_SECONDS,
+    )
+
+
+def _whose(tenant: str) -> str:
+    return "of one key" if tenant else "of all clients together"
+
+
+class Gate:
+    """Of an event loop. Hands out tickets as long as there is room for one."""
+
+    def __init__(self, engine: ServedEngine | None, limits: KeyLimits):
+        """engine: None: there is no queue to enter."""
+        self._engine, self._limits = engine, limits
+        self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold
+
+    def enter(self, tenant: str, *, queues: bool) -> Ticket:
+        """queues: it wants a place in the engine's queue, and is refused where it would get none.
+
+        Raises:
+          ApiError: 429.
+        """
+        if queues:
+            self._check_queue(tenant)
+        ticket = Ticket(self, tenant)
+        ticket.take(requests=1)
+        return ticket
+
+    def _check_queue(self, tenant: str) -> None:
+        """What the engine will say, as far as it is known without reading the request."""
+        assert self._engine is not None
+        limits = self._engine.limits
+        if self._engine.stats()["waiting"] < limits.max_waiting:
+            return
+        share = limits.max_waiting // len(self._held.keys() | {tenant})
+        if self.held(tenant)["choices"] >= share:
+            raise queue_full(f"the queue is full, and your share of it is {share}")
+
+    def held(self, tenant: str) -> Counter[str]:
+        return Counter(self._held.get(tenant, {}))
+
+    def _add(self, tenant: str, amounts: dict[str, int]) -> None:
+        held = self._held.get(tenant, Counter())
+        for name, amount in amounts.items():
+            limit = getattr(self._limits, name)
+            if held[name] + amount > limit:
+                raise _too_many(name, limit, _whose(tenant), held[name], amount)
+        held.update(amounts)
+        self._held[tenant] = held
+
+    def _remove(self, tenant: str, amounts: dict[str, int]) -> None:
+        held = self._held[tenant]
+        held.subtract(amounts)
+        if not any(held.values()):
+            del self._held[tenant]
+
+
+class Ticket:
+    """What one request holds until it leaves."""
+
+    def __init__(self, gate: Gate, tenant: str):
+        self._gate, self.tenant = gate, tenant
+        self._amounts: Counter[str] = Counter()
+
+    def take(self, **amounts: int) -> None:
+        """amounts: of the fields of KeyLimits, all or none.
+
+        Raises:
+          ApiError: 429; or 400, if it is more than all requests may hold.
+        """
+        self._gate._add(self.tenant, amounts)
+        self._amounts.update(amounts)
+
+    def give_back(self, name: str) -> None:
+        """All that it took of one of them."""
+        self._gate._remove(self.tenant, {name: self._amounts.pop(name, 0)})
+
+    def leave(self) -> None:
+        """With all that it has. Once is enough, and more do no harm."""
+        if self._amounts:
+            self._gate._remove(self.tenant, self._amounts)
+            self._amounts = Counter()
+
+
+def queue_full(reason: str) -> ApiError:
+    return ApiError(
+        429,
+        f"{reason}; try again later",
+        code="queue_full",
+        retry_after=RETRY_AFTER_SECONDS,
+    )

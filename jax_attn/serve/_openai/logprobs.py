@@ -1,0 +1,159 @@
+"""Log-probabilities as JSON, written as they come: an answer may hold a quarter of a million."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from jax_attn.serve._scheduling.events import TokenLogprob
+
+TokenText = Callable[[int], bytes]
+"""The exact bytes of a token, which need not be whole characters."""
+
+
+class TokenJson:
+    """JSON of tokens, each written once as long as it is in use."""
+
+    def __init__(self, token_text: TokenText):
+        self.text = token_text
+        # 300 bytes an entry.
+        self.name = functools.lru_cache(1 << 14)(self._name)
+        self.around = functools.lru_cache(1 << 14)(self._around)
+
+    def _name(self, token: int) -> str:
+        """As completions have it: where it is part of a character, its bytes."""
+        raw = self.text(token)
+        try:
+            return json.dumps(raw.decode())
+        except UnicodeDecodeError:
+            return json.dumps("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
+
+    def _around(self, token: int) -> tuple[str, str]:
+        """As chats have it: what is before and behind its log-probability."""
+        raw = self.text(token)
+        text = json.dumps(raw.decode(errors="replace"))
+        return f'{{"token":{text},"logprob":', f',"bytes":{list(raw)}'
+
+
+class Scores(Protocol):
+    """Log-probabilities of one choice."""
+
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
+        """Adds those of further tokens."""
+
+    def take(self) -> list[bytes]:
+        """The JSON, in pieces, of what was added since the last call."""
+
+
+class ChatScores:
+    """schemas.ChatLogprobs."""
+
+    def __init__(self, tokens: TokenJson):
+        self._tokens = tokens
+        self._pieces: list[bytes] = []
+
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
+        text = ",".join(map(self._entry, entries))
+        if text:
+            self._pieces.append(f"{',' if self._pieces else ''}{text}".encode())
+
+    def take(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, []
+        return [b'{"content":[', *pieces, b"]}"]
+
+    def _entry(self, entry: TokenLogprob) -> str:
+        top = ",".join([self._token(token, logprob) + "}" for token, logprob in entry.top])
+        return f'{self._token(entry.token, entry.logprob)},"top_logprobs":[{top}]}}'
+
+    def _token(self, token: int, logprob: float | None) -> str:
+        before, behind = self._tokens.around(token)
+        return f"{before}{_number(logprob)}{behind}"
+
+
+class CompletionScores:
+    """schemas.CompletionLogprobs."""
+
+    _NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+    def __init__(self, tokens: TokenJson, first_offset: int):
+        """first_offset: of the first token; below 0 where it is one that the text does not show."""
+        self._tokens, self._offset = tokens, first_offset
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._columns: list[list[bytes]] = [[] for _ in self._NAMES]
+
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
+        rows = [
+            (
+                self._tokens.name(entry.token),
+                _number(entry.logprob),
+                self._top(entry),
+                str(self._next_offset(entry.token)),
+            )
+            for entry in entries
+        ]
+        for column, cells in zip(self._columns, zip(*rows, strict=True), strict=False):
+            column.append(f"{',' if column else ''}{','.join(cells)}".encode())
+
+    def take(self) -> list[bytes]:
+        columns, self._columns = self._columns, [[] for _ in self._NAMES]
+        pieces, mark = [], "{"
+        for name, column in zip(self._NAMES, columns, strict=True):
+            pieces += [f'{mark}"{name}":['.encode(), *column]
+            mark = "],"
+        return [*pieces, b"]}"]
+
+    def _next_offset(self, token: int) -> int:
+        offset = max(0, self._offset)
+        self._offset += len(self._decode(self._tokens.text(token)))
+        return offset
+
+    def _top(self, entry: TokenLogprob) -> str:
+        """The token itself among them, as OpenAI has it. Of tokens with one text, the likeliest."""
+        if entry.logprob is None:
+            return "null"
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._tokens.name(token), logprob)
+        return f"{{{','.join([f'{name}:{_number(top[name])}' for name in top])}}}"
+
+
+class PromptScores:
+    """vLLM's prompt_logprobs: of each token of a prompt, by their ids, it and the likeliest."""
+
+    def __init__(self, tokens: TokenJson, num_tokens: int, num_top: int):
+        self._tokens, self._num_left, self._num_top = tokens, num_tokens, num_top
+        self._pieces: list[bytes] = []
+
+    def take_own(self, entries: list[TokenLogprob]) -> list[TokenLogprob]:
+        """Those of the prompt; returns the rest, which are of the output."""
+        own = entries[: self._num_left]
+        self._num_left -= len(own)
+        if text := ",".join(map(self._entry, own)):
+            self._pieces.append(f"{',' if self._pieces else ''}{text}".encode())
+        return entries[len(own) :]
+
+    def take(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, []
+        return [b"[", *pieces, b"]"]
+
+    def _entry(self, entry: TokenLogprob) -> str:
+        if entry.logprob is None:
+            return "null"
+        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+        found = dict(entry.top[: self._num_top]) | {entry.token: entry.logprob}
+        return f"{{{','.join([self._token(t, p, ranks.get(t)) for t, p in found.items()])}}}"
+
+    def _token(self, token: int, logprob: float, rank: int | None) -> str:
+        text = json.dumps(self._tokens.text(token).decode(errors="replace"))
+        rank_text = "null" if rank is None else rank
+        return (
+            f'"{token}":{{"logprob":{_number(logprob)},"rank":{rank_text},"decoded_token":{text}}}'
+        )
+
+
+def _number(value: float | None) -> str:
+    return repr(value) if value is not None and math.isfinite(value) else "null"

@@ -1,0 +1,516 @@
+"""From the body of a request to sequences for the engine: templates, tokens, grammars, checks.
+
+All of it may take a while (a long prompt, a large schema), so the server runs it in a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jax_attn.serve._chat import chat, gemma_tool_calls, harmony, reasoning, tools
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.errors import bad_field, model_not_found, overflow
+from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.messages import for_template
+from jax_attn.serve._openai.text_encoder import TextEncoder
+from jax_attn.serve._scheduling.protocols import ServedEngine, ServedModel
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+from jax_attn.serve._scheduling.tenants import namespace
+
+
+@dataclass(frozen=True)
+class Caller:
+    tenant: str  # whose key it is; "" without keys
+    arrival: float  # of the request, time.monotonic()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request. Choice i of prompt p is sequences[p * n + i], and has that index."""
+
+    id: str
+    model: str
+    prompts: list[list[int]]
+    echoes: list[str]  # what precedes the text of each prompt's choices
+    sequences: list[Sequence]
+    arrival: float  # time.monotonic()
+    tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
+    max_tool_calls: int | None = None  # of a choice; None: any number
+    splitter: Callable[[], reasoning.Splitter] | None = None  # None: the text has no thoughts
+    shows_reasoning: bool = True
+    grammar_field: str | None = None  # of the body, from which the grammar came
+    num_prompt_top: int | None = None  # likeliest tokens to show for each of the prompt
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.sequences) // len(self.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+_MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
+_MAX_ECHO_CHARS = 1 << 22  # in all choices
+
+
+class Preparer:
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: ServedEngine,
+        directory: str | Path,
+        names: Seq[str],
+        limits: KeyLimits,
+        defaults: Mapping[str, Any],
+    ):
+        """names: as clients call it, the first in
+        answers. defaults: of fields of requests.
+
+        Raises:
+          chat.ChatTemplateError: the directory's template does not compile.
+        """
+        self.name, self._names = names[0], frozenset(names)
+        self.max_model_len: int = engine.limits.max_model_len
+        self._limits, self._defaults = limits, defaults
+        self._tokenizer = model.tokenizer
+        self._texts = TextEncoder(model.tokenizer)
+        self._vocab_size = model.config.vocab_size
+        added = model.tokenizer.get_added_tokens_decoder()
+        self._special_tokens = {t.content: id for id, t in added.items() if t.special}
+        self._template = chat.load(directory)
+        add_bos = chat.tokenizer_config(directory).get("add_bos_token", False)
+        self._bos = model.config.bos_token if add_bos else None
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *sorted(self._names - {self.name})]
+
+    def completion(self, body: schemas.CompletionRequest, caller: Caller) -> Prepared:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        prompt = body.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            prompt = [prompt]  # type: ignore[assignment]
+        prompts: list[list[int]] = [
+            self._truncated(
+                self.encode(p, body.add_special_tokens) if isinstance(p, str) else p,  # type: ignore[arg-type]
+                body,
+                body.max_tokens,
+            )
+            for p in prompt
+        ]
+        lengths = self._lengths(body, prompts, "prompt", body.logprobs, body.echo, caller)
+        for tokens in prompts:
+            self._checked(tokens)
+        echoes = [""] * len(prompts)
+        if body.echo:
+            echoes = [
+                p
+                if isinstance(p, str) and body.truncate_prompt_tokens is None
+                else self.decode(ids)
+                for p, ids in zip(prompt, prompts, strict=True)
+            ]
+            if (num_chars := sum(map(len, echoes)) * body.n) > _MAX_ECHO_CHARS:
+                raise bad_field(
+                    "echo",
+                    f"the prompts x n = {body.n} have {num_chars} characters, which are more than "
+                    f"{_MAX_ECHO_CHARS}",
+                )
+        params = self._params(body, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            params["prompt_logprobs"] = True
+        return self._prepared("cmpl-", body, prompts, echoes, lengths, params, caller)
+
+    def chat(
+        self, body: schemas.ChatCompletionRequest, caller: Caller, prefix: str = "chatcmpl-"
+    ) -> Prepared:
+        """prefix: of the answer's identifier. Raises: ApiError."""
+        self.check_model(body.model)
+        tool_format = self._tool_format(body)
+        shown = (
+            [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
+        )
+        text, splitter = self._rendered(body, shown)
+        prompt = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._truncated(prompt, body, max_tokens or 1)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        lengths = self._lengths(body, [prompt], "messages", logprobs, False, caller)
+        params = self._params(body, logprobs)
+        marks = []
+        if tool_format is not None:
+            params["grammar"] = self._tool_grammar(body, tool_format)
+            marks.append(tool_format.begin)
+        if splitter is not None:
+            marks += [harmony.CHANNEL, reasoning.THINK, reasoning.END_THINK]
+        if any(mark in self._special_tokens for mark in marks):
+            params["skip_special_tokens"] = False
+        if self._template.writes_channels and harmony.CALL in self._special_tokens:
+            params["stop_token_ids"] += (self._special_tokens[harmony.CALL],)
+        prepared = self._prepared(prefix, body, [prompt], [""], lengths, params, caller)
+        return dataclasses.replace(
+            prepared,
+            tool_format=None if self._template.writes_channels else tool_format,
+            max_tool_calls=None if body.parallel_tool_calls else 1,
+            splitter=splitter,
+            shows_reasoning=body.include_reasoning,
+        )
+
+    def _rendered(
+        self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
+    ) -> tuple[str, Callable[[], reasoning.Splitter] | None]:
+        """The prompt's text, and what finds the thoughts in an answer to it, if it has any."""
+        variables: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+            if body.reasoning_effort == "none":
+                variables["enable_thinking"] = False
+        variables |= body.chat_template_kwargs
+        text = self._render(
+            body.messages, variables, tools, body.chat_template, body.continue_final_message
+        )
+        answers_at_once = body.constraint is not None
+        if self._template.writes_channels:
+            if answers_at_once and not tools and body.add_generation_prompt:
+                text += harmony.FINAL
+            is_answer = text.endswith(harmony.FINAL) or body.continue_final_message
+            return text, lambda: harmony.HarmonySplitter(is_answer)
+        if not self._template.thinks:
+            return text, None
+        is_open = text.rstrip().endswith(reasoning.THINK)
+        if is_open and (answers_at_once or body.tool_choice not in ("none", "auto")):
+            text, is_open = f"{text.rstrip()}\n\n{reasoning.END_THINK}\n\n", False
+        return text, lambda: reasoning.ThinkSplitter(is_open)
+
+    def _tool_format(self, body: schemas.ChatCompletionRequest) -> tools.ToolFormat | None:
+        """None: this request wants no tool calls."""
+        if not body.tools or body.tool_choice == "none":
+            return None
+        if self._template.tool_format is None:
+            raise bad_field(
+                "tools",
+                "the model's chat template writes no tool calls that this server can read (those "
+                "of Hermes, Qwen, Llama 3, Mistral, gpt-oss, DeepSeek and Gemma)",
+            )
+        return self._template.tool_format
+
+    def _tool_grammar(
+        self, body: schemas.ChatCompletionRequest, tool_format: tools.ToolFormat
+    ) -> str | None:
+        """None: the model may write what it likes, calls too."""
+        answer: Any = None
+        if body.tool_choice == "auto":
+            if body.constraint is None:
+                return None
+            answer = _schema(body.constraint.value)
+            answer = answer if isinstance(answer, dict) else {}
+        functions = [tool.function.model_dump() for tool in body.tools]
+        if isinstance(body.tool_choice, schemas.NamedTool):
+            name = body.tool_choice.function.name
+            functions = [function for function in functions if function["name"] == name]
+            if not functions:
+                raise bad_field("tool_choice", f"{name[:64]!r} is none of the tools")
+        try:
+            text = tools.grammar_of(
+                tool_format, functions, body.parallel_tool_calls, answer, self._special_tokens
+            )
+        except gemma_tool_calls.CannotDemand as error:
+            raise bad_field(
+                "tools",
+                f"a call that follows the schema cannot be demanded from this model: {error}; "
+                "tool_choice 'auto' can",
+            ) from None
+        return self._checked_grammar("tools", lambda: grammar.from_lark(text))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            raise model_not_found(name, self.name)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """most: tokens that are of use. Raises ApiError for a text that has far more."""
+        tokens = self._texts.encode(text, "prompt", self.max_model_len, add_special_tokens, most)
+        if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
+            tokens = [self._bos, *tokens]
+        return tokens
+
+    def encode_messages(
+        self,
+        messages: list[schemas.Message],
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        most: int | None = None,
+    ) -> list[int]:
+        text = self._render(messages, variables, tools)
+        return self._texts.encode(text, "messages", self.max_model_len, False, most)
+
+    def _render(
+        self,
+        messages: list[schemas.Message],
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        name: str | None = None,
+        continues: bool = False,
+    ) -> str:
+        """See ChatTemplate.render. Raises: ApiError."""
+        plain = [
+            for_template(message, f"messages[{i}]", self._template.writes_channels)
+            for i, message in enumerate(messages)
+        ]
+        try:
+            return self._template.render(plain, variables, tools, name, continues)
+        except chat.ChatTemplateError as error:
+            field, _, rest = str(error).partition(": ")
+            if rest and field in ("chat_template", "continue_final_message"):
+                raise bad_field(field, rest) from None
+            raise bad_field("messages", str(error)) from None
+
+    def _truncated(
+        self, tokens: list[int], body: schemas.SamplingBody, max_tokens: int
+    ) -> list[int]:
+        """The last of them, if so many are wanted."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        if most < 0:
+            most = max(1, self.max_model_len - max_tokens)
+        return tokens[-most:]
+
+    def tokenize(self, body: schemas.TokenizeRequest) -> list[int]:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        most = max(_MOST_TOKENS, self.max_model_len)
+        if body.messages is not None:
+            return self.encode_messages(body.messages, {}, most=most)
+        return self.encode(body.prompt or "", body.add_special_tokens, most)
+
+    def detokenize(self, body: schemas.DetokenizeRequest) -> str:
+        """Raises: ApiError."""
+        self.check_model(body.model)
+        most = max(_MOST_TOKENS, self.max_model_len)
+        if len(body.tokens) > most:
+            raise bad_field("tokens", f"expected at most {most} tokens, got {len(body.tokens)}")
+        return self.decode(body.tokens)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Raises: ApiError."""
+        return self.decode_all([self._checked(tokens, "tokens")])[0]
+
+    def decode_all(self, tokens: list[list[int]]) -> list[str]:
+        # As a batch, likewise.
+        return self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
+
+    def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
+        if (largest := max(tokens, default=0)) >= self._vocab_size:
+            raise bad_field(
+                field, f"token {largest} is beyond the vocabulary of {self._vocab_size}"
+            )
+        return tokens
+
+    def _params(self, body: schemas.SamplingBody, logprobs: int | None) -> dict[str, Any]:
+        """SamplingParams' fields, but for those that differ between sequences."""
+        self._checked(body.stop_token_ids, "stop_token_ids")
+        bias = {int(token): value for token, value in body.logit_bias.items()}
+        self._checked(list(bias), "logit_bias")
+        fields = self._sampling_fields(body)
+        if (num_top := body.prompt_logprobs) is not None:
+            logprobs = max(num_top, logprobs or 0)
+        return {
+            "min_tokens": body.min_tokens,
+            "temperature": fields["temperature"],
+            "top_k": max(fields["top_k"], 0),
+            "top_p": max(fields["top_p"], 1e-6),  # 0: the likeliest token alone
+            "min_p": fields["min_p"],
+            "repetition_penalty": fields["repetition_penalty"],
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "logprobs": logprobs,
+            "prompt_logprobs": num_top is not None,
+            "stop_token_ids": tuple(body.stop_token_ids),
+            "stop": body.stop_strings,
+            "logit_bias": tuple(bias.items()),
+            "ignore_eos": body.ignore_eos,
+            "skip_special_tokens": body.skip_special_tokens,
+            "include_stop": body.include_stop_str_in_output,
+            "grammar": self._grammar(body),
+        }
+
+    def _sampling_fields(self, body: schemas.SamplingBody) -> dict[str, Any]:
+        """With the model's own defaults for what the body does not say."""
+        return {
+            name: self._defaults[name]
+            if name in self._defaults and name not in body.model_fields_set
+            else getattr(body, name)
+            for name in DEFAULTS
+        }
+
+    def _grammar(self, body: schemas.SamplingBody) -> str | None:
+        if (constraint := body.constraint) is None:
+            return None
+        field, kind, value = constraint
+        if kind == "json":
+            value = _schema(value)
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) > schemas.MAX_GRAMMAR_CHARS:
+            raise bad_field(field, f"more than {schemas.MAX_GRAMMAR_CHARS} characters")
+        make = {
+            "json": grammar.from_json_schema,
+            "regex": grammar.from_regex,
+            "grammar": grammar.from_lark,
+            "choice": grammar.from_choices,
+        }[kind]
+        return self._checked_grammar(field, lambda: make(value))
+
+    def _checked_grammar(self, field: str, make: Callable[[], str]) -> str:
+        """make: gives the text, for the engine to compile. Raises ApiError, naming the field."""
+        try:
+            return make()
+        except grammar.GrammarError as error:
+            raise bad_field(field, str(error)) from None
+
+    def _lengths(
+        self,
+        body: schemas.SamplingBody,
+        prompts: list[list[int]],
+        field: str,
+        logprobs: int | None,
+        echo: bool,
+        caller: Caller,
+    ) -> list[int]:
+        """Of each prompt's choices, in tokens, at most.
+
+        Raises ApiError for a request that is larger than any answer may be.
+        """
+        self._limits.check_one(
+            caller.tenant,
+            choices=len(prompts) * body.n,
+            tokens=sum(map(len, prompts)) * body.n,
+        )
+        limit = "max_tokens"
+        if getattr(body, "max_completion_tokens", None) is not None:
+            limit = "max_completion_tokens"
+        max_tokens: int | None = getattr(body, limit)
+        each = 0 if logprobs is None else 1 + logprobs  # numbers for a token
+        of_prompt = each if echo else 0
+        if body.prompt_logprobs is not None:
+            of_prompt += 1 + body.prompt_logprobs
+        wanted, num_scores = [], 0
+        for prompt in prompts:
+            room = self.max_model_len - len(prompt)
+            if not prompt:
+                raise bad_field(field, "no tokens")
+            if room < (1 if max_tokens is None else max_tokens):
+                raise overflow(field, self.max_model_len, len(prompt), max_tokens)
+            if max_tokens is None and each:
+                room = min(room, schemas.MAX_SCORES // (each * body.n))
+            wanted.append(room if max_tokens is None else max_tokens)
+            if body.min_tokens > wanted[-1]:
+                raise bad_field("min_tokens", f"more than {limit}, {wanted[-1]}")
+            num_scores += (wanted[-1] * each + len(prompt) * of_prompt) * body.n
+        if num_scores > schemas.MAX_SCORES:
+            raise bad_field(
+                "logprobs",
+                f"tokens x (1 + logprobs) x n = {num_scores} are more than {schemas.MAX_SCORES}; "
+                "use fewer of them",
+            )
+        return wanted
+
+    def _prepared(
+        self,
+        prefix: str,
+        body: schemas.SamplingBody,
+        prompts: list[list[int]],
+        echoes: list[str],
+        lengths: list[int],
+        params: dict[str, Any],
+        caller: Caller,
+    ) -> Prepared:
+        request_id = f"{prefix}{secrets.token_hex(12)}"
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        sequences: list[Sequence] = []
+        for prompt, wanted in zip(prompts, lengths, strict=True):
+            for choice in range(body.n):
+                sequences.append(
+                    Sequence(
+                        id=f"{request_id}-{len(sequences)}",
+                        request_id=request_id,
+                        tokens=list(prompt),
+                        params=SamplingParams(
+                            max_tokens=wanted, seed=_seed(seed, choice), **params
+                        ),
+                        namespace=namespace(caller.tenant, body.cache_salt),
+                        priority=body.priority,
+                        deadline=None if body.deadline is None else caller.arrival + body.deadline,
+                        arrival=caller.arrival,
+                        tenant=caller.tenant,
+                    )
+                )
+        return Prepared(
+            request_id,
+            self.name,
+            prompts,
+            echoes,
+            sequences,
+            caller.arrival,
+            grammar_field=_grammar_field(body),
+            num_prompt_top=body.prompt_logprobs,
+        )
+
+
+def _seed(seed: int, choice: int) -> int:
+    """Far apart, so that no choice of seed s is another choice of seed s + 1. Choice 0 is s."""
+    return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+
+
+# Of a model's generation_config.json, as vLLM takes them.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(directory: str | Path) -> dict[str, Any]:
+    """What the directory's generation_config.json says about sampling, or {} without one.
+
+    Raises:
+      ValueError: a value that no request could have.
+    """
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    found = {name: raw[name] for name in DEFAULTS if raw.get(name) is not None}
+    try:
+        body = schemas.CompletionRequest.model_validate({"prompt": "", **found})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = first["loc"][0]
+        raise ValueError(
+            f"{path}: {name}: {first['msg']}, got {found.get(str(name))!r}; "
+            "--generation-config none does without"
+        ) from None
+    return {name: getattr(body, name) for name in found}
+
+
+def _schema(value: Any) -> Any:
+    """Of a text, too, which is left to the grammar's compiler if it is no JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _grammar_field(body: schemas.SamplingBody) -> str:
+    """The field that has the grammar, if any has."""
+    if getattr(body, "tools", None) and body.tool_choice != "none":  # type: ignore[attr-defined]
+        return "tools"
+    return "grammar" if body.constraint is None else body.constraint.field

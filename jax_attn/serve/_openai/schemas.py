@@ -1,0 +1,718 @@
+"""The bodies of the HTTP API: OpenAI's fields, this server's own, and the caps on all of them.
+
+`fields` says how their fields are read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
+
+from jax_attn.serve._openai.fields import (
+    Ignored,
+    PromptTokens,
+    RequestBody,
+    Tokens,
+    Unsupported,
+    at_most,
+    check_tokens,
+    tokens_schema,
+)
+
+# Caps that are the same for every model. Those on length and on the queue come from the engine.
+MAX_CHOICES = 64  # n
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 2048
+MAX_TOOLS = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+# Log-probabilities of an answer: tokens x (1 + logprobs) of all its choices, those of the prompt
+# included if it is echoed. So many are 20 MB of JSON.
+MAX_SCORES = 1 << 18
+MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
+MAX_ALTERNATIVES = 1024  # of guided_choice
+MAX_DEADLINE_SECONDS = 86400
+
+
+StopTokens: TypeAlias = Annotated[
+    list[int],
+    PlainValidator(check_tokens),
+    at_most(MAX_STOP_TOKENS),  # which looks first
+    tokens_schema(maxItems=MAX_STOP_TOKENS),
+]
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _kind_of_stop(stop: Any) -> str:
+    if stop == "":
+        return "none"
+    return "texts" if isinstance(stop, list) else "text"
+
+
+# By its type, so that an error is about what was meant.
+Stop: TypeAlias = Annotated[
+    Annotated[StopString, Tag("text")]
+    | Annotated[Literal[""], Tag("none")]
+    | Annotated[list[StopString], Tag("texts"), Field(fail_fast=True, max_length=MAX_STOP_STRINGS)],
+    Discriminator(_kind_of_stop),
+]
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+    include_obfuscation: Ignored
+
+
+class JsonSchemaFormat(RequestBody):
+    name: Annotated[str, Field(max_length=64)] = "schema"
+    description: Ignored
+    # "schema" would hide a method of BaseModel.
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: Ignored  # the output always follows the schema
+
+
+Alternatives: TypeAlias = Annotated[
+    list[str],
+    Field(
+        fail_fast=True, min_length=1, max_length=MAX_ALTERNATIVES, description="the output is one"
+    ),
+]
+
+
+class ResponseFormat(RequestBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | SkipJsonSchema[None] = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "response_format", "json_schema belongs to type 'json_schema', and is needed there"
+            )
+        return self
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's name for what the output is to follow."""
+
+    # "json" would hide a method of BaseModel.
+    json_: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(None, alias="json")
+    regex: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    grammar: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    choice: Alternatives | SkipJsonSchema[None] = None
+    json_object: bool = False
+    structural_tag: Unsupported = None
+    disable_fallback: Ignored
+    disable_any_whitespace: Ignored  # there is none anyway
+    disable_additional_properties: Unsupported = None
+    whitespace_pattern: Unsupported = None
+
+
+class Constraint(NamedTuple):
+    """What the output is to follow, and which field says so."""
+
+    field: str
+    kind: Literal["json", "regex", "grammar", "choice"]
+    value: Any
+
+
+# Those that are fields of a request as they are.
+_CONSTRAINTS: tuple[tuple[str, Literal["json", "regex", "grammar", "choice"]], ...] = (
+    ("json_schema", "json"),
+    ("regex", "regex"),
+    ("grammar", "grammar"),
+    ("guided_json", "json"),
+    ("guided_regex", "regex"),
+    ("guided_grammar", "grammar"),
+    ("guided_choice", "choice"),
+)
+
+
+class Generation(RequestBody):
+    """What all requests for text have in common."""
+
+    model: str | SkipJsonSchema[None] = Field(None, description="as /v1/models names it")
+    stream: bool = False
+    stream_options: StreamOptions | SkipJsonSchema[None] = None
+    temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
+    top_p: float = Field(1.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | SkipJsonSchema[None] = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="same seed, same text; whatever the load if the server runs batch-invariant",
+    )
+    stop: Stop = []
+    logit_bias: Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+            Annotated[float, Field(ge=-100, le=100)],
+        ],
+        at_most(MAX_LOGIT_BIAS),
+        Field(max_length=MAX_LOGIT_BIAS, description="token id -> what is added to its logit"),
+    ] = {}
+
+    # This server's own. With the openai client: extra_body={"top_k": 40}.
+    top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: off")
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    min_tokens: int = Field(0, ge=0, description="no end of text and no stop before so many")
+    ignore_eos: bool = False
+    stop_token_ids: StopTokens = []
+    priority: int = Field(
+        0, ge=-1000, le=1000, description="lower runs first, of one key's requests"
+    )
+    deadline: float | SkipJsonSchema[None] = Field(
+        None,
+        gt=0,
+        le=MAX_DEADLINE_SECONDS,
+        description="seconds from arrival; then the output ends: finish_reason 'length', and "
+        "stop_reason 'deadline'",
+    )
+    cache_salt: str = Field(
+        "",
+        max_length=256,
+        description="cached prefixes are shared only between requests with the same salt",
+    )
+
+    user: Ignored
+    metadata: Ignored
+    store: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+
+
+class SamplingBody(Generation):
+    """What completions and chat completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt")
+    max_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
+    response_format: ResponseFormat | SkipJsonSchema[None] = None
+
+    json_schema: dict[str, Any] | bool | SkipJsonSchema[None] = Field(
+        None, description="the output is JSON that fits this schema (vLLM: guided_json)"
+    )
+    regex: str | SkipJsonSchema[None] = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="the output matches this (vLLM: guided_regex)",
+    )
+    grammar: str | SkipJsonSchema[None] = Field(
+        None,
+        max_length=MAX_GRAMMAR_CHARS,
+        description="the output follows this Lark grammar (vLLM: guided_grammar)",
+    )
+    # vLLM's, beside those above.
+    guided_json: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(
+        None, description="as json_schema, or its text"
+    )
+    guided_regex: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    guided_grammar: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
+    guided_choice: Alternatives | SkipJsonSchema[None] = None
+    structured_outputs: StructuredOutputs | SkipJsonSchema[None] = None
+    skip_special_tokens: bool = Field(True, description="in the text")
+    include_stop_str_in_output: bool = Field(
+        False, description="the text ends behind the stop string, or with the stop token, it met"
+    )
+    prompt_logprobs: int | SkipJsonSchema[None] = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="of the prompt's tokens, with so many others"
+    )
+    truncate_prompt_tokens: int | SkipJsonSchema[None] = Field(
+        None,
+        ge=-1,
+        description="so many of its last tokens are the prompt; -1: as many as leave room for "
+        "max_tokens",
+    )
+    guided_decoding_backend: Ignored
+    guided_whitespace_pattern: Unsupported = None
+    spaces_between_special_tokens: Ignored
+    request_id: Ignored
+    use_beam_search: Unsupported = None
+    length_penalty: Unsupported = None
+    early_stopping: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    logits_processors: Unsupported = None
+    prompt_embeds: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    return_token_ids: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    kv_transfer_params: Unsupported = None
+
+    @model_validator(mode="after")
+    def _fields_that_go_together(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+        if len(constraints := self._constraints()) > 1:
+            raise PydanticCustomError(
+                "grammar",
+                "only one of response_format, json_schema, regex, grammar, structured_outputs and "
+                "guided_*, got {fields}",
+                {"fields": " and ".join(dict.fromkeys(found.field for found in constraints))},
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise PydanticCustomError("truncate_prompt_tokens", "expected -1 or at least 1, got 0")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs needs stream: false")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return next(iter(self._constraints()), None)
+
+    def _constraints(self) -> list[Constraint]:
+        found = [
+            Constraint(field, kind, value)
+            for field, kind in _CONSTRAINTS
+            if (value := getattr(self, field)) is not None
+        ]
+        if (format := self.response_format) is not None and format.type != "text":
+            wanted = format.json_schema
+            schema = {"type": "object"} if wanted is None else wanted.schema_
+            found.append(Constraint("response_format", "json", schema))
+        if (given := self.structured_outputs) is not None:
+            field = "structured_outputs"
+            found += [
+                Constraint(field, "json", given.json_),
+                Constraint(field, "json", {"type": "object"} if given.json_object else None),
+                Constraint(field, "regex", given.regex),
+                Constraint(field, "grammar", given.grammar),
+                Constraint(field, "choice", given.choice),
+            ]
+        return [each for each in found if each.value is not None]
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if isinstance(self.stop, str):
+            return (self.stop,) if self.stop else ()
+        return tuple(self.stop)
+
+
+def kind_of_prompt(prompt: Any) -> str | None:
+    if not isinstance(prompt, list):
+        return "text" if isinstance(prompt, str) else None
+    if prompt and isinstance(prompt[0], int | float):
+        return "tokens"
+    return "token lists" if prompt and isinstance(prompt[0], list) else "texts"
+
+
+# By its first element, so that an error is about what was meant.
+Prompt: TypeAlias = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[PromptTokens, Tag("tokens")]
+    | Annotated[
+        list[str], Tag("texts"), Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
+    ]
+    | Annotated[
+        list[PromptTokens],
+        Tag("token lists"),
+        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
+    ],
+    Discriminator(
+        kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="expected a text, a list of tokens, or a list of either",
+    ),
+]
+
+
+class CompletionRequest(SamplingBody):
+    prompt: Prompt = Field(description="a text or its tokens, or a list of either")
+    max_tokens: int = Field(16, ge=0, description="0: the prompt is read, and nothing written")
+    logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = Field(False, description="the prompt precedes the text, and its logprobs theirs")
+    best_of: int | SkipJsonSchema[None] = Field(None, ge=1, description="as n, if given")
+    add_special_tokens: bool = Field(True, description="of the tokenizer, to prompts that are text")
+    suffix: Unsupported = None
+
+    @model_validator(mode="after")
+    def _completion_fields_that_go_together(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise PydanticCustomError("best_of", "best_of other than n is not supported")
+        return self
+
+
+class TextPart(RequestBody):
+    type: Literal["text"]
+    text: str
+    cache_control: Ignored
+
+
+class RefusalPart(RequestBody):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _kind_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return "refusal" if kind == "refusal" else "text"
+
+
+Content: TypeAlias = str | Annotated[list[TextPart], Field(fail_fast=True)]
+SaidContent: TypeAlias = (
+    str
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
+                Discriminator(_kind_of_part),
+            ]
+        ],
+        Field(fail_fast=True),
+    ]
+)
+
+
+class FunctionCall(RequestBody):
+    name: str
+    arguments: str = Field(description="a JSON object")
+
+
+class ToolCall(RequestBody):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class PastToolCall(ToolCall):
+    """As an answer had it, or put together from a stream, whose pieces have an index."""
+
+    index: Ignored
+
+
+class PlainMessage(RequestBody):
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: Ignored
+    cache_control: Ignored
+
+
+class ToolMessage(RequestBody):
+    """What a call gave."""
+
+    role: Literal["tool"]
+    content: Content = ""
+    tool_call_id: str
+    name: str = ""
+    cache_control: Ignored
+
+
+class PastAnswer(RequestBody):
+    role: Literal["assistant"]
+    content: SaidContent = ""
+    tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
+    reasoning_content: str | SkipJsonSchema[None] = Field(None, description="for the template")
+    reasoning: str | SkipJsonSchema[None] = Field(None, description="as reasoning_content")
+    reasoning_details: Ignored
+    name: Ignored
+    cache_control: Ignored
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    refusal: Ignored
+    annotations: Ignored
+
+
+def _kind_of_message(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    return role if role in ("assistant", "tool") else "plain"
+
+
+Message: TypeAlias = Annotated[
+    Annotated[PlainMessage, Tag("plain")]
+    | Annotated[PastAnswer, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")],
+    Discriminator(_kind_of_message),
+]
+
+
+Messages: TypeAlias = Annotated[
+    list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+]
+
+
+class Function(RequestBody):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] | SkipJsonSchema[None] = Field(
+        None, description="JSON schema of an object"
+    )
+    strict: Ignored
+
+
+class Tool(RequestBody):
+    type: Literal["function"]
+    function: Function
+    cache_control: Ignored
+
+
+class NamedFunction(RequestBody):
+    name: str
+
+
+class NamedTool(RequestBody):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatCompletionRequest(SamplingBody):
+    messages: Messages
+    max_tokens: int | SkipJsonSchema[None] = Field(
+        None,
+        ge=1,
+        description=f"default: what the context leaves, with logprobs at most {MAX_SCORES} of them",
+    )
+    max_completion_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="more variables for the model's template, such as enable_thinking"
+    )
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+        "auto",
+        description="required, or a function's name: the arguments follow the function's schema",
+    )
+    parallel_tool_calls: bool = True
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] = ["text"]
+    prediction: Unsupported = None
+    reasoning_effort: str | SkipJsonSchema[None] = Field(
+        None, max_length=32, description="for the template; none: enable_thinking is false, too"
+    )
+    include_reasoning: bool = Field(True, description="false: the answer has no reasoning_content")
+    add_generation_prompt: bool = Field(
+        True, description="the prompt ends with the beginning of the assistant's message"
+    )
+    continue_final_message: bool = Field(
+        False, description="the answer continues the last message, which stays open"
+    )
+    chat_template: str | SkipJsonSchema[None] = Field(
+        None, max_length=256, description="one of the model's, by its name"
+    )
+    add_special_tokens: bool = Field(False, description="of the tokenizer; templates have theirs")
+    echo: Unsupported = None
+    documents: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _chat_fields_that_go_together(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise PydanticCustomError("tool_choice", "tool_choice needs tools")
+        may_call = self.tools and self.tool_choice != "none"
+        if may_call and self.constraint is not None and self.constraint.kind != "json":
+            raise PydanticCustomError(
+                "grammar", "{field} leaves no room for tools", {"field": self.constraint.field}
+            )
+        if self.continue_final_message:
+            if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+                raise PydanticCustomError(
+                    "continue_final_message",
+                    "continue_final_message needs add_generation_prompt: false",
+                )
+            self.add_generation_prompt = False
+        if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
+            raise PydanticCustomError("max_tokens", "other than max_completion_tokens")
+        return self
+
+
+class TokenizeRequest(RequestBody):
+    """Either a text, or messages as the chat template writes them."""
+
+    model: str | SkipJsonSchema[None] = None
+    prompt: str | SkipJsonSchema[None] = None
+    messages: Messages | SkipJsonSchema[None] = None
+    add_special_tokens: bool = Field(True, description="of prompt; templates write their own")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "exactly one of prompt and messages is needed")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    model: str | SkipJsonSchema[None] = None
+    tokens: Tokens
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None] = Field(description="null: the first token of a prompt")
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    """Of a token, which is the key that it has. As vLLM has it."""
+
+    logprob: float
+    rank: int | None = Field(description="1: the likeliest; null: beyond those that are here")
+    decoded_token: str
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"] | None
+StopReason: TypeAlias = Annotated[
+    Literal["deadline", "error"] | None,
+    Field(description="what finish_reason has no word for: out of time, or a grammar got stuck"),
+]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    finish_reason: FinishReason = None
+    stop_reason: StopReason = None
+
+
+class Completion(BaseModel):
+    """The whole answer, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = Field(None, description="what the model thought before it")
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    finish_reason: FinishReason = None
+    stop_reason: StopReason = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ToolCallDelta(ToolCall):
+    index: int
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason = None
+    stop_reason: StopReason = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jax_attn"
+    max_model_len: int = Field(description="tokens, prompt and output together")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Health(BaseModel):
+    status: Literal["ok", "compiling", "draining", "failed"]

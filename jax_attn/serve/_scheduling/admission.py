@@ -1,0 +1,312 @@
+"""Which waiting sequences get slots and pages: tenants' shares, priorities, cached prefixes.
+
+Tenants take turns (see `tenants`): tokens of prompts and the right to get in go to the tenant that
+has had the fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
+
+Cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
+while another computes pages that it could share, such as its sibling of n > 1.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jax_attn.serve._scheduling.kv_memory import KvMemory
+from jax_attn.serve._scheduling.request import Sequence, Status
+from jax_attn.serve._scheduling.step_plan import SchedulerConfig, StepPlan
+from jax_attn.serve._scheduling.tenants import Tenant, Tenants, in_turn, rank, waiting_rank
+
+# Waiting sequences, from the heads of the queues, that are looked up in the prefix cache for a
+# step: a lookup takes some microseconds, and there may be thousands. They are of so many tenants.
+_LOOKUPS = 128
+_LOOKUP_TENANTS = 16
+
+
+class QueueFull(Exception):
+    """As many sequences wait as the limit that the message names. Try again later."""
+
+
+class Candidate(NamedTuple):
+    """A waiting sequence that was looked up in the prefix cache."""
+
+    seq: Sequence
+    key: bytes
+    num_cached_pages: int
+    may_be_overtaken: bool  # by others of its tenant
+
+
+class _Need(NamedTuple):
+    """The least room with which any candidate could enter, when the queues were last looked up."""
+
+    num_new: int  # new pages
+    num_pages: int  # entries of the page table
+    num_insertions: int  # KvMemory.num_insertions then: after more, a candidate may need less
+
+
+class Admission:
+    """The queues of all tenants, and the rules by which sequences leave them for a step."""
+
+    def __init__(self, config: SchedulerConfig, memory: KvMemory, tenants: Tenants):
+        self._config, self._memory, self._tenants = config, memory, tenants
+        self.num_waiting = 0
+        # With less room nobody gets in: what `candidates` found when it last looked the queues up.
+        # None: since then somebody may need less.
+        self._least_need: _Need | None = None
+        # Totals since the start; re-admissions after a preemption not included.
+        self.num_admissions = 0
+        self.num_prompt_tokens = 0
+        self.num_prompt_tokens_cached = 0
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Tenant by tenant, in turn. By priority; the preempted before those that have never run;
+        by arrival."""
+        return [seq for tenant in in_turn(self._tenants) for seq in tenant.waiting]
+
+    # ---- the queue ----
+
+    def check(self, num_new: Counter[str]) -> None:
+        """Raises QueueFull unless each tenant may add so many.
+
+        A tenant that is alone has the whole queue. Others cannot fill it so that a tenant is
+        refused its share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
+        """
+        num_tenants = len(self._tenants) + sum(name not in self._tenants for name in num_new)
+        share = self._config.max_waiting // max(num_tenants, 1)
+        is_full = self.num_waiting + num_new.total() > self._config.max_waiting
+        most = self._config.tenant_limits.max_waiting
+        for name, num in num_new.items():
+            num_mine = len(self._tenants[name].waiting) if name in self._tenants else 0
+            if most is not None and num_mine + num > most:
+                raise QueueFull(
+                    f"{num_mine} of your sequences are waiting; with {num} more it would be more "
+                    f"than the {most} that a key may have in the queue"
+                )
+            if is_full and num_mine + num > share:
+                raise QueueFull(
+                    f"the queue is full: {self.num_waiting} of {self._config.max_waiting} are "
+                    f"waiting, and your share of it is {share}"
+                )
+
+    def join(self, seq: Sequence) -> None:
+        waiting = self._tenants.get_or_add(seq.tenant).waiting
+        place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
+        waiting.insert(place, seq)
+        self.num_waiting += 1
+        self._on_queue_changed(place)
+
+    def leave(self, seq: Sequence) -> None:
+        waiting = self._tenants[seq.tenant].waiting
+        place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
+        del waiting[place]
+        self.num_waiting -= 1
+        self._on_queue_changed(place)
+
+    def _on_queue_changed(self, place: int) -> None:
+        if place < _LOOKUPS:
+            self._least_need = None
+
+    def on_tokens_changed(self) -> None:
+        """A waiting sequence has more tokens, or fewer samples in flight."""
+        self._least_need = None
+
+    # ---- shares of tenants ----
+
+    def _claimants(self) -> list[Tenant]:
+        """Tenants with waiting sequences, and less than their share of slots and of pages.
+
+        While there are any, only their sequences get in.
+        """
+        if len(self._tenants) < 2 or not self.num_waiting:
+            return []
+        num_slots, num_pages = self._share_of_slots, self._share_of_pages
+        return [
+            tenant
+            for tenant in self._tenants
+            if self._may_run(tenant)
+            and len(tenant.running) < num_slots
+            and tenant.num_pages + self._memory.pages_of(tenant.waiting[0]) <= num_pages
+        ]
+
+    @property
+    def _share_of_slots(self) -> int:
+        return self._config.max_running // len(self._tenants)
+
+    @property
+    def _share_of_pages(self) -> int:
+        return self._config.num_pages // len(self._tenants)
+
+    def _may_run(self, tenant: Tenant) -> bool:
+        """Whether one more sequence of the tenant may run."""
+        most = self._config.tenant_limits.max_running
+        return bool(tenant.waiting) and (most is None or len(tenant.running) < most)
+
+    def beyond_its_share(self) -> Sequence | None:
+        """The sequence to preempt of a tenant that has more than its share, if a claimant lacks
+        that: the last of its running.
+
+        Its tenant is no claimant, so the preempted sequence does not get in before the claimant's.
+        """
+        claimants = self._claimants()
+        if not claimants:
+            return None
+        if not self._memory.num_free_slots:
+            most = self._tenants.with_most(lambda tenant: len(tenant.running))
+            exceeds = len(most.running) > self._share_of_slots
+        elif not self._fits(min(claimants, key=lambda tenant: tenant.turn).waiting[0]):
+            most = self._tenants.with_most(lambda tenant: tenant.num_pages)
+            exceeds = most.num_pages > self._share_of_pages
+        else:
+            return None
+        return most.running[-1] if exceeds else None
+
+    def _fits(self, seq: Sequence) -> bool:
+        memory = self._memory
+        num_pages = memory.pages_of(seq)
+        num_cached_pages = memory.num_cached_pages(seq, memory.lookup_key(seq))
+        return memory.has_room(num_pages - num_cached_pages, num_pages)
+
+    # ---- the step ----
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits, and a slot is free."""
+        return bool(self.num_waiting and self._memory.num_free_slots)
+
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """Sequences that might get in now, by the tenant's name, in the order of admission.
+
+        In each priority: the preempted and the starved in the order of arrival, then by longest
+        cached prefix.
+        """
+        if not self.may_admit:
+            return {}
+        need, num_insertions = self._least_need, self._memory.num_insertions
+        if need is not None and need.num_insertions == num_insertions:
+            if not self._memory.has_room(need.num_new, need.num_pages):
+                return {}
+        tenants = self._claimants() or [t for t in self._tenants if self._may_run(t)]
+        tenants = heapq.nsmallest(_LOOKUP_TENANTS, tenants, key=lambda tenant: tenant.turn)
+        candidates = {
+            tenant.name: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
+            for tenant in tenants
+        }
+        # With several tenants, which of them are looked up changes from step to step.
+        is_alone = len(self._tenants) == 1 and candidates
+        self._least_need = self._need_of_any(*candidates.values()) if is_alone else None
+        return candidates
+
+    def _look_up(self, seqs: list[Sequence]) -> list[Candidate]:
+        ranked = []
+        for seq in seqs:
+            key = self._memory.lookup_key(seq)
+            num_cached_pages = self._memory.num_cached_pages(seq, key)
+            may_be_overtaken = not (
+                seq.num_preempted or seq.num_overtaken >= self._config.starvation_steps
+            )
+            order = (
+                seq.priority,
+                may_be_overtaken,
+                -num_cached_pages if may_be_overtaken else 0,
+                seq.order,
+            )
+            ranked.append((order, Candidate(seq, key, num_cached_pages, may_be_overtaken)))
+        ranked.sort(key=lambda item: item[0])
+        return [candidate for _, candidate in ranked]
+
+    def _need_of_any(self, candidates: list[Candidate]) -> _Need:
+        """The least room with which one of the candidates could enter.
+
+        Until the cache gets more pages or the head of the queue changes, no candidate needs less:
+        evictions only add to what they need.
+        """
+        new, entries = [], []
+        for seq, _, num_cached_pages, may_be_overtaken in candidates:
+            num_pages = self._memory.pages_of(seq)
+            new.append(num_pages - num_cached_pages)
+            entries.append(num_pages)
+            if not may_be_overtaken:
+                break  # if it stays out, so do all that follow
+        return _Need(min(new), min(entries), self._memory.num_insertions)
+
+    def coming(self, seq: Sequence) -> tuple[str, bytes]:
+        """The namespace and the tokens that the cache gets from `seq` while it reads its prompt."""
+        return seq.namespace, seq.key(seq.num_prompt)
+
+    def entering(
+        self,
+        step: StepPlan,
+        tenant: Tenant,
+        candidates: list[Candidate],
+        coming: list[tuple[str, bytes]],
+    ) -> Iterator[Sequence]:
+        """Admits a tenant's candidates one by one, each when the iterator is advanced, while slots
+        and pages last.
+
+        coming: what the cache is about to get; the prompts of admitted sequences are added.
+        """
+        for seq, key, num_cached_pages, may_be_overtaken in candidates:
+            has_row = self._memory.num_free_slots > step.num_more_rows
+            if step.is_closed or not (has_row and self._may_run(tenant)):
+                return
+            if seq.is_held:
+                continue
+            if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
+                continue
+            if seq.num_in_flight or not self._enter(seq, key, num_cached_pages):
+                step.is_closed = not may_be_overtaken
+                continue
+            step.admitted.append(seq)
+            coming.append(self.coming(seq))
+            yield seq
+
+    def _gains_by_waiting(
+        self, seq: Sequence, key: bytes, num_cached_pages: int, coming: list[tuple[str, bytes]]
+    ) -> bool:
+        """Whether the page that `seq` would begin with is about to be computed for another."""
+        end = 4 * (num_cached_pages + 1) * self._config.page_size
+        if end > len(key) or not coming:
+            return False
+        head = key[:end]
+        return any(
+            namespace == seq.namespace and prompt.startswith(head) for namespace, prompt in coming
+        )
+
+    def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
+        """From the queue to the running, if there is room."""
+        if not self._memory.enter(seq, key, num_cached_pages):
+            return False
+        self.leave(seq)
+        if not seq.num_preempted:
+            seq.num_cached = seq.num_computed
+            self.num_admissions += 1
+            self.num_prompt_tokens += seq.num_prompt
+            self.num_prompt_tokens_cached += seq.num_cached
+        return True
+
+    def count_overtaken(self, admitted: list[Sequence]) -> None:
+        """To be called once in a step, with those that it admits."""
+        last_ranks: dict[str, tuple[int, int]] = {}
+        for seq in admitted:
+            last_ranks[seq.tenant] = max(last_ranks.get(seq.tenant, rank(seq)), rank(seq))
+        for name, last_rank in last_ranks.items():
+            for seq in self._tenants[name].waiting[:_LOOKUPS]:  # nobody overtakes from further back
+                seq.num_overtaken += rank(seq) < last_rank
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the queues are in order and none in them has pages."""
+        waiting = [seq for tenant in self._tenants for seq in tenant.waiting]
+        assert self.num_waiting == len(waiting)
+        for seq in waiting:
+            assert seq.status is Status.WAITING, seq.id
+            assert not seq.pages and seq.node is None and seq.num_computed == 0, seq.id
+        for tenant in self._tenants:
+            assert tenant.waiting or tenant.running, "an idle tenant"
+            assert tenant.waiting == sorted(tenant.waiting, key=waiting_rank)
+            assert tenant.running == sorted(tenant.running, key=rank)
+            names = {seq.tenant for seq in (*tenant.waiting, *tenant.running)}
+            assert [self._tenants[name] for name in names] == [tenant], names

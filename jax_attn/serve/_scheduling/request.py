@@ -1,0 +1,197 @@
+"""What a client asked for, and the state of one stream of tokens. Plain data."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jax_attn.serve._scheduling.prefix_cache import Node
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end of sequence, a stop token, a stop string, or the end of the grammar
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+
+
+class Status(enum.StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_MAX_FLOAT = 3.4e38  # of float32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one sequence. Neutral values switch a feature off.
+
+    max_tokens: of the output; 0: only the prompt is read.
+    logprobs: number of likeliest alternatives to report for each token; 0: the chosen token only.
+    prompt_logprobs: report them for the tokens of the prompt, too. It is computed, all of it: what
+      the prefix cache has of it does not tell.
+    grammar: llguidance grammar text.
+
+    Raises:
+      ValueError: a value outside its range; the message begins with the field's name.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True  # in the text
+    include_stop: bool = False  # the text ends behind the stop string or token that ended it
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        def expect(name: str, what: str, holds: bool) -> None:
+            if not holds:
+                raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
+
+        def finite(value: float) -> bool:  # as a float32, too
+            return abs(value) <= _MAX_FLOAT
+
+        expect("max_tokens", "at least 0", self.max_tokens >= 0)
+        expect("min_tokens", "0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens)
+        expect(
+            "temperature",
+            "a finite number >= 0",
+            finite(self.temperature) and self.temperature >= 0,
+        )
+        expect("top_k", "0 to 2**31 - 1", 0 <= self.top_k < 2**31)
+        expect("top_p", "a number in (0, 1]", 0 < self.top_p <= 1)
+        expect("min_p", "a number in [0, 1]", 0 <= self.min_p <= 1)
+        expect(
+            "repetition_penalty",
+            "a finite number > 0",
+            finite(self.repetition_penalty) and self.repetition_penalty > 0,
+        )
+        expect("presence_penalty", "a finite number", finite(self.presence_penalty))
+        expect("frequency_penalty", "a finite number", finite(self.frequency_penalty))
+        expect("logprobs", "None or at least 0", self.logprobs is None or self.logprobs >= 0)
+        expect(
+            "prompt_logprobs",
+            "logprobs beside it",
+            not self.prompt_logprobs or self.logprobs is not None,
+        )
+        expect("stop", "strings that are not empty", all(self.stop))
+        expect("logit_bias", "finite numbers", all(finite(bias) for _, bias in self.logit_bias))
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of a sequence, for the model to verify; see `drafts`."""
+
+    def propose(self, seq: Sequence, most: int) -> list[int]: ...
+
+    def settle(self, num_drafts: int, num_taken: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One stream of tokens. n > 1 makes n sequences of one request.
+
+    They share the pages of the prompt through the prefix cache, as any two sequences do.
+    Everything from `status` on is written by the scheduler alone.
+    """
+
+    id: str
+    request_id: str
+    tokens: list[int]  # the prompt, then the output known to the host; only ever extended
+    params: SamplingParams
+    namespace: str = ""  # only sequences of one namespace share pages
+    priority: int = 0  # lower first
+    deadline: float | None = None  # seconds on the clock that `schedule` is given
+    arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
+    tenant: str = ""  # whose it is: tenants have fair shares, and `priority` orders one's own
+    drafter: Drafter | None = None  # None: its tokens come one by one
+
+    num_prompt: int = field(init=False)  # len(tokens) when made
+    status: Status = field(default=Status.WAITING, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    slot: int = field(default=-1, init=False)  # row of device state while RUNNING
+    # Of the kv cache, in order, as a page table wants them.
+    pages: array[int] = field(default_factory=lambda: array("i"), init=False)
+    num_computed: int = field(default=0, init=False)  # tokens whose kv is written, or launched
+    num_cached: int = field(
+        default=0, init=False
+    )  # of the prompt, found cached when first admitted
+    admitted: float | None = field(default=None, init=False)  # first, on the clock of `arrival`
+    num_in_flight: int = field(
+        default=0, init=False
+    )  # launched samples that the host does not know
+
+    node: Node | None = field(default=None, init=False)  # the lock on pages[:num_shared]
+    num_shared: int = field(default=0, init=False)  # leading pages that the prefix cache owns
+    order: int = field(default=-1, init=False)  # of arrival
+    num_preempted: int = field(default=0, init=False)  # times
+    num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
+    is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
+    # Drafts are in flight, so that it is not known where it goes on: takes no part, either.
+    is_drafting: bool = field(default=False, init=False)
+    _last: int = field(init=False, repr=False)  # index of the last token of max_tokens
+    _packed: bytearray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+        self._last = self.num_prompt + max(self.params.max_tokens, 1) - 1
+        # Packed here, in the thread that makes the request (20 ns a token), not in the engine's.
+        self._packed = bytearray(array("i", self.tokens))
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known to the host."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_known(self) -> int:
+        """Of prompt and output, to the device: those that the host knows, and those in flight."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def may_retract(self) -> bool:
+        """Whether a launched sample may turn out to be void, as a grammar was not ready for it."""
+        return self.params.grammar is not None
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to put through the model before the next sample, in-flight ones included.
+
+        1 while decoding; 0 when nothing is left but to learn the last token of max_tokens.
+        """
+        num_tokens = self.num_known
+        # The last token is never fed back.
+        return (num_tokens if num_tokens < self._last else self._last) - self.num_computed
+
+    def key(self, num_tokens: int) -> bytes:
+        """The first tokens as the prefix cache wants them: 4 bytes each."""
+        return bytes(memoryview(self.packed(num_tokens))[: 4 * num_tokens])
+
+    @property
+    def max_drafts(self) -> int:
+        """Behind its next token: the last token of max_tokens is never fed back."""
+        return self._last - 1 - self.num_computed
+
+    def packed(self, num_tokens: int | None = None) -> bytearray:
+        """At least the first tokens (None: all), 4 bytes each. Not to be kept."""
+        num_packed = len(self._packed) // 4
+        if num_tokens is None or num_packed < num_tokens:
+            self._packed += array("i", self.tokens[num_packed:]).tobytes()
+        return self._packed

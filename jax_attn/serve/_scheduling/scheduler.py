@@ -1,0 +1,456 @@
+"""What the next step computes: its tokens, its chunks of prompts, whom it preempts. Pure Python.
+
+One step mixes a token of every running decode with chunks of prompts, in one call of attention.
+Steps run on the device in the order in which they were launched, and the host schedules the next
+one before it knows what the last one sampled. Two rules follow:
+
+- A page may be shared, or freed and given away, as soon as the step that writes it is launched.
+- The token that a running sequence continues with may be known to the device only. The sequence is
+  scheduled as if it were known, but cached only as far as the host knows its tokens.
+
+`admission` says who gets in, `kv_memory` who has which pages and slots.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_attn.serve._scheduling.admission import Admission
+from jax_attn.serve._scheduling.kv_memory import KvMemory
+from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig, StepPlan
+from jax_attn.serve._scheduling.tenants import Tenants, in_turn
+
+# In how many steps the prompts that wait should be read, as far as max_prefill_chunk lets them.
+_READ_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges, and totals since the start. Pages that are neither free nor cached are private."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_evictable_pages: int
+    num_admissions: int  # re-admissions after a preemption not included
+    num_preemptions: int
+    num_prompt_tokens: int  # of the sequences admitted
+    num_prompt_tokens_cached: int  # of them, found in the prefix cache
+
+
+class Scheduler:
+    """Owns the pages, the prefix cache, and every sequence from `add` to `finish`.
+
+    Deterministic: the same calls with the same clock give the same steps. Sequences of one tenant
+    are ordered by priority, then by arrival; priorities are strict. One thread at a time.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self._tenants = Tenants()
+        self.memory = KvMemory(config, self._tenants)
+        self.allocator, self.cache = self.memory.allocator, self.memory.cache
+        self.admission = Admission(config, self.memory, self._tenants)
+        self._seqs: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; finished ones linger
+        self._arrivals = itertools.count()
+        self._num_preemptions = 0
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """See Admission.waiting."""
+        return self.admission.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Tenant by tenant, in turn. By priority, then by arrival."""
+        tenants = in_turn(tenant for tenant in self._tenants if tenant.running)
+        return [seq for tenant in tenants for seq in tenant.running]
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and max_tokens together, at most."""
+        return self.config.page_size * min(self.config.num_pages, self.config.max_kv_pages_step)
+
+    # ---- what happens to a sequence ----
+
+    def add(self, *seqs: Sequence) -> None:
+        """Takes new sequences in, all or none (give the n of a request together).
+
+        Raises:
+          QueueFull: there is no room for all of them.
+          ValueError: a sequence that could never run (no prompt, longer than max_sequence_tokens, a
+            deadline or a priority that is no number), or an id in use.
+        """
+        for seq in seqs:
+            num_tokens = seq.num_prompt + seq.params.max_tokens
+            if not 1 <= seq.num_prompt == len(seq.tokens):
+                raise ValueError(f"{seq.id}: tokens: expected a prompt, got {len(seq.tokens)}")
+            if num_tokens > self.max_sequence_tokens:
+                raise ValueError(
+                    f"{seq.id}: prompt and max_tokens: expected at most {self.max_sequence_tokens} "
+                    f"tokens together, got {num_tokens}"
+                )
+            if seq.deadline is not None and math.isnan(seq.deadline):
+                raise ValueError(f"{seq.id}: deadline: expected seconds, got {seq.deadline}")
+            if not isinstance(seq.priority, int):  # the order of what is no number is none
+                raise ValueError(f"{seq.id}: priority: expected an integer, got {seq.priority}")
+        if len(self._seqs.keys() | {seq.id for seq in seqs}) < len(self._seqs) + len(seqs):
+            raise ValueError(f"{[seq.id for seq in seqs]}: expected ids that are not in use")
+        self.admission.check(Counter(seq.tenant for seq in seqs))
+        for seq in seqs:
+            seq.order = next(self._arrivals)
+            self._seqs[seq.id] = seq
+            self.admission.join(seq)
+            if seq.deadline is not None:
+                heapq.heappush(self._deadlines, (seq.deadline, seq.order, seq))
+
+    def abort(self, seq_id: str) -> Sequence | None:
+        """Finishes a sequence in any state; None if there is none of that id (any more)."""
+        seq = self._seqs.get(seq_id)
+        if seq is not None:
+            self.finish(seq, FinishReason.ABORT)
+        return seq
+
+    def append(
+        self, seq: Sequence, tokens: list[int], num_sampled: int = 1, num_taken: int = 0
+    ) -> None:
+        """The host knows the next tokens: a sample, forced ones, or a sample and what it forces.
+
+        num_sampled: samples in flight that are settled by this: tokens[0], and any launched behind
+          it, which are void. Forced tokens after a sample void those: settle all of them here, and
+          ignore them when they arrive.
+        num_taken: drafts that were right: of the tokens, from the first, those computed already.
+
+        Of a sequence that is finished by now, tokens are ignored.
+
+        Raises:
+          ValueError: more samples than are in flight, or tokens that leave nothing to go on with.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        num_in_flight = seq.num_in_flight - num_sampled
+        if num_sampled < 0 or num_in_flight < 0:
+            raise ValueError(
+                f"{seq.id}: num_sampled: expected 0 to {seq.num_in_flight}, got {num_sampled}"
+            )
+        if num_in_flight and len(tokens) > num_sampled:
+            raise ValueError(
+                f"{seq.id}: tokens: expected at most {num_sampled} in front of a sample in flight, "
+                f"got {len(tokens)}"
+            )
+        num_computed = seq.num_computed
+        if num_sampled > 1:  # what followed from a void sample does not count
+            num_computed = min(num_computed, len(seq.tokens) + 1)
+        if seq.status is Status.RUNNING:
+            num_computed += num_taken
+        if len(seq.tokens) + len(tokens) + num_in_flight <= num_computed:
+            raise ValueError(
+                f"{seq.id}: tokens: expected one that is not computed yet, got {len(tokens)} for "
+                f"{num_sampled} samples"
+            )
+        seq.tokens += tokens
+        seq.num_computed, seq.num_in_flight = num_computed, num_in_flight
+        if not num_in_flight:
+            seq.is_drafting = False
+        if seq.status is Status.WAITING:
+            self.admission.on_tokens_changed()
+
+    def retract(self, seq: Sequence) -> None:
+        """What the next token may be is not known in time: its sample in flight is void, and none
+        is scheduled until `resume`. The token before goes through the model again then.
+
+        Only for sequences that `may_retract`. Of one that is finished by now, nothing happens.
+
+        Raises:
+          ValueError: not exactly one sample is in flight.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        if seq.num_in_flight != 1 or not seq.may_retract:
+            raise ValueError(
+                f"{seq.id}: retract: expected one sample in flight, got {seq.num_in_flight}"
+            )
+        seq.num_in_flight, seq.is_held, seq.is_drafting = 0, True, False
+        seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+
+    def resume(self, seq: Sequence) -> None:
+        """Undoes `retract`."""
+        seq.is_held = False
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR.
+
+        What is in flight for it may still write its private pages: that is before anything that is
+        launched from now on, so before anyone else uses them.
+
+        After a failed step, whose pages hold anything and whose samples never come: finish all that
+        run, settle what the waiting have in flight (`append(seq, [], seq.num_in_flight)`: it is
+        sampled again), and empty the cache by `cache.evict(cache.num_cached)`.
+
+        Raises:
+          ValueError: the sequence was never added.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        if self._seqs.get(seq.id) is not seq:
+            raise ValueError(f"{seq.id}: finish: expected a sequence that was added")
+        if seq.status is Status.RUNNING:
+            self.memory.release(seq, keep=reason is not FinishReason.ERROR)
+        else:
+            self.admission.leave(seq)
+        del self._seqs[seq.id]
+        self._tenants.remove_if_idle(seq.tenant)
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+
+    # ---- the step ----
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None if there is nothing to do or report until something changes.
+
+        `entries` may be empty: then there is only something to report. Each step with entries is to
+        be followed by `launched` once the device has it, before the next `schedule`; a step that is
+        never launched is simply scheduled again.
+        """
+        step = StepPlan()
+        self._expire(now, step)
+        if (seq := self.admission.beyond_its_share()) is not None:
+            self._preempt(seq, step)
+        self._secure_pages(step)
+        num_left, reading = self._schedule_decodes(step)
+        if not self._schedule_prompts(step, num_left, reading):
+            self._add_drafts(step)
+        for seq in step.admitted:
+            seq.admitted = now if seq.admitted is None else seq.admitted
+        return step if step.entries or step.preempted or step.expired else None
+
+    def launched(self, step: StepPlan) -> None:
+        """The device will run `step`, after all steps launched before."""
+        for entry in step.entries:
+            seq = entry.seq
+            if seq.status is not Status.RUNNING:
+                continue  # aborted since; its pages went to nobody yet
+            was_prompt = seq.num_computed < seq.num_prompt
+            seq.num_computed += entry.num_tokens - len(entry.drafts)
+            seq.is_drafting = bool(entry.drafts)
+            seq.num_in_flight += entry.samples
+            if was_prompt:
+                # What may be computed again is not shared yet.
+                num_final = seq.num_prompt - seq.may_retract
+                self.memory.share(seq, min(seq.num_computed, num_final) // self.config.page_size)
+        self._tenants.charge(
+            ((entry.seq, entry.num_tokens) for entry in step.entries), self.config.max_step_tokens
+        )
+
+    def _expire(self, now: float, step: StepPlan) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heapq.heappop(self._deadlines)
+            if seq.status is not Status.FINISHED:
+                self.finish(seq, FinishReason.DEADLINE)
+                step.expired.append(seq)
+        if len(self._deadlines) > 2 * len(self._seqs) + 64:  # mostly of finished sequences
+            self._deadlines = [d for d in self._deadlines if d[2].status is not Status.FINISHED]
+            heapq.heapify(self._deadlines)
+
+    # ---- those that run ----
+
+    def _secure_pages(self, step: StepPlan) -> None:
+        """Gives the running pages for their pending tokens, preempting from the youngest of the
+        tenant that has most pages."""
+        page_size = self.config.page_size
+        for seq in self.running:
+            if len(seq.tokens) + seq.num_in_flight <= len(seq.pages) * page_size:
+                continue  # as most do
+            num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
+            # `seq` may be preempted itself: for one before it, or as the youngest.
+            while (
+                num_new > 0 and seq.status is Status.RUNNING and not self.memory.grow(seq, num_new)
+            ):
+                largest = self._tenants.with_most(lambda tenant: tenant.num_pages)
+                self._preempt(largest.running[-1], step)
+
+    def _schedule_decodes(self, step: StepPlan) -> tuple[int, list[Sequence]]:
+        """Schedules the sequences whose prompts are read. Returns how many tokens are left, and the
+        sequences that still read theirs."""
+        num_left = self.config.max_step_tokens
+        several: list[Sequence] = []
+        reading: list[Sequence] = []
+        for seq in self.running:
+            if seq.is_held or seq.is_drafting:
+                continue
+            if seq.num_computed < seq.num_prompt:
+                reading.append(seq)
+                continue
+            num_pending = seq.num_pending
+            if num_pending == 1:
+                step.entries.append(ScheduledSequence(seq, seq.num_computed, 1, True))
+                num_left -= 1
+            elif num_pending:
+                several.append(seq)
+        # Several tokens of a sequence that decodes (forced, or output lost to a preemption) are
+        # somebody waiting in the middle of a text: before prompts.
+        for seq in several:
+            num_left -= self._schedule_chunk(step, seq, num_left)
+        return num_left, reading
+
+    def _add_drafts(self, step: StepPlan) -> None:
+        """Gives decodes drafts, as many as fill the size that the step is padded to anyway."""
+        drafting = [e for e in step.entries if e.seq.drafter and e.samples and e.num_tokens == 1]
+        if not drafting:
+            return
+        num_tokens = sum(entry.num_tokens for entry in step.entries)
+        sizes = self.config.step_sizes or (self.config.max_step_tokens,)
+        num_left = min((size for size in sizes if size >= num_tokens), default=0) - num_tokens
+        num_left = min(num_left, self._num_spare_rows(step))
+        for i, entry in enumerate(drafting):
+            seq = entry.seq
+            most = min(num_left // (len(drafting) - i), seq.max_drafts)
+            if most <= 0 or seq.drafter is None or seq.num_output < seq.params.min_tokens:
+                continue
+            # Into pages that it has or that nobody else wants.
+            page_size = self.config.page_size
+            num_new = -(-(seq.num_computed + 1 + most) // page_size) - len(seq.pages)
+            has_pages = num_new <= 0 or (
+                self.memory.has_room(num_new, num_new) and self.memory.grow(seq, num_new)
+            )
+            if not has_pages:
+                most = len(seq.pages) * page_size - seq.num_computed - 1
+            entry.drafts = tuple(seq.drafter.propose(seq, most))
+            entry.num_tokens += len(entry.drafts)
+            entry.num_more_rows = len(entry.drafts)
+            step.num_more_rows += len(entry.drafts)
+            num_left -= len(entry.drafts)
+
+    def _schedule_prompts(self, step: StepPlan, num_left: int, reading: list[Sequence]) -> bool:
+        """Schedules chunks of prompts, tenants in turn: first of a tenant's running sequences, then
+        of those that it gets admitted. Returns whether there are any.
+
+        reading: running sequences that still read their prompts, tenant by tenant.
+        """
+        if not (reading or self.admission.may_admit):
+            return False
+        num_entries = len(step.entries)
+        if step.entries:
+            chunk = self._wanted_chunk(reading)
+            num_others = self.config.max_step_tokens - num_left
+            num_left = min(num_left, self._chunk_beside(num_others, chunk))
+        # Nobody goes out and in again within a step.
+        candidates = self.admission.candidates() if num_left > 0 and not step.preempted else {}
+        coming = [self.admission.coming(seq) for seq in reading] if candidates else []
+        mine: dict[str, list[Sequence]] = {}
+        for seq in reading:
+            mine.setdefault(seq.tenant, []).append(seq)
+        prompts: dict[int, Iterator[Sequence]] = {}
+        turns = []
+        for name in mine.keys() | candidates.keys():
+            tenant = self._tenants[name]
+            waiting = candidates.get(name, [])
+            entering = self.admission.entering(step, tenant, waiting, coming)
+            prompts[tenant.serial] = itertools.chain(mine.get(name, []), entering)
+            turns.append((tenant.turn, tenant))
+        heapq.heapify(turns)
+        while turns and num_left > 0:
+            (num_had, _, serial), tenant = turns[0]
+            first = next(prompts[serial], None)
+            if first is None:
+                heapq.heappop(turns)
+                continue
+            num_tokens = self._schedule_chunk(step, first, num_left)
+            num_left -= num_tokens
+            turn = num_had + num_tokens, len(tenant.running), serial
+            heapq.heapreplace(turns, (turn, tenant))
+        self.admission.count_overtaken(step.admitted)
+        return len(step.entries) > num_entries
+
+    def _wanted_chunk(self, reading: list[Sequence]) -> int:
+        """Tokens of prompts beside decodes that read all waiting prompts in _READ_STEPS steps."""
+        most = self.config.max_prefill_chunk
+        chunk = num_waiting = 0
+        waiting = (seq for tenant in self._tenants for seq in tenant.waiting)
+        for seq in itertools.chain(reading, waiting):
+            if chunk >= most:
+                break
+            num_waiting += len(seq.tokens) - seq.num_computed
+            chunk = num_waiting // _READ_STEPS
+        return max(self.config.prefill_chunk, min(chunk, most))
+
+    def _chunk_beside(self, num_others: int, chunk: int) -> int:
+        """Tokens of prompts in a step with num_others other tokens: about a chunk, so that the step
+        fills one of step_sizes.
+
+        Where five eighths of a chunk fit into the size below, that one: all decodes would wait for
+        the padding of the size above. Else the size above, which takes the same time half empty
+        (docs/notes/server.md).
+        """
+        sizes = self.config.step_sizes
+        wanted = num_others + chunk
+        fits = max((size for size in sizes if size <= wanted), default=0) - num_others
+        if 8 * fits >= 5 * chunk:
+            return fits
+        return min((size for size in sizes if size >= wanted), default=wanted) - num_others
+
+    def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
+        num_pending, num_scored = seq.num_pending, 0
+        num_tokens = min(num_pending, max_tokens)
+        if seq.params.prompt_logprobs:
+            # Half of the rows stay for waiting sequences, which get in while this one reads.
+            num_spare = self._num_spare_rows(step) // (2 if self.admission.num_waiting else 1)
+            num_tokens = min(num_tokens, 1 + num_spare)
+            num_scored = max(0, min(num_tokens, seq.num_prompt - 1 - seq.num_computed))
+        if num_tokens:
+            samples = num_tokens == num_pending
+            num_more_rows = min(num_scored, num_tokens - 1)
+            begin = seq.num_computed
+            step.entries.append(
+                ScheduledSequence(seq, begin, num_tokens, samples, num_scored, num_more_rows)
+            )
+            step.num_more_rows += num_more_rows
+        return num_tokens
+
+    def _num_spare_rows(self, step: StepPlan) -> int:
+        """Rows of the step's logits that are left when each running sequence has one."""
+        return self.memory.num_free_slots - step.num_more_rows
+
+    def _preempt(self, seq: Sequence, step: StepPlan) -> None:
+        """Back to the queue without pages; prompt and output will be computed again.
+
+        A sample in flight stays in flight: the sequence waits at least until its token is known.
+        """
+        self.memory.release(seq, keep=True)
+        seq.status = Status.WAITING
+        seq.num_preempted += 1
+        self._num_preemptions += 1
+        self.admission.join(seq)
+        step.preempted.append(seq)
+
+    # ---- looking in from outside ----
+
+    def stats(self) -> SchedulerStats:
+        admission, memory = self.admission, self.memory
+        return SchedulerStats(
+            num_waiting=admission.num_waiting,
+            num_running=memory.num_running,
+            num_free_pages=memory.allocator.num_free,
+            num_cached_pages=memory.cache.num_cached,
+            num_evictable_pages=memory.cache.num_evictable,
+            num_admissions=admission.num_admissions,
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=admission.num_prompt_tokens,
+            num_prompt_tokens_cached=admission.num_prompt_tokens_cached,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page, lock, slot and counter is accounted for."""
+        self.memory.check_integrity()
+        self.admission.check_integrity()
+        running, waiting = self.running, self.waiting
+        assert all(seq.status is Status.RUNNING for seq in running)
+        assert all(self._seqs[seq.id] is seq for seq in (*running, *waiting))
+        assert len(self._seqs) == len(waiting) + len(running)

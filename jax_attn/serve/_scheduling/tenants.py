@@ -1,0 +1,129 @@
+"""Whose turn it is: the tenants that have sequences, and what each has had of the engine.
+
+A virtual token counter decides: the tenant that has had the fewest tokens of the steps goes first.
+A tenant that arrives begins with the least that any other has had, so leaving and coming back gains
+nothing.
+Source: "Fairness in Serving Large Language Models" (Sheng et al., 2024), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from jax_attn.serve._scheduling.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may have at once. None: no limit but its share.
+
+    A tenant that is alone has the whole engine. Where T tenants want more than there is, each has
+    a T-th of the queue, of the slots, of the pages and of the tokens.
+
+    Raises:
+      ValueError: a limit below 1.
+    """
+
+    max_waiting: int | None = None  # sequences in the queue; more are refused: QueueFull
+    max_running: int | None = None  # sequences that run; more wait
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_running"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"TenantLimits: {name}: expected at least 1, got {value}")
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """The sequences of one tenant. Written by the scheduler alone."""
+
+    name: str
+    serial: int
+    num_tokens: int  # the counter: tokens of steps, and what it began with
+    waiting: list[Sequence] = field(default_factory=list)  # ordered by waiting_rank
+    running: list[Sequence] = field(default_factory=list)  # ordered by rank
+    num_pages: int = 0  # sum of len(seq.pages) over the running
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Lower comes first: fewer tokens, then fewer that run."""
+        return self.num_tokens, len(self.running), self.serial
+
+
+class Tenants:
+    """The tenants that have sequences, waiting or running."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tenant] = {}
+        self._num_made = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        """In arbitrary order, as there may be thousands. See `in_turn`."""
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> Tenant:
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def with_most(self, amount: Callable[[Tenant], int]) -> Tenant:
+        """The tenant with the largest amount; of several with the same, the first in turn."""
+        return min(self, key=lambda tenant: (-amount(tenant), tenant.turn))
+
+    def get_or_add(self, name: str) -> Tenant:
+        tenant = self._by_name.get(name)
+        if tenant is None:
+            least = min((tenant.num_tokens for tenant in self._by_name.values()), default=0)
+            tenant = self._by_name[name] = Tenant(name, self._num_made, least)
+            self._num_made += 1
+        return tenant
+
+    def remove_if_idle(self, name: str) -> None:
+        tenant = self._by_name[name]
+        if not (tenant.waiting or tenant.running):
+            del self._by_name[name]
+
+    def charge(self, seqs: Iterable[tuple[Sequence, int]], max_credit: int) -> None:
+        """Counts the tokens that each has had of a step.
+
+        max_credit: tokens by which a tenant may be behind the one that has had most. More is
+          forgotten: a tenant that long wanted little must not shut out the others later.
+        """
+        if len(self._by_name) < 2:
+            return  # it is always the turn of one that is alone
+        for seq, num_tokens in seqs:
+            if (tenant := self._by_name.get(seq.tenant)) is not None:
+                tenant.num_tokens += num_tokens
+        tenants = self._by_name.values()
+        least = max((tenant.num_tokens for tenant in tenants), default=0) - max_credit
+        for tenant in tenants:
+            tenant.num_tokens = max(tenant.num_tokens, least)
+
+
+def in_turn(tenants: Iterable[Tenant]) -> list[Tenant]:
+    return sorted(tenants, key=lambda tenant: tenant.turn)
+
+
+def rank(seq: Sequence) -> tuple[int, int]:
+    """The order of running sequences; lower comes first."""
+    return seq.priority, seq.order
+
+
+def waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
+    return seq.priority, not seq.num_preempted, seq.order
+
+
+def namespace(tenant: str, salt: str) -> str:
+    """The part of the prefix cache that only this tenant's requests with this salt can hit."""
+    return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
+
+
+def owner(namespace: str) -> str:
+    """The tenant that a namespace belongs to."""
+    return namespace.partition("/")[0]

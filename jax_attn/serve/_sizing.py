@@ -1,0 +1,140 @@
+"""How many pages the kv cache has: what the device's memory holds, unless options say otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_attn import models
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._options import KV_DTYPES, engine_config
+
+log = logging.getLogger("jax_attn.serve")
+
+_SAMPLING_BYTES = 48  # for each of [max_running, vocab]: logits, counts, ten f32 of XLA's to sort
+_KV_SHARE = 0.85  # of the memory that is left; the rest is for activations
+_NEXT_TRY = 0.9  # of the pages that did not fit
+_CPU_BYTES = 2 << 30
+_DIGEST_VALUES = 1000  # of each weight
+_MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
+
+
+def make_engine(
+    model: models.Model, args: argparse.Namespace, draft_model: models.Model | None = None
+) -> AsyncEngine:
+    """An engine with --num-pages pages, or as many as the device's memory holds.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    # A draft model has pages of its own beside each of the model's.
+    configs = [each.config for each in (model, draft_model) if each is not None]
+    page_bytes = sum(bytes_of_page(config, args) for config in configs)
+    fewest, num_pages = _fewest_pages(args), choose_num_pages(model, args, page_bytes)
+    while True:
+        try:
+            config = engine_config(num_pages, args)
+            engine = AsyncEngine(model, config, args.processes, draft_model)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            if args.num_pages or num_pages == fewest or args.processes is not None:
+                raise ValueError(
+                    "--num-pages: expected a kv cache that fits in the device's memory, got "
+                    f"{num_pages} pages of {page_bytes} bytes; use fewer, or free memory."
+                ) from None
+        # The free memory may not be available in two pieces: an allocator that grows
+        # (XLA_PYTHON_CLIENT_PREALLOCATE=false) rounds up to powers of two.
+        num_pages = max(fewest, int(_NEXT_TRY * num_pages))
+    log.info(
+        "kv cache: %d pages of %d tokens, %.3g GiB; a request has room for %d tokens",
+        num_pages,
+        args.page_size,
+        num_pages * page_bytes / 2**30,
+        engine.limits.max_model_len,
+    )
+    return engine
+
+
+def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """Bytes of a page on one device."""
+    spec, *_ = models.attention_specs(
+        config,
+        dtype=args.dtype,
+        kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
+        page_size=args.page_size,
+        max_kv_pages=1,
+    )
+    shapes = spec.kv_shapes(config.num_layers, args.page_size)
+    page_bytes = sum(math.prod(shape) for shape in shapes if shape is not None)
+    page_bytes *= jnp.dtype(spec.dtype_of_kv).itemsize
+    page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
+    return int(page_bytes // args.context_parallel)
+
+
+def _fewest_pages(args: argparse.Namespace) -> int:
+    """Pages that one step full of prompts needs."""
+    return int(-(-args.max_step_tokens // args.page_size))
+
+
+def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:
+    """--num-pages, or as many as the memory holds; of several processes the smallest number.
+
+    Raises ProcessesError where processes have other options or another model.
+    """
+    most = _default_num_pages(model.config, args, page_bytes)
+    num_pages = args.num_pages or max(_fewest_pages(args), most)
+    if args.processes is None:
+        return int(num_pages)
+    own = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _OF_ALL_PROCESSES}
+    own |= {"version of jax": jax.__version__}
+    own |= {"model": _digest(model)}
+    return int(args.processes.agree(own, min, num_pages))
+
+
+# Options that each process is to be given alike: what its devices compute depends on them.
+_OF_ALL_PROCESSES = (
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+    "eight_bit_products",
+    "num_pages",
+    "page_size",
+    "max_running",
+    "max_step_tokens",
+    "batch_invariant",
+    "tensor_parallel",
+    "context_parallel",
+)
+
+
+def _digest(model: models.Model) -> str:
+    """Of the config, and of some values of each weight."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for path, weight in jax.tree_util.tree_leaves_with_path(model.params):
+        values = np.asarray(weight).reshape(-1)
+        some = values[:: max(1, values.size // _DIGEST_VALUES)]
+        digest.update(f"{path} {weight.shape} {weight.dtype}".encode() + some.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _default_num_pages(
+    config: models.ModelConfig, args: argparse.Namespace, page_bytes: int
+) -> int:
+    """What the device's free memory holds; on CPU, whose memory others need too, far less."""
+    num_running = args.max_running * -(-config.max_positions // args.page_size)
+    if memory := jax.local_devices()[0].memory_stats():
+        left = memory["bytes_limit"] - memory["bytes_in_use"]
+        left -= _SAMPLING_BYTES * args.max_running * config.vocab_size
+        budget = int(_KV_SHARE * left)
+        most = _MAX_CACHE * num_running
+    else:
+        budget, most = _CPU_BYTES, num_running
+    return min(budget // page_bytes, most)

@@ -1,0 +1,1 @@
+"""Between tokens and text. Private."""

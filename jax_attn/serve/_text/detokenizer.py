@@ -1,0 +1,217 @@
+"""From tokens to text, a token at a time: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from jax_attn.models._weights.protocols import Tokenizer
+from jax_attn.serve._text.token_bytes import TokenBytes
+
+_REPLACEMENT = "\ufffd"  # what decoding makes of a character that is not complete yet
+
+
+class _Text(Protocol):
+    """The text of one sequence; what `push` and `flush` return, joined, is what its tokens decode
+    to."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Texts:
+    """Begins the texts of one tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, token_bytes = tokenizer, TokenBytes(tokenizer)
+        self._are_bytes = token_bytes.joined_are_text
+        self._byte_of = {} if self._are_bytes else token_bytes.byte_tokens()
+
+        @functools.cache
+        def shown_bytes(token: int) -> bytes:
+            return b"" if token in token_bytes.special else token_bytes(token)
+
+        self._bytes_of = token_bytes, shown_bytes
+
+    def begin(self, skip_special_tokens: bool) -> _Text:
+        if self._are_bytes:
+            return _Bytes(self._bytes_of[skip_special_tokens])
+        return _Window(self._tokenizer, skip_special_tokens, self._byte_of)
+
+
+class _Bytes:
+    """Of a byte-level tokenizer: a table and UTF-8, a tenth of the time of its decoder."""
+
+    __slots__ = ("_bytes_of", "_decode")
+
+    def __init__(self, bytes_of: Callable[[int], bytes]):
+        self._bytes_of = bytes_of
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token: int) -> str:
+        return self._decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _Window:
+    """Of any tokenizer. New tokens are decoded behind some that are known, as decoders treat the
+    beginning of a text in a special way (SentencePiece strips a space).
+
+    SentencePiece's bytes are decoded run by run, and one that is no UTF-8 has a U+FFFD for each.
+    """
+
+    __slots__ = ("_tokenizer", "_skip", "_byte_of", "_known", "_new", "_run_is_broken")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, byte_of: dict[int, bytes]):
+        """byte_of: the tokens that are a byte each."""
+        self._tokenizer, self._skip, self._byte_of = tokenizer, skip_special_tokens, byte_of
+        self._known: list[int] = []
+        self._new: list[int] = []
+        self._run_is_broken = False
+
+    def push(self, token: int) -> str:
+        if self._run_is_broken and token in self._byte_of:
+            return _REPLACEMENT
+        self._run_is_broken = False
+        self._new.append(token)
+        return self._new_text(at_end=False)
+
+    def flush(self) -> str:
+        return self._new_text(at_end=True)
+
+    def _new_text(self, at_end: bool) -> str:
+        known, new = self._decode(self._known), self._new
+        text = self._decode(self._known + new)
+        may_change = text.endswith(_REPLACEMENT) and not at_end
+        if may_change and all(token in self._byte_of for token in new):
+            raw = b"".join(self._byte_of[token] for token in new)
+            may_change, self._run_is_broken = _is_cut_off(raw)
+        if may_change and len(new) < _MOST_NEW:
+            return ""
+        if len(text) > len(known):
+            self._known, self._new = new, []
+        elif len(new) >= _MOST_NEW:
+            self._new = []  # tokens without text would be no context
+        return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
+
+
+# Tokens that are decoded again with each one that follows. A character has at most four.
+_MOST_NEW = 16
+
+
+def _is_cut_off(raw: bytes) -> tuple[bool, bool]:
+    """Whether something may follow that makes it UTF-8; whether nothing does."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        decoder.decode(raw)
+    except UnicodeDecodeError:
+        return False, True
+    return bool(decoder.getstate()[0]), False
+
+
+class Detokenizer:
+    """The text of one sequence. What `push` and `flush` return, joined, is the text so far.
+
+    Without a stop string in it, that is tokenizer.decode of all tokens. A character comes when its
+    last token has, and what may be the beginning of a stop string when it has proved not to be.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ):
+        """stop: text ends before the first of them that occurs; include_stop: or behind it."""
+        if any(not text for text in stop):
+            raise ValueError("stop: expected strings that are not empty, got ''.")
+        self._text = texts.begin(skip_special_tokens)
+        self._stops = [_Stop(text) for text in stop]
+        self._include_stop = include_stop
+        self._held = ""  # decoded, but maybe the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that `token` completes. Sets `stopped` once a stop string is complete.
+
+        may_stop: whether stop strings that end in this token count.
+        """
+        if not self._stops:
+            return self._text.push(token)
+        if self.stopped:
+            return ""
+        new = self._text.push(token)
+        found = [
+            (begin, stop.length) for stop in self._stops if (begin := stop.push(new)) is not None
+        ]
+        text = self._held + new
+        if found and may_stop:
+            self.stopped = True
+            begin, length = min(found)
+            end = len(self._held) + begin + (length if self._include_stop else 0)
+            self._held = ""
+            return text[:end]
+        border = len(text) - max(stop.num_matched for stop in self._stops)
+        self._held = text[border:]
+        return text[:border]
+
+    def flush(self) -> str:
+        """The rest of the text; an incomplete character becomes U+FFFD. No push after it."""
+        if self.stopped:
+            return ""
+        text = self._held + self._text.flush()
+        self._held = ""
+        return text
+
+
+class _Stop:
+    """How much of a stop string a text ends with. Knuth, Morris, Pratt: a step or two a character,
+    whatever the text and the string are."""
+
+    __slots__ = ("_text", "_shorter", "num_matched")
+
+    def __init__(self, text: str):
+        self._text = text
+        # Of each beginning of the string, the longest shorter one that it ends with.
+        self._shorter = [0] * len(text)
+        self.num_matched = 0  # characters; never all of them
+        for i in range(1, len(text)):
+            self.num_matched = self._next(text[i])
+            self._shorter[i] = self.num_matched
+        self.num_matched = 0
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    def push(self, new: str) -> int | None:
+        """Where in `new` the string begins that is the first to end there; before it: negative."""
+        found = None
+        for i, character in enumerate(new):
+            self.num_matched = self._next(character)
+            if self.num_matched == len(self._text):
+                self.num_matched = self._shorter[-1]
+                if found is None:
+                    found = i + 1 - len(self._text)
+        return found
+
+    def _next(self, character: str) -> int:
+        num_matched = self.num_matched
+        while num_matched and self._text[num_matched] != character:
+            num_matched = self._shorter[num_matched - 1]
+        return num_matched + (self._text[num_matched] == character)
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)

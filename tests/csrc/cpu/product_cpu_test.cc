@@ -1,0 +1,120 @@
+// Products of weights in panels: every instruction set of this machine and AMX in emulation,
+// against sums in f64; the bits of a row beside others; threads.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/amx_emulation.h"
+#include "cpu/dispatch.h"
+#include "cpu/product.h"
+#include "cpu/thread_pool.h"
+#include "spec.h"
+
+namespace jax_attn {
+namespace {
+
+int g_failures = 0;
+
+struct Random {
+  uint32_t state = 1;
+  float operator()() {
+    state = state * 1664525u + 1013904223u;
+    return static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f;
+  }
+};
+
+template <typename T>
+T To(float x) {
+  if constexpr (sizeof(T) == 4) {
+    return x;
+  } else if constexpr (IsBf16<T>) {
+    return ToBf16(x);
+  } else {
+    return ToF16(x);
+  }
+}
+
+// w: [depth, columns] -> panels, with zeros beyond.
+template <typename T>
+std::vector<T> Panels(const std::vector<T>& w, i64 depth, i64 columns) {
+  const i64 steps = WeightSteps(IsBf16<T>, depth), pair = IsBf16<T> ? 2 : 1;
+  std::vector<T> panels(CeilDiv(columns, kWeightColumns) * steps * kWeightColumns * pair, To<T>(0));
+  for (i64 k = 0; k < depth; ++k) {
+    for (i64 n = 0; n < columns; ++n) {
+      const i64 step = n / kWeightColumns * steps + k / pair;
+      panels[(step * kWeightColumns + n % kWeightColumns) * pair + k % pair] = w[k * columns + n];
+    }
+  }
+  return panels;
+}
+
+template <typename T>
+std::vector<float> Multiply(DType dtype, const std::vector<T>& x, const std::vector<T>& panels,
+                            i64 rows, i64 depth, i64 columns, TaskPool& pool) {
+  std::vector<float> y(rows * columns + 1, NAN);
+  ProductCpu(dtype, {x.data(), panels.data(), y.data(), rows, depth, columns, true}, pool);
+  return y;
+}
+
+template <typename T>
+void TestType(const std::string& isa, DType dtype, i64 depth, i64 columns, TaskPool& threads) {
+  constexpr i64 kMaxRows = 70;
+  Random random;
+  std::vector<T> x(kMaxRows * depth), w(depth * columns);
+  for (T& value : x) value = To<T>(random());
+  for (T& value : w) value = To<T>(random());
+  const std::vector<T> panels = Panels(w, depth, columns);
+  const auto fail = [&](const char* what, i64 rows, i64 at) {
+    std::printf("FAILED %s dtype %d depth %lld columns %lld rows %lld at %lld: %s\n", isa.c_str(),
+                static_cast<int>(dtype), static_cast<long long>(depth),
+                static_cast<long long>(columns), static_cast<long long>(rows),
+                static_cast<long long>(at), what);
+    ++g_failures;
+  };
+  const std::vector<float> all = Multiply(dtype, x, panels, kMaxRows, depth, columns, threads);
+  for (i64 i = 0; i < kMaxRows * columns; ++i) {
+    double sum = 0;
+    for (i64 k = 0; k < depth; ++k) {
+      sum += double{ToF32(x[i / columns * depth + k])} * ToF32(w[k * columns + i % columns]);
+    }
+    if (!(std::fabs(all[i] - sum) < 1e-5 * (1 + std::sqrt(depth)))) {
+      return fail("is not the sum", kMaxRows, i);
+    }
+  }
+  InlinePool alone;
+  for (i64 rows : {0, 1, 2, 5, 12, 13, 16, 17, 32, 33, 70}) {
+    const std::vector<float> some = Multiply(dtype, x, panels, rows, depth, columns, alone);
+    if (std::memcmp(some.data(), all.data(), rows * columns * sizeof(float)) != 0) {
+      return fail("other bits beside other rows", rows, 0);
+    }
+    if (!std::isnan(some[rows * columns])) return fail("wrote behind the last row", rows, 0);
+  }
+}
+
+void TestIsa(const std::string& isa, TaskPool& threads) {
+  for (const auto& [depth, columns] : {std::pair<i64, i64>{1, 1}, {33, 40}, {64, 32}, {300, 257}}) {
+    TestType<Bf16>(isa, kBF16, depth, columns, threads);
+    TestType<F16>(isa, kF16, depth, columns, threads);
+    TestType<float>(isa, kF32, depth, columns, threads);
+  }
+}
+
+}  // namespace
+}  // namespace jax_attn
+
+int main() {
+  using namespace jax_attn;
+  ThreadPool threads(3);
+  for (const std::string& isa : SupportedCpuIsas()) {
+    SetCpuIsa(isa);
+    TestIsa(isa, threads);
+  }
+  SetActiveKernels(kKernelsAmxEmulated);
+  TestIsa(kKernelsAmxEmulated.name, threads);
+  std::printf("product_cpu_test: %s\n", g_failures ? "FAILED" : "ok");
+  return g_failures ? 1 : 0;
+}

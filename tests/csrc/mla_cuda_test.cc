@@ -1,9 +1,0 @@
-// The portable MLA kernel of csrc/cuda, without a GPU.
-#include "cuda_emulation.h"
-// The above stands in for CUDA and comes first.
-#include "sm80_kernels.h"
-
-int main() {
-  using namespace jax_attn;
-  return RunMlaCases<Sm80Mla, 144, 176>() | RunMlaCases<Sm86Mla, 144, 176>();
-}

@@ -1,7 +1,0 @@
-#include "cpu/simd_baseline.h"
-#include "simd_math_cases.h"
-
-int main() {
-  using namespace jax_attn;
-  return Report("baseline", true, CheckMath<Baseline>);
-}

@@ -1,0 +1,10 @@
+// The attention kernel of sm_90a for decodes alone, without a GPU.
+#include "emulation/cuda_emulation.h"
+#include "emulation/cuda_emulation_sm90.h"
+// The above stand in for CUDA and come first.
+#include "sm90/attention_sm90_cases.h"
+
+int main() {
+  using namespace jax_attn;
+  return RunAllCases<Sm90Kernel<false, 32, 1>>();
+}

@@ -1,0 +1,62 @@
+// The backward pass of sm_90a without pages, without a GPU: in emulation, tiles by boxes or by
+// rows, and what is not finite by the portable kernel behind it.
+#include "emulation/cuda_emulation.h"
+#include "emulation/cuda_emulation_sm90.h"
+// The above stand in for CUDA and come first.
+#include "sm90/backward_sm90_cases.h"
+
+namespace jax_attn {
+namespace {
+
+int RunAll() {
+  const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {0, 9}, {5, 2}, {1, 0}};
+  const std::vector<Request> documents = {{150, 150}, {1, 1}, {260, 260}};
+  using Causal64 = ShapeOf<64, 64, 2, 0, false, true, false>;
+  using Causal128 = ShapeOf<128, 128, 1, 0, false, true, false>;
+  using Full128 = ShapeOf<128, 128, 3, 0, false, false, false>;
+  using Odd64 = ShapeOf<64, 64, 5, 0, true, true, true>;
+  using Odd128 = ShapeOf<128, 128, 2, 0, true, true, true>;
+  Run<Causal128>({.name = "documents, d128", .requests = documents, .kv_heads = 1}, 1, true);
+  Run<Causal64>({.name = "documents, d64", .requests = documents, .kv_heads = 1}, 2, true);
+  Run<Causal128>({.name = "documents, d128", .requests = {{150, 150}, {70, 70}}}, 3, false);
+  Run<Causal64>({.name = "mixed, sinks, d64", .requests = mixed, .sinks = true}, 4, true);
+  Run<Causal128>({.name = "mixed, sinks, d128", .requests = mixed, .sinks = true}, 5, true);
+  Run<Causal64>({.name = "empty", .requests = {}}, 6, true);
+  const Case full = {.name = "full, d128",
+                     .requests = {{45, 270}, {130, 30}},
+                     .window_right = -1,
+                     .num_ctas = 5,
+                     .kv_heads = 1};
+  Run<Full128>(full, 7, true);
+  const Case odd = {.name = "windows, soft cap, sinks",
+                    .requests = {{100, 330}, {7, 3}, {0, 9}, {40, 200}, {1, 0}},
+                    .window_left = 30,
+                    .window_right = 3,
+                    .soft_cap = 3.0,
+                    .sinks = true,
+                    .kv_heads = 1};
+  Run<Odd64>(odd, 8, true);
+  Run<Odd128>(odd, 9, true);
+  for (const Poison poison :
+       {kNanQ, kInfiniteQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
+    const Case c = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
+    Run<Causal64>(c, 20 + poison, true, poison);
+  }
+  // A soft cap makes something finite of an infinity. Of the row d_q is 0 here, and of the key d_k,
+  // but d_k of what the row sees, and d_q of what sees the key, are 0 times an infinity.
+  for (const Poison poison : {kInfiniteQ, kInfiniteK}) {
+    Case c = odd;
+    c.name = "infinite, soft cap";
+    c.requests = {{40, 200}, {100, 130}};
+    Run<Odd64>(c, 30 + poison, true, poison);
+    Run<Odd128>(c, 30 + poison, true, poison);
+  }
+  RunDamaged<Causal128>();
+  if (g_failures > 0) std::printf("%d failures\n", g_failures);
+  return g_failures > 0;
+}
+
+}  // namespace
+}  // namespace jax_attn
+
+int main() { return jax_attn::RunAll(); }

@@ -1,0 +1,18 @@
+// Writes the text of the programs of variant_programs.h, as kernels get it.
+#include <cstdio>
+
+#include "jit/variant_source.h"
+#include "variant/variant_programs.h"
+
+int main() {
+  using namespace jax_attn;
+  std::printf("#pragma once\n\nnamespace jax_attn {\nnamespace variant {\n\n");
+  for (const NamedProgram& x : VariantPrograms()) {
+    std::printf("%s\n", VariantText(x.program, x.name).c_str());
+  }
+  for (const NamedGradient& x : VariantGradients()) {
+    std::printf("%s\n", VariantText(x.gradient, x.name).c_str());
+  }
+  std::printf("}  // namespace variant\n}  // namespace jax_attn\n");
+  return 0;
+}

@@ -1,7 +1,0 @@
-// Variants in the portable attention kernel of csrc/cuda, without a GPU.
-#include "cuda_emulation.h"
-// The above stands in for CUDA and comes first.
-#include "sm80_kernels.h"
-#include "variant_cuda_cases.h"
-
-int main() { return jax_attn::RunVariantCases<jax_attn::Sm80Kernel>(); }

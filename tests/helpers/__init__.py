@@ -1,0 +1,1 @@
+"""Cases, models and checks that several tests share; no tests."""

@@ -1,0 +1,275 @@
+"""The checks of mesh_checks.py for models and the engine: heads over one axis, kv over another."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from math import prod
+
+import jax
+import numpy as np
+from collectives import collectives
+
+import jax_attn as ja
+from helpers.mesh_checks import make_mesh, on_gpu
+from jax_attn import parallel
+
+
+def check_models(
+    num_devices: int, first: int = 0, step: int = 1, num_stripes: int = 1, **sizes: int
+) -> None:
+    """Of families first, first + step, ...: logits of one device, collectives, and memory.
+
+    sizes: take the place of a family's own, so that the devices divide them.
+    """
+    from helpers import model_cases
+    from jax_attn import models
+
+    checked = []
+    for name, raw in list(model_cases.CONFIGS.items())[first::step]:
+        config = models.parse_config(model_cases._COMMON | raw | sizes)
+        mesh = make_mesh(num_devices, num_stripes)
+        try:
+            split = models.TensorParallel(config, mesh, "heads", "kv" if num_stripes > 1 else None)
+        except ValueError as error:
+            assert "use fewer devices" in str(error) and "\n" not in str(error)
+            continue
+        params = models.random_params(config, jax.random.key(0), "float32")
+        tokens = np.arange(23) * 7 % config.vocab_size
+        capacities = {"max_batch": 2, "max_qo_tokens": 24, "max_kv_pages": 20}
+        fields = capacities | {"dtype": "float32", "page_size": 4}
+        specs = models.attention_specs(split.config, **fields)
+        lengths = np.array([0, 23]), np.array([23]), np.array([0, 6]), np.array([5, 2, 9, 1, 0, 7])
+        everywhere = plan_spec = jax.sharding.PartitionSpec()
+        plans = tuple(ja.plan(spec, *lengths) for spec in specs)
+        if num_stripes > 1:
+            stripes = [split.stripes(spec) for spec in specs]
+            plans = tuple(parallel.plan_stripes(x, *lengths) for x in stripes)
+            plan_spec = stripes[0].plan_spec
+        parts, pages = split.split_params(params), split.init_pages(specs, 11)
+        param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
+        forward = jax.jit(
+            jax.shard_map(
+                lambda params, *args, config=split.config: models.forward(params, config, *args),
+                mesh=mesh,
+                in_specs=(param_specs, everywhere, everywhere, split.pages_spec, split.pages_spec,
+                          plan_spec, everywhere),
+                out_specs=(everywhere, split.pages_spec, split.pages_spec),
+                check_vma=False,
+            ),
+            donate_argnums=(3, 4),
+        )  # fmt: skip
+        padded = np.append(tokens, 0).astype(np.int32)
+        arguments = (parts, padded, np.arange(24, dtype=np.int32), *pages, plans,
+                     np.arange(23, dtype=np.int32))  # fmt: skip
+        found = Counter(collectives(forward.lower(*arguments).compile().as_text()))
+        expected = bytes_of_model(split, num_stripes, num_rows=24, num_logits=23)
+        assert found == expected, (name, found, expected)
+        check_shares(name, split, params, parts, pages, num_stripes)
+        logits = forward(*arguments)[0]
+        want = models.reference_forward(params, config, tokens)
+        np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
+        checked.append(name)
+    assert checked, "all families were refused"
+    print(f"{num_devices} x {num_stripes} devices: {len(checked)} families: {', '.join(checked)}")
+
+
+def bytes_of_model(split, num_stripes, *, num_rows: int, num_logits: int) -> Counter:
+    """Of a step in f32: (kind, bytes of the results on one device), and how often."""
+    whole, own, layers = split.whole, split.config, split.whole.num_layers
+    expected = Counter()
+    expected["all-reduce", 4 * num_rows * whole.hidden_size] += 2 * layers
+    if whole.qk_norm == "all_heads":  # of q and of k a number for each token
+        expected["all-reduce", 4 * 2 * num_rows] += layers
+    if own.splits_vocabulary:  # the embedding, and the logits
+        expected["all-reduce", 4 * num_rows * whole.hidden_size] += 1
+        expected["all-gather", 4 * num_logits * whole.vocab_size] += 1
+    if on_gpu() and split.size == 1:  # XLA leaves out what one device sends to itself
+        expected.clear()
+    if num_stripes > 1:
+        head_dim_vo = whole.latent.kv_rank if whole.latent else whole.head_dim
+        states = num_rows * own.num_qo_heads * (head_dim_vo + 1)
+        expected["all-gather", 4 * num_stripes * states] += layers
+    return expected
+
+
+def check_shares(name, split, params, parts, pages, num_stripes) -> None:
+    """Each device holds 1/N of all but norms, router, latent projections and repeated heads."""
+    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "final_norm")
+    for (path, part), whole in zip(
+        jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(params), strict=True
+    ):
+        key = path[-1].key
+        held = [shard.data.nbytes for shard in part.addressable_shards]
+        assert len(set(held)) == 1, (name, key)
+        is_repeated = key.startswith("qkv") and split.whole.num_kv_heads < split.size
+        if any(word in key for word in whole_names):
+            assert held[0] <= whole.nbytes, (name, key)
+        elif not is_repeated:
+            assert held[0] * split.size == whole.nbytes, (name, key, held, whole.nbytes)
+    repeats = max(1, split.size // split.whole.num_kv_heads)
+    for x in pages:
+        if x is not None and not split.whole.latent:
+            shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
+            held = x.addressable_shards[0].data.nbytes
+            assert held * split.size * num_stripes == 4 * prod(shape) * repeats, (name, held)
+
+
+def check_engine(*splits: tuple[int, int]) -> None:
+    """Greedy tokens in f32 are those of one device; each device holds its share of the memory.
+
+    splits: (tensor_parallel, context_parallel).
+    """
+
+    from jax_attn import models
+    from jax_attn.serve._engine.engine import Engine
+    from jax_attn.serve._engine.engine_config import EngineConfig
+    from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+
+    bundled = models.BUNDLED
+    prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
+    answers, held, live = {}, {}, {}
+    for split in ((1, 1), *splits):
+        limits = EngineConfig(num_pages=60, page_size=4, max_running=3, max_step_tokens=16,
+                              tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
+        earlier = jax.live_arrays()  # kept, so that nobody gets their memory
+        engine = Engine(models.load(bundled, "float32"), limits)
+        engine.warm_up()
+        greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        drawn = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+        kinds = (greedy, drawn, greedy)
+        engine.submit([Sequence(str(i), str(i), list(x), kinds[i]) for i, x in enumerate(prompts)])
+        tokens = [[] for _ in prompts]
+        while engine.has_work:
+            for event in engine.step():
+                tokens[int(event.seq_id)] += event.tokens
+        assert engine.device.num_compiles_after_warm_up == 0
+        answers[split], held[split] = tokens, engine.device.bytes_held()
+        live[split] = live_bytes(besides=earlier)
+        del engine, earlier
+        gc.collect()  # its cycles, which hold arrays
+    assert all(len(x) == 12 for x in answers[1, 1])
+    config = models.load(bundled, "float32").config
+    pages = config.num_layers * 60 * 4 * config.num_kv_heads * config.head_dim * 2 * 4
+    weights = held[1, 1][0] - pages
+    # What else is there on one device, all of it on each: the sampler's state, tables, results.
+    others = live[1, 1][0] - weights - pages
+    assert others < 0.1 * (weights + pages), (others, weights, pages)
+    for split in splits:
+        assert answers[split] == answers[1, 1], (split, answers)
+        assert len(live[split]) == prod(split)
+        if split[0] <= config.num_kv_heads:
+            share = weights / split[0] + pages / prod(split)
+            for device, size in live[split].items():
+                assert 0.999 * share <= size - others < 1.03 * share, (split, device, size, share)
+                assert share <= held[split][device] < 1.03 * share, (split, held, share)
+
+
+def live_bytes(besides: list[jax.Array]) -> Counter:
+    """Of each device: the buffers of all arrays that are alive, but those of `besides`."""
+    buffers = buffers_of(jax.live_arrays())
+    total = Counter()
+    for place in buffers.keys() - buffers_of(besides).keys():
+        total[place[0]] += buffers[place]
+    return total
+
+
+def buffers_of(arrays: list[jax.Array]) -> dict[tuple[int, int], int]:
+    """Bytes by device and address. A shard's data is an array of its own over the same memory."""
+    return {
+        (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in arrays
+        for shard in array.addressable_shards
+    }
+
+
+def check_features(*splits: tuple[int, int]) -> None:
+    """All that a server offers, mixed, on too few pages: what one device answers."""
+    from jax_attn import models
+    from jax_attn.serve._engine.engine import Engine
+    from jax_attn.serve._engine.engine_config import EngineConfig
+    from jax_attn.serve._grammar import grammar
+    from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+
+    model = models.load(models.BUNDLED, "float32")
+    repeated, text = (
+        [0, *model.tokenizer.encode(x).ids]
+        for x in ("def add(a, b):\n    return a + b\n\n\n" * 4, "import os\nimport sys\n" * 3)
+    )
+    requests = (
+        (repeated, {}),
+        (text, {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.3}),
+        (text, {"grammar": grammar.from_regex("[a-z]{3,9} = [0-9]{4}")}),
+        (repeated, {"temperature": 0.8, "seed": 3, "logprobs": 3, "top_p": 0.9}),
+        (text, {"logprobs": 1, "prompt_logprobs": True, "logit_bias": ((300, 2.0),)}),
+        (repeated[:30], {"temperature": 1.0, "seed": 5, "top_k": 20, "min_p": 0.01}),
+    )
+    answers = {}
+    for split in ((1, 1), *splits):
+        limits = EngineConfig(num_pages=30, page_size=8, max_running=4, max_step_tokens=24,
+                              max_drafts=4, tensor_parallel=split[0],
+                              context_parallel=split[1])  # fmt: skip
+        engine = Engine(model, limits)
+        engine.warm_up()
+        told = [([], []) for _ in requests]
+        for turn in range(2):  # the second one has the first one's prefixes
+            common = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            engine.submit(
+                [
+                    Sequence(f"{turn}.{i}", str(i), list(x), SamplingParams(**common | more))
+                    for i, (x, more) in enumerate(requests)
+                ]
+            )
+            while engine.has_work:
+                for event in engine.step():
+                    assert event.error is None, event
+                    tokens, logprobs = told[int(event.seq_id.split(".")[1])]
+                    tokens += event.tokens
+                    for entry in event.logprobs or ():
+                        logprobs += [entry.logprob or 0.0, *(x for _, x in entry.top)]
+                engine.scheduler.check_integrity()
+        stats = engine.stats()
+        assert engine.device.num_compiles_after_warm_up == 0
+        for name in ("preemptions", "prefix_hit_tokens", "draft_tokens_taken"):
+            assert stats[name] > 0, (split, name, stats)
+        answers[split] = told
+        del engine
+        gc.collect()
+    for split in splits:
+        for i, (got, want) in enumerate(zip(answers[split], answers[1, 1], strict=True)):
+            assert got[0] == want[0], (split, i, got[0], want[0])
+            np.testing.assert_allclose(got[1], want[1], atol=1e-3, err_msg=str((split, i)))
+    assert [bool(logprobs) for _, logprobs in answers[1, 1]] == [0, 0, 0, 1, 1, 0]
+
+
+def check_family(name: str, *splits: tuple[int, int]) -> None:
+    """Experts, sinks, latent attention: an engine of two devices answers as one of one."""
+    from helpers import model_cases
+    from jax_attn import models
+    from jax_attn.serve._engine.engine import Engine
+    from jax_attn.serve._engine.engine_config import EngineConfig
+    from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+
+    tokenizer = models.load(models.BUNDLED, "float32").tokenizer
+    prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4], [5, 9, 200, 31, 1], [77]]
+    more = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+    raw = model_cases._COMMON | model_cases.CONFIGS[name] | more
+    if "num_local_experts" in raw:
+        raw["num_local_experts"] = 4  # which two devices divide
+    config = models.parse_config(raw)
+    params = models.random_params(config, jax.random.key(0), "float32")
+    answers = {}
+    for split in ((1, 1), *splits):
+        limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=8,
+                              tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
+        engine = Engine(models.Model(config, params, tokenizer), limits)
+        engine.warm_up()
+        sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        engine.submit([Sequence(str(i), str(i), list(x), sampling) for i, x in enumerate(prompts)])
+        answers[split] = [[] for _ in prompts]
+        while engine.has_work:
+            for event in engine.step():
+                answers[split][int(event.seq_id)] += event.tokens
+    assert all(len(x) == 8 for x in answers[1, 1])
+    for split, got in answers.items():
+        assert got == answers[1, 1], (split, got, answers[1, 1])

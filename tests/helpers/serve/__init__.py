@@ -1,0 +1,1 @@
+"""Engines, servers and clients that tests of the server share; no tests."""

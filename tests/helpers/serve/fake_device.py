@@ -1,0 +1,244 @@
+"""An engine and a device without a model, to run the scheduler and to check all it promises.
+
+What a slot of a page holds is the digest of all tokens up to there: what a real kv slot depends on.
+A step reads the digests of a sequence's whole context back from its pages, so that a wrong, stale
+or overwritten page changes the output, or is found on the spot. A page that becomes free is
+poisoned, and each knows the namespace that wrote it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
+from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
+from jax_attn.serve._scheduling.scheduler import Scheduler
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence, StepPlan
+
+POISON = -1
+EOS = 0
+VOCAB = 50
+
+
+def digest(previous: int, token: int) -> int:
+    return zlib.crc32(token.to_bytes(4, "little"), previous)
+
+
+def next_token(context: int) -> int:
+    return context % VOCAB
+
+
+def forced_after(token: int, context: int) -> list[int]:
+    """What a grammar would force after a sampled token: now and then, up to three tokens."""
+    if token % 5 != 4:
+        return []
+    return [1 + (context >> shift) % (VOCAB - 1) for shift in range(1 + context % 3)]
+
+
+def salt(namespace: str) -> int:
+    return zlib.crc32(namespace.encode())
+
+
+def reference_output(seq: Sequence, forces: bool) -> tuple[list[int], FinishReason]:
+    """The output of a sequence that runs alone."""
+    context = salt(seq.namespace)
+    for token in seq.tokens[: seq.num_prompt]:
+        context = digest(context, token)
+    output: list[int] = []
+    while True:
+        token = next_token(context)
+        tokens = [token] + (forced_after(token, context) if forces else [])
+        for token in tokens:
+            output.append(token)
+            context = digest(context, token)
+            if token == EOS and not seq.params.ignore_eos:
+                return output, FinishReason.STOP
+            if len(output) == seq.params.max_tokens:
+                return output, FinishReason.LENGTH
+
+
+def nodes(cache: RadixCache) -> Iterator[Node]:
+    stack = [cache._root]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
+
+
+class FakeDevice:
+    """Runs steps at once, and checks each against the scheduler's promises."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.page_size = scheduler.config.page_size
+        self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> digest
+        self.last_tokens: dict[int, int] = {}  # by slot of the sequence
+        self.owners: dict[int, Sequence] = {}  # by slot
+        self.num_computed: dict[str, int] = {}  # tokens that went through, since the admission
+        self.num_tokens_run = 0
+        self.writers: dict[int, str] = {}  # page -> namespace; those that are free have none
+        free = scheduler.allocator.free
+        scheduler.allocator.free = lambda pages: free(self._poisoned(pages))
+
+    def _poisoned(self, pages: Iterable[int]) -> list[int]:
+        pages = list(pages)
+        for page in pages:
+            self.writers.pop(page, None)
+            for offset in range(self.page_size):
+                self.slots[page, offset] = POISON
+        return pages
+
+    def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
+        """(sequence, sampled token, digest of its context) for each entry; None: not sampled."""
+        self._check(step)
+        for seq in step.preempted:
+            self.num_computed.pop(seq.id)
+        for seq in step.admitted:
+            assert not (seq.params.prompt_logprobs and seq.num_computed), "not all can be scored"
+            self.num_computed[seq.id] = seq.num_computed
+            self.owners[seq.slot] = seq
+            self.last_tokens.pop(seq.slot, None)
+        cached = {page for node in nodes(self.scheduler.cache) for page in node.pages}
+        written: dict[int, str] = {}
+        results = [self._run_entry(entry, cached, written) for entry in step.entries]
+        for seq, token, _ in results:
+            if token is not None:
+                self.last_tokens[seq.slot] = token
+        return results
+
+    def _run_entry(
+        self, entry: ScheduledSequence, cached: set[int], written: dict[int, str]
+    ) -> tuple[Sequence, int | None, int]:
+        seq, page_size = entry.seq, self.page_size
+        assert self.num_computed[seq.id] == seq.num_computed, "computed twice, or skipped"
+        assert self.owners[seq.slot] is seq
+        begin, end = seq.num_computed, seq.num_computed + entry.num_tokens
+        self.num_computed[seq.id] = end
+        self.num_tokens_run += entry.num_tokens
+        assert end <= len(seq.pages) * page_size
+        assert (begin // page_size) >= seq.num_shared
+
+        context = salt(seq.namespace)
+        for position in range(begin):  # known or not, these tokens were computed before
+            if position < len(seq.tokens):
+                context = digest(context, seq.tokens[position])
+            else:
+                context = self._read(seq, position)
+            assert self._read(seq, position) == context, "a page does not hold the context"
+        for position in range(begin, end):
+            if position < len(seq.tokens):
+                token = seq.tokens[position]
+            else:
+                assert position == len(seq.tokens) + seq.num_in_flight - 1
+                token = self.last_tokens[seq.slot]
+            context = digest(context, token)
+            page = seq.pages[position // page_size]
+            assert page not in cached, "a shared page is written"
+            assert written.setdefault(page, seq.id) == seq.id, "a page is written by two"
+            assert self.writers.setdefault(page, seq.namespace) == seq.namespace, "a foreign page"
+            self.slots[page, position % page_size] = context
+        complete = end == len(seq.tokens) + seq.num_in_flight
+        assert entry.samples == complete
+        return seq, next_token(context) if entry.samples else None, context
+
+    def _read(self, seq: Sequence, position: int) -> int:
+        page = seq.pages[position // self.page_size]
+        value = self.slots[page, position % self.page_size]
+        assert value != POISON, "a page that is free is read"
+        assert self.writers[page] == seq.namespace, "a foreign page is read"
+        return value
+
+    def _check(self, step: StepPlan) -> None:
+        config = self.scheduler.config
+        seqs = [entry.seq for entry in step.entries]
+        assert len({seq.id for seq in seqs}) == len(seqs)
+        assert len({seq.slot for seq in seqs}) == len(seqs) <= config.max_running
+        assert all(seq.status is Status.RUNNING and seq.slot >= 0 for seq in seqs)
+        assert all(entry.num_tokens > 0 for entry in step.entries)
+        assert sum(entry.num_tokens for entry in step.entries) <= config.max_step_tokens
+        assert len(seqs) + step.num_more_rows <= config.max_running
+        assert step.num_more_rows == sum(entry.num_more_rows for entry in step.entries)
+        for seq, entry in zip(seqs, step.entries, strict=True):
+            end = min(seq.num_computed + entry.num_tokens, seq.num_prompt - 1)
+            num_scored = max(0, end - seq.num_computed) if seq.params.prompt_logprobs else 0
+            assert entry.num_scored == num_scored, "a token of a prompt that nobody scores"
+            assert entry.num_more_rows == min(num_scored, entry.num_tokens - 1)
+        assert sum(len(seq.pages) for seq in seqs) <= config.max_kv_pages_step
+        assert set(step.admitted) <= set(seqs), "admitted into nothing"
+        assert not set(step.admitted) & set(step.preempted), "out and in again"
+        decodes = {seq.id for seq in seqs if seq.num_computed >= seq.num_prompt}
+        decodes -= {seq.id for seq in step.admitted}
+        prefill = sum(e.num_tokens for e in step.entries if e.seq.id not in decodes)
+        chunk = max(config.prefill_chunk, config.max_prefill_chunk, *config.step_sizes)
+        assert prefill <= chunk or not decodes
+        for seq in self.scheduler.running:
+            is_decode = seq.num_computed >= seq.num_prompt and seq.num_pending == 1
+            if is_decode and not seq.is_held:
+                assert seq in seqs, "a running decode was left out"
+
+
+class FakeEngine:
+    """Retires a step `depth` steps after it was launched, as an engine that overlaps does."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1, forces: bool = False):
+        self.scheduler = scheduler
+        self.device = FakeDevice(scheduler)
+        self.depth = depth
+        self.forces = forces
+        self.flying: deque[list[tuple[Sequence, int | None, int]]] = deque()
+        self.voided: set[tuple[int, str]] = set()  # (index of the step, sequence)
+        self.num_launched = 0
+        self.num_retired = 0
+        self.log: list[tuple] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.flying or self.scheduler.waiting or self.scheduler.running)
+
+    def step(self, now: float) -> StepPlan | None:
+        plan = self.scheduler.schedule(now)
+        if plan is not None:
+            self.log.append(
+                (
+                    [(e.seq.id, e.num_tokens, e.samples, e.seq.slot) for e in plan.entries],
+                    [list(e.seq.pages) for e in plan.entries],
+                    [[seq.id for seq in seqs] for seqs in (plan.preempted, plan.expired)],
+                )
+            )
+            self.flying.append(self.device.run(plan))
+            self.scheduler.launched(plan)
+            self.num_launched += 1
+        while self.flying and (len(self.flying) > self.depth or plan is None):
+            self._retire(self.flying.popleft())
+        return plan
+
+    def _retire(self, results: list[tuple[Sequence, int | None, int]]) -> None:
+        index = self.num_retired
+        self.num_retired += 1
+        for seq, token, context in results:
+            if token is None or (index, seq.id) in self.voided:
+                continue
+            tokens = [token] + (forced_after(token, context) if self.forces else [])
+            reason = None
+            for i, token in enumerate(tokens):
+                num_output = seq.num_output + i + 1
+                if token == EOS and not seq.params.ignore_eos:
+                    reason = FinishReason.STOP
+                elif num_output == seq.params.max_tokens:
+                    reason = FinishReason.LENGTH
+                if reason is not None:
+                    tokens = tokens[: i + 1]
+                    break
+            num_sampled = 1
+            if len(tokens) > 1 and seq.status is not Status.FINISHED:
+                num_sampled = seq.num_in_flight
+                computed = self.device.num_computed
+                if seq.status is Status.RUNNING:
+                    computed[seq.id] = min(computed[seq.id], len(seq.tokens) + 1)
+                later = range(index + 1, self.num_launched)
+                self.voided.update((i, seq.id) for i in later)
+            self.scheduler.append(seq, tokens, num_sampled)
+            if reason is not None:
+                self.scheduler.finish(seq, reason)

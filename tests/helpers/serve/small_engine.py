@@ -1,0 +1,34 @@
+"""A small AsyncEngine on a device that is warm, and sequences for it."""
+
+import itertools
+import time
+
+from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+
+CONFIG = EngineConfig(
+    num_pages=64, page_size=8, max_running=8, max_step_tokens=8, max_waiting=50, max_grammars=2
+)
+
+_ids = itertools.count()
+
+
+def warm_device(model):
+    engine = Engine(model, CONFIG)
+    engine.warm_up()
+    return engine.device
+
+
+def make_engine(model, device, config: EngineConfig = CONFIG) -> AsyncEngine:
+    """Not started. device: of `warm_device`."""
+    made = AsyncEngine(model, config)
+    made._engine.device = device
+    return made
+
+
+def sequence(tokens=(0, 593, 633, 199, 593), **kwargs) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 20, "temperature": 0, "ignore_eos": True} | kwargs)
+    name = f"s{next(_ids)}"
+    return Sequence(name, name, list(tokens), params, arrival=time.monotonic())

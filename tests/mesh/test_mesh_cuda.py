@@ -1,0 +1,48 @@
+"""The checks of meshes on GPUs: as many of the meshes as there are devices for."""
+
+import jax
+import pytest
+
+from helpers.mesh_checks import run_on_gpus
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    try:
+        count = len(jax.devices("gpu"))
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {str(error).splitlines()[0]}")
+    if count < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "check_stripes('1x2', 0, 16)",
+        "check_stripes('2x1', 1, 16)",
+        "check_bytes()",
+        "check_loops('1x2')",
+        "check_plans()",
+        "check_latent()",
+        "check_appends()",
+        "check_sequences(0, 5, True)",
+        "check_sequence_bytes()",
+        "check_sequence_plans()",
+        "check_dense_sequences()",
+    ],
+)
+def test(call):
+    run_on_gpus(f"import mesh_checks as m; m.{call}", timeout=550)
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "call",
+    ["check_models(2, 0, 25)", "check_models(1, 0, 25, 2)", "check_engine((2, 1), (1, 2))"],
+)
+def test_models(call):
+    run_on_gpus(f"import mesh_model_checks as m; m.{call}", timeout=550)

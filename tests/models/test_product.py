@@ -1,0 +1,128 @@
+"""Products of weights in panels, on every instruction set of this machine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import model_cases
+from jax_attn import _core, _environment, models
+from jax_attn._xla import ffi
+from jax_attn.models._products.panels import Panels, to_panels
+from jax_attn.models._products.quantized import product
+
+DTYPES = ("float32", "bfloat16", "float16")
+# in, out: of one element, of parts of panels, of whole ones, of depths that a tile does not divide.
+SHAPES = [(1, 1), (33, 40), (64, 32), (100, 257), (1024, 130)]
+ROWS = (1, 2, 3, 4, 6, 7, 12, 13, 16, 17, 32, 33, 70)
+
+
+@pytest.fixture(params=_core.supported_cpu_isas())
+def isa(request):
+    before = _core.cpu_isa()
+    _core.set_cpu_isa(request.param)
+    yield request.param
+    _core.set_cpu_isa(before)
+
+
+def operands(dtype, depth, columns, num_rows):
+    rng = np.random.default_rng(depth + columns)
+    x, w = (rng.standard_normal(s, np.float32) for s in ((num_rows, depth), (depth, columns)))
+    return jnp.asarray(x, dtype), jnp.asarray(w * depth**-0.5, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_is_the_product(dtype, shape, isa):
+    x, w = operands(dtype, *shape, 37)
+    with _environment.poisoned():
+        wide = np.asarray(to_panels(w).product(x, jnp.float32))
+        own = to_panels(w).product(x, None)
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    np.testing.assert_allclose(wide, expected, atol=2e-5, rtol=2e-5)
+    assert own.dtype == dtype
+    assert (np.asarray(own) == np.asarray(jnp.asarray(wide, dtype))).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_row_do_not_depend_on_the_others(dtype, isa):
+    x, w = operands(dtype, 1000, 200, max(ROWS))
+    panels = to_panels(w)
+    whole = np.asarray(panels.product(x, jnp.float32))
+    for n in ROWS:
+        for begin in (0, len(x) - n):
+            got = np.asarray(panels.product(x[begin : begin + n], jnp.float32))
+            assert (got == whole[begin : begin + n]).all(), n
+
+
+def test_nan_stays_in_its_row_and_column(isa):
+    for dtype in DTYPES:
+        x, w = operands(dtype, 70, 50, 5)
+        x, w = x.at[3, 69].set(jnp.nan), w.at[0, 49].set(jnp.nan)
+        got = np.isnan(np.asarray(to_panels(w).product(x, jnp.float32)))
+        expected = np.zeros((5, 50), bool)
+        expected[3], expected[:, 49] = True, True
+        assert (got == expected).all()
+
+
+def test_no_rows():
+    _, w = operands("float32", 33, 40, 1)
+    assert to_panels(w).product(jnp.zeros((0, 33)), None).shape == (0, 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_columns_are_those_of_the_matrix(dtype, transposed):
+    _, w = operands(dtype, 33, 40, 1)
+    panels = to_panels(w.T if transposed else w, transposed=transposed)
+    assert panels.shape == w.shape and panels.dtype == w.dtype
+    which = jnp.array([39, 0, 31, 32, 0])
+    assert (np.asarray(panels.columns(which)) == np.asarray(w.T[which])).all()
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x, w = operands("bfloat16", 64, 40, 2)
+    panels = to_panels(w).panels
+    for got in (
+        lambda: ffi.product(x[:, :32], panels, 40, "float32"),
+        lambda: ffi.product(x, panels, 65, "float32"),
+        lambda: ffi.product(x.astype(jnp.float32), panels, 40, "float32"),
+        lambda: ffi.product(x, panels, 40, "float16"),
+        lambda: ffi.product(x.astype(jnp.int32), panels, 40, "float32"),
+        lambda: ffi.product(x[None], panels, 40, "float32"),
+    ):
+        with pytest.raises(Exception, match="product: .*expected"):
+            jax.block_until_ready(got())
+    with pytest.raises(Exception, match=r"got bfloat16\[1, 2, 64\] and bfloat16\[1, 40\]"):
+        jax.block_until_ready(ffi.product(x[None], panels, 40, "bfloat16"))
+
+
+@pytest.mark.parametrize("name", sorted(model_cases.CONFIGS))
+def test_models_of_weights_in_panels(name):
+    """The same logits, of every family; what is multiplied as it is, is in panels."""
+    config = models.parse_config(model_cases.CONFIGS[name])
+    params = models.random_params(config, jax.random.key(0), "float32")
+    packed = models.pack_params(params, config)
+    assert isinstance(packed["embed"], Panels) == config.tie_embeddings
+    assert isinstance(packed["layers"][0]["o"], Panels)
+    again = models.pack_params(packed, config)
+    assert again["layers"][0]["o"] is packed["layers"][0]["o"]
+    tokens = np.arange(11) % config.vocab_size
+    expected, got = (models.reference_forward(p, config, tokens) for p in (params, packed))
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_loading_into_panels():
+    plain, loaded = (
+        models.load(models.BUNDLED, "bfloat16", in_panels=x).params for x in (False, True)
+    )
+    config = models.load_config(models.BUNDLED)
+    packed = models.pack_params(plain, config)
+    assert jax.tree.structure(packed) == jax.tree.structure(loaded)
+    for one, other in zip(jax.tree.leaves(packed), jax.tree.leaves(loaded), strict=True):
+        assert (np.asarray(one) == np.asarray(other)).all()
+
+
+def test_product_takes_either():
+    x, w = operands("float32", 64, 48, 3)
+    np.testing.assert_allclose(product(x, to_panels(w)), product(x, w), atol=1e-5)
